@@ -1,0 +1,81 @@
+# make             build ./ling
+# make quickstart  train, evaluate and draw a real small model on real text
+# make test        everything that is tested, dependencies included
+# make fuzz        fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
+
+CC ?= gcc
+# No -ffast-math: NaN and infinity must stay visible. The two flags below only say that nobody reads errno or FP traps.
+OPTIMIZE ?= -O3 -march=native
+CFLAGS := -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra -Werror
+SANITIZE := -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp -Wall -Wextra -Werror
+LIBS := -lopenblas -lyaml -ljansson -lpng -lz -lm
+SOURCES := ling.c kernels.c parallel.c data.c
+TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
+	build/test_config build/test_files build/test_plot
+FUZZERS := config safetensors tokens jsonl
+FUZZ_SECONDS ?= 60
+
+ling: $(SOURCES:%.c=build/release/%.o)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+build/release build/double build/sanitize build/fuzz:
+	mkdir -p $@
+
+build/release/%.o: %.c ling.h | build/release
+	$(CC) $(CFLAGS) -c $< -o $@
+
+# The same source with real = double: what finite differences and tight comparisons are made with.
+build/double/%.o: %.c ling.h | build/double
+	$(CC) $(CFLAGS) -DLING_DOUBLE -c $< -o $@
+
+# Bad input, leaks and short training runs are tested with sanitizers.
+build/sanitize/%.o: %.c ling.h | build/sanitize
+	$(CC) $(SANITIZE) -c $< -o $@
+
+build/sanitize/ling: $(SOURCES:%.c=build/sanitize/%.o)
+	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+
+# ---- tests: programs link the sources less main(), or include data.c to reach its static functions ----
+
+build/test_kernels: tests/test_kernels.c tests/test.h build/release/kernels.o
+	$(CC) $(CFLAGS) $< build/release/kernels.o -o $@ -lcmocka $(LIBS)
+
+build/test_kernels_double: tests/test_kernels.c tests/test.h build/double/kernels.o
+	$(CC) $(CFLAGS) -DLING_DOUBLE $< build/double/kernels.o -o $@ -lcmocka $(LIBS)
+
+build/test_model: tests/test_model.c tests/test.h $(SOURCES:%.c=build/release/%.o)
+	$(CC) $(CFLAGS) -Dmain=ling_main -c ling.c -o build/release/ling_library.o
+	$(CC) $(CFLAGS) $< build/release/ling_library.o $(filter-out %/ling.o,$(filter %.o,$^)) -o $@ -lcmocka $(LIBS)
+
+build/test_model_double: tests/test_model.c tests/test.h $(SOURCES:%.c=build/double/%.o)
+	$(CC) $(CFLAGS) -DLING_DOUBLE -Dmain=ling_main -c ling.c -o build/double/ling_library.o
+	$(CC) $(CFLAGS) -DLING_DOUBLE $< build/double/ling_library.o $(filter-out %/ling.o,$(filter %.o,$^)) -o $@ -lcmocka $(LIBS)
+
+build/test_config build/test_files build/test_plot: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
+	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
+
+.PHONY: deps test run-tests quickstart fuzz clean
+
+deps:
+	scripts/install-deps.sh
+
+test: deps
+	$(MAKE) run-tests
+
+run-tests: ling build/sanitize/ling $(TEST_PROGRAMS)
+	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh
+
+quickstart: deps
+	scripts/quickstart.sh
+
+# ---- fuzzing ----
+
+build/fuzz/%: tests/fuzz_%.c data.c ling.h | build/fuzz
+	clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unused-function $< -o $@ $(LIBS)
+
+fuzz: $(FUZZERS:%=build/fuzz/%)
+	for f in $(FUZZERS); do mkdir -p build/fuzz/corpus-$$f && \
+		build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 build/fuzz/corpus-$$f || exit 1; done
+
+clean:
+	rm -rf build ling

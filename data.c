@@ -1,0 +1,3652 @@
+/*
+ * data.c - everything on disk: YAML, JSON, tokens, checkpoints, metrics, pictures.
+ *
+ * Bytes from outside are never trusted: every size is checked against the file before it is used, and every error
+ * names the file, the place, what was found and what was expected.
+ */
+#define _GNU_SOURCE
+#include "ling.h"
+
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <limits.h>
+#include <math.h>
+#include <png.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <yaml.h>
+#include <zlib.h>
+
+/* ============================================================================================================
+ * Errors, memory, paths
+ * ========================================================================================================== */
+
+char error_text[4096];
+
+void set_error(const char *format, ...)
+{
+	va_list args;
+	va_start(args, format);
+	vsnprintf(error_text, sizeof error_text, format, args);
+	va_end(args);
+}
+
+/* malloc that cannot return NULL: what data.c allocates is small, bounded by checked file sizes. n 0 is fine. */
+static void *allocate(size_t n)
+{
+	void *p = calloc(1, n ? n : 1);
+	if (!p) {
+		fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
+		exit(1);
+	}
+	return p;
+}
+
+/* Joins two path components; fails when the result is longer than a path may be. */
+static int path_join(char out[PATH_LEN], const char *dir, const char *name)
+{
+	if (snprintf(out, PATH_LEN, "%s/%s", dir, name) >= PATH_LEN)
+		return fail("%s/%s: path longer than %d bytes", dir, name, PATH_LEN - 1);
+	return 0;
+}
+
+/* Maps a whole regular file read-only. *size 0 gives *data NULL. The caller unmaps. */
+static int map_file(const char *path, const uint8_t **data, size_t *size)
+{
+	int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); /* a FIFO must not block */
+	if (fd < 0)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct stat st;
+	*data = NULL, *size = 0;
+	int rc = 0;
+	if (fstat(fd, &st) < 0)
+		rc = fail("%s: cannot stat: %s", path, strerror(errno));
+	else if (!S_ISREG(st.st_mode))
+		rc = fail("%s: expected a file, found %s", path, S_ISDIR(st.st_mode) ? "a directory" : "something else");
+	else if (st.st_size > 0) {
+		void *p = mmap(NULL, st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+		if (p == MAP_FAILED)
+			rc = fail("%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
+		else
+			*data = p, *size = st.st_size;
+	}
+	close(fd);
+	return rc;
+}
+
+static void unmap_file(const uint8_t *data, size_t size)
+{
+	if (data)
+		munmap((void *)data, size);
+}
+
+/* Parses a JSON object from a file. NULL on error (syntax, duplicate key, not an object), naming file and line. */
+static json_t *json_read(const char *path)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return NULL;
+	json_error_t error;
+	json_t *root = json_loadb(size ? (const char *)data : "", size, JSON_REJECT_DUPLICATES, &error);
+	unmap_file(data, size);
+	if (!root)
+		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
+	else if (!json_is_object(root)) {
+		json_decref(root), root = NULL;
+		fail("%s: expected a JSON object at top level", path);
+	}
+	return root;
+}
+
+int make_directories(const char *dir)
+{
+	char path[PATH_LEN];
+	if (snprintf(path, sizeof path, "%s", dir) >= PATH_LEN)
+		return fail("%s: path longer than %d bytes", dir, PATH_LEN - 1);
+	for (char *p = path + 1;; p++) {
+		if (*p != '/' && *p)
+			continue;
+		char end = *p;
+		*p = 0;
+		if (mkdir(path, 0777) < 0 && errno != EEXIST)
+			return fail("%s: cannot create directory: %s", path, strerror(errno));
+		*p = end;
+		if (!end)
+			break;
+	}
+	struct stat st;
+	if (stat(path, &st) < 0 || !S_ISDIR(st.st_mode))
+		return fail("%s: expected a directory", path);
+	return 0;
+}
+/* ============================================================================================================
+ * Config: the table
+ * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
+ * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here.
+ * ========================================================================================================== */
+
+enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T_TEXT, T_ENUM };
+
+enum key_flags {
+	REQUIRED = 1, /* must be given */
+	NEEDED = 2,   /* must be given where its optional section, or its list item, is */
+	NONE = 4,     /* `off` is allowed: 0, "" or no section */
+	FIXED = 8,    /* a continued run must not change it */
+	ABOVE = 16,   /* min itself is not allowed */
+	BELOW = 32,   /* max itself is not allowed */
+	ITEM = 64,    /* belongs to an item of a list */
+};
+
+struct key {
+	const char *name;            /* dotted path */
+	enum key_type type;
+	size_t offset, size;         /* of the field in struct config */
+	double min, max;
+	int flags;
+	const char *fallback;        /* default, as a user would write it; NULL is zero */
+	const char *help;
+	const char *const *names;    /* the values of a T_ENUM, or the only values of a T_TEXT */
+	const char *alias;           /* another spelling of the path */
+	const char *class_fallback;  /* default of the Hugging Face class where it differs */
+};
+
+#define KEY(path, kind, low, high, marks, standard, meaning, ...) \
+	{.name = #path, .type = kind, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, \
+	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
+#define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
+
+static const char *const tokenizer_names[] = {"byte", "none", NULL};
+static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
+static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
+
+#define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
+
+static const struct key keys[] = {
+	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section"),
+	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
+	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
+	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
+	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off", "key-value heads; off: as many as query heads"),
+	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off", "width of a head; off: hidden_size / num_attention_heads"),
+	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are beneath it"),
+	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED, "off", "experts of a layer; needed unless all layers are dense",
+		.alias = "model.n_routed_experts"),
+	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED, "off", "experts that a token is sent to"),
+	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED, "0", "experts that see every token",
+		.alias = "model.n_shared_experts"),
+	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED, "off", "width of an expert"),
+	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED, "0", "this many first layers are dense"),
+	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED, "off", "width of a dense layer"),
+	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED, "16384", "longest sequence of the model"),
+	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED, "true", "expert weights of a token sum to 1"),
+	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns", .class_fallback = "false"),
+	KEY(model.tie_word_embeddings, T_BOOL, 0, 1, FIXED, "false", "one matrix is embedding and output head"),
+	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output", .class_fallback = "true"),
+	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
+	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
+		.class_fallback = "10000"),
+	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm"),
+	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED, "0.006", "standard deviation of initial weights",
+		.class_fallback = "0.02"),
+	SECTION("model.router", 0, "how tokens are spread over experts; training only"),
+	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss"),
+	KEY(model.router.balance_loss_scope, T_ENUM, 0, 0, 0, "micro_batch", "tokens that are balanced together",
+		.names = scope_names),
+	KEY(model.router.z_loss_coef, T_DOUBLE, 0, 1000, NONE, "1e-4", "weight of the router's z-loss"),
+	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
+
+	SECTION("data", 0, "what is read"),
+	KEY(data.train, T_TEXT, 0, 0, REQUIRED | FIXED, NULL, "token file prefix to train on"),
+	KEY(data.valid, T_TEXT, 0, 0, NONE, "off", "token file prefix to evaluate on"),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids; none: not known, taken as they are",
+		.names = tokenizer_names),
+	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
+	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
+
+	SECTION("train", 0, "the run"),
+	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
+	KEY(train.init_from, T_TEXT, 0, 0, NONE, "off", "Hugging Face directory whose weights the run starts from"),
+	KEY(train.seed, T_UINT64, 0, 18446744073709551615.0, FIXED, "1", "of all random numbers"),
+	KEY(train.steps, T_INT64, 0, 1e12, NONE, "off", "length of the run in steps; this or train.tokens"),
+	KEY(train.tokens, T_INT64, 0, MAX_TOKENS, NONE, "off", "length of the run in tokens; this or train.steps"),
+	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue"),
+	KEY(train.micro_batch, T_INT, 1, 1e6, REQUIRED, NULL, "sequences of a forward pass"),
+	KEY(train.batch, T_INT, 1, 1e7, REQUIRED, NULL, "sequences of an optimizer step"),
+	KEY(train.grad_clip, T_DOUBLE, 0, 1e9, NONE, "1.0", "largest norm of the gradient"),
+	SECTION("train.batch_warmup", NONE, "the batch grows from start, by increments, over a number of tokens"),
+	KEY(train.batch_warmup.start, T_INT, 0, 1e7, NEEDED, NULL, "first batch"),
+	KEY(train.batch_warmup.increment, T_INT, 0, 1e7, NEEDED, NULL, "how much the batch grows at once"),
+	KEY(train.batch_warmup.tokens, T_INT64, 0, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
+
+	SECTION("optimizer", 0, "AdamW"),
+	KEY(optimizer.beta1, T_DOUBLE, 0, 1, BELOW, "0.9", "decay of the gradient's mean"),
+	KEY(optimizer.beta2, T_DOUBLE, 0, 1, BELOW, "0.95", "decay of the gradient's mean square"),
+	KEY(optimizer.eps, T_DOUBLE, 0, 1, ABOVE, "1e-8", "added to the root of the mean square"),
+	KEY(optimizer.weight_decay, T_DOUBLE, 0, 100, NONE, "0.1", "decoupled, on matrices and embeddings"),
+
+	SECTION("schedule", 0, "the learning rate: warm-up, peak, drops, decay"),
+	KEY(schedule.peak_lr, T_DOUBLE, 0, 100, REQUIRED | ABOVE, NULL, "learning rate between warm-up and decay"),
+	KEY(schedule.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "steps from 0 up to peak_lr"),
+	{.name = "schedule.drops", .type = T_LIST, .offset = offsetof(struct config, schedule.drops), /* and num_drops */
+	 .size = offsetof(struct config, schedule.decay) - offsetof(struct config, schedule.drops), .flags = NONE,
+	 .fallback = "off", .help = "drops of the learning rate"},
+	{.name = "schedule.drops.at", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].at),
+	 .size = sizeof(double), .min = 0, .max = 1, .flags = NEEDED | ITEM, .help = "share of the run's tokens"},
+	{.name = "schedule.drops.factor", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].factor),
+	 .size = sizeof(double), .min = 0, .max = 1000, .flags = NEEDED | ITEM | ABOVE, .help = "the rate times it"},
+	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
+	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NONE, "off", "last steps of the run, over which it decays"),
+	KEY(schedule.decay.shape, T_ENUM, 0, 0, 0, "1-sqrt", "form of the curve", .names = shape_names),
+	KEY(schedule.decay.final_lr, T_DOUBLE, 0, 100, 0, "0", "learning rate at the end"),
+
+	SECTION("checkpoint", 0, "saving"),
+	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE, "off", "steps between checkpoints; off: only at the end"),
+	KEY(checkpoint.keep, T_INT, 0, 1e9, 0, "2", "newest checkpoints that are kept; 0: all"),
+
+	SECTION("eval", 0, "validation"),
+	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),
+	KEY(eval.max_windows, T_INT64, 0, 1e12, NONE, "off", "sequences of an evaluation; off: all"),
+
+	SECTION("log", 0, "progress"),
+	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
+};
+
+#define NUM_KEYS ((int)(sizeof keys / sizeof keys[0]))
+
+static const struct key root_key = {.name = "", .type = T_SECTION};
+
+/* The last part of a dotted path. */
+static const char *leaf_of(const char *path)
+{
+	const char *dot = strrchr(path, '.');
+	return dot ? dot + 1 : path;
+}
+
+/* Whether `path` lies directly in `section`. */
+static bool is_child(const char *section, const char *path)
+{
+	size_t n = strlen(section);
+	return (size_t)(leaf_of(path) - path) == n + (n > 0) && !strncmp(path, section, n);
+}
+
+/* Whether `path` lies in `section` or beneath. */
+static bool is_inside(const char *section, const char *path)
+{
+	size_t n = strlen(section);
+	return !n || (!strncmp(path, section, n) && path[n] == '.');
+}
+
+/* NULL when there is no such key. */
+static const struct key *find_key(const char *path)
+{
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
+		if (!strcmp(path, k->name) || (k->alias && !strcmp(path, k->alias)))
+			return k;
+	return NULL;
+}
+
+/* Levenshtein distance; words of more than 63 bytes are far from everything. */
+static int edit_distance(const char *a, const char *b)
+{
+	int row[64], n = strlen(b);
+	if (n > 63 || strlen(a) > 63)
+		return 99;
+	for (int j = 0; j <= n; j++)
+		row[j] = j;
+	for (int i = 0; a[i]; i++) {
+		int diagonal = row[0];
+		row[0] = i + 1;
+		for (int j = 0; j < n; j++) {
+			int best = diagonal + (a[i] != b[j]);
+			if (row[j] + 1 < best)
+				best = row[j] + 1;
+			if (row[j + 1] + 1 < best)
+				best = row[j + 1] + 1;
+			diagonal = row[j + 1];
+			row[j + 1] = best;
+		}
+	}
+	return row[n];
+}
+
+/* The key that a wrong path most likely means, preferring its own section; NULL when none is near. */
+static const struct key *nearest_key(const char *path)
+{
+	const char *leaf = leaf_of(path);
+	const struct key *best = NULL;
+	int best_distance = 2 * ((int)strlen(leaf) / 2 + 1);
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
+		bool same_section = leaf - path == leaf_of(k->name) - k->name && !strncmp(path, k->name, leaf - path);
+		int distance = 2 * edit_distance(leaf, leaf_of(k->name)) + !same_section;
+		if (distance < best_distance)
+			best = k, best_distance = distance;
+	}
+	return best;
+}
+
+/* Copies foreign text for a message: at most 60 bytes, control characters as ?, never half a UTF-8 character. */
+static const char *printable(char out[64], const char *text)
+{
+	int n = 0;
+	for (; text[n] && n < 60; n++)
+		out[n] = iscntrl((unsigned char)text[n]) ? '?' : text[n];
+	if (text[n]) {
+		while (n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80)
+			n--;
+		memcpy(out + n, "...", 3);
+		n += 3;
+	}
+	out[n] = 0;
+	return out;
+}
+
+/* What a key's value may be, in words. */
+static const char *describe(char out[256], const struct key *k)
+{
+	const char *off = k->flags & NONE ? ", or off" : "";
+	if (k->names) {
+		int n = 0;
+		for (int i = 0; k->names[i]; i++)
+			n += snprintf(out + n, 256 - n, "%s%s", i ? " | " : "", k->names[i]);
+	} else if (k->type == T_SECTION)
+		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
+	else if (k->type == T_LIST)
+		snprintf(out, 256, "a list of {at: ..., factor: ...}%s", off);
+	else if (k->type == T_BOOL)
+		snprintf(out, 256, "true or false");
+	else if (k->type == T_TEXT)
+		snprintf(out, 256, "a path of at most %zu bytes%s", k->size - 1, off);
+	else
+		snprintf(out, 256, "a %s, %s %.15g, %s %.15g%s", k->type == T_DOUBLE ? "number" : "whole number",
+				k->flags & ABOVE ? "above" : "at least", k->min, k->flags & BELOW ? "below" : "at most", k->max, off);
+	return out;
+}
+
+void config_print_keys(FILE *out)
+{
+	char type[256];
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
+		if (k->type == T_SECTION) {
+			fprintf(out, "\n%s: %s%s\n", k->name, k->help, k->flags & NONE ? "; or off" : "");
+			continue;
+		}
+		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback;
+		fprintf(out, "  %-33s %-12s %s (%s)\n", k->name, standard, k->help, describe(type, k));
+	}
+}
+
+/* ============================================================================================================
+ * Config: values
+ * Every value comes as text, from YAML, JSON or the table's defaults, and is converted in one place.
+ * ========================================================================================================== */
+
+/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it is
+ * simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls setlocale,
+ * so strtod always takes a point. */
+static const char *read_number(const char *text, double *number, uint64_t *whole, bool *is_whole)
+{
+	static const char digit[] = "0123456789";
+	char clean[64];
+	size_t n = 0;
+	for (const char *p = text; *p; p++) {
+		if (*p == '_' && p > text && isdigit((unsigned char)p[-1]) && isdigit((unsigned char)p[1]))
+			continue;
+		if (n == sizeof clean - 1)
+			return "";
+		clean[n++] = *p;
+	}
+	clean[n] = 0;
+
+	const char *start = clean + (*clean == '+' || *clean == '-'), *p = start;
+	size_t digits = strspn(p, digit);
+	if (digits > 1 && *p == '0')
+		return "a leading 0 means octal to some readers: drop it";
+	p += digits;
+	bool plain_digits = !*p;
+	if (*p == '.') {
+		size_t fraction = strspn(p + 1, digit);
+		digits += fraction;
+		p += 1 + fraction;
+	}
+	if (!digits)
+		return "";
+	if (*p == 'e' || *p == 'E') {
+		p++;
+		p += *p == '+' || *p == '-';
+		size_t exponent = strspn(p, digit);
+		if (!exponent)
+			return "";
+		p += exponent;
+	}
+	if (*p)
+		return "";
+
+	errno = 0;
+	*number = strtod(clean, NULL);
+	if (errno == ERANGE)
+		return "a double cannot hold it";
+	if (plain_digits) {
+		*whole = strtoull(start, NULL, 10);
+		*is_whole = errno != ERANGE;
+	} else {
+		/* 1e5, 2.5e3: exact as a double up to 2^53 */
+		*is_whole = fabs(*number) <= 9007199254740992.0 && floor(*number) == *number;
+		*whole = *is_whole ? (uint64_t)fabs(*number) : 0;
+	}
+	return NULL;
+}
+
+/* Whether a plain scalar says that something is switched off. */
+static bool is_off(const char *text)
+{
+	return !strcasecmp(text, "off") || !strcasecmp(text, "null") || !strcmp(text, "~") || !strcasecmp(text, "none");
+}
+
+/* Converts text and stores it in the field of a scalar key, `shift` bytes further for an item of a list. `plain` means
+ * without quotes. NULL when done; else what is wrong ("" when the expected type says it all), and nothing is stored. */
+static const char *store_text(struct config *c, const struct key *k, size_t shift, const char *text, bool plain)
+{
+	void *field = (char *)c + k->offset + shift;
+	bool off = plain && is_off(text);
+	for (int i = 0; k->names; i++) {
+		if (!k->names[i])
+			return "";
+		if (strcmp(text, k->names[i]))
+			continue;
+		if (k->type == T_ENUM)
+			*(int *)field = i;
+		else
+			strncpy(field, text, k->size);
+		return NULL;
+	}
+
+	if (k->type == T_TEXT) {
+		if (off && !(k->flags & NONE))
+			return "put it in quotes if it is a name";
+		if (!*text && (plain || !(k->flags & NONE)))
+			return "";
+		if (strlen(text) >= k->size)
+			return "too long";
+		for (const char *p = text; *p; p++)
+			if (iscntrl((unsigned char)*p))
+				return "a control character";
+		strncpy(field, off ? "" : text, k->size); /* fills the rest with zeros */
+		return NULL;
+	}
+
+	if (!plain)
+		return "take the quotes away";
+	if (k->type == T_BOOL) {
+		static const char *const words[] = {"false", "true", "off", "on", "no", "yes"};
+		for (int i = 0; i < 6; i++)
+			if (!strcasecmp(text, words[i])) {
+				*(bool *)field = i % 2;
+				return NULL;
+			}
+		return "";
+	}
+
+	double number = 0;
+	uint64_t whole = 0;
+	bool is_whole = true;
+	if (off && !(k->flags & NONE))
+		return "";
+	const char *wrong = off ? NULL : read_number(text, &number, &whole, &is_whole);
+	if (wrong)
+		return wrong;
+	if (number < k->min || number > k->max || (k->flags & ABOVE && number <= k->min) ||
+			(k->flags & BELOW && number >= k->max))
+		return "out of range";
+	if (k->type != T_DOUBLE && !is_whole)
+		return "";
+	if (k->type == T_INT)
+		*(int *)field = whole;
+	else if (k->type == T_INT64)
+		*(int64_t *)field = whole;
+	else if (k->type == T_UINT64)
+		*(uint64_t *)field = whole;
+	else
+		*(double *)field = number;
+	return NULL;
+}
+
+/* Sets key k to its default. */
+static void set_default(struct config *c, const struct key *k, bool huggingface)
+{
+	const char *text = huggingface && k->class_fallback ? k->class_fallback : k->fallback;
+	if (k->type == T_SECTION || k->flags & ITEM)
+		return;
+	memset((char *)c + k->offset, 0, k->size);
+	if (text && k->type != T_LIST)
+		store_text(c, k, 0, text, true);
+}
+
+/* ============================================================================================================
+ * Config: loading
+ * YAML comes as libyaml's events and is stored as it passes: no tree is built, and since only keys of the table are
+ * entered, nesting is as deep as the table and no deeper.
+ * ========================================================================================================== */
+
+enum { WHOLE_FILE = 0, COMMAND_LINE = -1 };
+
+struct place {               /* where a key was given */
+	const char *source;        /* file name or the override's text; NULL: nowhere */
+	int line;                  /* or WHOLE_FILE, COMMAND_LINE */
+};
+
+struct loader {
+	struct config *c;
+	const char *path;          /* the file that messages about the whole name */
+	bool huggingface;          /* reading a config.json: keys without "model.", unknown ones ignored */
+	bool is_model_file;        /* reading the file that a config's `model:` names */
+	struct place places[NUM_KEYS];
+	char model_path[PATH_LEN]; /* found for `model: FILE`; places point here */
+	/* the text that is being read */
+	const char *source;
+	bool command_line;
+	const uint8_t *text;
+	size_t size;
+	size_t shift;              /* of the list item that is being read */
+	yaml_parser_t parser;
+	yaml_event_t event;        /* the current one */
+};
+
+/* fail(), with the place in front. */
+__attribute__((format(printf, 2, 3)))
+static int fail_at(struct place at, const char *format, ...)
+{
+	char text[3000], shown[64];
+	va_list args;
+	va_start(args, format);
+	vsnprintf(text, sizeof text, format, args);
+	va_end(args);
+	if (at.line > 0)
+		return fail("%s:%d: %s", at.source, at.line, text);
+	if (at.line == COMMAND_LINE)
+		return fail("command line: %s: %s", printable(shown, at.source), text);
+	return fail("%s: %s", at.source, text);
+}
+
+/* fail(), with a key and the place where it was given, or the file, in front. */
+__attribute__((format(printf, 3, 4)))
+static int fail_key(const struct loader *l, const char *name, const char *format, ...)
+{
+	char text[3000];
+	va_list args;
+	va_start(args, format);
+	vsnprintf(text, sizeof text, format, args);
+	va_end(args);
+	struct place at = l->places[find_key(name) - keys];
+	if (!at.source)
+		at = (struct place){l->path, WHOLE_FILE};
+	return fail_at(at, "%s: %s", l->huggingface ? leaf_of(name) : name, text);
+}
+
+/* Starts with every key at its default. */
+static void loader_init(struct loader *l, struct config *c, const char *path, bool huggingface)
+{
+	memset(l, 0, sizeof *l);
+	memset(c, 0, sizeof *c);
+	l->c = c;
+	l->path = l->source = path;
+	l->huggingface = huggingface;
+	for (int i = 0; i < NUM_KEYS; i++)
+		set_default(c, &keys[i], huggingface);
+}
+
+/* Place of the current event. */
+static struct place here(const struct loader *l)
+{
+	return (struct place){l->source, l->command_line ? COMMAND_LINE : (int)l->event.start_mark.line + 1};
+}
+
+/* Reports an unknown path, with the key that was meant or all keys of its section. */
+static int fail_unknown(struct place at, const char *path)
+{
+	char shown[64], list[1024] = "";
+	const struct key *k = nearest_key(path);
+	if (k)
+		return fail_at(at, "unknown key %s; did you mean %s?", printable(shown, path), k->name);
+	char section[128];
+	snprintf(section, sizeof section, "%.*s", (int)(leaf_of(path) - path), path);
+	if (*section)
+		section[strlen(section) - 1] = 0;
+	if (*section && !find_key(section))
+		*section = 0;
+	size_t n = 0;
+	for (int i = 0; i < NUM_KEYS; i++)
+		if (is_child(section, keys[i].name) && n < sizeof list)
+			n += snprintf(list + n, sizeof list - n, "%s%s", n ? ", " : "", leaf_of(keys[i].name));
+	return fail_at(at, "unknown key %s; expected one of %s", printable(shown, path), list);
+}
+
+/* Notes where key k is given. Twice is an error, except that the command line may repeat a key of the file. */
+static int claim(struct loader *l, const struct key *k, struct place at)
+{
+	struct place *before = &l->places[k - keys];
+	char shown[64];
+	if (before->source && before->line == COMMAND_LINE)
+		return fail_at(at, "%s is given twice, first as %s; keep one", k->name, printable(shown, before->source));
+	if (before->source == at.source)
+		return at.line == WHOLE_FILE ? fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
+				fail_at(at, "duplicate key %s, first given at line %d; keep one", k->name, before->line);
+	*before = at;
+	return 0;
+}
+
+/* Fails when a key that a section needs is missing from it; `at` is the section's place. */
+static int check_needed(const struct loader *l, const struct key *section, struct place at)
+{
+	for (int i = 0; i < NUM_KEYS; i++)
+		if (keys[i].flags & NEEDED && is_child(section->name, keys[i].name) && !l->places[i].source)
+			return fail_at(at, "%s: the key %s is missing here: %s", section->name, leaf_of(keys[i].name), keys[i].help);
+	return 0;
+}
+
+/* Makes item i of the list the one that is read: none of its keys is given yet. */
+static void begin_item(struct loader *l, const struct key *list, int i)
+{
+	for (int j = 0; j < NUM_KEYS; j++)
+		if (is_child(list->name, keys[j].name))
+			l->places[j] = (struct place){NULL, 0};
+	l->shift = i * sizeof l->c->schedule.drops[0];
+}
+
+/* ---------------------------------------------------------------------------------------------------- YAML */
+
+/* Reports libyaml's error. */
+static int fail_yaml(struct loader *l)
+{
+	const yaml_parser_t *p = &l->parser;
+	if (p->error == YAML_MEMORY_ERROR)
+		return fail_at((struct place){l->source, WHOLE_FILE}, "out of memory while reading YAML");
+	size_t line = p->problem_mark.line, at = 0;
+	if (p->error == YAML_READER_ERROR) {
+		/* bad bytes: libyaml tells the offset only */
+		line = 0;
+		for (size_t i = 0; i < p->problem_offset && i < l->size; i++)
+			line += l->text[i] == '\n';
+	}
+	for (size_t n = line; n && at < l->size; at++)
+		n -= l->text[at] == '\n';
+	while (at < l->size && l->text[at] == ' ')
+		at++;
+	bool tab = at < l->size && l->text[at] == '\t';
+	struct place place = {l->source, l->command_line ? COMMAND_LINE : (int)line + 1};
+	return fail_at(place, "bad YAML: %s%s%s%s", p->problem ? p->problem : "unknown problem", p->context ? " " : "",
+			p->context ? p->context : "", tab ? "; the line is indented with a tab: use spaces" : "");
+}
+
+/* Goes to the next event. What YAML can do and a config does not need is refused here. */
+static int advance(struct loader *l)
+{
+	yaml_event_t *e = &l->event;
+	yaml_event_delete(e);
+	if (!yaml_parser_parse(&l->parser, e))
+		return fail_yaml(l);
+	char shown[64];
+	const yaml_char_t *anchor = NULL, *tag = NULL;
+	if (e->type == YAML_ALIAS_EVENT)
+		return fail_at(here(l), "found the alias *%s; aliases are not supported: write the value out",
+				printable(shown, (const char *)e->data.alias.anchor));
+	if (e->type == YAML_SCALAR_EVENT)
+		anchor = e->data.scalar.anchor, tag = e->data.scalar.tag;
+	else if (e->type == YAML_SEQUENCE_START_EVENT)
+		anchor = e->data.sequence_start.anchor, tag = e->data.sequence_start.tag;
+	else if (e->type == YAML_MAPPING_START_EVENT)
+		anchor = e->data.mapping_start.anchor, tag = e->data.mapping_start.tag;
+	if (anchor)
+		return fail_at(here(l), "found the anchor &%s; anchors are not supported: remove it",
+				printable(shown, (const char *)anchor));
+	if (tag)
+		return fail_at(here(l), "found the tag %s; tags are not supported: remove it", printable(shown, (const char *)tag));
+	if (e->type == YAML_SCALAR_EVENT && memchr(e->data.scalar.value, 0, e->data.scalar.length))
+		return fail_at(here(l), "found a NUL character in a value or key; expected text");
+	return 0;
+}
+
+/* Text of the current event, which must be a scalar. */
+static const char *scalar_text(const struct loader *l)
+{
+	return (const char *)l->event.data.scalar.value;
+}
+
+static bool scalar_is_plain(const struct loader *l)
+{
+	return l->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+}
+
+/* What the current event is, for a message. */
+static const char *found(char out[80], const struct loader *l)
+{
+	char shown[64];
+	if (l->event.type == YAML_MAPPING_START_EVENT)
+		return "a mapping";
+	if (l->event.type == YAML_SEQUENCE_START_EVENT)
+		return "a list";
+	if (l->event.type != YAML_SCALAR_EVENT || (scalar_is_plain(l) && !*scalar_text(l)))
+		return "nothing";
+	const char *quote = scalar_is_plain(l) ? "" : "\"";
+	snprintf(out, 80, "%s%s%s", quote, printable(shown, scalar_text(l)), quote);
+	return out;
+}
+
+/* Reports a value of the wrong kind at the current event. */
+static int fail_value(const struct loader *l, const struct key *k, const char *wrong)
+{
+	char value[80], type[256];
+	return fail_at(here(l), "%s: found %s%s%s%s; expected %s", *k->name ? k->name : "config", found(value, l),
+			*wrong ? " (" : "", wrong, *wrong ? ")" : "", describe(type, k));
+}
+
+static int load_value(struct loader *l, const struct key *k);
+
+/* Reads the keys of a section up to the end of its mapping, which has begun. */
+static int load_mapping(struct loader *l, const struct key *section)
+{
+	struct place start = here(l);
+	char path[128], value[80];
+	while (advance(l) == 0) {
+		if (l->event.type == YAML_MAPPING_END_EVENT)
+			return check_needed(l, section, start);
+		struct place at = here(l);
+		if (l->event.type != YAML_SCALAR_EVENT || !*scalar_text(l))
+			return fail_at(at, "found %s in place of a key; expected a name", found(value, l));
+		if (strchr(scalar_text(l), '.'))
+			return fail_at(at, "found the key %s; expected nested sections: a dotted key is for the command line only",
+					found(value, l));
+		snprintf(path, sizeof path, "%s%s%s", section->name, *section->name ? "." : "", scalar_text(l));
+		const struct key *k = find_key(path);
+		if (!k)
+			return fail_unknown(at, path);
+		if (claim(l, k, at) < 0 || advance(l) < 0 || load_value(l, k) < 0)
+			return -1;
+	}
+	return -1;
+}
+
+/* Reads the items of schedule.drops up to the end of its sequence, which has begun. */
+static int load_drops(struct loader *l, const struct key *k)
+{
+	int n = 0;
+	while (advance(l) == 0) {
+		if (l->event.type == YAML_SEQUENCE_END_EVENT) {
+			l->c->schedule.num_drops = n;
+			l->shift = 0;
+			return 0;
+		}
+		if (l->event.type != YAML_MAPPING_START_EVENT)
+			return fail_value(l, k, "as an item");
+		if (n == MAX_LR_DROPS)
+			return fail_at(here(l), "%s: found more than %d items; expected at most that", k->name, MAX_LR_DROPS);
+		begin_item(l, k, n++);
+		if (load_mapping(l, k) < 0)
+			return -1;
+	}
+	return -1;
+}
+
+static int load_model_file(struct loader *l, const char *name);
+
+/* Reads the value of key k, which begins at the current event. */
+static int load_value(struct loader *l, const struct key *k)
+{
+	bool scalar = l->event.type == YAML_SCALAR_EVENT;
+	bool off = scalar && k->flags & NONE && scalar_is_plain(l) && is_off(scalar_text(l));
+	const char *wrong = "";
+	if (k->type == T_SECTION) {
+		if (l->event.type == YAML_MAPPING_START_EVENT)
+			return load_mapping(l, k);
+		if (off)
+			return 0;
+		if (scalar && *scalar_text(l) && !strcmp(k->name, "model"))
+			return load_model_file(l, scalar_text(l));
+	} else if (k->type == T_LIST) {
+		set_default(l->c, k, false);
+		if (l->event.type == YAML_SEQUENCE_START_EVENT)
+			return load_drops(l, k);
+		if (off)
+			return 0;
+	} else if (scalar && !(wrong = store_text(l->c, k, l->shift, scalar_text(l), scalar_is_plain(l))))
+		return 0;
+	return fail_value(l, k, wrong);
+}
+
+/* Reads one YAML document that holds the value of key k and nothing else. */
+static int load_document(struct loader *l, const struct key *k)
+{
+	if (advance(l) < 0 || advance(l) < 0)
+		return -1;
+	if (l->event.type == YAML_STREAM_END_EVENT)
+		return fail_value(l, k, "");
+	if (advance(l) < 0 || load_value(l, k) < 0 || advance(l) < 0 || advance(l) < 0)
+		return -1;
+	if (l->event.type != YAML_STREAM_END_EVENT)
+		return fail_at(here(l), "found a second YAML document; expected one: remove it");
+	return 0;
+}
+
+/* Reads the value of key k from YAML text. */
+static int load_text(struct loader *l, const struct key *k, const uint8_t *text, size_t size)
+{
+	if (!yaml_parser_initialize(&l->parser))
+		return fail("%s: out of memory while reading YAML", l->source);
+	l->text = text, l->size = size;
+	yaml_parser_set_input_string(&l->parser, text, size);
+	int rc = load_document(l, k);
+	yaml_event_delete(&l->event);
+	yaml_parser_delete(&l->parser);
+	return rc;
+}
+
+/* Reads the file l->path. */
+static int load_file(struct loader *l)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(l->path, &data, &size) < 0)
+		return -1;
+	int rc;
+	if (!size)
+		rc = fail("%s: the file is empty; expected a YAML config", l->path);
+	else if (size > 1 << 20)
+		rc = fail("%s: found %zu bytes; expected a YAML config of at most 1 MiB", l->path, size);
+	else
+		rc = load_text(l, &root_key, data, size);
+	unmap_file(data, size);
+	return rc;
+}
+
+/* Takes the model section of the YAML file that `model:` names: beside the config, in configs/, or as the path is. */
+static int load_model_file(struct loader *l, const char *name)
+{
+	struct place at = here(l);
+	char shown[64], beside[PATH_LEN];
+	if (l->is_model_file)
+		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a config",
+				printable(shown, name));
+	const char *slash = strrchr(l->path, '/');
+	if (snprintf(beside, PATH_LEN, "%.*s", slash ? (int)(slash - l->path) : 1, slash ? l->path : ".") >= PATH_LEN)
+		return fail("%s: path longer than %d bytes", l->path, PATH_LEN - 1);
+	const char *const directories[] = {beside, "configs", "."};
+	bool is_found = false;
+	for (int i = 0; i < 3 && !is_found; i++) {
+		if (path_join(l->model_path, *name == '/' ? "" : directories[i], name) < 0)
+			return -1;
+		is_found = access(l->model_path, F_OK) == 0;
+	}
+	if (!is_found)
+		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping or the name of a YAML file",
+				printable(shown, name), beside);
+
+	struct config other;
+	struct loader inner;
+	loader_init(&inner, &other, l->model_path, false);
+	inner.is_model_file = true;
+	if (load_file(&inner) < 0)
+		return -1;
+	if (!inner.places[find_key("model") - keys].source)
+		return fail_at(at, "model: the file %s has no model section; expected one", l->model_path);
+	l->c->model = other.model;
+	for (int i = 0; i < NUM_KEYS; i++)
+		if (is_inside("model", keys[i].name))
+			l->places[i] = inner.places[i];
+	return 0;
+}
+
+/* Applies one key.path=value of the command line. A section given so replaces the file's. */
+static int load_override(struct loader *l, const char *argument)
+{
+	struct place at = {argument, COMMAND_LINE};
+	const char *equal = strchr(argument, '=');
+	if (!equal || equal == argument)
+		return fail_at(at, "expected key.path=value");
+	char path[128];
+	snprintf(path, sizeof path, "%.*s", (int)(equal - argument < 127 ? equal - argument : 127), argument);
+	const struct key *k = find_key(path);
+	if (!k)
+		return fail_unknown(at, path);
+	if (k->flags & ITEM)
+		return fail_at(at, "an item of a list cannot be set alone; expected schedule.drops=[{at: ..., factor: ...}]");
+	if (k->type == T_SECTION)
+		for (int i = 0; i < NUM_KEYS; i++)
+			if (is_inside(k->name, keys[i].name)) {
+				if (l->places[i].source && l->places[i].line == COMMAND_LINE)
+					return claim(l, &keys[i], at);
+				set_default(l->c, &keys[i], false);
+				l->places[i] = (struct place){NULL, 0};
+			}
+	if (claim(l, k, at) < 0)
+		return -1;
+	l->source = argument;
+	l->command_line = true;
+	return load_text(l, k, (const uint8_t *)equal + 1, strlen(equal + 1));
+}
+
+/* ------------------------------------------------------------------------------------------------ checks */
+
+/* Fills in what follows from other keys, then checks what one key alone cannot tell. */
+static int check_model(const struct loader *l)
+{
+	struct model_config *m = &l->c->model;
+	if (!m->num_key_value_heads)
+		m->num_key_value_heads = m->num_attention_heads;
+	if (m->num_attention_heads % m->num_key_value_heads)
+		return fail_key(l, "model.num_key_value_heads", "found %d; expected a divisor of num_attention_heads, which is %d",
+				m->num_key_value_heads, m->num_attention_heads);
+	if (!m->head_dim) {
+		if (m->hidden_size % m->num_attention_heads)
+			return fail_key(l, "model.num_attention_heads", "found %d, which does not divide hidden_size %d; "
+					"expected a divisor, or head_dim given", m->num_attention_heads, m->hidden_size);
+		m->head_dim = m->hidden_size / m->num_attention_heads;
+		if (m->head_dim > 4096)
+			return fail_key(l, "model.hidden_size", "found %d for %d heads, %d a head; expected at most 4096 a head",
+					m->hidden_size, m->num_attention_heads, m->head_dim);
+	}
+	if (m->head_dim % 2)
+		return fail_key(l, "model.head_dim", "found %d (hidden_size / num_attention_heads if not given); expected an even "
+				"number, for rotary embeddings turn pairs", m->head_dim);
+	if (m->first_k_dense_replace > m->num_hidden_layers)
+		return fail_key(l, "model.first_k_dense_replace", "found %d; expected at most num_hidden_layers, which is %d",
+				m->first_k_dense_replace, m->num_hidden_layers);
+	if (m->first_k_dense_replace && !m->intermediate_size)
+		return fail_key(l, "model.intermediate_size", "missing or 0; expected the width of the dense layers, since "
+				"first_k_dense_replace is %d", m->first_k_dense_replace);
+
+	int expert_layers = m->num_hidden_layers - m->first_k_dense_replace;
+	const struct { const char *name; int value; } needed[] = {
+		{"model.num_experts", m->num_experts},
+		{"model.num_experts_per_tok", m->num_experts_per_tok},
+		{"model.moe_intermediate_size", m->moe_intermediate_size},
+	};
+	for (int i = 0; i < 3 && expert_layers; i++)
+		if (!needed[i].value)
+			return fail_key(l, needed[i].name, "missing or 0; expected at least 1, since %d layers have experts "
+					"(set first_k_dense_replace to num_hidden_layers for a dense model)", expert_layers);
+	if (m->num_experts_per_tok > m->num_experts)
+		return fail_key(l, "model.num_experts_per_tok", "found %d; expected at most num_experts, which is %d",
+				m->num_experts_per_tok, m->num_experts);
+
+	double attention = 2.0 * m->hidden_size * m->head_dim * (m->num_attention_heads + m->num_key_value_heads);
+	double dense = 3.0 * m->hidden_size * m->intermediate_size;
+	double experts = 3.0 * m->hidden_size * m->moe_intermediate_size * (m->num_experts + m->num_shared_experts);
+	double total = 2.0 * m->vocab_size * m->hidden_size + attention * m->num_hidden_layers +
+			dense * m->first_k_dense_replace + experts * expert_layers;
+	if (total > 1e15)
+		return fail_key(l, "model.hidden_size", "the sizes make a model of %.3g parameters; expected at most 1e15", total);
+	return 0;
+}
+
+/* Checks the other sections against the model and each other. What model_only let be missing is 0 and passes. */
+static int check_run(const struct loader *l, bool model_only)
+{
+	const struct config *c = l->c;
+	const struct model_config *m = &c->model;
+	if (c->data.seq_len > m->max_position_embeddings)
+		return fail_key(l, "data.seq_len", "found %d; expected at most model.max_position_embeddings, which is %d",
+				c->data.seq_len, m->max_position_embeddings);
+	if (!strcmp(c->data.tokenizer, "byte") && m->vocab_size < 257)
+		return fail_key(l, "model.vocab_size", "found %d; expected at least 257 for data.tokenizer byte (256 bytes and an "
+				"end of document)", m->vocab_size);
+	if (c->train.steps && c->train.tokens)
+		return fail_key(l, "train.tokens", "found %" PRId64 " beside train.steps %" PRId64 "; expected one of them: set "
+				"the other to off", c->train.tokens, c->train.steps);
+	if (!c->train.steps && !c->train.tokens && !model_only)
+		return fail_key(l, "train.steps", "missing or 0; expected the length of the run in train.steps or train.tokens");
+	double tokens = (double)c->train.steps * c->train.batch * c->data.seq_len;
+	if (tokens > MAX_TOKENS)
+		return fail_key(l, "train.steps", "steps * batch * seq_len make %.3g tokens; expected at most %g", tokens,
+				MAX_TOKENS);
+	int k = m->num_experts_per_tok ? m->num_experts_per_tok : 1;
+	double rows = (double)c->train.micro_batch * c->data.seq_len * k;
+	if (rows > INT_MAX)
+		return fail_key(l, "train.micro_batch", "micro_batch * seq_len * num_experts_per_tok make %.0f rows in a forward "
+				"pass; expected at most %d", rows, INT_MAX);
+
+	const struct { const char *name; int64_t value; } warmup[] = {
+		{"train.batch_warmup.start", c->train.batch_warmup.start},
+		{"train.batch_warmup.increment", c->train.batch_warmup.increment},
+		{"train.batch_warmup.tokens", c->train.batch_warmup.tokens},
+	};
+	bool is_given = false; /* a line, or the command line; zeros in a checkpoint's JSON mean none */
+	for (int i = 0; i < 3; i++)
+		is_given = is_given || warmup[i].value || l->places[find_key(warmup[i].name) - keys].line;
+	for (int i = 0; i < 3 && is_given; i++)
+		if (!warmup[i].value)
+			return fail_key(l, warmup[i].name, "missing or 0; expected start, increment and tokens all above 0, or "
+					"train.batch_warmup: off");
+	if (c->train.batch_warmup.start > c->train.batch && c->train.batch)
+		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
+				c->train.batch_warmup.start, c->train.batch);
+
+	for (int i = 1; i < c->schedule.num_drops; i++)
+		if (c->schedule.drops[i].at <= c->schedule.drops[i - 1].at)
+			return fail_key(l, "schedule.drops", "found at: %g after at: %g; expected them to increase",
+					c->schedule.drops[i].at, c->schedule.drops[i - 1].at);
+	if (c->schedule.decay.shape == DECAY_INVERSE_SQRT && c->schedule.decay.final_lr <= 0)
+		return fail_key(l, "schedule.decay.final_lr", "missing or 0; expected above 0 for shape inverse_sqrt");
+	return 0;
+}
+
+/* Fails when a required key is missing. */
+static int check_required(const struct loader *l, bool model_only)
+{
+	for (int i = 0; i < NUM_KEYS; i++) {
+		char type[256];
+		const struct key *k = &keys[i];
+		if (k->flags & REQUIRED && !l->places[i].source && !(model_only && !is_inside("model", k->name)))
+			return fail_key(l, k->name, "the key is missing: %s; expected %s", k->help, describe(type, k));
+	}
+	return 0;
+}
+
+int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only)
+{
+	struct loader l;
+	loader_init(&l, c, path, false);
+	if (load_file(&l) < 0)
+		return -1;
+	for (int i = 0; i < num_overrides; i++)
+		if (load_override(&l, overrides[i]) < 0)
+			return -1;
+	if (check_required(&l, model_only) < 0 || check_model(&l) < 0)
+		return -1;
+	return check_run(&l, model_only);
+}
+
+/* ============================================================================================================
+ * Config: JSON, for checkpoints and Hugging Face
+ * ========================================================================================================== */
+
+/* The value of key k as JSON: an object for a section, an array for the list. The caller owns it. */
+static json_t *key_to_json(const struct config *c, const struct key *k, size_t shift)
+{
+	const void *field = (const char *)c + k->offset + shift;
+	char digits[24];
+	json_t *out;
+	switch (k->type) {
+	case T_SECTION:
+		out = json_object();
+		for (int i = 0; i < NUM_KEYS; i++)
+			if (is_child(k->name, keys[i].name))
+				json_object_set_new(out, leaf_of(keys[i].name), key_to_json(c, &keys[i], shift));
+		return out;
+	case T_LIST: {
+		struct key item = {.name = k->name, .type = T_SECTION};
+		out = json_array();
+		for (int i = 0; i < c->schedule.num_drops; i++)
+			json_array_append_new(out, key_to_json(c, &item, i * sizeof c->schedule.drops[0]));
+		return out;
+	}
+	case T_INT: return json_integer(*(const int *)field);
+	case T_INT64: return json_integer(*(const int64_t *)field);
+	case T_UINT64:
+		if (*(const uint64_t *)field <= INT64_MAX)
+			return json_integer(*(const uint64_t *)field);
+		snprintf(digits, sizeof digits, "%" PRIu64, *(const uint64_t *)field); /* JSON's integers end at 2^63 */
+		return json_string(digits);
+	case T_DOUBLE: return json_real(*(const double *)field);
+	case T_BOOL: return json_boolean(*(const bool *)field);
+	case T_TEXT: return json_string(field);
+	case T_ENUM: return json_string(k->names[*(const int *)field]);
+	}
+	return NULL;
+}
+
+/* Every key of a config, in nested objects. The caller owns the result. */
+static json_t *config_to_json(const struct config *c)
+{
+	return key_to_json(c, &root_key, 0);
+}
+
+/* Whether a JSON value has the type that key k wants; null stands for off. */
+static bool json_fits(const struct key *k, const json_t *value)
+{
+	if (json_is_null(value))
+		return k->flags & NONE && k->type != T_SECTION;
+	switch (k->type) {
+	case T_SECTION: return json_is_object(value);
+	case T_LIST: return json_is_array(value);
+	case T_INT: case T_INT64: return json_is_integer(value);
+	case T_UINT64: return json_is_integer(value) || json_is_string(value);
+	case T_DOUBLE: return json_is_number(value);
+	case T_BOOL: return json_is_boolean(value);
+	case T_TEXT: case T_ENUM: return json_is_string(value);
+	}
+	return false;
+}
+
+/* Reports a JSON value that key `name` cannot take. */
+static int fail_json(const struct loader *l, const char *name, const json_t *value, const char *wrong,
+		const char *expected)
+{
+	char shown[64];
+	char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
+	fail("%s: %s: found %s%s%s%s; expected %s", l->path, name, printable(shown, text ? text : "?"), *wrong ? " (" : "",
+			wrong, *wrong ? ")" : "", expected);
+	free(text);
+	return -1;
+}
+
+static int load_json_object(struct loader *l, const struct key *section, const json_t *object);
+
+/* Stores the JSON value of key k. */
+static int load_json(struct loader *l, const struct key *k, const json_t *value)
+{
+	char number[64], type[256];
+	const char *text = number, *wrong = "";
+	if (!json_fits(k, value))
+		goto bad;
+	if (k->type == T_SECTION)
+		return load_json_object(l, k, value);
+	if (k->type == T_LIST) {
+		size_t n = json_array_size(value);
+		if (n > MAX_LR_DROPS)
+			return fail("%s: %s: found %zu items; expected at most %d", l->path, k->name, n, MAX_LR_DROPS);
+		for (size_t i = 0; i < n; i++) {
+			const json_t *item = json_array_get(value, i);
+			if (!json_is_object(item))
+				return fail_json(l, k->name, item, "as an item", describe(type, k));
+			begin_item(l, k, i);
+			if (load_json_object(l, k, item) < 0)
+				return -1;
+		}
+		l->shift = 0;
+		l->c->schedule.num_drops = n;
+		return 0;
+	}
+	if (json_is_string(value))
+		text = json_string_value(value);
+	else if (json_is_integer(value))
+		snprintf(number, sizeof number, "%" JSON_INTEGER_FORMAT, json_integer_value(value));
+	else if (json_is_real(value))
+		snprintf(number, sizeof number, "%.17g", json_real_value(value));
+	else
+		text = json_is_true(value) ? "true" : json_is_false(value) ? "false" : "off";
+	wrong = store_text(l->c, k, l->shift, text, !json_is_string(value) || k->type == T_UINT64);
+	if (!wrong)
+		return 0;
+bad:
+	return fail_json(l, l->huggingface ? leaf_of(k->name) : k->name, value, wrong, describe(type, k));
+}
+
+/* Stores the members of a JSON object into the keys of a section. */
+static int load_json_object(struct loader *l, const struct key *section, const json_t *object)
+{
+	const char *name;
+	json_t *value;
+	struct place at = {l->path, WHOLE_FILE};
+	json_object_foreach((json_t *)object, name, value) {
+		char path[128];
+		snprintf(path, sizeof path, "%s%s%s", section->name, *section->name ? "." : "", name);
+		const struct key *k = strchr(name, '.') ? NULL : find_key(path);
+		if (l->huggingface && (!k || k->type == T_SECTION))
+			continue;
+		if (!k)
+			return fail_unknown(at, path);
+		if (claim(l, k, at) < 0 || load_json(l, k, value) < 0)
+			return -1;
+	}
+	return check_needed(l, section, at);
+}
+
+/* Reads what config_to_json wrote. Strict, as config_load; a key that is missing and not required takes its default.
+ * `path` is for messages. */
+static int config_from_json(struct config *c, const json_t *root, const char *path)
+{
+	struct loader l;
+	loader_init(&l, c, path, false);
+	if (load_json(&l, &root_key, root) < 0 || check_required(&l, false) < 0 || check_model(&l) < 0)
+		return -1;
+	return check_run(&l, false);
+}
+
+/* Writes JSON with line breaks to a file, fsynced. */
+static int json_write(const char *path, const json_t *root)
+{
+	char *text = json_dumps(root, JSON_INDENT(2));
+	if (!text)
+		return fail("%s: cannot make JSON (out of memory, or a number is not finite)", path);
+	FILE *f = fopen(path, "we");
+	int rc = f ? 0 : fail("%s: cannot create: %s", path, strerror(errno));
+	if (f && (fprintf(f, "%s\n", text) < 0 || fflush(f) || fsync(fileno(f))))
+		rc = fail("%s: cannot write: %s", path, strerror(errno));
+	if (f && fclose(f) && !rc)
+		rc = fail("%s: cannot write: %s", path, strerror(errno));
+	free(text);
+	return rc;
+}
+
+/* Keys of a Hugging Face config.json that change the mathematics in a way this program does not know, and the values,
+ * as JSON, under which they do not. null always passes. */
+static const struct { const char *name, *values[3]; } foreign_keys[] = {
+	{"model_type", {"\"bailing_moe\""}},
+	{"architectures", {"[\"BailingMoeForCausalLM\"]"}},
+	{"hidden_act", {"\"silu\""}},
+	{"rope_scaling", {"null"}},
+	{"rope_parameters", {"null"}},
+	{"partial_rotary_factor", {"1.0", "1"}},
+	{"use_sliding_window", {"false"}},
+	{"use_qk_norm", {"false"}},
+	{"use_qkv_norm", {"false"}},
+	{"norm_softmax", {"false"}},
+	{"score_function", {"\"softmax\""}},
+	{"n_group", {"1", "0"}},
+	{"topk_group", {"1", "0"}},
+	{"routed_scaling_factor", {"1.0", "1"}},
+	{"moe_router_enable_expert_bias", {"false"}},
+};
+
+/* Fails when one of the keys above has another value. */
+static int check_foreign_keys(const struct loader *l, const json_t *root)
+{
+	for (size_t i = 0; i < sizeof foreign_keys / sizeof foreign_keys[0]; i++) {
+		const json_t *value = json_object_get(root, foreign_keys[i].name);
+		if (!value || json_is_null(value))
+			continue;
+		char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
+		bool ok = false;
+		for (int j = 0; j < 3 && text && foreign_keys[i].values[j]; j++)
+			ok = ok || !strcmp(text, foreign_keys[i].values[j]);
+		free(text);
+		if (!ok)
+			return fail_json(l, foreign_keys[i].name, value, "not supported: it changes the model's mathematics",
+					foreign_keys[i].values[0]);
+	}
+	return 0;
+}
+
+int config_from_huggingface(struct model_config *m, const char *dir)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "config.json") < 0)
+		return -1;
+	json_t *root = json_read(path);
+	if (!root)
+		return -1;
+	struct config c;
+	struct loader l;
+	loader_init(&l, &c, path, true);
+	int rc = check_foreign_keys(&l, root);
+	if (!rc)
+		rc = load_json_object(&l, find_key("model"), root);
+	json_decref(root);
+	if (rc < 0 || check_required(&l, true) < 0 || check_model(&l) < 0)
+		return -1;
+	*m = c.model;
+	return 0;
+}
+
+int config_to_huggingface(const struct model_config *m, const char *path)
+{
+	struct config c = {.model = *m};
+	json_t *root = json_pack("{s:[s], s:s, s:s, s:s, s:n, s:b, s:b, s:f, s:f, s:f}",
+			"architectures", "BailingMoeForCausalLM", "model_type", "bailing_moe", "hidden_act", "silu",
+			"torch_dtype", "float32", "rope_scaling", "use_sliding_window", 0, "use_cache", 1,
+			"attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0);
+	json_t *model = key_to_json(&c, find_key("model"), 0);
+	json_object_del(model, "router");
+	json_object_update_new(root, model);
+	int rc = json_write(path, root);
+	json_decref(root);
+	return rc;
+}
+
+int config_check_resume(const struct config *saved, const struct config *asked, FILE *notes)
+{
+	int rc = 0;
+	for (const struct key *k = keys; k < keys + NUM_KEYS && !rc; k++) {
+		if (k->type == T_SECTION || k->flags & ITEM)
+			continue;
+		json_t *before = key_to_json(saved, k, 0), *now = key_to_json(asked, k, 0);
+		if (!json_equal(before, now)) {
+			const size_t style = JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15);
+			char *old = json_dumps(before, style), *new = json_dumps(now, style);
+			if (k->flags & FIXED)
+				rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set it "
+						"back, or choose a new train.output_dir", asked->train.output_dir, k->name, old, new);
+			else
+				fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
+			free(old);
+			free(new);
+		}
+		json_decref(before);
+		json_decref(now);
+	}
+	return rc;
+}
+#include <stdint.h>
+#include <time.h>
+
+/* ============================================================================================================
+ * Files, what they share: written outputs, checked JSON fields, little-endian loads
+ * ========================================================================================================== */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
+
+#define OUTPUT_BUFFER (1 << 20)
+
+/* A file being written. An error sticks until output_close reports it, as in stdio: between open and close nobody
+ * needs to check, but a long loop should look at `error` and stop. */
+struct output {
+	char path[PATH_LEN];
+	int fd, error;
+	int64_t asked, written;   /* bytes put, bytes that reached the file */
+	uint8_t *buffer;          /* NULL when not open */
+	size_t used;
+};
+
+static int output_open(struct output *o, const char *path)
+{
+	memset(o, 0, sizeof *o);
+	if (snprintf(o->path, PATH_LEN, "%s", path) >= PATH_LEN)
+		return fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	o->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+	if (o->fd < 0)
+		return fail("%s: cannot create: %s", path, strerror(errno));
+	o->buffer = allocate(OUTPUT_BUFFER);
+	return 0;
+}
+
+static void output_write(struct output *o, const uint8_t *data, size_t n)
+{
+	while (n && !o->error) {
+		ssize_t done = write(o->fd, data, n);
+		if (done > 0)
+			data += done, n -= done, o->written += done;
+		else if (done == 0 || errno != EINTR)
+			o->error = done ? errno : EIO;
+	}
+}
+
+static void output_flush(struct output *o)
+{
+	output_write(o, o->buffer, o->used);
+	o->used = 0;
+}
+
+/* Appends n bytes. Large pieces go to the file as they are, small ones through the buffer. */
+static void output_put(struct output *o, const void *data, size_t n)
+{
+	o->asked += n;
+	if (o->used + n > OUTPUT_BUFFER)
+		output_flush(o);
+	if (n >= OUTPUT_BUFFER)
+		output_write(o, data, n);
+	else if (n) {
+		memcpy(o->buffer + o->used, data, n);
+		o->used += n;
+	}
+}
+
+/* Removes an unfinished output; nothing happens when it is not open. */
+static void output_drop(struct output *o)
+{
+	if (!o->buffer)
+		return;
+	close(o->fd);
+	unlink(o->path);
+	free(o->buffer);
+	o->buffer = NULL;
+}
+
+/* Brings the file to disk and closes it. On error, of now or before, the file is removed. */
+static int output_close(struct output *o)
+{
+	output_flush(o);
+	if (!o->error && fsync(o->fd) < 0)
+		o->error = errno;
+	if (o->error) {
+		output_drop(o);
+		return fail("%s: cannot write: %s (%lld of %lld bytes were written); free some space or choose another place",
+				o->path, strerror(o->error), (long long)o->written, (long long)o->asked);
+	}
+	free(o->buffer);
+	o->buffer = NULL;
+	if (close(o->fd) < 0) {
+		int error = errno;
+		unlink(o->path);
+		return fail("%s: cannot write: %s", o->path, strerror(error));
+	}
+	return 0;
+}
+
+/* fsync of a file or directory by name. */
+static int sync_path(const char *path)
+{
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	int rc = fd < 0 || fsync(fd) < 0 ? fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
+	if (fd >= 0)
+		close(fd);
+	return rc;
+}
+
+/* PREFIX + suffix as a path. */
+static int path_suffix(char out[PATH_LEN], const char *prefix, const char *suffix)
+{
+	if (snprintf(out, PATH_LEN, "%s%s", prefix, suffix) >= PATH_LEN)
+		return fail("%s%s: path longer than %d bytes", prefix, suffix, PATH_LEN - 1);
+	return 0;
+}
+
+/* 1 there, 0 not there, -1 when that cannot be told. */
+static int path_exists(const char *path)
+{
+	struct stat st;
+	if (stat(path, &st) == 0)
+		return 1;
+	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
+}
+
+/* What a JSON value is, in words. */
+static const char *json_kind(const json_t *v)
+{
+	static const char *const kinds[] = {
+		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string", [JSON_INTEGER] = "an integer",
+		[JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false", [JSON_NULL] = "null",
+	};
+	return v ? kinds[json_typeof(v)] : "missing";
+}
+
+/* Reads an integer member of `object` in low..high; `where` (a file, or file:line) begins the message. */
+static int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_integer(v))
+		return fail("%s: `%s` is %s; expected an integer", where, key, json_kind(v));
+	*out = json_integer_value(v);
+	if (*out < low || *out > high)
+		return fail("%s: `%s` is %lld; expected %lld to %lld", where, key, (long long)*out, (long long)low,
+				(long long)high);
+	return 0;
+}
+
+/* Reads a string member; it lives as long as the object. NULL on error. */
+static const char *field_text(const json_t *object, const char *where, const char *key)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	return json_string_value(v);
+}
+
+/* Reads a CRC-32 member, written as eight hexadecimal digits. */
+static int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out)
+{
+	const char *text = field_text(object, where, key);
+	if (!text)
+		return -1;
+	if (strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8)
+		return fail("%s: `%s` is \"%.40s\"; expected eight hexadecimal digits", where, key, text);
+	*out = strtoul(text, NULL, 16);
+	return 0;
+}
+
+static json_t *crc_to_json(uint32_t crc)
+{
+	return json_sprintf("%08x", (unsigned)crc);
+}
+
+/* Makes room for `more` entries behind the `used` ones of an array of the caller, doubling it when full. */
+static void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
+{
+	if (used + more <= *capacity)
+		return array;
+	*capacity = 2 * (used + more);
+	void *larger = allocate(*capacity * size);
+	if (used)
+		memcpy(larger, array, used * size);
+	free(array);
+	return larger;
+}
+
+static int32_t load_i32(const uint8_t *p)
+{
+	int32_t v;
+	memcpy(&v, p, sizeof v);
+	return v;
+}
+
+static int64_t load_i64(const uint8_t *p)
+{
+	int64_t v;
+	memcpy(&v, p, sizeof v);
+	return v;
+}
+
+/* ============================================================================================================
+ * safetensors: 8 bytes of header length, a JSON header, the tensors' bytes without a gap
+ * ========================================================================================================== */
+
+#define HEADER_MAX 100000000 /* bytes; the format's own limit */
+#define REAL_DTYPE (sizeof(real) == 8 ? "F64" : "F32")
+
+/* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
+enum dtype { F64, F32, F16, BF16, I64, I32, NUM_READABLE, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
+
+static const struct { const char *name; int size; } dtypes[NUM_DTYPES] = {
+	[F64] = {"F64", 8}, [F32] = {"F32", 4}, [F16] = {"F16", 2}, [BF16] = {"BF16", 2},
+	[I64] = {"I64", 8}, [I32] = {"I32", 4},
+	{"U64", 8}, {"U32", 4}, {"I16", 2}, {"U16", 2}, {"I8", 1}, {"U8", 1}, {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1},
+};
+
+struct shard {                 /* one mapped file */
+	struct shard *next;
+	char path[PATH_LEN];
+	const uint8_t *map;
+	size_t size;
+	size_t data_at;              /* where the tensors' bytes begin */
+	json_t *header;              /* owns the names and shapes that tensors point to */
+};
+
+struct stored {
+	const char *name;
+	const struct shard *shard;
+	const json_t *shape;         /* checked: an array of integers >= 0 */
+	const char *dtype_name;
+	enum dtype dtype;
+	uint64_t begin, end;         /* bytes, from the shard's data_at */
+	bool has_crc;
+	uint32_t crc;
+};
+
+struct weights {
+	char path[PATH_LEN];
+	struct shard *shards;
+	struct stored *tensors;      /* sorted by name */
+	int count;
+	size_t room;
+};
+
+static int by_name(const void *a, const void *b)
+{
+	return strcmp(((const struct stored *)a)->name, ((const struct stored *)b)->name);
+}
+
+static int by_offset(const void *a, const void *b)
+{
+	const struct stored *x = a, *y = b;
+	if (x->begin != y->begin)
+		return x->begin < y->begin ? -1 : 1;
+	return (x->end > y->end) - (x->end < y->end);
+}
+
+/* Checks one header entry by itself and fills *t from it. data_size: bytes of tensors in the shard. */
+static int tensor_parse(struct stored *t, const struct shard *s, const char *name, const json_t *entry,
+		uint64_t data_size)
+{
+	*t = (struct stored){.name = name, .shard = s, .dtype = UNKNOWN_DTYPE};
+	const json_t *offsets = json_object_get(entry, "data_offsets");
+	const json_t *begin = json_array_get(offsets, 0), *end = json_array_get(offsets, 1);
+	char where[PATH_LEN + 300];
+	snprintf(where, sizeof where, "%s: tensor %.256s", s->path, name);
+	if (!json_is_object(entry))
+		return fail("%s: is %s; expected an object with dtype, shape and data_offsets", where, json_kind(entry));
+	if (!(t->dtype_name = field_text(entry, where, "dtype")))
+		return -1;
+	for (int i = 0; i < NUM_DTYPES; i++)
+		if (!strcmp(t->dtype_name, dtypes[i].name))
+			t->dtype = i;
+
+	t->shape = json_object_get(entry, "shape");
+	if (!json_is_array(t->shape))
+		return fail("%s: `shape` is %s; expected an array", where, json_kind(t->shape));
+	uint64_t bytes = t->dtype == UNKNOWN_DTYPE ? 0 : dtypes[t->dtype].size;
+	for (size_t i = 0; i < json_array_size(t->shape); i++) {
+		const json_t *size = json_array_get(t->shape, i);
+		if (!json_is_integer(size) || json_integer_value(size) < 0)
+			return fail("%s: `shape` entry %zu is %s; expected an integer of at least 0", where, i,
+					json_is_integer(size) ? "negative" : json_kind(size));
+		if (__builtin_mul_overflow(bytes, (uint64_t)json_integer_value(size), &bytes))
+			return fail("%s: `shape` is too large for any file", where);
+	}
+
+	if (json_array_size(offsets) != 2 || !json_is_integer(begin) || !json_is_integer(end))
+		return fail("%s: expected `data_offsets` as an array of two integers", where);
+	long long b = json_integer_value(begin), e = json_integer_value(end);
+	if (b < 0 || b > e || (uint64_t)e > data_size)
+		return fail("%s: data_offsets are [%lld, %lld]; expected a range within the file's %llu bytes of data", where, b, e,
+				(unsigned long long)data_size);
+	t->begin = b, t->end = e;
+	if (t->dtype != UNKNOWN_DTYPE && bytes != t->end - t->begin)
+		return fail("%s: data_offsets hold %lld bytes; expected %llu for its shape and dtype %s", where, e - b,
+				(unsigned long long)bytes, t->dtype_name);
+	return 0;
+}
+
+/* Checks that n tensors of a shard fill its data without overlap or hole. Sorts them by offset. */
+static int tensors_fill(struct stored *t, int n, const struct shard *s, uint64_t data_size)
+{
+	uint64_t end = 0;
+	if (n)
+		qsort(t, n, sizeof *t, by_offset);
+	for (int i = 0; i < n; end = t[i++].end) {
+		if (t[i].begin < end)
+			return fail("%s: tensors %.256s and %.256s overlap at data byte %llu", s->path, t[i - 1].name, t[i].name,
+					(unsigned long long)t[i].begin);
+		if (t[i].begin > end)
+			return fail("%s: data bytes %llu to %llu, before tensor %.256s, belong to no tensor; expected no holes", s->path,
+					(unsigned long long)end, (unsigned long long)t[i].begin, t[i].name);
+	}
+	if (end != data_size)
+		return fail("%s: the tensors end at data byte %llu but the file holds %llu; expected no bytes after them", s->path,
+				(unsigned long long)end, (unsigned long long)data_size);
+	return 0;
+}
+
+/* Reads the header's __metadata__ (strings only) and gives each of n tensors its checksum, where one is there. */
+static int tensors_checksums(struct stored *t, int n, const struct shard *s)
+{
+	json_t *metadata = json_object_get(s->header, "__metadata__"), *value;
+	const char *key;
+	if (!metadata)
+		return 0;
+	if (!json_is_object(metadata))
+		return fail("%s: `__metadata__` is %s; expected an object", s->path, json_kind(metadata));
+	json_object_foreach(metadata, key, value)
+		if (!json_is_string(value))
+			return fail("%s: `__metadata__` entry `%.256s` is %s; expected a string", s->path, key, json_kind(value));
+	for (int i = 0; i < n; i++) {
+		char *name;
+		if (asprintf(&name, "crc32.%s", t[i].name) < 0)
+			return fail("%s: out of memory", s->path);
+		t[i].has_crc = json_object_get(metadata, name);
+		int rc = t[i].has_crc ? field_crc(metadata, s->path, name, &t[i].crc) : 0;
+		free(name);
+		if (rc < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
+static int shard_open(struct weights *w, const char *path)
+{
+	struct shard *s = allocate(sizeof *s);
+	s->next = w->shards, w->shards = s;
+	if (snprintf(s->path, PATH_LEN, "%s", path) >= PATH_LEN)
+		return fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	if (map_file(path, &s->map, &s->size) < 0)
+		return -1;
+	if (s->size < 8)
+		return fail("%s: %zu bytes; expected a safetensors file, which begins with 8 bytes of header length", path,
+				s->size);
+	uint64_t length = load_i64(s->map);
+	if (length > HEADER_MAX)
+		return fail("%s: header length %llu is above the limit of %d; not a safetensors file?", path,
+				(unsigned long long)length, HEADER_MAX);
+	if (length > s->size - 8)
+		return fail("%s: header of %llu bytes in a file of %zu; the file is truncated", path, (unsigned long long)length,
+				s->size);
+	const char *text = (const char *)s->map + 8;
+	if (!length || *text != '{')
+		return fail("%s: the header does not begin with '{'; not a safetensors file?", path);
+	json_error_t error;
+	if (!(s->header = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error)))
+		return fail("%s: bad JSON in the header at byte %d: %s", path, error.position, error.text);
+
+	s->data_at = 8 + length;
+	uint64_t data_size = s->size - s->data_at;
+	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header), sizeof *w->tensors);
+	struct stored *mine = w->tensors + w->count;
+	int n = 0;
+	const char *name;
+	json_t *entry;
+	json_object_foreach(s->header, name, entry)
+		if (strcmp(name, "__metadata__") && tensor_parse(&mine[n++], s, name, entry, data_size) < 0)
+			return -1;
+	w->count += n;
+	return tensors_fill(mine, n, s, data_size) < 0 ? -1 : tensors_checksums(mine, n, s);
+}
+
+/* The tensor of that name, or NULL. */
+static const struct stored *tensor_find(const struct weights *w, const char *name)
+{
+	struct stored key = {.name = name};
+	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
+}
+
+/* Opens every shard that the index names, and checks that index and shards tell the same. Sorts w's tensors. */
+static int shards_open(struct weights *w, const char *dir, const char *index_path, const json_t *index)
+{
+	json_t *map = json_object_get(index, "weight_map"), *value;
+	const char *name;
+	char path[PATH_LEN];
+	if (!json_is_object(map))
+		return fail("%s: `weight_map` is %s; expected an object from tensor to file", index_path, json_kind(map));
+	json_object_foreach(map, name, value) {
+		const char *file = json_string_value(value);
+		if (!file)
+			return fail("%s: tensor %.256s: is %s; expected a file name", index_path, name, json_kind(value));
+		if (!*file || strchr(file, '/') || !strcmp(file, ".") || !strcmp(file, ".."))
+			return fail("%s: tensor %.256s: \"%.256s\" is no plain file name", index_path, name, file);
+		if (path_join(path, dir, file) < 0)
+			return -1;
+		struct shard *s = w->shards;
+		while (s && strcmp(s->path, path))
+			s = s->next;
+		if (s)
+			continue;
+		int there = path_exists(path), first = w->count;
+		if (!there)
+			fail("%s: is not there, but %s names it for tensor %.256s", path, index_path, name);
+		if (there <= 0 || shard_open(w, path) < 0)
+			return -1;
+		for (int i = first; i < w->count; i++) {
+			const char *owner = json_string_value(json_object_get(map, w->tensors[i].name));
+			if (!owner || strcmp(owner, file))
+				return fail("%s: holds tensor %.256s, but %s says it is in %.256s", path, w->tensors[i].name, index_path,
+						owner ? owner : "no file");
+		}
+	}
+	if (w->count)
+		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	json_object_foreach(map, name, value)
+		if (!tensor_find(w, name))
+			return fail("%s/%.256s: tensor %.256s is missing, but %s says it is there", dir, json_string_value(value), name,
+					index_path);
+	return 0;
+}
+
+static int directory_open(struct weights *w, const char *dir)
+{
+	char index_path[PATH_LEN], single_path[PATH_LEN];
+	if (path_join(index_path, dir, "model.safetensors.index.json") < 0 ||
+			path_join(single_path, dir, "model.safetensors") < 0)
+		return -1;
+	int there = path_exists(index_path);
+	if (there > 0) {
+		json_t *index = json_read(index_path);
+		int rc = index ? shards_open(w, dir, index_path, index) : -1;
+		json_decref(index);
+		return rc;
+	}
+	if (there == 0 && (there = path_exists(single_path)) > 0)
+		return shard_open(w, single_path);
+	if (there < 0)
+		return -1;
+	return fail("%s: no weights here; looked for model.safetensors.index.json and model.safetensors", dir);
+}
+
+struct weights *weights_open(const char *path)
+{
+	struct weights *w = allocate(sizeof *w);
+	struct stat st;
+	int rc;
+	if (snprintf(w->path, PATH_LEN, "%s", path) >= PATH_LEN)
+		rc = fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	else if (stat(path, &st) < 0)
+		rc = fail("%s: cannot open: %s", path, strerror(errno));
+	else
+		rc = S_ISDIR(st.st_mode) ? directory_open(w, path) : shard_open(w, path);
+	if (rc < 0) {
+		weights_close(w);
+		return NULL;
+	}
+	if (w->count)
+		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	return w;
+}
+
+int weights_count(const struct weights *w)
+{
+	return w->count;
+}
+
+const char *weights_name(const struct weights *w, int i)
+{
+	return w->tensors[i].name;
+}
+
+bool weights_has(const struct weights *w, const char *name)
+{
+	return tensor_find(w, name);
+}
+
+void weights_close(struct weights *w)
+{
+	if (!w)
+		return;
+	for (struct shard *s = w->shards, *next; s; s = next) {
+		next = s->next;
+		unmap_file(s->map, s->size);
+		json_decref(s->header);
+		free(s);
+	}
+	free(w->tensors);
+	free(w);
+}
+
+/* tensor_find that fails, with the name that was perhaps meant: checkpoints differ in the "model." before a name. */
+static const struct stored *tensor_need(const struct weights *w, const char *name)
+{
+	const struct stored *t = tensor_find(w, name);
+	if (t)
+		return t;
+	char longer[MAX_NAME + 8];
+	snprintf(longer, sizeof longer, "model.%s", name);
+	const struct stored *near = tensor_find(w, strncmp(name, "model.", 6) ? longer : name + 6);
+	fail("%s: tensor %s is missing%s%s", w->path, name, near ? "; there is one named " : "", near ? near->name : "");
+	return NULL;
+}
+
+/* The tensor's bytes, once their checksum is found right. NULL on error. */
+static const uint8_t *tensor_bytes(const struct stored *t)
+{
+	const uint8_t *bytes = t->shard->map + t->shard->data_at + t->begin;
+	uint32_t crc = t->has_crc ? crc32_z(0, bytes, t->end - t->begin) : 0;
+	if (t->has_crc && crc != t->crc) {
+		fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->shard->path, t->name, (unsigned)crc,
+				(unsigned)t->crc);
+		return NULL;
+	}
+	return bytes;
+}
+
+static float half_to_float(uint16_t half)
+{
+	uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+	if (exponent == 0)
+		return copysignf(ldexpf(fraction, -24), sign ? -1 : 1); /* zeros and subnormals */
+	uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+	float value;
+	memcpy(&value, &bits, sizeof value);
+	return value;
+}
+
+static float bf16_to_float(uint16_t half)
+{
+	uint32_t bits = (uint32_t)half << 16;
+	float value;
+	memcpy(&value, &bits, sizeof value);
+	return value;
+}
+
+/* Converts n elements at any alignment. */
+static void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
+{
+	float f;
+	double d;
+	uint16_t h;
+	switch (dtype) {
+	case F32:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&f, in + 4 * i, 4), out[i] = f;
+		break;
+	case F64:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&d, in + 8 * i, 8), out[i] = (real)d;
+		break;
+	case F16:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&h, in + 2 * i, 2), out[i] = half_to_float(h);
+		break;
+	default: /* BF16 */
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&h, in + 2 * i, 2), out[i] = bf16_to_float(h);
+	}
+}
+
+int weights_read(const struct weights *w, const struct array *a)
+{
+	const struct stored *t = tensor_need(w, a->name);
+	if (!t)
+		return -1;
+	if (t->dtype < 0 || t->dtype > BF16)
+		return fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->shard->path, t->name, t->dtype_name);
+	char expected[64];
+	if (a->cols)
+		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)a->rows, (long long)a->cols);
+	else
+		snprintf(expected, sizeof expected, "[%lld]", (long long)a->rows);
+	char *found = json_dumps(t->shape, 0);
+	bool same = found && !strcmp(found, expected);
+	if (!same)
+		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found ? found : "?", expected);
+	free(found);
+	const uint8_t *bytes = same ? tensor_bytes(t) : NULL;
+	if (!bytes)
+		return -1;
+	to_real(a->data, bytes, (t->end - t->begin) / dtypes[t->dtype].size, t->dtype);
+	return 0;
+}
+
+int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out)
+{
+	const struct stored *t = tensor_need(w, name);
+	if (!t)
+		return -1;
+	if (t->dtype != I32 && t->dtype != I64)
+		return fail("%s: tensor %s: dtype %.40s; expected I32 or I64", t->shard->path, name, t->dtype_name);
+	int64_t count = (t->end - t->begin) / dtypes[t->dtype].size;
+	if (count != n)
+		return fail("%s: tensor %s: %lld elements; expected %lld", t->shard->path, name, (long long)count, (long long)n);
+	const uint8_t *bytes = tensor_bytes(t);
+	if (!bytes)
+		return -1;
+	for (int64_t i = 0; i < n; i++) {
+		int64_t v = t->dtype == I32 ? load_i32(bytes + 4 * i) : load_i64(bytes + 8 * i);
+		if (v < INT32_MIN || v > INT32_MAX)
+			return fail("%s: tensor %s: element %lld is %lld; expected 32 bits", t->shard->path, name, (long long)i,
+					(long long)v);
+		out[i] = v;
+	}
+	return 0;
+}
+
+static int64_t array_bytes(const struct array *a)
+{
+	return a->rows * (a->cols ? a->cols : 1) * (int64_t)sizeof(real);
+}
+
+/* The JSON header of a file of n arrays, data in array order, checksums included. NULL on error. */
+static json_t *header_make(const char *path, const struct array *arrays, int n)
+{
+	json_t *header = json_object(), *metadata = json_object();
+	json_object_set_new(metadata, "format", json_string("pt"));
+	json_object_set_new(header, "__metadata__", metadata);
+	json_int_t at = 0;
+	for (int i = 0; i < n; i++) {
+		const struct array *a = &arrays[i];
+		char key[MAX_NAME + 32]; /* room for exp_avg_sq. and crc32. */
+		json_int_t end = at + array_bytes(a);
+		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
+		if (a->cols)
+			json_array_append_new(shape, json_integer(a->cols));
+		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", REAL_DTYPE, "shape", shape, "data_offsets", at, end);
+		const char *wrong = json_object_get(header, a->name) ? "is there twice"
+			: snprintf(key, sizeof key, "crc32.%s", a->name) >= (int)sizeof key ? "has too long a name"
+			: json_object_set(header, a->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
+		json_decref(entry);
+		if (wrong) {
+			fail("%s: tensor %.256s %s", path, a->name, wrong);
+			json_decref(header);
+			return NULL;
+		}
+		json_object_set_new(metadata, key, crc_to_json(crc32_z(0, (const uint8_t *)a->data, end - at)));
+		at = end;
+	}
+	return header;
+}
+
+int safetensors_write(const char *path, const struct array *arrays, int n)
+{
+	json_t *header = header_make(path, arrays, n);
+	char *text = header ? json_dumps(header, JSON_COMPACT) : NULL;
+	json_decref(header);
+	if (!text)
+		return -1;
+	struct output o;
+	int rc = output_open(&o, path);
+	if (!rc) {
+		uint64_t length = strlen(text), padded = (length + 7) & ~UINT64_C(7); /* so that the data are aligned */
+		output_put(&o, &padded, 8);
+		output_put(&o, text, length);
+		output_put(&o, "        ", padded - length);
+		for (int i = 0; i < n; i++)
+			output_put(&o, arrays[i].data, array_bytes(&arrays[i]));
+		rc = output_close(&o);
+	}
+	free(text);
+	return rc;
+}
+
+/* ============================================================================================================
+ * Checkpoints. Directories of an OUTPUT_DIR:
+ *   step-0000200        a checkpoint, always whole
+ *   .tmp-step-0000200   one being written or removed: rubbish after a crash
+ *   .old-step-0000200   what the name held before, while the same step is saved again
+ * Every byte is covered: tensors by the checksums in their files, headers and config.json by those in trainer.json,
+ * trainer.json by its own.
+ * ========================================================================================================== */
+
+#define TRAINER_FORMAT "ling-trainer"
+#define TRAINER_VERSION 1
+
+static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
+#define NUM_CHECKPOINT_FILES (sizeof checkpoint_files / sizeof *checkpoint_files)
+
+/* The step in a name that is exactly prefix and step as checkpoint_path writes them, or -1. */
+static int64_t step_of(const char *name, const char *prefix)
+{
+	char again[64];
+	size_t skip = strlen(prefix);
+	if (strncmp(name, prefix, skip) || strspn(name + skip, "0123456789") > 18)
+		return -1;
+	long long step = strtoll(name + skip, NULL, 10);
+	snprintf(again, sizeof again, "%s%07lld", prefix, step);
+	return strcmp(name, again) ? -1 : step;
+}
+
+static int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step)
+{
+	char name[64];
+	snprintf(name, sizeof name, "%s%07lld", prefix, (long long)step);
+	return path_join(out, output_dir, name);
+}
+
+/* Removes a directory of plain files, or a symbolic link and not what it points to. What cannot be removed stays, with
+ * a warning: old files must not stop a run. Nothing happens when there is none. */
+static void directory_remove(const char *path)
+{
+	if (unlink(path) == 0)
+		return;
+	DIR *dir = opendir(path);
+	for (struct dirent *e; dir && (e = readdir(dir));)
+		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+			unlinkat(dirfd(dir), e->d_name, 0);
+	if (dir)
+		closedir(dir);
+	if (rmdir(path) < 0 && errno != ENOENT)
+		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
+}
+
+static int by_step(const void *a, const void *b)
+{
+	int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+	return (x > y) - (x < y);
+}
+
+/* Lists the steps of output_dir's checkpoints, ascending: directories with a trainer.json. The caller frees *steps.
+ * Returns their number, or -1. */
+static int checkpoint_list(const char *output_dir, int64_t **steps)
+{
+	*steps = NULL;
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	int n = 0;
+	size_t room = 0;
+	for (struct dirent *e; (e = readdir(dir));) {
+		int64_t step = step_of(e->d_name, "step-");
+		char trainer[300];
+		snprintf(trainer, sizeof trainer, "%s/trainer.json", e->d_name);
+		if (step < 0 || faccessat(dirfd(dir), trainer, F_OK, 0) < 0)
+			continue;
+		*steps = grow(*steps, n, &room, 1, sizeof **steps);
+		(*steps)[n++] = step;
+	}
+	closedir(dir);
+	if (n)
+		qsort(*steps, n, sizeof **steps, by_step);
+	return n;
+}
+
+/* Size of DIR/name and the checksum of what no other checksum covers: all of a file, but of safetensors the header. */
+static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
+{
+	char path[PATH_LEN];
+	const uint8_t *data;
+	size_t bytes;
+	if (path_join(path, dir, name) < 0 || map_file(path, &data, &bytes) < 0)
+		return -1;
+	*size = bytes;
+	uint64_t covered = bytes;
+	if (strstr(name, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
+		covered = 8 + load_i64(data);
+	*crc = crc32_z(0, data, covered);
+	unmap_file(data, bytes);
+	return 0;
+}
+
+/* The checksum of trainer.json's content: of its compact text without the member crc32. */
+static uint32_t trainer_crc(json_t *root)
+{
+	json_object_del(root, "crc32");
+	char *text = json_dumps(root, JSON_COMPACT);
+	uint32_t crc = text ? crc32_z(0, (const uint8_t *)text, strlen(text)) : 0;
+	free(text);
+	return crc;
+}
+
+/* An array of n numbers; one that is not finite fails. NULL on error. */
+static json_t *reals_to_json(const char *path, const char *key, const double *x, int n)
+{
+	json_t *array = json_array();
+	for (int i = 0; i < n; i++)
+		if (json_array_append_new(array, json_real(x[i])) < 0) {
+			fail("%s: %s of layer %d is %g; expected a finite number", path, key, i, x[i]);
+			json_decref(array);
+			return NULL;
+		}
+	return array;
+}
+
+static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "trainer.json") < 0)
+		return -1;
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens);
+	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
+	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
+	int rc = std ? 0 : -1;
+	for (size_t i = 0; !rc && i < NUM_CHECKPOINT_FILES; i++) {
+		int64_t size;
+		uint32_t crc;
+		if (!(rc = file_seal(dir, checkpoint_files[i], &size, &crc)))
+			json_object_set_new(files, checkpoint_files[i],
+					json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+	}
+	json_object_set_new(root, "router_mean", mean);
+	json_object_set_new(root, "router_std", std);
+	json_object_set_new(root, "files", files);
+	if (!rc && json_object_set_new(root, "config", config_to_json(c)) < 0)
+		rc = fail("%s: the config cannot be written as JSON", path);
+	if (!rc) {
+		json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
+		rc = json_write(path, root);
+	}
+	json_decref(root);
+	return rc;
+}
+
+/* Fills a new directory with a whole checkpoint and brings it to disk. */
+static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s,
+		const struct array *model, int num_model, const struct array *optimizer, int num_optimizer)
+{
+	char config_path[PATH_LEN], model_path[PATH_LEN], optimizer_path[PATH_LEN];
+	if (path_join(config_path, dir, "config.json") < 0 || path_join(model_path, dir, "model.safetensors") < 0 ||
+			path_join(optimizer_path, dir, "optimizer.safetensors") < 0)
+		return -1;
+	if (config_to_huggingface(&c->model, config_path) < 0 || sync_path(config_path) < 0 ||
+			safetensors_write(model_path, model, num_model) < 0 ||
+			safetensors_write(optimizer_path, optimizer, num_optimizer) < 0)
+		return -1;
+	return trainer_write(dir, c, s) < 0 ? -1 : sync_path(dir);
+}
+
+/* Removes all but the `keep` newest checkpoints, never that of step `saved`. */
+static int checkpoint_prune(const char *output_dir, int keep, int64_t saved)
+{
+	char path[PATH_LEN], temporary[PATH_LEN];
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps), rc = n < 0 ? -1 : 0;
+	for (int i = 0; !rc && i < n - keep; i++) {
+		if (steps[i] == saved)
+			continue;
+		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
+		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
+				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
+			rc = -1;
+		else if (rename(path, temporary) < 0)
+			rc = fail("%s: cannot rename to %s: %s", path, temporary, strerror(errno));
+		else
+			directory_remove(temporary);
+	}
+	free(steps);
+	return rc;
+}
+
+int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
+		const struct array *optimizer, int num_optimizer)
+{
+	const char *output_dir = c->train.output_dir;
+	char target[PATH_LEN], temporary[PATH_LEN], old[PATH_LEN];
+	if (checkpoint_path(target, output_dir, "step-", s->step) < 0 ||
+			checkpoint_path(temporary, output_dir, ".tmp-step-", s->step) < 0 ||
+			checkpoint_path(old, output_dir, ".old-step-", s->step) < 0 || make_directories(output_dir) < 0)
+		return -1;
+	directory_remove(temporary);
+	if (mkdir(temporary, 0777) < 0)
+		return fail("%s: cannot create directory: %s", temporary, strerror(errno));
+	if (checkpoint_fill(temporary, c, s, model, num_model, optimizer, num_optimizer) < 0) {
+		directory_remove(temporary);
+		return -1;
+	}
+	/* A directory cannot replace another in one step: the old one waits aside, where checkpoint_find would find it. */
+	directory_remove(old);
+	if (rename(target, old) < 0 && errno != ENOENT)
+		return fail("%s: cannot rename to %s: %s", target, old, strerror(errno));
+	if (rename(temporary, target) < 0)
+		return fail("%s: cannot rename to %s: %s", temporary, target, strerror(errno));
+	if (sync_path(output_dir) < 0)
+		return -1;
+	directory_remove(old);
+	return c->checkpoint.keep > 0 ? checkpoint_prune(output_dir, c->checkpoint.keep, s->step) : 0;
+}
+
+int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+{
+	char left[PATH_LEN], target[PATH_LEN];
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	for (struct dirent *e; (e = readdir(dir));) {
+		int64_t old = step_of(e->d_name, ".old-step-");
+		if (old < 0 && step_of(e->d_name, ".tmp-step-") < 0)
+			continue;
+		if (path_join(left, output_dir, e->d_name) < 0 || checkpoint_path(target, output_dir, "step-", old) < 0)
+			continue; /* too long a path to have been made by us */
+		if (old < 0 || rename(left, target) < 0) /* does not replace a checkpoint that is there */
+			directory_remove(left);
+	}
+	closedir(dir);
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps);
+	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[n - 1]) < 0 ? -1 : 1;
+	free(steps);
+	return rc;
+}
+
+/* Reads an array of n finite numbers of at least `low`. */
+static int field_reals(const json_t *object, const char *where, const char *key, int n, double low, double *out)
+{
+	const json_t *array = json_object_get(object, key);
+	if (!json_is_array(array))
+		return fail("%s: `%s` is %s; expected an array", where, key, json_kind(array));
+	if (json_array_size(array) != (size_t)n)
+		return fail("%s: `%s` has %zu entries; expected one for each of %d layers", where, key, json_array_size(array), n);
+	for (int i = 0; i < n; i++) {
+		const json_t *v = json_array_get(array, i);
+		if (!json_is_number(v))
+			return fail("%s: `%s` entry %d is %s; expected a number", where, key, i, json_kind(v));
+		out[i] = json_number_value(v);
+		if (out[i] < low)
+			return fail("%s: `%s` entry %d is %g; expected at least %g", where, key, i, out[i], low);
+	}
+	return 0;
+}
+
+/* Compares the checkpoint's other files with the sizes and checksums in trainer.json. */
+static int files_check(const char *dir, const char *where, const json_t *files)
+{
+	for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++) {
+		const char *name = checkpoint_files[i];
+		const json_t *entry = json_object_get(files, name);
+		int64_t size, found_size;
+		uint32_t crc, found_crc;
+		if (!json_is_object(entry))
+			return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name,
+					json_kind(entry));
+		if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
+				file_seal(dir, name, &found_size, &found_crc) < 0)
+			return -1;
+		if (found_size != size)
+			return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name,
+					(long long)found_size, (long long)size);
+		if (found_crc != crc)
+			return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name,
+					(unsigned)found_crc, (unsigned)crc);
+	}
+	return 0;
+}
+
+/* Checks trainer.json's format and its own checksum. */
+static int trainer_check(json_t *root, const char *path)
+{
+	const char *format = field_text(root, path, "format");
+	int64_t version;
+	uint32_t crc, found;
+	if (!format)
+		return -1;
+	if (strcmp(format, TRAINER_FORMAT))
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"", path, format, TRAINER_FORMAT);
+	if (field_int(root, path, "version", 1, INT32_MAX, &version) < 0)
+		return -1;
+	if (version != TRAINER_VERSION)
+		return fail("%s: version %lld; this program reads version %d", path, (long long)version, TRAINER_VERSION);
+	if (field_crc(root, path, "crc32", &crc) < 0)
+		return -1;
+	if ((found = trainer_crc(root)) != crc)
+		return fail("%s: checksum %08x; expected %08x; the file was changed after it was saved", path, (unsigned)found,
+				(unsigned)crc);
+	return 0;
+}
+
+int checkpoint_read_state(const char *dir, struct config *c, struct trainer_state *s)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "trainer.json") < 0)
+		return -1;
+	json_t *root = json_read(path);
+	if (!root)
+		return -1;
+	const json_t *config = json_object_get(root, "config");
+	int rc = 0;
+	if (trainer_check(root, path) < 0 ||
+			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
+			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
+			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
+			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
+			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
+			files_check(dir, path, json_object_get(root, "files")) < 0)
+		rc = -1;
+	else if (!json_is_object(config))
+		rc = fail("%s: `config` is %s; expected an object", path, json_kind(config));
+	else
+		rc = config_from_json(c, config, path);
+	json_decref(root);
+	return rc;
+}
+
+/* ============================================================================================================
+ * Token files: Megatron's indexed dataset
+ *   PREFIX.bin   the ids, one after the other
+ *   PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
+ *                length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
+ *                number as a last entry (i64), and perhaps a mode of each sequence (i8)
+ *   PREFIX.json  ours, may be missing: tokenizer, counts, checksum
+ * ========================================================================================================== */
+
+#define IDX_MAGIC "MMIDIDX\0\0"
+#define IDX_HEADER 34 /* bytes before the lengths */
+#define MANIFEST_FORMAT "ling-tokens"
+
+/* What is done alike for each integer type: X(Megatron's code, name, type). */
+#define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
+	X(5, "int64", int64_t) X(8, "uint16", uint16_t)
+
+static const struct { const char *name; int size; } token_types[] = {
+#define ROW(code, name, type) [code] = {name, sizeof(type)},
+	TOKEN_TYPES(ROW)
+#undef ROW
+	[6] = {"float64", 0}, [7] = {"float32", 0},
+};
+#define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
+
+/* The byte tokenizer: a byte is its token. Its definition is what its hash is made from. */
+#define BYTE_TOKENIZER "byte"
+#define BYTE_VOCAB 257
+#define BYTE_END 256
+#define BYTE_DTYPE 8 /* uint16: the smallest that holds the vocabulary */
+#define BYTE_DEFINITION "a byte is its token, 256 ends a document"
+
+static uint32_t byte_tokenizer_hash(void)
+{
+	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
+}
+
+/* Checks a mapped .idx against the size of its .bin; sets count, documents and dtype. */
+static int index_check(struct tokens *t, const char *path, const uint8_t *idx, size_t size)
+{
+	if (size < IDX_HEADER || memcmp(idx, IDX_MAGIC, 9))
+		return fail("%s: not a Megatron index: expected it to begin with MMIDIDX and a header of %d bytes", path,
+				IDX_HEADER);
+	if (load_i64(idx + 9) != 1)
+		return fail("%s: version %lld; expected 1", path, (long long)load_i64(idx + 9));
+	t->dtype = idx[17];
+	if (t->dtype >= NUM_TOKEN_TYPES || !token_types[t->dtype].name)
+		return fail("%s: unknown dtype code %d; expected 1 to 5 or 8", path, t->dtype);
+	int width = token_types[t->dtype].size;
+	if (!width)
+		return fail("%s: dtype %s; expected an integer type", path, token_types[t->dtype].name);
+	uint64_t n = load_i64(idx + 18), entries = load_i64(idx + 26), room = size - IDX_HEADER;
+	if (n > room / 12 || entries > (room - 12 * n) / 8)
+		return fail("%s: %llu sequences and %llu document entries do not fit in its %zu bytes; the file is truncated", path,
+				(unsigned long long)n, (unsigned long long)entries, size);
+	uint64_t rest = room - 12 * n - 8 * entries;
+	if (rest && rest != n) /* n bytes: the modes */
+		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
+
+	const uint8_t *lengths = idx + IDX_HEADER, *pointers = lengths + 4 * n, *documents = pointers + 8 * n;
+	int64_t at = 0;
+	for (uint64_t i = 0; i < n; i++) {
+		int64_t length = load_i32(lengths + 4 * i), pointer = load_i64(pointers + 8 * i);
+		if (length < 0)
+			return fail("%s: sequence %llu: length %lld; expected at least 0", path, (unsigned long long)i,
+					(long long)length);
+		if (pointer != at)
+			return fail("%s: sequence %llu: begins at byte %lld; expected %lld, where the one before ends", path,
+					(unsigned long long)i, (long long)pointer, (long long)at);
+		if (length > (t->bin_bytes - at) / width)
+			return fail("%s: sequence %llu: %lld tokens at byte %lld reach beyond the .bin file's %lld bytes", path,
+					(unsigned long long)i, (long long)length, (long long)at, (long long)t->bin_bytes);
+		at += length * width;
+	}
+	if (at != t->bin_bytes)
+		return fail("%s: the sequences have %lld bytes but the .bin file has %lld", path, (long long)at,
+				(long long)t->bin_bytes);
+	t->count = at / width;
+
+	if (!entries)
+		return fail("%s: no document index; expected it to begin with 0", path);
+	for (uint64_t i = 0, before = 0; i < entries; i++) {
+		uint64_t d = load_i64(documents + 8 * i);
+		if (d < before || d > n || (i == 0 && d) || (i == entries - 1 && d != n))
+			return fail("%s: document entry %llu is %lld; expected entries to rise from 0 to %llu, the number of sequences",
+					path, (unsigned long long)i, (long long)d, (unsigned long long)n);
+		before = d;
+	}
+	t->documents = entries - 1;
+	return 0;
+}
+
+/* Compares the manifest with the files; sets t->tokenizer and *vocab_size, the ids' limit that it claims. */
+static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size)
+{
+	int64_t count, documents, bytes;
+	uint32_t crc, hash;
+	const char *format = field_text(root, path, "format");
+	if (!format || strcmp(format, MANIFEST_FORMAT))
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
+				format ? format : "", MANIFEST_FORMAT);
+	const char *tokenizer = field_text(root, path, "tokenizer"), *dtype = field_text(root, path, "dtype");
+	if (!tokenizer || !dtype)
+		return -1;
+	if (field_int(root, path, "vocab_size", 1, INT32_MAX, vocab_size) < 0 ||
+			field_int(root, path, "tokens", 0, INT64_MAX, &count) < 0 ||
+			field_int(root, path, "documents", 0, INT64_MAX, &documents) < 0 ||
+			field_int(root, path, "bytes", 0, INT64_MAX, &bytes) < 0 ||
+			field_crc(root, path, "crc32", &crc) < 0 || field_crc(root, path, "tokenizer_hash", &hash) < 0)
+		return -1;
+	if (snprintf(t->tokenizer, sizeof t->tokenizer, "%s", tokenizer) >= (int)sizeof t->tokenizer)
+		return fail("%s: `tokenizer` is longer than %zu bytes", path, sizeof t->tokenizer - 1);
+	if (strcmp(dtype, token_types[t->dtype].name))
+		return fail("%s: `dtype` is \"%.40s\"; the index says %s", path, dtype, token_types[t->dtype].name);
+	if (count != t->count)
+		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)count, (long long)t->count);
+	if (documents != t->documents)
+		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)documents, (long long)t->documents);
+	if (!strcmp(tokenizer, BYTE_TOKENIZER)) {
+		if (bytes != count - documents) /* a token a byte, and one to end each document */
+			return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)bytes, (long long)(count - documents));
+		if (*vocab_size != BYTE_VOCAB)
+			return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)*vocab_size, BYTE_VOCAB);
+		if (hash != byte_tokenizer_hash())
+			return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
+					path, (unsigned)hash, (unsigned)byte_tokenizer_hash());
+	}
+	uint32_t found = crc32_z(0, t->bin, t->bin_bytes);
+	if (found != crc)
+		return fail("%s: `crc32` is %08x; the .bin file's is %08x: it is damaged, or the manifest is of another file", path,
+				(unsigned)crc, (unsigned)found);
+	return 0;
+}
+
+/* The position of the first id outside 0..limit-1, with the id in *id; or t->count. */
+static int64_t tokens_scan(const struct tokens *t, uint64_t limit, int64_t *id)
+{
+	int64_t i = *id = 0;
+	switch (t->dtype) {
+#define SCAN(code, name, type) case code: { \
+		const type *ids = (const type *)t->bin; \
+		while (i < t->count && (uint64_t)(int64_t)ids[i] < limit) /* a negative id is huge here */ \
+			i++; \
+		if (i < t->count) \
+			*id = (int64_t)ids[i]; \
+		break; \
+	}
+	TOKEN_TYPES(SCAN)
+#undef SCAN
+	}
+	return i;
+}
+
+/* tokens_open, without the clean-up on error. */
+static int tokens_load(struct tokens *t, const char *prefix, int vocab_size)
+{
+	char bin_path[PATH_LEN], idx_path[PATH_LEN], manifest_path[PATH_LEN];
+	const uint8_t *idx;
+	size_t idx_bytes, bin_bytes;
+	if (path_suffix(bin_path, prefix, ".bin") < 0 || path_suffix(idx_path, prefix, ".idx") < 0 ||
+			path_suffix(manifest_path, prefix, ".json") < 0 || map_file(bin_path, &t->bin, &bin_bytes) < 0)
+		return -1;
+	t->bin_bytes = bin_bytes;
+	if (map_file(idx_path, &idx, &idx_bytes) < 0)
+		return -1;
+	int rc = index_check(t, idx_path, idx, idx_bytes);
+	unmap_file(idx, idx_bytes);
+	int there = rc < 0 ? -1 : path_exists(manifest_path);
+	if (there < 0)
+		return -1;
+	int64_t claimed = INT64_MAX, id;
+	if (there) {
+		json_t *manifest = json_read(manifest_path);
+		rc = manifest ? manifest_check(t, manifest_path, manifest, &claimed) : -1;
+		json_decref(manifest);
+		if (rc < 0)
+			return -1;
+	}
+	int64_t limit = claimed < vocab_size ? claimed : vocab_size, bad = tokens_scan(t, limit, &id);
+	if (bad < t->count)
+		return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", bin_path,
+				(long long)bad, (long long)id, (long long)limit, claimed < vocab_size ? "its manifest" : "the model",
+				(long long)limit - 1);
+	return 0;
+}
+
+int tokens_open(struct tokens *t, const char *prefix, int vocab_size)
+{
+	memset(t, 0, sizeof *t);
+	if (tokens_load(t, prefix, vocab_size) == 0)
+		return 0;
+	tokens_close(t);
+	return -1;
+}
+
+void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
+{
+	switch (t->dtype) {
+#define READ(code, name, type) case code: \
+		for (int64_t i = 0; i < n; i++) \
+			out[i] = (int32_t)((const type *)t->bin)[start + i]; \
+		break;
+	TOKEN_TYPES(READ)
+#undef READ
+	}
+}
+
+void tokens_close(struct tokens *t)
+{
+	unmap_file(t->bin, t->bin_bytes);
+	memset(t, 0, sizeof *t);
+}
+
+/* -- making them -- */
+
+#ifndef SEQUENCE_MAX
+#define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
+#endif
+#define READ_CHUNK (1 << 20)
+
+struct token_writer {
+	struct output bin, idx;
+	int64_t tokens, documents, sequences;
+	int64_t length;              /* tokens of the sequence being written */
+	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
+	size_t num_split, split_room;
+	uint32_t crc;                /* of .bin */
+	int64_t done, total;         /* bytes of input, for the progress line; total 0 = unknown */
+	bool show;
+	double started, shown;       /* seconds */
+};
+
+static double clock_seconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+/* Counts n more bytes of input as done and, five times a second, shows it on a terminal. */
+static void progress(struct token_writer *w, int64_t n)
+{
+	w->done += n;
+	double now = w->show ? clock_seconds() : 0;
+	if (!w->show || now - w->shown < 0.2)
+		return;
+	w->shown = now;
+	double rate = w->done / (now - w->started + 1e-9);
+	if (w->total >= w->done)
+		fprintf(stderr, "\rtokenize: %3.0f %%  %.0f MB/s  %.0f s left  ", 100.0 * w->done / w->total, rate / 1e6,
+				(w->total - w->done) / rate);
+	else
+		fprintf(stderr, "\rtokenize: %.0f MB  %.0f MB/s  ", w->done / 1e6, rate / 1e6);
+}
+
+static void put_ids(struct token_writer *w, const uint16_t *ids, size_t n)
+{
+	w->crc = crc32_z(w->crc, (const uint8_t *)ids, n * sizeof *ids);
+	output_put(&w->bin, ids, n * sizeof *ids);
+	w->tokens += n, w->length += n;
+}
+
+static void end_sequence(struct token_writer *w)
+{
+	int32_t length = w->length;
+	output_put(&w->idx, &length, sizeof length);
+	w->sequences++, w->length = 0;
+}
+
+/* Adds a piece of the current document. */
+static void put_text(struct token_writer *w, const uint8_t *text, size_t n)
+{
+	uint16_t ids[8192];
+	while (n) {
+		if (w->length == SEQUENCE_MAX) {
+			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
+			w->split[w->num_split++] = w->sequences;
+			end_sequence(w);
+		}
+		size_t room = SEQUENCE_MAX - w->length, piece = n < 8192 ? n : 8192;
+		if (piece > room)
+			piece = room;
+		for (size_t i = 0; i < piece; i++)
+			ids[i] = text[i];
+		put_ids(w, ids, piece);
+		text += piece, n -= piece;
+	}
+}
+
+/* Ends the current document; an empty one leaves no trace. */
+static void end_document(struct token_writer *w)
+{
+	if (!w->length)
+		return;
+	put_ids(w, &(uint16_t){BYTE_END}, 1);
+	end_sequence(w);
+	w->documents++;
+}
+
+/* Whether writing failed, so that reading on is pointless; output_close has the words. */
+static bool writer_failed(const struct token_writer *w)
+{
+	return w->bin.error || w->idx.error;
+}
+
+/* A text file: whatever its bytes are, one document. */
+static int add_text(struct token_writer *w, const char *path)
+{
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	uint8_t *buffer = allocate(READ_CHUNK);
+	ssize_t n;
+	int rc = 0;
+	while (!rc && !writer_failed(w) && (n = read(fd, buffer, READ_CHUNK)) != 0) {
+		if (n > 0) {
+			put_text(w, buffer, n);
+			progress(w, n);
+		} else if (errno != EINTR)
+			rc = fail("%s: cannot read: %s", path, strerror(errno));
+	}
+	end_document(w);
+	free(buffer);
+	close(fd);
+	return rc;
+}
+
+/* One line of a JSONL file. Other members than text may hold anything, integers beyond 64 bits included. */
+static int add_line(struct token_writer *w, const char *path, long line, const char *json, size_t n)
+{
+	if (strspn(json, " \t\r\n") == n)
+		return 0;
+	json_error_t error;
+	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	const json_t *text = json_object_get(root, "text");
+	int rc = 0;
+	if (!root)
+		rc = fail("%s:%ld: bad JSON: %s", path, line, error.text);
+	else if (!json_is_object(root))
+		rc = fail("%s:%ld: is %s; expected an object with a string `text`", path, line, json_kind(root));
+	else if (!json_is_string(text))
+		rc = fail("%s:%ld: `text` is %s; expected a string", path, line, json_kind(text));
+	else
+		put_text(w, (const uint8_t *)json_string_value(text), json_string_length(text));
+	end_document(w);
+	json_decref(root);
+	return rc;
+}
+
+/* A JSONL file: each line's `text` is a document; blank lines are skipped. */
+static int add_jsonl(struct token_writer *w, const char *path)
+{
+	FILE *f = fopen(path, "re");
+	if (!f)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	char *json = NULL;
+	size_t capacity = 0;
+	ssize_t n;
+	int rc = 0;
+	errno = 0;
+	for (long line = 1; !rc && !writer_failed(w) && (n = getline(&json, &capacity, f)) >= 0; line++) {
+		rc = add_line(w, path, line, json, n);
+		progress(w, n);
+		errno = 0;
+	}
+	if (!rc && !writer_failed(w) && !feof(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	free(json);
+	fclose(f);
+	return rc;
+}
+
+/* Completes the index: behind the lengths, which are in the file already, positions and documents; then the header. */
+static int index_finish(struct token_writer *w)
+{
+	output_flush(&w->idx);
+	const uint8_t *file;
+	size_t size;
+	if (w->idx.error)
+		return 0; /* reported when closed */
+	if (map_file(w->idx.path, &file, &size) < 0)
+		return -1;
+	int64_t at = 0;
+	for (int64_t i = 0; i < w->sequences; i++) {
+		output_put(&w->idx, &at, sizeof at);
+		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)sizeof(uint16_t);
+	}
+	unmap_file(file, size);
+	size_t split = 0;
+	for (int64_t i = 0; i <= w->sequences; i++) { /* entry i: a document begins, or the last one ends, at sequence i */
+		if (split < w->num_split && w->split[split] == i - 1)
+			split++;
+		else
+			output_put(&w->idx, &i, sizeof i);
+	}
+	uint8_t header[IDX_HEADER] = IDX_MAGIC;
+	header[9] = 1, header[17] = BYTE_DTYPE;
+	memcpy(header + 18, &w->sequences, 8);
+	memcpy(header + 26, &(int64_t){w->documents + 1}, 8);
+	if (!w->idx.error && pwrite(w->idx.fd, header, IDX_HEADER, 0) != IDX_HEADER)
+		w->idx.error = errno ? errno : EIO;
+	return 0;
+}
+
+static int manifest_write(const struct token_writer *w, const char *path)
+{
+	json_t *root = json_pack("{s:s, s:s, s:o, s:i, s:s, s:I, s:I, s:I, s:o}", "format", MANIFEST_FORMAT,
+			"tokenizer", BYTE_TOKENIZER, "tokenizer_hash", crc_to_json(byte_tokenizer_hash()), "vocab_size", BYTE_VOCAB,
+			"dtype", token_types[BYTE_DTYPE].name, "documents", (json_int_t)w->documents, "tokens", (json_int_t)w->tokens,
+			"bytes", (json_int_t)(w->tokens - w->documents), "crc32", crc_to_json(w->crc));
+	int rc = json_write(path, root);
+	json_decref(root);
+	return rc;
+}
+
+/* Reads every input and completes .bin and .idx. */
+static int tokenize_all(struct token_writer *w, const char *prefix, int num_files, char **files)
+{
+	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
+	output_put(&w->idx, header, IDX_HEADER);
+	w->show = isatty(2), w->started = clock_seconds();
+	int rc = 0;
+	for (int i = 0; !rc && i < num_files; i++) {
+		size_t n = strlen(files[i]);
+		rc = n >= 6 && !strcmp(files[i] + n - 6, ".jsonl") ? add_jsonl(w, files[i]) : add_text(w, files[i]);
+	}
+	if (w->show)
+		fprintf(stderr, "\r%60s\r", "");
+	if (!rc && !writer_failed(w) && !w->documents)
+		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, num_files, num_files == 1 ? "" : "s");
+	if (rc < 0 || index_finish(w) < 0)
+		return -1;
+	return output_close(&w->bin) < 0 ? -1 : output_close(&w->idx);
+}
+
+/* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
+static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], int64_t *total)
+{
+	for (int i = 0; i < num_files; i++) {
+		struct stat in, out;
+		if (stat(files[i], &in) < 0)
+			return fail("%s: cannot open: %s", files[i], strerror(errno));
+		if (S_ISDIR(in.st_mode))
+			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
+		for (int k = 0; k < 3; k++)
+			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
+		*total += in.st_size;
+	}
+	return 0;
+}
+
+int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files)
+{
+	static const char *const suffixes[3] = {".bin", ".idx", ".json"}; /* the manifest vouches for the others: last */
+	char outputs[3][PATH_LEN], temporary[3][PATH_LEN], dir[PATH_LEN];
+	if (strcmp(tokenizer, BYTE_TOKENIZER))
+		return fail("tokenizer `%s` is not known; expected %s", tokenizer, BYTE_TOKENIZER);
+	for (int k = 0; k < 3; k++)
+		if (path_suffix(outputs[k], prefix, suffixes[k]) < 0 || path_suffix(temporary[k], outputs[k], ".tmp") < 0)
+			return -1;
+	struct token_writer w = {0};
+	if (inputs_check(num_files, files, outputs, &w.total) < 0)
+		return -1;
+	snprintf(dir, sizeof dir, "%s", outputs[0]);
+	char *slash = strrchr(dir, '/');
+	if (slash)
+		slash[slash == dir] = 0; /* keeps the / of the root */
+	else
+		strcpy(dir, ".");
+	if (make_directories(dir) < 0)
+		return -1;
+
+	int rc = -1;
+	if (output_open(&w.bin, temporary[0]) == 0 && output_open(&w.idx, temporary[1]) == 0 &&
+			tokenize_all(&w, prefix, num_files, files) == 0)
+		rc = manifest_write(&w, temporary[2]);
+	output_drop(&w.bin);
+	output_drop(&w.idx);
+	free(w.split);
+	for (int k = 0; k < 3; k++) {
+		if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
+			rc = fail("%s: cannot rename to %s: %s", temporary[k], outputs[k], strerror(errno));
+		if (rc < 0)
+			unlink(temporary[k]);
+	}
+	if (rc < 0 || sync_path(dir) < 0)
+		return -1;
+	fprintf(stderr, "%s: %lld documents, %lld tokens\n", prefix, (long long)w.documents, (long long)w.tokens);
+	return 0;
+}
+
+/* ============================================================================================================
+ * Metrics: OUTPUT_DIR/metrics.jsonl, one strict JSON object a step, steps rising
+ * ========================================================================================================== */
+
+/* The real-valued members, in the order of the line. */
+static const struct { const char *key; size_t offset; } metric_reals[] = {
+	{"loss", offsetof(struct metrics, loss)},
+	{"balance_loss", offsetof(struct metrics, balance_loss)},
+	{"z_loss", offsetof(struct metrics, z_loss)},
+	{"lr", offsetof(struct metrics, lr)},
+	{"grad_norm", offsetof(struct metrics, grad_norm)},
+	{"seconds", offsetof(struct metrics, seconds)},
+	{"tokens_per_second", offsetof(struct metrics, tokens_per_second)},
+};
+#define NUM_METRIC_REALS (sizeof metric_reals / sizeof *metric_reals)
+
+/* A number, or null with the key added to the list when it is not finite. */
+static json_t *metric_number(double x, const char *key, json_t *nonfinite)
+{
+	if (isfinite(x))
+		return json_real(x);
+	const char *last = json_string_value(json_array_get(nonfinite, json_array_size(nonfinite) - 1));
+	if (!last || strcmp(last, key)) /* an array's key once */
+		json_array_append_new(nonfinite, json_string(key));
+	return json_null();
+}
+
+int metrics_write(FILE *f, const struct metrics *m)
+{
+	json_t *nonfinite = json_array(), *load = json_array();
+	json_t *root = json_pack("{s:I, s:I, s:I, s:i}", "step", (json_int_t)m->step, "samples", (json_int_t)m->samples,
+			"tokens", (json_int_t)m->tokens, "batch", m->batch);
+	for (size_t i = 0; i < NUM_METRIC_REALS; i++) {
+		double x = *(const double *)((const char *)m + metric_reals[i].offset);
+		json_object_set_new(root, metric_reals[i].key, metric_number(x, metric_reals[i].key, nonfinite));
+	}
+	for (int i = 0; i < m->num_layers; i++)
+		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
+	json_object_set_new(root, "expert_load", load);
+	if (m->has_valid_loss)
+		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	if (json_array_size(nonfinite))
+		json_object_set(root, "nonfinite", nonfinite);
+	char *text = json_dumps(root, JSON_REAL_PRECISION(17));
+	fprintf(f, "%s\n", text);
+	free(text);
+	json_decref(nonfinite);
+	json_decref(root);
+	if (fflush(f) != 0 || ferror(f))
+		return fail("metrics.jsonl: cannot write step %lld: %s", (long long)m->step, strerror(errno));
+	return 0;
+}
+
+/* Goes through a mapped metrics file line by line. */
+struct metrics_reader {
+	const char *path;
+	const uint8_t *data;
+	size_t size, at;             /* at: the end of the last whole line */
+	int64_t line, step;          /* of that line */
+};
+
+/* The next line, a new reference in *row: 1; 0 at the end, or at a last line that was torn off; -1 on error. */
+static int metrics_next(struct metrics_reader *r, json_t **row)
+{
+	if (r->at == r->size)
+		return 0;
+	const char *text = (const char *)r->data + r->at, *newline = memchr(text, '\n', r->size - r->at);
+	size_t n = newline ? (size_t)(newline + 1 - text) : r->size - r->at;
+	char where[PATH_LEN + 32];
+	snprintf(where, sizeof where, "%s:%lld", r->path, (long long)++r->line);
+	json_error_t error;
+	*row = json_loadb(text, n, JSON_REJECT_DUPLICATES, &error);
+	if (!*row && !newline)
+		return 0;
+	int64_t step = 0;
+	int rc = 1;
+	if (!*row)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(*row))
+		rc = fail("%s: is %s; expected an object", where, json_kind(*row));
+	else if (field_int(*row, where, "step", 0, INT64_MAX, &step) < 0)
+		rc = -1;
+	else if (step <= r->step)
+		rc = fail("%s: step %lld after step %lld; expected rising steps", where, (long long)step, (long long)r->step);
+	if (rc < 0) {
+		json_decref(*row);
+		return -1;
+	}
+	r->at += n, r->step = step;
+	return 1;
+}
+
+FILE *metrics_open(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN];
+	if (make_directories(output_dir) < 0 || path_join(path, output_dir, "metrics.jsonl") < 0)
+		return NULL;
+	struct metrics_reader r = {.path = path, .step = -1};
+	int there = path_exists(path), rc = there;
+	size_t keep = 0;
+	bool newline = true;
+	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
+		return NULL;
+	for (json_t *row; rc > 0 && (rc = metrics_next(&r, &row)) > 0; json_decref(row))
+		if (r.step <= step)
+			keep = r.at, newline = r.data[keep - 1] == '\n';
+	unmap_file(r.data, r.size);
+	if (rc < 0)
+		return NULL;
+	/* Steps rise, so that what goes is always a tail. */
+	if (keep < r.size && truncate(path, keep) < 0) {
+		fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
+		return NULL;
+	}
+	FILE *f = fopen(path, "ae");
+	if (!f)
+		fail("%s: cannot open: %s", path, strerror(errno));
+	else if (!newline)
+		putc('\n', f);
+	return f;
+}
+
+/* A number, or null for NaN. */
+static int metric_value(const json_t *v, const char *where, const char *key, double *out)
+{
+	if (!json_is_number(v) && !json_is_null(v))
+		return fail("%s: `%s` is %s; expected a number or null", where, key, json_kind(v));
+	*out = json_is_null(v) ? NAN : json_number_value(v);
+	return 0;
+}
+
+/* One line into *m, but for expert_load, of which only the length is taken. */
+static int metrics_parse(const json_t *row, const char *where, struct metrics *m)
+{
+	int64_t batch;
+	if (field_int(row, where, "step", 0, INT64_MAX, &m->step) < 0 ||
+			field_int(row, where, "samples", 0, INT64_MAX, &m->samples) < 0 ||
+			field_int(row, where, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
+			field_int(row, where, "batch", 0, INT32_MAX, &batch) < 0)
+		return -1;
+	m->batch = batch;
+	for (size_t i = 0; i < NUM_METRIC_REALS; i++) {
+		const char *key = metric_reals[i].key;
+		if (metric_value(json_object_get(row, key), where, key, (double *)((char *)m + metric_reals[i].offset)) < 0)
+			return -1;
+	}
+	const json_t *load = json_object_get(row, "expert_load"), *valid = json_object_get(row, "valid_loss");
+	if (!json_is_array(load))
+		return fail("%s: `expert_load` is %s; expected an array", where, json_kind(load));
+	m->num_layers = json_array_size(load);
+	m->has_valid_loss = valid;
+	return valid ? metric_value(valid, where, "valid_loss", &m->valid_loss) : 0;
+}
+
+int metrics_read(const char *run_dir, struct metrics **out, int *count)
+{
+	char path[PATH_LEN], where[PATH_LEN + 32];
+	struct metrics_reader r = {.path = path, .step = -1};
+	if (path_join(path, run_dir, "metrics.jsonl") < 0 || map_file(path, &r.data, &r.size) < 0)
+		return -1;
+	struct metrics *lines = NULL;
+	double *loads = NULL;        /* of all lines, one after the other */
+	size_t n = 0, num_loads = 0, line_room = 0, load_room = 0;
+	int rc;
+	for (json_t *row; (rc = metrics_next(&r, &row)) > 0; json_decref(row)) {
+		snprintf(where, sizeof where, "%s:%lld", path, (long long)r.line);
+		lines = grow(lines, n, &line_room, 1, sizeof *lines);
+		if ((rc = metrics_parse(row, where, &lines[n])) == 0) {
+			const json_t *load = json_object_get(row, "expert_load");
+			loads = grow(loads, num_loads, &load_room, lines[n].num_layers, sizeof *loads);
+			for (int i = 0; !rc && i < lines[n].num_layers; i++)
+				rc = metric_value(json_array_get(load, i), where, "expert_load", &loads[num_loads + i]);
+			num_loads += lines[n++].num_layers;
+		}
+		if (rc < 0) {
+			json_decref(row);
+			break;
+		}
+	}
+	unmap_file(r.data, r.size);
+	if (rc == 0) {
+		*out = allocate(n * sizeof **out + num_loads * sizeof *loads);
+		*count = n;
+		double *load = (double *)(*out + n);
+		if (n)
+			memcpy(*out, lines, n * sizeof **out);
+		if (num_loads)
+			memcpy(load, loads, num_loads * sizeof *loads);
+		for (size_t i = 0; i < n; load += lines[i++].num_layers)
+			(*out)[i].expert_load = load;
+	}
+	free(lines);
+	free(loads);
+	return rc;
+}
+/* ============================================================================================================
+ * Pictures: a canvas on which strokes are laid as ink and painted, a font, axes, three panels, a PNG
+ * ========================================================================================================== */
+
+enum { PLOT_WIDTH = 1400, PLOT_HEIGHT = 1500, PLOT_LEFT = 120, PLOT_RIGHT = 1280 }; /* panels: left to right */
+
+#define BLACK 0x202020
+#define GREY 0x909090
+#define GRID 0xe8e8e8
+#define RED 0xd81e2c
+#define TEXT_SCALE 1.75    /* pixels between two neighbouring points of a character; TITLE_SCALE the same */
+#define TITLE_SCALE 2.6
+
+struct canvas {
+	uint8_t *rgb;                 /* [PLOT_HEIGHT, PLOT_WIDTH, 3] */
+	uint8_t *ink;                 /* [PLOT_HEIGHT, PLOT_WIDTH] laid by stroke(), 255 = covered; 0 once painted */
+	int left, top, right, bottom; /* box of the ink; right and bottom exclusive */
+};
+
+static int clamp_int(double v, int lo, int hi)
+{
+	return v > lo ? v < hi ? (int)v : hi : lo; /* NaN gives lo */
+}
+
+/* Fills a box of whole pixels; right and bottom are exclusive. */
+static void fill_box(struct canvas *c, int left, int top, int right, int bottom, uint32_t colour)
+{
+	for (int y = clamp_int(top, 0, PLOT_HEIGHT); y < clamp_int(bottom, 0, PLOT_HEIGHT); y++)
+		for (int x = clamp_int(left, 0, PLOT_WIDTH); x < clamp_int(right, 0, PLOT_WIDTH); x++)
+			for (int i = 0; i < 3; i++)
+				c->rgb[(y * PLOT_WIDTH + x) * 3 + i] = colour >> (16 - 8 * i);
+}
+
+/* Lays the ink of a line with round ends, smooth at its edges; a line of no length is a dot. Where strokes cross, the
+ * ink does not add up, so a path of many strokes has no dark joints. Pixel x covers the coordinates [x, x+1). */
+static void stroke(struct canvas *c, double x0, double y0, double x1, double y1, double width)
+{
+	double dx = x1 - x0, dy = y1 - y0, length2 = dx * dx + dy * dy, reach = width / 2 + 1;
+	int left = clamp_int(fmin(x0, x1) - reach, 0, PLOT_WIDTH), right = clamp_int(fmax(x0, x1) + reach + 1, 0, PLOT_WIDTH);
+	int top = clamp_int(fmin(y0, y1) - reach, 0, PLOT_HEIGHT);
+	int bottom = clamp_int(fmax(y0, y1) + reach + 1, 0, PLOT_HEIGHT);
+	for (int y = top; y < bottom; y++)
+		for (int x = left; x < right; x++) {
+			double px = x + 0.5 - x0, py = y + 0.5 - y0;
+			double t = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0; /* nearest point of the line */
+			int ink = clamp_int(255 * (width / 2 + 0.5 - hypot(px - t * dx, py - t * dy)), 0, 255);
+			uint8_t *at = &c->ink[y * PLOT_WIDTH + x];
+			*at = ink > *at ? ink : *at;
+		}
+	c->left = left < c->left ? left : c->left, c->right = right > c->right ? right : c->right;
+	c->top = top < c->top ? top : c->top, c->bottom = bottom > c->bottom ? bottom : c->bottom;
+}
+
+/* Colours the picture where there is ink, and takes the ink away. */
+static void paint(struct canvas *c, uint32_t colour)
+{
+	for (int y = c->top; y < c->bottom; y++)
+		for (int x = c->left; x < c->right; x++) {
+			int ink = c->ink[y * PLOT_WIDTH + x];
+			for (int i = 0; ink && i < 3; i++) {
+				uint8_t *at = &c->rgb[(y * PLOT_WIDTH + x) * 3 + i];
+				*at = (*at * (255 - ink) + (colour >> (16 - 8 * i) & 255) * ink + 127) / 255;
+			}
+			c->ink[y * PLOT_WIDTH + x] = 0;
+		}
+	c->left = PLOT_WIDTH, c->top = PLOT_HEIGHT, c->right = c->bottom = 0;
+}
+
+/* -- text: the font's points are read as a drawing, neighbours are joined by strokes, so it is smooth at any size -- */
+
+/* Printable ASCII in six bands of 16 characters, each 5 points wide, one apart, 9 high; capitals stand on the 7th. */
+static const char font[6 * 9][16 * 6 + 1] = {
+	"      #     # #    # #    #   ##     ##   #      #    #                                      #  ",
+	"      #     # #    # #   #### ##  # #  #  #     #      #            #                        #  ",
+	"      #           ##### # #      #  #  #        #      #    # # #   #                       #   ",
+	"      #            # #   ###    #    ##         #      #     ###  #####       ###           #   ",
+	"      #           #####   # #  #    # # #       #      #    # # #   #                      #    ",
+	"                   # #  ####  #  ## #  #        #      #            #                      #    ",
+	"      #            # #    #      ##  ## #        #    #                  #          #     #     ",
+	"                                                                         #                      ",
+	"                                                                        #                       ",
+	" ##    #     ##    ##      #  ####   ##   ####   ##    ##                                  ##   ",
+	"#  #  ##    #  #  #  #    #   #     #  #     #  #  #  #  #                #         #     #  #  ",
+	"#  #   #       #     #   #    ###   #       #   #  #  #  #               #    ####   #       #  ",
+	"#  #   #      #    ##   #  #     #  ###     #    ##    ###  #      #    #             #     #   ",
+	"#  #   #     #       #  #####    #  #  #   #    #  #     #               #    ####   #      #   ",
+	"#  #   #    #     #  #     #  #  #  #  #   #    #  #  #  #                #         #           ",
+	" ##   ###   ####   ##      #   ##    ##    #     ##    ##   #      #                        #   ",
+	"                                                                   #                            ",
+	"                                                                  #                             ",
+	" ###    #   ####   ###  ####  ####  ####   ###  #   # ###      #  #   # #     #   # #   #  ###  ",
+	"#   #  # #  #   # #   # #   # #     #     #   # #   #  #       #  #  #  #     ## ## ##  # #   # ",
+	"# ### #   # #   # #     #   # #     #     #     #   #  #       #  # #   #     # # # # # # #   # ",
+	"# # # #   # ####  #     #   # ###   ###   #  ## #####  #       #  ##    #     # # # # # # #   # ",
+	"# ### ##### #   # #     #   # #     #     #   # #   #  #       #  # #   #     #   # #  ## #   # ",
+	"#     #   # #   # #   # #   # #     #     #   # #   #  #    #  #  #  #  #     #   # #   # #   # ",
+	" #### #   # ####   ###  ####  ####  #      ###  #   # ###    ##   #   # ####  #   # #   #  ###  ",
+	"                                                                                                ",
+	"                                                                                                ",
+	"####   ###  ####   ###  ##### #   # #   # #   # #   # #   # ##### ##    #     ##      #         ",
+	"#   # #   # #   # #   #   #   #   # #   # #   # #   # #   #     # #     #      #     # #        ",
+	"#   # #   # #   # #       #   #   # #   # #   #  # #   # #     #  #      #     #    #   #       ",
+	"####  #   # ####   ###    #   #   #  # #  # # #   #     #     #   #      #     #                ",
+	"#     # # # # #       #   #   #   #  # #  # # #  # #    #    #    #       #    #                ",
+	"#     #  #  #  #  #   #   #   #   #   #   # # # #   #   #   #     #       #    #                ",
+	"#      ## # #   #  ###    #    ###    #    # #  #   #   #   ##### ##       #  ##                ",
+	"                                                                                                ",
+	"                                                                                          ##### ",
+	"#           #              #          #         #     #      #    #     #                       ",
+	" #          #              #         #          #                 #     #                       ",
+	"       ##   ###    ##    ###   ##   ###    ###  ###   #      #    #  #  #     ## #  ###    ##   ",
+	"         #  #  #  #  #  #  #  #  #   #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
+	"       ###  #  #  #     #  #  ####   #    #  #  #  #  #      #    ##    #     # # # #  #  #  #  ",
+	"      #  #  #  #  #  #  #  #  #      #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
+	"       ###  ###    ##    ###   ###   #     ###  #  #  #      #    #  #   #    # # # #  #   ##   ",
+	"                                             #               #                                  ",
+	"                                           ##               #                                   ",
+	"                         #                                          #   #     #                 ",
+	"                         #                                         #    #      #                ",
+	"###    ###  # #    ###  ###   #  #  #   # #   # #  #  #  #  ####   #    #      #                ",
+	"#  #  #  #  ##    #      #    #  #  #   # #   # #  #  #  #     #  #     #       #    #  #       ",
+	"#  #  #  #  #      ##    #    #  #   # #  # # #  ##   #  #   ##    #    #      #    # ##        ",
+	"#  #  #  #  #        #   #    #  #   # #  # # # #  #  #  #  #      #    #      #                ",
+	"###    ###  #     ###     #    ###    #    # #  #  #   ###  ####    #   #     #                 ",
+	"#        #                                               #              #                       ",
+	"#        #                                             ##               #                       ",
+};
+
+static bool font_point(int ch, int column, int row)
+{
+	return column >= 0 && row < 9 && font[(ch - ' ') / 16 * 9 + row][(ch - ' ') % 16 * 6 + column] == '#';
+}
+
+/* How many columns a character takes from its first inked one, *first, to its last; an empty one takes two. */
+static int font_columns(int ch, int *first)
+{
+	int last = -1;
+	*first = 0;
+	for (int column = 4; column >= 0; column--)
+		for (int row = 0; row < 9; row++)
+			if (font_point(ch, column, row))
+				*first = column, last = last < 0 ? column : last;
+	return last < 0 ? 2 : last - *first + 1;
+}
+
+/* Takes the next character off a UTF-8 string; '?' stands for what the font lacks, 0 for the end. */
+static int next_char(const char **s)
+{
+	unsigned char ch = **s;
+	if (!ch)
+		return 0;
+	do
+		(*s)++;
+	while ((**s & 0xc0) == 0x80);
+	return ch >= ' ' && ch <= '~' ? ch : '?';
+}
+
+static double text_width(const char *s, double scale)
+{
+	int columns = 0, first;
+	for (int ch; (ch = next_char(&s));)
+		columns += font_columns(ch, &first) + 1;
+	return columns > 0 ? (columns - 1) * scale : 0;
+}
+
+/* Writes s with the middle of its capitals at height y; align is the part of its width left of x. Upwards: turned a
+ * quarter to the left, then x is its middle and align the part below y. */
+static void draw_text(struct canvas *c, double x, double y, const char *s, double scale, double align, bool upwards,
+		uint32_t colour)
+{
+	static const int neighbours[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}};
+	double pen = 0.5 * scale - align * text_width(s, scale);
+	for (int ch, first; (ch = next_char(&s));) {
+		int columns = font_columns(ch, &first);
+		for (int p = 0; p < 5 * 9; p++) {
+			int col = p % 5, row = p / 5;
+			if (!font_point(ch, col, row))
+				continue;
+			double along = pen + (col - first) * scale, down = (row - 3) * scale;
+			for (int i = -1; i < 4; i++) { /* -1: the point itself */
+				int dx = i < 0 ? 0 : neighbours[i][0], dy = i < 0 ? 0 : neighbours[i][1];
+				bool corner = dx && dy && (font_point(ch, col + dx, row) || font_point(ch, col, row + dy));
+				if (corner || !font_point(ch, col + dx, row + dy))
+					continue;
+				double along2 = along + dx * scale, down2 = down + dy * scale, width = 0.75 * scale + 0.3;
+				if (upwards)
+					stroke(c, x + down, y - along, x + down2, y - along2, width);
+				else
+					stroke(c, x + along, y + down, x + along2, y + down2, width);
+			}
+		}
+		pen += (columns + 1) * scale;
+	}
+	paint(c, colour);
+}
+
+/* Writes a number as people read it: 0.25, 12, 1.5k, 3e-4. step is the distance between neighbours on its axis, largest
+ * the axis's largest number; they choose digits and form, so that one axis keeps to one form. */
+static void format_number(char out[32], double v, double step, double largest)
+{
+	static const struct { double unit; const char *suffix; } units[] = {
+		{1e12, "T"}, {1e9, "G"}, {1e6, "M"}, {1e3, "k"}, {1, ""},
+	};
+	if (v == 0)
+		strcpy(out, "0");
+	else if (largest < 0.01 || largest >= 1e15) {
+		int exponent = floor(log10(fabs(v)) + 1e-9);
+		snprintf(out, 32, "%.3ge%d", v / pow(10, exponent), exponent);
+	} else {
+		int u = 4;
+		while (largest >= 1e4 && u > 0 && fabs(v) >= units[u - 1].unit && step >= units[u - 1].unit / 101)
+			u--;
+		int digits = clamp_int(ceil(-log10(step / units[u].unit) - 1e-9), 0, 9);
+		snprintf(out, 32, "%.*f", digits, v / units[u].unit);
+		if (u < 4 && digits > 0) { /* 2.0k is 2k */
+			char *end = out + strlen(out);
+			while (end[-1] == '0')
+				end--;
+			*(end[-1] == '.' ? end - 1 : end) = 0;
+		}
+		strcat(out, units[u].suffix);
+	}
+}
+
+/* -- axes -- */
+
+struct axis {
+	double lo, hi, start, end;    /* values at its ends, and their pixels; a vertical axis runs up: end < start */
+	bool is_log;
+	int num_ticks;
+	double ticks[32], step;       /* step 0: they are not evenly spaced */
+};
+
+/* Is v to be drawn? Not when it is not finite, or beyond what axes can be computed for. */
+static bool can_show(double v)
+{
+	return fabs(v) < 1e100;
+}
+
+/* The pixel of a value; values outside lie on the ends. */
+static double axis_at(const struct axis *a, double v)
+{
+	double t = a->is_log ? log(v / a->lo) / log(a->hi / a->lo) : (v - a->lo) / (a->hi - a->lo);
+	return a->start + fmin(1, fmax(0, t)) * (a->end - a->start);
+}
+
+/* Makes an axis with ticks at 1, 2 or 5 times a power of ten, at least min_step apart; a log axis needs lo > 1e-100. */
+static struct axis make_axis(double lo, double hi, double start, double end, double min_step, bool is_log)
+{
+	if (!(hi > lo))
+		hi = lo + fmax(1, fabs(lo) * 1e-9);
+	struct axis a = {lo, hi, start, end, is_log, 0, {0}, 0};
+	if (is_log) {
+		int stride = ceil(log10(hi / lo) / 8);
+		for (int e = floor(log10(lo)); e <= log10(hi); e += stride)
+			for (int m = 0; m < (stride > 1 ? 1 : 3); m++) {
+				double tick = pow(10, e) * (double[]){1, 2, 5}[m];
+				if (tick >= lo && tick <= hi && a.num_ticks < 32)
+					a.ticks[a.num_ticks++] = tick;
+			}
+		return a;
+	}
+	double step = (hi - lo) / fabs(end - start) * (end < start ? 42 : 110), power = pow(10, floor(log10(step)));
+	double times = step / power;
+	a.step = fmax(min_step, power * (times <= 1 ? 1 : times <= 2 ? 2 : times <= 5 ? 5 : 10));
+	for (double i = ceil(lo / a.step - 1e-9); i * a.step <= hi + 1e-9 * a.step && a.num_ticks < 32; i++)
+		a.ticks[a.num_ticks++] = i * a.step;
+	return a;
+}
+
+enum side { BENEATH, LEFT_OF, RIGHT_OF };
+
+/* Draws ticks, numbers and name of an axis at pixel `at` of the other direction, and its grid from there to `grid`. */
+static void draw_axis(struct canvas *c, const struct axis *a, enum side side, int at, int grid, const char *name,
+		uint32_t colour)
+{
+	for (int i = 0; i < a->num_ticks; i++) {
+		char number[32];
+		int p = floor(fmin(axis_at(a, a->ticks[i]), fmax(a->start, a->end) - 1));
+		format_number(number, a->ticks[i], a->step > 0 ? a->step : a->ticks[i], fmax(fabs(a->lo), fabs(a->hi)));
+		if (side == BENEATH) {
+			fill_box(c, p, grid, p + 1, at, GRID);
+			fill_box(c, p, at, p + 1, at + 7, GREY);
+			draw_text(c, p + 0.5, at + 21, number, TEXT_SCALE, 0.5, false, BLACK);
+		} else {
+			int out = side == LEFT_OF ? -1 : 1;
+			fill_box(c, at < grid ? at : grid, p, at < grid ? grid : at, p + 1, GRID);
+			fill_box(c, side == LEFT_OF ? at - 6 : at, p, side == LEFT_OF ? at : at + 7, p + 1, GREY);
+			draw_text(c, at + out * 13, p + 0.5, number, TEXT_SCALE, side == LEFT_OF ? 1 : 0, false, colour);
+		}
+	}
+	double middle = (a->start + a->end) / 2;
+	if (side == BENEATH)
+		draw_text(c, middle, at + 49, name, TEXT_SCALE, 0.5, false, colour);
+	else
+		draw_text(c, at + (side == LEFT_OF ? -94 : 96), middle, name, TEXT_SCALE, 0.5, true, colour);
+}
+
+static void draw_frame(struct canvas *c, int left, int top, int right, int bottom)
+{
+	fill_box(c, left, top, right, top + 1, GREY);
+	fill_box(c, left, bottom, right, bottom + 1, GREY);
+	fill_box(c, left, top, left + 1, bottom, GREY);
+	fill_box(c, right, top, right + 1, bottom + 1, GREY);
+}
+
+/* -- series -- */
+
+struct series {
+	const char *name;
+	uint32_t colour;
+	double width, dot;            /* of the line and, when not 0, of a dot at each value, in pixels */
+	bool stairs;                  /* a value holds until the next */
+	int count;
+	const double *x, *y;
+};
+
+/* Draws a series; a value that cannot be shown leaves a gap. A stroke within what is inked of its pixel column already
+ * is left out, so a million values cost little more than their extremes in each column. */
+static void draw_series(struct canvas *c, const struct series *s, const struct axis *x, const struct axis *y)
+{
+	double px = 0, py = 0, lo = 0, hi = 0;
+	bool pen_down = false;
+	for (int i = 0; i < s->count; i++) {
+		double nx = axis_at(x, s->x[i]), ny = axis_at(y, s->y[i]);
+		if (!can_show(s->y[i])) {
+			pen_down = false;
+			continue;
+		}
+		if (pen_down && s->stairs) {
+			stroke(c, px, py, nx, py, s->width);
+			lo = hi = py, px = nx;
+		}
+		bool same_column = pen_down && floor(px) == floor(nx);
+		if (!pen_down)
+			stroke(c, nx, ny, nx, ny, s->width);
+		else if (!same_column || ny < lo || ny > hi)
+			stroke(c, px, py, nx, ny, s->width);
+		lo = same_column ? fmin(lo, ny) : ny, hi = same_column ? fmax(hi, ny) : ny;
+		if (s->dot > 0)
+			stroke(c, nx, ny, nx, ny, s->dot);
+		px = nx, py = ny, pen_down = true;
+	}
+	paint(c, s->colour);
+}
+
+/* Marks, at the bottom of a panel, where a series cannot be shown. Says whether there was such a place. */
+static bool mark_nonfinite(struct canvas *c, const struct series *s, const struct axis *x, int bottom)
+{
+	double last = -1;
+	for (int i = 0; i < s->count; i++) {
+		double px = floor(axis_at(x, s->x[i])) + 0.5;
+		if (!can_show(s->y[i]) && px != last) {
+			stroke(c, px, bottom - 6, px, bottom - 6, 10);
+			last = px;
+		}
+	}
+	paint(c, RED);
+	return last >= 0;
+}
+
+/* Writes a panel's heading above it and, at the right, a legend of the series that have a name. */
+static void draw_heading(struct canvas *c, int top, const char *heading, const struct series *s, int num_series)
+{
+	double x = PLOT_RIGHT, y = top - 20;
+	draw_text(c, PLOT_LEFT, y, heading, TEXT_SCALE, 0, false, BLACK);
+	for (int i = num_series - 1; i >= 0; i--) {
+		if (!s[i].name)
+			continue;
+		draw_text(c, x, y, s[i].name, TEXT_SCALE, 1, false, BLACK);
+		x -= text_width(s[i].name, TEXT_SCALE) + 10;
+		if (s[i].width > 0)
+			stroke(c, x - 32, y, x, y, s[i].width);
+		if (s[i].dot > 0)
+			stroke(c, x - 16, y, x - 16, y, s[i].dot);
+		paint(c, s[i].colour);
+		x -= 56;
+	}
+}
+
+/* -- the panels -- */
+
+static int compare_double(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
+
+/* Sorts the values that can be shown to the front of v and returns their number. */
+static int sort_shown(double *v, int n)
+{
+	int shown = 0;
+	for (int i = 0; i < n; i++)
+		if (can_show(v[i]))
+			v[shown++] = v[i];
+	qsort(v, shown, sizeof *v, compare_double);
+	return shown;
+}
+
+/* Smooths a series: first into at most 4000 blocks, then each the mean of a window centred on it, narrower towards the
+ * ends so that it does not lag. A geometric mean needs positive values. x and y take 4000 values. Returns their number;
+ * *window is the width in values, 1 = none. */
+static int smooth(const struct series *s, bool geometric, double *x, double *y, int *window)
+{
+	int per_block = (s->count + 3999) / 4000, blocks = (s->count + per_block - 1) / per_block, half = blocks / 40;
+	double *sum = allocate(blocks * sizeof *sum), *shown = allocate(blocks * sizeof *shown);
+	for (int i = 0; i < s->count; i++)
+		if (can_show(s->y[i]))
+			sum[i / per_block] += geometric ? log(s->y[i]) : s->y[i], shown[i / per_block]++;
+	for (int b = 0; b < blocks; b++) {
+		int last = b * per_block + per_block - 1, near = b < blocks - 1 - b ? b : blocks - 1 - b;
+		int h = clamp_int(near, half / 4, half);
+		double total = 0, n = 0;
+		for (int i = b < h ? 0 : b - h; i <= b + h && i < blocks; i++)
+			total += sum[i], n += shown[i];
+		x[b] = (s->x[b * per_block] + s->x[last < s->count ? last : s->count - 1]) / 2;
+		y[b] = shown[b] == 0 ? NAN : geometric ? exp(total / n) : total / n; /* a gap stays a gap */
+	}
+	free(sum), free(shown);
+	*window = (2 * half + 1) * per_block;
+	return blocks;
+}
+
+/* Training and validation loss. The axis is linear, unless a few losses dwarf the rest: then it is logarithmic. */
+static void loss_panel(struct canvas *c, const struct series *train, const struct series *valid, const struct axis *x,
+		const char *x_name, int top, int bottom)
+{
+	double *all = allocate((size_t)(train->count + valid->count) * sizeof *all);
+	for (int i = 0; i < train->count + valid->count; i++)
+		all[i] = i < train->count ? train->y[i] : valid->y[i - train->count];
+	int n = sort_shown(all, train->count + valid->count);
+	double lo = n ? all[0] : 0, hi = n ? all[n - 1] : 1, middle = n ? all[n / 2] : 0;
+	free(all);
+	bool is_log = lo > 1e-100 && hi > 10 * middle;
+	double pad = is_log ? pow(hi / lo, 0.04) : 0.04 * (hi - lo) + 1e-3 * fabs(hi) + 1e-12;
+	struct axis y = make_axis(is_log ? lo / pad : lo - pad, is_log ? hi * pad : hi + pad, bottom, top, 0, is_log);
+
+	double smooth_x[4000], smooth_y[4000];
+	int window, blocks = smooth(train, is_log, smooth_x, smooth_y, &window);
+	bool raw_only = window == 1;
+	char label[64];
+	snprintf(label, sizeof label, "training, %smean of %d steps", is_log ? "geometric " : "", window);
+	struct series s[] = {
+		{"training", raw_only ? 0x1f5fa8 : 0x93bce4, raw_only ? 2.2 : 1.4, raw_only ? 6 : 0, false,
+			train->count, train->x, train->y},
+		{raw_only ? NULL : label, 0x1f5fa8, 2.4, 0, false, raw_only ? 0 : blocks, smooth_x, smooth_y},
+		{valid->count ? "validation" : NULL, 0xe07a10, 2.2, valid->count < 200 ? 9 : 0, false,
+			valid->count, valid->x, valid->y},
+		{NULL, RED, 0, 10, false, 0, NULL, NULL},
+	};
+	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, is_log ? "cross-entropy (nats per token, log scale)"
+			: "cross-entropy (nats per token)", BLACK);
+	draw_axis(c, x, BENEATH, bottom, top, x_name, BLACK);
+	for (int i = 0; i < 3; i++)
+		draw_series(c, &s[i], x, &y);
+	bool train_marked = mark_nonfinite(c, train, x, bottom), valid_marked = mark_nonfinite(c, valid, x, bottom);
+	s[3].name = train_marked || valid_marked ? "non-finite" : NULL;
+	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
+	draw_heading(c, top, "Loss", s, 4);
+}
+
+/* An axis from 0 to a little over the largest value of a series. */
+static struct axis axis_from_zero(const struct series *s, int top, int bottom, double room, double min_step)
+{
+	double hi = 0;
+	for (int i = 0; i < s->count; i++)
+		hi = can_show(s->y[i]) ? fmax(hi, s->y[i]) : hi;
+	return make_axis(0, hi * room, bottom, top, min_step, false);
+}
+
+/* Learning rate and batch size, each with an axis in its colour; one ends higher, so that constants do not coincide. */
+static void schedule_panel(struct canvas *c, const struct series *lr, const struct series *batch, const struct axis *x,
+		int top, int bottom)
+{
+	struct axis left = axis_from_zero(lr, top, bottom, 1.1, 0), right = axis_from_zero(batch, top, bottom, 1.3, 1);
+	struct series nonfinite = {"non-finite", RED, 0, 10, false, 0, NULL, NULL};
+	draw_axis(c, &left, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, "learning rate", lr->colour);
+	draw_axis(c, &right, RIGHT_OF, PLOT_RIGHT, PLOT_RIGHT, "batch (sequences)", batch->colour);
+	draw_axis(c, x, BENEATH, bottom, top, "step", BLACK);
+	draw_series(c, batch, x, &right);
+	draw_series(c, lr, x, &left);
+	bool marked = mark_nonfinite(c, lr, x, bottom);
+	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
+	draw_heading(c, top, "Learning rate and global batch size", &nonfinite, marked);
+}
+
+/* From dark blue over green to yellow, even in brightness; t from 0 to 1. */
+static uint32_t heat_colour(double t)
+{
+	static const uint8_t anchors[6][3] = {
+		{68, 1, 84}, {65, 68, 135}, {42, 120, 142}, {34, 168, 132}, {122, 209, 81}, {253, 231, 37},
+	};
+	double at = 5 * fmin(1, fmax(0, t));
+	int i = at < 4 ? at : 4;
+	uint32_t colour = 0;
+	for (int j = 0; j < 3; j++)
+		colour = colour << 8 | (uint32_t)lround(anchors[i][j] + (at - i) * (anchors[i + 1][j] - anchors[i][j]));
+	return colour;
+}
+
+/* Heat map of expert load, [layers, pixel columns]: a step fills all columns it covers, a column holds the mean of all
+ * steps that fall into it. Red: not finite; white: no step. */
+static void load_panel(struct canvas *c, const struct metrics *m, int n, int layers, const struct axis *x, int top,
+		int bottom)
+{
+	enum { COLUMNS = PLOT_RIGHT - PLOT_LEFT };
+	size_t cells = (size_t)layers * COLUMNS;
+	double *load = allocate(cells * sizeof *load), *count = allocate(cells * sizeof *count);
+	for (int i = 0; i < n; i++) {
+		int first = clamp_int(axis_at(x, m[i].step - 0.5) - PLOT_LEFT + 0.5, 0, COLUMNS - 1);
+		int end = clamp_int(axis_at(x, m[i].step + 0.5) - PLOT_LEFT + 0.5, first + 1, COLUMNS);
+		for (int layer = 0; layer < m[i].num_layers; layer++)
+			for (int column = first; column < end; column++) {
+				load[layer * COLUMNS + column] += m[i].expert_load[layer];
+				count[layer * COLUMNS + column]++;
+			}
+	}
+	for (size_t i = 0; i < cells; i++)
+		load[i] /= count[i]; /* no step: 0/0, like a value that is not finite */
+
+	/* A few extreme cells would leave one colour for all others: the colours end at the 99th percentile. */
+	double *sorted = allocate(cells * sizeof *sorted);
+	memcpy(sorted, load, cells * sizeof *sorted);
+	int shown = sort_shown(sorted, cells);
+	double hi = shown ? sorted[(int)(0.99 * (shown - 1))] : 2;
+	bool beyond = shown && sorted[shown - 1] > hi * 1.05;
+	free(sorted);
+
+	struct axis y = make_axis(-0.5, layers - 0.5, bottom, top, 1, false);
+	struct axis colours = make_axis(1, fmax(hi, 1.1), bottom, top, 0, false);
+	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_LEFT, "MoE layer", BLACK);
+	draw_axis(c, x, BENEATH, bottom, bottom, "step", BLACK);
+	for (size_t i = 0; i < cells; i++) {
+		int layer = i / COLUMNS, column = PLOT_LEFT + i % COLUMNS;
+		double t = (load[i] - colours.lo) / (colours.hi - colours.lo);
+		if (count[i] > 0)
+			fill_box(c, column, lround(axis_at(&y, layer + 0.5)), column + 1, lround(axis_at(&y, layer - 0.5)),
+					can_show(load[i]) ? heat_colour(t) : RED);
+	}
+	free(load), free(count);
+	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
+
+	int bar = PLOT_RIGHT + 22, bar_end = bar + 20;
+	for (int row = top; row < bottom; row++)
+		fill_box(c, bar, row, bar_end, row + 1, heat_colour((double)(bottom - 1 - row) / (bottom - 1 - top)));
+	draw_axis(c, &colours, RIGHT_OF, bar_end, bar_end, "", BLACK);
+	draw_frame(c, bar, top, bar_end, bottom);
+	char heading[128];
+	snprintf(heading, sizeof heading, "Expert load: largest expert's share over the mean share (1 = balanced%s)",
+			beyond ? "; yellow: this much or more" : "");
+	draw_heading(c, top, heading, NULL, 0);
+}
+
+/* Writes the picture under a temporary name and renames it. */
+static int write_png(const char *path, const uint8_t *rgb)
+{
+	char temporary[PATH_LEN];
+	if (snprintf(temporary, sizeof temporary, "%s.tmp", path) >= PATH_LEN)
+		return fail("%s: path longer than %d bytes", path, PATH_LEN - 5);
+	FILE *f = fopen(temporary, "wb");
+	if (!f)
+		return fail("%s: cannot write: %s", temporary, strerror(errno));
+	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
+	image.width = PLOT_WIDTH, image.height = PLOT_HEIGHT;
+	int rc = 0;
+	if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL))
+		rc = fail("%s: cannot write the picture: %s", temporary, image.message);
+	if (fclose(f) < 0 && rc == 0)
+		rc = fail("%s: cannot write: %s", temporary, strerror(errno));
+	if (rc == 0 && rename(temporary, path) < 0)
+		rc = fail("%s: cannot rename %s to this name: %s", path, temporary, strerror(errno));
+	if (rc < 0)
+		unlink(temporary);
+	return rc;
+}
+
+/* Draws n > 0 steps as one picture with a title. */
+static int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path)
+{
+	double *block = allocate((size_t)n * 6 * sizeof *block), lo = INFINITY, hi = -INFINITY, tokens = 0;
+	double *step = block, *loss = step + n, *lr = loss + n, *batch = lr + n;
+	double *valid_step = batch + n, *valid = valid_step + n;
+	int layers = 0, num_valid = 0;
+	for (int i = 0; i < n; i++) {
+		step[i] = m[i].step, loss[i] = m[i].loss, lr[i] = m[i].lr, batch[i] = m[i].batch;
+		lo = fmin(lo, step[i]), hi = fmax(hi, step[i]), tokens = fmax(tokens, m[i].tokens);
+		layers = m[i].num_layers > layers ? m[i].num_layers : layers;
+		if (m[i].has_valid_loss)
+			valid_step[num_valid] = step[i], valid[num_valid++] = m[i].valid_loss;
+	}
+	struct axis x = make_axis(lo - 0.5, hi + 0.5, PLOT_LEFT, PLOT_RIGHT, 1, false); /* a step is one wide */
+	double dot = n < 40 ? 6 : 0;
+	struct series loss_series = {.count = n, .x = step, .y = loss};
+	struct series valid_series = {.count = num_valid, .x = valid_step, .y = valid};
+	struct series lr_series = {NULL, 0x14806a, 2.2, dot, false, n, step, lr};
+	struct series batch_series = {NULL, 0x8a4fa8, 2.2, dot, true, n, step, batch};
+
+	struct canvas c = {allocate(PLOT_WIDTH * PLOT_HEIGHT * 3), allocate(PLOT_WIDTH * PLOT_HEIGHT), 0, 0, 0, 0};
+	memset(c.rgb, 255, PLOT_WIDTH * PLOT_HEIGHT * 3);
+	paint(&c, BLACK); /* no ink yet: empties the ink's box */
+	double scale = fmin(TITLE_SCALE, 1300 / text_width(title, 1));
+	draw_text(&c, (PLOT_LEFT + PLOT_RIGHT) / 2, 34, title, scale, 0.5, false, BLACK);
+	char total[32], x_name[64];
+	format_number(total, tokens, tokens / 100, tokens);
+	snprintf(x_name, sizeof x_name, "step (%s tokens in all)", total);
+	int loss_bottom = layers ? 610 : 850, schedule_bottom = layers ? 970 : 1430;
+	loss_panel(&c, &loss_series, &valid_series, &x, x_name, 105, loss_bottom);
+	schedule_panel(&c, &lr_series, &batch_series, &x, loss_bottom + 110, schedule_bottom);
+	if (layers)
+		load_panel(&c, m, n, layers, &x, schedule_bottom + 110, 1430);
+	int rc = write_png(png_path, c.rgb);
+	free(block), free(c.rgb), free(c.ink);
+	return rc;
+}
+
+int plot_run(const char *run_dir, const char *png_path)
+{
+	struct metrics *m;
+	int n;
+	if (metrics_read(run_dir, &m, &n) < 0)
+		return -1;
+	int rc;
+	char *full = realpath(run_dir, NULL); /* "." has a name too */
+	if (n == 0)
+		rc = fail("%s/metrics.jsonl: no steps to draw; expected a line for each step; let `ling train` do its first step",
+				run_dir);
+	else {
+		const char *slash = strrchr(full ? full : run_dir, '/');
+		rc = plot_metrics(m, n, slash && slash[1] ? slash + 1 : run_dir, png_path);
+	}
+	free(full), free(m);
+	return rc;
+}

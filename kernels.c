@@ -1,0 +1,842 @@
+/*
+ * kernels.c - arithmetic on arrays. Pointers, sizes and scalars in, arrays out: no files, no ranks, no state.
+ *
+ * Each operation is a pair x_forward / x_backward. In a backward function dX stands for d(loss)/dX; gradients of
+ * activations are written, gradients of weights are written or added to as `accumulate` says, so that the first
+ * micro-batch of a step needs no pass that clears them.
+ *
+ * Threads: OpenMP. Work is cut into pieces by size alone, each piece is computed by one thread, and partial sums are added
+ * in a fixed order: no result depends on the number of threads or on scheduling.
+ */
+#define _GNU_SOURCE
+#include "ling.h"
+
+#include <assert.h>
+#include <cblas.h>
+#undef I /* complex.h's, which cblas.h brings along */
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+#include <strings.h>
+
+/* ============================================================================================================
+ * Small things that every kernel uses
+ * ========================================================================================================== */
+
+static inline int64_t min64(int64_t a, int64_t b)
+{
+	return a < b ? a : b;
+}
+
+/* e^x to about 1 ulp in a form that compilers vectorise: x = n ln2 + r, e^r by a polynomial, 2^n by its bits. Infinities
+ * and subnormals come out right and NaN stays NaN. */
+static inline real exponential(real x)
+{
+#ifdef LING_DOUBLE
+	return exp(x);
+#else
+	const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer that stands in the low bits */
+	x = x > 89.0f ? 89.0f : x;
+	x = x < -104.0f ? -104.0f : x;
+	float shifted = x * 1.44269504f + magic;
+	float n = shifted - magic;
+	float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+	float p = 1.0f / 5040;
+	p = p * r + 1.0f / 720;
+	p = p * r + 1.0f / 120;
+	p = p * r + 1.0f / 24;
+	p = p * r + 1.0f / 6;
+	p = p * r + 0.5f;
+	p = p * r + 1.0f;
+	p = p * r + 1.0f;
+	uint32_t bits, half, rest;
+	memcpy(&bits, &shifted, 4);
+	int32_t exponent = (int32_t)(bits - 0x4b400000u);
+	half = (uint32_t)((exponent >> 1) + 127) << 23; /* 2^n in two factors, since n may be -150 or 128 */
+	rest = (uint32_t)(exponent - (exponent >> 1) + 127) << 23;
+	float a, b;
+	memcpy(&a, &half, 4);
+	memcpy(&b, &rest, 4);
+	return p * a * b;
+#endif
+}
+
+/* C = A B (+ C), row-major, with A [m, k] and B [k, n] each stored as it is or transposed. One BLAS thread: the callers
+ * spread their products over the cores themselves. */
+static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
+		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+{
+#ifdef LING_DOUBLE
+	cblas_dgemm
+#else
+	cblas_sgemm
+#endif
+		(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a,
+		lda, b, ldb, accumulate, c, ldc);
+}
+
+const char *blas_core(void)
+{
+	return openblas_get_corename();
+}
+
+/* How far a kernel of that name uses the processor: 0 SSE, 1 AVX, 2 AVX2 with FMA, 3 AVX-512. */
+static int core_level(const char *name)
+{
+	static const char *levels[][6] = {{0}, {"Sandybridge", "Bulldozer", "Piledriver", "Steamroller"}, {"Haswell", "Zen", "Excavator"},
+			{"SkylakeX", "Cooperlake", "Sapphirerapids"}};
+	for (int level = 3; level > 0; level--)
+		for (const char **core = levels[level]; *core; core++)
+			if (!strcasecmp(*core, name))
+				return level;
+	return 0;
+}
+
+const char *blas_better_core(void)
+{
+	const char *best = NULL;
+#ifdef __x86_64__
+	if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+			__builtin_cpu_supports("avx512vl"))
+		best = "SkylakeX";
+	else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+		best = "Haswell";
+#endif
+	return best && core_level(blas_core()) < core_level(best) ? best : NULL;
+}
+
+void kernels_init(void)
+{
+	openblas_set_num_threads(1);
+}
+
+int kernels_threads(void)
+{
+	return omp_get_max_threads();
+}
+
+/* Sums over rows are split into this many blocks, whatever the number of threads, and added in block order. */
+enum { SUM_BLOCKS = 64 };
+
+int64_t row_sum_scratch(int64_t N)
+{
+	return SUM_BLOCKS * N;
+}
+
+/* out[j] (+)= sum over b of partial[b, j]. */
+static void add_partial_rows(real *out, const real *partial, int64_t N, bool accumulate)
+{
+	#pragma omp parallel for
+	for (int64_t j = 0; j < N; j++) {
+		double sum = accumulate ? out[j] : 0;
+		for (int b = 0; b < SUM_BLOCKS; b++)
+			sum += partial[b * N + j];
+		out[j] = (real)sum;
+	}
+}
+
+double sum_of_squares(const real *x, int64_t n)
+{
+	double partial[SUM_BLOCKS];
+	#pragma omp parallel for schedule(dynamic)
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		double sum = 0;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++)
+			sum += (double)x[i] * x[i];
+		partial[b] = sum;
+	}
+	double sum = 0;
+	for (int b = 0; b < SUM_BLOCKS; b++)
+		sum += partial[b];
+	return sum;
+}
+
+void copy_array(real *out, const real *in, int64_t n)
+{
+	#pragma omp parallel for
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		int64_t begin = n * b / SUM_BLOCKS, end = n * (b + 1) / SUM_BLOCKS;
+		memcpy(out + begin, in + begin, (end - begin) * sizeof *out);
+	}
+}
+
+void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++)
+		for (int64_t j = 0; j < N; j++)
+			out[t * N + j] = x[t * N + j] * scale[j];
+}
+
+/* ============================================================================================================
+ * Matrix products: plain and grouped
+ *
+ * A grouped product is one product for each expert over that expert's contiguous rows; a plain one has a single group.
+ * Every group is cut into tiles, and the tiles of all groups share the cores: many experts with few rows each, or one with
+ * all of them, keep every core busy alike.
+ * ========================================================================================================== */
+
+enum { TILE_ROWS = 256, TILE_COLS = 256 };
+
+void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate)
+{
+	#pragma omp parallel
+	#pragma omp single
+	for (int g = 0; g < G; g++)
+		for (int64_t t = offset[g]; t < offset[g + 1]; t += TILE_ROWS)
+			for (int64_t n = 0; n < N; n += TILE_COLS) {
+				#pragma omp task
+				gemm(false, true, min64(TILE_ROWS, offset[g + 1] - t), min64(TILE_COLS, N - n), K, 1, x + t * K, K,
+						w + (g * N + n) * K, K, accumulate, y + t * N + n, N);
+			}
+}
+
+void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate)
+{
+	#pragma omp parallel
+	#pragma omp single
+	for (int g = 0; g < G; g++)
+		for (int64_t t = offset[g]; t < offset[g + 1]; t += TILE_ROWS)
+			for (int64_t k = 0; k < K; k += TILE_COLS) {
+				#pragma omp task
+				gemm(false, false, min64(TILE_ROWS, offset[g + 1] - t), min64(TILE_COLS, K - k), N, 1, dy + t * N, N,
+						w + g * N * K + k, K, accumulate, dx + t * K + k, K);
+			}
+}
+
+void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate)
+{
+	#pragma omp parallel
+	#pragma omp single
+	for (int g = 0; g < G; g++) {
+		int64_t rows = offset[g + 1] - offset[g];
+		if (rows == 0 && accumulate)
+			continue;
+		for (int64_t n = 0; n < N; n += TILE_ROWS)
+			for (int64_t k = 0; k < K; k += TILE_COLS) {
+				int64_t tile_rows = min64(TILE_ROWS, N - n), tile_cols = min64(TILE_COLS, K - k);
+				real *tile = dw + (g * N + n) * K + k;
+				#pragma omp task
+				if (rows)
+					gemm(true, false, tile_rows, tile_cols, rows, 1, dy + offset[g] * N + n, N, x + offset[g] * K + k, K,
+							accumulate, tile, K);
+				else /* an expert that no token chose: its gradient is exactly zero */
+					for (int64_t i = 0; i < tile_rows; i++)
+						memset(tile + i * K, 0, tile_cols * sizeof *tile);
+			}
+	}
+}
+
+void matmul_forward(real *y, const real *x, const real *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate)
+{
+	grouped_matmul_forward(y, x, w, (int64_t[]){0, T}, 1, K, N, accumulate);
+	if (bias) {
+		#pragma omp parallel for
+		for (int64_t t = 0; t < T; t++)
+			for (int64_t j = 0; j < N; j++)
+				y[t * N + j] += bias[j];
+	}
+}
+
+void matmul_backward_input(real *dx, const real *dy, const real *w, int64_t T, int64_t K, int64_t N, bool accumulate)
+{
+	grouped_matmul_backward_input(dx, dy, w, (int64_t[]){0, T}, 1, K, N, accumulate);
+}
+
+void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, int64_t K, int64_t N, bool accumulate)
+{
+	grouped_matmul_backward_weight(dw, dy, x, (int64_t[]){0, T}, 1, K, N, accumulate);
+}
+
+void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch)
+{
+	#pragma omp parallel for schedule(dynamic)
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		real *partial = scratch + b * N;
+		memset(partial, 0, N * sizeof *partial);
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
+			for (int64_t j = 0; j < N; j++)
+				partial[j] += dy[t * N + j];
+	}
+	add_partial_rows(dbias, scratch, N, accumulate);
+}
+
+/* ============================================================================================================
+ * Embedding
+ * ========================================================================================================== */
+
+void embedding_forward(real *out, const int32_t *token, const real *w, int64_t T, int64_t H)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++)
+		memcpy(out + t * H, w + token[t] * H, H * sizeof *out);
+}
+
+void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t T, int64_t H, int64_t V, bool accumulate)
+{
+	if (!accumulate) {
+		#pragma omp parallel for
+		for (int64_t v = 0; v < V; v++)
+			memset(dw + v * H, 0, H * sizeof *dw);
+	}
+	/* Tokens repeat, so the cores share the columns, not the tokens: each sum keeps the order of the tokens. */
+	const int64_t slice = 32;
+	#pragma omp parallel for
+	for (int64_t first = 0; first < H; first += slice)
+		for (int64_t t = 0; t < T; t++) {
+			real *row = dw + token[t] * H;
+			for (int64_t j = first; j < min64(first + slice, H); j++)
+				row[j] += dout[t * H + j];
+		}
+}
+
+/* ============================================================================================================
+ * RMSNorm: y = w x / sqrt(mean(x^2) + eps)   (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)
+ * ========================================================================================================== */
+
+void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_t T, int64_t H, double eps)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		const real *row = x + t * H;
+		real sum = 0;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t j = 0; j < H; j++)
+			sum += row[j] * row[j];
+		rstd[t] = (real)(1 / sqrt((double)sum / H + eps));
+		for (int64_t j = 0; j < H; j++)
+			out[t * H + j] = w[j] * row[j] * rstd[t];
+	}
+}
+
+void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T, int64_t H,
+		bool accumulate, real *scratch)
+{
+	/* With n = x rstd and g = dout w:  dx = rstd (g - n mean(g n)),  dw = sum over tokens of dout n. */
+	#pragma omp parallel for schedule(dynamic)
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		real *partial = scratch + b * H;
+		memset(partial, 0, H * sizeof *partial);
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++) {
+			const real *x_row = x + t * H, *dout_row = dout + t * H;
+			real *dx_row = dx + t * H, r = rstd[t], dot = 0;
+			#pragma omp simd reduction(+ : dot)
+			for (int64_t j = 0; j < H; j++)
+				dot += dout_row[j] * w[j] * x_row[j];
+			real mean = dot * r * r / H;
+			for (int64_t j = 0; j < H; j++) {
+				dx_row[j] += r * (dout_row[j] * w[j] - x_row[j] * mean);
+				partial[j] += dout_row[j] * x_row[j] * r;
+			}
+		}
+	}
+	add_partial_rows(dw, scratch, H, accumulate);
+}
+
+/* ============================================================================================================
+ * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: elements i and i + d/2 of a head turn by
+ * the angle  position * theta^(-2i/d)
+ * ========================================================================================================== */
+
+void rope_table(real *table, int64_t L, int64_t d, double theta)
+{
+	for (int64_t t = 0; t < L; t++)
+		for (int64_t i = 0; i < d / 2; i++) {
+			double angle = t * pow(theta, -2.0 * i / d);
+			table[t * d + i] = (real)cos(angle);
+			table[t * d + d / 2 + i] = (real)sin(angle);
+		}
+}
+
+/* Turns the query and key heads of qkv in place, forwards (sign 1) or backwards (sign -1). */
+static void rope_rotate(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d, real sign)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		const real *cosine = table + t % L * d, *sine = cosine + d / 2;
+		for (int head = 0; head < nh + nkv; head++) {
+			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + d / 2;
+			#pragma omp simd
+			for (int64_t i = 0; i < d / 2; i++) {
+				real a = lo[i], b = hi[i], s = sign * sine[i];
+				lo[i] = a * cosine[i] - b * s;
+				hi[i] = b * cosine[i] + a * s;
+			}
+		}
+	}
+}
+
+void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d)
+{
+	rope_rotate(qkv, table, T, L, nh, nkv, d, 1);
+}
+
+void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d)
+{
+	rope_rotate(dqkv, table, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
+}
+
+/* ============================================================================================================
+ * Causal grouped-query attention
+ *
+ * The queries go in blocks of QUERY_BLOCK; a block meets all keys up to its last row at once, so the scores of a block fill
+ * [QUERY_BLOCK, L] and no [L, L] matrix ever exists. The backward pass computes the probabilities again from the log-sum-exp
+ * of each row (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+ * ========================================================================================================== */
+
+enum { QUERY_BLOCK = 64 };
+
+int64_t attention_scratch(int64_t L)
+{
+	return 2 * QUERY_BLOCK * L * kernels_threads();
+}
+
+/* scores[i, j] = q_i . k_j / sqrt(d) for the `rows` queries from `first` on and the keys up to the last of them. */
+static void attention_scores(real *scores, const real *q, const real *k, int64_t rows, int64_t keys, int64_t stride, int64_t d)
+{
+	gemm(false, true, rows, keys, d, (real)(1 / sqrt((double)d)), q, stride, k, stride, false, scores, keys);
+}
+
+void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
+{
+	const int64_t stride = (nh + 2 * nkv) * d, blocks = (L + QUERY_BLOCK - 1) / QUERY_BLOCK;
+	#pragma omp parallel for collapse(3) schedule(dynamic)
+	for (int64_t b = 0; b < B; b++)
+		for (int head = 0; head < nh; head++)
+			for (int64_t block = blocks - 1; block >= 0; block--) { /* the longest first */
+				int64_t first = block * QUERY_BLOCK, rows = min64(QUERY_BLOCK, L - first), keys = first + rows;
+				const real *sequence = qkv + b * L * stride, *k = sequence + (nh + head / (nh / nkv)) * d, *v = k + nkv * d;
+				real *scores = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * L;
+				attention_scores(scores, sequence + first * stride + head * d, k, rows, keys, stride, d);
+				real inverse[QUERY_BLOCK];
+				for (int64_t i = 0; i < rows; i++) {
+					real *row = scores + i * keys, max = row[0], sum = 0;
+					int64_t seen = first + i + 1; /* causal: the query itself and all before it */
+					#pragma omp simd reduction(max : max)
+					for (int64_t j = 0; j < seen; j++)
+						max = row[j] > max ? row[j] : max;
+					#pragma omp simd reduction(+ : sum)
+					for (int64_t j = 0; j < seen; j++) {
+						row[j] = exponential(row[j] - max);
+						sum += row[j];
+					}
+					memset(row + seen, 0, (keys - seen) * sizeof *row);
+					inverse[i] = 1 / sum;
+					lse[(b * L + first + i) * nh + head] = max + (real)log(sum);
+				}
+				real *o = out + (b * L + first) * nh * d + head * d;
+				gemm(false, false, rows, d, keys, 1, scores, keys, v, stride, false, o, nh * d);
+				for (int64_t i = 0; i < rows; i++)
+					for (int64_t j = 0; j < d; j++)
+						o[i * nh * d + j] *= inverse[i];
+			}
+}
+
+void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
+		int nh, int nkv, int64_t d, real *scratch)
+{
+	/* P = softmax of the scores S, O = P V.  dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP P) and that sum is dO . O. */
+	const int64_t stride = (nh + 2 * nkv) * d, group = nh / nkv;
+	const real scale = (real)(1 / sqrt((double)d));
+	#pragma omp parallel for collapse(2) schedule(dynamic)
+	for (int64_t b = 0; b < B; b++)
+		for (int kv = 0; kv < nkv; kv++) { /* one thread for a key-value head: all its query heads add to dK and dV */
+			const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
+			real *dsequence = dqkv + b * L * stride, *dk = dsequence + (nh + kv) * d, *dv = dk + nkv * d;
+			real *p = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * L, *dp = p + QUERY_BLOCK * L;
+			for (int64_t t = 0; t < L; t++) {
+				memset(dk + t * stride, 0, d * sizeof *dk);
+				memset(dv + t * stride, 0, d * sizeof *dv);
+			}
+			for (int64_t head = kv * group; head < (kv + 1) * group; head++)
+				for (int64_t first = 0; first < L; first += QUERY_BLOCK) {
+					int64_t rows = min64(QUERY_BLOCK, L - first), keys = first + rows;
+					const real *q = sequence + first * stride + head * d;
+					const real *o = out + ((b * L + first) * nh + head) * d, *d_o = dout + ((b * L + first) * nh + head) * d;
+					attention_scores(p, q, k, rows, keys, stride, d);
+					gemm(false, true, rows, keys, d, 1, d_o, nh * d, v, stride, false, dp, keys);
+					for (int64_t i = 0; i < rows; i++) {
+						real *p_row = p + i * keys, *dp_row = dp + i * keys;
+						real row_lse = lse[(b * L + first + i) * nh + head], dot = 0;
+						int64_t seen = first + i + 1;
+						#pragma omp simd reduction(+ : dot)
+						for (int64_t j = 0; j < d; j++)
+							dot += d_o[i * nh * d + j] * o[i * nh * d + j];
+						#pragma omp simd
+						for (int64_t j = 0; j < seen; j++) {
+							p_row[j] = exponential(p_row[j] - row_lse);
+							dp_row[j] = scale * p_row[j] * (dp_row[j] - dot);
+						}
+						memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
+						memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
+					}
+					gemm(true, false, keys, d, rows, 1, p, keys, d_o, nh * d, true, dv, stride);
+					gemm(false, false, rows, d, keys, 1, dp, keys, k, stride, false, dsequence + first * stride + head * d, stride);
+					gemm(true, false, keys, d, rows, 1, dp, keys, q, stride, true, dk, stride);
+				}
+		}
+}
+
+/* ============================================================================================================
+ * SwiGLU: act = silu(gate) * up, times the row's routing weight   (Shazeer 2020, arXiv:2002.05202, eq. 6)
+ * ========================================================================================================== */
+
+void swiglu_forward(real *act, const real *gate_up, const real *weight, int64_t rows, int64_t I)
+{
+	#pragma omp parallel for
+	for (int64_t r = 0; r < rows; r++) {
+		const real *gate = gate_up + r * 2 * I, *up = gate + I, scale = weight ? weight[r] : 1;
+		#pragma omp simd
+		for (int64_t i = 0; i < I; i++)
+			act[r * I + i] = scale * up[i] * gate[i] / (1 + exponential(-gate[i]));
+	}
+}
+
+void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dact, const real *gate_up, const real *weight,
+		int64_t rows, int64_t I)
+{
+	#pragma omp parallel for
+	for (int64_t r = 0; r < rows; r++) {
+		const real *gate = gate_up + r * 2 * I, *up = gate + I, *d = dact + r * I, scale = weight ? weight[r] : 1;
+		real *dgate = dgate_up + r * 2 * I, *dup = dgate + I, *a = act + r * I, dot = 0;
+		#pragma omp simd reduction(+ : dot)
+		for (int64_t i = 0; i < I; i++) {
+			real sigmoid = 1 / (1 + exponential(-gate[i])), silu = gate[i] * sigmoid;
+			dot += d[i] * silu * up[i];
+			a[i] = scale * silu * up[i];
+			dgate[i] = scale * d[i] * up[i] * (sigmoid + silu * (1 - sigmoid));
+			dup[i] = scale * d[i] * silu;
+		}
+		if (dweight)
+			dweight[r] = dot;
+	}
+}
+
+/* ============================================================================================================
+ * Router
+ * ========================================================================================================== */
+
+void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		const real *in = s + t * E;
+		real *out = p + t * E, max = in[0], sum = 0;
+		#pragma omp simd reduction(max : max)
+		for (int64_t e = 0; e < E; e++)
+			max = in[e] > max ? in[e] : max;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t e = 0; e < E; e++) {
+			out[e] = exponential(in[e] - max);
+			sum += out[e];
+		}
+		for (int64_t e = 0; e < E; e++)
+			out[e] /= sum;
+		if (lse)
+			lse[t] = max + (real)log(sum);
+	}
+}
+
+void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean, double std, const struct random_stream *noise,
+		int64_t T, int64_t E)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		random_normal(s_hat + t * E, E, noise, (uint64_t)(t * E));
+		for (int64_t e = 0; e < E; e++)
+			s_hat[t * E + e] = (real)(alpha * s[t * E + e] + (1 - alpha) * (mean + std * s_hat[t * E + e]));
+	}
+}
+
+void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		const real *row = p + t * E;
+		int32_t *chosen = index + t * k;
+		real sum = 0;
+		for (int j = 0; j < k; j++) {
+			int32_t best = -1;
+			for (int32_t e = 0; e < E; e++) {
+				bool taken = false;
+				for (int i = 0; i < j; i++)
+					taken |= chosen[i] == e;
+				/* > and not >=: of equals the lowest index wins. A NaN never beats anything, yet k experts are always found. */
+				if (!taken && (best < 0 || row[e] > row[best]))
+					best = e;
+			}
+			chosen[j] = best;
+			sum += row[best];
+		}
+		for (int j = 0; j < k; j++)
+			weight[t * k + j] = renormalise ? row[chosen[j]] / sum : row[chosen[j]];
+	}
+}
+
+void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T, int64_t E,
+		int k, bool renormalise)
+{
+	/* Renormalised, the weights are the softmax over the winners alone: ds_j = w_j (dw_j - sum_i w_i dw_i), losers get 0.
+	 * Otherwise w_j = p_j and the softmax over all experts gives ds_e = p_e (dp_e - sum_i p_i dp_i). */
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		real *row = ds + t * E, dot = 0;
+		for (int j = 0; j < k; j++)
+			dot += weight[t * k + j] * dweight[t * k + j];
+		for (int64_t e = 0; e < E; e++)
+			row[e] = renormalise ? 0 : -p[t * E + e] * dot;
+		for (int j = 0; j < k; j++) {
+			real w = weight[t * k + j], d = dweight[t * k + j];
+			row[index[t * k + j]] += renormalise ? w * (d - dot) : w * d;
+		}
+	}
+}
+
+void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p, const real *lse,
+		const int32_t *index, int64_t B, int64_t L, int64_t E, int k)
+{
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t b = 0; b < B; b++) {
+		double *c = count + b * E, *ps = p_sum + b * E;
+		struct router_sums sum = {0};
+		memset(c, 0, E * sizeof *c);
+		memset(ps, 0, E * sizeof *ps);
+		for (int64_t t = b * L; t < (b + 1) * L; t++) {
+			for (int j = 0; j < k; j++)
+				c[index[t * k + j]]++;
+			for (int64_t e = 0; e < E; e++) {
+				double value = s[t * E + e];
+				ps[e] += p[t * E + e];
+				sum.s += value;
+				sum.s_squared += value * value;
+			}
+			sum.z += (double)lse[t] * lse[t];
+		}
+		sums[b] = sum;
+	}
+}
+
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t B, int64_t L, int64_t E,
+		double balance_scale, double z_scale)
+{
+	/* Balance: dp_e = balance_scale f_e, through the softmax ds_e = p_e (dp_e - sum p dp).  z: d(lse^2)/ds_e = 2 lse p_e. */
+	#pragma omp parallel for
+	for (int64_t t = 0; t < B * L; t++) {
+		const real *f = factor + t / L * E, *row = p + t * E;
+		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
+		#pragma omp simd reduction(+ : dot)
+		for (int64_t e = 0; e < E; e++)
+			dot += row[e] * f[e];
+		for (int64_t e = 0; e < E; e++)
+			ds[t * E + e] += row[e] * (balance * (f[e] - dot) + z);
+	}
+}
+
+/* ============================================================================================================
+ * Token dispatch: rows sorted by expert, and back
+ * ========================================================================================================== */
+
+void dispatch_plan(int64_t *offset, int32_t *position, int32_t *source, const int32_t *index, int64_t R, int E)
+{
+	memset(offset, 0, (E + 1) * sizeof *offset);
+	for (int64_t i = 0; i < R; i++)
+		offset[index[i] + 1]++;
+	for (int e = 0; e < E; e++)
+		offset[e + 1] += offset[e];
+	for (int64_t i = 0; i < R; i++) { /* offset[e] runs from the start of e's rows to their end ... */
+		position[i] = (int32_t)offset[index[i]]++;
+		source[position[i]] = (int32_t)i;
+	}
+	memmove(offset + 1, offset, E * sizeof *offset); /* ... which is the start of the next expert's */
+	offset[0] = 0;
+}
+
+void gather_rows(real *rows, const real *x, const int32_t *source, int64_t R, int k, int64_t H)
+{
+	#pragma omp parallel for
+	for (int64_t r = 0; r < R; r++)
+		memcpy(rows + r * H, x + source[r] / k * H, H * sizeof *rows);
+}
+
+void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		real *out = y + t * H;
+		for (int j = 0; j < k; j++) {
+			const real *row = rows + position[t * k + j] * H;
+			if (j == 0 && !accumulate)
+				memcpy(out, row, H * sizeof *out);
+			else
+				for (int64_t i = 0; i < H; i++)
+					out[i] += row[i];
+		}
+	}
+}
+
+void permute_forward(real *out, const real *in, const int32_t *source, int64_t R)
+{
+	for (int64_t r = 0; r < R; r++)
+		out[r] = in[source[r]];
+}
+
+void permute_backward(real *din, const real *dout, const int32_t *source, int64_t R)
+{
+	for (int64_t r = 0; r < R; r++)
+		din[source[r]] = dout[r];
+}
+
+/* ============================================================================================================
+ * NormHead and cross-entropy
+ * ========================================================================================================== */
+
+void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H)
+{
+	const int64_t slice = 32;
+	#pragma omp parallel for
+	for (int64_t first = 0; first < H; first += slice) {
+		int64_t end = min64(first + slice, H);
+		for (int64_t j = first; j < end; j++)
+			sum[j] = 0;
+		for (int64_t v = 0; v < V; v++)
+			for (int64_t j = first; j < end; j++)
+				sum[j] += (double)w[v * H + j] * w[v * H + j];
+	}
+}
+
+void cross_entropy_forward(double *loss, real *lse, const real *logits, const int32_t *target, int64_t T, int64_t V)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		const real *row = logits + t * V;
+		loss[t] = 0;
+		if (target[t] < 0)
+			continue;
+		real max = row[0], sum = 0;
+		#pragma omp simd reduction(max : max)
+		for (int64_t v = 0; v < V; v++)
+			max = row[v] > max ? row[v] : max;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t v = 0; v < V; v++)
+			sum += exponential(row[v] - max);
+		double exact = max + log((double)sum);
+		lse[t] = (real)exact;
+		loss[t] = exact - row[target[t]];
+	}
+}
+
+void cross_entropy_backward(real *dlogits, const real *lse, const int32_t *target, double scale, int64_t T, int64_t V)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++) {
+		real *row = dlogits + t * V;
+		if (target[t] < 0) {
+			memset(row, 0, V * sizeof *row);
+			continue;
+		}
+		#pragma omp simd
+		for (int64_t v = 0; v < V; v++)
+			row[v] = (real)scale * exponential(row[v] - lse[t]);
+		row[target[t]] -= (real)scale;
+	}
+}
+
+/* ============================================================================================================
+ * AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2)
+ * ========================================================================================================== */
+
+void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
+{
+	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2, eps = (real)o->eps, grad_scale = (real)o->grad_scale;
+	const real keep = (real)(1 - o->lr * o->weight_decay);
+	const real rate = (real)(o->lr / (1 - pow(o->beta1, (double)o->step)));
+	const real correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));
+	#pragma omp parallel for simd
+	for (int64_t i = 0; i < n; i++) {
+		real g = grad[i] * grad_scale;
+		real m = exp_avg[i] = beta1 * exp_avg[i] + (1 - beta1) * g;
+		real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + (1 - beta2) * g * g;
+		w[i] = w[i] * keep - rate * m / ((real)sqrt(v) * correction + eps);
+	}
+}
+
+/* ============================================================================================================
+ * Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+ * A value depends on (seed, purpose, step, position) alone.
+ * ========================================================================================================== */
+
+void philox(uint32_t out[4], const uint32_t counter[4], const uint32_t key[2])
+{
+	uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3], k0 = key[0], k1 = key[1];
+	for (int round = 0; round < 10; round++) {
+		uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
+		c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+		c1 = (uint32_t)b;
+		c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+		c3 = (uint32_t)a;
+		k0 += 0x9E3779B9u;
+		k1 += 0xBB67AE85u;
+	}
+	out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+/* The four words of block `block` of a stream. */
+static void random_block(uint32_t out[4], const struct random_stream *s, uint64_t block)
+{
+	philox(out, (uint32_t[]){(uint32_t)block, (uint32_t)(block >> 32), s->step, s->purpose},
+			(uint32_t[]){(uint32_t)s->seed, (uint32_t)(s->seed >> 32)});
+}
+
+void random_normal(real *out, int64_t n, const struct random_stream *s, uint64_t position)
+{
+	position += s->first;
+	for (int64_t i = 0; i < n;) {
+		uint32_t word[4];
+		double normal[4];
+		random_block(word, s, (position + i) / 4);
+		for (int pair = 0; pair < 4; pair += 2) { /* Box-Muller; +1 keeps the logarithm finite */
+			double radius = sqrt(-2 * log((word[pair] + 1.0) / 4294967296.0)), angle = 2 * M_PI * word[pair + 1] / 4294967296.0;
+			normal[pair] = radius * cos(angle);
+			normal[pair + 1] = radius * sin(angle);
+		}
+		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
+			out[i++] = (real)normal[lane];
+	}
+}
+
+void random_uniform(real *out, int64_t n, const struct random_stream *s, uint64_t position)
+{
+	position += s->first;
+	for (int64_t i = 0; i < n;) {
+		uint32_t word[4];
+		random_block(word, s, (position + i) / 4);
+		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
+			out[i++] = (real)((word[lane] + 0.5) / 4294967296.0);
+	}
+}
+
+uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
+{
+	/* A Feistel network is a bijection of [0, 4^h); walking on until a value falls into [0, n) makes it one of [0, n). */
+	int half = 1;
+	while (half < 32 && (uint64_t)1 << 2 * half < n)
+		half++;
+	const uint64_t mask = ((uint64_t)1 << half) - 1;
+	assert(i < n);
+	do {
+		uint64_t left = i >> half, right = i & mask;
+		for (uint64_t round = 0; round < 6; round++) {
+			uint32_t word[4];
+			random_block(word, s, round << 32 | right);
+			uint64_t next = left ^ (word[0] & mask);
+			left = right;
+			right = next;
+		}
+		i = left << half | right;
+	} while (i >= n);
+	return i;
+}

@@ -1,0 +1,1428 @@
+/*
+ * ling.c - the model, the trainer, the commands.
+ *
+ * It reads in the order in which data go through a training step: parameters, activations, forward, loss, backward,
+ * schedule, batch, gradient norm and clip, optimizer, metrics and checkpoint; then evaluation and the commands.
+ */
+#define _GNU_SOURCE
+#include "ling.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ============================================================================================================
+ * Parameters
+ * ========================================================================================================== */
+
+bool has_experts(const struct model_config *c, int layer)
+{
+	return layer >= c->first_k_dense_replace;
+}
+
+int shared_width(const struct model_config *c, int layer)
+{
+	return has_experts(c, layer) ? c->num_shared_experts * c->moe_intermediate_size : c->intermediate_size;
+}
+
+static int qkv_width(const struct model_config *c)
+{
+	return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
+}
+
+static int attention_width(const struct model_config *c)
+{
+	return c->num_attention_heads * c->head_dim;
+}
+
+/* A walk over all parameters in the order of memory. It counts them, and fills the table and the pointers if they are there. */
+struct parameter_walk {
+	struct tensor *tensors;      /* NULL while counting */
+	real *memory;                /* NULL while counting */
+	int num_tensors;
+	int64_t num_params;
+};
+
+/* Adds a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
+static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init)
+{
+	int64_t offset = w->num_params;
+	if (w->tensors) {
+		struct tensor *t = &w->tensors[w->num_tensors];
+		*t = (struct tensor){.rows = rows, .cols = cols, .offset = offset, .init = init};
+		snprintf(t->name, sizeof t->name, "%s%s", prefix, name);
+	}
+	w->num_tensors++;
+	w->num_params += rows * (cols ? cols : 1);
+	return w->memory ? w->memory + offset : NULL;
+}
+
+/* Adds one SwiGLU: gate, up and down of the given width. Gate and up lie one behind the other, as one product wants them. */
+static void add_swiglu(struct parameter_walk *w, const char *prefix, int64_t H, int64_t width, real **gate_up, real **down)
+{
+	*gate_up = add_parameter(w, prefix, "gate_proj.weight", width, H, INIT_NORMAL);
+	add_parameter(w, prefix, "up_proj.weight", width, H, INIT_NORMAL);
+	if (down)
+		*down = add_parameter(w, prefix, "down_proj.weight", H, width, INIT_NORMAL);
+}
+
+static void add_layer(struct parameter_walk *w, const struct model_config *c, int l, struct layer_params *p)
+{
+	const int64_t H = c->hidden_size, I = c->moe_intermediate_size;
+	char layer[48], prefix[96]; /* well within MAX_NAME with what follows */
+	snprintf(layer, sizeof layer, "model.layers.%d.", l);
+	*p = (struct layer_params){0};
+	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES);
+	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES);
+	if (c->use_qkv_bias)
+		p->qkv_bias = add_parameter(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS);
+	if (c->use_bias)
+		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS);
+	p->qkv = add_parameter(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL);
+	p->dense = add_parameter(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL);
+	if (has_experts(c, l)) {
+		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER);
+		/* [E, 2I, H] and [E, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
+		for (int e = 0; e < c->num_experts; e++) {
+			real *gate_up;
+			snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+			add_swiglu(w, prefix, H, I, &gate_up, NULL);
+			if (e == 0)
+				p->gate_up = gate_up;
+		}
+		for (int e = 0; e < c->num_experts; e++) {
+			snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+			real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL);
+			if (e == 0)
+				p->down = down;
+		}
+	}
+	if (shared_width(c, l)) {
+		snprintf(prefix, sizeof prefix, "%smlp.%s", layer, has_experts(c, l) ? "shared_experts." : "");
+		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down);
+	}
+}
+
+/* Walks over the model. layer[] of p must have room for all layers. */
+static void add_model(struct parameter_walk *w, const struct model_config *c, struct params *p)
+{
+	p->memory = w->memory;
+	p->embedding = add_parameter(w, "", "model.word_embeddings.weight", c->vocab_size, c->hidden_size, INIT_NORMAL);
+	for (int l = 0; l < c->num_hidden_layers; l++)
+		add_layer(w, c, l, &p->layer[l]);
+	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES);
+	p->lm_head = c->tie_word_embeddings ? p->embedding
+			: add_parameter(w, "", "lm_head.weight", c->vocab_size, c->hidden_size, INIT_NORMAL);
+}
+
+/* ============================================================================================================
+ * Memory: counted first, then taken in one piece, then cut
+ * ========================================================================================================== */
+
+struct arena {
+	uint8_t *memory;             /* NULL while counting */
+	size_t used;
+};
+
+/* The next `count` elements of `size` bytes, on a cache line; NULL while counting. */
+static void *carve(struct arena *a, int64_t count, size_t size)
+{
+	void *p = a->memory ? a->memory + a->used : NULL;
+	a->used += ((size_t)count * size + 63) / 64 * 64;
+	return p;
+}
+
+static real *carve_real(struct arena *a, int64_t count)
+{
+	return carve(a, count, sizeof(real));
+}
+
+int64_t head_chunk(int64_t V)
+{
+	/* Large enough for the products to be efficient, small enough for the logits to stay near the cores: 16 MB, within bounds. */
+	int64_t tokens = (4 << 20) / V;
+	return tokens < 128 ? 128 : tokens > 2048 ? 2048 : tokens;
+}
+
+/* The widest dense SwiGLU of all layers. */
+static int64_t widest_shared(const struct model_config *c)
+{
+	int64_t first = shared_width(c, 0), last = shared_width(c, c->num_hidden_layers - 1);
+	return first > last ? first : last;
+}
+
+/* What one layer keeps, for B windows of L tokens: with routed experts or without, and a dense SwiGLU of the given width. */
+static void carve_layer(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t B, int64_t L, bool experts,
+		int64_t width, bool noise)
+{
+	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, R = T * c->num_experts_per_tok;
+	*x = (struct layer_activations){0};
+	x->input = carve_real(a, T * H);
+	x->attention_rstd = carve_real(a, T);
+	x->qkv = carve_real(a, T * qkv_width(c));
+	x->attention = carve_real(a, T * attention_width(c));
+	x->lse = carve_real(a, T * c->num_attention_heads);
+	x->middle = carve_real(a, T * H);
+	x->ffn_rstd = carve_real(a, T);
+	x->shared_gate_up = carve_real(a, T * 2 * width);
+	if (!experts)
+		return;
+	x->p = carve_real(a, T * E);
+	x->p_hat = noise ? carve_real(a, T * E) : x->p;
+	x->router_lse = carve_real(a, T);
+	x->balance_factor = carve_real(a, B * E);
+	x->index = carve(a, R, sizeof(int32_t));
+	x->weight = carve_real(a, R);
+	x->row_weight = carve_real(a, R);
+	x->position = carve(a, R, sizeof(int32_t));
+	x->source = carve(a, R, sizeof(int32_t));
+	x->offset = carve(a, E + 1, sizeof(int64_t));
+	x->gate_up = carve_real(a, R * 2 * c->moe_intermediate_size);
+}
+
+/* Cuts the activations for B windows of L tokens from the arena. acts->layer must have room for all layers. */
+static void carve_activations(struct arena *a, struct activations *acts, const struct model_config *c, int64_t B, int64_t L, bool training)
+{
+	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size, R = T * c->num_experts_per_tok;
+	const int64_t W = widest_shared(c), C = head_chunk(c->vocab_size);
+	const int layers = c->num_hidden_layers;
+	for (int l = 0; l < layers; l++)
+		if (training)
+			carve_layer(a, &acts->layer[l], c, B, L, has_experts(c, l), shared_width(c, l), c->router.warmup_steps > 0);
+		else if (l == 0) /* evaluation keeps nothing: one set that fits every layer */
+			carve_layer(a, &acts->layer[0], c, B, L, has_experts(c, layers - 1), W, false);
+		else
+			acts->layer[l] = acts->layer[0];
+	acts->output = training ? carve_real(a, T * H) : acts->layer[0].input;
+	acts->rstd = carve_real(a, T);
+	acts->normed = carve_real(a, T * H);
+	acts->logits = carve_real(a, T * E);
+	acts->rows = carve_real(a, R * H);
+	acts->act = carve_real(a, R * I);
+	acts->shared_act = carve_real(a, T * W);
+	acts->attention_scratch = carve_real(a, attention_scratch(L));
+	acts->sequence_count = carve(a, B * E, sizeof(double));
+	acts->sequence_p = carve(a, B * E, sizeof(double));
+	acts->router_sums = carve(a, B, sizeof(struct router_sums));
+	acts->head_logits = carve_real(a, C * c->vocab_size);
+	acts->head_input = carve_real(a, C * H);
+	acts->head_lse = carve_real(a, C);
+	acts->head_loss = carve(a, C, sizeof(double));
+	acts->head_norm = carve(a, H, sizeof(double));
+	if (!training)
+		return;
+	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
+	acts->sum_scratch = carve_real(a, row_sum_scratch(widest));
+	acts->dstream = carve_real(a, T * H);
+	acts->dnormed = carve_real(a, T * H);
+	acts->dqkv = carve_real(a, T * qkv_width(c));
+	acts->dattention = carve_real(a, T * attention_width(c));
+	acts->dlogits = carve_real(a, T * E);
+	acts->dgate_up = carve_real(a, R * 2 * I);
+	acts->dact = carve_real(a, R * I);
+	acts->drow_weight = carve_real(a, R);
+	acts->dweight = carve_real(a, R);
+	acts->dshared_gate_up = carve_real(a, T * 2 * W);
+	acts->dshared_act = carve_real(a, T * W);
+}
+
+/* Bytes that a model takes; the same code that later cuts the memory counts it. */
+struct memory_plan { int64_t num_params, num_tensors; size_t weights, gradients, optimizer, activations; };
+
+static int plan_memory(struct memory_plan *plan, const struct model_config *c, int64_t B, int64_t L, bool training)
+{
+	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
+	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct parameter_walk walk = {0};
+	struct arena arena = {0};
+	if (!acts.layer || !params.layer) {
+		free(acts.layer);
+		free(params.layer);
+		return fail("out of memory for %d layers", c->num_hidden_layers);
+	}
+	add_model(&walk, c, &params);
+	carve_activations(&arena, &acts, c, B, L, training);
+	free(acts.layer);
+	free(params.layer);
+	*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
+	plan->weights = walk.num_params * sizeof(real);
+	plan->gradients = training ? plan->weights : 0;
+	plan->optimizer = training ? 2 * plan->weights : 0;
+	plan->activations = arena.used;
+	return 0;
+}
+
+int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, bool training)
+{
+	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .training = training};
+	struct memory_plan plan = {0};
+	if (plan_memory(&plan, c, max_sequences, seq_len, training) < 0)
+		return -1;
+	const int layers = c->num_hidden_layers;
+	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations;
+	const double machine = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+	bool fits = total <= machine;
+	if (fits) {
+		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
+		m->params.layer = calloc(layers, sizeof *m->params.layer);
+		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
+		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
+		m->params.memory = calloc(plan.num_params, sizeof(real));
+		m->rope = calloc((size_t)seq_len * c->head_dim, sizeof(real));
+		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
+		m->acts_memory = aligned_alloc(64, plan.activations);
+		fits = m->tensors && m->params.layer && m->grads.layer && m->acts.layer && m->params.memory && m->rope &&
+				(m->head_scale || !c->norm_head) && m->acts_memory;
+		if (training) {
+			m->grads.memory = calloc(plan.num_params, sizeof(real));
+			m->exp_avg = calloc(plan.num_params, sizeof(real));
+			m->exp_avg_sq = calloc(plan.num_params, sizeof(real));
+			fits = fits && m->grads.memory && m->exp_avg && m->exp_avg_sq;
+		}
+	}
+	if (!fits) {
+		model_free(m);
+		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, optimizer %.1f, "
+				"activations %.1f); this machine has %.1f GB: make the model, micro_batch or seq_len smaller",
+				(long long)plan.num_params, max_sequences, seq_len, total / 1e9, plan.weights / 1e9, plan.gradients / 1e9,
+				plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
+	}
+	m->num_tensors = plan.num_tensors;
+	m->num_params = plan.num_params;
+	add_model(&(struct parameter_walk){.tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
+	if (training)
+		add_model(&(struct parameter_walk){.memory = m->grads.memory}, c, &m->grads);
+	carve_activations(&(struct arena){.memory = m->acts_memory}, &m->acts, c, max_sequences, seq_len, training);
+	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
+	parallel_init(&m->layout);
+	return 0;
+}
+
+void model_free(struct model *m)
+{
+	free(m->tensors);
+	free(m->params.layer);
+	free(m->params.memory);
+	free(m->grads.layer);
+	free(m->grads.memory);
+	free(m->exp_avg);
+	free(m->exp_avg_sq);
+	free(m->acts.layer);
+	free(m->acts_memory);
+	free(m->rope);
+	free(m->head_scale);
+	*m = (struct model){0};
+}
+
+/* Elements of a tensor. */
+static int64_t tensor_size(const struct tensor *t)
+{
+	return t->rows * (t->cols ? t->cols : 1);
+}
+
+void model_randomize(struct model *m, uint64_t seed)
+{
+	const double bound = 1 / sqrt(m->config.hidden_size);
+	for (int i = 0; i < m->num_tensors; i++) {
+		const struct tensor *t = &m->tensors[i];
+		const struct random_stream stream = {.seed = seed, .purpose = RANDOM_INIT, .step = i};
+		real *w = m->params.memory + t->offset;
+		#pragma omp parallel for
+		for (int64_t r = 0; r < t->rows; r++) {
+			int64_t n = t->cols ? t->cols : 1, first = r * n;
+			if (t->init == INIT_NORMAL)
+				random_normal(w + first, n, &stream, first);
+			else if (t->init == INIT_ROUTER)
+				random_uniform(w + first, n, &stream, first);
+			for (int64_t j = first; j < first + n; j++)
+				w[j] = t->init == INIT_NORMAL ? (real)(w[j] * m->config.initializer_range)
+						: t->init == INIT_ROUTER ? (real)((2 * w[j] - 1) * bound) : t->init == INIT_ONES;
+		}
+	}
+	model_update_head_scale(m);
+}
+
+/* The parameters, or a block of the same form such as the optimizer's moments, as named arrays of a file. The names are
+ * prefix + NAME. One allocation, to be freed by the caller; NULL when memory is short. */
+static struct array *name_arrays(const struct model *m, int num_blocks, real *const *blocks, const char *const *prefixes)
+{
+	const int n = m->num_tensors;
+	struct array *arrays = malloc((size_t)num_blocks * n * (sizeof *arrays + MAX_NAME + 16));
+	if (!arrays) {
+		fail("out of memory for the names of %d tensors", n);
+		return NULL;
+	}
+	char *name = (char *)(arrays + (size_t)num_blocks * n);
+	for (int b = 0; b < num_blocks; b++)
+		for (int i = 0; i < n; i++, name += MAX_NAME + 16) {
+			const struct tensor *t = &m->tensors[i];
+			snprintf(name, MAX_NAME + 16, "%s%s", prefixes[b], t->name);
+			arrays[b * n + i] = (struct array){.name = name, .rows = t->rows, .cols = t->cols, .data = blocks[b] + t->offset};
+		}
+	return arrays;
+}
+
+/* Reads the named arrays, every one of them, and refuses a file that holds others as well. */
+static int read_arrays(const char *path, const struct array *arrays, int n)
+{
+	struct weights *w = weights_open(path);
+	if (!w)
+		return -1;
+	int rc = 0;
+	for (int i = 0; i < n && rc == 0; i++)
+		rc = weights_read(w, &arrays[i]);
+	if (rc == 0 && weights_count(w) != n) {
+		/* All of ours are there, so the file has more: name one. Names are sought once, in a rare case; a plain search will do. */
+		for (int i = 0; i < weights_count(w) && rc == 0; i++) {
+			bool known = false;
+			for (int j = 0; j < n && !known; j++)
+				known = !strcmp(arrays[j].name, weights_name(w, i));
+			if (!known)
+				rc = fail("%s: tensor %s is not a part of the model that config.json describes", path, weights_name(w, i));
+		}
+	}
+	weights_close(w);
+	return rc;
+}
+
+int model_load(struct model *m, const char *dir)
+{
+	struct array *arrays = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
+	int rc = arrays ? read_arrays(dir, arrays, m->num_tensors) : -1;
+	free(arrays);
+	if (rc == 0)
+		model_update_head_scale(m);
+	return rc;
+}
+
+/* ============================================================================================================
+ * Forward
+ * ========================================================================================================== */
+
+void model_update_head_scale(struct model *m)
+{
+	if (!m->head_scale)
+		return;
+	const int64_t H = m->config.hidden_size;
+	double *norm = m->acts.head_norm;
+	column_sum_of_squares(norm, m->params.lm_head, m->config.vocab_size, H);
+	group_sum(&m->layout.tensor, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
+	for (int64_t j = 0; j < H; j++)
+		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
+}
+
+/* middle = input + Attention(RMSNorm(input)) */
+static void attention_layer_forward(struct model *m, int l, int B)
+{
+	const struct model_config *c = &m->config;
+	const struct layer_params *p = &m->params.layer[l];
+	struct layer_activations *x = &m->acts.layer[l];
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size;
+	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
+	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, T, H, c->rms_norm_eps);
+	matmul_forward(x->qkv, m->acts.normed, p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	rope_forward(x->qkv, m->rope, T, L, nh, nkv, d);
+	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
+	copy_array(x->middle, x->input, T * H);
+	matmul_forward(x->middle, x->attention, p->dense, p->dense_bias, T, nh * d, H, true);
+}
+
+/* Probabilities, chosen experts and weights of normed's tokens; and, in training, what the auxiliary losses need. */
+static void router_forward(struct model *m, int l, int B, const struct step *step, struct step_sums *sums)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	struct layer_activations *x = &a->layer[l];
+	const int64_t L = m->seq_len, T = B * L, E = c->num_experts;
+	const int k = c->num_experts_per_tok;
+	matmul_forward(a->logits, a->normed, m->params.layer[l].router, NULL, T, c->hidden_size, E, false);
+	softmax_forward(x->p, x->router_lse, a->logits, T, E);
+	const real *p = x->p;
+	if (step && step->index < c->router.warmup_steps) {
+		struct random_stream noise = {.seed = step->seed, .purpose = RANDOM_ROUTING + l, .step = (uint32_t)step->index,
+				.first = (uint64_t)(step->first_sequence * L * E)};
+		routing_noise_forward(x->p_hat, a->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
+				step->router_std[l], &noise, T, E);
+		softmax_forward(x->p_hat, NULL, x->p_hat, T, E);
+		p = x->p_hat;
+	}
+	topk_forward(x->index, x->weight, p, T, E, k, c->norm_topk_prob && k > 1);
+	if (!step)
+		return;
+
+	/* f_e is a share of the tokens that count together: each sequence alone, or the whole micro-batch. */
+	router_statistics(a->router_sums, a->sequence_count, a->sequence_p, a->logits, x->p, x->router_lse, x->index, B, L, E, k);
+	struct layer_sums *sum = &sums->layer[l];
+	for (int b = 0; b < B; b++) {
+		for (int64_t e = 0; e < E; e++)
+			sum->count[e] += a->sequence_count[b * E + e];
+		sum->s += a->router_sums[b].s;
+		sum->s_squared += a->router_sums[b].s_squared;
+		sum->z += a->router_sums[b].z / step->num_tokens;
+	}
+	int64_t together = L;
+	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
+		together = T;
+		for (int64_t e = 0; e < E; e++) {
+			for (int b = 1; b < B; b++) {
+				a->sequence_count[e] += a->sequence_count[b * E + e];
+				a->sequence_p[e] += a->sequence_p[b * E + e];
+			}
+			for (int b = 1; b < B; b++)
+				a->sequence_count[b * E + e] = a->sequence_count[e], a->sequence_p[b * E + e] = 0;
+		}
+	}
+	for (int64_t i = 0; i < B * E; i++) {
+		double f = a->sequence_count[i] / ((double)k * together);
+		x->balance_factor[i] = (real)(E * f);
+		sum->balance += E * f * a->sequence_p[i] / step->num_tokens;
+	}
+}
+
+/* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. */
+static void ffn_layer_forward(struct model *m, int l, int B, real *out, const struct step *step, struct step_sums *sums)
+{
+	const struct model_config *c = &m->config;
+	const struct layer_params *p = &m->params.layer[l];
+	struct activations *a = &m->acts;
+	struct layer_activations *x = &a->layer[l];
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int E = c->num_experts, k = c->num_experts_per_tok;
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps);
+	copy_array(out, x->middle, T * H);
+	if (has_experts(c, l)) {
+		router_forward(m, l, B, step, sums);
+		dispatch_plan(x->offset, x->position, x->source, x->index, T * k, E);
+		permute_forward(x->row_weight, x->weight, x->source, T * k);
+		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
+		grouped_matmul_forward(x->gate_up, a->rows, p->gate_up, x->offset, E, H, 2 * I, false);
+		swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
+		grouped_matmul_forward(a->rows, a->act, p->down, x->offset, E, I, H, false);
+		combine_rows(out, a->rows, x->position, T, k, H, true);
+	}
+	if (W) {
+		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, T, H, 2 * W, false);
+		swiglu_forward(a->shared_act, x->shared_gate_up, NULL, T, W);
+		matmul_forward(out, a->shared_act, p->shared_down, NULL, T, W, H, true);
+	}
+}
+
+void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size;
+	embedding_forward(a->layer[0].input, input, m->params.embedding, T, H);
+	for (int l = 0; l < c->num_hidden_layers; l++) {
+		attention_layer_forward(m, l, B);
+		ffn_layer_forward(m, l, B, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
+	}
+	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, T, H, c->rms_norm_eps);
+}
+
+/* ============================================================================================================
+ * Head and loss, over chunks of tokens: logits never exist for all of them
+ * ========================================================================================================== */
+
+/* What the head multiplies with W: normed / n_j with NormHead, which is the same as dividing W's columns. */
+static const real *head_input(struct model *m, int64_t first, int64_t n)
+{
+	const int64_t H = m->config.hidden_size;
+	const real *normed = m->acts.normed + first * H;
+	if (!m->head_scale)
+		return normed;
+	scale_columns(m->acts.head_input, normed, m->head_scale, n, H);
+	return m->acts.head_input;
+}
+
+void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
+{
+	matmul_forward(logits, head_input(m, first, n), m->params.lm_head, NULL, n, m->config.hidden_size, m->config.vocab_size, false);
+}
+
+double model_loss(struct model *m, const int32_t *target, int B, const struct step *step)
+{
+	struct activations *a = &m->acts;
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(V);
+	double sum = 0;
+	for (int64_t first = 0; first < T; first += C) {
+		int64_t n = T - first < C ? T - first : C;
+		const real *in = head_input(m, first, n);
+		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
+		cross_entropy_forward(a->head_loss, a->head_lse, a->head_logits, target + first, n, V);
+		for (int64_t t = 0; t < n; t++)
+			sum += a->head_loss[t];
+		if (!step)
+			continue;
+		real *dnormed = a->dnormed + first * H;
+		cross_entropy_backward(a->head_logits, a->head_lse, target + first, step->num_targets ? 1.0 / step->num_targets : 0, n, V);
+		matmul_backward_input(dnormed, a->head_logits, m->params.lm_head, n, H, V, false);
+		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
+		if (m->head_scale)
+			scale_columns(dnormed, dnormed, m->head_scale, n, H);
+	}
+	return sum;
+}
+
+/* ============================================================================================================
+ * Backward: acts.dstream is the gradient of the residual stream; each layer adds its part on the way down
+ * ========================================================================================================== */
+
+/* Writes dlogits from the routing weights' gradient and the auxiliary losses; then the router's weight and input gradients. */
+static void router_backward(struct model *m, int l, int B, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	struct layer_activations *x = &a->layer[l];
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, E = c->num_experts;
+	const int k = c->num_experts_per_tok;
+	const bool noisy = step->index < c->router.warmup_steps;
+	topk_backward(a->dlogits, a->dweight, x->index, x->weight, noisy ? x->p_hat : x->p, T, E, k, c->norm_topk_prob && k > 1);
+	if (noisy) { /* s_hat = alpha s + noise */
+		real alpha = (real)((double)step->index / c->router.warmup_steps);
+		for (int64_t i = 0; i < T * E; i++)
+			a->dlogits[i] *= alpha;
+	}
+	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, B, L, E,
+			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
+	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, T, H, E, step->accumulate);
+	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, T, H, E, true);
+}
+
+static void ffn_layer_backward(struct model *m, int l, int B, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	const struct layer_params *p = &m->params.layer[l], *g = &m->grads.layer[l];
+	struct activations *a = &m->acts;
+	struct layer_activations *x = &a->layer[l];
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int E = c->num_experts, k = c->num_experts_per_tok;
+	const bool add = step->accumulate;
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps); /* not kept: cheap to make again */
+	if (W) {
+		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, T, W, H, false);
+		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, T, W);
+		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, T, W, H, add);
+		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, T, H, 2 * W, add);
+		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, T, H, 2 * W, false);
+	}
+	if (has_experts(c, l)) {
+		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
+		gather_rows(a->rows, a->dstream, x->source, T * k, k, H);
+		grouped_matmul_backward_input(a->dact, a->rows, p->down, x->offset, E, I, H, false);
+		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->row_weight, T * k, I);
+		grouped_matmul_backward_weight(g->down, a->rows, a->act, x->offset, E, I, H, add);
+		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
+		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, a->rows, x->offset, E, H, 2 * I, add);
+		grouped_matmul_backward_input(a->rows, a->dgate_up, p->gate_up, x->offset, E, H, 2 * I, false);
+		combine_rows(a->dnormed, a->rows, x->position, T, k, H, W > 0);
+		permute_backward(a->dweight, a->drow_weight, x->source, T * k);
+		router_backward(m, l, B, step);
+	}
+	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->middle, p->ffn_norm, x->ffn_rstd, T, H, add, a->sum_scratch);
+}
+
+static void attention_layer_backward(struct model *m, int l, int B, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	const struct layer_params *p = &m->params.layer[l], *g = &m->grads.layer[l];
+	struct activations *a = &m->acts;
+	struct layer_activations *x = &a->layer[l];
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size;
+	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
+	const bool add = step->accumulate;
+	matmul_backward_weight(g->dense, a->dstream, x->attention, T, nh * d, H, add);
+	if (g->dense_bias)
+		bias_backward(g->dense_bias, a->dstream, T, H, add, a->sum_scratch);
+	matmul_backward_input(a->dattention, a->dstream, p->dense, T, nh * d, H, false);
+	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, B, L, nh, nkv, d, a->attention_scratch);
+	rope_backward(a->dqkv, m->rope, T, L, nh, nkv, d);
+	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, T, H, c->rms_norm_eps);
+	matmul_backward_weight(g->qkv, a->dqkv, a->normed, T, H, qkv_width(c), add);
+	if (g->qkv_bias)
+		bias_backward(g->qkv_bias, a->dqkv, T, qkv_width(c), add, a->sum_scratch);
+	matmul_backward_input(a->dnormed, a->dqkv, p->qkv, T, H, qkv_width(c), false);
+	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, T, H, add,
+			a->sum_scratch);
+}
+
+void model_backward(struct model *m, const int32_t *input, int B, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size;
+	memset(a->dstream, 0, T * H * sizeof *a->dstream);
+	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, T, H, step->accumulate,
+			a->sum_scratch);
+	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
+		ffn_layer_backward(m, l, B, step);
+		attention_layer_backward(m, l, B, step);
+	}
+	/* Tied, the head has written this gradient already. */
+	embedding_backward(m->grads.embedding, input, a->dstream, T, H, c->vocab_size, step->accumulate || c->tie_word_embeddings);
+}
+
+int step_sums_init(struct step_sums *s, const struct model_config *c)
+{
+	s->layer = calloc(c->num_hidden_layers, sizeof *s->layer);
+	double *count = calloc((size_t)c->num_hidden_layers * (c->num_experts + 1), sizeof *count);
+	if (!s->layer || !count) {
+		free(s->layer);
+		free(count);
+		s->layer = NULL;
+		return fail("out of memory for the sums of %d layers", c->num_hidden_layers);
+	}
+	for (int l = 0; l < c->num_hidden_layers; l++)
+		s->layer[l].count = count + (size_t)l * c->num_experts;
+	return 0;
+}
+
+void step_sums_clear(struct step_sums *s, const struct model_config *c)
+{
+	s->cross_entropy = 0;
+	for (int l = 0; l < c->num_hidden_layers; l++) {
+		double *count = s->layer[l].count;
+		memset(count, 0, c->num_experts * sizeof *count);
+		s->layer[l] = (struct layer_sums){.count = count};
+	}
+}
+
+void step_sums_free(struct step_sums *s)
+{
+	if (s->layer)
+		free(s->layer[0].count);
+	free(s->layer);
+	s->layer = NULL;
+}
+
+/* ============================================================================================================
+ * Schedules
+ * ========================================================================================================== */
+
+double learning_rate(const struct config *c, int64_t step, int64_t steps, double progress)
+{
+	/* WSD (Hu et al. 2024, arXiv:2404.06395): a constant level, lowered by the drops, then a decay over the last `steps`. A decay
+	 * longer than the run has begun before its first step. */
+	double lr = c->schedule.peak_lr;
+	for (int i = 0; i < c->schedule.num_drops; i++)
+		if (progress >= c->schedule.drops[i].at)
+			lr *= c->schedule.drops[i].factor;
+	const int64_t begin = steps - c->schedule.decay.steps;
+	if (c->schedule.decay.steps && step > begin) {
+		const double x = (double)(step - begin) / c->schedule.decay.steps, final = c->schedule.decay.final_lr;
+		switch (c->schedule.decay.shape) {
+		case DECAY_LINEAR: lr = final + (lr - final) * (1 - x); break;
+		case DECAY_COSINE: lr = final + (lr - final) * (1 + cos(M_PI * x)) / 2; break;
+		case DECAY_1_SQRT: lr = final + (lr - final) * (1 - sqrt(x)); break;
+		case DECAY_INVERSE_SQRT: lr = 1 / sqrt((1 - x) / (lr * lr) + x / (final * final)); break; /* 1/lr^2 grows linearly */
+		}
+	}
+	/* The warm-up rises from 0 and reaches 1 at update number warmup_steps. */
+	if (step < c->schedule.warmup_steps)
+		lr *= (double)step / c->schedule.warmup_steps;
+	return lr;
+}
+
+int64_t batch_size(const struct config *c, int64_t tokens)
+{
+	const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment, ramp = c->train.batch_warmup.tokens;
+	if (tokens >= ramp)
+		return c->train.batch;
+	int64_t increments = (c->train.batch - start + increment - 1) / increment;
+	int64_t batch = start + (int64_t)((__int128)tokens * increments / ramp) * increment;
+	return batch < c->train.batch ? batch : c->train.batch;
+}
+
+void run_length(const struct config *c, int64_t *steps, int64_t *tokens)
+{
+	int64_t s = 0, t = 0, full = (int64_t)c->train.batch * c->data.seq_len;
+	const bool by_steps = c->train.steps > 0;
+	while (t < c->train.batch_warmup.tokens && (by_steps ? s < c->train.steps : t < c->train.tokens)) {
+		t += batch_size(c, t) * c->data.seq_len;
+		s++;
+	}
+	int64_t rest = by_steps ? c->train.steps - s : t < c->train.tokens ? (c->train.tokens - t + full - 1) / full : 0;
+	*steps = s + rest;
+	*tokens = t + rest * full;
+}
+
+/* ============================================================================================================
+ * The trainer
+ * ========================================================================================================== */
+
+volatile sig_atomic_t stop_requested;
+
+static double now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* Windows of L inputs and L shifted targets in a token file. */
+static int64_t count_windows(const struct tokens *t, int64_t L)
+{
+	return t->count > L ? (t->count - 1) / L : 0;
+}
+
+/* Opens a token file that must hold at least one window. */
+static int open_data(struct tokens *t, const char *prefix, int vocab_size, int64_t L)
+{
+	if (tokens_open(t, prefix, vocab_size) < 0)
+		return -1;
+	if (count_windows(t, L) > 0)
+		return 0;
+	int64_t count = t->count;
+	tokens_close(t);
+	return fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", prefix, (long long)count, (long long)L,
+			(long long)L + 1);
+}
+
+/* Continues from a checkpoint: state, weights, optimizer; the config must describe the same run. */
+static int trainer_resume(struct trainer *t, const char *dir)
+{
+	struct config saved;
+	char path[PATH_LEN + 32];
+	t->state.num_layers = t->config.model.num_hidden_layers;
+	if (checkpoint_read_state(dir, &saved, &t->state) < 0 || config_check_resume(&saved, &t->config, stdout) < 0)
+		return -1;
+	snprintf(path, sizeof path, "%s/optimizer.safetensors", dir);
+	struct array *arrays = name_arrays(&t->model, 2, (real *[]){t->model.exp_avg, t->model.exp_avg_sq},
+			(const char *[]){"exp_avg.", "exp_avg_sq."});
+	int rc = arrays ? read_arrays(path, arrays, 2 * t->model.num_tensors) : -1;
+	free(arrays);
+	if (rc < 0 || model_load(&t->model, dir) < 0)
+		return -1;
+	printf("continuing from %s\n", dir);
+	return 0;
+}
+
+int trainer_init(struct trainer *t, const struct config *c)
+{
+	*t = (struct trainer){.config = *c};
+	const int layers = c->model.num_hidden_layers;
+	run_length(c, &t->steps, &t->tokens);
+	char dir[PATH_LEN];
+	int found = checkpoint_find(c->train.output_dir, dir);
+	if (found < 0)
+		return -1;
+	if (open_data(&t->train, c->data.train, c->model.vocab_size, c->data.seq_len) < 0 ||
+			(*c->data.valid && open_data(&t->valid, c->data.valid, c->model.vocab_size, c->data.seq_len) < 0) ||
+			model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true) < 0 ||
+			step_sums_init(&t->sums, &c->model) < 0)
+		goto failed;
+	t->state.num_layers = layers;
+	t->state.router_mean = calloc(layers, sizeof(double));
+	t->state.router_std = calloc(layers, sizeof(double));
+	t->expert_load = calloc(layers, sizeof(double));
+	t->input = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
+	t->target = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
+	if (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target) {
+		fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
+		goto failed;
+	}
+	for (int l = 0; l < layers; l++)
+		t->state.router_std[l] = 1;
+	if (found) {
+		if (trainer_resume(t, dir) < 0)
+			goto failed;
+	} else if (*c->train.init_from) {
+		if (model_load(&t->model, c->train.init_from) < 0)
+			goto failed;
+	} else
+		model_randomize(&t->model, c->train.seed);
+	return 0;
+failed:
+	trainer_free(t);
+	return -1;
+}
+
+void trainer_free(struct trainer *t)
+{
+	tokens_close(&t->train);
+	tokens_close(&t->valid);
+	model_free(&t->model);
+	step_sums_free(&t->sums);
+	free(t->state.router_mean);
+	free(t->state.router_std);
+	free(t->expert_load);
+	free(t->input);
+	free(t->target);
+	*t = (struct trainer){0};
+}
+
+/* Copies window i of a token file: inputs [L], and targets [L], the tokens one further on. */
+static void read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target)
+{
+	tokens_read(data, i * L, L, input);
+	tokens_read(data, i * L + 1, L, target);
+}
+
+int64_t trainer_next_batch(struct trainer *t)
+{
+	const int64_t L = t->config.data.seq_len, windows = count_windows(&t->train, L), batch = batch_size(&t->config, t->state.tokens);
+	for (int64_t i = 0; i < batch; i++) {
+		/* The order of the data is a function of the sample's number alone. */
+		int64_t sample = t->state.samples + i, window = sample % windows;
+		struct random_stream order = {.seed = t->config.train.seed, .purpose = RANDOM_SHUFFLE, .step = (uint32_t)(sample / windows)};
+		if (t->config.data.shuffle)
+			window = random_permute(window, windows, &order);
+		read_window(&t->train, window, L, t->input + i * L, t->target + i * L);
+	}
+	return batch;
+}
+
+/* Running mean and standard deviation of each layer's router logits, for the routing warmup. */
+static void update_router_statistics(struct trainer *t, int64_t num_tokens)
+{
+	const double n = (double)num_tokens * t->config.model.num_experts, momentum = 0.9;
+	for (int l = t->config.model.first_k_dense_replace; l < t->config.model.num_hidden_layers; l++) {
+		double mean = t->sums.layer[l].s / n, variance = t->sums.layer[l].s_squared / n - mean * mean;
+		t->state.router_mean[l] = momentum * t->state.router_mean[l] + (1 - momentum) * mean;
+		t->state.router_std[l] = momentum * t->state.router_std[l] + (1 - momentum) * sqrt(variance > 0 ? variance : 0);
+	}
+}
+
+/* Applies AdamW to all parameters; neighbours with the same decay go together. */
+static void update_weights(struct trainer *t, const struct adamw *optimizer)
+{
+	struct model *m = &t->model;
+	for (int i = 0; i < m->num_tensors;) {
+		const bool decay = m->tensors[i].cols > 0;
+		const int64_t first = m->tensors[i].offset;
+		int64_t end = first;
+		for (; i < m->num_tensors && (m->tensors[i].cols > 0) == decay; i++)
+			end += tensor_size(&m->tensors[i]);
+		struct adamw o = *optimizer;
+		o.weight_decay = decay ? o.weight_decay : 0;
+		adamw_update(m->params.memory + first, m->exp_avg + first, m->exp_avg_sq + first, m->grads.memory + first, end - first, &o);
+	}
+	model_update_head_scale(m);
+}
+
+/* Fills the metrics' loss parts and loads from the sums of a step: means over the layers that have experts. */
+static void report_sums(struct trainer *t, struct metrics *m)
+{
+	const struct model_config *c = &t->config.model;
+	const int first = c->first_k_dense_replace, n = c->num_hidden_layers - first;
+	for (int l = first; l < c->num_hidden_layers; l++) {
+		const struct layer_sums *sum = &t->sums.layer[l];
+		m->balance_loss += sum->balance / n;
+		m->z_loss += sum->z / n;
+		double largest = 0, total = 0;
+		for (int e = 0; e < c->num_experts; e++) {
+			largest = sum->count[e] > largest ? sum->count[e] : largest;
+			total += sum->count[e];
+		}
+		t->expert_load[l - first] = largest * c->num_experts / total;
+	}
+	m->num_layers = n;
+	m->expert_load = t->expert_load;
+}
+
+int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
+{
+	struct model *model = &t->model;
+	const struct config *c = &t->config;
+	const int64_t L = c->data.seq_len, num_tokens = batch * L, step_number = t->state.step + 1;
+	const double start = now();
+	struct step step = {.seed = c->train.seed, .index = t->state.step, .num_tokens = num_tokens,
+			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
+	for (int64_t i = 0; i < num_tokens; i++)
+		step.num_targets += t->target[i] >= 0;
+
+	step_sums_clear(&t->sums, &c->model);
+	const struct share share = deal_batch(&model->layout.data, batch, c->train.micro_batch);
+	for (int64_t i = 0; i < share.num_micro_batches; i++) {
+		int64_t done = i * c->train.micro_batch, left = share.count - done;
+		int B = left < c->train.micro_batch ? left : c->train.micro_batch;
+		step.first_sequence = share.first + done;
+		step.accumulate = i > 0;
+		const int32_t *input = t->input + step.first_sequence * L, *target = t->target + step.first_sequence * L;
+		model_forward(model, input, B, &step, &t->sums);
+		t->sums.cross_entropy += model_loss(model, target, B, &step);
+		model_backward(model, input, B, &step);
+	}
+	group_sum(&model->layout.data, &t->sums.cross_entropy, 1);
+	group_sum_real(&model->layout.data, model->grads.memory, model->num_params);
+
+	const double norm = sqrt(sum_of_squares(model->grads.memory, model->num_params));
+	*m = (struct metrics){
+		.step = step_number, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = batch,
+		.loss = step.num_targets ? t->sums.cross_entropy / step.num_targets : 0, .grad_norm = norm,
+		.lr = learning_rate(c, step_number, t->steps, (double)t->state.tokens / t->tokens),
+	};
+	report_sums(t, m);
+	const bool finite = isfinite(m->loss) && isfinite(norm) && isfinite(m->balance_loss) && isfinite(m->z_loss);
+	if (finite) {
+		const bool clip = c->train.grad_clip > 0 && norm > c->train.grad_clip;
+		update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
+				.eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
+				.grad_scale = clip ? c->train.grad_clip / norm : 1, .step = step_number});
+		update_router_statistics(t, num_tokens);
+		t->state.step = step_number;
+		t->state.samples = m->samples;
+		t->state.tokens = m->tokens;
+	}
+	m->seconds = now() - start;
+	m->tokens_per_second = num_tokens / m->seconds;
+	if (!finite)
+		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g: not finite, so the weights were left as they "
+				"were and the run ends; the last checkpoint is kept. Lower schedule.peak_lr, lengthen its warm-up, or look at the data "
+				"of samples %lld to %lld", (long long)step_number, m->loss, m->balance_loss, m->z_loss, norm,
+				(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+	return 0;
+}
+
+int trainer_save(struct trainer *t)
+{
+	struct model *m = &t->model;
+	struct array *weights = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
+	struct array *moments = name_arrays(m, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, (const char *[]){"exp_avg.", "exp_avg_sq."});
+	int rc = weights && moments
+			? checkpoint_save(&t->config, &t->state, weights, m->num_tensors, moments, 2 * m->num_tensors) : -1;
+	free(weights);
+	free(moments);
+	return rc;
+}
+
+static void request_stop(int signal)
+{
+	(void)signal;
+	stop_requested = 1;
+}
+
+/* One line about a step: overwritten in place on a terminal, a plain line elsewhere. */
+static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token, bool terminal)
+{
+	double left = (t->tokens - m->tokens) * seconds_per_token;
+	printf("%sstep %lld/%lld  loss %.4f  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %.0f%%  %d:%02d left", terminal ? "\r\033[K" : "",
+			(long long)m->step, (long long)t->steps, m->loss, m->lr, m->grad_norm, m->batch, m->tokens_per_second,
+			100.0 * m->tokens / t->tokens, (int)(left / 60), (int)left % 60);
+	if (m->has_valid_loss)
+		printf("  valid %.4f", m->valid_loss);
+	if (!terminal || m->has_valid_loss)
+		printf("\n");
+	fflush(stdout);
+}
+
+/* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
+static int lock_directory(const char *dir)
+{
+	if (make_directories(dir) < 0)
+		return -1;
+	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", dir, strerror(errno));
+	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
+		close(fd);
+		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+	}
+	return fd;
+}
+
+/* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */
+static int training_loop(struct trainer *t, FILE *metrics_file)
+{
+	const struct config *c = &t->config;
+	const bool terminal = isatty(STDOUT_FILENO);
+	const int64_t first_token = t->state.tokens;
+	const double start = now();
+	int64_t saved = t->state.step;
+	while (t->state.step < t->steps) {
+		struct metrics m;
+		const int64_t batch = trainer_next_batch(t);
+		if (trainer_step(t, batch, &m) < 0) {
+			metrics_write(metrics_file, &m);
+			return -1;
+		}
+		const bool last = m.step == t->steps, stop = stop_requested || m.step == c->train.stop_at_step;
+		if (t->valid.count && (last || (c->eval.every && m.step % c->eval.every == 0))) {
+			struct evaluation e;
+			if (evaluate(&t->model, &t->valid, c->eval.max_windows, &e) < 0)
+				return -1;
+			m.has_valid_loss = true;
+			m.valid_loss = e.loss;
+		}
+		if (metrics_write(metrics_file, &m) < 0)
+			return -1;
+		if (last || stop || m.step % c->log.every == 0 || m.has_valid_loss)
+			print_progress(t, &m, (now() - start) / (m.tokens - first_token), terminal);
+		if (last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) {
+			if (trainer_save(t) < 0)
+				return -1;
+			saved = m.step;
+		}
+		if (stop && !last) {
+			printf("%sstopped at step %lld of %lld, saved; the same command continues\n", terminal ? "\n" : "", (long long)saved,
+					(long long)t->steps);
+			return 0;
+		}
+	}
+	if (terminal)
+		printf("\n");
+	printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
+			c->train.output_dir, (long long)saved);
+	return 0;
+}
+
+int trainer_run(struct trainer *t)
+{
+	/* A second signal ends the program at once. */
+	struct sigaction action = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
+	sigaction(SIGTERM, &action, NULL);
+	sigaction(SIGINT, &action, NULL);
+	FILE *f = metrics_open(t->config.train.output_dir, t->state.step);
+	if (!f)
+		return -1;
+	int rc = training_loop(t, f);
+	if (fclose(f) && rc == 0)
+		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
+	return rc;
+}
+
+/* ============================================================================================================
+ * Evaluation
+ * ========================================================================================================== */
+
+int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, struct evaluation *e)
+{
+	const int64_t L = m->seq_len, all = count_windows(data, L), windows = max_windows && max_windows < all ? max_windows : all;
+	const bool byte_tokens = !strcmp(data->tokenizer, "byte");
+	int32_t *input = malloc(2 * L * sizeof *input), *target = input + L;
+	if (!input)
+		return fail("out of memory for a window of %lld tokens", (long long)L);
+	*e = (struct evaluation){0};
+	double sum = 0;
+	for (int64_t i = 0; i < windows; i++) {
+		read_window(data, i, L, input, target);
+		model_forward(m, input, 1, NULL, NULL);
+		sum += model_loss(m, target, 1, NULL);
+		for (int64_t t = 0; byte_tokens && t < L; t++)
+			e->bytes += target[t] < 256;
+	}
+	free(input);
+	e->tokens = windows * L;
+	e->loss = sum / e->tokens;
+	return 0;
+}
+
+/* ============================================================================================================
+ * ling info: parameters, memory, FLOPs
+ * ========================================================================================================== */
+
+struct part { const char *name; int64_t total, active; };
+
+/* Parameters by part; active ones are those that one token uses. Returns the number of parts, the sum being the last. */
+static int count_parts(struct part part[8], const struct model_config *c)
+{
+	const int64_t H = c->hidden_size, layers = c->num_hidden_layers, dense = c->first_k_dense_replace, moe = layers - dense;
+	const int64_t expert = 3 * H * c->moe_intermediate_size;
+	const int64_t biases = (c->use_qkv_bias ? qkv_width(c) : 0) + (c->use_bias ? H : 0);
+	const int64_t attention = layers * ((qkv_width(c) + attention_width(c)) * H + biases);
+	const int64_t embedding = (int64_t)c->vocab_size * H, head = c->tie_word_embeddings ? 0 : embedding;
+	const int64_t shared = moe * c->num_shared_experts * expert, dense_ffn = dense * 3 * H * c->intermediate_size;
+	const int64_t router = moe * c->num_experts * H, norms = (2 * layers + 1) * H;
+	int n = 0;
+	part[n++] = (struct part){"embedding", embedding, embedding};
+	part[n++] = (struct part){"attention", attention, attention};
+	part[n++] = (struct part){"router", router, router};
+	part[n++] = (struct part){"experts", moe * c->num_experts * expert, moe * c->num_experts_per_tok * expert};
+	part[n++] = (struct part){"shared and dense", shared + dense_ffn, shared + dense_ffn};
+	part[n++] = (struct part){"norms", norms, norms};
+	part[n++] = (struct part){"head", head, head};
+	struct part sum = {"total", 0, 0};
+	for (int i = 0; i < n; i++)
+		sum.total += part[i].total, sum.active += part[i].active;
+	part[n++] = sum;
+	return n;
+}
+
+/* FLOPs of a training step per token: 6 for each active matmul parameter (2 forward, 4 backward), and causal attention over
+ * seq_len tokens, half of which a token sees on average. */
+static double flops_per_token(const struct model_config *c, int64_t seq_len)
+{
+	struct part part[8];
+	const int n = count_parts(part, c);
+	const int64_t H = c->hidden_size, layers = c->num_hidden_layers;
+	int64_t matmul = part[n - 1].active - (2 * layers + 1) * H - (int64_t)c->vocab_size * H; /* less norms and the look-up ... */
+	matmul += c->tie_word_embeddings ? (int64_t)c->vocab_size * H : 0; /* ... but a tied embedding is the head's matrix too */
+	matmul -= layers * ((c->use_qkv_bias ? qkv_width(c) : 0) + (c->use_bias ? H : 0));
+	return 6.0 * matmul + 6.0 * layers * attention_width(c) * seq_len;
+}
+
+static int print_info(const struct config *config, bool json)
+{
+	const struct model_config *c = &config->model;
+	const int L = config->data.seq_len ? config->data.seq_len : c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096;
+	const int B = config->train.micro_batch ? config->train.micro_batch : 1;
+	struct memory_plan plan = {0};
+	struct part part[8];
+	const int n = count_parts(part, c);
+	if (plan_memory(&plan, c, B, L, true) < 0)
+		return -1;
+	const double flops = flops_per_token(c, L);
+	const size_t total = plan.weights + plan.gradients + plan.optimizer + plan.activations;
+	if (json) {
+		printf("{\"parameters\": %lld, \"active_parameters\": %lld, \"parts\": {", (long long)part[n - 1].total,
+				(long long)part[n - 1].active);
+		for (int i = 0; i < n - 1; i++)
+			printf("%s\"%s\": {\"parameters\": %lld, \"active\": %lld}", i ? ", " : "", part[i].name, (long long)part[i].total,
+					(long long)part[i].active);
+		printf("}, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {\"weights\": %zu, \"gradients\": %zu, \"optimizer\": %zu, "
+				"\"activations\": %zu, \"total\": %zu}, \"flops_per_token\": %.0f}\n", B, L, plan.weights, plan.gradients,
+				plan.optimizer, plan.activations, total, flops);
+		return 0;
+	}
+	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
+	for (int i = 0; i < n; i++)
+		printf("%-18s %18lld %18lld\n", part[i].name, (long long)part[i].total, (long long)part[i].active);
+	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", B, L);
+	printf("%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n", "weights", plan.weights / 1e9,
+			"gradients", plan.gradients / 1e9, "optimizer", plan.optimizer / 1e9, "activations", plan.activations / 1e9, "total",
+			total / 1e9);
+	printf("\nFLOPs of training a token at seq_len %d: %.4g\n", L, flops);
+	return 0;
+}
+
+/* ============================================================================================================
+ * Commands. Exit status: 0 done, 1 the work failed, 2 wrong use.
+ * ========================================================================================================== */
+
+enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
+
+const char *argp_program_version = "ling " LING_VERSION;
+
+/* What the command line of any command may hold. */
+struct arguments {
+	char **words;                /* the words that are no options */
+	int num_words, min_words;
+	const char *tokenizer, *out, *data;
+	int seq_len;
+	int64_t max_windows;
+	bool json;
+};
+
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_JSON, OPTION_KEYS };
+
+/* A whole number from 1 to `max`, or a usage error. */
+static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
+{
+	char *end;
+	errno = 0;
+	long long n = strtoll(text, &end, 10);
+	if (end == text || *end || errno || n < 1 || n > max)
+		argp_error(state, "%s %s: expected a whole number from 1 to %lld", option, text, (long long)max);
+	return n;
+}
+
+static error_t parse_option(int key, char *value, struct argp_state *state)
+{
+	struct arguments *a = state->input;
+	switch (key) {
+	case OPTION_TOKENIZER: a->tokenizer = value; break;
+	case OPTION_OUT: a->out = value; break;
+	case OPTION_DATA: a->data = value; break;
+	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
+	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
+	case OPTION_JSON: a->json = true; break;
+	case OPTION_KEYS:
+		config_print_keys(stdout);
+		exit(EXIT_DONE);
+	case ARGP_KEY_ARGS:
+		a->words = state->argv + state->next;
+		a->num_words = state->argc - state->next;
+		break;
+	case ARGP_KEY_END:
+		if (a->num_words < a->min_words)
+			argp_error(state, "too few arguments");
+		break;
+	default: return ARGP_ERR_UNKNOWN;
+	}
+	return 0;
+}
+
+static int command_train(const struct arguments *a)
+{
+	struct config c;
+	if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false) < 0)
+		return EXIT_WRONG_USE;
+	int lock = lock_directory(c.train.output_dir);
+	if (lock < 0)
+		return EXIT_WORK_FAILED;
+	struct trainer t;
+	int rc = trainer_init(&t, &c);
+	if (rc == 0) {
+		printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)t.model.num_params, (long long)t.steps,
+				(long long)t.tokens, kernels_threads(), blas_core());
+		fflush(stdout);
+		rc = trainer_run(&t);
+		trainer_free(&t);
+	}
+	close(lock);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static int command_eval(const struct arguments *a)
+{
+	struct model_config c;
+	struct tokens data;
+	struct model m;
+	struct evaluation e;
+	if (config_from_huggingface(&c, a->words[0]) < 0 || open_data(&data, a->data, c.vocab_size, a->seq_len) < 0)
+		return EXIT_WORK_FAILED;
+	int rc = model_init(&m, &c, 1, a->seq_len, false);
+	if (rc == 0) {
+		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
+		model_free(&m);
+	}
+	if (rc == 0 && !isfinite(e.loss))
+		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
+	if (rc == 0) {
+		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
+		if (a->json) {
+			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
+			if (e.bytes)
+				printf(", \"bytes\": %lld, \"bits_per_byte\": %.12g", (long long)e.bytes, bits);
+			printf("}\n");
+		} else {
+			printf("loss %.12g  perplexity %.9g  tokens %lld", e.loss, exp(e.loss), (long long)e.tokens);
+			if (e.bytes)
+				printf("  bits per byte %.6f", bits);
+			printf("\n");
+		}
+	}
+	tokens_close(&data);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static int command_tokenize(const struct arguments *a)
+{
+	return tokenize_files(a->out, a->tokenizer, a->num_words, a->words) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static int command_info(const struct arguments *a)
+{
+	struct config c = {0};
+	struct stat st;
+	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
+		if (a->num_words > 1) {
+			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
+			return EXIT_WRONG_USE;
+		}
+		if (config_from_huggingface(&c.model, a->words[0]) < 0)
+			return EXIT_WORK_FAILED;
+	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
+		return EXIT_WRONG_USE;
+	return print_info(&c, a->json) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static int command_plot(const struct arguments *a)
+{
+	char path[PATH_LEN + 16];
+	snprintf(path, sizeof path, "%s/metrics.png", a->words[0]);
+	if (plot_run(a->words[0], a->out ? a->out : path) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s\n", a->out ? a->out : path);
+	return EXIT_DONE;
+}
+
+#define JSON_OPTION {"json", OPTION_JSON, NULL, 0, "Print one JSON object", 0}
+
+static const struct command {
+	const char *name;
+	int (*run)(const struct arguments *);
+	int min_words, max_words;    /* max_words 0: any number */
+	const char *usage, *help;
+	struct argp_option options[6];
+	struct arguments defaults;
+} commands[] = {
+	{"train", command_train, 1, 0, "CONFIG.yaml [key.path=value ...]",
+		"Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
+		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}, {0}},
+	{"eval", command_eval, 1, 1, "MODEL_DIR --data PREFIX --seq-len L",
+		"Cross-entropy and perplexity of a token file, over all its full windows. MODEL_DIR is a checkpoint or a Hugging Face directory.",
+		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx (required)", 0},
+		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
+		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}, {0}},
+	{"tokenize", command_tokenize, 1, 0, "--out PREFIX FILE...",
+		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
+		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
+		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}, {.tokenizer = "byte"}},
+	{"info", command_info, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
+		"Parameters, memory of a training step and FLOPs a token.", {JSON_OPTION}, {0}},
+	{"plot", command_plot, 1, 1, "RUN_DIR",
+		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
+		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}, {0}},
+};
+
+enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
+
+static void print_usage(FILE *out)
+{
+	fprintf(out, "usage: ling COMMAND ...\n\nTrains and evaluates Ling-style mixture-of-experts language models on CPUs.\n\n");
+	for (int i = 0; i < NUM_COMMANDS; i++)
+		fprintf(out, "  ling %s %s\n      %s\n", commands[i].name, commands[i].usage, commands[i].help);
+	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
+}
+
+/* An old OpenBLAS does not know a new processor and takes a kernel several times too slow. It reads OPENBLAS_CORETYPE only while it
+ * is loaded, so set that and start again, once. A value that the user has set is respected. */
+static void use_best_blas_core(char **argv)
+{
+	const char *better = blas_better_core();
+	if (!better || getenv("OPENBLAS_CORETYPE"))
+		return;
+	fprintf(stderr, "ling: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
+			blas_core(), better, better);
+	setenv("OPENBLAS_CORETYPE", better, 1);
+	execv("/proc/self/exe", argv);
+}
+
+int main(int argc, char **argv)
+{
+	const struct command *command = NULL;
+	for (int i = 0; argc > 1 && i < NUM_COMMANDS; i++)
+		if (!strcmp(argv[1], commands[i].name))
+			command = &commands[i];
+	if (!command) {
+		const bool help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?") || !strcmp(argv[1], "help"));
+		if (argc > 1 && (!strcmp(argv[1], "--version") || !strcmp(argv[1], "-V"))) {
+			printf("%s\n", argp_program_version);
+			return EXIT_DONE;
+		}
+		if (argc > 1 && !help)
+			fprintf(stderr, "ling: unknown command '%s'\n\n", argv[1]);
+		print_usage(help ? stdout : stderr);
+		return help ? EXIT_DONE : EXIT_WRONG_USE;
+	}
+	use_best_blas_core(argv);
+	kernels_init();
+
+	char name[64];
+	snprintf(name, sizeof name, "ling %s", command->name);
+	argv[1] = name; /* argp takes the program's name in messages from here */
+	argp_err_exit_status = EXIT_WRONG_USE;
+	struct arguments a = command->defaults;
+	a.min_words = command->min_words;
+	const struct argp argp = {command->options, parse_option, command->usage, command->help, NULL, NULL, NULL};
+	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
+	const char *missing = command->run == command_eval && !a.data ? "--data" : command->run == command_eval && !a.seq_len ? "--seq-len"
+			: command->run == command_tokenize && !a.out ? "--out" : NULL;
+	if (missing || (command->max_words && a.num_words > command->max_words)) {
+		fprintf(stderr, missing ? "%s: %s is required; see %s --help\n" : "%s: unexpected '%s'; see %s --help\n", name,
+				missing ? missing : a.words[command->max_words], name);
+		return EXIT_WRONG_USE;
+	}
+	int status = command->run(&a);
+	if (status != EXIT_DONE)
+		fprintf(stderr, "ling: %s\n", error_text);
+	return status;
+}

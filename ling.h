@@ -1,0 +1,530 @@
+/*
+ * ling.h - the map of the house: every shared type and prototype, in reading order.
+ *
+ *   ling.c      the model, the trainer, the commands
+ *   kernels.c   arithmetic on arrays, each operation as a forward/backward pair
+ *   parallel.c  ranks and process groups
+ *   data.c      everything on disk: YAML, JSON, tokens, checkpoints, metrics, pictures
+ *
+ * ling.c calls the other three; parallel.c may call kernels.c; kernels.c and data.c call no other file.
+ *
+ * Letters used for sizes, here and in every comment:
+ *   B sequences, L tokens a sequence, T = B*L tokens, H hidden_size, V vocab_size,
+ *   nh / nkv query / key-value heads, d head_dim, E experts, k experts a token,
+ *   I moe_intermediate_size, S shared experts, R = T*k expert rows (one for each token and chosen expert).
+ * Arrays are row-major; [A, B] has B contiguous. A weight is [out, in] and y = x W^T.
+ */
+#ifndef LING_H
+#define LING_H
+
+#include <signal.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#define LING_VERSION "0.1.0"
+
+/* The type of weights and activations. The program is float32; the tests compile the same source once more in
+ * double, where finite differences are exact enough to check every backward pass. */
+#ifdef LING_DOUBLE
+typedef double real;
+#else
+typedef float real;
+#endif
+
+#define PATH_LEN 1024      /* bytes of a path in a config, terminator included */
+#define MAX_LR_DROPS 16
+#define MAX_NAME 128       /* bytes of a tensor's name, terminator included */
+
+/* ============================================================================================================
+ * Errors (data.c)
+ * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text, one
+ * of the program's two mutable globals (stop_requested is the other): main prints it, once, and tests read it. It names the file, the line or key, what
+ * was found and what was expected.
+ * ========================================================================================================== */
+
+extern char error_text[4096];
+void set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static inline int failure(void) { return -1; }
+#define fail(...) (set_error(__VA_ARGS__), failure()) /* a macro, so that compilers see the -1 */
+
+/* ============================================================================================================
+ * Config (data.c). Plain values: a struct config is copied with =, and owns nothing.
+ * ========================================================================================================== */
+
+enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
+enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
+
+struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
+	int hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads;
+	int head_dim;                /* never 0 once loaded: missing means hidden_size / num_attention_heads */
+	int vocab_size;
+	int num_experts, num_experts_per_tok, num_shared_experts, moe_intermediate_size;
+	int first_k_dense_replace;   /* this many first layers have one dense SwiGLU of width intermediate_size */
+	int intermediate_size;
+	int max_position_embeddings;
+	bool norm_topk_prob, norm_head, tie_word_embeddings;
+	bool use_bias, use_qkv_bias; /* attention.dense and attention.query_key_value */
+	double rope_theta, rms_norm_eps, initializer_range;
+	struct {                     /* ours: training only */
+		double balance_loss_coef, z_loss_coef;
+		enum balance_scope balance_loss_scope;
+		int warmup_steps;        /* stochastic routing warmup; 0 = none */
+	} router;
+};
+
+struct config {
+	struct model_config model;
+	struct {
+		char train[PATH_LEN], valid[PATH_LEN]; /* token file prefixes; valid may be "" */
+		char tokenizer[32];
+		int seq_len;
+		bool shuffle;
+	} data;
+	struct {
+		char output_dir[PATH_LEN], init_from[PATH_LEN]; /* init_from may be "" */
+		uint64_t seed;
+		int64_t steps, tokens;   /* length of the run: exactly one of them is set, the other is 0 */
+		int64_t stop_at_step;    /* save and stop here, as SIGTERM would; 0 = run to the end */
+		int micro_batch, batch;  /* sequences a forward pass; sequences an optimizer step */
+		double grad_clip;        /* 0 = no clipping */
+		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
+	} train;
+	struct { double beta1, beta2, eps, weight_decay; } optimizer;
+	struct {
+		double peak_lr;
+		int64_t warmup_steps;
+		struct { double at, factor; } drops[MAX_LR_DROPS]; /* lr times factor once `at` of the run's tokens are done */
+		int num_drops;
+		struct { int64_t steps; enum decay_shape shape; double final_lr; } decay;
+	} schedule;
+	struct { int64_t every; int keep; } checkpoint; /* every 0 = only at the end */
+	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
+	struct { int64_t every; } log;
+};
+
+/* Loads a YAML file, then `key.path=value` overrides, then checks everything. With model_only, sections other than
+ * `model` may be missing their required keys. Errors name file:line and the key. */
+int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only);
+/* Reads the model section from DIR/config.json of a Hugging Face directory; missing keys take that class's defaults. */
+int config_from_huggingface(struct model_config *m, const char *dir);
+/* Writes the model as a Hugging Face config.json (BailingMoeForCausalLM). */
+int config_to_huggingface(const struct model_config *m, const char *path);
+/* Compares the config of a checkpoint with the one asked for. A difference that would make the continued run another run
+ * (model shape, seed, data order) fails, naming the key and both values; any other is written as a line to `notes`. */
+int config_check_resume(const struct config *saved, const struct config *asked, FILE *notes);
+/* Prints every key with type, default and meaning. */
+void config_print_keys(FILE *out);
+
+/* ============================================================================================================
+ * Files (data.c)
+ * ========================================================================================================== */
+
+/* -- safetensors -- */
+
+struct array {                 /* one named array of a file; the data belong to the caller */
+	const char *name;
+	int64_t rows, cols;          /* a vector has cols 0 */
+	real *data;
+};
+
+struct weights;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
+/* Opens DIR (model.safetensors, or model.safetensors.index.json and its shards) or one .safetensors file. Every header is
+ * checked: sizes, dtypes, offsets, overlaps, and, with an index, that every tensor is where it says. NULL on error. */
+struct weights *weights_open(const char *path);
+/* Number of tensors, and the name of tensor i (0 <= i < count). */
+int weights_count(const struct weights *w);
+const char *weights_name(const struct weights *w, int i);
+bool weights_has(const struct weights *w, const char *name);
+/* Copies tensor a->name into a->data, converted from F64, F32, BF16, F16; its shape must be a's. Checks its checksum where
+ * the file holds one. */
+int weights_read(const struct weights *w, const struct array *a);
+/* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
+int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out);
+void weights_close(struct weights *w); /* NULL is fine */
+/* Writes arrays as one safetensors file (F32; F64 in the double build) with a CRC-32 of each in its metadata; fsynced. */
+int safetensors_write(const char *path, const struct array *arrays, int n);
+
+/* -- checkpoints -- */
+
+struct trainer_state {         /* what a run must remember besides weights and optimizer */
+	int64_t step, samples, tokens; /* updates done, sequences and tokens consumed */
+	int num_layers;              /* entries of the two arrays below */
+	double *router_mean, *router_std; /* per layer, stochastic routing warmup; owned by the caller */
+};
+
+/* Writes OUTPUT_DIR/step-NNNNNNN/ whole or not at all (temporary name, fsync, rename), then removes all but the `keep` newest
+ * (0 = keep all). model holds Hugging Face names, optimizer exp_avg.NAME and exp_avg_sq.NAME. */
+int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
+		const struct array *optimizer, int num_optimizer);
+/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error. Removes temporaries. */
+int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
+/* Reads trainer.json: the config that the run had, and its state; num_layers must be set and must match. */
+int checkpoint_read_state(const char *dir, struct config *c, struct trainer_state *s);
+
+/* -- token files -- */
+
+struct tokens {                /* a Megatron indexed dataset PREFIX.bin + PREFIX.idx, mapped */
+	const uint8_t *bin;
+	int64_t count;               /* tokens */
+	int64_t documents;
+	int dtype;                   /* Megatron's code: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16 */
+	char tokenizer[32];          /* from the manifest PREFIX.json; "" when there is none */
+	int64_t bin_bytes;
+};
+/* Opens and checks everything, every id against vocab_size included. On error *t is empty. */
+int tokens_open(struct tokens *t, const char *prefix, int vocab_size);
+/* Copies tokens [start, start+n); the range must lie within the file. */
+void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
+void tokens_close(struct tokens *t);
+/* Turns text and JSONL files into PREFIX.bin, .idx and .json. The byte tokenizer: a byte is its token, 256 ends a document.
+ * A text file is one document; a .jsonl line's `text` field is one. */
+int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files);
+
+/* -- metrics -- */
+
+struct metrics {               /* one step; a non-finite number is written as null and named in "nonfinite" */
+	int64_t step, samples, tokens;
+	int batch;
+	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
+	int num_layers;              /* layers with experts */
+	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
+	bool has_valid_loss;
+	double valid_loss;
+};
+/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. */
+FILE *metrics_open(const char *output_dir, int64_t step);
+int metrics_write(FILE *f, const struct metrics *m);
+/* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
+int metrics_read(const char *run_dir, struct metrics **out, int *count);
+
+/* Draws RUN_DIR's metrics as a PNG: training and validation loss, learning rate and batch size, expert load by layer. */
+int plot_run(const char *run_dir, const char *png_path);
+
+/* Creates DIR and its parents. */
+int make_directories(const char *dir);
+
+/* ============================================================================================================
+ * Kernels (kernels.c)
+ * No array may overlap another unless the comment says "in place". `accumulate`: add to the output instead of writing it.
+ * ========================================================================================================== */
+
+/* Call once, before any other kernel: one BLAS thread for each caller. */
+void kernels_init(void);
+int kernels_threads(void); /* threads that a kernel uses */
+
+/* -- plain arrays -- */
+double sum_of_squares(const real *x, int64_t n);
+void copy_array(real *out, const real *in, int64_t n);
+/* out[t, j] = x[t, j] * scale[j]; out may be x. */
+void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N);
+/* Elements of the `scratch` that bias_backward and rmsnorm_backward need for rows of N. */
+int64_t row_sum_scratch(int64_t N);
+
+/* -- matrix products: y [T, N] = x [T, K] w^T, w [N, K]; bias [N] or NULL -- */
+void matmul_forward(real *y, const real *x, const real *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate);
+void matmul_backward_input(real *dx, const real *dy, const real *w, int64_t T, int64_t K, int64_t N, bool accumulate);
+void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, int64_t K, int64_t N, bool accumulate);
+void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch);
+/* The same for G weights w [G, N, K]: rows offset[g] .. offset[g+1]-1 of x and y belong to group g. A group may be empty. */
+void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate);
+void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate);
+void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,
+		bool accumulate);
+
+/* -- embedding: out [T, H] = w[token[t]], w [V, H] -- */
+void embedding_forward(real *out, const int32_t *token, const real *w, int64_t T, int64_t H);
+void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t T, int64_t H, int64_t V, bool accumulate);
+
+/* -- RMSNorm: out, x [T, H], w [H], rstd [T] = 1/sqrt(mean(x^2) + eps). The backward pass ADDS to dx: the residual stream's
+ *    own gradient is there already. -- */
+void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_t T, int64_t H, double eps);
+void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T, int64_t H,
+		bool accumulate, real *scratch);
+
+/* -- rotary embedding, in place on qkv [T, (nh + 2 nkv) d]; table [L, d]: d/2 cosines, then d/2 sines, of each position -- */
+void rope_table(real *table, int64_t L, int64_t d, double theta);
+void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
+void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
+
+/* -- causal attention: qkv [B*L, (nh + 2 nkv) d] = query heads, key heads, value heads; out [B*L, nh d]; lse [B*L, nh] -- */
+int64_t attention_scratch(int64_t L); /* elements of `scratch` */
+void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
+void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
+		int nh, int nkv, int64_t d, real *scratch);
+
+/* -- SwiGLU: gate_up [rows, 2I] = gate, up; act [rows, I] = weight[r] silu(gate) up; weight [rows], or NULL for 1. The backward
+ *    pass also gives act again (it is not kept from the forward pass) and dweight [rows] (or NULL); dact is the gradient
+ *    of act before the weight is applied: that of the product behind it, without the weight. -- */
+void swiglu_forward(real *act, const real *gate_up, const real *weight, int64_t rows, int64_t I);
+void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dact, const real *gate_up, const real *weight,
+		int64_t rows, int64_t I);
+
+/* -- random numbers: a value depends on (seed, purpose, step, position) alone -- */
+enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16 }; /* the low 16 bits: a layer, say */
+struct random_stream {
+	uint64_t seed;
+	uint32_t purpose, step;
+	uint64_t first;              /* added to every position */
+};
+void philox(uint32_t out[4], const uint32_t counter[4], const uint32_t key[2]);
+/* out[i] is the value at position + i: standard normal, or uniform in (0, 1). */
+void random_normal(real *out, int64_t n, const struct random_stream *s, uint64_t position);
+void random_uniform(real *out, int64_t n, const struct random_stream *s, uint64_t position);
+/* The image of i under a random permutation of [0, n), without a table. */
+uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s);
+
+/* -- router: logits s [T, E] -> probabilities p [T, E] -> index, weight [T, k] -- */
+/* p = softmax(s) by row; lse [T] its log-sum-exp, or NULL. p may be s. */
+void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E);
+/* Stochastic routing warmup: s_hat = alpha s + (1 - alpha) (mean + std eps), eps standard normal at position t*E + e. */
+void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean, double std, const struct random_stream *noise,
+		int64_t T, int64_t E);
+/* The k largest of each row, in falling order, the lower index first among equals; weight is p, over the winners' sum if
+ * renormalise. The backward pass gives the gradient with respect to the logits behind p. */
+void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise);
+void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T, int64_t E,
+		int k, bool renormalise);
+/* Sums of each sequence: count [B, E] assignments, p_sum [B, E] probabilities, and sums[B]. */
+struct router_sums { double s, s_squared, z; }; /* of the logits, their squares, and lse^2 */
+void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p, const real *lse,
+		const int32_t *index, int64_t B, int64_t L, int64_t E, int k);
+/* Adds to ds the gradient of  balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2  of each token; factor [B, E]. */
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t B, int64_t L, int64_t E,
+		double balance_scale, double z_scale);
+
+/* -- token dispatch: R = T*k rows, sorted by expert; index [T, k] -- */
+/* offset [E + 1]: where each expert's rows start; position [R]: the row of assignment i = t*k + j; source [R]: its inverse. */
+void dispatch_plan(int64_t *offset, int32_t *position, int32_t *source, const int32_t *index, int64_t R, int E);
+/* rows [R, H] = x[source / k]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
+void gather_rows(real *rows, const real *x, const int32_t *source, int64_t R, int k, int64_t H);
+void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
+/* out[r] = in[source[r]]: the routing weights in row order, and back. */
+void permute_forward(real *out, const real *in, const int32_t *source, int64_t R);
+void permute_backward(real *din, const real *dout, const int32_t *source, int64_t R);
+
+/* -- head -- */
+/* sum [H] = the sum over v of w[v, j]^2, w [V, H]. */
+void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H);
+/* loss [T] = lse - logit of the target, in nats; a target < 0 is ignored: its loss is 0. */
+void cross_entropy_forward(double *loss, real *lse, const real *logits, const int32_t *target, int64_t T, int64_t V);
+/* In place: logits [T, V] become scale * (softmax - onehot(target)); ignored rows become 0. */
+void cross_entropy_backward(real *dlogits, const real *lse, const int32_t *target, double scale, int64_t T, int64_t V);
+
+/* -- optimizer -- */
+struct adamw {
+	double lr, beta1, beta2, eps, weight_decay;
+	double grad_scale;           /* the gradient is multiplied by this first: the clip */
+	int64_t step;                /* updates done, this one included */
+};
+void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o);
+
+/* -- OpenBLAS -- */
+const char *blas_core(void);   /* the kernel that the library chose, such as "Haswell" */
+/* The best kernel this processor can run if the library chose a lesser one (an old release does not know a new processor), else
+ * NULL. It takes effect through OPENBLAS_CORETYPE, which the library reads only while it is loaded. */
+const char *blas_better_core(void);
+
+/* ============================================================================================================
+ * Ranks (parallel.c)
+ * A rank holds its own part of everything: shapes in struct model are this rank's shapes. Today every group has one member.
+ * ========================================================================================================== */
+
+struct group { int rank, size; };
+struct layout {
+	struct group data;           /* ranks that share the weights and split the batch */
+	struct group tensor;         /* ranks that split heads and vocabulary */
+	struct group expert;         /* ranks that split the experts */
+};
+void parallel_init(struct layout *l);
+/* Sums x over the group's ranks, in rank order, in place on every rank. */
+void group_sum(const struct group *g, double *x, int64_t n);
+void group_sum_real(const struct group *g, real *x, int64_t n);
+/* A rank's share of a global batch: sequences dealt out in order, the first ranks one more where it does not divide. Every rank runs
+ * the same number of micro-batches, the last ones short or empty. */
+struct share { int64_t first, count, num_micro_batches; };
+struct share deal_batch(const struct group *data, int64_t batch, int micro_batch);
+
+/* ============================================================================================================
+ * The model (ling.c)
+ * ========================================================================================================== */
+
+/* Parameters: one block of memory, named piece by piece in a table, and pointers into it. Gradients have the same form. */
+enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
+
+struct tensor {                /* a parameter as Hugging Face names it */
+	char name[MAX_NAME];
+	int64_t rows, cols;          /* a vector has cols 0; vectors (norms, biases) have no weight decay */
+	int64_t offset;              /* its first element in the block */
+	enum init init;
+};
+
+struct layer_params {
+	real *attention_norm;        /* [H] */
+	real *ffn_norm;              /* [H] */
+	real *qkv_bias, *dense_bias; /* [(nh + 2 nkv) d], [H]; or NULL */
+	real *qkv;                   /* [(nh + 2 nkv) d, H] */
+	real *dense;                 /* [H, nh d] */
+	real *router;                /* [E, H]; NULL in a dense layer */
+	real *gate_up;               /* [E, 2I, H]: each expert's gate rows, then its up rows */
+	real *down;                  /* [E, H, I] */
+	real *shared_gate_up;        /* [2W, H], W = shared_width(): the shared experts, or all of a dense layer; NULL if W is 0 */
+	real *shared_down;           /* [H, W] */
+};
+
+struct params {
+	real *memory;                /* [num_params] */
+	real *embedding;             /* [V, H] */
+	real *norm;                  /* [H] */
+	real *lm_head;               /* [V, H]; the embedding itself when tied */
+	struct layer_params *layer;  /* [num_hidden_layers] */
+};
+
+/* What the forward pass leaves for the backward pass. In a model made for evaluation all layers share the same arrays. */
+struct layer_activations {
+	real *input;                 /* [T, H] the residual stream before the layer */
+	real *attention_rstd;        /* [T] */
+	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
+	real *attention;             /* [T, nh d] */
+	real *lse;                   /* [T, nh] */
+	real *middle;                /* [T, H] the residual stream between attention and experts */
+	real *ffn_rstd;              /* [T] */
+	real *p, *router_lse;        /* [T, E], [T] of the router's logits */
+	real *p_hat;                 /* [T, E] with routing noise; p itself where there is no routing warmup */
+	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
+	int32_t *index;              /* [T, k] chosen experts */
+	real *weight;                /* [T, k] */
+	real *row_weight;            /* [R] the same in row order */
+	int32_t *position, *source;  /* [R] see dispatch_plan */
+	int64_t *offset;             /* [E + 1] */
+	real *gate_up;               /* [R, 2I] */
+	real *shared_gate_up;        /* [T, 2W] */
+};
+
+struct activations {
+	struct layer_activations *layer; /* [num_hidden_layers] */
+	real *output;                /* [T, H] the residual stream after the last layer */
+	real *rstd;                  /* [T] of the final norm */
+	real *normed;                /* [T, H] what the last RMSNorm gave */
+	/* work space, one for all layers */
+	real *logits;                /* [T, E] the router's */
+	real *rows;                  /* [R, H] tokens in expert order */
+	real *act;                   /* [R, I] */
+	real *shared_act;            /* [T, W] */
+	real *attention_scratch, *sum_scratch;
+	double *sequence_count, *sequence_p; /* [B, E] */
+	struct router_sums *router_sums; /* [B] */
+	real *head_logits, *head_input, *head_lse; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
+	double *head_loss;           /* [C] */
+	double *head_norm;           /* [H] column sums of squares */
+	/* backward only; dX has the shape of X */
+	real *dstream;               /* [T, H] gradient of the residual stream */
+	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *drow_weight, *dweight, *dshared_gate_up, *dshared_act;
+};
+
+struct model {
+	struct model_config config;
+	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
+	bool training;
+	struct tensor *tensors;      /* [num_tensors] in the order of memory */
+	int num_tensors;
+	int64_t num_params;
+	struct params params, grads;
+	real *exp_avg, *exp_avg_sq;  /* [num_params] the optimizer's moments */
+	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
+	real *rope;                  /* [L, d] */
+	struct activations acts;
+	void *acts_memory;
+	struct layout layout;
+};
+
+/* One optimizer step as the model sees it. */
+struct step {
+	uint64_t seed;
+	int64_t index;               /* updates done before this one */
+	int64_t num_tokens;          /* real tokens of the global batch */
+	int64_t num_targets;         /* valid targets of the global batch */
+	int64_t first_sequence;      /* of this micro-batch, in the global batch */
+	bool accumulate;             /* add to the gradients: all but the first micro-batch */
+	const double *router_mean, *router_std; /* [num_hidden_layers] */
+};
+
+/* Sums over the micro-batches of a step, so far. */
+struct layer_sums {
+	double balance, z;           /* their weighted sums are the step's means */
+	double s, s_squared;         /* of the router's logits */
+	double *count;               /* [E] assignments */
+};
+struct step_sums {
+	double cross_entropy;        /* nats, over valid targets */
+	struct layer_sums *layer;    /* [num_hidden_layers] */
+};
+
+/* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
+ * how much is needed. model_free may follow a failure. */
+int model_init(struct model *m, const struct model_config *config, int max_sequences, int seq_len, bool training);
+void model_free(struct model *m);
+void model_randomize(struct model *m, uint64_t seed);
+/* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. */
+int model_load(struct model *m, const char *dir);
+/* Renews the head norm cache; call whenever weights have changed. */
+void model_update_head_scale(struct model *m);
+/* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step and sums give and take what the
+ * router needs; in evaluation both are NULL. */
+void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
+/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V). */
+void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
+/* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
+double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
+/* The backward pass from what model_loss left; call after it with the same step. */
+void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
+int step_sums_init(struct step_sums *s, const struct model_config *c);
+void step_sums_clear(struct step_sums *s, const struct model_config *c);
+void step_sums_free(struct step_sums *s);
+/* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
+int shared_width(const struct model_config *c, int layer);
+bool has_experts(const struct model_config *c, int layer);
+int64_t head_chunk(int64_t V);
+
+/* ============================================================================================================
+ * The trainer (ling.c)
+ * ========================================================================================================== */
+
+/* Learning rate of update `step` (from 1) of `steps`, with progress = tokens before it / tokens of the run. */
+double learning_rate(const struct config *c, int64_t step, int64_t steps, double progress);
+/* Sequences of the update that starts after `tokens` tokens. */
+int64_t batch_size(const struct config *c, int64_t tokens);
+/* Length of the whole run. */
+void run_length(const struct config *c, int64_t *steps, int64_t *tokens);
+
+struct trainer {
+	struct config config;
+	struct model model;
+	struct tokens train, valid;
+	struct trainer_state state;
+	struct step_sums sums;
+	int64_t steps, tokens;       /* of the whole run */
+	int32_t *input, *target;     /* [batch, L] this step's sequences */
+	double *expert_load;         /* [layers with experts] */
+};
+/* Makes a trainer: data opened and checked, weights random, from init_from, or from the newest checkpoint of output_dir. */
+int trainer_init(struct trainer *t, const struct config *c);
+void trainer_free(struct trainer *t);
+/* Fills input and target with the next batch; returns its sequences. */
+int64_t trainer_next_batch(struct trainer *t);
+/* One optimizer step on the batch that stands in input and target. m->expert_load points into the trainer. Fails, with
+ * the weights unchanged and *m filled, when loss or gradient is not finite. */
+int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
+int trainer_save(struct trainer *t);
+int trainer_run(struct trainer *t);
+
+/* Mean cross-entropy over the windows of a token file, one window at a time, so that no batching can change it. */
+struct evaluation { double loss; int64_t tokens, bytes; }; /* bytes: targets that are a byte of text (byte tokenizer) */
+int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, struct evaluation *e);
+
+/* Set by SIGTERM and SIGINT: the step in hand is finished and saved. Global because a signal handler has no arguments. */
+extern volatile sig_atomic_t stop_requested;
+#endif

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Installs what ling needs on Debian: compiler, libraries, and cmocka for the tests. Does nothing when all of it is there.
+set -eu
+packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpng-dev zlib1g-dev libcmocka-dev"
+
+missing=""
+for p in $packages; do
+	dpkg-query -W -f '${db:Status-Status}' "$p" 2>/dev/null | grep -qx installed || missing="$missing $p"
+done
+[ -z "$missing" ] && exit 0
+
+echo "installing:$missing"
+if [ "$(id -u)" = 0 ]; then sudo=""; else sudo="sudo"; fi
+export DEBIAN_FRONTEND=noninteractive
+install="$sudo apt-get install -y -q --no-install-recommends"
+# shellcheck disable=SC2086 # words are meant to split
+$install $missing >/dev/null 2>&1 || { $sudo apt-get update -q && $install $missing; }

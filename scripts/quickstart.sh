@@ -1,0 +1,56 @@
+#!/bin/bash
+# From nothing to a trained model: builds ling, makes token files from a bilingual text, trains configs/quickstart.yaml, evaluates,
+# draws. Run it again and it goes on where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+data=build/data
+run=runs/quickstart
+mkdir -p "$data"
+
+make -s ling
+
+# The Debian Reference in English and Chinese, from its two packages; the last tenth of each is kept for validation.
+if [ ! -f "$data/text.ready" ]; then
+	rm -rf "$data/packages" && mkdir -p "$data/packages"
+	fetch='apt-get download -q debian-reference-en debian-reference-zh-cn'
+	(cd "$data/packages" && { $fetch || { apt-get update -q && $fetch; } || sudo apt-get update -q && $fetch; }) >"$data/fetch.log" 2>&1 || true
+	for package in "$data"/packages/*.deb; do
+		[ -f "$package" ] && dpkg-deb -x "$package" "$data/packages"
+	done
+	texts=()
+	for language in en zh-cn; do
+		text=$data/packages/usr/share/debian-reference/debian-reference.$language.txt.gz
+		[ -f "$text" ] && gzip -dc "$text" >"$data/$language.txt" && texts+=("$data/$language.txt")
+	done
+	if [ ${#texts[@]} -lt 2 ]; then
+		echo "The Debian Reference could not be fetched (see $data/fetch.log): training on this project's own documents and sources."
+		cat README.md docs/*.md ./*.c ./*.h tests/*.c scripts/* >"$data/project.txt"
+		texts=("$data/project.txt")
+	fi
+	rm -f "$data"/*.train.txt "$data"/*.valid.txt
+	for text in "${texts[@]}"; do
+		lines=$(wc -l <"$text")
+		head -n $((lines * 9 / 10)) "$text" >"${text%.txt}.train.txt"
+		tail -n +$((lines * 9 / 10 + 1)) "$text" >"${text%.txt}.valid.txt"
+	done
+	./ling tokenize --tokenizer byte --out "$data/train" "$data"/*.train.txt
+	./ling tokenize --tokenizer byte --out "$data/valid" "$data"/*.valid.txt
+	touch "$data/text.ready"
+fi
+
+./ling info configs/quickstart.yaml
+./ling train configs/quickstart.yaml
+
+checkpoint=$(find "$run" -maxdepth 1 -name 'step-*' | sort | tail -n 1)
+echo
+echo "Validation text, bits per byte:"
+./ling eval "$checkpoint" --data "$data/valid" --seq-len 256 --json >"$run/eval.json"
+ling=$(sed 's/.*"bits_per_byte": \([0-9.]*\).*/\1/' "$run/eval.json")
+bytes=$(cat "$data"/*.valid.txt | wc -c)
+packed=$(cat "$data"/*.valid.txt | gzip -9 | wc -c)
+awk -v ling="$ling" -v bytes="$bytes" -v packed="$packed" 'BEGIN { printf "  ling     %.3f\n  gzip -9  %.3f\n", ling, 8 * packed / bytes }'
+./ling plot "$run" >/dev/null
+echo
+echo "checkpoint   $checkpoint"
+echo "metrics      $run/metrics.jsonl"
+echo "picture      $run/metrics.png"

@@ -1,0 +1,315 @@
+#!/bin/bash
+# The program as its user meets it, built with sanitizers: short runs, stops and continuations, bad input, exit statuses.
+# Prints cmocka's lines for tests/run.sh.
+set -u
+ling=$PWD/build/sanitize/ling
+root=$PWD
+dir=build/cli
+export OMP_NUM_THREADS=2
+export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
+rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+
+problems=""
+problem() { problems+="  $*"$'\n'; }
+
+# check NAME: runs the function test_NAME and reports it.
+failures=0
+check() {
+	problems=""
+	echo "[ RUN      ] $1"
+	"test_$1"
+	if [ -z "$problems" ]; then
+		echo "[       OK ] $1"
+	else
+		printf '%s' "$problems"
+		echo "[  FAILED  ] $1"
+		failures=1
+	fi
+}
+
+# expect STATUS TEXT COMMAND...: the exit status, and, if TEXT is not empty, one error line, which begins with "ling" and holds TEXT.
+expect() {
+	local want=$1 text=$2 status
+	shift 2
+	"$@" >out.txt 2>err.txt
+	status=$?
+	[ $status = "$want" ] || problem "exit status $status, expected $want: $* ($(head -c 400 err.txt))"
+	if [ -n "$text" ]; then
+		grep -qF -- "$text" err.txt || problem "no '$text' in: $(head -c 400 err.txt)"
+		[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 400 err.txt)"
+	fi
+	! grep -q 'Sanitizer\|runtime error' err.txt || problem "$(head -c 2000 err.txt)"
+}
+
+# The value of a key on each line of a JSON lines file.
+metric() { sed -n "s/.*\"$1\": *\([^,}]*\).*/\1/p" "$2"; }
+
+lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
+
+wait_for_lines() { # wait_for_lines FILE N
+	local tries=0
+	while [ "$(lines "$1")" -lt "$2" ] && [ $tries -lt 3000 ]; do
+		sleep 0.01
+		tries=$((tries + 1))
+	done
+}
+
+# Metrics less what a clock decides.
+steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
+
+# A checkpoint's state less what two runs may differ in.
+state() { sed 's/"output_dir": *"[^"]*"//; s/"stop_at_step": *[0-9]*//' "$1/trainer.json"; }
+
+same_run() { # same_run DIR DIR STEP: weights, optimizer, state and metrics bit for bit
+	local step
+	step=$(printf 'step-%07d' "$3")
+	for file in model.safetensors optimizer.safetensors config.json; do
+		cmp -s "$1/$step/$file" "$2/$step/$file" || problem "$1/$step/$file and $2/$step/$file differ"
+	done
+	cmp -s <(state "$1/$step") <(state "$2/$step") || problem "trainer.json of $1 and $2 differ"
+	cmp -s <(steady "$1/metrics.jsonl") <(steady "$2/metrics.jsonl") || problem "metrics of $1 and $2 differ"
+	[ "$(lines "$2/metrics.jsonl")" = "$3" ] || problem "$2/metrics.jsonl: expected one line for each of $3 steps"
+}
+
+# write_tokens PREFIX DTYPE PACK IDS...: a Megatron token file of one document; DTYPE is Megatron's code, PACK Perl's.
+write_tokens() {
+	local prefix=$1 dtype=$2 pack=$3
+	shift 3
+	perl -e 'print pack(shift(@ARGV) . "*", @ARGV)' "$pack" "$@" >"$prefix.bin"
+	perl -e 'print "MMIDIDX\0\0", pack("Q<CQ<Q<l<q<q<q<", 1, $ARGV[0], 1, 2, $ARGV[1], 0, 0, 1)' "$dtype" $# >"$prefix.idx"
+}
+
+# ---- data: 40 windows of 16 tokens, so that an epoch is 40 samples ----
+head -c 640 "$root/ling.h" >text.txt
+head -c 200 "$root/LICENSE" >valid.txt
+cat >tiny.yaml <<'END'
+model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 6, vocab_size: 257,
+         num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 8, rope_theta: 1e4,
+         initializer_range: 0.05, router: { warmup_steps: 9 } }
+data: { train: text, valid: valid, tokenizer: byte, seq_len: 16 }
+train: { output_dir: run, seed: 3, steps: 20, micro_batch: 2, batch: 7, batch_warmup: { start: 2, increment: 2, tokens: 500 } }
+schedule: { peak_lr: 1e-2, warmup_steps: 5, drops: [ { at: 0.5, factor: 0.5 } ], decay: { steps: 6, shape: 1-sqrt, final_lr: 1e-5 } }
+checkpoint: { every: 5, keep: 2 }
+eval: { every: 4 }
+END
+
+test_tokenize() {
+	expect 0 "" "$ling" tokenize --tokenizer byte --out text text.txt
+	expect 0 "" "$ling" tokenize --out valid valid.txt
+	[ "$(wc -c <text.bin)" = $((641 * 2)) ] || problem "text.bin: expected 641 tokens of 2 bytes"
+	printf '{"text": "ab"}\n\n{"other": 1, "text": "c\\u00e9"}\n' >two.jsonl
+	expect 0 "" "$ling" tokenize --out two two.jsonl
+	[ "$(od -An -v -tu2 two.bin | tr -s ' \n' ' ')" = " 97 98 256 99 195 169 256 " ] || problem "two.bin: $(od -An -tu2 two.bin)"
+	printf '{"text": "ab"}\n{"txt": "c"}\n' >bad.jsonl
+	expect 1 "bad.jsonl:2" "$ling" tokenize --out bad bad.jsonl
+	[ ! -e bad.bin ] || problem "bad.bin was left behind"
+	expect 1 "nothere.txt" "$ling" tokenize --out bad nothere.txt
+	expect 1 "directory" "$ling" tokenize --out bad .
+	expect 1 "byte" "$ling" tokenize --tokenizer words --out bad text.txt
+}
+
+test_train() {
+	expect 0 "" "$ling" train tiny.yaml
+	[ -f run/step-0000020/model.safetensors ] || problem "no checkpoint of step 20"
+	[ "$(ls -d run/step-* | wc -l)" = 2 ] || problem "expected two checkpoints: $(ls run)"
+	[ "$(metric batch run/metrics.jsonl | sort -nu | tr '\n' ' ')" = "2 4 6 7 " ] ||
+		problem "batches: $(metric batch run/metrics.jsonl | tr '\n' ' ')"
+	[ "$(metric samples run/metrics.jsonl | tail -n 1)" -gt 80 ] || problem "the run should see three epochs"
+	expect 0 "" "$ling" train tiny.yaml # nothing is left to do
+	[ "$(lines run/metrics.jsonl)" = 20 ] || problem "a finished run was continued"
+}
+
+test_bit_equal() {
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=again
+	same_run run again 20
+}
+
+# Across batch warmup, the drop and the decay of the learning rate, routing warmup and the ends of epochs.
+test_stop_and_continue() {
+	for stop in 1 7 10 19; do
+		rm -rf stopped
+		expect 0 "" "$ling" train tiny.yaml train.output_dir=stopped train.stop_at_step=$stop
+		[ "$(lines stopped/metrics.jsonl)" = $stop ] || problem "did not stop at step $stop"
+		expect 0 "" "$ling" train tiny.yaml train.output_dir=stopped
+		same_run run stopped 20
+	done
+}
+
+test_continue_plain() {
+	local options="train.batch_warmup=off model.router.warmup_steps=off data.shuffle=false train.batch=5"
+	expect 0 "" "$ling" train tiny.yaml $options train.output_dir=plain
+	expect 0 "" "$ling" train tiny.yaml $options train.output_dir=plain7 train.stop_at_step=7
+	expect 0 "" "$ling" train tiny.yaml $options train.output_dir=plain7
+	same_run plain plain7 20
+}
+
+# A signal in the middle: saves, exit status 0, continues to the same end.
+test_signals() {
+	for signal in TERM INT; do
+		rm -rf signalled
+		# Background jobs of a script ignore SIGINT; the program must not inherit that.
+		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$ling" train tiny.yaml train.output_dir=signalled >out.txt 2>err.txt &
+		local pid=$!
+		wait_for_lines signalled/metrics.jsonl 3
+		kill -$signal $pid
+		wait $pid
+		local status=$?
+		[ $status = 0 ] || problem "SIG$signal: exit status $status: $(cat err.txt)"
+		grep -q "stopped at step" out.txt || problem "SIG$signal: $(tail -n 2 out.txt)"
+		expect 0 "" "$ling" train tiny.yaml train.output_dir=signalled
+		same_run run signalled 20
+	done
+}
+
+# kill -9: what was saved is whole, and every step stands in the metrics once.
+test_kill() {
+	rm -rf killed
+	"$ling" train tiny.yaml train.output_dir=killed >out.txt 2>err.txt &
+	local pid=$!
+	wait_for_lines killed/metrics.jsonl 8
+	kill -9 $pid
+	wait $pid 2>/dev/null
+	printf '{"step": 9, "lo' >>killed/metrics.jsonl # a torn line
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=killed
+	same_run run killed 20
+}
+
+test_changed_config() {
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=changed train.stop_at_step=4
+	expect 1 "model.num_experts" "$ling" train tiny.yaml train.output_dir=changed model.num_experts=8
+	expect 1 "train.seed" "$ling" train tiny.yaml train.output_dir=changed train.seed=4
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=changed train.batch=4 train.batch_warmup=off
+	grep -q "train.batch" out.txt || problem "a changed batch was not mentioned"
+}
+
+test_damaged_checkpoint() {
+	local at=damaged/step-0000020
+	for file in model.safetensors optimizer.safetensors config.json trainer.json; do
+		rm -rf damaged && cp -r run damaged && rm -rf damaged/step-0000015
+		printf '\1' | dd of=$at/$file bs=1 seek=$(($(wc -c <$at/$file) - 40)) conv=notrunc 2>/dev/null
+		expect 1 "$at" "$ling" train tiny.yaml train.output_dir=damaged train.steps=22
+		truncate -s -20 $at/$file
+		expect 1 "$at" "$ling" train tiny.yaml train.output_dir=damaged train.steps=22
+		rm $at/$file
+		[ $file = trainer.json ] || expect 1 "$at" "$ling" train tiny.yaml train.output_dir=damaged train.steps=22
+	done
+}
+
+test_not_finite() {
+	expect 1 "not finite" "$ling" train tiny.yaml train.output_dir=wild schedule.peak_lr=50 optimizer.weight_decay=100 train.steps=1000 \
+		schedule.decay=off schedule.warmup_steps=off schedule.drops=off train.grad_clip=off checkpoint.every=1
+	tail -n 1 wild/metrics.jsonl | grep -q '"nonfinite"' || problem "last line: $(tail -n 1 wild/metrics.jsonl)"
+	tail -n 1 wild/metrics.jsonl | grep -q ': *null' || problem "no null in: $(tail -n 1 wild/metrics.jsonl)"
+	[ -n "$(ls -d wild/step-*)" ] || problem "the last checkpoint was not kept"
+	expect 0 "" "$ling" plot wild
+}
+
+test_two_at_once() {
+	mkdir busy
+	exec 9<busy
+	flock -n 9
+	expect 1 "another ling train" "$ling" train tiny.yaml train.output_dir=busy
+	exec 9<&-
+}
+
+test_eval() {
+	expect 0 "" "$ling" eval run/step-0000020 --data valid --seq-len 16
+	expect 0 "" "$ling" eval run/step-0000020 --data valid --seq-len 16 --json
+	[ "$(metric loss out.txt | cut -c 1-12)" = "$(metric valid_loss run/metrics.jsonl | tail -n 1 | cut -c 1-12)" ] ||
+		problem "eval $(cat out.txt) and valid_loss $(metric valid_loss run/metrics.jsonl | tail -n 1)"
+	[ "$(metric tokens out.txt)" = 192 ] || problem "200 bytes hold 12 windows of 16: $(cat out.txt)"
+	expect 0 "" "$ling" eval run/step-0000020 --data valid --seq-len 17 --json
+	expect 2 "--data is required" "$ling" eval run/step-0000020 --seq-len 16
+	expect 2 "--seq-len is required" "$ling" eval run/step-0000020 --data valid
+	expect 2 "" "$ling" eval run/step-0000020 --data valid --seq-len 0
+	expect 2 "" "$ling" eval run/step-0000020 --data valid --seq-len 1e1
+	expect 1 "config.json" "$ling" eval . --data valid --seq-len 16
+	expect 1 "nothere" "$ling" eval run/step-0000020 --data nothere --seq-len 16
+	expect 2 "unexpected" "$ling" eval run/step-0000020 more --data valid --seq-len 16
+}
+
+# Six windows have the same loss alone and as the beginning of a longer file, to the last digit.
+test_eval_batching() {
+	expect 0 "" "$ling" eval run/step-0000020 --data valid --seq-len 16 --json --max-windows 6
+	local part
+	part=$(metric loss out.txt)
+	head -c 97 valid.txt >six.txt && "$ling" tokenize --out six six.txt >/dev/null 2>&1
+	expect 0 "" "$ling" eval run/step-0000020 --data six --seq-len 16 --json
+	[ "$(metric loss out.txt)" = "$part" ] || problem "six windows alone: $(cat out.txt), as part of a file: $part"
+}
+
+test_data_edges() {
+	local small="data.seq_len=16 data.tokenizer=none data.valid=off train.steps=2 train.batch_warmup=off"
+	write_tokens short 8 'S<' $(seq 0 15)
+	write_tokens one 8 'S<' $(seq 0 16)
+	write_tokens outside 8 'S<' $(seq 0 20) 257 3
+	write_tokens negative 4 'l<' $(seq 0 20) -1 3
+	write_tokens wide 4 'l<' $(seq 65530 65560)
+	expect 1 "16 tokens are too few" "$ling" train tiny.yaml $small data.train=short train.output_dir=e1
+	expect 0 "" "$ling" train tiny.yaml $small data.train=one train.output_dir=e2
+	expect 1 "token 21" "$ling" train tiny.yaml $small data.train=outside train.output_dir=e3
+	expect 1 "token 21" "$ling" train tiny.yaml $small data.train=negative train.output_dir=e4
+	expect 0 "" "$ling" train tiny.yaml $small data.train=wide model.vocab_size=65561 train.output_dir=e5
+	expect 1 "65560" "$ling" train tiny.yaml $small data.train=wide model.vocab_size=65560 train.output_dir=e6
+	expect 1 "too few" "$ling" train tiny.yaml data.valid=short data.tokenizer=none train.output_dir=e7
+}
+
+test_init_from() {
+	local fixture=$root/tests/fixtures/huggingface_shards
+	write_tokens few 8 'S<' $(seq 0 32)
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from train.init_from=run/step-0000020 train.stop_at_step=1
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from2 train.init_from="$fixture" train.steps=2 data.tokenizer=none \
+		data.train=few data.valid=off "model={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
+vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6}"
+	expect 1 "mlp.experts" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.num_experts=8
+	expect 1 "shape" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.moe_intermediate_size=9
+	expect 1 "not a part of the model" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.num_hidden_layers=1
+	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
+}
+
+test_usage() {
+	expect 2 "unknown command" "$ling" trian tiny.yaml
+	expect 2 "" "$ling"
+	expect 0 "" "$ling" --help
+	expect 0 "" "$ling" --version
+	for command in train eval tokenize info plot; do
+		expect 0 "" "$ling" $command --help
+		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
+		expect 2 "" "$ling" $command
+		expect 2 "" "$ling" $command --no-such-option x
+	done
+	expect 0 "" "$ling" train --keys
+	grep -q "schedule.peak_lr" out.txt || problem "train --keys: $(head -c 200 out.txt)"
+	expect 2 "nothere.yaml" "$ling" train nothere.yaml
+	expect 2 "directory" "$ling" train .
+	expect 2 "hidden_size" "$ling" train tiny.yaml model.hiden_size=3
+	expect 1 "tiny.yaml" "$ling" train tiny.yaml train.output_dir=tiny.yaml/x
+}
+
+test_info() {
+	expect 0 "" "$ling" info "$root/configs/ling-lite.yaml" --json
+	grep -q '"parameters": 16801974272, "active_parameters": 2753153024' out.txt || problem "Ling-Lite: $(head -c 200 out.txt)"
+	expect 0 "" "$ling" info "$root/configs/ling-plus.yaml" --json
+	grep -q '"parameters": 292540679424,' out.txt || problem "Ling-Plus: $(head -c 200 out.txt)"
+	expect 0 "" "$ling" info "$root/configs/ling-plus-first-upload.yaml" --json
+	grep -q '"parameters": 290602910976,' out.txt || problem "Ling-Plus, first upload: $(head -c 200 out.txt)"
+	expect 0 "" "$ling" info run/step-0000020
+	expect 0 "" "$ling" info tiny.yaml data.seq_len=32
+	write_tokens few 8 'S<' $(seq 0 32)
+	expect 1 "GB" "$ling" train tiny.yaml model="$root/configs/ling-plus.yaml" train.output_dir=huge data.train=few data.valid=off data.tokenizer=none
+}
+
+test_plot() {
+	expect 0 "" "$ling" plot run
+	[ "$(head -c 4 run/metrics.png | tail -c 3)" = PNG ] || problem "run/metrics.png is no PNG"
+	expect 0 "" "$ling" plot run --out other.png
+	[ -s other.png ] || problem "--out wrote nothing"
+	expect 1 "metrics.jsonl" "$ling" plot .
+	expect 1 "nothere" "$ling" plot nothere
+}
+
+for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config damaged_checkpoint not_finite \
+	two_at_once eval eval_batching data_edges init_from usage info plot; do
+	check $name
+done
+exit $failures

@@ -1,0 +1,731 @@
+/*
+ * test_config.c - the config: what is accepted and with which values, what is refused and with which words.
+ */
+#include "../data.c"
+
+#include "test.h"
+
+static char folder[] = "/tmp/ling-test-config-XXXXXX";
+
+/* Writes a file into the test's folder; its path is good until the next call with the same slot. */
+static const char *put_bytes(const char *name, const void *data, size_t size)
+{
+	static char paths[4][PATH_LEN];
+	static int slot;
+	char *path = paths[slot++ % 4];
+	assert_int_equal(path_join(path, folder, name), 0);
+	FILE *f = fopen(path, "w");
+	assert_non_null(f);
+	assert_int_equal(fwrite(data, 1, size, f), size);
+	assert_int_equal(fclose(f), 0);
+	return path;
+}
+
+static const char *put(const char *name, const char *text)
+{
+	return put_bytes(name, text, strlen(text));
+}
+
+static char *get(const char *path)
+{
+	static char text[65536];
+	FILE *f = fopen(path, "r");
+	assert_non_null(f);
+	text[fread(text, 1, sizeof text - 1, f)] = 0;
+	fclose(f);
+	return text;
+}
+
+/* The parts of a valid config. */
+#define MODEL_KEYS "hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, " \
+	"head_dim: 32, vocab_size: 300, num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16"
+#define MODEL "model: {" MODEL_KEYS "}\n"
+#define DATA "data: {train: a, seq_len: 128}\n"
+#define TRAIN_KEYS "output_dir: out, micro_batch: 4, batch: 16"
+#define TRAIN "train: {" TRAIN_KEYS ", steps: 10}\n"
+#define SCHEDULE "schedule: {peak_lr: 1e-3}\n"
+#define REST DATA TRAIN SCHEDULE
+#define VALID MODEL REST
+
+static int load(struct config *c, const char *text)
+{
+	return config_load(c, put("run.yaml", text), 0, NULL, false);
+}
+
+static void load_ok(struct config *c, const char *text)
+{
+	error_text[0] = 0;
+	if (load(c, text) < 0)
+		print_error("%s\n", error_text);
+	assert_string_equal(error_text, "");
+}
+
+/* Checks that the message holds every one of up to three words. */
+static void expect_words(const char *name, int rc, const char *const words[3])
+{
+	if (rc != -1)
+		print_error("%s: accepted\n", name);
+	assert_int_equal(rc, -1);
+	for (int i = 0; i < 3 && words[i]; i++)
+		if (!strstr(error_text, words[i])) {
+			print_error("%s: \"%s\" is not in: %s\n", name, words[i], error_text);
+			assert_true(false);
+		}
+	assert_null(strchr(error_text, '\n'));
+	if (getenv("SHOW"))
+		printf("%-28s %s\n", name, error_text);
+}
+
+static void test_defaults(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, "model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
+			"  num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16}\n" REST);
+	assert_int_equal(c.model.num_key_value_heads, 4);
+	assert_int_equal(c.model.head_dim, 16);
+	assert_int_equal(c.model.num_shared_experts, 0);
+	assert_int_equal(c.model.first_k_dense_replace, 0);
+	assert_int_equal(c.model.max_position_embeddings, 16384);
+	assert_true(c.model.norm_topk_prob && c.model.norm_head);
+	assert_false(c.model.tie_word_embeddings || c.model.use_bias || c.model.use_qkv_bias);
+	assert_true(c.model.rope_theta == 600000 && c.model.rms_norm_eps == 1e-5 && c.model.initializer_range == 0.006);
+	assert_true(c.model.router.balance_loss_coef == 0.015 && c.model.router.z_loss_coef == 1e-4);
+	assert_int_equal(c.model.router.balance_loss_scope, SCOPE_MICRO_BATCH);
+	assert_int_equal(c.model.router.warmup_steps, 0);
+	assert_string_equal(c.data.train, "a");
+	assert_string_equal(c.data.valid, "");
+	assert_string_equal(c.data.tokenizer, "none");
+	assert_true(c.data.shuffle);
+	assert_true(c.train.seed == 1 && c.train.steps == 10 && c.train.tokens == 0 && c.train.stop_at_step == 0);
+	assert_true(c.train.grad_clip == 1 && c.train.batch_warmup.tokens == 0);
+	assert_true(c.optimizer.beta1 == 0.9 && c.optimizer.beta2 == 0.95 && c.optimizer.eps == 1e-8);
+	assert_true(c.optimizer.weight_decay == 0.1 && c.schedule.peak_lr == 1e-3);
+	assert_true(c.schedule.warmup_steps == 0 && c.schedule.num_drops == 0 && c.schedule.decay.steps == 0);
+	assert_int_equal(c.schedule.decay.shape, DECAY_1_SQRT);
+	assert_true(c.schedule.decay.final_lr == 0);
+	assert_true(c.checkpoint.every == 0 && c.checkpoint.keep == 2 && c.eval.every == 0 && c.eval.max_windows == 0);
+	assert_true(c.log.every == 1);
+}
+
+/* The example of the documentation, whole. */
+static const char *const full =
+	"# a comment\n---\n"
+	"model: { hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 2, head_dim: 32,\n"
+	"         vocab_size: 257, num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 1,\n"
+	"         moe_intermediate_size: 128, norm_head: true, rope_theta: 10000, rms_norm_eps: 1.0e-5,\n"
+	"         router: { balance_loss_coef: 0.015, balance_loss_scope: sequence, z_loss_coef: 1.0e-4,\n"
+	"                   warmup_steps: 50 } }\n"
+	"data:  { train: build/data/train, valid: build/data/valid, tokenizer: byte, seq_len: 256, shuffle: true }\n"
+	"train: { output_dir: runs/quickstart, seed: 18446744073709551615, steps: 400, micro_batch: 8, batch: 32,\n"
+	"         grad_clip: 1.0, init_from: start, batch_warmup: { start: 8, increment: 8, tokens: 500000 } }\n"
+	"optimizer: { beta1: 0.9, beta2: 0.95, eps: 1.0e-8, weight_decay: 0.1 }\n"
+	"schedule:\n"
+	"  peak_lr: 1.0e-3\n"
+	"  warmup_steps: 40\n"
+	"  drops:\n"
+	"    - { at: 0.6, factor: 0.5 }\n"
+	"    - { factor: 0.1, at: 0.9 }\n"
+	"  decay: { steps: 80, shape: cosine, final_lr: 1.0e-5 }\n"
+	"checkpoint: { every: 100, keep: 3 }\n"
+	"eval: { every: 50, max_windows: 7 }\n"
+	"log: { every: 10 }\n";
+
+static void test_full(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, full);
+	assert_true(c.train.seed == UINT64_MAX && c.train.steps == 400);
+	assert_string_equal(c.train.init_from, "start");
+	assert_string_equal(c.data.tokenizer, "byte");
+	assert_int_equal(c.train.batch_warmup.start, 8);
+	assert_int_equal(c.train.batch_warmup.tokens, 500000);
+	assert_int_equal(c.model.router.balance_loss_scope, SCOPE_SEQUENCE);
+	assert_int_equal(c.schedule.num_drops, 2);
+	assert_true(c.schedule.drops[0].at == 0.6 && c.schedule.drops[0].factor == 0.5);
+	assert_true(c.schedule.drops[1].at == 0.9 && c.schedule.drops[1].factor == 0.1);
+	assert_int_equal(c.schedule.decay.shape, DECAY_COSINE);
+	assert_true(c.schedule.decay.final_lr == 1e-5 && c.eval.max_windows == 7 && c.log.every == 10);
+}
+
+/* Spellings that YAML readers are known to take for text or for another value. */
+static void test_spellings(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, "\xef\xbb\xbf" "model: {" MODEL_KEYS ", n_shared_experts: 1, rope_theta: 1E5, rms_norm_eps: 1e-6,\n"
+			"  norm_head: OFF, norm_topk_prob: yes, use_bias: On, use_qkv_bias: no, tie_word_embeddings: False,\n"
+			"  router: {warmup_steps: off, balance_loss_coef: .5, z_loss_coef: none}}\n"
+			"data: {train: 010, valid: off, seq_len: 1e2, shuffle: off, tokenizer: none}\n"
+			"train: {output_dir: 'off', init_from: ~, seed: 1_000_000, tokens: 2.5e9, steps: off, micro_batch: +2,\n"
+			"  batch: 2_000, grad_clip: off, batch_warmup: off, stop_at_step: null}\n"
+			"optimizer: {eps: 1E-8, beta1: 0, weight_decay: off}\n"
+			"schedule: {peak_lr: 1e-4, warmup_steps: none, drops: [], decay: off}\n"
+			"checkpoint: {every: off, keep: 0}\neval: {every: ~, max_windows: OFF}\n");
+	assert_int_equal(c.model.num_shared_experts, 1);
+	assert_true(c.model.rope_theta == 1e5 && c.model.rms_norm_eps == 1e-6);
+	assert_true(c.model.norm_topk_prob && c.model.use_bias);
+	assert_false(c.model.norm_head || c.model.use_qkv_bias || c.model.tie_word_embeddings || c.data.shuffle);
+	assert_true(c.model.router.warmup_steps == 0 && c.model.router.balance_loss_coef == 0.5);
+	assert_true(c.model.router.z_loss_coef == 0);
+	assert_string_equal(c.data.train, "010");
+	assert_string_equal(c.data.valid, "");
+	assert_string_equal(c.train.output_dir, "off");
+	assert_string_equal(c.train.init_from, "");
+	assert_true(c.data.seq_len == 100 && c.train.seed == 1000000 && c.train.tokens == 2500000000 && c.train.steps == 0);
+	assert_true(c.train.micro_batch == 2 && c.train.batch == 2000 && c.train.grad_clip == 0);
+	assert_true(c.optimizer.eps == 1e-8 && c.optimizer.beta1 == 0 && c.optimizer.weight_decay == 0);
+	assert_true(c.schedule.peak_lr == 1e-4 && c.checkpoint.keep == 0 && c.eval.every == 0);
+
+	load_ok(&c, MODEL DATA TRAIN "schedule: {peak_lr: 0.1, drops: off}\n");
+	load_ok(&c, "model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, head_dim: null,\n"
+			"  vocab_size: 300, first_k_dense_replace: 2, intermediate_size: 128}\n" REST);
+	assert_true(c.model.num_experts == 0 && c.model.head_dim == 16);
+}
+
+#define BAD_MODEL(extra) "model: {" MODEL_KEYS ", " extra "}\n" REST
+#define BAD_DATA(keys) MODEL "data: {train: a, " keys "}\n" TRAIN SCHEDULE
+#define BAD_TRAIN(keys) MODEL DATA "train: {" TRAIN_KEYS ", " keys "}\n" SCHEDULE
+#define BAD_SCHEDULE(keys) MODEL DATA TRAIN "schedule: {" keys "}\n"
+#define SIZES(hidden, heads, rest) "model: {hidden_size: " #hidden ", num_attention_heads: " #heads \
+	", num_hidden_layers: 2, vocab_size: 300, " rest "}\n" REST
+#define EXPERTS "num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16"
+
+static const struct { const char *name, *text, *words[3]; } broken[] = {
+	/* the file */
+	{"empty", "", {"run.yaml: the file is empty"}},
+	{"only a comment", "# nothing\n", {"run.yaml:", "found nothing", "a mapping"}},
+	{"only a marker", "---\n", {"found nothing", "a mapping"}},
+	{"a scalar", "hello\n", {"run.yaml:1:", "found hello", "a mapping"}},
+	{"a list", "- model\n- data\n", {"run.yaml:1:", "found a list"}},
+	{"syntax", "model: {hidden_size: 64}\ndata: ]\n", {"run.yaml:2:", "bad YAML"}},
+	{"brace left open", "model: {hidden_size: 64\ndata: 5\n", {"run.yaml:", "hidden_size: found 64 data"}},
+	{"tab", "model:\n\thidden_size: 64\n", {"run.yaml:2:", "bad YAML", "use spaces"}},
+	{"bad UTF-8", "model:\n  # \xff\xfe\n", {"run.yaml:2:", "UTF-8"}},
+	{"control character", "model:\n\n  a: \x01\n", {"run.yaml:3:", "control characters"}},
+	{"NUL by escape", VALID "log: {every: \"1\\0\"}\n", {"run.yaml:5:", "NUL"}},
+	{"second document", VALID "---\nmodel: {}\n", {"run.yaml:5:", "second YAML document"}},
+	{"anchor", "model: &m {hidden_size: 64}\n", {"run.yaml:1:", "anchor &m"}},
+	{"alias", VALID "log: *m\n", {"run.yaml:5:", "alias *m"}},
+	{"tag", VALID "log: {every: !!int 3}\n", {"run.yaml:5:", "tag", "int"}},
+	{"merge key", VALID "log:\n  <<: {every: 3}\n", {"run.yaml:6:", "unknown key log.<<"}},
+	/* keys */
+	{"unknown section", VALID "optimiser: {}\n", {"run.yaml:5:", "unknown key optimiser", "did you mean optimizer?"}},
+	{"misspelt key", VALID "optimizer:\n  beta1: 0.9\n  beta_2: 0.95\n",
+		{"run.yaml:7:", "unknown key optimizer.beta_2", "did you mean optimizer.beta2?"}},
+	{"misspelt in model", "model:\n  hiden_size: 64\n", {"run.yaml:2:", "did you mean model.hidden_size?"}},
+	{"misspelt in router", BAD_MODEL("router: {z_los_coef: 1}"), {"did you mean model.router.z_loss_coef?"}},
+	{"wrong section", MODEL DATA "train: {seq_len: 5}\n", {"unknown key train.seq_len", "did you mean data.seq_len?"}},
+	{"far from everything", VALID "optimizer: {quantum: 1}\n",
+		{"unknown key optimizer.quantum", "one of beta1, beta2, eps"}},
+	{"later section", VALID "parallel: {tensor: 2}\n", {"unknown key parallel", "expected one of model, data, train"}},
+	{"dotted key", VALID "log.every: 3\n", {"run.yaml:5:", "log.every", "nested"}},
+	{"long key", VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+		"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: 1\n", {"run.yaml:5:", "unknown key aaaa", "..."}},
+	{"empty key", VALID "'': 3\n", {"run.yaml:5:", "in place of a key"}},
+	{"list as key", VALID "? [a]\n: 3\n", {"run.yaml:5:", "a list in place of a key"}},
+	{"duplicate key", VALID "log:\n  every: 1\n  every: 2\n", {"run.yaml:7:", "duplicate key log.every", "line 6"}},
+	{"duplicate section", VALID "log: {every: 1}\ndata: {train: b}\n", {"run.yaml:6:", "duplicate key data", "line 2"}},
+	{"two spellings", BAD_MODEL("n_routed_experts: 8"), {"run.yaml:1:", "duplicate key model.num_experts"}},
+	/* missing */
+	{"no model", REST, {"run.yaml: model.hidden_size", "missing", "whole number, at least 1, at most 65536"}},
+	{"no vocab_size", "model: {hidden_size: 64, num_hidden_layers: 1, num_attention_heads: 4}\n" REST,
+		{"run.yaml: model.vocab_size", "missing"}},
+	{"no experts", SIZES(64, 4, "norm_head: on"), {"model.num_experts:", "missing or 0", "2 layers"}},
+	{"no experts per token", SIZES(64, 4, "num_experts: 8"), {"model.num_experts_per_tok:", "missing or 0"}},
+	{"no expert width", SIZES(64, 4, "num_experts: 8, num_experts_per_tok: 1"),
+		{"model.moe_intermediate_size:", "missing"}},
+	{"no data.train", MODEL "data: {seq_len: 5}\n" TRAIN SCHEDULE, {"run.yaml: data.train", "missing"}},
+	{"no seq_len", MODEL "data: {train: a}\n" TRAIN SCHEDULE, {"run.yaml: data.seq_len", "missing"}},
+	{"no output_dir", MODEL DATA "train: {micro_batch: 1, batch: 1, steps: 1}\n" SCHEDULE,
+		{"train.output_dir", "missing"}},
+	{"no batch", MODEL DATA "train: {output_dir: x, micro_batch: 1, steps: 1}\n" SCHEDULE, {"train.batch:", "missing"}},
+	{"no length", MODEL DATA "train: {" TRAIN_KEYS "}\n" SCHEDULE, {"train.steps:", "missing or 0", "train.tokens"}},
+	{"two lengths", BAD_TRAIN("steps: 5,\n tokens: 1e6"), {"run.yaml:4:", "train.tokens: found 1000000", "off"}},
+	{"no peak_lr", BAD_SCHEDULE("warmup_steps: 3"), {"schedule.peak_lr", "missing"}},
+	{"section without keys", VALID "log:\n", {"run.yaml:5:", "log: found nothing", "a mapping"}},
+	{"value missing", VALID "log:\n  every:\n", {"run.yaml:6:", "log.every: found nothing", "whole number"}},
+	/* kinds of values */
+	{"number in quotes", BAD_SCHEDULE("peak_lr: \"1e-4\""),
+		{"run.yaml:4:", "found \"1e-4\" (take the quotes away)", "number"}},
+	{"bool in quotes", BAD_DATA("seq_len: 5, shuffle: 'true'"),
+		{"data.shuffle", "take the quotes away", "true or false"}},
+	{"text for number", BAD_SCHEDULE("peak_lr: fast"), {"peak_lr: found fast", "a number, above 0"}},
+	{"bool for number", BAD_DATA("seq_len: true"), {"data.seq_len: found true", "whole number"}},
+	{"number for bool", BAD_DATA("seq_len: 5, shuffle: 1"), {"data.shuffle: found 1", "true or false"}},
+	{"off for a size", BAD_DATA("seq_len: off"), {"data.seq_len: found off", "whole number"}},
+	{"off for a path", MODEL DATA "train: {output_dir: off}\n", {"output_dir: found off", "put it in quotes"}},
+	{"off for a section", VALID "optimizer: off\n", {"optimizer: found off", "a mapping"}},
+	{"map for number", BAD_DATA("seq_len: {a: 1}"), {"data.seq_len: found a mapping", "whole number"}},
+	{"list for text", BAD_DATA("valid: [x]"), {"data.valid: found a list", "a path"}},
+	{"number for section", VALID "log: 5\n", {"log: found 5", "a mapping"}},
+	{"fraction", BAD_DATA("seq_len: 12.5"), {"data.seq_len: found 12.5", "whole number"}},
+	{"fraction by exponent", BAD_DATA("seq_len: 15e-1"), {"found 15e-1", "whole number"}},
+	{"nan", BAD_SCHEDULE("peak_lr: nan"), {"found nan", "a number, above 0"}},
+	{".inf", BAD_SCHEDULE("peak_lr: .inf"), {"found .inf", "a number"}},
+	{"infinity", BAD_TRAIN("steps: 1, grad_clip: inf"), {"train.grad_clip: found inf", "or off"}},
+	{"hex", BAD_DATA("seq_len: 0x10"), {"found 0x10", "whole number"}},
+	{"octal", BAD_DATA("seq_len: 010"), {"found 010", "octal"}},
+	{"octal in a fraction", BAD_SCHEDULE("peak_lr: 00.1"), {"found 00.1", "octal"}},
+	{"sexagesimal", BAD_DATA("seq_len: 1:30"), {"found 1:30", "whole number"}},
+	{"decimal comma", BAD_SCHEDULE("peak_lr: '0,1'"), {"take the quotes away"}},
+	{"unit", BAD_TRAIN("tokens: 5M"), {"found 5M", "whole number"}},
+	{"stray underscore", BAD_TRAIN("tokens: 5__000"), {"found 5__000"}},
+	{"two signs", BAD_TRAIN("tokens: +-5"), {"found +-5"}},
+	{"empty exponent", BAD_SCHEDULE("peak_lr: 1e"), {"found 1e;"}},
+	{"huge exponent", BAD_SCHEDULE("peak_lr: 1e999"), {"found 1e999", "double"}},
+	{"tiny exponent", BAD_SCHEDULE("peak_lr: 1e-999"), {"found 1e-999", "double"}},
+	{"int64 overflow", BAD_TRAIN("tokens: 99999999999999999999"), {"found 99999999999999999999", "out of range"}},
+	{"uint64 overflow", BAD_TRAIN("steps: 1, seed: 18446744073709551616"), {"train.seed: found 18446744073709551616"}},
+	{"negative seed", BAD_TRAIN("steps: 1, seed: -1"), {"found -1 (out of range)"}},
+	{"negative rate", BAD_SCHEDULE("peak_lr: -1e-3"), {"found -1e-3 (out of range)", "above 0"}},
+	{"rate 0", BAD_SCHEDULE("peak_lr: 0"), {"found 0 (out of range)", "above 0"}},
+	{"rate 1e5 for 1e-5", BAD_SCHEDULE("peak_lr: 1e5"), {"out of range", "at most 100"}},
+	{"beta 1", VALID "optimizer: {beta2: 1.0}\n", {"optimizer.beta2", "below 1"}},
+	{"eps 0", VALID "optimizer: {eps: 0}\n", {"optimizer.eps", "above 0"}},
+	{"unknown name", BAD_SCHEDULE("peak_lr: 1, decay: {shape: 1_sqrt}"),
+		{"decay.shape: found 1_sqrt", "linear | cosine | 1-sqrt | inverse_sqrt"}},
+	{"unknown scope", BAD_MODEL("router: {balance_loss_scope: batch}"), {"found batch", "micro_batch | sequence"}},
+	{"unknown tokenizer", BAD_DATA("seq_len: 5, tokenizer: gpt2"), {"data.tokenizer: found gpt2", "byte | none"}},
+	{"empty quotes for a number", VALID "eval: {every: ''}\n", {"eval.every: found \"\" (take the quotes away)"}},
+	{"empty path", MODEL DATA "train: {output_dir: ''}\n", {"output_dir: found \"\"", "a path"}},
+	{"newline in a path", MODEL DATA "train: {output_dir: \"a\\nb\"}\n", {"found \"a?b\" (a control character)"}},
+	/* sizes */
+	{"hidden 0", SIZES(0, 4, EXPERTS), {"run.yaml:1:", "hidden_size: found 0", "at least 1"}},
+	{"hidden negative", SIZES(-64, 4, EXPERTS), {"hidden_size: found -64", "at least 1"}},
+	{"hidden absurd", SIZES(1e9, 4, EXPERTS), {"hidden_size: found 1e9", "at most 65536"}},
+	{"layers absurd", "model: {num_hidden_layers: 5000}\n", {"num_hidden_layers: found 5000", "at most 1024"}},
+	{"vocab absurd", "model: {vocab_size: 1e10}\n", {"vocab_size: found 1e10", "at most 10000000"}},
+	{"seq_len absurd", BAD_DATA("seq_len: 1e7"), {"seq_len: found 1e7", "at most 1000000"}},
+	{"model absurd", "model: {hidden_size: 65536, num_hidden_layers: 1024, num_attention_heads: 64, vocab_size: 300,\n"
+		"num_experts: 4096, num_experts_per_tok: 1, moe_intermediate_size: 1e6}\n" REST, {"parameters", "at most 1e15"}},
+	{"run absurd", BAD_TRAIN("steps: 1e12"), {"train.steps", "tokens", "at most 1e+15"}},
+	{"rows absurd", MODEL "data: {train: a, seq_len: 16384}\n"
+		"train: {output_dir: x, batch: 10, steps: 1, micro_batch: 1e6}\n" SCHEDULE,
+		{"run.yaml:3: train.micro_batch", "rows in a forward pass"}},
+	{"heads do not divide", SIZES(64, 5, EXPERTS), {"run.yaml:1: model.num_attention_heads", "64"}},
+	{"kv heads do not divide", SIZES(64, 4, EXPERTS ", num_key_value_heads: 3"),
+		{"num_key_value_heads: found 3", "divisor"}},
+	{"more kv heads", SIZES(64, 4, EXPERTS ", num_key_value_heads: 8"), {"num_key_value_heads: found 8", "divisor"}},
+	{"odd head_dim", SIZES(64, 4, EXPERTS ", head_dim: 7"), {"head_dim: found 7", "even"}},
+	{"odd derived head_dim", SIZES(60, 4, EXPERTS), {"head_dim: found 15", "even"}},
+	{"wide derived head_dim", SIZES(65536, 4, EXPERTS), {"hidden_size: found 65536", "at most 4096"}},
+	{"k above E", SIZES(64, 4, "num_experts: 2, num_experts_per_tok: 3, moe_intermediate_size: 8"),
+		{"num_experts_per_tok: found 3", "at most num_experts, which is 2"}},
+	{"dense without width", BAD_MODEL("first_k_dense_replace: 1"), {"model.intermediate_size", "missing or 0"}},
+	{"too many dense", BAD_MODEL("first_k_dense_replace: 3, intermediate_size: 8"),
+		{"first_k_dense_replace: found 3", "is 2"}},
+	{"seq_len above the model", BAD_DATA("seq_len: 20000"),
+		{"data.seq_len: found 20000", "max_position_embeddings", "16384"}},
+	{"vocabulary below byte", "model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, " EXPERTS ",\n"
+		"vocab_size: 256}\ndata: {train: a, seq_len: 5, tokenizer: byte}\n" TRAIN SCHEDULE,
+		{"run.yaml:2: model.vocab_size: found 256", "at least 257"}},
+	/* schedule and warmup */
+	{"drop out of range", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 1.5, factor: 0.5}]"),
+		{"drops.at: found 1.5", "at most 1"}},
+	{"drop without factor", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5}]"),
+		{"schedule.drops: the key factor is missing"}},
+	{"drop twice", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, at: 0.6}]"), {"duplicate key schedule.drops.at"}},
+	{"drop misspelt", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, fator: 2}]"), {"did you mean schedule.drops.factor?"}},
+	{"drops not a list", BAD_SCHEDULE("peak_lr: 1, drops: {at: 0.5, factor: 2}"), {"drops: found a mapping", "a list"}},
+	{"drop not a map", BAD_SCHEDULE("peak_lr: 1, drops: [0.5]"),
+		{"drops: found 0.5 (as an item)", "{at: ..., factor: ...}"}},
+	{"drop factor 0", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, factor: 0}]"), {"drops.factor: found 0", "above 0"}},
+	{"drops not increasing", BAD_SCHEDULE("peak_lr: 1,\n drops: [{at: 0.5, factor: 2}, {at: 0.5, factor: 2}]"),
+		{"run.yaml:5: schedule.drops", "increase"}},
+	{"17 drops", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1},"
+		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1},"
+		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1},"
+		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}]"), {"more than 16"}},
+	{"inverse_sqrt to 0", BAD_SCHEDULE("peak_lr: 1, decay: {shape: inverse_sqrt}"), {"final_lr", "above 0"}},
+	{"ramp without tokens", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 4}"), {"the key tokens is missing"}},
+	{"ramp empty", BAD_TRAIN("steps: 9, batch_warmup: {}"), {"train.batch_warmup: the key start is missing"}},
+	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"), {"increment: missing or 0"}},
+	{"ramp all 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 0, increment: 0, tokens: 0}"), {"start: missing or 0"}},
+	{"ramp from above", BAD_TRAIN("steps: 9, batch_warmup: {start: 32, increment: 4, tokens: 9}"),
+		{"start: found 32", "train.batch, which is 16"}},
+	/* model files */
+	{"no model file", "model: nowhere.yaml\n" REST, {"run.yaml:1:", "no file nowhere.yaml", "configs"}},
+	{"model is a folder", "model: .\n" REST, {"a directory"}},
+	{"model file without model", "model: other.yaml\n" REST, {"run.yaml:1:", "other.yaml has no model section"}},
+	{"model file in model file", "model: chain.yaml\n" REST, {"chain.yaml:2:", "expected a mapping"}},
+	{"error in model file", "model: bad-model.yaml\n" REST, {"bad-model.yaml:3:", "did you mean model.vocab_size?"}},
+	{"check in model file", "model: odd-model.yaml\n" REST, {"odd-model.yaml:2: model.head_dim: found 7"}},
+};
+
+static void test_broken(void **state)
+{
+	(void)state;
+	put("other.yaml", "data: {train: a}\n");
+	put("chain.yaml", "# again\nmodel: other.yaml\n");
+	put("bad-model.yaml", "model:\n  hidden_size: 64\n  vocabsize: 5\n");
+	put("odd-model.yaml", "model: { hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
+			" head_dim: 7, " EXPERTS "}\n");
+	for (size_t i = 0; i < sizeof broken / sizeof broken[0]; i++) {
+		struct config c;
+		expect_words(broken[i].name, load(&c, broken[i].text), broken[i].words);
+	}
+}
+
+/* Files that are none, and files that are too much. */
+static void test_files(void **state)
+{
+	(void)state;
+	struct config c;
+	expect_words("missing", config_load(&c, "/nowhere/run.yaml", 0, NULL, false),
+			(const char *const[3]){"/nowhere/run.yaml", "No such file"});
+	expect_words("folder", config_load(&c, folder, 0, NULL, false), (const char *const[3]){folder, "a directory"});
+	expect_words("NUL", config_load(&c, put_bytes("nul.yaml", "model:\n\0\n", 9), 0, NULL, false),
+			(const char *const[3]){"nul.yaml:2:", "control characters"});
+
+	char long_text[2048] = VALID "log: {every: ", *long_override[] = {long_text};
+	for (int i = 0; i < 70; i++)
+		strcat(long_text, "9");
+	expect_words("70 digits", load(&c, strcat(long_text, "}\n")), (const char *const[3]){"found 9999", "...; expected"});
+	strcpy(long_text, "data.train=x");
+	for (int i = 0; i < 600; i++)
+		strcat(long_text, "\u00e9");
+	expect_words("long path", config_load(&c, put("run.yaml", VALID), 1, long_override, false),
+			(const char *const[3]){"found x\u00e9", "\u00e9... (too long)", "at most 1023 bytes"});
+
+	size_t size = 3 << 20;
+	char *text = malloc(size + 1);
+	memset(text, '#', size);
+	expect_words("large", config_load(&c, put_bytes("large.yaml", text, size), 0, NULL, false),
+			(const char *const[3]){"large.yaml", "at most 1 MiB"});
+	/* deep nesting where a value is expected, at once and after a key */
+	size = 1 << 20;
+	memset(text, '[', size);
+	expect_words("deep list", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+			(const char *const[3]){"deep.yaml:1:", "found a list"});
+	memset(text, '{', size);
+	expect_words("deep map", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+			(const char *const[3]){"deep.yaml:1:"});
+	memcpy(text, "train: ", 7);
+	expect_words("deep map in a section", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+			(const char *const[3]){"deep.yaml:1:"});
+	for (size_t i = 0; i < size; i++)
+		text[i] = i % 2 ? ' ' : '-';
+	expect_words("deep dashes", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+			(const char *const[3]){"deep.yaml:1:"});
+	/* the same as JSON */
+	char directory[PATH_LEN];
+	assert_int_equal(path_join(directory, folder, "deep"), 0);
+	assert_int_equal(make_directories(directory), 0);
+	memset(text, '[', size);
+	put_bytes("deep/config.json", text, size);
+	struct model_config m;
+	expect_words("deep JSON", config_from_huggingface(&m, directory), (const char *const[3]){"deep/config.json:1"});
+	free(text);
+}
+
+static void test_model_file(void **state)
+{
+	(void)state;
+	struct config c;
+	put("tiny.yaml", MODEL "log: {every: 5}\n");
+	put("small.yaml", "model: {" MODEL_KEYS ", norm_head: off, num_shared_experts: 2}\n");
+	load_ok(&c, "model: tiny.yaml\n" REST);
+	assert_true(c.model.hidden_size == 64 && c.model.head_dim == 32 && c.log.every == 1);
+	assert_int_equal(config_load(&c, put("just.yaml", MODEL), 0, NULL, true), 0);
+	assert_int_equal(c.model.vocab_size, 300);
+
+	char absolute[PATH_LEN + 32], *overrides[] = {absolute, "model.num_shared_experts=1"};
+	snprintf(absolute, sizeof absolute, "model=%s/small.yaml", folder);
+	assert_int_equal(config_load(&c, put("run.yaml", "model: tiny.yaml\n" REST), 2, overrides, false), 0);
+	assert_true(!c.model.norm_head && c.model.num_shared_experts == 1);
+	char *relative[] = {"model=small.yaml"};
+	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, relative, false), 0);
+	assert_int_equal(c.model.num_shared_experts, 2);
+}
+
+static void test_overrides(void **state)
+{
+	(void)state;
+	struct config c;
+	const char *path = put("run.yaml", full);
+	char *good[] = {"train.steps=off", "train.tokens=1e6", "schedule.drops=[{at: 0.5, factor: 0.1}]", "data.valid=off",
+		"train.batch_warmup={start: 4, increment: 4, tokens: 1000}", "model.n_shared_experts=2", "schedule.decay=off",
+		"schedule.decay.final_lr=1e-7", "data.train=a=b.bin", "train.seed=2_000", "model.router.warmup_steps=off"};
+	assert_int_equal(config_load(&c, path, sizeof good / sizeof good[0], good, false), 0);
+	assert_true(c.train.steps == 0 && c.train.tokens == 1000000 && c.schedule.num_drops == 1);
+	assert_true(c.schedule.drops[0].at == 0.5 && c.schedule.drops[0].factor == 0.1);
+	assert_true(c.train.batch_warmup.start == 4 && c.train.batch_warmup.tokens == 1000);
+	assert_true(c.model.num_shared_experts == 2 && c.schedule.decay.steps == 0 && c.schedule.decay.final_lr == 1e-7);
+	assert_string_equal(c.data.train, "a=b.bin");
+	assert_string_equal(c.data.valid, "");
+	assert_true(c.train.seed == 2000 && c.model.router.warmup_steps == 0 && c.model.hidden_size == 256);
+
+	static const struct { const char *name; char *arguments[2]; const char *words[3]; } bad[] = {
+		{"no =", {"train.steps"}, {"command line: train.steps: expected key.path=value"}},
+		{"no key", {"=5"}, {"expected key.path=value"}},
+		{"unknown", {"train.step=5"}, {"command line: train.step=5: unknown key train.step; did you mean train.steps?"}},
+		{"misspelt section", {"modle.hidden_size=5"}, {"did you mean model.hidden_size?"}},
+		{"unknown section", {"nowhere.quantum=5"}, {"unknown key nowhere.quantum; expected one of model, data"}},
+		{"space", {"train.steps =5"}, {"did you mean train.steps?"}},
+		{"long", {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+			"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa=1"}, {"unknown key aaaa"}},
+		{"twice", {"train.steps=5", "train.steps=6"}, {"command line: train.steps=6:", "given twice", "train.steps=5"}},
+		{"twice by alias", {"model.num_experts=5", "model.n_routed_experts=5"},
+			{"n_routed_experts=5: model.num_experts is given twice"}},
+		{"section after its key", {"train.seed=3", "train={steps: 4}"}, {"train={steps: 4}: train.seed is given twice"}},
+		{"key after its section", {"schedule.decay={steps: 4}", "schedule.decay.steps=3"},
+			{"schedule.decay.steps is given twice"}},
+		{"file after its key", {"model.head_dim=4", "model=x.yaml"}, {"model.head_dim is given twice"}},
+		{"empty", {"train.steps="}, {"command line: train.steps=: train.steps: found nothing"}},
+		{"type", {"train.steps=abc"}, {"command line: train.steps=abc: train.steps: found abc; expected a whole number"}},
+		{"bad YAML", {"schedule.drops=[{at: 0.5"}, {"command line: schedule.drops=[{at: 0.5: bad YAML"}},
+		{"two documents", {"train.steps=5\n---\n6"}, {"second YAML document"}},
+		{"list item", {"schedule.drops.at=0.5"}, {"schedule.drops=[{at: ..."}},
+		{"check", {"model.num_key_value_heads=3"}, {"command line: model.num_key_value_heads=3:", "divisor"}},
+		{"replaced section", {"train={steps: 4}"}, {"train.output_dir", "missing"}},
+		{"no model file", {"model=nope.yaml"}, {"command line: model=nope.yaml: model: there is no file nope.yaml"}},
+	};
+	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+		expect_words(bad[i].name, config_load(&c, path, bad[i].arguments[1] ? 2 : 1, (char **)bad[i].arguments, false),
+				bad[i].words);
+}
+
+/* Config -> JSON text -> config: every byte is the same, for both are built on zeroed memory. */
+static void test_json(void **state)
+{
+	(void)state;
+	struct config c, back;
+	const char *texts[] = {full, VALID, "model: {" MODEL_KEYS ", rope_theta: 1.1e5,\n"
+		"  rms_norm_eps: 3.3333333333333335e-7}\n" DATA TRAIN "schedule: {peak_lr: 0.1}\n"
+		"optimizer: {beta1: 0.30000000000000004}\n"};
+	for (int i = 0; i < 3; i++) {
+		load_ok(&c, texts[i]);
+		json_t *made = config_to_json(&c);
+		char *text = json_dumps(made, 0);
+		json_t *read = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+		int rc = config_from_json(&back, read, "trainer.json");
+		if (rc < 0)
+			print_error("%s\n", error_text);
+		assert_int_equal(rc, 0);
+		assert_memory_equal(&c, &back, sizeof c);
+		free(text);
+		json_decref(made);
+		json_decref(read);
+	}
+
+	static const struct { const char *pointer, *value, *words[3]; } bad[] = {
+		{"model.hidden_size", "64.0", {"trainer.json: model.hidden_size: found 64.0", "whole number"}},
+		{"model.hidden_size", "\"64\"", {"found \"64\""}},
+		{"model.hidden_size", "-1", {"out of range"}},
+		{"model.hidden_size", "null", {"found null"}},
+		{"model.hiden_size", "5", {"unknown key model.hiden_size", "model.hidden_size"}},
+		{"model", "\"x.yaml\"", {"model: found \"x.yaml\""}},
+		{"train.seed", "\"x\"", {"train.seed: found \"x\""}},
+		{"train.output_dir", "5", {"train.output_dir: found 5"}},
+		{"data.shuffle", "1", {"data.shuffle: found 1", "true or false"}},
+		{"schedule.drops", "{}", {"schedule.drops: found {}", "a list"}},
+		{"schedule.drops", "[1]", {"schedule.drops: found 1"}},
+		{"schedule.drops", "[{\"at\": 0.5}]", {"the key factor is missing"}},
+		{"schedule.drops", "[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]", {"found 17 items"}},
+		{"schedule.decay.shape", "\"flat\"", {"linear | cosine"}},
+		{"optimizer.beta1", "1", {"optimizer.beta1: found 1 (out of range)"}},
+		{"log", "5", {"log: found 5"}},
+		{"train.batch_warmup.start", "3", {"train.batch_warmup.increment: missing or 0"}},
+	};
+	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+		load_ok(&c, VALID);
+		json_t *root = config_to_json(&c), *object = root;
+		char path[64], *leaf = path, *dot;
+		snprintf(path, sizeof path, "%s", bad[i].pointer);
+		for (; (dot = strchr(leaf, '.')); leaf = dot + 1) {
+			*dot = 0;
+			object = json_object_get(object, leaf);
+		}
+		json_object_set_new(object, leaf, json_loads(bad[i].value, JSON_DECODE_ANY, NULL));
+		expect_words(bad[i].pointer, config_from_json(&back, root, "trainer.json"), bad[i].words);
+		json_decref(root);
+	}
+}
+
+static int load_huggingface(struct model_config *m, const char *text)
+{
+	put("config.json", text);
+	return config_from_huggingface(m, folder);
+}
+
+#define HF "\"hidden_size\": 64, \"num_hidden_layers\": 2, \"num_attention_heads\": 4, \"vocab_size\": 300, " \
+	"\"num_experts_per_tok\": 2, \"moe_intermediate_size\": 16"
+
+static void test_huggingface(void **state)
+{
+	(void)state;
+	struct model_config m;
+	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8}"), 0);
+	assert_true(m.use_bias && !m.use_qkv_bias && !m.norm_head && m.norm_topk_prob && !m.tie_word_embeddings);
+	assert_true(m.rope_theta == 10000 && m.rms_norm_eps == 1e-5 && m.initializer_range == 0.02);
+	assert_true(m.num_shared_experts == 0 && m.first_k_dense_replace == 0 && m.head_dim == 16);
+	assert_int_equal(m.num_key_value_heads, 4);
+	assert_true(m.router.balance_loss_coef == 0.015 && m.router.z_loss_coef == 1e-4 && m.router.warmup_steps == 0);
+
+	assert_int_equal(load_huggingface(&m, "{" HF ", \"architectures\": [\"BailingMoeForCausalLM\"],"
+			"\"hidden_act\": \"silu\", \"model_type\": \"bailing_moe\", \"n_routed_experts\": 8, \"n_shared_experts\": 2,"
+			"\"head_dim\": null,"
+			"\"rms_norm_eps\": 1e-06, \"rope_theta\": 600000, \"use_bias\": false, \"norm_head\": true,"
+			"\"rope_scaling\": null, \"sliding_window\": 4096, \"use_sliding_window\": false, \"n_group\": 1,"
+			"\"partial_rotary_factor\": 1.0,"
+			"\"auto_map\": {\"a.b\": [1]}, \"router\": 5, \"intermediate_size\": null, \"eos_token_id\": 126081}"), 0);
+	assert_true(m.num_experts == 8 && m.num_shared_experts == 2 && m.head_dim == 16 && m.rms_norm_eps == 1e-6);
+	assert_true(m.rope_theta == 600000 && !m.use_bias && m.norm_head);
+	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 0}"), 0);
+	assert_int_equal(m.head_dim, 16);
+	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 20}"), 0);
+	assert_int_equal(m.head_dim, 20);
+
+#define BAD_HF(extra) "{" HF ", \"num_experts\": 8, " extra "}"
+	static const struct { const char *text, *words[3]; } bad[] = {
+		{"", {"config.json:", "bad JSON"}},
+		{"[]", {"expected a JSON object"}},
+		{"{\n\"a\": 1,\n\"a\": 2}", {"config.json:3:", "duplicate"}},
+		{"{\n\"a\": }", {"config.json:2:", "bad JSON"}},
+		{"{}", {"config.json: hidden_size: the key is missing"}},
+		{"{" HF "}", {"config.json: num_experts: missing or 0"}},
+		{BAD_HF("\"n_routed_experts\": 8"), {"config.json: duplicate key model.num_experts (or another spelling"}},
+		{BAD_HF("\"rope_theta\": \"1e4\""), {"rope_theta: found \"1e4\"", "a number"}},
+		{BAD_HF("\"norm_head\": 1"), {"config.json: norm_head: found 1", "true or false"}},
+		{BAD_HF("\"max_position_embeddings\": 1e4"), {"max_position_embeddings: found 10000.0", "whole number"}},
+		{BAD_HF("\"first_k_dense_replace\": -1"), {"first_k_dense_replace: found -1"}},
+		{BAD_HF("\"num_key_value_heads\": 3"), {"num_key_value_heads: found 3", "divisor"}},
+		{BAD_HF("\"model_type\": \"llama\""), {"model_type: found \"llama\"", "bailing_moe"}},
+		{BAD_HF("\"architectures\": [\"BailingMoeV2ForCausalLM\"]"),
+			{"architectures", "V2", "[\"BailingMoeForCausalLM\"]"}},
+		{BAD_HF("\"hidden_act\": \"gelu\""), {"hidden_act: found \"gelu\"", "not supported", "silu"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
+		{BAD_HF("\"use_qk_norm\": true"), {"use_qk_norm: found true", "expected false"}},
+		{BAD_HF("\"use_sliding_window\": true"), {"use_sliding_window"}},
+		{BAD_HF("\"norm_softmax\": true"), {"norm_softmax"}},
+		{BAD_HF("\"score_function\": \"sigmoid\""), {"score_function: found \"sigmoid\""}},
+		{BAD_HF("\"n_group\": 8"), {"n_group: found 8", "expected 1"}},
+		{BAD_HF("\"topk_group\": 4"), {"topk_group: found 4"}},
+		{BAD_HF("\"routed_scaling_factor\": 2.5"), {"routed_scaling_factor: found 2.5"}},
+		{BAD_HF("\"moe_router_enable_expert_bias\": true"), {"moe_router_enable_expert_bias"}},
+		{BAD_HF("\"partial_rotary_factor\": 0.5"), {"partial_rotary_factor: found 0.5"}},
+	};
+	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+		expect_words(bad[i].text, load_huggingface(&m, bad[i].text), bad[i].words);
+	expect_words("no folder", config_from_huggingface(&m, "/nowhere"),
+			(const char *const[3]){"/nowhere/config.json", "No such file"});
+}
+
+static void test_huggingface_round_trip(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, "model: {" MODEL_KEYS ", first_k_dense_replace: 1, intermediate_size: 48, use_bias: on,\n"
+			" rms_norm_eps: 1e-6, num_shared_experts: 2, tie_word_embeddings: on, rope_theta: 1.1e5,\n"
+			" initializer_range: 0.1}\n" REST);
+	char path[PATH_LEN];
+	assert_int_equal(path_join(path, folder, "config.json"), 0);
+	assert_int_equal(config_to_huggingface(&c.model, path), 0);
+	struct model_config back;
+	assert_int_equal(config_from_huggingface(&back, folder), 0);
+	assert_memory_equal(&back, &c.model, sizeof back);
+	json_t *root = json_read(path);
+	assert_string_equal(json_string_value(json_object_get(root, "model_type")), "bailing_moe");
+	assert_string_equal(json_string_value(json_object_get(root, "torch_dtype")), "float32");
+	const json_t *architecture = json_array_get(json_object_get(root, "architectures"), 0);
+	assert_string_equal(json_string_value(architecture), "BailingMoeForCausalLM");
+	assert_null(json_object_get(root, "router"));
+	json_decref(root);
+	expect_words("no folder", config_to_huggingface(&c.model, "/nowhere/config.json"),
+			(const char *const[3]){"/nowhere/config.json", "cannot create"});
+	expect_words("full disk", config_to_huggingface(&c.model, "/dev/full"),
+			(const char *const[3]){"/dev/full", "No space"});
+}
+
+static void test_resume(void **state)
+{
+	(void)state;
+	struct config saved, asked;
+	char path[PATH_LEN];
+	assert_int_equal(path_join(path, folder, "notes"), 0);
+	load_ok(&saved, full);
+	const char *run = put("run.yaml", full);
+
+	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
+		"train.output_dir=elsewhere"};
+	assert_int_equal(config_load(&asked, run, 5, harmless, false), 0);
+	FILE *notes = fopen(path, "w");
+	assert_int_equal(config_check_resume(&saved, &asked, notes), 0);
+	fclose(notes);
+	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
+			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
+			"optimizer.weight_decay: 0.1 -> 0.2\n"
+			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n");
+
+	static const struct { char *argument; const char *words[3]; } bad[] = {
+		{"model.hidden_size=512", {"model.hidden_size was 256 in the checkpoint, found 512", "new train.output_dir"}},
+		{"model.norm_head=off", {"model.norm_head was true", "found false"}},
+		{"model.rms_norm_eps=1e-6", {"model.rms_norm_eps was 1e-5", "found 1e-6"}},
+		{"data.train=other", {"data.train was \"build/data/train\"", "found \"other\""}},
+		{"data.seq_len=128", {"data.seq_len was 256"}},
+		{"data.shuffle=off", {"data.shuffle"}},
+		{"data.tokenizer=none", {"data.tokenizer"}},
+		{"train.seed=7", {"train.seed was \"18446744073709551615\"", "found 7"}},
+	};
+	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+		notes = fopen(path, "w");
+		assert_int_equal(config_load(&asked, run, 1, (char **)&bad[i].argument, false), 0);
+		expect_words(bad[i].argument, config_check_resume(&saved, &asked, notes), bad[i].words);
+		fclose(notes);
+		assert_string_equal(get(path), "");
+	}
+}
+
+/* Every key is printed, and every default is one that its own key accepts. */
+static void test_keys(void **state)
+{
+	(void)state;
+	char path[PATH_LEN];
+	assert_int_equal(path_join(path, folder, "keys"), 0);
+	FILE *f = fopen(path, "w");
+	config_print_keys(f);
+	fclose(f);
+	const char *text = get(path);
+	struct config c;
+	memset(&c, 0, sizeof c);
+	for (int i = 0; i < NUM_KEYS; i++) {
+		const struct key *k = &keys[i];
+		assert_non_null(strstr(text, k->name));
+		if (k->type == T_SECTION || k->type == T_LIST)
+			continue;
+		assert_true(k->fallback || k->flags & (REQUIRED | NEEDED));
+		if (k->fallback)
+			assert_null(store_text(&c, k, 0, k->fallback, true));
+		if (k->class_fallback)
+			assert_null(store_text(&c, k, 0, k->class_fallback, true));
+	}
+	if (getenv("SHOW"))
+		printf("%s", text);
+}
+
+static int make_folder(void **state)
+{
+	(void)state;
+	return mkdtemp(folder) ? 0 : -1;
+}
+
+static int remove_folder(void **state)
+{
+	(void)state;
+	char command[64];
+	snprintf(command, sizeof command, "rm -r %s", folder);
+	return system(command);
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_spellings),
+		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
+		cmocka_unit_test(test_overrides), cmocka_unit_test(test_json), cmocka_unit_test(test_huggingface),
+		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_keys),
+	};
+	return cmocka_run_group_tests(tests, make_folder, remove_folder);
+}

@@ -1,0 +1,1166 @@
+/*
+ * test_files.c - the files chapter of data.c: safetensors, checkpoints, token files, metrics. Good files must come back
+ * as they were; broken ones, made here by patching good ones, must give the error that names the place.
+ */
+#define SEQUENCE_MAX 10000 /* so that a small text has documents of several sequences */
+#include "../data.c"
+
+#include "test.h"
+#include <signal.h>
+#include <sys/resource.h>
+
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+
+static char scratch[64];       /* this test's own directory */
+
+/* The path scratch/name; good until eight more were asked for. */
+static char *at(const char *format, ...)
+{
+	static char paths[8][PATH_LEN];
+	static int next;
+	char *path = paths[next++ % 8];
+	int n = snprintf(path, PATH_LEN, "%s/", scratch);
+	va_list args;
+	va_start(args, format);
+	vsnprintf(path + n, PATH_LEN - n, format, args);
+	va_end(args);
+	return path;
+}
+
+static int make_scratch(void **state)
+{
+	(void)state;
+	strcpy(scratch, "/tmp/test_files.XXXXXX");
+	return mkdtemp(scratch) ? 0 : -1;
+}
+
+/* Removes a directory and all that is in it. */
+static void remove_tree(const char *path)
+{
+	DIR *dir = opendir(path);
+	for (struct dirent *e; dir && (e = readdir(dir));) {
+		char inner[PATH_LEN];
+		if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..") || path_join(inner, path, e->d_name) < 0)
+			continue;
+		if (unlink(inner) < 0)
+			remove_tree(inner);
+	}
+	if (dir)
+		closedir(dir);
+	rmdir(path);
+}
+
+static int drop_scratch(void **state)
+{
+	(void)state;
+	remove_tree(scratch);
+	return 0;
+}
+
+static void put_file(const char *path, const void *data, size_t n)
+{
+	FILE *f = fopen(path, "w");
+	assert_non_null(f);
+	assert_int_equal(fwrite(data, 1, n, f), n);
+	assert_int_equal(fclose(f), 0);
+}
+
+static void put_string(const char *path, const char *text)
+{
+	put_file(path, text, strlen(text));
+}
+
+/* The bytes of a file and a 0 behind them; free them. */
+static uint8_t *get_file(const char *path, size_t *n)
+{
+	FILE *f = fopen(path, "r");
+	assert_non_null(f);
+	struct stat st;
+	assert_int_equal(fstat(fileno(f), &st), 0);
+	uint8_t *data = allocate(st.st_size + 1);
+	*n = fread(data, 1, st.st_size, f);
+	assert_int_equal(*n, st.st_size);
+	fclose(f);
+	return data;
+}
+
+static bool exists(const char *path)
+{
+	struct stat st;
+	return lstat(path, &st) == 0;
+}
+
+/* The error must be there and hold every part, parts separated by '|'. */
+static void expect_error(const char *parts)
+{
+	char copy[512], *rest = copy;
+	snprintf(copy, sizeof copy, "%s", parts);
+	for (char *part; (part = strsep(&rest, "|"));)
+		if (!strstr(error_text, part))
+			fail_msg("the error is `%s`; expected `%s` in it", error_text, part);
+	error_text[0] = 0;
+}
+
+/* The value that %.17g and a comparison of bits call the same. */
+static void assert_same(double a, double b)
+{
+	if (memcmp(&a, &b, sizeof a) && !(isnan(a) && isnan(b)))
+		fail_msg("%.17g is not %.17g", a, b);
+}
+
+/* ---- safetensors ---- */
+
+/* Writes header length, header, data. */
+static void put_safetensors(const char *path, const char *header, const void *data, size_t n)
+{
+	uint64_t length = strlen(header);
+	uint8_t *file = allocate(8 + length + n);
+	memcpy(file, &length, 8);
+	memcpy(file + 8, header, length);
+	if (n)
+		memcpy(file + 8 + length, data, n);
+	put_file(path, file, 8 + length + n);
+	free(file);
+}
+
+static void safetensors_round_trip(void **state)
+{
+	(void)state;
+	real a[6] = {1, -2, (real)0.1, INFINITY, -0.0, NAN}, b[3] = {4, 5, 6}, none[1], out[6];
+	struct array arrays[] = {{"model.z \"quoted\".weight", 2, 3, a}, {"a", 3, 0, b}, {"none", 0, 0, none}};
+	char *path = at("model.safetensors");
+	assert_int_equal(safetensors_write(path, arrays, 3), 0);
+	size_t n;
+	uint8_t *file = get_file(path, &n);
+	assert_int_equal(load_i64(file) % 8, 0);
+	assert_int_equal(n, 8 + load_i64(file) + 9 * sizeof(real));
+	assert_memory_equal(file + n - 9 * sizeof(real), a, sizeof a); /* data in array order */
+	free(file);
+
+	for (int as_directory = 0; as_directory < 2; as_directory++) {
+		struct weights *w = weights_open(as_directory ? scratch : path);
+		assert_non_null(w);
+		assert_int_equal(weights_count(w), 3);
+		assert_string_equal(weights_name(w, 0), "a");
+		assert_string_equal(weights_name(w, 1), arrays[0].name);
+		assert_true(weights_has(w, "none") && !weights_has(w, "nothing"));
+		assert_int_equal(weights_read(w, &(struct array){arrays[0].name, 2, 3, out}), 0);
+		assert_memory_equal(out, a, sizeof a);
+		assert_int_equal(weights_read(w, &(struct array){"a", 3, 0, out}), 0);
+		assert_memory_equal(out, b, sizeof b);
+		assert_int_equal(weights_read(w, &(struct array){"none", 0, 0, out}), 0);
+
+		assert_int_equal(weights_read(w, &(struct array){"a", 4, 0, out}), -1);
+		expect_error("model.safetensors: tensor a: shape [3]; expected [4]");
+		assert_int_equal(weights_read(w, &(struct array){"a", 3, 1, out}), -1);
+		expect_error("shape [3]; expected [3, 1]");
+		assert_int_equal(weights_read(w, &(struct array){"model.a", 3, 0, out}), -1);
+		expect_error("tensor model.a is missing; there is one named a");
+		assert_int_equal(weights_read(w, &(struct array){"z \"quoted\".weight", 2, 3, out}), -1);
+		expect_error("is missing; there is one named model.z");
+		assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), -1);
+		expect_error("tensor b is missing");
+		int32_t ints[3];
+		assert_int_equal(weights_read_int(w, "a", 3, ints), -1);
+		expect_error("tensor a: dtype F|expected I32 or I64");
+		weights_close(w);
+	}
+	assert_int_equal(safetensors_write(at("none.safetensors"), NULL, 0), 0);
+	struct weights *w = weights_open(at("none.safetensors"));
+	assert_int_equal(weights_count(w), 0);
+	weights_close(w);
+	weights_close(NULL);
+	arrays[1].name = arrays[0].name;
+	assert_int_equal(safetensors_write(path, arrays, 3), -1);
+	expect_error("is there twice");
+}
+
+/* Many tensors: no quadratic work, and each is found. */
+static void safetensors_many(void **state)
+{
+	(void)state;
+	enum { N = 20000 };
+	struct array *arrays = allocate(N * sizeof *arrays);
+	char (*names)[32] = allocate(N * sizeof *names);
+	real *data = allocate(N * sizeof *data);
+	for (int i = 0; i < N; i++) {
+		snprintf(names[i], sizeof names[i], "layers.%d.w", i * 7919 % N);
+		data[i] = i;
+		arrays[i] = (struct array){names[i], 1, 0, &data[i]};
+	}
+	assert_int_equal(safetensors_write(at("many.safetensors"), arrays, N), 0);
+	struct weights *w = weights_open(at("many.safetensors"));
+	assert_int_equal(weights_count(w), N);
+	for (int i = 0; i < N; i++) {
+		real x;
+		assert_int_equal(weights_read(w, &(struct array){names[i], 1, 0, &x}), 0);
+		assert_same(x, i);
+	}
+	weights_close(w);
+	free(arrays), free(names), free(data);
+}
+
+static void safetensors_conversion(void **state)
+{
+	(void)state;
+	static const struct { uint16_t bits; double value; } half[] = {
+		{0x0000, 0}, {0x8000, -0.0}, {0x3c00, 1}, {0xc000, -2}, {0x3555, 0.333251953125}, {0x7bff, 65504}, {0xfbff, -65504},
+		{0x0400, 0x1p-14}, {0x03ff, 0x1.ff8p-15}, {0x0001, 0x1p-24}, {0x8001, -0x1p-24}, {0x7c00, INFINITY},
+		{0xfc00, -INFINITY}, {0x7e00, NAN}, {0x7c01, NAN},
+	}, brain[] = {
+		{0x0000, 0}, {0x8000, -0.0}, {0x3f80, 1}, {0xc000, -2}, {0x3eab, 0.333984375}, {0x7f7f, 0x1.fep127}, {0x0080, 0x1p-126},
+		{0x0001, 0x1p-133}, {0x8001, -0x1p-133}, {0x7f80, INFINITY}, {0xff80, -INFINITY}, {0x7fc0, NAN}, {0xff81, NAN},
+	};
+	struct { uint16_t half[COUNT(half)], brain[COUNT(brain)]; float f[2]; double d[2]; int32_t i[2]; int64_t l[3]; } data;
+	for (int i = 0; i < COUNT(half); i++)
+		data.half[i] = half[i].bits;
+	for (int i = 0; i < COUNT(brain); i++)
+		data.brain[i] = brain[i].bits;
+	data.f[0] = 0.1f, data.f[1] = NAN;
+	data.d[0] = 0.1, data.d[1] = -INFINITY;
+	data.i[0] = -5, data.i[1] = INT32_MAX;
+	data.l[0] = -7, data.l[1] = 1 << 30, data.l[2] = INT64_C(1) << 31;
+	_Static_assert(sizeof data == 2 * 28 + 8 + 16 + 8 + 24, "no padding");
+	/* Once with each alignment of the data: any header length is legal. */
+	for (int pad = 0; pad < 8; pad++) {
+		char header[1024];
+		snprintf(header, sizeof header, "{\"h\":{\"dtype\":\"F16\",\"shape\":[15],\"data_offsets\":[0,30]},"
+				"\"b\":{\"dtype\":\"BF16\",\"shape\":[13,1],\"data_offsets\":[30,56]},"
+				"\"f\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[56,64]},"
+				"\"d\":{\"dtype\":\"F64\",\"shape\":[2],\"data_offsets\":[64,80]},"
+				"\"i\":{\"dtype\":\"I32\",\"shape\":[2],\"data_offsets\":[80,88]},"
+				"\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[88,104]},"
+				"\"big\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[104,112]}}%*s", pad, "");
+		put_safetensors(at("c.safetensors"), header, &data, sizeof data);
+		struct weights *w = weights_open(at("c.safetensors"));
+		assert_non_null(w);
+		real out[15];
+		int32_t ints[2];
+		assert_int_equal(weights_read(w, &(struct array){"h", 15, 0, out}), 0);
+		for (int i = 0; i < COUNT(half); i++)
+			assert_same(out[i], half[i].value);
+		assert_int_equal(weights_read(w, &(struct array){"b", 13, 1, out}), 0);
+		for (int i = 0; i < COUNT(brain); i++)
+			assert_same(out[i], brain[i].value);
+		assert_int_equal(weights_read(w, &(struct array){"f", 2, 0, out}), 0);
+		assert_same(out[0], 0.1f), assert_same(out[1], NAN);
+		assert_int_equal(weights_read(w, &(struct array){"d", 2, 0, out}), 0);
+		assert_same(out[0], (real)0.1), assert_same(out[1], -INFINITY);
+		assert_int_equal(weights_read_int(w, "i", 2, ints), 0);
+		assert_true(ints[0] == -5 && ints[1] == INT32_MAX);
+		assert_int_equal(weights_read_int(w, "l", 2, ints), 0);
+		assert_true(ints[0] == -7 && ints[1] == 1 << 30);
+		assert_int_equal(weights_read_int(w, "big", 1, ints), -1);
+		expect_error("tensor big: element 0 is 2147483648");
+		assert_int_equal(weights_read_int(w, "l", 3, ints), -1);
+		expect_error("tensor l: 2 elements; expected 3");
+		assert_int_equal(weights_read(w, &(struct array){"i", 2, 0, out}), -1);
+		expect_error("tensor i: dtype I32; expected F32");
+		weights_close(w);
+	}
+}
+
+static void safetensors_broken(void **state)
+{
+	(void)state;
+	static const struct { const char *header; size_t n; const char *error; } cases[] = {
+		{"", 0, "does not begin with '{'"},
+		{" {}", 0, "does not begin with '{'"},
+		{"[]", 0, "does not begin with '{'"},
+		{"{", 0, "bad JSON in the header"},
+		{"{}x", 0, "bad JSON in the header"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+			"\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "duplicate"},
+		{"{\"a\":5}", 0, "tensor a: is an integer"},
+		{"{\"a\":{}}", 0, "tensor a: `dtype` is missing"},
+		{"{\"a\":{\"dtype\":32,\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "tensor a: `dtype` is an integer"},
+		{"{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is missing"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":1,\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is an integer"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is negative"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is a real number"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", 0, "too large"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387905],\"data_offsets\":[0,4]}}", 4, "too large"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", 4, "bad JSON"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "`data_offsets`"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}}", 4, "`data_offsets`"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4,8]}}", 4, "`data_offsets`"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,\"4\"]}}", 4, "`data_offsets`"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[-4,0]}}", 4, "data_offsets are [-4, 0]"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}}", 4, "data_offsets are [4, 0]"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4, "within the file's 4 bytes"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4, "hold 4 bytes; expected 8"},
+		{"{\"a\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "hold 4 bytes; expected 2"},
+		{"{\"a\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "hold 4 bytes; expected 1"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}", 12, "tensors a and b overlap at data byte 4"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "overlap at data byte 0"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[8,12]}}", 12, "data bytes 4 to 8, before tensor b"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "data bytes 0 to 4, before tensor a"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 5, "end at data byte 4 but the file holds 5"},
+		{"{}", 1, "end at data byte 0 but the file holds 1"},
+		{"{\"__metadata__\":[]}", 0, "`__metadata__` is an array"},
+		{"{\"__metadata__\":{\"step\":1}}", 0, "`step` is an integer"},
+		{"{\"__metadata__\":{\"crc32.a\":\"12\"},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
+			"`crc32.a` is \"12\"; expected eight"},
+		{"{\"__metadata__\":{\"crc32.a\":\"1234567G\"},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
+			"expected eight"},
+	};
+	char *path = at("broken.safetensors");
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_safetensors(path, cases[i].header, "0123456789abcdef", cases[i].n);
+		assert_null(weights_open(path));
+		expect_error("broken.safetensors: ");
+		assert_null(weights_open(path));
+		expect_error(cases[i].error);
+	}
+
+	/* A dtype that nobody knows is an error only for who reads it. */
+	put_safetensors(path, "{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]},"
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[2,6]}}", "xx\0\0\x80?", 6);
+	struct weights *w = weights_open(path);
+	real x[3];
+	assert_non_null(w);
+	assert_int_equal(weights_read(w, &(struct array){"b", 1, 0, x}), 0);
+	assert_same(x[0], 1);
+	assert_int_equal(weights_read(w, &(struct array){"a", 3, 0, x}), -1);
+	expect_error("tensor a: dtype F4; expected");
+	weights_close(w);
+
+	uint64_t huge = UINT64_MAX;
+	put_file(path, &huge, 8);
+	assert_null(weights_open(path));
+	expect_error("header length 18446744073709551615");
+	put_string(path, "");
+	assert_null(weights_open(path));
+	expect_error("0 bytes; expected a safetensors file");
+	assert_null(weights_open(at("nowhere")));
+	expect_error("nowhere: cannot open");
+	assert_null(weights_open(scratch));
+	expect_error("looked for model.safetensors.index.json and model.safetensors");
+	assert_int_equal(mkdir(at("model.safetensors"), 0777), 0);
+	assert_null(weights_open(scratch));
+	expect_error("model.safetensors: expected a file, found a directory");
+}
+
+/* Opens a file and reads all that can be read, whatever the shapes: 0 or -1. */
+static int read_everything(const char *path)
+{
+	struct weights *w = weights_open(path);
+	int rc = w ? 0 : -1;
+	for (int i = 0; !rc && i < weights_count(w); i++) {
+		real out[64];
+		const struct stored *t = tensor_find(w, weights_name(w, i));
+		struct array a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
+		if (json_array_size(t->shape) == 2)
+			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		rc = t->end - t->begin > sizeof out ? -1 : weights_read(w, &a);
+	}
+	weights_close(w);
+	return rc;
+}
+
+static void safetensors_damaged(void **state)
+{
+	(void)state;
+	real a[6] = {1, 2, 3, 4, 5, 6}, b[3] = {7, 8, 9};
+	char *path = at("d.safetensors");
+	assert_int_equal(safetensors_write(path, (struct array[]){{"a", 2, 3, a}, {"b", 3, 0, b}}, 2), 0);
+	size_t n;
+	uint8_t *file = get_file(path, &n);
+	for (size_t i = 0; i < n; i++) { /* truncated at every length */
+		put_file(path, file, i);
+		assert_int_equal(read_everything(path), -1);
+		expect_error("d.safetensors: ");
+	}
+	for (size_t i = n - sizeof a - sizeof b; i < n; i++) { /* a wrong bit in each byte of data */
+		file[i] ^= 16;
+		put_file(path, file, n);
+		file[i] ^= 16;
+		assert_int_equal(read_everything(path), -1);
+		expect_error(i < n - sizeof b ? "tensor a is damaged: checksum" : "tensor b is damaged: checksum");
+	}
+	for (size_t i = 0; i < n - sizeof a - sizeof b; i++) /* header bytes: an error or not, but no crash */
+		for (int bit = 1; bit < 256; bit *= 2) {
+			file[i] ^= bit;
+			put_file(path, file, n);
+			file[i] ^= bit;
+			read_everything(path);
+		}
+	put_file(path, file, n);
+	assert_int_equal(read_everything(path), 0);
+	free(file);
+}
+
+static void safetensors_shards(void **state)
+{
+	(void)state;
+	real a[2] = {1, 2}, b[3] = {3, 4, 5}, out[3];
+	char *index = at("model.safetensors.index.json");
+	struct array arrays[] = {{"a", 2, 0, a}, {"b", 3, 0, b}};
+	assert_int_equal(safetensors_write(at("one.safetensors"), &arrays[0], 1), 0);
+	assert_int_equal(safetensors_write(at("two.safetensors"), &arrays[1], 1), 0);
+	assert_int_equal(safetensors_write(at("both.safetensors"), arrays, 2), 0);
+	put_string(at("model.safetensors"), "not looked at: the index wins");
+	put_string(index, "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
+	struct weights *w = weights_open(scratch);
+	assert_non_null(w);
+	assert_int_equal(weights_count(w), 2);
+	assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), 0);
+	assert_memory_equal(out, b, sizeof b);
+	assert_int_equal(weights_read(w, &(struct array){"a", 2, 0, out}), 0);
+	assert_memory_equal(out, a, sizeof a);
+	assert_int_equal(weights_read(w, &(struct array){"c", 2, 0, out}), -1);
+	expect_error("tensor c is missing");
+	weights_close(w);
+
+	static const struct { const char *index, *error; } cases[] = {
+		{"", "model.safetensors.index.json:|bad JSON"},
+		{"[]", "expected a JSON object"},
+		{"{}", "`weight_map` is missing"},
+		{"{\"weight_map\":[]}", "`weight_map` is an array"},
+		{"{\"weight_map\":{\"a\":1}}", "tensor a: is an integer"},
+		{"{\"weight_map\":{\"a\":\"\"}}", "is no plain file name"},
+		{"{\"weight_map\":{\"a\":\"sub/one.safetensors\"}}", "\"sub/one.safetensors\" is no plain file name"},
+		{"{\"weight_map\":{\"a\":\"..\"}}", "\"..\" is no plain file name"},
+		{"{\"weight_map\":{\"a\":\"three.safetensors\"}}", "three.safetensors: is not there|for tensor a"},
+		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\"}}", "one.safetensors: tensor c is missing"},
+		{"{\"weight_map\":{\"a\":\"both.safetensors\"}}", "both.safetensors: holds tensor b|in no file"},
+		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"one.safetensors\"}}", "tensor b is missing"},
+		{"{\"weight_map\":{\"a\":\"both.safetensors\",\"b\":\"two.safetensors\"}}", "holds tensor b|it is in two.safetensors"},
+		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"a\":\"two.safetensors\"}}", "duplicate"},
+		{"{\"weight_map\":{\"a\":\"model.safetensors\"}}", "model.safetensors: header length"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(index, cases[i].index);
+		assert_null(weights_open(scratch));
+		expect_error(cases[i].error);
+	}
+}
+
+/* A full disk, played by the limit on a file's size. */
+static void write_failure(void **state)
+{
+	(void)state;
+	static real big[1 << 20];
+	struct rlimit limit, small;
+	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+	signal(SIGXFSZ, SIG_IGN);
+	small = limit;
+	small.rlim_cur = 1 << 16;
+	setrlimit(RLIMIT_FSIZE, &small);
+	char *path = at("big.safetensors");
+	int rc = safetensors_write(path, &(struct array){"big", 1 << 20, 0, big}, 1);
+	setrlimit(RLIMIT_FSIZE, &limit);
+	assert_int_equal(rc, -1);
+	expect_error("big.safetensors: cannot write: |65536 of ");
+	assert_false(exists(path));
+	assert_int_equal(safetensors_write(at("no/such/x.safetensors"), NULL, 0), -1);
+	expect_error("x.safetensors: cannot create");
+}
+
+/* ---- checkpoints ---- */
+
+static void load_config(struct config *c)
+{
+	char *path = at("run.yaml"), text[4096];
+	snprintf(text, sizeof text,
+		"model: { hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8,\n"
+		"  vocab_size: 257, num_experts: 4, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 8 }\n"
+		"data: { train: t, tokenizer: byte, seq_len: 16 }\n"
+		"train: { output_dir: %s, seed: 7, steps: 20, micro_batch: 2, batch: 4 }\n"
+		"schedule: { peak_lr: 1.0e-3 }\n", at("run"));
+	put_string(path, text);
+	if (config_load(c, path, 0, NULL, false) < 0)
+		fail_msg("%s", error_text);
+}
+
+struct example {               /* what a checkpoint test saves */
+	struct config config;
+	struct trainer_state state;
+	double mean[3], std[3];
+	real w[6], m[6], v[6];
+	struct array model[1], optimizer[2];
+};
+
+static void example_init(struct example *x)
+{
+	memset(x, 0, sizeof *x);
+	load_config(&x->config);
+	for (int i = 0; i < 6; i++)
+		x->w[i] = i + (real)0.1, x->m[i] = -i, x->v[i] = i * i;
+	for (int i = 0; i < 3; i++)
+		x->mean[i] = -1.0 / (3 + i), x->std[i] = 1 / sqrt(2 + i);
+	x->state = (struct trainer_state){5, 20, 320, 3, x->mean, x->std};
+	x->model[0] = (struct array){"model.w", 2, 3, x->w};
+	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
+	x->optimizer[1] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
+}
+
+static int example_save(struct example *x, int64_t step)
+{
+	x->state.step = step;
+	return checkpoint_save(&x->config, &x->state, x->model, 1, x->optimizer, 2);
+}
+
+/* All that a resumed run reads: 0, or -1 when any of it is refused. */
+static int example_read(const char *dir, struct config *c, struct trainer_state *s)
+{
+	char optimizer[PATH_LEN];
+	if (checkpoint_read_state(dir, c, s) < 0 || path_join(optimizer, dir, "optimizer.safetensors") < 0)
+		return -1;
+	return read_everything(dir) < 0 ? -1 : read_everything(optimizer);
+}
+
+static void checkpoint_round_trip(void **state)
+{
+	(void)state;
+	static struct example x, y;
+	char path[PATH_LEN];
+	example_init(&x);
+	y.state = (struct trainer_state){.num_layers = 3, .router_mean = y.mean, .router_std = y.std};
+	assert_int_equal(checkpoint_find(at("run"), path), 0);
+	assert_int_equal(example_save(&x, 5), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-0000005"));
+	if (example_read(path, &y.config, &y.state) < 0)
+		fail_msg("%s", error_text);
+	assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
+	assert_memory_equal(x.mean, y.mean, sizeof x.mean);
+	assert_memory_equal(x.std, y.std, sizeof x.std);
+	assert_int_equal(config_check_resume(&y.config, &x.config, stderr), 0);
+	assert_int_equal(y.config.model.hidden_size, 16);
+	assert_true(y.config.train.seed == 7);
+
+	/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. */
+	static const char *const names[] = {"trainer.json", "config.json", "model.safetensors", "optimizer.safetensors"};
+	for (int k = 0; k < COUNT(names); k++) {
+		char *file_path = at("run/step-0000005/%s", names[k]);
+		size_t n;
+		uint8_t *file = get_file(file_path, &n);
+		for (size_t i = 0; i < n; i++) {
+			file[i] ^= 1;
+			put_file(file_path, file, n);
+			file[i] ^= 1;
+			struct config c = y.config;
+			if (example_read(path, &y.config, &y.state) < 0)
+				expect_error(names[k]);
+			else {
+				assert_int_equal(k, 0);
+				assert_memory_equal(&c, &y.config, sizeof c);
+				assert_memory_equal(x.mean, y.mean, sizeof x.mean);
+				assert_memory_equal(x.std, y.std, sizeof x.std);
+				assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
+			}
+		}
+		put_file(file_path, file, n - 1);
+		if (k)
+			assert_int_equal(example_read(path, &y.config, &y.state), -1);
+		unlink(file_path);
+		assert_int_equal(example_read(path, &y.config, &y.state), -1);
+		expect_error(names[k]);
+		put_file(file_path, file, n);
+		free(file);
+	}
+	assert_int_equal(example_read(path, &y.config, &y.state), 0);
+
+	y.state.num_layers = 2;
+	assert_int_equal(checkpoint_read_state(path, &y.config, &y.state), -1);
+	expect_error("`router_mean` has 3 entries; expected one for each of 2 layers");
+	x.std[1] = NAN;
+	assert_int_equal(example_save(&x, 6), -1);
+	expect_error("router_std of layer 1 is ");
+	assert_false(exists(at("run/.tmp-step-0000006")));
+	assert_false(exists(at("run/step-0000006")));
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-0000005"));
+}
+
+/* Members of trainer.json that are wrong although its checksum is right. */
+static void checkpoint_wrong_fields(void **state)
+{
+	(void)state;
+	static struct example x;
+	example_init(&x);
+	assert_int_equal(example_save(&x, 5), 0);
+	char path[PATH_LEN];
+	strcpy(path, at("run/step-0000005/trainer.json"));
+	static const struct { const char *key, *json, *error; } cases[] = {
+		{"format", "[1]", "`format` is an integer"}, {"format", "[\"other\"]", "`format` is \"other\""},
+		{"version", "[2]", "version 2; this program reads version 1"}, {"version", "[null]", "`version` is null"},
+		{"step", "[-1]", "`step` is -1"}, {"step", "[1.5]", "`step` is a real number"}, {"step", "[]", "`step` is missing"},
+		{"samples", "[\"1\"]", "`samples` is a string"}, {"tokens", "[-5]", "`tokens` is -5"},
+		{"router_mean", "[[0,1]]", "`router_mean` has 2 entries"}, {"router_mean", "[{}]", "`router_mean` is an object"},
+		{"router_mean", "[[0,null,1]]", "`router_mean` entry 1 is null"}, {"router_std", "[[1,1,-1]]", "`router_std` entry 2 is -1"},
+		{"router_std", "[]", "`router_std` is missing"}, {"files", "[]", "`files` entry `config.json` is missing"},
+		{"files", "[{\"config.json\":{\"size\":3,\"crc32\":\"00000000\"}}]", "config.json: |expected the 3 that were saved"},
+		{"files", "[{\"config.json\":{\"crc32\":\"00000000\"}}]", "`size` is missing"},
+		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
+		{"config", "[{\"surprise\":1}]", "surprise"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		json_t *good = json_read(path), *value = json_loads(cases[i].json, 0, NULL), *bad = json_deep_copy(good);
+		struct config c;
+		if (json_array_size(value))
+			json_object_set(bad, cases[i].key, json_array_get(value, 0));
+		else
+			json_object_del(bad, cases[i].key);
+		json_object_set_new(bad, "crc32", crc_to_json(trainer_crc(bad)));
+		assert_int_equal(json_write(path, bad), 0);
+		if (checkpoint_read_state(at("run/step-0000005"), &c, &x.state) == 0)
+			fail_msg("%s %s was accepted", cases[i].key, cases[i].json);
+		expect_error(cases[i].error);
+		assert_int_equal(json_write(path, good), 0);
+		json_decref(good), json_decref(value), json_decref(bad);
+	}
+	put_string(path, "");
+	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state), -1);
+	expect_error("trainer.json:");
+}
+
+static void checkpoint_prunes(void **state)
+{
+	(void)state;
+	static struct example x;
+	char path[PATH_LEN];
+	example_init(&x);
+	x.config.checkpoint.keep = 0;
+	for (int64_t step = 1; step <= 3; step++)
+		assert_int_equal(example_save(&x, step), 0);
+	assert_true(exists(at("run/step-0000001")));
+	/* What is not ours: other names, and our name without our content. */
+	static const char *const others[] = {"step-1", "step-00000001", "step-0000000x", "xstep-0000001", "step-0000000", "step-",
+		"step-99999999999999999999", ".tmp-step-x"};
+	for (int i = 0; i < COUNT(others); i++)
+		assert_int_equal(mkdir(at("run/%s", others[i]), 0777), 0);
+	x.config.checkpoint.keep = 2;
+	assert_int_equal(example_save(&x, 12345678), 0);
+	assert_false(exists(at("run/step-0000001")) || exists(at("run/step-0000002")));
+	assert_true(exists(at("run/step-0000003")) && exists(at("run/step-12345678")));
+	for (int i = 0; i < COUNT(others); i++)
+		assert_true(exists(at("run/%s", others[i])));
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-12345678"));
+	for (int i = 0; i < COUNT(others); i++)
+		assert_true(exists(at("run/%s", others[i])));
+	/* The one just saved stays, even when it is not the newest. */
+	assert_int_equal(example_save(&x, 2), 0);
+	assert_true(exists(at("run/step-0000002")));
+	/* A symbolic link goes, what it points to stays. */
+	assert_int_equal(rename(at("run/step-0000003"), at("elsewhere")), 0);
+	assert_int_equal(symlink(at("elsewhere"), at("run/step-0000003")), 0);
+	x.config.checkpoint.keep = 1;
+	assert_int_equal(example_save(&x, 12345679), 0);
+	assert_false(exists(at("run/step-0000003")));
+	assert_true(exists(at("elsewhere/trainer.json")));
+}
+
+static void checkpoint_interrupted(void **state)
+{
+	(void)state;
+	static struct example x;
+	char path[PATH_LEN];
+	struct config c;
+	example_init(&x);
+	assert_int_equal(example_save(&x, 5), 0);
+	/* While writing step 6. */
+	assert_int_equal(mkdir(at("run/.tmp-step-0000006"), 0777), 0);
+	put_string(at("run/.tmp-step-0000006/model.safetensors"), "half");
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-0000005"));
+	assert_false(exists(at("run/.tmp-step-0000006")));
+	/* A temporary does not hinder the next try. */
+	assert_int_equal(mkdir(at("run/.tmp-step-0000006"), 0777), 0);
+	put_string(at("run/.tmp-step-0000006/rubbish"), "half");
+	assert_int_equal(example_save(&x, 6), 0);
+	assert_false(exists(at("run/step-0000006/rubbish")));
+	/* The same step again: replaced. */
+	x.state.samples = 99;
+	put_string(at("run/step-0000006/model.safetensors"), "damaged");
+	assert_int_equal(example_save(&x, 6), 0);
+	x.state.samples = 0;
+	assert_int_equal(example_read(at("run/step-0000006"), &c, &x.state), 0);
+	assert_int_equal(x.state.samples, 99);
+	assert_false(exists(at("run/.old-step-0000006")));
+	/* While replacing it: the old one is found again; when both are there, the new one counts. */
+	assert_int_equal(rename(at("run/step-0000006"), at("run/.old-step-0000006")), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-0000006"));
+	assert_false(exists(at("run/.old-step-0000006")));
+	assert_int_equal(mkdir(at("run/.old-step-0000006"), 0777), 0);
+	put_string(at("run/.old-step-0000006/trainer.json"), "{}");
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_false(exists(at("run/.old-step-0000006")));
+	assert_int_equal(example_read(at("run/step-0000006"), &c, &x.state), 0);
+
+	assert_int_equal(checkpoint_find(at("run.yaml"), path), -1);
+	expect_error("run.yaml: cannot list");
+	snprintf(x.config.train.output_dir, PATH_LEN, "%s", at("run.yaml"));
+	assert_int_equal(example_save(&x, 7), -1);
+	expect_error("run.yaml");
+}
+
+/* ---- token files ---- */
+
+struct index_file { uint8_t bytes[512]; size_t n; };
+
+/* An index of sequences and document entries as given; pointers follow from the lengths. */
+static void make_index(struct index_file *f, int dtype, int n, const int32_t *lengths, int entries, const int64_t *documents)
+{
+	memset(f, 0, sizeof *f);
+	memcpy(f->bytes, "MMIDIDX", 7);
+	f->bytes[9] = 1, f->bytes[17] = dtype, f->bytes[18] = n, f->bytes[26] = entries;
+	f->n = 34;
+	int64_t pointer = 0;
+	for (int i = 0; i < n; i++, f->n += 4)
+		memcpy(f->bytes + f->n, &lengths[i], 4);
+	for (int i = 0; i < n; i++, f->n += 8) {
+		memcpy(f->bytes + f->n, &pointer, 8);
+		pointer += lengths[i] * (int64_t)token_types[dtype].size;
+	}
+	for (int i = 0; i < entries; i++, f->n += 8)
+		memcpy(f->bytes + f->n, &documents[i], 8);
+}
+
+static void tokens_types(void **state)
+{
+	(void)state;
+	static const int32_t lengths[] = {2, 0, 3};
+	static const int64_t documents[] = {0, 1, 1, 3};
+	static const uint8_t u8[] = {0, 255, 1, 2, 3};
+	static const int8_t i8[] = {0, 127, 1, 2, 3};
+	static const int16_t i16[] = {0, 32767, 1, 2, 3};
+	static const int32_t i32[] = {0, 126463, 65536, 70000, 3};
+	static const int64_t i64[] = {0, 126463, 65536, 70000, 3};
+	static const uint16_t u16[] = {0, 65535, 1, 40000, 3};
+	static const struct { int dtype; const void *data; size_t size; int32_t largest; int64_t fourth; } cases[] = {
+		{1, u8, sizeof u8, 255, 2}, {2, i8, sizeof i8, 127, 2}, {3, i16, sizeof i16, 32767, 2},
+		{4, i32, sizeof i32, 126463, 70000}, {5, i64, sizeof i64, 126463, 70000}, {8, u16, sizeof u16, 65535, 40000},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct index_file idx;
+		struct tokens t;
+		int32_t out[5];
+		make_index(&idx, cases[i].dtype, 3, lengths, 4, documents);
+		put_file(at("t.idx"), idx.bytes, idx.n + (i % 2 ? 3 : 0)); /* with and without modes */
+		put_file(at("t.bin"), cases[i].data, cases[i].size);
+		if (tokens_open(&t, at("t"), cases[i].largest + 1) < 0)
+			fail_msg("%s", error_text);
+		assert_true(t.count == 5 && t.documents == 3 && t.dtype == cases[i].dtype && !*t.tokenizer);
+		tokens_read(&t, 0, 5, out);
+		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
+		tokens_read(&t, 4, 1, out);
+		assert_int_equal(out[0], 3);
+		tokens_close(&t);
+		assert_int_equal(tokens_open(&t, at("t"), cases[i].largest), -1);
+		assert_true(!t.bin && !t.count && !t.bin_bytes);
+		char expected[100];
+		snprintf(expected, sizeof expected, "t.bin: token 1: id %d is outside the vocabulary of %d", cases[i].largest,
+				cases[i].largest);
+		expect_error(expected);
+	}
+	/* Negative ids, and ids beyond 32 bits. */
+	static const struct { int dtype; int64_t id; const char *error; } bad[] = {
+		{2, -1, "token 4: id -1 "}, {3, -300, "token 4: id -300 "}, {4, -5, "token 4: id -5 "}, {5, -5, "token 4: id -5 "},
+		{5, INT64_MIN, "token 4: id -9223372036854775808 "}, {5, INT64_C(1) << 32, "token 4: id 4294967296 "},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		int width = token_types[bad[i].dtype].size;
+		uint8_t data[40] = {0};
+		struct index_file idx;
+		struct tokens t;
+		make_index(&idx, bad[i].dtype, 3, lengths, 4, documents);
+		put_file(at("t.idx"), idx.bytes, idx.n);
+		memcpy(data + 4 * width, &bad[i].id, width);
+		put_file(at("t.bin"), data, 5 * width);
+		assert_int_equal(tokens_open(&t, at("t"), INT32_MAX), -1);
+		expect_error(bad[i].error);
+	}
+}
+
+static void tokens_broken(void **state)
+{
+	(void)state;
+	static const int32_t lengths[] = {2, 0, 3};
+	static const int64_t documents[] = {0, 1, 3};
+	static const uint16_t ids[] = {1, 2, 3, 4, 256};
+	struct index_file good, bad;
+	struct tokens t;
+	make_index(&good, 8, 3, lengths, 3, documents);
+	put_file(at("t.bin"), ids, sizeof ids);
+	/* Offsets: lengths 34, pointers 46, documents 70, end 94. */
+	static const struct { int offset; int64_t value; int width; const char *error; } cases[] = {
+		{0, 'X', 1, "not a Megatron index"}, {8, 1, 1, "not a Megatron index"}, {9, 2, 8, "version 2; expected 1"},
+		{17, 0, 1, "unknown dtype code 0"}, {17, 6, 1, "dtype float64"}, {17, 7, 1, "dtype float32"},
+		{17, 9, 1, "unknown dtype code 9"}, {17, 255, 1, "unknown dtype code 255"}, {17, 4, 1, "expected 8, where the one before ends"},
+		{18, -1, 8, "do not fit"}, {18, 4, 8, "do not fit"}, {18, 2, 8, "12 bytes after the document index"},
+		{18, INT64_C(0x1555555555555556), 8, "do not fit"}, {26, -1, 8, "do not fit"}, {26, INT64_C(1) << 61, 8, "do not fit"},
+		{26, 4, 8, "do not fit"}, {26, 2, 8, "8 bytes after the document index"},
+		{34, -1, 4, "sequence 0: length -1"}, {34, 3, 4, "sequence 1: begins at byte 4; expected 6"},
+		{42, 2, 4, "have 8 bytes but the .bin file has 10"}, {42, 4, 4, "sequence 2: 4 tokens at byte 4 reach beyond"},
+		{42, INT32_MAX, 4, "reach beyond"}, {46, 2, 8, "sequence 0: begins at byte 2; expected 0"},
+		{62, -4, 8, "sequence 2: begins at byte -4"}, {70, 1, 8, "document entry 0 is 1"}, {70, -1, 8, "document entry 0 is -1"},
+		{78, 4, 8, "document entry 1 is 4"}, {78, -1, 8, "document entry 1 is -1"}, {86, 0, 8, "document entry 2 is 0"},
+		{86, 2, 8, "document entry 2 is 2"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		bad = good;
+		memcpy(bad.bytes + cases[i].offset, &cases[i].value, cases[i].width);
+		put_file(at("t.idx"), bad.bytes, bad.n);
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error("t.idx: ");
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error(cases[i].error);
+		assert_null(t.bin);
+	}
+	for (size_t n = 0; n < good.n + 8; n++) {
+		put_file(at("t.idx"), good.bytes, n);
+		if (n == good.n || n == good.n + 3) { /* whole; with modes */
+			assert_int_equal(tokens_open(&t, at("t"), 257), 0);
+			tokens_close(&t);
+		} else {
+			assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+			expect_error("t.idx: ");
+		}
+	}
+	put_file(at("t.idx"), good.bytes, good.n);
+	for (size_t n = 0; n < sizeof ids; n++) {
+		put_file(at("t.bin"), ids, n);
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error("t.idx: |.bin file");
+	}
+	make_index(&good, 8, 0, NULL, 0, NULL);
+	put_file(at("t.idx"), good.bytes, good.n);
+	put_file(at("t.bin"), ids, 0);
+	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	expect_error("no document index");
+	unlink(at("t.idx"));
+	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	expect_error("t.idx: cannot open");
+	assert_int_equal(tokens_open(&t, at("u"), 257), -1);
+	expect_error("u.bin: cannot open");
+	assert_int_equal(mkdir(at("v.bin"), 0777), 0);
+	assert_int_equal(tokens_open(&t, at("v"), 257), -1);
+	expect_error("v.bin: expected a file, found a directory");
+}
+
+/* Tokenizes files, opens the result and compares the tokens, written as text with | for the end of a document. */
+static void check_tokens(int num_files, char **files, const char *expected, size_t length, int documents)
+{
+	struct tokens t;
+	if (tokenize_files(at("out/deep/t"), "byte", num_files, files) < 0 || tokens_open(&t, at("out/deep/t"), 257) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(t.count, length);
+	assert_int_equal(t.documents, documents);
+	assert_string_equal(t.tokenizer, "byte");
+	int32_t *ids = allocate(length * sizeof *ids);
+	tokens_read(&t, 0, length, ids);
+	for (size_t i = 0; i < length; i++)
+		assert_int_equal(ids[i], expected[i] == '|' ? 256 : (uint8_t)expected[i]);
+	free(ids);
+	tokens_close(&t);
+	static const char *const suffixes[] = {"bin.tmp", "idx.tmp", "json.tmp"};
+	for (int k = 0; k < 3; k++)
+		assert_false(exists(at("out/deep/t.%s", suffixes[k])));
+}
+
+static void tokenize_good(void **state)
+{
+	(void)state;
+	put_file(at("a.txt"), "h\0\xff\n", 4);
+	put_string(at("empty.txt"), "");
+	put_string(at("b.jsonl"), "{\"text\":\"one\"}\n\n  \t\r\n{\"id\":99999999999999999999999,\"text\":\"\\u00e9\\n\\u0000\\ud83d\\ude00\"}\r\n"
+			"{\"text\":\"\"}\n{\"text\":\"last\",\"text2\":[1,{}]}");
+	char a[PATH_LEN], b[PATH_LEN], e[PATH_LEN], big[PATH_LEN];
+	strcpy(a, at("a.txt")), strcpy(b, at("b.jsonl")), strcpy(e, at("empty.txt")), strcpy(big, at("big.txt"));
+	static const char both[] = "h\0\xff\n|one|\xc3\xa9\n\0\xf0\x9f\x98\x80|last|";
+	check_tokens(3, (char *[]){a, e, b}, both, sizeof both - 1, 4);
+	check_tokens(1, (char *[]){a}, "h\0\xff\n|", 5, 1); /* replaces */
+
+	/* Longer than a sequence: 0, 1 and 2 cuts, at the cut and beside it. */
+	static const int sizes[] = {SEQUENCE_MAX - 1, SEQUENCE_MAX, SEQUENCE_MAX + 1, 2 * SEQUENCE_MAX, 2 * SEQUENCE_MAX + 1, 3000000};
+	for (int i = 0; i < COUNT(sizes); i++) {
+		int n = sizes[i];
+		char *text = allocate(n + 6);
+		for (int k = 0; k < n; k++)
+			text[k] = 'a' + k % 26;
+		put_file(big, text, n);
+		memcpy(text + n, "|h\0\xff\n|", 6);
+		check_tokens(2, (char *[]){big, a}, text, n + 6, 2);
+		free(text);
+		size_t size;
+		uint8_t *idx = get_file(at("out/deep/t.idx"), &size);
+		assert_int_equal(load_i64(idx + 18), (n - 1) / SEQUENCE_MAX + 2);
+		free(idx);
+	}
+}
+
+static void tokenize_bad(void **state)
+{
+	(void)state;
+	static const struct { const char *text, *error; } cases[] = {
+		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: `text` is missing"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"}, {"nonsense", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
+		{"{\"text\":\"\"}\n", "t: nothing to write"},
+	};
+	char b[PATH_LEN], dir[PATH_LEN], none[PATH_LEN], own[PATH_LEN];
+	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(b, cases[i].text);
+		assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){b}), -1);
+		expect_error(cases[i].error);
+		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
+		assert_false(exists(at("t.bin.tmp")) || exists(at("t.idx.tmp")) || exists(at("t.json.tmp")));
+	}
+	assert_int_equal(tokenize_files(at("t"), "gpt2", 1, (char *[]){b}), -1);
+	expect_error("tokenizer `gpt2` is not known; expected byte");
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){none}), -1);
+	expect_error("none.txt: cannot open");
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){dir}), -1);
+	expect_error("expected a text or .jsonl file, found a directory");
+	put_string(own, "precious");
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){own}), -1);
+	expect_error("t.json: is an input, but would be replaced");
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", 1, (char *[]){own}), -1);
+	expect_error("b.jsonl");
+}
+
+static void manifest_broken(void **state)
+{
+	(void)state;
+	struct tokens t;
+	char a[PATH_LEN];
+	strcpy(a, at("a.txt"));
+	put_string(a, "hello");
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){a}), 0);
+	static const struct { const char *key, *json, *error; } cases[] = {
+		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""}, {"tokenizer", "[]", "`tokenizer` is missing"},
+		{"tokenizer", "[\"a name that is longer than the field for it\"]", "`tokenizer` is longer"},
+		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"}, {"tokenizer_hash", "[\"xyz\"]", "eight hexadecimal"},
+		{"vocab_size", "[0]", "`vocab_size` is 0"}, {"vocab_size", "[258]", "`vocab_size` is 258"},
+		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the index says uint16"}, {"documents", "[2]", "`documents` is 2; the files hold 1"},
+		{"tokens", "[5]", "`tokens` is 5; the files hold 6"}, {"tokens", "[6.0]", "`tokens` is a real number"},
+		{"bytes", "[6]", "`bytes` is 6; the files hold 5"}, {"bytes", "[-1]", "`bytes` is -1"},
+		{"crc32", "[\"00000000\"]", "`crc32` is 00000000; the .bin file's is"}, {"crc32", "[5]", "`crc32` is an integer"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		json_t *good = json_read(at("t.json")), *value = json_loads(cases[i].json, 0, NULL), *bad = json_deep_copy(good);
+		if (json_array_size(value))
+			json_object_set(bad, cases[i].key, json_array_get(value, 0));
+		else
+			json_object_del(bad, cases[i].key);
+		assert_int_equal(json_write(at("t.json"), bad), 0);
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error("t.json: ");
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error(cases[i].error);
+		assert_int_equal(json_write(at("t.json"), good), 0);
+		json_decref(good), json_decref(value), json_decref(bad);
+	}
+	size_t n;
+	uint8_t *text = get_file(at("t.json"), &n), *bin;
+	for (size_t i = 0; i < n - 2; i++) {
+		put_file(at("t.json"), text, i);
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error("t.json:");
+	}
+	put_file(at("t.json"), text, n);
+	free(text);
+	bin = get_file(at("t.bin"), &n);
+	for (size_t i = 0; i < n; i++) {
+		bin[i] ^= 1;
+		put_file(at("t.bin"), bin, n);
+		bin[i] ^= 1;
+		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		expect_error("it is damaged");
+	}
+	put_file(at("t.bin"), bin, n);
+	free(bin);
+	assert_int_equal(tokens_open(&t, at("t"), 256), -1); /* id 256 == vocab_size */
+	expect_error("t.bin: token 5: id 256 is outside the vocabulary of 256 that the model has");
+
+	/* Another tokenizer's manifest that claims less than the file holds. */
+	json_t *root = json_read(at("t.json"));
+	json_object_set_new(root, "tokenizer", json_string("other"));
+	json_object_set_new(root, "vocab_size", json_integer(200));
+	json_write(at("t.json"), root);
+	json_decref(root);
+	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	expect_error("outside the vocabulary of 200 that its manifest has");
+}
+
+/* ---- metrics ---- */
+
+static struct metrics example_metrics(int64_t step, double *load)
+{
+	load[0] = 1.0 / 3 + step, load[1] = 2;
+	return (struct metrics){.step = step, .samples = 8 * step, .tokens = 1 << step, .batch = 8, .loss = 5.0 / (3 + step),
+		.balance_loss = 1.1, .z_loss = 1e-300, .lr = 1e-4 / 3, .grad_norm = 0.1, .seconds = 1, .tokens_per_second = 1e6 / 7,
+		.num_layers = 2, .expert_load = load, .has_valid_loss = step == 2, .valid_loss = step == 2 ? 0.7 : 0};
+}
+
+static void write_metrics(int64_t after, int64_t first, int64_t last)
+{
+	double load[2];
+	FILE *f = metrics_open(scratch, after);
+	if (!f)
+		fail_msg("%s", error_text);
+	for (int64_t step = first; step <= last; step++) {
+		struct metrics m = example_metrics(step, load);
+		assert_int_equal(metrics_write(f, &m), 0);
+	}
+	fclose(f);
+}
+
+/* The file must hold the steps 1 to last, exactly as written. */
+static void check_metrics(int last)
+{
+	struct metrics *m;
+	int n;
+	double load[2];
+	if (metrics_read(scratch, &m, &n) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(n, last);
+	for (int i = 0; i < n; i++) {
+		struct metrics e = example_metrics(i + 1, load);
+		assert_memory_equal(m[i].expert_load, load, sizeof load);
+		e.expert_load = m[i].expert_load;
+		assert_true(m[i].step == e.step && m[i].samples == e.samples && m[i].tokens == e.tokens && m[i].batch == e.batch);
+		for (size_t k = 0; k < NUM_METRIC_REALS; k++)
+			assert_memory_equal((char *)&m[i] + metric_reals[k].offset, (char *)&e + metric_reals[k].offset, sizeof(double));
+		assert_int_equal(m[i].has_valid_loss, e.has_valid_loss);
+		assert_same(m[i].valid_loss, e.valid_loss);
+	}
+	free(m);
+}
+
+static void metrics_resume(void **state)
+{
+	(void)state;
+	char *path = at("metrics.jsonl");
+	write_metrics(0, 1, 5);
+	check_metrics(5);
+	size_t n, whole;
+	uint8_t *good = get_file(path, &n), *text;
+	assert_int_equal(strncmp((char *)good, "{\"step\": 1, \"samples\": 8, \"tokens\": 2, \"batch\": 8, \"loss\": 1.25, "
+			"\"balance_loss\": 1.1000000000000001, \"z_loss\": ", 110), 0);
+	/* Resumed after any step, with the file torn at any byte: each step once, and the same bytes as never stopped. */
+	for (int64_t step = 0; step <= 5; step++) {
+		for (size_t cut = 0; cut <= n; cut++) {
+			put_file(path, good, cut);
+			size_t kept = 0, lines = 0;
+			for (size_t i = 0; i < n && lines < (size_t)step; i++)
+				if (good[i] == '\n' && ++lines && i <= cut) /* a line without its newline is whole too */
+					kept = lines;
+			write_metrics(step, kept + 1, 5);
+			text = get_file(path, &whole);
+			if (whole != n || memcmp(text, good, n))
+				fail_msg("step %d, cut %zu: %s", (int)step, cut, text);
+			free(text);
+		}
+	}
+	write_metrics(2, 3, 3);
+	check_metrics(3);
+	write_metrics(7, 4, 4); /* a later step than any: nothing is dropped */
+	check_metrics(4);
+	write_metrics(0, 1, 2);
+	check_metrics(2);
+	free(good);
+	put_string(path, "");
+	check_metrics(0);
+	unlink(path);
+	struct metrics *m;
+	int count;
+	assert_int_equal(metrics_read(scratch, &m, &count), -1);
+	expect_error("metrics.jsonl: cannot open");
+	FILE *f = metrics_open(at("new/run"), 0);
+	assert_non_null(f);
+	fclose(f);
+	assert_true(exists(at("new/run/metrics.jsonl")));
+}
+
+static void metrics_nonfinite(void **state)
+{
+	(void)state;
+	double load[2];
+	struct metrics x = example_metrics(2, load), *m;
+	x.loss = NAN, x.grad_norm = INFINITY, x.valid_loss = -INFINITY, load[0] = NAN, load[1] = INFINITY;
+	FILE *f = metrics_open(scratch, 0);
+	assert_int_equal(metrics_write(f, &x), 0);
+	fclose(f);
+	json_t *root = json_read(at("metrics.jsonl"));
+	char *text = json_dumps(json_object_get(root, "nonfinite"), JSON_COMPACT);
+	assert_string_equal(text, "[\"loss\",\"grad_norm\",\"expert_load\",\"valid_loss\"]");
+	assert_true(json_is_null(json_object_get(root, "loss")));
+	free(text);
+	json_decref(root);
+	int n;
+	assert_int_equal(metrics_read(scratch, &m, &n), 0);
+	assert_true(n == 1 && isnan(m->loss) && isnan(m->grad_norm) && isnan(m->valid_loss) && m->has_valid_loss);
+	assert_true(isnan(m->expert_load[0]) && isnan(m->expert_load[1]) && m->lr == x.lr);
+	free(m);
+	f = fopen("/dev/full", "w");
+	assert_int_equal(metrics_write(f, &x), -1);
+	expect_error("cannot write step 2: No space left");
+	fclose(f);
+}
+
+static void metrics_broken(void **state)
+{
+	(void)state;
+#define LINE(n) "{\"step\":" #n ",\"samples\":1,\"tokens\":1,\"batch\":1,\"loss\":1,\"balance_loss\":1,\"z_loss\":1,\"lr\":1," \
+	"\"grad_norm\":1,\"seconds\":1,\"tokens_per_second\":1,\"expert_load\":[1,1]}\n"
+	static const struct { const char *text, *error; bool open_fails; } cases[] = {
+		{LINE(1) "nonsense\n" LINE(2), "metrics.jsonl:2: bad JSON", true},
+		{LINE(1) "\n" LINE(2), "metrics.jsonl:2: bad JSON", true},
+		{LINE(1) "{\"step\":2}{}\n", "metrics.jsonl:2: bad JSON", true},
+		{LINE(1) "{\"step\":2,\n" LINE(3), "metrics.jsonl:2: bad JSON", true},
+		{LINE(1) "{\"step\":2,\"step\":3}\n", "metrics.jsonl:2: bad JSON: duplicate", true},
+		{LINE(1) "[2]\n", "metrics.jsonl:2: is an array", true},
+		{"{}\n", "metrics.jsonl:1: `step` is missing", true},
+		{"{\"step\":1.5}\n", "metrics.jsonl:1: `step` is a real number", true},
+		{"{\"step\":-1}\n", "metrics.jsonl:1: `step` is -1", true},
+		{LINE(2) LINE(2), "metrics.jsonl:2: step 2 after step 2", true},
+		{LINE(2) LINE(3) LINE(1), "metrics.jsonl:3: step 1 after step 3", true},
+		{LINE(1) "{\"step\":2}\n", "metrics.jsonl:2: `samples` is missing", false},
+		{"{\"step\":2,\"samples\":1,\"tokens\":1,\"batch\":4294967296}\n", "`batch` is 4294967296", false},
+		{"{\"step\":2,\"samples\":1,\"tokens\":1,\"batch\":1,\"loss\":\"x\"}\n", "`loss` is a string", false},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct metrics *m;
+		int n;
+		put_string(at("metrics.jsonl"), cases[i].text);
+		assert_int_equal(metrics_read(scratch, &m, &n), -1);
+		expect_error(cases[i].error);
+		FILE *f = metrics_open(scratch, 1);
+		assert_int_equal(!f, cases[i].open_fails);
+		if (f)
+			fclose(f);
+		else
+			expect_error(cases[i].error);
+	}
+	struct metrics *m;
+	int n;
+	put_string(at("metrics.jsonl"), LINE(1) "{\"step\":2,\"sam"); /* while the run goes on */
+	assert_int_equal(metrics_read(scratch, &m, &n), 0);
+	assert_int_equal(n, 1);
+	free(m);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		TEST(safetensors_round_trip), TEST(safetensors_many), TEST(safetensors_conversion), TEST(safetensors_broken),
+		TEST(safetensors_damaged), TEST(safetensors_shards), TEST(write_failure),
+		TEST(checkpoint_round_trip), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes), TEST(checkpoint_interrupted),
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_bad), TEST(manifest_broken),
+		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
+	};
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}

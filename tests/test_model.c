@@ -1,0 +1,502 @@
+/*
+ * The model and the optimizer step against numbers from PyTorch (tests/fixtures, made by scripts/reference.py), and the
+ * corners of losses and schedules by hand-made values. Built in float and in double.
+ */
+#define _GNU_SOURCE
+#include "../ling.h"
+#include "test.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define FIXTURES "tests/fixtures/"
+#ifdef LING_DOUBLE
+#define TOLERANCE 2e-7 /* the expected arrays are stored in float32 */
+#else
+#define TOLERANCE 1e-5
+#endif
+
+static const char *const cases[] = {"base", "no_norm_head", "tied_norm_head", "tied_plain", "shared0", "head_dim", "dense_first",
+	"scope_sequence", "biases", "routing_warmup", "k1_no_renorm", "no_topk_norm", "odd_sizes"};
+enum { NUM_CASES = sizeof cases / sizeof *cases };
+
+#define assert_done(call) do { if ((call) < 0) fail_msg("%s", error_text); } while (0)
+
+/* A trainer without data files: the tests fill input and target themselves. */
+static void make_trainer(struct trainer *t, const struct config *c)
+{
+	const int layers = c->model.num_hidden_layers;
+	*t = (struct trainer){.config = *c};
+	run_length(c, &t->steps, &t->tokens);
+	assert_done(model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true));
+	assert_done(step_sums_init(&t->sums, &c->model));
+	t->state.num_layers = layers;
+	t->state.router_mean = calloc(layers, sizeof(double));
+	t->state.router_std = calloc(layers, sizeof(double));
+	t->expert_load = calloc(layers, sizeof(double));
+	t->input = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
+	t->target = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
+	for (int l = 0; l < layers; l++)
+		t->state.router_std[l] = 1;
+	/* Nothing may depend on what gradients were before. */
+	for (int64_t i = 0; i < t->model.num_params; i++)
+		t->model.grads.memory[i] = NAN;
+}
+
+static void load_case(struct config *c, struct trainer *t, struct weights **expected, const char *name)
+{
+	char path[256];
+	snprintf(path, sizeof path, FIXTURES "%s/case.yaml", name);
+	assert_done(config_load(c, path, 0, NULL, false));
+	make_trainer(t, c);
+	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
+	assert_done(model_load(&t->model, path));
+	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
+	*expected = weights_open(path);
+	if (!*expected)
+		fail_msg("%s", error_text);
+}
+
+static void load_step(struct trainer *t, const struct weights *expected, int step)
+{
+	char name[32];
+	const int64_t n = (int64_t)t->config.train.batch * t->config.data.seq_len;
+	snprintf(name, sizeof name, "input.%d", step);
+	assert_done(weights_read_int(expected, name, n, t->input));
+	snprintf(name, sizeof name, "target.%d", step);
+	assert_done(weights_read_int(expected, name, n, t->target));
+}
+
+/* Compares found [n] with the array `name` of the file. */
+static void compare(const struct weights *w, const char *name, const real *found, int64_t rows, int64_t cols, double tolerance,
+		const char *where)
+{
+	const int64_t n = rows * (cols ? cols : 1);
+	real *array = calloc(n, sizeof *array);
+	double *expected = calloc(n, sizeof *expected);
+	char what[256];
+	assert_done(weights_read(w, &(struct array){name, rows, cols, array}));
+	for (int64_t i = 0; i < n; i++)
+		expected[i] = array[i];
+	snprintf(what, sizeof what, "%s: %s", where, name);
+	assert_close(found, expected, n, tolerance, what);
+	free(array), free(expected);
+}
+
+/* Logits of the training forward pass, micro-batch by micro-batch. */
+static void check_logits(struct trainer *t, const struct weights *expected, const char *name)
+{
+	const struct config *c = &t->config;
+	const int64_t L = c->data.seq_len, V = c->model.vocab_size;
+	real *logits = calloc(c->train.batch * L * V, sizeof *logits);
+	struct step step = {.seed = c->train.seed, .num_tokens = c->train.batch * L, .num_targets = 1,
+			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
+	for (int b = 0; b < c->train.batch; b += c->train.micro_batch) {
+		int B = c->train.batch - b < c->train.micro_batch ? c->train.batch - b : c->train.micro_batch;
+		step.first_sequence = b;
+		model_forward(&t->model, t->input + b * L, B, &step, &t->sums);
+		model_logits(&t->model, logits + b * L * V, 0, B * L);
+	}
+	compare(expected, "logits", logits, c->train.batch * L, V, TOLERANCE, name);
+	free(logits);
+}
+
+/* Five optimizer steps: logits, every gradient of step 1, every loss part, norm, rate, and all weights after step 5. */
+static void test_golden(void **state)
+{
+	const char *name = *state;
+	struct config c;
+	struct trainer t;
+	struct weights *expected;
+	load_case(&c, &t, &expected, name);
+	real parts[5][5];
+	for (int step = 1; step <= 5; step++) {
+		struct metrics m;
+		load_step(&t, expected, step);
+		if (step == 1)
+			check_logits(&t, expected, name);
+		assert_done(trainer_step(&t, c.train.batch, &m));
+		for (int i = 0; step == 1 && i < t.model.num_tensors; i++) {
+			const struct tensor *x = &t.model.tensors[i];
+			char grad[MAX_NAME + 8];
+			snprintf(grad, sizeof grad, "grad.%s", x->name);
+			compare(expected, grad, t.model.grads.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
+		}
+		assert_int_equal(m.step, step);
+		const double values[] = {m.loss, m.balance_loss, m.z_loss, m.grad_norm, m.lr};
+		for (int i = 0; i < 5; i++)
+			parts[i][step - 1] = (real)values[i];
+	}
+	static const char *const names[] = {"loss", "balance_loss", "z_loss", "grad_norm", "lr"};
+	for (int i = 0; i < 5; i++)
+		compare(expected, names[i], parts[i], 5, 0, TOLERANCE, name);
+	for (int i = 0; i < t.model.num_tensors; i++) {
+		const struct tensor *x = &t.model.tensors[i];
+		char after[MAX_NAME + 8];
+		snprintf(after, sizeof after, "after.%s", x->name);
+		compare(expected, after, t.model.params.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
+	}
+	if (weights_has(expected, "router_mean")) {
+		real statistics[64];
+		for (int l = 0; l < t.state.num_layers; l++)
+			statistics[l] = (real)t.state.router_mean[l];
+		compare(expected, "router_mean", statistics, t.state.num_layers, 0, TOLERANCE, name);
+		for (int l = 0; l < t.state.num_layers; l++)
+			statistics[l] = (real)t.state.router_std[l];
+		compare(expected, "router_std", statistics, t.state.num_layers, 0, TOLERANCE, name);
+	}
+	weights_close(expected);
+	trainer_free(&t);
+}
+
+/* Hugging Face directories in bfloat16 (two shards and an index) and float16. */
+static void test_huggingface(void **state)
+{
+	const char *name = *state;
+	char path[256];
+	struct model_config c;
+	struct model m;
+	enum { L = 8 };
+	snprintf(path, sizeof path, FIXTURES "%s", name);
+	assert_done(config_from_huggingface(&c, path));
+	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
+	struct weights *expected = weights_open(path);
+	assert_non_null(expected);
+	int32_t input[4 * L], target[4 * L];
+	assert_done(weights_read_int(expected, "input", 4 * L, input));
+	assert_done(weights_read_int(expected, "target", 4 * L, target));
+	assert_done(model_init(&m, &c, 4, L, false));
+	snprintf(path, sizeof path, FIXTURES "%s", name);
+	assert_done(model_load(&m, path));
+	model_forward(&m, input, 4, NULL, NULL);
+	int valid = 0;
+	for (int i = 0; i < 4 * L; i++)
+		valid += target[i] >= 0;
+	real loss = (real)(model_loss(&m, target, 4, NULL) / valid);
+	compare(expected, "loss", &loss, 1, 0, TOLERANCE, name);
+	weights_close(expected);
+	model_free(&m);
+}
+
+/* The same global batch in micro-batches of 1, 2, 3 and 4: same loss and gradients to rounding (sequence scope). */
+static void test_micro_batches(void **state)
+{
+	(void)state;
+	double *gradient = NULL, loss = 0;
+	for (int micro = 1; micro <= 4; micro++) {
+		struct config c;
+		struct trainer t;
+		struct weights *expected;
+		struct metrics m;
+		load_case(&c, &t, &expected, "scope_sequence");
+		trainer_free(&t);
+		c.train.micro_batch = micro;
+		make_trainer(&t, &c);
+		assert_done(model_load(&t.model, FIXTURES "scope_sequence/weights.safetensors"));
+		load_step(&t, expected, 1);
+		assert_done(trainer_step(&t, c.train.batch, &m));
+		if (micro == 1) {
+			gradient = calloc(t.model.num_params, sizeof *gradient);
+			for (int64_t i = 0; i < t.model.num_params; i++)
+				gradient[i] = t.model.grads.memory[i];
+			loss = m.loss;
+		}
+		assert_true(fabs(m.loss - loss) <= 1e-6 * loss);
+		assert_close(t.model.grads.memory, gradient, t.model.num_params, sizeof(real) == 8 ? 1e-13 : 2e-6, "gradients of a micro-batch");
+		weights_close(expected);
+		trainer_free(&t);
+	}
+	free(gradient);
+}
+
+/* A model of one layer whose attention and experts give zero, so that a token's logits are known: token 0 has loss `first`
+ * and token 1 has loss `second` for target 0. */
+static void make_table_model(struct trainer *t, double first, double second, int micro_batch, int batch, int L)
+{
+	struct config c = {
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
+			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3, .rope_theta = 10000,
+			.rms_norm_eps = 1e-12, .norm_topk_prob = true, .router = {.balance_loss_coef = 0.5, .z_loss_coef = 0.25}},
+		.data = {.seq_len = L},
+		.train = {.steps = 3, .micro_batch = micro_batch, .batch = batch},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1},
+	};
+	make_trainer(t, &c);
+	struct params *p = &t->model.params;
+	for (int i = 0; i < 4; i++)
+		p->layer[0].attention_norm[i] = p->layer[0].ffn_norm[i] = p->norm[i] = 1;
+	p->embedding[0 * 4 + 0] = p->embedding[1 * 4 + 1] = 1; /* RMSNorm makes it sqrt(H) = 2 */
+	/* loss = ln(e^z + V - 1) - z, so z = ln((V - 1) / (e^loss - 1)) */
+	p->lm_head[0] = (real)(log(4 / (exp(first) - 1)) / 2);
+	p->lm_head[1] = (real)(log(4 / (exp(second) - 1)) / 2);
+	for (int i = 0; i < batch * L; i++)
+		t->target[i] = 0;
+}
+
+/* One token at loss 2 in one micro-batch and seven at loss 4 in another: 3.75, not 3. */
+static void test_mean_over_all_tokens(void **state)
+{
+	(void)state;
+	struct trainer t;
+	struct metrics m;
+	make_table_model(&t, 2, 4, 1, 2, 8);
+	for (int i = 0; i < 8; i++)
+		t.input[i] = 0, t.input[8 + i] = 1;
+	for (int i = 1; i < 8; i++)
+		t.target[i] = -1;
+	t.target[8 + 3] = -1;
+	assert_done(trainer_step(&t, 2, &m));
+	assert_true(fabs(m.loss - 3.75) < 1e-5);
+	trainer_free(&t);
+}
+
+/* A batch without any valid target: loss 0, and only the router's losses have gradients. */
+static void test_no_targets(void **state)
+{
+	(void)state;
+	struct trainer t;
+	struct metrics m;
+	make_table_model(&t, 2, 4, 1, 2, 8);
+	for (int i = 0; i < 16; i++)
+		t.target[i] = -1;
+	assert_done(trainer_step(&t, 2, &m));
+	assert_true(m.loss == 0);
+	for (int i = 0; i < 5 * 4; i++)
+		assert_true(t.model.grads.lm_head[i] == 0);
+	trainer_free(&t);
+}
+
+/* All router weights zero: experts 0 .. k-1 win everywhere; an expert without tokens has a gradient of exactly zero. */
+static void test_router_zero(void **state)
+{
+	(void)state;
+	struct trainer t;
+	struct metrics m;
+	make_table_model(&t, 2, 4, 2, 2, 8);
+	struct layer_params *p = &t.model.params.layer[0];
+	for (int i = 0; i < 6 * 2 * 3 * 4; i++)
+		p->gate_up[i] = (real)(0.1 * (i % 7 - 3));
+	for (int i = 0; i < 6 * 4 * 3; i++)
+		p->down[i] = (real)(0.1 * (i % 5 - 2));
+	assert_done(trainer_step(&t, 2, &m));
+	const struct layer_activations *x = &t.model.acts.layer[0];
+	for (int i = 0; i < 16; i++) {
+		assert_int_equal(x->index[2 * i], 0);
+		assert_int_equal(x->index[2 * i + 1], 1);
+		assert_true(x->weight[2 * i] == 0.5 && x->weight[2 * i + 1] == 0.5);
+	}
+	/* E sum f P = 6 (1/2 + 1/2) / 6 = 1; z = ln(6)^2; the largest share is 1/2, the mean share 1/6. */
+	assert_true(fabs(m.balance_loss - 1) < 1e-6);
+	assert_true(fabs(m.z_loss - log(6) * log(6)) < 1e-6);
+	assert_true(fabs(m.expert_load[0] - 3) < 1e-12);
+	const struct layer_params *g = &t.model.grads.layer[0];
+	double chosen = 0;
+	for (int i = 0; i < 6 * 2 * 3 * 4; i++) {
+		if (i < 2 * 2 * 3 * 4)
+			chosen += fabs(g->gate_up[i]);
+		else
+			assert_true(g->gate_up[i] == 0);
+	}
+	for (int i = 2 * 4 * 3; i < 6 * 4 * 3; i++)
+		assert_true(g->down[i] == 0);
+	assert_true(chosen > 0);
+	trainer_free(&t);
+}
+
+/* A loss that is not finite: shown, reported as a failure, the weights and the state untouched. */
+static void test_not_finite(void **state)
+{
+	(void)state;
+	struct trainer t;
+	struct metrics m;
+	make_table_model(&t, 2, 4, 1, 2, 8);
+	t.model.params.lm_head[7] = NAN;
+	real before = t.model.params.embedding[0];
+	assert_int_equal(trainer_step(&t, 2, &m), -1);
+	assert_true(isnan(m.loss) && m.step == 1);
+	assert_non_null(strstr(error_text, "step 1"));
+	assert_non_null(strstr(error_text, "not finite"));
+	assert_true(t.model.params.embedding[0] == before && t.state.step == 0 && t.state.tokens == 0);
+	trainer_free(&t);
+}
+
+/* NormHead: evaluation leaves the weights as they are, and the cache follows an update. */
+static void test_norm_head(void **state)
+{
+	(void)state;
+	struct config c;
+	struct trainer t;
+	struct weights *expected;
+	struct metrics m;
+	load_case(&c, &t, &expected, "base");
+	const int64_t n = t.model.num_params, H = c.model.hidden_size, V = c.model.vocab_size;
+	real *before = malloc(n * sizeof *before);
+	memcpy(before, t.model.params.memory, n * sizeof *before);
+	load_step(&t, expected, 1);
+	model_forward(&t.model, t.input, 2, NULL, NULL);
+	model_loss(&t.model, t.target, 2, NULL);
+	assert_memory_equal(before, t.model.params.memory, n * sizeof *before);
+	assert_done(trainer_step(&t, c.train.batch, &m));
+	for (int64_t j = 0; j < H; j++) {
+		double sum = 0;
+		for (int64_t v = 0; v < V; v++)
+			sum += (double)t.model.params.lm_head[v * H + j] * t.model.params.lm_head[v * H + j];
+		assert_true(fabs(t.model.head_scale[j] * (sqrt(sum) + 1e-7) - 1) < 1e-6);
+	}
+	free(before);
+	weights_close(expected);
+	trainer_free(&t);
+}
+
+static struct config schedule(int64_t warmup, int64_t decay, enum decay_shape shape, double final)
+{
+	struct config c = {.schedule = {.peak_lr = 1, .warmup_steps = warmup, .decay = {decay, shape, final}},
+		.data = {.seq_len = 10}, .train = {.steps = 100, .batch = 8, .micro_batch = 2}};
+	return c;
+}
+
+static void test_learning_rate(void **state)
+{
+	(void)state;
+	struct config c = schedule(10, 20, DECAY_LINEAR, 0.1);
+	const double near = 1e-12;
+	assert_true(fabs(learning_rate(&c, 1, 100, 0) - 0.1) < near);
+	assert_true(fabs(learning_rate(&c, 9, 100, 0) - 0.9) < near);
+	assert_true(learning_rate(&c, 10, 100, 0) == 1);
+	assert_true(learning_rate(&c, 80, 100, 0) == 1);
+	assert_true(fabs(learning_rate(&c, 81, 100, 0) - (0.1 + 0.9 * 0.95)) < near);
+	assert_true(fabs(learning_rate(&c, 90, 100, 0) - 0.55) < near);
+	assert_true(fabs(learning_rate(&c, 100, 100, 0) - 0.1) < near);
+	c.schedule.decay.shape = DECAY_COSINE;
+	assert_true(fabs(learning_rate(&c, 85, 100, 0) - (0.1 + 0.45 * (1 + sqrt(0.5)))) < near);
+	c.schedule.decay.shape = DECAY_1_SQRT;
+	assert_true(fabs(learning_rate(&c, 85, 100, 0) - 0.55) < near);
+	c.schedule.decay.shape = DECAY_INVERSE_SQRT;
+	assert_true(fabs(learning_rate(&c, 90, 100, 0) - 1 / sqrt(50.5)) < near);
+	assert_true(fabs(learning_rate(&c, 100, 100, 0) - 0.1) < near);
+	c = schedule(0, 0, DECAY_LINEAR, 0); /* neither warm-up nor decay */
+	assert_true(learning_rate(&c, 1, 100, 0) == 1 && learning_rate(&c, 100, 100, 0) == 1);
+	c = schedule(0, 100, DECAY_LINEAR, 0); /* decay from step 0 */
+	assert_true(fabs(learning_rate(&c, 1, 100, 0) - 0.99) < near && learning_rate(&c, 100, 100, 0) == 0);
+	c = schedule(0, 200, DECAY_LINEAR, 0); /* longer than the run: it began before the first step */
+	assert_true(fabs(learning_rate(&c, 1, 100, 0) - 0.495) < near && learning_rate(&c, 100, 100, 0) == 0);
+	c = schedule(200, 0, DECAY_LINEAR, 0); /* warm-up longer than the run */
+	assert_true(fabs(learning_rate(&c, 100, 100, 0) - 0.5) < near);
+	c = schedule(0, 20, DECAY_LINEAR, 0.1);
+	c.schedule.num_drops = 2;
+	c.schedule.drops[0].at = 0.55, c.schedule.drops[0].factor = 0.5;
+	c.schedule.drops[1].at = 0.7, c.schedule.drops[1].factor = 0.1;
+	assert_true(learning_rate(&c, 55, 100, 54.0 / 100) == 1);
+	assert_true(learning_rate(&c, 56, 100, 55.0 / 100) == 0.5);
+	assert_true(fabs(learning_rate(&c, 71, 100, 70.0 / 100) - 0.05) < near);
+	assert_true(fabs(learning_rate(&c, 100, 100, 0.99) - 0.1) < near);
+}
+
+static void test_batch_warmup(void **state)
+{
+	(void)state;
+	struct config c = schedule(0, 0, DECAY_LINEAR, 0);
+	int64_t steps, tokens;
+	assert_int_equal(batch_size(&c, 0), 8); /* none */
+	run_length(&c, &steps, &tokens);
+	assert_true(steps == 100 && tokens == 8000);
+	c.train.batch_warmup.start = 2, c.train.batch_warmup.increment = 3, c.train.batch_warmup.tokens = 100; /* 2, 5, then 8 */
+	assert_int_equal(batch_size(&c, 0), 2);
+	assert_int_equal(batch_size(&c, 49), 2);
+	assert_int_equal(batch_size(&c, 50), 5);
+	assert_int_equal(batch_size(&c, 99), 5);
+	assert_int_equal(batch_size(&c, 100), 8);
+	run_length(&c, &steps, &tokens); /* 0, 20, 40 at 2; 60 at 5; 110 at 8 */
+	assert_true(steps == 100 && tokens == 110 + 96 * 80);
+	c.train.steps = 0, c.train.tokens = 500; /* 110, 190, ..., 510 */
+	run_length(&c, &steps, &tokens);
+	assert_true(steps == 9 && tokens == 510);
+	c.train.tokens = 30;
+	run_length(&c, &steps, &tokens);
+	assert_true(steps == 2 && tokens == 40);
+	c.train.batch_warmup.increment = 4; /* 2, 6, then at most 8 */
+	assert_int_equal(batch_size(&c, 99), 6);
+	assert_int_equal(batch_size(&c, 100), 8);
+}
+
+static void test_deal_batch(void **state)
+{
+	(void)state;
+	for (int size = 1; size <= 5; size++)
+		for (int64_t batch = 1; batch <= 23; batch++)
+			for (int micro = 1; micro <= 4; micro++) {
+				int64_t next = 0, rounds = -1;
+				for (int rank = 0; rank < size; rank++) {
+					struct share s = deal_batch(&(struct group){rank, size}, batch, micro);
+					assert_int_equal(s.first, next);
+					assert_true(rounds < 0 || s.num_micro_batches == rounds);
+					assert_true(s.count <= s.num_micro_batches * micro);
+					rounds = s.num_micro_batches;
+					next += s.count;
+				}
+				assert_int_equal(next, batch);
+			}
+}
+
+/* Initial weights: the distributions of the design, the same for any thread count. */
+static void test_initial_weights(void **state)
+{
+	(void)state;
+	struct model_config c = {.hidden_size = 64, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
+		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.006};
+	struct model m;
+	assert_done(model_init(&m, &c, 1, 8, false));
+	model_randomize(&m, 1);
+	for (int i = 0; i < m.num_tensors; i++) {
+		const struct tensor *t = &m.tensors[i];
+		const int64_t n = t->rows * (t->cols ? t->cols : 1);
+		double mean = 0, square = 0, largest = 0;
+		for (int64_t j = 0; j < n; j++) {
+			double w = m.params.memory[t->offset + j];
+			mean += w / n, square += w * w / n, largest = fmax(largest, fabs(w));
+		}
+		const bool router = strstr(t->name, "mlp.gate.weight"), bias = strstr(t->name, ".bias"), norm = strstr(t->name, "norm");
+		if (bias)
+			assert_true(largest == 0);
+		else if (norm)
+			assert_true(mean == 1 && square == 1);
+		else if (router)
+			assert_true(largest <= 0.125 && largest > 0.12 && fabs(square - 0.125 * 0.125 / 3) < 0.0007);
+		else
+			assert_true(fabs(mean) < 0.0006 && fabs(sqrt(square) / 0.006 - 1) < 0.1);
+	}
+	model_free(&m);
+}
+
+/* Sizes no machine has room for: an error that says so, not a crash. */
+static void test_too_large(void **state)
+{
+	(void)state;
+	struct model_config c = {.hidden_size = 65536, .num_hidden_layers = 100, .num_attention_heads = 64, .num_key_value_heads = 8,
+		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2, .moe_intermediate_size = 65536,
+		.rope_theta = 1e4, .rms_norm_eps = 1e-5};
+	struct model m;
+	assert_int_equal(model_init(&m, &c, 1, 8, true), -1);
+	assert_non_null(strstr(error_text, "GB"));
+}
+
+int main(void)
+{
+	kernels_init();
+	struct CMUnitTest tests[NUM_CASES + 32];
+	int n = 0;
+	for (int i = 0; i < NUM_CASES; i++)
+		tests[n++] = (struct CMUnitTest){cases[i], test_golden, NULL, NULL, (void *)cases[i]};
+	tests[n++] = (struct CMUnitTest){"huggingface_shards", test_huggingface, NULL, NULL, "huggingface_shards"};
+	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
+	const struct CMUnitTest others[] = {
+		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets),
+		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_norm_head),
+		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
+		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large),
+	};
+	for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+		tests[n++] = others[i];
+	return _cmocka_run_group_tests("model", tests, n, NULL, NULL);
+}

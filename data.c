@@ -1324,7 +1324,6 @@ int config_check_resume(const struct config *saved, const struct config *asked, 
 	}
 	return rc;
 }
-#include <stdint.h>
 #include <time.h>
 
 /* ============================================================================================================
@@ -1704,8 +1703,12 @@ static int shard_open(struct weights *w, const char *path)
 	json_object_foreach(s->header, name, entry)
 		if (strcmp(name, "__metadata__") && tensor_parse(&mine[n++], s, name, entry, data_size) < 0)
 			return -1;
+	if (tensors_fill(mine, n, s, data_size) < 0 || tensors_checksums(mine, n, s) < 0)
+		return -1;
 	w->count += n;
-	return tensors_fill(mine, n, s, data_size) < 0 ? -1 : tensors_checksums(mine, n, s);
+	if (w->count)
+		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	return 0;
 }
 
 /* The tensor of that name, or NULL. */
@@ -1715,7 +1718,7 @@ static const struct stored *tensor_find(const struct weights *w, const char *nam
 	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
 }
 
-/* Opens every shard that the index names, and checks that index and shards tell the same. Sorts w's tensors. */
+/* Opens every shard that the index names, and checks that index and shards tell the same. */
 static int shards_open(struct weights *w, const char *dir, const char *index_path, const json_t *index)
 {
 	json_t *map = json_object_get(index, "weight_map"), *value;
@@ -1736,20 +1739,20 @@ static int shards_open(struct weights *w, const char *dir, const char *index_pat
 			s = s->next;
 		if (s)
 			continue;
-		int there = path_exists(path), first = w->count;
+		int there = path_exists(path);
 		if (!there)
 			fail("%s: is not there, but %s names it for tensor %.256s", path, index_path, name);
 		if (there <= 0 || shard_open(w, path) < 0)
 			return -1;
-		for (int i = first; i < w->count; i++) {
+		for (int i = 0; i < w->count; i++) {
+			if (w->tensors[i].shard != w->shards) /* the new one is first in the list */
+				continue;
 			const char *owner = json_string_value(json_object_get(map, w->tensors[i].name));
 			if (!owner || strcmp(owner, file))
 				return fail("%s: holds tensor %.256s, but %s says it is in %.256s", path, w->tensors[i].name, index_path,
 						owner ? owner : "no file");
 		}
 	}
-	if (w->count)
-		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
 	json_object_foreach(map, name, value)
 		if (!tensor_find(w, name))
 			return fail("%s/%.256s: tensor %.256s is missing, but %s says it is there", dir, json_string_value(value), name,
@@ -1788,13 +1791,10 @@ struct weights *weights_open(const char *path)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
 		rc = S_ISDIR(st.st_mode) ? directory_open(w, path) : shard_open(w, path);
-	if (rc < 0) {
-		weights_close(w);
-		return NULL;
-	}
-	if (w->count)
-		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
-	return w;
+	if (rc == 0)
+		return w;
+	weights_close(w);
+	return NULL;
 }
 
 int weights_count(const struct weights *w)

@@ -9,7 +9,7 @@ mkdir -p "$data"
 
 make -s ling
 
-# The Debian Reference in English and Chinese, from its two packages; the last tenth of each is kept for validation.
+# The Debian Reference in English and Chinese, from its two packages; the last twentieth of each is kept for validation.
 if [ ! -f "$data/text.ready" ]; then
 	rm -rf "$data/packages" && mkdir -p "$data/packages"
 	fetch='apt-get download -q debian-reference-en debian-reference-zh-cn'
@@ -30,8 +30,8 @@ if [ ! -f "$data/text.ready" ]; then
 	rm -f "$data"/*.train.txt "$data"/*.valid.txt
 	for text in "${texts[@]}"; do
 		lines=$(wc -l <"$text")
-		head -n $((lines * 9 / 10)) "$text" >"${text%.txt}.train.txt"
-		tail -n +$((lines * 9 / 10 + 1)) "$text" >"${text%.txt}.valid.txt"
+		head -n $((lines * 19 / 20)) "$text" >"${text%.txt}.train.txt"
+		tail -n +$((lines * 19 / 20 + 1)) "$text" >"${text%.txt}.valid.txt"
 	done
 	./ling tokenize --tokenizer byte --out "$data/train" "$data"/*.train.txt
 	./ling tokenize --tokenizer byte --out "$data/valid" "$data"/*.valid.txt

@@ -208,7 +208,8 @@ static void safetensors_conversion(void **state)
 		{0x0400, 0x1p-14}, {0x03ff, 0x1.ff8p-15}, {0x0001, 0x1p-24}, {0x8001, -0x1p-24}, {0x7c00, INFINITY},
 		{0xfc00, -INFINITY}, {0x7e00, NAN}, {0x7c01, NAN},
 	}, brain[] = {
-		{0x0000, 0}, {0x8000, -0.0}, {0x3f80, 1}, {0xc000, -2}, {0x3eab, 0.333984375}, {0x7f7f, 0x1.fep127}, {0x0080, 0x1p-126},
+		{0x0000, 0}, {0x8000, -0.0}, {0x3f80, 1}, {0xc000, -2}, {0x3eab, 0.333984375}, {0x7f7f, 0x1.fep127},
+		{0x0080, 0x1p-126},
 		{0x0001, 0x1p-133}, {0x8001, -0x1p-133}, {0x7f80, INFINITY}, {0xff80, -INFINITY}, {0x7fc0, NAN}, {0xff81, NAN},
 	};
 	struct { uint16_t half[COUNT(half)], brain[COUNT(brain)]; float f[2]; double d[2]; int32_t i[2]; int64_t l[3]; } data;
@@ -403,7 +404,8 @@ static void safetensors_shards(void **state)
 	assert_int_equal(safetensors_write(at("two.safetensors"), &arrays[1], 1), 0);
 	assert_int_equal(safetensors_write(at("both.safetensors"), arrays, 2), 0);
 	put_string(at("model.safetensors"), "not looked at: the index wins");
-	put_string(index, "{\"metadata\":{\"total_size\":20},\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
+	put_string(index, "{\"metadata\":{\"total_size\":20},"
+			"\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
 	struct weights *w = weights_open(scratch);
 	assert_non_null(w);
 	assert_int_equal(weights_count(w), 2);
@@ -428,7 +430,8 @@ static void safetensors_shards(void **state)
 		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\"}}", "one.safetensors: tensor c is missing"},
 		{"{\"weight_map\":{\"a\":\"both.safetensors\"}}", "both.safetensors: holds tensor b|in no file"},
 		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"one.safetensors\"}}", "tensor b is missing"},
-		{"{\"weight_map\":{\"a\":\"both.safetensors\",\"b\":\"two.safetensors\"}}", "holds tensor b|it is in two.safetensors"},
+		{"{\"weight_map\":{\"a\":\"both.safetensors\",\"b\":\"two.safetensors\"}}",
+			"holds tensor b|it is in two.safetensors"},
 		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"a\":\"two.safetensors\"}}", "duplicate"},
 		{"{\"weight_map\":{\"a\":\"model.safetensors\"}}", "model.safetensors: header length"},
 	};
@@ -592,9 +595,11 @@ static void checkpoint_wrong_fields(void **state)
 		{"step", "[-1]", "`step` is -1"}, {"step", "[1.5]", "`step` is a real number"}, {"step", "[]", "`step` is missing"},
 		{"samples", "[\"1\"]", "`samples` is a string"}, {"tokens", "[-5]", "`tokens` is -5"},
 		{"router_mean", "[[0,1]]", "`router_mean` has 2 entries"}, {"router_mean", "[{}]", "`router_mean` is an object"},
-		{"router_mean", "[[0,null,1]]", "`router_mean` entry 1 is null"}, {"router_std", "[[1,1,-1]]", "`router_std` entry 2 is -1"},
+		{"router_mean", "[[0,null,1]]", "`router_mean` entry 1 is null"},
+		{"router_std", "[[1,1,-1]]", "`router_std` entry 2 is -1"},
 		{"router_std", "[]", "`router_std` is missing"}, {"files", "[]", "`files` entry `config.json` is missing"},
-		{"files", "[{\"config.json\":{\"size\":3,\"crc32\":\"00000000\"}}]", "config.json: |expected the 3 that were saved"},
+		{"files", "[{\"config.json\":{\"size\":3,\"crc32\":\"00000000\"}}]",
+			"config.json: |expected the 3 that were saved"},
 		{"files", "[{\"config.json\":{\"crc32\":\"00000000\"}}]", "`size` is missing"},
 		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
 		{"config", "[{\"surprise\":1}]", "surprise"},
@@ -630,7 +635,8 @@ static void checkpoint_prunes(void **state)
 		assert_int_equal(example_save(&x, step), 0);
 	assert_true(exists(at("run/step-0000001")));
 	/* What is not ours: other names, and our name without our content. */
-	static const char *const others[] = {"step-1", "step-00000001", "step-0000000x", "xstep-0000001", "step-0000000", "step-",
+	static const char *const others[] = {"step-1", "step-00000001", "step-0000000x", "xstep-0000001",
+		"step-0000000", "step-",
 		"step-99999999999999999999", ".tmp-step-x"};
 	for (int i = 0; i < COUNT(others); i++)
 		assert_int_equal(mkdir(at("run/%s", others[i]), 0777), 0);
@@ -706,7 +712,8 @@ static void checkpoint_interrupted(void **state)
 struct index_file { uint8_t bytes[512]; size_t n; };
 
 /* An index of sequences and document entries as given; pointers follow from the lengths. */
-static void make_index(struct index_file *f, int dtype, int n, const int32_t *lengths, int entries, const int64_t *documents)
+static void make_index(struct index_file *f, int dtype, int n, const int32_t *lengths, int entries,
+		const int64_t *documents)
 {
 	memset(f, 0, sizeof *f);
 	memcpy(f->bytes, "MMIDIDX", 7);
@@ -793,14 +800,17 @@ static void tokens_broken(void **state)
 	static const struct { int offset; int64_t value; int width; const char *error; } cases[] = {
 		{0, 'X', 1, "not a Megatron index"}, {8, 1, 1, "not a Megatron index"}, {9, 2, 8, "version 2; expected 1"},
 		{17, 0, 1, "unknown dtype code 0"}, {17, 6, 1, "dtype float64"}, {17, 7, 1, "dtype float32"},
-		{17, 9, 1, "unknown dtype code 9"}, {17, 255, 1, "unknown dtype code 255"}, {17, 4, 1, "expected 8, where the one before ends"},
+		{17, 9, 1, "unknown dtype code 9"}, {17, 255, 1, "unknown dtype code 255"},
+		{17, 4, 1, "expected 8, where the one before ends"},
 		{18, -1, 8, "do not fit"}, {18, 4, 8, "do not fit"}, {18, 2, 8, "12 bytes after the document index"},
-		{18, INT64_C(0x1555555555555556), 8, "do not fit"}, {26, -1, 8, "do not fit"}, {26, INT64_C(1) << 61, 8, "do not fit"},
+		{18, INT64_C(0x1555555555555556), 8, "do not fit"}, {26, -1, 8, "do not fit"},
+		{26, INT64_C(1) << 61, 8, "do not fit"},
 		{26, 4, 8, "do not fit"}, {26, 2, 8, "8 bytes after the document index"},
 		{34, -1, 4, "sequence 0: length -1"}, {34, 3, 4, "sequence 1: begins at byte 4; expected 6"},
 		{42, 2, 4, "have 8 bytes but the .bin file has 10"}, {42, 4, 4, "sequence 2: 4 tokens at byte 4 reach beyond"},
 		{42, INT32_MAX, 4, "reach beyond"}, {46, 2, 8, "sequence 0: begins at byte 2; expected 0"},
-		{62, -4, 8, "sequence 2: begins at byte -4"}, {70, 1, 8, "document entry 0 is 1"}, {70, -1, 8, "document entry 0 is -1"},
+		{62, -4, 8, "sequence 2: begins at byte -4"}, {70, 1, 8, "document entry 0 is 1"},
+		{70, -1, 8, "document entry 0 is -1"},
 		{78, 4, 8, "document entry 1 is 4"}, {78, -1, 8, "document entry 1 is -1"}, {86, 0, 8, "document entry 2 is 0"},
 		{86, 2, 8, "document entry 2 is 2"},
 	};
@@ -870,7 +880,8 @@ static void tokenize_good(void **state)
 	(void)state;
 	put_file(at("a.txt"), "h\0\xff\n", 4);
 	put_string(at("empty.txt"), "");
-	put_string(at("b.jsonl"), "{\"text\":\"one\"}\n\n  \t\r\n{\"id\":99999999999999999999999,\"text\":\"\\u00e9\\n\\u0000\\ud83d\\ude00\"}\r\n"
+	put_string(at("b.jsonl"), "{\"text\":\"one\"}\n\n  \t\r\n"
+			"{\"id\":99999999999999999999999,\"text\":\"\\u00e9\\n\\u0000\\ud83d\\ude00\"}\r\n"
 			"{\"text\":\"\"}\n{\"text\":\"last\",\"text2\":[1,{}]}");
 	char a[PATH_LEN], b[PATH_LEN], e[PATH_LEN], big[PATH_LEN];
 	strcpy(a, at("a.txt")), strcpy(b, at("b.jsonl")), strcpy(e, at("empty.txt")), strcpy(big, at("big.txt"));
@@ -879,7 +890,8 @@ static void tokenize_good(void **state)
 	check_tokens(1, (char *[]){a}, "h\0\xff\n|", 5, 1); /* replaces */
 
 	/* Longer than a sequence: 0, 1 and 2 cuts, at the cut and beside it. */
-	static const int sizes[] = {SEQUENCE_MAX - 1, SEQUENCE_MAX, SEQUENCE_MAX + 1, 2 * SEQUENCE_MAX, 2 * SEQUENCE_MAX + 1, 3000000};
+	static const int sizes[] = {SEQUENCE_MAX - 1, SEQUENCE_MAX, SEQUENCE_MAX + 1, 2 * SEQUENCE_MAX,
+		2 * SEQUENCE_MAX + 1, 3000000};
 	for (int i = 0; i < COUNT(sizes); i++) {
 		int n = sizes[i];
 		char *text = allocate(n + 6);
@@ -902,7 +914,8 @@ static void tokenize_bad(void **state)
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
 		{"{\"txt\":\"a\"}", "b.jsonl:1: `text` is missing"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
-		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"}, {"nonsense", "b.jsonl:1: bad JSON"},
+		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
+		{"nonsense", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
@@ -938,11 +951,14 @@ static void manifest_broken(void **state)
 	put_string(a, "hello");
 	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){a}), 0);
 	static const struct { const char *key, *json, *error; } cases[] = {
-		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""}, {"tokenizer", "[]", "`tokenizer` is missing"},
+		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""},
+		{"tokenizer", "[]", "`tokenizer` is missing"},
 		{"tokenizer", "[\"a name that is longer than the field for it\"]", "`tokenizer` is longer"},
-		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"}, {"tokenizer_hash", "[\"xyz\"]", "eight hexadecimal"},
+		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"},
+		{"tokenizer_hash", "[\"xyz\"]", "eight hexadecimal"},
 		{"vocab_size", "[0]", "`vocab_size` is 0"}, {"vocab_size", "[258]", "`vocab_size` is 258"},
-		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the index says uint16"}, {"documents", "[2]", "`documents` is 2; the files hold 1"},
+		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the index says uint16"},
+		{"documents", "[2]", "`documents` is 2; the files hold 1"},
 		{"tokens", "[5]", "`tokens` is 5; the files hold 6"}, {"tokens", "[6.0]", "`tokens` is a real number"},
 		{"bytes", "[6]", "`bytes` is 6; the files hold 5"}, {"bytes", "[-1]", "`bytes` is -1"},
 		{"crc32", "[\"00000000\"]", "`crc32` is 00000000; the .bin file's is"}, {"crc32", "[5]", "`crc32` is an integer"},
@@ -1112,7 +1128,8 @@ static void metrics_nonfinite(void **state)
 static void metrics_broken(void **state)
 {
 	(void)state;
-#define LINE(n) "{\"step\":" #n ",\"samples\":1,\"tokens\":1,\"batch\":1,\"loss\":1,\"balance_loss\":1,\"z_loss\":1,\"lr\":1," \
+#define LINE(n) "{\"step\":" #n ",\"samples\":1,\"tokens\":1,\"batch\":1,\"loss\":1,\"balance_loss\":1," \
+	"\"z_loss\":1,\"lr\":1," \
 	"\"grad_norm\":1,\"seconds\":1,\"tokens_per_second\":1,\"expert_load\":[1,1]}\n"
 	static const struct { const char *text, *error; bool open_fails; } cases[] = {
 		{LINE(1) "nonsense\n" LINE(2), "metrics.jsonl:2: bad JSON", true},

@@ -1,0 +1,88 @@
+/*
+ * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of a
+ * valid file, a Hugging Face config.json, the config of a checkpoint. What is accepted must survive a round trip.
+ */
+#include "../data.c"
+
+static const char base[] =
+	"model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300, num_experts: 8,\n"
+	"  num_experts_per_tok: 2, moe_intermediate_size: 16}\n"
+	"data: {train: a, seq_len: 128}\n"
+	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: 99}}\n"
+	"schedule: {peak_lr: 1e-3, drops: [{at: 0.5, factor: 0.1}, {at: 0.6, factor: 0.1}]}\n";
+
+static void put(const char *path, const void *data, size_t size)
+{
+	FILE *f = fopen(path, "w");
+	if (!f || fwrite(data, 1, size, f) != size || fclose(f))
+		abort();
+}
+
+/* An accepted config must come back from JSON byte for byte. */
+static void check_config(const struct config *c)
+{
+	json_t *made = config_to_json(c);
+	char *text = json_dumps(made, 0);
+	json_t *read = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+	struct config back;
+	if (config_from_json(&back, read, "trainer.json") < 0) {
+		fprintf(stderr, "%s\n", error_text);
+		abort();
+	}
+	if (memcmp(c, &back, sizeof back))
+		abort();
+	free(text);
+	json_decref(made);
+	json_decref(read);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+	static char directory[] = "/tmp/ling-fuzz-config-XXXXXX", yaml[PATH_LEN], json[PATH_LEN];
+	if (!*yaml && (!mkdtemp(directory) || path_join(yaml, directory, "run.yaml") < 0 ||
+			path_join(json, directory, "config.json") < 0))
+		abort();
+	if (size < 1)
+		return 0;
+	int mode = *data++ % 4;
+	size--;
+	struct config c;
+	struct model_config m;
+	error_text[0] = 0;
+	int rc = -1;
+	if (mode == 0) {
+		put(yaml, data, size);
+		rc = config_load(&c, yaml, 0, NULL, false);
+		if (!rc)
+			check_config(&c);
+	} else if (mode == 1) {
+		char *override = strndup((const char *)data, size);
+		put(yaml, base, sizeof base - 1);
+		rc = config_load(&c, yaml, 1, &override, false);
+		if (!rc)
+			check_config(&c);
+		free(override);
+	} else if (mode == 2) {
+		put(json, data, size);
+		rc = config_from_huggingface(&m, directory);
+		if (!rc) {
+			struct model_config back;
+			if (config_to_huggingface(&m, json) < 0 || config_from_huggingface(&back, directory) < 0 ||
+					memcmp(&m, &back, sizeof m))
+				abort();
+		}
+	} else {
+		json_t *root = json_loadb((const char *)data, size, JSON_REJECT_DUPLICATES, NULL);
+		if (!json_is_object(root)) {
+			json_decref(root);
+			return 0;
+		}
+		rc = config_from_json(&c, root, "trainer.json");
+		if (!rc)
+			check_config(&c);
+		json_decref(root);
+	}
+	if (rc && !*error_text)
+		abort();
+	return 0;
+}

@@ -1,0 +1,69 @@
+/*
+ * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first byte
+ * chooses; the rest is the file. Run it with -close_fd_mask=2: tokenize_files reports on stderr.
+ */
+#define SEQUENCE_MAX 16
+#include "../data.c"
+
+static char dir[] = "/tmp/fuzz_jsonl.XXXXXX";
+
+static void put_file(const char *path, const void *data, size_t n)
+{
+	FILE *f = fopen(path, "w");
+	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
+		abort();
+}
+
+/* What could be tokenized must be a good token file. */
+static void tokenize(char *path)
+{
+	char prefix[PATH_LEN];
+	struct tokens t;
+	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", 1, &path) < 0)
+		return;
+	if (tokens_open(&t, prefix, 257) < 0 || t.documents < 1 || t.count < 2)
+		abort();
+	tokens_close(&t);
+}
+
+/* What could be read must be readable after lines are cut off too. */
+static void read_metrics(int64_t step)
+{
+	struct metrics *m;
+	int n, kept = 0;
+	if (metrics_read(dir, &m, &n) < 0) {
+		FILE *f = metrics_open(dir, step);
+		if (f)
+			fclose(f);
+		return;
+	}
+	for (int i = 0; i < n; i++)
+		kept += m[i].step <= step;
+	free(m);
+	FILE *f = metrics_open(dir, step);
+	if (!f || fclose(f) != 0 || metrics_read(dir, &m, &n) < 0 || n != kept)
+		abort();
+	free(m);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
+{
+	static char lines[PATH_LEN], text[PATH_LEN], metrics[PATH_LEN];
+	if (!*lines && (!mkdtemp(dir) || path_join(lines, dir, "in.jsonl") < 0 || path_join(text, dir, "in.txt") < 0 ||
+			path_join(metrics, dir, "metrics.jsonl") < 0))
+		abort();
+	if (!n)
+		return 0;
+	int kind = *data++;
+	if (kind < 100) {
+		put_file(lines, data, n - 1);
+		tokenize(lines);
+	} else if (kind < 110) {
+		put_file(text, data, n - 1);
+		tokenize(text);
+	} else {
+		put_file(metrics, data, n - 1);
+		read_metrics(kind - 110);
+	}
+	return 0;
+}

@@ -1,0 +1,110 @@
+/*
+ * fuzz_safetensors.c - libFuzzer target for what weights_open, weights_read and checkpoint_read_state read.
+ * The input's first byte chooses the file that the rest becomes; the others of its directory are good.
+ */
+#include "../data.c"
+
+static char dir[] = "/tmp/fuzz_safetensors.XXXXXX";
+
+static void put_file(const char *name, const void *data, size_t n)
+{
+	char path[PATH_LEN];
+	FILE *f = path_join(path, dir, name) < 0 ? NULL : fopen(path, "w");
+	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
+		abort();
+}
+
+static void remove_file(const char *name)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, name) == 0)
+		unlink(path);
+}
+
+/* Reads every tensor that is not too large, as it is and with a wrong shape. */
+static void read_weights(void)
+{
+	static real out[1 << 16];
+	struct weights *w = weights_open(dir);
+	for (int i = 0; w && i < weights_count(w); i++) {
+		const struct stored *t = tensor_find(w, weights_name(w, i));
+		if (!t)
+			abort();
+		uint64_t bytes = t->end - t->begin;
+		struct array a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
+		if (json_array_size(t->shape) == 2)
+			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		if (bytes < sizeof out / 8) {
+			weights_read(w, &a);
+			a.rows++;
+			weights_read(w, &a);
+			weights_read_int(w, t->name, bytes / 4, (int32_t *)out);
+			weights_read_int(w, t->name, bytes / 8, (int32_t *)out);
+		}
+	}
+	weights_close(w);
+}
+
+/* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other
+ * files too
+ * when asked for. */
+static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
+{
+	static struct config c;
+	double mean[2], std[2];
+	struct trainer_state s = {.num_layers = 2, .router_mean = mean, .router_std = std};
+	json_t *root = json_loadb((const char *)data, n, JSON_REJECT_DUPLICATES, NULL);
+	char path[PATH_LEN];
+	put_file("trainer.json", data, n);
+	if (json_is_object(root) && path_join(path, dir, "trainer.json") == 0) {
+		json_t *files = json_object();
+		for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++) {
+			int64_t size;
+			uint32_t crc;
+			if (file_seal(dir, checkpoint_files[i], &size, &crc) < 0)
+				abort();
+			json_object_set_new(files, checkpoint_files[i],
+					json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+		}
+		if (seal_files)
+			json_object_set(root, "files", files);
+		json_decref(files);
+		json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
+		json_write(path, root);
+	}
+	json_decref(root);
+	checkpoint_read_state(dir, &c, &s);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
+{
+	static bool ready;
+	if (!ready) {
+		real a[2] = {1, 2};
+		char path[PATH_LEN];
+		if (!mkdtemp(dir) || path_join(path, dir, "a.safetensors") < 0 ||
+				safetensors_write(path, &(struct array){"a", 2, 0, a}, 1) < 0 || path_join(path, dir, "b.safetensors") < 0 ||
+				safetensors_write(path, &(struct array){"b", 1, 2, a}, 1) < 0)
+			abort();
+		for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++)
+			put_file(checkpoint_files[i], "any bytes", 9);
+		ready = true;
+	}
+	if (!n)
+		return 0;
+	int kind = *data++ % 4;
+	switch (kind) {
+	case 0:
+		put_file("model.safetensors", data, n - 1);
+		read_weights();
+		break;
+	case 1:
+		put_file("model.safetensors.index.json", data, n - 1);
+		read_weights();
+		remove_file("model.safetensors.index.json");
+		break;
+	default:
+		read_trainer(data, n - 1, kind == 2);
+	}
+	return 0;
+}

@@ -320,6 +320,130 @@ static void test_not_finite(void **state)
 	trainer_free(&t);
 }
 
+/* The clip: the first moment after one step is (1 - beta1) times a gradient whose norm is grad_clip exactly. */
+static void test_clip(void **state)
+{
+	(void)state;
+	for (int i = 0; i < 2; i++) {
+		struct config c;
+		struct trainer t;
+		struct weights *expected;
+		struct metrics m;
+		load_case(&c, &t, &expected, "base");
+		t.config.train.grad_clip = i ? 1e9 : 0.125; /* far below and far above the norm */
+		load_step(&t, expected, 1);
+		assert_done(trainer_step(&t, c.train.batch, &m));
+		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.num_params)) / (1 - c.optimizer.beta1);
+		assert_true(m.grad_norm > 0.5 && fabs(norm / (i ? m.grad_norm : 0.125) - 1) < 1e-6);
+		weights_close(expected);
+		trainer_free(&t);
+	}
+}
+
+/* The loss whose gradient trainer_step computes. */
+static double total_loss(struct trainer *t, const struct metrics *m)
+{
+	const struct model_config *c = &t->config.model;
+	return m->loss + (c->num_hidden_layers - c->first_k_dense_replace) *
+			(c->router.balance_loss_coef * m->balance_loss + c->router.z_loss_coef * m->z_loss);
+}
+
+/* Central differences of the whole model, in double, where no fixture goes: routing noise with weights that are not
+ * renormalised, and a micro-batch that is cut short. The sequence scope keeps the balance loss smooth. */
+static void test_finite_differences(void **state)
+{
+	(void)state;
+	if (sizeof(real) < 8)
+		skip();
+	struct config c;
+	struct trainer t;
+	struct weights *expected;
+	struct metrics m;
+	load_case(&c, &t, &expected, "routing_warmup");
+	trainer_free(&t);
+	c.model.norm_topk_prob = false;
+	c.model.router.balance_loss_scope = SCOPE_SEQUENCE;
+	c.train.micro_batch = 3;
+	c.schedule.peak_lr = 1e-300; /* updates must not move the weights */
+	make_trainer(&t, &c);
+	assert_done(model_load(&t.model, FIXTURES "routing_warmup/weights.safetensors"));
+	load_step(&t, expected, 1);
+	struct trainer_state before = t.state;
+	before.step = 1; /* alpha = 1/3 */
+	t.state = before;
+	assert_done(trainer_step(&t, c.train.batch, &m));
+	const int64_t n = t.model.num_params;
+	real *gradient = malloc(n * sizeof *gradient), *w = t.model.params.memory;
+	memcpy(gradient, t.model.grads.memory, n * sizeof *gradient);
+	double difference = 0, norm = 0;
+	for (int64_t i = 0; i < n; i += 37) {
+		double loss[2];
+		const real keep = w[i], h = (real)1e-6;
+		for (int side = 0; side < 2; side++) {
+			for (int l = 0; l < t.state.num_layers; l++) /* a step changes them */
+				t.state.router_mean[l] = 0, t.state.router_std[l] = 1;
+			t.state.step = 1;
+			/* NormHead's norm is a constant in the gradient: keep that of the unchanged weights. */
+			w[i] = keep;
+			model_update_head_scale(&t.model);
+			w[i] = keep + (side ? h : -h);
+			assert_done(trainer_step(&t, c.train.batch, &m));
+			loss[side] = total_loss(&t, &m);
+		}
+		w[i] = keep;
+		double numeric = (loss[1] - loss[0]) / (2 * h);
+		difference += (numeric - gradient[i]) * (numeric - gradient[i]);
+		norm += numeric * numeric;
+	}
+	if (!(sqrt(difference) < 1e-6 * sqrt(norm)))
+		fail_msg("gradient is off by %g of its norm", sqrt(difference / norm));
+	free(gradient);
+	weights_close(expected);
+	trainer_free(&t);
+}
+
+/* A head that needs several chunks of tokens: the same loss and gradient as a plain sum over all of them. */
+static void test_head_chunks(void **state)
+{
+	(void)state;
+	enum { V = 33000, L = 300, H = 4 };
+	struct trainer t;
+	struct metrics m;
+	struct config c = {
+		.model = {.hidden_size = H, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
+			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 10000,
+			.rms_norm_eps = 1e-6, .initializer_range = 0.5},
+		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = 1, .batch = 1, .grad_clip = 1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1},
+	};
+	assert_true(L > 2 * head_chunk(V));
+	make_trainer(&t, &c);
+	model_randomize(&t.model, 1);
+	for (int i = 0; i < L; i++)
+		t.input[i] = i * 101 % V, t.target[i] = i * 7919 % V;
+	assert_done(trainer_step(&t, 1, &m));
+	model_forward(&t.model, t.input, 1, NULL, NULL);
+	double *gradient = calloc(V * H, sizeof *gradient), loss = 0, *logits = malloc(V * sizeof *logits);
+	for (int i = 0; i < L; i++) {
+		double sum = 0;
+		const real *x = t.model.acts.normed + i * H;
+		for (int v = 0; v < V; v++) {
+			logits[v] = 0;
+			for (int j = 0; j < H; j++)
+				logits[v] += (double)x[j] * t.model.params.lm_head[v * H + j];
+			sum += exp(logits[v]);
+		}
+		loss += (log(sum) - logits[t.target[i]]) / L;
+		for (int v = 0; v < V; v++)
+			for (int j = 0; j < H; j++)
+				gradient[v * H + j] += (exp(logits[v]) / sum - (v == t.target[i])) * x[j] / L;
+	}
+	assert_true(fabs(m.loss / loss - 1) < 1e-6);
+	assert_close(t.model.grads.lm_head, gradient, V * H, TOLERANCE, "head gradient over several chunks");
+	free(gradient), free(logits);
+	trainer_free(&t);
+}
+
 /* NormHead: evaluation leaves the weights as they are, and the cache follows an update. */
 static void test_norm_head(void **state)
 {
@@ -492,7 +616,8 @@ int main(void)
 	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
 	const struct CMUnitTest others[] = {
 		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets),
-		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_norm_head),
+		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
+		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
 		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large),
 	};

@@ -60,7 +60,7 @@ deps:
 	scripts/install-deps.sh
 
 test: deps
-	$(MAKE) run-tests
+	$(MAKE) --no-print-directory run-tests
 
 run-tests: ling build/sanitize/ling $(TEST_PROGRAMS)
 	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh

@@ -61,6 +61,27 @@ static inline real exponential(real x)
 #endif
 }
 
+static real largest(const real *x, int64_t n)
+{
+	real max = x[0];
+	#pragma omp simd reduction(max : max)
+	for (int64_t i = 0; i < n; i++)
+		max = x[i] > max ? x[i] : max;
+	return max;
+}
+
+/* out[i] = e^(x[i] - max), and their sum; out may be x. */
+static real exponentials(real *out, const real *x, real max, int64_t n)
+{
+	real sum = 0;
+	#pragma omp simd reduction(+ : sum)
+	for (int64_t i = 0; i < n; i++) {
+		out[i] = exponential(x[i] - max);
+		sum += out[i];
+	}
+	return sum;
+}
+
 /* C = A B (+ C), row-major, with A [m, k] and B [k, n] each stored as it is or transposed. One BLAS thread: the callers
  * spread their products over the cores themselves. */
 static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
@@ -414,16 +435,8 @@ void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t
 				attention_scores(scores, sequence + first * stride + head * d, k, rows, keys, stride, d);
 				real inverse[QUERY_BLOCK];
 				for (int64_t i = 0; i < rows; i++) {
-					real *row = scores + i * keys, max = row[0], sum = 0;
 					int64_t seen = first + i + 1; /* causal: the query itself and all before it */
-					#pragma omp simd reduction(max : max)
-					for (int64_t j = 0; j < seen; j++)
-						max = row[j] > max ? row[j] : max;
-					#pragma omp simd reduction(+ : sum)
-					for (int64_t j = 0; j < seen; j++) {
-						row[j] = exponential(row[j] - max);
-						sum += row[j];
-					}
+					real *row = scores + i * keys, max = largest(row, seen), sum = exponentials(row, row, max, seen);
 					memset(row + seen, 0, (keys - seen) * sizeof *row);
 					inverse[i] = 1 / sum;
 					lse[(b * L + first + i) * nh + head] = max + (real)log(sum);
@@ -524,16 +537,7 @@ void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
-		const real *in = s + t * E;
-		real *out = p + t * E, max = in[0], sum = 0;
-		#pragma omp simd reduction(max : max)
-		for (int64_t e = 0; e < E; e++)
-			max = in[e] > max ? in[e] : max;
-		#pragma omp simd reduction(+ : sum)
-		for (int64_t e = 0; e < E; e++) {
-			out[e] = exponential(in[e] - max);
-			sum += out[e];
-		}
+		real *out = p + t * E, max = largest(s + t * E, E), sum = exponentials(out, s + t * E, max, E);
 		for (int64_t e = 0; e < E; e++)
 			out[e] /= sum;
 		if (lse)
@@ -708,28 +712,24 @@ void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H)
 	}
 }
 
-void cross_entropy_forward(double *loss, real *lse, const real *logits, const int32_t *target, int64_t T, int64_t V)
+void cross_entropy_forward(double *loss, real *sum, real *logits, const int32_t *target, int64_t T, int64_t V)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
-		const real *row = logits + t * V;
+		real *row = logits + t * V;
 		loss[t] = 0;
 		if (target[t] < 0)
 			continue;
-		real max = row[0], sum = 0;
-		#pragma omp simd reduction(max : max)
-		for (int64_t v = 0; v < V; v++)
-			max = row[v] > max ? row[v] : max;
-		#pragma omp simd reduction(+ : sum)
-		for (int64_t v = 0; v < V; v++)
-			sum += exponential(row[v] - max);
-		double exact = max + log((double)sum);
-		lse[t] = (real)exact;
-		loss[t] = exact - row[target[t]];
+		real max = largest(row, V), margin = max - row[target[t]];
+		double total = 0; /* in pieces, so that a long sum loses nothing in float */
+		for (int64_t v = 0; v < V; v += 1024)
+			total += exponentials(row + v, row + v, max, min64(1024, V - v));
+		sum[t] = (real)total;
+		loss[t] = log(total) + margin;
 	}
 }
 
-void cross_entropy_backward(real *dlogits, const real *lse, const int32_t *target, double scale, int64_t T, int64_t V)
+void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *target, double scale, int64_t T, int64_t V)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
@@ -738,9 +738,9 @@ void cross_entropy_backward(real *dlogits, const real *lse, const int32_t *targe
 			memset(row, 0, V * sizeof *row);
 			continue;
 		}
-		#pragma omp simd
+		real factor = (real)(scale / sum[t]);
 		for (int64_t v = 0; v < V; v++)
-			row[v] = (real)scale * exponential(row[v] - lse[t]);
+			row[v] *= factor;
 		row[target[t]] -= (real)scale;
 	}
 }

@@ -213,7 +213,7 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 	acts->router_sums = carve(a, B, sizeof(struct router_sums));
 	acts->head_logits = carve_real(a, C * c->vocab_size);
 	acts->head_input = carve_real(a, C * H);
-	acts->head_lse = carve_real(a, C);
+	acts->head_sum = carve_real(a, C);
 	acts->head_loss = carve(a, C, sizeof(double));
 	acts->head_norm = carve(a, H, sizeof(double));
 	if (!training)
@@ -556,13 +556,13 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		int64_t n = T - first < C ? T - first : C;
 		const real *in = head_input(m, first, n);
 		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
-		cross_entropy_forward(a->head_loss, a->head_lse, a->head_logits, target + first, n, V);
+		cross_entropy_forward(a->head_loss, a->head_sum, a->head_logits, target + first, n, V);
 		for (int64_t t = 0; t < n; t++)
 			sum += a->head_loss[t];
 		if (!step)
 			continue;
 		real *dnormed = a->dnormed + first * H;
-		cross_entropy_backward(a->head_logits, a->head_lse, target + first, step->num_targets ? 1.0 / step->num_targets : 0, n, V);
+		cross_entropy_backward(a->head_logits, a->head_sum, target + first, step->num_targets ? 1.0 / step->num_targets : 0, n, V);
 		matmul_backward_input(dnormed, a->head_logits, m->params.lm_head, n, H, V, false);
 		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
 		if (m->head_scale)

@@ -309,10 +309,11 @@ void permute_backward(real *din, const real *dout, const int32_t *source, int64_
 /* -- head -- */
 /* sum [H] = the sum over v of w[v, j]^2, w [V, H]. */
 void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H);
-/* loss [T] = lse - logit of the target, in nats; a target < 0 is ignored: its loss is 0. */
-void cross_entropy_forward(double *loss, real *lse, const real *logits, const int32_t *target, int64_t T, int64_t V);
-/* In place: logits [T, V] become scale * (softmax - onehot(target)); ignored rows become 0. */
-void cross_entropy_backward(real *dlogits, const real *lse, const int32_t *target, double scale, int64_t T, int64_t V);
+/* loss [T] = logsumexp - logit of the target, in nats; a target < 0 is ignored: its loss is 0. In place, logits [T, V] become
+ * e^(logit - max), whose sums [T] the backward pass needs; an ignored row stays as it is. */
+void cross_entropy_forward(double *loss, real *sum, real *logits, const int32_t *target, int64_t T, int64_t V);
+/* In place, from what the forward pass left: scale * (softmax - onehot(target)); ignored rows become 0. */
+void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *target, double scale, int64_t T, int64_t V);
 
 /* -- optimizer -- */
 struct adamw {
@@ -417,7 +418,7 @@ struct activations {
 	real *attention_scratch, *sum_scratch;
 	double *sequence_count, *sequence_p; /* [B, E] */
 	struct router_sums *router_sums; /* [B] */
-	real *head_logits, *head_input, *head_lse; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
+	real *head_logits, *head_input, *head_sum; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
 	double *head_loss;           /* [C] */
 	double *head_norm;           /* [H] column sums of squares */
 	/* backward only; dX has the shape of X */

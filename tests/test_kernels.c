@@ -608,14 +608,14 @@ static void test_cross_entropy(void **state)
 	plain_init(&p);
 	p.probe[0] = 1;
 	double loss[5], sum = 0;
-	real lse[5];
-	cross_entropy_forward(loss, lse, p.rin[0], targets, 5, V);
+	real sums[5];
+	cross_entropy_forward(loss, sums, p.rin[0], targets, 5, V);
 	for (int t = 0; t < 5; t++)
 		sum += 0.25 * loss[t];
 	assert_true(loss[1] == 0);
 	p.rout[0] = (real)sum;
 	check_forward(&p, "cross-entropy forward");
-	cross_entropy_backward(p.rin[0], lse, targets, 0.25, 5, V);
+	cross_entropy_backward(p.rin[0], sums, targets, 0.25, 5, V);
 	check_backward(&p, 0, p.rin[0], "cross-entropy backward");
 	for (int v = 0; v < V; v++)
 		assert_true(p.rin[0][V + v] == 0);
@@ -627,9 +627,9 @@ static void test_cross_entropy_extremes(void **state)
 {
 	(void)state;
 	const int32_t target[] = {0, 1, 0};
-	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, lse[3];
+	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, sum[3];
 	double loss[3];
-	cross_entropy_forward(loss, lse, logits, target, 3, 3);
+	cross_entropy_forward(loss, sum, logits, target, 3, 3);
 	assert_true(fabs(loss[0]) < 1e-6);
 	assert_true(fabs(loss[1] - 2e4) < 1e-2);
 	assert_true(isnan(loss[2]));

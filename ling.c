@@ -804,44 +804,49 @@ static int trainer_resume(struct trainer *t, const char *dir)
 	return 0;
 }
 
-int trainer_init(struct trainer *t, const struct config *c)
+int trainer_allocate(struct trainer *t, const struct config *c)
 {
-	*t = (struct trainer){.config = *c};
 	const int layers = c->model.num_hidden_layers;
+	const size_t tokens = (size_t)c->train.batch * c->data.seq_len;
+	*t = (struct trainer){.config = *c};
 	run_length(c, &t->steps, &t->tokens);
-	char dir[PATH_LEN];
-	int found = checkpoint_find(c->train.output_dir, dir);
-	if (found < 0)
+	if (model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
+		trainer_free(t);
 		return -1;
-	if (open_data(&t->train, c->data.train, c->model.vocab_size, c->data.seq_len) < 0 ||
-			(*c->data.valid && open_data(&t->valid, c->data.valid, c->model.vocab_size, c->data.seq_len) < 0) ||
-			model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true) < 0 ||
-			step_sums_init(&t->sums, &c->model) < 0)
-		goto failed;
+	}
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
-	t->input = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
-	t->target = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
+	t->input = calloc(tokens, sizeof(int32_t));
+	t->target = calloc(tokens, sizeof(int32_t));
 	if (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target) {
-		fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
-		goto failed;
+		trainer_free(t);
+		return fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
 	}
 	for (int l = 0; l < layers; l++)
 		t->state.router_std[l] = 1;
-	if (found) {
-		if (trainer_resume(t, dir) < 0)
-			goto failed;
-	} else if (*c->train.init_from) {
-		if (model_load(&t->model, c->train.init_from) < 0)
-			goto failed;
-	} else
-		model_randomize(&t->model, c->train.seed);
 	return 0;
-failed:
-	trainer_free(t);
-	return -1;
+}
+
+int trainer_init(struct trainer *t, const struct config *c)
+{
+	char dir[PATH_LEN];
+	const int found = checkpoint_find(c->train.output_dir, dir);
+	if (found < 0 || trainer_allocate(t, c) < 0)
+		return -1;
+	int rc = open_data(&t->train, c->data.train, c->model.vocab_size, c->data.seq_len);
+	if (rc == 0 && *c->data.valid)
+		rc = open_data(&t->valid, c->data.valid, c->model.vocab_size, c->data.seq_len);
+	if (rc == 0 && found)
+		rc = trainer_resume(t, dir);
+	else if (rc == 0 && *c->train.init_from)
+		rc = model_load(&t->model, c->train.init_from);
+	else if (rc == 0)
+		model_randomize(&t->model, c->train.seed);
+	if (rc < 0)
+		trainer_free(t);
+	return rc;
 }
 
 void trainer_free(struct trainer *t)

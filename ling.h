@@ -511,6 +511,8 @@ struct trainer {
 	int32_t *input, *target;     /* [batch, L] this step's sequences */
 	double *expert_load;         /* [layers with experts] */
 };
+/* Makes a trainer without data and with weights not set; trainer_free may follow a failure. */
+int trainer_allocate(struct trainer *t, const struct config *c);
 /* Makes a trainer: data opened and checked, weights random, from init_from, or from the newest checkpoint of output_dir. */
 int trainer_init(struct trainer *t, const struct config *c);
 void trainer_free(struct trainer *t);

@@ -25,19 +25,7 @@ enum { NUM_CASES = sizeof cases / sizeof *cases };
 /* A trainer without data files: the tests fill input and target themselves. */
 static void make_trainer(struct trainer *t, const struct config *c)
 {
-	const int layers = c->model.num_hidden_layers;
-	*t = (struct trainer){.config = *c};
-	run_length(c, &t->steps, &t->tokens);
-	assert_done(model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true));
-	assert_done(step_sums_init(&t->sums, &c->model));
-	t->state.num_layers = layers;
-	t->state.router_mean = calloc(layers, sizeof(double));
-	t->state.router_std = calloc(layers, sizeof(double));
-	t->expert_load = calloc(layers, sizeof(double));
-	t->input = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
-	t->target = calloc((size_t)c->train.batch * c->data.seq_len, sizeof(int32_t));
-	for (int l = 0; l < layers; l++)
-		t->state.router_std[l] = 1;
+	assert_done(trainer_allocate(t, c));
 	/* Nothing may depend on what gradients were before. */
 	for (int64_t i = 0; i < t->model.num_params; i++)
 		t->model.grads.memory[i] = NAN;

@@ -5,8 +5,8 @@
  * activations are written, gradients of weights are written or added to as `accumulate` says, so that the first
  * micro-batch of a step needs no pass that clears them.
  *
- * Threads: OpenMP. Work is cut into pieces by size alone, each piece is computed by one thread, and partial sums are added
- * in a fixed order: no result depends on the number of threads or on scheduling.
+ * Threads: OpenMP. Each piece of work is computed by one thread, and partial sums are added in a fixed order: no result depends on
+ * scheduling. Only the tiles of matrix products depend on the number of threads, and with them the last bits of their results.
  */
 #define _GNU_SOURCE
 #include "ling.h"
@@ -82,8 +82,8 @@ static real exponentials(real *out, const real *x, real max, int64_t n)
 	return sum;
 }
 
-/* C = A B (+ C), row-major, with A [m, k] and B [k, n] each stored as it is or transposed. One BLAS thread: the callers
- * spread their products over the cores themselves. */
+/* C = A B (+ C), row-major, with A [m, k] and B [k, n] each stored as it is or transposed. Its callers spread their
+ * products over the cores themselves, with one BLAS thread each. */
 static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
 		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
 {
@@ -124,6 +124,19 @@ const char *blas_better_core(void)
 		best = "Haswell";
 #endif
 	return best && core_level(blas_core()) < core_level(best) ? best : NULL;
+}
+
+double blas_roof(real *a, real *b, real *c, int64_t n, int repeats)
+{
+	double best = INFINITY;
+	openblas_set_num_threads(kernels_threads());
+	for (int i = 0; i < repeats; i++) {
+		double start = omp_get_wtime();
+		gemm(false, true, n, n, n, 1, a, n, b, n, false, c, n);
+		best = fmin(best, omp_get_wtime() - start);
+	}
+	openblas_set_num_threads(1);
+	return best;
 }
 
 void kernels_init(void)
@@ -195,59 +208,96 @@ void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64
  *
  * A grouped product is one product for each expert over that expert's contiguous rows; a plain one has a single group.
  * Every group is cut into tiles, and the tiles of all groups share the cores: many experts with few rows each, or one with
- * all of them, keep every core busy alike.
+ * all of them, keep every core busy alike. Within a tile one BLAS call runs over the whole inner dimension.
  * ========================================================================================================== */
 
-enum { TILE_ROWS = 256, TILE_COLS = 256 };
+/* How a product with `groups` outputs of about [rows, cols] is cut: tiles as large as possible, since each packs its own copy of its
+ * inputs, but enough of them for all threads. */
+struct tiles { int64_t rows, cols; };
+
+static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
+{
+	enum { LARGEST = 1024, SMALLEST = 64, TILES_PER_THREAD = 3 };
+	struct tiles tile = {min64(rows < SMALLEST ? SMALLEST : rows, LARGEST), min64(cols < SMALLEST ? SMALLEST : cols, LARGEST)};
+	while (groups * ((rows + tile.rows - 1) / tile.rows) * ((cols + tile.cols - 1) / tile.cols) < TILES_PER_THREAD * omp_get_max_threads()) {
+		int64_t *larger = tile.rows > tile.cols ? &tile.rows : &tile.cols;
+		if (*larger <= SMALLEST)
+			break;
+		*larger = (*larger + 1) / 2;
+	}
+	return tile;
+}
+
+/* Bounds of piece i of n elements in pieces of at most `size`: equal pieces, rounded to what the BLAS kernels take at once. */
+static int64_t piece(int64_t i, int64_t n, int64_t size)
+{
+	const int64_t pieces = (n + size - 1) / size;
+	return i >= pieces ? n : min64(n, (n * i / pieces + 15) / 16 * 16);
+}
+
+static int64_t count_pieces(int64_t n, int64_t size)
+{
+	return (n + size - 1) / size;
+}
 
 void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
+	const struct tiles tile = choose_tiles(G, offset[G] / G, N);
 	#pragma omp parallel
 	#pragma omp single
-	for (int g = 0; g < G; g++)
-		for (int64_t t = offset[g]; t < offset[g + 1]; t += TILE_ROWS)
-			for (int64_t n = 0; n < N; n += TILE_COLS) {
+	for (int g = 0; g < G; g++) {
+		const int64_t rows = offset[g + 1] - offset[g];
+		for (int64_t i = 0; i < count_pieces(rows, tile.rows); i++)
+			for (int64_t j = 0; j < count_pieces(N, tile.cols); j++) {
+				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
+				const int64_t n = piece(j, N, tile.cols), n_end = piece(j + 1, N, tile.cols);
 				#pragma omp task
-				gemm(false, true, min64(TILE_ROWS, offset[g + 1] - t), min64(TILE_COLS, N - n), K, 1, x + t * K, K,
-						w + (g * N + n) * K, K, accumulate, y + t * N + n, N);
+				gemm(false, true, t_end - t, n_end - n, K, 1, x + t * K, K, w + (g * N + n) * K, K, accumulate, y + t * N + n, N);
 			}
+	}
 }
 
 void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
+	const struct tiles tile = choose_tiles(G, offset[G] / G, K);
 	#pragma omp parallel
 	#pragma omp single
-	for (int g = 0; g < G; g++)
-		for (int64_t t = offset[g]; t < offset[g + 1]; t += TILE_ROWS)
-			for (int64_t k = 0; k < K; k += TILE_COLS) {
+	for (int g = 0; g < G; g++) {
+		const int64_t rows = offset[g + 1] - offset[g];
+		for (int64_t i = 0; i < count_pieces(rows, tile.rows); i++)
+			for (int64_t j = 0; j < count_pieces(K, tile.cols); j++) {
+				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
+				const int64_t k = piece(j, K, tile.cols), k_end = piece(j + 1, K, tile.cols);
 				#pragma omp task
-				gemm(false, false, min64(TILE_ROWS, offset[g + 1] - t), min64(TILE_COLS, K - k), N, 1, dy + t * N, N,
-						w + g * N * K + k, K, accumulate, dx + t * K + k, K);
+				gemm(false, false, t_end - t, k_end - k, N, 1, dy + t * N, N, w + g * N * K + k, K, accumulate, dx + t * K + k, K);
 			}
+	}
 }
 
 void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
+	const struct tiles tile = choose_tiles(G, N, K);
 	#pragma omp parallel
 	#pragma omp single
 	for (int g = 0; g < G; g++) {
-		int64_t rows = offset[g + 1] - offset[g];
+		const int64_t rows = offset[g + 1] - offset[g];
 		if (rows == 0 && accumulate)
 			continue;
-		for (int64_t n = 0; n < N; n += TILE_ROWS)
-			for (int64_t k = 0; k < K; k += TILE_COLS) {
-				int64_t tile_rows = min64(TILE_ROWS, N - n), tile_cols = min64(TILE_COLS, K - k);
-				real *tile = dw + (g * N + n) * K + k;
+		for (int64_t i = 0; i < count_pieces(N, tile.rows); i++)
+			for (int64_t j = 0; j < count_pieces(K, tile.cols); j++) {
+				const int64_t n = piece(i, N, tile.rows), n_end = piece(i + 1, N, tile.rows);
+				const int64_t k = piece(j, K, tile.cols), k_end = piece(j + 1, K, tile.cols);
+				real *out = dw + (g * N + n) * K + k;
 				#pragma omp task
 				if (rows)
-					gemm(true, false, tile_rows, tile_cols, rows, 1, dy + offset[g] * N + n, N, x + offset[g] * K + k, K,
-							accumulate, tile, K);
+					gemm(true, false, n_end - n, k_end - k, rows, 1, dy + offset[g] * N + n, N, x + offset[g] * K + k, K, accumulate,
+							out, K);
 				else /* an expert that no token chose: its gradient is exactly zero */
-					for (int64_t i = 0; i < tile_rows; i++)
-						memset(tile + i * K, 0, tile_cols * sizeof *tile);
+					for (int64_t r = 0; r < n_end - n; r++)
+						memset(out + r * K, 0, (k_end - k) * sizeof *out);
 			}
 	}
 }

@@ -403,6 +403,24 @@ int model_load(struct model *m, const char *dir)
 }
 
 /* ============================================================================================================
+ * Time: a step is divided among its parts
+ * ========================================================================================================== */
+
+static double now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+void model_lap(struct model *m, enum part part)
+{
+	const double t = now();
+	m->part_seconds[part] += t - m->lap_start;
+	m->lap_start = t;
+}
+
+/* ============================================================================================================
  * Forward
  * ========================================================================================================== */
 
@@ -432,6 +450,7 @@ static void attention_layer_forward(struct model *m, int l, int B)
 	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
 	copy_array(x->middle, x->input, T * H);
 	matmul_forward(x->middle, x->attention, p->dense, p->dense_bias, T, nh * d, H, true);
+	model_lap(m, PART_ATTENTION);
 }
 
 /* Probabilities, chosen experts and weights of normed's tokens; and, in training, what the auxiliary losses need. */
@@ -497,20 +516,26 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps);
 	copy_array(out, x->middle, T * H);
+	model_lap(m, PART_OTHER);
 	if (has_experts(c, l)) {
 		router_forward(m, l, B, step, sums);
+		model_lap(m, PART_ROUTER);
 		dispatch_plan(x->offset, x->position, x->source, x->index, T * k, E);
 		permute_forward(x->row_weight, x->weight, x->source, T * k);
 		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
+		model_lap(m, PART_PERMUTE);
 		grouped_matmul_forward(x->gate_up, a->rows, p->gate_up, x->offset, E, H, 2 * I, false);
 		swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
 		grouped_matmul_forward(a->rows, a->act, p->down, x->offset, E, I, H, false);
+		model_lap(m, PART_EXPERTS);
 		combine_rows(out, a->rows, x->position, T, k, H, true);
+		model_lap(m, PART_PERMUTE);
 	}
 	if (W) {
 		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, T, H, 2 * W, false);
 		swiglu_forward(a->shared_act, x->shared_gate_up, NULL, T, W);
 		matmul_forward(out, a->shared_act, p->shared_down, NULL, T, W, H, true);
+		model_lap(m, PART_EXPERTS);
 	}
 }
 
@@ -525,6 +550,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 		ffn_layer_forward(m, l, B, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, T, H, c->rms_norm_eps);
+	model_lap(m, PART_OTHER);
 }
 
 /* ============================================================================================================
@@ -568,6 +594,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		if (m->head_scale)
 			scale_columns(dnormed, dnormed, m->head_scale, n, H);
 	}
+	model_lap(m, PART_HEAD);
 	return sum;
 }
 
@@ -606,27 +633,36 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool add = step->accumulate;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps); /* not kept: cheap to make again */
+	model_lap(m, PART_OTHER);
 	if (W) {
 		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, T, W, H, false);
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, T, W);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, T, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, T, H, 2 * W, add);
 		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, T, H, 2 * W, false);
+		model_lap(m, PART_EXPERTS);
 	}
 	if (has_experts(c, l)) {
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
 		gather_rows(a->rows, a->dstream, x->source, T * k, k, H);
+		model_lap(m, PART_PERMUTE);
 		grouped_matmul_backward_input(a->dact, a->rows, p->down, x->offset, E, I, H, false);
 		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->row_weight, T * k, I);
 		grouped_matmul_backward_weight(g->down, a->rows, a->act, x->offset, E, I, H, add);
+		model_lap(m, PART_EXPERTS);
 		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
+		model_lap(m, PART_PERMUTE);
 		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, a->rows, x->offset, E, H, 2 * I, add);
 		grouped_matmul_backward_input(a->rows, a->dgate_up, p->gate_up, x->offset, E, H, 2 * I, false);
+		model_lap(m, PART_EXPERTS);
 		combine_rows(a->dnormed, a->rows, x->position, T, k, H, W > 0);
 		permute_backward(a->dweight, a->drow_weight, x->source, T * k);
+		model_lap(m, PART_PERMUTE);
 		router_backward(m, l, B, step);
+		model_lap(m, PART_ROUTER);
 	}
 	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->middle, p->ffn_norm, x->ffn_rstd, T, H, add, a->sum_scratch);
+	model_lap(m, PART_OTHER);
 }
 
 static void attention_layer_backward(struct model *m, int l, int B, const struct step *step)
@@ -651,6 +687,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	matmul_backward_input(a->dnormed, a->dqkv, p->qkv, T, H, qkv_width(c), false);
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, T, H, add,
 			a->sum_scratch);
+	model_lap(m, PART_ATTENTION);
 }
 
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step)
@@ -667,6 +704,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	}
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, a->dstream, T, H, c->vocab_size, step->accumulate || c->tie_word_embeddings);
+	model_lap(m, PART_OTHER);
 }
 
 int step_sums_init(struct step_sums *s, const struct model_config *c)
@@ -758,13 +796,6 @@ void run_length(const struct config *c, int64_t *steps, int64_t *tokens)
  * ========================================================================================================== */
 
 volatile sig_atomic_t stop_requested;
-
-static double now(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + 1e-9 * t.tv_nsec;
-}
 
 /* Windows of L inputs and L shifted targets in a token file. */
 static int64_t count_windows(const struct tokens *t, int64_t L)
@@ -943,6 +974,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	for (int64_t i = 0; i < num_tokens; i++)
 		step.num_targets += t->target[i] >= 0;
 
+	memset(model->part_seconds, 0, sizeof model->part_seconds);
+	model->lap_start = start;
 	step_sums_clear(&t->sums, &c->model);
 	const struct share share = deal_batch(&model->layout.data, batch, c->train.micro_batch);
 	for (int64_t i = 0; i < share.num_micro_batches; i++) {
@@ -976,7 +1009,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		t->state.samples = m->samples;
 		t->state.tokens = m->tokens;
 	}
-	m->seconds = now() - start;
+	model_lap(model, PART_OPTIMIZER);
+	m->seconds = model->lap_start - start;
 	m->tokens_per_second = num_tokens / m->seconds;
 	if (!finite)
 		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g: not finite, so the weights were left as they "
@@ -1123,10 +1157,10 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
  * ling info: parameters, memory, FLOPs
  * ========================================================================================================== */
 
-struct part { const char *name; int64_t total, active; };
+struct parameter_part { const char *name; int64_t total, active; };
 
 /* Parameters by part; active ones are those that one token uses. Returns the number of parts, the sum being the last. */
-static int count_parts(struct part part[8], const struct model_config *c)
+static int count_parts(struct parameter_part part[8], const struct model_config *c)
 {
 	const int64_t H = c->hidden_size, layers = c->num_hidden_layers, dense = c->first_k_dense_replace, moe = layers - dense;
 	const int64_t expert = 3 * H * c->moe_intermediate_size;
@@ -1136,14 +1170,14 @@ static int count_parts(struct part part[8], const struct model_config *c)
 	const int64_t shared = moe * c->num_shared_experts * expert, dense_ffn = dense * 3 * H * c->intermediate_size;
 	const int64_t router = moe * c->num_experts * H, norms = (2 * layers + 1) * H;
 	int n = 0;
-	part[n++] = (struct part){"embedding", embedding, embedding};
-	part[n++] = (struct part){"attention", attention, attention};
-	part[n++] = (struct part){"router", router, router};
-	part[n++] = (struct part){"experts", moe * c->num_experts * expert, moe * c->num_experts_per_tok * expert};
-	part[n++] = (struct part){"shared and dense", shared + dense_ffn, shared + dense_ffn};
-	part[n++] = (struct part){"norms", norms, norms};
-	part[n++] = (struct part){"head", head, head};
-	struct part sum = {"total", 0, 0};
+	part[n++] = (struct parameter_part){"embedding", embedding, embedding};
+	part[n++] = (struct parameter_part){"attention", attention, attention};
+	part[n++] = (struct parameter_part){"router", router, router};
+	part[n++] = (struct parameter_part){"experts", moe * c->num_experts * expert, moe * c->num_experts_per_tok * expert};
+	part[n++] = (struct parameter_part){"shared and dense", shared + dense_ffn, shared + dense_ffn};
+	part[n++] = (struct parameter_part){"norms", norms, norms};
+	part[n++] = (struct parameter_part){"head", head, head};
+	struct parameter_part sum = {"total", 0, 0};
 	for (int i = 0; i < n; i++)
 		sum.total += part[i].total, sum.active += part[i].active;
 	part[n++] = sum;
@@ -1154,7 +1188,7 @@ static int count_parts(struct part part[8], const struct model_config *c)
  * seq_len tokens, half of which a token sees on average. */
 static double flops_per_token(const struct model_config *c, int64_t seq_len)
 {
-	struct part part[8];
+	struct parameter_part part[8];
 	const int n = count_parts(part, c);
 	const int64_t H = c->hidden_size, layers = c->num_hidden_layers;
 	int64_t matmul = part[n - 1].active - (2 * layers + 1) * H - (int64_t)c->vocab_size * H; /* less norms and the look-up ... */
@@ -1169,7 +1203,7 @@ static int print_info(const struct config *config, bool json)
 	const int L = config->data.seq_len ? config->data.seq_len : c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096;
 	const int B = config->train.micro_batch ? config->train.micro_batch : 1;
 	struct memory_plan plan = {0};
-	struct part part[8];
+	struct parameter_part part[8];
 	const int n = count_parts(part, c);
 	if (plan_memory(&plan, c, B, L, true) < 0)
 		return -1;
@@ -1195,6 +1229,91 @@ static int print_info(const struct config *config, bool json)
 			total / 1e9);
 	printf("\nFLOPs of training a token at seq_len %d: %.4g\n", L, flops);
 	return 0;
+}
+
+/* ============================================================================================================
+ * ling bench: whole training steps against the roof, the machine's own rate of large products
+ * ========================================================================================================== */
+
+struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], flops, tokens; }; /* roof and flops: FLOP/s, FLOPs a step */
+
+static int compare_doubles(const void *a, const void *b)
+{
+	const double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
+
+static double median(double *x, int n)
+{
+	qsort(x, n, sizeof *x, compare_doubles);
+	return (x[(n - 1) / 2] + x[n / 2]) / 2;
+}
+
+/* FLOP/s of the best of several products of 2048 x 2048 matrices with all threads; 0 when memory is short. */
+static double measure_roof(int repeats)
+{
+	const int64_t n = 2048;
+	real *a = malloc(3 * n * n * sizeof *a);
+	if (!a)
+		return 0;
+	for (int64_t i = 0; i < 2 * n * n; i++)
+		a[i] = (real)(i % 17 - 8);
+	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats);
+	free(a);
+	return 2.0 * n * n * n / seconds;
+}
+
+enum { BENCH_STEPS = 5 };
+
+/* Trains on random tokens: one step to warm up, then BENCH_STEPS, the roof measured before and after. */
+static int measure_steps(struct bench *b, struct trainer *t)
+{
+	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
+	double step[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
+	model_randomize(&t->model, 1);
+	b->roof = measure_roof(10);
+	for (int i = -1; i < BENCH_STEPS; i++) {
+		struct metrics m;
+		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
+		for (int64_t j = 0; j < batch * L; j++) {
+			t->input[j] = (int32_t)random_permute(j % V, V, &stream);
+			t->target[j] = (int32_t)random_permute((j + 1) % V, V, &stream);
+		}
+		if (trainer_step(t, batch, &m) < 0)
+			return -1;
+		for (int p = 0; p < NUM_PARTS && i >= 0; p++)
+			part[p][i] = t->model.part_seconds[p];
+		if (i >= 0)
+			step[i] = m.seconds;
+	}
+	const double after = measure_roof(10);
+	b->roof = after > b->roof ? after : b->roof;
+	b->step_seconds = median(step, BENCH_STEPS);
+	for (int p = 0; p < NUM_PARTS; p++)
+		b->part_seconds[p] = median(part[p], BENCH_STEPS);
+	b->tokens = batch * L;
+	b->flops = flops_per_token(&t->config.model, L) * b->tokens;
+	return 0;
+}
+
+static void print_bench(const struct bench *b, const char *name, bool json)
+{
+	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
+	const double rate = b->flops / b->step_seconds;
+	if (json) {
+		printf("{\"config\": \"%s\", \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
+				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"parts\": {", name, kernels_threads(), blas_core(),
+				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof);
+		for (int p = 0; p < NUM_PARTS; p++)
+			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
+		printf("}}\n");
+		return;
+	}
+	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
+	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
+			rate / 1e9, 100 * rate / b->roof);
+	for (int p = 0; p < NUM_PARTS; p++)
+		printf("  %-16s %8.3f s %6.1f%%\n", names[p], b->part_seconds[p], 100 * b->part_seconds[p] / b->step_seconds);
 }
 
 /* ============================================================================================================
@@ -1329,6 +1448,30 @@ static int command_info(const struct arguments *a)
 	return print_info(&c, a->json) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+static int command_bench(const struct arguments *a)
+{
+	const char *path = a->num_words ? a->words[0] : "configs/bench.yaml";
+	struct config c;
+	struct trainer t;
+	struct bench b = {0};
+	if (config_load(&c, path, a->num_words ? a->num_words - 1 : 0, a->words + 1, true) < 0)
+		return EXIT_WRONG_USE;
+	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
+		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
+		return EXIT_WRONG_USE;
+	}
+	c.train.steps = BENCH_STEPS + 1;
+	c.train.batch_warmup.tokens = 0;
+	int rc = trainer_allocate(&t, &c);
+	if (rc == 0) {
+		rc = measure_steps(&b, &t);
+		trainer_free(&t);
+	}
+	if (rc == 0)
+		print_bench(&b, path, a->json);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
 static int command_plot(const struct arguments *a)
 {
 	char path[PATH_LEN + 16];
@@ -1363,6 +1506,9 @@ static const struct command {
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}, {.tokenizer = "byte"}},
 	{"info", command_info, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token.", {JSON_OPTION}, {0}},
+	{"bench", command_bench, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
+		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
+		{JSON_OPTION}, {0}},
 	{"plot", command_plot, 1, 1, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}, {0}},

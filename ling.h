@@ -328,6 +328,9 @@ const char *blas_core(void);   /* the kernel that the library chose, such as "Ha
 /* The best kernel this processor can run if the library chose a lesser one (an old release does not know a new processor), else
  * NULL. It takes effect through OPENBLAS_CORETYPE, which the library reads only while it is loaded. */
 const char *blas_better_core(void);
+/* Seconds of the fastest of `repeats` products of n x n matrices, with the library's own threads on all cores: the roof that
+ * training is measured against. a, b, c [n, n]. */
+double blas_roof(real *a, real *b, real *c, int64_t n, int repeats);
 
 /* ============================================================================================================
  * Ranks (parallel.c)
@@ -426,6 +429,9 @@ struct activations {
 	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *drow_weight, *dweight, *dshared_gate_up, *dshared_act;
 };
 
+/* Where the time of a step goes; model_lap() adds the time since the last call to a part. */
+enum part { PART_ATTENTION, PART_ROUTER, PART_PERMUTE, PART_EXPERTS, PART_HEAD, PART_OPTIMIZER, PART_OTHER, NUM_PARTS };
+
 struct model {
 	struct model_config config;
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
@@ -440,6 +446,7 @@ struct model {
 	struct activations acts;
 	void *acts_memory;
 	struct layout layout;
+	double part_seconds[NUM_PARTS], lap_start; /* of the step in hand */
 };
 
 /* One optimizer step as the model sees it. */
@@ -482,6 +489,7 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
 /* The backward pass from what model_loss left; call after it with the same step. */
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
+void model_lap(struct model *m, enum part part);
 int step_sums_init(struct step_sums *s, const struct model_config *c);
 void step_sums_clear(struct step_sums *s, const struct model_config *c);
 void step_sums_free(struct step_sums *s);

@@ -3,12 +3,15 @@
 # make test        everything that is tested, dependencies included
 # make fuzz        fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
 
-CC ?= gcc
-# No -ffast-math: NaN and infinity must stay visible. The two flags below only say that nobody reads errno or FP traps.
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+# No -ffast-math: NaN and infinity must stay visible. The flags below say that nobody reads errno or FP traps, and allow fused
+# multiply-add.
 OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).
 WARNINGS := -Wall -Wextra -Werror -Wno-pass-failed
-CFLAGS := -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
+CFLAGS := -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS)
 SANITIZE := -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS)
 LIBS := -lopenblas -lyaml -ljansson -lpng -lz -lm
 SOURCES := ling.c kernels.c parallel.c data.c

@@ -101,16 +101,21 @@ const char *blas_core(void)
 	return openblas_get_corename();
 }
 
-/* How far a kernel of that name uses the processor: 0 SSE, 1 AVX, 2 AVX2 with FMA, 3 AVX-512. */
+/* How far a kernel of that name uses the processor: 0 SSE, 1 AVX, 2 AVX2 with FMA, 3 AVX-512 or a name that is not known here, which a newer
+ * library may have chosen for good reason. */
 static int core_level(const char *name)
 {
-	static const char *levels[][6] = {{0}, {"Sandybridge", "Bulldozer", "Piledriver", "Steamroller"}, {"Haswell", "Zen", "Excavator"},
-			{"SkylakeX", "Cooperlake", "Sapphirerapids"}};
-	for (int level = 3; level > 0; level--)
-		for (const char **core = levels[level]; *core; core++)
-			if (!strcasecmp(*core, name))
+	static const char *const levels[3][16] = {
+		{"Prescott", "Core2", "Penryn", "Dunnington", "Nehalem", "Atom", "Nano", "Katmai", "Coppermine", "Northwood", "Banias", "Athlon",
+			"Opteron", "Opteron_SSE3", "Barcelona", "Bobcat"},
+		{"Sandybridge", "Bulldozer", "Piledriver", "Steamroller"},
+		{"Haswell", "Zen", "Excavator"},
+	};
+	for (int level = 0; level < 3; level++)
+		for (int i = 0; i < 16 && levels[level][i]; i++)
+			if (!strcasecmp(levels[level][i], name))
 				return level;
-	return 0;
+	return 3;
 }
 
 const char *blas_better_core(void)
@@ -123,7 +128,7 @@ const char *blas_better_core(void)
 	else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 		best = "Haswell";
 #endif
-	return best && core_level(blas_core()) < core_level(best) ? best : NULL;
+	return best && core_level(blas_core()) < core_level(best) ? best : NULL; /* SkylakeX counts as 3 */
 }
 
 double blas_roof(real *a, real *b, real *c, int64_t n, int repeats)
@@ -374,11 +379,11 @@ void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		const real *row = x + t * H;
-		real sum = 0;
+		double sum = 0; /* in float, values beyond 1e19 would vanish instead of showing */
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t j = 0; j < H; j++)
-			sum += row[j] * row[j];
-		rstd[t] = (real)(1 / sqrt((double)sum / H + eps));
+			sum += (double)row[j] * row[j];
+		rstd[t] = (real)(1 / sqrt(sum / H + eps));
 		for (int64_t j = 0; j < H; j++)
 			out[t * H + j] = w[j] * row[j] * rstd[t];
 	}
@@ -452,50 +457,74 @@ void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, 
 }
 
 /* ============================================================================================================
- * Causal grouped-query attention
+ * Causal grouped-query attention in tiles (Dao et al. 2022, arXiv:2205.14135)
  *
- * The queries go in blocks of QUERY_BLOCK; a block meets all keys up to its last row at once, so the scores of a block fill
- * [QUERY_BLOCK, L] and no [L, L] matrix ever exists. The backward pass computes the probabilities again from the log-sum-exp
- * of each row (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+ * A block of queries meets the keys in blocks of KEY_BLOCK, up to its last query: the scores of a pair of blocks stay in a core's
+ * cache, and no [L, L] matrix ever exists. The backward pass computes the probabilities again from each row's log-sum-exp.
  * ========================================================================================================== */
 
-enum { QUERY_BLOCK = 64 };
+enum { QUERY_BLOCK = 256, KEY_BLOCK = 512 };
 
-int64_t attention_scratch(int64_t L)
+int64_t attention_scratch(void)
 {
-	return 2 * QUERY_BLOCK * L * kernels_threads();
+	return 2 * QUERY_BLOCK * KEY_BLOCK * kernels_threads();
 }
 
-/* scores[i, j] = q_i . k_j / sqrt(d) for the `rows` queries from `first` on and the keys up to the last of them. */
+/* Queries of a block: many make efficient products, few waste less on the diagonal, where half of a block is masked. */
+static int64_t query_block(int64_t L)
+{
+	return L / 8 < 64 ? 64 : min64(L / 8, QUERY_BLOCK);
+}
+
+/* scores[i, j] = q_i . k_j / sqrt(d), rows apart by KEY_BLOCK. */
 static void attention_scores(real *scores, const real *q, const real *k, int64_t rows, int64_t keys, int64_t stride, int64_t d)
 {
-	gemm(false, true, rows, keys, d, (real)(1 / sqrt((double)d)), q, stride, k, stride, false, scores, keys);
+	gemm(false, true, rows, keys, d, (real)(1 / sqrt((double)d)), q, stride, k, stride, false, scores, KEY_BLOCK);
+}
+
+/* How many of the keys first_key .. first_key + keys - 1 a query sees: itself and all before it. */
+static int64_t seen_keys(int64_t query, int64_t first_key, int64_t keys)
+{
+	int64_t seen = query + 1 - first_key;
+	return seen < 0 ? 0 : min64(seen, keys);
 }
 
 void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
 {
-	const int64_t stride = (nh + 2 * nkv) * d, blocks = (L + QUERY_BLOCK - 1) / QUERY_BLOCK;
+	const int64_t stride = (nh + 2 * nkv) * d, size = query_block(L), blocks = (L + size - 1) / size;
 	#pragma omp parallel for collapse(3) schedule(dynamic)
 	for (int64_t b = 0; b < B; b++)
 		for (int head = 0; head < nh; head++)
 			for (int64_t block = blocks - 1; block >= 0; block--) { /* the longest first */
-				int64_t first = block * QUERY_BLOCK, rows = min64(QUERY_BLOCK, L - first), keys = first + rows;
-				const real *sequence = qkv + b * L * stride, *k = sequence + (nh + head / (nh / nkv)) * d, *v = k + nkv * d;
-				real *scores = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * L;
-				attention_scores(scores, sequence + first * stride + head * d, k, rows, keys, stride, d);
-				real inverse[QUERY_BLOCK];
-				for (int64_t i = 0; i < rows; i++) {
-					int64_t seen = first + i + 1; /* causal: the query itself and all before it */
-					real *row = scores + i * keys, max = largest(row, seen), sum = exponentials(row, row, max, seen);
-					memset(row + seen, 0, (keys - seen) * sizeof *row);
-					inverse[i] = 1 / sum;
-					lse[(b * L + first + i) * nh + head] = max + (real)log(sum);
+				const int64_t first = block * size, rows = min64(size, L - first);
+				const real *sequence = qkv + b * L * stride, *q = sequence + first * stride + head * d;
+				const real *k = sequence + (nh + head / (nh / nkv)) * d, *v = k + nkv * d;
+				real *scores = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * KEY_BLOCK, *o = out + ((b * L + first) * nh + head) * d;
+				real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
+				for (int64_t key = 0; key < first + rows; key += KEY_BLOCK) {
+					const int64_t keys = min64(KEY_BLOCK, first + rows - key);
+					attention_scores(scores, q, k + key * stride, rows, keys, stride, d);
+					for (int64_t i = 0; i < rows; i++) {
+						real *row = scores + i * KEY_BLOCK, before = key ? max[i] : 0;
+						const int64_t seen = seen_keys(first + i, key, keys);
+						memset(row + seen, 0, (keys - seen) * sizeof *row);
+						if (seen == 0)
+							continue;
+						real here = largest(row, seen);
+						max[i] = key && !(here > before) ? before : here;
+						real more = exponentials(row, row, max[i], seen);
+						real shrink = key ? exponential(before - max[i]) : 0; /* what was summed under the old maximum */
+						sum[i] = key ? sum[i] * shrink + more : more;
+						for (int64_t j = 0; key && j < d; j++)
+							o[i * nh * d + j] *= shrink;
+					}
+					gemm(false, false, rows, d, keys, 1, scores, KEY_BLOCK, v + key * stride, stride, key > 0, o, nh * d);
 				}
-				real *o = out + (b * L + first) * nh * d + head * d;
-				gemm(false, false, rows, d, keys, 1, scores, keys, v, stride, false, o, nh * d);
-				for (int64_t i = 0; i < rows; i++)
+				for (int64_t i = 0; i < rows; i++) {
+					lse[(b * L + first + i) * nh + head] = max[i] + (real)log(sum[i]);
 					for (int64_t j = 0; j < d; j++)
-						o[i * nh * d + j] *= inverse[i];
+						o[i * nh * d + j] /= sum[i];
+				}
 			}
 }
 
@@ -503,43 +532,51 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 		int nh, int nkv, int64_t d, real *scratch)
 {
 	/* P = softmax of the scores S, O = P V.  dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP P) and that sum is dO . O. */
-	const int64_t stride = (nh + 2 * nkv) * d, group = nh / nkv;
+	const int64_t stride = (nh + 2 * nkv) * d, group = nh / nkv, size = query_block(L);
 	const real scale = (real)(1 / sqrt((double)d));
 	#pragma omp parallel for collapse(2) schedule(dynamic)
 	for (int64_t b = 0; b < B; b++)
 		for (int kv = 0; kv < nkv; kv++) { /* one thread for a key-value head: all its query heads add to dK and dV */
 			const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
 			real *dsequence = dqkv + b * L * stride, *dk = dsequence + (nh + kv) * d, *dv = dk + nkv * d;
-			real *p = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * L, *dp = p + QUERY_BLOCK * L;
+			real *p = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * KEY_BLOCK, *dp = p + QUERY_BLOCK * KEY_BLOCK;
 			for (int64_t t = 0; t < L; t++) {
 				memset(dk + t * stride, 0, d * sizeof *dk);
 				memset(dv + t * stride, 0, d * sizeof *dv);
 			}
 			for (int64_t head = kv * group; head < (kv + 1) * group; head++)
-				for (int64_t first = 0; first < L; first += QUERY_BLOCK) {
-					int64_t rows = min64(QUERY_BLOCK, L - first), keys = first + rows;
-					const real *q = sequence + first * stride + head * d;
-					const real *o = out + ((b * L + first) * nh + head) * d, *d_o = dout + ((b * L + first) * nh + head) * d;
-					attention_scores(p, q, k, rows, keys, stride, d);
-					gemm(false, true, rows, keys, d, 1, d_o, nh * d, v, stride, false, dp, keys);
+				for (int64_t first = 0; first < L; first += size) {
+					const int64_t rows = min64(size, L - first), at = (b * L + first) * nh + head;
+					const real *q = sequence + first * stride + head * d, *o = out + at * d, *d_o = dout + at * d;
+					real dot[QUERY_BLOCK];
 					for (int64_t i = 0; i < rows; i++) {
-						real *p_row = p + i * keys, *dp_row = dp + i * keys;
-						real row_lse = lse[(b * L + first + i) * nh + head], dot = 0;
-						int64_t seen = first + i + 1;
-						#pragma omp simd reduction(+ : dot)
+						real sum = 0;
+						#pragma omp simd reduction(+ : sum)
 						for (int64_t j = 0; j < d; j++)
-							dot += d_o[i * nh * d + j] * o[i * nh * d + j];
-						#pragma omp simd
-						for (int64_t j = 0; j < seen; j++) {
-							p_row[j] = exponential(p_row[j] - row_lse);
-							dp_row[j] = scale * p_row[j] * (dp_row[j] - dot);
-						}
-						memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
-						memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
+							sum += d_o[i * nh * d + j] * o[i * nh * d + j];
+						dot[i] = sum;
 					}
-					gemm(true, false, keys, d, rows, 1, p, keys, d_o, nh * d, true, dv, stride);
-					gemm(false, false, rows, d, keys, 1, dp, keys, k, stride, false, dsequence + first * stride + head * d, stride);
-					gemm(true, false, keys, d, rows, 1, dp, keys, q, stride, true, dk, stride);
+					for (int64_t key = 0; key < first + rows; key += KEY_BLOCK) {
+						const int64_t keys = min64(KEY_BLOCK, first + rows - key), offset = key * stride;
+						attention_scores(p, q, k + offset, rows, keys, stride, d);
+						gemm(false, true, rows, keys, d, 1, d_o, nh * d, v + offset, stride, false, dp, KEY_BLOCK);
+						for (int64_t i = 0; i < rows; i++) {
+							real *p_row = p + i * KEY_BLOCK, *dp_row = dp + i * KEY_BLOCK;
+							const real row_lse = lse[at + i * nh], row_dot = dot[i];
+							const int64_t seen = seen_keys(first + i, key, keys);
+							#pragma omp simd
+							for (int64_t j = 0; j < seen; j++) {
+								p_row[j] = exponential(p_row[j] - row_lse);
+								dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
+							}
+							memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
+							memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
+						}
+						gemm(true, false, keys, d, rows, 1, p, KEY_BLOCK, d_o, nh * d, true, dv + offset, stride);
+						gemm(false, false, rows, d, keys, 1, dp, KEY_BLOCK, k + offset, stride, key > 0, dsequence + first * stride + head * d,
+								stride);
+						gemm(true, false, keys, d, rows, 1, dp, KEY_BLOCK, q, stride, true, dk + offset, stride);
+					}
 				}
 		}
 }
@@ -801,15 +838,15 @@ void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *targe
 
 void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
 {
-	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2, eps = (real)o->eps, grad_scale = (real)o->grad_scale;
+	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2, rest1 = (real)(1 - o->beta1), rest2 = (real)(1 - o->beta2), eps = (real)o->eps, grad_scale = (real)o->grad_scale;
 	const real keep = (real)(1 - o->lr * o->weight_decay);
 	const real rate = (real)(o->lr / (1 - pow(o->beta1, (double)o->step)));
 	const real correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));
 	#pragma omp parallel for simd
 	for (int64_t i = 0; i < n; i++) {
 		real g = grad[i] * grad_scale;
-		real m = exp_avg[i] = beta1 * exp_avg[i] + (1 - beta1) * g;
-		real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + (1 - beta2) * g * g;
+		real m = exp_avg[i] = beta1 * exp_avg[i] + rest1 * g;
+		real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + rest2 * g * g;
 		w[i] = w[i] * keep - rate * m / ((real)sqrt(v) * correction + eps);
 	}
 }

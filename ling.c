@@ -207,7 +207,7 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 	acts->rows = carve_real(a, R * H);
 	acts->act = carve_real(a, R * I);
 	acts->shared_act = carve_real(a, T * W);
-	acts->attention_scratch = carve_real(a, attention_scratch(L));
+	acts->attention_scratch = carve_real(a, attention_scratch());
 	acts->sequence_count = carve(a, B * E, sizeof(double));
 	acts->sequence_p = carve(a, B * E, sizeof(double));
 	acts->router_sums = carve(a, B, sizeof(struct router_sums));
@@ -262,7 +262,11 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, i
 int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, bool training)
 {
 	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .training = training};
+	parallel_init(&m->layout);
 	struct memory_plan plan = {0};
+	if ((int64_t)max_sequences * seq_len * (c->num_experts_per_tok + 1) > INT32_MAX)
+		return fail("%d x %d tokens with %d experts each: more than %d rows at a time; make micro_batch or seq_len smaller", max_sequences,
+				seq_len, c->num_experts_per_tok, INT32_MAX);
 	if (plan_memory(&plan, c, max_sequences, seq_len, training) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
@@ -301,7 +305,6 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 		add_model(&(struct parameter_walk){.memory = m->grads.memory}, c, &m->grads);
 	carve_activations(&(struct arena){.memory = m->acts_memory}, &m->acts, c, max_sequences, seq_len, training);
 	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
-	parallel_init(&m->layout);
 	return 0;
 }
 
@@ -327,12 +330,21 @@ static int64_t tensor_size(const struct tensor *t)
 	return t->rows * (t->cols ? t->cols : 1);
 }
 
+/* A tensor's own stream of random numbers: keyed by its name (FNV-1a), so that no layout of ranks can change it. */
+static struct random_stream tensor_stream(const struct tensor *t, uint64_t seed)
+{
+	uint64_t hash = 0xcbf29ce484222325u;
+	for (const char *c = t->name; *c; c++)
+		hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
+	return (struct random_stream){.seed = seed, .purpose = RANDOM_INIT + (hash >> 32 & 0xffff), .step = (uint32_t)hash};
+}
+
 void model_randomize(struct model *m, uint64_t seed)
 {
 	const double bound = 1 / sqrt(m->config.hidden_size);
 	for (int i = 0; i < m->num_tensors; i++) {
 		const struct tensor *t = &m->tensors[i];
-		const struct random_stream stream = {.seed = seed, .purpose = RANDOM_INIT, .step = i};
+		const struct random_stream stream = tensor_stream(t, seed);
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
 		for (int64_t r = 0; r < t->rows; r++) {
@@ -478,7 +490,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 
 	/* f_e is a share of the tokens that count together: each sequence alone, or the whole micro-batch. */
 	router_statistics(a->router_sums, a->sequence_count, a->sequence_p, a->logits, x->p, x->router_lse, x->index, B, L, E, k);
-	struct layer_sums *sum = &sums->layer[l];
+	struct layer_sums *sum = layer_sums(sums, l);
 	for (int b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
 			sum->count[e] += a->sequence_count[b * E + e];
@@ -578,7 +590,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	struct activations *a = &m->acts;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(V);
 	double sum = 0;
-	for (int64_t first = 0; first < T; first += C) {
+	for (int64_t first = 0; first == 0 || first < T; first += C) { /* once for an empty micro-batch: it writes a gradient of 0 */
 		int64_t n = T - first < C ? T - first : C;
 		const real *in = head_input(m, first, n);
 		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
@@ -709,35 +721,15 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 
 int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
-	s->layer = calloc(c->num_hidden_layers, sizeof *s->layer);
-	double *count = calloc((size_t)c->num_hidden_layers * (c->num_experts + 1), sizeof *count);
-	if (!s->layer || !count) {
-		free(s->layer);
-		free(count);
-		s->layer = NULL;
-		return fail("out of memory for the sums of %d layers", c->num_hidden_layers);
-	}
-	for (int l = 0; l < c->num_hidden_layers; l++)
-		s->layer[l].count = count + (size_t)l * c->num_experts;
-	return 0;
+	s->stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
+	s->size = 1 + s->stride * c->num_hidden_layers;
+	s->values = calloc(s->size, sizeof *s->values);
+	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
 }
 
-void step_sums_clear(struct step_sums *s, const struct model_config *c)
+struct layer_sums *layer_sums(const struct step_sums *s, int layer)
 {
-	s->cross_entropy = 0;
-	for (int l = 0; l < c->num_hidden_layers; l++) {
-		double *count = s->layer[l].count;
-		memset(count, 0, c->num_experts * sizeof *count);
-		s->layer[l] = (struct layer_sums){.count = count};
-	}
-}
-
-void step_sums_free(struct step_sums *s)
-{
-	if (s->layer)
-		free(s->layer[0].count);
-	free(s->layer);
-	s->layer = NULL;
+	return (struct layer_sums *)(s->values + 1 + s->stride * layer);
 }
 
 /* ============================================================================================================
@@ -778,17 +770,30 @@ int64_t batch_size(const struct config *c, int64_t tokens)
 	return batch < c->train.batch ? batch : c->train.batch;
 }
 
-void run_length(const struct config *c, int64_t *steps, int64_t *tokens)
+void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens)
 {
-	int64_t s = 0, t = 0, full = (int64_t)c->train.batch * c->data.seq_len;
+	const int64_t L = c->data.seq_len, ramp = c->train.batch_warmup.tokens;
 	const bool by_steps = c->train.steps > 0;
-	while (t < c->train.batch_warmup.tokens && (by_steps ? s < c->train.steps : t < c->train.tokens)) {
-		t += batch_size(c, t) * c->data.seq_len;
-		s++;
+	while (by_steps ? step < c->train.steps : token < c->train.tokens) {
+		/* The batch stays the same up to `end`: the next level of the ramp, or the end of the run. */
+		const int64_t batch = batch_size(c, token);
+		int64_t end = INT64_MAX;
+		if (token < ramp) {
+			const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment;
+			const int64_t levels = (c->train.batch - start + increment - 1) / increment;
+			const int64_t level = levels ? (int64_t)((__int128)token * levels / ramp) + 1 : 1;
+			end = levels ? (int64_t)(((__int128)level * ramp + levels - 1) / levels) : ramp;
+		}
+		if (!by_steps && c->train.tokens < end)
+			end = c->train.tokens;
+		int64_t n = (end - token - 1) / (batch * L) + 1;
+		if (by_steps && c->train.steps - step < n)
+			n = c->train.steps - step;
+		step += n;
+		token += n * batch * L;
 	}
-	int64_t rest = by_steps ? c->train.steps - s : t < c->train.tokens ? (c->train.tokens - t + full - 1) / full : 0;
-	*steps = s + rest;
-	*tokens = t + rest * full;
+	*steps = step;
+	*tokens = token;
 }
 
 /* ============================================================================================================
@@ -803,27 +808,41 @@ static int64_t count_windows(const struct tokens *t, int64_t L)
 	return t->count > L ? (t->count - 1) / L : 0;
 }
 
-/* Opens a token file that must hold at least one window. */
-static int open_data(struct tokens *t, const char *prefix, int vocab_size, int64_t L)
+/* Opens a token file that must hold at least one window, and be made by `tokenizer` if both that and its own are known. */
+static int open_data(struct tokens *t, const char *prefix, const char *tokenizer, int vocab_size, int64_t L)
 {
 	if (tokens_open(t, prefix, vocab_size) < 0)
 		return -1;
-	if (count_windows(t, L) > 0)
-		return 0;
-	int64_t count = t->count;
-	tokens_close(t);
-	return fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", prefix, (long long)count, (long long)L,
-			(long long)L + 1);
+	int rc = 0;
+	if (count_windows(t, L) == 0)
+		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", prefix, (long long)t->count, (long long)L,
+				(long long)L + 1);
+	else if (*t->tokenizer && strcmp(tokenizer, "none") && strcmp(tokenizer, t->tokenizer))
+		rc = fail("%s: made by tokenizer %s, the config says data.tokenizer: %s", prefix, t->tokenizer, tokenizer);
+	if (rc < 0)
+		tokens_close(t);
+	return rc;
 }
 
-/* Continues from a checkpoint: state, weights, optimizer; the config must describe the same run. */
+/* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
+static int trainer_start_from(struct trainer *t, const char *dir)
+{
+	struct model_config theirs;
+	if (config_from_huggingface(&theirs, dir) < 0 || config_check_init(&theirs, &t->config.model, dir) < 0)
+		return -1;
+	return model_load(&t->model, dir);
+}
+
+/* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	struct config saved;
 	char path[PATH_LEN + 32];
-	t->state.num_layers = t->config.model.num_hidden_layers;
-	if (checkpoint_read_state(dir, &saved, &t->state) < 0 || config_check_resume(&saved, &t->config, stdout) < 0)
+	if (checkpoint_read_state(dir, &t->config, &t->state, stdout) < 0)
 		return -1;
+	if (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32)
+		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "
+				"old data, or choose another train.output_dir", t->config.data.train, (long long)t->train.count, t->train.crc32, dir,
+				(long long)t->state.data_tokens, t->state.data_crc32);
 	snprintf(path, sizeof path, "%s/optimizer.safetensors", dir);
 	struct array *arrays = name_arrays(&t->model, 2, (real *[]){t->model.exp_avg, t->model.exp_avg_sq},
 			(const char *[]){"exp_avg.", "exp_avg_sq."});
@@ -831,6 +850,7 @@ static int trainer_resume(struct trainer *t, const char *dir)
 	free(arrays);
 	if (rc < 0 || model_load(&t->model, dir) < 0)
 		return -1;
+	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
 	printf("continuing from %s\n", dir);
 	return 0;
 }
@@ -840,7 +860,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int layers = c->model.num_hidden_layers;
 	const size_t tokens = (size_t)c->train.batch * c->data.seq_len;
 	*t = (struct trainer){.config = *c};
-	run_length(c, &t->steps, &t->tokens);
+	run_length(c, 0, 0, &t->steps, &t->tokens);
 	if (model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
 		trainer_free(t);
 		return -1;
@@ -866,15 +886,17 @@ int trainer_init(struct trainer *t, const struct config *c)
 	const int found = checkpoint_find(c->train.output_dir, dir);
 	if (found < 0 || trainer_allocate(t, c) < 0)
 		return -1;
-	int rc = open_data(&t->train, c->data.train, c->model.vocab_size, c->data.seq_len);
+	int rc = open_data(&t->train, c->data.train, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (rc == 0 && *c->data.valid)
-		rc = open_data(&t->valid, c->data.valid, c->model.vocab_size, c->data.seq_len);
+		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (rc == 0 && found)
 		rc = trainer_resume(t, dir);
 	else if (rc == 0 && *c->train.init_from)
-		rc = model_load(&t->model, c->train.init_from);
+		rc = trainer_start_from(t, c->train.init_from);
 	else if (rc == 0)
 		model_randomize(&t->model, c->train.seed);
+	t->state.data_tokens = t->train.count;
+	t->state.data_crc32 = t->train.crc32;
 	if (rc < 0)
 		trainer_free(t);
 	return rc;
@@ -885,7 +907,7 @@ void trainer_free(struct trainer *t)
 	tokens_close(&t->train);
 	tokens_close(&t->valid);
 	model_free(&t->model);
-	step_sums_free(&t->sums);
+	free(t->sums.values);
 	free(t->state.router_mean);
 	free(t->state.router_std);
 	free(t->expert_load);
@@ -920,7 +942,8 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 {
 	const double n = (double)num_tokens * t->config.model.num_experts, momentum = 0.9;
 	for (int l = t->config.model.first_k_dense_replace; l < t->config.model.num_hidden_layers; l++) {
-		double mean = t->sums.layer[l].s / n, variance = t->sums.layer[l].s_squared / n - mean * mean;
+		const struct layer_sums *sum = layer_sums(&t->sums, l);
+		double mean = sum->s / n, variance = sum->s_squared / n - mean * mean;
 		t->state.router_mean[l] = momentum * t->state.router_mean[l] + (1 - momentum) * mean;
 		t->state.router_std[l] = momentum * t->state.router_std[l] + (1 - momentum) * sqrt(variance > 0 ? variance : 0);
 	}
@@ -949,7 +972,7 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	const struct model_config *c = &t->config.model;
 	const int first = c->first_k_dense_replace, n = c->num_hidden_layers - first;
 	for (int l = first; l < c->num_hidden_layers; l++) {
-		const struct layer_sums *sum = &t->sums.layer[l];
+		const struct layer_sums *sum = layer_sums(&t->sums, l);
 		m->balance_loss += sum->balance / n;
 		m->z_loss += sum->z / n;
 		double largest = 0, total = 0;
@@ -961,6 +984,12 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	}
 	m->num_layers = n;
 	m->expert_load = t->expert_load;
+}
+
+/* For messages: a NaN prints without its sign. */
+static double plain_nan(double x)
+{
+	return isnan(x) ? NAN : x;
 }
 
 int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
@@ -976,7 +1005,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 
 	memset(model->part_seconds, 0, sizeof model->part_seconds);
 	model->lap_start = start;
-	step_sums_clear(&t->sums, &c->model);
+	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
 	const struct share share = deal_batch(&model->layout.data, batch, c->train.micro_batch);
 	for (int64_t i = 0; i < share.num_micro_batches; i++) {
 		int64_t done = i * c->train.micro_batch, left = share.count - done;
@@ -985,20 +1014,20 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		step.accumulate = i > 0;
 		const int32_t *input = t->input + step.first_sequence * L, *target = t->target + step.first_sequence * L;
 		model_forward(model, input, B, &step, &t->sums);
-		t->sums.cross_entropy += model_loss(model, target, B, &step);
+		t->sums.values[0] += model_loss(model, target, B, &step);
 		model_backward(model, input, B, &step);
 	}
-	group_sum(&model->layout.data, &t->sums.cross_entropy, 1);
+	group_sum(&model->layout.data, t->sums.values, t->sums.size);
 	group_sum_real(&model->layout.data, model->grads.memory, model->num_params);
 
 	const double norm = sqrt(sum_of_squares(model->grads.memory, model->num_params));
 	*m = (struct metrics){
 		.step = step_number, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = batch,
-		.loss = step.num_targets ? t->sums.cross_entropy / step.num_targets : 0, .grad_norm = norm,
+		.loss = step.num_targets ? t->sums.values[0] / step.num_targets : 0, .grad_norm = norm,
 		.lr = learning_rate(c, step_number, t->steps, (double)t->state.tokens / t->tokens),
 	};
 	report_sums(t, m);
-	const bool finite = isfinite(m->loss) && isfinite(norm) && isfinite(m->balance_loss) && isfinite(m->z_loss);
+	const bool finite = isfinite(m->loss) && isfinite(norm) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr);
 	if (finite) {
 		const bool clip = c->train.grad_clip > 0 && norm > c->train.grad_clip;
 		update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
@@ -1013,16 +1042,21 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	m->seconds = model->lap_start - start;
 	m->tokens_per_second = num_tokens / m->seconds;
 	if (!finite)
-		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g: not finite, so the weights were left as they "
-				"were and the run ends; the last checkpoint is kept. Lower schedule.peak_lr, lengthen its warm-up, or look at the data "
-				"of samples %lld to %lld", (long long)step_number, m->loss, m->balance_loss, m->z_loss, norm,
-				(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the weights were "
+				"left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up, and continue from a "
+				"checkpoint before the trouble (remove later ones) or start anew; or look at the data of samples %lld to %lld",
+				(long long)step_number, plain_nan(m->loss), plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(norm),
+				plain_nan(m->lr), (long long)t->state.samples, (long long)(t->state.samples + batch - 1));
 	return 0;
 }
 
 int trainer_save(struct trainer *t)
 {
 	struct model *m = &t->model;
+	if (!isfinite(sum_of_squares(m->params.memory, m->num_params)) || !isfinite(sum_of_squares(m->exp_avg, m->num_params)) ||
+			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_params)))
+		return fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
+				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
 	struct array *weights = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
 	struct array *moments = name_arrays(m, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, (const char *[]){"exp_avg.", "exp_avg_sq."});
 	int rc = weights && moments
@@ -1038,13 +1072,25 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
+/* A first signal stops and saves, a second one ends the program at once. Nobody listening to the progress is no reason to stop. */
+static void catch_signals(void)
+{
+	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
+	sigaction(SIGTERM, &stop, NULL);
+	sigaction(SIGINT, &stop, NULL);
+	sigaction(SIGHUP, &stop, NULL);
+	signal(SIGPIPE, SIG_IGN);
+}
+
 /* One line about a step: overwritten in place on a terminal, a plain line elsewhere. */
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token, bool terminal)
 {
-	double left = (t->tokens - m->tokens) * seconds_per_token;
-	printf("%sstep %lld/%lld  loss %.4f  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %.0f%%  %d:%02d left", terminal ? "\r\033[K" : "",
-			(long long)m->step, (long long)t->steps, m->loss, m->lr, m->grad_norm, m->batch, m->tokens_per_second,
-			100.0 * m->tokens / t->tokens, (int)(left / 60), (int)left % 60);
+	const double left = fmin((t->tokens - m->tokens) * seconds_per_token, 1e9);
+	const int64_t seconds = (int64_t)left;
+	printf("%sstep %lld/%lld  loss %.4f  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %.0f%%  %lld:%02lld:%02lld left",
+			terminal ? "\r\033[K" : "", (long long)m->step, (long long)t->steps, m->loss, m->lr, m->grad_norm, m->batch,
+			m->tokens_per_second, 100.0 * m->tokens / t->tokens, (long long)(seconds / 3600), (long long)(seconds / 60 % 60),
+			(long long)(seconds % 60));
 	if (m->has_valid_loss)
 		printf("  valid %.4f", m->valid_loss);
 	if (!terminal || m->has_valid_loss)
@@ -1067,22 +1113,28 @@ static int lock_directory(const char *dir)
 	return fd;
 }
 
+/* Saves, with the metrics so far on disk before the checkpoint that counts on them. */
+static int save_progress(struct trainer *t, FILE *metrics_file)
+{
+	return metrics_sync(metrics_file) < 0 ? -1 : trainer_save(t);
+}
+
 /* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */
-static int training_loop(struct trainer *t, FILE *metrics_file)
+static int training_loop(struct trainer *t, FILE *metrics_file, bool terminal)
 {
 	const struct config *c = &t->config;
-	const bool terminal = isatty(STDOUT_FILENO);
 	const int64_t first_token = t->state.tokens;
 	const double start = now();
-	int64_t saved = t->state.step;
 	while (t->state.step < t->steps) {
 		struct metrics m;
 		const int64_t batch = trainer_next_batch(t);
 		if (trainer_step(t, batch, &m) < 0) {
-			metrics_write(metrics_file, &m);
-			return -1;
+			char reason[sizeof error_text];
+			memcpy(reason, error_text, sizeof reason);
+			metrics_write(metrics_file, &m); /* shows the step that failed; its own failure matters less */
+			return fail("%s", reason);
 		}
-		const bool last = m.step == t->steps, stop = stop_requested || m.step == c->train.stop_at_step;
+		const bool last = m.step == t->steps;
 		if (t->valid.count && (last || (c->eval.every && m.step % c->eval.every == 0))) {
 			struct evaluation e;
 			if (evaluate(&t->model, &t->valid, c->eval.max_windows, &e) < 0)
@@ -1092,36 +1144,38 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 		}
 		if (metrics_write(metrics_file, &m) < 0)
 			return -1;
+		if (m.has_valid_loss && !isfinite(m.valid_loss))
+			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
+					(long long)m.step, plain_nan(m.valid_loss));
+		const bool stop = stop_requested || m.step == c->train.stop_at_step; /* asked after the evaluation, which may be long */
 		if (last || stop || m.step % c->log.every == 0 || m.has_valid_loss)
 			print_progress(t, &m, (now() - start) / (m.tokens - first_token), terminal);
-		if (last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) {
-			if (trainer_save(t) < 0)
-				return -1;
-			saved = m.step;
-		}
+		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) && save_progress(t, metrics_file) < 0)
+			return -1;
 		if (stop && !last) {
-			printf("%sstopped at step %lld of %lld, saved; the same command continues\n", terminal ? "\n" : "", (long long)saved,
+			printf("%sstopped after step %lld of %lld and saved; the same command continues\n", terminal ? "\n" : "", (long long)m.step,
 					(long long)t->steps);
 			return 0;
 		}
 	}
-	if (terminal)
-		printf("\n");
-	printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
-			c->train.output_dir, (long long)saved);
+	printf("%sdone: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", terminal ? "\n" : "", (long long)t->state.step,
+			(long long)t->state.tokens, c->train.output_dir, (long long)t->state.step);
 	return 0;
 }
 
 int trainer_run(struct trainer *t)
 {
-	/* A second signal ends the program at once. */
-	struct sigaction action = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
-	sigaction(SIGTERM, &action, NULL);
-	sigaction(SIGINT, &action, NULL);
+	if (t->state.step >= t->steps) {
+		printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step, (long long)t->steps);
+		return 0;
+	}
 	FILE *f = metrics_open(t->config.train.output_dir, t->state.step);
 	if (!f)
 		return -1;
-	int rc = training_loop(t, f);
+	const bool terminal = isatty(STDOUT_FILENO);
+	int rc = training_loop(t, f, terminal);
+	if (rc < 0 && terminal)
+		printf("\n"); /* the error goes on a line of its own */
 	if (fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 	return rc;
@@ -1378,6 +1432,7 @@ static int command_train(const struct arguments *a)
 	struct config c;
 	if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false) < 0)
 		return EXIT_WRONG_USE;
+	catch_signals();
 	int lock = lock_directory(c.train.output_dir);
 	if (lock < 0)
 		return EXIT_WORK_FAILED;
@@ -1400,7 +1455,13 @@ static int command_eval(const struct arguments *a)
 	struct tokens data;
 	struct model m;
 	struct evaluation e;
-	if (config_from_huggingface(&c, a->words[0]) < 0 || open_data(&data, a->data, c.vocab_size, a->seq_len) < 0)
+	if (config_from_huggingface(&c, a->words[0]) < 0)
+		return EXIT_WORK_FAILED;
+	if (a->seq_len > c.max_position_embeddings) {
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
+		return EXIT_WORK_FAILED;
+	}
+	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = model_init(&m, &c, 1, a->seq_len, false);
 	if (rc == 0) {
@@ -1487,29 +1548,30 @@ static int command_plot(const struct arguments *a)
 static const struct command {
 	const char *name;
 	int (*run)(const struct arguments *);
+	bool computes;
 	int min_words, max_words;    /* max_words 0: any number */
 	const char *usage, *help;
 	struct argp_option options[6];
 	struct arguments defaults;
 } commands[] = {
-	{"train", command_train, 1, 0, "CONFIG.yaml [key.path=value ...]",
+	{"train", command_train, true, 1, 0, "CONFIG.yaml [key.path=value ...]",
 		"Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
 		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}, {0}},
-	{"eval", command_eval, 1, 1, "MODEL_DIR --data PREFIX --seq-len L",
+	{"eval", command_eval, true, 1, 1, "MODEL_DIR --data PREFIX --seq-len L",
 		"Cross-entropy and perplexity of a token file, over all its full windows. MODEL_DIR is a checkpoint or a Hugging Face directory.",
 		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx (required)", 0},
 		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
 		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}, {0}},
-	{"tokenize", command_tokenize, 1, 0, "--out PREFIX FILE...",
+	{"tokenize", command_tokenize, false, 1, 0, "--out PREFIX FILE...",
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}, {.tokenizer = "byte"}},
-	{"info", command_info, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
+	{"info", command_info, false, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token.", {JSON_OPTION}, {0}},
-	{"bench", command_bench, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
+	{"bench", command_bench, true, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}, {0}},
-	{"plot", command_plot, 1, 1, "RUN_DIR",
+	{"plot", command_plot, false, 1, 1, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}, {0}},
 };
@@ -1524,21 +1586,41 @@ static void print_usage(FILE *out)
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 
-/* An old OpenBLAS does not know a new processor and takes a kernel several times too slow. It reads OPENBLAS_CORETYPE only while it
- * is loaded, so set that and start again, once. A value that the user has set is respected. */
-static void use_best_blas_core(char **argv)
+/* Two libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
+ * that the user has set is respected.
+ * An old OpenBLAS does not know a new processor and takes a kernel several times too slow.
+ * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute. */
+static void use_best_environment(char **argv)
 {
-	const char *better = blas_better_core();
-	if (!better || getenv("OPENBLAS_CORETYPE"))
+	const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
+	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT");
+	if (!core && !spins)
 		return;
-	fprintf(stderr, "ling: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-			blas_core(), better, better);
-	setenv("OPENBLAS_CORETYPE", better, 1);
+	if (spins)
+		setenv("GOMP_SPINCOUNT", "4000", 1);
+	if (core) {
+		fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
+				blas_core(), core, core);
+		setenv("OPENBLAS_CORETYPE", core, 1);
+	}
 	execv("/proc/self/exe", argv);
+	fprintf(stderr, "note: could not start again (%s): slower than it could be\n", strerror(errno));
+}
+
+/* Opens standard input, output and error where they are closed: files opened later must not take their place. */
+static void open_standard_files(void)
+{
+	int fd;
+	do
+		fd = open("/dev/null", O_RDWR);
+	while (fd >= 0 && fd <= STDERR_FILENO);
+	if (fd >= 0)
+		close(fd);
 }
 
 int main(int argc, char **argv)
 {
+	open_standard_files();
 	const struct command *command = NULL;
 	for (int i = 0; argc > 1 && i < NUM_COMMANDS; i++)
 		if (!strcmp(argv[1], commands[i].name))
@@ -1554,7 +1636,8 @@ int main(int argc, char **argv)
 		print_usage(help ? stdout : stderr);
 		return help ? EXIT_DONE : EXIT_WRONG_USE;
 	}
-	use_best_blas_core(argv);
+	if (command->computes)
+		use_best_environment(argv);
 	kernels_init();
 
 	char name[64];
@@ -1573,6 +1656,11 @@ int main(int argc, char **argv)
 		return EXIT_WRONG_USE;
 	}
 	int status = command->run(&a);
+	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
+	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
+		fail("cannot write to standard output: %s", strerror(errno));
+		status = EXIT_WORK_FAILED;
+	}
 	if (status != EXIT_DONE)
 		fprintf(stderr, "ling: %s\n", error_text);
 	return status;

@@ -251,7 +251,7 @@ void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, in
 void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
 
 /* -- causal attention: qkv [B*L, (nh + 2 nkv) d] = query heads, key heads, value heads; out [B*L, nh d]; lse [B*L, nh] -- */
-int64_t attention_scratch(int64_t L); /* elements of `scratch` */
+int64_t attention_scratch(void); /* elements of `scratch` */
 void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
 		int nh, int nkv, int64_t d, real *scratch);
@@ -460,15 +460,13 @@ struct step {
 	const double *router_mean, *router_std; /* [num_hidden_layers] */
 };
 
-/* Sums over the micro-batches of a step, so far. */
+/* Sums over the micro-batches of a step, so far: one block of doubles, for one sum over the ranks. values[0] is the cross-entropy in nats
+ * over valid targets; layer_sums() finds a layer's part. */
+struct step_sums { double *values; int64_t size, stride; };
 struct layer_sums {
 	double balance, z;           /* their weighted sums are the step's means */
 	double s, s_squared;         /* of the router's logits */
-	double *count;               /* [E] assignments */
-};
-struct step_sums {
-	double cross_entropy;        /* nats, over valid targets */
-	struct layer_sums *layer;    /* [num_hidden_layers] */
+	double count[];              /* [E] assignments */
 };
 
 /* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
@@ -490,9 +488,8 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 /* The backward pass from what model_loss left; call after it with the same step. */
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
 void model_lap(struct model *m, enum part part);
-int step_sums_init(struct step_sums *s, const struct model_config *c);
-void step_sums_clear(struct step_sums *s, const struct model_config *c);
-void step_sums_free(struct step_sums *s);
+int step_sums_init(struct step_sums *s, const struct model_config *c); /* to be freed with free(s->values) */
+struct layer_sums *layer_sums(const struct step_sums *s, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
 int shared_width(const struct model_config *c, int layer);
 bool has_experts(const struct model_config *c, int layer);
@@ -506,8 +503,8 @@ int64_t head_chunk(int64_t V);
 double learning_rate(const struct config *c, int64_t step, int64_t steps, double progress);
 /* Sequences of the update that starts after `tokens` tokens. */
 int64_t batch_size(const struct config *c, int64_t tokens);
-/* Length of the whole run. */
-void run_length(const struct config *c, int64_t *steps, int64_t *tokens);
+/* Length of the whole run, from where it stands: after `step` updates and `token` tokens. */
+void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens);
 
 struct trainer {
 	struct config config;

@@ -13,7 +13,7 @@ make -s ling
 if [ ! -f "$data/text.ready" ]; then
 	rm -rf "$data/packages" && mkdir -p "$data/packages"
 	fetch='apt-get download -q debian-reference-en debian-reference-zh-cn'
-	(cd "$data/packages" && { $fetch || { apt-get update -q && $fetch; } || sudo apt-get update -q && $fetch; }) >"$data/fetch.log" 2>&1 || true
+	(cd "$data/packages" && { $fetch || { { apt-get update -q || sudo apt-get update -q; } && $fetch; }; }) >"$data/fetch.log" 2>&1 || true
 	for package in "$data"/packages/*.deb; do
 		[ -f "$package" ] && dpkg-deb -x "$package" "$data/packages"
 	done

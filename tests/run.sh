@@ -2,6 +2,7 @@
 # Runs test programs: cmocka programs, and scripts that print cmocka's "[       OK ] name" and "[  FAILED  ] name" lines. Shows what
 # failed, and ends with the line "N passed, N failed"; exit status 1 when something failed or a program did not finish.
 set -u
+export OMP_WAIT_POLICY=passive # the machine may be shared
 passed=0
 failed=0
 log=build/test.log

@@ -155,7 +155,7 @@ test_signals() {
 		wait $pid
 		local status=$?
 		[ $status = 0 ] || problem "SIG$signal: exit status $status: $(cat err.txt)"
-		grep -q "stopped at step" out.txt || problem "SIG$signal: $(tail -n 2 out.txt)"
+		grep -q "stopped after step" out.txt || problem "SIG$signal: $(tail -n 2 out.txt)"
 		expect 0 "" "$ling" train tiny.yaml train.output_dir=signalled
 		same_run run signalled 20
 	done
@@ -164,14 +164,16 @@ test_signals() {
 # kill -9: what was saved is whole, and every step stands in the metrics once.
 test_kill() {
 	rm -rf killed
-	"$ling" train tiny.yaml train.output_dir=killed >out.txt 2>err.txt &
+	"$ling" train tiny.yaml train.output_dir=killed eval.every=1 >out.txt 2>err.txt &
 	local pid=$!
-	wait_for_lines killed/metrics.jsonl 8
+	wait_for_lines killed/metrics.jsonl 6
 	kill -9 $pid
 	wait $pid 2>/dev/null
+	[ $? = 137 ] || problem "the run was over before it was killed"
 	printf '{"step": 9, "lo' >>killed/metrics.jsonl # a torn line
-	expect 0 "" "$ling" train tiny.yaml train.output_dir=killed
-	same_run run killed 20
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=killed eval.every=1
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=unharmed eval.every=1
+	same_run unharmed killed 20
 }
 
 test_changed_config() {
@@ -180,6 +182,38 @@ test_changed_config() {
 	expect 1 "train.seed" "$ling" train tiny.yaml train.output_dir=changed train.seed=4
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=changed train.batch=4 train.batch_warmup=off
 	grep -q "train.batch" out.txt || problem "a changed batch was not mentioned"
+	# A run of so many tokens ends with them, whatever the batch becomes.
+	local run="tiny.yaml train.output_dir=tokens train.batch_warmup=off train.steps=off train.tokens=1600 schedule.decay=off"
+	expect 0 "" "$ling" train $run train.batch=2 train.stop_at_step=25
+	expect 0 "" "$ling" train $run train.batch=5
+	[ "$(metric tokens tokens/metrics.jsonl | tail -n 1)" = 1600 ] || problem "tokens at the end: $(tail -n 1 tokens/metrics.jsonl)"
+}
+
+# The data of a run are known by their content, not by their place.
+test_changed_data() {
+	cp text.bin moved.bin && cp text.idx moved.idx && cp text.json moved.json
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=data data.train=moved train.stop_at_step=4
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=data data.train=text
+	same_run run data 20
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=data2 data.train=moved train.stop_at_step=4
+	head -c 640 "$root/ling.c" >other.txt
+	"$ling" tokenize --out moved other.txt >/dev/null 2>&1
+	expect 1 "other tokens" "$ling" train tiny.yaml train.output_dir=data2 data.train=moved
+	sed 's/"byte"/"bits"/' text.json >moved.json && cp text.bin moved.bin && cp text.idx moved.idx
+	expect 1 "tokenizer" "$ling" train tiny.yaml train.output_dir=data3 data.train=moved
+}
+
+test_streams() {
+	"$ling" train tiny.yaml train.output_dir=closed <&- >&- 2>&-
+	[ $? = 0 ] || problem "closed standard files: exit status $?"
+	[ "$(lines closed/metrics.jsonl)" = 20 ] && ! grep -v '^{' closed/metrics.jsonl >/dev/null || problem "$(head -n 3 closed/metrics.jsonl)"
+	"$ling" train tiny.yaml train.output_dir=piped | head -n 1 >/dev/null
+	[ "$(lines piped/metrics.jsonl)" = 20 ] || problem "a closed pipe ended the run after $(lines piped/metrics.jsonl) steps"
+	if [ -c /dev/full ]; then
+		"$ling" info tiny.yaml >/dev/full 2>err.txt
+		[ $? = 1 ] || problem "a full standard output was not noticed"
+		grep -q "standard output" err.txt || problem "$(cat err.txt)"
+	fi
 }
 
 test_damaged_checkpoint() {
@@ -195,13 +229,23 @@ test_damaged_checkpoint() {
 	done
 }
 
+# A run that diverges: shown, not hidden; it ends with an error, and what was saved is finite and stays.
 test_not_finite() {
-	expect 1 "not finite" "$ling" train tiny.yaml train.output_dir=wild schedule.peak_lr=50 optimizer.weight_decay=100 train.steps=1000 \
-		schedule.decay=off schedule.warmup_steps=off schedule.drops=off train.grad_clip=off checkpoint.every=1
+	local calm="tiny.yaml train.output_dir=wild schedule.decay=off schedule.warmup_steps=off schedule.drops=off train.grad_clip=off train.steps=1000"
+	local wild="$calm schedule.peak_lr=50 optimizer.weight_decay=100"
+	expect 0 "" "$ling" train $calm checkpoint.every=off train.stop_at_step=1
+	expect 1 "not finite" "$ling" train $wild checkpoint.every=off
 	tail -n 1 wild/metrics.jsonl | grep -q '"nonfinite"' || problem "last line: $(tail -n 1 wild/metrics.jsonl)"
 	tail -n 1 wild/metrics.jsonl | grep -q ': *null' || problem "no null in: $(tail -n 1 wild/metrics.jsonl)"
-	[ -n "$(ls -d wild/step-*)" ] || problem "the last checkpoint was not kept"
 	expect 0 "" "$ling" plot wild
+	[ "$(ls -d wild/step-*)" = wild/step-0000001 ] || problem "checkpoints: $(ls -d wild/step-*)"
+	expect 1 "not finite" "$ling" train $wild checkpoint.every=1
+	local last
+	last=$(ls -d wild/step-* | tail -n 1)
+	for file in model optimizer; do
+		perl -e 'binmode STDIN; local $/; $_ = <STDIN>; my $n = unpack("Q<", $_); for (unpack("V*", substr($_, 8 + $n))) {
+			exit 1 if ($_ & 0x7f800000) == 0x7f800000 }' <"$last/$file.safetensors" || problem "$last/$file holds an infinity or NaN"
+	done
 }
 
 test_two_at_once() {
@@ -225,6 +269,7 @@ test_eval() {
 	expect 2 "" "$ling" eval run/step-0000020 --data valid --seq-len 1e1
 	expect 1 "config.json" "$ling" eval . --data valid --seq-len 16
 	expect 1 "nothere" "$ling" eval run/step-0000020 --data nothere --seq-len 16
+	expect 1 "max_position_embeddings" "$ling" eval run/step-0000020 --data valid --seq-len 16385
 	expect 2 "unexpected" "$ling" eval run/step-0000020 more --data valid --seq-len 16
 }
 
@@ -260,11 +305,14 @@ test_init_from() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=from train.init_from=run/step-0000020 train.stop_at_step=1
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=from2 train.init_from="$fixture" train.steps=2 data.tokenizer=none \
 		data.train=few data.valid=off "model={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
-vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6}"
+vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6, rope_theta: 10000}"
 	expect 1 "mlp.gate.weight" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.num_experts=8
 	expect 1 "shape" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.moe_intermediate_size=9
 	expect 1 "not a part of the model" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.num_hidden_layers=1
 	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
+	for change in rope_theta=77 norm_head=off rms_norm_eps=0.1 num_experts_per_tok=1 norm_topk_prob=off head_dim=12; do
+		expect 1 "model.${change%=*}" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.$change
+	done
 }
 
 test_usage() {
@@ -308,8 +356,15 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config damaged_checkpoint not_finite \
-	two_at_once eval eval_batching data_edges init_from usage info plot; do
+for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data damaged_checkpoint \
+	not_finite two_at_once eval eval_batching data_edges init_from usage streams info plot; do
+	check $name
+done
+
+# What a user runs is the optimised program.
+ling=$root/ling
+mkdir optimised && cp tiny.yaml text.* valid.* optimised && cd optimised || exit 1
+for name in train bit_equal stop_and_continue signals kill; do
 	check $name
 done
 exit $failures

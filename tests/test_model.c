@@ -6,6 +6,7 @@
 #include "../ling.h"
 #include "test.h"
 
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -249,8 +250,34 @@ static void test_no_targets(void **state)
 		t.target[i] = -1;
 	assert_done(trainer_step(&t, 2, &m));
 	assert_true(m.loss == 0);
-	for (int i = 0; i < 5 * 4; i++)
-		assert_true(t.model.grads.lm_head[i] == 0);
+	const real *router = t.model.grads.layer[0].router;
+	double norm = sqrt(sum_of_squares(router, 6 * 4));
+	assert_true(norm > 0 && fabs(norm / m.grad_norm - 1) < 1e-6);
+	trainer_free(&t);
+}
+
+/* A micro-batch without any sequence, as a rank may have it: every gradient is written, as zero, or left as it is. */
+static void test_empty_micro_batch(void **state)
+{
+	(void)state;
+	struct config c;
+	struct trainer t;
+	struct weights *expected;
+	load_case(&c, &t, &expected, "biases"); /* gradients are NaN */
+	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean, .router_std = t.state.router_std};
+	for (int i = 0; i < 2; i++) {
+		model_forward(&t.model, t.input, 0, &step, &t.sums);
+		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
+		model_backward(&t.model, t.input, 0, &step);
+		for (int64_t j = 0; j < t.model.num_params; j++)
+			assert_true(t.model.grads.memory[j] == i);
+		for (int64_t j = 0; j < t.model.num_params; j++)
+			t.model.grads.memory[j] = 1;
+		step.accumulate = true;
+	}
+	for (int64_t j = 0; j < t.sums.size; j++)
+		assert_true(t.sums.values[j] == 0);
+	weights_close(expected);
 	trainer_free(&t);
 }
 
@@ -510,7 +537,7 @@ static void test_batch_warmup(void **state)
 	struct config c = schedule(0, 0, DECAY_LINEAR, 0);
 	int64_t steps, tokens;
 	assert_int_equal(batch_size(&c, 0), 8); /* none */
-	run_length(&c, &steps, &tokens);
+	run_length(&c, 0, 0, &steps, &tokens);
 	assert_true(steps == 100 && tokens == 8000);
 	c.train.batch_warmup.start = 2, c.train.batch_warmup.increment = 3, c.train.batch_warmup.tokens = 100; /* 2, 5, then 8 */
 	assert_int_equal(batch_size(&c, 0), 2);
@@ -518,14 +545,32 @@ static void test_batch_warmup(void **state)
 	assert_int_equal(batch_size(&c, 50), 5);
 	assert_int_equal(batch_size(&c, 99), 5);
 	assert_int_equal(batch_size(&c, 100), 8);
-	run_length(&c, &steps, &tokens); /* 0, 20, 40 at 2; 60 at 5; 110 at 8 */
+	run_length(&c, 0, 0, &steps, &tokens); /* 0, 20, 40 at 2; 60 at 5; 110 at 8 */
 	assert_true(steps == 100 && tokens == 110 + 96 * 80);
 	c.train.steps = 0, c.train.tokens = 500; /* 110, 190, ..., 510 */
-	run_length(&c, &steps, &tokens);
+	run_length(&c, 0, 0, &steps, &tokens);
 	assert_true(steps == 9 && tokens == 510);
 	c.train.tokens = 30;
-	run_length(&c, &steps, &tokens);
+	run_length(&c, 0, 0, &steps, &tokens);
 	assert_true(steps == 2 && tokens == 40);
+	/* A run continued with another batch still ends with its tokens: 300 are done in 9 updates. */
+	c.train.batch_warmup.tokens = 0, c.train.tokens = 500;
+	run_length(&c, 9, 300, &steps, &tokens);
+	assert_true(steps == 9 + 3 && tokens == 300 + 3 * 80);
+	c.train.tokens = 200;
+	run_length(&c, 9, 300, &steps, &tokens);
+	assert_true(steps == 9 && tokens == 300);
+	/* The count by levels equals the count by updates, and needs no time for long runs. */
+	c.train.batch_warmup.increment = 1, c.train.batch_warmup.tokens = 1234, c.train.tokens = 0, c.train.steps = 57;
+	int64_t expected = 0;
+	for (int i = 0; i < 57; i++)
+		expected += batch_size(&c, expected) * 10;
+	run_length(&c, 0, 0, &steps, &tokens);
+	assert_true(steps == 57 && tokens == expected);
+	c.train.batch_warmup.tokens = c.train.tokens = 1000000000000000, c.train.steps = 0;
+	run_length(&c, 0, 0, &steps, &tokens);
+	assert_true(tokens >= c.train.tokens && tokens < c.train.tokens + 80);
+	c.train.batch_warmup.tokens = 100, c.train.tokens = 500;
 	c.train.batch_warmup.increment = 4; /* 2, 6, then at most 8 */
 	assert_int_equal(batch_size(&c, 99), 6);
 	assert_int_equal(batch_size(&c, 100), 8);
@@ -560,6 +605,16 @@ static void test_initial_weights(void **state)
 	struct model m;
 	assert_done(model_init(&m, &c, 1, 8, false));
 	model_randomize(&m, 1);
+	real *first = malloc(m.num_params * sizeof *first);
+	memcpy(first, m.params.memory, m.num_params * sizeof *first);
+	const int threads = omp_get_max_threads();
+	omp_set_num_threads(threads + 2);
+	model_randomize(&m, 1);
+	omp_set_num_threads(threads);
+	assert_memory_equal(first, m.params.memory, m.num_params * sizeof *first);
+	model_randomize(&m, 2);
+	assert_memory_not_equal(first, m.params.memory, m.num_params * sizeof *first);
+	free(first);
 	for (int i = 0; i < m.num_tensors; i++) {
 		const struct tensor *t = &m.tensors[i];
 		const int64_t n = t->rows * (t->cols ? t->cols : 1);
@@ -603,7 +658,7 @@ int main(void)
 	tests[n++] = (struct CMUnitTest){"huggingface_shards", test_huggingface, NULL, NULL, "huggingface_shards"};
 	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
 	const struct CMUnitTest others[] = {
-		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets),
+		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
 		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
 		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),

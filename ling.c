@@ -819,10 +819,9 @@ static int open_data(struct tokens *t, const char *prefix, int vocab_size, int64
 /* Continues from a checkpoint: state, weights, optimizer; the config must describe the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	struct config saved;
 	char path[PATH_LEN + 32];
 	t->state.num_layers = t->config.model.num_hidden_layers;
-	if (checkpoint_read_state(dir, &saved, &t->state) < 0 || config_check_resume(&saved, &t->config, stdout) < 0)
+	if (checkpoint_read_state(dir, &t->config, &t->state, stdout) < 0)
 		return -1;
 	snprintf(path, sizeof path, "%s/optimizer.safetensors", dir);
 	struct array *arrays = name_arrays(&t->model, 2, (real *[]){t->model.exp_avg, t->model.exp_avg_sq},

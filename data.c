@@ -38,6 +38,9 @@ void set_error(const char *format, ...)
 	va_start(args, format);
 	vsnprintf(error_text, sizeof error_text, format, args);
 	va_end(args);
+	for (char *p = error_text; *p; p++) /* foreign names are in it: they must not steer the terminal */
+		if (iscntrl((unsigned char)*p))
+			*p = '?';
 }
 
 /* malloc that cannot return NULL: what data.c allocates is small, bounded by checked file sizes. n 0 is fine. */
@@ -108,6 +111,17 @@ static json_t *json_read(const char *path)
 	return root;
 }
 
+/* json_dumps that cannot return NULL, for values made or read here; the caller frees it. */
+static char *json_text(const json_t *value, size_t flags)
+{
+	char *text = json_dumps(value, flags);
+	if (!text) {
+		fprintf(stderr, "ling: out of memory while writing JSON\n");
+		exit(1);
+	}
+	return text;
+}
+
 int make_directories(const char *dir)
 {
 	char path[PATH_LEN];
@@ -145,6 +159,9 @@ enum key_flags {
 	ABOVE = 16,   /* min itself is not allowed */
 	BELOW = 32,   /* max itself is not allowed */
 	ITEM = 64,    /* belongs to an item of a list */
+	FREE = 128,   /* of the model, but changes nothing that it computes */
+	DENSE = 256,  /* of the model's dense layers only */
+	ROUTED = 512, /* of the model's layers with experts only */
 };
 
 struct key {
@@ -179,16 +196,16 @@ static const struct key keys[] = {
 	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off", "key-value heads; off: as many as query heads"),
 	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off", "width of a head; off: hidden_size / num_attention_heads"),
 	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are beneath it"),
-	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED, "off", "experts of a layer; needed unless all layers are dense",
+	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts of a layer; needed unless all layers are dense",
 		.alias = "model.n_routed_experts"),
-	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED, "off", "experts that a token is sent to"),
-	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED, "0", "experts that see every token",
+	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts that a token is sent to"),
+	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED | ROUTED, "0", "experts that see every token",
 		.alias = "model.n_shared_experts"),
-	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED, "off", "width of an expert"),
+	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED | ROUTED, "off", "width of an expert"),
 	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED, "0", "this many first layers are dense"),
-	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED, "off", "width of a dense layer"),
-	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED, "16384", "longest sequence of the model"),
-	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED, "true", "expert weights of a token sum to 1"),
+	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE, "off", "width of a dense layer"),
+	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model"),
+	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED | ROUTED, "true", "expert weights of a token sum to 1"),
 	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns", .class_fallback = "false"),
 	KEY(model.tie_word_embeddings, T_BOOL, 0, 1, FIXED, "false", "one matrix is embedding and output head"),
 	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output", .class_fallback = "true"),
@@ -196,7 +213,7 @@ static const struct key keys[] = {
 	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
 		.class_fallback = "10000"),
 	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm"),
-	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED, "0.006", "standard deviation of initial weights",
+	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED | FREE, "0.006", "standard deviation of initial weights",
 		.class_fallback = "0.02"),
 	SECTION("model.router", 0, "how tokens are spread over experts; training only"),
 	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss"),
@@ -206,7 +223,7 @@ static const struct key keys[] = {
 	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
 
 	SECTION("data", 0, "what is read"),
-	KEY(data.train, T_TEXT, 0, 0, REQUIRED | FIXED, NULL, "token file prefix to train on"),
+	KEY(data.train, T_TEXT, 0, 0, REQUIRED, NULL, "token file prefix to train on"),
 	KEY(data.valid, T_TEXT, 0, 0, NONE, "off", "token file prefix to evaluate on"),
 	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids; none: not known, taken as they are",
 		.names = tokenizer_names),
@@ -224,9 +241,9 @@ static const struct key keys[] = {
 	KEY(train.batch, T_INT, 1, 1e7, REQUIRED, NULL, "sequences of an optimizer step"),
 	KEY(train.grad_clip, T_DOUBLE, 0, 1e9, NONE, "1.0", "largest norm of the gradient"),
 	SECTION("train.batch_warmup", NONE, "the batch grows from start, by increments, over a number of tokens"),
-	KEY(train.batch_warmup.start, T_INT, 0, 1e7, NEEDED, NULL, "first batch"),
-	KEY(train.batch_warmup.increment, T_INT, 0, 1e7, NEEDED, NULL, "how much the batch grows at once"),
-	KEY(train.batch_warmup.tokens, T_INT64, 0, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
+	KEY(train.batch_warmup.start, T_INT, 1, 1e7, NEEDED, NULL, "first batch"),
+	KEY(train.batch_warmup.increment, T_INT, 1, 1e7, NEEDED, NULL, "how much the batch grows at once"),
+	KEY(train.batch_warmup.tokens, T_INT64, 1, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
 
 	SECTION("optimizer", 0, "AdamW"),
 	KEY(optimizer.beta1, T_DOUBLE, 0, 1, BELOW, "0.9", "decay of the gradient's mean"),
@@ -245,7 +262,7 @@ static const struct key keys[] = {
 	{.name = "schedule.drops.factor", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].factor),
 	 .size = sizeof(double), .min = 0, .max = 1000, .flags = NEEDED | ITEM | ABOVE, .help = "the rate times it"},
 	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
-	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NONE, "off", "last steps of the run, over which it decays"),
+	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
 	KEY(schedule.decay.shape, T_ENUM, 0, 0, 0, "1-sqrt", "form of the curve", .names = shape_names),
 	KEY(schedule.decay.final_lr, T_DOUBLE, 0, 100, 0, "0", "learning rate at the end"),
 
@@ -293,6 +310,17 @@ static const struct key *find_key(const char *path)
 		if (!strcmp(path, k->name) || (k->alias && !strcmp(path, k->alias)))
 			return k;
 	return NULL;
+}
+
+/* The section or list that a key lies in. */
+static const struct key *section_of(const struct key *k)
+{
+	char path[64];
+	snprintf(path, sizeof path, "%.*s", (int)(leaf_of(k->name) - k->name), k->name);
+	if (!*path)
+		return &root_key;
+	path[strlen(path) - 1] = 0;
+	return find_key(path);
 }
 
 /* Levenshtein distance; words of more than 63 bytes are far from everything. */
@@ -977,6 +1005,13 @@ static int check_model(const struct loader *l)
 		return fail_key(l, "model.num_experts_per_tok", "found %d; expected at most num_experts, which is %d",
 				m->num_experts_per_tok, m->num_experts);
 
+	const int widest = INT_MAX / 8; /* two such rows side by side, and BLAS counts in int */
+	double shared = (double)m->num_shared_experts * m->moe_intermediate_size;
+	if (shared > widest)
+		return fail_key(l, "model.num_shared_experts", "found %d with moe_intermediate_size %d, %.0f wide together; expected "
+				"num_shared_experts * moe_intermediate_size to be at most %d", m->num_shared_experts, m->moe_intermediate_size,
+				shared, widest);
+
 	double attention = 2.0 * m->hidden_size * m->head_dim * (m->num_attention_heads + m->num_key_value_heads);
 	double dense = 3.0 * m->hidden_size * m->intermediate_size;
 	double experts = 3.0 * m->hidden_size * m->moe_intermediate_size * (m->num_experts + m->num_shared_experts);
@@ -1003,6 +1038,10 @@ static int check_run(const struct loader *l, bool model_only)
 				"the other to off", c->train.tokens, c->train.steps);
 	if (!c->train.steps && !c->train.tokens && !model_only)
 		return fail_key(l, "train.steps", "missing or 0; expected the length of the run in train.steps or train.tokens");
+	const int room = PATH_LEN - (int)sizeof "/.tmp-step-0000000000000000000/optimizer.safetensors";
+	if (strlen(c->train.output_dir) > (size_t)room)
+		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of checkpoints "
+				"inside it must fit too", strlen(c->train.output_dir), room);
 	double tokens = (double)c->train.steps * c->train.batch * c->data.seq_len;
 	if (tokens > MAX_TOKENS)
 		return fail_key(l, "train.steps", "steps * batch * seq_len make %.3g tokens; expected at most %g", tokens,
@@ -1013,18 +1052,6 @@ static int check_run(const struct loader *l, bool model_only)
 		return fail_key(l, "train.micro_batch", "micro_batch * seq_len * num_experts_per_tok make %.0f rows in a forward "
 				"pass; expected at most %d", rows, INT_MAX);
 
-	const struct { const char *name; int64_t value; } warmup[] = {
-		{"train.batch_warmup.start", c->train.batch_warmup.start},
-		{"train.batch_warmup.increment", c->train.batch_warmup.increment},
-		{"train.batch_warmup.tokens", c->train.batch_warmup.tokens},
-	};
-	bool is_given = false; /* a line, or the command line; zeros in a checkpoint's JSON mean none */
-	for (int i = 0; i < 3; i++)
-		is_given = is_given || warmup[i].value || l->places[find_key(warmup[i].name) - keys].line;
-	for (int i = 0; i < 3 && is_given; i++)
-		if (!warmup[i].value)
-			return fail_key(l, warmup[i].name, "missing or 0; expected start, increment and tokens all above 0, or "
-					"train.batch_warmup: off");
 	if (c->train.batch_warmup.start > c->train.batch && c->train.batch)
 		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
 				c->train.batch_warmup.start, c->train.batch);
@@ -1038,7 +1065,7 @@ static int check_run(const struct loader *l, bool model_only)
 	return 0;
 }
 
-/* Fails when a required key is missing. */
+/* Fails when a required key is missing, or one that an optional section needs of which another key is given. */
 static int check_required(const struct loader *l, bool model_only)
 {
 	for (int i = 0; i < NUM_KEYS; i++) {
@@ -1046,6 +1073,10 @@ static int check_required(const struct loader *l, bool model_only)
 		const struct key *k = &keys[i];
 		if (k->flags & REQUIRED && !l->places[i].source && !(model_only && !is_inside("model", k->name)))
 			return fail_key(l, k->name, "the key is missing: %s; expected %s", k->help, describe(type, k));
+		const struct key *section = section_of(k);
+		if (section->type == T_SECTION && section->flags & NONE && l->places[i].source &&
+				check_needed(l, section, l->places[i]) < 0)
+			return -1;
 	}
 	return 0;
 }
@@ -1109,114 +1140,56 @@ static json_t *config_to_json(const struct config *c)
 	return key_to_json(c, &root_key, 0);
 }
 
-/* Whether a JSON value has the type that key k wants; null stands for off. */
-static bool json_fits(const struct key *k, const json_t *value)
-{
-	if (json_is_null(value))
-		return k->flags & NONE && k->type != T_SECTION;
-	switch (k->type) {
-	case T_SECTION: return json_is_object(value);
-	case T_LIST: return json_is_array(value);
-	case T_INT: case T_INT64: return json_is_integer(value);
-	case T_UINT64: return json_is_integer(value) || json_is_string(value);
-	case T_DOUBLE: return json_is_number(value);
-	case T_BOOL: return json_is_boolean(value);
-	case T_TEXT: case T_ENUM: return json_is_string(value);
-	}
-	return false;
-}
-
 /* Reports a JSON value that key `name` cannot take. */
 static int fail_json(const struct loader *l, const char *name, const json_t *value, const char *wrong,
 		const char *expected)
 {
 	char shown[64];
-	char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
-	fail("%s: %s: found %s%s%s%s; expected %s", l->path, name, printable(shown, text ? text : "?"), *wrong ? " (" : "",
-			wrong, *wrong ? ")" : "", expected);
+	char *text = json_text(value, JSON_ENCODE_ANY | JSON_COMPACT);
+	fail("%s: %s: found %s%s%s%s; expected %s", l->path, name, printable(shown, text), *wrong ? " (" : "", wrong,
+			*wrong ? ")" : "", expected);
 	free(text);
 	return -1;
 }
 
-static int load_json_object(struct loader *l, const struct key *section, const json_t *object);
-
-/* Stores the JSON value of key k. */
+/* Stores the JSON value of key k of the model: a whole number, a number, or true and false; null stands for off. */
 static int load_json(struct loader *l, const struct key *k, const json_t *value)
 {
 	char number[64], type[256];
 	const char *text = number, *wrong = "";
-	if (!json_fits(k, value))
-		goto bad;
-	if (k->type == T_SECTION)
-		return load_json_object(l, k, value);
-	if (k->type == T_LIST) {
-		size_t n = json_array_size(value);
-		if (n > MAX_LR_DROPS)
-			return fail("%s: %s: found %zu items; expected at most %d", l->path, k->name, n, MAX_LR_DROPS);
-		for (size_t i = 0; i < n; i++) {
-			const json_t *item = json_array_get(value, i);
-			if (!json_is_object(item))
-				return fail_json(l, k->name, item, "as an item", describe(type, k));
-			begin_item(l, k, i);
-			if (load_json_object(l, k, item) < 0)
-				return -1;
-		}
-		l->shift = 0;
-		l->c->schedule.num_drops = n;
-		return 0;
-	}
-	if (json_is_string(value))
-		text = json_string_value(value);
-	else if (json_is_integer(value))
+	bool fits = json_is_null(value) ? k->flags & NONE : k->type == T_BOOL ? json_is_boolean(value)
+		: k->type == T_INT ? json_is_integer(value) : json_is_number(value);
+	if (json_is_integer(value))
 		snprintf(number, sizeof number, "%" JSON_INTEGER_FORMAT, json_integer_value(value));
 	else if (json_is_real(value))
 		snprintf(number, sizeof number, "%.17g", json_real_value(value));
 	else
 		text = json_is_true(value) ? "true" : json_is_false(value) ? "false" : "off";
-	wrong = store_text(l->c, k, l->shift, text, !json_is_string(value) || k->type == T_UINT64);
-	if (!wrong)
+	if (fits && !(wrong = store_text(l->c, k, 0, text, true)))
 		return 0;
-bad:
-	return fail_json(l, l->huggingface ? leaf_of(k->name) : k->name, value, wrong, describe(type, k));
+	return fail_json(l, leaf_of(k->name), value, wrong, describe(type, k));
 }
 
-/* Stores the members of a JSON object into the keys of a section. */
-static int load_json_object(struct loader *l, const struct key *section, const json_t *object)
+/* Stores the members of a Hugging Face config.json that are keys of the model. */
+static int load_huggingface(struct loader *l, const json_t *object)
 {
 	const char *name;
 	json_t *value;
-	struct place at = {l->path, WHOLE_FILE};
 	json_object_foreach((json_t *)object, name, value) {
 		char path[128];
-		snprintf(path, sizeof path, "%s%s%s", section->name, *section->name ? "." : "", name);
+		snprintf(path, sizeof path, "model.%s", name);
 		const struct key *k = strchr(name, '.') ? NULL : find_key(path);
-		if (l->huggingface && (!k || k->type == T_SECTION))
-			continue;
-		if (!k)
-			return fail_unknown(at, path);
-		if (claim(l, k, at) < 0 || load_json(l, k, value) < 0)
+		if (k && k->type != T_SECTION &&
+				(claim(l, k, (struct place){l->path, WHOLE_FILE}) < 0 || load_json(l, k, value) < 0))
 			return -1;
 	}
-	return check_needed(l, section, at);
-}
-
-/* Reads what config_to_json wrote. Strict, as config_load; a key that is missing and not required takes its default.
- * `path` is for messages. */
-static int config_from_json(struct config *c, const json_t *root, const char *path)
-{
-	struct loader l;
-	loader_init(&l, c, path, false);
-	if (load_json(&l, &root_key, root) < 0 || check_required(&l, false) < 0 || check_model(&l) < 0)
-		return -1;
-	return check_run(&l, false);
+	return 0;
 }
 
 /* Writes JSON with line breaks to a file, fsynced. */
 static int json_write(const char *path, const json_t *root)
 {
-	char *text = json_dumps(root, JSON_INDENT(2));
-	if (!text)
-		return fail("%s: cannot make JSON (out of memory, or a number is not finite)", path);
+	char *text = json_text(root, JSON_INDENT(2));
 	FILE *f = fopen(path, "we");
 	int rc = f ? 0 : fail("%s: cannot create: %s", path, strerror(errno));
 	if (f && (fprintf(f, "%s\n", text) < 0 || fflush(f) || fsync(fileno(f))))
@@ -1254,9 +1227,9 @@ static int check_foreign_keys(const struct loader *l, const json_t *root)
 		const json_t *value = json_object_get(root, foreign_keys[i].name);
 		if (!value || json_is_null(value))
 			continue;
-		char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
+		char *text = json_text(value, JSON_ENCODE_ANY | JSON_COMPACT);
 		bool ok = false;
-		for (int j = 0; j < 3 && text && foreign_keys[i].values[j]; j++)
+		for (int j = 0; j < 3 && foreign_keys[i].values[j]; j++)
 			ok = ok || !strcmp(text, foreign_keys[i].values[j]);
 		free(text);
 		if (!ok)
@@ -1279,7 +1252,7 @@ int config_from_huggingface(struct model_config *m, const char *dir)
 	loader_init(&l, &c, path, true);
 	int rc = check_foreign_keys(&l, root);
 	if (!rc)
-		rc = load_json_object(&l, find_key("model"), root);
+		rc = load_huggingface(&l, root);
 	json_decref(root);
 	if (rc < 0 || check_required(&l, true) < 0 || check_model(&l) < 0)
 		return -1;
@@ -1302,30 +1275,85 @@ int config_to_huggingface(const struct model_config *m, const char *path)
 	return rc;
 }
 
-int config_check_resume(const struct config *saved, const struct config *asked, FILE *notes)
+/* The member that a dotted path names in nested objects; NULL when there is none. */
+static const json_t *json_at(const json_t *object, const char *path)
+{
+	char name[64];
+	while (*path) {
+		size_t n = strcspn(path, ".");
+		snprintf(name, sizeof name, "%.*s", (int)n, path);
+		object = json_object_get(object, name);
+		path += n + (path[n] == '.');
+	}
+	return object;
+}
+
+/* A value of a key, for a message; the caller frees it. */
+static char *value_text(const json_t *value)
+{
+	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
+}
+
+/* Compares the config that a checkpoint at `where` had with the one asked for. A FIXED key that differs fails; all else
+ * that differs, and keys that only one of them knows, are lines in notes. */
+static int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
 {
 	int rc = 0;
-	for (const struct key *k = keys; k < keys + NUM_KEYS && !rc; k++) {
-		if (k->type == T_SECTION || k->flags & ITEM)
+	char shown[64], path[128];
+	for (int i = -1; i < NUM_KEYS && !rc; i++) {
+		const struct key *k = i < 0 ? &root_key : &keys[i];
+		const json_t *before = json_at(saved, k->name);
+		if (k->flags & ITEM)
 			continue;
-		json_t *before = key_to_json(saved, k, 0), *now = key_to_json(asked, k, 0);
-		if (!json_equal(before, now)) {
-			const size_t style = JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15);
-			char *old = json_dumps(before, style), *new = json_dumps(now, style);
-			if (k->flags & FIXED)
-				rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set it "
-						"back, or choose a new train.output_dir", asked->train.output_dir, k->name, old, new);
-			else
-				fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
-			free(old);
-			free(new);
+		if (k->type == T_SECTION) {
+			const char *name;
+			json_t *value;
+			json_object_foreach((json_t *)before, name, value) {
+				snprintf(path, sizeof path, "%s%s%s", k->name, *k->name ? "." : "", name);
+				if (!find_key(path))
+					fprintf(notes, "%s: in the checkpoint only, and not known\n", printable(shown, path));
+			}
+			continue;
 		}
-		json_decref(before);
+		json_t *now = key_to_json(asked, k, 0);
+		char *old = before ? value_text(before) : NULL, *new = value_text(now);
+		if (!before)
+			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
+		else if (!json_equal(before, now) && k->flags & FIXED)
+			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set it "
+					"back, or choose a new train.output_dir", where, k->name, old, new);
+		else if (!json_equal(before, now))
+			fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
+		free(old);
+		free(new);
 		json_decref(now);
 	}
 	return rc;
 }
-#include <time.h>
+
+int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir)
+{
+	struct config a = {.model = *theirs}, b = {.model = *asked};
+	int rc = 0;
+	for (const struct key *k = keys; k < keys + NUM_KEYS && !rc; k++) {
+		/* The numbers of layers come before what only some kinds of layers have. */
+		if (!is_inside("model", k->name) || !(k->flags & FIXED) || k->flags & FREE ||
+				(k->flags & DENSE && !asked->first_k_dense_replace) ||
+				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
+			continue;
+		json_t *x = key_to_json(&a, k, 0), *y = key_to_json(&b, k, 0);
+		if (!json_equal(x, y)) {
+			char *is = value_text(x), *wanted = value_text(y);
+			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would make another "
+					"model: set it to %s, or choose another train.init_from", dir, k->name, is, wanted, is);
+			free(is);
+			free(wanted);
+		}
+		json_decref(x);
+		json_decref(y);
+	}
+	return rc;
+}
 
 /* ============================================================================================================
  * Files, what they share: written outputs, checked JSON fields, little-endian loads
@@ -1909,10 +1937,10 @@ int weights_read(const struct weights *w, const struct array *a)
 		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)a->rows, (long long)a->cols);
 	else
 		snprintf(expected, sizeof expected, "[%lld]", (long long)a->rows);
-	char *found = json_dumps(t->shape, 0);
-	bool same = found && !strcmp(found, expected);
+	char *found = json_text(t->shape, 0);
+	bool same = !strcmp(found, expected);
 	if (!same)
-		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found ? found : "?", expected);
+		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found, expected);
 	free(found);
 	const uint8_t *bytes = same ? tensor_bytes(t) : NULL;
 	if (!bytes)
@@ -1982,10 +2010,10 @@ static json_t *header_make(const char *path, const struct array *arrays, int n)
 int safetensors_write(const char *path, const struct array *arrays, int n)
 {
 	json_t *header = header_make(path, arrays, n);
-	char *text = header ? json_dumps(header, JSON_COMPACT) : NULL;
-	json_decref(header);
-	if (!text)
+	if (!header)
 		return -1;
+	char *text = json_text(header, JSON_COMPACT);
+	json_decref(header);
 	struct output o;
 	int rc = output_open(&o, path);
 	if (!rc) {
@@ -2057,8 +2085,8 @@ static int by_step(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* Lists the steps of output_dir's checkpoints, ascending: directories with a trainer.json. The caller frees *steps.
- * Returns their number, or -1. */
+/* Lists the steps in output_dir's names of checkpoints, whole or not, ascending. The caller frees *steps. Returns their
+ * number, or -1. */
 static int checkpoint_list(const char *output_dir, int64_t **steps)
 {
 	*steps = NULL;
@@ -2067,19 +2095,28 @@ static int checkpoint_list(const char *output_dir, int64_t **steps)
 		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
 	int n = 0;
 	size_t room = 0;
-	for (struct dirent *e; (e = readdir(dir));) {
+	errno = 0;
+	for (struct dirent *e; (e = readdir(dir)); errno = 0) {
 		int64_t step = step_of(e->d_name, "step-");
-		char trainer[300];
-		snprintf(trainer, sizeof trainer, "%s/trainer.json", e->d_name);
-		if (step < 0 || faccessat(dirfd(dir), trainer, F_OK, 0) < 0)
+		if (step < 0)
 			continue;
 		*steps = grow(*steps, n, &room, 1, sizeof **steps);
 		(*steps)[n++] = step;
 	}
+	if (errno)
+		n = fail("%s: cannot list: %s", output_dir, strerror(errno));
 	closedir(dir);
-	if (n)
+	if (n > 0)
 		qsort(*steps, n, sizeof **steps, by_step);
 	return n;
+}
+
+/* Whether the checkpoint of a step has a trainer.json that can be read: it is written last. errno tells why not. */
+static bool checkpoint_is_whole(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN], trainer[PATH_LEN];
+	return checkpoint_path(path, output_dir, "step-", step) == 0 && path_join(trainer, path, "trainer.json") == 0 &&
+			access(trainer, R_OK) == 0;
 }
 
 /* Size of DIR/name and the checksum of what no other checksum covers: all of a file, but of safetensors the header. */
@@ -2103,8 +2140,8 @@ static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t 
 static uint32_t trainer_crc(json_t *root)
 {
 	json_object_del(root, "crc32");
-	char *text = json_dumps(root, JSON_COMPACT);
-	uint32_t crc = text ? crc32_z(0, (const uint8_t *)text, strlen(text)) : 0;
+	char *text = json_text(root, JSON_COMPACT);
+	uint32_t crc = crc32_z(0, (const uint8_t *)text, strlen(text));
 	free(text);
 	return crc;
 }
@@ -2127,8 +2164,9 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	char path[PATH_LEN];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
-	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
-			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens);
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:o}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
+			"data_tokens", (json_int_t)s->data_tokens, "data_crc32", crc_to_json(s->data_crc32));
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
@@ -2167,26 +2205,28 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	return trainer_write(dir, c, s) < 0 ? -1 : sync_path(dir);
 }
 
-/* Removes all but the `keep` newest checkpoints, never that of step `saved`. */
-static int checkpoint_prune(const char *output_dir, int keep, int64_t saved)
+/* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
+ * are warnings: the new checkpoint is safe. */
+static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 {
 	char path[PATH_LEN], temporary[PATH_LEN];
 	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps), rc = n < 0 ? -1 : 0;
-	for (int i = 0; !rc && i < n - keep; i++) {
-		if (steps[i] == saved)
+	int n = checkpoint_list(output_dir, &steps);
+	if (n < 0)
+		fprintf(stderr, "ling: warning: old checkpoints stay: %s\n", error_text);
+	for (int i = n - 1; i >= 0; i--) {
+		if (!checkpoint_is_whole(output_dir, steps[i]) || keep-- > 0 || steps[i] == saved)
 			continue;
 		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
 		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
 				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
-			rc = -1;
-		else if (rename(path, temporary) < 0)
-			rc = fail("%s: cannot rename to %s: %s", path, temporary, strerror(errno));
+			continue; /* too long a path to have been made by us */
+		if (rename(path, temporary) < 0)
+			fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
 		else
 			directory_remove(temporary);
 	}
 	free(steps);
-	return rc;
 }
 
 int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
@@ -2214,7 +2254,9 @@ int checkpoint_save(const struct config *c, const struct trainer_state *s, const
 	if (sync_path(output_dir) < 0)
 		return -1;
 	directory_remove(old);
-	return c->checkpoint.keep > 0 ? checkpoint_prune(output_dir, c->checkpoint.keep, s->step) : 0;
+	if (c->checkpoint.keep > 0)
+		checkpoint_prune(output_dir, c->checkpoint.keep, s->step);
+	return 0;
 }
 
 int checkpoint_find(const char *output_dir, char path[PATH_LEN])
@@ -2234,8 +2276,19 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 	}
 	closedir(dir);
 	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps);
-	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[n - 1]) < 0 ? -1 : 1;
+	int n = checkpoint_list(output_dir, &steps), last = n - 1;
+	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
+	if (rc > 0 && !checkpoint_is_whole(output_dir, steps[last])) {
+		/* Continuing from an older one would undo work that perhaps can be saved: that is not ours to decide. */
+		const char *reason = strerror(errno);
+		while (last >= 0 && !checkpoint_is_whole(output_dir, steps[last]))
+			last--;
+		char older[64] = "start from the beginning";
+		if (last >= 0)
+			snprintf(older, sizeof older, "continue from step %lld", (long long)steps[last]);
+		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or remove that "
+				"directory to %s", path, reason, older);
+	}
 	free(steps);
 	return rc;
 }
@@ -2305,7 +2358,7 @@ static int trainer_check(json_t *root, const char *path)
 	return 0;
 }
 
-int checkpoint_read_state(const char *dir, struct config *c, struct trainer_state *s)
+int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes)
 {
 	char path[PATH_LEN];
 	if (path_join(path, dir, "trainer.json") < 0)
@@ -2313,20 +2366,27 @@ int checkpoint_read_state(const char *dir, struct config *c, struct trainer_stat
 	json_t *root = json_read(path);
 	if (!root)
 		return -1;
+	const char *slash = strrchr(dir, '/');
+	const int64_t named = step_of(slash ? slash + 1 : dir, "step-");
 	const json_t *config = json_object_get(root, "config");
-	int rc = 0;
-	if (trainer_check(root, path) < 0 ||
+	int rc = trainer_check(root, path);
+	/* The config first: where it differs, what differs in consequence is not the news. */
+	if (rc == 0)
+		rc = json_is_object(config) ? config_compare(config, asked, path, notes)
+			: fail("%s: `config` is %s; expected an object", path, json_kind(config));
+	if (rc == 0 && (
 			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
 			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
 			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
+			field_int(root, path, "data_tokens", 0, INT64_MAX, &s->data_tokens) < 0 ||
+			field_crc(root, path, "data_crc32", &s->data_crc32) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
-			files_check(dir, path, json_object_get(root, "files")) < 0)
+			files_check(dir, path, json_object_get(root, "files")) < 0))
 		rc = -1;
-	else if (!json_is_object(config))
-		rc = fail("%s: `config` is %s; expected an object", path, json_kind(config));
-	else
-		rc = config_from_json(c, config, path);
+	if (rc == 0 && named >= 0 && named != s->step)
+		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or remove it",
+				path, (long long)s->step, (long long)named);
 	json_decref(root);
 	return rc;
 }
@@ -2423,11 +2483,11 @@ static int index_check(struct tokens *t, const char *path, const uint8_t *idx, s
 	return 0;
 }
 
-/* Compares the manifest with the files; sets t->tokenizer and *vocab_size, the ids' limit that it claims. */
-static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size)
+/* Compares the manifest with the files; sets t->tokenizer and what it claims: the ids' limit and the checksum of .bin. */
+static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size, uint32_t *crc)
 {
 	int64_t count, documents, bytes;
-	uint32_t crc, hash;
+	uint32_t hash;
 	const char *format = field_text(root, path, "format");
 	if (!format || strcmp(format, MANIFEST_FORMAT))
 		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
@@ -2439,7 +2499,7 @@ static int manifest_check(struct tokens *t, const char *path, const json_t *root
 			field_int(root, path, "tokens", 0, INT64_MAX, &count) < 0 ||
 			field_int(root, path, "documents", 0, INT64_MAX, &documents) < 0 ||
 			field_int(root, path, "bytes", 0, INT64_MAX, &bytes) < 0 ||
-			field_crc(root, path, "crc32", &crc) < 0 || field_crc(root, path, "tokenizer_hash", &hash) < 0)
+			field_crc(root, path, "crc32", crc) < 0 || field_crc(root, path, "tokenizer_hash", &hash) < 0)
 		return -1;
 	if (snprintf(t->tokenizer, sizeof t->tokenizer, "%s", tokenizer) >= (int)sizeof t->tokenizer)
 		return fail("%s: `tokenizer` is longer than %zu bytes", path, sizeof t->tokenizer - 1);
@@ -2458,30 +2518,35 @@ static int manifest_check(struct tokens *t, const char *path, const json_t *root
 			return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
 					path, (unsigned)hash, (unsigned)byte_tokenizer_hash());
 	}
-	uint32_t found = crc32_z(0, t->bin, t->bin_bytes);
-	if (found != crc)
-		return fail("%s: `crc32` is %08x; the .bin file's is %08x: it is damaged, or the manifest is of another file", path,
-				(unsigned)crc, (unsigned)found);
 	return 0;
 }
 
-/* The position of the first id outside 0..limit-1, with the id in *id; or t->count. */
-static int64_t tokens_scan(const struct tokens *t, uint64_t limit, int64_t *id)
+/* Goes once through the ids, in blocks that stay in the cache: sets t->crc32, and returns the position of the first id
+ * outside 0..limit-1, with the id in *id; or t->count. */
+static int64_t tokens_scan(struct tokens *t, uint64_t limit, int64_t *id)
 {
-	int64_t i = *id = 0;
-	switch (t->dtype) {
+	const int64_t block = 1 << 14, width = token_types[t->dtype].size;
+	int64_t bad = t->count;
+	*id = 0;
+	for (int64_t i = 0, end; i < t->count; i = end) {
+		end = t->count - i < block ? t->count : i + block;
+		t->crc32 = crc32_z(t->crc32, t->bin + i * width, (end - i) * width);
+		if (bad < t->count)
+			continue;
+		switch (t->dtype) {
 #define SCAN(code, name, type) case code: { \
-		const type *ids = (const type *)t->bin; \
-		while (i < t->count && (uint64_t)(int64_t)ids[i] < limit) /* a negative id is huge here */ \
-			i++; \
-		if (i < t->count) \
-			*id = (int64_t)ids[i]; \
-		break; \
-	}
-	TOKEN_TYPES(SCAN)
+			const type *ids = (const type *)t->bin; \
+			while (i < end && (uint64_t)(int64_t)ids[i] < limit) /* a negative id is huge here */ \
+				i++; \
+			if (i < end) \
+				bad = i, *id = (int64_t)ids[i]; \
+			break; \
+		}
+		TOKEN_TYPES(SCAN)
 #undef SCAN
+		}
 	}
-	return i;
+	return bad;
 }
 
 /* tokens_open, without the clean-up on error. */
@@ -2502,14 +2567,18 @@ static int tokens_load(struct tokens *t, const char *prefix, int vocab_size)
 	if (there < 0)
 		return -1;
 	int64_t claimed = INT64_MAX, id;
+	uint32_t crc = 0;
 	if (there) {
 		json_t *manifest = json_read(manifest_path);
-		rc = manifest ? manifest_check(t, manifest_path, manifest, &claimed) : -1;
+		rc = manifest ? manifest_check(t, manifest_path, manifest, &claimed, &crc) : -1;
 		json_decref(manifest);
 		if (rc < 0)
 			return -1;
 	}
 	int64_t limit = claimed < vocab_size ? claimed : vocab_size, bad = tokens_scan(t, limit, &id);
+	if (there && crc != t->crc32)
+		return fail("%s: `crc32` is %08x; the .bin file's is %08x: it is damaged, or the manifest is of another file",
+				manifest_path, (unsigned)crc, (unsigned)t->crc32);
 	if (bad < t->count)
 		return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", bin_path,
 				(long long)bad, (long long)id, (long long)limit, claimed < vocab_size ? "its manifest" : "the model",
@@ -2866,7 +2935,7 @@ int metrics_write(FILE *f, const struct metrics *m)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
 	if (json_array_size(nonfinite))
 		json_object_set(root, "nonfinite", nonfinite);
-	char *text = json_dumps(root, JSON_REAL_PRECISION(17));
+	char *text = json_text(root, JSON_REAL_PRECISION(17));
 	fprintf(f, "%s\n", text);
 	free(text);
 	json_decref(nonfinite);

@@ -111,9 +111,9 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 int config_from_huggingface(struct model_config *m, const char *dir);
 /* Writes the model as a Hugging Face config.json (BailingMoeForCausalLM). */
 int config_to_huggingface(const struct model_config *m, const char *path);
-/* Compares the config of a checkpoint with the one asked for. A difference that would make the continued run another run
- * (model shape, seed, data order) fails, naming the key and both values; any other is written as a line to `notes`. */
-int config_check_resume(const struct config *saved, const struct config *asked, FILE *notes);
+/* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
+ * in anything that changes what the model computes fails, naming the key and both values. */
+int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
@@ -152,16 +152,21 @@ struct trainer_state {         /* what a run must remember besides weights and o
 	int64_t step, samples, tokens; /* updates done, sequences and tokens consumed */
 	int num_layers;              /* entries of the two arrays below */
 	double *router_mean, *router_std; /* per layer, stochastic routing warmup; owned by the caller */
+	int64_t data_tokens;         /* of data.train, and the checksum of its ids: the trainer compares them */
+	uint32_t data_crc32;
 };
 
 /* Writes OUTPUT_DIR/step-NNNNNNN/ whole or not at all (temporary name, fsync, rename), then removes all but the `keep` newest
  * (0 = keep all). model holds Hugging Face names, optimizer exp_avg.NAME and exp_avg_sq.NAME. */
 int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
 		const struct array *optimizer, int num_optimizer);
-/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error. Removes temporaries. */
+/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is not
+ * whole is an error. Removes temporaries. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
-/* Reads trainer.json: the config that the run had, and its state; num_layers must be set and must match. */
-int checkpoint_read_state(const char *dir, struct config *c, struct trainer_state *s);
+/* Reads trainer.json's state; num_layers must be set and must match. First compares the config that the run had with the one
+ * asked for: a difference that would make the continued run another run (model shape, seed, data order) fails, naming the key
+ * and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
+int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
 /* -- token files -- */
 
@@ -172,6 +177,7 @@ struct tokens {                /* a Megatron indexed dataset PREFIX.bin + PREFIX
 	int dtype;                   /* Megatron's code: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16 */
 	char tokenizer[32];          /* from the manifest PREFIX.json; "" when there is none */
 	int64_t bin_bytes;
+	uint32_t crc32;              /* of .bin */
 };
 /* Opens and checks everything, every id against vocab_size included. On error *t is empty. */
 int tokens_open(struct tokens *t, const char *prefix, int vocab_size);

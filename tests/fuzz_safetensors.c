@@ -73,7 +73,9 @@ static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 		json_write(path, root);
 	}
 	json_decref(root);
-	checkpoint_read_state(dir, &c, &s);
+	FILE *notes = fopen("/dev/null", "w");
+	checkpoint_read_state(dir, &c, &s, notes);
+	fclose(notes);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)

@@ -314,6 +314,9 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"k above E", SIZES(64, 4, "num_experts: 2, num_experts_per_tok: 3, moe_intermediate_size: 8"),
 		{"num_experts_per_tok: found 3", "at most num_experts, which is 2"}},
 	{"dense without width", BAD_MODEL("first_k_dense_replace: 1"), {"model.intermediate_size", "missing or 0"}},
+	{"shared experts absurd", SIZES(64, 4, "num_experts: 8, num_experts_per_tok: 1,\n num_shared_experts: 1024, "
+		"moe_intermediate_size: 1048576"),
+		{"run.yaml:2: model.num_shared_experts: found 1024 with moe_intermediate_size 1048576", "at most 268435455"}},
 	{"too many dense", BAD_MODEL("first_k_dense_replace: 3, intermediate_size: 8"),
 		{"first_k_dense_replace: found 3", "is 2"}},
 	{"seq_len above the model", BAD_DATA("seq_len: 20000"),
@@ -338,11 +341,13 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1},"
 		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1},"
 		"{at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}, {at: 0, factor: 1}]"), {"more than 16"}},
-	{"inverse_sqrt to 0", BAD_SCHEDULE("peak_lr: 1, decay: {shape: inverse_sqrt}"), {"final_lr", "above 0"}},
+	{"inverse_sqrt to 0", BAD_SCHEDULE("peak_lr: 1, decay: {steps: 0, shape: inverse_sqrt}"), {"final_lr", "above 0"}},
+	{"decay without steps", BAD_SCHEDULE("peak_lr: 1, decay: {final_lr: 1e-5}"),
+		{"run.yaml:4: schedule.decay: the key steps is missing"}},
 	{"ramp without tokens", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 4}"), {"the key tokens is missing"}},
 	{"ramp empty", BAD_TRAIN("steps: 9, batch_warmup: {}"), {"train.batch_warmup: the key start is missing"}},
-	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"), {"increment: missing or 0"}},
-	{"ramp all 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 0, increment: 0, tokens: 0}"), {"start: missing or 0"}},
+	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"), {"increment: found 0", "at least 1"}},
+	{"ramp all 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 0, increment: 0, tokens: 0}"), {"start: found 0", "at least 1"}},
 	{"ramp from above", BAD_TRAIN("steps: 9, batch_warmup: {start: 32, increment: 4, tokens: 9}"),
 		{"start: found 32", "train.batch, which is 16"}},
 	/* model files */
@@ -388,6 +393,17 @@ static void test_files(void **state)
 		strcat(long_text, "\u00e9");
 	expect_words("long path", config_load(&c, put("run.yaml", VALID), 1, long_override, false),
 			(const char *const[3]){"found x\u00e9", "\u00e9... (too long)", "at most 1023 bytes"});
+
+	/* the longest output_dir whose checkpoints have paths that fit, and one byte more */
+	char longest[PATH_LEN + 64] = "train.output_dir=", inner[PATH_LEN], *output_dir[] = {longest};
+	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer.safetensors");
+	memset(longest + strlen(longest), 'x', room);
+	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, output_dir, false), 0);
+	assert_int_equal(checkpoint_path(inner, c.train.output_dir, ".tmp-step-", INT64_MAX), 0);
+	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer.safetensors"), 0);
+	strcat(longest, "x");
+	expect_words("long output_dir", config_load(&c, put("run.yaml", VALID), 1, output_dir, false),
+			(const char *const[3]){"train.output_dir: found a path of", "expected at most"});
 
 	size_t size = 3 << 20;
 	char *text = malloc(size + 1);
@@ -447,12 +463,12 @@ static void test_overrides(void **state)
 	const char *path = put("run.yaml", full);
 	char *good[] = {"train.steps=off", "train.tokens=1e6", "schedule.drops=[{at: 0.5, factor: 0.1}]", "data.valid=off",
 		"train.batch_warmup={start: 4, increment: 4, tokens: 1000}", "model.n_shared_experts=2", "schedule.decay=off",
-		"schedule.decay.final_lr=1e-7", "data.train=a=b.bin", "train.seed=2_000", "model.router.warmup_steps=off"};
+		"data.train=a=b.bin", "train.seed=2_000", "model.router.warmup_steps=off"};
 	assert_int_equal(config_load(&c, path, sizeof good / sizeof good[0], good, false), 0);
 	assert_true(c.train.steps == 0 && c.train.tokens == 1000000 && c.schedule.num_drops == 1);
 	assert_true(c.schedule.drops[0].at == 0.5 && c.schedule.drops[0].factor == 0.1);
 	assert_true(c.train.batch_warmup.start == 4 && c.train.batch_warmup.tokens == 1000);
-	assert_true(c.model.num_shared_experts == 2 && c.schedule.decay.steps == 0 && c.schedule.decay.final_lr == 1e-7);
+	assert_true(c.model.num_shared_experts == 2 && c.schedule.decay.steps == 0 && c.schedule.decay.final_lr == 0);
 	assert_string_equal(c.data.train, "a=b.bin");
 	assert_string_equal(c.data.valid, "");
 	assert_true(c.train.seed == 2000 && c.model.router.warmup_steps == 0 && c.model.hidden_size == 256);
@@ -480,6 +496,8 @@ static void test_overrides(void **state)
 		{"list item", {"schedule.drops.at=0.5"}, {"schedule.drops=[{at: ..."}},
 		{"check", {"model.num_key_value_heads=3"}, {"command line: model.num_key_value_heads=3:", "divisor"}},
 		{"replaced section", {"train={steps: 4}"}, {"train.output_dir", "missing"}},
+		{"half a section", {"schedule.decay=off", "schedule.decay.final_lr=1e-7"},
+			{"command line: schedule.decay.final_lr=1e-7: schedule.decay: the key steps is missing"}},
 		{"no model file", {"model=nope.yaml"}, {"command line: model=nope.yaml: model: there is no file nope.yaml"}},
 	};
 	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
@@ -487,64 +505,7 @@ static void test_overrides(void **state)
 				bad[i].words);
 }
 
-/* Config -> JSON text -> config: every byte is the same, for both are built on zeroed memory. */
-static void test_json(void **state)
-{
-	(void)state;
-	struct config c, back;
-	const char *texts[] = {full, VALID, "model: {" MODEL_KEYS ", rope_theta: 1.1e5,\n"
-		"  rms_norm_eps: 3.3333333333333335e-7}\n" DATA TRAIN "schedule: {peak_lr: 0.1}\n"
-		"optimizer: {beta1: 0.30000000000000004}\n"};
-	for (int i = 0; i < 3; i++) {
-		load_ok(&c, texts[i]);
-		json_t *made = config_to_json(&c);
-		char *text = json_dumps(made, 0);
-		json_t *read = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
-		int rc = config_from_json(&back, read, "trainer.json");
-		if (rc < 0)
-			print_error("%s\n", error_text);
-		assert_int_equal(rc, 0);
-		assert_memory_equal(&c, &back, sizeof c);
-		free(text);
-		json_decref(made);
-		json_decref(read);
-	}
-
-	static const struct { const char *pointer, *value, *words[3]; } bad[] = {
-		{"model.hidden_size", "64.0", {"trainer.json: model.hidden_size: found 64.0", "whole number"}},
-		{"model.hidden_size", "\"64\"", {"found \"64\""}},
-		{"model.hidden_size", "-1", {"out of range"}},
-		{"model.hidden_size", "null", {"found null"}},
-		{"model.hiden_size", "5", {"unknown key model.hiden_size", "model.hidden_size"}},
-		{"model", "\"x.yaml\"", {"model: found \"x.yaml\""}},
-		{"train.seed", "\"x\"", {"train.seed: found \"x\""}},
-		{"train.output_dir", "5", {"train.output_dir: found 5"}},
-		{"data.shuffle", "1", {"data.shuffle: found 1", "true or false"}},
-		{"schedule.drops", "{}", {"schedule.drops: found {}", "a list"}},
-		{"schedule.drops", "[1]", {"schedule.drops: found 1"}},
-		{"schedule.drops", "[{\"at\": 0.5}]", {"the key factor is missing"}},
-		{"schedule.drops", "[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]", {"found 17 items"}},
-		{"schedule.decay.shape", "\"flat\"", {"linear | cosine"}},
-		{"optimizer.beta1", "1", {"optimizer.beta1: found 1 (out of range)"}},
-		{"log", "5", {"log: found 5"}},
-		{"train.batch_warmup.start", "3", {"train.batch_warmup.increment: missing or 0"}},
-	};
-	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-		load_ok(&c, VALID);
-		json_t *root = config_to_json(&c), *object = root;
-		char path[64], *leaf = path, *dot;
-		snprintf(path, sizeof path, "%s", bad[i].pointer);
-		for (; (dot = strchr(leaf, '.')); leaf = dot + 1) {
-			*dot = 0;
-			object = json_object_get(object, leaf);
-		}
-		json_object_set_new(object, leaf, json_loads(bad[i].value, JSON_DECODE_ANY, NULL));
-		expect_words(bad[i].pointer, config_from_json(&back, root, "trainer.json"), bad[i].words);
-		json_decref(root);
-	}
-}
-
-static int load_huggingface(struct model_config *m, const char *text)
+static int read_huggingface(struct model_config *m, const char *text)
 {
 	put("config.json", text);
 	return config_from_huggingface(m, folder);
@@ -557,14 +518,14 @@ static void test_huggingface(void **state)
 {
 	(void)state;
 	struct model_config m;
-	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8}"), 0);
+	assert_int_equal(read_huggingface(&m, "{" HF ", \"num_experts\": 8}"), 0);
 	assert_true(m.use_bias && !m.use_qkv_bias && !m.norm_head && m.norm_topk_prob && !m.tie_word_embeddings);
 	assert_true(m.rope_theta == 10000 && m.rms_norm_eps == 1e-5 && m.initializer_range == 0.02);
 	assert_true(m.num_shared_experts == 0 && m.first_k_dense_replace == 0 && m.head_dim == 16);
 	assert_int_equal(m.num_key_value_heads, 4);
 	assert_true(m.router.balance_loss_coef == 0.015 && m.router.z_loss_coef == 1e-4 && m.router.warmup_steps == 0);
 
-	assert_int_equal(load_huggingface(&m, "{" HF ", \"architectures\": [\"BailingMoeForCausalLM\"],"
+	assert_int_equal(read_huggingface(&m, "{" HF ", \"architectures\": [\"BailingMoeForCausalLM\"],"
 			"\"hidden_act\": \"silu\", \"model_type\": \"bailing_moe\", \"n_routed_experts\": 8, \"n_shared_experts\": 2,"
 			"\"head_dim\": null,"
 			"\"rms_norm_eps\": 1e-06, \"rope_theta\": 600000, \"use_bias\": false, \"norm_head\": true,"
@@ -573,9 +534,9 @@ static void test_huggingface(void **state)
 			"\"auto_map\": {\"a.b\": [1]}, \"router\": 5, \"intermediate_size\": null, \"eos_token_id\": 126081}"), 0);
 	assert_true(m.num_experts == 8 && m.num_shared_experts == 2 && m.head_dim == 16 && m.rms_norm_eps == 1e-6);
 	assert_true(m.rope_theta == 600000 && !m.use_bias && m.norm_head);
-	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 0}"), 0);
+	assert_int_equal(read_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 0}"), 0);
 	assert_int_equal(m.head_dim, 16);
-	assert_int_equal(load_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 20}"), 0);
+	assert_int_equal(read_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 20}"), 0);
 	assert_int_equal(m.head_dim, 20);
 
 #define BAD_HF(extra) "{" HF ", \"num_experts\": 8, " extra "}"
@@ -608,7 +569,7 @@ static void test_huggingface(void **state)
 		{BAD_HF("\"partial_rotary_factor\": 0.5"), {"partial_rotary_factor: found 0.5"}},
 	};
 	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-		expect_words(bad[i].text, load_huggingface(&m, bad[i].text), bad[i].words);
+		expect_words(bad[i].text, read_huggingface(&m, bad[i].text), bad[i].words);
 	expect_words("no folder", config_from_huggingface(&m, "/nowhere"),
 			(const char *const[3]){"/nowhere/config.json", "No such file"});
 }
@@ -639,43 +600,99 @@ static void test_huggingface_round_trip(void **state)
 			(const char *const[3]){"/dev/full", "No space"});
 }
 
+/* Compares the config of a checkpoint, after its way through JSON text, with the one of `full` and overrides. */
+static int compare(const json_t *saved, int num_overrides, char **overrides, const char *notes_path)
+{
+	struct config asked;
+	assert_int_equal(config_load(&asked, put("run.yaml", full), num_overrides, overrides, false), 0);
+	char *text = json_dumps(saved, 0);
+	json_t *read = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+	FILE *notes = fopen(notes_path, "w");
+	int rc = config_compare(read, &asked, "trainer.json", notes);
+	fclose(notes);
+	json_decref(read);
+	free(text);
+	return rc;
+}
+
 static void test_resume(void **state)
 {
 	(void)state;
-	struct config saved, asked;
+	struct config c;
 	char path[PATH_LEN];
 	assert_int_equal(path_join(path, folder, "notes"), 0);
-	load_ok(&saved, full);
-	const char *run = put("run.yaml", full);
+	load_ok(&c, full);
+	json_t *saved = config_to_json(&c);
 
+	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_string_equal(get(path), "");
 	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
-		"train.output_dir=elsewhere"};
-	assert_int_equal(config_load(&asked, run, 5, harmless, false), 0);
-	FILE *notes = fopen(path, "w");
-	assert_int_equal(config_check_resume(&saved, &asked, notes), 0);
-	fclose(notes);
-	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
+		"train.output_dir=elsewhere", "data.train=other"};
+	assert_int_equal(compare(saved, 6, harmless, path), 0);
+	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\ndata.train: \"build/data/train\" -> \"other\"\n"
 			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
 			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n");
 
 	static const struct { char *argument; const char *words[3]; } bad[] = {
-		{"model.hidden_size=512", {"model.hidden_size was 256 in the checkpoint, found 512", "new train.output_dir"}},
+		{"model.hidden_size=512", {"trainer.json: model.hidden_size was 256 in the checkpoint, found 512",
+			"new train.output_dir"}},
+		{"model.num_hidden_layers=5", {"model.num_hidden_layers was 4", "found 5"}},
 		{"model.norm_head=off", {"model.norm_head was true", "found false"}},
 		{"model.rms_norm_eps=1e-6", {"model.rms_norm_eps was 1e-5", "found 1e-6"}},
-		{"data.train=other", {"data.train was \"build/data/train\"", "found \"other\""}},
 		{"data.seq_len=128", {"data.seq_len was 256"}},
 		{"data.shuffle=off", {"data.shuffle"}},
 		{"data.tokenizer=none", {"data.tokenizer"}},
 		{"train.seed=7", {"train.seed was \"18446744073709551615\"", "found 7"}},
 	};
 	for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-		notes = fopen(path, "w");
-		assert_int_equal(config_load(&asked, run, 1, (char **)&bad[i].argument, false), 0);
-		expect_words(bad[i].argument, config_check_resume(&saved, &asked, notes), bad[i].words);
-		fclose(notes);
+		expect_words(bad[i].argument, compare(saved, 1, (char **)&bad[i].argument, path), bad[i].words);
 		assert_string_equal(get(path), "");
 	}
+
+	/* Keys that only one of them knows, and values of another kind. */
+	json_object_del(json_object_get(saved, "log"), "every");
+	json_object_del(saved, "eval");
+	json_object_set_new(saved, "sur\tprise", json_integer(1));
+	json_object_set_new(json_object_get(saved, "model"), "gates", json_array());
+	json_object_set_new(json_object_get(saved, "train"), "batch", json_null());
+	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
+			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
+			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
+			"log.every: not in the checkpoint -> 10\n");
+	json_object_set_new(saved, "model", json_array());
+	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
+	json_decref(saved);
+}
+
+/* Weights to start from must be of the same model; what they do not know may differ. */
+static void test_init(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, full);
+	struct model_config theirs = c.model;
+	theirs.router.z_loss_coef = 5, theirs.router.warmup_steps = 0, theirs.intermediate_size = 7;
+	theirs.initializer_range = 1, theirs.max_position_embeddings = 5;
+	assert_int_equal(config_check_init(&theirs, &c.model, "hf"), 0);
+	theirs.rope_theta = 500000;
+	expect_words("rope_theta", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){
+			"hf/config.json: model.rope_theta is 500000.0, the config asks for 10000.0", "set it to 500000.0"});
+	theirs = c.model, theirs.norm_topk_prob = false;
+	expect_words("norm_topk_prob", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){
+			"model.norm_topk_prob is false, the config asks for true"});
+	theirs = c.model, theirs.num_hidden_layers = 5, theirs.num_experts = 3;
+	expect_words("layers", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){"model.num_hidden_layers is 5"});
+	/* All layers dense: the experts' keys have no effect, intermediate_size has. */
+	struct model_config dense = c.model;
+	dense.first_k_dense_replace = dense.num_hidden_layers, dense.intermediate_size = 64;
+	theirs = dense, theirs.num_experts = 3, theirs.num_experts_per_tok = 2, theirs.norm_topk_prob = false;
+	theirs.num_shared_experts = 9, theirs.moe_intermediate_size = 5;
+	assert_int_equal(config_check_init(&theirs, &dense, "hf"), 0);
+	theirs.intermediate_size = 65;
+	expect_words("width", config_check_init(&theirs, &dense, "hf"), (const char *const[3]){"model.intermediate_size is 65"});
 }
 
 /* Every key is printed, and every default is one that its own key accepts. */
@@ -724,8 +741,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
-		cmocka_unit_test(test_overrides), cmocka_unit_test(test_json), cmocka_unit_test(test_huggingface),
-		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_keys),
+		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
+		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init), cmocka_unit_test(test_keys),
 	};
 	return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -495,7 +495,8 @@ static void example_init(struct example *x)
 		x->w[i] = i + (real)0.1, x->m[i] = -i, x->v[i] = i * i;
 	for (int i = 0; i < 3; i++)
 		x->mean[i] = -1.0 / (3 + i), x->std[i] = 1 / sqrt(2 + i);
-	x->state = (struct trainer_state){5, 20, 320, 3, x->mean, x->std};
+	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
+		.router_std = x->std, .data_tokens = 1234567890123, .data_crc32 = 0xfedcba98};
 	x->model[0] = (struct array){"model.w", 2, 3, x->w};
 	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
 	x->optimizer[1] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
@@ -508,10 +509,10 @@ static int example_save(struct example *x, int64_t step)
 }
 
 /* All that a resumed run reads: 0, or -1 when any of it is refused. */
-static int example_read(const char *dir, struct config *c, struct trainer_state *s)
+static int example_read(const char *dir, const struct config *c, struct trainer_state *s)
 {
 	char optimizer[PATH_LEN];
-	if (checkpoint_read_state(dir, c, s) < 0 || path_join(optimizer, dir, "optimizer.safetensors") < 0)
+	if (checkpoint_read_state(dir, c, s, stderr) < 0 || path_join(optimizer, dir, "optimizer.safetensors") < 0)
 		return -1;
 	return read_everything(dir) < 0 ? -1 : read_everything(optimizer);
 }
@@ -527,14 +528,12 @@ static void checkpoint_round_trip(void **state)
 	assert_int_equal(example_save(&x, 5), 0);
 	assert_int_equal(checkpoint_find(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-0000005"));
-	if (example_read(path, &y.config, &y.state) < 0)
+	if (example_read(path, &x.config, &y.state) < 0)
 		fail_msg("%s", error_text);
 	assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
 	assert_memory_equal(x.mean, y.mean, sizeof x.mean);
 	assert_memory_equal(x.std, y.std, sizeof x.std);
-	assert_int_equal(config_check_resume(&y.config, &x.config, stderr), 0);
-	assert_int_equal(y.config.model.hidden_size, 16);
-	assert_true(y.config.train.seed == 7);
+	assert_true(y.state.data_tokens == 1234567890123 && y.state.data_crc32 == 0xfedcba98);
 
 	/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. */
 	static const char *const names[] = {"trainer.json", "config.json", "model.safetensors", "optimizer.safetensors"};
@@ -546,12 +545,10 @@ static void checkpoint_round_trip(void **state)
 			file[i] ^= 1;
 			put_file(file_path, file, n);
 			file[i] ^= 1;
-			struct config c = y.config;
-			if (example_read(path, &y.config, &y.state) < 0)
+			if (example_read(path, &x.config, &y.state) < 0)
 				expect_error(names[k]);
 			else {
 				assert_int_equal(k, 0);
-				assert_memory_equal(&c, &y.config, sizeof c);
 				assert_memory_equal(x.mean, y.mean, sizeof x.mean);
 				assert_memory_equal(x.std, y.std, sizeof x.std);
 				assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
@@ -559,18 +556,29 @@ static void checkpoint_round_trip(void **state)
 		}
 		put_file(file_path, file, n - 1);
 		if (k)
-			assert_int_equal(example_read(path, &y.config, &y.state), -1);
+			assert_int_equal(example_read(path, &x.config, &y.state), -1);
 		unlink(file_path);
-		assert_int_equal(example_read(path, &y.config, &y.state), -1);
+		assert_int_equal(example_read(path, &x.config, &y.state), -1);
 		expect_error(names[k]);
 		put_file(file_path, file, n);
 		free(file);
 	}
-	assert_int_equal(example_read(path, &y.config, &y.state), 0);
+	assert_int_equal(example_read(path, &x.config, &y.state), 0);
 
 	y.state.num_layers = 2;
-	assert_int_equal(checkpoint_read_state(path, &y.config, &y.state), -1);
+	assert_int_equal(checkpoint_read_state(path, &x.config, &y.state, stderr), -1);
 	expect_error("`router_mean` has 3 entries; expected one for each of 2 layers");
+	/* Another model is reported as that, not as what follows from it. */
+	struct config asked = x.config;
+	asked.model.num_hidden_layers = 2;
+	assert_int_equal(checkpoint_read_state(path, &asked, &y.state, stderr), -1);
+	expect_error("trainer.json: model.num_hidden_layers was 3 in the checkpoint, found 2");
+	/* A renamed directory. */
+	y.state.num_layers = 3;
+	assert_int_equal(rename(path, at("run/step-0000004")), 0);
+	assert_int_equal(checkpoint_read_state(at("run/step-0000004"), &x.config, &y.state, stderr), -1);
+	expect_error("run/step-0000004/trainer.json: `step` is 5, but the directory's name says 4");
+	assert_int_equal(rename(at("run/step-0000004"), path), 0);
 	x.std[1] = NAN;
 	assert_int_equal(example_save(&x, 6), -1);
 	expect_error("router_std of layer 1 is ");
@@ -589,6 +597,7 @@ static void checkpoint_wrong_fields(void **state)
 	assert_int_equal(example_save(&x, 5), 0);
 	char path[PATH_LEN];
 	strcpy(path, at("run/step-0000005/trainer.json"));
+	FILE *notes = fopen(at("notes"), "w");
 	static const struct { const char *key, *json, *error; } cases[] = {
 		{"format", "[1]", "`format` is an integer"}, {"format", "[\"other\"]", "`format` is \"other\""},
 		{"version", "[2]", "version 2; this program reads version 1"}, {"version", "[null]", "`version` is null"},
@@ -602,25 +611,27 @@ static void checkpoint_wrong_fields(void **state)
 			"config.json: |expected the 3 that were saved"},
 		{"files", "[{\"config.json\":{\"crc32\":\"00000000\"}}]", "`size` is missing"},
 		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
-		{"config", "[{\"surprise\":1}]", "surprise"},
+		{"data_tokens", "[-1]", "`data_tokens` is -1"}, {"data_crc32", "[1]", "`data_crc32` is an integer"},
+		{"data_crc32", "[]", "`data_crc32` is missing"}, {"step", "[6]", "`step` is 6, but the directory's name says 5"},
+		{"config", "[{\"model\":{\"head_dim\":4}}]", "model.head_dim was 4 in the checkpoint, found 8"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		json_t *good = json_read(path), *value = json_loads(cases[i].json, 0, NULL), *bad = json_deep_copy(good);
-		struct config c;
 		if (json_array_size(value))
 			json_object_set(bad, cases[i].key, json_array_get(value, 0));
 		else
 			json_object_del(bad, cases[i].key);
 		json_object_set_new(bad, "crc32", crc_to_json(trainer_crc(bad)));
 		assert_int_equal(json_write(path, bad), 0);
-		if (checkpoint_read_state(at("run/step-0000005"), &c, &x.state) == 0)
+		if (checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes) == 0)
 			fail_msg("%s %s was accepted", cases[i].key, cases[i].json);
 		expect_error(cases[i].error);
 		assert_int_equal(json_write(path, good), 0);
 		json_decref(good), json_decref(value), json_decref(bad);
 	}
 	put_string(path, "");
-	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state), -1);
+	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes), -1);
+	fclose(notes);
 	expect_error("trainer.json:");
 }
 
@@ -662,12 +673,45 @@ static void checkpoint_prunes(void **state)
 	assert_true(exists(at("elsewhere/trainer.json")));
 }
 
+/* A newest checkpoint that is not whole is not passed over. */
+static void checkpoint_not_whole(void **state)
+{
+	(void)state;
+	static struct example x;
+	char path[PATH_LEN], trainer[PATH_LEN];
+	example_init(&x);
+	x.config.checkpoint.keep = 0;
+	assert_int_equal(mkdir(at("run"), 0777), 0);
+	assert_int_equal(mkdir(at("run/step-0000003"), 0777), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	expect_error("run/step-0000003/trainer.json: cannot be read (No such file or directory)|remove that directory to start from "
+			"the beginning");
+	assert_int_equal(example_save(&x, 5), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), 1); /* an older one is nobody's concern */
+	assert_int_equal(example_save(&x, 6), 0);
+	strcpy(trainer, at("run/step-0000006/trainer.json"));
+	assert_int_equal(unlink(trainer), 0);
+	assert_int_equal(mkdir(at("run/step-0000007"), 0777), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	expect_error("run/step-0000007/trainer.json: cannot be read|repair it, or remove that directory to continue from step 5");
+	/* What hides it is told too: here a link in a circle. */
+	assert_int_equal(rmdir(at("run/step-0000007")), 0);
+	assert_int_equal(symlink(trainer, trainer), 0);
+	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	expect_error("run/step-0000006/trainer.json: cannot be read (Too many levels of symbolic links)|continue from step 5");
+	remove_tree(at("run/step-0000006"));
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_string_equal(path, at("run/step-0000005"));
+	put_string(at("run/step-0000008"), "a file");
+	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	expect_error("step-0000008/trainer.json: cannot be read (Not a directory)");
+}
+
 static void checkpoint_interrupted(void **state)
 {
 	(void)state;
 	static struct example x;
 	char path[PATH_LEN];
-	struct config c;
 	example_init(&x);
 	assert_int_equal(example_save(&x, 5), 0);
 	/* While writing step 6. */
@@ -686,7 +730,7 @@ static void checkpoint_interrupted(void **state)
 	put_string(at("run/step-0000006/model.safetensors"), "damaged");
 	assert_int_equal(example_save(&x, 6), 0);
 	x.state.samples = 0;
-	assert_int_equal(example_read(at("run/step-0000006"), &c, &x.state), 0);
+	assert_int_equal(example_read(at("run/step-0000006"), &x.config, &x.state), 0);
 	assert_int_equal(x.state.samples, 99);
 	assert_false(exists(at("run/.old-step-0000006")));
 	/* While replacing it: the old one is found again; when both are there, the new one counts. */
@@ -698,7 +742,7 @@ static void checkpoint_interrupted(void **state)
 	put_string(at("run/.old-step-0000006/trainer.json"), "{}");
 	assert_int_equal(checkpoint_find(at("run"), path), 1);
 	assert_false(exists(at("run/.old-step-0000006")));
-	assert_int_equal(example_read(at("run/step-0000006"), &c, &x.state), 0);
+	assert_int_equal(example_read(at("run/step-0000006"), &x.config, &x.state), 0);
 
 	assert_int_equal(checkpoint_find(at("run.yaml"), path), -1);
 	expect_error("run.yaml: cannot list");
@@ -864,6 +908,7 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 	assert_int_equal(t.count, length);
 	assert_int_equal(t.documents, documents);
 	assert_string_equal(t.tokenizer, "byte");
+	assert_int_equal(t.crc32, crc32_z(0, t.bin, t.bin_bytes));
 	int32_t *ids = allocate(length * sizeof *ids);
 	tokens_read(&t, 0, length, ids);
 	for (size_t i = 0; i < length; i++)
@@ -1175,7 +1220,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(safetensors_round_trip), TEST(safetensors_many), TEST(safetensors_conversion), TEST(safetensors_broken),
 		TEST(safetensors_damaged), TEST(safetensors_shards), TEST(write_failure),
-		TEST(checkpoint_round_trip), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes), TEST(checkpoint_interrupted),
+		TEST(checkpoint_round_trip), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
+		TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_bad), TEST(manifest_broken),
 		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
 	};

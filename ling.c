@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1082,20 +1083,40 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
-/* One line about a step: overwritten in place on a terminal, a plain line elsewhere. */
-static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token, bool terminal)
+/* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
+ * stays on a terminal too. */
+static void print_status(FILE *out, const char *line, bool keep)
 {
-	const double left = fmin((t->tokens - m->tokens) * seconds_per_token, 1e9);
-	const int64_t seconds = (int64_t)left;
-	printf("%sstep %lld/%lld  loss %.4f  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %.0f%%  %lld:%02lld:%02lld left",
-			terminal ? "\r\033[K" : "", (long long)m->step, (long long)t->steps, m->loss, m->lr, m->grad_norm, m->batch,
-			m->tokens_per_second, 100.0 * m->tokens / t->tokens, (long long)(seconds / 3600), (long long)(seconds / 60 % 60),
-			(long long)(seconds % 60));
+	struct winsize size = {.ws_col = 80};
+	if (!isatty(fileno(out))) {
+		fprintf(out, "%s\n", line);
+	} else {
+		ioctl(fileno(out), TIOCGWINSZ, &size);
+		fprintf(out, "\r\033[K%.*s%s", keep || size.ws_col == 0 ? INT32_MAX : size.ws_col - 1, line, keep ? "\n" : "");
+	}
+	fflush(out);
+}
+
+/* Seconds as 1:02:03 or 2:03. */
+static const char *format_duration(char out[32], double seconds)
+{
+	const int64_t s = (int64_t)fmin(fmax(seconds, 0), 1e12);
+	if (s >= 3600)
+		snprintf(out, 32, "%lld:%02lld:%02lld", (long long)(s / 3600), (long long)(s / 60 % 60), (long long)(s % 60));
+	else
+		snprintf(out, 32, "%lld:%02lld", (long long)(s / 60), (long long)(s % 60));
+	return out;
+}
+
+static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
+{
+	char line[256], left[32], valid[32] = "";
 	if (m->has_valid_loss)
-		printf("  valid %.4f", m->valid_loss);
-	if (!terminal || m->has_valid_loss)
-		printf("\n");
-	fflush(stdout);
+		snprintf(valid, sizeof valid, "  valid %.4f", m->valid_loss);
+	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %s left", (long long)m->step,
+			(long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr, m->grad_norm, m->batch, m->tokens_per_second,
+			format_duration(left, (t->tokens - m->tokens) * seconds_per_token));
+	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
 
 /* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
@@ -1122,7 +1143,7 @@ static int save_progress(struct trainer *t, FILE *metrics_file)
 }
 
 /* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */
-static int training_loop(struct trainer *t, FILE *metrics_file, bool terminal)
+static int training_loop(struct trainer *t, FILE *metrics_file)
 {
 	const struct config *c = &t->config;
 	const int64_t first_token = t->state.tokens;
@@ -1151,17 +1172,19 @@ static int training_loop(struct trainer *t, FILE *metrics_file, bool terminal)
 					(long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = stop_requested || m.step == c->train.stop_at_step; /* asked after the evaluation, which may be long */
 		if (last || stop || m.step % c->log.every == 0 || m.has_valid_loss)
-			print_progress(t, &m, (now() - start) / (m.tokens - first_token), terminal);
+			print_progress(t, &m, (now() - start) / (m.tokens - first_token));
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) && save_progress(t, metrics_file) < 0)
 			return -1;
 		if (stop && !last) {
-			printf("%sstopped after step %lld of %lld and saved; the same command continues\n", terminal ? "\n" : "", (long long)m.step,
+			char line[128];
+			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command continues", (long long)m.step,
 					(long long)t->steps);
+			print_status(stdout, line, true);
 			return 0;
 		}
 	}
-	printf("%sdone: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", terminal ? "\n" : "", (long long)t->state.step,
-			(long long)t->state.tokens, c->train.output_dir, (long long)t->state.step);
+	printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
+			c->train.output_dir, (long long)t->state.step);
 	return 0;
 }
 
@@ -1174,9 +1197,8 @@ int trainer_run(struct trainer *t)
 	FILE *f = metrics_open(t->config.train.output_dir, t->state.step);
 	if (!f)
 		return -1;
-	const bool terminal = isatty(STDOUT_FILENO);
-	int rc = training_loop(t, f, terminal);
-	if (rc < 0 && terminal)
+	int rc = training_loop(t, f);
+	if (rc < 0 && isatty(STDOUT_FILENO))
 		printf("\n"); /* the error goes on a line of its own */
 	if (fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
@@ -1195,14 +1217,24 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
-	double sum = 0;
+	double sum = 0, start = now(), shown = start;
+	const bool terminal = isatty(STDERR_FILENO);
 	for (int64_t i = 0; i < windows; i++) {
+		if (now() - shown > (terminal ? 1 : 30)) { /* long ones show how far they are */
+			char line[128], left[32];
+			shown = now();
+			snprintf(line, sizeof line, "evaluating %.0f%%  %.0f tokens/s  %s left", 100.0 * i / windows, i * L / (shown - start),
+					format_duration(left, (windows - i) * (shown - start) / (i + 1)));
+			print_status(stderr, line, false);
+		}
 		read_window(data, i, L, input, target);
 		model_forward(m, input, 1, NULL, NULL);
 		sum += model_loss(m, target, 1, NULL);
 		for (int64_t t = 0; byte_tokens && t < L; t++)
 			e->bytes += target[t] < 256;
 	}
+	if (terminal && shown > start)
+		fprintf(stderr, "\r\033[K");
 	free(input);
 	e->tokens = windows * L;
 	e->loss = sum / e->tokens;
@@ -1569,7 +1601,7 @@ static const struct command {
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}, {.tokenizer = "byte"}},
 	{"info", command_info, false, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
-		"Parameters, memory of a training step and FLOPs a token.", {JSON_OPTION}, {0}},
+		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}, {0}},
 	{"bench", command_bench, true, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}, {0}},

@@ -10,7 +10,14 @@ done
 [ -z "$missing" ] && exit 0
 
 echo "installing:$missing"
-if [ "$(id -u)" = 0 ]; then sudo=""; else sudo="sudo"; fi
+if [ "$(id -u)" = 0 ]; then
+	sudo=""
+elif command -v sudo >/dev/null; then
+	sudo="sudo"
+else
+	echo "not root, and no sudo here; ask an administrator to run: apt-get install$missing" >&2
+	exit 1
+fi
 export DEBIAN_FRONTEND=noninteractive
 install="$sudo apt-get install -y -q --no-install-recommends"
 # shellcheck disable=SC2086 # words are meant to split

@@ -41,7 +41,8 @@ fi
 ./ling info configs/quickstart.yaml
 ./ling train configs/quickstart.yaml
 
-checkpoint=$(find "$run" -maxdepth 1 -name 'step-*' | sort | tail -n 1)
+checkpoint=$run/$(printf 'step-%07d' "$(sed -n 's/^  steps: *//p' configs/quickstart.yaml)")
+[ -d "$checkpoint" ] || exit 0 # stopped before its end, as ling has said
 echo
 echo "Validation text, bits per byte:"
 ./ling eval "$checkpoint" --data "$data/valid" --seq-len 256 --json >"$run/eval.json"

@@ -1545,11 +1545,12 @@ static int command_info(const struct arguments *a)
 
 static int command_bench(const struct arguments *a)
 {
-	const char *path = a->num_words ? a->words[0] : "configs/bench.yaml";
+	const bool named = a->num_words && !strchr(a->words[0], '=');
+	const char *path = named ? a->words[0] : "configs/bench.yaml";
 	struct config c;
 	struct trainer t;
 	struct bench b = {0};
-	if (config_load(&c, path, a->num_words ? a->num_words - 1 : 0, a->words + 1, true) < 0)
+	if (config_load(&c, path, a->num_words - named, a->words + named, true) < 0)
 		return EXIT_WRONG_USE;
 	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
 		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);

@@ -676,6 +676,10 @@ static void checkpoint_prunes(void **state)
 	assert_int_equal(example_save(&x, 12345679), 0);
 	assert_false(exists(at("run/step-0000003")));
 	assert_true(exists(at("elsewhere/trainer.json")));
+	/* What cannot be removed is no failure: the new checkpoint is there. */
+	assert_int_equal(make_directories(at("run/.tmp-step-12345679/in/the/way")), 0);
+	assert_int_equal(example_save(&x, 12345680), 0);
+	assert_true(exists(at("run/step-12345679")) && exists(at("run/step-12345680")));
 }
 
 /* A newest checkpoint that is not whole is not passed over. */
@@ -951,6 +955,27 @@ static void tokenize_good(void **state)
 		assert_int_equal(load_i64(idx + 18), (n - 1) / SEQUENCE_MAX + 2);
 		free(idx);
 	}
+}
+
+/* Elsewhere than on a terminal progress is a plain line every ten seconds. */
+static void tokenize_progress(void **state)
+{
+	(void)state;
+	double now = clock_seconds();
+	struct token_writer w = {.total = 400, .started = now - 20, .shown = now - 20};
+	fflush(stderr);
+	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
+	dup2(file, 2);
+	progress(&w, 100);
+	progress(&w, 100); /* too soon */
+	w.shown -= 11;
+	progress(&w, 300); /* more than the files held at first */
+	dup2(saved, 2);
+	close(saved), close(file);
+	size_t n;
+	char *text = (char *)get_file(at("err"), &n);
+	assert_string_equal(text, "tokenize:  25 %  0 MB/s  60 s left\ntokenize: 0 MB  0 MB/s\n");
+	free(text);
 }
 
 static void tokenize_bad(void **state)
@@ -1252,7 +1277,8 @@ int main(void)
 		TEST(safetensors_damaged), TEST(safetensors_shards), TEST(write_failure),
 		TEST(checkpoint_round_trip), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
 		TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
-		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_bad), TEST(manifest_broken),
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
+		TEST(tokenize_bad), TEST(manifest_broken),
 		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

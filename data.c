@@ -122,9 +122,59 @@ static char *json_text(const json_t *value, size_t flags)
 	return text;
 }
 
+/* Creates a file for writing, or empties it. NULL on error. */
+static FILE *file_create(const char *path)
+{
+	FILE *f = fopen(path, "we");
+	if (!f)
+		fail("%s: cannot create: %s", path, strerror(errno));
+	return f;
+}
+
+/* Brings a file to disk and closes it. When that fails, or rc says that something has failed before, it is removed:
+ * half a file is none. Between create and close nobody needs to check for errors, but a long loop should. */
+static int file_close(FILE *f, const char *path, int rc)
+{
+	int error = ferror(f) ? (errno ? errno : EIO) : 0;
+	struct stat st;
+	bool regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode); /* devices and pipes: no fsync, and never removed */
+	if (!error && (fflush(f) || (regular && fsync(fileno(f)) < 0)))
+		error = errno;
+	if (fclose(f) && !error)
+		error = errno;
+	if (error && !rc)
+		rc = fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
+	if (rc < 0 && regular)
+		unlink(path);
+	return rc;
+}
+
+/* fsync of a file or directory by name; a file system that cannot do that for directories is let pass. */
+static int sync_path(const char *path)
+{
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	int rc = fd < 0 || (fsync(fd) < 0 && errno != EINVAL) ?
+			fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
+	if (fd >= 0)
+		close(fd);
+	return rc;
+}
+
+/* The directory that a path, which is not longer than a path may be, lies in. */
+static void parent_of(char out[PATH_LEN], const char *path)
+{
+	snprintf(out, PATH_LEN, "%s", path);
+	char *slash = strrchr(out, '/');
+	if (slash)
+		slash[slash == out] = 0; /* keeps the / of the root */
+	else
+		strcpy(out, ".");
+}
+
+/* What is new is on disk when this returns: what will be in it must survive a power cut. */
 int make_directories(const char *dir)
 {
-	char path[PATH_LEN];
+	char path[PATH_LEN], parent[PATH_LEN];
 	if (snprintf(path, sizeof path, "%s", dir) >= PATH_LEN)
 		return fail("%s: path longer than %d bytes", dir, PATH_LEN - 1);
 	for (char *p = path + 1;; p++) {
@@ -132,8 +182,12 @@ int make_directories(const char *dir)
 			continue;
 		char end = *p;
 		*p = 0;
-		if (mkdir(path, 0777) < 0 && errno != EEXIST)
+		bool made = mkdir(path, 0777) == 0;
+		if (!made && errno != EEXIST)
 			return fail("%s: cannot create directory: %s", path, strerror(errno));
+		parent_of(parent, path);
+		if (made && sync_path(parent) < 0)
+			return -1;
 		*p = end;
 		if (!end)
 			break;
@@ -143,6 +197,7 @@ int make_directories(const char *dir)
 		return fail("%s: expected a directory", path);
 	return 0;
 }
+
 /* ============================================================================================================
  * Config: the table
  * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
@@ -196,8 +251,8 @@ static const struct key keys[] = {
 	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off", "key-value heads; off: as many as query heads"),
 	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off", "width of a head; off: hidden_size / num_attention_heads"),
 	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are beneath it"),
-	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts of a layer; needed unless all layers are dense",
-		.alias = "model.n_routed_experts"),
+	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off",
+		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts"),
 	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts that a token is sent to"),
 	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED | ROUTED, "0", "experts that see every token",
 		.alias = "model.n_shared_experts"),
@@ -589,35 +644,42 @@ struct loader {
 	yaml_event_t event;        /* the current one */
 };
 
-/* fail(), with the place in front. */
+/* fail(), with a place and perhaps a key in front. */
+__attribute__((format(printf, 3, 0)))
+static int fail_with(struct place at, const char *key, const char *format, va_list args)
+{
+	char text[3000], shown[64];
+	const char *colon = *key ? ": " : "";
+	vsnprintf(text, sizeof text, format, args);
+	if (at.line > 0)
+		return fail("%s:%d: %s%s%s", at.source, at.line, key, colon, text);
+	if (at.line == COMMAND_LINE)
+		return fail("command line: %s: %s%s%s", printable(shown, at.source), key, colon, text);
+	return fail("%s: %s%s%s", at.source, key, colon, text);
+}
+
 __attribute__((format(printf, 2, 3)))
 static int fail_at(struct place at, const char *format, ...)
 {
-	char text[3000], shown[64];
 	va_list args;
 	va_start(args, format);
-	vsnprintf(text, sizeof text, format, args);
+	int rc = fail_with(at, "", format, args);
 	va_end(args);
-	if (at.line > 0)
-		return fail("%s:%d: %s", at.source, at.line, text);
-	if (at.line == COMMAND_LINE)
-		return fail("command line: %s: %s", printable(shown, at.source), text);
-	return fail("%s: %s", at.source, text);
+	return rc;
 }
 
-/* fail(), with a key and the place where it was given, or the file, in front. */
+/* The place is where the key was given, or else the file. */
 __attribute__((format(printf, 3, 4)))
 static int fail_key(const struct loader *l, const char *name, const char *format, ...)
 {
-	char text[3000];
-	va_list args;
-	va_start(args, format);
-	vsnprintf(text, sizeof text, format, args);
-	va_end(args);
 	struct place at = l->places[find_key(name) - keys];
 	if (!at.source)
 		at = (struct place){l->path, WHOLE_FILE};
-	return fail_at(at, "%s: %s", l->huggingface ? leaf_of(name) : name, text);
+	va_list args;
+	va_start(args, format);
+	int rc = fail_with(at, l->huggingface ? leaf_of(name) : name, format, args);
+	va_end(args);
+	return rc;
 }
 
 /* Starts with every key at its default. */
@@ -1008,7 +1070,7 @@ static int check_model(const struct loader *l)
 	const int widest = INT_MAX / 8; /* two such rows side by side, and BLAS counts in int */
 	double shared = (double)m->num_shared_experts * m->moe_intermediate_size;
 	if (shared > widest)
-		return fail_key(l, "model.num_shared_experts", "found %d with moe_intermediate_size %d, %.0f wide together; expected "
+		return fail_key(l, "model.num_shared_experts", "found %d with moe_intermediate_size %d, together %.0f; expected "
 				"num_shared_experts * moe_intermediate_size to be at most %d", m->num_shared_experts, m->moe_intermediate_size,
 				shared, widest);
 
@@ -1040,8 +1102,8 @@ static int check_run(const struct loader *l, bool model_only)
 		return fail_key(l, "train.steps", "missing or 0; expected the length of the run in train.steps or train.tokens");
 	const int room = PATH_LEN - (int)sizeof "/.tmp-step-0000000000000000000/optimizer.safetensors";
 	if (strlen(c->train.output_dir) > (size_t)room)
-		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of checkpoints "
-				"inside it must fit too", strlen(c->train.output_dir), room);
+		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of "
+				"checkpoints inside it must fit too", strlen(c->train.output_dir), room);
 	double tokens = (double)c->train.steps * c->train.batch * c->data.seq_len;
 	if (tokens > MAX_TOKENS)
 		return fail_key(l, "train.steps", "steps * batch * seq_len make %.3g tokens; expected at most %g", tokens,
@@ -1190,12 +1252,12 @@ static int load_huggingface(struct loader *l, const json_t *object)
 static int json_write(const char *path, const json_t *root)
 {
 	char *text = json_text(root, JSON_INDENT(2));
-	FILE *f = fopen(path, "we");
-	int rc = f ? 0 : fail("%s: cannot create: %s", path, strerror(errno));
-	if (f && (fprintf(f, "%s\n", text) < 0 || fflush(f) || fsync(fileno(f))))
-		rc = fail("%s: cannot write: %s", path, strerror(errno));
-	if (f && fclose(f) && !rc)
-		rc = fail("%s: cannot write: %s", path, strerror(errno));
+	FILE *f = file_create(path);
+	int rc = -1;
+	if (f) {
+		fprintf(f, "%s\n", text);
+		rc = file_close(f, path, 0);
+	}
 	free(text);
 	return rc;
 }
@@ -1344,8 +1406,8 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 		json_t *x = key_to_json(&a, k, 0), *y = key_to_json(&b, k, 0);
 		if (!json_equal(x, y)) {
 			char *is = value_text(x), *wanted = value_text(y);
-			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would make another "
-					"model: set it to %s, or choose another train.init_from", dir, k->name, is, wanted, is);
+			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would make "
+					"another model: set it to %s, or choose another train.init_from", dir, k->name, is, wanted, is);
 			free(is);
 			free(wanted);
 		}
@@ -1356,107 +1418,10 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 }
 
 /* ============================================================================================================
- * Files, what they share: written outputs, checked JSON fields, little-endian loads
+ * Files, what they share: checked JSON fields, growing arrays, little-endian loads
  * ========================================================================================================== */
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
-
-#define OUTPUT_BUFFER (1 << 20)
-
-/* A file being written. An error sticks until output_close reports it, as in stdio: between open and close nobody
- * needs to check, but a long loop should look at `error` and stop. */
-struct output {
-	char path[PATH_LEN];
-	int fd, error;
-	int64_t asked, written;   /* bytes put, bytes that reached the file */
-	uint8_t *buffer;          /* NULL when not open */
-	size_t used;
-};
-
-static int output_open(struct output *o, const char *path)
-{
-	memset(o, 0, sizeof *o);
-	if (snprintf(o->path, PATH_LEN, "%s", path) >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
-	o->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-	if (o->fd < 0)
-		return fail("%s: cannot create: %s", path, strerror(errno));
-	o->buffer = allocate(OUTPUT_BUFFER);
-	return 0;
-}
-
-static void output_write(struct output *o, const uint8_t *data, size_t n)
-{
-	while (n && !o->error) {
-		ssize_t done = write(o->fd, data, n);
-		if (done > 0)
-			data += done, n -= done, o->written += done;
-		else if (done == 0 || errno != EINTR)
-			o->error = done ? errno : EIO;
-	}
-}
-
-static void output_flush(struct output *o)
-{
-	output_write(o, o->buffer, o->used);
-	o->used = 0;
-}
-
-/* Appends n bytes. Large pieces go to the file as they are, small ones through the buffer. */
-static void output_put(struct output *o, const void *data, size_t n)
-{
-	o->asked += n;
-	if (o->used + n > OUTPUT_BUFFER)
-		output_flush(o);
-	if (n >= OUTPUT_BUFFER)
-		output_write(o, data, n);
-	else if (n) {
-		memcpy(o->buffer + o->used, data, n);
-		o->used += n;
-	}
-}
-
-/* Removes an unfinished output; nothing happens when it is not open. */
-static void output_drop(struct output *o)
-{
-	if (!o->buffer)
-		return;
-	close(o->fd);
-	unlink(o->path);
-	free(o->buffer);
-	o->buffer = NULL;
-}
-
-/* Brings the file to disk and closes it. On error, of now or before, the file is removed. */
-static int output_close(struct output *o)
-{
-	output_flush(o);
-	if (!o->error && fsync(o->fd) < 0)
-		o->error = errno;
-	if (o->error) {
-		output_drop(o);
-		return fail("%s: cannot write: %s (%lld of %lld bytes were written); free some space or choose another place",
-				o->path, strerror(o->error), (long long)o->written, (long long)o->asked);
-	}
-	free(o->buffer);
-	o->buffer = NULL;
-	if (close(o->fd) < 0) {
-		int error = errno;
-		unlink(o->path);
-		return fail("%s: cannot write: %s", o->path, strerror(error));
-	}
-	return 0;
-}
-
-/* fsync of a file or directory by name. */
-static int sync_path(const char *path)
-{
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	int rc = fd < 0 || fsync(fd) < 0 ? fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
-	if (fd >= 0)
-		close(fd);
-	return rc;
-}
 
 /* PREFIX + suffix as a path. */
 static int path_suffix(char out[PATH_LEN], const char *prefix, const char *suffix)
@@ -1559,7 +1524,7 @@ static int64_t load_i64(const uint8_t *p)
 #define REAL_DTYPE (sizeof(real) == 8 ? "F64" : "F32")
 
 /* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
-enum dtype { F64, F32, F16, BF16, I64, I32, NUM_READABLE, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
+enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
 
 static const struct { const char *name; int size; } dtypes[NUM_DTYPES] = {
 	[F64] = {"F64", 8}, [F32] = {"F32", 4}, [F16] = {"F16", 2}, [BF16] = {"BF16", 2},
@@ -2014,16 +1979,15 @@ int safetensors_write(const char *path, const struct array *arrays, int n)
 		return -1;
 	char *text = json_text(header, JSON_COMPACT);
 	json_decref(header);
-	struct output o;
-	int rc = output_open(&o, path);
-	if (!rc) {
+	FILE *f = file_create(path);
+	int rc = -1;
+	if (f) {
 		uint64_t length = strlen(text), padded = (length + 7) & ~UINT64_C(7); /* so that the data are aligned */
-		output_put(&o, &padded, 8);
-		output_put(&o, text, length);
-		output_put(&o, "        ", padded - length);
-		for (int i = 0; i < n; i++)
-			output_put(&o, arrays[i].data, array_bytes(&arrays[i]));
-		rc = output_close(&o);
+		fwrite(&padded, 8, 1, f);
+		fprintf(f, "%s%*s", text, (int)(padded - length), "");
+		for (int i = 0; i < n && !ferror(f); i++)
+			fwrite(arrays[i].data, 1, array_bytes(&arrays[i]), f);
+		rc = file_close(f, path, 0);
 	}
 	free(text);
 	return rc;
@@ -2033,7 +1997,6 @@ int safetensors_write(const char *path, const struct array *arrays, int n)
  * Checkpoints. Directories of an OUTPUT_DIR:
  *   step-0000200        a checkpoint, always whole
  *   .tmp-step-0000200   one being written or removed: rubbish after a crash
- *   .old-step-0000200   what the name held before, while the same step is saved again
  * Every byte is covered: tensors by the checksums in their files, headers and config.json by those in trainer.json,
  * trainer.json by its own.
  * ========================================================================================================== */
@@ -2198,7 +2161,7 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	if (path_join(config_path, dir, "config.json") < 0 || path_join(model_path, dir, "model.safetensors") < 0 ||
 			path_join(optimizer_path, dir, "optimizer.safetensors") < 0)
 		return -1;
-	if (config_to_huggingface(&c->model, config_path) < 0 || sync_path(config_path) < 0 ||
+	if (config_to_huggingface(&c->model, config_path) < 0 ||
 			safetensors_write(model_path, model, num_model) < 0 ||
 			safetensors_write(optimizer_path, optimizer, num_optimizer) < 0)
 		return -1;
@@ -2233,27 +2196,24 @@ int checkpoint_save(const struct config *c, const struct trainer_state *s, const
 		const struct array *optimizer, int num_optimizer)
 {
 	const char *output_dir = c->train.output_dir;
-	char target[PATH_LEN], temporary[PATH_LEN], old[PATH_LEN];
+	char target[PATH_LEN], temporary[PATH_LEN];
 	if (checkpoint_path(target, output_dir, "step-", s->step) < 0 ||
-			checkpoint_path(temporary, output_dir, ".tmp-step-", s->step) < 0 ||
-			checkpoint_path(old, output_dir, ".old-step-", s->step) < 0 || make_directories(output_dir) < 0)
+			checkpoint_path(temporary, output_dir, ".tmp-step-", s->step) < 0 || make_directories(output_dir) < 0)
 		return -1;
 	directory_remove(temporary);
 	if (mkdir(temporary, 0777) < 0)
 		return fail("%s: cannot create directory: %s", temporary, strerror(errno));
-	if (checkpoint_fill(temporary, c, s, model, num_model, optimizer, num_optimizer) < 0) {
+	int rc = checkpoint_fill(temporary, c, s, model, num_model, optimizer, num_optimizer);
+	/* Does not replace a checkpoint: a run that goes on from the newest one never comes to the same step again. */
+	if (rc == 0 && rename(temporary, target) < 0)
+		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", temporary, target,
+				strerror(errno));
+	if (rc < 0) {
 		directory_remove(temporary);
 		return -1;
 	}
-	/* A directory cannot replace another in one step: the old one waits aside, where checkpoint_find would find it. */
-	directory_remove(old);
-	if (rename(target, old) < 0 && errno != ENOENT)
-		return fail("%s: cannot rename to %s: %s", target, old, strerror(errno));
-	if (rename(temporary, target) < 0)
-		return fail("%s: cannot rename to %s: %s", temporary, target, strerror(errno));
 	if (sync_path(output_dir) < 0)
 		return -1;
-	directory_remove(old);
 	if (c->checkpoint.keep > 0)
 		checkpoint_prune(output_dir, c->checkpoint.keep, s->step);
 	return 0;
@@ -2261,19 +2221,13 @@ int checkpoint_save(const struct config *c, const struct trainer_state *s, const
 
 int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 {
-	char left[PATH_LEN], target[PATH_LEN];
+	char left[PATH_LEN];
 	DIR *dir = opendir(output_dir);
 	if (!dir)
 		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
-	for (struct dirent *e; (e = readdir(dir));) {
-		int64_t old = step_of(e->d_name, ".old-step-");
-		if (old < 0 && step_of(e->d_name, ".tmp-step-") < 0)
-			continue;
-		if (path_join(left, output_dir, e->d_name) < 0 || checkpoint_path(target, output_dir, "step-", old) < 0)
-			continue; /* too long a path to have been made by us */
-		if (old < 0 || rename(left, target) < 0) /* does not replace a checkpoint that is there */
+	for (struct dirent *e; (e = readdir(dir));)
+		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
 			directory_remove(left);
-	}
 	closedir(dir);
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps), last = n - 1;
@@ -2286,8 +2240,8 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 		char older[64] = "start from the beginning";
 		if (last >= 0)
 			snprintf(older, sizeof older, "continue from step %lld", (long long)steps[last]);
-		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or remove that "
-				"directory to %s", path, reason, older);
+		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or remove "
+				"that directory to %s", path, reason, older);
 	}
 	free(steps);
 	return rc;
@@ -2385,8 +2339,8 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			files_check(dir, path, json_object_get(root, "files")) < 0))
 		rc = -1;
 	if (rc == 0 && named >= 0 && named != s->step)
-		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or remove it",
-				path, (long long)s->step, (long long)named);
+		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "
+				"remove it", path, (long long)s->step, (long long)named);
 	json_decref(root);
 	return rc;
 }
@@ -2483,7 +2437,7 @@ static int index_check(struct tokens *t, const char *path, const uint8_t *idx, s
 	return 0;
 }
 
-/* Compares the manifest with the files; sets t->tokenizer and what it claims: the ids' limit and the checksum of .bin. */
+/* Compares the manifest with the files; sets t->tokenizer, and what it claims of the ids: their limit and checksum. */
 static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size, uint32_t *crc)
 {
 	int64_t count, documents, bytes;
@@ -2621,15 +2575,15 @@ void tokens_close(struct tokens *t)
 #define READ_CHUNK (1 << 20)
 
 struct token_writer {
-	struct output bin, idx;
+	FILE *bin, *idx;
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
 	uint32_t crc;                /* of .bin */
 	int64_t done, total;         /* bytes of input, for the progress line; total 0 = unknown */
-	bool show;
-	double started, shown;       /* seconds */
+	bool terminal;
+	double started, shown;       /* seconds: when the work, and the last progress line, began */
 };
 
 static double clock_seconds(void)
@@ -2639,33 +2593,35 @@ static double clock_seconds(void)
 	return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-/* Counts n more bytes of input as done and, five times a second, shows it on a terminal. */
+/* Counts n more bytes of input as done and shows it: five times a second in one line of a terminal, elsewhere as a line
+ * every ten seconds. */
 static void progress(struct token_writer *w, int64_t n)
 {
 	w->done += n;
-	double now = w->show ? clock_seconds() : 0;
-	if (!w->show || now - w->shown < 0.2)
+	double now = clock_seconds();
+	if (now - w->shown < (w->terminal ? 0.2 : 10))
 		return;
 	w->shown = now;
-	double rate = w->done / (now - w->started + 1e-9);
+	double rate = w->done / (now - w->started);
+	const char *begin = w->terminal ? "\r" : "", *end = w->terminal ? "  " : "\n";
 	if (w->total >= w->done)
-		fprintf(stderr, "\rtokenize: %3.0f %%  %.0f MB/s  %.0f s left  ", 100.0 * w->done / w->total, rate / 1e6,
-				(w->total - w->done) / rate);
+		fprintf(stderr, "%stokenize: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, 100.0 * w->done / w->total, rate / 1e6,
+				(w->total - w->done) / rate, end);
 	else
-		fprintf(stderr, "\rtokenize: %.0f MB  %.0f MB/s  ", w->done / 1e6, rate / 1e6);
+		fprintf(stderr, "%stokenize: %.0f MB  %.0f MB/s%s", begin, w->done / 1e6, rate / 1e6, end);
 }
 
 static void put_ids(struct token_writer *w, const uint16_t *ids, size_t n)
 {
 	w->crc = crc32_z(w->crc, (const uint8_t *)ids, n * sizeof *ids);
-	output_put(&w->bin, ids, n * sizeof *ids);
+	fwrite(ids, sizeof *ids, n, w->bin);
 	w->tokens += n, w->length += n;
 }
 
 static void end_sequence(struct token_writer *w)
 {
 	int32_t length = w->length;
-	output_put(&w->idx, &length, sizeof length);
+	fwrite(&length, sizeof length, 1, w->idx);
 	w->sequences++, w->length = 0;
 }
 
@@ -2699,10 +2655,10 @@ static void end_document(struct token_writer *w)
 	w->documents++;
 }
 
-/* Whether writing failed, so that reading on is pointless; output_close has the words. */
+/* Whether writing failed, so that reading on is pointless; file_close has the words. */
 static bool writer_failed(const struct token_writer *w)
 {
-	return w->bin.error || w->idx.error;
+	return ferror(w->bin) || ferror(w->idx);
 }
 
 /* A text file: whatever its bytes are, one document. */
@@ -2773,18 +2729,17 @@ static int add_jsonl(struct token_writer *w, const char *path)
 }
 
 /* Completes the index: behind the lengths, which are in the file already, positions and documents; then the header. */
-static int index_finish(struct token_writer *w)
+static int index_finish(struct token_writer *w, const char *path)
 {
-	output_flush(&w->idx);
 	const uint8_t *file;
 	size_t size;
-	if (w->idx.error)
+	if (writer_failed(w) || fflush(w->idx))
 		return 0; /* reported when closed */
-	if (map_file(w->idx.path, &file, &size) < 0)
+	if (map_file(path, &file, &size) < 0)
 		return -1;
 	int64_t at = 0;
 	for (int64_t i = 0; i < w->sequences; i++) {
-		output_put(&w->idx, &at, sizeof at);
+		fwrite(&at, sizeof at, 1, w->idx);
 		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)sizeof(uint16_t);
 	}
 	unmap_file(file, size);
@@ -2793,14 +2748,14 @@ static int index_finish(struct token_writer *w)
 		if (split < w->num_split && w->split[split] == i - 1)
 			split++;
 		else
-			output_put(&w->idx, &i, sizeof i);
+			fwrite(&i, sizeof i, 1, w->idx);
 	}
 	uint8_t header[IDX_HEADER] = IDX_MAGIC;
 	header[9] = 1, header[17] = BYTE_DTYPE;
 	memcpy(header + 18, &w->sequences, 8);
 	memcpy(header + 26, &(int64_t){w->documents + 1}, 8);
-	if (!w->idx.error && pwrite(w->idx.fd, header, IDX_HEADER, 0) != IDX_HEADER)
-		w->idx.error = errno ? errno : EIO;
+	if (!writer_failed(w) && fseeko(w->idx, 0, SEEK_SET) == 0)
+		fwrite(header, IDX_HEADER, 1, w->idx);
 	return 0;
 }
 
@@ -2815,24 +2770,22 @@ static int manifest_write(const struct token_writer *w, const char *path)
 	return rc;
 }
 
-/* Reads every input and completes .bin and .idx. */
-static int tokenize_all(struct token_writer *w, const char *prefix, int num_files, char **files)
+/* Reads every input and completes .bin and .idx, the latter at idx_path. */
+static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, int num_files, char **files)
 {
 	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
-	output_put(&w->idx, header, IDX_HEADER);
-	w->show = isatty(2), w->started = clock_seconds();
+	fwrite(header, IDX_HEADER, 1, w->idx);
+	w->terminal = isatty(2), w->started = w->shown = clock_seconds();
 	int rc = 0;
 	for (int i = 0; !rc && i < num_files; i++) {
 		size_t n = strlen(files[i]);
 		rc = n >= 6 && !strcmp(files[i] + n - 6, ".jsonl") ? add_jsonl(w, files[i]) : add_text(w, files[i]);
 	}
-	if (w->show)
+	if (w->terminal)
 		fprintf(stderr, "\r%60s\r", "");
 	if (!rc && !writer_failed(w) && !w->documents)
 		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, num_files, num_files == 1 ? "" : "s");
-	if (rc < 0 || index_finish(w) < 0)
-		return -1;
-	return output_close(&w->bin) < 0 ? -1 : output_close(&w->idx);
+	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
 /* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
@@ -2852,44 +2805,42 @@ static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], 
 	return 0;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files)
+int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result)
 {
 	static const char *const suffixes[3] = {".bin", ".idx", ".json"}; /* the manifest vouches for the others: last */
 	char outputs[3][PATH_LEN], temporary[3][PATH_LEN], dir[PATH_LEN];
 	if (strcmp(tokenizer, BYTE_TOKENIZER))
 		return fail("tokenizer `%s` is not known; expected %s", tokenizer, BYTE_TOKENIZER);
+	const char *slash = strrchr(prefix, '/'), *name = slash ? slash + 1 : prefix;
+	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
+		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
+				".idx and .json are made", prefix);
 	for (int k = 0; k < 3; k++)
 		if (path_suffix(outputs[k], prefix, suffixes[k]) < 0 || path_suffix(temporary[k], outputs[k], ".tmp") < 0)
 			return -1;
 	struct token_writer w = {0};
-	if (inputs_check(num_files, files, outputs, &w.total) < 0)
-		return -1;
-	snprintf(dir, sizeof dir, "%s", outputs[0]);
-	char *slash = strrchr(dir, '/');
-	if (slash)
-		slash[slash == dir] = 0; /* keeps the / of the root */
-	else
-		strcpy(dir, ".");
-	if (make_directories(dir) < 0)
+	parent_of(dir, prefix);
+	if (inputs_check(num_files, files, outputs, &w.total) < 0 || make_directories(dir) < 0)
 		return -1;
 
-	int rc = -1;
-	if (output_open(&w.bin, temporary[0]) == 0 && output_open(&w.idx, temporary[1]) == 0 &&
-			tokenize_all(&w, prefix, num_files, files) == 0)
-		rc = manifest_write(&w, temporary[2]);
-	output_drop(&w.bin);
-	output_drop(&w.idx);
+	w.bin = file_create(temporary[0]);
+	w.idx = w.bin ? file_create(temporary[1]) : NULL;
+	int rc = w.idx ? tokenize_all(&w, prefix, temporary[1], num_files, files) : -1;
+	if (w.bin)
+		rc = file_close(w.bin, temporary[0], rc);
+	if (w.idx)
+		rc = file_close(w.idx, temporary[1], rc);
 	free(w.split);
+	if (rc == 0)
+		rc = manifest_write(&w, temporary[2]);
 	for (int k = 0; k < 3; k++) {
 		if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
 			rc = fail("%s: cannot rename to %s: %s", temporary[k], outputs[k], strerror(errno));
 		if (rc < 0)
 			unlink(temporary[k]);
 	}
-	if (rc < 0 || sync_path(dir) < 0)
-		return -1;
-	fprintf(stderr, "%s: %lld documents, %lld tokens\n", prefix, (long long)w.documents, (long long)w.tokens);
-	return 0;
+	*result = (struct tokenized){w.documents, w.tokens, w.tokens - w.documents};
+	return rc < 0 ? -1 : sync_path(dir);
 }
 
 /* ============================================================================================================
@@ -2945,73 +2896,11 @@ int metrics_write(FILE *f, const struct metrics *m)
 	return 0;
 }
 
-/* Goes through a mapped metrics file line by line. */
-struct metrics_reader {
-	const char *path;
-	const uint8_t *data;
-	size_t size, at;             /* at: the end of the last whole line */
-	int64_t line, step;          /* of that line */
-};
-
-/* The next line, a new reference in *row: 1; 0 at the end, or at a last line that was torn off; -1 on error. */
-static int metrics_next(struct metrics_reader *r, json_t **row)
+int metrics_sync(FILE *f)
 {
-	if (r->at == r->size)
-		return 0;
-	const char *text = (const char *)r->data + r->at, *newline = memchr(text, '\n', r->size - r->at);
-	size_t n = newline ? (size_t)(newline + 1 - text) : r->size - r->at;
-	char where[PATH_LEN + 32];
-	snprintf(where, sizeof where, "%s:%lld", r->path, (long long)++r->line);
-	json_error_t error;
-	*row = json_loadb(text, n, JSON_REJECT_DUPLICATES, &error);
-	if (!*row && !newline)
-		return 0;
-	int64_t step = 0;
-	int rc = 1;
-	if (!*row)
-		rc = fail("%s: bad JSON: %s", where, error.text);
-	else if (!json_is_object(*row))
-		rc = fail("%s: is %s; expected an object", where, json_kind(*row));
-	else if (field_int(*row, where, "step", 0, INT64_MAX, &step) < 0)
-		rc = -1;
-	else if (step <= r->step)
-		rc = fail("%s: step %lld after step %lld; expected rising steps", where, (long long)step, (long long)r->step);
-	if (rc < 0) {
-		json_decref(*row);
-		return -1;
-	}
-	r->at += n, r->step = step;
-	return 1;
-}
-
-FILE *metrics_open(const char *output_dir, int64_t step)
-{
-	char path[PATH_LEN];
-	if (make_directories(output_dir) < 0 || path_join(path, output_dir, "metrics.jsonl") < 0)
-		return NULL;
-	struct metrics_reader r = {.path = path, .step = -1};
-	int there = path_exists(path), rc = there;
-	size_t keep = 0;
-	bool newline = true;
-	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
-		return NULL;
-	for (json_t *row; rc > 0 && (rc = metrics_next(&r, &row)) > 0; json_decref(row))
-		if (r.step <= step)
-			keep = r.at, newline = r.data[keep - 1] == '\n';
-	unmap_file(r.data, r.size);
-	if (rc < 0)
-		return NULL;
-	/* Steps rise, so that what goes is always a tail. */
-	if (keep < r.size && truncate(path, keep) < 0) {
-		fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
-		return NULL;
-	}
-	FILE *f = fopen(path, "ae");
-	if (!f)
-		fail("%s: cannot open: %s", path, strerror(errno));
-	else if (!newline)
-		putc('\n', f);
-	return f;
+	if (fflush(f) != 0 || fsync(fileno(f)) < 0)
+		return fail("metrics.jsonl: cannot bring to disk: %s", strerror(errno));
+	return 0;
 }
 
 /* A number, or null for NaN. */
@@ -3023,70 +2912,137 @@ static int metric_value(const json_t *v, const char *where, const char *key, dou
 	return 0;
 }
 
-/* One line into *m, but for expert_load, of which only the length is taken. */
-static int metrics_parse(const json_t *row, const char *where, struct metrics *m)
+/* Goes through a mapped metrics file line by line. */
+struct metrics_reader {
+	const char *path;
+	const uint8_t *data;
+	size_t size, at;             /* at: the end of the last whole line */
+	int64_t line;                /* of that line */
+	struct metrics row;          /* that line, but for expert_load */
+	double *loads;               /* expert_load of all lines, one after the other; the caller frees it */
+	size_t num_loads, load_room;
+};
+
+/* One line into r->row and r->loads. */
+static int metrics_parse(struct metrics_reader *r, const json_t *line, const char *where)
 {
-	int64_t batch;
-	if (field_int(row, where, "step", 0, INT64_MAX, &m->step) < 0 ||
-			field_int(row, where, "samples", 0, INT64_MAX, &m->samples) < 0 ||
-			field_int(row, where, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
-			field_int(row, where, "batch", 0, INT32_MAX, &batch) < 0)
+	struct metrics *m = &r->row;
+	int64_t batch, before = m->step;
+	if (field_int(line, where, "step", 0, INT64_MAX, &m->step) < 0)
+		return -1;
+	if (m->step <= before)
+		return fail("%s: step %lld after step %lld; expected rising steps", where, (long long)m->step, (long long)before);
+	if (field_int(line, where, "samples", 0, INT64_MAX, &m->samples) < 0 ||
+			field_int(line, where, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
+			field_int(line, where, "batch", 0, INT32_MAX, &batch) < 0)
 		return -1;
 	m->batch = batch;
 	for (size_t i = 0; i < NUM_METRIC_REALS; i++) {
 		const char *key = metric_reals[i].key;
-		if (metric_value(json_object_get(row, key), where, key, (double *)((char *)m + metric_reals[i].offset)) < 0)
+		if (metric_value(json_object_get(line, key), where, key, (double *)((char *)m + metric_reals[i].offset)) < 0)
 			return -1;
 	}
-	const json_t *load = json_object_get(row, "expert_load"), *valid = json_object_get(row, "valid_loss");
+	const json_t *load = json_object_get(line, "expert_load"), *valid = json_object_get(line, "valid_loss");
 	if (!json_is_array(load))
 		return fail("%s: `expert_load` is %s; expected an array", where, json_kind(load));
 	m->num_layers = json_array_size(load);
+	r->loads = grow(r->loads, r->num_loads, &r->load_room, m->num_layers, sizeof *r->loads);
+	for (int i = 0; i < m->num_layers; i++)
+		if (metric_value(json_array_get(load, i), where, "expert_load", &r->loads[r->num_loads++]) < 0)
+			return -1;
 	m->has_valid_loss = valid;
+	m->valid_loss = 0;
 	return valid ? metric_value(valid, where, "valid_loss", &m->valid_loss) : 0;
+}
+
+/* The next line into r->row: 1; 0 at the end, or at a last line that was torn off; -1 on error. */
+static int metrics_next(struct metrics_reader *r)
+{
+	if (r->at == r->size)
+		return 0;
+	const char *text = (const char *)r->data + r->at, *newline = memchr(text, '\n', r->size - r->at);
+	size_t n = newline ? (size_t)(newline + 1 - text) : r->size - r->at;
+	char where[PATH_LEN + 32];
+	snprintf(where, sizeof where, "%s:%lld", r->path, (long long)++r->line);
+	json_error_t error;
+	json_t *line = json_loadb(text, n, JSON_REJECT_DUPLICATES, &error);
+	if (!line && !newline)
+		return 0;
+	int rc;
+	if (!line)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(line))
+		rc = fail("%s: is %s; expected an object", where, json_kind(line));
+	else
+		rc = metrics_parse(r, line, where);
+	json_decref(line);
+	r->at += n;
+	return rc < 0 ? -1 : 1;
+}
+
+FILE *metrics_open(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN];
+	if (make_directories(output_dir) < 0 || path_join(path, output_dir, "metrics.jsonl") < 0)
+		return NULL;
+	struct metrics_reader r = {.path = path, .row.step = -1};
+	int there = path_exists(path), rc = there;
+	size_t keep = 0;
+	int64_t last = 0;            /* step that is kept */
+	bool newline = true;
+	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
+		return NULL;
+	while (rc > 0 && (rc = metrics_next(&r)) > 0)
+		if (r.row.step <= step)
+			keep = r.at, last = r.row.step, newline = r.data[keep - 1] == '\n';
+	unmap_file(r.data, r.size);
+	free(r.loads);
+	if (rc == 0 && r.size && last < step)
+		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move the "
+				"file away to begin a new one", path, (long long)last, (long long)step);
+	/* Steps rise, so that what goes is always a tail. */
+	if (rc == 0 && keep < r.size && truncate(path, keep) < 0)
+		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
+	if (rc < 0)
+		return NULL;
+	FILE *f = fopen(path, "ae");
+	if (!f)
+		fail("%s: cannot open: %s", path, strerror(errno));
+	else if (!newline)
+		putc('\n', f);
+	return f;
 }
 
 int metrics_read(const char *run_dir, struct metrics **out, int *count)
 {
-	char path[PATH_LEN], where[PATH_LEN + 32];
-	struct metrics_reader r = {.path = path, .step = -1};
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1};
 	if (path_join(path, run_dir, "metrics.jsonl") < 0 || map_file(path, &r.data, &r.size) < 0)
 		return -1;
 	struct metrics *lines = NULL;
-	double *loads = NULL;        /* of all lines, one after the other */
-	size_t n = 0, num_loads = 0, line_room = 0, load_room = 0;
+	size_t n = 0, room = 0;
 	int rc;
-	for (json_t *row; (rc = metrics_next(&r, &row)) > 0; json_decref(row)) {
-		snprintf(where, sizeof where, "%s:%lld", path, (long long)r.line);
-		lines = grow(lines, n, &line_room, 1, sizeof *lines);
-		if ((rc = metrics_parse(row, where, &lines[n])) == 0) {
-			const json_t *load = json_object_get(row, "expert_load");
-			loads = grow(loads, num_loads, &load_room, lines[n].num_layers, sizeof *loads);
-			for (int i = 0; !rc && i < lines[n].num_layers; i++)
-				rc = metric_value(json_array_get(load, i), where, "expert_load", &loads[num_loads + i]);
-			num_loads += lines[n++].num_layers;
-		}
-		if (rc < 0) {
-			json_decref(row);
-			break;
-		}
+	while ((rc = metrics_next(&r)) > 0) {
+		lines = grow(lines, n, &room, 1, sizeof *lines);
+		lines[n++] = r.row;
 	}
 	unmap_file(r.data, r.size);
 	if (rc == 0) {
-		*out = allocate(n * sizeof **out + num_loads * sizeof *loads);
+		*out = allocate(n * sizeof **out + r.num_loads * sizeof *r.loads);
 		*count = n;
 		double *load = (double *)(*out + n);
 		if (n)
 			memcpy(*out, lines, n * sizeof **out);
-		if (num_loads)
-			memcpy(load, loads, num_loads * sizeof *loads);
+		if (r.num_loads)
+			memcpy(load, r.loads, r.num_loads * sizeof *load);
 		for (size_t i = 0; i < n; load += lines[i++].num_layers)
 			(*out)[i].expert_load = load;
 	}
 	free(lines);
-	free(loads);
+	free(r.loads);
 	return rc;
 }
+
 /* ============================================================================================================
  * Pictures: a canvas on which strokes are laid as ink and painted, a font, axes, three panels, a PNG
  * ========================================================================================================== */
@@ -3640,27 +3596,30 @@ static void load_panel(struct canvas *c, const struct metrics *m, int n, int lay
 	draw_heading(c, top, heading, NULL, 0);
 }
 
-/* Writes the picture under a temporary name and renames it. */
+/* Writes the picture under a temporary name and renames it. A link stays what it is: what it points to is replaced, or
+ * made. A device or a pipe is written to. */
 static int write_png(const char *path, const uint8_t *rgb)
 {
 	char temporary[PATH_LEN];
-	if (snprintf(temporary, sizeof temporary, "%s.tmp", path) >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", path, PATH_LEN - 5);
-	FILE *f = fopen(temporary, "wb");
-	if (!f)
-		return fail("%s: cannot write: %s", temporary, strerror(errno));
-	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
-	image.width = PLOT_WIDTH, image.height = PLOT_HEIGHT;
-	int rc = 0;
-	if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL))
-		rc = fail("%s: cannot write the picture: %s", temporary, image.message);
-	if (fclose(f) < 0 && rc == 0)
-		rc = fail("%s: cannot write: %s", temporary, strerror(errno));
-	if (rc == 0 && rename(temporary, path) < 0)
-		rc = fail("%s: cannot rename %s to this name: %s", path, temporary, strerror(errno));
-	if (rc < 0)
-		unlink(temporary);
-	return rc;
+	struct stat st;
+	char *real = realpath(path, NULL); /* NULL: not there, or a link to nowhere */
+	const char *target = real ? real : path;
+	bool in_place = real ? stat(real, &st) == 0 && !S_ISREG(st.st_mode) : lstat(path, &st) == 0;
+	FILE *f = NULL;
+	int rc = path_suffix(temporary, target, in_place ? "" : ".tmp");
+	if (rc == 0 && (f = file_create(temporary))) {
+		png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
+		image.width = PLOT_WIDTH, image.height = PLOT_HEIGHT;
+		if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL))
+			rc = fail("%s: cannot write the picture: %s", temporary, image.message);
+		rc = file_close(f, temporary, rc);
+		if (rc == 0 && !in_place && rename(temporary, target) < 0) {
+			rc = fail("%s: cannot rename %s to this name: %s", target, temporary, strerror(errno));
+			unlink(temporary);
+		}
+	}
+	free(real);
+	return f ? rc : -1;
 }
 
 /* Draws n > 0 steps as one picture with a title. */

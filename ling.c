@@ -1524,7 +1524,12 @@ static int command_eval(const struct arguments *a)
 
 static int command_tokenize(const struct arguments *a)
 {
-	return tokenize_files(a->out, a->tokenizer, a->num_words, a->words) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	struct tokenized t;
+	if (tokenize_files(a->out, a->tokenizer, a->num_words, a->words, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %lld documents, %lld tokens, %lld bytes\n", a->out, (long long)t.documents, (long long)t.tokens,
+			(long long)t.bytes);
+	return EXIT_DONE;
 }
 
 static int command_info(const struct arguments *a)

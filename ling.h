@@ -157,7 +157,7 @@ struct trainer_state {         /* what a run must remember besides weights and o
 };
 
 /* Writes OUTPUT_DIR/step-NNNNNNN/ whole or not at all (temporary name, fsync, rename), then removes all but the `keep` newest
- * (0 = keep all). model holds Hugging Face names, optimizer exp_avg.NAME and exp_avg_sq.NAME. */
+ * (0 = keep all). A checkpoint that is there already is not replaced. model holds Hugging Face names, optimizer exp_avg.NAME and exp_avg_sq.NAME. */
 int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
 		const struct array *optimizer, int num_optimizer);
 /* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is not
@@ -184,9 +184,10 @@ int tokens_open(struct tokens *t, const char *prefix, int vocab_size);
 /* Copies tokens [start, start+n); the range must lie within the file. */
 void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
 void tokens_close(struct tokens *t);
+struct tokenized { int64_t documents, tokens, bytes; };
 /* Turns text and JSONL files into PREFIX.bin, .idx and .json. The byte tokenizer: a byte is its token, 256 ends a document.
- * A text file is one document; a .jsonl line's `text` field is one. */
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files);
+ * A text file is one document; a .jsonl line's `text` field is one. Shows progress on stderr. */
+int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result);
 
 /* -- metrics -- */
 
@@ -199,16 +200,20 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	bool has_valid_loss;
 	double valid_loss;
 };
-/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. */
+/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. A file
+ * that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
 FILE *metrics_open(const char *output_dir, int64_t step);
 int metrics_write(FILE *f, const struct metrics *m);
+/* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
+int metrics_sync(FILE *f);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 
-/* Draws RUN_DIR's metrics as a PNG: training and validation loss, learning rate and batch size, expert load by layer. */
+/* Draws RUN_DIR's metrics as a PNG: training and validation loss, learning rate and batch size, expert load by layer. A
+ * device, a pipe or a link as png_path stays one. */
 int plot_run(const char *run_dir, const char *png_path);
 
-/* Creates DIR and its parents. */
+/* Creates DIR and its parents, on disk when it returns. */
 int make_directories(const char *dir);
 
 /* ============================================================================================================

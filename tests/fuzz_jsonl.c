@@ -1,6 +1,6 @@
 /*
  * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first byte
- * chooses; the rest is the file. Run it with -close_fd_mask=2: tokenize_files reports on stderr.
+ * chooses; the rest is the file.
  */
 #define SEQUENCE_MAX 16
 #include "../data.c"
@@ -19,31 +19,36 @@ static void tokenize(char *path)
 {
 	char prefix[PATH_LEN];
 	struct tokens t;
-	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", 1, &path) < 0)
+	struct tokenized result;
+	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", 1, &path, &result) < 0)
 		return;
-	if (tokens_open(&t, prefix, 257) < 0 || t.documents < 1 || t.count < 2)
+	if (tokens_open(&t, prefix, 257) < 0 || t.documents < 1 || t.count < 2 || t.count != result.tokens)
 		abort();
 	tokens_close(&t);
 }
 
-/* What could be read must be readable after lines are cut off too. */
-static void read_metrics(int64_t step)
+/* What could be read must be readable after lines are cut off too, unless lines are missing; nothing else can be opened. */
+static void read_metrics(int64_t step, bool empty)
 {
 	struct metrics *m;
 	int n, kept = 0;
+	int64_t last = 0;
 	if (metrics_read(dir, &m, &n) < 0) {
-		FILE *f = metrics_open(dir, step);
-		if (f)
-			fclose(f);
+		if (metrics_open(dir, step))
+			abort();
 		return;
 	}
 	for (int i = 0; i < n; i++)
-		kept += m[i].step <= step;
+		if (m[i].step <= step)
+			kept++, last = m[i].step;
 	free(m);
 	FILE *f = metrics_open(dir, step);
-	if (!f || fclose(f) != 0 || metrics_read(dir, &m, &n) < 0 || n != kept)
+	if (!f != (last < step && !empty))
 		abort();
-	free(m);
+	if (f && (fclose(f) != 0 || metrics_read(dir, &m, &n) < 0 || n != kept))
+		abort();
+	if (f)
+		free(m);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
@@ -63,7 +68,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		tokenize(text);
 	} else {
 		put_file(metrics, data, n - 1);
-		read_metrics(kind - 110);
+		read_metrics(kind - 110, n == 1);
 	}
 	return 0;
 }

@@ -4,8 +4,20 @@
 #include "../data.c"
 
 #include "test.h"
+#include <signal.h>
+#include <sys/resource.h>
 
 static char folder[] = "/tmp/ling-test-config-XXXXXX";
+
+/* Lets no file grow beyond so many bytes: a full disk. */
+static void limit_files(rlim_t bytes)
+{
+	struct rlimit limit;
+	signal(SIGXFSZ, SIG_IGN);
+	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+	limit.rlim_cur = bytes;
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
 
 /* Writes a file into the test's folder; its path is good until the next call with the same slot. */
 static const char *put_bytes(const char *name, const void *data, size_t size)
@@ -346,8 +358,10 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 		{"run.yaml:4: schedule.decay: the key steps is missing"}},
 	{"ramp without tokens", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 4}"), {"the key tokens is missing"}},
 	{"ramp empty", BAD_TRAIN("steps: 9, batch_warmup: {}"), {"train.batch_warmup: the key start is missing"}},
-	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"), {"increment: found 0", "at least 1"}},
-	{"ramp all 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 0, increment: 0, tokens: 0}"), {"start: found 0", "at least 1"}},
+	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"),
+		{"increment: found 0", "at least 1"}},
+	{"ramp all 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 0, increment: 0, tokens: 0}"),
+		{"start: found 0", "at least 1"}},
 	{"ramp from above", BAD_TRAIN("steps: 9, batch_warmup: {start: 32, increment: 4, tokens: 9}"),
 		{"start: found 32", "train.batch, which is 16"}},
 	/* model files */
@@ -596,8 +610,11 @@ static void test_huggingface_round_trip(void **state)
 	json_decref(root);
 	expect_words("no folder", config_to_huggingface(&c.model, "/nowhere/config.json"),
 			(const char *const[3]){"/nowhere/config.json", "cannot create"});
-	expect_words("full disk", config_to_huggingface(&c.model, "/dev/full"),
-			(const char *const[3]){"/dev/full", "No space"});
+	limit_files(100);
+	int rc = config_to_huggingface(&c.model, path);
+	limit_files(RLIM_INFINITY);
+	expect_words("full disk", rc, (const char *const[3]){path, "File too large"});
+	assert_int_equal(access(path, F_OK), -1);
 }
 
 /* Compares the config of a checkpoint, after its way through JSON text, with the one of `full` and overrides. */
@@ -629,7 +646,8 @@ static void test_resume(void **state)
 	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
 		"train.output_dir=elsewhere", "data.train=other"};
 	assert_int_equal(compare(saved, 6, harmless, path), 0);
-	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\ndata.train: \"build/data/train\" -> \"other\"\n"
+	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
+			"data.train: \"build/data/train\" -> \"other\"\n"
 			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
 			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n");
@@ -684,7 +702,8 @@ static void test_init(void **state)
 	expect_words("norm_topk_prob", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){
 			"model.norm_topk_prob is false, the config asks for true"});
 	theirs = c.model, theirs.num_hidden_layers = 5, theirs.num_experts = 3;
-	expect_words("layers", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){"model.num_hidden_layers is 5"});
+	expect_words("layers", config_check_init(&theirs, &c.model, "hf"), (const char *const[3]){
+			"model.num_hidden_layers is 5"});
 	/* All layers dense: the experts' keys have no effect, intermediate_size has. */
 	struct model_config dense = c.model;
 	dense.first_k_dense_replace = dense.num_hidden_layers, dense.intermediate_size = 64;
@@ -692,7 +711,8 @@ static void test_init(void **state)
 	theirs.num_shared_experts = 9, theirs.moe_intermediate_size = 5;
 	assert_int_equal(config_check_init(&theirs, &dense, "hf"), 0);
 	theirs.intermediate_size = 65;
-	expect_words("width", config_check_init(&theirs, &dense, "hf"), (const char *const[3]){"model.intermediate_size is 65"});
+	expect_words("width", config_check_init(&theirs, &dense, "hf"), (const char *const[3]){
+			"model.intermediate_size is 65"});
 }
 
 /* Every key is printed, and every default is one that its own key accepts. */
@@ -742,7 +762,8 @@ int main(void)
 		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
-		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init), cmocka_unit_test(test_keys),
+		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
+		cmocka_unit_test(test_keys),
 	};
 	return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

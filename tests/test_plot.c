@@ -4,12 +4,24 @@
 #include "../data.c"
 
 #include "test.h"
+#include <signal.h>
+#include <sys/resource.h>
 
 enum { LOSS_TOP = 105, LOSS_BOTTOM = 610, LOAD_TOP = 1080, LOAD_BOTTOM = 1430, MIDDLE = (PLOT_LEFT + PLOT_RIGHT) / 2 };
 static const uint32_t TRAIN = 0x93bce4, SMOOTH = 0x1f5fa8, VALID = 0xe07a10, LR = 0x14806a, BATCH = 0x8a4fa8;
 
 static char test_dir[] = "/tmp/ling-plot-XXXXXX";
 static uint8_t picture[PLOT_WIDTH * PLOT_HEIGHT * 3];
+
+/* Lets no file grow beyond so many bytes: a full disk. */
+static void limit_files(rlim_t bytes)
+{
+	struct rlimit limit;
+	signal(SIGXFSZ, SIG_IGN);
+	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+	limit.rlim_cur = bytes;
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
 
 static int make_test_dir(void **state)
 {
@@ -314,11 +326,51 @@ static void what_cannot_be_written_is_said(void **state)
 	assert_int_equal(access(path, F_OK), -1);
 	memset(too_long, 'x', sizeof too_long - 1), too_long[sizeof too_long - 1] = 0;
 	assert_int_equal(plot_metrics(m, 5, "t", too_long), -1);
-	if (access("/dev/full", W_OK) == 0 && symlink("/dev/full", "full.png.tmp") == 0) {
-		assert_int_equal(plot_metrics(m, 5, "t", "full.png"), -1);
-		assert_non_null(strstr(error_text, "full.png"));
-		assert_int_equal(access("full.png.tmp", F_OK), -1);
+	path_in_test_dir(path, "full.png");
+	limit_files(10000);
+	int rc = plot_metrics(m, 5, "t", path);
+	limit_files(RLIM_INFINITY);
+	assert_int_equal(rc, -1);
+	assert_non_null(strstr(error_text, "full.png.tmp"));
+	path_in_test_dir(path, "full.png.tmp");
+	assert_int_equal(access(path, F_OK), -1);
+	free(m);
+}
+
+/* Pipes and links stay what they are; a picture comes out all the same. */
+static void what_is_no_plain_file_stays_that(void **state)
+{
+	(void)state;
+	struct metrics *m = make_run(5, 1, 1, 0);
+	struct stat st;
+	char plain[PATH_LEN], link[PATH_LEN], fifo[PATH_LEN], copy[PATH_LEN], command[2 * PATH_LEN + 16];
+	path_in_test_dir(plain, "plain.png"), path_in_test_dir(link, "link.png");
+	path_in_test_dir(fifo, "fifo"), path_in_test_dir(copy, "copy.png");
+	assert_int_equal(symlink("plain.png", link), 0);
+	for (int i = 0; i < 2; i++) { /* to nowhere, to a file */
+		assert_int_equal(plot_metrics(m, 5, "t", link), 0);
+		assert_true(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
+		assert_true(lstat(plain, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 1000);
+		const off_t size = st.st_size;
+		assert_int_equal(truncate(plain, 1), 0);
+		assert_int_equal(plot_metrics(m, 5, "t", plain), 0);
+		assert_true(lstat(plain, &st) == 0 && st.st_size == size);
 	}
+	assert_int_equal(unlink(link), 0);
+	assert_int_equal(mkfifo(fifo, 0600), 0);
+	assert_int_equal(symlink("fifo", link), 0);
+	snprintf(command, sizeof command, "cat %s > %s", fifo, copy);
+	FILE *reader = popen(command, "r");
+	assert_non_null(reader);
+	assert_int_equal(plot_metrics(m, 5, "t", link), 0);
+	assert_int_equal(pclose(reader), 0);
+	assert_true(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
+	assert_true(lstat(fifo, &st) == 0 && S_ISFIFO(st.st_mode));
+	const off_t size = lstat(plain, &st) == 0 ? st.st_size : 0;
+	assert_true(lstat(copy, &st) == 0 && st.st_size == size);
+	unlink(plain), unlink(link), unlink(fifo), unlink(copy);
+	assert_int_equal(plot_metrics(m, 5, "t", "/dev/null"), 0);
+	assert_true(lstat("/dev/null", &st) == 0 && S_ISCHR(st.st_mode));
 	free(m);
 }
 
@@ -364,6 +416,7 @@ int main(void)
 		cmocka_unit_test(a_million_steps_keep_their_one_spike),
 		cmocka_unit_test(a_long_name_is_not_clipped),
 		cmocka_unit_test(what_cannot_be_written_is_said),
+		cmocka_unit_test(what_is_no_plain_file_stays_that),
 		cmocka_unit_test(a_run_directory_is_plotted),
 	};
 	return cmocka_run_group_tests(tests, make_test_dir, remove_test_dir);

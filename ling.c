@@ -1137,9 +1137,7 @@ static int lock_directory(const char *dir)
 /* Saves, with the metrics so far on disk before the checkpoint that counts on them. */
 static int save_progress(struct trainer *t, FILE *metrics_file)
 {
-	if (fsync(fileno(metrics_file)) < 0)
-		return fail("%s/metrics.jsonl: cannot bring to disk: %s", t->config.train.output_dir, strerror(errno));
-	return trainer_save(t);
+	return metrics_sync(metrics_file) < 0 ? -1 : trainer_save(t);
 }
 
 /* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */

@@ -1243,77 +1243,87 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
  * ling info: parameters, memory, FLOPs
  * ========================================================================================================== */
 
-struct parameter_part { const char *name; int64_t total, active; };
+/* The parts that parameters are counted in; a tensor belongs to the first one whose pattern is in its name. */
+enum { NUM_PARAMETER_PARTS = 7 };
+static const struct { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS] = {
+	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
+	{"router", "mlp.gate.weight"}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."},
+};
 
-/* Parameters by part; active ones are those that one token uses. Returns the number of parts, the sum being the last. */
-static int count_parts(struct parameter_part part[8], const struct model_config *c)
+struct parameter_count { int64_t total, active; }; /* active ones are those that one token uses */
+
+/* Counts the parameters of each part, and all of them in the last element. Also gives the FLOPs of training on a token at seq_len: 6 for
+ * each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len / 2 tokens on average. */
+static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c,
+		const struct memory_plan *plan, int64_t seq_len)
 {
-	const int64_t H = c->hidden_size, layers = c->num_hidden_layers, dense = c->first_k_dense_replace, moe = layers - dense;
-	const int64_t expert = 3 * H * c->moe_intermediate_size;
-	const int64_t biases = (c->use_qkv_bias ? qkv_width(c) : 0) + (c->use_bias ? H : 0);
-	const int64_t attention = layers * ((qkv_width(c) + attention_width(c)) * H + biases);
-	const int64_t embedding = (int64_t)c->vocab_size * H, head = c->tie_word_embeddings ? 0 : embedding;
-	const int64_t shared = moe * c->num_shared_experts * expert, dense_ffn = dense * 3 * H * c->intermediate_size;
-	const int64_t router = moe * c->num_experts * H, norms = (2 * layers + 1) * H;
-	int n = 0;
-	part[n++] = (struct parameter_part){"embedding", embedding, embedding};
-	part[n++] = (struct parameter_part){"attention", attention, attention};
-	part[n++] = (struct parameter_part){"router", router, router};
-	part[n++] = (struct parameter_part){"experts", moe * c->num_experts * expert, moe * c->num_experts_per_tok * expert};
-	part[n++] = (struct parameter_part){"shared and dense", shared + dense_ffn, shared + dense_ffn};
-	part[n++] = (struct parameter_part){"norms", norms, norms};
-	part[n++] = (struct parameter_part){"head", head, head};
-	struct parameter_part sum = {"total", 0, 0};
-	for (int i = 0; i < n; i++)
-		sum.total += part[i].total, sum.active += part[i].active;
-	part[n++] = sum;
-	return n;
+	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct parameter_walk walk = {.tensors = calloc(plan->num_tensors, sizeof *walk.tensors)};
+	int rc = params.layer && walk.tensors ? 0 : fail("out of memory for the names of %lld tensors", (long long)plan->num_tensors);
+	int64_t products = 0;
+	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
+	if (rc == 0)
+		add_model(&walk, c, &params);
+	for (int i = 0; rc == 0 && i < walk.num_tensors; i++) {
+		const struct tensor *t = &walk.tensors[i];
+		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
+		int part = 0;
+		while (!strstr(t->name, parameter_parts[part].pattern))
+			part++;
+		count[part].total += tensor_size(t);
+		if (!expert) {
+			count[part].active += tensor_size(t);
+			products += t->cols && !looked_up ? tensor_size(t) : 0;
+		}
+	}
+	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {
+		if (!strcmp(parameter_parts[part].name, "experts") && c->num_experts) {
+			count[part].active = count[part].total / c->num_experts * c->num_experts_per_tok;
+			products += count[part].active;
+		}
+		count[NUM_PARAMETER_PARTS].total += count[part].total;
+		count[NUM_PARAMETER_PARTS].active += count[part].active;
+	}
+	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
+	free(walk.tensors);
+	free(params.layer);
+	return rc;
 }
 
-/* FLOPs of a training step per token: 6 for each active matmul parameter (2 forward, 4 backward), and causal attention over
- * seq_len tokens, half of which a token sees on average. */
-static double flops_per_token(const struct model_config *c, int64_t seq_len)
-{
-	struct parameter_part part[8];
-	const int n = count_parts(part, c);
-	const int64_t H = c->hidden_size, layers = c->num_hidden_layers;
-	int64_t matmul = part[n - 1].active - (2 * layers + 1) * H - (int64_t)c->vocab_size * H; /* less norms and the look-up ... */
-	matmul += c->tie_word_embeddings ? (int64_t)c->vocab_size * H : 0; /* ... but a tied embedding is the head's matrix too */
-	matmul -= layers * ((c->use_qkv_bias ? qkv_width(c) : 0) + (c->use_bias ? H : 0));
-	return 6.0 * matmul + 6.0 * layers * attention_width(c) * seq_len;
-}
-
+/* Prints what a model needs, for the config's seq_len and micro_batch, or for some usual ones where it has none. */
 static int print_info(const struct config *config, bool json)
 {
 	const struct model_config *c = &config->model;
 	const int L = config->data.seq_len ? config->data.seq_len : c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096;
 	const int B = config->train.micro_batch ? config->train.micro_batch : 1;
 	struct memory_plan plan = {0};
-	struct parameter_part part[8];
-	const int n = count_parts(part, c);
-	if (plan_memory(&plan, c, B, L, true) < 0)
+	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
+	double flops;
+	if (plan_memory(&plan, c, B, L, true) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
 		return -1;
-	const double flops = flops_per_token(c, L);
-	const size_t total = plan.weights + plan.gradients + plan.optimizer + plan.activations;
+	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
+	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
+			{"optimizer", plan.optimizer}, {"activations", plan.activations},
+			{"total", plan.weights + plan.gradients + plan.optimizer + plan.activations}};
 	if (json) {
-		printf("{\"parameters\": %lld, \"active_parameters\": %lld, \"parts\": {", (long long)part[n - 1].total,
-				(long long)part[n - 1].active);
-		for (int i = 0; i < n - 1; i++)
-			printf("%s\"%s\": {\"parameters\": %lld, \"active\": %lld}", i ? ", " : "", part[i].name, (long long)part[i].total,
-					(long long)part[i].active);
-		printf("}, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {\"weights\": %zu, \"gradients\": %zu, \"optimizer\": %zu, "
-				"\"activations\": %zu, \"total\": %zu}, \"flops_per_token\": %.0f}\n", B, L, plan.weights, plan.gradients,
-				plan.optimizer, plan.activations, total, flops);
+		printf("{\"parameters\": %lld, \"active_parameters\": %lld, \"parts\": {", (long long)all->total, (long long)all->active);
+		for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
+			printf("%s\"%s\": {\"parameters\": %lld, \"active\": %lld}", i ? ", " : "", parameter_parts[i].name,
+					(long long)count[i].total, (long long)count[i].active);
+		printf("}, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {", B, L);
+		for (int i = 0; i < 5; i++)
+			printf("%s\"%s\": %zu", i ? ", " : "", memory[i].name, memory[i].bytes);
+		printf("}, \"flops_per_token\": %.0f}\n", flops);
 		return 0;
 	}
 	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
-	for (int i = 0; i < n; i++)
-		printf("%-18s %18lld %18lld\n", part[i].name, (long long)part[i].total, (long long)part[i].active);
+	for (int i = 0; i <= NUM_PARAMETER_PARTS; i++)
+		printf("%-18s %18lld %18lld\n", i < NUM_PARAMETER_PARTS ? parameter_parts[i].name : "total", (long long)count[i].total,
+				(long long)count[i].active);
 	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", B, L);
-	printf("%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n%-18s %15.3f GB\n", "weights", plan.weights / 1e9,
-			"gradients", plan.gradients / 1e9, "optimizer", plan.optimizer / 1e9, "activations", plan.activations / 1e9, "total",
-			total / 1e9);
-	printf("\nFLOPs of training a token at seq_len %d: %.4g\n", L, flops);
+	for (int i = 0; i < 5; i++)
+		printf("%-18s %15.3f %s\n", memory[i].name, memory[i].bytes / (plan.weights > 1e8 ? 1e9 : 1e6), plan.weights > 1e8 ? "GB" : "MB");
+	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", L, flops);
 	return 0;
 }
 
@@ -1378,7 +1388,11 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
-	b->flops = flops_per_token(&t->config.model, L) * b->tokens;
+	struct memory_plan plan = {.num_tensors = t->model.num_tensors};
+	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
+	if (count_parameters(count, &b->flops, &t->config.model, &plan, L) < 0)
+		return -1;
+	b->flops *= b->tokens;
 	return 0;
 }
 
@@ -1412,8 +1426,10 @@ const char *argp_program_version = "ling " LING_VERSION;
 
 /* What the command line of any command may hold. */
 struct arguments {
+	const struct command *command;
+	unsigned given;              /* a bit for each option that was given, see OPTION_BIT */
 	char **words;                /* the words that are no options */
-	int num_words, min_words;
+	int num_words;
 	const char *tokenizer, *out, *data;
 	int seq_len;
 	int64_t max_windows;
@@ -1421,6 +1437,18 @@ struct arguments {
 };
 
 enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_JSON, OPTION_KEYS };
+
+#define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
+
+struct command {
+	const char *name;
+	int (*run)(const struct arguments *);
+	bool computes;               /* worth the best environment, see use_best_environment */
+	int min_words, max_words;    /* max_words 0: any number */
+	unsigned required;           /* options that must be given */
+	const char *usage, *help;
+	struct argp_option options[6];
+};
 
 /* A whole number from 1 to `max`, or a usage error. */
 static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
@@ -1433,9 +1461,24 @@ static int64_t parse_count(const char *text, const char *option, int64_t max, st
 	return n;
 }
 
+/* Checks that a command line holds what its command needs. */
+static void check_usage(const struct arguments *a, struct argp_state *state)
+{
+	const struct command *c = a->command;
+	for (const struct argp_option *o = c->options; o->name; o++)
+		if (c->required & ~a->given & OPTION_BIT(o->key))
+			argp_error(state, "--%s is required", o->name);
+	if (a->num_words < c->min_words)
+		argp_error(state, "too few arguments");
+	if (c->max_words && a->num_words > c->max_words)
+		argp_error(state, "unexpected '%s'", a->words[c->max_words]);
+}
+
 static error_t parse_option(int key, char *value, struct argp_state *state)
 {
 	struct arguments *a = state->input;
+	if (key >= OPTION_TOKENIZER && key <= OPTION_KEYS)
+		a->given |= OPTION_BIT(key);
 	switch (key) {
 	case OPTION_TOKENIZER: a->tokenizer = value; break;
 	case OPTION_OUT: a->out = value; break;
@@ -1450,10 +1493,7 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 		a->words = state->argv + state->next;
 		a->num_words = state->argc - state->next;
 		break;
-	case ARGP_KEY_END:
-		if (a->num_words < a->min_words)
-			argp_error(state, "too few arguments");
-		break;
+	case ARGP_KEY_END: check_usage(a, state); break;
 	default: return ARGP_ERR_UNKNOWN;
 	}
 	return 0;
@@ -1487,8 +1527,13 @@ static int command_eval(const struct arguments *a)
 	struct tokens data;
 	struct model m;
 	struct evaluation e;
-	if (config_from_huggingface(&c, a->words[0]) < 0)
+	if (config_from_huggingface(&c, a->words[0]) < 0) {
+		char path[PATH_LEN + 32];
+		snprintf(path, sizeof path, "%s/metrics.jsonl", a->words[0]);
+		if (access(path, F_OK) == 0)
+			fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", a->words[0], a->words[0]);
 		return EXIT_WORK_FAILED;
+	}
 	if (a->seq_len > c.max_position_embeddings) {
 		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
@@ -1583,35 +1628,27 @@ static int command_plot(const struct arguments *a)
 
 #define JSON_OPTION {"json", OPTION_JSON, NULL, 0, "Print one JSON object", 0}
 
-static const struct command {
-	const char *name;
-	int (*run)(const struct arguments *);
-	bool computes;
-	int min_words, max_words;    /* max_words 0: any number */
-	const char *usage, *help;
-	struct argp_option options[6];
-	struct arguments defaults;
-} commands[] = {
-	{"train", command_train, true, 1, 0, "CONFIG.yaml [key.path=value ...]",
+static const struct command commands[] = {
+	{"train", command_train, true, 1, 0, 0, "CONFIG.yaml [key.path=value ...]",
 		"Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
-		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}, {0}},
-	{"eval", command_eval, true, 1, 1, "MODEL_DIR --data PREFIX --seq-len L",
+		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}},
+	{"eval", command_eval, true, 1, 1, OPTION_BIT(OPTION_DATA) | OPTION_BIT(OPTION_SEQ_LEN), "MODEL_DIR --data PREFIX --seq-len L",
 		"Cross-entropy and perplexity of a token file, over all its full windows. MODEL_DIR is a checkpoint or a Hugging Face directory.",
 		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx (required)", 0},
 		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
-		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}, {0}},
-	{"tokenize", command_tokenize, false, 1, 0, "--out PREFIX FILE...",
+		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}},
+	{"tokenize", command_tokenize, false, 1, 0, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...",
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
-		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}, {.tokenizer = "byte"}},
-	{"info", command_info, false, 1, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
-		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}, {0}},
-	{"bench", command_bench, true, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
+		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
+	{"info", command_info, false, 1, 0, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
+		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}},
+	{"bench", command_bench, true, 0, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
-		{JSON_OPTION}, {0}},
-	{"plot", command_plot, false, 1, 1, "RUN_DIR",
+		{JSON_OPTION}},
+	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
-		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}, {0}},
+		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
@@ -1635,7 +1672,7 @@ static void use_best_environment(char **argv)
 	if (!core && !spins)
 		return;
 	if (spins)
-		setenv("GOMP_SPINCOUNT", "4000", 1);
+		setenv("GOMP_SPINCOUNT", "1000", 1);
 	if (core) {
 		fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
 				blas_core(), core, core);
@@ -1682,17 +1719,9 @@ int main(int argc, char **argv)
 	snprintf(name, sizeof name, "ling %s", command->name);
 	argv[1] = name; /* argp takes the program's name in messages from here */
 	argp_err_exit_status = EXIT_WRONG_USE;
-	struct arguments a = command->defaults;
-	a.min_words = command->min_words;
+	struct arguments a = {.command = command, .tokenizer = "byte"};
 	const struct argp argp = {command->options, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
-	const char *missing = command->run == command_eval && !a.data ? "--data" : command->run == command_eval && !a.seq_len ? "--seq-len"
-			: command->run == command_tokenize && !a.out ? "--out" : NULL;
-	if (missing || (command->max_words && a.num_words > command->max_words)) {
-		fprintf(stderr, missing ? "%s: %s is required; see %s --help\n" : "%s: unexpected '%s'; see %s --help\n", name,
-				missing ? missing : a.words[command->max_words], name);
-		return EXIT_WRONG_USE;
-	}
 	int status = command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {

@@ -1,6 +1,7 @@
 # make             build ./ling
 # make quickstart  train, evaluate and draw a real small model on real text
 # make test        everything that is tested, dependencies included
+# make bench       training speed against the roof of the machine
 # make fuzz        fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
 
 ifeq ($(origin CC),default)
@@ -59,7 +60,7 @@ build/test_model_double: tests/test_model.c tests/test.h $(SOURCES:%.c=build/dou
 build/test_config build/test_files build/test_plot: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
 	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
 
-.PHONY: deps test run-tests quickstart fuzz clean
+.PHONY: deps test run-tests quickstart bench fuzz clean
 
 deps:
 	scripts/install-deps.sh
@@ -73,14 +74,18 @@ run-tests: ling build/sanitize/ling $(TEST_PROGRAMS)
 quickstart: deps
 	scripts/quickstart.sh
 
+bench: ling
+	./ling bench configs/bench.yaml
+	./ling bench configs/bench.yaml data.seq_len=4096 train.batch=2 train.micro_batch=2
+
 # ---- fuzzing ----
 
 build/fuzz/%: tests/fuzz_%.c data.c ling.h | build/fuzz
 	clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unused-function $< -o $@ $(LIBS)
 
-fuzz: $(FUZZERS:%=build/fuzz/%)
+fuzz: $(FUZZERS:%=build/fuzz/%) # -close_fd_mask=2: progress and notes are no findings
 	for f in $(FUZZERS); do mkdir -p build/fuzz/corpus-$$f && \
-		build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 build/fuzz/corpus-$$f || exit 1; done
+		build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -close_fd_mask=2 build/fuzz/corpus-$$f || exit 1; done
 
 clean:
 	rm -rf build ling

@@ -131,10 +131,63 @@ const char *blas_better_core(void)
 	return best && core_level(blas_core()) < core_level(best) ? best : NULL; /* SkylakeX counts as 3 */
 }
 
-double blas_roof(real *a, real *b, real *c, int64_t n, int repeats)
+const char *cpu_features(char out[256])
+{
+	*out = 0;
+#ifdef __x86_64__
+	static const char *const names[] = {"sse4.2", "avx", "fma", "avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"};
+	const bool has[] = {__builtin_cpu_supports("sse4.2"), __builtin_cpu_supports("avx"), __builtin_cpu_supports("fma"),
+			__builtin_cpu_supports("avx2"), __builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
+			__builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl")};
+	for (size_t i = 0, n = 0; i < sizeof has / sizeof *has; i++)
+		if (has[i])
+			n += snprintf(out + n, 256 - n, "%s%s", n ? " " : "", names[i]);
+#endif
+	return out;
+}
+
+double blas_error(void)
+{
+	/* The three forms that training uses, at sizes that meet the kernels' main loops and their edges. */
+	enum { M = 67, N = 101, K = 389 };
+	static const bool forms[3][2] = {{false, true}, {false, false}, {true, false}};
+	real a[M * K], b[N * K], c[M * N];
+	double worst = 0;
+	random_normal(a, M * K, &(struct random_stream){.seed = 1}, 0);
+	random_normal(b, N * K, &(struct random_stream){.seed = 2}, 0);
+	for (int f = 0; f < 3; f++) {
+		const bool ta = forms[f][0], tb = forms[f][1];
+		double difference = 0, norm = 0;
+		gemm(ta, tb, M, N, K, 1, a, ta ? M : K, b, tb ? K : N, false, c, N);
+		for (int i = 0; i < M; i++)
+			for (int j = 0; j < N; j++) {
+				double sum = 0;
+				for (int k = 0; k < K; k++)
+					sum += (double)a[ta ? k * M + i : i * K + k] * b[tb ? j * K + k : k * N + j];
+				difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
+				norm += sum * sum;
+			}
+		const double error = sqrt(difference / norm);
+		worst = error <= worst ? worst : error; /* a NaN stays */
+	}
+	return worst;
+}
+
+double memory_bandwidth(real *out, const real *in, int64_t n)
 {
 	double best = INFINITY;
-	openblas_set_num_threads(kernels_threads());
+	for (int i = 0; i < 5; i++) {
+		double start = omp_get_wtime();
+		copy_array(out, in, n);
+		best = fmin(best, omp_get_wtime() - start);
+	}
+	return 2.0 * n * sizeof *out / best;
+}
+
+double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
+{
+	double best = INFINITY;
+	openblas_set_num_threads(threads);
 	for (int i = 0; i < repeats; i++) {
 		double start = omp_get_wtime();
 		gemm(false, true, n, n, n, 1, a, n, b, n, false, c, n);

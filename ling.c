@@ -11,10 +11,12 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -260,6 +262,21 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, i
 	return 0;
 }
 
+/* `bytes` of zeros for a large array, or NULL: on huge pages where the system has them, since products stride over all of it, and
+ * touched first by the threads, so that each page lies near one of them. */
+static void *allocate_large(size_t bytes)
+{
+	const size_t page = 2 << 20, size = (bytes / page + 1) * page;
+	char *p = aligned_alloc(page, size);
+	if (!p)
+		return NULL;
+	madvise(p, size, MADV_HUGEPAGE);
+	#pragma omp parallel for
+	for (size_t i = 0; i < size; i += page)
+		memset(p + i, 0, page);
+	return p;
+}
+
 int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, bool training)
 {
 	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .training = training};
@@ -279,16 +296,16 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
 		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
-		m->params.memory = calloc(plan.num_params, sizeof(real));
+		m->params.memory = allocate_large(plan.weights);
 		m->rope = calloc((size_t)seq_len * c->head_dim, sizeof(real));
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
-		m->acts_memory = aligned_alloc(64, plan.activations);
+		m->acts_memory = allocate_large(plan.activations);
 		fits = m->tensors && m->params.layer && m->grads.layer && m->acts.layer && m->params.memory && m->rope &&
 				(m->head_scale || !c->norm_head) && m->acts_memory;
 		if (training) {
-			m->grads.memory = calloc(plan.num_params, sizeof(real));
-			m->exp_avg = calloc(plan.num_params, sizeof(real));
-			m->exp_avg_sq = calloc(plan.num_params, sizeof(real));
+			m->grads.memory = allocate_large(plan.gradients);
+			m->exp_avg = allocate_large(plan.weights);
+			m->exp_avg_sq = allocate_large(plan.weights);
 			fits = fits && m->grads.memory && m->exp_avg && m->exp_avg_sq;
 		}
 	}
@@ -1345,8 +1362,8 @@ static double median(double *x, int n)
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-/* FLOP/s of the best of several products of 2048 x 2048 matrices with all threads; 0 when memory is short. */
-static double measure_roof(int repeats)
+/* FLOP/s of the best of several products of 2048 x 2048 matrices; 0 when memory is short. */
+static double measure_roof(int repeats, int threads)
 {
 	const int64_t n = 2048;
 	real *a = malloc(3 * n * n * sizeof *a);
@@ -1354,7 +1371,7 @@ static double measure_roof(int repeats)
 		return 0;
 	for (int64_t i = 0; i < 2 * n * n; i++)
 		a[i] = (real)(i % 17 - 8);
-	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats);
+	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats, threads);
 	free(a);
 	return 2.0 * n * n * n / seconds;
 }
@@ -1367,7 +1384,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
-	b->roof = measure_roof(10);
+	b->roof = measure_roof(10, kernels_threads());
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -1382,7 +1399,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 		if (i >= 0)
 			step[i] = m.seconds;
 	}
-	const double after = measure_roof(10);
+	const double after = measure_roof(10, kernels_threads());
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
 	for (int p = 0; p < NUM_PARTS; p++)
@@ -1417,6 +1434,52 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 }
 
 /* ============================================================================================================
+ * ling doctor: is this machine, and what runs on it, fit to train
+ * ========================================================================================================== */
+
+/* Fails when the BLAS library's products are wrong. Float rounding gives an error of about 1e-7. */
+static int check_products(void)
+{
+	const double error = blas_error();
+	if (error < 1e-5)
+		return 0;
+	return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
+			"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
+}
+
+/* Prints what decides speed and correctness here; a line that begins with "!" is something to mend. Fails when products are wrong. */
+static int examine_machine(void)
+{
+	const int threads = kernels_threads();
+	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	char features[256];
+	cpu_set_t cpus;
+	const int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : sysconf(_SC_NPROCESSORS_ONLN);
+	real *memory = malloc(2 * n * sizeof *memory);
+	if (!memory)
+		return fail("out of memory for %lld MB to measure the bandwidth with", (long long)(2 * n * sizeof *memory >> 20));
+	memset(memory, 0, 2 * n * sizeof *memory);
+	printf("processor       %s\n", cpu_features(features));
+	printf("cores           %d for this process, %d threads\n", cores, threads);
+	if (threads > cores)
+		printf("! more threads than cores: set OMP_NUM_THREADS=%d\n", cores);
+	else if (threads < cores)
+		printf("! %d cores stay idle: OMP_NUM_THREADS is %d\n", cores - threads, threads);
+	printf("OpenBLAS        %s\n", blas_core());
+	if (blas_better_core())
+		printf("! this processor can run %s: set OPENBLAS_CORETYPE=%s\n", blas_better_core(), blas_better_core());
+	printf("products        relative error %.2g against plain loops\n", plain_nan(blas_error()));
+	const double one = measure_roof(5, 1), all = measure_roof(5, threads);
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one / 1e9, all / 1e9, threads,
+			100 * all / (threads * one), threads);
+	if (threads <= cores && all < 0.7 * threads * one)
+		printf("! the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)\n");
+	printf("memory          %.1f GB/s for a copy by all threads\n", memory_bandwidth(memory, memory + n, n) / 1e9);
+	free(memory);
+	return check_products();
+}
+
+/* ============================================================================================================
  * Commands. Exit status: 0 done, 1 the work failed, 2 wrong use.
  * ========================================================================================================== */
 
@@ -1440,11 +1503,13 @@ enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_M
 
 #define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
 
+enum { ANY_NUMBER = INT32_MAX };
+
 struct command {
 	const char *name;
 	int (*run)(const struct arguments *);
 	bool computes;               /* worth the best environment, see use_best_environment */
-	int min_words, max_words;    /* max_words 0: any number */
+	int min_words, max_words;
 	unsigned required;           /* options that must be given */
 	const char *usage, *help;
 	struct argp_option options[6];
@@ -1470,7 +1535,7 @@ static void check_usage(const struct arguments *a, struct argp_state *state)
 			argp_error(state, "--%s is required", o->name);
 	if (a->num_words < c->min_words)
 		argp_error(state, "too few arguments");
-	if (c->max_words && a->num_words > c->max_words)
+	if (a->num_words > c->max_words)
 		argp_error(state, "unexpected '%s'", a->words[c->max_words]);
 }
 
@@ -1616,6 +1681,12 @@ static int command_bench(const struct arguments *a)
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+static int command_doctor(const struct arguments *a)
+{
+	(void)a;
+	return examine_machine() < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
 static int command_plot(const struct arguments *a)
 {
 	char path[PATH_LEN + 16];
@@ -1629,7 +1700,7 @@ static int command_plot(const struct arguments *a)
 #define JSON_OPTION {"json", OPTION_JSON, NULL, 0, "Print one JSON object", 0}
 
 static const struct command commands[] = {
-	{"train", command_train, true, 1, 0, 0, "CONFIG.yaml [key.path=value ...]",
+	{"train", command_train, true, 1, ANY_NUMBER, 0, "CONFIG.yaml [key.path=value ...]",
 		"Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
 		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}},
 	{"eval", command_eval, true, 1, 1, OPTION_BIT(OPTION_DATA) | OPTION_BIT(OPTION_SEQ_LEN), "MODEL_DIR --data PREFIX --seq-len L",
@@ -1637,15 +1708,17 @@ static const struct command commands[] = {
 		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx (required)", 0},
 		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
 		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}},
-	{"tokenize", command_tokenize, false, 1, 0, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...",
+	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...",
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
-	{"info", command_info, false, 1, 0, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
+	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}},
-	{"bench", command_bench, true, 0, 0, 0, "[CONFIG.yaml] [key.path=value ...]",
+	{"bench", command_bench, true, 0, ANY_NUMBER, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}},
+	{"doctor", command_doctor, true, 0, 0, 0, "",
+		"Examine the machine: processor, OpenBLAS kernel and whether its products are right, rates, bandwidth, threads.", {{0}}},
 	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
@@ -1722,7 +1795,7 @@ int main(int argc, char **argv)
 	struct arguments a = {.command = command, .tokenizer = "byte"};
 	const struct argp argp = {command->options, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
-	int status = command->run(&a);
+	int status = command->computes && check_products() < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));

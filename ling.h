@@ -339,9 +339,15 @@ const char *blas_core(void);   /* the kernel that the library chose, such as "Ha
 /* The best kernel this processor can run if the library chose a lesser one (an old release does not know a new processor), else
  * NULL. It takes effect through OPENBLAS_CORETYPE, which the library reads only while it is loaded. */
 const char *blas_better_core(void);
-/* Seconds of the fastest of `repeats` products of n x n matrices, with the library's own threads on all cores: the roof that
+/* Seconds of the fastest of `repeats` products of n x n matrices with the library's own threads; with all of them, the roof that
  * training is measured against. a, b, c [n, n]. */
-double blas_roof(real *a, real *b, real *c, int64_t n, int repeats);
+double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads);
+/* Error of the library's products against plain loops, relative, by norm, the worst of the three forms that training uses. Some
+ * builds compute wrong products on newer processors. */
+double blas_error(void);
+/* Bytes a second of the fastest of some copies by all threads, reads and writes counted. */
+double memory_bandwidth(real *out, const real *in, int64_t n);
+const char *cpu_features(char out[256]); /* those that decide which kernels can run */
 
 /* ============================================================================================================
  * Ranks (parallel.c)

@@ -325,10 +325,10 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize info plot; do
+	for command in train eval tokenize info bench doctor plot; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
-		expect 2 "" "$ling" $command
+		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac
 		expect 2 "" "$ling" $command --no-such-option x
 	done
 	expect 0 "" "$ling" train --keys
@@ -337,6 +337,28 @@ test_usage() {
 	expect 2 "directory" "$ling" train .
 	expect 2 "hidden_size" "$ling" train tiny.yaml model.hiden_size=3
 	expect 1 "tiny.yaml" "$ling" train tiny.yaml train.output_dir=tiny.yaml/x
+}
+
+# A BLAS library whose products are wrong, as some are on new processors, is found before any training.
+test_wrong_blas() {
+	cat >wrong.c <<'END'
+#define _GNU_SOURCE
+#include <dlfcn.h>
+typedef void gemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
+void cblas_sgemm(int o, int ta, int tb, int m, int n, int k, float alpha, const float *a, int lda, const float *b, int ldb, float beta,
+		float *c, int ldc)
+{
+	((gemm *)dlsym(RTLD_NEXT, "cblas_sgemm"))(o, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+	c[(m - 1) * ldc + n - 1] *= 1.01f;
+}
+END
+	gcc -shared -fPIC wrong.c -o wrong.so -ldl || problem "no wrong.so"
+	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" train tiny.yaml train.output_dir=wrong
+	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" eval run/step-0000020 --data valid --seq-len 16
+	[ ! -e wrong/metrics.jsonl ] || problem "it trained"
+	expect 2 "unexpected" "$root/ling" doctor now
+	expect 0 "" "$root/ling" doctor
+	grep -q "relative error" out.txt || problem "$(cat out.txt)"
 }
 
 test_info() {
@@ -362,7 +384,7 @@ test_plot() {
 }
 
 for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data damaged_checkpoint \
-	not_finite two_at_once eval eval_batching data_edges init_from usage streams info plot; do
+	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas info plot; do
 	check $name
 done
 

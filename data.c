@@ -239,6 +239,7 @@ struct key {
 
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
+static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
 
 #define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
@@ -294,6 +295,8 @@ static const struct key keys[] = {
 	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue"),
 	KEY(train.micro_batch, T_INT, 1, 1e6, REQUIRED, NULL, "sequences of a forward pass"),
 	KEY(train.batch, T_INT, 1, 1e7, REQUIRED, NULL, "sequences of an optimizer step"),
+	KEY(train.recompute, T_ENUM, 0, 0, 0, "none", "activations computed again in the backward pass, to save memory",
+		.names = recompute_names),
 	KEY(train.grad_clip, T_DOUBLE, 0, 1e9, NONE, "1.0", "largest norm of the gradient"),
 	SECTION("train.batch_warmup", NONE, "the batch grows from start, by increments, over a number of tokens"),
 	KEY(train.batch_warmup.start, T_INT, 1, 1e7, NEEDED, NULL, "first batch"),

@@ -161,18 +161,21 @@ static int64_t widest_shared(const struct model_config *c)
 	return first > last ? first : last;
 }
 
-/* What one layer keeps, for B windows of L tokens: with routed experts or without, and a dense SwiGLU of the given width. */
-static void carve_layer(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t B, int64_t L, bool experts,
-		int64_t width, bool noise)
+/* What attention leaves for its backward pass, for T tokens. */
+static void carve_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
 {
-	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, R = T * c->num_experts_per_tok;
-	*x = (struct layer_activations){0};
-	x->input = carve_real(a, T * H);
-	x->attention_rstd = carve_real(a, T);
 	x->qkv = carve_real(a, T * qkv_width(c));
 	x->attention = carve_real(a, T * attention_width(c));
 	x->lse = carve_real(a, T * c->num_attention_heads);
-	x->middle = carve_real(a, T * H);
+}
+
+/* What the rest of a layer leaves, for B windows of L tokens: with routed experts or without, and a dense SwiGLU of the given width. */
+static void carve_layer(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t B, int64_t L, bool experts,
+		int64_t width, bool noise)
+{
+	const int64_t T = B * L, E = c->num_experts, R = T * c->num_experts_per_tok;
+	x->attention_rstd = carve_real(a, T);
+	x->middle = carve_real(a, T * c->hidden_size);
 	x->ffn_rstd = carve_real(a, T);
 	x->shared_gate_up = carve_real(a, T * 2 * width);
 	if (!experts)
@@ -180,7 +183,6 @@ static void carve_layer(struct arena *a, struct layer_activations *x, const stru
 	x->p = carve_real(a, T * E);
 	x->p_hat = noise ? carve_real(a, T * E) : x->p;
 	x->router_lse = carve_real(a, T);
-	x->balance_factor = carve_real(a, B * E);
 	x->index = carve(a, R, sizeof(int32_t));
 	x->weight = carve_real(a, R);
 	x->row_weight = carve_real(a, R);
@@ -191,18 +193,34 @@ static void carve_layer(struct arena *a, struct layer_activations *x, const stru
 }
 
 /* Cuts the activations for B windows of L tokens from the arena. acts->layer must have room for all layers. */
-static void carve_activations(struct arena *a, struct activations *acts, const struct model_config *c, int64_t B, int64_t L, bool training)
+static void carve_activations(struct arena *a, struct activations *acts, const struct model_config *c, int64_t B, int64_t L,
+		enum purpose purpose)
 {
 	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size, R = T * c->num_experts_per_tok;
 	const int64_t W = widest_shared(c), C = head_chunk(c->vocab_size);
 	const int layers = c->num_hidden_layers;
-	for (int l = 0; l < layers; l++)
-		if (training)
-			carve_layer(a, &acts->layer[l], c, B, L, has_experts(c, l), shared_width(c, l), c->router.warmup_steps > 0);
-		else if (l == 0) /* evaluation keeps nothing: one set that fits every layer */
-			carve_layer(a, &acts->layer[0], c, B, L, has_experts(c, layers - 1), W, false);
-		else
-			acts->layer[l] = acts->layer[0];
+	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN || purpose == TRAIN_RECOMPUTE_ATTENTION;
+	const bool noise = training && c->router.warmup_steps > 0;
+	struct layer_activations shared = {0}; /* what all layers use in turn, since they keep nothing there: room for any of them */
+	if (purpose != TRAIN)
+		carve_attention(a, &shared, c, T);
+	if (!own_layer)
+		carve_layer(a, &shared, c, B, L, has_experts(c, layers - 1), W, noise);
+	if (!training)
+		shared.input = carve_real(a, T * H);
+	for (int l = 0; l < layers; l++) {
+		struct layer_activations *x = &acts->layer[l];
+		*x = shared;
+		if (!training)
+			continue;
+		x->input = carve_real(a, T * H);
+		if (has_experts(c, l))
+			x->balance_factor = carve_real(a, B * E);
+		if (purpose == TRAIN)
+			carve_attention(a, x, c, T);
+		if (own_layer)
+			carve_layer(a, x, c, B, L, has_experts(c, l), shared_width(c, l), noise);
+	}
 	acts->output = training ? carve_real(a, T * H) : acts->layer[0].input;
 	acts->rstd = carve_real(a, T);
 	acts->normed = carve_real(a, T * H);
@@ -239,8 +257,9 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 /* Bytes that a model takes; the same code that later cuts the memory counts it. */
 struct memory_plan { int64_t num_params, num_tensors; size_t weights, gradients, optimizer, activations; };
 
-static int plan_memory(struct memory_plan *plan, const struct model_config *c, int64_t B, int64_t L, bool training)
+static int plan_memory(struct memory_plan *plan, const struct model_config *c, int64_t B, int64_t L, enum purpose purpose)
 {
+	const bool training = purpose != EVALUATE;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
 	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
 	struct parameter_walk walk = {0};
@@ -251,7 +270,7 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, i
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
 	add_model(&walk, c, &params);
-	carve_activations(&arena, &acts, c, B, L, training);
+	carve_activations(&arena, &acts, c, B, L, purpose);
 	free(acts.layer);
 	free(params.layer);
 	*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
@@ -277,15 +296,16 @@ static void *allocate_large(size_t bytes)
 	return p;
 }
 
-int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, bool training)
+int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, enum purpose purpose)
 {
-	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .training = training};
+	const bool training = purpose != EVALUATE;
+	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose};
 	parallel_init(&m->layout);
 	struct memory_plan plan = {0};
 	if ((int64_t)max_sequences * seq_len * (c->num_experts_per_tok + 1) > INT32_MAX)
 		return fail("%d x %d tokens with %d experts each: more than %d rows at a time; make micro_batch or seq_len smaller", max_sequences,
 				seq_len, c->num_experts_per_tok, INT32_MAX);
-	if (plan_memory(&plan, c, max_sequences, seq_len, training) < 0)
+	if (plan_memory(&plan, c, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
 	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations;
@@ -321,7 +341,7 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 	add_model(&(struct parameter_walk){.tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
 	if (training)
 		add_model(&(struct parameter_walk){.memory = m->grads.memory}, c, &m->grads);
-	carve_activations(&(struct arena){.memory = m->acts_memory}, &m->acts, c, max_sequences, seq_len, training);
+	carve_activations(&(struct arena){.memory = m->acts_memory}, &m->acts, c, max_sequences, seq_len, purpose);
 	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
 	return 0;
 }
@@ -466,8 +486,8 @@ void model_update_head_scale(struct model *m)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
 
-/* middle = input + Attention(RMSNorm(input)) */
-static void attention_layer_forward(struct model *m, int l, int B)
+/* attention = Attention(RMSNorm(input)), less its output product. */
+static void attention_core_forward(struct model *m, int l, int B)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
@@ -478,8 +498,17 @@ static void attention_layer_forward(struct model *m, int l, int B)
 	matmul_forward(x->qkv, m->acts.normed, p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	rope_forward(x->qkv, m->rope, T, L, nh, nkv, d);
 	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
+}
+
+/* middle = input + Attention(RMSNorm(input)) */
+static void attention_layer_forward(struct model *m, int l, int B)
+{
+	const struct layer_params *p = &m->params.layer[l];
+	struct layer_activations *x = &m->acts.layer[l];
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
+	attention_core_forward(m, l, B);
 	copy_array(x->middle, x->input, T * H);
-	matmul_forward(x->middle, x->attention, p->dense, p->dense_bias, T, nh * d, H, true);
+	matmul_forward(x->middle, x->attention, p->dense, p->dense_bias, T, attention_width(&m->config), H, true);
 	model_lap(m, PART_ATTENTION);
 }
 
@@ -503,7 +532,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 		p = x->p_hat;
 	}
 	topk_forward(x->index, x->weight, p, T, E, k, c->norm_topk_prob && k > 1);
-	if (!step)
+	if (!sums)
 		return;
 
 	/* f_e is a share of the tokens that count together: each sequence alone, or the whole micro-batch. */
@@ -535,7 +564,8 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 	}
 }
 
-/* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. */
+/* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. With out NULL only what the
+ * backward pass needs is computed. */
 static void ffn_layer_forward(struct model *m, int l, int B, real *out, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
@@ -545,7 +575,8 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps);
-	copy_array(out, x->middle, T * H);
+	if (out)
+		copy_array(out, x->middle, T * H);
 	model_lap(m, PART_OTHER);
 	if (has_experts(c, l)) {
 		router_forward(m, l, B, step, sums);
@@ -555,16 +586,20 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
 		model_lap(m, PART_PERMUTE);
 		grouped_matmul_forward(x->gate_up, a->rows, p->gate_up, x->offset, E, H, 2 * I, false);
-		swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
-		grouped_matmul_forward(a->rows, a->act, p->down, x->offset, E, I, H, false);
-		model_lap(m, PART_EXPERTS);
-		combine_rows(out, a->rows, x->position, T, k, H, true);
-		model_lap(m, PART_PERMUTE);
+		if (out) {
+			swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
+			grouped_matmul_forward(a->rows, a->act, p->down, x->offset, E, I, H, false);
+			model_lap(m, PART_EXPERTS);
+			combine_rows(out, a->rows, x->position, T, k, H, true);
+			model_lap(m, PART_PERMUTE);
+		}
 	}
 	if (W) {
 		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, T, H, 2 * W, false);
-		swiglu_forward(a->shared_act, x->shared_gate_up, NULL, T, W);
-		matmul_forward(out, a->shared_act, p->shared_down, NULL, T, W, H, true);
+		if (out) {
+			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, T, W);
+			matmul_forward(out, a->shared_act, p->shared_down, NULL, T, W, H, true);
+		}
 		model_lap(m, PART_EXPERTS);
 	}
 }
@@ -704,6 +739,8 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size;
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
+		attention_core_forward(m, l, B);
 	matmul_backward_weight(g->dense, a->dstream, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
 		bias_backward(g->dense_bias, a->dstream, T, H, add, a->sum_scratch);
@@ -729,6 +766,10 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, T, H, step->accumulate,
 			a->sum_scratch);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
+		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
+			attention_layer_forward(m, l, B);
+			ffn_layer_forward(m, l, B, NULL, step, NULL);
+		}
 		ffn_layer_backward(m, l, B, step);
 		attention_layer_backward(m, l, B, step);
 	}
@@ -879,7 +920,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const size_t tokens = (size_t)c->train.batch * c->data.seq_len;
 	*t = (struct trainer){.config = *c};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	if (model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, true) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
+	if (model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
 		trainer_free(t);
 		return -1;
 	}
@@ -1316,7 +1357,7 @@ static int print_info(const struct config *config, bool json)
 	struct memory_plan plan = {0};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
-	if (plan_memory(&plan, c, B, L, true) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
+	if (plan_memory(&plan, c, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
 		return -1;
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
 	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
@@ -1605,7 +1646,7 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	int rc = model_init(&m, &c, 1, a->seq_len, false);
+	int rc = model_init(&m, &c, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
@@ -1793,7 +1834,7 @@ int main(int argc, char **argv)
 	argv[1] = name; /* argp takes the program's name in messages from here */
 	argp_err_exit_status = EXIT_WRONG_USE;
 	struct arguments a = {.command = command, .tokenizer = "byte"};
-	const struct argp argp = {command->options, parse_option, command->usage, command->help, NULL, NULL, NULL};
+	const struct argp argp = {command->options[0].name ? command->options : NULL, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	int status = command->computes && check_products() < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */

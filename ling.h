@@ -53,6 +53,9 @@ static inline int failure(void) { return -1; }
  * Config (data.c). Plain values: a struct config is copied with =, and owns nothing.
  * ========================================================================================================== */
 
+/* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or computes those of the
+ * attention or of whole layers a second time there. */
+enum purpose { TRAIN, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 
@@ -88,6 +91,7 @@ struct config {
 		int64_t steps, tokens;   /* length of the run: exactly one of them is set, the other is 0 */
 		int64_t stop_at_step;    /* save and stop here, as SIGTERM would; 0 = run to the end */
 		int micro_batch, batch;  /* sequences a forward pass; sequences an optimizer step */
+		enum purpose recompute;
 		double grad_clip;        /* 0 = no clipping */
 		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
 	} train;
@@ -404,7 +408,7 @@ struct params {
 	struct layer_params *layer;  /* [num_hidden_layers] */
 };
 
-/* What the forward pass leaves for the backward pass. In a model made for evaluation all layers share the same arrays. */
+/* What the forward pass leaves for the backward pass. Where a layer need not keep it (see enum purpose), all share the same arrays. */
 struct layer_activations {
 	real *input;                 /* [T, H] the residual stream before the layer */
 	real *attention_rstd;        /* [T] */
@@ -452,7 +456,7 @@ enum part { PART_ATTENTION, PART_ROUTER, PART_PERMUTE, PART_EXPERTS, PART_HEAD, 
 struct model {
 	struct model_config config;
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
-	bool training;
+	enum purpose purpose;
 	struct tensor *tensors;      /* [num_tensors] in the order of memory */
 	int num_tensors;
 	int64_t num_params;
@@ -488,15 +492,15 @@ struct layer_sums {
 
 /* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
  * how much is needed. model_free may follow a failure. */
-int model_init(struct model *m, const struct model_config *config, int max_sequences, int seq_len, bool training);
+int model_init(struct model *m, const struct model_config *config, int max_sequences, int seq_len, enum purpose purpose);
 void model_free(struct model *m);
 void model_randomize(struct model *m, uint64_t seed);
 /* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. */
 int model_load(struct model *m, const char *dir);
 /* Renews the head norm cache; call whenever weights have changed. */
 void model_update_head_scale(struct model *m);
-/* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step and sums give and take what the
- * router needs; in evaluation both are NULL. */
+/* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step gives what the router needs and sums
+ * takes its statistics; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V). */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);

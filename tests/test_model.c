@@ -154,7 +154,7 @@ static void test_huggingface(void **state)
 	int32_t input[4 * L], target[4 * L];
 	assert_done(weights_read_int(expected, "input", 4 * L, input));
 	assert_done(weights_read_int(expected, "target", 4 * L, target));
-	assert_done(model_init(&m, &c, 4, L, false));
+	assert_done(model_init(&m, &c, 4, L, EVALUATE));
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(model_load(&m, path));
 	model_forward(&m, input, 4, NULL, NULL);
@@ -196,6 +196,43 @@ static void test_micro_batches(void **state)
 		trainer_free(&t);
 	}
 	free(gradient);
+}
+
+/* Recomputation changes where activations are kept and not one bit of a training step, and takes less memory. */
+static void test_recompute(void **state)
+{
+	(void)state;
+	static const char *const names[] = {"dense_first", "routing_warmup", "biases"};
+	for (int i = 0; i < 3; i++) {
+		real *gradient = NULL, *weights_after = NULL;
+		for (int recompute = TRAIN; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+			struct config c;
+			struct trainer t;
+			struct weights *expected;
+			struct metrics m;
+			char path[256];
+			load_case(&c, &t, &expected, names[i]);
+			trainer_free(&t);
+			c.train.recompute = recompute;
+			make_trainer(&t, &c);
+			snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
+			assert_done(model_load(&t.model, path));
+			const size_t bytes = t.model.num_params * sizeof(real);
+			for (int step = 1; step <= 3; step++) {
+				load_step(&t, expected, step);
+				assert_done(trainer_step(&t, c.train.batch, &m));
+			}
+			if (recompute == TRAIN) {
+				gradient = malloc(bytes), weights_after = malloc(bytes);
+				memcpy(gradient, t.model.grads.memory, bytes), memcpy(weights_after, t.model.params.memory, bytes);
+			}
+			assert_memory_equal(gradient, t.model.grads.memory, bytes);
+			assert_memory_equal(weights_after, t.model.params.memory, bytes);
+			weights_close(expected);
+			trainer_free(&t);
+		}
+		free(gradient), free(weights_after);
+	}
 }
 
 /* A model of one layer whose attention and experts give zero, so that a token's logits are known: token 0 has loss `first`
@@ -603,7 +640,7 @@ static void test_initial_weights(void **state)
 		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
 		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.006};
 	struct model m;
-	assert_done(model_init(&m, &c, 1, 8, false));
+	assert_done(model_init(&m, &c, 1, 8, EVALUATE));
 	model_randomize(&m, 1);
 	real *first = malloc(m.num_params * sizeof *first);
 	memcpy(first, m.params.memory, m.num_params * sizeof *first);
@@ -644,7 +681,7 @@ static void test_too_large(void **state)
 		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2, .moe_intermediate_size = 65536,
 		.rope_theta = 1e4, .rms_norm_eps = 1e-5};
 	struct model m;
-	assert_int_equal(model_init(&m, &c, 1, 8, true), -1);
+	assert_int_equal(model_init(&m, &c, 1, 8, TRAIN), -1);
 	assert_non_null(strstr(error_text, "GB"));
 }
 
@@ -658,7 +695,7 @@ int main(void)
 	tests[n++] = (struct CMUnitTest){"huggingface_shards", test_huggingface, NULL, NULL, "huggingface_shards"};
 	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
 	const struct CMUnitTest others[] = {
-		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
+		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
 		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
 		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),

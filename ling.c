@@ -149,9 +149,9 @@ static real *carve_real(struct arena *a, int64_t count)
 
 int64_t head_chunk(int64_t V)
 {
-	/* Large enough for the products to be efficient, small enough for the logits to stay near the cores: 16 MB, within bounds. */
+	/* 16 MB of logits, to stay near the cores, but enough tokens for each pass over the head's weights and their gradient to pay. */
 	int64_t tokens = (4 << 20) / V;
-	return tokens < 128 ? 128 : tokens > 2048 ? 2048 : tokens;
+	return tokens < 256 ? 256 : tokens > 2048 ? 2048 : tokens;
 }
 
 /* The widest dense SwiGLU of all layers. */

@@ -458,7 +458,7 @@ static void test_finite_differences(void **state)
 static void test_head_chunks(void **state)
 {
 	(void)state;
-	enum { V = 33000, L = 300, H = 4 };
+	enum { V = 33000, L = 600, H = 4 };
 	struct trainer t;
 	struct metrics m;
 	struct config c = {

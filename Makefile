@@ -7,7 +7,7 @@
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-# No -ffast-math: NaN and infinity must stay visible. The flags below say that nobody reads errno or FP traps, and allow fused
+# Fast-math is out: NaN and infinity must stay visible. The flags below say that nobody reads errno or FP traps, and allow fused
 # multiply-add.
 OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).

@@ -199,10 +199,10 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size, R = T * c->num_experts_per_tok;
 	const int64_t W = widest_shared(c), C = head_chunk(c->vocab_size);
 	const int layers = c->num_hidden_layers;
-	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN || purpose == TRAIN_RECOMPUTE_ATTENTION;
+	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
 	struct layer_activations shared = {0}; /* what all layers use in turn, since they keep nothing there: room for any of them */
-	if (purpose != TRAIN)
+	if (purpose != TRAIN_KEEP_ALL)
 		carve_attention(a, &shared, c, T);
 	if (!own_layer)
 		carve_layer(a, &shared, c, B, L, has_experts(c, layers - 1), W, noise);
@@ -216,7 +216,7 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 		x->input = carve_real(a, T * H);
 		if (has_experts(c, l))
 			x->balance_factor = carve_real(a, B * E);
-		if (purpose == TRAIN)
+		if (purpose == TRAIN_KEEP_ALL)
 			carve_attention(a, x, c, T);
 		if (own_layer)
 			carve_layer(a, x, c, B, L, has_experts(c, l), shared_width(c, l), noise);

@@ -55,7 +55,7 @@ static inline int failure(void) { return -1; }
 
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or computes those of the
  * attention or of whole layers a second time there. */
-enum purpose { TRAIN, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
+enum purpose { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 

@@ -205,7 +205,7 @@ static void test_recompute(void **state)
 	static const char *const names[] = {"dense_first", "routing_warmup", "biases"};
 	for (int i = 0; i < 3; i++) {
 		real *gradient = NULL, *weights_after = NULL;
-		for (int recompute = TRAIN; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+		for (int recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 			struct config c;
 			struct trainer t;
 			struct weights *expected;
@@ -222,7 +222,7 @@ static void test_recompute(void **state)
 				load_step(&t, expected, step);
 				assert_done(trainer_step(&t, c.train.batch, &m));
 			}
-			if (recompute == TRAIN) {
+			if (recompute == TRAIN_KEEP_ALL) {
 				gradient = malloc(bytes), weights_after = malloc(bytes);
 				memcpy(gradient, t.model.grads.memory, bytes), memcpy(weights_after, t.model.params.memory, bytes);
 			}
@@ -681,7 +681,7 @@ static void test_too_large(void **state)
 		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2, .moe_intermediate_size = 65536,
 		.rope_theta = 1e4, .rms_norm_eps = 1e-5};
 	struct model m;
-	assert_int_equal(model_init(&m, &c, 1, 8, TRAIN), -1);
+	assert_int_equal(model_init(&m, &c, 1, 8, TRAIN_KEEP_ALL), -1);
 	assert_non_null(strstr(error_text, "GB"));
 }
 

@@ -273,11 +273,23 @@ void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64
  * inputs, but enough of them for all threads. */
 struct tiles { int64_t rows, cols; };
 
+static int64_t count_pieces(int64_t n, int64_t size)
+{
+	return (n + size - 1) / size;
+}
+
+/* Where piece i of n elements in pieces of about `size` begins: equal pieces, rounded to what the BLAS kernels take at once. */
+static int64_t piece(int64_t i, int64_t n, int64_t size)
+{
+	const int64_t pieces = count_pieces(n, size);
+	return i >= pieces ? n : min64(n, (n * i / pieces + 15) / 16 * 16);
+}
+
 static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 {
 	enum { LARGEST = 1024, SMALLEST = 64, TILES_PER_THREAD = 3 };
 	struct tiles tile = {min64(rows < SMALLEST ? SMALLEST : rows, LARGEST), min64(cols < SMALLEST ? SMALLEST : cols, LARGEST)};
-	while (groups * ((rows + tile.rows - 1) / tile.rows) * ((cols + tile.cols - 1) / tile.cols) < TILES_PER_THREAD * omp_get_max_threads()) {
+	while (groups * count_pieces(rows, tile.rows) * count_pieces(cols, tile.cols) < TILES_PER_THREAD * omp_get_max_threads()) {
 		int64_t *larger = tile.rows > tile.cols ? &tile.rows : &tile.cols;
 		if (*larger <= SMALLEST)
 			break;
@@ -286,52 +298,37 @@ static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 	return tile;
 }
 
-/* Bounds of piece i of n elements in pieces of at most `size`: equal pieces, rounded to what the BLAS kernels take at once. */
-static int64_t piece(int64_t i, int64_t n, int64_t size)
+/* out [R, cols] (+)= in [R, inner] times its group's matrix: the transpose of w[g] [cols, inner], or w[g] [inner, cols] as it is. */
+static void grouped_rows(real *out, const real *in, const real *w, bool transpose, const int64_t *offset, int G, int64_t inner,
+		int64_t cols, bool accumulate)
 {
-	const int64_t pieces = (n + size - 1) / size;
-	return i >= pieces ? n : min64(n, (n * i / pieces + 15) / 16 * 16);
-}
-
-static int64_t count_pieces(int64_t n, int64_t size)
-{
-	return (n + size - 1) / size;
+	const struct tiles tile = choose_tiles(G, offset[G] / G, cols);
+	const int64_t w_row = transpose ? inner : cols, w_step = transpose ? inner : 1; /* w_step: to the next column of the result */
+	#pragma omp parallel
+	#pragma omp single
+	for (int g = 0; g < G; g++) {
+		const int64_t rows = offset[g + 1] - offset[g];
+		for (int64_t i = 0; i < count_pieces(rows, tile.rows); i++)
+			for (int64_t j = 0; j < count_pieces(cols, tile.cols); j++) {
+				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
+				const int64_t n = piece(j, cols, tile.cols), n_end = piece(j + 1, cols, tile.cols);
+				#pragma omp task
+				gemm(false, transpose, t_end - t, n_end - n, inner, 1, in + t * inner, inner, w + g * inner * cols + n * w_step, w_row,
+						accumulate, out + t * cols + n, cols);
+			}
+	}
 }
 
 void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
-	const struct tiles tile = choose_tiles(G, offset[G] / G, N);
-	#pragma omp parallel
-	#pragma omp single
-	for (int g = 0; g < G; g++) {
-		const int64_t rows = offset[g + 1] - offset[g];
-		for (int64_t i = 0; i < count_pieces(rows, tile.rows); i++)
-			for (int64_t j = 0; j < count_pieces(N, tile.cols); j++) {
-				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
-				const int64_t n = piece(j, N, tile.cols), n_end = piece(j + 1, N, tile.cols);
-				#pragma omp task
-				gemm(false, true, t_end - t, n_end - n, K, 1, x + t * K, K, w + (g * N + n) * K, K, accumulate, y + t * N + n, N);
-			}
-	}
+	grouped_rows(y, x, w, true, offset, G, K, N, accumulate);
 }
 
 void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
-	const struct tiles tile = choose_tiles(G, offset[G] / G, K);
-	#pragma omp parallel
-	#pragma omp single
-	for (int g = 0; g < G; g++) {
-		const int64_t rows = offset[g + 1] - offset[g];
-		for (int64_t i = 0; i < count_pieces(rows, tile.rows); i++)
-			for (int64_t j = 0; j < count_pieces(K, tile.cols); j++) {
-				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
-				const int64_t k = piece(j, K, tile.cols), k_end = piece(j + 1, K, tile.cols);
-				#pragma omp task
-				gemm(false, false, t_end - t, k_end - k, N, 1, dy + t * N, N, w + g * N * K + k, K, accumulate, dx + t * K + k, K);
-			}
-	}
+	grouped_rows(dx, dy, w, false, offset, G, N, K, accumulate);
 }
 
 void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,

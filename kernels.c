@@ -6,7 +6,7 @@
  * micro-batch of a step needs no pass that clears them.
  *
  * Threads: OpenMP. Each piece of work is computed by one thread, and partial sums are added in a fixed order: no result depends on
- * scheduling. Only the tiles of matrix products depend on the number of threads, and with them the last bits of their results.
+ * scheduling, nor on the number of threads.
  */
 #define _GNU_SOURCE
 #include "ling.h"
@@ -82,9 +82,170 @@ static real exponentials(real *out, const real *x, real max, int64_t n)
 	return sum;
 }
 
-/* C = A B (+ C), row-major, with A [m, k] and B [k, n] each stored as it is or transposed. Its callers spread their
- * products over the cores themselves, with one BLAS thread each. */
-static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
+/* ============================================================================================================
+ * The matrix product under every operation: C [m, n] (+)= alpha A B, on one core
+ *
+ * Three loops around a register tile (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"; names as in
+ * Van Zee & van de Geijn 2015, "BLIS"): a block of B, KC terms by NC columns, and one of A, MC rows by KC terms, are packed into
+ * panels that a tile reads from end to end; a tile of MR x NR results stays in registers for KC terms.
+ * An element of C is a sum over k in ascending order, one chain of multiply-adds in each KC terms, wherever it stands in a matrix: it does not
+ * depend on the other rows and columns, nor on how a product is cut into pieces, nor on the number of threads.
+ * ========================================================================================================== */
+
+/* The register tile: MR rows of two vectors, with what the processor has registers for. */
+#if defined __AVX512F__
+enum { VECTOR_BYTES = 64, MR = 14 };
+#elif defined __AVX__
+enum { VECTOR_BYTES = 32, MR = 6 };
+#elif defined __aarch64__
+enum { VECTOR_BYTES = 16, MR = 12 };
+#else
+enum { VECTOR_BYTES = 16, MR = 6 };
+#endif
+enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES };
+/* Blocks: NR columns of B fit the first-level cache, a block of A the second, and both together a thread's stack (1.4 MB). */
+enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
+
+typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+/* c [rows, NR] (+)= alpha a b, a a panel of A [terms, MR], b one of B [terms, NR]. `rows` is a constant where this is called. */
+ALWAYS_INLINE void tile_product(const int rows, int64_t terms, const real *restrict a, const real *restrict b, real alpha,
+		bool accumulate, real *restrict c, int64_t ldc)
+{
+	vector sum[MR][2] = {0};
+	for (int64_t p = 0, row = 0; p < terms; row++) {
+		if (row < rows) { /* the results' lines are fetched meanwhile, a row every few terms: more at once would hold up a's and b's */
+			__builtin_prefetch(c + row * ldc, 1);
+			__builtin_prefetch(c + row * ldc + LANES, 1);
+		}
+		for (const int64_t end = min64(p + 8, terms); p < end; p++) {
+			const vector b0 = *(const vector *)(b + p * NR), b1 = *(const vector *)(b + p * NR + LANES);
+			UNROLL
+			for (int i = 0; i < rows; i++) {
+				const vector x = a[p * MR + i] - (vector){0};
+				sum[i][0] += x * b0;
+				sum[i][1] += x * b1;
+			}
+		}
+	}
+	UNROLL
+	for (int i = 0; i < rows; i++)
+		UNROLL
+		for (int j = 0; j < 2; j++) {
+			vector *out = (vector *)(c + i * ldc + j * LANES);
+			if (accumulate)
+				*out += alpha * sum[i][j];
+			else
+				*out = alpha * sum[i][j];
+		}
+}
+
+/* The same for any number of rows up to MR: the last rows of a matrix cost no more than they are. */
+static __attribute__((noinline)) void tile(int rows, int64_t terms, const real *a, const real *b, real alpha, bool accumulate, real *c, int64_t ldc)
+{
+#define ROWS(n) \
+	case n: \
+		tile_product(n < MR ? n : MR, terms, a, b, alpha, accumulate, c, ldc); \
+		break;
+	switch (rows) {
+		ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if defined __AVX512F__ || defined __aarch64__
+		ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+#endif
+	}
+#undef ROWS
+}
+
+/* A square of LANES x LANES elements, transposed in registers: interleaving the first half of the rows with the second, once for
+ * each bit of a row's number. */
+ALWAYS_INLINE void transpose_square(vector row[LANES])
+{
+#if defined __AVX512F__ && !defined LING_DOUBLE
+#define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined __AVX512F__ || (defined __AVX__ && !defined LING_DOUBLE)
+#define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#elif defined __AVX__ || !defined LING_DOUBLE
+#define LOW_HALVES 0, 4, 1, 5
+#define HIGH_HALVES 2, 6, 3, 7
+#else
+#define LOW_HALVES 0, 2
+#define HIGH_HALVES 1, 3
+#endif
+	vector next[LANES];
+	for (int bit = 1; bit < LANES; bit *= 2) {
+		UNROLL
+		for (int i = 0; i < LANES / 2; i++) {
+			next[2 * i] = __builtin_shufflevector(row[i], row[i + LANES / 2], LOW_HALVES);
+			next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + LANES / 2], HIGH_HALVES);
+		}
+		UNROLL
+		for (int i = 0; i < LANES; i++)
+			row[i] = next[i];
+	}
+}
+
+/* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, a constant where this is called):
+ * out[panel][term][line], the last panel filled up with zeros. Line i's term p stands at in[i * line + p * term], and `line` or `term` is 1.
+ * `out` has room for LANES more elements. */
+ALWAYS_INLINE void pack(real *out, const int width, const real *in, int64_t line, int64_t term, int64_t lines, int64_t terms)
+{
+	if (line == 1) {
+		const int64_t whole = lines / width * width;
+		for (int64_t p = 0; p < terms; p++) {
+			const real *from = in + p * term;
+			real *to = out + p * width;
+			for (int64_t i = 0; i < whole; i += width, to += width * terms) {
+				__builtin_prefetch(from + 8 * term + i); /* eight terms ahead: a stride that the processor does not foresee */
+				memcpy(to, from + i, width * sizeof *out);
+			}
+			for (int i = 0; whole < lines && i < width; i++)
+				to[i] = whole + i < lines ? from[whole + i] : 0;
+		}
+		return;
+	}
+	for (int64_t first = 0; first < lines; first += width, out += width * terms) {
+		const int n = (int)min64(width, lines - first);
+		const real *from = in + first * line;
+		int64_t p = 0;
+		for (; p + LANES <= terms; p += LANES) {
+			enum { MAX_SQUARES = MR / LANES + 2 };
+			vector square[MAX_SQUARES][LANES];
+			const int squares = (width + LANES - 1) / LANES;
+			UNROLL
+			for (int i = 0; i < width; i++)
+				__builtin_prefetch(from + (width + i) * line + p); /* the next panel */
+			UNROLL
+			for (int s = 0; s < squares; s++) {
+				UNROLL
+				for (int i = 0; i < LANES; i++)
+					square[s][i] = s * LANES + i < n ? *(const vector *)(from + (s * LANES + i) * line + p) : (vector){0};
+				transpose_square(square[s]);
+			}
+			UNROLL
+			for (int i = 0; i < LANES; i++)
+				UNROLL
+				for (int s = 0; s < squares; s++) /* what goes beyond `width` is written again with the next term */
+					*(vector *)(out + (p + i) * width + s * LANES) = square[s][i];
+		}
+		for (; p < terms; p++)
+			for (int i = 0; i < width; i++)
+				out[p * width + i] = i < n ? from[i * line + p] : 0;
+	}
+}
+
+static bool use_openblas; /* set once by kernels_init */
+
+/* C [m, n] (+)= alpha A B, row-major, with A [m, k] and B [k, n] each stored as it is or transposed. */
+static void openblas_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
 		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
 {
 #ifdef LING_DOUBLE
@@ -95,6 +256,50 @@ static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64
 		(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a,
 		lda, b, ldb, accumulate, c, ldc);
 }
+
+static void ling_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
+		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+{
+	const int64_t a_row = transpose_a ? 1 : lda, a_term = transpose_a ? lda : 1;
+	const int64_t b_col = transpose_b ? ldb : 1, b_term = transpose_b ? 1 : ldb;
+	real a_panels[MC * KC + LANES] __attribute__((aligned(64))), b_panels[NC * KC + LANES] __attribute__((aligned(64)));
+	for (int64_t col = 0; col < n; col += NC) {
+		const int64_t cols = min64(NC, n - col);
+		for (int64_t p = 0; p == 0 || p < k; p += KC) {
+			const int64_t terms = min64(KC, k - p);
+			const bool add = accumulate || p > 0;
+			pack(b_panels, NR, b + col * b_col + p * b_term, b_col, b_term, cols, terms);
+			for (int64_t row = 0; row < m; row += MC) {
+				const int64_t rows = min64(MC, m - row);
+				pack(a_panels, MR, a + row * a_row + p * a_term, a_row, a_term, rows, terms);
+				for (int64_t j = 0; j < cols; j += NR)
+					for (int64_t i = 0; i < rows; i += MR) {
+						const int tile_rows = (int)min64(MR, rows - i);
+						const real *a_panel = a_panels + i * terms, *b_panel = b_panels + j * terms;
+						real *out = c + (row + i) * ldc + col + j, edge[MR * NR];
+						if (cols - j >= NR) {
+							tile(tile_rows, terms, a_panel, b_panel, alpha, add, out, ldc);
+							continue;
+						}
+						tile(tile_rows, terms, a_panel, b_panel, alpha, false, edge, NR); /* the last columns, by way of a whole tile */
+						for (int y = 0; y < tile_rows; y++)
+							for (int x = 0; x < cols - j; x++)
+								out[y * ldc + x] = add ? out[y * ldc + x] + edge[y * NR + x] : edge[y * NR + x];
+					}
+			}
+		}
+	}
+}
+
+static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
+		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+{
+	(use_openblas ? openblas_gemm : ling_gemm)(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, accumulate, c, ldc);
+}
+
+/* ============================================================================================================
+ * The machine: OpenBLAS as the yardstick and the second opinion, memory, threads
+ * ========================================================================================================== */
 
 const char *blas_core(void)
 {
@@ -146,7 +351,7 @@ const char *cpu_features(char out[256])
 	return out;
 }
 
-double blas_error(void)
+double product_error(bool openblas)
 {
 	/* The three forms that training uses, at sizes that meet the kernels' main loops and their edges. */
 	enum { M = 67, N = 101, K = 389 };
@@ -158,7 +363,7 @@ double blas_error(void)
 	for (int f = 0; f < 3; f++) {
 		const bool ta = forms[f][0], tb = forms[f][1];
 		double difference = 0, norm = 0;
-		gemm(ta, tb, M, N, K, 1, a, ta ? M : K, b, tb ? K : N, false, c, N);
+		(openblas ? openblas_gemm : ling_gemm)(ta, tb, M, N, K, 1, a, ta ? M : K, b, tb ? K : N, false, c, N);
 		for (int i = 0; i < M; i++)
 			for (int j = 0; j < N; j++) {
 				double sum = 0;
@@ -190,15 +395,16 @@ double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
 	openblas_set_num_threads(threads);
 	for (int i = 0; i < repeats; i++) {
 		double start = omp_get_wtime();
-		gemm(false, true, n, n, n, 1, a, n, b, n, false, c, n);
+		openblas_gemm(false, true, n, n, n, 1, a, n, b, n, false, c, n);
 		best = fmin(best, omp_get_wtime() - start);
 	}
 	openblas_set_num_threads(1);
 	return best;
 }
 
-void kernels_init(void)
+void kernels_init(bool openblas)
 {
+	use_openblas = openblas;
 	openblas_set_num_threads(1);
 }
 
@@ -206,6 +412,10 @@ int kernels_threads(void)
 {
 	return omp_get_max_threads();
 }
+
+/* ============================================================================================================
+ * Plain arrays
+ * ========================================================================================================== */
 
 /* Sums over rows are split into this many blocks, whatever the number of threads, and added in block order. */
 enum { SUM_BLOCKS = 64 };
@@ -266,7 +476,7 @@ void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64
  *
  * A grouped product is one product for each expert over that expert's contiguous rows; a plain one has a single group.
  * Every group is cut into tiles, and the tiles of all groups share the cores: many experts with few rows each, or one with
- * all of them, keep every core busy alike. Within a tile one BLAS call runs over the whole inner dimension.
+ * all of them, keep every core busy alike. Within a tile one product runs over the whole inner dimension.
  * ========================================================================================================== */
 
 /* How a product with `groups` outputs of about [rows, cols] is cut: tiles as large as possible, since each packs its own copy of its
@@ -278,16 +488,16 @@ static int64_t count_pieces(int64_t n, int64_t size)
 	return (n + size - 1) / size;
 }
 
-/* Where piece i of n elements in pieces of about `size` begins: equal pieces, rounded to what the BLAS kernels take at once. */
+/* Where piece i of n elements in pieces of about `size` begins: equal pieces, rounded to whole register tiles. */
 static int64_t piece(int64_t i, int64_t n, int64_t size)
 {
 	const int64_t pieces = count_pieces(n, size);
-	return i >= pieces ? n : min64(n, (n * i / pieces + 15) / 16 * 16);
+	return i >= pieces ? n : min64(n, (n * i / pieces + NR - 1) / NR * NR);
 }
 
 static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 {
-	enum { LARGEST = 1024, SMALLEST = 64, TILES_PER_THREAD = 3 };
+	enum { LARGEST = NC, SMALLEST = 64, TILES_PER_THREAD = 3 };
 	struct tiles tile = {min64(rows < SMALLEST ? SMALLEST : rows, LARGEST), min64(cols < SMALLEST ? SMALLEST : cols, LARGEST)};
 	while (groups * count_pieces(rows, tile.rows) * count_pieces(cols, tile.cols) < TILES_PER_THREAD * omp_get_max_threads()) {
 		int64_t *larger = tile.rows > tile.cols ? &tile.rows : &tile.cols;

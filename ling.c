@@ -1481,11 +1481,14 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 /* Fails when the BLAS library's products are wrong. Float rounding gives an error of about 1e-7. */
 static int check_products(void)
 {
-	const double error = blas_error();
-	if (error < 1e-5)
-		return 0;
-	return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
-			"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
+	const double own = product_error(false), library = product_error(true);
+	if (!(own < 1e-5))
+		return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine "
+				"with make clean all", plain_nan(own));
+	if (!(library < 1e-5))
+		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
+				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(library));
+	return 0;
 }
 
 /* Prints what decides speed and correctness here; a line that begins with "!" is something to mend. Fails when products are wrong. */
@@ -1509,7 +1512,8 @@ static int examine_machine(void)
 	printf("OpenBLAS        %s\n", blas_core());
 	if (blas_better_core())
 		printf("! this processor can run %s: set OPENBLAS_CORETYPE=%s\n", blas_better_core(), blas_better_core());
-	printf("products        relative error %.2g against plain loops\n", plain_nan(blas_error()));
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(product_error(false)),
+			plain_nan(product_error(true)));
 	const double one = measure_roof(5, 1), all = measure_roof(5, threads);
 	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one / 1e9, all / 1e9, threads,
 			100 * all / (threads * one), threads);
@@ -1827,7 +1831,12 @@ int main(int argc, char **argv)
 	}
 	if (command->computes)
 		use_best_environment(argv);
-	kernels_init();
+	const char *products = getenv("LING_PRODUCTS");
+	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
+		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or openblas\n", products);
+		return EXIT_WRONG_USE;
+	}
+	kernels_init(products && !strcmp(products, "openblas"));
 
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);

@@ -225,8 +225,9 @@ int make_directories(const char *dir);
  * No array may overlap another unless the comment says "in place". `accumulate`: add to the output instead of writing it.
  * ========================================================================================================== */
 
-/* Call once, before any other kernel: one BLAS thread for each caller. */
-void kernels_init(void);
+/* Call once, before any other kernel. `openblas`: the library computes all matrix products instead of ling's own kernel, as a second
+ * opinion on a doubtful number, or where it is the faster. */
+void kernels_init(bool openblas);
 int kernels_threads(void); /* threads that a kernel uses */
 
 /* -- plain arrays -- */
@@ -338,7 +339,7 @@ struct adamw {
 };
 void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o);
 
-/* -- OpenBLAS -- */
+/* -- the machine -- */
 const char *blas_core(void);   /* the kernel that the library chose, such as "Haswell" */
 /* The best kernel this processor can run if the library chose a lesser one (an old release does not know a new processor), else
  * NULL. It takes effect through OPENBLAS_CORETYPE, which the library reads only while it is loaded. */
@@ -346,9 +347,9 @@ const char *blas_better_core(void);
 /* Seconds of the fastest of `repeats` products of n x n matrices with the library's own threads; with all of them, the roof that
  * training is measured against. a, b, c [n, n]. */
 double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads);
-/* Error of the library's products against plain loops, relative, by norm, the worst of the three forms that training uses. Some
- * builds compute wrong products on newer processors. */
-double blas_error(void);
+/* Error of the products, OpenBLAS's or ling's own, against plain loops, relative, by norm, the worst of the three forms that training uses.
+ * Some builds of the library compute wrong products on newer processors. */
+double product_error(bool openblas);
 /* Bytes a second of the fastest of some copies by all threads, reads and writes counted. */
 double memory_bandwidth(real *out, const real *in, int64_t n);
 const char *cpu_features(char out[256]); /* those that decide which kernels can run */

@@ -818,7 +818,7 @@ static void test_threads(void **state)
 
 int main(void)
 {
-	kernels_init();
+	kernels_init(false);
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_matmul), cmocka_unit_test(test_grouped_matmul), cmocka_unit_test(test_embedding),
 		cmocka_unit_test(test_rmsnorm), cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_rope), cmocka_unit_test(test_attention),

@@ -687,7 +687,7 @@ static void test_too_large(void **state)
 
 int main(void)
 {
-	kernels_init();
+	kernels_init(false);
 	struct CMUnitTest tests[NUM_CASES + 32];
 	int n = 0;
 	for (int i = 0; i < NUM_CASES; i++)

@@ -28,6 +28,11 @@ static inline int64_t min64(int64_t a, int64_t b)
 	return a < b ? a : b;
 }
 
+static inline int64_t max64(int64_t a, int64_t b)
+{
+	return a > b ? a : b;
+}
+
 /* e^x to about 1 ulp in a form that compilers vectorise: x = n ln2 + r, e^r by a polynomial, 2^n by its bits. Infinities
  * and subnormals come out right and NaN stays NaN. */
 static inline real exponential(real x)
@@ -104,6 +109,7 @@ enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES };
 /* Blocks: NR columns of B fit the first-level cache, a block of A the second, and both together a thread's stack (1.4 MB). */
+enum { DIRECT = 256 };
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -115,9 +121,10 @@ typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(rea
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* c [rows, NR] (+)= alpha a b, a a panel of A [terms, MR], b one of B [terms, NR]. `rows` is a constant where this is called. */
-ALWAYS_INLINE void tile_product(const int rows, int64_t terms, const real *restrict a, const real *restrict b, real alpha,
-		bool accumulate, real *restrict c, int64_t ldc)
+/* c [rows, NR] (+)= alpha a b: row i's term p of A is a[i * a_row + p * a_term], b a panel of B [terms, NR]. The first three are constants
+ * where this is called. */
+ALWAYS_INLINE void tile_product(const int rows, const int a_row, const int a_term, int64_t terms, const real *restrict a,
+		const real *restrict b, real alpha, bool accumulate, real *restrict c, int64_t ldc)
 {
 	vector sum[MR][2] = {0};
 	for (int64_t p = 0, row = 0; p < terms; row++) {
@@ -129,7 +136,7 @@ ALWAYS_INLINE void tile_product(const int rows, int64_t terms, const real *restr
 			const vector b0 = *(const vector *)(b + p * NR), b1 = *(const vector *)(b + p * NR + LANES);
 			UNROLL
 			for (int i = 0; i < rows; i++) {
-				const vector x = a[p * MR + i] - (vector){0};
+				const vector x = a[i * a_row + p * a_term] - (vector){0};
 				sum[i][0] += x * b0;
 				sum[i][1] += x * b1;
 			}
@@ -147,21 +154,34 @@ ALWAYS_INLINE void tile_product(const int rows, int64_t terms, const real *restr
 		}
 }
 
-/* The same for any number of rows up to MR: the last rows of a matrix cost no more than they are. */
-static __attribute__((noinline)) void tile(int rows, int64_t terms, const real *a, const real *b, real alpha, bool accumulate, real *c, int64_t ldc)
-{
-#define ROWS(n) \
-	case n: \
-		tile_product(n < MR ? n : MR, terms, a, b, alpha, accumulate, c, ldc); \
-		break;
-	switch (rows) {
-		ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+/* The same for any number of rows up to MR, so that the last rows of a matrix cost no more than they are, and for A in a panel
+ * [terms, MR] or where it stands, DIRECT apart, as it is or transposed. */
 #if defined __AVX512F__ || defined __aarch64__
-		ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+#define EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14)
+#else
+#define EACH_ROW_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #endif
+#define CASE(n) case n: tile_product(n < MR ? n : MR, A_ROW, A_TERM, terms, a, b, alpha, accumulate, c, ldc); break;
+typedef void tile_function(int rows, int64_t terms, const real *a, const real *b, real alpha, bool accumulate, real *c, int64_t ldc);
+#define DEFINE_TILE(name) \
+	static __attribute__((noinline)) void name(int rows, int64_t terms, const real *a, const real *b, real alpha, bool accumulate, \
+			real *c, int64_t ldc) \
+	{ \
+		switch (rows) { \
+			EACH_ROW_COUNT(CASE) \
+		} \
 	}
-#undef ROWS
-}
+#define A_ROW 1
+#define A_TERM MR
+DEFINE_TILE(tile_of_panel)
+#undef A_TERM
+#define A_TERM DIRECT
+DEFINE_TILE(tile_of_columns)
+#undef A_ROW
+#undef A_TERM
+#define A_ROW DIRECT
+#define A_TERM 1
+DEFINE_TILE(tile_of_rows)
 
 /* A square of LANES x LANES elements, transposed in registers: interleaving the first half of the rows with the second, once for
  * each bit of a row's number. */
@@ -193,18 +213,42 @@ ALWAYS_INLINE void transpose_square(vector row[LANES])
 	}
 }
 
-/* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, a constant where this is called):
- * out[panel][term][line], the last panel filled up with zeros. Line i's term p stands at in[i * line + p * term], and `line` or `term` is 1.
- * `out` has room for LANES more elements. */
-ALWAYS_INLINE void pack(real *out, const int width, const real *in, int64_t line, int64_t term, int64_t lines, int64_t terms)
+/* An operand as it is stored: row r at data + r * stride, or, with a list of rows, at data + row[r] * stride; multiplied as it is or transposed. */
+struct matrix {
+	const real *data;
+	int64_t stride;
+	bool transpose;
+	const int32_t *row;
+};
+
+static struct matrix as_is(const real *data, int64_t stride)
 {
-	if (line == 1) {
+	return (struct matrix){.data = data, .stride = stride};
+}
+
+static struct matrix transposed(const real *data, int64_t stride)
+{
+	return (struct matrix){.data = data, .stride = stride, .transpose = true};
+}
+
+static inline const real *stored_row(const struct matrix *x, int64_t r)
+{
+	return x->data + (x->row ? x->row[r] : r) * x->stride;
+}
+
+/* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, a constant where this is called):
+ * out[panel][term][line], the last panel filled up with zeros. Lines are stored rows from (line, term) on; `lines_across`: terms are.
+ * `out` has room for LANES more elements. */
+ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool lines_across, int64_t line, int64_t term, int64_t lines,
+		int64_t terms)
+{
+	if (lines_across) {
 		const int64_t whole = lines / width * width;
 		for (int64_t p = 0; p < terms; p++) {
-			const real *from = in + p * term;
+			const real *from = stored_row(x, term + p) + line, *ahead = stored_row(x, term + min64(p + 8, terms - 1)) + line;
 			real *to = out + p * width;
 			for (int64_t i = 0; i < whole; i += width, to += width * terms) {
-				__builtin_prefetch(from + 8 * term + i); /* eight terms ahead: a stride that the processor does not foresee */
+				__builtin_prefetch(ahead + i); /* the processor does not foresee the stride */
 				memcpy(to, from + i, width * sizeof *out);
 			}
 			for (int i = 0; whole < lines && i < width; i++)
@@ -213,75 +257,80 @@ ALWAYS_INLINE void pack(real *out, const int width, const real *in, int64_t line
 		return;
 	}
 	for (int64_t first = 0; first < lines; first += width, out += width * terms) {
+		const real *from[MR + NR], *ahead[MR + NR]; /* of each line of this panel and of the next */
 		const int n = (int)min64(width, lines - first);
-		const real *from = in + first * line;
+		UNROLL
+		for (int i = 0; i < width; i++) {
+			from[i] = stored_row(x, line + min64(first + i, lines - 1)) + term;
+			ahead[i] = stored_row(x, line + min64(first + width + i, lines - 1)) + term;
+		}
 		int64_t p = 0;
-		for (; p + LANES <= terms; p += LANES) {
-			enum { MAX_SQUARES = MR / LANES + 2 };
-			vector square[MAX_SQUARES][LANES];
-			const int squares = (width + LANES - 1) / LANES;
-			UNROLL
-			for (int i = 0; i < width; i++)
-				__builtin_prefetch(from + (width + i) * line + p); /* the next panel */
-			UNROLL
-			for (int s = 0; s < squares; s++) {
+		for (; p + LANES <= terms; p += LANES)
+			/* From the last lines to the first: what a square writes beyond `width` is written again. */
+			for (int s = (width - 1) / LANES * LANES; s >= 0; s -= LANES) {
+				vector square[LANES];
+				UNROLL
+				for (int i = 0; i < LANES; i++) {
+					square[i] = s + i < n ? *(const vector *)(from[s + i] + p) : (vector){0};
+					if (s + i < width)
+						__builtin_prefetch(ahead[s + i] + p);
+				}
+				transpose_square(square);
 				UNROLL
 				for (int i = 0; i < LANES; i++)
-					square[s][i] = s * LANES + i < n ? *(const vector *)(from + (s * LANES + i) * line + p) : (vector){0};
-				transpose_square(square[s]);
+					*(vector *)(out + (p + i) * width + s) = square[i];
 			}
-			UNROLL
-			for (int i = 0; i < LANES; i++)
-				UNROLL
-				for (int s = 0; s < squares; s++) /* what goes beyond `width` is written again with the next term */
-					*(vector *)(out + (p + i) * width + s * LANES) = square[s][i];
-		}
 		for (; p < terms; p++)
 			for (int i = 0; i < width; i++)
-				out[p * width + i] = i < n ? from[i * line + p] : 0;
+				out[p * width + i] = i < n ? from[i][p] : 0;
 	}
 }
 
 static bool use_openblas; /* set once by kernels_init */
 
-/* C [m, n] (+)= alpha A B, row-major, with A [m, k] and B [k, n] each stored as it is or transposed. */
-static void openblas_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
-		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+static void openblas_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate,
+		real *c, int64_t ldc)
 {
 #ifdef LING_DOUBLE
 	cblas_dgemm
 #else
 	cblas_sgemm
 #endif
-		(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans, m, n, k, alpha, a,
-		lda, b, ldb, accumulate, c, ldc);
+		(CblasRowMajor, a.transpose ? CblasTrans : CblasNoTrans, b.transpose ? CblasTrans : CblasNoTrans, m, n, k, alpha, a.data,
+		a.stride, b.data, b.stride, accumulate, c, ldc);
 }
 
-static void ling_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
-		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c,
+		int64_t ldc)
 {
-	const int64_t a_row = transpose_a ? 1 : lda, a_term = transpose_a ? lda : 1;
-	const int64_t b_col = transpose_b ? ldb : 1, b_term = transpose_b ? 1 : ldb;
+	const bool direct = a.stride == DIRECT && !a.row;
+	tile_function *const tile = !direct ? tile_of_panel : a.transpose ? tile_of_columns : tile_of_rows;
 	real a_panels[MC * KC + LANES] __attribute__((aligned(64))), b_panels[NC * KC + LANES] __attribute__((aligned(64)));
 	for (int64_t col = 0; col < n; col += NC) {
 		const int64_t cols = min64(NC, n - col);
 		for (int64_t p = 0; p == 0 || p < k; p += KC) {
 			const int64_t terms = min64(KC, k - p);
 			const bool add = accumulate || p > 0;
-			pack(b_panels, NR, b + col * b_col + p * b_term, b_col, b_term, cols, terms);
+			pack(b_panels, NR, &b, !b.transpose, col, p, cols, terms);
 			for (int64_t row = 0; row < m; row += MC) {
 				const int64_t rows = min64(MC, m - row);
-				pack(a_panels, MR, a + row * a_row + p * a_term, a_row, a_term, rows, terms);
+				const real *a_tile = a_panels;
+				int64_t a_step = terms; /* from a row of A to the next */
+				if (direct) {
+					a_tile = a.data + (a.transpose ? row + p * DIRECT : row * DIRECT + p);
+					a_step = a.transpose ? 1 : DIRECT;
+				} else
+					pack(a_panels, MR, &a, a.transpose, row, p, rows, terms);
 				for (int64_t j = 0; j < cols; j += NR)
 					for (int64_t i = 0; i < rows; i += MR) {
 						const int tile_rows = (int)min64(MR, rows - i);
-						const real *a_panel = a_panels + i * terms, *b_panel = b_panels + j * terms;
 						real *out = c + (row + i) * ldc + col + j, edge[MR * NR];
 						if (cols - j >= NR) {
-							tile(tile_rows, terms, a_panel, b_panel, alpha, add, out, ldc);
+							tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, alpha, add, out, ldc);
 							continue;
 						}
-						tile(tile_rows, terms, a_panel, b_panel, alpha, false, edge, NR); /* the last columns, by way of a whole tile */
+						/* the last columns, by way of a whole tile */
+						tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, alpha, false, edge, NR);
 						for (int y = 0; y < tile_rows; y++)
 							for (int x = 0; x < cols - j; x++)
 								out[y * ldc + x] = add ? out[y * ldc + x] + edge[y * NR + x] : edge[y * NR + x];
@@ -291,10 +340,10 @@ static void ling_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, 
 	}
 }
 
-static void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real *a, int64_t lda,
-		const real *b, int64_t ldb, bool accumulate, real *c, int64_t ldc)
+/* C [m, n] (+)= alpha A B with A [m, k] and B [k, n], row-major, rows of C apart by ldc. */
+static void gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c, int64_t ldc)
 {
-	(use_openblas ? openblas_gemm : ling_gemm)(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, accumulate, c, ldc);
+	(use_openblas && !a.row && !b.row ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc);
 }
 
 /* ============================================================================================================
@@ -363,7 +412,7 @@ double product_error(bool openblas)
 	for (int f = 0; f < 3; f++) {
 		const bool ta = forms[f][0], tb = forms[f][1];
 		double difference = 0, norm = 0;
-		(openblas ? openblas_gemm : ling_gemm)(ta, tb, M, N, K, 1, a, ta ? M : K, b, tb ? K : N, false, c, N);
+		(openblas ? openblas_gemm : ling_gemm)(M, N, K, 1, ta ? transposed(a, M) : as_is(a, K), tb ? transposed(b, K) : as_is(b, N), false, c, N);
 		for (int i = 0; i < M; i++)
 			for (int j = 0; j < N; j++) {
 				double sum = 0;
@@ -395,7 +444,7 @@ double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
 	openblas_set_num_threads(threads);
 	for (int i = 0; i < repeats; i++) {
 		double start = omp_get_wtime();
-		openblas_gemm(false, true, n, n, n, 1, a, n, b, n, false, c, n);
+		openblas_gemm(n, n, n, 1, as_is(a, n), transposed(b, n), false, c, n);
 		best = fmin(best, omp_get_wtime() - start);
 	}
 	openblas_set_num_threads(1);
@@ -497,20 +546,34 @@ static int64_t piece(int64_t i, int64_t n, int64_t size)
 
 static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 {
-	enum { LARGEST = NC, SMALLEST = 64, TILES_PER_THREAD = 3 };
-	struct tiles tile = {min64(rows < SMALLEST ? SMALLEST : rows, LARGEST), min64(cols < SMALLEST ? SMALLEST : cols, LARGEST)};
-	while (groups * count_pieces(rows, tile.rows) * count_pieces(cols, tile.cols) < TILES_PER_THREAD * omp_get_max_threads()) {
-		int64_t *larger = tile.rows > tile.cols ? &tile.rows : &tile.cols;
-		if (*larger <= SMALLEST)
-			break;
-		*larger = (*larger + 1) / 2;
+	enum { LARGEST = 1024, SMALLEST = 64, PER_THREAD = 2, MANY_PER_THREAD = 8 };
+	const int threads = omp_get_max_threads();
+	if (groups > 1)
+		rows += rows / 4; /* so that a group a little larger than the mean is not cut */
+	int64_t row_pieces = max64(count_pieces(rows, LARGEST), 1), col_pieces = count_pieces(cols, NC);
+	for (;;) {
+		const struct tiles tile = {rows / row_pieces + 1, cols / col_pieces + 1};
+		const int64_t tiles = groups * row_pieces * col_pieces;
+		/* Equal tiles, a few for each thread, should come out even; of many, the dynamic order takes care. */
+		if ((tiles >= PER_THREAD * threads && tiles % threads == 0) || tiles >= MANY_PER_THREAD * threads ||
+				(tile.rows <= SMALLEST && tile.cols <= SMALLEST))
+			return tile;
+		if (tile.rows > tile.cols)
+			row_pieces++;
+		else
+			col_pieces++;
 	}
-	return tile;
+}
+
+/* Rows first.. of x [., stride] from column `col` on, or of those that `row` lists. */
+static struct matrix rows_from(const real *x, int64_t stride, const int32_t *row, int64_t first, int64_t col, bool transpose)
+{
+	return row ? (struct matrix){x + col, stride, transpose, row + first} : (struct matrix){x + first * stride + col, stride, transpose, NULL};
 }
 
 /* out [R, cols] (+)= in [R, inner] times its group's matrix: the transpose of w[g] [cols, inner], or w[g] [inner, cols] as it is. */
-static void grouped_rows(real *out, const real *in, const real *w, bool transpose, const int64_t *offset, int G, int64_t inner,
-		int64_t cols, bool accumulate)
+static void grouped_rows(real *out, const real *in, const int32_t *row, const real *w, bool transpose, const int64_t *offset, int G,
+		int64_t inner, int64_t cols, bool accumulate)
 {
 	const struct tiles tile = choose_tiles(G, offset[G] / G, cols);
 	const int64_t w_row = transpose ? inner : cols, w_step = transpose ? inner : 1; /* w_step: to the next column of the result */
@@ -523,53 +586,48 @@ static void grouped_rows(real *out, const real *in, const real *w, bool transpos
 				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
 				const int64_t n = piece(j, cols, tile.cols), n_end = piece(j + 1, cols, tile.cols);
 				#pragma omp task
-				gemm(false, transpose, t_end - t, n_end - n, inner, 1, in + t * inner, inner, w + g * inner * cols + n * w_step, w_row,
-						accumulate, out + t * cols + n, cols);
+				gemm(t_end - t, n_end - n, inner, 1, rows_from(in, inner, row, t, 0, false),
+						(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate, out + t * cols + n, cols);
 			}
 	}
 }
 
-void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
-	grouped_rows(y, x, w, true, offset, G, K, N, accumulate);
+	grouped_rows(y, x, row, w, true, offset, G, K, N, accumulate);
 }
 
-void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
-		bool accumulate)
+void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
+		int64_t N, bool accumulate)
 {
-	grouped_rows(dx, dy, w, false, offset, G, N, K, accumulate);
+	grouped_rows(dx, dy, row, w, false, offset, G, N, K, accumulate);
 }
 
-void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,
-		bool accumulate)
+void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
+		const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate)
 {
 	const struct tiles tile = choose_tiles(G, N, K);
 	#pragma omp parallel
 	#pragma omp single
 	for (int g = 0; g < G; g++) {
-		const int64_t rows = offset[g + 1] - offset[g];
+		const int64_t first = offset[g], rows = offset[g + 1] - first;
 		if (rows == 0 && accumulate)
 			continue;
 		for (int64_t i = 0; i < count_pieces(N, tile.rows); i++)
 			for (int64_t j = 0; j < count_pieces(K, tile.cols); j++) {
 				const int64_t n = piece(i, N, tile.rows), n_end = piece(i + 1, N, tile.rows);
 				const int64_t k = piece(j, K, tile.cols), k_end = piece(j + 1, K, tile.cols);
-				real *out = dw + (g * N + n) * K + k;
-				#pragma omp task
-				if (rows)
-					gemm(true, false, n_end - n, k_end - k, rows, 1, dy + offset[g] * N + n, N, x + offset[g] * K + k, K, accumulate,
-							out, K);
-				else /* an expert that no token chose: its gradient is exactly zero */
-					for (int64_t r = 0; r < n_end - n; r++)
-						memset(out + r * K, 0, (k_end - k) * sizeof *out);
+				#pragma omp task /* of an expert that no token chose the gradient is exactly zero */
+				gemm(n_end - n, k_end - k, rows, 1, rows_from(dy, N, dy_row, first, n, true), rows_from(x, K, x_row, first, k, false),
+						accumulate, dw + (g * N + n) * K + k, K);
 			}
 	}
 }
 
 void matmul_forward(real *y, const real *x, const real *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate)
 {
-	grouped_matmul_forward(y, x, w, (int64_t[]){0, T}, 1, K, N, accumulate);
+	grouped_matmul_forward(y, x, NULL, w, (int64_t[]){0, T}, 1, K, N, accumulate);
 	if (bias) {
 		#pragma omp parallel for
 		for (int64_t t = 0; t < T; t++)
@@ -580,12 +638,12 @@ void matmul_forward(real *y, const real *x, const real *w, const real *bias, int
 
 void matmul_backward_input(real *dx, const real *dy, const real *w, int64_t T, int64_t K, int64_t N, bool accumulate)
 {
-	grouped_matmul_backward_input(dx, dy, w, (int64_t[]){0, T}, 1, K, N, accumulate);
+	grouped_matmul_backward_input(dx, dy, NULL, w, (int64_t[]){0, T}, 1, K, N, accumulate);
 }
 
 void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, int64_t K, int64_t N, bool accumulate)
 {
-	grouped_matmul_backward_weight(dw, dy, x, (int64_t[]){0, T}, 1, K, N, accumulate);
+	grouped_matmul_backward_weight(dw, dy, NULL, x, NULL, (int64_t[]){0, T}, 1, K, N, accumulate);
 }
 
 void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch)
@@ -723,7 +781,7 @@ void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, 
  * cache, and no [L, L] matrix ever exists. The backward pass computes the probabilities again from each row's log-sum-exp.
  * ========================================================================================================== */
 
-enum { QUERY_BLOCK = 256, KEY_BLOCK = 512 };
+enum { QUERY_BLOCK = 256, KEY_BLOCK = DIRECT };
 
 int64_t attention_scratch(void)
 {
@@ -739,7 +797,7 @@ static int64_t query_block(int64_t L)
 /* scores[i, j] = q_i . k_j / sqrt(d), rows apart by KEY_BLOCK. */
 static void attention_scores(real *scores, const real *q, const real *k, int64_t rows, int64_t keys, int64_t stride, int64_t d)
 {
-	gemm(false, true, rows, keys, d, (real)(1 / sqrt((double)d)), q, stride, k, stride, false, scores, KEY_BLOCK);
+	gemm(rows, keys, d, (real)(1 / sqrt((double)d)), as_is(q, stride), transposed(k, stride), false, scores, KEY_BLOCK);
 }
 
 /* How many of the keys first_key .. first_key + keys - 1 a query sees: itself and all before it. */
@@ -778,7 +836,7 @@ void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t
 						for (int64_t j = 0; key && j < d; j++)
 							o[i * nh * d + j] *= shrink;
 					}
-					gemm(false, false, rows, d, keys, 1, scores, KEY_BLOCK, v + key * stride, stride, key > 0, o, nh * d);
+					gemm(rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, nh * d);
 				}
 				for (int64_t i = 0; i < rows; i++) {
 					lse[(b * L + first + i) * nh + head] = max[i] + (real)log(sum[i]);
@@ -819,7 +877,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 					for (int64_t key = 0; key < first + rows; key += KEY_BLOCK) {
 						const int64_t keys = min64(KEY_BLOCK, first + rows - key), offset = key * stride;
 						attention_scores(p, q, k + offset, rows, keys, stride, d);
-						gemm(false, true, rows, keys, d, 1, d_o, nh * d, v + offset, stride, false, dp, KEY_BLOCK);
+						gemm(rows, keys, d, 1, as_is(d_o, nh * d), transposed(v + offset, stride), false, dp, KEY_BLOCK);
 						for (int64_t i = 0; i < rows; i++) {
 							real *p_row = p + i * KEY_BLOCK, *dp_row = dp + i * KEY_BLOCK;
 							const real row_lse = lse[at + i * nh], row_dot = dot[i];
@@ -832,10 +890,10 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 							memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
 							memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
 						}
-						gemm(true, false, keys, d, rows, 1, p, KEY_BLOCK, d_o, nh * d, true, dv + offset, stride);
-						gemm(false, false, rows, d, keys, 1, dp, KEY_BLOCK, k + offset, stride, key > 0, dsequence + first * stride + head * d,
-								stride);
-						gemm(true, false, keys, d, rows, 1, dp, KEY_BLOCK, q, stride, true, dk + offset, stride);
+						gemm(keys, d, rows, 1, transposed(p, KEY_BLOCK), as_is(d_o, nh * d), true, dv + offset, stride);
+						gemm(rows, d, keys, 1, as_is(dp, KEY_BLOCK), as_is(k + offset, stride), key > 0,
+								dsequence + first * stride + head * d, stride);
+						gemm(keys, d, rows, 1, transposed(dp, KEY_BLOCK), as_is(q, stride), true, dk + offset, stride);
 					}
 				}
 		}
@@ -991,7 +1049,7 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
  * Token dispatch: rows sorted by expert, and back
  * ========================================================================================================== */
 
-void dispatch_plan(int64_t *offset, int32_t *position, int32_t *source, const int32_t *index, int64_t R, int E)
+void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E)
 {
 	memset(offset, 0, (E + 1) * sizeof *offset);
 	for (int64_t i = 0; i < R; i++)
@@ -1000,17 +1058,17 @@ void dispatch_plan(int64_t *offset, int32_t *position, int32_t *source, const in
 		offset[e + 1] += offset[e];
 	for (int64_t i = 0; i < R; i++) { /* offset[e] runs from the start of e's rows to their end ... */
 		position[i] = (int32_t)offset[index[i]]++;
-		source[position[i]] = (int32_t)i;
+		token[position[i]] = (int32_t)(i / k);
 	}
 	memmove(offset + 1, offset, E * sizeof *offset); /* ... which is the start of the next expert's */
 	offset[0] = 0;
 }
 
-void gather_rows(real *rows, const real *x, const int32_t *source, int64_t R, int k, int64_t H)
+void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H)
 {
 	#pragma omp parallel for
 	for (int64_t r = 0; r < R; r++)
-		memcpy(rows + r * H, x + source[r] / k * H, H * sizeof *rows);
+		memcpy(rows + r * H, x + token[r] * H, H * sizeof *rows);
 }
 
 void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate)
@@ -1029,16 +1087,16 @@ void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T,
 	}
 }
 
-void permute_forward(real *out, const real *in, const int32_t *source, int64_t R)
+void permute_forward(real *out, const real *in, const int32_t *position, int64_t R)
 {
-	for (int64_t r = 0; r < R; r++)
-		out[r] = in[source[r]];
+	for (int64_t i = 0; i < R; i++)
+		out[position[i]] = in[i];
 }
 
-void permute_backward(real *din, const real *dout, const int32_t *source, int64_t R)
+void permute_backward(real *din, const real *dout, const int32_t *position, int64_t R)
 {
-	for (int64_t r = 0; r < R; r++)
-		din[source[r]] = dout[r];
+	for (int64_t i = 0; i < R; i++)
+		din[i] = dout[position[i]];
 }
 
 /* ============================================================================================================

@@ -187,7 +187,7 @@ static void carve_layer(struct arena *a, struct layer_activations *x, const stru
 	x->weight = carve_real(a, R);
 	x->row_weight = carve_real(a, R);
 	x->position = carve(a, R, sizeof(int32_t));
-	x->source = carve(a, R, sizeof(int32_t));
+	x->token = carve(a, R, sizeof(int32_t));
 	x->offset = carve(a, E + 1, sizeof(int64_t));
 	x->gate_up = carve_real(a, R * 2 * c->moe_intermediate_size);
 }
@@ -581,14 +581,13 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	if (has_experts(c, l)) {
 		router_forward(m, l, B, step, sums);
 		model_lap(m, PART_ROUTER);
-		dispatch_plan(x->offset, x->position, x->source, x->index, T * k, E);
-		permute_forward(x->row_weight, x->weight, x->source, T * k);
-		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
+		dispatch_plan(x->offset, x->position, x->token, x->index, T * k, k, E);
+		permute_forward(x->row_weight, x->weight, x->position, T * k);
 		model_lap(m, PART_PERMUTE);
-		grouped_matmul_forward(x->gate_up, a->rows, p->gate_up, x->offset, E, H, 2 * I, false);
+		grouped_matmul_forward(x->gate_up, a->normed, x->token, p->gate_up, x->offset, E, H, 2 * I, false);
 		if (out) {
 			swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
-			grouped_matmul_forward(a->rows, a->act, p->down, x->offset, E, I, H, false);
+			grouped_matmul_forward(a->rows, a->act, NULL, p->down, x->offset, E, I, H, false);
 			model_lap(m, PART_EXPERTS);
 			combine_rows(out, a->rows, x->position, T, k, H, true);
 			model_lap(m, PART_PERMUTE);
@@ -709,19 +708,14 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	}
 	if (has_experts(c, l)) {
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
-		gather_rows(a->rows, a->dstream, x->source, T * k, k, H);
-		model_lap(m, PART_PERMUTE);
-		grouped_matmul_backward_input(a->dact, a->rows, p->down, x->offset, E, I, H, false);
+		grouped_matmul_backward_input(a->dact, a->dstream, x->token, p->down, x->offset, E, I, H, false);
 		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->row_weight, T * k, I);
-		grouped_matmul_backward_weight(g->down, a->rows, a->act, x->offset, E, I, H, add);
-		model_lap(m, PART_EXPERTS);
-		gather_rows(a->rows, a->normed, x->source, T * k, k, H);
-		model_lap(m, PART_PERMUTE);
-		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, a->rows, x->offset, E, H, 2 * I, add);
-		grouped_matmul_backward_input(a->rows, a->dgate_up, p->gate_up, x->offset, E, H, 2 * I, false);
+		grouped_matmul_backward_weight(g->down, a->dstream, x->token, a->act, NULL, x->offset, E, I, H, add);
+		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, a->normed, x->token, x->offset, E, H, 2 * I, add);
+		grouped_matmul_backward_input(a->rows, a->dgate_up, NULL, p->gate_up, x->offset, E, H, 2 * I, false);
 		model_lap(m, PART_EXPERTS);
 		combine_rows(a->dnormed, a->rows, x->position, T, k, H, W > 0);
-		permute_backward(a->dweight, a->drow_weight, x->source, T * k);
+		permute_backward(a->dweight, a->drow_weight, x->position, T * k);
 		model_lap(m, PART_PERMUTE);
 		router_backward(m, l, B, step);
 		model_lap(m, PART_ROUTER);

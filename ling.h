@@ -243,13 +243,14 @@ void matmul_forward(real *y, const real *x, const real *w, const real *bias, int
 void matmul_backward_input(real *dx, const real *dy, const real *w, int64_t T, int64_t K, int64_t N, bool accumulate);
 void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, int64_t K, int64_t N, bool accumulate);
 void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch);
-/* The same for G weights w [G, N, K]: rows offset[g] .. offset[g+1]-1 of x and y belong to group g. A group may be empty. */
-void grouped_matmul_forward(real *y, const real *x, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+/* The same for G weights w [G, N, K]: rows offset[g] .. offset[g+1]-1 belong to group g, which may be empty. With a list `row` [R] row r of
+ * that operand is its row[r]: a gather without a copy. */
+void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate);
-void grouped_matmul_backward_input(real *dx, const real *dy, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
-		bool accumulate);
-void grouped_matmul_backward_weight(real *dw, const real *dy, const real *x, const int64_t *offset, int G, int64_t K, int64_t N,
-		bool accumulate);
+void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
+		int64_t N, bool accumulate);
+void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
+		const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate);
 
 /* -- embedding: out [T, H] = w[token[t]], w [V, H] -- */
 void embedding_forward(real *out, const int32_t *token, const real *w, int64_t T, int64_t H);
@@ -313,14 +314,14 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
 		double balance_scale, double z_scale);
 
 /* -- token dispatch: R = T*k rows, sorted by expert; index [T, k] -- */
-/* offset [E + 1]: where each expert's rows start; position [R]: the row of assignment i = t*k + j; source [R]: its inverse. */
-void dispatch_plan(int64_t *offset, int32_t *position, int32_t *source, const int32_t *index, int64_t R, int E);
-/* rows [R, H] = x[source / k]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
-void gather_rows(real *rows, const real *x, const int32_t *source, int64_t R, int k, int64_t H);
+/* offset [E + 1]: where each expert's rows start; position [R]: the row of assignment i = t*k + j; token [R]: the token of each row. */
+void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E);
+/* rows [R, H] = x[token[r]]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
+void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H);
 void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
-/* out[r] = in[source[r]]: the routing weights in row order, and back. */
-void permute_forward(real *out, const real *in, const int32_t *source, int64_t R);
-void permute_backward(real *din, const real *dout, const int32_t *source, int64_t R);
+/* out[position[i]] = in[i]: the routing weights in row order, and back. */
+void permute_forward(real *out, const real *in, const int32_t *position, int64_t R);
+void permute_backward(real *din, const real *dout, const int32_t *position, int64_t R);
 
 /* -- head -- */
 /* sum [H] = the sum over v of w[v, j]^2, w [V, H]. */
@@ -424,7 +425,7 @@ struct layer_activations {
 	int32_t *index;              /* [T, k] chosen experts */
 	real *weight;                /* [T, k] */
 	real *row_weight;            /* [R] the same in row order */
-	int32_t *position, *source;  /* [R] see dispatch_plan */
+	int32_t *position, *token;   /* [R] see dispatch_plan */
 	int64_t *offset;             /* [E + 1] */
 	real *gate_up;               /* [R, 2I] */
 	real *shared_gate_up;        /* [T, 2W] */

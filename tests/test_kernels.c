@@ -187,12 +187,12 @@ static void test_grouped_matmul(void **state)
 	const int64_t s[] = {303, 13, 270, 5, 0, 1, 1, 280, 303, 303}, R = s[0], K = s[1], N = s[2], G = s[3];
 	struct plain p = {.s = s, .forward = plain_grouped, .num_in = 2, .in_size = {R * K, G * N * K}, .out_size = R * N};
 	plain_init(&p);
-	grouped_matmul_forward(p.rout, p.rin[0], p.rin[1], s + 4, G, K, N, false);
+	grouped_matmul_forward(p.rout, p.rin[0], NULL, p.rin[1], s + 4, G, K, N, false);
 	check_forward(&p, "grouped forward");
 	real *dx = garbage(R * K), *dw = garbage(G * N * K);
-	grouped_matmul_backward_input(dx, p.rprobe, p.rin[1], s + 4, G, K, N, false);
+	grouped_matmul_backward_input(dx, p.rprobe, NULL, p.rin[1], s + 4, G, K, N, false);
 	check_backward(&p, 0, dx, "grouped dx");
-	grouped_matmul_backward_weight(dw, p.rprobe, p.rin[0], s + 4, G, K, N, false);
+	grouped_matmul_backward_weight(dw, p.rprobe, NULL, p.rin[0], NULL, s + 4, G, K, N, false);
 	check_backward(&p, 1, dw, "grouped dw");
 	/* An expert without tokens: its gradient was NaN before and is exactly zero now; adding nothing leaves it alone. */
 	for (int64_t i = 0; i < N * K; i++) {
@@ -200,10 +200,92 @@ static void test_grouped_matmul(void **state)
 		assert_true(dw[4 * N * K + i] == 0);
 	}
 	dw[1 * N * K] = 3;
-	grouped_matmul_backward_weight(dw, p.rprobe, p.rin[0], s + 4, G, K, N, true);
+	grouped_matmul_backward_weight(dw, p.rprobe, NULL, p.rin[0], NULL, s + 4, G, K, N, true);
 	assert_true(dw[1 * N * K] == 3);
 	free(dx), free(dw);
 	plain_free(&p);
+}
+
+/* Rows taken by a list are the rows that a copy would have gathered, bit for bit. */
+static void test_row_lists(void **state)
+{
+	(void)state;
+	enum { T = 40, R = 97, K = 37, N = 45, G = 3 };
+	const int64_t offset[G + 1] = {0, 60, 60, R};
+	int32_t row[R];
+	for (int r = 0; r < R; r++)
+		row[r] = (r * 29 + 3) % T;
+	real *x = garbage(T * K), *rows = garbage(R * K), *dy = garbage(R * N), *dy_rows = garbage(R * N), *w = garbage(G * N * K);
+	real *listed = garbage(G * N * K), *copied = garbage(G * N * K);
+	random_normal(x, T * K, &(struct random_stream){.seed = 1}, 0);
+	random_normal(dy, R * N, &(struct random_stream){.seed = 2}, 0);
+	random_normal(w, G * N * K, &(struct random_stream){.seed = 3}, 0);
+	gather_rows(rows, x, row, R, K);
+	grouped_matmul_forward(listed, x, row, w, offset, G, K, N, false);
+	grouped_matmul_forward(copied, rows, NULL, w, offset, G, K, N, false);
+	assert_memory_equal(listed, copied, R * N * sizeof *listed);
+	gather_rows(dy_rows, dy, row, R, N);
+	grouped_matmul_backward_input(listed, dy, row, w, offset, G, K, N, false);
+	grouped_matmul_backward_input(copied, dy_rows, NULL, w, offset, G, K, N, false);
+	assert_memory_equal(listed, copied, R * K * sizeof *listed);
+	grouped_matmul_backward_weight(listed, dy, row, x, row, offset, G, K, N, false);
+	grouped_matmul_backward_weight(copied, dy_rows, NULL, rows, NULL, offset, G, K, N, false);
+	assert_memory_equal(listed, copied, G * N * K * sizeof *listed);
+	free(x), free(rows), free(dy), free(dy_rows), free(w), free(listed), free(copied);
+}
+
+/* Sizes that cross every block of the product; strides where its tiles read A in place (256) and where they do not. A row's results do not
+ * depend on the rows beside it, nor on the number of threads. */
+static void test_product_blocks(void **state)
+{
+	(void)state;
+	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}};
+	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
+		const int64_t T = sizes[c][0], K = sizes[c][1], N = sizes[c][2];
+		real *x = garbage(T * K), *w = garbage(N * K), *y = garbage(T * N), *again = garbage(T * N), *dw = garbage(N * K), *dx = garbage(T * K);
+		random_normal(x, T * K, &(struct random_stream){.seed = 1}, 0);
+		random_normal(w, N * K, &(struct random_stream){.seed = 2}, 0);
+		matmul_forward(y, x, w, NULL, T, K, N, false);
+		matmul_backward_input(dx, y, w, T, K, N, false);
+		matmul_backward_weight(dw, y, x, T, K, N, false);
+		double worst = 0; /* relative to the largest that a sum of so many terms could be */
+		for (int64_t t = 0; t < T; t++)
+			for (int64_t n = 0; n < N; n++) {
+				double sum = 0;
+				for (int64_t k = 0; k < K; k++)
+					sum += (double)x[t * K + k] * w[n * K + k];
+				worst = fmax(worst, fabs(y[t * N + n] - sum) / (16.0 * K));
+			}
+		for (int64_t t = 0; t < T; t++)
+			for (int64_t k = 0; k < K; k++) {
+				double sum = 0;
+				for (int64_t n = 0; n < N; n++)
+					sum += (double)y[t * N + n] * w[n * K + k];
+				worst = fmax(worst, fabs(dx[t * K + k] - sum) / (16.0 * N * sqrt((double)K)));
+			}
+		for (int64_t n = 0; n < N; n++)
+			for (int64_t k = 0; k < K; k++) {
+				double sum = 0;
+				for (int64_t t = 0; t < T; t++)
+					sum += (double)y[t * N + n] * x[t * K + k];
+				worst = fmax(worst, fabs(dw[n * K + k] - sum) / (16.0 * T * sqrt((double)K)));
+			}
+		assert_true(worst < (sizeof(real) == 4 ? 1e-7 : 1e-16));
+		for (int64_t t = 0; t < T; t += 7)
+			matmul_forward(again + t * N, x + t * K, w, NULL, T - t < 7 ? T - t : 7, K, N, false);
+		assert_memory_equal(again, y, T * N * sizeof *y);
+		const int threads = omp_get_max_threads();
+		real *other = garbage(N * K);
+		for (int n = 1; n <= 5; n++) {
+			omp_set_num_threads(n);
+			matmul_forward(again, x, w, NULL, T, K, N, false);
+			assert_memory_equal(again, y, T * N * sizeof *y);
+			matmul_backward_weight(other, y, x, T, K, N, false);
+			assert_memory_equal(other, dw, N * K * sizeof *dw);
+		}
+		omp_set_num_threads(threads);
+		free(x), free(w), free(y), free(again), free(dw), free(dx), free(other);
+	}
 }
 
 /* ------------------------------------------------------------------------------------------------------------
@@ -571,20 +653,19 @@ static void test_dispatch(void **state)
 	enum { T = 5, K = 2, E = 4, H = 3 };
 	const int32_t index[T * K] = {3, 0, 0, 3, 0, 1, 3, 1, 1, 0}; /* nobody chose expert 2 */
 	int64_t offset[E + 1];
-	int32_t position[T * K], source[T * K];
-	dispatch_plan(offset, position, source, index, T * K, E);
+	int32_t position[T * K], token[T * K];
+	dispatch_plan(offset, position, token, index, T * K, K, E);
 	const int64_t expected_offset[] = {0, 4, 7, 7, 10};
-	const int32_t expected_source[] = {1, 2, 4, 9, 5, 7, 8, 0, 3, 6};
+	const int32_t expected_token[] = {0, 1, 2, 4, 2, 3, 4, 0, 1, 3}, expected_position[] = {7, 0, 1, 8, 2, 4, 9, 5, 6, 3};
 	assert_memory_equal(offset, expected_offset, sizeof offset);
-	assert_memory_equal(source, expected_source, sizeof source);
-	for (int i = 0; i < T * K; i++)
-		assert_int_equal(source[position[i]], i);
+	assert_memory_equal(token, expected_token, sizeof token);
+	assert_memory_equal(position, expected_position, sizeof position);
 	real x[T * H], rows[T * K * H], y[T * H], weight[T * K], sorted[T * K], back[T * K];
 	for (int i = 0; i < T * H; i++)
 		x[i] = (real)(i + 1);
-	gather_rows(rows, x, source, T * K, K, H);
+	gather_rows(rows, x, token, T * K, H);
 	for (int r = 0; r < T * K; r++)
-		assert_memory_equal(rows + r * H, x + source[r] / K * H, sizeof(real) * H);
+		assert_memory_equal(rows + r * H, x + token[r] * H, sizeof(real) * H);
 	combine_rows(y, rows, position, T, K, H, false);
 	for (int i = 0; i < T * H; i++)
 		assert_true(y[i] == K * x[i]);
@@ -593,10 +674,10 @@ static void test_dispatch(void **state)
 		assert_true(y[i] == 2 * K * x[i]);
 	for (int i = 0; i < T * K; i++)
 		weight[i] = (real)i;
-	permute_forward(sorted, weight, source, T * K);
+	permute_forward(sorted, weight, position, T * K);
 	for (int i = 0; i < T * K; i++)
 		assert_true(sorted[position[i]] == weight[i]);
-	permute_backward(back, sorted, source, T * K);
+	permute_backward(back, sorted, position, T * K);
 	assert_memory_equal(back, weight, sizeof weight);
 }
 
@@ -820,7 +901,8 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_matmul), cmocka_unit_test(test_grouped_matmul), cmocka_unit_test(test_embedding),
+		cmocka_unit_test(test_matmul), cmocka_unit_test(test_grouped_matmul), cmocka_unit_test(test_row_lists),
+		cmocka_unit_test(test_product_blocks), cmocka_unit_test(test_embedding),
 		cmocka_unit_test(test_rmsnorm), cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_rope), cmocka_unit_test(test_attention),
 		cmocka_unit_test(test_attention_large_scores), cmocka_unit_test(test_swiglu), cmocka_unit_test(test_topk),
 		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_losses), cmocka_unit_test(test_routing_noise),

@@ -663,14 +663,19 @@ void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accum
  * Embedding
  * ========================================================================================================== */
 
-void embedding_forward(real *out, const int32_t *token, const real *w, int64_t T, int64_t H)
+void embedding_forward(real *out, const int32_t *token, const real *w, int64_t first, int64_t T, int64_t H, int64_t V)
 {
 	#pragma omp parallel for
-	for (int64_t t = 0; t < T; t++)
-		memcpy(out + t * H, w + token[t] * H, H * sizeof *out);
+	for (int64_t t = 0; t < T; t++) {
+		const int64_t v = token[t] - first;
+		if (v >= 0 && v < V)
+			memcpy(out + t * H, w + v * H, H * sizeof *out);
+		else
+			memset(out + t * H, 0, H * sizeof *out);
+	}
 }
 
-void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t T, int64_t H, int64_t V, bool accumulate)
+void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t first, int64_t T, int64_t H, int64_t V, bool accumulate)
 {
 	if (!accumulate) {
 		#pragma omp parallel for
@@ -680,11 +685,13 @@ void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_
 	/* Tokens repeat, so the cores share the columns, not the tokens: each sum keeps the order of the tokens. */
 	const int64_t slice = 32;
 	#pragma omp parallel for
-	for (int64_t first = 0; first < H; first += slice)
+	for (int64_t col = 0; col < H; col += slice)
 		for (int64_t t = 0; t < T; t++) {
-			real *row = dw + token[t] * H;
-			for (int64_t j = first; j < min64(first + slice, H); j++)
-				row[j] += dout[t * H + j];
+			const int64_t v = token[t] - first;
+			if (v < 0 || v >= V)
+				continue;
+			for (int64_t j = col; j < min64(col + slice, H); j++)
+				dw[v * H + j] += dout[t * H + j];
 		}
 }
 
@@ -1006,7 +1013,7 @@ void topk_backward(real *ds, const real *dweight, const int32_t *index, const re
 }
 
 void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p, const real *lse,
-		const int32_t *index, int64_t B, int64_t L, int64_t E, int k)
+		const int32_t *index, int64_t first, int64_t T, int64_t B, int64_t L, int64_t E, int k)
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
@@ -1014,7 +1021,7 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
 		memset(ps, 0, E * sizeof *ps);
-		for (int64_t t = b * L; t < (b + 1) * L; t++) {
+		for (int64_t t = max64(b * L - first, 0); t < min64((b + 1) * L - first, T); t++) {
 			for (int j = 0; j < k; j++)
 				c[index[t * k + j]]++;
 			for (int64_t e = 0; e < E; e++) {
@@ -1029,13 +1036,13 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 	}
 }
 
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t B, int64_t L, int64_t E,
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t first, int64_t T, int64_t L, int64_t E,
 		double balance_scale, double z_scale)
 {
 	/* Balance: dp_e = balance_scale f_e, through the softmax ds_e = p_e (dp_e - sum p dp).  z: d(lse^2)/ds_e = 2 lse p_e. */
 	#pragma omp parallel for
-	for (int64_t t = 0; t < B * L; t++) {
-		const real *f = factor + t / L * E, *row = p + t * E;
+	for (int64_t t = 0; t < T; t++) {
+		const real *f = factor + (first + t) / L * E, *row = p + t * E;
 		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t e = 0; e < E; e++)
@@ -1062,6 +1069,31 @@ void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int
 	}
 	memmove(offset + 1, offset, E * sizeof *offset); /* ... which is the start of the next expert's */
 	offset[0] = 0;
+}
+
+void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts)
+{
+	int64_t at = 0;
+	for (int e = 0; e < experts; e++) {
+		offset[e] = at;
+		int64_t before = 0; /* rows that arrive before this expert's of rank r */
+		for (int r = 0; r < ranks; r++) {
+			for (int i = 0; i < e; i++)
+				before += count[r * experts + i];
+			for (int64_t i = 0; i < count[r * experts + e]; i++)
+				row[at++] = (int32_t)(before + i);
+			for (int i = e; i < experts; i++)
+				before += count[r * experts + i];
+		}
+	}
+	offset[experts] = at;
+}
+
+void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H)
+{
+	#pragma omp parallel for
+	for (int64_t r = 0; r < R; r++)
+		memcpy(out + row[r] * H, rows + r * H, H * sizeof *out);
 }
 
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H)
@@ -1117,28 +1149,36 @@ void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H)
 	}
 }
 
-void cross_entropy_forward(double *loss, real *sum, real *logits, const int32_t *target, int64_t T, int64_t V)
+void logits_max(real *max, const real *logits, int64_t T, int64_t V)
+{
+	#pragma omp parallel for
+	for (int64_t t = 0; t < T; t++)
+		max[t] = largest(logits + t * V, V);
+}
+
+void cross_entropy_forward(double *loss, double *sum, real *logits, const real *max, const int32_t *target, int64_t first, int64_t T,
+		int64_t V)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		real *row = logits + t * V;
-		loss[t] = 0;
+		const int64_t hit = target[t] - first;
+		loss[t] = sum[t] = 0;
 		if (target[t] < 0)
 			continue;
-		real max = largest(row, V), margin = max - row[target[t]];
-		double total = 0; /* in pieces, so that a long sum loses nothing in float */
-		for (int64_t v = 0; v < V; v += 1024)
-			total += exponentials(row + v, row + v, max, min64(1024, V - v));
-		sum[t] = (real)total;
-		loss[t] = log(total) + margin;
+		if (hit >= 0 && hit < V)
+			loss[t] = max[t] - row[hit];
+		for (int64_t v = 0; v < V; v += 1024) /* in pieces, so that a long sum loses nothing in float */
+			sum[t] += exponentials(row + v, row + v, max[t], min64(1024, V - v));
 	}
 }
 
-void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *target, double scale, int64_t T, int64_t V)
+void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *target, int64_t first, double scale, int64_t T, int64_t V)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		real *row = dlogits + t * V;
+		const int64_t hit = target[t] - first;
 		if (target[t] < 0) {
 			memset(row, 0, V * sizeof *row);
 			continue;
@@ -1146,7 +1186,8 @@ void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *targe
 		real factor = (real)(scale / sum[t]);
 		for (int64_t v = 0; v < V; v++)
 			row[v] *= factor;
-		row[target[t]] -= (real)scale;
+		if (hit >= 0 && hit < V)
+			row[hit] -= (real)scale;
 	}
 }
 

@@ -45,84 +45,169 @@ static int attention_width(const struct model_config *c)
 	return c->num_attention_heads * c->head_dim;
 }
 
-/* A walk over all parameters in the order of memory. It counts them, and fills the table and the pointers if they are there. */
+/* A walk over the parameters that a rank holds, in the order of memory. It counts them, and fills the table and the pointers if they are
+ * there. */
 struct parameter_walk {
+	const struct layout *layout;
 	struct tensor *tensors;      /* NULL while counting */
 	real *memory;                /* NULL while counting */
-	int num_tensors;
+	int num_tensors, bucket;
 	int64_t num_params;
 };
 
-/* Adds a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
-static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init)
+/* Elements of the part of a tensor that a rank holds. */
+static int64_t tensor_size(const struct tensor *t)
 {
-	int64_t offset = w->num_params;
+	return (t->part.num_rows[0] + t->part.num_rows[1] + t->part.num_rows[2]) * t->part.num_cols;
+}
+
+/* Adds the given part of a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
+static real *add_part(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
+		enum sharing sharing, struct part part)
+{
+	struct tensor t = {.rows = rows, .cols = cols, .part = part, .offset = w->num_params, .bucket = w->bucket, .init = init, .sharing = sharing};
 	if (w->tensors) {
-		struct tensor *t = &w->tensors[w->num_tensors];
-		*t = (struct tensor){.rows = rows, .cols = cols, .offset = offset, .init = init};
-		snprintf(t->name, sizeof t->name, "%s%s", prefix, name);
+		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
+		w->tensors[w->num_tensors] = t;
 	}
 	w->num_tensors++;
-	w->num_params += rows * (cols ? cols : 1);
-	return w->memory ? w->memory + offset : NULL;
+	w->num_params += tensor_size(&t);
+	return w->memory ? w->memory + t.offset : NULL;
+}
+
+/* Adds a parameter that this rank holds all of. */
+static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
+		enum sharing sharing)
+{
+	return add_part(w, prefix, name, rows, cols, init, sharing, (struct part){.num_rows = {rows}, .num_cols = cols ? cols : 1});
+}
+
+/* Adds this rank's rows of a parameter that the tensor group splits by vocabulary. */
+static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t V, int64_t H)
+{
+	const struct group *g = &w->layout->tensor;
+	const int64_t first = slice_begin(V, g->rank, g->size), end = slice_begin(V, g->rank + 1, g->size);
+	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct part){.row = {first}, .num_rows = {end - first}, .num_cols = H});
 }
 
 /* Adds one SwiGLU: gate, up and down of the given width. Gate and up lie one behind the other, as one product wants them. */
-static void add_swiglu(struct parameter_walk *w, const char *prefix, int64_t H, int64_t width, real **gate_up, real **down)
+static void add_swiglu(struct parameter_walk *w, const char *prefix, int64_t H, int64_t width, real **gate_up, real **down,
+		enum sharing sharing)
 {
-	*gate_up = add_parameter(w, prefix, "gate_proj.weight", width, H, INIT_NORMAL);
-	add_parameter(w, prefix, "up_proj.weight", width, H, INIT_NORMAL);
+	*gate_up = add_parameter(w, prefix, "gate_proj.weight", width, H, INIT_NORMAL, sharing);
+	add_parameter(w, prefix, "up_proj.weight", width, H, INIT_NORMAL, sharing);
 	if (down)
-		*down = add_parameter(w, prefix, "down_proj.weight", H, width, INIT_NORMAL);
+		*down = add_parameter(w, prefix, "down_proj.weight", H, width, INIT_NORMAL, sharing);
 }
 
+/* Adds layer l of the whole model's config, less what other ranks hold of it: what all ranks share first, then heads, then experts. */
 static void add_layer(struct parameter_walk *w, const struct model_config *c, int l, struct layer_params *p)
 {
-	const int64_t H = c->hidden_size, I = c->moe_intermediate_size;
+	const int64_t H = c->hidden_size, I = c->moe_intermediate_size, d = c->head_dim;
 	char layer[48], prefix[96]; /* well within MAX_NAME with what follows */
 	snprintf(layer, sizeof layer, "model.layers.%d.", l);
 	*p = (struct layer_params){0};
-	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES);
-	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES);
-	if (c->use_qkv_bias)
-		p->qkv_bias = add_parameter(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS);
+	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
 	if (c->use_bias)
-		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS);
-	p->qkv = add_parameter(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL);
-	p->dense = add_parameter(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL);
-	if (has_experts(c, l)) {
-		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER);
-		/* [E, 2I, H] and [E, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
-		for (int e = 0; e < c->num_experts; e++) {
-			real *gate_up;
-			snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
-			add_swiglu(w, prefix, H, I, &gate_up, NULL);
-			if (e == 0)
-				p->gate_up = gate_up;
-		}
-		for (int e = 0; e < c->num_experts; e++) {
-			snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
-			real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL);
-			if (e == 0)
-				p->down = down;
-		}
-	}
+		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS, SHARED_BY_WORLD);
+	if (has_experts(c, l))
+		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER, SHARED_BY_WORLD);
 	if (shared_width(c, l)) {
 		snprintf(prefix, sizeof prefix, "%smlp.%s", layer, has_experts(c, l) ? "shared_experts." : "");
-		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down);
+		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down, SHARED_BY_WORLD);
+	}
+
+	/* All query heads stand before all key heads before all value heads: a rank's rows are a range of each. */
+	const int64_t rank = w->layout->tensor.rank, heads = c->num_attention_heads, kv = c->num_key_value_heads;
+	const int64_t q_rows = heads / w->layout->tensor.size * d, kv_rows = kv / w->layout->tensor.size * d;
+	struct part qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
+			.num_rows = {q_rows, kv_rows, kv_rows}, .num_cols = 1};
+	if (c->use_qkv_bias)
+		p->qkv_bias = add_part(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS, SHARED_BY_DATA, qkv);
+	qkv.num_cols = H;
+	p->qkv = add_part(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL, SHARED_BY_DATA, qkv);
+	p->dense = add_part(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL, SHARED_BY_DATA,
+			(struct part){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
+
+	/* [experts, 2I, H] and [experts, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
+	const int experts = c->num_experts / w->layout->expert.size, first = w->layout->expert.rank * experts;
+	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
+		real *gate_up;
+		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+		add_swiglu(w, prefix, H, I, &gate_up, NULL, SHARED_BY_COPIES);
+		if (e == first)
+			p->gate_up = gate_up;
+	}
+	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
+		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+		real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL, SHARED_BY_COPIES);
+		if (e == first)
+			p->down = down;
 	}
 }
 
-/* Walks over the model. layer[] of p must have room for all layers. */
+/* Walks over the model that the whole config describes. layer[] of p must have room for all layers. */
 static void add_model(struct parameter_walk *w, const struct model_config *c, struct params *p)
 {
 	p->memory = w->memory;
-	p->embedding = add_parameter(w, "", "model.word_embeddings.weight", c->vocab_size, c->hidden_size, INIT_NORMAL);
-	for (int l = 0; l < c->num_hidden_layers; l++)
+	p->embedding = add_vocabulary(w, "model.word_embeddings.weight", c->vocab_size, c->hidden_size);
+	for (int l = 0; l < c->num_hidden_layers; l++) {
+		w->bucket++;
 		add_layer(w, c, l, &p->layer[l]);
-	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES);
-	p->lm_head = c->tie_word_embeddings ? p->embedding
-			: add_parameter(w, "", "lm_head.weight", c->vocab_size, c->hidden_size, INIT_NORMAL);
+	}
+	w->bucket++;
+	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES, SHARED_BY_WORLD);
+	p->lm_head = c->tie_word_embeddings ? p->embedding : add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
+}
+
+/* The model as one rank of a layout computes it: its heads and its part of the vocabulary. */
+static struct model_config local_config(const struct model_config *c, const struct layout *l)
+{
+	struct model_config local = *c;
+	local.num_attention_heads /= l->tensor.size;
+	local.num_key_value_heads /= l->tensor.size;
+	local.vocab_size = (int)(slice_begin(c->vocab_size, l->tensor.rank + 1, l->tensor.size) -
+			slice_begin(c->vocab_size, l->tensor.rank, l->tensor.size));
+	return local;
+}
+
+static const struct group *sharing_group(const struct layout *l, enum sharing sharing)
+{
+	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->copies;
+}
+
+/* The slice of a chunk that this rank keeps the moments of: returns its first element, from the chunk's own first. */
+static int64_t own_slice(const struct layout *l, const struct chunk *c, int64_t *size)
+{
+	const struct group *g = sharing_group(l, c->sharing);
+	const int64_t begin = slice_begin(c->size, g->rank, g->size);
+	*size = slice_begin(c->size, g->rank + 1, g->size) - begin;
+	return begin;
+}
+
+/* Cuts the parameters of a table into chunks; returns their number, and fills them in if there is room for them. */
+static int cut_chunks(struct chunk *chunks, int64_t *num_state, const struct tensor *tensors, int num_tensors, const struct layout *l)
+{
+	int n = 0;
+	*num_state = 0;
+	for (int i = 0; i < num_tensors;) {
+		const struct tensor *first = &tensors[i];
+		int64_t size = 0;
+		for (; i < num_tensors && tensors[i].bucket == first->bucket && tensors[i].sharing == first->sharing; i++)
+			size += tensor_size(&tensors[i]);
+		for (int64_t done = 0; done < size; done += CHUNK_SIZE) {
+			struct chunk c = {.offset = first->offset + done, .size = size - done < CHUNK_SIZE ? size - done : CHUNK_SIZE, .state = *num_state,
+					.bucket = first->bucket, .sharing = first->sharing};
+			int64_t own;
+			own_slice(l, &c, &own);
+			*num_state += own;
+			if (chunks)
+				chunks[n] = c;
+			n++;
+		}
+	}
+	return n;
 }
 
 /* ============================================================================================================
@@ -169,35 +254,61 @@ static void carve_attention(struct arena *a, struct layer_activations *x, const 
 	x->lse = carve_real(a, T * c->num_attention_heads);
 }
 
-/* What the rest of a layer leaves, for B windows of L tokens: with routed experts or without, and a dense SwiGLU of the given width. */
-static void carve_layer(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t B, int64_t L, bool experts,
+/* The two kinds of memory for activations: what is needed for certain, and room for expert rows that may arrive, of which
+ * the system gives pages only as they are written. Without expert parallel both are one. */
+struct activation_memory { struct arena *certain, *arrivals; const struct layout *layout; };
+
+/* Most tokens of T that a rank of a tensor group holds. */
+static int64_t most_tokens(int64_t T, const struct layout *l)
+{
+	return (T + l->tensor.size - 1) / l->tensor.size;
+}
+
+/* What the rest of a layer leaves, for N tokens: with routed experts or without, and a dense SwiGLU of the given width. */
+static void carve_layer(const struct activation_memory *mem, struct layer_activations *x, const struct model_config *c, int64_t N, bool experts,
 		int64_t width, bool noise)
 {
-	const int64_t T = B * L, E = c->num_experts, R = T * c->num_experts_per_tok;
-	x->attention_rstd = carve_real(a, T);
-	x->middle = carve_real(a, T * c->hidden_size);
-	x->ffn_rstd = carve_real(a, T);
-	x->shared_gate_up = carve_real(a, T * 2 * width);
+	struct arena *a = mem->certain;
+	const int ranks = mem->layout->expert.size;
+	const int64_t E = c->num_experts, R = N * c->num_experts_per_tok, A = R * ranks;
+	x->attention_rstd = carve_real(a, N);
+	x->middle = carve_real(a, N * c->hidden_size);
+	x->ffn_rstd = carve_real(a, N);
+	x->shared_gate_up = carve_real(a, N * 2 * width);
 	if (!experts)
 		return;
-	x->p = carve_real(a, T * E);
-	x->p_hat = noise ? carve_real(a, T * E) : x->p;
-	x->router_lse = carve_real(a, T);
+	x->p = carve_real(a, N * E);
+	x->p_hat = noise ? carve_real(a, N * E) : x->p;
+	x->router_lse = carve_real(a, N);
 	x->index = carve(a, R, sizeof(int32_t));
 	x->weight = carve_real(a, R);
 	x->row_weight = carve_real(a, R);
 	x->position = carve(a, R, sizeof(int32_t));
 	x->token = carve(a, R, sizeof(int32_t));
 	x->offset = carve(a, E + 1, sizeof(int64_t));
-	x->gate_up = carve_real(a, R * 2 * c->moe_intermediate_size);
+	x->gate_up = carve_real(mem->arrivals, A * 2 * c->moe_intermediate_size);
+	x->expert_offset = x->offset;
+	x->row = x->token;
+	x->expert_weight = x->row_weight;
+	if (ranks > 1) {
+		x->expert_offset = carve(a, E / ranks + 1, sizeof(int64_t));
+		x->arrived = carve(a, E, sizeof(int64_t));
+		x->sent = carve(a, ranks, sizeof(int64_t));
+		x->received = carve(a, ranks, sizeof(int64_t));
+		x->row = carve(mem->arrivals, A, sizeof(int32_t));
+		x->expert_weight = carve_real(mem->arrivals, A);
+		x->arrivals = carve_real(mem->arrivals, A * c->hidden_size);
+	}
 }
 
-/* Cuts the activations for B windows of L tokens from the arena. acts->layer must have room for all layers. */
-static void carve_activations(struct arena *a, struct activations *acts, const struct model_config *c, int64_t B, int64_t L,
-		enum purpose purpose)
+/* Cuts the activations of a rank for B windows of L tokens; c is the rank's own config. acts->layer must have room for all layers. */
+static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *c, int64_t B,
+		int64_t L, enum purpose purpose)
 {
-	const int64_t T = B * L, H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size, R = T * c->num_experts_per_tok;
-	const int64_t W = widest_shared(c), C = head_chunk(c->vocab_size);
+	struct arena *a = mem->certain;
+	const struct group *tensor = &mem->layout->tensor;
+	const int64_t T = B * L, N = most_tokens(T, mem->layout), H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size;
+	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c), C = head_chunk(c->vocab_size);
 	const int layers = c->num_hidden_layers;
 	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
@@ -205,80 +316,104 @@ static void carve_activations(struct arena *a, struct activations *acts, const s
 	if (purpose != TRAIN_KEEP_ALL)
 		carve_attention(a, &shared, c, T);
 	if (!own_layer)
-		carve_layer(a, &shared, c, B, L, has_experts(c, layers - 1), W, noise);
+		carve_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
 	if (!training)
-		shared.input = carve_real(a, T * H);
+		shared.input = carve_real(a, N * H);
 	for (int l = 0; l < layers; l++) {
 		struct layer_activations *x = &acts->layer[l];
 		*x = shared;
 		if (!training)
 			continue;
-		x->input = carve_real(a, T * H);
+		x->input = carve_real(a, N * H);
 		if (has_experts(c, l))
 			x->balance_factor = carve_real(a, B * E);
 		if (purpose == TRAIN_KEEP_ALL)
 			carve_attention(a, x, c, T);
 		if (own_layer)
-			carve_layer(a, x, c, B, L, has_experts(c, l), shared_width(c, l), noise);
+			carve_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
-	acts->output = training ? carve_real(a, T * H) : acts->layer[0].input;
-	acts->rstd = carve_real(a, T);
-	acts->normed = carve_real(a, T * H);
-	acts->logits = carve_real(a, T * E);
-	acts->rows = carve_real(a, R * H);
-	acts->act = carve_real(a, R * I);
-	acts->shared_act = carve_real(a, T * W);
+	acts->output = training ? carve_real(a, N * H) : acts->layer[0].input;
+	acts->rstd = carve_real(a, N);
+	acts->normed = carve_real(a, N * H);
+	if (tensor->size > 1) {
+		acts->gathered = carve_real(a, T * H);
+		acts->partial = carve_real(a, T * H);
+		acts->scatter_scratch = carve_real(a, scatter_scratch(tensor, T, H));
+	}
+	acts->logits = carve_real(a, N * E);
+	acts->expert_rows = acts->rows = carve_real(a, R * H);
+	if (mem->layout->expert.size > 1) {
+		acts->expert_rows = carve_real(mem->arrivals, A * H);
+		acts->returns = carve_real(mem->arrivals, A * H);
+		acts->arrived_weight = carve_real(mem->arrivals, A);
+	}
+	acts->act = carve_real(mem->arrivals, A * I);
+	acts->shared_act = carve_real(a, N * W);
 	acts->attention_scratch = carve_real(a, attention_scratch());
+	acts->expert_count = carve(a, E, sizeof(int64_t));
 	acts->sequence_count = carve(a, B * E, sizeof(double));
 	acts->sequence_p = carve(a, B * E, sizeof(double));
 	acts->router_sums = carve(a, B, sizeof(struct router_sums));
 	acts->head_logits = carve_real(a, C * c->vocab_size);
 	acts->head_input = carve_real(a, C * H);
-	acts->head_sum = carve_real(a, C);
-	acts->head_loss = carve(a, C, sizeof(double));
+	acts->head_max = carve_real(a, C);
+	acts->head_loss = carve(a, 2 * C, sizeof(double));
+	acts->head_sum = acts->head_loss ? acts->head_loss + C : NULL;
 	acts->head_norm = carve(a, H, sizeof(double));
 	if (!training)
 		return;
 	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
 	acts->sum_scratch = carve_real(a, row_sum_scratch(widest));
-	acts->dstream = carve_real(a, T * H);
-	acts->dnormed = carve_real(a, T * H);
+	acts->dstream = carve_real(a, N * H);
+	acts->dnormed = carve_real(a, N * H);
 	acts->dqkv = carve_real(a, T * qkv_width(c));
 	acts->dattention = carve_real(a, T * attention_width(c));
-	acts->dlogits = carve_real(a, T * E);
-	acts->dgate_up = carve_real(a, R * 2 * I);
-	acts->dact = carve_real(a, R * I);
-	acts->drow_weight = carve_real(a, R);
+	acts->dlogits = carve_real(a, N * E);
+	acts->dgate_up = carve_real(mem->arrivals, A * 2 * I);
+	acts->dact = carve_real(mem->arrivals, A * I);
+	acts->drow_weight = carve_real(mem->arrivals, A);
 	acts->dweight = carve_real(a, R);
-	acts->dshared_gate_up = carve_real(a, T * 2 * W);
-	acts->dshared_act = carve_real(a, T * W);
+	acts->dshared_gate_up = carve_real(a, N * 2 * W);
+	acts->dshared_act = carve_real(a, N * W);
 }
 
-/* Bytes that a model takes; the same code that later cuts the memory counts it. */
-struct memory_plan { int64_t num_params, num_tensors; size_t weights, gradients, optimizer, activations; };
+/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take. */
+struct memory_plan { int64_t num_params, num_tensors, num_chunks, num_state; size_t weights, gradients, optimizer, activations, arrivals, reduction; };
 
-static int plan_memory(struct memory_plan *plan, const struct model_config *c, int64_t B, int64_t L, enum purpose purpose)
+/* c is the whole model's config. */
+static int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
+		enum purpose purpose)
 {
-	const bool training = purpose != EVALUATE;
+	const bool training = purpose != EVALUATE, split = layout->expert.size > 1;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
 	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {0};
-	struct arena arena = {0};
-	if (!acts.layer || !params.layer) {
-		free(acts.layer);
-		free(params.layer);
-		return fail("out of memory for %d layers", c->num_hidden_layers);
+	struct parameter_walk walk = {.layout = layout};
+	struct arena certain = {0}, arrivals = {0};
+	const struct model_config local = local_config(c, layout);
+	int rc = acts.layer && params.layer ? 0 : fail("out of memory for %d layers", c->num_hidden_layers);
+	if (rc == 0) {
+		add_model(&walk, c, &params);
+		carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, &local, B, L, purpose);
+		walk.tensors = calloc(walk.num_tensors, sizeof *walk.tensors);
+		rc = walk.tensors ? 0 : fail("out of memory for the names of %d tensors", walk.num_tensors);
 	}
-	add_model(&walk, c, &params);
-	carve_activations(&arena, &acts, c, B, L, purpose);
+	if (rc == 0) {
+		walk = (struct parameter_walk){.layout = layout, .tensors = walk.tensors};
+		add_model(&walk, c, &params);
+		*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
+		plan->num_chunks = cut_chunks(NULL, &plan->num_state, walk.tensors, walk.num_tensors, layout);
+		plan->weights = walk.num_params * sizeof(real);
+		plan->gradients = training ? plan->weights : 0;
+		plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
+		plan->reduction = training && layout->world.size > 1
+				? PENDING * scatter_scratch(&layout->world, walk.num_params < CHUNK_SIZE ? walk.num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
+		plan->activations = certain.used;
+		plan->arrivals = arrivals.used;
+	}
+	free(walk.tensors);
 	free(acts.layer);
 	free(params.layer);
-	*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
-	plan->weights = walk.num_params * sizeof(real);
-	plan->gradients = training ? plan->weights : 0;
-	plan->optimizer = training ? 2 * plan->weights : 0;
-	plan->activations = arena.used;
-	return 0;
+	return rc;
 }
 
 /* `bytes` of zeros for a large array, or NULL: on huge pages where the system has them, since products stride over all of it, and
@@ -296,23 +431,33 @@ static void *allocate_large(size_t bytes)
 	return p;
 }
 
-int model_init(struct model *m, const struct model_config *c, int max_sequences, int seq_len, enum purpose purpose)
+/* Address space for expert rows: its pages come when they are written, so that they cost what arrives, up to all rows of the group. */
+static void *reserve_arrivals(size_t bytes)
+{
+	void *p = bytes ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : NULL;
+	return p == MAP_FAILED ? NULL : p;
+}
+
+int model_init(struct model *m, const struct model_config *c, const struct layout *layout, int max_sequences, int seq_len,
+		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE;
-	*m = (struct model){.config = *c, .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose};
-	parallel_init(&m->layout);
+	*m = (struct model){.config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
+			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
+			.first_vocab = slice_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
-	if ((int64_t)max_sequences * seq_len * (c->num_experts_per_tok + 1) > INT32_MAX)
-		return fail("%d x %d tokens with %d experts each: more than %d rows at a time; make micro_batch or seq_len smaller", max_sequences,
-				seq_len, c->num_experts_per_tok, INT32_MAX);
-	if (plan_memory(&plan, c, max_sequences, seq_len, purpose) < 0)
+	if ((double)max_sequences * seq_len * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
+		return fail("%d x %d tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
+				max_sequences, seq_len, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
+	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
-	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations;
+	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction;
 	const double machine = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 	bool fits = total <= machine;
 	if (fits) {
 		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
+		m->chunks = calloc(plan.num_chunks, sizeof *m->chunks);
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
 		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
@@ -320,13 +465,15 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 		m->rope = calloc((size_t)seq_len * c->head_dim, sizeof(real));
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
 		m->acts_memory = allocate_large(plan.activations);
-		fits = m->tensors && m->params.layer && m->grads.layer && m->acts.layer && m->params.memory && m->rope &&
-				(m->head_scale || !c->norm_head) && m->acts_memory;
+		m->arrivals_memory = reserve_arrivals(m->arrivals_bytes = plan.arrivals);
+		fits = m->tensors && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->params.memory && m->rope &&
+				(m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
-			m->exp_avg = allocate_large(plan.weights);
-			m->exp_avg_sq = allocate_large(plan.weights);
-			fits = fits && m->grads.memory && m->exp_avg && m->exp_avg_sq;
+			m->exp_avg = allocate_large(plan.optimizer / 2);
+			m->exp_avg_sq = allocate_large(plan.optimizer / 2);
+			m->pending_scratch = allocate_large(plan.reduction);
+			fits = fits && m->grads.memory && m->exp_avg && m->exp_avg_sq && m->pending_scratch;
 		}
 	}
 	if (!fits) {
@@ -338,10 +485,14 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 	}
 	m->num_tensors = plan.num_tensors;
 	m->num_params = plan.num_params;
-	add_model(&(struct parameter_walk){.tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
+	m->pending_size = plan.reduction / sizeof(real) / PENDING;
+	add_model(&(struct parameter_walk){.layout = layout, .tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
 	if (training)
-		add_model(&(struct parameter_walk){.memory = m->grads.memory}, c, &m->grads);
-	carve_activations(&(struct arena){.memory = m->acts_memory}, &m->acts, c, max_sequences, seq_len, purpose);
+		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
+	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->tensors, m->num_tensors, layout);
+	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
+	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, &m->config, max_sequences,
+			seq_len, purpose);
 	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
 	return 0;
 }
@@ -349,23 +500,45 @@ int model_init(struct model *m, const struct model_config *c, int max_sequences,
 void model_free(struct model *m)
 {
 	free(m->tensors);
+	free(m->chunks);
 	free(m->params.layer);
 	free(m->params.memory);
 	free(m->grads.layer);
 	free(m->grads.memory);
 	free(m->exp_avg);
 	free(m->exp_avg_sq);
+	free(m->pending_scratch);
 	free(m->acts.layer);
 	free(m->acts_memory);
+	if (m->arrivals_memory)
+		munmap(m->arrivals_memory, m->arrivals_bytes);
 	free(m->rope);
 	free(m->head_scale);
 	*m = (struct model){0};
 }
 
-/* Elements of a tensor. */
-static int64_t tensor_size(const struct tensor *t)
+/* Where row `r` of the part that this rank holds stands in the whole tensor. */
+static int64_t whole_row(const struct part *p, int64_t r)
 {
-	return t->rows * (t->cols ? t->cols : 1);
+	int i = 0;
+	for (; i < 2 && r >= p->num_rows[i]; i++)
+		r -= p->num_rows[i];
+	return p->row[i] + r;
+}
+
+/* The longest run, from element `at` of a rank's part on and up to `end`, that is a run in the whole tensor too: returns its length, and
+ * where it stands there. */
+static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_t *first)
+{
+	const struct part *p = &t->part;
+	const int64_t cols = t->cols ? t->cols : 1, row = at / p->num_cols, col = at % p->num_cols;
+	*first = whole_row(p, row) * cols + p->col + col;
+	if (p->num_cols < cols)
+		return end - at < p->num_cols - col ? end - at : p->num_cols - col;
+	int64_t rows_end = 0; /* of the range of rows that this row is in */
+	for (int i = 0; i < 3 && rows_end <= row; i++)
+		rows_end += p->num_rows[i];
+	return end < rows_end * cols ? end - at : rows_end * cols - at;
 }
 
 /* A tensor's own stream of random numbers: keyed by its name (FNV-1a), so that no layout of ranks can change it. */
@@ -383,17 +556,19 @@ void model_randomize(struct model *m, uint64_t seed)
 	for (int i = 0; i < m->num_tensors; i++) {
 		const struct tensor *t = &m->tensors[i];
 		const struct random_stream stream = tensor_stream(t, seed);
+		const int64_t n = t->part.num_cols;
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
-		for (int64_t r = 0; r < t->rows; r++) {
-			int64_t n = t->cols ? t->cols : 1, first = r * n;
+		for (int64_t r = 0; r < tensor_size(t) / n; r++) {
+			const int64_t at = whole_row(&t->part, r) * (t->cols ? t->cols : 1) + t->part.col;
+			real *row = w + r * n;
 			if (t->init == INIT_NORMAL)
-				random_normal(w + first, n, &stream, first);
+				random_normal(row, n, &stream, at);
 			else if (t->init == INIT_ROUTER)
-				random_uniform(w + first, n, &stream, first);
-			for (int64_t j = first; j < first + n; j++)
-				w[j] = t->init == INIT_NORMAL ? (real)(w[j] * m->config.initializer_range)
-						: t->init == INIT_ROUTER ? (real)((2 * w[j] - 1) * bound) : t->init == INIT_ONES;
+				random_uniform(row, n, &stream, at);
+			for (int64_t j = 0; j < n; j++)
+				row[j] = t->init == INIT_NORMAL ? (real)(row[j] * m->config.initializer_range)
+						: t->init == INIT_ROUTER ? (real)((2 * row[j] - 1) * bound) : t->init == INIT_ONES;
 		}
 	}
 	model_update_head_scale(m);
@@ -468,6 +643,8 @@ void model_lap(struct model *m, enum part part)
 	const double t = now();
 	m->part_seconds[part] += t - m->lap_start;
 	m->lap_start = t;
+	for (int i = 0; i < m->num_pending; i++) /* MPI moves data only when it is called */
+		scatter_progress(&m->pending[i]);
 }
 
 /* ============================================================================================================
@@ -486,16 +663,49 @@ void model_update_head_scale(struct model *m)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
 
+/* The tokens of a micro-batch of B sequences that this rank holds between attention and head: their number, and the first one. */
+static int64_t own_tokens(const struct model *m, int B, int64_t *first)
+{
+	const struct group *g = &m->layout.tensor;
+	const int64_t T = (int64_t)B * m->seq_len;
+	*first = slice_begin(T, g->rank, g->size);
+	return slice_begin(T, g->rank + 1, g->size) - *first;
+}
+
+/* All T tokens [T, H] of which this rank holds its slice. In the backward pass of a gathered value comes sum_slices, so that each rank's
+ * part of the gradient counts once. */
+static const real *gather_slices(struct model *m, const real *slice, int64_t T)
+{
+	if (m->layout.tensor.size == 1)
+		return slice;
+	group_gather(&m->layout.tensor, m->acts.gathered, slice, T, m->config.hidden_size);
+	return m->acts.gathered;
+}
+
+/* Where the ranks of a tensor group put their shares of a sum [T, H] that sum_slices adds to, or writes to, their slices: with one rank
+ * the slice itself, to which a product can add at once. */
+static real *shares(struct model *m, real *slice)
+{
+	return m->layout.tensor.size == 1 ? slice : m->acts.partial;
+}
+
+static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
+{
+	if (m->layout.tensor.size > 1)
+		group_scatter_sum(&m->layout.tensor, slice, accumulate, m->acts.partial, T, m->config.hidden_size, m->acts.scatter_scratch);
+}
+
 /* attention = Attention(RMSNorm(input)), less its output product. */
 static void attention_core_forward(struct model *m, int l, int B)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size;
+	int64_t first;
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
-	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, T, H, c->rms_norm_eps);
-	matmul_forward(x->qkv, m->acts.normed, p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
+	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	rope_forward(x->qkv, m->rope, T, L, nh, nkv, d);
 	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
 }
@@ -505,10 +715,14 @@ static void attention_layer_forward(struct model *m, int l, int B)
 {
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
+	int64_t first;
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, N = own_tokens(m, B, &first);
+	const bool alone = m->layout.tensor.size == 1;
 	attention_core_forward(m, l, B);
-	copy_array(x->middle, x->input, T * H);
-	matmul_forward(x->middle, x->attention, p->dense, p->dense_bias, T, attention_width(&m->config), H, true);
+	copy_array(x->middle, x->input, N * H);
+	matmul_forward(shares(m, x->middle), x->attention, p->dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
+			attention_width(&m->config), H, alone);
+	sum_slices(m, x->middle, true, T);
 	model_lap(m, PART_ATTENTION);
 }
 
@@ -518,25 +732,26 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
-	const int64_t L = m->seq_len, T = B * L, E = c->num_experts;
+	int64_t first;
+	const int64_t L = m->seq_len, T = B * L, E = c->num_experts, N = own_tokens(m, B, &first);
 	const int k = c->num_experts_per_tok;
-	matmul_forward(a->logits, a->normed, m->params.layer[l].router, NULL, T, c->hidden_size, E, false);
-	softmax_forward(x->p, x->router_lse, a->logits, T, E);
+	matmul_forward(a->logits, a->normed, m->params.layer[l].router, NULL, N, c->hidden_size, E, false);
+	softmax_forward(x->p, x->router_lse, a->logits, N, E);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
 		struct random_stream noise = {.seed = step->seed, .purpose = RANDOM_ROUTING + l, .step = (uint32_t)step->index,
-				.first = (uint64_t)(step->first_sequence * L * E)};
+				.first = (uint64_t)((step->first_sequence * L + first) * E)};
 		routing_noise_forward(x->p_hat, a->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
-				step->router_std[l], &noise, T, E);
-		softmax_forward(x->p_hat, NULL, x->p_hat, T, E);
+				step->router_std[l], &noise, N, E);
+		softmax_forward(x->p_hat, NULL, x->p_hat, N, E);
 		p = x->p_hat;
 	}
-	topk_forward(x->index, x->weight, p, T, E, k, c->norm_topk_prob && k > 1);
+	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
 	if (!sums)
 		return;
 
 	/* f_e is a share of the tokens that count together: each sequence alone, or the whole micro-batch. */
-	router_statistics(a->router_sums, a->sequence_count, a->sequence_p, a->logits, x->p, x->router_lse, x->index, B, L, E, k);
+	router_statistics(a->router_sums, a->sequence_count, a->sequence_p, a->logits, x->p, x->router_lse, x->index, first, N, B, L, E, k);
 	struct layer_sums *sum = layer_sums(sums, l);
 	for (int b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
@@ -545,6 +760,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
+	group_sum(&m->layout.tensor, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
 	int64_t together = L;
 	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
 		together = T;
@@ -564,6 +780,47 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 	}
 }
 
+/* The rows that the experts of this rank work on, with expert parallel: plans who sends what, and starts to send x's rows of this rank's
+ * tokens; what arrives goes to `arrivals`. */
+static void dispatch_start(struct model *m, struct layer_activations *x, struct exchange *e, const real *tokens, real *arrivals)
+{
+	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], m->config.hidden_size);
+	group_exchange_start(e, &m->layout.expert, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
+}
+
+/* Sends rows back to where they came from: expert_rows, in the order of the experts, become acts.rows. */
+static void return_rows(struct model *m, struct layer_activations *x)
+{
+	struct exchange e;
+	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, m->config.hidden_size);
+	group_exchange_start(&e, &m->layout.expert, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
+	group_exchange_finish(&e);
+}
+
+/* Tells every rank of the expert group how many rows it gets, with their weights, and sorts what will arrive by expert. */
+static void plan_arrivals(struct model *m, struct layer_activations *x)
+{
+	const struct group *g = &m->layout.expert;
+	const int E = m->config.num_experts, mine = m->num_experts;
+	int64_t *count = m->acts.expert_count;
+	struct exchange e;
+	for (int i = 0; i < E; i++)
+		count[i] = x->offset[i + 1] - x->offset[i];
+	group_transpose(g, x->arrived, count, mine);
+	for (int r = 0; r < g->size; r++) {
+		x->sent[r] = x->offset[(r + 1) * mine] - x->offset[r * mine];
+		x->received[r] = 0;
+		for (int i = 0; i < mine; i++)
+			x->received[r] += x->arrived[r * mine + i];
+	}
+	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, mine);
+	x->num_rows = x->expert_offset[mine];
+	group_exchange_start(&e, g, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
+	group_exchange_finish(&e);
+	for (int64_t r = 0; r < x->num_rows; r++)
+		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
+}
+
 /* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. With out NULL only what the
  * backward pass needs is computed. */
 static void ffn_layer_forward(struct model *m, int l, int B, real *out, const struct step *step, struct step_sums *sums)
@@ -572,34 +829,50 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	const struct layer_params *p = &m->params.layer[l];
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	int64_t first;
+	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int E = c->num_experts, k = c->num_experts_per_tok;
-	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps);
+	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
+	struct exchange dispatch;
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
-		copy_array(out, x->middle, T * H);
+		copy_array(out, x->middle, N * H);
 	model_lap(m, PART_OTHER);
-	if (has_experts(c, l)) {
+	if (experts) {
 		router_forward(m, l, B, step, sums);
 		model_lap(m, PART_ROUTER);
-		dispatch_plan(x->offset, x->position, x->token, x->index, T * k, k, E);
-		permute_forward(x->row_weight, x->weight, x->position, T * k);
-		model_lap(m, PART_PERMUTE);
-		grouped_matmul_forward(x->gate_up, a->normed, x->token, p->gate_up, x->offset, E, H, 2 * I, false);
-		if (out) {
-			swiglu_forward(a->act, x->gate_up, x->row_weight, T * k, I);
-			grouped_matmul_forward(a->rows, a->act, NULL, p->down, x->offset, E, I, H, false);
-			model_lap(m, PART_EXPERTS);
-			combine_rows(out, a->rows, x->position, T, k, H, true);
-			model_lap(m, PART_PERMUTE);
+		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
+		permute_forward(x->row_weight, x->weight, x->position, N * k);
+		x->num_rows = N * k;
+		if (split) {
+			plan_arrivals(m, x);
+			dispatch_start(m, x, &dispatch, a->normed, x->arrivals);
 		}
+		model_lap(m, PART_PERMUTE);
 	}
-	if (W) {
-		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, T, H, 2 * W, false);
+	if (W) { /* while the rows are on their way */
+		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, N, H, 2 * W, false);
 		if (out) {
-			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, T, W);
-			matmul_forward(out, a->shared_act, p->shared_down, NULL, T, W, H, true);
+			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, N, W);
+			matmul_forward(out, a->shared_act, p->shared_down, NULL, N, W, H, true);
 		}
 		model_lap(m, PART_EXPERTS);
+	}
+	if (experts) {
+		if (split)
+			group_exchange_finish(&dispatch);
+		model_lap(m, PART_PERMUTE);
+		grouped_matmul_forward(x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_offset, m->num_experts, H, 2 * I,
+				false);
+		if (out) {
+			swiglu_forward(a->act, x->gate_up, x->expert_weight, x->num_rows, I);
+			grouped_matmul_forward(a->expert_rows, a->act, NULL, p->down, x->expert_offset, m->num_experts, I, H, false);
+			model_lap(m, PART_EXPERTS);
+			if (split)
+				return_rows(m, x);
+			combine_rows(out, a->rows, x->position, N, k, H, true);
+			model_lap(m, PART_PERMUTE);
+		}
 	}
 }
 
@@ -607,13 +880,15 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size;
-	embedding_forward(a->layer[0].input, input, m->params.embedding, T, H);
+	int64_t first;
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
+	embedding_forward(shares(m, a->layer[0].input), input, m->params.embedding, m->first_vocab, T, H, c->vocab_size);
+	sum_slices(m, a->layer[0].input, false, T);
 	for (int l = 0; l < c->num_hidden_layers; l++) {
 		attention_layer_forward(m, l, B);
 		ffn_layer_forward(m, l, B, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
-	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, T, H, c->rms_norm_eps);
+	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, H, c->rms_norm_eps);
 	model_lap(m, PART_OTHER);
 }
 
@@ -622,44 +897,84 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
  * ========================================================================================================== */
 
 /* What the head multiplies with W: normed / n_j with NormHead, which is the same as dividing W's columns. */
-static const real *head_input(struct model *m, int64_t first, int64_t n)
+static const real *head_input(struct model *m, const real *normed, int64_t n)
 {
-	const int64_t H = m->config.hidden_size;
-	const real *normed = m->acts.normed + first * H;
 	if (!m->head_scale)
 		return normed;
-	scale_columns(m->acts.head_input, normed, m->head_scale, n, H);
+	scale_columns(m->acts.head_input, normed, m->head_scale, n, m->config.hidden_size);
 	return m->acts.head_input;
 }
 
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 {
-	matmul_forward(logits, head_input(m, first, n), m->params.lm_head, NULL, n, m->config.hidden_size, m->config.vocab_size, false);
+	const int64_t H = m->config.hidden_size;
+	matmul_forward(logits, head_input(m, m->acts.normed + first * H, n), m->params.lm_head, NULL, n, H, m->config.vocab_size, false);
 }
 
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step)
 {
 	struct activations *a = &m->acts;
+	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(V);
-	double sum = 0;
+	const real *normed = gather_slices(m, a->normed, T);
+	real *dnormed = step ? shares(m, a->dnormed) : NULL;
+	double total = 0;
 	for (int64_t first = 0; first == 0 || first < T; first += C) { /* once for an empty micro-batch: it writes a gradient of 0 */
 		int64_t n = T - first < C ? T - first : C;
-		const real *in = head_input(m, first, n);
+		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
-		cross_entropy_forward(a->head_loss, a->head_sum, a->head_logits, target + first, n, V);
+		/* The vocabulary may be split: the largest logit, then loss and sum, are those of all its parts. */
+		logits_max(a->head_max, a->head_logits, n, V);
+		group_max(tensor, a->head_max, n);
+		double *loss = a->head_loss, *sum = loss + n;
+		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
+		group_sum(tensor, loss, 2 * n);
 		for (int64_t t = 0; t < n; t++)
-			sum += a->head_loss[t];
+			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
 		if (!step)
 			continue;
-		real *dnormed = a->dnormed + first * H;
-		cross_entropy_backward(a->head_logits, a->head_sum, target + first, step->num_targets ? 1.0 / step->num_targets : 0, n, V);
-		matmul_backward_input(dnormed, a->head_logits, m->params.lm_head, n, H, V, false);
+		cross_entropy_backward(a->head_logits, sum, target + first, m->first_vocab, step->num_targets ? 1.0 / step->num_targets : 0, n, V);
+		matmul_backward_input(dnormed + first * H, a->head_logits, m->params.lm_head, n, H, V, false);
 		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
 		if (m->head_scale)
-			scale_columns(dnormed, dnormed, m->head_scale, n, H);
+			scale_columns(dnormed + first * H, dnormed + first * H, m->head_scale, n, H);
 	}
+	if (step)
+		sum_slices(m, a->dnormed, false, T);
 	model_lap(m, PART_HEAD);
-	return sum;
+	return total;
+}
+
+/* ============================================================================================================
+ * Gradients over the ranks: chunk by chunk while the backward pass goes on, each rank receiving the sum of its slice
+ * ========================================================================================================== */
+
+static void finish_oldest_chunk(struct model *m)
+{
+	const struct chunk *c = &m->chunks[m->pending_chunk[0]];
+	int64_t size;
+	group_scatter_finish(&m->pending[0], m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
+	m->num_pending--;
+	memmove(m->pending, m->pending + 1, m->num_pending * sizeof *m->pending);
+	memmove(m->pending_chunk, m->pending_chunk + 1, m->num_pending * sizeof *m->pending_chunk);
+}
+
+/* Sends a bucket's gradients on when the last micro-batch has added to them. */
+static void reduce_bucket(struct model *m, int bucket, const struct step *step)
+{
+	if (!step->last || m->layout.world.size == 1)
+		return;
+	for (int i = 0; i < m->num_chunks; i++) {
+		const struct chunk *c = &m->chunks[i];
+		const struct group *g = sharing_group(&m->layout, c->sharing);
+		if (c->bucket != bucket || g->size == 1)
+			continue;
+		if (m->num_pending == PENDING)
+			finish_oldest_chunk(m);
+		real *scratch = m->pending_scratch + i % PENDING * m->pending_size;
+		m->pending_chunk[m->num_pending] = i;
+		group_scatter_start(&m->pending[m->num_pending++], g, m->grads.memory + c->offset, c->size, 1, scratch);
+	}
 }
 
 /* ============================================================================================================
@@ -672,19 +987,20 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, E = c->num_experts;
+	int64_t first;
+	const int64_t L = m->seq_len, N = own_tokens(m, B, &first), H = c->hidden_size, E = c->num_experts;
 	const int k = c->num_experts_per_tok;
 	const bool noisy = step->index < c->router.warmup_steps;
-	topk_backward(a->dlogits, a->dweight, x->index, x->weight, noisy ? x->p_hat : x->p, T, E, k, c->norm_topk_prob && k > 1);
+	topk_backward(a->dlogits, a->dweight, x->index, x->weight, noisy ? x->p_hat : x->p, N, E, k, c->norm_topk_prob && k > 1);
 	if (noisy) { /* s_hat = alpha s + noise */
 		real alpha = (real)((double)step->index / c->router.warmup_steps);
-		for (int64_t i = 0; i < T * E; i++)
+		for (int64_t i = 0; i < N * E; i++)
 			a->dlogits[i] *= alpha;
 	}
-	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, B, L, E,
+	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
-	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, T, H, E, step->accumulate);
-	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, T, H, E, true);
+	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
+	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, N, H, E, true);
 }
 
 static void ffn_layer_backward(struct model *m, int l, int B, const struct step *step)
@@ -693,34 +1009,56 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const struct layer_params *p = &m->params.layer[l], *g = &m->grads.layer[l];
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
-	const int E = c->num_experts, k = c->num_experts_per_tok;
-	const bool add = step->accumulate;
-	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, T, H, c->rms_norm_eps); /* not kept: cheap to make again */
+	int64_t first;
+	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int k = c->num_experts_per_tok, E = m->num_experts;
+	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
+	struct exchange dispatch;
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
 	model_lap(m, PART_OTHER);
+	if (experts && split) {
+		dispatch_start(m, x, &dispatch, a->dstream, a->returns);
+		model_lap(m, PART_PERMUTE);
+	}
 	if (W) {
-		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, T, W, H, false);
-		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, T, W);
-		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, T, W, H, add);
-		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, T, H, 2 * W, add);
-		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, T, H, 2 * W, false);
+		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, N, W, H, false);
+		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, N, W);
+		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
+		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
+		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, N, H, 2 * W, false);
 		model_lap(m, PART_EXPERTS);
 	}
-	if (has_experts(c, l)) {
+	if (experts) {
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
-		grouped_matmul_backward_input(a->dact, a->dstream, x->token, p->down, x->offset, E, I, H, false);
-		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->row_weight, T * k, I);
-		grouped_matmul_backward_weight(g->down, a->dstream, x->token, a->act, NULL, x->offset, E, I, H, add);
-		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, a->normed, x->token, x->offset, E, H, 2 * I, add);
-		grouped_matmul_backward_input(a->rows, a->dgate_up, NULL, p->gate_up, x->offset, E, H, 2 * I, false);
+		const real *in = a->normed, *dy = a->dstream;
+		if (split) {
+			group_exchange_finish(&dispatch);
+			in = x->arrivals;
+			dy = a->returns;
+		}
+		model_lap(m, PART_PERMUTE);
+		grouped_matmul_backward_input(a->dact, dy, x->row, p->down, x->expert_offset, E, I, H, false);
+		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
+		grouped_matmul_backward_weight(g->down, dy, x->row, a->act, NULL, x->expert_offset, E, I, H, add);
+		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, in, x->row, x->expert_offset, E, H, 2 * I, add);
+		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);
 		model_lap(m, PART_EXPERTS);
-		combine_rows(a->dnormed, a->rows, x->position, T, k, H, W > 0);
-		permute_backward(a->dweight, a->drow_weight, x->position, T * k);
+		real *drow_weight = a->drow_weight;
+		if (split) {
+			struct exchange weights;
+			for (int64_t r = 0; r < x->num_rows; r++)
+				a->arrived_weight[x->row[r]] = a->drow_weight[r];
+			group_exchange_start(&weights, &m->layout.expert, a->drow_weight, x->sent, a->arrived_weight, x->received, 1);
+			group_exchange_finish(&weights);
+			return_rows(m, x);
+		}
+		combine_rows(a->dnormed, a->rows, x->position, N, k, H, W > 0);
+		permute_backward(a->dweight, drow_weight, x->position, N * k);
 		model_lap(m, PART_PERMUTE);
 		router_backward(m, l, B, step);
 		model_lap(m, PART_ROUTER);
 	}
-	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->middle, p->ffn_norm, x->ffn_rstd, T, H, add, a->sum_scratch);
+	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->middle, p->ffn_norm, x->ffn_rstd, N, H, add, a->sum_scratch);
 	model_lap(m, PART_OTHER);
 }
 
@@ -730,23 +1068,26 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const struct layer_params *p = &m->params.layer[l], *g = &m->grads.layer[l];
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size;
+	int64_t first;
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
 	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, B);
-	matmul_backward_weight(g->dense, a->dstream, x->attention, T, nh * d, H, add);
+	const real *dout = gather_slices(m, a->dstream, T);
+	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
-		bias_backward(g->dense_bias, a->dstream, T, H, add, a->sum_scratch);
-	matmul_backward_input(a->dattention, a->dstream, p->dense, T, nh * d, H, false);
+		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
+	matmul_backward_input(a->dattention, dout, p->dense, T, nh * d, H, false);
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, B, L, nh, nkv, d, a->attention_scratch);
 	rope_backward(a->dqkv, m->rope, T, L, nh, nkv, d);
-	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, T, H, c->rms_norm_eps);
-	matmul_backward_weight(g->qkv, a->dqkv, a->normed, T, H, qkv_width(c), add);
+	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
+	matmul_backward_weight(g->qkv, a->dqkv, gather_slices(m, a->normed, T), T, H, qkv_width(c), add);
 	if (g->qkv_bias)
 		bias_backward(g->qkv_bias, a->dqkv, T, qkv_width(c), add, a->sum_scratch);
-	matmul_backward_input(a->dnormed, a->dqkv, p->qkv, T, H, qkv_width(c), false);
-	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, T, H, add,
+	matmul_backward_input(shares(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
+	sum_slices(m, a->dnormed, false, T);
+	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H, add,
 			a->sum_scratch);
 	model_lap(m, PART_ATTENTION);
 }
@@ -755,10 +1096,12 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size;
-	memset(a->dstream, 0, T * H * sizeof *a->dstream);
-	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, T, H, step->accumulate,
+	int64_t first;
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
+	memset(a->dstream, 0, N * H * sizeof *a->dstream);
+	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
+	reduce_bucket(m, 1 + c->num_hidden_layers, step);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
 		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
 			attention_layer_forward(m, l, B);
@@ -766,23 +1109,28 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		}
 		ffn_layer_backward(m, l, B, step);
 		attention_layer_backward(m, l, B, step);
+		reduce_bucket(m, 1 + l, step);
 	}
 	/* Tied, the head has written this gradient already. */
-	embedding_backward(m->grads.embedding, input, a->dstream, T, H, c->vocab_size, step->accumulate || c->tie_word_embeddings);
+	embedding_backward(m->grads.embedding, input, gather_slices(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
+			step->accumulate || c->tie_word_embeddings);
+	reduce_bucket(m, 0, step);
+	while (m->num_pending)
+		finish_oldest_chunk(m);
 	model_lap(m, PART_OTHER);
 }
 
 int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
 	s->stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	s->size = 1 + s->stride * c->num_hidden_layers;
+	s->size = 2 + s->stride * c->num_hidden_layers;
 	s->values = calloc(s->size, sizeof *s->values);
 	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
 }
 
 struct layer_sums *layer_sums(const struct step_sums *s, int layer)
 {
-	return (struct layer_sums *)(s->values + 1 + s->stride * layer);
+	return (struct layer_sums *)(s->values + 2 + s->stride * layer);
 }
 
 /* ============================================================================================================

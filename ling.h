@@ -252,9 +252,9 @@ void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row,
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
 		const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate);
 
-/* -- embedding: out [T, H] = w[token[t]], w [V, H] -- */
-void embedding_forward(real *out, const int32_t *token, const real *w, int64_t T, int64_t H);
-void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t T, int64_t H, int64_t V, bool accumulate);
+/* -- embedding: out [T, H] = w[token[t] - first], w [V, H] the part of the vocabulary from `first` on; 0 for a token of another part -- */
+void embedding_forward(real *out, const int32_t *token, const real *w, int64_t first, int64_t T, int64_t H, int64_t V);
+void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t first, int64_t T, int64_t H, int64_t V, bool accumulate);
 
 /* -- RMSNorm: out, x [T, H], w [H], rstd [T] = 1/sqrt(mean(x^2) + eps). The backward pass ADDS to dx: the residual stream's
  *    own gradient is there already. -- */
@@ -305,12 +305,14 @@ void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean
 void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise);
 void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T, int64_t E,
 		int k, bool renormalise);
-/* Sums of each sequence: count [B, E] assignments, p_sum [B, E] probabilities, and sums[B]. */
+/* Sums over T tokens from token `first` of a micro-batch [B, L] on, for each of its sequences: count [B, E] assignments, p_sum [B, E]
+ * probabilities, and sums[B]. */
 struct router_sums { double s, s_squared, z; }; /* of the logits, their squares, and lse^2 */
 void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p, const real *lse,
-		const int32_t *index, int64_t B, int64_t L, int64_t E, int k);
-/* Adds to ds the gradient of  balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2  of each token; factor [B, E]. */
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t B, int64_t L, int64_t E,
+		const int32_t *index, int64_t first, int64_t T, int64_t B, int64_t L, int64_t E, int k);
+/* Adds to ds the gradient of  balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2  of each of these tokens, b its sequence; factor
+ * [B, E]. */
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t first, int64_t T, int64_t L, int64_t E,
 		double balance_scale, double z_scale);
 
 /* -- token dispatch: R = T*k rows, sorted by expert; index [T, k] -- */
@@ -318,6 +320,10 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
 void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E);
 /* rows [R, H] = x[token[r]]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H);
+/* out[row[r]] = rows[r]: gather_rows undone, for a list that names each row once. */
+void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
+/* Rows arrive rank by rank, each rank's sorted by expert, count [ranks, experts]: offset [experts + 1] and row [R] sort them by expert. */
+void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts);
 void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
 /* out[position[i]] = in[i]: the routing weights in row order, and back. */
 void permute_forward(real *out, const real *in, const int32_t *position, int64_t R);
@@ -326,11 +332,14 @@ void permute_backward(real *din, const real *dout, const int32_t *position, int6
 /* -- head -- */
 /* sum [H] = the sum over v of w[v, j]^2, w [V, H]. */
 void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H);
-/* loss [T] = logsumexp - logit of the target, in nats; a target < 0 is ignored: its loss is 0. In place, logits [T, V] become
- * e^(logit - max), whose sums [T] the backward pass needs; an ignored row stays as it is. */
-void cross_entropy_forward(double *loss, real *sum, real *logits, const int32_t *target, int64_t T, int64_t V);
-/* In place, from what the forward pass left: scale * (softmax - onehot(target)); ignored rows become 0. */
-void cross_entropy_backward(real *dlogits, const real *sum, const int32_t *target, double scale, int64_t T, int64_t V);
+/* Cross-entropy over a vocabulary of which V entries from `first` on are here, logits [T, V]. With max [T] the largest of all logits, loss =
+ * sum over the parts of loss[t], plus log of the sum over the parts of sum[t], in nats; a target < 0 is ignored: 0 and 0.
+ * In place, logits become e^(logit - max). */
+void logits_max(real *max, const real *logits, int64_t T, int64_t V);
+void cross_entropy_forward(double *loss, double *sum, real *logits, const real *max, const int32_t *target, int64_t first, int64_t T,
+		int64_t V);
+/* In place, from what the forward pass left, with the whole vocabulary's sum: scale * (softmax - onehot(target)); ignored rows become 0. */
+void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *target, int64_t first, double scale, int64_t T, int64_t V);
 
 /* -- optimizer -- */
 struct adamw {
@@ -357,23 +366,67 @@ const char *cpu_features(char out[256]); /* those that decide which kernels can 
 
 /* ============================================================================================================
  * Ranks (parallel.c)
- * A rank holds its own part of everything: shapes in struct model are this rank's shapes. Today every group has one member.
+ * World = data x tensor: rank = data index * tensor + tensor index. Experts are split over `expert` neighbouring ranks, whatever their
+ * data and tensor indices, and the groups of neighbours hold copies of all experts. Without a launcher the world is one rank.
  * ========================================================================================================== */
 
-struct group { int rank, size; };
+struct group { int rank, size, comm; }; /* comm: MPI's handle */
 struct layout {
-	struct group data;           /* ranks that share the weights and split the batch */
-	struct group tensor;         /* ranks that split heads and vocabulary */
+	struct group world;
+	struct group data;           /* ranks with the same part of heads and vocabulary, which split the batch */
+	struct group tensor;         /* ranks that split heads, vocabulary and, between them, the tokens of a micro-batch */
 	struct group expert;         /* ranks that split the experts */
+	struct group copies;         /* ranks with the same experts */
 };
-void parallel_init(struct layout *l);
-/* Sums x over the group's ranks, in rank order, in place on every rank. */
-void group_sum(const struct group *g, double *x, int64_t n);
-void group_sum_real(const struct group *g, real *x, int64_t n);
-/* A rank's share of a global batch: sequences dealt out in order, the first ranks one more where it does not divide. Every rank runs
- * the same number of micro-batches, the last ones short or empty. */
-struct share { int64_t first, count, num_micro_batches; };
+
+/* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
+void parallel_start(void);
+void parallel_stop(int status);
+int parallel_rank(void);
+int parallel_size(void);
+double parallel_seconds(void); /* spent in communication so far */
+/* On all ranks together: -1 on every one if one of them brings -1, and error_text then names the first such rank. */
+int parallel_agree(int rc);
+/* Whether every rank comes here within a second: then one message will do for all. */
+bool parallel_all_failed(void);
+
+/* Refuses a layout that does not fit the model, naming the values that would. */
+int layout_check(const struct model_config *c, int ranks, int tensor, int expert);
+/* The groups of a rank, not yet connected: enough to plan with. */
+struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
+void layout_connect(struct layout *l);
+/* n elements in `parts` contiguous slices: where slice i begins. */
+int64_t slice_begin(int64_t n, int i, int parts);
+/* A rank's part of a global batch: the batch is cut into micro-batches in order, the last one short, and these are dealt out in turn, so
+ * that every layout has the same ones. Micro-batch i of a rank begins with sequence first + i * step; beyond the batch it is empty. */
+struct share { int64_t num_micro_batches, first, step; };
 struct share deal_batch(const struct group *data, int64_t batch, int micro_batch);
+
+/* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at slice_begin(rows, r, size). */
+/* Sums x over the ranks, in place on every one. */
+void group_sum(const struct group *g, double *x, int64_t n);
+void group_max(const struct group *g, real *x, int64_t n);
+/* out [rows, width] from every rank's slice, which may stand in its place in out already. */
+void group_gather(const struct group *g, real *out, const real *in, int64_t rows, int64_t width);
+/* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
+ * Between start and finish, `in` must not change; scatter_progress may be called. */
+struct scatter { struct group group; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
+int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width);
+void group_scatter_sum(const struct group *g, real *out, bool accumulate, const real *in, int64_t rows, int64_t width, real *scratch);
+void group_scatter_start(struct scatter *s, const struct group *g, const real *in, int64_t rows, int64_t width, real *scratch);
+void scatter_progress(struct scatter *s);
+void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
+/* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
+void group_transpose(const struct group *g, int64_t *out, const int64_t *in, int n);
+/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
+struct exchange { void *request; int *counts; };
+void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
+		int64_t width);
+void group_exchange_finish(struct exchange *e);
+void group_send(const struct group *g, int to, const real *x, int64_t n);
+void group_receive(const struct group *g, int from, real *x, int64_t n);
+/* Rank 0's bytes to all. */
+void group_broadcast(const struct group *g, void *x, int64_t bytes);
 
 /* ============================================================================================================
  * The model (ling.c)
@@ -382,12 +435,23 @@ struct share deal_batch(const struct group *data, int64_t batch, int micro_batch
 /* Parameters: one block of memory, named piece by piece in a table, and pointers into it. Gradients have the same form. */
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 
-struct tensor {                /* a parameter as Hugging Face names it */
+/* Which ranks hold the same elements, and add up their gradients: all, those of a data group, or those with the same experts. */
+enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_COPIES };
+
+struct tensor {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
-	int64_t rows, cols;          /* a vector has cols 0; vectors (norms, biases) have no weight decay */
+	int64_t rows, cols;          /* of the whole; a vector has cols 0; vectors (norms, biases) have no weight decay */
+	struct part { int64_t row[3], num_rows[3], col, num_cols; } part; /* up to three ranges of rows, one behind the other, and one of columns */
 	int64_t offset;              /* its first element in the block */
+	int bucket;                  /* 0 the embedding, 1 + l layer l, then the rest */
 	enum init init;
+	enum sharing sharing;
 };
+
+/* A run of elements of one bucket that the same ranks share. Rank i of them keeps slice i of the optimizer's state, and updates that
+ * slice of the weights (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054). */
+struct chunk { int64_t offset, size, state; int bucket; enum sharing sharing; }; /* state: where this rank's slice begins in its moments */
+enum { CHUNK_SIZE = 4 << 20, PENDING = 8 }; /* elements; gradient chunks under way at once */
 
 struct layer_params {
 	real *attention_norm;        /* [H] */
@@ -410,45 +474,58 @@ struct params {
 	struct layer_params *layer;  /* [num_hidden_layers] */
 };
 
-/* What the forward pass leaves for the backward pass. Where a layer need not keep it (see enum purpose), all share the same arrays. */
+/* What the forward pass leaves for the backward pass. Where a layer need not keep it (see enum purpose), all share the same arrays.
+ * Between attention and head a rank holds its slice of the micro-batch's T tokens (sequence parallel, Korthikanti et al. 2022,
+ * arXiv:2205.05198): N of them, R = N k, and A >= R expert rows may arrive from the expert group. Without tensor parallel N = T, alone A = R. */
 struct layer_activations {
-	real *input;                 /* [T, H] the residual stream before the layer */
-	real *attention_rstd;        /* [T] */
+	real *input;                 /* [N, H] the residual stream before the layer */
+	real *attention_rstd;        /* [N] */
 	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
 	real *attention;             /* [T, nh d] */
 	real *lse;                   /* [T, nh] */
-	real *middle;                /* [T, H] the residual stream between attention and experts */
-	real *ffn_rstd;              /* [T] */
-	real *p, *router_lse;        /* [T, E], [T] of the router's logits */
-	real *p_hat;                 /* [T, E] with routing noise; p itself where there is no routing warmup */
+	real *middle;                /* [N, H] the residual stream between attention and experts */
+	real *ffn_rstd;              /* [N] */
+	real *p, *router_lse;        /* [N, E], [N] of the router's logits */
+	real *p_hat;                 /* [N, E] with routing noise; p itself where there is no routing warmup */
 	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
-	int32_t *index;              /* [T, k] chosen experts */
-	real *weight;                /* [T, k] */
+	int32_t *index;              /* [N, k] chosen experts */
+	real *weight;                /* [N, k] */
 	real *row_weight;            /* [R] the same in row order */
 	int32_t *position, *token;   /* [R] see dispatch_plan */
 	int64_t *offset;             /* [E + 1] */
-	real *gate_up;               /* [R, 2I] */
-	real *shared_gate_up;        /* [T, 2W] */
+	/* the expert rows that arrived, in the order of this rank's experts; without expert parallel the rank's own rows */
+	int64_t num_rows, *expert_offset; /* [experts + 1] */
+	int32_t *row;                /* [A] where each row of that order stands in arrivals, or the token it is */
+	real *arrivals;              /* [A, H] in the order of arrival; NULL without expert parallel */
+	real *expert_weight;         /* [A] */
+	int64_t *arrived, *sent, *received; /* [ranks, experts] rows that arrived; [ranks] rows to and from each rank */
+	real *gate_up;               /* [A, 2I] */
+	real *shared_gate_up;        /* [N, 2W] */
 };
 
 struct activations {
 	struct layer_activations *layer; /* [num_hidden_layers] */
-	real *output;                /* [T, H] the residual stream after the last layer */
-	real *rstd;                  /* [T] of the final norm */
-	real *normed;                /* [T, H] what the last RMSNorm gave */
+	real *output;                /* [N, H] the residual stream after the last layer */
+	real *rstd;                  /* [N] of the final norm */
+	real *normed;                /* [N, H] what the last RMSNorm gave */
+	real *gathered, *partial;    /* [T, H] every rank's slice; this rank's share of a sum over the tensor group; NULL without such a group */
 	/* work space, one for all layers */
-	real *logits;                /* [T, E] the router's */
-	real *rows;                  /* [R, H] tokens in expert order */
-	real *act;                   /* [R, I] */
-	real *shared_act;            /* [T, W] */
+	real *logits;                /* [N, E] the router's */
+	real *rows;                  /* [R, H] tokens in expert order, and what the experts made of them */
+	real *expert_rows, *returns; /* [A, H] in the order of the experts, of arrival; expert_rows is rows without expert parallel */
+	real *arrived_weight;        /* [A] */
+	real *act;                   /* [A, I] */
+	real *shared_act;            /* [N, W] */
+	real *scatter_scratch;
 	real *attention_scratch, *sum_scratch;
+	int64_t *expert_count;       /* [E] */
 	double *sequence_count, *sequence_p; /* [B, E] */
 	struct router_sums *router_sums; /* [B] */
-	real *head_logits, *head_input, *head_sum; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
-	double *head_loss;           /* [C] */
+	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
+	double *head_loss, *head_sum; /* [C] and [C], one behind the other */
 	double *head_norm;           /* [H] column sums of squares */
 	/* backward only; dX has the shape of X */
-	real *dstream;               /* [T, H] gradient of the residual stream */
+	real *dstream;               /* [N, H] gradient of the residual stream */
 	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *drow_weight, *dweight, *dshared_gate_up, *dshared_act;
 };
 
@@ -456,18 +533,28 @@ struct activations {
 enum part { PART_ATTENTION, PART_ROUTER, PART_PERMUTE, PART_EXPERTS, PART_HEAD, PART_OPTIMIZER, PART_OTHER, NUM_PARTS };
 
 struct model {
-	struct model_config config;
+	struct model_config config;  /* heads and vocab_size are this rank's part */
+	int64_t first_vocab;         /* the first vocabulary entry of that part */
+	int num_experts;             /* of this rank */
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
 	enum purpose purpose;
 	struct tensor *tensors;      /* [num_tensors] in the order of memory */
 	int num_tensors;
-	int64_t num_params;
+	int64_t num_params;          /* of this rank */
 	struct params params, grads;
-	real *exp_avg, *exp_avg_sq;  /* [num_params] the optimizer's moments */
+	struct chunk *chunks;        /* [num_chunks] in the order of memory */
+	int num_chunks;
+	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
+	real *exp_avg, *exp_avg_sq;  /* [num_state] */
+	struct scatter pending[PENDING]; /* gradient chunks under way */
+	int pending_chunk[PENDING], num_pending;
+	real *pending_scratch;       /* [PENDING, pending_size] */
+	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
 	real *rope;                  /* [L, d] */
 	struct activations acts;
-	void *acts_memory;
+	void *acts_memory, *arrivals_memory;
+	size_t arrivals_bytes;
 	struct layout layout;
 	double part_seconds[NUM_PARTS], lap_start; /* of the step in hand */
 };
@@ -479,12 +566,12 @@ struct step {
 	int64_t num_tokens;          /* real tokens of the global batch */
 	int64_t num_targets;         /* valid targets of the global batch */
 	int64_t first_sequence;      /* of this micro-batch, in the global batch */
-	bool accumulate;             /* add to the gradients: all but the first micro-batch */
+	bool accumulate, last;       /* add to the gradients: all but the first micro-batch; the last one sends them on */
 	const double *router_mean, *router_std; /* [num_hidden_layers] */
 };
 
 /* Sums over the micro-batches of a step, so far: one block of doubles, for one sum over the ranks. values[0] is the cross-entropy in nats
- * over valid targets; layer_sums() finds a layer's part. */
+ * over valid targets, values[1] the ranks that were asked to stop; layer_sums() finds a layer's part. */
 struct step_sums { double *values; int64_t size, stride; };
 struct layer_sums {
 	double balance, z;           /* their weighted sums are the step's means */
@@ -494,7 +581,8 @@ struct layer_sums {
 
 /* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
  * how much is needed. model_free may follow a failure. */
-int model_init(struct model *m, const struct model_config *config, int max_sequences, int seq_len, enum purpose purpose);
+int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences, int seq_len,
+		enum purpose purpose);
 void model_free(struct model *m);
 void model_randomize(struct model *m, uint64_t seed);
 /* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. */

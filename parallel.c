@@ -1,37 +1,394 @@
 /*
- * parallel.c - ranks: process groups, sums over them, and who computes which part of a batch.
+ * parallel.c - ranks: process groups, sums and exchanges over them, and who computes which part of a batch. The one door to MPI.
  *
- * The trainer calls these wherever ranks will have to agree. Every group has one member today, so a sum over it is what is
- * there already.
+ * Every sum is taken in the order of the ranks, so that a layout gives the same bits each time. Large ones travel as pieces: each rank
+ * receives its slice from all the others and adds them up itself, which moves no more bytes than a reduce-scatter.
+ * Without a launcher there is one rank, and no call reaches MPI.
  */
+#define _GNU_SOURCE
 #include "ling.h"
 
-#include <assert.h>
+#include <mpi.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
 
-void parallel_init(struct layout *l)
+#ifdef LING_DOUBLE
+#define MPI_REAL_TYPE MPI_DOUBLE
+#else
+#define MPI_REAL_TYPE MPI_FLOAT
+#endif
+
+/* What this process knows of MPI: see the globals in ling.h. */
+static struct {
+	bool running;
+	double seconds;              /* spent in calls since the start */
+} mpi;
+
+/* ============================================================================================================
+ * Starting and ending
+ * ========================================================================================================== */
+
+static double now(void)
 {
-	l->data = l->tensor = l->expert = (struct group){0, 1};
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-void group_sum(const struct group *g, double *x, int64_t n)
+void parallel_start(void)
 {
-	assert(g->size == 1);
-	(void)g, (void)x, (void)n;
+	/* A launcher leaves its mark in the environment; without one MPI would start a daemon of its own. */
+	static const char *const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"};
+	bool launched = false;
+	for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
+		launched = launched || getenv(marks[i]);
+	if (!launched)
+		return;
+	int provided;
+	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
+	mpi.running = true;
 }
 
-void group_sum_real(const struct group *g, real *x, int64_t n)
+int parallel_rank(void)
 {
-	assert(g->size == 1);
-	(void)g, (void)x, (void)n;
+	int rank = 0;
+	if (mpi.running)
+		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+	return rank;
+}
+
+int parallel_size(void)
+{
+	int size = 1;
+	if (mpi.running)
+		MPI_Comm_size(MPI_COMM_WORLD, &size);
+	return size;
+}
+
+double parallel_seconds(void)
+{
+	return mpi.seconds;
+}
+
+int parallel_agree(int rc)
+{
+	if (!mpi.running)
+		return rc;
+	struct { char host[64], error[sizeof error_text]; } mine = {{0}, {0}};
+	int failed = rc < 0, any, first = failed ? parallel_rank() : INT32_MAX, least;
+	MPI_Allreduce(&failed, &any, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+	if (!any)
+		return rc;
+	MPI_Allreduce(&first, &least, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+	gethostname(mine.host, sizeof mine.host - 1);
+	memcpy(mine.error, error_text, sizeof mine.error);
+	MPI_Bcast(&mine, sizeof mine, MPI_BYTE, least, MPI_COMM_WORLD);
+	const int size = parallel_size();
+	if (any == size)
+		return fail("%s", mine.error);
+	return fail("rank %d on %s%s: %.3500s", least, mine.host, any > 1 ? " and others" : "", mine.error);
+}
+
+void parallel_stop(int status)
+{
+	if (!mpi.running)
+		return;
+	if (status)
+		MPI_Abort(MPI_COMM_WORLD, status);
+	MPI_Finalize();
+	mpi.running = false;
+}
+
+bool parallel_all_failed(void)
+{
+	/* All ranks that find the same trouble come here within moments; a single one waits in vain. */
+	MPI_Request request;
+	int done = 0;
+	if (!mpi.running)
+		return true;
+	MPI_Ibarrier(MPI_COMM_WORLD, &request);
+	for (double start = now(); !done && now() - start < 1;)
+		MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+	return done;
+}
+
+/* ============================================================================================================
+ * Layout
+ * ========================================================================================================== */
+
+/* "1, 2, 4": the divisors of both numbers. */
+static const char *common_divisors(char out[128], int a, int b)
+{
+	int n = 0;
+	for (int d = 1; d <= a && d <= b && n < 100; d++)
+		if (a % d == 0 && b % d == 0)
+			n += snprintf(out + n, 128 - n, "%s%d", n ? ", " : "", d);
+	return out;
+}
+
+int layout_check(const struct model_config *c, int ranks, int tensor, int expert)
+{
+	char values[128];
+	const int heads = c->num_key_value_heads, all_heads = c->num_attention_heads;
+	if (ranks % tensor || heads % tensor || all_heads % tensor) {
+		int both = 1;
+		for (int d = 1; d <= heads; d++)
+			if (heads % d == 0 && all_heads % d == 0)
+				both = d;
+		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work", tensor, ranks,
+				all_heads, heads, common_divisors(values, ranks, both));
+	}
+	if (ranks % expert || c->num_experts % expert)
+		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
+				common_divisors(values, ranks, c->num_experts));
+	return 0;
+}
+
+struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
+{
+	return (struct layout){
+		.world = {rank, ranks, 0},
+		.data = {rank / tensor, ranks / tensor, 0},
+		.tensor = {rank % tensor, tensor, 0},
+		.expert = {rank % expert, expert, 0},
+		.copies = {rank / expert, ranks / expert, 0},
+	};
+}
+
+void layout_connect(struct layout *l)
+{
+	if (!mpi.running)
+		return;
+	const struct { struct group *group; int color; } groups[] = {
+		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank}, {&l->expert, l->copies.rank}, {&l->copies, l->expert.rank},
+	};
+	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+		MPI_Comm comm;
+		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->world.rank, &comm);
+		groups[i].group->comm = MPI_Comm_c2f(comm);
+	}
+}
+
+int64_t slice_begin(int64_t n, int i, int parts)
+{
+	return (int64_t)((__int128)n * i / parts);
 }
 
 struct share deal_batch(const struct group *data, int64_t batch, int micro_batch)
 {
-	int64_t base = batch / data->size, extra = batch % data->size, rank = data->rank;
-	int64_t most = base + (extra > 0);
-	return (struct share){
-		.first = rank * base + (rank < extra ? rank : extra),
-		.count = base + (rank < extra),
-		.num_micro_batches = (most + micro_batch - 1) / micro_batch,
-	};
+	const int64_t pieces = (batch + micro_batch - 1) / micro_batch;
+	return (struct share){.num_micro_batches = (pieces + data->size - 1) / data->size, .first = (int64_t)data->rank * micro_batch,
+			.step = (int64_t)data->size * micro_batch};
+}
+
+/* ============================================================================================================
+ * Sums, gathers, exchanges. A group of one has nothing to do.
+ * ========================================================================================================== */
+
+static MPI_Comm comm_of(const struct group *g)
+{
+	return MPI_Comm_f2c(g->comm);
+}
+
+/* Waits for a request, with the time on the account of communication. */
+static void finish(MPI_Request *request)
+{
+	const double start = now();
+	MPI_Wait(request, MPI_STATUS_IGNORE);
+	mpi.seconds += now() - start;
+}
+
+void group_sum(const struct group *g, double *x, int64_t n)
+{
+	enum { PIECE = 4096 };
+	if (g->size == 1)
+		return;
+	double *all = malloc((size_t)PIECE * g->size * sizeof *all);
+	if (!all)
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	for (int64_t first = 0; first < n; first += PIECE) {
+		const int count = (int)(n - first < PIECE ? n - first : PIECE);
+		MPI_Request request;
+		MPI_Iallgather(x + first, count, MPI_DOUBLE, all, count, MPI_DOUBLE, comm_of(g), &request);
+		finish(&request);
+		for (int i = 0; i < count; i++) {
+			double sum = 0;
+			for (int r = 0; r < g->size; r++)
+				sum += all[(int64_t)r * count + i];
+			x[first + i] = sum;
+		}
+	}
+	free(all);
+}
+
+void group_max(const struct group *g, real *x, int64_t n)
+{
+	if (g->size == 1)
+		return;
+	MPI_Request request;
+	MPI_Iallreduce(MPI_IN_PLACE, x, (int)n, MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
+	finish(&request);
+}
+
+/* `width` reals as one element: counts of rows fit an int where counts of reals may not. */
+static MPI_Datatype row_type(int64_t width)
+{
+	MPI_Datatype type;
+	MPI_Type_contiguous((int)width, MPI_REAL_TYPE, &type);
+	MPI_Type_commit(&type);
+	return type;
+}
+
+void group_gather(const struct group *g, real *out, const real *in, int64_t rows, int64_t width)
+{
+	if (g->size == 1)
+		return;
+	int counts[g->size], begins[g->size];
+	for (int r = 0; r < g->size; r++) {
+		begins[r] = (int)slice_begin(rows, r, g->size);
+		counts[r] = (int)slice_begin(rows, r + 1, g->size) - begins[r];
+	}
+	MPI_Datatype type = row_type(width);
+	MPI_Request request;
+	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts, begins, type, comm_of(g),
+			&request);
+	finish(&request);
+	MPI_Type_free(&type);
+}
+
+int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width)
+{
+	return g->size == 1 ? 0 : g->size * (rows / g->size + 1) * width;
+}
+
+void group_scatter_start(struct scatter *s, const struct group *g, const real *in, int64_t rows, int64_t width, real *scratch)
+{
+	const int n = g->size;
+	*s = (struct scatter){.group = *g, .in = in, .rows = rows, .width = width, .scratch = scratch};
+	if (n == 1)
+		return;
+	const int64_t mine = slice_begin(rows, g->rank + 1, n) - slice_begin(rows, g->rank, n);
+	MPI_Request *requests = s->requests = malloc(2 * n * sizeof *requests);
+	if (!requests)
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	const double start = now();
+	MPI_Datatype type = row_type(width);
+	/* Point to point, each rank beginning with its neighbour, so that no rank is waited for by all at once. */
+	for (int i = 1; i < n; i++) {
+		const int from = (g->rank + n - i) % n, to = (g->rank + i) % n;
+		const int64_t begin = slice_begin(rows, to, n), end = slice_begin(rows, to + 1, n);
+		MPI_Irecv(scratch + from * mine * width, (int)mine, type, from, 1, comm_of(g), &requests[s->num_requests++]);
+		MPI_Isend(in + begin * width, (int)(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
+	}
+	MPI_Type_free(&type);
+	mpi.seconds += now() - start;
+}
+
+void scatter_progress(struct scatter *s)
+{
+	int done;
+	if (s->num_requests)
+		MPI_Testall(s->num_requests, s->requests, &done, MPI_STATUSES_IGNORE);
+}
+
+void group_scatter_finish(struct scatter *s, real *out, bool accumulate)
+{
+	const struct group *g = &s->group;
+	const int64_t begin = slice_begin(s->rows, g->rank, g->size), mine = slice_begin(s->rows, g->rank + 1, g->size) - begin;
+	const int64_t n = mine * s->width;
+	const real *own = s->in + begin * s->width;
+	if (s->num_requests) {
+		const double start = now();
+		MPI_Waitall(s->num_requests, s->requests, MPI_STATUSES_IGNORE);
+		mpi.seconds += now() - start;
+	}
+	free(s->requests);
+	s->requests = NULL;
+	s->num_requests = 0;
+	if (g->size == 1 && out == own && !accumulate)
+		return;
+	#pragma omp parallel for
+	for (int64_t first = 0; first < n; first += 4096) {
+		const int64_t end = first + 4096 < n ? first + 4096 : n;
+		for (int64_t i = first; i < end; i++) {
+			real sum = 0;
+			for (int r = 0; r < g->size; r++)
+				sum += r == g->rank ? own[i] : s->scratch[r * n + i];
+			out[i] = accumulate ? out[i] + sum : sum;
+		}
+	}
+}
+
+void group_scatter_sum(const struct group *g, real *out, bool accumulate, const real *in, int64_t rows, int64_t width, real *scratch)
+{
+	struct scatter s;
+	group_scatter_start(&s, g, in, rows, width, scratch);
+	group_scatter_finish(&s, out, accumulate);
+}
+
+void group_transpose(const struct group *g, int64_t *out, const int64_t *in, int n)
+{
+	if (g->size == 1) {
+		memcpy(out, in, n * sizeof *out);
+		return;
+	}
+	MPI_Request request;
+	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
+	finish(&request);
+}
+
+void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
+		int64_t width)
+{
+	const int n = g->size;
+	*e = (struct exchange){.counts = malloc(4 * n * sizeof(int))};
+	MPI_Request *request = e->request = malloc(sizeof *request);
+	if (!e->counts || !request)
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	int *sends = e->counts, *send_at = sends + n, *receives = send_at + n, *receive_at = receives + n;
+	for (int r = 0, s = 0, t = 0; r < n; r++) {
+		sends[r] = (int)send[r];
+		receives[r] = (int)receive[r];
+		send_at[r] = s;
+		receive_at[r] = t;
+		s += sends[r];
+		t += receives[r];
+	}
+	const double start = now();
+	MPI_Datatype type = row_type(width);
+	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
+	MPI_Type_free(&type);
+	mpi.seconds += now() - start;
+}
+
+void group_exchange_finish(struct exchange *e)
+{
+	finish(e->request);
+	free(e->request);
+	free(e->counts);
+}
+
+void group_send(const struct group *g, int to, const real *x, int64_t n)
+{
+	const double start = now();
+	MPI_Send(x, (int)n, MPI_REAL_TYPE, to, 2, comm_of(g));
+	mpi.seconds += now() - start;
+}
+
+void group_receive(const struct group *g, int from, real *x, int64_t n)
+{
+	const double start = now();
+	MPI_Recv(x, (int)n, MPI_REAL_TYPE, from, 2, comm_of(g), MPI_STATUS_IGNORE);
+	mpi.seconds += now() - start;
+}
+
+void group_broadcast(const struct group *g, void *x, int64_t bytes)
+{
+	if (g->size == 1)
+		return;
+	const double start = now();
+	MPI_Bcast(x, (int)bytes, MPI_BYTE, 0, comm_of(g));
+	mpi.seconds += now() - start;
 }

@@ -231,7 +231,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"wrong section", MODEL DATA "train: {seq_len: 5}\n", {"unknown key train.seq_len", "did you mean data.seq_len?"}},
 	{"far from everything", VALID "optimizer: {quantum: 1}\n",
 		{"unknown key optimizer.quantum", "one of beta1, beta2, eps"}},
-	{"later section", VALID "parallel: {tensor: 2}\n", {"unknown key parallel", "expected one of model, data, train"}},
+	{"later section", VALID "spikes: {tensor: 2}\n", {"unknown key spikes", "expected one of model, data, train"}},
 	{"dotted key", VALID "log.every: 3\n", {"run.yaml:5:", "log.every", "nested"}},
 	{"long key", VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 		"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: 1\n", {"run.yaml:5:", "unknown key aaaa", "..."}},
@@ -410,11 +410,11 @@ static void test_files(void **state)
 
 	/* the longest output_dir whose checkpoints have paths that fit, and one byte more */
 	char longest[PATH_LEN + 64] = "train.output_dir=", inner[PATH_LEN], *output_dir[] = {longest};
-	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer.safetensors");
+	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer-00001-of-00001.safetensors");
 	memset(longest + strlen(longest), 'x', room);
 	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, output_dir, false), 0);
 	assert_int_equal(checkpoint_path(inner, c.train.output_dir, ".tmp-step-", INT64_MAX), 0);
-	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer.safetensors"), 0);
+	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer-00001-of-00001.safetensors"), 0);
 	strcat(longest, "x");
 	expect_words("long output_dir", config_load(&c, put("run.yaml", VALID), 1, output_dir, false),
 			(const char *const[3]){"train.output_dir: found a path of", "expected at most"});
@@ -678,7 +678,8 @@ static void test_resume(void **state)
 	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
 			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
 			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
-			"log.every: not in the checkpoint -> 10\n");
+			"log.every: not in the checkpoint -> 10\nparallel.tensor: not in the checkpoint -> 1\n"
+			"parallel.expert: not in the checkpoint -> 1\n");
 	json_object_set_new(saved, "model", json_array());
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));

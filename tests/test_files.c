@@ -148,7 +148,7 @@ static void safetensors_round_trip(void **state)
 	free(file);
 
 	for (int as_directory = 0; as_directory < 2; as_directory++) {
-		struct weights *w = weights_open(as_directory ? scratch : path);
+		struct weights *w = weights_open(as_directory ? scratch : path, "model");
 		assert_non_null(w);
 		assert_int_equal(weights_count(w), 3);
 		assert_string_equal(weights_name(w, 0), "a");
@@ -176,7 +176,7 @@ static void safetensors_round_trip(void **state)
 		weights_close(w);
 	}
 	assert_int_equal(safetensors_write(at("none.safetensors"), NULL, 0), 0);
-	struct weights *w = weights_open(at("none.safetensors"));
+	struct weights *w = weights_open(at("none.safetensors"), "model");
 	assert_int_equal(weights_count(w), 0);
 	weights_close(w);
 	weights_close(NULL);
@@ -199,7 +199,7 @@ static void safetensors_many(void **state)
 		arrays[i] = (struct array){names[i], 1, 0, &data[i]};
 	}
 	assert_int_equal(safetensors_write(at("many.safetensors"), arrays, N), 0);
-	struct weights *w = weights_open(at("many.safetensors"));
+	struct weights *w = weights_open(at("many.safetensors"), "model");
 	assert_int_equal(weights_count(w), N);
 	for (int i = 0; i < N; i++) {
 		real x;
@@ -243,7 +243,7 @@ static void safetensors_conversion(void **state)
 				"\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[88,104]},"
 				"\"big\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[104,112]}}%*s", pad, "");
 		put_safetensors(at("c.safetensors"), header, &data, sizeof data);
-		struct weights *w = weights_open(at("c.safetensors"));
+		struct weights *w = weights_open(at("c.safetensors"), "model");
 		assert_non_null(w);
 		real out[15];
 		int32_t ints[2];
@@ -321,16 +321,16 @@ static void safetensors_broken(void **state)
 	char *path = at("broken.safetensors");
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_safetensors(path, cases[i].header, "0123456789abcdef", cases[i].n);
-		assert_null(weights_open(path));
+		assert_null(weights_open(path, "model"));
 		expect_error("broken.safetensors: ");
-		assert_null(weights_open(path));
+		assert_null(weights_open(path, "model"));
 		expect_error(cases[i].error);
 	}
 
 	/* A dtype that nobody knows is an error only for who reads it. */
 	put_safetensors(path, "{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]},"
 			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[2,6]}}", "xx\0\0\x80?", 6);
-	struct weights *w = weights_open(path);
+	struct weights *w = weights_open(path, "model");
 	real x[3];
 	assert_non_null(w);
 	assert_int_equal(weights_read(w, &(struct array){"b", 1, 0, x}), 0);
@@ -341,24 +341,24 @@ static void safetensors_broken(void **state)
 
 	uint64_t huge = UINT64_MAX;
 	put_file(path, &huge, 8);
-	assert_null(weights_open(path));
+	assert_null(weights_open(path, "model"));
 	expect_error("header length 18446744073709551615");
 	put_string(path, "");
-	assert_null(weights_open(path));
+	assert_null(weights_open(path, "model"));
 	expect_error("0 bytes; expected a safetensors file");
-	assert_null(weights_open(at("nowhere")));
+	assert_null(weights_open(at("nowhere"), "model"));
 	expect_error("nowhere: cannot open");
-	assert_null(weights_open(scratch));
+	assert_null(weights_open(scratch, "model"));
 	expect_error("looked for model.safetensors.index.json and model.safetensors");
 	assert_int_equal(mkdir(at("model.safetensors"), 0777), 0);
-	assert_null(weights_open(scratch));
+	assert_null(weights_open(scratch, "model"));
 	expect_error("model.safetensors: expected a file, found a directory");
 }
 
 /* Opens a file and reads all that can be read, whatever the shapes: 0 or -1. */
-static int read_everything(const char *path)
+static int read_everything(const char *path, const char *kind)
 {
-	struct weights *w = weights_open(path);
+	struct weights *w = weights_open(path, kind);
 	int rc = w ? 0 : -1;
 	for (int i = 0; !rc && i < weights_count(w); i++) {
 		real out[64];
@@ -382,14 +382,14 @@ static void safetensors_damaged(void **state)
 	uint8_t *file = get_file(path, &n);
 	for (size_t i = 0; i < n; i++) { /* truncated at every length */
 		put_file(path, file, i);
-		assert_int_equal(read_everything(path), -1);
+		assert_int_equal(read_everything(path, "model"), -1);
 		expect_error("d.safetensors: ");
 	}
 	for (size_t i = n - sizeof a - sizeof b; i < n; i++) { /* a wrong bit in each byte of data */
 		file[i] ^= 16;
 		put_file(path, file, n);
 		file[i] ^= 16;
-		assert_int_equal(read_everything(path), -1);
+		assert_int_equal(read_everything(path, "model"), -1);
 		expect_error(i < n - sizeof b ? "tensor a is damaged: checksum" : "tensor b is damaged: checksum");
 	}
 	for (size_t i = 0; i < n - sizeof a - sizeof b; i++) /* header bytes: an error or not, but no crash */
@@ -397,10 +397,10 @@ static void safetensors_damaged(void **state)
 			file[i] ^= bit;
 			put_file(path, file, n);
 			file[i] ^= bit;
-			read_everything(path);
+			read_everything(path, "model");
 		}
 	put_file(path, file, n);
-	assert_int_equal(read_everything(path), 0);
+	assert_int_equal(read_everything(path, "model"), 0);
 	free(file);
 }
 
@@ -416,7 +416,7 @@ static void safetensors_shards(void **state)
 	put_string(at("model.safetensors"), "not looked at: the index wins");
 	put_string(index, "{\"metadata\":{\"total_size\":20},"
 			"\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
-	struct weights *w = weights_open(scratch);
+	struct weights *w = weights_open(scratch, "model");
 	assert_non_null(w);
 	assert_int_equal(weights_count(w), 2);
 	assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), 0);
@@ -448,7 +448,7 @@ static void safetensors_shards(void **state)
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(index, cases[i].index);
-		assert_null(weights_open(scratch));
+		assert_null(weights_open(scratch, "model"));
 		expect_error(cases[i].error);
 	}
 }
@@ -489,7 +489,7 @@ struct example {               /* what a checkpoint test saves */
 	struct trainer_state state;
 	double mean[3], std[3];
 	real w[6], m[6], v[6];
-	struct array model[1], optimizer[2];
+	struct array model[2], optimizer[4];
 };
 
 static void example_init(struct example *x)
@@ -503,23 +503,65 @@ static void example_init(struct example *x)
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
 		.router_std = x->std, .data_tokens = 1234567890123, .data_crc32 = 0xfedcba98};
 	x->model[0] = (struct array){"model.w", 2, 3, x->w};
+	x->model[1] = (struct array){"model.b", 2, 0, x->w + 3};
 	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
-	x->optimizer[1] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
+	x->optimizer[1] = (struct array){"exp_avg.model.b", 2, 0, x->m + 1};
+	x->optimizer[2] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
+	x->optimizer[3] = (struct array){"exp_avg_sq.model.b", 2, 0, x->v + 2};
+}
+
+/* Writes part `part` of a kind: of its n arrays those that are dealt to it in turn, element by element. */
+static int write_part(const char *dir, const char *kind, const struct array *arrays, int n, int part, int parts)
+{
+	char path[PATH_LEN];
+	struct array mine[4];
+	int count = 0, rc = 0;
+	for (int i = part; i < n; i += parts)
+		mine[count++] = arrays[i];
+	checkpoint_file(path, dir, kind, part, parts);
+	struct weights_writer *w = weights_create(path, mine, count);
+	if (!w)
+		return -1;
+	for (int i = 0; i < count; i++)
+		for (int64_t j = 0; j < array_size(&mine[i]) && !rc; j++)
+			rc = weights_append(w, mine[i].data + j, 1);
+	if (!rc)
+		return weights_finish(w);
+	weights_abandon(w);
+	return -1;
+}
+
+static int write_parts(const struct example *x, const char *dir, int parts)
+{
+	int rc = 0;
+	for (int part = 0; part < parts && !rc; part++)
+		rc = write_part(dir, "model", x->model, COUNT(x->model), part, parts) < 0 ? -1 :
+				write_part(dir, "optimizer", x->optimizer, COUNT(x->optimizer), part, parts);
+	return rc;
+}
+
+static int save_parts(struct example *x, int64_t step, int parts)
+{
+	char dir[PATH_LEN];
+	x->state.step = step;
+	int rc = checkpoint_begin(&x->config, &x->state, dir);
+	if (rc)
+		return rc;
+	if (write_parts(x, dir, parts) == 0)
+		return checkpoint_commit(&x->config, &x->state, dir, parts);
+	checkpoint_abandon(dir);
+	return -1;
 }
 
 static int example_save(struct example *x, int64_t step)
 {
-	x->state.step = step;
-	return checkpoint_save(&x->config, &x->state, x->model, 1, x->optimizer, 2);
+	return save_parts(x, step, 1);
 }
 
 /* All that a resumed run reads: 0, or -1 when any of it is refused. */
 static int example_read(const char *dir, const struct config *c, struct trainer_state *s)
 {
-	char optimizer[PATH_LEN];
-	if (checkpoint_read_state(dir, c, s, stderr) < 0 || path_join(optimizer, dir, "optimizer.safetensors") < 0)
-		return -1;
-	return read_everything(dir) < 0 ? -1 : read_everything(optimizer);
+	return checkpoint_read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 : read_everything(dir, "optimizer");
 }
 
 static void checkpoint_round_trip(void **state)
@@ -738,12 +780,17 @@ static void checkpoint_interrupted(void **state)
 	assert_false(exists(at("run/step-0000006/rubbish")));
 	/* The same step again: what is there stays. */
 	x.state.samples = 99;
-	assert_int_equal(example_save(&x, 6), -1);
-	expect_error("step-0000006: cannot rename to |step-0000006: Directory not empty; "
-			"if that is an old checkpoint, remove it");
+	assert_int_equal(example_save(&x, 6), 1);
 	assert_false(exists(at("run/.tmp-step-0000006")));
 	assert_int_equal(example_read(at("run/step-0000006"), &x.config, &x.state), 0);
 	assert_int_equal(x.state.samples, 20);
+	/* What is in its place and no checkpoint stays too. */
+	assert_int_equal(make_directories(at("run/step-0000007/mine")), 0);
+	assert_int_equal(example_save(&x, 7), -1);
+	expect_error("step-0000007: cannot rename to |step-0000007: Directory not empty; "
+			"if that is an old checkpoint, remove it");
+	assert_false(exists(at("run/.tmp-step-0000007")));
+	assert_true(exists(at("run/step-0000007/mine")));
 
 	assert_int_equal(checkpoint_find(at("run.yaml"), path), -1);
 	expect_error("run.yaml: cannot list");

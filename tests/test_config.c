@@ -117,7 +117,7 @@ static void test_defaults(void **state)
 	assert_int_equal(c.schedule.decay.shape, DECAY_1_SQRT);
 	assert_true(c.schedule.decay.final_lr == 0);
 	assert_true(c.checkpoint.every == 0 && c.checkpoint.keep == 2 && c.eval.every == 0 && c.eval.max_windows == 0);
-	assert_true(c.log.every == 1);
+	assert_true(c.log.every == 1 && c.parallel.tensor == 1 && c.parallel.expert == 1);
 }
 
 /* The example of the documentation, whole. */
@@ -141,7 +141,8 @@ static const char *const full =
 	"  decay: { steps: 80, shape: cosine, final_lr: 1.0e-5 }\n"
 	"checkpoint: { every: 100, keep: 3 }\n"
 	"eval: { every: 50, max_windows: 7 }\n"
-	"log: { every: 10 }\n";
+	"log: { every: 10 }\n"
+	"parallel: { tensor: 2, expert: 4 }\n";
 
 static void test_full(void **state)
 {
@@ -159,6 +160,7 @@ static void test_full(void **state)
 	assert_true(c.schedule.drops[1].at == 0.9 && c.schedule.drops[1].factor == 0.1);
 	assert_int_equal(c.schedule.decay.shape, DECAY_COSINE);
 	assert_true(c.schedule.decay.final_lr == 1e-5 && c.eval.max_windows == 7 && c.log.every == 10);
+	assert_true(c.parallel.tensor == 2 && c.parallel.expert == 4);
 }
 
 /* Spellings that YAML readers are known to take for text or for another value. */
@@ -259,6 +261,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"section without keys", VALID "log:\n", {"run.yaml:5:", "log: found nothing", "a mapping"}},
 	{"value missing", VALID "log:\n  every:\n", {"run.yaml:6:", "log.every: found nothing", "whole number"}},
 	/* kinds of values */
+	{"no rank", VALID "parallel: {tensor: 0}\n", {"run.yaml:5:", "parallel.tensor: found 0", "at least 1"}},
+	{"rank off", VALID "parallel: {expert: off}\n", {"parallel.expert: found off", "at least 1"}},
 	{"number in quotes", BAD_SCHEDULE("peak_lr: \"1e-4\""),
 		{"run.yaml:4:", "found \"1e-4\" (take the quotes away)", "number"}},
 	{"bool in quotes", BAD_DATA("seq_len: 5, shuffle: 'true'"),
@@ -644,13 +648,14 @@ static void test_resume(void **state)
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_string_equal(get(path), "");
 	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
-		"train.output_dir=elsewhere", "data.train=other"};
-	assert_int_equal(compare(saved, 6, harmless, path), 0);
+		"train.output_dir=elsewhere", "data.train=other", "parallel.tensor=1", "parallel.expert=8"};
+	assert_int_equal(compare(saved, 8, harmless, path), 0);
 	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
 			"data.train: \"build/data/train\" -> \"other\"\n"
 			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
-			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n");
+			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n"
+			"parallel.tensor: 2 -> 1\nparallel.expert: 4 -> 8\n");
 
 	static const struct { char *argument; const char *words[3]; } bad[] = {
 		{"model.hidden_size=512", {"trainer.json: model.hidden_size was 256 in the checkpoint, found 512",
@@ -678,8 +683,7 @@ static void test_resume(void **state)
 	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
 			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
 			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
-			"log.every: not in the checkpoint -> 10\nparallel.tensor: not in the checkpoint -> 1\n"
-			"parallel.expert: not in the checkpoint -> 1\n");
+			"log.every: not in the checkpoint -> 10\n");
 	json_object_set_new(saved, "model", json_array());
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));

@@ -131,6 +131,11 @@ static FILE *file_create(const char *path)
 	return f;
 }
 
+static int fail_write(const char *path, int error)
+{
+	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
+}
+
 /* Brings a file to disk and closes it. When that fails, or rc says that something has failed before, it is removed:
  * half a file is none. Between create and close nobody needs to check for errors, but a long loop should. */
 static int file_close(FILE *f, const char *path, int rc)
@@ -143,7 +148,7 @@ static int file_close(FILE *f, const char *path, int rc)
 	if (fclose(f) && !error)
 		error = errno;
 	if (error && !rc)
-		rc = fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
+		rc = fail_write(path, error);
 	if (rc < 0 && regular)
 		unlink(path);
 	return rc;
@@ -334,6 +339,10 @@ static const struct key keys[] = {
 
 	SECTION("log", 0, "progress"),
 	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
+
+	SECTION("parallel", 0, "how the model is divided among ranks"),
+	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),
+	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),
 };
 
 #define NUM_KEYS ((int)(sizeof keys / sizeof keys[0]))
@@ -1103,7 +1112,7 @@ static int check_run(const struct loader *l, bool model_only)
 				"the other to off", c->train.tokens, c->train.steps);
 	if (!c->train.steps && !c->train.tokens && !model_only)
 		return fail_key(l, "train.steps", "missing or 0; expected the length of the run in train.steps or train.tokens");
-	const int room = PATH_LEN - (int)sizeof "/.tmp-step-0000000000000000000/optimizer.safetensors";
+	const int room = PATH_LEN - (int)sizeof "/.tmp-step-0000000000000000000/optimizer-00001-of-00001.safetensors";
 	if (strlen(c->train.output_dir) > (size_t)room)
 		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of "
 				"checkpoints inside it must fit too", strlen(c->train.output_dir), room);
@@ -1757,11 +1766,11 @@ static int shards_open(struct weights *w, const char *dir, const char *index_pat
 	return 0;
 }
 
-static int directory_open(struct weights *w, const char *dir)
+static int directory_open(struct weights *w, const char *dir, const char *kind)
 {
-	char index_path[PATH_LEN], single_path[PATH_LEN];
-	if (path_join(index_path, dir, "model.safetensors.index.json") < 0 ||
-			path_join(single_path, dir, "model.safetensors") < 0)
+	char base[PATH_LEN], single_path[PATH_LEN], index_path[PATH_LEN];
+	if (path_join(base, dir, kind) < 0 || path_suffix(single_path, base, ".safetensors") < 0 ||
+			path_suffix(index_path, base, ".safetensors.index.json") < 0)
 		return -1;
 	int there = path_exists(index_path);
 	if (there > 0) {
@@ -1774,10 +1783,10 @@ static int directory_open(struct weights *w, const char *dir)
 		return shard_open(w, single_path);
 	if (there < 0)
 		return -1;
-	return fail("%s: no weights here; looked for model.safetensors.index.json and model.safetensors", dir);
+	return fail("%s: no weights here; looked for %s.safetensors.index.json and %s.safetensors", dir, kind, kind);
 }
 
-struct weights *weights_open(const char *path)
+struct weights *weights_open(const char *path, const char *kind)
 {
 	struct weights *w = allocate(sizeof *w);
 	struct stat st;
@@ -1787,7 +1796,7 @@ struct weights *weights_open(const char *path)
 	else if (stat(path, &st) < 0)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
-		rc = S_ISDIR(st.st_mode) ? directory_open(w, path) : shard_open(w, path);
+		rc = S_ISDIR(st.st_mode) ? directory_open(w, path, kind) : shard_open(w, path);
 	if (rc == 0)
 		return w;
 	weights_close(w);
@@ -1836,17 +1845,24 @@ static const struct stored *tensor_need(const struct weights *w, const char *nam
 	return NULL;
 }
 
-/* The tensor's bytes, once their checksum is found right. NULL on error. */
 static const uint8_t *tensor_bytes(const struct stored *t)
 {
-	const uint8_t *bytes = t->shard->map + t->shard->data_at + t->begin;
-	uint32_t crc = t->has_crc ? crc32_z(0, bytes, t->end - t->begin) : 0;
-	if (t->has_crc && crc != t->crc) {
-		fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->shard->path, t->name, (unsigned)crc,
+	return t->shard->map + t->shard->data_at + t->begin;
+}
+
+/* Checks the tensor's checksum, where it has one. */
+static int tensor_verify(const struct stored *t)
+{
+	uint32_t crc = t->has_crc ? crc32_z(0, tensor_bytes(t), t->end - t->begin) : t->crc;
+	if (crc != t->crc)
+		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->shard->path, t->name, (unsigned)crc,
 				(unsigned)t->crc);
-		return NULL;
-	}
-	return bytes;
+	return 0;
+}
+
+int weights_verify(const struct weights *w, int i)
+{
+	return tensor_verify(&w->tensors[i]);
 }
 
 static float half_to_float(uint16_t half)
@@ -1893,27 +1909,50 @@ static void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
 	}
 }
 
+/* The tensor of that name, which must be of a type that to_real converts and have that shape. NULL on error. */
+static const struct stored *tensor_shaped(const struct weights *w, const char *name, int64_t rows, int64_t cols)
+{
+	const struct stored *t = tensor_need(w, name);
+	if (!t)
+		return NULL;
+	if (t->dtype < 0 || t->dtype > BF16) {
+		fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->shard->path, t->name, t->dtype_name);
+		return NULL;
+	}
+	char expected[64];
+	if (cols)
+		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)rows, (long long)cols);
+	else
+		snprintf(expected, sizeof expected, "[%lld]", (long long)rows);
+	char *found = json_text(t->shape, 0);
+	if (strcmp(found, expected)) {
+		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found, expected);
+		t = NULL;
+	}
+	free(found);
+	return t;
+}
+
 int weights_read(const struct weights *w, const struct array *a)
 {
-	const struct stored *t = tensor_need(w, a->name);
+	const struct stored *t = tensor_shaped(w, a->name, a->rows, a->cols);
+	if (!t || tensor_verify(t) < 0)
+		return -1;
+	to_real(a->data, tensor_bytes(t), (t->end - t->begin) / dtypes[t->dtype].size, t->dtype);
+	return 0;
+}
+
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+{
+	const struct stored *t = tensor_shaped(w, name, rows, cols);
 	if (!t)
 		return -1;
-	if (t->dtype < 0 || t->dtype > BF16)
-		return fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->shard->path, t->name, t->dtype_name);
-	char expected[64];
-	if (a->cols)
-		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)a->rows, (long long)a->cols);
-	else
-		snprintf(expected, sizeof expected, "[%lld]", (long long)a->rows);
-	char *found = json_text(t->shape, 0);
-	bool same = !strcmp(found, expected);
-	if (!same)
-		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found, expected);
-	free(found);
-	const uint8_t *bytes = same ? tensor_bytes(t) : NULL;
-	if (!bytes)
-		return -1;
-	to_real(a->data, bytes, (t->end - t->begin) / dtypes[t->dtype].size, t->dtype);
+	const int size = dtypes[t->dtype].size;
+	const int64_t count = (t->end - t->begin) / size;
+	if (first < 0 || n < 0 || first > count || n > count - first)
+		return fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n,
+				(long long)first, (long long)count);
+	to_real(out, tensor_bytes(t) + first * size, n, t->dtype);
 	return 0;
 }
 
@@ -1927,9 +1966,9 @@ int weights_read_int(const struct weights *w, const char *name, int64_t n, int32
 	int64_t count = (t->end - t->begin) / dtypes[t->dtype].size;
 	if (count != n)
 		return fail("%s: tensor %s: %lld elements; expected %lld", t->shard->path, name, (long long)count, (long long)n);
-	const uint8_t *bytes = tensor_bytes(t);
-	if (!bytes)
+	if (tensor_verify(t) < 0)
 		return -1;
+	const uint8_t *bytes = tensor_bytes(t);
 	for (int64_t i = 0; i < n; i++) {
 		int64_t v = t->dtype == I32 ? load_i32(bytes + 4 * i) : load_i64(bytes + 8 * i);
 		if (v < INT32_MIN || v > INT32_MAX)
@@ -1940,12 +1979,29 @@ int weights_read_int(const struct weights *w, const char *name, int64_t n, int32
 	return 0;
 }
 
-static int64_t array_bytes(const struct array *a)
+/* -- writing: the header stands before the data but holds their checksums, so room is left for it and it comes last -- */
+
+struct weights_writer {
+	char path[PATH_LEN];
+	FILE *f;
+	json_t *header;              /* tensors in the order of their data, as jansson keeps it */
+	int64_t written;             /* elements */
+	int n, current;              /* tensors; the one that the next element belongs to, or an empty one before it */
+	struct { int64_t end; uint32_t crc; } tensors[]; /* [n] elements up to its last; checksum of what there is of it */
+};
+
+static int64_t array_size(const struct array *a)
 {
-	return a->rows * (a->cols ? a->cols : 1) * (int64_t)sizeof(real);
+	return a->rows * (a->cols ? a->cols : 1);
 }
 
-/* The JSON header of a file of n arrays, data in array order, checksums included. NULL on error. */
+/* The key of a tensor's checksum in the metadata. Returns whether it fits. */
+static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_avg_sq. and crc32. */
+{
+	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
+}
+
+/* The JSON header of a file of n arrays, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
 static json_t *header_make(const char *path, const struct array *arrays, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();
@@ -1954,14 +2010,14 @@ static json_t *header_make(const char *path, const struct array *arrays, int n)
 	json_int_t at = 0;
 	for (int i = 0; i < n; i++) {
 		const struct array *a = &arrays[i];
-		char key[MAX_NAME + 32]; /* room for exp_avg_sq. and crc32. */
-		json_int_t end = at + array_bytes(a);
+		char key[MAX_NAME + 32];
+		json_int_t end = at + array_size(a) * (json_int_t)sizeof(real);
 		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
 		if (a->cols)
 			json_array_append_new(shape, json_integer(a->cols));
 		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", REAL_DTYPE, "shape", shape, "data_offsets", at, end);
 		const char *wrong = json_object_get(header, a->name) ? "is there twice"
-			: snprintf(key, sizeof key, "crc32.%s", a->name) >= (int)sizeof key ? "has too long a name"
+			: !crc_key(key, a->name) ? "has too long a name"
 			: json_object_set(header, a->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
 		json_decref(entry);
 		if (wrong) {
@@ -1969,46 +2025,152 @@ static json_t *header_make(const char *path, const struct array *arrays, int n)
 			json_decref(header);
 			return NULL;
 		}
-		json_object_set_new(metadata, key, crc_to_json(crc32_z(0, (const uint8_t *)a->data, end - at)));
+		json_object_set_new(metadata, key, crc_to_json(0));
 		at = end;
 	}
 	return header;
 }
 
+/* Writes the header at the front; what is written next comes behind it. */
+static int header_write(struct weights_writer *w)
+{
+	if (fseek(w->f, 0, SEEK_SET) < 0) /* not rewind(), which forgets errors */
+		return fail_write(w->path, errno);
+	char *text = json_text(w->header, JSON_COMPACT);
+	uint64_t length = strlen(text), padded = (length + 7) & ~UINT64_C(7); /* so that the data are aligned */
+	fwrite(&padded, 8, 1, w->f);
+	fprintf(w->f, "%s%*s", text, (int)(padded - length), "");
+	free(text);
+	return 0;
+}
+
+/* Closes the file, which goes when rc is an error, and frees all. */
+static int writer_close(struct weights_writer *w, int rc)
+{
+	rc = file_close(w->f, w->path, rc);
+	json_decref(w->header);
+	free(w);
+	return rc;
+}
+
+struct weights_writer *weights_create(const char *path, const struct array *arrays, int n)
+{
+	if (strlen(path) >= PATH_LEN) {
+		fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+		return NULL;
+	}
+	json_t *header = header_make(path, arrays, n);
+	FILE *f = header ? file_create(path) : NULL;
+	if (!f) {
+		json_decref(header);
+		return NULL;
+	}
+	struct weights_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
+	*w = (struct weights_writer){.f = f, .header = header, .n = n};
+	snprintf(w->path, PATH_LEN, "%s", path);
+	for (int i = 0; i < n; i++)
+		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + array_size(&arrays[i]);
+	if (header_write(w) == 0)
+		return w;
+	weights_abandon(w);
+	return NULL;
+}
+
+int weights_append(struct weights_writer *w, const real *data, int64_t count)
+{
+	while (count > 0) {
+		while (w->current < w->n && w->tensors[w->current].end == w->written)
+			w->current++;
+		if (w->current == w->n)
+			return fail("%s: %lld elements more than its %d tensors hold", w->path, (long long)count, w->n);
+		const int64_t left = w->tensors[w->current].end - w->written, piece = count < left ? count : left;
+		uint32_t *crc = &w->tensors[w->current].crc;
+		*crc = crc32_z(*crc, (const uint8_t *)data, piece * sizeof *data);
+		if (fwrite(data, sizeof *data, piece, w->f) != (size_t)piece)
+			return fail_write(w->path, errno);
+		data += piece, count -= piece, w->written += piece;
+	}
+	return 0;
+}
+
+int weights_finish(struct weights_writer *w)
+{
+	json_t *metadata = json_object_get(w->header, "__metadata__"), *entry;
+	const char *name;
+	char key[MAX_NAME + 32];
+	int i = -1, rc = 0;
+	json_object_foreach(w->header, name, entry) {
+		if (i >= 0 && !rc && w->tensors[i].end > w->written)
+			rc = fail("%s: tensor %s: the last %lld of its elements were not given", w->path, name,
+					(long long)(w->tensors[i].end - w->written));
+		if (i >= 0 && crc_key(key, name))
+			json_object_set_new(metadata, key, crc_to_json(w->tensors[i].crc));
+		i++; /* the metadata come first */
+	}
+	return writer_close(w, rc < 0 ? rc : header_write(w));
+}
+
+void weights_abandon(struct weights_writer *w)
+{
+	if (w)
+		writer_close(w, -1);
+}
+
 int safetensors_write(const char *path, const struct array *arrays, int n)
 {
-	json_t *header = header_make(path, arrays, n);
-	if (!header)
-		return -1;
-	char *text = json_text(header, JSON_COMPACT);
-	json_decref(header);
-	FILE *f = file_create(path);
-	int rc = -1;
-	if (f) {
-		uint64_t length = strlen(text), padded = (length + 7) & ~UINT64_C(7); /* so that the data are aligned */
-		fwrite(&padded, 8, 1, f);
-		fprintf(f, "%s%*s", text, (int)(padded - length), "");
-		for (int i = 0; i < n && !ferror(f); i++)
-			fwrite(arrays[i].data, 1, array_bytes(&arrays[i]), f);
-		rc = file_close(f, path, 0);
-	}
-	free(text);
-	return rc;
+	struct weights_writer *w = weights_create(path, arrays, n);
+	int rc = w ? 0 : -1;
+	for (int i = 0; i < n && !rc; i++)
+		rc = weights_append(w, arrays[i].data, array_size(&arrays[i]));
+	if (!rc)
+		return weights_finish(w);
+	weights_abandon(w);
+	return -1;
 }
 
 /* ============================================================================================================
  * Checkpoints. Directories of an OUTPUT_DIR:
  *   step-0000200        a checkpoint, always whole
  *   .tmp-step-0000200   one being written or removed: rubbish after a crash
- * Every byte is covered: tensors by the checksums in their files, headers and config.json by those in trainer.json,
- * trainer.json by its own.
+ * Every byte is covered: tensors by the checksums in their files, headers, indexes and config.json by those in
+ * trainer.json, trainer.json by its own.
  * ========================================================================================================== */
 
 #define TRAINER_FORMAT "ling-trainer"
 #define TRAINER_VERSION 1
 
-static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
-#define NUM_CHECKPOINT_FILES (sizeof checkpoint_files / sizeof *checkpoint_files)
+#define MAX_PARTS 99999 /* what the five digits in their names can tell */
+
+static const char *const kinds[] = {"model", "optimizer"};
+
+static void part_name(char name[64], const char *kind, int part, int parts)
+{
+	if (parts == 1)
+		snprintf(name, 64, "%s.safetensors", kind);
+	else
+		snprintf(name, 64, "%s-%05d-of-%05d.safetensors", kind, part + 1, parts);
+}
+
+/* The name of file i of a checkpoint, trainer.json left out. Returns whether there is one. */
+static bool checkpoint_name(char name[64], int i, int parts)
+{
+	if (i == 0)
+		strcpy(name, "config.json");
+	else if (i <= 2 * parts)
+		part_name(name, kinds[(i - 1) / parts], (i - 1) % parts, parts);
+	else if (parts > 1 && i <= 2 * parts + 2)
+		snprintf(name, 64, "%s.safetensors.index.json", kinds[i - 2 * parts - 1]);
+	else
+		return false;
+	return true;
+}
+
+void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts)
+{
+	char name[64];
+	part_name(name, kind, part, parts);
+	snprintf(path, PATH_LEN, "%s/%s", dir, name); /* fits: the config's check of train.output_dir sees to it */
+}
 
 /* The step in a name that is exactly prefix and step as checkpoint_path writes them, or -1. */
 static int64_t step_of(const char *name, const char *prefix)
@@ -2095,7 +2257,8 @@ static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t 
 		return -1;
 	*size = bytes;
 	uint64_t covered = bytes;
-	if (strstr(name, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
+	const char *dot = strrchr(name, '.');
+	if (dot && !strcmp(dot, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
 		covered = 8 + load_i64(data);
 	*crc = crc32_z(0, data, covered);
 	unmap_file(data, bytes);
@@ -2125,23 +2288,22 @@ static json_t *reals_to_json(const char *path, const char *key, const double *x,
 	return array;
 }
 
-static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s)
+static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
 {
-	char path[PATH_LEN];
+	char path[PATH_LEN], name[64];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
-	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:o}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
 			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
-			"data_tokens", (json_int_t)s->data_tokens, "data_crc32", crc_to_json(s->data_crc32));
+			"data_tokens", (json_int_t)s->data_tokens, "data_crc32", crc_to_json(s->data_crc32), "parts", parts);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
-	for (size_t i = 0; !rc && i < NUM_CHECKPOINT_FILES; i++) {
+	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++) {
 		int64_t size;
 		uint32_t crc;
-		if (!(rc = file_seal(dir, checkpoint_files[i], &size, &crc)))
-			json_object_set_new(files, checkpoint_files[i],
-					json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+		if (!(rc = file_seal(dir, name, &size, &crc)))
+			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
 	}
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
@@ -2156,19 +2318,44 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	return rc;
 }
 
-/* Fills a new directory with a whole checkpoint and brings it to disk. */
-static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s,
-		const struct array *model, int num_model, const struct array *optimizer, int num_optimizer)
+/* Checks the headers of a kind's files, brings them to disk and, where there are several, writes their index. */
+static int parts_finish(const char *dir, const char *kind, int parts)
 {
-	char config_path[PATH_LEN], model_path[PATH_LEN], optimizer_path[PATH_LEN];
-	if (path_join(config_path, dir, "config.json") < 0 || path_join(model_path, dir, "model.safetensors") < 0 ||
-			path_join(optimizer_path, dir, "optimizer.safetensors") < 0)
+	char path[PATH_LEN], name[64];
+	struct weights *w = allocate(sizeof *w);
+	json_t *map = json_object();
+	json_int_t total = 0;
+	int rc = 0;
+	for (int part = 0; part < parts && !rc; part++) {
+		checkpoint_file(path, dir, kind, part, parts);
+		rc = shard_open(w, path) < 0 ? -1 : sync_path(path);
+	}
+	for (int i = 0; i < w->count && !rc; i++) { /* sorted by name */
+		const struct stored *t = &w->tensors[i];
+		if (i && !strcmp(t[-1].name, t->name))
+			rc = fail("%s: tensor %s is in %s as well; expected it once", t->shard->path, t->name, t[-1].shard->path);
+		json_object_set_new(map, t->name, json_string(strrchr(t->shard->path, '/') + 1));
+		total += t->end - t->begin;
+	}
+	weights_close(w);
+	snprintf(name, sizeof name, "%s.safetensors.index.json", kind);
+	json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", total, "weight_map", map);
+	if (!rc && parts > 1)
+		rc = path_join(path, dir, name) < 0 ? -1 : json_write(path, index);
+	json_decref(index);
+	return rc;
+}
+
+/* Completes the directory, and brings all of it to disk. */
+static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "config.json") < 0 || config_to_huggingface(&c->model, path) < 0)
 		return -1;
-	if (config_to_huggingface(&c->model, config_path) < 0 ||
-			safetensors_write(model_path, model, num_model) < 0 ||
-			safetensors_write(optimizer_path, optimizer, num_optimizer) < 0)
-		return -1;
-	return trainer_write(dir, c, s) < 0 ? -1 : sync_path(dir);
+	for (int i = 0; i < 2; i++)
+		if (parts_finish(dir, kinds[i], parts) < 0)
+			return -1;
+	return trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
 }
 
 /* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
@@ -2195,31 +2382,37 @@ static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 	free(steps);
 }
 
-int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
-		const struct array *optimizer, int num_optimizer)
+int checkpoint_begin(const struct config *c, const struct trainer_state *s, char dir[PATH_LEN])
 {
-	const char *output_dir = c->train.output_dir;
-	char target[PATH_LEN], temporary[PATH_LEN];
-	if (checkpoint_path(target, output_dir, "step-", s->step) < 0 ||
-			checkpoint_path(temporary, output_dir, ".tmp-step-", s->step) < 0 || make_directories(output_dir) < 0)
+	if (checkpoint_is_whole(c->train.output_dir, s->step))
+		return 1;
+	if (checkpoint_path(dir, c->train.output_dir, ".tmp-step-", s->step) < 0 || make_directories(c->train.output_dir) < 0)
 		return -1;
-	directory_remove(temporary);
-	if (mkdir(temporary, 0777) < 0)
-		return fail("%s: cannot create directory: %s", temporary, strerror(errno));
-	int rc = checkpoint_fill(temporary, c, s, model, num_model, optimizer, num_optimizer);
-	/* Does not replace a checkpoint: a run that goes on from the newest one never comes to the same step again. */
-	if (rc == 0 && rename(temporary, target) < 0)
-		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", temporary, target,
-				strerror(errno));
+	directory_remove(dir);
+	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
+}
+
+int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int parts)
+{
+	char target[PATH_LEN];
+	int rc = parts < 1 || parts > MAX_PARTS ? fail("%s: %d parts; expected 1 to %d", dir, parts, MAX_PARTS)
+		: checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ? -1 : checkpoint_fill(dir, c, s, parts);
+	if (rc == 0 && rename(dir, target) < 0)
+		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target, strerror(errno));
 	if (rc < 0) {
-		directory_remove(temporary);
+		checkpoint_abandon(dir);
 		return -1;
 	}
-	if (sync_path(output_dir) < 0)
+	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
-		checkpoint_prune(output_dir, c->checkpoint.keep, s->step);
+		checkpoint_prune(c->train.output_dir, c->checkpoint.keep, s->step);
 	return 0;
+}
+
+void checkpoint_abandon(const char *dir)
+{
+	directory_remove(dir);
 }
 
 int checkpoint_find(const char *output_dir, char path[PATH_LEN])
@@ -2270,10 +2463,14 @@ static int field_reals(const json_t *object, const char *where, const char *key,
 }
 
 /* Compares the checkpoint's other files with the sizes and checksums in trainer.json. */
-static int files_check(const char *dir, const char *where, const json_t *files)
+static int files_check(const char *dir, const char *where, const json_t *root)
 {
-	for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++) {
-		const char *name = checkpoint_files[i];
+	const json_t *files = json_object_get(root, "files");
+	char name[64];
+	int64_t parts = 1; /* as in checkpoints from before there could be more */
+	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_PARTS, &parts) < 0)
+		return -1;
+	for (int i = 0; checkpoint_name(name, i, parts); i++) {
 		const json_t *entry = json_object_get(files, name);
 		int64_t size, found_size;
 		uint32_t crc, found_crc;
@@ -2339,7 +2536,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_crc(root, path, "data_crc32", &s->data_crc32) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
-			files_check(dir, path, json_object_get(root, "files")) < 0))
+			files_check(dir, path, root) < 0))
 		rc = -1;
 	if (rc == 0 && named >= 0 && named != s->step)
 		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "

@@ -594,10 +594,10 @@ static struct array *name_arrays(const struct model *m, int num_blocks, real *co
 	return arrays;
 }
 
-/* Reads the named arrays, every one of them, and refuses a file that holds others as well. */
-static int read_arrays(const char *path, const struct array *arrays, int n)
+/* Reads the named arrays, every one of them, and refuses files that hold others as well. */
+static int read_arrays(const char *path, const char *kind, const struct array *arrays, int n)
 {
-	struct weights *w = weights_open(path);
+	struct weights *w = weights_open(path, kind);
 	if (!w)
 		return -1;
 	int rc = 0;
@@ -620,7 +620,7 @@ static int read_arrays(const char *path, const struct array *arrays, int n)
 int model_load(struct model *m, const char *dir)
 {
 	struct array *arrays = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
-	int rc = arrays ? read_arrays(dir, arrays, m->num_tensors) : -1;
+	int rc = arrays ? read_arrays(dir, "model", arrays, m->num_tensors) : -1;
 	free(arrays);
 	if (rc == 0)
 		model_update_head_scale(m);
@@ -1237,17 +1237,15 @@ static int trainer_start_from(struct trainer *t, const char *dir)
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	char path[PATH_LEN + 32];
 	if (checkpoint_read_state(dir, &t->config, &t->state, stdout) < 0)
 		return -1;
 	if (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32)
 		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "
 				"old data, or choose another train.output_dir", t->config.data.train, (long long)t->train.count, t->train.crc32, dir,
 				(long long)t->state.data_tokens, t->state.data_crc32);
-	snprintf(path, sizeof path, "%s/optimizer.safetensors", dir);
 	struct array *arrays = name_arrays(&t->model, 2, (real *[]){t->model.exp_avg, t->model.exp_avg_sq},
 			(const char *[]){"exp_avg.", "exp_avg_sq."});
-	int rc = arrays ? read_arrays(path, arrays, 2 * t->model.num_tensors) : -1;
+	int rc = arrays ? read_arrays(dir, "optimizer", arrays, 2 * t->model.num_tensors) : -1;
 	free(arrays);
 	if (rc < 0 || model_load(&t->model, dir) < 0)
 		return -1;
@@ -1460,11 +1458,22 @@ int trainer_save(struct trainer *t)
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
 	struct array *weights = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
 	struct array *moments = name_arrays(m, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, (const char *[]){"exp_avg.", "exp_avg_sq."});
-	int rc = weights && moments
-			? checkpoint_save(&t->config, &t->state, weights, m->num_tensors, moments, 2 * m->num_tensors) : -1;
+	char dir[PATH_LEN], path[PATH_LEN];
+	int rc = weights && moments ? checkpoint_begin(&t->config, &t->state, dir) : -1;
+	if (rc == 0) {
+		checkpoint_file(path, dir, "model", 0, 1);
+		rc = safetensors_write(path, weights, m->num_tensors);
+		checkpoint_file(path, dir, "optimizer", 0, 1);
+		if (rc == 0)
+			rc = safetensors_write(path, moments, 2 * m->num_tensors);
+		if (rc == 0)
+			rc = checkpoint_commit(&t->config, &t->state, dir, 1);
+		else
+			checkpoint_abandon(dir);
+	}
 	free(weights);
 	free(moments);
-	return rc;
+	return rc < 0 ? -1 : 0; /* 1: it is there already */
 }
 
 static void request_stop(int signal)

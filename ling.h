@@ -106,6 +106,7 @@ struct config {
 	struct { int64_t every; int keep; } checkpoint; /* every 0 = only at the end */
 	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
 	struct { int64_t every; } log;
+	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
 };
 
 /* Loads a YAML file, then `key.path=value` overrides, then checks everything. With model_only, sections other than
@@ -134,9 +135,9 @@ struct array {                 /* one named array of a file; the data belong to 
 };
 
 struct weights;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
-/* Opens DIR (model.safetensors, or model.safetensors.index.json and its shards) or one .safetensors file. Every header is
- * checked: sizes, dtypes, offsets, overlaps, and, with an index, that every tensor is where it says. NULL on error. */
-struct weights *weights_open(const char *path);
+/* Opens DIR (KIND.safetensors, or KIND.safetensors.index.json and its shards; kind is "model" or "optimizer") or one .safetensors
+ * file. Every header is checked: sizes, dtypes, offsets, overlaps, and, with an index, that every tensor is where it says. NULL on error. */
+struct weights *weights_open(const char *path, const char *kind);
 /* Number of tensors, and the name of tensor i (0 <= i < count). */
 int weights_count(const struct weights *w);
 const char *weights_name(const struct weights *w, int i);
@@ -144,10 +145,25 @@ bool weights_has(const struct weights *w, const char *name);
 /* Copies tensor a->name into a->data, converted from F64, F32, BF16, F16; its shape must be a's. Checks its checksum where
  * the file holds one. */
 int weights_read(const struct weights *w, const struct array *a);
+/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
+ * likewise. No checksum: see weights_verify. */
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+/* Checks tensor i's checksum where the file holds one. */
+int weights_verify(const struct weights *w, int i);
 /* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
 int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out);
 void weights_close(struct weights *w); /* NULL is fine */
-/* Writes arrays as one safetensors file (F32; F64 in the double build) with a CRC-32 of each in its metadata; fsynced. */
+
+struct weights_writer;         /* a safetensors file (F32; F64 in the double build), written front to back in bounded memory */
+/* Creates a file for these arrays, which may be none; arrays[i].data is not used, and nothing of arrays after the call. NULL on error. */
+struct weights_writer *weights_create(const char *path, const struct array *arrays, int n);
+/* Writes the next elements, in the order of the arrays, in pieces of any size. After an error: weights_abandon. */
+int weights_append(struct weights_writer *w, const real *data, int64_t count);
+/* All elements must be there. A CRC-32 of each tensor goes into the header's metadata, and the file to disk; on error it is removed. w is
+ * gone whatever the result. */
+int weights_finish(struct weights_writer *w);
+void weights_abandon(struct weights_writer *w); /* removes the file; NULL is fine */
+/* Writes arrays as one file by these three. */
 int safetensors_write(const char *path, const struct array *arrays, int n);
 
 /* -- checkpoints -- */
@@ -160,10 +176,19 @@ struct trainer_state {         /* what a run must remember besides weights and o
 	uint32_t data_crc32;
 };
 
-/* Writes OUTPUT_DIR/step-NNNNNNN/ whole or not at all (temporary name, fsync, rename), then removes all but the `keep` newest
- * (0 = keep all). A checkpoint that is there already is not replaced. model holds Hugging Face names, optimizer exp_avg.NAME and exp_avg_sq.NAME. */
-int checkpoint_save(const struct config *c, const struct trainer_state *s, const struct array *model, int num_model,
-		const struct array *optimizer, int num_optimizer);
+/* OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write its files, and, once
+ * all have finished, one commits or, when any has failed, abandons it.
+ * begin: makes the temporary directory and gives its path. Returns 1 when that checkpoint is there already: it is not replaced, and
+ * there is nothing to do; 0, or -1. */
+int checkpoint_begin(const struct config *c, const struct trainer_state *s, char dir[PATH_LEN]);
+/* The path of part `part` (from 0) of `parts`: DIR/model.safetensors when parts is 1, else such as DIR/model-00001-of-00004.safetensors. Kind
+ * "model" holds Hugging Face names, "optimizer" exp_avg.NAME and exp_avg_sq.NAME. Every tensor is in one part; a part may have none. */
+void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts);
+/* commit: checks that all parts are there with sound headers and no tensor twice, adds config.json, trainer.json and, for several parts, the
+ * two indexes, brings all to disk, renames the directory, and removes all but the `keep` newest checkpoints (0 = keep all). On error dir
+ * is removed. */
+int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int parts);
+void checkpoint_abandon(const char *dir);
 /* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is not
  * whole is an error. Removes temporaries. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);

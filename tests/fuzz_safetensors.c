@@ -25,7 +25,7 @@ static void remove_file(const char *name)
 static void read_weights(void)
 {
 	static real out[1 << 16];
-	struct weights *w = weights_open(dir);
+	struct weights *w = weights_open(dir, "model");
 	for (int i = 0; w && i < weights_count(w); i++) {
 		const struct stored *t = tensor_find(w, weights_name(w, i));
 		if (!t)
@@ -38,6 +38,9 @@ static void read_weights(void)
 			weights_read(w, &a);
 			a.rows++;
 			weights_read(w, &a);
+			weights_read_range(w, t->name, a.rows - 1, a.cols, 1, bytes / 4, out);
+			weights_read_range(w, t->name, a.rows - 1, a.cols, 1, a.rows - 2, out);
+			weights_verify(w, i);
 			weights_read_int(w, t->name, bytes / 4, (int32_t *)out);
 			weights_read_int(w, t->name, bytes / 8, (int32_t *)out);
 		}
@@ -54,17 +57,16 @@ static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 	double mean[2], std[2];
 	struct trainer_state s = {.num_layers = 2, .router_mean = mean, .router_std = std};
 	json_t *root = json_loadb((const char *)data, n, JSON_REJECT_DUPLICATES, NULL);
-	char path[PATH_LEN];
+	char path[PATH_LEN], name[64];
 	put_file("trainer.json", data, n);
 	if (json_is_object(root) && path_join(path, dir, "trainer.json") == 0) {
 		json_t *files = json_object();
-		for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++) {
+		for (int i = 0; checkpoint_name(name, i, 1); i++) {
 			int64_t size;
 			uint32_t crc;
-			if (file_seal(dir, checkpoint_files[i], &size, &crc) < 0)
+			if (file_seal(dir, name, &size, &crc) < 0)
 				abort();
-			json_object_set_new(files, checkpoint_files[i],
-					json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
 		}
 		if (seal_files)
 			json_object_set(root, "files", files);
@@ -83,13 +85,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	static bool ready;
 	if (!ready) {
 		real a[2] = {1, 2};
-		char path[PATH_LEN];
+		char path[PATH_LEN], name[64];
 		if (!mkdtemp(dir) || path_join(path, dir, "a.safetensors") < 0 ||
 				safetensors_write(path, &(struct array){"a", 2, 0, a}, 1) < 0 || path_join(path, dir, "b.safetensors") < 0 ||
 				safetensors_write(path, &(struct array){"b", 1, 2, a}, 1) < 0)
 			abort();
-		for (size_t i = 0; i < NUM_CHECKPOINT_FILES; i++)
-			put_file(checkpoint_files[i], "any bytes", 9);
+		for (int i = 0; checkpoint_name(name, i, 1); i++)
+			put_file(name, "any bytes", 9);
 		ready = true;
 	}
 	if (!n)

@@ -117,7 +117,7 @@ static void test_defaults(void **state)
 	assert_int_equal(c.schedule.decay.shape, DECAY_1_SQRT);
 	assert_true(c.schedule.decay.final_lr == 0);
 	assert_true(c.checkpoint.every == 0 && c.checkpoint.keep == 2 && c.eval.every == 0 && c.eval.max_windows == 0);
-	assert_true(c.log.every == 1);
+	assert_true(c.log.every == 1 && c.parallel.tensor == 1 && c.parallel.expert == 1);
 }
 
 /* The example of the documentation, whole. */
@@ -141,7 +141,8 @@ static const char *const full =
 	"  decay: { steps: 80, shape: cosine, final_lr: 1.0e-5 }\n"
 	"checkpoint: { every: 100, keep: 3 }\n"
 	"eval: { every: 50, max_windows: 7 }\n"
-	"log: { every: 10 }\n";
+	"log: { every: 10 }\n"
+	"parallel: { tensor: 2, expert: 4 }\n";
 
 static void test_full(void **state)
 {
@@ -159,6 +160,7 @@ static void test_full(void **state)
 	assert_true(c.schedule.drops[1].at == 0.9 && c.schedule.drops[1].factor == 0.1);
 	assert_int_equal(c.schedule.decay.shape, DECAY_COSINE);
 	assert_true(c.schedule.decay.final_lr == 1e-5 && c.eval.max_windows == 7 && c.log.every == 10);
+	assert_true(c.parallel.tensor == 2 && c.parallel.expert == 4);
 }
 
 /* Spellings that YAML readers are known to take for text or for another value. */
@@ -231,7 +233,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"wrong section", MODEL DATA "train: {seq_len: 5}\n", {"unknown key train.seq_len", "did you mean data.seq_len?"}},
 	{"far from everything", VALID "optimizer: {quantum: 1}\n",
 		{"unknown key optimizer.quantum", "one of beta1, beta2, eps"}},
-	{"later section", VALID "parallel: {tensor: 2}\n", {"unknown key parallel", "expected one of model, data, train"}},
+	{"later section", VALID "spikes: {tensor: 2}\n", {"unknown key spikes", "expected one of model, data, train"}},
 	{"dotted key", VALID "log.every: 3\n", {"run.yaml:5:", "log.every", "nested"}},
 	{"long key", VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 		"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: 1\n", {"run.yaml:5:", "unknown key aaaa", "..."}},
@@ -259,6 +261,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"section without keys", VALID "log:\n", {"run.yaml:5:", "log: found nothing", "a mapping"}},
 	{"value missing", VALID "log:\n  every:\n", {"run.yaml:6:", "log.every: found nothing", "whole number"}},
 	/* kinds of values */
+	{"no rank", VALID "parallel: {tensor: 0}\n", {"run.yaml:5:", "parallel.tensor: found 0", "at least 1"}},
+	{"rank off", VALID "parallel: {expert: off}\n", {"parallel.expert: found off", "at least 1"}},
 	{"number in quotes", BAD_SCHEDULE("peak_lr: \"1e-4\""),
 		{"run.yaml:4:", "found \"1e-4\" (take the quotes away)", "number"}},
 	{"bool in quotes", BAD_DATA("seq_len: 5, shuffle: 'true'"),
@@ -410,11 +414,11 @@ static void test_files(void **state)
 
 	/* the longest output_dir whose checkpoints have paths that fit, and one byte more */
 	char longest[PATH_LEN + 64] = "train.output_dir=", inner[PATH_LEN], *output_dir[] = {longest};
-	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer.safetensors");
+	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer-00001-of-00001.safetensors");
 	memset(longest + strlen(longest), 'x', room);
 	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, output_dir, false), 0);
 	assert_int_equal(checkpoint_path(inner, c.train.output_dir, ".tmp-step-", INT64_MAX), 0);
-	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer.safetensors"), 0);
+	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer-00001-of-00001.safetensors"), 0);
 	strcat(longest, "x");
 	expect_words("long output_dir", config_load(&c, put("run.yaml", VALID), 1, output_dir, false),
 			(const char *const[3]){"train.output_dir: found a path of", "expected at most"});
@@ -644,13 +648,14 @@ static void test_resume(void **state)
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_string_equal(get(path), "");
 	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
-		"train.output_dir=elsewhere", "data.train=other"};
-	assert_int_equal(compare(saved, 6, harmless, path), 0);
+		"train.output_dir=elsewhere", "data.train=other", "parallel.tensor=1", "parallel.expert=8"};
+	assert_int_equal(compare(saved, 8, harmless, path), 0);
 	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
 			"data.train: \"build/data/train\" -> \"other\"\n"
 			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
-			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n");
+			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n"
+			"parallel.tensor: 2 -> 1\nparallel.expert: 4 -> 8\n");
 
 	static const struct { char *argument; const char *words[3]; } bad[] = {
 		{"model.hidden_size=512", {"trainer.json: model.hidden_size was 256 in the checkpoint, found 512",

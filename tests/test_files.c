@@ -148,7 +148,7 @@ static void safetensors_round_trip(void **state)
 	free(file);
 
 	for (int as_directory = 0; as_directory < 2; as_directory++) {
-		struct weights *w = weights_open(as_directory ? scratch : path);
+		struct weights *w = weights_open(as_directory ? scratch : path, "model");
 		assert_non_null(w);
 		assert_int_equal(weights_count(w), 3);
 		assert_string_equal(weights_name(w, 0), "a");
@@ -176,13 +176,102 @@ static void safetensors_round_trip(void **state)
 		weights_close(w);
 	}
 	assert_int_equal(safetensors_write(at("none.safetensors"), NULL, 0), 0);
-	struct weights *w = weights_open(at("none.safetensors"));
+	struct weights *w = weights_open(at("none.safetensors"), "model");
 	assert_int_equal(weights_count(w), 0);
 	weights_close(w);
 	weights_close(NULL);
 	arrays[1].name = arrays[0].name;
 	assert_int_equal(safetensors_write(path, arrays, 3), -1);
 	expect_error("is there twice");
+}
+
+/* Pieces of any size give the same file, byte for byte that of the format; any part of it can be read by itself. */
+static void safetensors_pieces(void **state)
+{
+	(void)state;
+	enum { N = 11 };
+	real data[N] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, out[N];
+	const struct array arrays[] = {{"b", 2, 3, NULL}, {"empty", 0, 0, NULL}, {"a", 5, 0, NULL}, {"last", 0, 4, NULL}};
+	char *path = at("pieces.safetensors"), expected[1024];
+	int length = snprintf(expected, sizeof expected, "{\"__metadata__\":{\"format\":\"pt\",\"crc32.b\":\"%08x\","
+			"\"crc32.empty\":\"00000000\",\"crc32.a\":\"%08x\",\"crc32.last\":\"00000000\"},"
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},"
+			"\"empty\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[24,24]},"
+			"\"a\":{\"dtype\":\"F32\",\"shape\":[5],\"data_offsets\":[24,44]},"
+			"\"last\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[44,44]}}",
+			(unsigned)crc32(0, (uint8_t *)data, 24), (unsigned)crc32(0, (uint8_t *)(data + 6), 20));
+	for (; length % 8; length++)
+		strcat(expected, " ");
+	for (int piece = 1; piece <= N; piece++) {
+		struct weights_writer *writer = weights_create(path, arrays, 4);
+		assert_non_null(writer);
+		assert_int_equal(weights_append(writer, NULL, 0), 0);
+		for (int i = 0; i < N; i += piece)
+			assert_int_equal(weights_append(writer, data + i, i + piece <= N ? piece : N - i), 0);
+		assert_int_equal(weights_finish(writer), 0);
+		size_t n;
+		uint8_t *file = get_file(path, &n);
+		assert_int_equal(n, 8 + length + sizeof data);
+		assert_int_equal(load_i64(file), length);
+		assert_memory_equal(file + 8, expected, length);
+		assert_memory_equal(file + 8 + length, data, sizeof data);
+		free(file);
+	}
+
+	struct weights *w = weights_open(path, "model");
+	assert_non_null(w);
+	for (int first = 0; first <= 6; first++)
+		for (int n = 0; first + n <= 6; n++) {
+			out[n] = -1;
+			assert_int_equal(weights_read_range(w, "b", 2, 3, first, n, out), 0);
+			assert_memory_equal(out, data + first, n * sizeof *out);
+			assert_same(out[n], -1);
+		}
+	assert_int_equal(weights_read_range(w, "a", 5, 0, 4, 1, out), 0);
+	assert_same(out[0], 11);
+	assert_int_equal(weights_read_range(w, "last", 0, 4, 0, 0, out), 0);
+	static const struct { int64_t first, n; } outside[] = {{0, 7}, {6, 1}, {7, 0}, {-1, 1}, {2, -1}, {INT64_MAX, 1}, {1, INT64_MAX}};
+	for (int i = 0; i < COUNT(outside); i++) {
+		assert_int_equal(weights_read_range(w, "b", 2, 3, outside[i].first, outside[i].n, out), -1);
+		expect_error("pieces.safetensors: tensor b: |elements from element |it holds 6");
+	}
+	assert_int_equal(weights_read_range(w, "b", 3, 2, 0, 1, out), -1);
+	expect_error("tensor b: shape [2, 3]; expected [3, 2]");
+	assert_int_equal(weights_read_range(w, "c", 3, 2, 0, 1, out), -1);
+	expect_error("tensor c is missing");
+	for (int i = 0; i < weights_count(w); i++)
+		assert_int_equal(weights_verify(w, i), 0);
+	weights_close(w);
+
+	/* A range is read without a checksum, which is asked for apart. */
+	size_t n;
+	uint8_t *file = get_file(path, &n);
+	file[n - 1] ^= 1;
+	put_file(path, file, n);
+	free(file);
+	w = weights_open(path, "model");
+	assert_int_equal(weights_read_range(w, "a", 5, 0, 4, 1, out), 0);
+	for (int i = 0; i < weights_count(w); i++)
+		assert_int_equal(weights_verify(w, i), strcmp(weights_name(w, i), "a") ? 0 : -1);
+	expect_error("pieces.safetensors: tensor a is damaged: checksum");
+	weights_close(w);
+
+	/* Too few, too many, none. */
+	struct weights_writer *writer = weights_create(path, arrays, 4);
+	assert_int_equal(weights_append(writer, data, 8), 0);
+	assert_int_equal(weights_finish(writer), -1);
+	expect_error("pieces.safetensors: tensor a: the last 3 of its elements were not given");
+	assert_false(exists(path));
+	writer = weights_create(path, arrays, 2);
+	assert_int_equal(weights_append(writer, data, 7), -1);
+	expect_error("pieces.safetensors: 1 elements more than its 2 tensors hold");
+	weights_abandon(writer);
+	weights_abandon(NULL);
+	assert_false(exists(path));
+	assert_int_equal(weights_finish(weights_create(path, NULL, 0)), 0);
+	w = weights_open(path, "model");
+	assert_int_equal(weights_count(w), 0);
+	weights_close(w);
 }
 
 /* Many tensors: no quadratic work, and each is found. */
@@ -199,7 +288,7 @@ static void safetensors_many(void **state)
 		arrays[i] = (struct array){names[i], 1, 0, &data[i]};
 	}
 	assert_int_equal(safetensors_write(at("many.safetensors"), arrays, N), 0);
-	struct weights *w = weights_open(at("many.safetensors"));
+	struct weights *w = weights_open(at("many.safetensors"), "model");
 	assert_int_equal(weights_count(w), N);
 	for (int i = 0; i < N; i++) {
 		real x;
@@ -243,13 +332,16 @@ static void safetensors_conversion(void **state)
 				"\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[88,104]},"
 				"\"big\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[104,112]}}%*s", pad, "");
 		put_safetensors(at("c.safetensors"), header, &data, sizeof data);
-		struct weights *w = weights_open(at("c.safetensors"));
+		struct weights *w = weights_open(at("c.safetensors"), "model");
 		assert_non_null(w);
 		real out[15];
 		int32_t ints[2];
 		assert_int_equal(weights_read(w, &(struct array){"h", 15, 0, out}), 0);
 		for (int i = 0; i < COUNT(half); i++)
 			assert_same(out[i], half[i].value);
+		assert_int_equal(weights_read_range(w, "h", 15, 0, 3, 7, out), 0);
+		for (int i = 0; i < 7; i++)
+			assert_same(out[i], half[3 + i].value);
 		assert_int_equal(weights_read(w, &(struct array){"b", 13, 1, out}), 0);
 		for (int i = 0; i < COUNT(brain); i++)
 			assert_same(out[i], brain[i].value);
@@ -321,16 +413,16 @@ static void safetensors_broken(void **state)
 	char *path = at("broken.safetensors");
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_safetensors(path, cases[i].header, "0123456789abcdef", cases[i].n);
-		assert_null(weights_open(path));
+		assert_null(weights_open(path, "model"));
 		expect_error("broken.safetensors: ");
-		assert_null(weights_open(path));
+		assert_null(weights_open(path, "model"));
 		expect_error(cases[i].error);
 	}
 
 	/* A dtype that nobody knows is an error only for who reads it. */
 	put_safetensors(path, "{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]},"
 			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[2,6]}}", "xx\0\0\x80?", 6);
-	struct weights *w = weights_open(path);
+	struct weights *w = weights_open(path, "model");
 	real x[3];
 	assert_non_null(w);
 	assert_int_equal(weights_read(w, &(struct array){"b", 1, 0, x}), 0);
@@ -341,24 +433,24 @@ static void safetensors_broken(void **state)
 
 	uint64_t huge = UINT64_MAX;
 	put_file(path, &huge, 8);
-	assert_null(weights_open(path));
+	assert_null(weights_open(path, "model"));
 	expect_error("header length 18446744073709551615");
 	put_string(path, "");
-	assert_null(weights_open(path));
+	assert_null(weights_open(path, "model"));
 	expect_error("0 bytes; expected a safetensors file");
-	assert_null(weights_open(at("nowhere")));
+	assert_null(weights_open(at("nowhere"), "model"));
 	expect_error("nowhere: cannot open");
-	assert_null(weights_open(scratch));
+	assert_null(weights_open(scratch, "model"));
 	expect_error("looked for model.safetensors.index.json and model.safetensors");
 	assert_int_equal(mkdir(at("model.safetensors"), 0777), 0);
-	assert_null(weights_open(scratch));
+	assert_null(weights_open(scratch, "model"));
 	expect_error("model.safetensors: expected a file, found a directory");
 }
 
 /* Opens a file and reads all that can be read, whatever the shapes: 0 or -1. */
-static int read_everything(const char *path)
+static int read_everything(const char *path, const char *kind)
 {
-	struct weights *w = weights_open(path);
+	struct weights *w = weights_open(path, kind);
 	int rc = w ? 0 : -1;
 	for (int i = 0; !rc && i < weights_count(w); i++) {
 		real out[64];
@@ -382,14 +474,14 @@ static void safetensors_damaged(void **state)
 	uint8_t *file = get_file(path, &n);
 	for (size_t i = 0; i < n; i++) { /* truncated at every length */
 		put_file(path, file, i);
-		assert_int_equal(read_everything(path), -1);
+		assert_int_equal(read_everything(path, "model"), -1);
 		expect_error("d.safetensors: ");
 	}
 	for (size_t i = n - sizeof a - sizeof b; i < n; i++) { /* a wrong bit in each byte of data */
 		file[i] ^= 16;
 		put_file(path, file, n);
 		file[i] ^= 16;
-		assert_int_equal(read_everything(path), -1);
+		assert_int_equal(read_everything(path, "model"), -1);
 		expect_error(i < n - sizeof b ? "tensor a is damaged: checksum" : "tensor b is damaged: checksum");
 	}
 	for (size_t i = 0; i < n - sizeof a - sizeof b; i++) /* header bytes: an error or not, but no crash */
@@ -397,10 +489,10 @@ static void safetensors_damaged(void **state)
 			file[i] ^= bit;
 			put_file(path, file, n);
 			file[i] ^= bit;
-			read_everything(path);
+			read_everything(path, "model");
 		}
 	put_file(path, file, n);
-	assert_int_equal(read_everything(path), 0);
+	assert_int_equal(read_everything(path, "model"), 0);
 	free(file);
 }
 
@@ -416,7 +508,7 @@ static void safetensors_shards(void **state)
 	put_string(at("model.safetensors"), "not looked at: the index wins");
 	put_string(index, "{\"metadata\":{\"total_size\":20},"
 			"\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
-	struct weights *w = weights_open(scratch);
+	struct weights *w = weights_open(scratch, "model");
 	assert_non_null(w);
 	assert_int_equal(weights_count(w), 2);
 	assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), 0);
@@ -426,6 +518,8 @@ static void safetensors_shards(void **state)
 	assert_int_equal(weights_read(w, &(struct array){"c", 2, 0, out}), -1);
 	expect_error("tensor c is missing");
 	weights_close(w);
+	assert_null(weights_open(scratch, "optimizer"));
+	expect_error("looked for optimizer.safetensors.index.json and optimizer.safetensors");
 
 	static const struct { const char *index, *error; } cases[] = {
 		{"", "model.safetensors.index.json:|bad JSON"},
@@ -448,7 +542,7 @@ static void safetensors_shards(void **state)
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(index, cases[i].index);
-		assert_null(weights_open(scratch));
+		assert_null(weights_open(scratch, "model"));
 		expect_error(cases[i].error);
 	}
 }
@@ -463,6 +557,22 @@ static void write_failure(void **state)
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
 	expect_error("big.safetensors: cannot write: File too large; free some space");
+	assert_false(exists(path));
+	/* Pieces that only stop fitting when they leave the buffer. */
+	struct weights_writer *w = weights_create(path, &(struct array){"big", 1 << 20, 0, NULL}, 1);
+	limit_files(1 << 16);
+	for (rc = 0; !rc;)
+		rc = weights_append(w, big, 100);
+	limit_files(RLIM_INFINITY);
+	expect_error("big.safetensors: cannot write: File too large");
+	weights_abandon(w);
+	assert_false(exists(path));
+	w = weights_create(path, &(struct array){"small", 100, 0, NULL}, 1);
+	limit_files(1 << 8);
+	assert_int_equal(weights_append(w, big, 100), 0);
+	assert_int_equal(weights_finish(w), -1);
+	limit_files(RLIM_INFINITY);
+	expect_error("big.safetensors: cannot write: File too large");
 	assert_false(exists(path));
 	assert_int_equal(safetensors_write(at("no/such/x.safetensors"), NULL, 0), -1);
 	expect_error("x.safetensors: cannot create");
@@ -489,7 +599,7 @@ struct example {               /* what a checkpoint test saves */
 	struct trainer_state state;
 	double mean[3], std[3];
 	real w[6], m[6], v[6];
-	struct array model[1], optimizer[2];
+	struct array model[2], optimizer[4];
 };
 
 static void example_init(struct example *x)
@@ -503,23 +613,103 @@ static void example_init(struct example *x)
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
 		.router_std = x->std, .data_tokens = 1234567890123, .data_crc32 = 0xfedcba98};
 	x->model[0] = (struct array){"model.w", 2, 3, x->w};
+	x->model[1] = (struct array){"model.b", 2, 0, x->w + 3};
 	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
-	x->optimizer[1] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
+	x->optimizer[1] = (struct array){"exp_avg.model.b", 2, 0, x->m + 1};
+	x->optimizer[2] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
+	x->optimizer[3] = (struct array){"exp_avg_sq.model.b", 2, 0, x->v + 2};
+}
+
+/* Writes part `part` of a kind: of its n arrays those that are dealt to it in turn, element by element. */
+static int write_part(const char *dir, const char *kind, const struct array *arrays, int n, int part, int parts)
+{
+	char path[PATH_LEN];
+	struct array mine[4];
+	int count = 0, rc = 0;
+	for (int i = part; i < n; i += parts)
+		mine[count++] = arrays[i];
+	checkpoint_file(path, dir, kind, part, parts);
+	struct weights_writer *w = weights_create(path, mine, count);
+	if (!w)
+		return -1;
+	for (int i = 0; i < count; i++)
+		for (int64_t j = 0; j < array_size(&mine[i]) && !rc; j++)
+			rc = weights_append(w, mine[i].data + j, 1);
+	if (!rc)
+		return weights_finish(w);
+	weights_abandon(w);
+	return -1;
+}
+
+static int write_parts(const struct example *x, const char *dir, int parts)
+{
+	int rc = 0;
+	for (int part = 0; part < parts && !rc; part++)
+		rc = write_part(dir, "model", x->model, COUNT(x->model), part, parts) < 0 ? -1 :
+				write_part(dir, "optimizer", x->optimizer, COUNT(x->optimizer), part, parts);
+	return rc;
+}
+
+static int save_parts(struct example *x, int64_t step, int parts)
+{
+	char dir[PATH_LEN];
+	x->state.step = step;
+	int rc = checkpoint_begin(&x->config, &x->state, dir);
+	if (rc)
+		return rc;
+	if (write_parts(x, dir, parts) == 0)
+		return checkpoint_commit(&x->config, &x->state, dir, parts);
+	checkpoint_abandon(dir);
+	return -1;
 }
 
 static int example_save(struct example *x, int64_t step)
 {
-	x->state.step = step;
-	return checkpoint_save(&x->config, &x->state, x->model, 1, x->optimizer, 2);
+	return save_parts(x, step, 1);
 }
 
 /* All that a resumed run reads: 0, or -1 when any of it is refused. */
 static int example_read(const char *dir, const struct config *c, struct trainer_state *s)
 {
-	char optimizer[PATH_LEN];
-	if (checkpoint_read_state(dir, c, s, stderr) < 0 || path_join(optimizer, dir, "optimizer.safetensors") < 0)
-		return -1;
-	return read_everything(dir) < 0 ? -1 : read_everything(optimizer);
+	return checkpoint_read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 : read_everything(dir, "optimizer");
+}
+
+/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. So is a missing byte, and a
+ * missing file. */
+static void break_files(const struct example *x, struct example *y, const char *dir, int parts)
+{
+	char name[64], file_path[PATH_LEN];
+	for (int k = -1; k < 0 || checkpoint_name(name, k, parts); k++) {
+		if (k < 0)
+			strcpy(name, "trainer.json");
+		assert_int_equal(path_join(file_path, dir, name), 0);
+		size_t n;
+		uint8_t *file = get_file(file_path, &n);
+		for (size_t i = 0; i < n; i++) {
+			file[i] ^= 1;
+			put_file(file_path, file, n);
+			file[i] ^= 1;
+			if (example_read(dir, &x->config, &y->state) < 0)
+				expect_error(name);
+			else {
+				assert_int_equal(k, -1);
+				assert_memory_equal(x->mean, y->mean, sizeof x->mean);
+				assert_memory_equal(x->std, y->std, sizeof x->std);
+				assert_true(y->state.step == 5 && y->state.samples == 20 && y->state.tokens == 320);
+			}
+		}
+		put_file(file_path, file, n - 1);
+		if (k >= 0) {
+			assert_int_equal(example_read(dir, &x->config, &y->state), -1);
+			expect_error(name);
+		}
+		unlink(file_path);
+		assert_int_equal(example_read(dir, &x->config, &y->state), -1);
+		expect_error(name);
+		put_file(file_path, file, n);
+		free(file);
+	}
+	assert_int_equal(example_read(dir, &x->config, &y->state), 0);
 }
 
 static void checkpoint_round_trip(void **state)
@@ -540,35 +730,7 @@ static void checkpoint_round_trip(void **state)
 	assert_memory_equal(x.std, y.std, sizeof x.std);
 	assert_true(y.state.data_tokens == 1234567890123 && y.state.data_crc32 == 0xfedcba98);
 
-	/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. */
-	static const char *const names[] = {"trainer.json", "config.json", "model.safetensors", "optimizer.safetensors"};
-	for (int k = 0; k < COUNT(names); k++) {
-		char *file_path = at("run/step-0000005/%s", names[k]);
-		size_t n;
-		uint8_t *file = get_file(file_path, &n);
-		for (size_t i = 0; i < n; i++) {
-			file[i] ^= 1;
-			put_file(file_path, file, n);
-			file[i] ^= 1;
-			if (example_read(path, &x.config, &y.state) < 0)
-				expect_error(names[k]);
-			else {
-				assert_int_equal(k, 0);
-				assert_memory_equal(x.mean, y.mean, sizeof x.mean);
-				assert_memory_equal(x.std, y.std, sizeof x.std);
-				assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
-			}
-		}
-		put_file(file_path, file, n - 1);
-		if (k)
-			assert_int_equal(example_read(path, &x.config, &y.state), -1);
-		unlink(file_path);
-		assert_int_equal(example_read(path, &x.config, &y.state), -1);
-		expect_error(names[k]);
-		put_file(file_path, file, n);
-		free(file);
-	}
-	assert_int_equal(example_read(path, &x.config, &y.state), 0);
+	break_files(&x, &y, path, 1);
 
 	y.state.num_layers = 2;
 	assert_int_equal(checkpoint_read_state(path, &x.config, &y.state, stderr), -1);
@@ -593,6 +755,107 @@ static void checkpoint_round_trip(void **state)
 	assert_string_equal(path, at("run/step-0000005"));
 }
 
+/* Whether DIR/name is there. */
+static bool holds(const char *dir, const char *name)
+{
+	return exists(at("%s/%s", dir, name));
+}
+
+/* One part is what Hugging Face expects of a small model, several are what it expects of a large one. */
+static void checkpoint_parts(void **state)
+{
+	(void)state;
+	static struct example x, y;
+	char path[PATH_LEN];
+	example_init(&x);
+	y.state = (struct trainer_state){.num_layers = 3, .router_mean = y.mean, .router_std = y.std};
+	assert_int_equal(example_save(&x, 4), 0);
+	static const char *const single[] = {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"};
+	for (int i = 0; i < COUNT(single); i++)
+		assert_int_equal(unlink(at("run/step-0000004/%s", single[i])), 0);
+	assert_int_equal(rmdir(at("run/step-0000004")), 0); /* there was nothing else */
+
+	assert_int_equal(save_parts(&x, 5, 3), 0);
+	assert_int_equal(save_parts(&x, 5, 2), 1);
+	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_true(holds("run/step-0000005", "model-00003-of-00003.safetensors"));
+	assert_false(holds("run/step-0000005", "model.safetensors") || exists(at("run/.tmp-step-0000005")));
+	size_t n;
+	uint8_t *index = get_file(at("run/step-0000005/model.safetensors.index.json"), &n);
+	assert_string_equal(index, "{\n  \"metadata\": {\n    \"total_size\": 32\n  },\n  \"weight_map\": {\n"
+			"    \"model.b\": \"model-00002-of-00003.safetensors\",\n"
+			"    \"model.w\": \"model-00001-of-00003.safetensors\"\n  }\n}\n");
+	free(index);
+	if (example_read(path, &x.config, &y.state) < 0)
+		fail_msg("%s", error_text);
+	real out[6];
+	struct weights *w = weights_open(path, "optimizer");
+	assert_int_equal(weights_count(w), 4);
+	for (int i = 0; i < COUNT(x.optimizer); i++) {
+		const struct array *a = &x.optimizer[i];
+		assert_int_equal(weights_read(w, &(struct array){a->name, a->rows, a->cols, out}), 0);
+		assert_memory_equal(out, a->data, array_size(a) * sizeof *out);
+	}
+	assert_int_equal(weights_read_range(w, "exp_avg_sq.model.w", 2, 3, 1, 4, out), 0);
+	assert_memory_equal(out, x.v + 1, 4 * sizeof *out);
+	weights_close(w);
+	break_files(&x, &y, path, 3);
+
+	/* What no seal guards when weights are read by themselves. */
+	char *shard = at("run/step-0000005/optimizer-00002-of-00003.safetensors");
+	assert_int_equal(truncate(shard, 20), 0);
+	assert_null(weights_open(path, "optimizer"));
+	expect_error("optimizer-00002-of-00003.safetensors: header of |the file is truncated");
+	assert_int_equal(write_part(path, "optimizer", x.optimizer, 2, 0, 1), 0);
+	assert_int_equal(rename(at("run/step-0000005/optimizer.safetensors"), shard), 0);
+	assert_null(weights_open(path, "optimizer"));
+	expect_error("optimizer-00002-of-00003.safetensors: holds tensor exp_avg.model.w, but |it is in optimizer-00001-of-00003");
+	assert_int_equal(unlink(shard), 0);
+	assert_null(weights_open(path, "optimizer"));
+	expect_error("optimizer-00002-of-00003.safetensors: is not there, but |names it for tensor exp_avg.model.b");
+}
+
+/* A checkpoint whose parts are not all there, or not sound, does not come to be. */
+static void checkpoint_refused(void **state)
+{
+	(void)state;
+	static struct example x;
+	char dir[PATH_LEN], second[PATH_LEN], third[PATH_LEN];
+	example_init(&x);
+	for (int i = 0; i < 7; i++) {
+		int parts = i == 3 ? 4 : i == 4 ? 0 : i == 5 ? 1 : 3;
+		assert_int_equal(checkpoint_begin(&x.config, &x.state, dir), 0);
+		assert_string_equal(dir, at("run/.tmp-step-0000005"));
+		assert_int_equal(write_parts(&x, dir, 3), 0);
+		checkpoint_file(second, dir, i == 6 ? "optimizer" : "model", 1, 3);
+		checkpoint_file(third, dir, "model", 2, 3);
+		size_t n;
+		free(get_file(second, &n));
+		if (i == 0)
+			assert_int_equal(unlink(second), 0);
+		else if (i == 1)
+			assert_int_equal(truncate(second, n - 1), 0);
+		else if (i == 2)
+			assert_int_equal(safetensors_write(third, &x.model[1], 1), 0);
+		else if (i == 6)
+			assert_int_equal(truncate(second, 100), 0);
+		static const char *const errors[] = {
+			"model-00002-of-00003.safetensors: cannot open: No such file",
+			"model-00002-of-00003.safetensors: tensor model.b: data_offsets are [0, 8]; expected a range within the file's 7",
+			"of-00003.safetensors: tensor model.b is in |of-00003.safetensors as well; expected it once",
+			"model-00001-of-00004.safetensors: cannot open", ".tmp-step-0000005: 0 parts; expected 1 to 99999",
+			"model.safetensors: cannot open", "optimizer-00002-of-00003.safetensors: header of |truncated",
+		};
+		assert_int_equal(checkpoint_commit(&x.config, &x.state, dir, parts), -1);
+		expect_error(errors[i]);
+		assert_false(exists(dir) || exists(at("run/step-0000005")));
+	}
+	assert_int_equal(checkpoint_begin(&x.config, &x.state, dir), 0);
+	assert_int_equal(write_parts(&x, dir, 3), 0);
+	checkpoint_abandon(dir);
+	assert_false(exists(dir));
+}
+
 /* Members of trainer.json that are wrong although its checksum is right. */
 static void checkpoint_wrong_fields(void **state)
 {
@@ -615,6 +878,8 @@ static void checkpoint_wrong_fields(void **state)
 		{"files", "[{\"config.json\":{\"size\":3,\"crc32\":\"00000000\"}}]",
 			"config.json: |expected the 3 that were saved"},
 		{"files", "[{\"config.json\":{\"crc32\":\"00000000\"}}]", "`size` is missing"},
+		{"parts", "[0]", "`parts` is 0; expected 1 to 99999"}, {"parts", "[\"3\"]", "`parts` is a string"},
+		{"parts", "[2]", "`files` entry `model-00001-of-00002.safetensors` is missing"},
 		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
 		{"data_tokens", "[-1]", "`data_tokens` is -1"}, {"data_crc32", "[1]", "`data_crc32` is an integer"},
 		{"data_crc32", "[]", "`data_crc32` is missing"}, {"step", "[6]", "`step` is 6, but the directory's name says 5"},
@@ -634,6 +899,12 @@ static void checkpoint_wrong_fields(void **state)
 		assert_int_equal(json_write(path, good), 0);
 		json_decref(good), json_decref(value), json_decref(bad);
 	}
+	json_t *older = json_read(path); /* from when there was but one part */
+	json_object_del(older, "parts");
+	json_object_set_new(older, "crc32", crc_to_json(trainer_crc(older)));
+	assert_int_equal(json_write(path, older), 0);
+	json_decref(older);
+	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes), 0);
 	put_string(path, "");
 	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes), -1);
 	fclose(notes);
@@ -738,12 +1009,17 @@ static void checkpoint_interrupted(void **state)
 	assert_false(exists(at("run/step-0000006/rubbish")));
 	/* The same step again: what is there stays. */
 	x.state.samples = 99;
-	assert_int_equal(example_save(&x, 6), -1);
-	expect_error("step-0000006: cannot rename to |step-0000006: Directory not empty; "
-			"if that is an old checkpoint, remove it");
+	assert_int_equal(example_save(&x, 6), 1);
 	assert_false(exists(at("run/.tmp-step-0000006")));
 	assert_int_equal(example_read(at("run/step-0000006"), &x.config, &x.state), 0);
 	assert_int_equal(x.state.samples, 20);
+	/* What is in its place and no checkpoint stays too. */
+	assert_int_equal(make_directories(at("run/step-0000007/mine")), 0);
+	assert_int_equal(example_save(&x, 7), -1);
+	expect_error("step-0000007: cannot rename to |step-0000007: Directory not empty; "
+			"if that is an old checkpoint, remove it");
+	assert_false(exists(at("run/.tmp-step-0000007")));
+	assert_true(exists(at("run/step-0000007/mine")));
 
 	assert_int_equal(checkpoint_find(at("run.yaml"), path), -1);
 	expect_error("run.yaml: cannot list");
@@ -1273,9 +1549,9 @@ static void metrics_broken(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(safetensors_round_trip), TEST(safetensors_many), TEST(safetensors_conversion), TEST(safetensors_broken),
+		TEST(safetensors_round_trip), TEST(safetensors_pieces), TEST(safetensors_many), TEST(safetensors_conversion), TEST(safetensors_broken),
 		TEST(safetensors_damaged), TEST(safetensors_shards), TEST(write_failure),
-		TEST(checkpoint_round_trip), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
+		TEST(checkpoint_round_trip), TEST(checkpoint_parts), TEST(checkpoint_refused), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
 		TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
 		TEST(tokenize_bad), TEST(manifest_broken),

@@ -41,7 +41,7 @@ static void load_case(struct config *c, struct trainer *t, struct weights **expe
 	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
 	assert_done(model_load(&t->model, path));
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
-	*expected = weights_open(path);
+	*expected = weights_open(path, "model");
 	if (!*expected)
 		fail_msg("%s", error_text);
 }
@@ -149,7 +149,7 @@ static void test_huggingface(void **state)
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(config_from_huggingface(&c, path));
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
-	struct weights *expected = weights_open(path);
+	struct weights *expected = weights_open(path, "model");
 	assert_non_null(expected);
 	int32_t input[4 * L], target[4 * L];
 	assert_done(weights_read_int(expected, "input", 4 * L, input));

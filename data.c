@@ -1701,7 +1701,7 @@ static int shard_open(struct weights *w, const char *path)
 
 	s->data_at = 8 + length;
 	uint64_t data_size = s->size - s->data_at;
-	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header), sizeof *w->tensors);
+	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors); /* never none */
 	struct stored *mine = w->tensors + w->count;
 	int n = 0;
 	const char *name;

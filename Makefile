@@ -12,9 +12,12 @@ endif
 OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).
 WARNINGS := -Wall -Wextra -Werror -Wno-pass-failed
-CFLAGS := -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS)
-SANITIZE := -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS)
-LIBS := -lopenblas -lyaml -ljansson -lpng -lz -lm
+# What mpicc would add, so that any compiler can be used.
+MPI_CFLAGS = $(shell pkg-config --cflags ompi-c)
+MPI_LIBS = $(shell pkg-config --libs ompi-c)
+CFLAGS = -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS) $(MPI_CFLAGS)
+SANITIZE = -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS) $(MPI_CFLAGS)
+LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpng -lz -lm
 SOURCES := ling.c kernels.c parallel.c data.c
 TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
 	build/test_config build/test_files build/test_plot

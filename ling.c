@@ -51,21 +51,22 @@ struct parameter_walk {
 	const struct layout *layout;
 	struct tensor *tensors;      /* NULL while counting */
 	real *memory;                /* NULL while counting */
-	int num_tensors, bucket;
+	int num_tensors, bucket, expert;
 	int64_t num_params;
 };
 
 /* Elements of the part of a tensor that a rank holds. */
 static int64_t tensor_size(const struct tensor *t)
 {
-	return (t->part.num_rows[0] + t->part.num_rows[1] + t->part.num_rows[2]) * t->part.num_cols;
+	return (t->shard.num_rows[0] + t->shard.num_rows[1] + t->shard.num_rows[2]) * t->shard.num_cols;
 }
 
 /* Adds the given part of a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
 static real *add_part(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
-		enum sharing sharing, struct part part)
+		enum sharing sharing, struct shard shard)
 {
-	struct tensor t = {.rows = rows, .cols = cols, .part = part, .offset = w->num_params, .bucket = w->bucket, .init = init, .sharing = sharing};
+	struct tensor t = {.rows = rows, .cols = cols, .shard = shard, .offset = w->num_params, .bucket = w->bucket, .expert = w->expert,
+			.init = init, .sharing = sharing};
 	if (w->tensors) {
 		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
 		w->tensors[w->num_tensors] = t;
@@ -79,7 +80,7 @@ static real *add_part(struct parameter_walk *w, const char *prefix, const char *
 static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
 		enum sharing sharing)
 {
-	return add_part(w, prefix, name, rows, cols, init, sharing, (struct part){.num_rows = {rows}, .num_cols = cols ? cols : 1});
+	return add_part(w, prefix, name, rows, cols, init, sharing, (struct shard){.num_rows = {rows}, .num_cols = cols ? cols : 1});
 }
 
 /* Adds this rank's rows of a parameter that the tensor group splits by vocabulary. */
@@ -87,7 +88,7 @@ static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t 
 {
 	const struct group *g = &w->layout->tensor;
 	const int64_t first = slice_begin(V, g->rank, g->size), end = slice_begin(V, g->rank + 1, g->size);
-	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct part){.row = {first}, .num_rows = {end - first}, .num_cols = H});
+	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct shard){.row = {first}, .num_rows = {end - first}, .num_cols = H});
 }
 
 /* Adds one SwiGLU: gate, up and down of the given width. Gate and up lie one behind the other, as one product wants them. */
@@ -121,26 +122,26 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	/* All query heads stand before all key heads before all value heads: a rank's rows are a range of each. */
 	const int64_t rank = w->layout->tensor.rank, heads = c->num_attention_heads, kv = c->num_key_value_heads;
 	const int64_t q_rows = heads / w->layout->tensor.size * d, kv_rows = kv / w->layout->tensor.size * d;
-	struct part qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
+	struct shard qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
 			.num_rows = {q_rows, kv_rows, kv_rows}, .num_cols = 1};
 	if (c->use_qkv_bias)
 		p->qkv_bias = add_part(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS, SHARED_BY_DATA, qkv);
 	qkv.num_cols = H;
 	p->qkv = add_part(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL, SHARED_BY_DATA, qkv);
 	p->dense = add_part(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL, SHARED_BY_DATA,
-			(struct part){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
+			(struct shard){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
 
 	/* [experts, 2I, H] and [experts, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
 	const int experts = c->num_experts / w->layout->expert.size, first = w->layout->expert.rank * experts;
 	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
 		real *gate_up;
-		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
 		add_swiglu(w, prefix, H, I, &gate_up, NULL, SHARED_BY_COPIES);
 		if (e == first)
 			p->gate_up = gate_up;
 	}
 	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
-		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, e);
+		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
 		real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL, SHARED_BY_COPIES);
 		if (e == first)
 			p->down = down;
@@ -442,7 +443,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE;
-	*m = (struct model){.config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
+	*m = (struct model){.whole = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = slice_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
@@ -518,7 +519,7 @@ void model_free(struct model *m)
 }
 
 /* Where row `r` of the part that this rank holds stands in the whole tensor. */
-static int64_t whole_row(const struct part *p, int64_t r)
+static int64_t whole_row(const struct shard *p, int64_t r)
 {
 	int i = 0;
 	for (; i < 2 && r >= p->num_rows[i]; i++)
@@ -530,7 +531,7 @@ static int64_t whole_row(const struct part *p, int64_t r)
  * where it stands there. */
 static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_t *first)
 {
-	const struct part *p = &t->part;
+	const struct shard *p = &t->shard;
 	const int64_t cols = t->cols ? t->cols : 1, row = at / p->num_cols, col = at % p->num_cols;
 	*first = whole_row(p, row) * cols + p->col + col;
 	if (p->num_cols < cols)
@@ -556,11 +557,11 @@ void model_randomize(struct model *m, uint64_t seed)
 	for (int i = 0; i < m->num_tensors; i++) {
 		const struct tensor *t = &m->tensors[i];
 		const struct random_stream stream = tensor_stream(t, seed);
-		const int64_t n = t->part.num_cols;
+		const int64_t n = t->shard.num_cols;
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
 		for (int64_t r = 0; r < tensor_size(t) / n; r++) {
-			const int64_t at = whole_row(&t->part, r) * (t->cols ? t->cols : 1) + t->part.col;
+			const int64_t at = whole_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
 			real *row = w + r * n;
 			if (t->init == INIT_NORMAL)
 				random_normal(row, n, &stream, at);
@@ -574,57 +575,221 @@ void model_randomize(struct model *m, uint64_t seed)
 	model_update_head_scale(m);
 }
 
-/* The parameters, or a block of the same form such as the optimizer's moments, as named arrays of a file. The names are
- * prefix + NAME. One allocation, to be freed by the caller; NULL when memory is short. */
-static struct array *name_arrays(const struct model *m, int num_blocks, real *const *blocks, const char *const *prefixes)
+/* All tensors of the whole model, whoever holds them, in the order that every rank's own follow. To be freed; NULL when memory is short. */
+static struct tensor *whole_tensors(const struct model_config *c, int *n)
 {
-	const int n = m->num_tensors;
-	struct array *arrays = malloc((size_t)num_blocks * n * (sizeof *arrays + MAX_NAME + 16));
-	if (!arrays) {
-		fail("out of memory for the names of %d tensors", n);
-		return NULL;
-	}
-	char *name = (char *)(arrays + (size_t)num_blocks * n);
-	for (int b = 0; b < num_blocks; b++)
-		for (int i = 0; i < n; i++, name += MAX_NAME + 16) {
-			const struct tensor *t = &m->tensors[i];
-			snprintf(name, MAX_NAME + 16, "%s%s", prefixes[b], t->name);
-			arrays[b * n + i] = (struct array){.name = name, .rows = t->rows, .cols = t->cols, .data = blocks[b] + t->offset};
-		}
-	return arrays;
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct parameter_walk walk = {.layout = &alone};
+	if (params.layer)
+		add_model(&walk, c, &params);
+	walk = (struct parameter_walk){.layout = &alone, .tensors = params.layer ? calloc(walk.num_tensors, sizeof *walk.tensors) : NULL};
+	if (walk.tensors)
+		add_model(&walk, c, &params);
+	else
+		fail("out of memory for the names of the model's tensors");
+	free(params.layer);
+	*n = walk.num_tensors;
+	return walk.tensors;
 }
 
-/* Reads the named arrays, every one of them, and refuses files that hold others as well. */
-static int read_arrays(const char *path, const char *kind, const struct array *arrays, int n)
+/* A piece of a tensor that this rank keeps the moments of, and answers for in a checkpoint: elements from .. end of the rank's part, and
+ * where their moments begin. */
+struct piece { const struct tensor *tensor; int64_t from, end, state; };
+
+/* The next piece in the order of memory: false after the last one. A walk begins with {0}. */
+struct piece_walk { int chunk, tensor; };
+static bool next_piece(const struct model *m, struct piece_walk *w, struct piece *p)
 {
-	struct weights *w = weights_open(path, kind);
-	if (!w)
-		return -1;
-	int rc = 0;
-	for (int i = 0; i < n && rc == 0; i++)
-		rc = weights_read(w, &arrays[i]);
-	if (rc == 0 && weights_count(w) != n) {
-		/* All of ours are there, so the file has more: name one. Names are sought once, in a rare case; a plain search will do. */
+	for (; w->chunk < m->num_chunks; w->chunk++) {
+		const struct chunk *c = &m->chunks[w->chunk];
+		int64_t size;
+		const int64_t begin = c->offset + own_slice(&m->layout, c, &size), end = begin + size;
+		while (w->tensor < m->num_tensors && m->tensors[w->tensor].offset + tensor_size(&m->tensors[w->tensor]) <= begin)
+			w->tensor++;
+		if (w->tensor == m->num_tensors || m->tensors[w->tensor].offset >= end)
+			continue;
+		const struct tensor *t = &m->tensors[w->tensor];
+		const int64_t last = t->offset + tensor_size(t), from = t->offset > begin ? t->offset : begin, to = last < end ? last : end;
+		*p = (struct piece){t, from - t->offset, to - t->offset, c->state + from - begin};
+		if (last <= end)
+			w->tensor++;
+		if (last >= end)
+			w->chunk++;
+		return true;
+	}
+	return false;
+}
+
+/* Opens the files of one kind, which must hold one tensor prefix + NAME for each of the whole model's and each of the prefixes, and no
+ * others; the ranks share the checks of the checksums. */
+static struct weights *open_weights(const struct model *m, const char *dir, const char *kind, int num_prefixes, const char *const *prefixes)
+{
+	int n, rc = 0;
+	struct tensor *whole = whole_tensors(&m->whole, &n);
+	struct weights *w = whole ? weights_open(dir, kind) : NULL;
+	char name[MAX_NAME + 16];
+	if (!w) {
+		free(whole);
+		return NULL;
+	}
+	for (int p = 0; p < num_prefixes; p++)
+		for (int i = 0; i < n && rc == 0; i++) {
+			snprintf(name, sizeof name, "%s%s", prefixes[p], whole[i].name);
+			if (!weights_has(w, name))
+				rc = fail("%s: tensor %s is missing", dir, name);
+		}
+	if (rc == 0 && weights_count(w) != num_prefixes * n) {
+		/* All of ours are there, so there are more: name one. Names are sought once, in a rare case; a plain search will do. */
 		for (int i = 0; i < weights_count(w) && rc == 0; i++) {
 			bool known = false;
-			for (int j = 0; j < n && !known; j++)
-				known = !strcmp(arrays[j].name, weights_name(w, i));
+			for (int j = 0; j < num_prefixes * n && !known; j++) {
+				snprintf(name, sizeof name, "%s%s", prefixes[j / n], whole[j % n].name);
+				known = !strcmp(name, weights_name(w, i));
+			}
 			if (!known)
-				rc = fail("%s: tensor %s is not a part of the model that config.json describes", path, weights_name(w, i));
+				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir, weights_name(w, i));
 		}
 	}
-	weights_close(w);
+	for (int i = m->layout.world.rank; i < weights_count(w) && rc == 0; i += m->layout.world.size)
+		rc = weights_verify(w, i);
+	free(whole);
+	if (rc < 0) {
+		weights_close(w);
+		w = NULL;
+	}
+	return w;
+}
+
+/* Reads elements from .. end of a rank's part of a tensor. */
+static int read_part(struct weights *w, const char *prefix, const struct tensor *t, int64_t from, int64_t end, real *out)
+{
+	char name[MAX_NAME + 16];
+	int rc = 0;
+	snprintf(name, sizeof name, "%s%s", prefix, t->name);
+	for (int64_t at = from, n, first; at < end && rc == 0; at += n) {
+		n = whole_run(t, at, end, &first);
+		rc = weights_read_range(w, name, t->rows, t->cols, first, n, out + at - from);
+	}
 	return rc;
 }
 
 int model_load(struct model *m, const char *dir)
 {
-	struct array *arrays = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
-	int rc = arrays ? read_arrays(dir, "model", arrays, m->num_tensors) : -1;
-	free(arrays);
+	struct weights *w = open_weights(m, dir, "model", 1, (const char *[]){""});
+	int rc = w ? 0 : -1;
+	for (int i = 0; i < m->num_tensors && rc == 0; i++)
+		rc = read_part(w, "", &m->tensors[i], 0, tensor_size(&m->tensors[i]), m->params.memory + m->tensors[i].offset);
+	weights_close(w);
+	rc = parallel_agree(rc);
 	if (rc == 0)
 		model_update_head_scale(m);
 	return rc;
+}
+
+static const char *const moment_prefixes[2] = {"exp_avg.", "exp_avg_sq."};
+
+/* Reads the pieces of the optimizer's moments that this rank keeps. */
+static int load_moments(struct model *m, const char *dir)
+{
+	struct weights *w = open_weights(m, dir, "optimizer", 2, moment_prefixes);
+	int rc = w ? 0 : -1;
+	struct piece p;
+	for (struct piece_walk walk = {0}; rc == 0 && next_piece(m, &walk, &p);) {
+		rc = read_part(w, moment_prefixes[0], p.tensor, p.from, p.end, m->exp_avg + p.state);
+		if (rc == 0)
+			rc = read_part(w, moment_prefixes[1], p.tensor, p.from, p.end, m->exp_avg_sq + p.state);
+	}
+	weights_close(w);
+	return parallel_agree(rc);
+}
+
+/* The rank that writes a tensor: one that holds it, where it is an expert's; the others in turn. */
+static int writer_of(const struct layout *l, const struct tensor *t, int number, int num_experts)
+{
+	if (t->sharing != SHARED_BY_COPIES)
+		return number % l->world.size;
+	return t->bucket % l->copies.size * l->expert.size + t->expert / (num_experts / l->expert.size);
+}
+
+/* A piece on its way to the rank that writes its tensor. */
+struct parcel { struct shard shard; int64_t from, end; real data[]; };
+
+static void unpack(real *whole, const struct tensor *t, const struct parcel *p)
+{
+	const struct tensor theirs = {.rows = t->rows, .cols = t->cols, .shard = p->shard};
+	for (int64_t at = p->from, n, first; at < p->end; at += n) {
+		n = whole_run(&theirs, at, p->end, &first);
+		memcpy(whole + first, p->data + at - p->from, n * sizeof *whole);
+	}
+}
+
+/* Writes this rank's tensors of the given blocks to a file. Tensor by tensor, in the same order everywhere, the ranks that hold pieces of
+ * it send them to its writer: no rank needs more memory than one tensor and one piece. blocks[b] holds the weights, or the moments. A
+ * failure is kept until the others' pieces have been received. */
+static int write_tensors(const struct model *m, const struct tensor *whole, int n, const char *path, bool moments, int num_blocks,
+		real *const *blocks, const char *const *prefixes)
+{
+	const struct group *world = &m->layout.world;
+	const int64_t most = CHUNK_SIZE < m->num_params ? CHUNK_SIZE : m->num_params;
+	struct array *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
+	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
+	struct parcel *parcel = malloc(sizeof *parcel + (CHUNK_SIZE + 1) * sizeof(real));
+	struct weights_writer *w = NULL;
+	int64_t largest = 1;
+	int count = 0, rc = arrays && names && parcel && most > 0 ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
+	for (int b = 0; b < num_blocks && rc == 0; b++)
+		for (int i = 0; i < n; i++)
+			if (writer_of(&m->layout, &whole[i], i, m->config.num_experts) == world->rank) {
+				snprintf(names[count], sizeof *names, "%s%s", prefixes[b], whole[i].name);
+				arrays[count] = (struct array){.name = names[count], .rows = whole[i].rows, .cols = whole[i].cols};
+				largest = tensor_size(&whole[i]) > largest ? tensor_size(&whole[i]) : largest;
+				count++;
+			}
+	real *tensor = rc == 0 ? malloc(largest * sizeof *tensor) : NULL;
+	if (rc == 0 && !tensor)
+		rc = fail("%s: out of memory for a tensor of %lld elements", path, (long long)largest);
+	rc = parallel_agree(rc); /* nobody sends what another could not take */
+	if (rc == 0 && !(w = weights_create(path, arrays, count)))
+		rc = -1;
+	for (int b = 0; b < num_blocks && tensor; b++) {
+		struct piece_walk walk = {0};
+		struct piece piece;
+		bool more = next_piece(m, &walk, &piece);
+		for (int i = 0; i < n; i++) {
+			const int writer = writer_of(&m->layout, &whole[i], i, m->config.num_experts), tag = b * n + i;
+			int64_t left = tensor_size(&whole[i]);
+			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_piece(m, &walk, &piece)) {
+				const int64_t size = piece.end - piece.from;
+				parcel->shard = piece.tensor->shard;
+				parcel->from = piece.from;
+				parcel->end = piece.end;
+				memcpy(parcel->data, blocks[b] + (moments ? piece.state : piece.tensor->offset + piece.from), size * sizeof(real));
+				if (writer != world->rank) {
+					group_send(world, writer, tag, parcel, sizeof *parcel + size * sizeof(real));
+					continue;
+				}
+				unpack(tensor, &whole[i], parcel);
+				left -= size;
+			}
+			while (writer == world->rank && left > 0) {
+				group_receive(world, tag, parcel, sizeof *parcel + CHUNK_SIZE * sizeof(real));
+				unpack(tensor, &whole[i], parcel);
+				left -= parcel->end - parcel->from;
+			}
+			if (writer == world->rank && rc == 0)
+				rc = weights_append(w, tensor, tensor_size(&whole[i]));
+		}
+	}
+	if (rc == 0)
+		rc = weights_finish(w);
+	else
+		weights_abandon(w);
+	free(tensor);
+	free(parcel);
+	free(names);
+	free(arrays);
+	return parallel_agree(rc);
 }
 
 /* ============================================================================================================
@@ -971,7 +1136,7 @@ static void reduce_bucket(struct model *m, int bucket, const struct step *step)
 			continue;
 		if (m->num_pending == PENDING)
 			finish_oldest_chunk(m);
-		real *scratch = m->pending_scratch + i % PENDING * m->pending_size;
+		real *scratch = m->pending_scratch + m->num_sent++ % PENDING * m->pending_size;
 		m->pending_chunk[m->num_pending] = i;
 		group_scatter_start(&m->pending[m->num_pending++], g, m->grads.memory + c->offset, c->size, 1, scratch);
 	}
@@ -1225,6 +1390,12 @@ static int open_data(struct tokens *t, const char *prefix, const char *tokenizer
 	return rc;
 }
 
+/* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
+static bool leads(const struct trainer *t)
+{
+	return t->model.layout.world.rank == 0;
+}
+
 /* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
 static int trainer_start_from(struct trainer *t, const char *dir)
 {
@@ -1237,20 +1408,17 @@ static int trainer_start_from(struct trainer *t, const char *dir)
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	if (checkpoint_read_state(dir, &t->config, &t->state, stdout) < 0)
+	if (parallel_agree(checkpoint_read_state(dir, &t->config, &t->state, leads(t) ? stdout : NULL)) < 0)
 		return -1;
 	if (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32)
 		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "
 				"old data, or choose another train.output_dir", t->config.data.train, (long long)t->train.count, t->train.crc32, dir,
 				(long long)t->state.data_tokens, t->state.data_crc32);
-	struct array *arrays = name_arrays(&t->model, 2, (real *[]){t->model.exp_avg, t->model.exp_avg_sq},
-			(const char *[]){"exp_avg.", "exp_avg_sq."});
-	int rc = arrays ? read_arrays(dir, "optimizer", arrays, 2 * t->model.num_tensors) : -1;
-	free(arrays);
-	if (rc < 0 || model_load(&t->model, dir) < 0)
+	if (load_moments(&t->model, dir) < 0 || model_load(&t->model, dir) < 0)
 		return -1;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
-	printf("continuing from %s\n", dir);
+	if (leads(t))
+		printf("continuing from %s\n", dir);
 	return 0;
 }
 
@@ -1260,7 +1428,11 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const size_t tokens = (size_t)c->train.batch * c->data.seq_len;
 	*t = (struct trainer){.config = *c};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	if (model_init(&t->model, &c->model, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
+	if (parallel_agree(layout_check(&c->model, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
+		return -1;
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
+	layout_connect(&layout);
+	if (model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
 		trainer_free(t);
 		return -1;
 	}
@@ -1279,23 +1451,46 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	return 0;
 }
 
-int trainer_init(struct trainer *t, const struct config *c)
+/* What must be the same on every rank: FNV-1a of some bytes. */
+static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n)
 {
-	char dir[PATH_LEN];
-	const int found = checkpoint_find(c->train.output_dir, dir);
-	if (found < 0 || trainer_allocate(t, c) < 0)
-		return -1;
+	for (size_t i = 0; i < n; i++)
+		hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u;
+	return hash;
+}
+
+/* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
+static int trainer_start(struct trainer *t, const char *dir)
+{
+	const struct config *c = &t->config;
 	int rc = open_data(&t->train, c->data.train, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (rc == 0 && *c->data.valid)
 		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
-	if (rc == 0 && found)
-		rc = trainer_resume(t, dir);
-	else if (rc == 0 && *c->train.init_from)
-		rc = trainer_start_from(t, c->train.init_from);
-	else if (rc == 0)
+	if (parallel_agree(rc) < 0)
+		return -1;
+	if (parallel_same(hash_bytes(0xcbf29ce484222325u, &t->train.crc32, sizeof t->train.crc32), "data.train") < 0)
+		return -1;
+	if (*dir && trainer_resume(t, dir) < 0)
+		return -1;
+	if (!*dir && *c->train.init_from && parallel_agree(trainer_start_from(t, c->train.init_from)) < 0)
+		return -1;
+	if (!*dir && !*c->train.init_from)
 		model_randomize(&t->model, c->train.seed);
 	t->state.data_tokens = t->train.count;
 	t->state.data_crc32 = t->train.crc32;
+	return 0;
+}
+
+int trainer_init(struct trainer *t, const struct config *c)
+{
+	char dir[PATH_LEN] = "";
+	const struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
+	int rc = all.world.rank == 0 ? checkpoint_find(c->train.output_dir, dir) : 0;
+	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(hash_bytes(0xcbf29ce484222325u, c, sizeof *c), "the config") < 0 ||
+			trainer_allocate(t, c) < 0)
+		return -1;
+	group_broadcast(&t->model.layout.world, dir, sizeof dir);
+	rc = trainer_start(t, dir);
 	if (rc < 0)
 		trainer_free(t);
 	return rc;
@@ -1348,21 +1543,37 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
-/* Applies AdamW to all parameters; neighbours with the same decay go together. */
+/* Applies AdamW to the slices that this rank answers for, and gathers the others. */
 static void update_weights(struct trainer *t, const struct adamw *optimizer)
 {
 	struct model *m = &t->model;
-	for (int i = 0; i < m->num_tensors;) {
-		const bool decay = m->tensors[i].cols > 0;
-		const int64_t first = m->tensors[i].offset;
-		int64_t end = first;
-		for (; i < m->num_tensors && (m->tensors[i].cols > 0) == decay; i++)
-			end += tensor_size(&m->tensors[i]);
+	struct piece p;
+	for (struct piece_walk walk = {0}; next_piece(m, &walk, &p);) {
+		const int64_t at = p.tensor->offset + p.from;
 		struct adamw o = *optimizer;
-		o.weight_decay = decay ? o.weight_decay : 0;
-		adamw_update(m->params.memory + first, m->exp_avg + first, m->exp_avg_sq + first, m->grads.memory + first, end - first, &o);
+		o.weight_decay = p.tensor->cols ? o.weight_decay : 0;
+		adamw_update(m->params.memory + at, m->exp_avg + p.state, m->exp_avg_sq + p.state, m->grads.memory + at, p.end - p.from, &o);
+	}
+	for (int i = 0; i < m->num_chunks; i++) {
+		const struct chunk *c = &m->chunks[i];
+		int64_t size;
+		real *chunk = m->params.memory + c->offset;
+		group_gather(sharing_group(&m->layout, c->sharing), chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
 	}
 	model_update_head_scale(m);
+}
+
+/* Sum of squares of a gradient of which each rank holds the sum of its slices: every distinct parameter counts once. */
+static double gradient_square(struct model *m)
+{
+	double sum = 0;
+	for (int i = 0; i < m->num_chunks; i++) {
+		int64_t size;
+		const int64_t begin = own_slice(&m->layout, &m->chunks[i], &size);
+		sum += sum_of_squares(m->grads.memory + m->chunks[i].offset + begin, size);
+	}
+	group_sum(&m->layout.world, &sum, 1);
+	return sum;
 }
 
 /* Fills the metrics' loss parts and loads from the sums of a step: means over the layers that have experts. */
@@ -1396,7 +1607,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	struct model *model = &t->model;
 	const struct config *c = &t->config;
 	const int64_t L = c->data.seq_len, num_tokens = batch * L, step_number = t->state.step + 1;
-	const double start = now();
+	const double start = now(), communication = parallel_seconds();
 	struct step step = {.seed = c->train.seed, .index = t->state.step, .num_tokens = num_tokens,
 			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	for (int64_t i = 0; i < num_tokens; i++)
@@ -1407,19 +1618,22 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
 	const struct share share = deal_batch(&model->layout.data, batch, c->train.micro_batch);
 	for (int64_t i = 0; i < share.num_micro_batches; i++) {
-		int64_t done = i * c->train.micro_batch, left = share.count - done;
-		int B = left < c->train.micro_batch ? left : c->train.micro_batch;
-		step.first_sequence = share.first + done;
+		const int64_t first = share.first + i * share.step, left = batch - first;
+		const int B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch;
+		step.first_sequence = left < 0 ? 0 : first;
 		step.accumulate = i > 0;
+		step.last = i + 1 == share.num_micro_batches;
 		const int32_t *input = t->input + step.first_sequence * L, *target = t->target + step.first_sequence * L;
 		model_forward(model, input, B, &step, &t->sums);
-		t->sums.values[0] += model_loss(model, target, B, &step);
+		const double loss = model_loss(model, target, B, &step);
+		t->sums.values[0] += model->layout.tensor.rank == 0 ? loss : 0; /* its ranks have the same tokens */
 		model_backward(model, input, B, &step);
 	}
-	group_sum(&model->layout.data, t->sums.values, t->sums.size);
-	group_sum_real(&model->layout.data, model->grads.memory, model->num_params);
+	t->sums.values[1] = stop_requested;
+	group_sum(&model->layout.world, t->sums.values, t->sums.size);
+	t->stop = t->sums.values[1] > 0;
 
-	const double norm = sqrt(sum_of_squares(model->grads.memory, model->num_params));
+	const double norm = sqrt(gradient_square(model));
 	*m = (struct metrics){
 		.step = step_number, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = batch,
 		.loss = step.num_targets ? t->sums.values[0] / step.num_targets : 0, .grad_norm = norm,
@@ -1439,6 +1653,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	}
 	model_lap(model, PART_OPTIMIZER);
 	m->seconds = model->lap_start - start;
+	t->communication = parallel_seconds() - communication;
+	t->slowest = group_slowest(&model->layout.world, m->seconds - t->communication);
 	m->tokens_per_second = num_tokens / m->seconds;
 	if (!finite)
 		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the weights were "
@@ -1449,31 +1665,51 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	return 0;
 }
 
+/* All ranks write their parts of a checkpoint into its temporary directory. */
+static int write_parts(struct trainer *t, const char *dir)
+{
+	struct model *m = &t->model;
+	const struct group *world = &m->layout.world;
+	char path[PATH_LEN];
+	int n, rc = -1;
+	struct tensor *whole = whole_tensors(&m->whole, &n);
+	if (parallel_agree(whole ? 0 : -1) == 0) {
+		checkpoint_file(path, dir, "model", world->rank, world->size);
+		rc = write_tensors(m, whole, n, path, false, 1, &m->params.memory, (const char *[]){""});
+	}
+	if (rc == 0) {
+		checkpoint_file(path, dir, "optimizer", world->rank, world->size);
+		rc = write_tensors(m, whole, n, path, true, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, moment_prefixes);
+	}
+	free(whole);
+	return rc;
+}
+
 int trainer_save(struct trainer *t)
 {
 	struct model *m = &t->model;
-	if (!isfinite(sum_of_squares(m->params.memory, m->num_params)) || !isfinite(sum_of_squares(m->exp_avg, m->num_params)) ||
-			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_params)))
-		return fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
+	const struct group *world = &m->layout.world;
+	struct { int begun; char dir[PATH_LEN]; } directory = {0};
+	int rc = 0;
+	if (!isfinite(sum_of_squares(m->params.memory, m->num_params)) || !isfinite(sum_of_squares(m->exp_avg, m->num_state)) ||
+			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_state)))
+		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	struct array *weights = name_arrays(m, 1, &m->params.memory, (const char *[]){""});
-	struct array *moments = name_arrays(m, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, (const char *[]){"exp_avg.", "exp_avg_sq."});
-	char dir[PATH_LEN], path[PATH_LEN];
-	int rc = weights && moments ? checkpoint_begin(&t->config, &t->state, dir) : -1;
-	if (rc == 0) {
-		checkpoint_file(path, dir, "model", 0, 1);
-		rc = safetensors_write(path, weights, m->num_tensors);
-		checkpoint_file(path, dir, "optimizer", 0, 1);
+	if (rc == 0 && leads(t))
+		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
+	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
+		return -1;
+	group_broadcast(world, &directory, sizeof directory);
+	if (directory.begun == 1) /* it is there already */
+		return 0;
+	rc = write_parts(t, directory.dir);
+	if (leads(t)) {
 		if (rc == 0)
-			rc = safetensors_write(path, moments, 2 * m->num_tensors);
-		if (rc == 0)
-			rc = checkpoint_commit(&t->config, &t->state, dir, 1);
+			rc = checkpoint_commit(&t->config, &t->state, directory.dir, world->size);
 		else
-			checkpoint_abandon(dir);
+			checkpoint_abandon(directory.dir);
 	}
-	free(weights);
-	free(moments);
-	return rc < 0 ? -1 : 0; /* 1: it is there already */
+	return parallel_agree(rc);
 }
 
 static void request_stop(int signal)
@@ -1519,11 +1755,13 @@ static const char *format_duration(char out[32], double seconds)
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
-	char line[256], left[32], valid[32] = "";
+	char line[320], left[32], valid[32] = "", ranks[64] = "";
 	if (m->has_valid_loss)
 		snprintf(valid, sizeof valid, "  valid %.4f", m->valid_loss);
-	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s  %s left", (long long)m->step,
-			(long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr, m->grad_norm, m->batch, m->tokens_per_second,
+	if (t->model.layout.world.size > 1)
+		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds, t->slowest);
+	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s  %s left", (long long)m->step,
+			(long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr, m->grad_norm, m->batch, m->tokens_per_second, ranks,
 			format_duration(left, (t->tokens - m->tokens) * seconds_per_token));
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
@@ -1546,7 +1784,7 @@ static int lock_directory(const char *dir)
 /* Saves, with the metrics so far on disk before the checkpoint that counts on them. */
 static int save_progress(struct trainer *t, FILE *metrics_file)
 {
-	return metrics_sync(metrics_file) < 0 ? -1 : trainer_save(t);
+	return parallel_agree(leads(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
 }
 
 /* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */
@@ -1561,7 +1799,8 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 		if (trainer_step(t, batch, &m) < 0) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
-			metrics_write(metrics_file, &m); /* shows the step that failed; its own failure matters less */
+			if (leads(t))
+				metrics_write(metrics_file, &m); /* shows the step that failed; its own failure matters less */
 			return fail("%s", reason);
 		}
 		const bool last = m.step == t->steps;
@@ -1572,13 +1811,13 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			m.has_valid_loss = true;
 			m.valid_loss = e.loss;
 		}
-		if (metrics_write(metrics_file, &m) < 0)
+		if (leads(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
 		if (m.has_valid_loss && !isfinite(m.valid_loss))
 			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
 					(long long)m.step, plain_nan(m.valid_loss));
-		const bool stop = stop_requested || m.step == c->train.stop_at_step; /* asked after the evaluation, which may be long */
-		if (last || stop || m.step % c->log.every == 0 || m.has_valid_loss)
+		const bool stop = t->stop || m.step == c->train.stop_at_step;
+		if (leads(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
 			print_progress(t, &m, (now() - start) / (m.tokens - first_token));
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) && save_progress(t, metrics_file) < 0)
 			return -1;
@@ -1586,11 +1825,13 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			char line[128];
 			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command continues", (long long)m.step,
 					(long long)t->steps);
-			print_status(stdout, line, true);
+			if (leads(t))
+				print_status(stdout, line, true);
 			return 0;
 		}
 	}
-	printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
+	if (leads(t))
+		printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
 			c->train.output_dir, (long long)t->state.step);
 	return 0;
 }
@@ -1598,16 +1839,17 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 int trainer_run(struct trainer *t)
 {
 	if (t->state.step >= t->steps) {
-		printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step, (long long)t->steps);
+		if (leads(t))
+			printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step, (long long)t->steps);
 		return 0;
 	}
-	FILE *f = metrics_open(t->config.train.output_dir, t->state.step);
-	if (!f)
+	FILE *f = leads(t) ? metrics_open(t->config.train.output_dir, t->state.step) : NULL;
+	if (parallel_agree(leads(t) && !f ? -1 : 0) < 0)
 		return -1;
 	int rc = training_loop(t, f);
-	if (rc < 0 && isatty(STDOUT_FILENO))
+	if (rc < 0 && leads(t) && isatty(STDOUT_FILENO))
 		printf("\n"); /* the error goes on a line of its own */
-	if (fclose(f) && rc == 0)
+	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 	return rc;
 }
@@ -1624,27 +1866,34 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
-	double sum = 0, start = now(), shown = start;
+	double sums[2] = {0}, start = now(), shown = start; /* loss, bytes */
 	const bool terminal = isatty(STDERR_FILENO);
-	for (int64_t i = 0; i < windows; i++) {
-		if (now() - shown > (terminal ? 1 : 30)) { /* long ones show how far they are */
+	const struct group *data_group = &m->layout.data;
+	for (int64_t first = 0; first < windows; first += data_group->size) {
+		const int64_t i = first + data_group->rank;
+		const int B = i < windows; /* a rank without a window still takes part in what the ranks do together */
+		if (m->layout.world.rank == 0 && now() - shown > (terminal ? 1 : 30)) { /* long ones show how far they are */
 			char line[128], left[32];
 			shown = now();
 			snprintf(line, sizeof line, "evaluating %.0f%%  %.0f tokens/s  %s left", 100.0 * i / windows, i * L / (shown - start),
 					format_duration(left, (windows - i) * (shown - start) / (i + 1)));
 			print_status(stderr, line, false);
 		}
-		read_window(data, i, L, input, target);
-		model_forward(m, input, 1, NULL, NULL);
-		sum += model_loss(m, target, 1, NULL);
-		for (int64_t t = 0; byte_tokens && t < L; t++)
-			e->bytes += target[t] < 256;
+		if (B)
+			read_window(data, i, L, input, target);
+		model_forward(m, input, B, NULL, NULL);
+		const double loss = model_loss(m, target, B, NULL);
+		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
+		for (int64_t t = 0; B && byte_tokens && m->layout.tensor.rank == 0 && t < L; t++)
+			sums[1] += target[t] < 256;
 	}
+	group_sum(&m->layout.world, sums, 2);
+	e->bytes = (int64_t)sums[1];
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
 	free(input);
 	e->tokens = windows * L;
-	e->loss = sum / e->tokens;
+	e->loss = sums[0] / e->tokens;
 	return 0;
 }
 
@@ -1667,7 +1916,8 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 		const struct memory_plan *plan, int64_t seq_len)
 {
 	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {.tensors = calloc(plan->num_tensors, sizeof *walk.tensors)};
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	struct parameter_walk walk = {.layout = &alone, .tensors = calloc(plan->num_tensors, sizeof *walk.tensors)};
 	int rc = params.layer && walk.tensors ? 0 : fail("out of memory for the names of %lld tensors", (long long)plan->num_tensors);
 	int64_t products = 0;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
@@ -1708,7 +1958,8 @@ static int print_info(const struct config *config, bool json)
 	struct memory_plan plan = {0};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
-	if (plan_memory(&plan, c, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
 		return -1;
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
 	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
@@ -1963,22 +2214,31 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 static int command_train(const struct arguments *a)
 {
 	struct config c;
-	if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false) < 0)
+	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
 		return EXIT_WRONG_USE;
 	catch_signals();
-	int lock = lock_directory(c.train.output_dir);
-	if (lock < 0)
+	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
+	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
-		printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)t.model.num_params, (long long)t.steps,
-				(long long)t.tokens, kernels_threads(), blas_core());
-		fflush(stdout);
+		const struct layout *l = &t.model.layout;
+		int64_t parameters = 0;
+		for (int i = 0; i < t.model.num_chunks; i++)
+			parameters += t.model.chunks[i].size;
+		if (leads(&t)) {
+			if (l->world.size > 1)
+				printf("%d ranks: data %d x tensor %d, expert %d; rank 0 holds ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+			printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)parameters, (long long)t.steps,
+					(long long)t.tokens, kernels_threads(), blas_core());
+			fflush(stdout);
+		}
 		rc = trainer_run(&t);
 		trainer_free(&t);
 	}
-	close(lock);
+	if (parallel_rank() == 0)
+		close(lock);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
@@ -2001,7 +2261,8 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	int rc = model_init(&m, &c, 1, a->seq_len, EVALUATE);
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	int rc = model_init(&m, &c, &alone, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
@@ -2196,13 +2457,23 @@ int main(int argc, char **argv)
 	struct arguments a = {.command = command, .tokenizer = "byte"};
 	const struct argp argp = {command->options[0].name ? command->options : NULL, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
-	int status = command->computes && check_products() < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	if (command->computes)
+		parallel_start();
+	int status = command->computes && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
-	if (status != EXIT_DONE)
-		fprintf(stderr, "ling: %s\n", error_text);
+	if (status != EXIT_DONE) {
+		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
+		char host[64] = "";
+		gethostname(host, sizeof host - 1);
+		if (parallel_size() == 1 || (parallel_all_failed() && parallel_rank() == 0))
+			fprintf(stderr, "ling: %s\n", error_text);
+		else if (!parallel_all_failed())
+			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+	}
+	parallel_stop(status);
 	return status;
 }

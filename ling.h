@@ -412,6 +412,8 @@ int parallel_size(void);
 double parallel_seconds(void); /* spent in communication so far */
 /* On all ranks together: -1 on every one if one of them brings -1, and error_text then names the first such rank. */
 int parallel_agree(int rc);
+/* On all ranks together: fails on those whose value is not rank 0's, and then on all. `what` names it. */
+int parallel_same(uint64_t value, const char *what);
 /* Whether every rank comes here within a second: then one message will do for all. */
 bool parallel_all_failed(void);
 
@@ -448,8 +450,11 @@ struct exchange { void *request; int *counts; };
 void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
 		int64_t width);
 void group_exchange_finish(struct exchange *e);
-void group_send(const struct group *g, int to, const real *x, int64_t n);
-void group_receive(const struct group *g, int from, real *x, int64_t n);
+/* One message; a received one may come from any rank, and takes up to `bytes`. */
+void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes);
+void group_receive(const struct group *g, int tag, void *x, int64_t bytes);
+/* The rank with the largest value. */
+int group_slowest(const struct group *g, double seconds);
 /* Rank 0's bytes to all. */
 void group_broadcast(const struct group *g, void *x, int64_t bytes);
 
@@ -466,9 +471,10 @@ enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_COPIES };
 struct tensor {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
 	int64_t rows, cols;          /* of the whole; a vector has cols 0; vectors (norms, biases) have no weight decay */
-	struct part { int64_t row[3], num_rows[3], col, num_cols; } part; /* up to three ranges of rows, one behind the other, and one of columns */
+	struct shard { int64_t row[3], num_rows[3], col, num_cols; } shard; /* up to three ranges of rows, one behind the other, and one of columns */
 	int64_t offset;              /* its first element in the block */
 	int bucket;                  /* 0 the embedding, 1 + l layer l, then the rest */
+	int expert;                  /* of an expert's tensor */
 	enum init init;
 	enum sharing sharing;
 };
@@ -558,7 +564,7 @@ struct activations {
 enum part { PART_ATTENTION, PART_ROUTER, PART_PERMUTE, PART_EXPERTS, PART_HEAD, PART_OPTIMIZER, PART_OTHER, NUM_PARTS };
 
 struct model {
-	struct model_config config;  /* heads and vocab_size are this rank's part */
+	struct model_config whole, config; /* of the whole model; and with this rank's part of heads and vocab_size */
 	int64_t first_vocab;         /* the first vocabulary entry of that part */
 	int num_experts;             /* of this rank */
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
@@ -572,7 +578,7 @@ struct model {
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
 	real *exp_avg, *exp_avg_sq;  /* [num_state] */
 	struct scatter pending[PENDING]; /* gradient chunks under way */
-	int pending_chunk[PENDING], num_pending;
+	int pending_chunk[PENDING], num_pending, num_sent;
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
@@ -651,6 +657,10 @@ struct trainer {
 	int64_t steps, tokens;       /* of the whole run */
 	int32_t *input, *target;     /* [batch, L] this step's sequences */
 	double *expert_load;         /* [layers with experts] */
+	/* of the last step */
+	bool stop;                   /* a rank was asked to stop */
+	double communication;        /* seconds of it on this rank */
+	int slowest;                 /* the rank that computed longest */
 };
 /* Makes a trainer without data and with weights not set; trainer_free may follow a failure. */
 int trainer_allocate(struct trainer *t, const struct config *c);

@@ -91,6 +91,14 @@ int parallel_agree(int rc)
 	return fail("rank %d on %s%s: %.3500s", least, mine.host, any > 1 ? " and others" : "", mine.error);
 }
 
+int parallel_same(uint64_t value, const char *what)
+{
+	uint64_t first = value;
+	if (mpi.running)
+		MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
+}
+
 void parallel_stop(int status)
 {
 	if (!mpi.running)
@@ -370,18 +378,26 @@ void group_exchange_finish(struct exchange *e)
 	free(e->counts);
 }
 
-void group_send(const struct group *g, int to, const real *x, int64_t n)
+void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes)
 {
 	const double start = now();
-	MPI_Send(x, (int)n, MPI_REAL_TYPE, to, 2, comm_of(g));
+	MPI_Send(x, (int)bytes, MPI_BYTE, to, tag, comm_of(g));
 	mpi.seconds += now() - start;
 }
 
-void group_receive(const struct group *g, int from, real *x, int64_t n)
+void group_receive(const struct group *g, int tag, void *x, int64_t bytes)
 {
 	const double start = now();
-	MPI_Recv(x, (int)n, MPI_REAL_TYPE, from, 2, comm_of(g), MPI_STATUS_IGNORE);
+	MPI_Recv(x, (int)bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), MPI_STATUS_IGNORE);
 	mpi.seconds += now() - start;
+}
+
+int group_slowest(const struct group *g, double seconds)
+{
+	struct { double seconds; int rank; } mine = {seconds, g->rank}, slowest = mine;
+	if (g->size > 1)
+		MPI_Allreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g));
+	return slowest.rank;
 }
 
 void group_broadcast(const struct group *g, void *x, int64_t bytes)

@@ -1385,22 +1385,19 @@ static int config_compare(const json_t *saved, const struct config *asked, const
 			json_object_foreach((json_t *)before, name, value) {
 				snprintf(path, sizeof path, "%s%s%s", k->name, *k->name ? "." : "", name);
 				if (!find_key(path))
-					if (notes)
-						fprintf(notes, "%s: in the checkpoint only, and not known\n", printable(shown, path));
+					fprintf(notes, "%s: in the checkpoint only, and not known\n", printable(shown, path));
 			}
 			continue;
 		}
 		json_t *now = key_to_json(asked, k, 0);
 		char *old = before ? value_text(before) : NULL, *new = value_text(now);
 		if (!before)
-			if (notes)
-				fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
+			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
 		else if (!json_equal(before, now) && k->flags & FIXED)
 			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set it "
 					"back, or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(before, now))
-			if (notes)
-				fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
+			fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
 		free(old);
 		free(new);
 		json_decref(now);

@@ -58,14 +58,14 @@ struct parameter_walk {
 /* Elements of the part of a tensor that a rank holds. */
 static int64_t tensor_size(const struct tensor *t)
 {
-	return (t->shard.num_rows[0] + t->shard.num_rows[1] + t->shard.num_rows[2]) * t->shard.num_cols;
+	return (t->extent.num_rows[0] + t->extent.num_rows[1] + t->extent.num_rows[2]) * t->extent.num_cols;
 }
 
 /* Adds the given part of a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
 static real *add_part(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
-		enum sharing sharing, struct shard shard)
+		enum sharing sharing, struct extent extent)
 {
-	struct tensor t = {.rows = rows, .cols = cols, .shard = shard, .offset = w->num_params, .bucket = w->bucket, .expert = w->expert,
+	struct tensor t = {.rows = rows, .cols = cols, .extent = extent, .offset = w->num_params, .bucket = w->bucket, .expert = w->expert,
 			.init = init, .sharing = sharing};
 	if (w->tensors) {
 		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
@@ -80,7 +80,7 @@ static real *add_part(struct parameter_walk *w, const char *prefix, const char *
 static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
 		enum sharing sharing)
 {
-	return add_part(w, prefix, name, rows, cols, init, sharing, (struct shard){.num_rows = {rows}, .num_cols = cols ? cols : 1});
+	return add_part(w, prefix, name, rows, cols, init, sharing, (struct extent){.num_rows = {rows}, .num_cols = cols ? cols : 1});
 }
 
 /* Adds this rank's rows of a parameter that the tensor group splits by vocabulary. */
@@ -88,7 +88,7 @@ static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t 
 {
 	const struct group *g = &w->layout->tensor;
 	const int64_t first = slice_begin(V, g->rank, g->size), end = slice_begin(V, g->rank + 1, g->size);
-	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct shard){.row = {first}, .num_rows = {end - first}, .num_cols = H});
+	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct extent){.row = {first}, .num_rows = {end - first}, .num_cols = H});
 }
 
 /* Adds one SwiGLU: gate, up and down of the given width. Gate and up lie one behind the other, as one product wants them. */
@@ -122,14 +122,14 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	/* All query heads stand before all key heads before all value heads: a rank's rows are a range of each. */
 	const int64_t rank = w->layout->tensor.rank, heads = c->num_attention_heads, kv = c->num_key_value_heads;
 	const int64_t q_rows = heads / w->layout->tensor.size * d, kv_rows = kv / w->layout->tensor.size * d;
-	struct shard qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
+	struct extent qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
 			.num_rows = {q_rows, kv_rows, kv_rows}, .num_cols = 1};
 	if (c->use_qkv_bias)
 		p->qkv_bias = add_part(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS, SHARED_BY_DATA, qkv);
 	qkv.num_cols = H;
 	p->qkv = add_part(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL, SHARED_BY_DATA, qkv);
 	p->dense = add_part(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL, SHARED_BY_DATA,
-			(struct shard){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
+			(struct extent){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
 
 	/* [experts, 2I, H] and [experts, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
 	const int experts = c->num_experts / w->layout->expert.size, first = w->layout->expert.rank * experts;
@@ -519,7 +519,7 @@ void model_free(struct model *m)
 }
 
 /* Where row `r` of the part that this rank holds stands in the whole tensor. */
-static int64_t whole_row(const struct shard *p, int64_t r)
+static int64_t whole_row(const struct extent *p, int64_t r)
 {
 	int i = 0;
 	for (; i < 2 && r >= p->num_rows[i]; i++)
@@ -531,7 +531,7 @@ static int64_t whole_row(const struct shard *p, int64_t r)
  * where it stands there. */
 static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_t *first)
 {
-	const struct shard *p = &t->shard;
+	const struct extent *p = &t->extent;
 	const int64_t cols = t->cols ? t->cols : 1, row = at / p->num_cols, col = at % p->num_cols;
 	*first = whole_row(p, row) * cols + p->col + col;
 	if (p->num_cols < cols)
@@ -557,11 +557,11 @@ void model_randomize(struct model *m, uint64_t seed)
 	for (int i = 0; i < m->num_tensors; i++) {
 		const struct tensor *t = &m->tensors[i];
 		const struct random_stream stream = tensor_stream(t, seed);
-		const int64_t n = t->shard.num_cols;
+		const int64_t n = t->extent.num_cols;
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
 		for (int64_t r = 0; r < tensor_size(t) / n; r++) {
-			const int64_t at = whole_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
+			const int64_t at = whole_row(&t->extent, r) * (t->cols ? t->cols : 1) + t->extent.col;
 			real *row = w + r * n;
 			if (t->init == INIT_NORMAL)
 				random_normal(row, n, &stream, at);
@@ -713,11 +713,11 @@ static int writer_of(const struct layout *l, const struct tensor *t, int number,
 }
 
 /* A piece on its way to the rank that writes its tensor. */
-struct parcel { struct shard shard; int64_t from, end; real data[]; };
+struct parcel { struct extent extent; int64_t from, end; real data[]; };
 
 static void unpack(real *whole, const struct tensor *t, const struct parcel *p)
 {
-	const struct tensor theirs = {.rows = t->rows, .cols = t->cols, .shard = p->shard};
+	const struct tensor theirs = {.rows = t->rows, .cols = t->cols, .extent = p->extent};
 	for (int64_t at = p->from, n, first; at < p->end; at += n) {
 		n = whole_run(&theirs, at, p->end, &first);
 		memcpy(whole + first, p->data + at - p->from, n * sizeof *whole);
@@ -761,7 +761,7 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 			int64_t left = tensor_size(&whole[i]);
 			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_piece(m, &walk, &piece)) {
 				const int64_t size = piece.end - piece.from;
-				parcel->shard = piece.tensor->shard;
+				parcel->extent = piece.tensor->extent;
 				parcel->from = piece.from;
 				parcel->end = piece.end;
 				memcpy(parcel->data, blocks[b] + (moments ? piece.state : piece.tensor->offset + piece.from), size * sizeof(real));
@@ -1408,7 +1408,11 @@ static int trainer_start_from(struct trainer *t, const char *dir)
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	if (parallel_agree(checkpoint_read_state(dir, &t->config, &t->state, leads(t) ? stdout : NULL)) < 0)
+	FILE *notes = leads(t) ? stdout : fopen("/dev/null", "w");
+	int rc = notes ? checkpoint_read_state(dir, &t->config, &t->state, notes) : fail("/dev/null: %s", strerror(errno));
+	if (notes && !leads(t))
+		fclose(notes);
+	if (parallel_agree(rc) < 0)
 		return -1;
 	if (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32)
 		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "

@@ -471,7 +471,7 @@ enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_COPIES };
 struct tensor {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
 	int64_t rows, cols;          /* of the whole; a vector has cols 0; vectors (norms, biases) have no weight decay */
-	struct shard { int64_t row[3], num_rows[3], col, num_cols; } shard; /* up to three ranges of rows, one behind the other, and one of columns */
+	struct extent { int64_t row[3], num_rows[3], col, num_cols; } extent; /* up to three ranges of rows, one behind the other, and one of columns */
 	int64_t offset;              /* its first element in the block */
 	int bucket;                  /* 0 the embedding, 1 + l layer l, then the rest */
 	int expert;                  /* of an expert's tensor */

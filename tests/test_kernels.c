@@ -307,10 +307,10 @@ static void test_embedding(void **state)
 	const int64_t H = 70, V = 8;
 	struct plain p = {.s = &H, .forward = plain_embedding, .num_in = 1, .in_size = {V * H}, .out_size = 7 * H};
 	plain_init(&p);
-	embedding_forward(p.rout, embedding_tokens, p.rin[0], 7, H);
+	embedding_forward(p.rout, embedding_tokens, p.rin[0], 0, 7, H, V);
 	check_forward(&p, "embedding forward");
 	real *dw = garbage(V * H);
-	embedding_backward(dw, embedding_tokens, p.rprobe, 7, H, V, false);
+	embedding_backward(dw, embedding_tokens, p.rprobe, 0, 7, H, V, false);
 	check_backward(&p, 0, dw, "embedding dw");
 	for (int64_t j = 0; j < H; j++)
 		assert_true(dw[7 * H + j] == 0); /* a token that does not occur */
@@ -592,12 +592,12 @@ static void test_router_losses(void **state)
 	double count[10], p_sum[10], expected_loss = 0;
 	softmax_forward(prob, lse, p.rin[0], T, E);
 	topk_forward(index, weight, prob, T, E, 2, true);
-	router_statistics(sums, count, p_sum, p.rin[0], prob, lse, index, 2, 3, E, 2);
+	router_statistics(sums, count, p_sum, p.rin[0], prob, lse, index, 0, T, 2, 3, E, 2);
 	for (int i = 0; i < 10; i++)
 		expected_loss += 0.3 * router_factor[i] * p_sum[i];
 	p.rout[0] = (real)(expected_loss + 0.7 * (sums[0].z + sums[1].z));
 	check_forward(&p, "router losses");
-	router_loss_backward(ds, prob, lse, router_factor, 2, 3, E, 0.3, 0.7);
+	router_loss_backward(ds, prob, lse, router_factor, 0, T, 3, E, 0.3, 0.7);
 	check_backward(&p, 0, ds, "router losses backward");
 	/* The statistics, counted again by hand. */
 	for (int b = 0; b < 2; b++) {
@@ -705,15 +705,16 @@ static void test_cross_entropy(void **state)
 	struct plain p = {.s = &V, .forward = plain_cross_entropy, .num_in = 1, .in_size = {5 * V}, .out_size = 1};
 	plain_init(&p);
 	p.probe[0] = 1;
-	double loss[5], sum = 0;
-	real sums[5];
-	cross_entropy_forward(loss, sums, p.rin[0], targets, 5, V);
+	double loss[5], sums[5], sum = 0;
+	real max[5];
+	logits_max(max, p.rin[0], 5, V);
+	cross_entropy_forward(loss, sums, p.rin[0], max, targets, 0, 5, V);
 	for (int t = 0; t < 5; t++)
-		sum += 0.25 * loss[t];
+		sum += targets[t] < 0 ? 0 : 0.25 * (loss[t] + log(sums[t]));
 	assert_true(loss[1] == 0);
 	p.rout[0] = (real)sum;
 	check_forward(&p, "cross-entropy forward");
-	cross_entropy_backward(p.rin[0], sums, targets, 0.25, 5, V);
+	cross_entropy_backward(p.rin[0], sums, targets, 0, 0.25, 5, V);
 	check_backward(&p, 0, p.rin[0], "cross-entropy backward");
 	for (int v = 0; v < V; v++)
 		assert_true(p.rin[0][V + v] == 0);
@@ -725,9 +726,12 @@ static void test_cross_entropy_extremes(void **state)
 {
 	(void)state;
 	const int32_t target[] = {0, 1, 0};
-	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, sum[3];
-	double loss[3];
-	cross_entropy_forward(loss, sum, logits, target, 3, 3);
+	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, max[3];
+	double loss[3], sum[3];
+	logits_max(max, logits, 3, 3);
+	cross_entropy_forward(loss, sum, logits, max, target, 0, 3, 3);
+	for (int t = 0; t < 3; t++)
+		loss[t] += log(sum[t]);
 	assert_true(fabs(loss[0]) < 1e-6);
 	assert_true(fabs(loss[1] - 2e4) < 1e-2);
 	assert_true(isnan(loss[2]));
@@ -880,7 +884,7 @@ static void test_threads(void **state)
 		real *y = out[threads - 1] = take(2 * T * H, sizeof *y), *scratch = take(row_sum_scratch(H), sizeof *scratch);
 		rmsnorm_forward(y, rstd, x, w, T, H, 1e-5);
 		rmsnorm_backward(y + T * H, y, x, x, w, rstd, T, H, true, scratch);
-		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 5, H, 3, true);
+		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 0, 5, H, 3, true);
 		y[0] = (real)sum_of_squares(x, T * H);
 		for (int i = 0; i < 2; i++) {
 			product[i] = take(T * H, sizeof *product[i]);

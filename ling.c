@@ -2468,15 +2468,17 @@ int main(int argc, char **argv)
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
+	bool together = true;
 	if (status != EXIT_DONE) {
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
 		char host[64] = "";
 		gethostname(host, sizeof host - 1);
-		if (parallel_size() == 1 || (parallel_all_failed() && parallel_rank() == 0))
-			fprintf(stderr, "ling: %s\n", error_text);
-		else if (!parallel_all_failed())
+		together = parallel_all_failed();
+		if (!together)
 			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+		else if (parallel_rank() == 0)
+			fprintf(stderr, "ling: %s\n", error_text);
 	}
-	parallel_stop(status);
+	parallel_stop(together ? 0 : status); /* an early end could forestall rank 0's message */
 	return status;
 }

@@ -1400,7 +1400,8 @@ static bool leads(const struct trainer *t)
 static int trainer_start_from(struct trainer *t, const char *dir)
 {
 	struct model_config theirs;
-	if (config_from_huggingface(&theirs, dir) < 0 || config_check_init(&theirs, &t->config.model, dir) < 0)
+	const bool right = config_from_huggingface(&theirs, dir) == 0 && config_check_init(&theirs, &t->config.model, dir) == 0;
+	if (parallel_agree(right ? 0 : -1) < 0)
 		return -1;
 	return model_load(&t->model, dir);
 }
@@ -1455,12 +1456,18 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	return 0;
 }
 
-/* What must be the same on every rank: FNV-1a of some bytes. */
+/* FNV-1a of some bytes, to see that they are the same on every rank. */
 static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n)
 {
 	for (size_t i = 0; i < n; i++)
 		hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u;
 	return hash;
+}
+
+static uint64_t hash_tokens(const struct tokens *t)
+{
+	const int64_t content[2] = {t->count, t->crc32};
+	return hash_bytes(0xcbf29ce484222325u, content, sizeof content);
 }
 
 /* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
@@ -1472,11 +1479,11 @@ static int trainer_start(struct trainer *t, const char *dir)
 		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (parallel_same(hash_bytes(0xcbf29ce484222325u, &t->train.crc32, sizeof t->train.crc32), "data.train") < 0)
+	if (parallel_same(hash_tokens(&t->train), "data.train") < 0 || parallel_same(hash_tokens(&t->valid), "data.valid") < 0)
 		return -1;
 	if (*dir && trainer_resume(t, dir) < 0)
 		return -1;
-	if (!*dir && *c->train.init_from && parallel_agree(trainer_start_from(t, c->train.init_from)) < 0)
+	if (!*dir && *c->train.init_from && trainer_start_from(t, c->train.init_from) < 0)
 		return -1;
 	if (!*dir && !*c->train.init_from)
 		model_randomize(&t->model, c->train.seed);

@@ -1738,12 +1738,18 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
+/* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
+static bool is_terminal(FILE *f)
+{
+	return parallel_size() == 1 && isatty(fileno(f));
+}
+
 /* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
  * stays on a terminal too. */
 static void print_status(FILE *out, const char *line, bool keep)
 {
 	struct winsize size = {.ws_col = 80};
-	if (!isatty(fileno(out))) {
+	if (!is_terminal(out)) {
 		fprintf(out, "%s\n", line);
 	} else {
 		ioctl(fileno(out), TIOCGWINSZ, &size);
@@ -1857,7 +1863,7 @@ int trainer_run(struct trainer *t)
 	if (parallel_agree(leads(t) && !f ? -1 : 0) < 0)
 		return -1;
 	int rc = training_loop(t, f);
-	if (rc < 0 && leads(t) && isatty(STDOUT_FILENO))
+	if (rc < 0 && leads(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
 	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
@@ -1877,7 +1883,7 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
 	double sums[2] = {0}, start = now(), shown = start; /* loss, bytes */
-	const bool terminal = isatty(STDERR_FILENO);
+	const bool terminal = is_terminal(stderr);
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;

@@ -279,13 +279,13 @@ long="$everything train.steps=60 train.micro_batch=1 parallel.tensor=2 parallel.
 
 # continues DIR: the same command again ends as the run that nothing happened to.
 continues() {
+	[ -e long ] || train 8 long $long checkpoint.every=20
 	train 8 "$1" $long checkpoint.every=20
 	same_files long/step-0000060 "$1/step-0000060"
 	cmp -s <(steady long/metrics.jsonl) <(steady "$1/metrics.jsonl") || problem "metrics of long and $1 differ"
 }
 
 test_kill_in_a_step() {
-	train 8 long $long checkpoint.every=20
 	ranks 8 ./launch.sh train tiny.yaml train.output_dir=killed $long checkpoint.every=5 >out.txt 2>err.txt &
 	wait_for_lines killed/metrics.jsonl 12
 	local start=$SECONDS

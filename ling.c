@@ -1929,18 +1929,16 @@ struct parameter_count { int64_t total, active; }; /* active ones are those that
 /* Counts the parameters of each part, and all of them in the last element. Also gives the FLOPs of training on a token at seq_len: 6 for
  * each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len / 2 tokens on average. */
 static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c,
-		const struct memory_plan *plan, int64_t seq_len)
+		int64_t seq_len)
 {
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct parameter_walk walk = {.layout = &alone, .tensors = calloc(plan->num_tensors, sizeof *walk.tensors)};
-	int rc = params.layer && walk.tensors ? 0 : fail("out of memory for the names of %lld tensors", (long long)plan->num_tensors);
+	int n;
+	struct tensor *whole = whole_tensors(c, &n);
 	int64_t products = 0;
+	if (!whole)
+		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
-	if (rc == 0)
-		add_model(&walk, c, &params);
-	for (int i = 0; rc == 0 && i < walk.num_tensors; i++) {
-		const struct tensor *t = &walk.tensors[i];
+	for (int i = 0; i < n; i++) {
+		const struct tensor *t = &whole[i];
 		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
 		int part = 0;
 		while (!strstr(t->name, parameter_parts[part].pattern))
@@ -1960,9 +1958,8 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
 	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
-	free(walk.tensors);
-	free(params.layer);
-	return rc;
+	free(whole);
+	return 0;
 }
 
 /* Prints what a model needs, for the config's seq_len and micro_batch, or for some usual ones where it has none. */
@@ -1975,7 +1972,7 @@ static int print_info(const struct config *config, bool json)
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
+	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, L) < 0)
 		return -1;
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
 	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
@@ -2064,9 +2061,8 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
-	struct memory_plan plan = {.num_tensors = t->model.num_tensors};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
-	if (count_parameters(count, &b->flops, &t->config.model, &plan, L) < 0)
+	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
 		return -1;
 	b->flops *= b->tokens;
 	return 0;
@@ -2277,15 +2273,16 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	int rc = model_init(&m, &c, &alone, 1, a->seq_len, EVALUATE);
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* several ranks share the windows */
+	layout_connect(&layout);
+	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
-	if (rc == 0) {
+	if (rc == 0 && layout.world.rank == 0) {
 		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
 		if (a->json) {
 			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
@@ -2349,7 +2346,7 @@ static int command_bench(const struct arguments *a)
 		rc = measure_steps(&b, &t);
 		trainer_free(&t);
 	}
-	if (rc == 0)
+	if (rc == 0 && parallel_rank() == 0)
 		print_bench(&b, path, a->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

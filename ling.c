@@ -1400,9 +1400,8 @@ static bool leads(const struct trainer *t)
 static int trainer_start_from(struct trainer *t, const char *dir)
 {
 	struct model_config theirs;
-	if (config_from_huggingface(&theirs, dir) < 0 || config_check_init(&theirs, &t->config.model, dir) < 0)
-		return -1;
-	return model_load(&t->model, dir);
+	const bool fits = config_from_huggingface(&theirs, dir) == 0 && config_check_init(&theirs, &t->config.model, dir) == 0;
+	return parallel_agree(fits ? 0 : -1) < 0 ? -1 : model_load(&t->model, dir);
 }
 
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
@@ -1455,14 +1454,6 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	return 0;
 }
 
-/* What must be the same on every rank: FNV-1a of some bytes. */
-static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n)
-{
-	for (size_t i = 0; i < n; i++)
-		hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u;
-	return hash;
-}
-
 /* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
 static int trainer_start(struct trainer *t, const char *dir)
 {
@@ -1472,11 +1463,11 @@ static int trainer_start(struct trainer *t, const char *dir)
 		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (parallel_same(hash_bytes(0xcbf29ce484222325u, &t->train.crc32, sizeof t->train.crc32), "data.train") < 0)
+	if (parallel_same(t->train.crc32, "data.train") < 0 || parallel_same(t->valid.crc32, "data.valid") < 0)
 		return -1;
 	if (*dir && trainer_resume(t, dir) < 0)
 		return -1;
-	if (!*dir && *c->train.init_from && parallel_agree(trainer_start_from(t, c->train.init_from)) < 0)
+	if (!*dir && *c->train.init_from && trainer_start_from(t, c->train.init_from) < 0)
 		return -1;
 	if (!*dir && !*c->train.init_from)
 		model_randomize(&t->model, c->train.seed);
@@ -1489,8 +1480,11 @@ int trainer_init(struct trainer *t, const struct config *c)
 {
 	char dir[PATH_LEN] = "";
 	const struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
-	int rc = all.world.rank == 0 ? checkpoint_find(c->train.output_dir, dir) : 0;
-	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(hash_bytes(0xcbf29ce484222325u, c, sizeof *c), "the config") < 0 ||
+	uint32_t program = 0;
+	int rc = file_crc32("/proc/self/exe", &program);
+	if (rc == 0 && all.world.rank == 0)
+		rc = checkpoint_find(c->train.output_dir, dir);
+	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 || parallel_same(config_crc32(c), "the config") < 0 ||
 			trainer_allocate(t, c) < 0)
 		return -1;
 	group_broadcast(&t->model.layout.world, dir, sizeof dir);
@@ -1995,7 +1989,8 @@ static int print_info(const struct config *config, bool json)
  * ling bench: whole training steps against the roof, the machine's own rate of large products
  * ========================================================================================================== */
 
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], flops, tokens; }; /* roof and flops: FLOP/s, FLOPs a step */
+/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
+struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
 
 static int compare_doubles(const void *a, const void *b)
 {
@@ -2029,9 +2024,10 @@ enum { BENCH_STEPS = 5 };
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, &b->roof, 1); /* all ranks measured at once */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -2043,12 +2039,17 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			return -1;
 		for (int p = 0; p < NUM_PARTS && i >= 0; p++)
 			part[p][i] = t->model.part_seconds[p];
-		if (i >= 0)
+		if (i >= 0) {
 			step[i] = m.seconds;
+			communication[i] = t->communication;
+		}
 	}
-	const double after = measure_roof(10, kernels_threads());
+	double after = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, &after, 1);
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
+	b->communication_seconds = median(communication, BENCH_STEPS);
+	b->ranks = t->model.layout.world.size;
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
@@ -2065,14 +2066,16 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
 	if (json) {
-		printf("{\"config\": \"%s\", \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"parts\": {", name, kernels_threads(), blas_core(),
-				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof);
+		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
+				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {", name, b->ranks, kernels_threads(), blas_core(),
+				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
 		for (int p = 0; p < NUM_PARTS; p++)
 			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
 		printf("}}\n");
 		return;
 	}
+	if (b->ranks > 1)
+		printf("%d ranks, communication %.3f s of a step, ", b->ranks, b->communication_seconds);
 	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
 			rate / 1e9, 100 * rate / b->roof);
@@ -2228,14 +2231,14 @@ static int command_train(const struct arguments *a)
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
 		const struct layout *l = &t.model.layout;
-		int64_t parameters = 0;
-		for (int i = 0; i < t.model.num_chunks; i++)
-			parameters += t.model.chunks[i].size;
+		const struct layout alone = layout_of_rank(0, 1, 1, 1);
+		struct memory_plan whole = {0};
+		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
 		if (leads(&t)) {
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_params, (long long)t.steps, (long long)t.tokens);
 			if (l->world.size > 1)
-				printf("%d ranks: data %d x tensor %d, expert %d; rank 0 holds ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
-			printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)parameters, (long long)t.steps,
-					(long long)t.tokens, kernels_threads(), blas_core());
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
@@ -2265,15 +2268,16 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	int rc = model_init(&m, &c, &alone, 1, a->seq_len, EVALUATE);
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
+	layout_connect(&layout);
+	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
-	if (rc == 0) {
+	if (rc == 0 && layout.world.rank == 0) {
 		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
 		if (a->json) {
 			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
@@ -2337,7 +2341,7 @@ static int command_bench(const struct arguments *a)
 		rc = measure_steps(&b, &t);
 		trainer_free(&t);
 	}
-	if (rc == 0)
+	if (rc == 0 && parallel_rank() == 0)
 		print_bench(&b, path, a->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

@@ -119,6 +119,8 @@ int config_to_huggingface(const struct model_config *m, const char *path);
 /* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
  * in anything that changes what the model computes fails, naming the key and both values. */
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
+/* The same for the same values. */
+uint32_t config_crc32(const struct config *c);
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
@@ -242,6 +244,8 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count);
  * device, a pipe or a link as png_path stays one. */
 int plot_run(const char *run_dir, const char *png_path);
 
+/* CRC-32 of a whole file. */
+int file_crc32(const char *path, uint32_t *crc);
 /* Creates DIR and its parents, on disk when it returns. */
 int make_directories(const char *dir);
 

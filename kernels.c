@@ -114,10 +114,13 @@ enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+/* clang has to be told that vectors wider than its liking are meant (it splits those of AVX-512, and runs out of registers), and that a loop is
+ * to be unrolled before it decides what stays in registers. */
 #ifdef __clang__
-#define UNROLL _Pragma("unroll")
+#define ALWAYS_INLINE static inline __attribute__((always_inline, min_vector_width(8 * VECTOR_BYTES)))
+#define UNROLL _Pragma("clang loop unroll(full)")
 #else
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 

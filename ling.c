@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -2093,43 +2094,149 @@ static int check_products(void)
 	const double own = product_error(false), library = product_error(true);
 	if (!(own < 1e-5))
 		return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine "
-				"with make clean all", plain_nan(own));
+				"with make clean && make", plain_nan(own));
 	if (!(library < 1e-5))
 		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
 				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(library));
 	return 0;
 }
 
-/* Prints what decides speed and correctness here; a line that begins with "!" is something to mend. Fails when products are wrong. */
-static int examine_machine(void)
-{
-	const int threads = kernels_threads();
-	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+struct examination {
 	char features[256];
+	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
+	double own_error, library_error; /* of the products, see product_error */
+	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
+	struct check checks[MAX_CHECKS];
+	int num_checks, num_warnings;
+	char warnings[8][256];       /* each says what to mend, and how */
+};
+
+__attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
+{
+	va_list args;
+	va_start(args, format);
+	vsnprintf(x->warnings[x->num_warnings++], sizeof *x->warnings, format, args);
+	va_end(args);
+}
+
+static bool is_right(const struct check *c)
+{
+	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
+}
+
+/* Ranks on this machine, as MPI's launcher tells each of them; those of all machines where it says no more; 1 without a launcher. */
+static int local_ranks(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		const char *value = getenv(names[i]);
+		if (value && atoi(value) > 0)
+			return atoi(value);
+	}
+	return 1;
+}
+
+static void examine_threads(struct examination *x)
+{
 	cpu_set_t cpus;
-	const int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : sysconf(_SC_NPROCESSORS_ONLN);
-	real *memory = malloc(2 * n * sizeof *memory);
+	x->machine_cores = sysconf(_SC_NPROCESSORS_ONLN);
+	x->cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : x->machine_cores;
+	x->ranks = local_ranks();
+	x->threads = kernels_threads();
+	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
+	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
+		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d ling ...", x->ranks, x->threads,
+				ranks, x->machine_cores / ranks);
+	else if (x->threads > x->cores)
+		warn(x, "more threads than cores: set OMP_NUM_THREADS=%d", x->cores);
+	else if (x->ranks == 1 && x->threads < x->cores)
+		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
+}
+
+/* Finds out what decides speed and correctness here. */
+static int examine_machine(struct examination *x)
+{
+	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
+	void *memory = malloc(bytes > scratch ? bytes : scratch);
 	if (!memory)
-		return fail("out of memory for %lld MB to measure the bandwidth with", (long long)(2 * n * sizeof *memory >> 20));
-	memset(memory, 0, 2 * n * sizeof *memory);
-	printf("processor       %s\n", cpu_features(features));
-	printf("cores           %d for this process, %d threads\n", cores, threads);
-	if (threads > cores)
-		printf("! more threads than cores: set OMP_NUM_THREADS=%d\n", cores);
-	else if (threads < cores)
-		printf("! %d cores stay idle: OMP_NUM_THREADS is %d\n", cores - threads, threads);
-	printf("OpenBLAS        %s\n", blas_core());
+		return fail("out of memory for %zu MB to measure and check with", (bytes > scratch ? bytes : scratch) >> 20);
+	cpu_features(x->features);
+	examine_threads(x);
 	if (blas_better_core())
-		printf("! this processor can run %s: set OPENBLAS_CORETYPE=%s\n", blas_better_core(), blas_better_core());
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(product_error(false)),
-			plain_nan(product_error(true)));
-	const double one = measure_roof(5, 1), all = measure_roof(5, threads);
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one / 1e9, all / 1e9, threads,
-			100 * all / (threads * one), threads);
-	if (threads <= cores && all < 0.7 * threads * one)
-		printf("! the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)\n");
-	printf("memory          %.1f GB/s for a copy by all threads\n", memory_bandwidth(memory, memory + n, n) / 1e9);
+		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
+	x->own_error = product_error(false);
+	x->library_error = product_error(true);
+	x->one_core = measure_roof(5, 1);
+	x->all_threads = measure_roof(5, x->threads);
+	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
+		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)");
+	memset(memory, 0, bytes);
+	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
+	x->num_checks = self_check(x->checks, memory);
 	free(memory);
+	return 0;
+}
+
+static void print_examination(const struct examination *x)
+{
+	printf("processor       %s\n", x->features);
+	printf("cores           %d for this process, %d threads", x->cores, x->threads);
+	if (x->ranks > 1)
+		printf("; %d ranks x %d threads on the machine's %d cores", x->ranks, x->threads, x->machine_cores);
+	printf("\nOpenBLAS        %s\n", blas_core());
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(x->own_error), plain_nan(x->library_error));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", x->one_core / 1e9, x->all_threads / 1e9, x->threads,
+			100 * x->all_threads / (x->threads * x->one_core), x->threads);
+	printf("memory          %.1f GB/s for a copy by all threads\n", x->bandwidth / 1e9);
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n", CHECK_BOUND,
+			"operation", "forward", "backward");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		char backward[32] = "-";
+		if (c->has_backward)
+			snprintf(backward, sizeof backward, "%.1e", plain_nan(c->backward));
+		printf("%-24s %8.1e %9s  %s\n", c->operation, plain_nan(c->forward), backward, is_right(c) ? "ok" : "! wrong");
+	}
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("! %s\n", x->warnings[i]);
+}
+
+/* A number of a JSON object, behind a comma: null if it is not finite. */
+static void print_json(const char *name, double value)
+{
+	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
+}
+
+static void print_examination_json(const struct examination *x)
+{
+	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
+			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
+	print_json("products_error", x->own_error);
+	print_json("blas_products_error", x->library_error);
+	print_json("one_core_gflops", x->one_core / 1e9);
+	print_json("gflops", x->all_threads / 1e9);
+	print_json("memory_gb_per_second", x->bandwidth / 1e9);
+	print_json("error_bound", CHECK_BOUND);
+	printf(", \"operations\": [");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		printf("%s{\"name\": \"%s\", \"ok\": %s", c == x->checks ? "" : ", ", c->operation, is_right(c) ? "true" : "false");
+		print_json("forward", c->forward);
+		print_json("backward", c->has_backward ? c->backward : NAN);
+		printf("}");
+	}
+	printf("], \"warnings\": [");
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("%s\"%s\"", i ? ", " : "", x->warnings[i]);
+	printf("]}\n");
+}
+
+/* Fails when an operation or a product is wrong, naming it. */
+static int judge_machine(const struct examination *x)
+{
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
+		if (!is_right(c))
+			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
+					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
 	return check_products();
 }
 
@@ -2348,8 +2455,11 @@ static int command_bench(const struct arguments *a)
 
 static int command_doctor(const struct arguments *a)
 {
-	(void)a;
-	return examine_machine() < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	struct examination x = {0};
+	if (examine_machine(&x) < 0)
+		return EXIT_WORK_FAILED;
+	(a->json ? print_examination_json : print_examination)(&x);
+	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_plot(const struct arguments *a)
@@ -2383,7 +2493,8 @@ static const struct command commands[] = {
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}},
 	{"doctor", command_doctor, true, 0, 0, 0, "",
-		"Examine the machine: processor, OpenBLAS kernel and whether its products are right, rates, bandwidth, threads.", {{0}}},
+		"Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain form does.",
+		{JSON_OPTION}},
 	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
@@ -2467,7 +2578,9 @@ int main(int argc, char **argv)
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	if (command->computes)
 		parallel_start();
-	int status = command->computes && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	/* The doctor says more before it fails. */
+	const bool checks = command->computes && command->run != command_doctor;
+	int status = checks && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
@@ -2477,10 +2590,10 @@ int main(int argc, char **argv)
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
 		char host[64] = "";
 		gethostname(host, sizeof host - 1);
-		if (parallel_size() == 1 || (parallel_all_failed() && parallel_rank() == 0))
-			fprintf(stderr, "ling: %s\n", error_text);
-		else if (!parallel_all_failed())
+		if (!parallel_all_failed())
 			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+		else if (parallel_rank() == 0)
+			fprintf(stderr, "ling: %s\n", error_text);
 	}
 	parallel_stop(status);
 	return status;

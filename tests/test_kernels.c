@@ -198,7 +198,7 @@ static void test_router_statistics(void **state)
 	random_normal(s, B * L * E, &(struct random_stream){.seed = 7}, 0);
 	softmax_forward(p, lse, s, B * L, E);
 	topk_forward(index, weight, p, B * L, E, K, true);
-	router_statistics(sums, count, p_sum, s, p, lse, index, B, L, E, K);
+	router_statistics(sums, count, p_sum, s, p, lse, index, 0, B * L, B, L, E, K);
 	for (int b = 0; b < B; b++) {
 		double total = 0, sum = 0, squares = 0;
 		for (int e = 0; e < E; e++) {
@@ -287,13 +287,70 @@ static void test_cross_entropy_ignored(void **state)
 {
 	(void)state;
 	const int32_t target[] = {-1, 1};
-	real logits[2][3] = {{1, 2, 3}, {1, 2, 3}}, sum[2];
-	double loss[2];
-	cross_entropy_forward(loss, sum, logits[0], target, 2, 3);
-	cross_entropy_backward(logits[0], sum, target, 0.25, 2, 3);
+	real logits[2][3] = {{1, 2, 3}, {1, 2, 3}}, max[2];
+	double loss[2], sum[2];
+	logits_max(max, logits[0], 2, 3);
+	cross_entropy_forward(loss, sum, logits[0], max, target, 0, 2, 3);
+	cross_entropy_backward(logits[0], sum, target, 0, 0.25, 2, 3);
 	for (int v = 0; v < 3; v++)
 		assert_true(logits[0][v] == 0);
-	assert_true(loss[0] == 0 && loss[1] > 0 && logits[1][1] < 0);
+	assert_true(loss[0] == 0 && sum[0] == 0 && loss[1] + log(sum[1]) > 0 && logits[1][1] < 0);
+}
+
+/* A vocabulary in two parts: embedding, loss and gradients are those of the whole. */
+static void test_vocabulary_parts(void **state)
+{
+	(void)state;
+	enum { T = 3, H = 5, V = 7, CUT = 3 };
+	const int32_t token[T] = {2, 6, 3}, target[T] = {6, 0, -1};
+	const int first[3] = {0, CUT, V};
+	real w[V * H], dout[T * H], logits[T * V], whole[T * H], part[T * H], dw[V * H], dpart[V * H], max[T], highest[T], some[T * V];
+	double loss[T] = {0}, sum[T] = {0}, whole_loss[T], whole_sum[T];
+	random_normal(w, V * H, &(struct random_stream){.seed = 1}, 0);
+	random_normal(dout, T * H, &(struct random_stream){.seed = 2}, 0);
+	random_normal(logits, T * V, &(struct random_stream){.seed = 3}, 0);
+	embedding_forward(whole, token, w, 0, T, H, V);
+	embedding_backward(dw, token, dout, 0, T, H, V, false);
+	for (int p = 0; p < 2; p++) {
+		embedding_forward(part, token, w + first[p] * H, first[p], T, H, first[p + 1] - first[p]);
+		for (int t = 0; t < T; t++) {
+			const bool here = token[t] >= first[p] && token[t] < first[p + 1];
+			for (int j = 0; j < H; j++)
+				assert_true(part[t * H + j] == (here ? whole[t * H + j] : 0));
+		}
+		embedding_backward(dpart + first[p] * H, token, dout, first[p], T, H, first[p + 1] - first[p], false);
+	}
+	assert_memory_equal(dpart, dw, sizeof dw);
+
+	logits_max(max, logits, T, V);
+	for (int p = 0; p < 2; p++) {
+		const int n = first[p + 1] - first[p];
+		double part_loss[T], part_sum[T];
+		for (int t = 0; t < T; t++)
+			memcpy(some + t * n, logits + t * V + first[p], n * sizeof *some);
+		logits_max(highest, some, T, n);
+		for (int t = 0; t < T; t++)
+			assert_true(highest[t] <= max[t]);
+		cross_entropy_forward(part_loss, part_sum, some, max, target, first[p], T, n);
+		for (int t = 0; t < T; t++)
+			loss[t] += part_loss[t], sum[t] += part_sum[t];
+	}
+	memcpy(some, logits, sizeof some);
+	cross_entropy_forward(whole_loss, whole_sum, logits, max, target, 0, T, V);
+	for (int t = 0; t < T; t++)
+		assert_true(loss[t] == whole_loss[t] && fabs(sum[t] - whole_sum[t]) < 1e-6);
+	cross_entropy_backward(logits, whole_sum, target, 0, 0.5, T, V);
+	for (int p = 0; p < 2; p++) {
+		const int n = first[p + 1] - first[p];
+		real part_logits[T * V];
+		double ignored[T], part_sum[T];
+		for (int t = 0; t < T; t++)
+			memcpy(part_logits + t * n, some + t * V + first[p], n * sizeof *some);
+		cross_entropy_forward(ignored, part_sum, part_logits, max, target, first[p], T, n);
+		cross_entropy_backward(part_logits, whole_sum, target, first[p], 0.5, T, n);
+		for (int t = 0; t < T; t++)
+			assert_memory_equal(part_logits + t * n, logits + t * V + first[p], n * sizeof *logits);
+	}
 }
 
 /* Huge logits stay finite; NaN and infinity show. */
@@ -301,9 +358,12 @@ static void test_cross_entropy_extremes(void **state)
 {
 	(void)state;
 	const int32_t target[] = {0, 1, 0};
-	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, sum[3];
-	double loss[3];
-	cross_entropy_forward(loss, sum, logits, target, 3, 3);
+	real logits[] = {1e4f, -1e4f, 0, 1e4f, -1e4f, 0, 1, NAN, 1}, max[3];
+	double loss[3], sum[3];
+	logits_max(max, logits, 3, 3);
+	cross_entropy_forward(loss, sum, logits, max, target, 0, 3, 3);
+	for (int t = 0; t < 3; t++)
+		loss[t] += log(sum[t]);
 	assert_true(fabs(loss[0]) < 1e-6);
 	assert_true(fabs(loss[1] - 2e4) < 1e-2);
 	assert_true(isnan(loss[2]));
@@ -413,7 +473,7 @@ static void test_threads(void **state)
 		real *y = out[threads - 1] = take(2 * T * H, sizeof *y), *scratch = take(row_sum_scratch(H), sizeof *scratch);
 		rmsnorm_forward(y, rstd, x, w, T, H, 1e-5);
 		rmsnorm_backward(y + T * H, y, x, x, w, rstd, T, H, true, scratch);
-		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 5, H, 3, true);
+		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 0, 5, H, 3, true);
 		y[0] = (real)sum_of_squares(x, T * H);
 		for (int i = 0; i < 2; i++) {
 			product[i] = take(T * H, sizeof *product[i]);
@@ -437,7 +497,7 @@ int main(void)
 		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists),
 		cmocka_unit_test(test_product_blocks), cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
 		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_statistics), cmocka_unit_test(test_routing_noise),
-		cmocka_unit_test(test_dispatch), cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_cross_entropy_extremes),
+		cmocka_unit_test(test_dispatch), cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts), cmocka_unit_test(test_cross_entropy_extremes),
 		cmocka_unit_test(test_double_sums), cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams),
 		cmocka_unit_test(test_permutation), cmocka_unit_test(test_threads),
 	};

@@ -378,8 +378,12 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dshared_act = carve_real(a, N * W);
 }
 
-/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take. */
-struct memory_plan { int64_t num_params, num_tensors, num_chunks, num_state; size_t weights, gradients, optimizer, activations, arrivals, reduction; };
+/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
+ * what is taken while a checkpoint is written. */
+struct memory_plan {
+	int64_t num_params, num_tensors, num_chunks, num_state;
+	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
+};
 
 /* c is the whole model's config. */
 static int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
@@ -412,6 +416,11 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, c
 		plan->reduction = training && layout->world.size > 1
 				? PENDING * scatter_scratch(&layout->world, walk.num_params < CHUNK_SIZE ? walk.num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
 		plan->activations = certain.used;
+		for (int i = 0; training && i < walk.num_tensors; i++) { /* one whole tensor and one piece, see write_tensors */
+			const struct tensor *t = &walk.tensors[i];
+			const size_t bytes = (t->rows * (t->cols ? t->cols : 1) + CHUNK_SIZE) * sizeof(real);
+			plan->saving = bytes > plan->saving ? bytes : plan->saving;
+		}
 		plan->arrivals = arrivals.used;
 	}
 	free(walk.tensors);
@@ -2027,6 +2036,21 @@ struct layout_plan {
 	double sent[NUM_TRAFFIC + 1]; /* the last one is the sum */
 };
 
+/* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention and head. */
+struct work { int64_t micro_batches, sequences, tokens; };
+static struct work plan_work(const struct config *c, const struct layout *l)
+{
+	const struct share share = deal_batch(&l->data, c->train.batch, c->train.micro_batch);
+	struct work w = {.micro_batches = share.num_micro_batches};
+	for (int64_t i = 0; i < share.num_micro_batches; i++) {
+		const int64_t left = c->train.batch - share.first - i * share.step;
+		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch, T = B * c->data.seq_len;
+		w.sequences += B;
+		w.tokens += slice_begin(T, l->tensor.rank + 1, l->tensor.size) - slice_begin(T, l->tensor.rank, l->tensor.size);
+	}
+	return w;
+}
+
 /* Adds up what the calls of a training step send. */
 static void plan_traffic(struct layout_plan *p, const struct config *config)
 {
@@ -2037,29 +2061,27 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	/* The layers, and those with experts, that the backward pass computes again: the last one's activations are still there. */
 	const int again = config->train.recompute == TRAIN_RECOMPUTE_LAYER ? layers - 1 : 0, moe_again = again && moe ? moe - 1 : 0;
 	const int attention_again = config->train.recompute == TRAIN_RECOMPUTE_ATTENTION ? layers : again;
-	const struct share share = deal_batch(&l->data, config->train.batch, config->train.micro_batch);
-	double sequences = 0, own = 0; /* the tensor group's sequences, and this rank's tokens of them */
-	for (int64_t i = 0; i < share.num_micro_batches; i++) {
-		const int64_t left = config->train.batch - share.first - i * share.step;
-		const int64_t B = left < 0 ? 0 : left < config->train.micro_batch ? left : config->train.micro_batch;
-		sequences += B;
-		own += slice_begin(B * config->data.seq_len, l->tensor.rank + 1, l->tensor.size) -
-				slice_begin(B * config->data.seq_len, l->tensor.rank, l->tensor.size);
+	const struct work w = plan_work(config, l);
+	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
+	double group = 0;            /* tokens of the whole expert group: a share of 1/e of their rows comes to each rank */
+	for (int i = 0; i < e; i++) {
+		const struct layout member = layout_of_rank(l->copies.rank * e + i, l->world.size, l->tensor.size, e);
+		group += plan_work(config, &member).tokens;
 	}
-	const double tokens = sequences * config->data.seq_len, rows = own * c->num_experts_per_tok * (e - 1) / e;
+	const double rows = own * c->num_experts_per_tok * (e - 1) / e, foreign_rows = (group - own) * c->num_experts_per_tok / e;
 	double *sent = p->sent;
 	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product; it sums after the output
 	 * product and after the backward pass of the first. Head and embedding have a gather and a sum each. */
 	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
 	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
 	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
-	sent[TRAFFIC_PLAN] = (double)share.num_micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
+	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
 	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
-	sent[TRAFFIC_RETURN] = rows * moe * (2 * H + 1) * sizeof(real);
+	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
 	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
 	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_params - p->memory.num_state) * sizeof(real);
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
-	sent[TRAFFIC_STATISTICS] = others * moe * sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
+	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 }
@@ -2073,7 +2095,7 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 	if (layout_check(&c->model, ranks, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
-	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction;
+	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;
 	p->rows = (double)m->arrivals / expert;
 	plan_traffic(p, c);
 	return 0;
@@ -2088,6 +2110,17 @@ static int compare_doubles(const void *a, const void *b)
 static int compare_sent(const void *a, const void *b)
 {
 	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC], &((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
+}
+
+/* Such as 1.234 GB. */
+static const char *format_bytes(char out[32], double bytes)
+{
+	static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+	int i = 0;
+	for (; bytes >= 1000 && i < 5; i++)
+		bytes /= 1000;
+	snprintf(out, 32, "%.*f %s", i ? 3 : 0, bytes, units[i]);
+	return out;
 }
 
 /* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
@@ -2120,8 +2153,8 @@ static int print_plan(const struct config *c, int ranks, double room, bool json)
 	const struct layout *l = &asked.layout;
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
-			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"expert rows", asked.rows},
-			{"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
+			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
+			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
 	const int num_memory = sizeof memory / sizeof *memory;
 	if (json) {
 		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
@@ -2140,27 +2173,28 @@ static int print_plan(const struct config *c, int ranks, double room, bool json)
 		free(plans);
 		return 0;
 	}
-	const bool large = m->weights > 1e8;
-	const double unit = large ? 1e9 : 1e6;
-	const char *name = large ? "GB" : "MB";
+	char size[3][32];
 	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n", ranks, l->data.size, l->tensor.size,
 			l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
 	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
 	for (int i = 0; i < num_memory; i++)
-		printf("%-20s %13.3f %s\n", memory[i].name, memory[i].bytes / unit, name);
+		if (memory[i].bytes)
+			printf("%-20s %13s\n", memory[i].name, format_bytes(size[0], memory[i].bytes));
 	printf("\nsent by a rank in a step\n");
 	for (int i = 0; i <= NUM_TRAFFIC; i++)
-		printf("%-20s %13.3f %s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", asked.sent[i] / unit, name);
+		if (asked.sent[i])
+			printf("%-20s %13s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", format_bytes(size[0], asked.sent[i]));
 	if (n)
-		printf("\nlayouts that fit %.1f GB a rank\n%6s %6s %6s %12s %12s %12s\n", room / 1e9, "data", "tensor", "expert", "memory", "at most", "sent");
+		printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", format_bytes(size[0], room), "data", "tensor", "expert", "memory",
+				"at most", "sent");
 	else
-		printf("\nno layout fits %.1f GB a rank; parallel.tensor=%d parallel.expert=%d needs least, %.1f GB: more ranks, or a smaller micro_batch, "
-				"seq_len or train.recompute=layer\n", room / 1e9, smallest.layout.tensor.size, smallest.layout.expert.size,
-				(smallest.certain + smallest.rows) / 1e9);
+		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
+				"seq_len, or train.recompute=layer\n", format_bytes(size[0], room), smallest.layout.tensor.size, smallest.layout.expert.size,
+				format_bytes(size[1], smallest.certain + smallest.rows));
 	for (int i = 0; i < n; i++)
-		printf("%6d %6d %6d %9.3f %s %9.3f %s %9.3f %s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
-				(plans[i].certain + plans[i].rows) / unit, name, (plans[i].certain + plans[i].memory.arrivals) / unit, name,
-				plans[i].sent[NUM_TRAFFIC] / unit, name);
+		printf("%6d %6d %6d %12s %12s %12s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
+				format_bytes(size[0], plans[i].certain + plans[i].rows), format_bytes(size[1], plans[i].certain + plans[i].memory.arrivals),
+				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
 	free(plans);
 	return 0;
 }

@@ -3105,6 +3105,12 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	json_t *sent = json_object();
+	for (int i = 0; i < m->num_kinds; i++)
+		json_object_set_new(sent, m->kinds[i], json_integer(m->bytes_sent[i]));
+	if (m->num_kinds)
+		json_object_set(root, "bytes_sent", sent);
+	json_decref(sent);
 	if (json_array_size(nonfinite))
 		json_object_set(root, "nonfinite", nonfinite);
 	char *text = json_text(root, JSON_REAL_PRECISION(17));

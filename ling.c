@@ -379,14 +379,21 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dshared_act = carve_real(a, N * W);
 }
 
-/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take. */
-struct memory_plan { int64_t num_params, num_tensors, num_chunks, num_state; size_t weights, gradients, optimizer, activations, arrivals, reduction; };
+/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
+ * what is taken while a checkpoint is written. */
+struct memory_plan {
+	int64_t num_params, num_tensors, num_chunks, num_state;
+	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
+};
 
 /* c is the whole model's config. */
 static int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
 		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE, split = layout->expert.size > 1;
+	if ((double)B * L * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
+		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
+				(long long)B, (long long)L, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
 	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
 	struct parameter_walk walk = {.layout = layout};
@@ -410,12 +417,22 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, c
 		plan->reduction = training && layout->world.size > 1
 				? PENDING * scatter_scratch(&layout->world, walk.num_params < CHUNK_SIZE ? walk.num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
 		plan->activations = certain.used;
+		for (int i = 0; training && i < walk.num_tensors; i++) { /* one whole tensor and one piece, see write_tensors */
+			const struct tensor *t = &walk.tensors[i];
+			const size_t bytes = (t->rows * (t->cols ? t->cols : 1) + CHUNK_SIZE) * sizeof(real);
+			plan->saving = bytes > plan->saving ? bytes : plan->saving;
+		}
 		plan->arrivals = arrivals.used;
 	}
 	free(walk.tensors);
 	free(acts.layer);
 	free(params.layer);
 	return rc;
+}
+
+static double machine_memory(void)
+{
+	return (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 }
 
 /* `bytes` of zeros for a large array, or NULL: on huge pages where the system has them, since products stride over all of it, and
@@ -448,14 +465,11 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = slice_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
-	if ((double)max_sequences * seq_len * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
-		return fail("%d x %d tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
-				max_sequences, seq_len, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
 	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction;
-	const double machine = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+	const double machine = machine_memory();
 	bool fits = total <= machine;
 	if (fits) {
 		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
@@ -824,7 +838,7 @@ void model_update_head_scale(struct model *m)
 	const int64_t H = m->config.hidden_size;
 	double *norm = m->acts.head_norm;
 	column_sum_of_squares(norm, m->params.lm_head, m->config.vocab_size, H);
-	group_sum(&m->layout.tensor, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
+	group_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
 	for (int64_t j = 0; j < H; j++)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
@@ -844,7 +858,7 @@ static const real *gather_slices(struct model *m, const real *slice, int64_t T)
 {
 	if (m->layout.tensor.size == 1)
 		return slice;
-	group_gather(&m->layout.tensor, m->acts.gathered, slice, T, m->config.hidden_size);
+	group_gather(&m->layout.tensor, TRAFFIC_GATHER, m->acts.gathered, slice, T, m->config.hidden_size);
 	return m->acts.gathered;
 }
 
@@ -858,7 +872,8 @@ static real *shares(struct model *m, real *slice)
 static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
 {
 	if (m->layout.tensor.size > 1)
-		group_scatter_sum(&m->layout.tensor, slice, accumulate, m->acts.partial, T, m->config.hidden_size, m->acts.scatter_scratch);
+		group_scatter_sum(&m->layout.tensor, TRAFFIC_SUM, slice, accumulate, m->acts.partial, T, m->config.hidden_size,
+				m->acts.scatter_scratch);
 }
 
 /* attention = Attention(RMSNorm(input)), less its output product. */
@@ -926,7 +941,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
-	group_sum(&m->layout.tensor, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
+	group_sum(&m->layout.tensor, TRAFFIC_STATISTICS, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
 	int64_t together = L;
 	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
 		together = T;
@@ -951,7 +966,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 static void dispatch_start(struct model *m, struct layer_activations *x, struct exchange *e, const real *tokens, real *arrivals)
 {
 	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], m->config.hidden_size);
-	group_exchange_start(e, &m->layout.expert, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
+	group_exchange_start(e, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
 }
 
 /* Sends rows back to where they came from: expert_rows, in the order of the experts, become acts.rows. */
@@ -959,7 +974,7 @@ static void return_rows(struct model *m, struct layer_activations *x)
 {
 	struct exchange e;
 	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, m->config.hidden_size);
-	group_exchange_start(&e, &m->layout.expert, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
+	group_exchange_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
 	group_exchange_finish(&e);
 }
 
@@ -972,7 +987,7 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	struct exchange e;
 	for (int i = 0; i < E; i++)
 		count[i] = x->offset[i + 1] - x->offset[i];
-	group_transpose(g, x->arrived, count, mine);
+	group_transpose(g, TRAFFIC_PLAN, x->arrived, count, mine);
 	for (int r = 0; r < g->size; r++) {
 		x->sent[r] = x->offset[(r + 1) * mine] - x->offset[r * mine];
 		x->received[r] = 0;
@@ -981,7 +996,7 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	}
 	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, mine);
 	x->num_rows = x->expert_offset[mine];
-	group_exchange_start(&e, g, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
+	group_exchange_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
 	group_exchange_finish(&e);
 	for (int64_t r = 0; r < x->num_rows; r++)
 		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
@@ -1091,10 +1106,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
 		/* The vocabulary may be split: the largest logit, then loss and sum, are those of all its parts. */
 		logits_max(a->head_max, a->head_logits, n, V);
-		group_max(tensor, a->head_max, n);
+		group_max(tensor, TRAFFIC_HEAD, a->head_max, n);
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
-		group_sum(tensor, loss, 2 * n);
+		group_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
 		if (!step)
@@ -1139,7 +1154,7 @@ static void reduce_bucket(struct model *m, int bucket, const struct step *step)
 			finish_oldest_chunk(m);
 		real *scratch = m->pending_scratch + m->num_sent++ % PENDING * m->pending_size;
 		m->pending_chunk[m->num_pending] = i;
-		group_scatter_start(&m->pending[m->num_pending++], g, m->grads.memory + c->offset, c->size, 1, scratch);
+		group_scatter_start(&m->pending[m->num_pending++], g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1, scratch);
 	}
 }
 
@@ -1214,7 +1229,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 			struct exchange weights;
 			for (int64_t r = 0; r < x->num_rows; r++)
 				a->arrived_weight[x->row[r]] = a->drow_weight[r];
-			group_exchange_start(&weights, &m->layout.expert, a->drow_weight, x->sent, a->arrived_weight, x->received, 1);
+			group_exchange_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->drow_weight, x->sent, a->arrived_weight, x->received, 1);
 			group_exchange_finish(&weights);
 			return_rows(m, x);
 		}
@@ -1286,10 +1301,15 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	model_lap(m, PART_OTHER);
 }
 
+static struct step_sums step_sums_shape(const struct model_config *c)
+{
+	const int64_t stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
+	return (struct step_sums){.size = 2 + stride * c->num_hidden_layers, .stride = stride};
+}
+
 int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
-	s->stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	s->size = 2 + s->stride * c->num_hidden_layers;
+	*s = step_sums_shape(c);
 	s->values = calloc(s->size, sizeof *s->values);
 	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
 }
@@ -1557,7 +1577,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 		const struct chunk *c = &m->chunks[i];
 		int64_t size;
 		real *chunk = m->params.memory + c->offset;
-		group_gather(sharing_group(&m->layout, c->sharing), chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
+		group_gather(sharing_group(&m->layout, c->sharing), TRAFFIC_WEIGHTS, chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
 	}
 	model_update_head_scale(m);
 }
@@ -1571,7 +1591,7 @@ static double gradient_square(struct model *m)
 		const int64_t begin = own_slice(&m->layout, &m->chunks[i], &size);
 		sum += sum_of_squares(m->grads.memory + m->chunks[i].offset + begin, size);
 	}
-	group_sum(&m->layout.world, &sum, 1);
+	group_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
 }
 
@@ -1612,6 +1632,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	for (int64_t i = 0; i < num_tokens; i++)
 		step.num_targets += t->target[i] >= 0;
 
+	int64_t sent[NUM_TRAFFIC];
+	parallel_bytes(sent);
 	memset(model->part_seconds, 0, sizeof model->part_seconds);
 	model->lap_start = start;
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
@@ -1629,7 +1651,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		model_backward(model, input, B, &step);
 	}
 	t->sums.values[1] = stop_requested;
-	group_sum(&model->layout.world, t->sums.values, t->sums.size);
+	group_sum(&model->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[1] > 0;
 
 	const double norm = sqrt(gradient_square(model));
@@ -1655,6 +1677,12 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	t->communication = parallel_seconds() - communication;
 	t->slowest = group_slowest(&model->layout.world, m->seconds - t->communication);
 	m->tokens_per_second = num_tokens / m->seconds;
+	parallel_bytes(t->bytes_sent);
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		t->bytes_sent[i] -= sent[i];
+	m->num_kinds = model->layout.world.size > 1 ? NUM_TRAFFIC : 0;
+	m->kinds = traffic_names;
+	m->bytes_sent = t->bytes_sent;
 	if (!finite)
 		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the weights were "
 				"left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up, and continue from a "
@@ -1886,7 +1914,7 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 		for (int64_t t = 0; B && byte_tokens && m->layout.tensor.rank == 0 && t < L; t++)
 			sums[1] += target[t] < 256;
 	}
-	group_sum(&m->layout.world, sums, 2);
+	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 2);
 	e->bytes = (int64_t)sums[1];
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
@@ -1948,12 +1976,20 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 	return rc;
 }
 
-/* Prints what a model needs, for the config's seq_len and micro_batch, or for some usual ones where it has none. */
+/* Usual sizes where a config has none, as those of configs/ that are only a model. */
+static void usual_sizes(struct config *c, int ranks)
+{
+	const int longest = c->model.max_position_embeddings;
+	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
+	c->train.micro_batch = c->train.micro_batch ? c->train.micro_batch : 1;
+	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;
+}
+
+/* Prints what a model needs for the config's seq_len and micro_batch. */
 static int print_info(const struct config *config, bool json)
 {
 	const struct model_config *c = &config->model;
-	const int L = config->data.seq_len ? config->data.seq_len : c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096;
-	const int B = config->train.micro_batch ? config->train.micro_batch : 1;
+	const int L = config->data.seq_len, B = config->train.micro_batch;
 	struct memory_plan plan = {0};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
@@ -1986,18 +2022,184 @@ static int print_info(const struct config *config, bool json)
 	return 0;
 }
 
-/* ============================================================================================================
- * ling bench: whole training steps against the roof, the machine's own rate of large products
- * ========================================================================================================== */
+/* What a layout of ranks costs: the memory of the last rank, which holds most, since the last slice of anything is never the smaller one; and
+ * the bytes that rank 0 sends in a step, which has the most micro-batches, if every expert gets as many tokens. */
+struct layout_plan {
+	struct layout layout;
+	struct memory_plan memory;
+	double certain, rows;        /* bytes without expert rows; of those, when balanced */
+	double sent[NUM_TRAFFIC + 1]; /* the last one is the sum */
+};
 
-/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
+/* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention and head. */
+struct work { int64_t micro_batches, sequences, tokens; };
+static struct work plan_work(const struct config *c, const struct layout *l)
+{
+	const struct share share = deal_batch(&l->data, c->train.batch, c->train.micro_batch);
+	struct work w = {.micro_batches = share.num_micro_batches};
+	for (int64_t i = 0; i < share.num_micro_batches; i++) {
+		const int64_t left = c->train.batch - share.first - i * share.step;
+		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch, T = B * c->data.seq_len;
+		w.sequences += B;
+		w.tokens += slice_begin(T, l->tensor.rank + 1, l->tensor.size) - slice_begin(T, l->tensor.rank, l->tensor.size);
+	}
+	return w;
+}
+
+/* Adds up what the calls of a training step send. */
+static void plan_traffic(struct layout_plan *p, const struct config *config)
+{
+	const struct model_config *c = &config->model;
+	const struct layout *l = &p->layout;
+	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace, E = c->num_experts, e = l->expert.size;
+	const double H = c->hidden_size, others = l->tensor.size - 1, world = l->world.size - 1;
+	/* The layers, and those with experts, that the backward pass computes again: the last one's activations are still there. */
+	const int again = config->train.recompute == TRAIN_RECOMPUTE_LAYER ? layers - 1 : 0, moe_again = again && moe ? moe - 1 : 0;
+	const int attention_again = config->train.recompute == TRAIN_RECOMPUTE_ATTENTION ? layers : again;
+	const struct work w = plan_work(config, l);
+	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
+	double group = 0;            /* tokens of the whole expert group: a share of 1/e of their rows comes to each rank */
+	for (int i = 0; i < e; i++) {
+		const struct layout member = layout_of_rank(l->copies.rank * e + i, l->world.size, l->tensor.size, e);
+		group += plan_work(config, &member).tokens;
+	}
+	const double rows = own * c->num_experts_per_tok * (e - 1) / e, foreign_rows = (group - own) * c->num_experts_per_tok / e;
+	double *sent = p->sent;
+	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product; it sums after the output
+	 * product and after the backward pass of the first. Head and embedding have a gather and a sum each. */
+	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
+	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
+	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
+	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
+	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
+	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
+	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
+	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_params - p->memory.num_state) * sizeof(real);
+	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
+	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		sent[NUM_TRAFFIC] += sent[i];
+}
+
+/* Fails for a layout that the model cannot have. */
+static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert)
+{
+	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
+	const struct layout last = layout_of_rank(ranks - 1, ranks, tensor, expert);
+	struct memory_plan *m = &p->memory;
+	if (layout_check(&c->model, ranks, tensor, expert) < 0 ||
+			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
+		return -1;
+	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;
+	p->rows = (double)m->arrivals / expert;
+	plan_traffic(p, c);
+	return 0;
+}
 
 static int compare_doubles(const void *a, const void *b)
 {
 	const double x = *(const double *)a, y = *(const double *)b;
 	return (x > y) - (x < y);
 }
+
+static int compare_sent(const void *a, const void *b)
+{
+	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC], &((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
+}
+
+/* Such as 1.234 GB. */
+static const char *format_bytes(char out[32], double bytes)
+{
+	static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+	int i = 0;
+	for (; bytes >= 1000 && i < 5; i++)
+		bytes /= 1000;
+	snprintf(out, 32, "%.*f %s", i ? 3 : 0, bytes, units[i]);
+	return out;
+}
+
+/* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
+static int print_plan(const struct config *c, int ranks, double room, bool json)
+{
+	struct layout_plan asked, smallest = {0}, *plans = NULL;
+	int n = 0;
+	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert) < 0)
+		return -1;
+	for (int tensor = 1; tensor <= ranks && tensor <= c->model.num_key_value_heads; tensor++)
+		for (int expert = 1; expert <= ranks && expert <= (c->model.num_experts ? c->model.num_experts : 1); expert++) {
+			struct layout_plan p;
+			if (ranks % tensor || ranks % expert || plan_layout(&p, c, ranks, tensor, expert) < 0)
+				continue;
+			if (!smallest.certain || p.certain + p.rows < smallest.certain + smallest.rows)
+				smallest = p;
+			if (p.certain + p.rows > room)
+				continue;
+			struct layout_plan *more = realloc(plans, (n + 1) * sizeof *plans);
+			if (!more) {
+				free(plans);
+				return fail("out of memory for %d layouts", n + 1);
+			}
+			plans = more;
+			plans[n++] = p;
+		}
+	if (n)
+		qsort(plans, n, sizeof *plans, compare_sent);
+
+	const struct layout *l = &asked.layout;
+	const struct memory_plan *m = &asked.memory;
+	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
+			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
+			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
+	const int num_memory = sizeof memory / sizeof *memory;
+	if (json) {
+		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
+				ranks, l->data.size, l->tensor.size, l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
+		for (int i = 0; i < num_memory; i++)
+			printf("%s\"%s\": %.0f", i ? ", " : "", memory[i].name, memory[i].bytes);
+		printf("}, \"bytes_sent\": {");
+		for (int i = 0; i <= NUM_TRAFFIC; i++)
+			printf("%s\"%s\": %.0f", i ? ", " : "", i < NUM_TRAFFIC ? traffic_names[i] : "total", asked.sent[i]);
+		printf("}, \"memory_of_a_rank\": %.0f, \"layouts\": [", room);
+		for (int i = 0; i < n; i++)
+			printf("%s{\"tensor\": %d, \"expert\": %d, \"memory_bytes\": %.0f, \"memory_bytes_at_most\": %.0f, \"bytes_sent\": %.0f}", i ? ", " : "",
+					plans[i].layout.tensor.size, plans[i].layout.expert.size, plans[i].certain + plans[i].rows,
+					plans[i].certain + plans[i].memory.arrivals, plans[i].sent[NUM_TRAFFIC]);
+		printf("]}\n");
+		free(plans);
+		return 0;
+	}
+	char size[3][32];
+	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n", ranks, l->data.size, l->tensor.size,
+			l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
+	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
+	for (int i = 0; i < num_memory; i++)
+		if (memory[i].bytes)
+			printf("%-20s %13s\n", memory[i].name, format_bytes(size[0], memory[i].bytes));
+	printf("\nsent by a rank in a step\n");
+	for (int i = 0; i <= NUM_TRAFFIC; i++)
+		if (asked.sent[i])
+			printf("%-20s %13s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", format_bytes(size[0], asked.sent[i]));
+	if (n)
+		printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", format_bytes(size[0], room), "data", "tensor", "expert", "memory",
+				"at most", "sent");
+	else
+		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
+				"seq_len, or train.recompute=layer\n", format_bytes(size[0], room), smallest.layout.tensor.size, smallest.layout.expert.size,
+				format_bytes(size[1], smallest.certain + smallest.rows));
+	for (int i = 0; i < n; i++)
+		printf("%6d %6d %6d %12s %12s %12s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
+				format_bytes(size[0], plans[i].certain + plans[i].rows), format_bytes(size[1], plans[i].certain + plans[i].memory.arrivals),
+				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
+	free(plans);
+	return 0;
+}
+
+/* ============================================================================================================
+ * ling bench: whole training steps against the roof, the machine's own rate of large products
+ * ========================================================================================================== */
+
+/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
+struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
 
 static double median(double *x, int n)
 {
@@ -2028,7 +2230,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
-	group_sum(&t->model.layout.world, &b->roof, 1); /* all ranks measured at once */
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -2046,7 +2248,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 		}
 	}
 	double after = measure_roof(10, kernels_threads());
-	group_sum(&t->model.layout.world, &after, 1);
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);
@@ -2255,12 +2457,14 @@ struct arguments {
 	char **words;                /* the words that are no options */
 	int num_words;
 	const char *tokenizer, *out, *data;
-	int seq_len;
+	int seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
+	double memory_per_node;      /* bytes */
 	bool json;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_JSON, OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS,
+	OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_KEYS };
 
 #define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
 
@@ -2287,6 +2491,20 @@ static int64_t parse_count(const char *text, const char *option, int64_t max, st
 	return n;
 }
 
+/* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
+static double parse_size(const char *text, const char *option, struct argp_state *state)
+{
+	static const struct { const char *name; double bytes; } units[] = {{"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"MiB", 0x1p20}, {"GiB", 0x1p30},
+			{"TiB", 0x1p40}};
+	char *end;
+	const double number = strtod(text, &end);
+	for (size_t i = 0; i < sizeof units / sizeof *units; i++)
+		if (end > text && number > 0 && isfinite(number) && !strcmp(end, units[i].name))
+			return number * units[i].bytes;
+	argp_error(state, "%s %s: expected a size in MB, GB, TB, MiB, GiB or TiB, such as 256GB", option, text);
+	return 0;
+}
+
 /* Checks that a command line holds what its command needs. */
 static void check_usage(const struct arguments *a, struct argp_state *state)
 {
@@ -2311,6 +2529,9 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_DATA: a->data = value; break;
 	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
 	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
+	case OPTION_RANKS: a->ranks = parse_count(value, "--ranks", 1000000, state); break;
+	case OPTION_RANKS_PER_NODE: a->ranks_per_node = parse_count(value, "--ranks-per-node", 1000000, state); break;
+	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
 	case OPTION_JSON: a->json = true; break;
 	case OPTION_KEYS:
 		config_print_keys(stdout);
@@ -2325,11 +2546,25 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	return 0;
 }
 
+/* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
+static void warn_of_crowd(void)
+{
+	const struct crowd c = parallel_crowd(kernels_threads());
+	const int threads = c.cores / c.ranks;
+	char host[64] = "";
+	gethostname(host, sizeof host - 1);
+	if (c.first)
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", host, c.ranks,
+				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
+				c.ranks == 1 ? "" : threads ? ", or bind the ranks to more cores (mpirun --bind-to none)" : " and start fewer ranks on a machine");
+}
+
 static int command_train(const struct arguments *a)
 {
 	struct config c;
 	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
 		return EXIT_WRONG_USE;
+	warn_of_crowd();
 	catch_signals();
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
@@ -2414,8 +2649,12 @@ static int command_tokenize(const struct arguments *a)
 
 static int command_info(const struct arguments *a)
 {
-	struct config c = {0};
+	struct config c = {.parallel = {1, 1}};
 	struct stat st;
+	if ((a->memory_per_node || a->ranks_per_node) && !a->ranks) {
+		fail("--memory-per-node and --ranks-per-node go with --ranks");
+		return EXIT_WRONG_USE;
+	}
 	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
 		if (a->num_words > 1) {
 			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
@@ -2425,7 +2664,10 @@ static int command_info(const struct arguments *a)
 			return EXIT_WORK_FAILED;
 	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
-	return print_info(&c, a->json) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	usual_sizes(&c, a->ranks ? a->ranks : 1);
+	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
+	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_bench(const struct arguments *a)
@@ -2487,8 +2729,12 @@ static const struct command commands[] = {
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
-	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
-		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}},
+	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
+		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
+		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",
+		{{"ranks", OPTION_RANKS, "N", 0, "Plan for N ranks", 0},
+		{"ranks-per-node", OPTION_RANKS_PER_NODE, "R", 0, "Ranks that share the memory of a node (1)", 0},
+		{"memory-per-node", OPTION_MEMORY_PER_NODE, "SIZE", 0, "Such as 256GB (this machine's)", 0}, JSON_OPTION}},
 	{"bench", command_bench, true, 0, ANY_NUMBER, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}},

@@ -230,6 +230,9 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;
 	double valid_loss;
+	int num_kinds;               /* of what rank 0 sent in the step, 0 when it is alone; not read back */
+	const char *const *kinds;
+	const int64_t *bytes_sent;
 };
 /* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. A file
  * that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
@@ -420,12 +423,29 @@ struct layout {
 	struct group copies;         /* ranks with the same experts */
 };
 
+/* What the ranks of a group exchange something for: a collective's name, and the account on which the bytes go that this rank sends. */
+enum traffic {
+	TRAFFIC_GATHER, TRAFFIC_SUM, /* of tokens, over the tensor group: slices, and shares of a sum */
+	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: how many there will be, on their way, and back; forward and backward */
+	TRAFFIC_GRADIENTS, TRAFFIC_WEIGHTS,
+	TRAFFIC_HEAD,                /* the sums of a split vocabulary */
+	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
+	NUM_TRAFFIC
+};
+extern const char *const traffic_names[NUM_TRAFFIC];
+
 /* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
 void parallel_start(void);
 void parallel_stop(int status);
 int parallel_rank(void);
 int parallel_size(void);
 double parallel_seconds(void); /* spent in communication so far */
+/* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
+void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
+/* The ranks on this machine, their threads, and the cores they may run on. On all ranks together. `first` says whether this rank is the
+ * first of all that have more threads than cores. */
+struct crowd { int ranks, threads, cores; bool first; };
+struct crowd parallel_crowd(int threads);
 /* On all ranks together: -1 on every one if one of them brings -1, and error_text then names the first such rank. */
 int parallel_agree(int rc);
 /* On all ranks together: fails on those whose value is not rank 0's, and then on all. `what` names it. */
@@ -447,24 +467,26 @@ struct share deal_batch(const struct group *data, int64_t batch, int micro_batch
 
 /* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at slice_begin(rows, r, size). */
 /* Sums x over the ranks, in place on every one. */
-void group_sum(const struct group *g, double *x, int64_t n);
-void group_max(const struct group *g, real *x, int64_t n);
+void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n);
+void group_max(const struct group *g, enum traffic kind, real *x, int64_t n);
 /* out [rows, width] from every rank's slice, which may stand in its place in out already. */
-void group_gather(const struct group *g, real *out, const real *in, int64_t rows, int64_t width);
+void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
  * Between start and finish, `in` must not change; scatter_progress may be called. */
 struct scatter { struct group group; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
 int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width);
-void group_scatter_sum(const struct group *g, real *out, bool accumulate, const real *in, int64_t rows, int64_t width, real *scratch);
-void group_scatter_start(struct scatter *s, const struct group *g, const real *in, int64_t rows, int64_t width, real *scratch);
+void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
+		real *scratch);
+void group_scatter_start(struct scatter *s, const struct group *g, enum traffic kind, const real *in, int64_t rows, int64_t width,
+		real *scratch);
 void scatter_progress(struct scatter *s);
 void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
-void group_transpose(const struct group *g, int64_t *out, const int64_t *in, int n);
+void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n);
 /* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
 struct exchange { void *request; int *counts; };
-void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
-		int64_t width);
+void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
+		const int64_t *send, int64_t width);
 void group_exchange_finish(struct exchange *e);
 /* One message; a received one may come from any rank, and takes up to `bytes`. */
 void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes);
@@ -676,6 +698,7 @@ struct trainer {
 	/* of the last step */
 	bool stop;                   /* a rank was asked to stop */
 	double communication;        /* seconds of it on this rank */
+	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
 };
 /* Makes a trainer without data and with weights not set; trainer_free may follow a failure. */

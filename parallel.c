@@ -9,6 +9,7 @@
 #include "ling.h"
 
 #include <mpi.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -24,7 +25,11 @@
 static struct {
 	bool running;
 	double seconds;              /* spent in calls since the start */
+	int64_t bytes[NUM_TRAFFIC];  /* sent since the start */
 } mpi;
+
+const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch", "expert return", "gradients",
+	"weights", "head", "statistics"};
 
 /* ============================================================================================================
  * Starting and ending
@@ -70,6 +75,32 @@ int parallel_size(void)
 double parallel_seconds(void)
 {
 	return mpi.seconds;
+}
+
+void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
+{
+	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
+}
+
+struct crowd parallel_crowd(int threads)
+{
+	cpu_set_t cores; /* a machine with more than CPU_SETSIZE of them gives none, and counts as roomy enough */
+	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
+		memset(&cores, 0xff, sizeof cores);
+	if (!mpi.running)
+		return (struct crowd){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
+	struct crowd c = {.threads = 0};
+	MPI_Comm machine;
+	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+	MPI_Comm_size(machine, &c.ranks);
+	MPI_Allreduce(&threads, &c.threads, 1, MPI_INT, MPI_SUM, machine);
+	MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, machine);
+	MPI_Comm_free(&machine);
+	c.cores = CPU_COUNT(&cores);
+	int first = c.threads > c.cores ? parallel_rank() : INT32_MAX;
+	MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+	c.first = first == parallel_rank();
+	return c;
 }
 
 int parallel_agree(int rc)
@@ -200,6 +231,12 @@ static MPI_Comm comm_of(const struct group *g)
 	return MPI_Comm_f2c(g->comm);
 }
 
+/* Notes that this rank sends `elements` of `size` bytes. */
+static void count_sent(enum traffic kind, int64_t elements, int64_t size)
+{
+	mpi.bytes[kind] += elements * size;
+}
+
 /* Waits for a request, with the time on the account of communication. */
 static void finish(MPI_Request *request)
 {
@@ -208,7 +245,7 @@ static void finish(MPI_Request *request)
 	mpi.seconds += now() - start;
 }
 
-void group_sum(const struct group *g, double *x, int64_t n)
+void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
 {
 	enum { PIECE = 4096 };
 	if (g->size == 1)
@@ -216,6 +253,7 @@ void group_sum(const struct group *g, double *x, int64_t n)
 	double *all = malloc((size_t)PIECE * g->size * sizeof *all);
 	if (!all)
 		MPI_Abort(MPI_COMM_WORLD, 1);
+	count_sent(kind, n * (g->size - 1), sizeof *x);
 	for (int64_t first = 0; first < n; first += PIECE) {
 		const int count = (int)(n - first < PIECE ? n - first : PIECE);
 		MPI_Request request;
@@ -231,10 +269,11 @@ void group_sum(const struct group *g, double *x, int64_t n)
 	free(all);
 }
 
-void group_max(const struct group *g, real *x, int64_t n)
+void group_max(const struct group *g, enum traffic kind, real *x, int64_t n)
 {
 	if (g->size == 1)
 		return;
+	count_sent(kind, n * (g->size - 1), sizeof *x);
 	MPI_Request request;
 	MPI_Iallreduce(MPI_IN_PLACE, x, (int)n, MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
 	finish(&request);
@@ -249,7 +288,7 @@ static MPI_Datatype row_type(int64_t width)
 	return type;
 }
 
-void group_gather(const struct group *g, real *out, const real *in, int64_t rows, int64_t width)
+void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width)
 {
 	if (g->size == 1)
 		return;
@@ -258,6 +297,7 @@ void group_gather(const struct group *g, real *out, const real *in, int64_t rows
 		begins[r] = (int)slice_begin(rows, r, g->size);
 		counts[r] = (int)slice_begin(rows, r + 1, g->size) - begins[r];
 	}
+	count_sent(kind, width * counts[g->rank] * (g->size - 1), sizeof *in);
 	MPI_Datatype type = row_type(width);
 	MPI_Request request;
 	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts, begins, type, comm_of(g),
@@ -271,7 +311,8 @@ int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width)
 	return g->size == 1 ? 0 : g->size * (rows / g->size + 1) * width;
 }
 
-void group_scatter_start(struct scatter *s, const struct group *g, const real *in, int64_t rows, int64_t width, real *scratch)
+void group_scatter_start(struct scatter *s, const struct group *g, enum traffic kind, const real *in, int64_t rows, int64_t width,
+		real *scratch)
 {
 	const int n = g->size;
 	*s = (struct scatter){.group = *g, .in = in, .rows = rows, .width = width, .scratch = scratch};
@@ -281,6 +322,7 @@ void group_scatter_start(struct scatter *s, const struct group *g, const real *i
 	MPI_Request *requests = s->requests = malloc(2 * n * sizeof *requests);
 	if (!requests)
 		MPI_Abort(MPI_COMM_WORLD, 1);
+	count_sent(kind, (rows - mine) * width, sizeof *in);
 	const double start = now();
 	MPI_Datatype type = row_type(width);
 	/* Point to point, each rank beginning with its neighbour, so that no rank is waited for by all at once. */
@@ -329,26 +371,28 @@ void group_scatter_finish(struct scatter *s, real *out, bool accumulate)
 	}
 }
 
-void group_scatter_sum(const struct group *g, real *out, bool accumulate, const real *in, int64_t rows, int64_t width, real *scratch)
+void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
+		real *scratch)
 {
 	struct scatter s;
-	group_scatter_start(&s, g, in, rows, width, scratch);
+	group_scatter_start(&s, g, kind, in, rows, width, scratch);
 	group_scatter_finish(&s, out, accumulate);
 }
 
-void group_transpose(const struct group *g, int64_t *out, const int64_t *in, int n)
+void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n)
 {
 	if (g->size == 1) {
 		memcpy(out, in, n * sizeof *out);
 		return;
 	}
+	count_sent(kind, (g->size - 1) * n, sizeof *in);
 	MPI_Request request;
 	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
 	finish(&request);
 }
 
-void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
-		int64_t width)
+void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
+		const int64_t *send, int64_t width)
 {
 	const int n = g->size;
 	*e = (struct exchange){.counts = malloc(4 * n * sizeof(int))};
@@ -362,6 +406,7 @@ void group_exchange_start(struct exchange *e, const struct group *g, real *out, 
 		send_at[r] = s;
 		receive_at[r] = t;
 		s += sends[r];
+		count_sent(kind, r == g->rank ? 0 : send[r] * width, sizeof *in);
 		t += receives[r];
 	}
 	const double start = now();
@@ -395,6 +440,7 @@ void group_receive(const struct group *g, int tag, void *x, int64_t bytes)
 int group_slowest(const struct group *g, double seconds)
 {
 	struct { double seconds; int rank; } mine = {seconds, g->rank}, slowest = mine;
+	count_sent(TRAFFIC_STATISTICS, g->size - 1, sizeof mine);
 	if (g->size > 1)
 		MPI_Allreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g));
 	return slowest.rank;

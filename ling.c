@@ -1582,8 +1582,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 	model_update_head_scale(m);
 }
 
-/* Sum of squares of a gradient of which each rank holds the sum of its slices: every distinct parameter counts once. */
-static double gradient_square(struct model *m)
+double gradient_square(const struct model *m)
 {
 	double sum = 0;
 	for (int i = 0; i < m->num_chunks; i++) {

@@ -667,6 +667,8 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
 /* The backward pass from what model_loss left; call after it with the same step. */
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
+/* Sum of squares of the gradient, of which each rank holds the sum over the ranks in its slices: every distinct parameter counts once. */
+double gradient_square(const struct model *m);
 void model_lap(struct model *m, enum part part);
 int step_sums_init(struct step_sums *s, const struct model_config *c); /* to be freed with free(s->values) */
 struct layer_sums *layer_sums(const struct step_sums *s, int layer);

@@ -39,9 +39,11 @@ typedef float real;
 
 /* ============================================================================================================
  * Errors (data.c)
- * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text, one
- * of the program's two mutable globals (stop_requested is the other): main prints it, once, and tests read it. It names the file, the line or key, what
- * was found and what was expected.
+ * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text: main prints it, once, and tests
+ * read it. It names the file, the line or key, what was found and what was expected.
+ *
+ * The program's mutable globals, all of them: error_text; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
+ * the start; and in parallel.c what this process knows of MPI, of which there is one.
  * ========================================================================================================== */
 
 extern char error_text[4096];
@@ -473,7 +475,7 @@ void group_max(const struct group *g, enum traffic kind, real *x, int64_t n);
 void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
  * Between start and finish, `in` must not change; scatter_progress may be called. */
-struct scatter { struct group group; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
+struct scatter { struct group group; enum traffic kind; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
 int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width);
 void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
 		real *scratch);
@@ -484,7 +486,7 @@ void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
 void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n);
 /* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
-struct exchange { void *request; int *counts; };
+struct exchange { void *request; int *counts; enum traffic kind; };
 void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width);
 void group_exchange_finish(struct exchange *e);

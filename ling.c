@@ -18,6 +18,7 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -2755,21 +2756,32 @@ static void print_usage(FILE *out)
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 
-/* Two libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
+enum { STACK_BYTES = 8 << 20 };
+
+/* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
  * that the user has set is respected.
  * An old OpenBLAS does not know a new processor and takes a kernel several times too slow.
- * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute. */
+ * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
+ * the blocks of a matrix product need room on their stacks, as on the first thread's. */
 static void use_best_environment(char **argv)
 {
 	const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
-	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT");
-	if (!core && !spins)
+	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
+	struct rlimit stack;
+	if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY && stack.rlim_cur < STACK_BYTES) {
+		stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
+		setrlimit(RLIMIT_STACK, &stack);
+	}
+	if (!core && !spins && !stacks)
 		return;
 	if (spins)
 		setenv("GOMP_SPINCOUNT", "1000", 1);
+	if (stacks)
+		setenv("OMP_STACKSIZE", "8M", 1);
 	if (core) {
-		fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-				blas_core(), core, core);
+		if (parallel_rank() == 0)
+			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
+					blas_core(), core, core);
 		setenv("OPENBLAS_CORETYPE", core, 1);
 	}
 	execv("/proc/self/exe", argv);

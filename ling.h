@@ -439,7 +439,7 @@ extern const char *const traffic_names[NUM_TRAFFIC];
 /* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
 void parallel_start(void);
 void parallel_stop(int status);
-int parallel_rank(void);
+int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
 double parallel_seconds(void); /* spent in communication so far */
 /* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */

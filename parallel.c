@@ -47,14 +47,19 @@ static double now(void)
 	return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
+/* The rank that a launcher gave this process, or -1: without one MPI would start a daemon of its own. */
+static int launched_rank(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+		if (getenv(names[i]))
+			return atoi(getenv(names[i]));
+	return -1;
+}
+
 void parallel_start(void)
 {
-	/* A launcher leaves its mark in the environment; without one MPI would start a daemon of its own. */
-	static const char *const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"};
-	bool launched = false;
-	for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
-		launched = launched || getenv(marks[i]);
-	if (!launched)
+	if (launched_rank() < 0)
 		return;
 	int provided;
 	char host[HOST_LEN] = "";
@@ -144,7 +149,7 @@ static void finish(MPI_Request *requests, int n, const char *what)
 
 int parallel_rank(void)
 {
-	int rank = 0;
+	int rank = launched_rank() < 0 ? 0 : launched_rank();
 	if (mpi.running)
 		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 	return rank;

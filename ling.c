@@ -2756,22 +2756,30 @@ static void print_usage(FILE *out)
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 
-enum { STACK_BYTES = 8 << 20 };
+enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
+
+/* The blocks of a matrix product stand on the stack: makes the first thread's large enough. */
+static int widen_stack(void)
+{
+	struct rlimit stack;
+	if (getrlimit(RLIMIT_STACK, &stack) < 0 || stack.rlim_cur == RLIM_INFINITY || stack.rlim_cur >= STACK_BYTES)
+		return 0;
+	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
+	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
+		return 0;
+	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d", (long long)stack.rlim_cur >> 10,
+			STACK_NEEDED >> 10, STACK_BYTES >> 10);
+}
 
 /* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
  * that the user has set is respected.
  * An old OpenBLAS does not know a new processor and takes a kernel several times too slow.
  * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
- * the blocks of a matrix product need room on their stacks, as on the first thread's. */
+ * their stacks need the room that widen_stack gives the first one. */
 static void use_best_environment(char **argv)
 {
 	const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
 	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
-	struct rlimit stack;
-	if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY && stack.rlim_cur < STACK_BYTES) {
-		stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
-		setrlimit(RLIMIT_STACK, &stack);
-	}
 	if (!core && !spins && !stacks)
 		return;
 	if (spins)
@@ -2816,6 +2824,10 @@ int main(int argc, char **argv)
 			fprintf(stderr, "ling: unknown command '%s'\n\n", argv[1]);
 		print_usage(help ? stdout : stderr);
 		return help ? EXIT_DONE : EXIT_WRONG_USE;
+	}
+	if (command->computes && widen_stack() < 0) {
+		fprintf(stderr, "ling: %s\n", error_text);
+		return EXIT_WORK_FAILED;
 	}
 	if (command->computes)
 		use_best_environment(argv);

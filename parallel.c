@@ -28,9 +28,10 @@ static struct {
 	bool running;
 	double seconds;              /* spent in calls since the start */
 	int64_t bytes[NUM_TRAFFIC];  /* sent since the start */
-	MPI_Comm notices;            /* for the notices of ranks that wait */
+	MPI_Comm control;            /* apart from the model's traffic: notices of ranks that wait, and the end */
 	char (*hosts)[HOST_LEN];     /* of each rank */
-	double *heard;               /* when each rank's last notice came, on the first two ranks */
+	int local_ranks;             /* on this machine */
+	double *heard, taken;        /* when each rank's last notice came, on the first two ranks; when these last looked */
 } mpi;
 
 const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch", "expert return", "gradients",
@@ -65,13 +66,17 @@ void parallel_start(void)
 	char host[HOST_LEN] = "";
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
-	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.notices);
+	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
 	mpi.hosts = calloc(parallel_size(), sizeof *mpi.hosts);
 	mpi.heard = calloc(parallel_size(), sizeof *mpi.heard);
 	if (!mpi.hosts || !mpi.heard)
 		MPI_Abort(MPI_COMM_WORLD, 1);
 	gethostname(host, sizeof host - 1);
 	MPI_Allgather(host, HOST_LEN, MPI_CHAR, mpi.hosts, HOST_LEN, MPI_CHAR, MPI_COMM_WORLD);
+	MPI_Comm machine;
+	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+	MPI_Comm_size(machine, &mpi.local_ranks);
+	MPI_Comm_free(&machine);
 }
 
 /* ============================================================================================================
@@ -88,7 +93,7 @@ static void send_notices(void)
 		MPI_Request request;
 		if (to == parallel_rank())
 			continue;
-		MPI_Isend(NULL, 0, MPI_CHAR, to, 0, mpi.notices, &request);
+		MPI_Isend(NULL, 0, MPI_CHAR, to, 0, mpi.control, &request);
 		MPI_Request_free(&request);
 	}
 }
@@ -97,9 +102,9 @@ static void take_notices(void)
 {
 	MPI_Status status;
 	for (int more = 1; more;) {
-		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.notices, &more, &status);
+		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.control, &more, &status);
 		if (more) {
-			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.notices, MPI_STATUS_IGNORE);
+			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.control, MPI_STATUS_IGNORE);
 			mpi.heard[status.MPI_SOURCE] = now();
 		}
 	}
@@ -130,6 +135,10 @@ static void finish(MPI_Request *requests, int n, const char *what)
 	const double start = now();
 	double noticed = start, reported = start, t = start;
 	int done = 0;
+	if (start - mpi.taken > NOTICE_SECONDS) { /* so that they do not pile up on ranks that others wait for */
+		mpi.taken = start;
+		take_notices();
+	}
 	for (;; t = now()) {
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
@@ -161,6 +170,11 @@ int parallel_size(void)
 	if (mpi.running)
 		MPI_Comm_size(MPI_COMM_WORLD, &size);
 	return size;
+}
+
+int parallel_local_ranks(void)
+{
+	return mpi.running ? mpi.local_ranks : 1;
 }
 
 double parallel_seconds(void)
@@ -240,7 +254,7 @@ bool parallel_all_failed(void)
 	int done = 0;
 	if (!mpi.running)
 		return true;
-	MPI_Ibarrier(MPI_COMM_WORLD, &request);
+	MPI_Ibarrier(mpi.control, &request);
 	for (double start = now(); !done && now() - start < 1;)
 		MPI_Test(&request, &done, MPI_STATUS_IGNORE);
 	return done;
@@ -272,6 +286,8 @@ int layout_check(const struct model_config *c, int ranks, int tensor, int expert
 		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work", tensor, ranks,
 				all_heads, heads, common_divisors(values, ranks, both));
 	}
+	if (c->vocab_size < tensor)
+		return fail("parallel.tensor is %d: a vocabulary of %d cannot be split that often", tensor, c->vocab_size);
 	if (ranks % expert || c->num_experts % expert)
 		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
 				common_divisors(values, ranks, c->num_experts));
@@ -499,16 +515,27 @@ void group_exchange_start(struct exchange *e, const struct group *g, enum traffi
 	const double start = now();
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
-	MPI_Type_free(&type);
+	e->type = MPI_Type_c2f(type);
 	mpi.seconds += now() - start;
+}
+
+void exchange_progress(struct exchange *e)
+{
+	int done;
+	if (e->request)
+		MPI_Test(e->request, &done, MPI_STATUS_IGNORE);
 }
 
 void group_exchange_finish(struct exchange *e)
 {
-	if (e->request)
+	if (e->request) {
+		MPI_Datatype type = MPI_Type_f2c(e->type);
 		finish(e->request, 1, traffic_names[e->kind]);
+		MPI_Type_free(&type);
+	}
 	free(e->request);
 	free(e->counts);
+	*e = (struct exchange){0};
 }
 
 void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes)

@@ -1765,12 +1765,18 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
+/* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
+static bool is_terminal(FILE *f)
+{
+	return parallel_size() == 1 && isatty(fileno(f));
+}
+
 /* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
  * stays on a terminal too. */
 static void print_status(FILE *out, const char *line, bool keep)
 {
 	struct winsize size = {.ws_col = 80};
-	if (!isatty(fileno(out))) {
+	if (!is_terminal(out)) {
 		fprintf(out, "%s\n", line);
 	} else {
 		ioctl(fileno(out), TIOCGWINSZ, &size);
@@ -1884,7 +1890,7 @@ int trainer_run(struct trainer *t)
 	if (parallel_agree(leads(t) && !f ? -1 : 0) < 0)
 		return -1;
 	int rc = training_loop(t, f);
-	if (rc < 0 && leads(t) && isatty(STDOUT_FILENO))
+	if (rc < 0 && leads(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
 	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
@@ -1904,7 +1910,7 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
 	double sums[2] = {0}, start = now(), shown = start; /* loss, bytes */
-	const bool terminal = isatty(STDERR_FILENO);
+	const bool terminal = is_terminal(stderr);
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
@@ -1949,14 +1955,17 @@ struct parameter_count { int64_t total, active; }; /* active ones are those that
 
 /* Counts the parameters of each part, and all of them in the last element. Also gives the FLOPs of training on a token at seq_len: 6 for
  * each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len / 2 tokens on average. */
-static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c, int64_t seq_len)
+static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c,
+		int64_t seq_len)
 {
 	int n;
-	struct tensor *tensors = whole_tensors(c, &n);
+	struct tensor *whole = whole_tensors(c, &n);
 	int64_t products = 0;
+	if (!whole)
+		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
-	for (int i = 0; tensors && i < n; i++) {
-		const struct tensor *t = &tensors[i];
+	for (int i = 0; i < n; i++) {
+		const struct tensor *t = &whole[i];
 		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
 		int part = 0;
 		while (!strstr(t->name, parameter_parts[part].pattern))
@@ -1976,8 +1985,8 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
 	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
-	free(tensors);
-	return tensors ? 0 : -1;
+	free(whole);
+	return 0;
 }
 
 /* Usual sizes where a config has none, as those of configs/ that are only a model. */

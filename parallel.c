@@ -287,7 +287,7 @@ int layout_check(const struct model_config *c, int ranks, int tensor, int expert
 				all_heads, heads, common_divisors(values, ranks, both));
 	}
 	if (c->vocab_size < tensor)
-		return fail("parallel.tensor is %d: a vocabulary of %d cannot be split that often", tensor, c->vocab_size);
+		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor, c->vocab_size);
 	if (ranks % expert || c->num_experts % expert)
 		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
 				common_divisors(values, ranks, c->num_experts));

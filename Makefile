@@ -72,7 +72,7 @@ test: deps
 	$(MAKE) --no-print-directory run-tests
 
 run-tests: ling build/sanitize/ling $(TEST_PROGRAMS)
-	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh
+	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_plan.sh
 
 quickstart: deps
 	scripts/quickstart.sh

@@ -60,6 +60,12 @@ build/test_model_double: tests/test_model.c tests/test.h $(SOURCES:%.c=build/dou
 	$(CC) $(CFLAGS) -DLING_DOUBLE -Dmain=ling_main -c ling.c -o build/double/ling_library.o
 	$(CC) $(CFLAGS) -DLING_DOUBLE $< build/double/ling_library.o $(filter-out %/ling.o,$(filter %.o,$^)) -o $@ -lcmocka $(LIBS)
 
+build/test_parallel: tests/test_parallel.c build/test_model
+	$(CC) $(CFLAGS) $< build/release/ling_library.o build/release/kernels.o build/release/parallel.o build/release/data.o -o $@ $(LIBS)
+
+build/compare_checkpoints: tests/compare_checkpoints.c data.c ling.h
+	$(CC) $(CFLAGS) -Wno-unused-function $< -o $@ $(LIBS)
+
 build/test_config build/test_files build/test_plot: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
 	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
 
@@ -71,8 +77,8 @@ deps:
 test: deps
 	$(MAKE) --no-print-directory run-tests
 
-run-tests: ling build/sanitize/ling $(TEST_PROGRAMS)
-	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_plan.sh
+run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints
+	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_parallel.sh tests/test_plan.sh
 
 quickstart: deps
 	scripts/quickstart.sh

@@ -92,6 +92,17 @@ static void unmap_file(const uint8_t *data, size_t size)
 		munmap((void *)data, size);
 }
 
+int file_crc32(const char *path, uint32_t *crc)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return -1;
+	*crc = crc32_z(0, data, size);
+	unmap_file(data, size);
+	return 0;
+}
+
 /* Parses a JSON object from a file. NULL on error (syntax, duplicate key, not an object), naming file and line. */
 static json_t *json_read(const char *path)
 {
@@ -1212,6 +1223,16 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 static json_t *config_to_json(const struct config *c)
 {
 	return key_to_json(c, &root_key, 0);
+}
+
+uint32_t config_crc32(const struct config *c)
+{
+	json_t *json = config_to_json(c);
+	char *text = json_dumps(json, JSON_SORT_KEYS);
+	const uint32_t crc = text ? crc32(0, (const uint8_t *)text, strlen(text)) : 0;
+	free(text);
+	json_decref(json);
+	return crc;
 }
 
 /* Reports a JSON value that key `name` cannot take. */

@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -1420,9 +1421,8 @@ static bool leads(const struct trainer *t)
 static int trainer_start_from(struct trainer *t, const char *dir)
 {
 	struct model_config theirs;
-	if (config_from_huggingface(&theirs, dir) < 0 || config_check_init(&theirs, &t->config.model, dir) < 0)
-		return -1;
-	return model_load(&t->model, dir);
+	const bool fits = config_from_huggingface(&theirs, dir) == 0 && config_check_init(&theirs, &t->config.model, dir) == 0;
+	return parallel_agree(fits ? 0 : -1) < 0 ? -1 : model_load(&t->model, dir);
 }
 
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
@@ -1475,14 +1475,6 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	return 0;
 }
 
-/* What must be the same on every rank: FNV-1a of some bytes. */
-static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n)
-{
-	for (size_t i = 0; i < n; i++)
-		hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u;
-	return hash;
-}
-
 /* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
 static int trainer_start(struct trainer *t, const char *dir)
 {
@@ -1492,11 +1484,11 @@ static int trainer_start(struct trainer *t, const char *dir)
 		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (parallel_same(hash_bytes(0xcbf29ce484222325u, &t->train.crc32, sizeof t->train.crc32), "data.train") < 0)
+	if (parallel_same(t->train.crc32, "data.train") < 0 || parallel_same(t->valid.crc32, "data.valid") < 0)
 		return -1;
 	if (*dir && trainer_resume(t, dir) < 0)
 		return -1;
-	if (!*dir && *c->train.init_from && parallel_agree(trainer_start_from(t, c->train.init_from)) < 0)
+	if (!*dir && *c->train.init_from && trainer_start_from(t, c->train.init_from) < 0)
 		return -1;
 	if (!*dir && !*c->train.init_from)
 		model_randomize(&t->model, c->train.seed);
@@ -1509,8 +1501,11 @@ int trainer_init(struct trainer *t, const struct config *c)
 {
 	char dir[PATH_LEN] = "";
 	const struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
-	int rc = all.world.rank == 0 ? checkpoint_find(c->train.output_dir, dir) : 0;
-	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(hash_bytes(0xcbf29ce484222325u, c, sizeof *c), "the config") < 0 ||
+	uint32_t program = 0;
+	int rc = file_crc32("/proc/self/exe", &program);
+	if (rc == 0 && all.world.rank == 0)
+		rc = checkpoint_find(c->train.output_dir, dir);
+	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 || parallel_same(config_crc32(c), "the config") < 0 ||
 			trainer_allocate(t, c) < 0)
 		return -1;
 	group_broadcast(&t->model.layout.world, dir, sizeof dir);
@@ -1587,8 +1582,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 	model_update_head_scale(m);
 }
 
-/* Sum of squares of a gradient of which each rank holds the sum of its slices: every distinct parameter counts once. */
-static double gradient_square(struct model *m)
+double gradient_square(const struct model *m)
 {
 	double sum = 0;
 	for (int i = 0; i < m->num_chunks; i++) {
@@ -2203,7 +2197,8 @@ static int print_plan(const struct config *c, int ranks, double room, bool json)
  * ling bench: whole training steps against the roof, the machine's own rate of large products
  * ========================================================================================================== */
 
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], flops, tokens; }; /* roof and flops: FLOP/s, FLOPs a step */
+/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
+struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
 
 static double median(double *x, int n)
 {
@@ -2231,9 +2226,10 @@ enum { BENCH_STEPS = 5 };
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -2245,12 +2241,17 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			return -1;
 		for (int p = 0; p < NUM_PARTS && i >= 0; p++)
 			part[p][i] = t->model.part_seconds[p];
-		if (i >= 0)
+		if (i >= 0) {
 			step[i] = m.seconds;
+			communication[i] = t->communication;
+		}
 	}
-	const double after = measure_roof(10, kernels_threads());
+	double after = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
+	b->communication_seconds = median(communication, BENCH_STEPS);
+	b->ranks = t->model.layout.world.size;
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
@@ -2267,14 +2268,16 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
 	if (json) {
-		printf("{\"config\": \"%s\", \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"parts\": {", name, kernels_threads(), blas_core(),
-				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof);
+		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
+				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {", name, b->ranks, kernels_threads(), blas_core(),
+				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
 		for (int p = 0; p < NUM_PARTS; p++)
 			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
 		printf("}}\n");
 		return;
 	}
+	if (b->ranks > 1)
+		printf("%d ranks, communication %.3f s of a step, ", b->ranks, b->communication_seconds);
 	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
 			rate / 1e9, 100 * rate / b->roof);
@@ -2292,43 +2295,149 @@ static int check_products(void)
 	const double own = product_error(false), library = product_error(true);
 	if (!(own < 1e-5))
 		return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine "
-				"with make clean all", plain_nan(own));
+				"with make clean && make", plain_nan(own));
 	if (!(library < 1e-5))
 		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
 				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(library));
 	return 0;
 }
 
-/* Prints what decides speed and correctness here; a line that begins with "!" is something to mend. Fails when products are wrong. */
-static int examine_machine(void)
-{
-	const int threads = kernels_threads();
-	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+struct examination {
 	char features[256];
+	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
+	double own_error, library_error; /* of the products, see product_error */
+	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
+	struct check checks[MAX_CHECKS];
+	int num_checks, num_warnings;
+	char warnings[8][256];       /* each says what to mend, and how */
+};
+
+__attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
+{
+	va_list args;
+	va_start(args, format);
+	vsnprintf(x->warnings[x->num_warnings++], sizeof *x->warnings, format, args);
+	va_end(args);
+}
+
+static bool is_right(const struct check *c)
+{
+	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
+}
+
+/* Ranks on this machine, as MPI's launcher tells each of them; those of all machines where it says no more; 1 without a launcher. */
+static int local_ranks(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		const char *value = getenv(names[i]);
+		if (value && atoi(value) > 0)
+			return atoi(value);
+	}
+	return 1;
+}
+
+static void examine_threads(struct examination *x)
+{
 	cpu_set_t cpus;
-	const int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : sysconf(_SC_NPROCESSORS_ONLN);
-	real *memory = malloc(2 * n * sizeof *memory);
+	x->machine_cores = sysconf(_SC_NPROCESSORS_ONLN);
+	x->cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : x->machine_cores;
+	x->ranks = local_ranks();
+	x->threads = kernels_threads();
+	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
+	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
+		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d ling ...", x->ranks, x->threads,
+				ranks, x->machine_cores / ranks);
+	else if (x->threads > x->cores)
+		warn(x, "more threads than cores: set OMP_NUM_THREADS=%d", x->cores);
+	else if (x->ranks == 1 && x->threads < x->cores)
+		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
+}
+
+/* Finds out what decides speed and correctness here. */
+static int examine_machine(struct examination *x)
+{
+	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
+	void *memory = malloc(bytes > scratch ? bytes : scratch);
 	if (!memory)
-		return fail("out of memory for %lld MB to measure the bandwidth with", (long long)(2 * n * sizeof *memory >> 20));
-	memset(memory, 0, 2 * n * sizeof *memory);
-	printf("processor       %s\n", cpu_features(features));
-	printf("cores           %d for this process, %d threads\n", cores, threads);
-	if (threads > cores)
-		printf("! more threads than cores: set OMP_NUM_THREADS=%d\n", cores);
-	else if (threads < cores)
-		printf("! %d cores stay idle: OMP_NUM_THREADS is %d\n", cores - threads, threads);
-	printf("OpenBLAS        %s\n", blas_core());
+		return fail("out of memory for %zu MB to measure and check with", (bytes > scratch ? bytes : scratch) >> 20);
+	cpu_features(x->features);
+	examine_threads(x);
 	if (blas_better_core())
-		printf("! this processor can run %s: set OPENBLAS_CORETYPE=%s\n", blas_better_core(), blas_better_core());
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(product_error(false)),
-			plain_nan(product_error(true)));
-	const double one = measure_roof(5, 1), all = measure_roof(5, threads);
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one / 1e9, all / 1e9, threads,
-			100 * all / (threads * one), threads);
-	if (threads <= cores && all < 0.7 * threads * one)
-		printf("! the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)\n");
-	printf("memory          %.1f GB/s for a copy by all threads\n", memory_bandwidth(memory, memory + n, n) / 1e9);
+		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
+	x->own_error = product_error(false);
+	x->library_error = product_error(true);
+	x->one_core = measure_roof(5, 1);
+	x->all_threads = measure_roof(5, x->threads);
+	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
+		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)");
+	memset(memory, 0, bytes);
+	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
+	x->num_checks = self_check(x->checks, memory);
 	free(memory);
+	return 0;
+}
+
+static void print_examination(const struct examination *x)
+{
+	printf("processor       %s\n", x->features);
+	printf("cores           %d for this process, %d threads", x->cores, x->threads);
+	if (x->ranks > 1)
+		printf("; %d ranks x %d threads on the machine's %d cores", x->ranks, x->threads, x->machine_cores);
+	printf("\nOpenBLAS        %s\n", blas_core());
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(x->own_error), plain_nan(x->library_error));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", x->one_core / 1e9, x->all_threads / 1e9, x->threads,
+			100 * x->all_threads / (x->threads * x->one_core), x->threads);
+	printf("memory          %.1f GB/s for a copy by all threads\n", x->bandwidth / 1e9);
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n", CHECK_BOUND,
+			"operation", "forward", "backward");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		char backward[32] = "-";
+		if (c->has_backward)
+			snprintf(backward, sizeof backward, "%.1e", plain_nan(c->backward));
+		printf("%-24s %8.1e %9s  %s\n", c->operation, plain_nan(c->forward), backward, is_right(c) ? "ok" : "! wrong");
+	}
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("! %s\n", x->warnings[i]);
+}
+
+/* A number of a JSON object, behind a comma: null if it is not finite. */
+static void print_json(const char *name, double value)
+{
+	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
+}
+
+static void print_examination_json(const struct examination *x)
+{
+	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
+			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
+	print_json("products_error", x->own_error);
+	print_json("blas_products_error", x->library_error);
+	print_json("one_core_gflops", x->one_core / 1e9);
+	print_json("gflops", x->all_threads / 1e9);
+	print_json("memory_gb_per_second", x->bandwidth / 1e9);
+	print_json("error_bound", CHECK_BOUND);
+	printf(", \"operations\": [");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		printf("%s{\"name\": \"%s\", \"ok\": %s", c == x->checks ? "" : ", ", c->operation, is_right(c) ? "true" : "false");
+		print_json("forward", c->forward);
+		print_json("backward", c->has_backward ? c->backward : NAN);
+		printf("}");
+	}
+	printf("], \"warnings\": [");
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("%s\"%s\"", i ? ", " : "", x->warnings[i]);
+	printf("]}\n");
+}
+
+/* Fails when an operation or a product is wrong, naming it. */
+static int judge_machine(const struct examination *x)
+{
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
+		if (!is_right(c))
+			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
+					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
 	return check_products();
 }
 
@@ -2463,14 +2572,14 @@ static int command_train(const struct arguments *a)
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
 		const struct layout *l = &t.model.layout;
-		int64_t parameters = 0;
-		for (int i = 0; i < t.model.num_chunks; i++)
-			parameters += t.model.chunks[i].size;
+		const struct layout alone = layout_of_rank(0, 1, 1, 1);
+		struct memory_plan whole = {0};
+		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
 		if (leads(&t)) {
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_params, (long long)t.steps, (long long)t.tokens);
 			if (l->world.size > 1)
-				printf("%d ranks: data %d x tensor %d, expert %d; rank 0 holds ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
-			printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)parameters, (long long)t.steps,
-					(long long)t.tokens, kernels_threads(), blas_core());
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
@@ -2500,15 +2609,16 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	int rc = model_init(&m, &c, &alone, 1, a->seq_len, EVALUATE);
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
+	layout_connect(&layout);
+	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
-	if (rc == 0) {
+	if (rc == 0 && layout.world.rank == 0) {
 		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
 		if (a->json) {
 			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
@@ -2579,15 +2689,18 @@ static int command_bench(const struct arguments *a)
 		rc = measure_steps(&b, &t);
 		trainer_free(&t);
 	}
-	if (rc == 0)
+	if (rc == 0 && parallel_rank() == 0)
 		print_bench(&b, path, a->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_doctor(const struct arguments *a)
 {
-	(void)a;
-	return examine_machine() < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	struct examination x = {0};
+	if (examine_machine(&x) < 0)
+		return EXIT_WORK_FAILED;
+	(a->json ? print_examination_json : print_examination)(&x);
+	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_plot(const struct arguments *a)
@@ -2625,7 +2738,8 @@ static const struct command commands[] = {
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}},
 	{"doctor", command_doctor, true, 0, 0, 0, "",
-		"Examine the machine: processor, OpenBLAS kernel and whether its products are right, rates, bandwidth, threads.", {{0}}},
+		"Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain form does.",
+		{JSON_OPTION}},
 	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
@@ -2709,7 +2823,9 @@ int main(int argc, char **argv)
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	if (command->computes)
 		parallel_start();
-	int status = command->computes && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	/* The doctor says more before it fails. */
+	const bool checks = command->computes && command->run != command_doctor;
+	int status = checks && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
@@ -2719,10 +2835,10 @@ int main(int argc, char **argv)
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
 		char host[64] = "";
 		gethostname(host, sizeof host - 1);
-		if (parallel_size() == 1 || (parallel_all_failed() && parallel_rank() == 0))
-			fprintf(stderr, "ling: %s\n", error_text);
-		else if (!parallel_all_failed())
+		if (!parallel_all_failed())
 			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+		else if (parallel_rank() == 0)
+			fprintf(stderr, "ling: %s\n", error_text);
 	}
 	parallel_stop(status);
 	return status;

@@ -119,6 +119,8 @@ int config_to_huggingface(const struct model_config *m, const char *path);
 /* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
  * in anything that changes what the model computes fails, naming the key and both values. */
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
+/* The same for the same values. */
+uint32_t config_crc32(const struct config *c);
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
@@ -245,6 +247,8 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count);
  * device, a pipe or a link as png_path stays one. */
 int plot_run(const char *run_dir, const char *png_path);
 
+/* CRC-32 of a whole file. */
+int file_crc32(const char *path, uint32_t *crc);
 /* Creates DIR and its parents, on disk when it returns. */
 int make_directories(const char *dir);
 
@@ -391,6 +395,18 @@ double product_error(bool openblas);
 /* Bytes a second of the fastest of some copies by all threads, reads and writes counted. */
 double memory_bandwidth(real *out, const real *in, int64_t n);
 const char *cpu_features(char out[256]); /* those that decide which kernels can run */
+
+/* -- self-check: each operation beside its plain form, loops in double straight from the formula -- */
+struct check {
+	const char *operation;
+	bool has_backward;
+	double forward, backward;    /* relative errors, by norm: the worst of several sizes and gradients */
+};
+/* Rounding gives errors of up to about 1e-6 in float, and in double of 1e-9, the central differences' own: what is beyond ten times that is wrong. */
+#define CHECK_BOUND (sizeof(real) == 4 ? 1e-5 : 1e-8)
+enum { MAX_CHECKS = 16 };
+int self_check(struct check checks[MAX_CHECKS], double *scratch); /* returns their number */
+int64_t self_check_scratch(void); /* doubles of `scratch` */
 
 /* ============================================================================================================
  * Ranks (parallel.c)
@@ -651,6 +667,8 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
 /* The backward pass from what model_loss left; call after it with the same step. */
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
+/* Sum of squares of the gradient, of which each rank holds the sum over the ranks in its slices: every distinct parameter counts once. */
+double gradient_square(const struct model *m);
 void model_lap(struct model *m, enum part part);
 int step_sums_init(struct step_sums *s, const struct model_config *c); /* to be freed with free(s->values) */
 struct layer_sums *layer_sums(const struct step_sums *s, int layer);

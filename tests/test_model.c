@@ -146,6 +146,7 @@ static void test_huggingface(void **state)
 	struct model_config c;
 	struct model m;
 	enum { L = 8 };
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(config_from_huggingface(&c, path));
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
@@ -154,7 +155,7 @@ static void test_huggingface(void **state)
 	int32_t input[4 * L], target[4 * L];
 	assert_done(weights_read_int(expected, "input", 4 * L, input));
 	assert_done(weights_read_int(expected, "target", 4 * L, target));
-	assert_done(model_init(&m, &c, 4, L, EVALUATE));
+	assert_done(model_init(&m, &c, &alone, 4, L, EVALUATE));
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(model_load(&m, path));
 	model_forward(&m, input, 4, NULL, NULL);
@@ -245,7 +246,7 @@ static void make_table_model(struct trainer *t, double first, double second, int
 			.rms_norm_eps = 1e-12, .norm_topk_prob = true, .router = {.balance_loss_coef = 0.5, .z_loss_coef = 0.25}},
 		.data = {.seq_len = L},
 		.train = {.steps = 3, .micro_batch = micro_batch, .batch = batch},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1}, .parallel = {1, 1},
 	};
 	make_trainer(t, &c);
 	struct params *p = &t->model.params;
@@ -466,7 +467,7 @@ static void test_head_chunks(void **state)
 			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 10000,
 			.rms_norm_eps = 1e-6, .initializer_range = 0.5},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = 1, .batch = 1, .grad_clip = 1},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
 	};
 	assert_true(L > 2 * head_chunk(V));
 	make_trainer(&t, &c);
@@ -613,22 +614,27 @@ static void test_batch_warmup(void **state)
 	assert_int_equal(batch_size(&c, 100), 8);
 }
 
+/* Micro-batches are dealt out in turn: every sequence belongs to one rank, all ranks have as many rounds, and any number of ranks has the same
+ * micro-batches. */
 static void test_deal_batch(void **state)
 {
 	(void)state;
 	for (int size = 1; size <= 5; size++)
 		for (int64_t batch = 1; batch <= 23; batch++)
 			for (int micro = 1; micro <= 4; micro++) {
-				int64_t next = 0, rounds = -1;
+				int taken[23] = {0};
 				for (int rank = 0; rank < size; rank++) {
-					struct share s = deal_batch(&(struct group){rank, size}, batch, micro);
-					assert_int_equal(s.first, next);
-					assert_true(rounds < 0 || s.num_micro_batches == rounds);
-					assert_true(s.count <= s.num_micro_batches * micro);
-					rounds = s.num_micro_batches;
-					next += s.count;
+					const struct share s = deal_batch(&(struct group){rank, size, 0}, batch, micro);
+					assert_int_equal(s.num_micro_batches, (batch + micro * size - 1) / (micro * size));
+					for (int64_t i = 0; i < s.num_micro_batches; i++) {
+						const int64_t first = s.first + i * s.step;
+						assert_int_equal(first, (i * size + rank) * micro);
+						for (int64_t b = first; b < first + micro && b < batch; b++)
+							taken[b]++;
+					}
 				}
-				assert_int_equal(next, batch);
+				for (int64_t b = 0; b < batch; b++)
+					assert_int_equal(taken[b], 1);
 			}
 }
 
@@ -640,7 +646,8 @@ static void test_initial_weights(void **state)
 		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
 		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.006};
 	struct model m;
-	assert_done(model_init(&m, &c, 1, 8, EVALUATE));
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 	model_randomize(&m, 1);
 	real *first = malloc(m.num_params * sizeof *first);
 	memcpy(first, m.params.memory, m.num_params * sizeof *first);
@@ -681,7 +688,8 @@ static void test_too_large(void **state)
 		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2, .moe_intermediate_size = 65536,
 		.rope_theta = 1e4, .rms_norm_eps = 1e-5};
 	struct model m;
-	assert_int_equal(model_init(&m, &c, 1, 8, TRAIN_KEEP_ALL), -1);
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	assert_int_equal(model_init(&m, &c, &alone, 1, 8, TRAIN_KEEP_ALL), -1);
 	assert_non_null(strstr(error_text, "GB"));
 }
 

@@ -1,0 +1,338 @@
+/*
+ * test_parallel.c - ranks by hand-made values: run it under mpirun with 1, 2 and 3 of them. Every rank runs all tests, rank 0 reports them.
+ * A rank where something fails goes on, so that the others do not wait for it.
+ */
+#include "../ling.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct group world;
+static int failed; /* checks of the test in hand, on this rank */
+
+#define check(condition) do { if (!(condition)) { failed++; set_error("%s:%d: %s", __func__, __LINE__, #condition); } } while (0)
+
+static bool near(double x, double y)
+{
+	return fabs(x - y) <= 1e-6 * fabs(y);
+}
+
+/* ------------------------------------------------------------------------------------------------------------
+ * Sums, gathers, exchanges
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static void test_slices(void)
+{
+	for (int parts = 1; parts <= 7; parts++)
+		for (int64_t n = 0; n < 40; n++) {
+			check(slice_begin(n, 0, parts) == 0 && slice_begin(n, parts, parts) == n);
+			for (int i = 0; i < parts; i++) {
+				const int64_t size = slice_begin(n, i + 1, parts) - slice_begin(n, i, parts);
+				check(size == n / parts || size == n / parts + 1); /* as even as can be */
+			}
+		}
+	check(slice_begin(INT64_MAX, 3, 4) == INT64_MAX / 4 * 3 + 2); /* no overflow on the way */
+}
+
+/* 8 ranks: tensor neighbours share a data index, expert neighbours pay no heed to either. */
+static void test_layout(void)
+{
+	const struct layout l = layout_of_rank(5, 8, 2, 4);
+	check(l.world.rank == 5 && l.world.size == 8);
+	check(l.data.rank == 2 && l.data.size == 4);
+	check(l.tensor.rank == 1 && l.tensor.size == 2);
+	check(l.expert.rank == 1 && l.expert.size == 4);
+	check(l.copies.rank == 1 && l.copies.size == 2);
+}
+
+static void test_group_sum(void)
+{
+	enum { N = 10000 }; /* more than one piece */
+	static double x[N];
+	for (int64_t n = 0; n <= N; n = n ? n * 10 : 1) {
+		for (int i = 0; i < n; i++)
+			x[i] = i * (world.rank + 1);
+		group_sum(&world, x, n);
+		for (int i = 0; i < n; i++)
+			check(x[i] == i * (world.size * (world.size + 1) / 2));
+	}
+	x[0] = world.rank == world.size - 1 ? NAN : 1;
+	x[1] = world.rank == 0 ? INFINITY : 1;
+	group_sum(&world, x, 2);
+	check(isnan(x[0]) && isinf(x[1]));
+	/* in the order of the ranks: 1e16 + 1 - 1e16 is 0, in another order 1 */
+	x[0] = world.rank == 0 ? 1e16 : world.rank == 1 ? 1 : -1e16;
+	group_sum(&world, x, 1);
+	check(world.size < 3 || x[0] == 0);
+}
+
+static void test_group_max(void)
+{
+	real x[2] = {(real)world.rank, (real)-world.rank};
+	group_max(&world, x, 2);
+	check(x[0] == world.size - 1 && x[1] == 0);
+	group_max(&world, x, 0);
+}
+
+/* Fewer rows than ranks, none at all, uneven slices; from elsewhere and in place. */
+static void test_gather_and_scatter(void)
+{
+	for (int64_t rows = 0; rows < 12; rows++)
+		for (int64_t width = 1; width <= 3; width++) {
+			const int64_t begin = slice_begin(rows, world.rank, world.size), end = slice_begin(rows, world.rank + 1, world.size);
+			real all[36], slice[36], scratch[64];
+			check(scatter_scratch(&world, rows, width) <= 64);
+			/* A group of one has its slice in place already. */
+			for (int place = world.size == 1; place < 2; place++) {
+				memset(all, 0, sizeof all);
+				for (int64_t i = begin * width; i < end * width; i++)
+					slice[i - begin * width] = all[i] = (real)(100 + i);
+				if (!place)
+					memset(all, 0, sizeof all);
+				group_gather(&world, all, place ? all + begin * width : slice, rows, width);
+				for (int64_t i = 0; i < rows * width; i++)
+					check(all[i] == 100 + i);
+			}
+			for (int accumulate = 0; accumulate < 2; accumulate++) {
+				for (int64_t i = 0; i < rows * width; i++)
+					all[i] = (real)(i * (world.rank + 1));
+				for (int64_t i = 0; i < 36; i++)
+					slice[i] = accumulate ? 1000 : NAN;
+				group_scatter_sum(&world, slice, accumulate, all, rows, width, scratch);
+				for (int64_t i = begin * width; i < end * width; i++)
+					check(slice[i - begin * width] == (accumulate ? 1000 : 0) + i * (world.size * (world.size + 1) / 2));
+			}
+			group_scatter_sum(&world, all + begin * width, false, all, rows, width, scratch);
+			for (int64_t i = begin * width; i < end * width; i++)
+				check(all[i] == i * (world.size * (world.size + 1) / 2));
+		}
+}
+
+/* Several at once, finished in the order in which they began, with calls of progress between. */
+static void test_scatter_overlap(void)
+{
+	enum { ROWS = 1001 };
+	static real in[4][ROWS], out[4][ROWS], scratch[4][2 * ROWS];
+	struct scatter s[4];
+	for (int k = 0; k < 4; k++) {
+		for (int i = 0; i < ROWS; i++)
+			in[k][i] = (real)(k + i);
+		group_scatter_start(&s[k], &world, in[k], ROWS, 1, scratch[k]);
+		for (int j = 0; j <= k; j++)
+			scatter_progress(&s[j]);
+	}
+	for (int k = 0; k < 4; k++) {
+		group_scatter_finish(&s[k], out[k], false);
+		const int64_t begin = slice_begin(ROWS, world.rank, world.size), end = slice_begin(ROWS, world.rank + 1, world.size);
+		for (int64_t i = begin; i < end; i++)
+			check(out[k][i - begin] == world.size * (k + i));
+	}
+}
+
+static void test_group_transpose(void)
+{
+	int64_t in[3 * 2], out[3 * 2];
+	for (int r = 0; r < world.size; r++)
+		for (int j = 0; j < 2; j++)
+			in[2 * r + j] = 100 * world.rank + 10 * r + j;
+	group_transpose(&world, out, in, 2);
+	for (int r = 0; r < world.size; r++)
+		for (int j = 0; j < 2; j++)
+			check(out[2 * r + j] == 100 * r + 10 * world.rank + j);
+}
+
+/* Rank a sends (a + 2 b) % 3 rows to rank b: some none, in the last round all to rank 0, and then nobody anything. */
+static void test_exchange(void)
+{
+	for (int round = 0; round < 3; round++) {
+		int64_t send[3], receive[3], total = 0, at = 0;
+		real in[16 * 2], out[16 * 2];
+		for (int r = 0; r < world.size; r++) {
+			send[r] = round == 0 ? (world.rank + 2 * r) % 3 : round == 1 && r == 0 ? 4 : 0;
+			receive[r] = round == 0 ? (r + 2 * world.rank) % 3 : round == 1 && world.rank == 0 ? 4 : 0;
+			for (int64_t i = 0; i < send[r]; i++, total++)
+				for (int j = 0; j < 2; j++)
+					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
+		}
+		struct exchange e;
+		group_exchange_start(&e, &world, out, receive, in, send, 2);
+		group_exchange_finish(&e);
+		for (int r = 0; r < world.size; r++)
+			for (int64_t i = 0; i < receive[r]; i++, at++)
+				for (int j = 0; j < 2; j++)
+					check(out[at * 2 + j] == 1000 * r + 100 * world.rank + 10 * i + j);
+	}
+}
+
+static void test_agree(void)
+{
+	check(parallel_agree(0) == 0 && parallel_agree(5) == 5);
+	char kept[sizeof error_text], name[32];
+	memcpy(kept, error_text, sizeof kept);
+	const int last = world.size - 1;
+	if (world.rank == last)
+		fail("the disk is full");
+	const int rc = parallel_agree(world.rank == last ? -1 : 0);
+	const bool told = strstr(error_text, "the disk is full"), named = strstr(error_text, "rank ");
+	snprintf(name, sizeof name, "rank %d on ", last);
+	const bool right = strstr(error_text, name);
+	const int same = parallel_same(17, "it"), other = parallel_same(world.rank == last, "the seed");
+	const bool differs = strstr(error_text, "the seed differs");
+	memcpy(error_text, kept, sizeof kept);
+	check(rc == -1 && told && named == (world.size > 1) && right == named);
+	check(same == 0 && other == (world.size > 1 ? -1 : 0) && differs == (world.size > 1));
+}
+
+/* ------------------------------------------------------------------------------------------------------------
+ * The batch and the gradient
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* Seven sequences in micro-batches of two: 0-1, 2-3, 4-5, 6, dealt out in turn. */
+static void test_deal_batch(void)
+{
+	const struct share s = deal_batch(&world, 7, 2);
+	static const int rounds[] = {4, 2, 2};
+	check(s.num_micro_batches == rounds[world.size - 1] && s.first == 2 * world.rank && s.step == 2 * world.size);
+}
+
+/* The norm of a gradient whose chunks are these, with all the numbers of chunk i being values[i]. */
+static double norm_of(struct layout layout, int n, struct chunk *chunks, const double *values)
+{
+	real gradient[64];
+	struct model m = {.layout = layout, .chunks = chunks, .num_chunks = n, .grads.memory = gradient};
+	int64_t at = 0;
+	for (int i = 0; i < n; i++) {
+		chunks[i].offset = at;
+		for (int64_t j = 0; j < chunks[i].size; j++)
+			gradient[at++] = (real)values[i];
+	}
+	return sqrt(gradient_square(&m));
+}
+
+/* Every distinct parameter once. */
+static void test_gradient_norm(void)
+{
+	struct layout split = layout_of_rank(world.rank, world.size, 1, world.size); /* experts over all ranks */
+	struct layout copied = layout_of_rank(world.rank, world.size, 1, 1);         /* all experts on every rank */
+	struct layout tensor = layout_of_rank(world.rank, world.size, world.size, 1);
+	layout_connect(&split);
+	layout_connect(&copied);
+	layout_connect(&tensor);
+	/* Each rank's own experts: norms sqrt(20) and sqrt(100) on two ranks give sqrt(120). */
+	struct chunk own[] = {{.size = 5, .sharing = SHARED_BY_COPIES}};
+	const double rank_values[] = {sqrt(20.0 / 5), sqrt(100.0 / 5), sqrt(1.0 / 5)}, expected[] = {sqrt(20), sqrt(120), sqrt(121)};
+	check(near(norm_of(split, 1, own, &rank_values[world.rank]), expected[world.size - 1]));
+	check(world.size != 2 || fabs(norm_of(split, 1, own, &rank_values[world.rank]) - 10.954) < 1e-3);
+	/* Shared parameters 4 x 3.0, and the experts' 4 x 4.0, whether they lie on one rank, apart, or on all. */
+	const double values[] = {3, 4};
+	struct chunk both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_COPIES}};
+	check(near(norm_of(copied, 2, both, values), 10));
+	both[1].size = slice_begin(4, world.rank + 1, world.size) - slice_begin(4, world.rank, world.size);
+	check(near(norm_of(split, 2, both, values), 10));
+	both[1].size = world.rank == world.size - 1 ? 4 : 0;
+	check(near(norm_of(split, 2, both, values), 10));
+	/* Heads and vocabulary are every tensor rank's own, the data ranks share them. */
+	struct chunk heads[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 1, .sharing = SHARED_BY_DATA}};
+	const double by_rank[] = {3, 8};
+	check(near(norm_of(tensor, 2, heads, by_rank), sqrt(36 + 64 * world.size)));
+	check(near(norm_of(copied, 2, heads, by_rank), 10));
+}
+
+/* A model of one layer whose attention and experts give zero, so that the logits are known: token 0 has loss 2 and token 1 loss 4 for
+ * target 0. This rank holds a part of it. */
+static void make_table_model(struct trainer *t, int tensor, int batch, int micro_batch, int L)
+{
+	const struct config c = {
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 6, .num_key_value_heads = 6, .head_dim = 2,
+			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3, .rope_theta = 10000,
+			.rms_norm_eps = 1e-12, .norm_topk_prob = true},
+		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = micro_batch, .batch = batch},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1}, .parallel = {tensor, 1},
+	};
+	static const double loss[] = {2, 4};
+	if (trainer_allocate(t, &c) < 0) {
+		check(!"trainer_allocate");
+		parallel_stop(1);
+	}
+	struct model *m = &t->model;
+	for (int64_t i = 0; i < m->num_params; i++)
+		m->grads.memory[i] = NAN; /* nothing may depend on what they were */
+	for (int i = 0; i < 4; i++)
+		m->params.layer[0].attention_norm[i] = m->params.layer[0].ffn_norm[i] = m->params.norm[i] = 1;
+	for (int token = 0; token < 2; token++) {
+		const int64_t v = token - m->first_vocab;
+		if (v >= 0 && v < m->config.vocab_size)
+			m->params.embedding[v * 4 + token] = 1; /* RMSNorm makes it sqrt(H) = 2 */
+		if (m->first_vocab == 0) /* loss = ln(e^z + V - 1) - z, so z = ln((V - 1) / (e^loss - 1)) */
+			m->params.lm_head[token] = (real)(log(4 / (exp(loss[token]) - 1)) / 2);
+	}
+}
+
+/* 24 valid tokens of loss 2 in one micro-batch and 8 of loss 4 in another, and more micro-batches without any: the loss is (48 + 32) / 32, and
+ * the head's gradient divides by 32 too, on any ranks. */
+static void test_valid_tokens(void)
+{
+	enum { L = 24, BATCH = 4 };
+	for (int tensor = 1; tensor <= world.size; tensor += world.size - 1 ? world.size - 1 : 1) {
+		struct trainer t;
+		struct metrics m;
+		make_table_model(&t, tensor, BATCH, 1, L);
+		for (int i = 0; i < BATCH * L; i++) {
+			t.input[i] = i >= L;
+			t.target[i] = i < L || (i >= 2 * L - 8 && i < 2 * L) ? 0 : -1;
+		}
+		check(trainer_step(&t, BATCH, &m) == 0);
+		check(near(m.loss, 2.5));
+		/* exp_avg is (1 - beta1) times the gradient: column 0 from the first token's, column 1 from the second's. */
+		double gradient[5 * 4] = {0};
+		const struct model *model = &t.model;
+		for (int i = 0; i < model->num_chunks; i++) {
+			const struct chunk *c = &model->chunks[i];
+			const struct group *g = c->sharing == SHARED_BY_WORLD ? &model->layout.world : &model->layout.data;
+			const int64_t head = model->params.lm_head - model->params.memory, begin = c->offset + slice_begin(c->size, g->rank, g->size);
+			for (int64_t j = slice_begin(c->size, g->rank, g->size); c->sharing != SHARED_BY_COPIES && j < slice_begin(c->size, g->rank + 1, g->size); j++) {
+				const int64_t at = c->offset + j - head;
+				if (at >= 0 && at < model->config.vocab_size * 4)
+					gradient[model->first_vocab * 4 + at] = model->exp_avg[c->state + c->offset + j - begin] / (1 - 0.9);
+			}
+		}
+		group_sum(&world, gradient, 20);
+		for (int v = 0; v < 5; v++)
+			for (int j = 0; j < 4; j++) {
+				const double tokens = j == 0 ? 24 : j == 1 ? 8 : 0, p0 = exp(j == 0 ? -2 : -4), p = v == 0 ? p0 : (1 - p0) / 4;
+				check(fabs(gradient[v * 4 + j] - 2 * tokens * (p - (v == 0)) / 32) < 1e-6);
+			}
+		trainer_free(&t);
+		if (world.size == 1)
+			break;
+	}
+}
+
+int main(void)
+{
+	static const struct { const char *name; void (*run)(void); } tests[] = {
+		{"slices", test_slices}, {"layout", test_layout}, {"group_sum", test_group_sum}, {"group_max", test_group_max},
+		{"gather_and_scatter", test_gather_and_scatter}, {"scatter_overlap", test_scatter_overlap},
+		{"group_transpose", test_group_transpose}, {"exchange", test_exchange}, {"agree", test_agree}, {"deal_batch", test_deal_batch},
+		{"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
+	};
+	kernels_init(false);
+	parallel_start();
+	struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
+	layout_connect(&all);
+	world = all.world;
+	bool any = false;
+	for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
+		failed = 0;
+		tests[i].run();
+		const bool bad = parallel_agree(failed ? -1 : 0) < 0;
+		if (world.rank == 0)
+			printf("%s%s[%s] %s on %d ranks\n", bad ? error_text : "", bad ? "\n" : "", bad ? "  FAILED  " : "       OK ", tests[i].name,
+					world.size);
+		fflush(stdout);
+		any = any || bad;
+	}
+	parallel_stop(0);
+	return any;
+}

@@ -1744,13 +1744,15 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops and saves, a second one ends the program at once. Nobody listening to the progress is no reason to stop. */
+/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
+ * them within a second. Nobody listening to the progress is no reason to stop. */
 static void catch_signals(void)
 {
 	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
 	sigaction(SIGTERM, &stop, NULL);
 	sigaction(SIGINT, &stop, NULL);
 	sigaction(SIGHUP, &stop, NULL);
+	sigaction(SIGUSR1, &stop, NULL);
 	signal(SIGPIPE, SIG_IGN);
 }
 

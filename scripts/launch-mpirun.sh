@@ -31,4 +31,14 @@ options=()
 [ -z "${NETWORK:-}" ] || options+=(--mca btl_tcp_if_include "$NETWORK" --mca oob_tcp_if_include "$NETWORK")
 [ "$(id -u)" != 0 ] || options+=(--allow-run-as-root) # in a container
 
-exec mpirun -n "$ranks" "${place[@]}" -x OMP_NUM_THREADS "${options[@]}" "$ling" train "$@"
+# Ctrl-C or SIGTERM: mpirun would kill the ranks within a second. USR1 it passes on, and they finish the step, save and end. A second one kills.
+setsid mpirun -n "$ranks" "${place[@]}" -x OMP_NUM_THREADS "${options[@]}" "$ling" train "$@" &
+mpirun=$!
+trap 'kill -USR1 $mpirun' INT TERM
+status=0
+wait $mpirun || status=$?
+while kill -0 $mpirun 2>/dev/null; do # a signal interrupted the wait
+	status=0
+	wait $mpirun || status=$?
+done
+exit $status

@@ -2552,12 +2552,13 @@ static void warn_of_crowd(void)
 {
 	const struct crowd c = parallel_crowd(kernels_threads());
 	const int threads = c.cores / c.ranks;
+	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
 	char host[64] = "";
 	gethostname(host, sizeof host - 1);
 	if (c.first)
 		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", host, c.ranks,
 				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
-				c.ranks == 1 ? "" : threads ? ", or bind the ranks to more cores (mpirun --bind-to none)" : " and start fewer ranks on a machine");
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
 }
 
 static int command_train(const struct arguments *a)

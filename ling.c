@@ -1755,13 +1755,15 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops and saves, a second one ends the program at once. Nobody listening to the progress is no reason to stop. */
+/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
+ * them within a second. Nobody listening to the progress is no reason to stop. */
 static void catch_signals(void)
 {
 	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
 	sigaction(SIGTERM, &stop, NULL);
 	sigaction(SIGINT, &stop, NULL);
 	sigaction(SIGHUP, &stop, NULL);
+	sigaction(SIGUSR1, &stop, NULL);
 	signal(SIGPIPE, SIG_IGN);
 }
 
@@ -2551,12 +2553,13 @@ static void warn_of_crowd(void)
 {
 	const struct crowd c = parallel_crowd(kernels_threads());
 	const int threads = c.cores / c.ranks;
+	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
 	char host[64] = "";
 	gethostname(host, sizeof host - 1);
 	if (c.first)
 		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", host, c.ranks,
 				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
-				c.ranks == 1 ? "" : threads ? ", or bind the ranks to more cores (mpirun --bind-to none)" : " and start fewer ranks on a machine");
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
 }
 
 static int command_train(const struct arguments *a)

@@ -611,7 +611,8 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const re
 				const int64_t n = piece(j, cols, tile.cols), n_end = piece(j + 1, cols, tile.cols);
 				#pragma omp task
 				gemm(t_end - t, n_end - n, inner, 1, rows_from(in, inner, row, t, 0, false),
-						(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate, out + t * cols + n, cols);
+						(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate,
+						out + t * cols + n, cols);
 			}
 	}
 }
@@ -1221,7 +1222,8 @@ void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *tar
 
 void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
 {
-	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2, rest1 = (real)(1 - o->beta1), rest2 = (real)(1 - o->beta2), eps = (real)o->eps, grad_scale = (real)o->grad_scale;
+	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2, rest1 = (real)(1 - o->beta1), rest2 = (real)(1 - o->beta2);
+	const real eps = (real)o->eps, grad_scale = (real)o->grad_scale;
 	const real keep = (real)(1 - o->lr * o->weight_decay);
 	const real rate = (real)(o->lr / (1 - pow(o->beta1, (double)o->step)));
 	const real correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));

@@ -337,7 +337,8 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	struct arena *a = mem->certain;
 	const struct group *tensor = &mem->layout->tensor;
 	const int64_t T = B * L, N = most_tokens(T, mem->layout), H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size;
-	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c), C = head_chunk(whole->vocab_size, tensor->size);
+	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c);
+	const int64_t C = head_chunk(whole->vocab_size, tensor->size);
 	const int layers = c->num_hidden_layers;
 	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
@@ -2164,7 +2165,8 @@ static int print_plan(const struct config *c, int ranks, double room, bool json)
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
 			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
-			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
+			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals},
+			{"total at most", asked.certain + m->arrivals}};
 	const int num_memory = sizeof memory / sizeof *memory;
 	if (json) {
 		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
@@ -2284,7 +2286,8 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 	const double rate = b->flops / b->step_seconds;
 	if (json) {
 		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {", name, b->ranks, kernels_threads(), blas_core(),
+				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {",
+				name, b->ranks, kernels_threads(), blas_core(),
 				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
 		for (int p = 0; p < NUM_PARTS; p++)
 			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
@@ -2554,10 +2557,8 @@ static void warn_of_crowd(void)
 	const struct crowd c = parallel_crowd(kernels_threads());
 	const int threads = c.cores / c.ranks;
 	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
-	char host[64] = "";
-	gethostname(host, sizeof host - 1);
 	if (c.first)
-		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", host, c.ranks,
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks,
 				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
 				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
 }
@@ -2862,11 +2863,9 @@ int main(int argc, char **argv)
 	bool together = status == EXIT_DONE;
 	if (status != EXIT_DONE) {
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
-		char host[64] = "";
-		gethostname(host, sizeof host - 1);
 		together = parallel_all_failed();
 		if (!together)
-			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), parallel_host(), error_text);
 		else if (parallel_rank() == 0)
 			fprintf(stderr, "ling: %s\n", error_text);
 	}

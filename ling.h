@@ -11,7 +11,8 @@
  * Letters used for sizes, here and in every comment:
  *   B sequences, L tokens a sequence, T = B*L tokens, H hidden_size, V vocab_size,
  *   nh / nkv query / key-value heads, d head_dim, E experts, k experts a token,
- *   I moe_intermediate_size, S shared experts, R = T*k expert rows (one for each token and chosen expert).
+ *   I moe_intermediate_size, S shared experts, R = T*k expert rows (one for each token and chosen expert);
+ *   where ranks share the work, N of the T tokens and A arriving expert rows, see struct layer_activations.
  * Arrays are row-major; [A, B] has B contiguous. A weight is [out, in] and y = x W^T.
  */
 #ifndef LING_H
@@ -354,11 +355,11 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
 void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E);
 /* rows [R, H] = x[token[r]]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H);
-/* out[row[r]] = rows[r]: gather_rows undone, for a list that names each row once. */
-void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
+void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
 /* Rows arrive rank by rank, each rank's sorted by expert, count [ranks, experts]: offset [experts + 1] and row [R] sort them by expert. */
 void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts);
-void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
+/* out[row[r]] = rows[r]: back to the order of arrival, or any list that names each row once. */
+void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
 /* out[position[i]] = in[i]: the routing weights in row order, and back. */
 void permute_forward(real *out, const real *in, const int32_t *position, int64_t R);
 void permute_backward(real *din, const real *dout, const int32_t *position, int64_t R);
@@ -442,6 +443,7 @@ void parallel_stop(int status);
 int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
 int parallel_local_ranks(void); /* on this machine */
+const char *parallel_host(void); /* this rank's machine; "" without MPI */
 double parallel_seconds(void); /* spent in communication so far */
 /* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
 void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
@@ -469,10 +471,10 @@ struct share { int64_t num_micro_batches, first, step; };
 struct share deal_batch(const struct group *data, int64_t batch, int micro_batch);
 
 /* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at slice_begin(rows, r, size). */
-/* Sums x over the ranks, in place on every one. */
+/* The sum, or the largest, of x over the ranks, in place on every one. */
 void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n);
 void group_max(const struct group *g, enum traffic kind, real *x, int64_t n);
-/* out [rows, width] from every rank's slice, which may stand in its place in out already. */
+/* out [rows, width] from every rank's slice, which may stand in its place in out already. A group of one leaves out as it is. */
 void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
  * Between start and finish, `in` must not change; scatter_progress may be called. */
@@ -486,7 +488,8 @@ void scatter_progress(struct scatter *s);
 void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
 void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n);
-/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
+/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. Until it is finished, `in` must not
+ * change nor out be read. */
 struct exchange { void *request; int *counts, type; enum traffic kind; };
 void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width);
@@ -502,6 +505,9 @@ void group_broadcast(const struct group *g, void *x, int64_t bytes);
 
 /* ============================================================================================================
  * The model (ling.c)
+ * V, nh and nkv in the shapes below are this rank's part (model.config), and gate_up and down hold its num_experts. All ranks call these
+ * together, in the same order: model_load, model_randomize, model_update_head_scale, model_forward, model_loss, model_backward, evaluate and
+ * the trainer's functions but for trainer_next_batch and trainer_free.
  * ========================================================================================================== */
 
 /* Parameters: one block of memory, named piece by piece in a table, and pointers into it. Gradients have the same form. */
@@ -654,8 +660,8 @@ struct layer_sums {
 	double count[];              /* [E] assignments */
 };
 
-/* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
- * how much is needed. model_free may follow a failure. */
+/* Makes this rank's part of a model, with room for max_sequences windows of seq_len tokens, weights not set. The layout must be connected.
+ * Fails when memory does not suffice, saying how much is needed. model_free may follow a failure. */
 int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences, int seq_len,
 		enum purpose purpose);
 void model_free(struct model *m);

@@ -177,6 +177,11 @@ int parallel_local_ranks(void)
 	return mpi.running ? mpi.local_ranks : 1;
 }
 
+const char *parallel_host(void)
+{
+	return mpi.running ? mpi.hosts[parallel_rank()] : "";
+}
+
 double parallel_seconds(void)
 {
 	return mpi.seconds;

@@ -92,6 +92,17 @@ static void unmap_file(const uint8_t *data, size_t size)
 		munmap((void *)data, size);
 }
 
+int file_crc32(const char *path, uint32_t *crc)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return -1;
+	*crc = crc32_z(0, data, size);
+	unmap_file(data, size);
+	return 0;
+}
+
 /* Parses a JSON object from a file. NULL on error (syntax, duplicate key, not an object), naming file and line. */
 static json_t *json_read(const char *path)
 {
@@ -1212,6 +1223,16 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 static json_t *config_to_json(const struct config *c)
 {
 	return key_to_json(c, &root_key, 0);
+}
+
+uint32_t config_crc32(const struct config *c)
+{
+	json_t *json = config_to_json(c);
+	char *text = json_dumps(json, JSON_SORT_KEYS);
+	const uint32_t crc = text ? crc32(0, (const uint8_t *)text, strlen(text)) : 0;
+	free(text);
+	json_decref(json);
+	return crc;
 }
 
 /* Reports a JSON value that key `name` cannot take. */
@@ -3084,6 +3105,12 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	json_t *sent = json_object();
+	for (int i = 0; i < m->num_kinds; i++)
+		json_object_set_new(sent, m->kinds[i], json_integer(m->bytes_sent[i]));
+	if (m->num_kinds)
+		json_object_set(root, "bytes_sent", sent);
+	json_decref(sent);
 	if (json_array_size(nonfinite))
 		json_object_set(root, "nonfinite", nonfinite);
 	char *text = json_text(root, JSON_REAL_PRECISION(17));

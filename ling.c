@@ -12,11 +12,13 @@
 #include <fcntl.h>
 #include <math.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -162,6 +164,30 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 	p->lm_head = c->tie_word_embeddings ? p->embedding : add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
 }
 
+/* The tensors that a rank of a layout holds, in the order of memory, which is the same for all ranks. To be freed; NULL when memory is short. */
+static struct tensor *list_tensors(const struct model_config *c, const struct layout *layout, int *n)
+{
+	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct parameter_walk count = {.layout = layout}, fill = count;
+	if (params.layer)
+		add_model(&count, c, &params);
+	fill.tensors = params.layer ? calloc(count.num_tensors, sizeof *fill.tensors) : NULL;
+	if (fill.tensors)
+		add_model(&fill, c, &params);
+	else
+		fail("out of memory for the names of the model's tensors");
+	free(params.layer);
+	*n = count.num_tensors;
+	return fill.tensors;
+}
+
+/* Those of the whole model, whoever holds them. */
+static struct tensor *whole_tensors(const struct model_config *c, int *n)
+{
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	return list_tensors(c, &alone, n);
+}
+
 /* The model as one rank of a layout computes it: its heads and its part of the vocabulary. */
 static struct model_config local_config(const struct model_config *c, const struct layout *l)
 {
@@ -233,10 +259,11 @@ static real *carve_real(struct arena *a, int64_t count)
 	return carve(a, count, sizeof(real));
 }
 
-int64_t head_chunk(int64_t V)
+int64_t head_chunk(int64_t V, int tensor)
 {
-	/* 16 MB of logits, to stay near the cores, but enough tokens for each pass over the head's weights and their gradient to pay. */
-	int64_t tokens = (4 << 20) / V;
+	/* 16 MB of logits, to stay near the cores, but enough tokens for each pass over the head's weights and their gradient to pay. Alike on
+	 * all ranks of a tensor group, whose parts of the vocabulary may differ by an entry. */
+	int64_t tokens = (4 << 20) / ((V + tensor - 1) / tensor);
 	return tokens < 256 ? 256 : tokens > 2048 ? 2048 : tokens;
 }
 
@@ -302,14 +329,16 @@ static void carve_layer(const struct activation_memory *mem, struct layer_activa
 	}
 }
 
-/* Cuts the activations of a rank for B windows of L tokens; c is the rank's own config. acts->layer must have room for all layers. */
-static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *c, int64_t B,
+/* Cuts the activations of a rank for B windows of L tokens of the whole model. acts->layer must have room for all layers. */
+static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *whole, int64_t B,
 		int64_t L, enum purpose purpose)
 {
+	const struct model_config local = local_config(whole, mem->layout), *c = &local;
 	struct arena *a = mem->certain;
 	const struct group *tensor = &mem->layout->tensor;
 	const int64_t T = B * L, N = most_tokens(T, mem->layout), H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size;
-	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c), C = head_chunk(c->vocab_size);
+	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c);
+	const int64_t C = head_chunk(whole->vocab_size, tensor->size);
 	const int layers = c->num_hidden_layers;
 	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
@@ -359,7 +388,6 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->head_input = carve_real(a, C * H);
 	acts->head_max = carve_real(a, C);
 	acts->head_loss = carve(a, 2 * C, sizeof(double));
-	acts->head_sum = acts->head_loss ? acts->head_loss + C : NULL;
 	acts->head_norm = carve(a, H, sizeof(double));
 	if (!training)
 		return;
@@ -372,49 +400,59 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dlogits = carve_real(a, N * E);
 	acts->dgate_up = carve_real(mem->arrivals, A * 2 * I);
 	acts->dact = carve_real(mem->arrivals, A * I);
-	acts->drow_weight = carve_real(mem->arrivals, A);
+	acts->dexpert_weight = carve_real(mem->arrivals, A);
 	acts->dweight = carve_real(a, R);
 	acts->dshared_gate_up = carve_real(a, N * 2 * W);
 	acts->dshared_act = carve_real(a, N * W);
 }
 
-/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take. */
-struct memory_plan { int64_t num_params, num_tensors, num_chunks, num_state; size_t weights, gradients, optimizer, activations, arrivals, reduction; };
+/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
+ * what is taken while a checkpoint is written. */
+struct memory_plan {
+	int64_t num_params, num_tensors, num_chunks, num_state;
+	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
+};
 
 /* c is the whole model's config. */
 static int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
 		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE, split = layout->expert.size > 1;
+	if ((double)B * L * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
+		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
+				(long long)B, (long long)L, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
+	int n;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {.layout = layout};
+	struct tensor *tensors = list_tensors(c, layout, &n);
 	struct arena certain = {0}, arrivals = {0};
-	const struct model_config local = local_config(c, layout);
-	int rc = acts.layer && params.layer ? 0 : fail("out of memory for %d layers", c->num_hidden_layers);
-	if (rc == 0) {
-		add_model(&walk, c, &params);
-		carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, &local, B, L, purpose);
-		walk.tensors = calloc(walk.num_tensors, sizeof *walk.tensors);
-		rc = walk.tensors ? 0 : fail("out of memory for the names of %d tensors", walk.num_tensors);
+	if (!acts.layer || !tensors) {
+		free(acts.layer);
+		free(tensors);
+		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
-	if (rc == 0) {
-		walk = (struct parameter_walk){.layout = layout, .tensors = walk.tensors};
-		add_model(&walk, c, &params);
-		*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
-		plan->num_chunks = cut_chunks(NULL, &plan->num_state, walk.tensors, walk.num_tensors, layout);
-		plan->weights = walk.num_params * sizeof(real);
-		plan->gradients = training ? plan->weights : 0;
-		plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
-		plan->reduction = training && layout->world.size > 1
-				? PENDING * scatter_scratch(&layout->world, walk.num_params < CHUNK_SIZE ? walk.num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
-		plan->activations = certain.used;
-		plan->arrivals = arrivals.used;
+	carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
+	*plan = (struct memory_plan){.num_tensors = n, .activations = certain.used, .arrivals = arrivals.used};
+	for (int i = 0; i < n; i++) {
+		/* A checkpoint is written by way of one whole tensor and one piece, see write_tensors. */
+		const size_t bytes = (tensors[i].rows * (tensors[i].cols ? tensors[i].cols : 1) + CHUNK_SIZE) * sizeof(real);
+		plan->saving = training && bytes > plan->saving ? bytes : plan->saving;
+		plan->num_params += tensor_size(&tensors[i]);
 	}
-	free(walk.tensors);
+	plan->num_chunks = cut_chunks(NULL, &plan->num_state, tensors, n, layout);
+	plan->weights = plan->num_params * sizeof(real);
+	plan->gradients = training ? plan->weights : 0;
+	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
+	plan->reduction = training && layout->world.size > 1
+			? PENDING * scatter_scratch(&layout->world, plan->num_params < CHUNK_SIZE ? plan->num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
+	free(tensors);
 	free(acts.layer);
-	free(params.layer);
-	return rc;
+	return 0;
+}
+
+/* Bytes. */
+static double machine_memory(void)
+{
+	return (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 }
 
 /* `bytes` of zeros for a large array, or NULL: on huge pages where the system has them, since products stride over all of it, and
@@ -447,14 +485,11 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = slice_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
-	if ((double)max_sequences * seq_len * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
-		return fail("%d x %d tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
-				max_sequences, seq_len, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
-	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction;
-	const double machine = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction + plan.saving;
+	const double machine = machine_memory() / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
 		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
@@ -492,7 +527,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
 	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->tensors, m->num_tensors, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
-	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, &m->config, max_sequences,
+	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
 			seq_len, purpose);
 	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
 	return 0;
@@ -573,24 +608,6 @@ void model_randomize(struct model *m, uint64_t seed)
 		}
 	}
 	model_update_head_scale(m);
-}
-
-/* All tensors of the whole model, whoever holds them, in the order that every rank's own follow. To be freed; NULL when memory is short. */
-static struct tensor *whole_tensors(const struct model_config *c, int *n)
-{
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {.layout = &alone};
-	if (params.layer)
-		add_model(&walk, c, &params);
-	walk = (struct parameter_walk){.layout = &alone, .tensors = params.layer ? calloc(walk.num_tensors, sizeof *walk.tensors) : NULL};
-	if (walk.tensors)
-		add_model(&walk, c, &params);
-	else
-		fail("out of memory for the names of the model's tensors");
-	free(params.layer);
-	*n = walk.num_tensors;
-	return walk.tensors;
 }
 
 /* A piece of a tensor that this rank keeps the moments of, and answers for in a checkpoint: elements from .. end of the rank's part, and
@@ -731,13 +748,12 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 		real *const *blocks, const char *const *prefixes)
 {
 	const struct group *world = &m->layout.world;
-	const int64_t most = CHUNK_SIZE < m->num_params ? CHUNK_SIZE : m->num_params;
 	struct array *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
 	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
 	struct parcel *parcel = malloc(sizeof *parcel + (CHUNK_SIZE + 1) * sizeof(real));
 	struct weights_writer *w = NULL;
 	int64_t largest = 1;
-	int count = 0, rc = arrays && names && parcel && most > 0 ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
+	int count = 0, rc = arrays && names && parcel ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
 	for (int b = 0; b < num_blocks && rc == 0; b++)
 		for (int i = 0; i < n; i++)
 			if (writer_of(&m->layout, &whole[i], i, m->config.num_experts) == world->rank) {
@@ -750,6 +766,10 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 	if (rc == 0 && !tensor)
 		rc = fail("%s: out of memory for a tensor of %lld elements", path, (long long)largest);
 	rc = parallel_agree(rc); /* nobody sends what another could not take */
+	if (rc < 0) {
+		free(tensor);
+		tensor = NULL;
+	}
 	if (rc == 0 && !(w = weights_create(path, arrays, count)))
 		rc = -1;
 	for (int b = 0; b < num_blocks && tensor; b++) {
@@ -808,8 +828,9 @@ void model_lap(struct model *m, enum part part)
 	const double t = now();
 	m->part_seconds[part] += t - m->lap_start;
 	m->lap_start = t;
-	for (int i = 0; i < m->num_pending; i++) /* MPI moves data only when it is called */
-		scatter_progress(&m->pending[i]);
+	for (int i = m->chunks_finished; i < m->chunks_started; i++) /* MPI moves data only when it is called */
+		scatter_progress(&m->pending[i % PENDING].scatter);
+	exchange_progress(&m->dispatch);
 }
 
 /* ============================================================================================================
@@ -823,7 +844,7 @@ void model_update_head_scale(struct model *m)
 	const int64_t H = m->config.hidden_size;
 	double *norm = m->acts.head_norm;
 	column_sum_of_squares(norm, m->params.lm_head, m->config.vocab_size, H);
-	group_sum(&m->layout.tensor, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
+	group_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
 	for (int64_t j = 0; j < H; j++)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
@@ -843,7 +864,7 @@ static const real *gather_slices(struct model *m, const real *slice, int64_t T)
 {
 	if (m->layout.tensor.size == 1)
 		return slice;
-	group_gather(&m->layout.tensor, m->acts.gathered, slice, T, m->config.hidden_size);
+	group_gather(&m->layout.tensor, TRAFFIC_GATHER, m->acts.gathered, slice, T, m->config.hidden_size);
 	return m->acts.gathered;
 }
 
@@ -857,7 +878,8 @@ static real *shares(struct model *m, real *slice)
 static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
 {
 	if (m->layout.tensor.size > 1)
-		group_scatter_sum(&m->layout.tensor, slice, accumulate, m->acts.partial, T, m->config.hidden_size, m->acts.scatter_scratch);
+		group_scatter_sum(&m->layout.tensor, TRAFFIC_SUM, slice, accumulate, m->acts.partial, T, m->config.hidden_size,
+				m->acts.scatter_scratch);
 }
 
 /* attention = Attention(RMSNorm(input)), less its output product. */
@@ -925,7 +947,7 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
-	group_sum(&m->layout.tensor, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
+	group_sum(&m->layout.tensor, TRAFFIC_STATISTICS, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
 	int64_t together = L;
 	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
 		together = T;
@@ -945,12 +967,11 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 	}
 }
 
-/* The rows that the experts of this rank work on, with expert parallel: plans who sends what, and starts to send x's rows of this rank's
- * tokens; what arrives goes to `arrivals`. */
-static void dispatch_start(struct model *m, struct layer_activations *x, struct exchange *e, const real *tokens, real *arrivals)
+/* Starts to send the rows of this rank's tokens to their experts; what arrives goes to `arrivals`. */
+static void dispatch_start(struct model *m, struct layer_activations *x, const real *tokens, real *arrivals)
 {
 	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], m->config.hidden_size);
-	group_exchange_start(e, &m->layout.expert, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
+	group_exchange_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
 }
 
 /* Sends rows back to where they came from: expert_rows, in the order of the experts, become acts.rows. */
@@ -958,7 +979,7 @@ static void return_rows(struct model *m, struct layer_activations *x)
 {
 	struct exchange e;
 	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, m->config.hidden_size);
-	group_exchange_start(&e, &m->layout.expert, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
+	group_exchange_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
 	group_exchange_finish(&e);
 }
 
@@ -971,7 +992,7 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	struct exchange e;
 	for (int i = 0; i < E; i++)
 		count[i] = x->offset[i + 1] - x->offset[i];
-	group_transpose(g, x->arrived, count, mine);
+	group_transpose(g, TRAFFIC_PLAN, x->arrived, count, mine);
 	for (int r = 0; r < g->size; r++) {
 		x->sent[r] = x->offset[(r + 1) * mine] - x->offset[r * mine];
 		x->received[r] = 0;
@@ -980,7 +1001,7 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	}
 	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, mine);
 	x->num_rows = x->expert_offset[mine];
-	group_exchange_start(&e, g, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
+	group_exchange_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
 	group_exchange_finish(&e);
 	for (int64_t r = 0; r < x->num_rows; r++)
 		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
@@ -998,7 +1019,6 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	struct exchange dispatch;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->middle, N * H);
@@ -1011,12 +1031,13 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		x->num_rows = N * k;
 		if (split) {
 			plan_arrivals(m, x);
-			dispatch_start(m, x, &dispatch, a->normed, x->arrivals);
+			dispatch_start(m, x, a->normed, x->arrivals);
 		}
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) { /* while the rows are on their way */
 		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, N, H, 2 * W, false);
+		model_lap(m, PART_EXPERTS);
 		if (out) {
 			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, N, W);
 			matmul_forward(out, a->shared_act, p->shared_down, NULL, N, W, H, true);
@@ -1025,7 +1046,7 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	}
 	if (experts) {
 		if (split)
-			group_exchange_finish(&dispatch);
+			group_exchange_finish(&m->dispatch);
 		model_lap(m, PART_PERMUTE);
 		grouped_matmul_forward(x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_offset, m->num_experts, H, 2 * I,
 				false);
@@ -1080,7 +1101,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 {
 	struct activations *a = &m->acts;
 	const struct group *tensor = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(V);
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(m->whole.vocab_size, tensor->size);
 	const real *normed = gather_slices(m, a->normed, T);
 	real *dnormed = step ? shares(m, a->dnormed) : NULL;
 	double total = 0;
@@ -1090,10 +1111,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
 		/* The vocabulary may be split: the largest logit, then loss and sum, are those of all its parts. */
 		logits_max(a->head_max, a->head_logits, n, V);
-		group_max(tensor, a->head_max, n);
+		group_max(tensor, TRAFFIC_HEAD, a->head_max, n);
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
-		group_sum(tensor, loss, 2 * n);
+		group_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
 		if (!step)
@@ -1116,12 +1137,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 
 static void finish_oldest_chunk(struct model *m)
 {
-	const struct chunk *c = &m->chunks[m->pending_chunk[0]];
+	const int slot = m->chunks_finished++ % PENDING;
+	const struct chunk *c = &m->chunks[m->pending[slot].chunk];
 	int64_t size;
-	group_scatter_finish(&m->pending[0], m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
-	m->num_pending--;
-	memmove(m->pending, m->pending + 1, m->num_pending * sizeof *m->pending);
-	memmove(m->pending_chunk, m->pending_chunk + 1, m->num_pending * sizeof *m->pending_chunk);
+	group_scatter_finish(&m->pending[slot].scatter, m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
 }
 
 /* Sends a bucket's gradients on when the last micro-batch has added to them. */
@@ -1134,12 +1153,20 @@ static void reduce_bucket(struct model *m, int bucket, const struct step *step)
 		const struct group *g = sharing_group(&m->layout, c->sharing);
 		if (c->bucket != bucket || g->size == 1)
 			continue;
-		if (m->num_pending == PENDING)
+		if (m->chunks_started - m->chunks_finished == PENDING)
 			finish_oldest_chunk(m);
-		real *scratch = m->pending_scratch + m->num_sent++ % PENDING * m->pending_size;
-		m->pending_chunk[m->num_pending] = i;
-		group_scatter_start(&m->pending[m->num_pending++], g, m->grads.memory + c->offset, c->size, 1, scratch);
+		const int slot = m->chunks_started++ % PENDING;
+		m->pending[slot].chunk = i;
+		group_scatter_start(&m->pending[slot].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1,
+				m->pending_scratch + slot * m->pending_size);
 	}
+}
+
+static void finish_chunks(struct model *m)
+{
+	while (m->chunks_finished < m->chunks_started)
+		finish_oldest_chunk(m);
+	m->chunks_started = m->chunks_finished = 0;
 }
 
 /* ============================================================================================================
@@ -1178,16 +1205,16 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	struct exchange dispatch;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
 	model_lap(m, PART_OTHER);
 	if (experts && split) {
-		dispatch_start(m, x, &dispatch, a->dstream, a->returns);
+		dispatch_start(m, x, a->dstream, a->returns);
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) {
 		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, N, W, H, false);
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, N, W);
+		model_lap(m, PART_EXPERTS);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
 		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, N, H, 2 * W, false);
@@ -1197,28 +1224,27 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
 		const real *in = a->normed, *dy = a->dstream;
 		if (split) {
-			group_exchange_finish(&dispatch);
+			group_exchange_finish(&m->dispatch);
 			in = x->arrivals;
 			dy = a->returns;
 		}
 		model_lap(m, PART_PERMUTE);
 		grouped_matmul_backward_input(a->dact, dy, x->row, p->down, x->expert_offset, E, I, H, false);
-		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
+		swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
 		grouped_matmul_backward_weight(g->down, dy, x->row, a->act, NULL, x->expert_offset, E, I, H, add);
 		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, in, x->row, x->expert_offset, E, H, 2 * I, add);
 		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);
 		model_lap(m, PART_EXPERTS);
-		real *drow_weight = a->drow_weight;
 		if (split) {
 			struct exchange weights;
 			for (int64_t r = 0; r < x->num_rows; r++)
-				a->arrived_weight[x->row[r]] = a->drow_weight[r];
-			group_exchange_start(&weights, &m->layout.expert, a->drow_weight, x->sent, a->arrived_weight, x->received, 1);
+				a->arrived_weight[x->row[r]] = a->dexpert_weight[r];
+			group_exchange_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight, x->received, 1);
 			group_exchange_finish(&weights);
 			return_rows(m, x);
 		}
 		combine_rows(a->dnormed, a->rows, x->position, N, k, H, W > 0);
-		permute_backward(a->dweight, drow_weight, x->position, N * k);
+		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
 		model_lap(m, PART_PERMUTE);
 		router_backward(m, l, B, step);
 		model_lap(m, PART_ROUTER);
@@ -1280,15 +1306,19 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	embedding_backward(m->grads.embedding, input, gather_slices(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
 			step->accumulate || c->tie_word_embeddings);
 	reduce_bucket(m, 0, step);
-	while (m->num_pending)
-		finish_oldest_chunk(m);
+	finish_chunks(m);
 	model_lap(m, PART_OTHER);
+}
+
+static struct step_sums step_sums_shape(const struct model_config *c)
+{
+	const int64_t stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
+	return (struct step_sums){.size = 2 + stride * c->num_hidden_layers, .stride = stride};
 }
 
 int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
-	s->stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	s->size = 2 + s->stride * c->num_hidden_layers;
+	*s = step_sums_shape(c);
 	s->values = calloc(s->size, sizeof *s->values);
 	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
 }
@@ -1400,10 +1430,8 @@ static bool leads(const struct trainer *t)
 static int trainer_start_from(struct trainer *t, const char *dir)
 {
 	struct model_config theirs;
-	const bool right = config_from_huggingface(&theirs, dir) == 0 && config_check_init(&theirs, &t->config.model, dir) == 0;
-	if (parallel_agree(right ? 0 : -1) < 0)
-		return -1;
-	return model_load(&t->model, dir);
+	const bool fits = config_from_huggingface(&theirs, dir) == 0 && config_check_init(&theirs, &t->config.model, dir) == 0;
+	return parallel_agree(fits ? 0 : -1) < 0 ? -1 : model_load(&t->model, dir);
 }
 
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
@@ -1437,37 +1465,24 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
 	layout_connect(&layout);
-	if (model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
-		trainer_free(t);
-		return -1;
-	}
+	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
+	if (rc == 0)
+		rc = step_sums_init(&t->sums, &c->model);
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
-	if (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target) {
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target))
+		rc = fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
+	if (parallel_agree(rc) < 0) {
 		trainer_free(t);
-		return fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
+		return -1;
 	}
 	for (int l = 0; l < layers; l++)
 		t->state.router_std[l] = 1;
 	return 0;
-}
-
-/* FNV-1a of some bytes, to see that they are the same on every rank. */
-static uint64_t hash_bytes(uint64_t hash, const void *bytes, size_t n)
-{
-	for (size_t i = 0; i < n; i++)
-		hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3u;
-	return hash;
-}
-
-static uint64_t hash_tokens(const struct tokens *t)
-{
-	const int64_t content[2] = {t->count, t->crc32};
-	return hash_bytes(0xcbf29ce484222325u, content, sizeof content);
 }
 
 /* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
@@ -1479,7 +1494,7 @@ static int trainer_start(struct trainer *t, const char *dir)
 		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (parallel_same(hash_tokens(&t->train), "data.train") < 0 || parallel_same(hash_tokens(&t->valid), "data.valid") < 0)
+	if (parallel_same(t->train.crc32, "data.train") < 0 || parallel_same(t->valid.crc32, "data.valid") < 0)
 		return -1;
 	if (*dir && trainer_resume(t, dir) < 0)
 		return -1;
@@ -1496,8 +1511,11 @@ int trainer_init(struct trainer *t, const struct config *c)
 {
 	char dir[PATH_LEN] = "";
 	const struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
-	int rc = all.world.rank == 0 ? checkpoint_find(c->train.output_dir, dir) : 0;
-	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(hash_bytes(0xcbf29ce484222325u, c, sizeof *c), "the config") < 0 ||
+	uint32_t program = 0;
+	int rc = file_crc32("/proc/self/exe", &program);
+	if (rc == 0 && all.world.rank == 0)
+		rc = checkpoint_find(c->train.output_dir, dir);
+	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 || parallel_same(config_crc32(c), "the config") < 0 ||
 			trainer_allocate(t, c) < 0)
 		return -1;
 	group_broadcast(&t->model.layout.world, dir, sizeof dir);
@@ -1569,7 +1587,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 		const struct chunk *c = &m->chunks[i];
 		int64_t size;
 		real *chunk = m->params.memory + c->offset;
-		group_gather(sharing_group(&m->layout, c->sharing), chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
+		group_gather(sharing_group(&m->layout, c->sharing), TRAFFIC_WEIGHTS, chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
 	}
 	model_update_head_scale(m);
 }
@@ -1582,7 +1600,7 @@ double gradient_square(const struct model *m)
 		const int64_t begin = own_slice(&m->layout, &m->chunks[i], &size);
 		sum += sum_of_squares(m->grads.memory + m->chunks[i].offset + begin, size);
 	}
-	group_sum(&m->layout.world, &sum, 1);
+	group_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
 }
 
@@ -1623,6 +1641,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	for (int64_t i = 0; i < num_tokens; i++)
 		step.num_targets += t->target[i] >= 0;
 
+	int64_t sent[NUM_TRAFFIC];
+	parallel_bytes(sent);
 	memset(model->part_seconds, 0, sizeof model->part_seconds);
 	model->lap_start = start;
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
@@ -1640,7 +1660,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		model_backward(model, input, B, &step);
 	}
 	t->sums.values[1] = stop_requested;
-	group_sum(&model->layout.world, t->sums.values, t->sums.size);
+	group_sum(&model->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[1] > 0;
 
 	const double norm = sqrt(gradient_square(model));
@@ -1666,6 +1686,12 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	t->communication = parallel_seconds() - communication;
 	t->slowest = group_slowest(&model->layout.world, m->seconds - t->communication);
 	m->tokens_per_second = num_tokens / m->seconds;
+	parallel_bytes(t->bytes_sent);
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		t->bytes_sent[i] -= sent[i];
+	m->num_kinds = model->layout.world.size > 1 ? NUM_TRAFFIC : 0;
+	m->kinds = traffic_names;
+	m->bytes_sent = t->bytes_sent;
 	if (!finite)
 		return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the weights were "
 				"left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up, and continue from a "
@@ -1705,7 +1731,9 @@ int trainer_save(struct trainer *t)
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	if (rc == 0 && leads(t))
+	if (parallel_agree(rc) < 0)
+		return -1;
+	if (leads(t))
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
 		return -1;
@@ -1728,8 +1756,8 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops and saves, a second one ends the program at once. SIGUSR1 is for mpirun, which hands it on to its ranks, while
- * after SIGTERM and SIGINT it kills them within two seconds, whatever they are writing. Nobody listening to the progress is no reason to stop. */
+/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
+ * them within a second. Nobody listening to the progress is no reason to stop. */
 static void catch_signals(void)
 {
 	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
@@ -1905,7 +1933,7 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 		for (int64_t t = 0; B && byte_tokens && m->layout.tensor.rank == 0 && t < L; t++)
 			sums[1] += target[t] < 256;
 	}
-	group_sum(&m->layout.world, sums, 2);
+	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 2);
 	e->bytes = (int64_t)sums[1];
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
@@ -1964,12 +1992,20 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 	return 0;
 }
 
-/* Prints what a model needs, for the config's seq_len and micro_batch, or for some usual ones where it has none. */
+/* Usual sizes where a config has none, as those of configs/ that are only a model. */
+static void usual_sizes(struct config *c, int ranks)
+{
+	const int longest = c->model.max_position_embeddings;
+	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
+	c->train.micro_batch = c->train.micro_batch ? c->train.micro_batch : 1;
+	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;
+}
+
+/* Prints what a model needs for the config's seq_len and micro_batch. */
 static int print_info(const struct config *config, bool json)
 {
 	const struct model_config *c = &config->model;
-	const int L = config->data.seq_len ? config->data.seq_len : c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096;
-	const int B = config->train.micro_batch ? config->train.micro_batch : 1;
+	const int L = config->data.seq_len, B = config->train.micro_batch;
 	struct memory_plan plan = {0};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
@@ -2002,17 +2038,185 @@ static int print_info(const struct config *config, bool json)
 	return 0;
 }
 
-/* ============================================================================================================
- * ling bench: whole training steps against the roof, the machine's own rate of large products
- * ========================================================================================================== */
+/* What a layout of ranks costs: the memory of the last rank, which holds most, since the last slice of anything is never the smaller one; and
+ * the bytes that rank 0 sends in a step, which has the most micro-batches, if every expert gets as many tokens. */
+struct layout_plan {
+	struct layout layout;
+	struct memory_plan memory;
+	double certain, rows;        /* bytes without expert rows; of those, when balanced */
+	double sent[NUM_TRAFFIC + 1]; /* the last one is the sum */
+};
 
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], flops, tokens; }; /* roof and flops: FLOP/s, FLOPs a step */
+/* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention and head. */
+struct work { int64_t micro_batches, sequences, tokens; };
+static struct work plan_work(const struct config *c, const struct layout *l)
+{
+	const struct share share = deal_batch(&l->data, c->train.batch, c->train.micro_batch);
+	struct work w = {.micro_batches = share.num_micro_batches};
+	for (int64_t i = 0; i < share.num_micro_batches; i++) {
+		const int64_t left = c->train.batch - share.first - i * share.step;
+		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch, T = B * c->data.seq_len;
+		w.sequences += B;
+		w.tokens += slice_begin(T, l->tensor.rank + 1, l->tensor.size) - slice_begin(T, l->tensor.rank, l->tensor.size);
+	}
+	return w;
+}
+
+/* Adds up what the calls of a training step send. */
+static void plan_traffic(struct layout_plan *p, const struct config *config)
+{
+	const struct model_config *c = &config->model;
+	const struct layout *l = &p->layout;
+	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace, E = c->num_experts, e = l->expert.size;
+	const double H = c->hidden_size, others = l->tensor.size - 1, world = l->world.size - 1;
+	/* The layers, and those with experts, that the backward pass computes again: the last one's activations are still there. */
+	const int again = config->train.recompute == TRAIN_RECOMPUTE_LAYER ? layers - 1 : 0, moe_again = again && moe ? moe - 1 : 0;
+	const int attention_again = config->train.recompute == TRAIN_RECOMPUTE_ATTENTION ? layers : again;
+	const struct work w = plan_work(config, l);
+	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
+	double group = 0;            /* tokens of the whole expert group: a share of 1/e of their rows comes to each rank */
+	for (int i = 0; i < e; i++) {
+		const struct layout member = layout_of_rank(l->copies.rank * e + i, l->world.size, l->tensor.size, e);
+		group += plan_work(config, &member).tokens;
+	}
+	const double rows = own * c->num_experts_per_tok * (e - 1) / e, foreign_rows = (group - own) * c->num_experts_per_tok / e;
+	double *sent = p->sent;
+	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product; it sums after the output
+	 * product and after the backward pass of the first. Head and embedding have a gather and a sum each. */
+	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
+	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
+	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
+	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
+	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
+	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
+	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
+	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_params - p->memory.num_state) * sizeof(real);
+	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
+	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		sent[NUM_TRAFFIC] += sent[i];
+}
+
+/* Fails for a layout that the model cannot have. */
+static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert)
+{
+	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
+	const struct layout last = layout_of_rank(ranks - 1, ranks, tensor, expert);
+	struct memory_plan *m = &p->memory;
+	if (layout_check(&c->model, ranks, tensor, expert) < 0 ||
+			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
+		return -1;
+	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;
+	p->rows = (double)m->arrivals / expert;
+	plan_traffic(p, c);
+	return 0;
+}
 
 static int compare_doubles(const void *a, const void *b)
 {
 	const double x = *(const double *)a, y = *(const double *)b;
 	return (x > y) - (x < y);
 }
+
+static int compare_sent(const void *a, const void *b)
+{
+	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC], &((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
+}
+
+/* Such as 1.234 GB. */
+static const char *format_bytes(char out[32], double bytes)
+{
+	static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+	int i = 0;
+	for (; bytes >= 1000 && i < 5; i++)
+		bytes /= 1000;
+	snprintf(out, 32, "%.*f %s", i ? 3 : 0, bytes, units[i]);
+	return out;
+}
+
+/* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
+static int print_plan(const struct config *c, int ranks, double room, bool json)
+{
+	struct layout_plan asked, smallest = {0}, *plans = NULL;
+	int n = 0;
+	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert) < 0)
+		return -1;
+	for (int tensor = 1; tensor <= ranks && tensor <= c->model.num_key_value_heads; tensor++)
+		for (int expert = 1; expert <= ranks && expert <= (c->model.num_experts ? c->model.num_experts : 1); expert++) {
+			struct layout_plan p;
+			if (ranks % tensor || ranks % expert || plan_layout(&p, c, ranks, tensor, expert) < 0)
+				continue;
+			if (!smallest.certain || p.certain + p.rows < smallest.certain + smallest.rows)
+				smallest = p;
+			if (p.certain + p.rows > room)
+				continue;
+			struct layout_plan *more = realloc(plans, (n + 1) * sizeof *plans);
+			if (!more) {
+				free(plans);
+				return fail("out of memory for %d layouts", n + 1);
+			}
+			plans = more;
+			plans[n++] = p;
+		}
+	if (n)
+		qsort(plans, n, sizeof *plans, compare_sent);
+
+	const struct layout *l = &asked.layout;
+	const struct memory_plan *m = &asked.memory;
+	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
+			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
+			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals},
+			{"total at most", asked.certain + m->arrivals}};
+	const int num_memory = sizeof memory / sizeof *memory;
+	if (json) {
+		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
+				ranks, l->data.size, l->tensor.size, l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
+		for (int i = 0; i < num_memory; i++)
+			printf("%s\"%s\": %.0f", i ? ", " : "", memory[i].name, memory[i].bytes);
+		printf("}, \"bytes_sent\": {");
+		for (int i = 0; i <= NUM_TRAFFIC; i++)
+			printf("%s\"%s\": %.0f", i ? ", " : "", i < NUM_TRAFFIC ? traffic_names[i] : "total", asked.sent[i]);
+		printf("}, \"memory_of_a_rank\": %.0f, \"layouts\": [", room);
+		for (int i = 0; i < n; i++)
+			printf("%s{\"tensor\": %d, \"expert\": %d, \"memory_bytes\": %.0f, \"memory_bytes_at_most\": %.0f, \"bytes_sent\": %.0f}", i ? ", " : "",
+					plans[i].layout.tensor.size, plans[i].layout.expert.size, plans[i].certain + plans[i].rows,
+					plans[i].certain + plans[i].memory.arrivals, plans[i].sent[NUM_TRAFFIC]);
+		printf("]}\n");
+		free(plans);
+		return 0;
+	}
+	char size[3][32];
+	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n", ranks, l->data.size, l->tensor.size,
+			l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
+	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
+	for (int i = 0; i < num_memory; i++)
+		if (memory[i].bytes)
+			printf("%-20s %13s\n", memory[i].name, format_bytes(size[0], memory[i].bytes));
+	printf("\nsent by a rank in a step\n");
+	for (int i = 0; i <= NUM_TRAFFIC; i++)
+		if (asked.sent[i])
+			printf("%-20s %13s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", format_bytes(size[0], asked.sent[i]));
+	if (n)
+		printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", format_bytes(size[0], room), "data", "tensor", "expert", "memory",
+				"at most", "sent");
+	else
+		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
+				"seq_len, or train.recompute=layer\n", format_bytes(size[0], room), smallest.layout.tensor.size, smallest.layout.expert.size,
+				format_bytes(size[1], smallest.certain + smallest.rows));
+	for (int i = 0; i < n; i++)
+		printf("%6d %6d %6d %12s %12s %12s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
+				format_bytes(size[0], plans[i].certain + plans[i].rows), format_bytes(size[1], plans[i].certain + plans[i].memory.arrivals),
+				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
+	free(plans);
+	return 0;
+}
+
+/* ============================================================================================================
+ * ling bench: whole training steps against the roof, the machine's own rate of large products
+ * ========================================================================================================== */
+
+/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
+struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
 
 static double median(double *x, int n)
 {
@@ -2040,9 +2244,10 @@ enum { BENCH_STEPS = 5 };
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -2054,12 +2259,17 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			return -1;
 		for (int p = 0; p < NUM_PARTS && i >= 0; p++)
 			part[p][i] = t->model.part_seconds[p];
-		if (i >= 0)
+		if (i >= 0) {
 			step[i] = m.seconds;
+			communication[i] = t->communication;
+		}
 	}
-	const double after = measure_roof(10, kernels_threads());
+	double after = measure_roof(10, kernels_threads());
+	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
+	b->communication_seconds = median(communication, BENCH_STEPS);
+	b->ranks = t->model.layout.world.size;
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
@@ -2075,14 +2285,17 @@ static void print_bench(const struct bench *b, const char *name, bool json)
 	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
 	if (json) {
-		printf("{\"config\": \"%s\", \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"parts\": {", name, kernels_threads(), blas_core(),
-				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof);
+		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
+				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {",
+				name, b->ranks, kernels_threads(), blas_core(),
+				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
 		for (int p = 0; p < NUM_PARTS; p++)
 			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
 		printf("}}\n");
 		return;
 	}
+	if (b->ranks > 1)
+		printf("%d ranks, communication %.3f s of a step, ", b->ranks, b->communication_seconds);
 	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
 			rate / 1e9, 100 * rate / b->roof);
@@ -2094,50 +2307,144 @@ static void print_bench(const struct bench *b, const char *name, bool json)
  * ling doctor: is this machine, and what runs on it, fit to train
  * ========================================================================================================== */
 
-/* Fails when the BLAS library's products are wrong. Float rounding gives an error of about 1e-7. */
-static int check_products(void)
+/* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
+static int check_products(bool openblas)
 {
-	const double own = product_error(false), library = product_error(true);
-	if (!(own < 1e-5))
-		return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine "
-				"with make clean all", plain_nan(own));
-	if (!(library < 1e-5))
+	const double error = product_error(openblas);
+	if (error < 1e-5)
+		return 0;
+	if (openblas)
 		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
-				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(library));
+				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
+	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine with "
+			"make clean && make", plain_nan(error));
+}
+
+struct examination {
+	char features[256];
+	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
+	double own_error, library_error; /* of the products, see product_error */
+	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
+	struct check checks[MAX_CHECKS];
+	int num_checks, num_warnings;
+	char warnings[8][256];       /* each says what to mend, and how */
+};
+
+__attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
+{
+	va_list args;
+	va_start(args, format);
+	vsnprintf(x->warnings[x->num_warnings++], sizeof *x->warnings, format, args);
+	va_end(args);
+}
+
+static bool is_right(const struct check *c)
+{
+	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
+}
+
+static void examine_threads(struct examination *x)
+{
+	cpu_set_t cpus;
+	x->machine_cores = sysconf(_SC_NPROCESSORS_ONLN);
+	x->cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : x->machine_cores;
+	x->ranks = parallel_local_ranks();
+	x->threads = kernels_threads();
+	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
+	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
+		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d ling ...", x->ranks, x->threads,
+				ranks, x->machine_cores / ranks);
+	else if (x->threads > x->cores)
+		warn(x, "more threads than cores: set OMP_NUM_THREADS=%d", x->cores);
+	else if (x->ranks == 1 && x->threads < x->cores)
+		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
+}
+
+/* Finds out what decides speed and correctness here. */
+static int examine_machine(struct examination *x)
+{
+	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
+	void *memory = malloc(bytes > scratch ? bytes : scratch);
+	if (!memory)
+		return fail("out of memory for %zu MB to measure and check with", (bytes > scratch ? bytes : scratch) >> 20);
+	cpu_features(x->features);
+	examine_threads(x);
+	if (blas_better_core())
+		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
+	x->own_error = product_error(false);
+	x->library_error = product_error(true);
+	x->one_core = measure_roof(5, 1);
+	x->all_threads = measure_roof(5, x->threads);
+	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
+		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)");
+	memset(memory, 0, bytes);
+	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
+	x->num_checks = self_check(x->checks, memory);
+	free(memory);
 	return 0;
 }
 
-/* Prints what decides speed and correctness here; a line that begins with "!" is something to mend. Fails when products are wrong. */
-static int examine_machine(void)
+static void print_examination(const struct examination *x)
 {
-	const int threads = kernels_threads();
-	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
-	char features[256];
-	cpu_set_t cpus;
-	const int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : sysconf(_SC_NPROCESSORS_ONLN);
-	real *memory = malloc(2 * n * sizeof *memory);
-	if (!memory)
-		return fail("out of memory for %lld MB to measure the bandwidth with", (long long)(2 * n * sizeof *memory >> 20));
-	memset(memory, 0, 2 * n * sizeof *memory);
-	printf("processor       %s\n", cpu_features(features));
-	printf("cores           %d for this process, %d threads\n", cores, threads);
-	if (threads > cores)
-		printf("! more threads than cores: set OMP_NUM_THREADS=%d\n", cores);
-	else if (threads < cores)
-		printf("! %d cores stay idle: OMP_NUM_THREADS is %d\n", cores - threads, threads);
-	printf("OpenBLAS        %s\n", blas_core());
-	if (blas_better_core())
-		printf("! this processor can run %s: set OPENBLAS_CORETYPE=%s\n", blas_better_core(), blas_better_core());
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(product_error(false)),
-			plain_nan(product_error(true)));
-	const double one = measure_roof(5, 1), all = measure_roof(5, threads);
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one / 1e9, all / 1e9, threads,
-			100 * all / (threads * one), threads);
-	if (threads <= cores && all < 0.7 * threads * one)
-		printf("! the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)\n");
-	printf("memory          %.1f GB/s for a copy by all threads\n", memory_bandwidth(memory, memory + n, n) / 1e9);
-	free(memory);
-	return check_products();
+	printf("processor       %s\n", x->features);
+	printf("cores           %d for this process, %d threads", x->cores, x->threads);
+	if (x->ranks > 1)
+		printf("; %d ranks x %d threads on the machine's %d cores", x->ranks, x->threads, x->machine_cores);
+	printf("\nOpenBLAS        %s\n", blas_core());
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(x->own_error), plain_nan(x->library_error));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", x->one_core / 1e9, x->all_threads / 1e9, x->threads,
+			100 * x->all_threads / (x->threads * x->one_core), x->threads);
+	printf("memory          %.1f GB/s for a copy by all threads\n", x->bandwidth / 1e9);
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n", CHECK_BOUND,
+			"operation", "forward", "backward");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		char backward[32] = "-";
+		if (c->has_backward)
+			snprintf(backward, sizeof backward, "%.1e", plain_nan(c->backward));
+		printf("%-24s %8.1e %9s  %s\n", c->operation, plain_nan(c->forward), backward, is_right(c) ? "ok" : "! wrong");
+	}
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("! %s\n", x->warnings[i]);
+}
+
+/* A number of a JSON object, behind a comma: null if it is not finite. */
+static void print_json(const char *name, double value)
+{
+	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
+}
+
+static void print_examination_json(const struct examination *x)
+{
+	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
+			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
+	print_json("products_error", x->own_error);
+	print_json("blas_products_error", x->library_error);
+	print_json("one_core_gflops", x->one_core / 1e9);
+	print_json("gflops", x->all_threads / 1e9);
+	print_json("memory_gb_per_second", x->bandwidth / 1e9);
+	print_json("error_bound", CHECK_BOUND);
+	printf(", \"operations\": [");
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+		printf("%s{\"name\": \"%s\", \"ok\": %s", c == x->checks ? "" : ", ", c->operation, is_right(c) ? "true" : "false");
+		print_json("forward", c->forward);
+		print_json("backward", c->has_backward ? c->backward : NAN);
+		printf("}");
+	}
+	printf("], \"warnings\": [");
+	for (int i = 0; i < x->num_warnings; i++)
+		printf("%s\"%s\"", i ? ", " : "", x->warnings[i]);
+	printf("]}\n");
+}
+
+/* Fails when an operation or a product is wrong, naming it. */
+static int judge_machine(const struct examination *x)
+{
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
+		if (!is_right(c))
+			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
+					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
+	return check_products(false) < 0 ? -1 : check_products(true);
 }
 
 /* ============================================================================================================
@@ -2155,12 +2462,14 @@ struct arguments {
 	char **words;                /* the words that are no options */
 	int num_words;
 	const char *tokenizer, *out, *data;
-	int seq_len;
+	int seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
+	double memory_per_node;      /* bytes */
 	bool json;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_JSON, OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS,
+	OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_KEYS };
 
 #define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
 
@@ -2187,6 +2496,20 @@ static int64_t parse_count(const char *text, const char *option, int64_t max, st
 	return n;
 }
 
+/* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
+static double parse_size(const char *text, const char *option, struct argp_state *state)
+{
+	static const struct { const char *name; double bytes; } units[] = {{"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"MiB", 0x1p20}, {"GiB", 0x1p30},
+			{"TiB", 0x1p40}};
+	char *end;
+	const double number = strtod(text, &end);
+	for (size_t i = 0; i < sizeof units / sizeof *units; i++)
+		if (end > text && number > 0 && isfinite(number) && !strcmp(end, units[i].name))
+			return number * units[i].bytes;
+	argp_error(state, "%s %s: expected a size in MB, GB, TB, MiB, GiB or TiB, such as 256GB", option, text);
+	return 0;
+}
+
 /* Checks that a command line holds what its command needs. */
 static void check_usage(const struct arguments *a, struct argp_state *state)
 {
@@ -2211,6 +2534,9 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_DATA: a->data = value; break;
 	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
 	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
+	case OPTION_RANKS: a->ranks = parse_count(value, "--ranks", 1000000, state); break;
+	case OPTION_RANKS_PER_NODE: a->ranks_per_node = parse_count(value, "--ranks-per-node", 1000000, state); break;
+	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
 	case OPTION_JSON: a->json = true; break;
 	case OPTION_KEYS:
 		config_print_keys(stdout);
@@ -2225,11 +2551,24 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	return 0;
 }
 
+/* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
+static void warn_of_crowd(void)
+{
+	const struct crowd c = parallel_crowd(kernels_threads());
+	const int threads = c.cores / c.ranks;
+	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
+	if (c.first)
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks,
+				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
+}
+
 static int command_train(const struct arguments *a)
 {
 	struct config c;
 	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
 		return EXIT_WRONG_USE;
+	warn_of_crowd();
 	catch_signals();
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
@@ -2238,14 +2577,14 @@ static int command_train(const struct arguments *a)
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
 		const struct layout *l = &t.model.layout;
-		int64_t parameters = 0;
-		for (int i = 0; i < t.model.num_chunks; i++)
-			parameters += t.model.chunks[i].size;
+		const struct layout alone = layout_of_rank(0, 1, 1, 1);
+		struct memory_plan whole = {0};
+		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
 		if (leads(&t)) {
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_params, (long long)t.steps, (long long)t.tokens);
 			if (l->world.size > 1)
-				printf("%d ranks: data %d x tensor %d, expert %d; rank 0 holds ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
-			printf("%lld parameters, %lld steps, %lld tokens, %d threads, OpenBLAS %s\n", (long long)parameters, (long long)t.steps,
-					(long long)t.tokens, kernels_threads(), blas_core());
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
@@ -2275,7 +2614,7 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
 		return EXIT_WORK_FAILED;
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* several ranks share the windows */
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
 	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
@@ -2314,8 +2653,12 @@ static int command_tokenize(const struct arguments *a)
 
 static int command_info(const struct arguments *a)
 {
-	struct config c = {0};
+	struct config c = {.parallel = {1, 1}};
 	struct stat st;
+	if ((a->memory_per_node || a->ranks_per_node) && !a->ranks) {
+		fail("--memory-per-node and --ranks-per-node go with --ranks");
+		return EXIT_WRONG_USE;
+	}
 	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
 		if (a->num_words > 1) {
 			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
@@ -2325,7 +2668,10 @@ static int command_info(const struct arguments *a)
 			return EXIT_WORK_FAILED;
 	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
-	return print_info(&c, a->json) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	usual_sizes(&c, a->ranks ? a->ranks : 1);
+	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
+	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_bench(const struct arguments *a)
@@ -2355,8 +2701,11 @@ static int command_bench(const struct arguments *a)
 
 static int command_doctor(const struct arguments *a)
 {
-	(void)a;
-	return examine_machine() < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	struct examination x = {0};
+	if (examine_machine(&x) < 0)
+		return EXIT_WORK_FAILED;
+	(a->json ? print_examination_json : print_examination)(&x);
+	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_plot(const struct arguments *a)
@@ -2384,13 +2733,18 @@ static const struct command commands[] = {
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
-	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [key.path=value ...]",
-		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory.", {JSON_OPTION}},
+	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
+		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
+		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",
+		{{"ranks", OPTION_RANKS, "N", 0, "Plan for N ranks", 0},
+		{"ranks-per-node", OPTION_RANKS_PER_NODE, "R", 0, "Ranks that share the memory of a node (1)", 0},
+		{"memory-per-node", OPTION_MEMORY_PER_NODE, "SIZE", 0, "Such as 256GB (this machine's)", 0}, JSON_OPTION}},
 	{"bench", command_bench, true, 0, ANY_NUMBER, 0, "[CONFIG.yaml] [key.path=value ...]",
 		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
 		{JSON_OPTION}},
 	{"doctor", command_doctor, true, 0, 0, 0, "",
-		"Examine the machine: processor, OpenBLAS kernel and whether its products are right, rates, bandwidth, threads.", {{0}}},
+		"Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain form does.",
+		{JSON_OPTION}},
 	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
 		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
 		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
@@ -2406,21 +2760,40 @@ static void print_usage(FILE *out)
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 
-/* Two libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
- * that the user has set is respected.
- * An old OpenBLAS does not know a new processor and takes a kernel several times too slow.
- * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute. */
-static void use_best_environment(char **argv)
+enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
+
+/* The blocks of a matrix product stand on the stack: makes the first thread's large enough. */
+static int widen_stack(void)
 {
-	const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
-	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT");
-	if (!core && !spins)
+	struct rlimit stack;
+	if (getrlimit(RLIMIT_STACK, &stack) < 0 || stack.rlim_cur == RLIM_INFINITY || stack.rlim_cur >= STACK_BYTES)
+		return 0;
+	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
+	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
+		return 0;
+	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d", (long long)stack.rlim_cur >> 10,
+			STACK_NEEDED >> 10, STACK_BYTES >> 10);
+}
+
+/* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
+ * that the user has set is respected.
+ * An old OpenBLAS does not know a new processor and takes a kernel several times too slow; this matters where it computes.
+ * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
+ * their stacks need the room that widen_stack gives the first one. */
+static void use_best_environment(char **argv, bool openblas)
+{
+	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
+	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
+	if (!core && !spins && !stacks)
 		return;
 	if (spins)
 		setenv("GOMP_SPINCOUNT", "1000", 1);
+	if (stacks)
+		setenv("OMP_STACKSIZE", "8M", 1);
 	if (core) {
-		fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-				blas_core(), core, core);
+		if (parallel_rank() == 0)
+			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
+					blas_core(), core, core);
 		setenv("OPENBLAS_CORETYPE", core, 1);
 	}
 	execv("/proc/self/exe", argv);
@@ -2456,14 +2829,19 @@ int main(int argc, char **argv)
 		print_usage(help ? stdout : stderr);
 		return help ? EXIT_DONE : EXIT_WRONG_USE;
 	}
-	if (command->computes)
-		use_best_environment(argv);
+	if (command->computes && widen_stack() < 0) {
+		fprintf(stderr, "ling: %s\n", error_text);
+		return EXIT_WORK_FAILED;
+	}
 	const char *products = getenv("LING_PRODUCTS");
 	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
 		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or openblas\n", products);
 		return EXIT_WRONG_USE;
 	}
-	kernels_init(products && !strcmp(products, "openblas"));
+	const bool openblas = products && !strcmp(products, "openblas");
+	if (command->computes)
+		use_best_environment(argv, openblas || command->run == command_bench || command->run == command_doctor);
+	kernels_init(openblas);
 
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);
@@ -2474,23 +2852,24 @@ int main(int argc, char **argv)
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	if (command->computes)
 		parallel_start();
-	int status = command->computes && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	/* The doctor says more before it fails. */
+	const bool checks = command->computes && command->run != command_doctor;
+	int status = checks && parallel_agree(check_products(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
-	bool together = true;
+	bool together = status == EXIT_DONE;
 	if (status != EXIT_DONE) {
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
-		char host[64] = "";
-		gethostname(host, sizeof host - 1);
 		together = parallel_all_failed();
 		if (!together)
-			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
+			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), parallel_host(), error_text);
 		else if (parallel_rank() == 0)
 			fprintf(stderr, "ling: %s\n", error_text);
 	}
-	parallel_stop(together ? 0 : status); /* an early end could forestall rank 0's message */
+	fflush(NULL);
+	parallel_stop(together ? 0 : status);
 	return status;
 }

@@ -11,7 +11,8 @@
  * Letters used for sizes, here and in every comment:
  *   B sequences, L tokens a sequence, T = B*L tokens, H hidden_size, V vocab_size,
  *   nh / nkv query / key-value heads, d head_dim, E experts, k experts a token,
- *   I moe_intermediate_size, S shared experts, R = T*k expert rows (one for each token and chosen expert).
+ *   I moe_intermediate_size, S shared experts, R = T*k expert rows (one for each token and chosen expert);
+ *   where ranks share the work, N of the T tokens and A arriving expert rows, see struct layer_activations.
  * Arrays are row-major; [A, B] has B contiguous. A weight is [out, in] and y = x W^T.
  */
 #ifndef LING_H
@@ -39,9 +40,11 @@ typedef float real;
 
 /* ============================================================================================================
  * Errors (data.c)
- * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text, one
- * of the program's two mutable globals (stop_requested is the other): main prints it, once, and tests read it. It names the file, the line or key, what
- * was found and what was expected.
+ * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text: main prints it, once, and tests
+ * read it. It names the file, the line or key, what was found and what was expected.
+ *
+ * The program's mutable globals, all of them: error_text; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
+ * the start; and in parallel.c what this process knows of MPI, of which there is one.
  * ========================================================================================================== */
 
 extern char error_text[4096];
@@ -119,6 +122,8 @@ int config_to_huggingface(const struct model_config *m, const char *path);
 /* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
  * in anything that changes what the model computes fails, naming the key and both values. */
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
+/* The same for the same values. */
+uint32_t config_crc32(const struct config *c);
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
@@ -228,6 +233,9 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;
 	double valid_loss;
+	int num_kinds;               /* of what rank 0 sent in the step, 0 when it is alone; not read back */
+	const char *const *kinds;
+	const int64_t *bytes_sent;
 };
 /* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. A file
  * that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
@@ -242,6 +250,8 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count);
  * device, a pipe or a link as png_path stays one. */
 int plot_run(const char *run_dir, const char *png_path);
 
+/* CRC-32 of a whole file. */
+int file_crc32(const char *path, uint32_t *crc);
 /* Creates DIR and its parents, on disk when it returns. */
 int make_directories(const char *dir);
 
@@ -250,8 +260,8 @@ int make_directories(const char *dir);
  * No array may overlap another unless the comment says "in place". `accumulate`: add to the output instead of writing it.
  * ========================================================================================================== */
 
-/* Call once, before any other kernel. `openblas`: the library computes all matrix products instead of ling's own kernel, as a second
- * opinion on a doubtful number, or where it is the faster. */
+/* Call once, before any other kernel. `openblas`: the library computes the matrix products instead of ling's own kernel, as a second
+ * opinion on a doubtful number, or where it is the faster; but for those whose rows come by a list, which it does not have. */
 void kernels_init(bool openblas);
 int kernels_threads(void); /* threads that a kernel uses */
 
@@ -345,11 +355,11 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
 void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E);
 /* rows [R, H] = x[token[r]]; and its transpose y [T, H] = the sum of a token's k rows. Each is the other's backward. */
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H);
-/* out[row[r]] = rows[r]: gather_rows undone, for a list that names each row once. */
-void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
+void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
 /* Rows arrive rank by rank, each rank's sorted by expert, count [ranks, experts]: offset [experts + 1] and row [R] sort them by expert. */
 void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts);
-void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
+/* out[row[r]] = rows[r]: back to the order of arrival, or any list that names each row once. */
+void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
 /* out[position[i]] = in[i]: the routing weights in row order, and back. */
 void permute_forward(real *out, const real *in, const int32_t *position, int64_t R);
 void permute_backward(real *din, const real *dout, const int32_t *position, int64_t R);
@@ -389,6 +399,18 @@ double product_error(bool openblas);
 double memory_bandwidth(real *out, const real *in, int64_t n);
 const char *cpu_features(char out[256]); /* those that decide which kernels can run */
 
+/* -- self-check: each operation beside its plain form, loops in double straight from the formula -- */
+struct check {
+	const char *operation;
+	bool has_backward;
+	double forward, backward;    /* relative errors, by norm: the worst of several sizes and gradients */
+};
+/* Rounding gives errors of up to about 1e-6 in float, and in double of 1e-9, the central differences' own: what is beyond ten times that is wrong. */
+#define CHECK_BOUND (sizeof(real) == 4 ? 1e-5 : 1e-8)
+enum { MAX_CHECKS = 16 };
+int self_check(struct check checks[MAX_CHECKS], double *scratch); /* returns their number */
+int64_t self_check_scratch(void); /* doubles of `scratch` */
+
 /* ============================================================================================================
  * Ranks (parallel.c)
  * World = data x tensor: rank = data index * tensor + tensor index. Experts are split over `expert` neighbouring ranks, whatever their
@@ -404,12 +426,31 @@ struct layout {
 	struct group copies;         /* ranks with the same experts */
 };
 
+/* What the ranks of a group exchange something for: a collective's name, and the account on which the bytes go that this rank sends. */
+enum traffic {
+	TRAFFIC_GATHER, TRAFFIC_SUM, /* of tokens, over the tensor group: slices, and shares of a sum */
+	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: how many there will be, on their way, and back; forward and backward */
+	TRAFFIC_GRADIENTS, TRAFFIC_WEIGHTS,
+	TRAFFIC_HEAD,                /* the sums of a split vocabulary */
+	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
+	NUM_TRAFFIC
+};
+extern const char *const traffic_names[NUM_TRAFFIC];
+
 /* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
 void parallel_start(void);
 void parallel_stop(int status);
-int parallel_rank(void);
+int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
+int parallel_local_ranks(void); /* on this machine */
+const char *parallel_host(void); /* this rank's machine; "" without MPI */
 double parallel_seconds(void); /* spent in communication so far */
+/* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
+void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
+/* The ranks on this machine, their threads, and the cores they may run on. On all ranks together. `first` says whether this rank is the
+ * first of all that have more threads than cores. */
+struct crowd { int ranks, threads, cores; bool first; };
+struct crowd parallel_crowd(int threads);
 /* On all ranks together: -1 on every one if one of them brings -1, and error_text then names the first such rank. */
 int parallel_agree(int rc);
 /* On all ranks together: fails on those whose value is not rank 0's, and then on all. `what` names it. */
@@ -430,25 +471,29 @@ struct share { int64_t num_micro_batches, first, step; };
 struct share deal_batch(const struct group *data, int64_t batch, int micro_batch);
 
 /* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at slice_begin(rows, r, size). */
-/* Sums x over the ranks, in place on every one. */
-void group_sum(const struct group *g, double *x, int64_t n);
-void group_max(const struct group *g, real *x, int64_t n);
-/* out [rows, width] from every rank's slice, which may stand in its place in out already. */
-void group_gather(const struct group *g, real *out, const real *in, int64_t rows, int64_t width);
+/* The sum, or the largest, of x over the ranks, in place on every one. */
+void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n);
+void group_max(const struct group *g, enum traffic kind, real *x, int64_t n);
+/* out [rows, width] from every rank's slice, which may stand in its place in out already. A group of one leaves out as it is. */
+void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
  * Between start and finish, `in` must not change; scatter_progress may be called. */
-struct scatter { struct group group; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
+struct scatter { struct group group; enum traffic kind; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
 int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width);
-void group_scatter_sum(const struct group *g, real *out, bool accumulate, const real *in, int64_t rows, int64_t width, real *scratch);
-void group_scatter_start(struct scatter *s, const struct group *g, const real *in, int64_t rows, int64_t width, real *scratch);
+void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
+		real *scratch);
+void group_scatter_start(struct scatter *s, const struct group *g, enum traffic kind, const real *in, int64_t rows, int64_t width,
+		real *scratch);
 void scatter_progress(struct scatter *s);
 void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
-void group_transpose(const struct group *g, int64_t *out, const int64_t *in, int n);
-/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
-struct exchange { void *request; int *counts; };
-void group_exchange_start(struct exchange *e, const struct group *g, real *out, const int64_t *receive, const real *in, const int64_t *send,
-		int64_t width);
+void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n);
+/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. Until it is finished, `in` must not
+ * change nor out be read. */
+struct exchange { void *request; int *counts, type; enum traffic kind; };
+void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
+		const int64_t *send, int64_t width);
+void exchange_progress(struct exchange *e);
 void group_exchange_finish(struct exchange *e);
 /* One message; a received one may come from any rank, and takes up to `bytes`. */
 void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes);
@@ -460,6 +505,9 @@ void group_broadcast(const struct group *g, void *x, int64_t bytes);
 
 /* ============================================================================================================
  * The model (ling.c)
+ * V, nh and nkv in the shapes below are this rank's part (model.config), and gate_up and down hold its num_experts. All ranks call these
+ * together, in the same order: model_load, model_randomize, model_update_head_scale, model_forward, model_loss, model_backward, evaluate and
+ * the trainer's functions but for trainer_next_batch and trainer_free.
  * ========================================================================================================== */
 
 /* Parameters: one block of memory, named piece by piece in a table, and pointers into it. Gradients have the same form. */
@@ -553,11 +601,11 @@ struct activations {
 	double *sequence_count, *sequence_p; /* [B, E] */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
-	double *head_loss, *head_sum; /* [C] and [C], one behind the other */
+	double *head_loss;           /* [2, C] loss, and sum of exponentials */
 	double *head_norm;           /* [H] column sums of squares */
 	/* backward only; dX has the shape of X */
 	real *dstream;               /* [N, H] gradient of the residual stream */
-	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *drow_weight, *dweight, *dshared_gate_up, *dshared_act;
+	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *dexpert_weight, *dweight, *dshared_gate_up, *dshared_act;
 };
 
 /* Where the time of a step goes; model_lap() adds the time since the last call to a part. */
@@ -577,8 +625,10 @@ struct model {
 	int num_chunks;
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
 	real *exp_avg, *exp_avg_sq;  /* [num_state] */
-	struct scatter pending[PENDING]; /* gradient chunks under way */
-	int pending_chunk[PENDING], num_pending, num_sent;
+	struct exchange dispatch;    /* expert rows under way */
+	/* gradient chunks under way: number i of this backward pass in place i % PENDING */
+	struct { struct scatter scatter; int chunk; } pending[PENDING];
+	int chunks_started, chunks_finished;
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
@@ -610,8 +660,8 @@ struct layer_sums {
 	double count[];              /* [E] assignments */
 };
 
-/* Makes a model with room for max_sequences windows of seq_len tokens, weights not set. Fails when memory does not suffice, saying
- * how much is needed. model_free may follow a failure. */
+/* Makes this rank's part of a model, with room for max_sequences windows of seq_len tokens, weights not set. The layout must be connected.
+ * Fails when memory does not suffice, saying how much is needed. model_free may follow a failure. */
 int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences, int seq_len,
 		enum purpose purpose);
 void model_free(struct model *m);
@@ -623,7 +673,8 @@ void model_update_head_scale(struct model *m);
 /* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step gives what the router needs and sums
  * takes its statistics; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
-/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V). */
+/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V, 1), of a model without
+ * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
@@ -637,7 +688,8 @@ struct layer_sums *layer_sums(const struct step_sums *s, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
 int shared_width(const struct model_config *c, int layer);
 bool has_experts(const struct model_config *c, int layer);
-int64_t head_chunk(int64_t V);
+/* Tokens of which the head makes logits at a time, with the whole vocabulary V split over `tensor` ranks. */
+int64_t head_chunk(int64_t V, int tensor);
 
 /* ============================================================================================================
  * The trainer (ling.c)
@@ -662,6 +714,7 @@ struct trainer {
 	/* of the last step */
 	bool stop;                   /* a rank was asked to stop */
 	double communication;        /* seconds of it on this rank */
+	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
 };
 /* Makes a trainer without data and with weights not set; trainer_free may follow a failure. */

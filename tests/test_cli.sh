@@ -357,8 +357,19 @@ END
 	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" eval run/step-0000020 --data valid --seq-len 16
 	[ ! -e wrong/metrics.jsonl ] || problem "it trained"
 	expect 2 "unexpected" "$root/ling" doctor now
-	expect 0 "" "$root/ling" doctor
-	grep -q "relative error" out.txt || problem "$(cat out.txt)"
+	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" doctor
+	grep -q "^matmul .* ok$" out.txt || problem "no table: $(cat out.txt)"
+}
+
+test_doctor() {
+	expect 0 "" env OMPI_COMM_WORLD_LOCAL_SIZE=1000 "$root/ling" doctor
+	[ "$(grep -c " ok$" out.txt)" -ge 14 ] || problem "operations: $(cat out.txt)"
+	grep -q "^! 1000 ranks x .*OMP_NUM_THREADS=1 ling" out.txt || problem "ranks: $(cat out.txt)"
+	expect 0 "" "$root/ling" doctor --json
+	[ "$(grep -o '"ok": true' out.txt | wc -l)" -ge 14 ] || problem "operations: $(cat out.txt)"
+	# every kernel gives a wrong product where the library computes them all
+	expect 1 "matmul is wrong" env LD_PRELOAD=$PWD/wrong.so LING_PRODUCTS=openblas "$root/ling" doctor --json
+	grep -q '{"name": "matmul", "ok": false' out.txt || problem "operations: $(cat out.txt)"
 }
 
 test_info() {
@@ -384,7 +395,7 @@ test_plot() {
 }
 
 for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data damaged_checkpoint \
-	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas info plot; do
+	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info plot; do
 	check $name
 done
 

@@ -4,39 +4,6 @@
 #include "../data.c"
 
 #include "test.h"
-#include <signal.h>
-#include <sys/resource.h>
-
-static char folder[] = "/tmp/ling-test-config-XXXXXX";
-
-/* Lets no file grow beyond so many bytes: a full disk. */
-static void limit_files(rlim_t bytes)
-{
-	struct rlimit limit;
-	signal(SIGXFSZ, SIG_IGN);
-	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
-	limit.rlim_cur = bytes;
-	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-}
-
-/* Writes a file into the test's folder; its path is good until the next call with the same slot. */
-static const char *put_bytes(const char *name, const void *data, size_t size)
-{
-	static char paths[4][PATH_LEN];
-	static int slot;
-	char *path = paths[slot++ % 4];
-	assert_int_equal(path_join(path, folder, name), 0);
-	FILE *f = fopen(path, "w");
-	assert_non_null(f);
-	assert_int_equal(fwrite(data, 1, size, f), size);
-	assert_int_equal(fclose(f), 0);
-	return path;
-}
-
-static const char *put(const char *name, const char *text)
-{
-	return put_bytes(name, text, strlen(text));
-}
 
 static char *get(const char *path)
 {
@@ -61,7 +28,7 @@ static char *get(const char *path)
 
 static int load(struct config *c, const char *text)
 {
-	return config_load(c, put("run.yaml", text), 0, NULL, false);
+	return config_load(c, put_string(at("run.yaml"), text), 0, NULL, false);
 }
 
 static void load_ok(struct config *c, const char *text)
@@ -380,10 +347,10 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 static void test_broken(void **state)
 {
 	(void)state;
-	put("other.yaml", "data: {train: a}\n");
-	put("chain.yaml", "# again\nmodel: other.yaml\n");
-	put("bad-model.yaml", "model:\n  hidden_size: 64\n  vocabsize: 5\n");
-	put("odd-model.yaml", "model: { hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
+	put_string(at("other.yaml"), "data: {train: a}\n");
+	put_string(at("chain.yaml"), "# again\nmodel: other.yaml\n");
+	put_string(at("bad-model.yaml"), "model:\n  hidden_size: 64\n  vocabsize: 5\n");
+	put_string(at("odd-model.yaml"), "model: { hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
 			" head_dim: 7, " EXPERTS "}\n");
 	for (size_t i = 0; i < sizeof broken / sizeof broken[0]; i++) {
 		struct config c;
@@ -398,8 +365,8 @@ static void test_files(void **state)
 	struct config c;
 	expect_words("missing", config_load(&c, "/nowhere/run.yaml", 0, NULL, false),
 			(const char *const[3]){"/nowhere/run.yaml", "No such file"});
-	expect_words("folder", config_load(&c, folder, 0, NULL, false), (const char *const[3]){folder, "a directory"});
-	expect_words("NUL", config_load(&c, put_bytes("nul.yaml", "model:\n\0\n", 9), 0, NULL, false),
+	expect_words("folder", config_load(&c, scratch, 0, NULL, false), (const char *const[3]){scratch, "a directory"});
+	expect_words("NUL", config_load(&c, put_file(at("nul.yaml"), "model:\n\0\n", 9), 0, NULL, false),
 			(const char *const[3]){"nul.yaml:2:", "control characters"});
 
 	char long_text[2048] = VALID "log: {every: ", *long_override[] = {long_text};
@@ -409,46 +376,46 @@ static void test_files(void **state)
 	strcpy(long_text, "data.train=x");
 	for (int i = 0; i < 600; i++)
 		strcat(long_text, "\u00e9");
-	expect_words("long path", config_load(&c, put("run.yaml", VALID), 1, long_override, false),
+	expect_words("long path", config_load(&c, put_string(at("run.yaml"), VALID), 1, long_override, false),
 			(const char *const[3]){"found x\u00e9", "\u00e9... (too long)", "at most 1023 bytes"});
 
 	/* the longest output_dir whose checkpoints have paths that fit, and one byte more */
 	char longest[PATH_LEN + 64] = "train.output_dir=", inner[PATH_LEN], *output_dir[] = {longest};
 	const int room = 1023 - (int)strlen("/.tmp-step-1234567890123456789/optimizer-00001-of-00001.safetensors");
 	memset(longest + strlen(longest), 'x', room);
-	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, output_dir, false), 0);
+	assert_int_equal(config_load(&c, put_string(at("run.yaml"), VALID), 1, output_dir, false), 0);
 	assert_int_equal(checkpoint_path(inner, c.train.output_dir, ".tmp-step-", INT64_MAX), 0);
 	assert_int_equal(path_join((char[PATH_LEN]){0}, inner, "optimizer-00001-of-00001.safetensors"), 0);
 	strcat(longest, "x");
-	expect_words("long output_dir", config_load(&c, put("run.yaml", VALID), 1, output_dir, false),
+	expect_words("long output_dir", config_load(&c, put_string(at("run.yaml"), VALID), 1, output_dir, false),
 			(const char *const[3]){"train.output_dir: found a path of", "expected at most"});
 
 	size_t size = 3 << 20;
 	char *text = malloc(size + 1);
 	memset(text, '#', size);
-	expect_words("large", config_load(&c, put_bytes("large.yaml", text, size), 0, NULL, false),
+	expect_words("large", config_load(&c, put_file(at("large.yaml"), text, size), 0, NULL, false),
 			(const char *const[3]){"large.yaml", "at most 1 MiB"});
 	/* deep nesting where a value is expected, at once and after a key */
 	size = 1 << 20;
 	memset(text, '[', size);
-	expect_words("deep list", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+	expect_words("deep list", config_load(&c, put_file(at("deep.yaml"), text, size), 0, NULL, false),
 			(const char *const[3]){"deep.yaml:1:", "found a list"});
 	memset(text, '{', size);
-	expect_words("deep map", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+	expect_words("deep map", config_load(&c, put_file(at("deep.yaml"), text, size), 0, NULL, false),
 			(const char *const[3]){"deep.yaml:1:"});
 	memcpy(text, "train: ", 7);
-	expect_words("deep map in a section", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+	expect_words("deep map in a section", config_load(&c, put_file(at("deep.yaml"), text, size), 0, NULL, false),
 			(const char *const[3]){"deep.yaml:1:"});
 	for (size_t i = 0; i < size; i++)
 		text[i] = i % 2 ? ' ' : '-';
-	expect_words("deep dashes", config_load(&c, put_bytes("deep.yaml", text, size), 0, NULL, false),
+	expect_words("deep dashes", config_load(&c, put_file(at("deep.yaml"), text, size), 0, NULL, false),
 			(const char *const[3]){"deep.yaml:1:"});
 	/* the same as JSON */
 	char directory[PATH_LEN];
-	assert_int_equal(path_join(directory, folder, "deep"), 0);
+	assert_int_equal(path_join(directory, scratch, "deep"), 0);
 	assert_int_equal(make_directories(directory), 0);
 	memset(text, '[', size);
-	put_bytes("deep/config.json", text, size);
+	put_file(at("deep/config.json"), text, size);
 	struct model_config m;
 	expect_words("deep JSON", config_from_huggingface(&m, directory), (const char *const[3]){"deep/config.json:1"});
 	free(text);
@@ -458,19 +425,19 @@ static void test_model_file(void **state)
 {
 	(void)state;
 	struct config c;
-	put("tiny.yaml", MODEL "log: {every: 5}\n");
-	put("small.yaml", "model: {" MODEL_KEYS ", norm_head: off, num_shared_experts: 2}\n");
+	put_string(at("tiny.yaml"), MODEL "log: {every: 5}\n");
+	put_string(at("small.yaml"), "model: {" MODEL_KEYS ", norm_head: off, num_shared_experts: 2}\n");
 	load_ok(&c, "model: tiny.yaml\n" REST);
 	assert_true(c.model.hidden_size == 64 && c.model.head_dim == 32 && c.log.every == 1);
-	assert_int_equal(config_load(&c, put("just.yaml", MODEL), 0, NULL, true), 0);
+	assert_int_equal(config_load(&c, put_string(at("just.yaml"), MODEL), 0, NULL, true), 0);
 	assert_int_equal(c.model.vocab_size, 300);
 
 	char absolute[PATH_LEN + 32], *overrides[] = {absolute, "model.num_shared_experts=1"};
-	snprintf(absolute, sizeof absolute, "model=%s/small.yaml", folder);
-	assert_int_equal(config_load(&c, put("run.yaml", "model: tiny.yaml\n" REST), 2, overrides, false), 0);
+	snprintf(absolute, sizeof absolute, "model=%s/small.yaml", scratch);
+	assert_int_equal(config_load(&c, put_string(at("run.yaml"), "model: tiny.yaml\n" REST), 2, overrides, false), 0);
 	assert_true(!c.model.norm_head && c.model.num_shared_experts == 1);
 	char *relative[] = {"model=small.yaml"};
-	assert_int_equal(config_load(&c, put("run.yaml", VALID), 1, relative, false), 0);
+	assert_int_equal(config_load(&c, put_string(at("run.yaml"), VALID), 1, relative, false), 0);
 	assert_int_equal(c.model.num_shared_experts, 2);
 }
 
@@ -478,7 +445,7 @@ static void test_overrides(void **state)
 {
 	(void)state;
 	struct config c;
-	const char *path = put("run.yaml", full);
+	const char *path = put_string(at("run.yaml"), full);
 	char *good[] = {"train.steps=off", "train.tokens=1e6", "schedule.drops=[{at: 0.5, factor: 0.1}]", "data.valid=off",
 		"train.batch_warmup={start: 4, increment: 4, tokens: 1000}", "model.n_shared_experts=2", "schedule.decay=off",
 		"data.train=a=b.bin", "train.seed=2_000", "model.router.warmup_steps=off"};
@@ -525,8 +492,8 @@ static void test_overrides(void **state)
 
 static int read_huggingface(struct model_config *m, const char *text)
 {
-	put("config.json", text);
-	return config_from_huggingface(m, folder);
+	put_string(at("config.json"), text);
+	return config_from_huggingface(m, scratch);
 }
 
 #define HF "\"hidden_size\": 64, \"num_hidden_layers\": 2, \"num_attention_heads\": 4, \"vocab_size\": 300, " \
@@ -600,10 +567,10 @@ static void test_huggingface_round_trip(void **state)
 			" rms_norm_eps: 1e-6, num_shared_experts: 2, tie_word_embeddings: on, rope_theta: 1.1e5,\n"
 			" initializer_range: 0.1}\n" REST);
 	char path[PATH_LEN];
-	assert_int_equal(path_join(path, folder, "config.json"), 0);
+	assert_int_equal(path_join(path, scratch, "config.json"), 0);
 	assert_int_equal(config_to_huggingface(&c.model, path), 0);
 	struct model_config back;
-	assert_int_equal(config_from_huggingface(&back, folder), 0);
+	assert_int_equal(config_from_huggingface(&back, scratch), 0);
 	assert_memory_equal(&back, &c.model, sizeof back);
 	json_t *root = json_read(path);
 	assert_string_equal(json_string_value(json_object_get(root, "model_type")), "bailing_moe");
@@ -625,7 +592,7 @@ static void test_huggingface_round_trip(void **state)
 static int compare(const json_t *saved, int num_overrides, char **overrides, const char *notes_path)
 {
 	struct config asked;
-	assert_int_equal(config_load(&asked, put("run.yaml", full), num_overrides, overrides, false), 0);
+	assert_int_equal(config_load(&asked, put_string(at("run.yaml"), full), num_overrides, overrides, false), 0);
 	char *text = json_dumps(saved, 0);
 	json_t *read = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
 	FILE *notes = fopen(notes_path, "w");
@@ -641,7 +608,7 @@ static void test_resume(void **state)
 	(void)state;
 	struct config c;
 	char path[PATH_LEN];
-	assert_int_equal(path_join(path, folder, "notes"), 0);
+	assert_int_equal(path_join(path, scratch, "notes"), 0);
 	load_ok(&c, full);
 	json_t *saved = config_to_json(&c);
 
@@ -725,7 +692,7 @@ static void test_keys(void **state)
 {
 	(void)state;
 	char path[PATH_LEN];
-	assert_int_equal(path_join(path, folder, "keys"), 0);
+	assert_int_equal(path_join(path, scratch, "keys"), 0);
 	FILE *f = fopen(path, "w");
 	config_print_keys(f);
 	fclose(f);
@@ -747,20 +714,6 @@ static void test_keys(void **state)
 		printf("%s", text);
 }
 
-static int make_folder(void **state)
-{
-	(void)state;
-	return mkdtemp(folder) ? 0 : -1;
-}
-
-static int remove_folder(void **state)
-{
-	(void)state;
-	char command[64];
-	snprintf(command, sizeof command, "rm -r %s", folder);
-	return system(command);
-}
-
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -770,5 +723,5 @@ int main(void)
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
 	};
-	return cmocka_run_group_tests(tests, make_folder, remove_folder);
+	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

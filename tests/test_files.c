@@ -6,79 +6,8 @@
 #include "../data.c"
 
 #include "test.h"
-#include <signal.h>
-#include <sys/resource.h>
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
-
-static char scratch[64];       /* this test's own directory */
-
-/* The path scratch/name; good until eight more were asked for. */
-static char *at(const char *format, ...)
-{
-	static char paths[8][PATH_LEN];
-	static int next;
-	char *path = paths[next++ % 8];
-	int n = snprintf(path, PATH_LEN, "%s/", scratch);
-	va_list args;
-	va_start(args, format);
-	vsnprintf(path + n, PATH_LEN - n, format, args);
-	va_end(args);
-	return path;
-}
-
-/* Lets no file grow beyond so many bytes: a full disk. */
-static void limit_files(rlim_t bytes)
-{
-	struct rlimit limit;
-	signal(SIGXFSZ, SIG_IGN);
-	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
-	limit.rlim_cur = bytes;
-	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-}
-
-static int make_scratch(void **state)
-{
-	(void)state;
-	strcpy(scratch, "/tmp/test_files.XXXXXX");
-	return mkdtemp(scratch) ? 0 : -1;
-}
-
-/* Removes a directory and all that is in it. */
-static void remove_tree(const char *path)
-{
-	DIR *dir = opendir(path);
-	for (struct dirent *e; dir && (e = readdir(dir));) {
-		char inner[PATH_LEN];
-		if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..") || path_join(inner, path, e->d_name) < 0)
-			continue;
-		if (unlink(inner) < 0)
-			remove_tree(inner);
-	}
-	if (dir)
-		closedir(dir);
-	rmdir(path);
-}
-
-static int drop_scratch(void **state)
-{
-	(void)state;
-	remove_tree(scratch);
-	return 0;
-}
-
-static void put_file(const char *path, const void *data, size_t n)
-{
-	FILE *f = fopen(path, "w");
-	assert_non_null(f);
-	assert_int_equal(fwrite(data, 1, n, f), n);
-	assert_int_equal(fclose(f), 0);
-}
-
-static void put_string(const char *path, const char *text)
-{
-	put_file(path, text, strlen(text));
-}
 
 /* The bytes of a file and a 0 behind them; free them. */
 static uint8_t *get_file(const char *path, size_t *n)

@@ -4,40 +4,16 @@
 #include "../data.c"
 
 #include "test.h"
-#include <signal.h>
-#include <sys/resource.h>
 
 enum { LOSS_TOP = 105, LOSS_BOTTOM = 610, LOAD_TOP = 1080, LOAD_BOTTOM = 1430, MIDDLE = (PLOT_LEFT + PLOT_RIGHT) / 2 };
 static const uint32_t TRAIN = 0x93bce4, SMOOTH = 0x1f5fa8, VALID = 0xe07a10, LR = 0x14806a, BATCH = 0x8a4fa8;
 
-static char test_dir[] = "/tmp/ling-plot-XXXXXX";
 static uint8_t picture[PLOT_WIDTH * PLOT_HEIGHT * 3];
 
-/* Lets no file grow beyond so many bytes: a full disk. */
-static void limit_files(rlim_t bytes)
-{
-	struct rlimit limit;
-	signal(SIGXFSZ, SIG_IGN);
-	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
-	limit.rlim_cur = bytes;
-	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-}
-
-static int make_test_dir(void **state)
+static int drop_empty_scratch(void **state)
 {
 	(void)state;
-	return mkdtemp(test_dir) ? 0 : -1;
-}
-
-static int remove_test_dir(void **state)
-{
-	(void)state;
-	return rmdir(test_dir); /* fails when a test left a file, a temporary one included */
-}
-
-static void path_in_test_dir(char out[PATH_LEN], const char *name)
-{
-	assert_int_equal(path_join(out, test_dir, name), 0);
+	return rmdir(scratch); /* fails when a test left a file, a temporary one included */
 }
 
 /* A run of n steps from step `first`: a noisy falling loss, validated every `valid_every` steps (0 = never). */
@@ -63,8 +39,7 @@ static struct metrics *make_run(int n, int layers, int64_t first, int valid_ever
 /* Draws the run, reads the PNG back into `picture` and checks what holds for every picture: size and a white margin. */
 static void draw(const struct metrics *m, int n, const char *title)
 {
-	char path[PATH_LEN];
-	path_in_test_dir(path, "a.png");
+	const char *path = at("a.png");
 	assert_int_equal(plot_metrics(m, n, title, path), 0);
 	png_image image = {.version = PNG_IMAGE_VERSION};
 	assert_true(png_image_begin_read_from_file(&image, path));
@@ -316,24 +291,21 @@ static void what_cannot_be_written_is_said(void **state)
 {
 	(void)state;
 	struct metrics *m = make_run(5, 1, 1, 0);
-	char path[PATH_LEN], too_long[PATH_LEN];
-	path_in_test_dir(path, "nowhere/a.png");
+	char *path = at("nowhere/a.png"), too_long[PATH_LEN];
 	assert_int_equal(plot_metrics(m, 5, "t", path), -1);
 	assert_non_null(strstr(error_text, path));
-	assert_int_equal(plot_metrics(m, 5, "t", test_dir), -1); /* a directory; the temporary file beside it is removed */
-	assert_non_null(strstr(error_text, test_dir));
-	snprintf(path, sizeof path, "%s.tmp", test_dir);
-	assert_int_equal(access(path, F_OK), -1);
+	assert_int_equal(plot_metrics(m, 5, "t", scratch), -1); /* a directory; the temporary file beside it is removed */
+	assert_non_null(strstr(error_text, scratch));
+	assert_int_equal(access(at("../%s.tmp", strrchr(scratch, '/') + 1), F_OK), -1);
 	memset(too_long, 'x', sizeof too_long - 1), too_long[sizeof too_long - 1] = 0;
 	assert_int_equal(plot_metrics(m, 5, "t", too_long), -1);
-	path_in_test_dir(path, "full.png");
+	path = at("full.png");
 	limit_files(10000);
 	int rc = plot_metrics(m, 5, "t", path);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
 	assert_non_null(strstr(error_text, "full.png.tmp"));
-	path_in_test_dir(path, "full.png.tmp");
-	assert_int_equal(access(path, F_OK), -1);
+	assert_int_equal(access(at("full.png.tmp"), F_OK), -1);
 	free(m);
 }
 
@@ -343,9 +315,8 @@ static void what_is_no_plain_file_stays_that(void **state)
 	(void)state;
 	struct metrics *m = make_run(5, 1, 1, 0);
 	struct stat st;
-	char plain[PATH_LEN], link[PATH_LEN], fifo[PATH_LEN], copy[PATH_LEN], command[2 * PATH_LEN + 16];
-	path_in_test_dir(plain, "plain.png"), path_in_test_dir(link, "link.png");
-	path_in_test_dir(fifo, "fifo"), path_in_test_dir(copy, "copy.png");
+	const char *plain = at("plain.png"), *link = at("link.png"), *fifo = at("fifo"), *copy = at("copy.png");
+	char command[2 * PATH_LEN + 16];
 	assert_int_equal(symlink("plain.png", link), 0);
 	for (int i = 0; i < 2; i++) { /* to nowhere, to a file */
 		assert_int_equal(plot_metrics(m, 5, "t", link), 0);
@@ -377,24 +348,21 @@ static void what_is_no_plain_file_stays_that(void **state)
 static void a_run_directory_is_plotted(void **state)
 {
 	(void)state;
-	char metrics[PATH_LEN], png[PATH_LEN];
-	path_in_test_dir(metrics, "metrics.jsonl");
-	path_in_test_dir(png, "run.png");
-	assert_int_equal(plot_run(test_dir, png), -1); /* no metrics.jsonl yet */
+	const char *metrics = at("metrics.jsonl"), *png = at("run.png");
+	assert_int_equal(plot_run(scratch, png), -1); /* no metrics.jsonl yet */
 	assert_non_null(strstr(error_text, "metrics.jsonl"));
+	put_string(metrics, "");
+	assert_int_equal(plot_run(scratch, png), -1); /* empty */
+	assert_non_null(strstr(error_text, metrics));
 	FILE *f = fopen(metrics, "w");
 	assert_non_null(f);
-	assert_int_equal(fclose(f), 0);
-	assert_int_equal(plot_run(test_dir, png), -1); /* empty */
-	assert_non_null(strstr(error_text, metrics));
-	assert_non_null(f = fopen(metrics, "w"));
 	for (int step = 1; step <= 3; step++)
 		fprintf(f, "{\"step\": %d, \"samples\": %d, \"tokens\": %d, \"batch\": 8, \"loss\": %s, \"balance_loss\": 1.0, "
 				"\"z_loss\": 0.5, \"lr\": 0.001, \"grad_norm\": 1.5, \"seconds\": 0.25, \"tokens_per_second\": 1000.0, "
 				"\"expert_load\": [1.5, 2.5]%s}\n",
 				step, step * 8, step * 1024, step == 2 ? "null" : "2.5", step == 2 ? ", \"nonfinite\": [\"loss\"]" : "");
 	assert_int_equal(fclose(f), 0);
-	if (plot_run(test_dir, png) < 0)
+	if (plot_run(scratch, png) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(unlink(png), 0);
 	assert_int_equal(unlink(metrics), 0);
@@ -419,5 +387,5 @@ int main(void)
 		cmocka_unit_test(what_is_no_plain_file_stays_that),
 		cmocka_unit_test(a_run_directory_is_plotted),
 	};
-	return cmocka_run_group_tests(tests, make_test_dir, remove_test_dir);
+	return cmocka_run_group_tests(tests, make_scratch, drop_empty_scratch);
 }

@@ -1,0 +1,157 @@
+#!/bin/bash
+# What `ling info --ranks` predicts against what ranks measure: bytes sent by kind, and peak memory. Also the launcher, and the warning of
+# more threads than cores. Prints cmocka's lines for tests/run.sh.
+set -u
+root=$PWD
+ling=$root/ling
+dir=build/plan
+export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+
+problems=""
+problem() { problems+="  $*"$'\n'; }
+
+# check NAME: runs the function test_NAME and reports it.
+failures=0
+check() {
+	problems=""
+	echo "[ RUN      ] $1"
+	"test_$1"
+	if [ -z "$problems" ]; then
+		echo "[       OK ] $1"
+	else
+		printf '%s' "$problems"
+		echo "[  FAILED  ] $1"
+		failures=1
+	fi
+}
+
+# ranks N COMMAND...: runs a command on N ranks; what it says goes to log.txt.
+ranks() {
+	local n=$1
+	shift
+	mpirun -n "$n" --oversubscribe --bind-to none "$@" >log.txt 2>&1 || problem "$n ranks, $*: $(tail -c 400 log.txt)"
+}
+
+# value KEY JSON: a number of one JSON object, the first of that name.
+value() { sed -n "s/.*\"$1\": *\([0-9.]*\).*/\1/p" <<<"$2"; }
+
+# within WHAT PREDICTED MEASURED PERCENT
+within() {
+	awk -v p="$2" -v m="$3" -v most="$4" 'BEGIN { exit !(p != "" && m != "" && p - m <= m * most / 100 && m - p <= m * most / 100) }' ||
+		problem "$1: predicted $2, measured $3, expected within $4 %"
+}
+
+# tokens PREFIX V: a token file of 8192 ids below V.
+tokens() {
+	perl -e 'srand 1; print pack("S<*", map { int rand $ARGV[0] } 1 .. 8192)' "$2" >"$1.bin"
+	perl -e 'print "MMIDIDX\0\0", pack("Q<CQ<Q<l<q<q<q<", 1, 8, 1, 2, 8192, 0, 0, 1)' >"$1.idx"
+}
+
+tokens tokens 301
+cat >small.yaml <<END
+model:
+  hidden_size: 64
+  num_hidden_layers: 4
+  num_attention_heads: 8
+  num_key_value_heads: 4
+  vocab_size: 301
+  num_experts: 16
+  num_experts_per_tok: 4
+  num_shared_experts: 1
+  moe_intermediate_size: 48
+  first_k_dense_replace: 1
+  intermediate_size: 96
+  norm_head: true
+  router: { balance_loss_coef: 0.015, z_loss_coef: 1e-4, warmup_steps: 4 }
+data: { train: tokens, tokenizer: none, seq_len: 65 }
+train: { output_dir: run, seed: 1, steps: 1, micro_batch: 2, batch: 11 }
+schedule: { peak_lr: 1e-3 }
+END
+
+# Every kind of traffic of a step, for ranks, tensor, expert and other keys: uneven slices, short and empty micro-batches, all recompute modes.
+test_traffic() {
+	local layout n plan line kind kinds most
+	for layout in "2 1 1" "2 2 1 train.recompute=attention" "2 1 2 train.recompute=layer" "2 2 2 model.norm_head=off" \
+		"4 2 2 model.tie_word_embeddings=on" "4 2 4 train.recompute=layer" "4 4 2 train.batch=3" "4 1 4 train.batch=5"; do
+		set -- $layout
+		n=$1
+		set -- "parallel.tensor=$2" "parallel.expert=$3" "${@:4}"
+		rm -rf run
+		plan=$("$ling" info small.yaml --ranks "$n" --json "$@" | sed 's/.*"bytes_sent": {\([^}]*\)}, "memory_of.*/\1/')
+		ranks "$n" "$ling" train small.yaml "$@"
+		line=$(sed -n 's/.*"bytes_sent": {\([^}]*\)}.*/\1/p' run/metrics.jsonl)
+		kinds=$(tr ',' '\n' <<<"$line" | sed 's/.*"\(.*\)".*/\1/')
+		[ "$(wc -l <<<"$kinds")" = 9 ] || problem "$layout: bytes_sent is $line"
+		while read -r kind; do
+			case $kind in
+			"expert dispatch" | "expert return") most=30 ;; # the routing decides
+			*) most=1 ;;
+			esac
+			within "$layout, $kind" "$(value "$kind" "$plan")" "$(value "$kind" "$line")" $most
+		done <<<"$kinds"
+	done
+	rm -rf run
+	"$ling" train small.yaml >log.txt 2>&1
+	! grep -q bytes_sent run/metrics.jsonl || problem "a single process sends nothing, and says so: $(cat run/metrics.jsonl)"
+}
+
+# Peak resident memory of rank 0, some 400 MB, of which 25 MB are the libraries'.
+test_memory() {
+	local layout plan
+	cat >peak.sh <<'END'
+#!/bin/bash
+"$@" &
+while now=$(grep VmHWM /proc/$!/status 2>/dev/null); do
+	peak=$now
+	sleep 0.02
+done
+awk '{ print 1024 * $2 }' <<<"$peak" >"peak.$OMPI_COMM_WORLD_RANK"
+wait $!
+END
+	chmod +x peak.sh
+	tokens many 16001
+	for layout in "2 1 1" "2 2 2" "4 2 4"; do
+		set -- $layout
+		set -- "$1" model="{hidden_size: 512, num_hidden_layers: 3, num_attention_heads: 8, num_key_value_heads: 4, vocab_size: 16001, \
+num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 1, moe_intermediate_size: 256}" data.train=many data.seq_len=256 train.batch=4 \
+			"parallel.tensor=$2" "parallel.expert=$3"
+		rm -rf run
+		plan=$("$ling" info small.yaml --ranks "$1" --json "${@:2}" | sed 's/.*"memory_bytes": {\([^}]*\)}, "bytes_sent.*/\1/')
+		ranks "$1" ./peak.sh "$ling" train small.yaml "${@:2}"
+		within "$layout, memory" "$(value total "$plan")" "$(cat peak.0)" 15
+	done
+}
+
+# refused STATUS TEXT WORDS...: ling info with these words fails and says TEXT.
+refused() {
+	"$ling" info small.yaml "${@:3}" >log.txt 2>&1
+	[ $? = "$1" ] || problem "expected exit status $1: ${*:3}"
+	grep -q "$2" log.txt || problem "no '$2' in: $(cat log.txt)"
+}
+
+test_plan() {
+	"$ling" info "$root/configs/ling-plus.yaml" --ranks 512 --memory-per-node 256GB >log.txt || problem "no plan for Ling-Plus"
+	grep -q "layouts that fit 256.000 GB" log.txt || problem "$(cat log.txt)"
+	"$ling" info "$root/configs/ling-plus.yaml" --ranks 2 --memory-per-node 256GB >log.txt || problem "no answer for Ling-Plus on 2 ranks"
+	grep -q "no layout fits" log.txt || problem "$(cat log.txt)"
+	refused 1 "1, 2, 4 would work" --ranks 4 parallel.tensor=3
+	refused 2 "go with --ranks" --memory-per-node 1GB
+	refused 2 "such as 256GB" --ranks 4 --memory-per-node 256
+}
+
+test_crowd() {
+	local cores
+	cores=$(env -u OMP_NUM_THREADS nproc) # which would obey it
+	rm -rf run
+	OMP_NUM_THREADS=$cores ranks 2 "$ling" train small.yaml
+	[ "$(grep -c "^warning: .* 2 ranks with $((2 * cores)) threads in all may use $cores core" log.txt)" = 1 ] || problem "$(cat log.txt)"
+	rm -rf run
+	OMP_NUM_THREADS=1 taskset -c 0 "$ling" train small.yaml >log.txt 2>&1
+	! grep -q "^warning" log.txt || problem "one thread on one core: $(cat log.txt)"
+}
+
+for name in traffic memory plan crowd; do
+	check $name
+done
+exit $failures

@@ -76,9 +76,7 @@ agree() {
 			n = split(losses, near, " ")
 			for (i = 1; i <= n; i++) {
 				a = value($0, near[i]); b = value(theirs, near[i])
-				difference = a > b ? a - b : b - a
-				size = a < 0 ? -a : a
-				if (a == "none" || b == "none" || !(difference <= tolerance * size)) {
+				if (a == "none" || b == "none" || !((a - b) ^ 2 <= (tolerance * a) ^ 2)) { # a < b would compare text
 					print near[i] " of step " NR ": " a " against " b
 					exit
 				}

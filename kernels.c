@@ -108,8 +108,7 @@ enum { VECTOR_BYTES = 16, MR = 12 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES };
-/* Blocks: NR columns of B fit the first-level cache, a block of A the second, and both together a thread's stack (1.4 MB). */
-enum { DIRECT = 256 };
+/* Blocks: NR columns of B fill the first-level cache, a block of A fits the second, and both together a thread's stack (1.4 MB). */
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -123,6 +122,10 @@ typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(rea
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* A whose rows are this far apart is read where it stands, without packing: a constant, so that it becomes part of an instruction's address.
+ * Attention's scores are laid out so. */
+enum { DIRECT = 256 };
 
 /* c [rows, NR] (+)= alpha a b: row i's term p of A is a[i * a_row + p * a_term], b a panel of B [terms, NR]. The first three are constants
  * where this is called. */
@@ -333,10 +336,10 @@ static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix
 							continue;
 						}
 						/* the last columns, by way of a whole tile */
-						tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, alpha, false, edge, NR);
+						tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, 1, false, edge, NR);
 						for (int y = 0; y < tile_rows; y++)
 							for (int x = 0; x < cols - j; x++)
-								out[y * ldc + x] = add ? out[y * ldc + x] + edge[y * NR + x] : edge[y * NR + x];
+								out[y * ldc + x] = add ? out[y * ldc + x] + alpha * edge[y * NR + x] : alpha * edge[y * NR + x];
 					}
 			}
 		}
@@ -346,6 +349,8 @@ static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix
 /* C [m, n] (+)= alpha A B with A [m, k] and B [k, n], row-major, rows of C apart by ldc. */
 static void gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c, int64_t ldc)
 {
+	if (m == 0 || n == 0)
+		return;
 	(use_openblas && !a.row && !b.row ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc);
 }
 
@@ -446,23 +451,34 @@ double memory_bandwidth(real *out, const real *in, int64_t n)
 	return 2.0 * n * sizeof *out / best;
 }
 
+/* A library that was built with OpenMP changes the number of ling's own threads too. */
+static void set_blas_threads(int n)
+{
+	const int threads = omp_get_max_threads();
+	openblas_set_num_threads(n);
+	omp_set_num_threads(threads);
+}
+
 double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
 {
 	double best = INFINITY;
-	openblas_set_num_threads(threads);
+	const int own = omp_get_max_threads();
+	set_blas_threads(threads);
+	omp_set_num_threads(threads);
 	for (int i = 0; i < repeats; i++) {
 		double start = omp_get_wtime();
 		openblas_gemm(n, n, n, 1, as_is(a, n), transposed(b, n), false, c, n);
 		best = fmin(best, omp_get_wtime() - start);
 	}
-	openblas_set_num_threads(1);
+	set_blas_threads(1);
+	omp_set_num_threads(own);
 	return best;
 }
 
 void kernels_init(bool openblas)
 {
 	use_openblas = openblas;
-	openblas_set_num_threads(1);
+	set_blas_threads(1);
 }
 
 int kernels_threads(void)
@@ -560,7 +576,7 @@ static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 		rows += rows / 4; /* so that a group a little larger than the mean is not cut */
 	int64_t row_pieces = max64(count_pieces(rows, LARGEST), 1), col_pieces = count_pieces(cols, NC);
 	for (;;) {
-		const struct tiles tile = {rows / row_pieces + 1, cols / col_pieces + 1};
+		const struct tiles tile = {max64(rows / row_pieces + 1, SMALLEST), cols / col_pieces + 1};
 		const int64_t tiles = groups * row_pieces * col_pieces;
 		/* Equal tiles, a few for each thread, should come out even; of many, the dynamic order takes care. */
 		if ((tiles >= PER_THREAD * threads && tiles % threads == 0) || tiles >= MANY_PER_THREAD * threads ||

@@ -18,6 +18,7 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -163,6 +164,30 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 	p->lm_head = c->tie_word_embeddings ? p->embedding : add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
 }
 
+/* The tensors that a rank of a layout holds, in the order of memory, which is the same for all ranks. To be freed; NULL when memory is short. */
+static struct tensor *list_tensors(const struct model_config *c, const struct layout *layout, int *n)
+{
+	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct parameter_walk count = {.layout = layout}, fill = count;
+	if (params.layer)
+		add_model(&count, c, &params);
+	fill.tensors = params.layer ? calloc(count.num_tensors, sizeof *fill.tensors) : NULL;
+	if (fill.tensors)
+		add_model(&fill, c, &params);
+	else
+		fail("out of memory for the names of the model's tensors");
+	free(params.layer);
+	*n = count.num_tensors;
+	return fill.tensors;
+}
+
+/* Those of the whole model, whoever holds them. */
+static struct tensor *whole_tensors(const struct model_config *c, int *n)
+{
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	return list_tensors(c, &alone, n);
+}
+
 /* The model as one rank of a layout computes it: its heads and its part of the vocabulary. */
 static struct model_config local_config(const struct model_config *c, const struct layout *l)
 {
@@ -234,10 +259,11 @@ static real *carve_real(struct arena *a, int64_t count)
 	return carve(a, count, sizeof(real));
 }
 
-int64_t head_chunk(int64_t V)
+int64_t head_chunk(int64_t V, int tensor)
 {
-	/* 16 MB of logits, to stay near the cores, but enough tokens for each pass over the head's weights and their gradient to pay. */
-	int64_t tokens = (4 << 20) / V;
+	/* 16 MB of logits, to stay near the cores, but enough tokens for each pass over the head's weights and their gradient to pay. Alike on
+	 * all ranks of a tensor group, whose parts of the vocabulary may differ by an entry. */
+	int64_t tokens = (4 << 20) / ((V + tensor - 1) / tensor);
 	return tokens < 256 ? 256 : tokens > 2048 ? 2048 : tokens;
 }
 
@@ -303,14 +329,15 @@ static void carve_layer(const struct activation_memory *mem, struct layer_activa
 	}
 }
 
-/* Cuts the activations of a rank for B windows of L tokens; c is the rank's own config. acts->layer must have room for all layers. */
-static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *c, int64_t B,
+/* Cuts the activations of a rank for B windows of L tokens of the whole model. acts->layer must have room for all layers. */
+static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *whole, int64_t B,
 		int64_t L, enum purpose purpose)
 {
+	const struct model_config local = local_config(whole, mem->layout), *c = &local;
 	struct arena *a = mem->certain;
 	const struct group *tensor = &mem->layout->tensor;
 	const int64_t T = B * L, N = most_tokens(T, mem->layout), H = c->hidden_size, E = c->num_experts, I = c->moe_intermediate_size;
-	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c), C = head_chunk(c->vocab_size);
+	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c), C = head_chunk(whole->vocab_size, tensor->size);
 	const int layers = c->num_hidden_layers;
 	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
@@ -360,7 +387,6 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->head_input = carve_real(a, C * H);
 	acts->head_max = carve_real(a, C);
 	acts->head_loss = carve(a, 2 * C, sizeof(double));
-	acts->head_sum = acts->head_loss ? acts->head_loss + C : NULL;
 	acts->head_norm = carve(a, H, sizeof(double));
 	if (!training)
 		return;
@@ -373,7 +399,7 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dlogits = carve_real(a, N * E);
 	acts->dgate_up = carve_real(mem->arrivals, A * 2 * I);
 	acts->dact = carve_real(mem->arrivals, A * I);
-	acts->drow_weight = carve_real(mem->arrivals, A);
+	acts->dexpert_weight = carve_real(mem->arrivals, A);
 	acts->dweight = carve_real(a, R);
 	acts->dshared_gate_up = carve_real(a, N * 2 * W);
 	acts->dshared_act = carve_real(a, N * W);
@@ -394,42 +420,35 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, c
 	if ((double)B * L * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
 		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
 				(long long)B, (long long)L, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
+	int n;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {.layout = layout};
+	struct tensor *tensors = list_tensors(c, layout, &n);
 	struct arena certain = {0}, arrivals = {0};
-	const struct model_config local = local_config(c, layout);
-	int rc = acts.layer && params.layer ? 0 : fail("out of memory for %d layers", c->num_hidden_layers);
-	if (rc == 0) {
-		add_model(&walk, c, &params);
-		carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, &local, B, L, purpose);
-		walk.tensors = calloc(walk.num_tensors, sizeof *walk.tensors);
-		rc = walk.tensors ? 0 : fail("out of memory for the names of %d tensors", walk.num_tensors);
+	if (!acts.layer || !tensors) {
+		free(acts.layer);
+		free(tensors);
+		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
-	if (rc == 0) {
-		walk = (struct parameter_walk){.layout = layout, .tensors = walk.tensors};
-		add_model(&walk, c, &params);
-		*plan = (struct memory_plan){.num_params = walk.num_params, .num_tensors = walk.num_tensors};
-		plan->num_chunks = cut_chunks(NULL, &plan->num_state, walk.tensors, walk.num_tensors, layout);
-		plan->weights = walk.num_params * sizeof(real);
-		plan->gradients = training ? plan->weights : 0;
-		plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
-		plan->reduction = training && layout->world.size > 1
-				? PENDING * scatter_scratch(&layout->world, walk.num_params < CHUNK_SIZE ? walk.num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
-		plan->activations = certain.used;
-		for (int i = 0; training && i < walk.num_tensors; i++) { /* one whole tensor and one piece, see write_tensors */
-			const struct tensor *t = &walk.tensors[i];
-			const size_t bytes = (t->rows * (t->cols ? t->cols : 1) + CHUNK_SIZE) * sizeof(real);
-			plan->saving = bytes > plan->saving ? bytes : plan->saving;
-		}
-		plan->arrivals = arrivals.used;
+	carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
+	*plan = (struct memory_plan){.num_tensors = n, .activations = certain.used, .arrivals = arrivals.used};
+	for (int i = 0; i < n; i++) {
+		/* A checkpoint is written by way of one whole tensor and one piece, see write_tensors. */
+		const size_t bytes = (tensors[i].rows * (tensors[i].cols ? tensors[i].cols : 1) + CHUNK_SIZE) * sizeof(real);
+		plan->saving = training && bytes > plan->saving ? bytes : plan->saving;
+		plan->num_params += tensor_size(&tensors[i]);
 	}
-	free(walk.tensors);
+	plan->num_chunks = cut_chunks(NULL, &plan->num_state, tensors, n, layout);
+	plan->weights = plan->num_params * sizeof(real);
+	plan->gradients = training ? plan->weights : 0;
+	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
+	plan->reduction = training && layout->world.size > 1
+			? PENDING * scatter_scratch(&layout->world, plan->num_params < CHUNK_SIZE ? plan->num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
+	free(tensors);
 	free(acts.layer);
-	free(params.layer);
-	return rc;
+	return 0;
 }
 
+/* Bytes. */
 static double machine_memory(void)
 {
 	return (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
@@ -468,8 +487,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
-	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction;
-	const double machine = machine_memory();
+	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction + plan.saving;
+	const double machine = machine_memory() / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
 		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
@@ -507,7 +526,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
 	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->tensors, m->num_tensors, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
-	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, &m->config, max_sequences,
+	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
 			seq_len, purpose);
 	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
 	return 0;
@@ -588,24 +607,6 @@ void model_randomize(struct model *m, uint64_t seed)
 		}
 	}
 	model_update_head_scale(m);
-}
-
-/* All tensors of the whole model, whoever holds them, in the order that every rank's own follow. To be freed; NULL when memory is short. */
-static struct tensor *whole_tensors(const struct model_config *c, int *n)
-{
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk walk = {.layout = &alone};
-	if (params.layer)
-		add_model(&walk, c, &params);
-	walk = (struct parameter_walk){.layout = &alone, .tensors = params.layer ? calloc(walk.num_tensors, sizeof *walk.tensors) : NULL};
-	if (walk.tensors)
-		add_model(&walk, c, &params);
-	else
-		fail("out of memory for the names of the model's tensors");
-	free(params.layer);
-	*n = walk.num_tensors;
-	return walk.tensors;
 }
 
 /* A piece of a tensor that this rank keeps the moments of, and answers for in a checkpoint: elements from .. end of the rank's part, and
@@ -746,13 +747,12 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 		real *const *blocks, const char *const *prefixes)
 {
 	const struct group *world = &m->layout.world;
-	const int64_t most = CHUNK_SIZE < m->num_params ? CHUNK_SIZE : m->num_params;
 	struct array *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
 	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
 	struct parcel *parcel = malloc(sizeof *parcel + (CHUNK_SIZE + 1) * sizeof(real));
 	struct weights_writer *w = NULL;
 	int64_t largest = 1;
-	int count = 0, rc = arrays && names && parcel && most > 0 ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
+	int count = 0, rc = arrays && names && parcel ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
 	for (int b = 0; b < num_blocks && rc == 0; b++)
 		for (int i = 0; i < n; i++)
 			if (writer_of(&m->layout, &whole[i], i, m->config.num_experts) == world->rank) {
@@ -765,6 +765,10 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 	if (rc == 0 && !tensor)
 		rc = fail("%s: out of memory for a tensor of %lld elements", path, (long long)largest);
 	rc = parallel_agree(rc); /* nobody sends what another could not take */
+	if (rc < 0) {
+		free(tensor);
+		tensor = NULL;
+	}
 	if (rc == 0 && !(w = weights_create(path, arrays, count)))
 		rc = -1;
 	for (int b = 0; b < num_blocks && tensor; b++) {
@@ -823,8 +827,9 @@ void model_lap(struct model *m, enum part part)
 	const double t = now();
 	m->part_seconds[part] += t - m->lap_start;
 	m->lap_start = t;
-	for (int i = 0; i < m->num_pending; i++) /* MPI moves data only when it is called */
-		scatter_progress(&m->pending[i]);
+	for (int i = m->chunks_finished; i < m->chunks_started; i++) /* MPI moves data only when it is called */
+		scatter_progress(&m->pending[i % PENDING].scatter);
+	exchange_progress(&m->dispatch);
 }
 
 /* ============================================================================================================
@@ -961,12 +966,11 @@ static void router_forward(struct model *m, int l, int B, const struct step *ste
 	}
 }
 
-/* The rows that the experts of this rank work on, with expert parallel: plans who sends what, and starts to send x's rows of this rank's
- * tokens; what arrives goes to `arrivals`. */
-static void dispatch_start(struct model *m, struct layer_activations *x, struct exchange *e, const real *tokens, real *arrivals)
+/* Starts to send the rows of this rank's tokens to their experts; what arrives goes to `arrivals`. */
+static void dispatch_start(struct model *m, struct layer_activations *x, const real *tokens, real *arrivals)
 {
 	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], m->config.hidden_size);
-	group_exchange_start(e, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
+	group_exchange_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
 }
 
 /* Sends rows back to where they came from: expert_rows, in the order of the experts, become acts.rows. */
@@ -1014,7 +1018,6 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	struct exchange dispatch;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->middle, N * H);
@@ -1027,12 +1030,13 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		x->num_rows = N * k;
 		if (split) {
 			plan_arrivals(m, x);
-			dispatch_start(m, x, &dispatch, a->normed, x->arrivals);
+			dispatch_start(m, x, a->normed, x->arrivals);
 		}
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) { /* while the rows are on their way */
 		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, N, H, 2 * W, false);
+		model_lap(m, PART_EXPERTS);
 		if (out) {
 			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, N, W);
 			matmul_forward(out, a->shared_act, p->shared_down, NULL, N, W, H, true);
@@ -1041,7 +1045,7 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	}
 	if (experts) {
 		if (split)
-			group_exchange_finish(&dispatch);
+			group_exchange_finish(&m->dispatch);
 		model_lap(m, PART_PERMUTE);
 		grouped_matmul_forward(x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_offset, m->num_experts, H, 2 * I,
 				false);
@@ -1096,7 +1100,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 {
 	struct activations *a = &m->acts;
 	const struct group *tensor = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(V);
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(m->whole.vocab_size, tensor->size);
 	const real *normed = gather_slices(m, a->normed, T);
 	real *dnormed = step ? shares(m, a->dnormed) : NULL;
 	double total = 0;
@@ -1132,12 +1136,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 
 static void finish_oldest_chunk(struct model *m)
 {
-	const struct chunk *c = &m->chunks[m->pending_chunk[0]];
+	const int slot = m->chunks_finished++ % PENDING;
+	const struct chunk *c = &m->chunks[m->pending[slot].chunk];
 	int64_t size;
-	group_scatter_finish(&m->pending[0], m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
-	m->num_pending--;
-	memmove(m->pending, m->pending + 1, m->num_pending * sizeof *m->pending);
-	memmove(m->pending_chunk, m->pending_chunk + 1, m->num_pending * sizeof *m->pending_chunk);
+	group_scatter_finish(&m->pending[slot].scatter, m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
 }
 
 /* Sends a bucket's gradients on when the last micro-batch has added to them. */
@@ -1150,12 +1152,20 @@ static void reduce_bucket(struct model *m, int bucket, const struct step *step)
 		const struct group *g = sharing_group(&m->layout, c->sharing);
 		if (c->bucket != bucket || g->size == 1)
 			continue;
-		if (m->num_pending == PENDING)
+		if (m->chunks_started - m->chunks_finished == PENDING)
 			finish_oldest_chunk(m);
-		real *scratch = m->pending_scratch + m->num_sent++ % PENDING * m->pending_size;
-		m->pending_chunk[m->num_pending] = i;
-		group_scatter_start(&m->pending[m->num_pending++], g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1, scratch);
+		const int slot = m->chunks_started++ % PENDING;
+		m->pending[slot].chunk = i;
+		group_scatter_start(&m->pending[slot].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1,
+				m->pending_scratch + slot * m->pending_size);
 	}
+}
+
+static void finish_chunks(struct model *m)
+{
+	while (m->chunks_finished < m->chunks_started)
+		finish_oldest_chunk(m);
+	m->chunks_started = m->chunks_finished = 0;
 }
 
 /* ============================================================================================================
@@ -1194,16 +1204,16 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	struct exchange dispatch;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
 	model_lap(m, PART_OTHER);
 	if (experts && split) {
-		dispatch_start(m, x, &dispatch, a->dstream, a->returns);
+		dispatch_start(m, x, a->dstream, a->returns);
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) {
 		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, N, W, H, false);
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, N, W);
+		model_lap(m, PART_EXPERTS);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
 		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, N, H, 2 * W, false);
@@ -1213,28 +1223,27 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
 		const real *in = a->normed, *dy = a->dstream;
 		if (split) {
-			group_exchange_finish(&dispatch);
+			group_exchange_finish(&m->dispatch);
 			in = x->arrivals;
 			dy = a->returns;
 		}
 		model_lap(m, PART_PERMUTE);
 		grouped_matmul_backward_input(a->dact, dy, x->row, p->down, x->expert_offset, E, I, H, false);
-		swiglu_backward(a->dgate_up, a->act, a->drow_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
+		swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
 		grouped_matmul_backward_weight(g->down, dy, x->row, a->act, NULL, x->expert_offset, E, I, H, add);
 		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, in, x->row, x->expert_offset, E, H, 2 * I, add);
 		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);
 		model_lap(m, PART_EXPERTS);
-		real *drow_weight = a->drow_weight;
 		if (split) {
 			struct exchange weights;
 			for (int64_t r = 0; r < x->num_rows; r++)
-				a->arrived_weight[x->row[r]] = a->drow_weight[r];
-			group_exchange_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->drow_weight, x->sent, a->arrived_weight, x->received, 1);
+				a->arrived_weight[x->row[r]] = a->dexpert_weight[r];
+			group_exchange_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight, x->received, 1);
 			group_exchange_finish(&weights);
 			return_rows(m, x);
 		}
 		combine_rows(a->dnormed, a->rows, x->position, N, k, H, W > 0);
-		permute_backward(a->dweight, drow_weight, x->position, N * k);
+		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
 		model_lap(m, PART_PERMUTE);
 		router_backward(m, l, B, step);
 		model_lap(m, PART_ROUTER);
@@ -1296,8 +1305,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	embedding_backward(m->grads.embedding, input, gather_slices(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
 			step->accumulate || c->tie_word_embeddings);
 	reduce_bucket(m, 0, step);
-	while (m->num_pending)
-		finish_oldest_chunk(m);
+	finish_chunks(m);
 	model_lap(m, PART_OTHER);
 }
 
@@ -1456,19 +1464,20 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
 	layout_connect(&layout);
-	if (model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0 || step_sums_init(&t->sums, &c->model) < 0) {
-		trainer_free(t);
-		return -1;
-	}
+	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
+	if (rc == 0)
+		rc = step_sums_init(&t->sums, &c->model);
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
-	if (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target) {
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target))
+		rc = fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
+	if (parallel_agree(rc) < 0) {
 		trainer_free(t);
-		return fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
+		return -1;
 	}
 	for (int l = 0; l < layers; l++)
 		t->state.router_std[l] = 1;
@@ -1721,7 +1730,9 @@ int trainer_save(struct trainer *t)
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	if (rc == 0 && leads(t))
+	if (parallel_agree(rc) < 0)
+		return -1;
+	if (leads(t))
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
 		return -1;
@@ -1756,12 +1767,18 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
+/* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
+static bool is_terminal(FILE *f)
+{
+	return parallel_size() == 1 && isatty(fileno(f));
+}
+
 /* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
  * stays on a terminal too. */
 static void print_status(FILE *out, const char *line, bool keep)
 {
 	struct winsize size = {.ws_col = 80};
-	if (!isatty(fileno(out))) {
+	if (!is_terminal(out)) {
 		fprintf(out, "%s\n", line);
 	} else {
 		ioctl(fileno(out), TIOCGWINSZ, &size);
@@ -1875,7 +1892,7 @@ int trainer_run(struct trainer *t)
 	if (parallel_agree(leads(t) && !f ? -1 : 0) < 0)
 		return -1;
 	int rc = training_loop(t, f);
-	if (rc < 0 && leads(t) && isatty(STDOUT_FILENO))
+	if (rc < 0 && leads(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
 	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
@@ -1895,7 +1912,7 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
 	double sums[2] = {0}, start = now(), shown = start; /* loss, bytes */
-	const bool terminal = isatty(STDERR_FILENO);
+	const bool terminal = is_terminal(stderr);
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
@@ -1941,18 +1958,16 @@ struct parameter_count { int64_t total, active; }; /* active ones are those that
 /* Counts the parameters of each part, and all of them in the last element. Also gives the FLOPs of training on a token at seq_len: 6 for
  * each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len / 2 tokens on average. */
 static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c,
-		const struct memory_plan *plan, int64_t seq_len)
+		int64_t seq_len)
 {
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct parameter_walk walk = {.layout = &alone, .tensors = calloc(plan->num_tensors, sizeof *walk.tensors)};
-	int rc = params.layer && walk.tensors ? 0 : fail("out of memory for the names of %lld tensors", (long long)plan->num_tensors);
+	int n;
+	struct tensor *whole = whole_tensors(c, &n);
 	int64_t products = 0;
+	if (!whole)
+		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
-	if (rc == 0)
-		add_model(&walk, c, &params);
-	for (int i = 0; rc == 0 && i < walk.num_tensors; i++) {
-		const struct tensor *t = &walk.tensors[i];
+	for (int i = 0; i < n; i++) {
+		const struct tensor *t = &whole[i];
 		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
 		int part = 0;
 		while (!strstr(t->name, parameter_parts[part].pattern))
@@ -1972,9 +1987,8 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
 	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
-	free(walk.tensors);
-	free(params.layer);
-	return rc;
+	free(whole);
+	return 0;
 }
 
 /* Usual sizes where a config has none, as those of configs/ that are only a model. */
@@ -1995,7 +2009,7 @@ static int print_info(const struct config *config, bool json)
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	double flops;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, &plan, L) < 0)
+	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, L) < 0)
 		return -1;
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
 	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
@@ -2257,9 +2271,8 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	for (int p = 0; p < NUM_PARTS; p++)
 		b->part_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
-	struct memory_plan plan = {.num_tensors = t->model.num_tensors};
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
-	if (count_parameters(count, &b->flops, &t->config.model, &plan, L) < 0)
+	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
 		return -1;
 	b->flops *= b->tokens;
 	return 0;
@@ -2291,17 +2304,17 @@ static void print_bench(const struct bench *b, const char *name, bool json)
  * ling doctor: is this machine, and what runs on it, fit to train
  * ========================================================================================================== */
 
-/* Fails when the BLAS library's products are wrong. Float rounding gives an error of about 1e-7. */
-static int check_products(void)
+/* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
+static int check_products(bool openblas)
 {
-	const double own = product_error(false), library = product_error(true);
-	if (!(own < 1e-5))
-		return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine "
-				"with make clean && make", plain_nan(own));
-	if (!(library < 1e-5))
+	const double error = product_error(openblas);
+	if (error < 1e-5)
+		return 0;
+	if (openblas)
 		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
-				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(library));
-	return 0;
+				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
+	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine with "
+			"make clean && make", plain_nan(error));
 }
 
 struct examination {
@@ -2327,24 +2340,12 @@ static bool is_right(const struct check *c)
 	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
 }
 
-/* Ranks on this machine, as MPI's launcher tells each of them; those of all machines where it says no more; 1 without a launcher. */
-static int local_ranks(void)
-{
-	static const char *const names[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-		const char *value = getenv(names[i]);
-		if (value && atoi(value) > 0)
-			return atoi(value);
-	}
-	return 1;
-}
-
 static void examine_threads(struct examination *x)
 {
 	cpu_set_t cpus;
 	x->machine_cores = sysconf(_SC_NPROCESSORS_ONLN);
 	x->cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : x->machine_cores;
-	x->ranks = local_ranks();
+	x->ranks = parallel_local_ranks();
 	x->threads = kernels_threads();
 	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
 	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
@@ -2440,7 +2441,7 @@ static int judge_machine(const struct examination *x)
 		if (!is_right(c))
 			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
 					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
-	return check_products();
+	return check_products(false) < 0 ? -1 : check_products(true);
 }
 
 /* ============================================================================================================
@@ -2758,21 +2759,40 @@ static void print_usage(FILE *out)
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 
-/* Two libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
- * that the user has set is respected.
- * An old OpenBLAS does not know a new processor and takes a kernel several times too slow.
- * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute. */
-static void use_best_environment(char **argv)
+enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
+
+/* The blocks of a matrix product stand on the stack: makes the first thread's large enough. */
+static int widen_stack(void)
 {
-	const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
-	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT");
-	if (!core && !spins)
+	struct rlimit stack;
+	if (getrlimit(RLIMIT_STACK, &stack) < 0 || stack.rlim_cur == RLIM_INFINITY || stack.rlim_cur >= STACK_BYTES)
+		return 0;
+	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
+	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
+		return 0;
+	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d", (long long)stack.rlim_cur >> 10,
+			STACK_NEEDED >> 10, STACK_BYTES >> 10);
+}
+
+/* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
+ * that the user has set is respected.
+ * An old OpenBLAS does not know a new processor and takes a kernel several times too slow; this matters where it computes.
+ * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
+ * their stacks need the room that widen_stack gives the first one. */
+static void use_best_environment(char **argv, bool openblas)
+{
+	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
+	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
+	if (!core && !spins && !stacks)
 		return;
 	if (spins)
 		setenv("GOMP_SPINCOUNT", "1000", 1);
+	if (stacks)
+		setenv("OMP_STACKSIZE", "8M", 1);
 	if (core) {
-		fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-				blas_core(), core, core);
+		if (parallel_rank() == 0)
+			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
+					blas_core(), core, core);
 		setenv("OPENBLAS_CORETYPE", core, 1);
 	}
 	execv("/proc/self/exe", argv);
@@ -2808,14 +2828,19 @@ int main(int argc, char **argv)
 		print_usage(help ? stdout : stderr);
 		return help ? EXIT_DONE : EXIT_WRONG_USE;
 	}
-	if (command->computes)
-		use_best_environment(argv);
+	if (command->computes && widen_stack() < 0) {
+		fprintf(stderr, "ling: %s\n", error_text);
+		return EXIT_WORK_FAILED;
+	}
 	const char *products = getenv("LING_PRODUCTS");
 	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
 		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or openblas\n", products);
 		return EXIT_WRONG_USE;
 	}
-	kernels_init(products && !strcmp(products, "openblas"));
+	const bool openblas = products && !strcmp(products, "openblas");
+	if (command->computes)
+		use_best_environment(argv, openblas || command->run == command_bench || command->run == command_doctor);
+	kernels_init(openblas);
 
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);
@@ -2828,21 +2853,24 @@ int main(int argc, char **argv)
 		parallel_start();
 	/* The doctor says more before it fails. */
 	const bool checks = command->computes && command->run != command_doctor;
-	int status = checks && parallel_agree(check_products()) < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	int status = checks && parallel_agree(check_products(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
+	bool together = status == EXIT_DONE;
 	if (status != EXIT_DONE) {
 		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
 		char host[64] = "";
 		gethostname(host, sizeof host - 1);
-		if (!parallel_all_failed())
+		together = parallel_all_failed();
+		if (!together)
 			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), host, error_text);
 		else if (parallel_rank() == 0)
 			fprintf(stderr, "ling: %s\n", error_text);
 	}
-	parallel_stop(status);
+	fflush(NULL);
+	parallel_stop(together ? 0 : status);
 	return status;
 }

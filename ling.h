@@ -39,9 +39,11 @@ typedef float real;
 
 /* ============================================================================================================
  * Errors (data.c)
- * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text, one
- * of the program's two mutable globals (stop_requested is the other): main prints it, once, and tests read it. It names the file, the line or key, what
- * was found and what was expected.
+ * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text: main prints it, once, and tests
+ * read it. It names the file, the line or key, what was found and what was expected.
+ *
+ * The program's mutable globals, all of them: error_text; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
+ * the start; and in parallel.c what this process knows of MPI, of which there is one.
  * ========================================================================================================== */
 
 extern char error_text[4096];
@@ -257,8 +259,8 @@ int make_directories(const char *dir);
  * No array may overlap another unless the comment says "in place". `accumulate`: add to the output instead of writing it.
  * ========================================================================================================== */
 
-/* Call once, before any other kernel. `openblas`: the library computes all matrix products instead of ling's own kernel, as a second
- * opinion on a doubtful number, or where it is the faster. */
+/* Call once, before any other kernel. `openblas`: the library computes the matrix products instead of ling's own kernel, as a second
+ * opinion on a doubtful number, or where it is the faster; but for those whose rows come by a list, which it does not have. */
 void kernels_init(bool openblas);
 int kernels_threads(void); /* threads that a kernel uses */
 
@@ -437,8 +439,9 @@ extern const char *const traffic_names[NUM_TRAFFIC];
 /* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
 void parallel_start(void);
 void parallel_stop(int status);
-int parallel_rank(void);
+int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
+int parallel_local_ranks(void); /* on this machine */
 double parallel_seconds(void); /* spent in communication so far */
 /* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
 void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
@@ -473,7 +476,7 @@ void group_max(const struct group *g, enum traffic kind, real *x, int64_t n);
 void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [scatter_scratch()].
  * Between start and finish, `in` must not change; scatter_progress may be called. */
-struct scatter { struct group group; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
+struct scatter { struct group group; enum traffic kind; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
 int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width);
 void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
 		real *scratch);
@@ -484,9 +487,10 @@ void group_scatter_finish(struct scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
 void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n);
 /* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. */
-struct exchange { void *request; int *counts; };
+struct exchange { void *request; int *counts, type; enum traffic kind; };
 void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width);
+void exchange_progress(struct exchange *e);
 void group_exchange_finish(struct exchange *e);
 /* One message; a received one may come from any rank, and takes up to `bytes`. */
 void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes);
@@ -591,11 +595,11 @@ struct activations {
 	double *sequence_count, *sequence_p; /* [B, E] */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
-	double *head_loss, *head_sum; /* [C] and [C], one behind the other */
+	double *head_loss;           /* [2, C] loss, and sum of exponentials */
 	double *head_norm;           /* [H] column sums of squares */
 	/* backward only; dX has the shape of X */
 	real *dstream;               /* [N, H] gradient of the residual stream */
-	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *drow_weight, *dweight, *dshared_gate_up, *dshared_act;
+	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *dexpert_weight, *dweight, *dshared_gate_up, *dshared_act;
 };
 
 /* Where the time of a step goes; model_lap() adds the time since the last call to a part. */
@@ -615,8 +619,10 @@ struct model {
 	int num_chunks;
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
 	real *exp_avg, *exp_avg_sq;  /* [num_state] */
-	struct scatter pending[PENDING]; /* gradient chunks under way */
-	int pending_chunk[PENDING], num_pending, num_sent;
+	struct exchange dispatch;    /* expert rows under way */
+	/* gradient chunks under way: number i of this backward pass in place i % PENDING */
+	struct { struct scatter scatter; int chunk; } pending[PENDING];
+	int chunks_started, chunks_finished;
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
@@ -661,7 +667,8 @@ void model_update_head_scale(struct model *m);
 /* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step gives what the router needs and sums
  * takes its statistics; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
-/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V). */
+/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V, 1), of a model without
+ * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
@@ -675,7 +682,8 @@ struct layer_sums *layer_sums(const struct step_sums *s, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
 int shared_width(const struct model_config *c, int layer);
 bool has_experts(const struct model_config *c, int layer);
-int64_t head_chunk(int64_t V);
+/* Tokens of which the head makes logits at a time, with the whole vocabulary V split over `tensor` ranks. */
+int64_t head_chunk(int64_t V, int tensor);
 
 /* ============================================================================================================
  * The trainer (ling.c)

@@ -15,6 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
+enum { HOST_LEN = 64 };
+
 #ifdef LING_DOUBLE
 #define MPI_REAL_TYPE MPI_DOUBLE
 #else
@@ -26,6 +28,10 @@ static struct {
 	bool running;
 	double seconds;              /* spent in calls since the start */
 	int64_t bytes[NUM_TRAFFIC];  /* sent since the start */
+	MPI_Comm control;            /* apart from the model's traffic: notices of ranks that wait, and the end */
+	char (*hosts)[HOST_LEN];     /* of each rank */
+	int local_ranks;             /* on this machine */
+	double *heard, taken;        /* when each rank's last notice came, on the first two ranks; when these last looked */
 } mpi;
 
 const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch", "expert return", "gradients",
@@ -42,23 +48,117 @@ static double now(void)
 	return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
+/* The rank that a launcher gave this process, or -1: without one MPI would start a daemon of its own. */
+static int launched_rank(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+		if (getenv(names[i]))
+			return atoi(getenv(names[i]));
+	return -1;
+}
+
 void parallel_start(void)
 {
-	/* A launcher leaves its mark in the environment; without one MPI would start a daemon of its own. */
-	static const char *const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"};
-	bool launched = false;
-	for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
-		launched = launched || getenv(marks[i]);
-	if (!launched)
+	if (launched_rank() < 0)
 		return;
 	int provided;
+	char host[HOST_LEN] = "";
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
+	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
+	mpi.hosts = calloc(parallel_size(), sizeof *mpi.hosts);
+	mpi.heard = calloc(parallel_size(), sizeof *mpi.heard);
+	if (!mpi.hosts || !mpi.heard)
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	gethostname(host, sizeof host - 1);
+	MPI_Allgather(host, HOST_LEN, MPI_CHAR, mpi.hosts, HOST_LEN, MPI_CHAR, MPI_COMM_WORLD);
+	MPI_Comm machine;
+	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+	MPI_Comm_size(machine, &mpi.local_ranks);
+	MPI_Comm_free(&machine);
+}
+
+/* ============================================================================================================
+ * Waiting. MPI waits for ever for a rank that is stopped or cut off, and does not say for which one. So a rank that has waited for a
+ * while sends a notice to the first two ranks every few seconds, and these, when they wait long too, tell whom they did not hear.
+ * ========================================================================================================== */
+
+enum { NOTICE_SECONDS = 5, REPORT_SECONDS = 30 };
+
+/* Tells the first two ranks that this one waits. */
+static void send_notices(void)
+{
+	for (int to = 0; to < 2 && to < parallel_size(); to++) {
+		MPI_Request request;
+		if (to == parallel_rank())
+			continue;
+		MPI_Isend(NULL, 0, MPI_CHAR, to, 0, mpi.control, &request);
+		MPI_Request_free(&request);
+	}
+}
+
+static void take_notices(void)
+{
+	MPI_Status status;
+	for (int more = 1; more;) {
+		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.control, &more, &status);
+		if (more) {
+			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.control, MPI_STATUS_IGNORE);
+			mpi.heard[status.MPI_SOURCE] = now();
+		}
+	}
+}
+
+/* Names the ranks of which no notice has come; rank 1 speaks only when rank 0 is one of them. */
+static void report_silence(const char *what, double waited)
+{
+	const int rank = parallel_rank(), size = parallel_size();
+	const double since = now() - 3 * NOTICE_SECONDS;
+	char names[1024] = "";
+	int silent = 0;
+	mpi.heard[rank] = now();
+	for (int r = 0, n = 0; r < size; r++)
+		if (mpi.heard[r] < since) {
+			if (n < (int)sizeof names - 100)
+				n += snprintf(names + n, sizeof names - n, "%s%d on %.*s", silent ? ", " : "", r, HOST_LEN, mpi.hosts[r]);
+			silent++;
+		}
+	if (silent && (rank == 0 || mpi.heard[0] < since))
+		fprintf(stderr, "\nling: waiting for %.0f s (%s): nothing is heard of rank %s. It computes for long, is stopped, or its machine is cut off; "
+				"if so, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n", waited, what, names);
+}
+
+/* Waits for requests, with the time on the account of communication. */
+static void finish(MPI_Request *requests, int n, const char *what)
+{
+	const double start = now();
+	double noticed = start, reported = start, t = start;
+	int done = 0;
+	if (start - mpi.taken > NOTICE_SECONDS) { /* so that they do not pile up on ranks that others wait for */
+		mpi.taken = start;
+		take_notices();
+	}
+	for (;; t = now()) {
+		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
+		if (done)
+			break;
+		if (t - noticed < NOTICE_SECONDS)
+			continue;
+		noticed = t;
+		send_notices();
+		take_notices();
+		if (t - reported >= REPORT_SECONDS && parallel_rank() < 2) {
+			reported = t;
+			report_silence(what, t - start);
+		}
+	}
+	mpi.seconds += t - start;
 }
 
 int parallel_rank(void)
 {
-	int rank = 0;
+	int rank = launched_rank() < 0 ? 0 : launched_rank();
 	if (mpi.running)
 		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 	return rank;
@@ -70,6 +170,11 @@ int parallel_size(void)
 	if (mpi.running)
 		MPI_Comm_size(MPI_COMM_WORLD, &size);
 	return size;
+}
+
+int parallel_local_ranks(void)
+{
+	return mpi.running ? mpi.local_ranks : 1;
 }
 
 double parallel_seconds(void)
@@ -107,19 +212,19 @@ int parallel_agree(int rc)
 {
 	if (!mpi.running)
 		return rc;
-	struct { char host[64], error[sizeof error_text]; } mine = {{0}, {0}};
 	int failed = rc < 0, any, first = failed ? parallel_rank() : INT32_MAX, least;
-	MPI_Allreduce(&failed, &any, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+	MPI_Request request;
+	MPI_Iallreduce(&failed, &any, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
+	finish(&request, 1, "agreement");
 	if (!any)
 		return rc;
+	char error[sizeof error_text];
+	memcpy(error, error_text, sizeof error);
 	MPI_Allreduce(&first, &least, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-	gethostname(mine.host, sizeof mine.host - 1);
-	memcpy(mine.error, error_text, sizeof mine.error);
-	MPI_Bcast(&mine, sizeof mine, MPI_BYTE, least, MPI_COMM_WORLD);
-	const int size = parallel_size();
-	if (any == size)
-		return fail("%s", mine.error);
-	return fail("rank %d on %s%s: %.3500s", least, mine.host, any > 1 ? " and others" : "", mine.error);
+	MPI_Bcast(error, sizeof error, MPI_BYTE, least, MPI_COMM_WORLD);
+	if (any == parallel_size())
+		return fail("%s", error);
+	return fail("rank %d on %s%s: %.3500s", least, mpi.hosts[least], any > 1 ? " and others" : "", error);
 }
 
 int parallel_same(uint64_t value, const char *what)
@@ -137,6 +242,8 @@ void parallel_stop(int status)
 	if (status)
 		MPI_Abort(MPI_COMM_WORLD, status);
 	MPI_Finalize();
+	free(mpi.hosts);
+	free(mpi.heard);
 	mpi.running = false;
 }
 
@@ -147,7 +254,7 @@ bool parallel_all_failed(void)
 	int done = 0;
 	if (!mpi.running)
 		return true;
-	MPI_Ibarrier(MPI_COMM_WORLD, &request);
+	MPI_Ibarrier(mpi.control, &request);
 	for (double start = now(); !done && now() - start < 1;)
 		MPI_Test(&request, &done, MPI_STATUS_IGNORE);
 	return done;
@@ -179,6 +286,8 @@ int layout_check(const struct model_config *c, int ranks, int tensor, int expert
 		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work", tensor, ranks,
 				all_heads, heads, common_divisors(values, ranks, both));
 	}
+	if (c->vocab_size < tensor)
+		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor, c->vocab_size);
 	if (ranks % expert || c->num_experts % expert)
 		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
 				common_divisors(values, ranks, c->num_experts));
@@ -237,14 +346,6 @@ static void count_sent(enum traffic kind, int64_t elements, int64_t size)
 	mpi.bytes[kind] += elements * size;
 }
 
-/* Waits for a request, with the time on the account of communication. */
-static void finish(MPI_Request *request)
-{
-	const double start = now();
-	MPI_Wait(request, MPI_STATUS_IGNORE);
-	mpi.seconds += now() - start;
-}
-
 void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
 {
 	enum { PIECE = 4096 };
@@ -258,7 +359,7 @@ void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
 		const int count = (int)(n - first < PIECE ? n - first : PIECE);
 		MPI_Request request;
 		MPI_Iallgather(x + first, count, MPI_DOUBLE, all, count, MPI_DOUBLE, comm_of(g), &request);
-		finish(&request);
+		finish(&request, 1, traffic_names[kind]);
 		for (int i = 0; i < count; i++) {
 			double sum = 0;
 			for (int r = 0; r < g->size; r++)
@@ -276,7 +377,7 @@ void group_max(const struct group *g, enum traffic kind, real *x, int64_t n)
 	count_sent(kind, n * (g->size - 1), sizeof *x);
 	MPI_Request request;
 	MPI_Iallreduce(MPI_IN_PLACE, x, (int)n, MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
-	finish(&request);
+	finish(&request, 1, traffic_names[kind]);
 }
 
 /* `width` reals as one element: counts of rows fit an int where counts of reals may not. */
@@ -302,7 +403,7 @@ void group_gather(const struct group *g, enum traffic kind, real *out, const rea
 	MPI_Request request;
 	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts, begins, type, comm_of(g),
 			&request);
-	finish(&request);
+	finish(&request, 1, traffic_names[kind]);
 	MPI_Type_free(&type);
 }
 
@@ -315,7 +416,7 @@ void group_scatter_start(struct scatter *s, const struct group *g, enum traffic 
 		real *scratch)
 {
 	const int n = g->size;
-	*s = (struct scatter){.group = *g, .in = in, .rows = rows, .width = width, .scratch = scratch};
+	*s = (struct scatter){.group = *g, .kind = kind, .in = in, .rows = rows, .width = width, .scratch = scratch};
 	if (n == 1)
 		return;
 	const int64_t mine = slice_begin(rows, g->rank + 1, n) - slice_begin(rows, g->rank, n);
@@ -349,11 +450,8 @@ void group_scatter_finish(struct scatter *s, real *out, bool accumulate)
 	const int64_t begin = slice_begin(s->rows, g->rank, g->size), mine = slice_begin(s->rows, g->rank + 1, g->size) - begin;
 	const int64_t n = mine * s->width;
 	const real *own = s->in + begin * s->width;
-	if (s->num_requests) {
-		const double start = now();
-		MPI_Waitall(s->num_requests, s->requests, MPI_STATUSES_IGNORE);
-		mpi.seconds += now() - start;
-	}
+	if (s->num_requests)
+		finish(s->requests, s->num_requests, traffic_names[s->kind]);
 	free(s->requests);
 	s->requests = NULL;
 	s->num_requests = 0;
@@ -388,14 +486,14 @@ void group_transpose(const struct group *g, enum traffic kind, int64_t *out, con
 	count_sent(kind, (g->size - 1) * n, sizeof *in);
 	MPI_Request request;
 	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
-	finish(&request);
+	finish(&request, 1, traffic_names[kind]);
 }
 
 void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width)
 {
 	const int n = g->size;
-	*e = (struct exchange){0};
+	*e = (struct exchange){.kind = kind};
 	if (n == 1) {
 		copy_array(out, in, send[0] * width);
 		return;
@@ -417,38 +515,52 @@ void group_exchange_start(struct exchange *e, const struct group *g, enum traffi
 	const double start = now();
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
-	MPI_Type_free(&type);
+	e->type = MPI_Type_c2f(type);
 	mpi.seconds += now() - start;
+}
+
+void exchange_progress(struct exchange *e)
+{
+	int done;
+	if (e->request)
+		MPI_Test(e->request, &done, MPI_STATUS_IGNORE);
 }
 
 void group_exchange_finish(struct exchange *e)
 {
-	if (e->request)
-		finish(e->request);
+	if (e->request) {
+		MPI_Datatype type = MPI_Type_f2c(e->type);
+		finish(e->request, 1, traffic_names[e->kind]);
+		MPI_Type_free(&type);
+	}
 	free(e->request);
 	free(e->counts);
+	*e = (struct exchange){0};
 }
 
 void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes)
 {
-	const double start = now();
-	MPI_Send(x, (int)bytes, MPI_BYTE, to, tag, comm_of(g));
-	mpi.seconds += now() - start;
+	MPI_Request request;
+	MPI_Isend(x, (int)bytes, MPI_BYTE, to, tag, comm_of(g), &request);
+	finish(&request, 1, "checkpoint");
 }
 
 void group_receive(const struct group *g, int tag, void *x, int64_t bytes)
 {
-	const double start = now();
-	MPI_Recv(x, (int)bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), MPI_STATUS_IGNORE);
-	mpi.seconds += now() - start;
+	MPI_Request request;
+	MPI_Irecv(x, (int)bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
+	finish(&request, 1, "checkpoint");
 }
 
 int group_slowest(const struct group *g, double seconds)
 {
 	struct { double seconds; int rank; } mine = {seconds, g->rank}, slowest = mine;
+	if (g->size == 1)
+		return 0;
+	MPI_Request request;
 	count_sent(TRAFFIC_STATISTICS, g->size - 1, sizeof mine);
-	if (g->size > 1)
-		MPI_Allreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g));
+	MPI_Iallreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g), &request);
+	finish(&request, 1, traffic_names[TRAFFIC_STATISTICS]);
 	return slowest.rank;
 }
 
@@ -456,7 +568,7 @@ void group_broadcast(const struct group *g, void *x, int64_t bytes)
 {
 	if (g->size == 1)
 		return;
-	const double start = now();
-	MPI_Bcast(x, (int)bytes, MPI_BYTE, 0, comm_of(g));
-	mpi.seconds += now() - start;
+	MPI_Request request;
+	MPI_Ibcast(x, (int)bytes, MPI_BYTE, 0, comm_of(g), &request);
+	finish(&request, 1, "start");
 }

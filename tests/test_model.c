@@ -469,7 +469,7 @@ static void test_head_chunks(void **state)
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = 1, .batch = 1, .grad_clip = 1},
 		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
 	};
-	assert_true(L > 2 * head_chunk(V));
+	assert_true(L > 2 * head_chunk(V, 1));
 	make_trainer(&t, &c);
 	model_randomize(&t.model, 1);
 	for (int i = 0; i < L; i++)

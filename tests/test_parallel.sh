@@ -1,0 +1,344 @@
+#!/bin/bash
+# Training on several ranks: every layout against one process, checkpoints that change layouts, ranks that die or disagree. Prints cmocka's lines
+# for tests/run.sh.
+set -u
+root=$PWD
+ling=$root/ling
+compare=$root/build/compare_checkpoints
+dir=build/ranks
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+
+problems=""
+problem() { problems+="  $*"$'\n'; }
+
+# check NAME: runs the function test_NAME and reports it.
+failures=0
+check() {
+	problems=""
+	echo "[ RUN      ] $1"
+	"test_$1"
+	if [ -z "$problems" ]; then
+		echo "[       OK ] $1"
+	else
+		printf '%s' "$problems"
+		echo "[  FAILED  ] $1"
+		failures=1
+	fi
+}
+
+# ranks N COMMAND...: more processes than cores, never for long.
+ranks() {
+	local n=$1
+	shift
+	timeout -k 5 60 mpirun -n "$n" --oversubscribe --bind-to none "$@"
+}
+
+# train RANKS DIR OPTIONS...: a run that must succeed; one rank is a process without a launcher.
+train() {
+	local n=$1 out=$2 launch=
+	shift 2
+	[ "$n" = 1 ] || launch="ranks $n"
+	$launch "$ling" train tiny.yaml train.output_dir="$out" "$@" >out.txt 2>err.txt ||
+		problem "$n ranks, $out $*: exit status $?: $(head -c 600 err.txt)"
+}
+
+# refused RANKS TEXT COMMAND...: ends within seconds, not with 0, and with one error line, which holds TEXT.
+refused() {
+	local n=$1 text=$2 start=$SECONDS status
+	shift 2
+	ranks "$n" "$@" >out.txt 2>err.txt
+	status=$?
+	[ $status != 0 ] || problem "exit status 0: $n ranks $*"
+	[ $((SECONDS - start)) -le 10 ] || problem "$((SECONDS - start)) seconds: $n ranks $*"
+	grep '^ling: ' err.txt | grep -qF -- "$text" || problem "no '$text' in: $(grep '^ling' err.txt || head -c 400 err.txt)"
+	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 1000 err.txt)"
+}
+
+lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
+
+# agree DIR DIR [TOLERANCE [LOSSES]]: the metrics of two runs, step by step; what counts must be equal, losses and norm near.
+agree() {
+	awk -v other="$2/metrics.jsonl" -v tolerance="${3:-1e-5}" -v losses="${4:-loss balance_loss z_loss grad_norm lr}" '
+		function value(line, key) {
+			if (!match(line, "\"" key "\": *[-+0-9.eE]+"))
+				return "none"
+			line = substr(line, RSTART, RLENGTH)
+			sub(/.*: */, "", line)
+			return line
+		}
+		{
+			if ((getline theirs <other) <= 0) { print "is shorter"; exit }
+			n = split("step samples tokens batch", exact, " ")
+			for (i = 1; i <= n; i++)
+				if (value($0, exact[i]) != value(theirs, exact[i])) { print exact[i] ": " $0 " against " theirs; exit }
+			n = split(losses, near, " ")
+			for (i = 1; i <= n; i++) {
+				a = value($0, near[i]); b = value(theirs, near[i])
+				difference = a > b ? a - b : b - a
+				size = a < 0 ? -a : a
+				if (a == "none" || b == "none" || !(difference <= tolerance * size)) {
+					print near[i] " of step " NR ": " a " against " b
+					exit
+				}
+			}
+		}
+		END { if (NR == 0) print "has no steps"; else if ((getline theirs <other) > 0) print "is longer" }' "$1/metrics.jsonl" >agree.txt 2>&1
+	[ ! -s agree.txt ] || problem "$1 and $2: $(head -n 1 agree.txt)"
+}
+
+# tensors KIND PREFIX DIR DIR TOLERANCE: the tensors of two checkpoints.
+tensors() { "$compare" "$@" >compare.txt 2>&1 || problem "$3 and $4: $(cat compare.txt)"; }
+
+same_files() { diff -rq "$1" "$2" -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"; }
+
+# Metrics less what a clock decides.
+steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
+
+wait_for_lines() { # wait_for_lines FILE N
+	local tries=0
+	while [ "$(lines "$1")" -lt "$2" ] && [ $tries -lt 3000 ]; do
+		sleep 0.01
+		tries=$((tries + 1))
+	done
+}
+
+# RANKS TENSOR EXPERT of every layout with 1, 2 or 4 data, tensor and expert ranks.
+layouts="2,1,1 2,1,2 2,2,1 2,2,2 4,1,1 4,1,2 4,1,4 4,2,1 4,2,2 4,2,4 4,4,1 4,4,2 4,4,4 8,2,1 8,2,2 8,2,4 8,4,1 8,4,2 8,4,4"
+
+# equal NAME "RANKS,TENSOR,EXPERT ..." OPTIONS...: the run on one process and on these layouts.
+equal() {
+	local name=$1 those=$2 n tensor expert
+	shift 2
+	train 1 "$name" "$@"
+	for layout in $those; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		train "$n" "$name-$layout" "$@" parallel.tensor="$tensor" parallel.expert="$expert"
+		agree "$name" "$name-$layout"
+	done
+}
+
+# ---- data: 40 windows of 16 tokens. The vocabulary is not divisible by tensor ranks, and tokens of a micro-batch are where seq_len is odd ----
+head -c 640 "$root/ling.h" >text.txt
+head -c 200 "$root/LICENSE" >valid.txt
+"$ling" tokenize --out text text.txt >/dev/null && "$ling" tokenize --out valid valid.txt >/dev/null || exit 1
+cat >tiny.yaml <<'END'
+model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 4, head_dim: 6, vocab_size: 257,
+         num_experts: 8, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 8, intermediate_size: 24, rope_theta: 1e4,
+         initializer_range: 0.05, router: { balance_loss_scope: micro_batch, z_loss_coef: 1e-2, balance_loss_coef: 0.1 } }
+data: { train: text, tokenizer: byte, seq_len: 16 }
+train: { output_dir: run, seed: 3, steps: 20, micro_batch: 2, batch: 7 }
+schedule: { peak_lr: 1e-3, warmup_steps: 5 }
+END
+everything="model.use_bias=true model.use_qkv_bias=true model.first_k_dense_replace=1 model.router.balance_loss_scope=sequence
+	model.router.warmup_steps=15 data.seq_len=15 model.num_hidden_layers=3"
+
+test_values() {
+	for n in 1 2 3; do
+		ranks $n "$root/build/test_parallel" >values.txt 2>err.txt || problem "$n ranks: $(grep -v OK values.txt) $(head -c 300 err.txt)"
+		[ "$(grep -c '   OK ' values.txt)" -ge 12 ] || problem "$n ranks: $(cat values.txt)"
+	done
+}
+
+test_micro_batches_of_4() { equal four "$layouts" train.micro_batch=4; }
+# Each rank adds up the gradients of several micro-batches, the last ones of some ranks short or empty.
+test_accumulation() { equal one "$layouts" train.micro_batch=1 $everything; }
+
+test_variants() {
+	equal tied "2,2,1 8,2,4" model.tie_word_embeddings=true train.recompute=layer train.batch_warmup='{start: 2, increment: 2, tokens: 500}'
+	equal tied_plain "4,4,2" model.tie_word_embeddings=true model.norm_head=false train.recompute=attention train.micro_batch=1 $everything
+	equal recompute "8,4,2" train.recompute=layer $everything
+	equal uneven "6,2,2 3,1,1" train.batch=10 model.num_experts=6
+	equal one_layer "4,1,4 2,2,2" model.num_hidden_layers=1 model.num_experts=4 model.num_experts_per_tok=4 model.num_shared_experts=0
+	equal one_expert "8,1,8 4,2,4" model.num_experts_per_tok=1 train.grad_clip=0.1 train.micro_batch=1
+	equal few "8,1,2 8,4,4" train.batch=1 train.micro_batch=3 train.steps=5
+	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
+}
+
+test_every_gradient() {
+	local n tensor expert options
+	for options in "train.micro_batch=4" "train.micro_batch=1 $everything"; do
+		rm -rf gradient*
+		train 1 gradient $options train.stop_at_step=1
+		for layout in 2,1,2 2,2,1 4,1,1 4,2,4 8,2,2 8,4,1 8,4,4; do
+			IFS=, read -r n tensor expert <<<"$layout"
+			train "$n" gradient-$layout $options train.stop_at_step=1 parallel.tensor="$tensor" parallel.expert="$expert"
+			tensors optimizer exp_avg. gradient/step-0000001 gradient-$layout/step-0000001 1e-4
+			tensors model "" gradient/step-0000001 gradient-$layout/step-0000001 1e-4
+		done
+	done
+}
+
+test_bit_equal() {
+	for run in same same2; do
+		train 8 $run $everything parallel.tensor=2 parallel.expert=4 train.micro_batch=1
+	done
+	same_files same/step-0000020 same2/step-0000020
+	cmp -s <(steady same/metrics.jsonl) <(steady same2/metrics.jsonl) || problem "metrics of the same run differ"
+}
+
+# Four layouts one after the other, the first change in the middle of the batch's warmup.
+test_change_of_layout() {
+	local run=(train.batch_warmup='{start: 2, increment: 2, tokens: 500}' data.valid=valid eval.every=7 train.micro_batch=1)
+	train 1 whole $everything "${run[@]}"
+	train 8 parts $everything "${run[@]}" parallel.tensor=4 parallel.expert=2 train.stop_at_step=5
+	train 6 parts $everything "${run[@]}" parallel.tensor=2 parallel.expert=2 train.stop_at_step=10
+	train 1 parts $everything "${run[@]}" train.stop_at_step=15
+	train 4 parts $everything "${run[@]}" parallel.expert=4
+	agree whole parts
+	[ "$(lines parts/metrics.jsonl)" = 20 ] || problem "$(lines parts/metrics.jsonl) steps"
+	local loss other
+	loss=$("$ling" eval whole/step-0000020 --data valid --seq-len 15 --json)
+	other=$("$ling" eval parts/step-0000020 --data valid --seq-len 15 --json)
+	awk -v a="$loss" -v b="$other" 'BEGIN { sub(/.*"loss": /, "", a); sub(/.*"loss": /, "", b); exit !(a + 0 > 1 && (a - b) ^ 2 < (1e-5 * a) ^ 2) }' ||
+		problem "ling eval: $loss and $other"
+	[ "$(grep -c valid_loss parts/metrics.jsonl)" = 3 ] || problem "evaluations: $(grep -c valid_loss parts/metrics.jsonl)"
+	awk 'FNR == NR && match($0, /"valid_loss": [0-9.]+/) { v[FNR] = substr($0, RSTART + 14, RLENGTH - 14) }
+		FNR != NR && match($0, /"valid_loss": [0-9.]+/) { d = v[FNR] / substr($0, RSTART + 14, RLENGTH - 14) - 1; if (d ^ 2 > 1e-10) exit 1 }' \
+		whole/metrics.jsonl parts/metrics.jsonl || problem "valid_loss of whole and parts"
+}
+
+# Expert e's weights are e; every other tensor is what it was. Updates of 1e-30 leave them so.
+test_experts_stay() {
+	local still="schedule.peak_lr=1e-30 schedule.warmup_steps=off $everything"
+	train 1 seed $everything train.stop_at_step=1
+	mkdir -p constant && cp seed/step-0000001/config.json constant
+	"$compare" constant seed/step-0000001 constant || problem "no starting model"
+	train 4 moved $still train.init_from=constant parallel.tensor=2 parallel.expert=2 train.stop_at_step=1
+	tensors model "" constant moved/step-0000001 1e-7
+	for layout in 1,1,1 2,1,2 4,4,4 8,2,8; do
+		local n tensor expert
+		IFS=, read -r n tensor expert <<<"$layout"
+		rm -rf moved-$layout && cp -r moved moved-$layout
+		train "$n" moved-$layout $still train.init_from=constant parallel.tensor="$tensor" parallel.expert="$expert" train.stop_at_step=2
+		tensors model "" constant moved-$layout/step-0000002 1e-7
+		tensors optimizer exp_avg moved-1,1,1/step-0000002 moved-$layout/step-0000002 1e-2 # such experts make large sums of small differences
+		agree moved-1,1,1 moved-$layout
+	done
+}
+
+# All tokens go to experts 0 and 1, and so to one rank; the others receive nothing.
+test_all_to_one() {
+	mkdir -p first && cp four/step-0000020/config.json first
+	"$compare" first four/step-0000020 first || problem "no starting model"
+	equal crowd "2,1,2 8,2,4 8,4,8" train.init_from=first train.steps=6 train.micro_batch=4
+	sed -n '1s/.*"expert_load": *//p' crowd/metrics.jsonl | grep -q '^\[4.0, 4.0\]' || problem "$(head -n 1 crowd/metrics.jsonl)"
+}
+
+test_refused() {
+	refused 6 "1, 2" "$ling" train tiny.yaml parallel.tensor=3
+	refused 8 "1, 2, 4" "$ling" train tiny.yaml parallel.tensor=8 # 4 key-value heads
+	refused 6 "1, 2" "$ling" train tiny.yaml parallel.expert=3
+	refused 3 "1 would work" "$ling" train tiny.yaml parallel.tensor=2
+	refused 2 "hidden_size" "$ling" train tiny.yaml model.hiden_size=3
+	refused 2 "nothere" "$ling" train tiny.yaml data.train=nothere
+	refused 2 "nothere" "$ling" train tiny.yaml train.init_from=nothere
+	[ -z "$(ls run 2>/dev/null)" ] || problem "left behind: $(ls run)"
+	"$ling" train tiny.yaml parallel.tensor=2 2>err.txt && problem "tensor 2 on one process"
+	grep -q "parallel.tensor is 2" err.txt || problem "$(cat err.txt)"
+}
+
+# What rank 1 is given differs.
+test_ranks_that_disagree() {
+	cat >disagree.sh <<-END
+		#!/bin/bash
+		[ \$OMPI_COMM_WORLD_RANK = 1 ] && \$CHANGE
+		exec "$ling" "\$@" \$ARGUMENT
+	END
+	chmod +x disagree.sh
+	mkdir -p elsewhere && cp tiny.yaml elsewhere
+	(cd elsewhere && head -c 640 "$root/ling.c" >text.txt && "$ling" tokenize --out text text.txt && "$ling" tokenize --out valid text.txt) >/dev/null
+	local run="train tiny.yaml train.output_dir=differ"
+	CHANGE="export ARGUMENT=train.seed=4" refused 4 "rank 1 on" ./disagree.sh $run
+	grep -q "config differs" err.txt || problem "$(cat err.txt)"
+	CHANGE="export ARGUMENT=model.hiden_size=4" refused 4 "rank 1 on" ./disagree.sh $run
+	CHANGE="cd elsewhere" refused 4 "rank 1 on" ./disagree.sh $run
+	grep -q "data.train differs" err.txt || problem "$(cat err.txt)"
+	cp text.* elsewhere
+	CHANGE="cd elsewhere" refused 4 "rank 1 on" ./disagree.sh $run data.valid=valid
+	grep -q "data.valid differs" err.txt || problem "$(cat err.txt)"
+	rm elsewhere/text.idx
+	CHANGE="cd elsewhere" refused 4 "rank 1 on" ./disagree.sh $run
+	CHANGE="exit 3"
+	export CHANGE
+	local start=$SECONDS
+	ranks 4 ./disagree.sh $run >out.txt 2>err.txt && problem "exit status 0 with a rank that did not start"
+	[ $((SECONDS - start)) -le 10 ] || problem "a rank that did not start: $((SECONDS - start)) seconds"
+	unset CHANGE
+}
+
+# Rank numbers come with their process numbers: pid.RANK.
+cat >launch.sh <<END
+#!/bin/bash
+echo \$\$ >pid.\$OMPI_COMM_WORLD_RANK
+exec "$ling" "\$@"
+END
+chmod +x launch.sh
+long="$everything train.steps=60 train.micro_batch=1 parallel.tensor=2 parallel.expert=4"
+
+# continues DIR: the same command again ends as the run that nothing happened to.
+continues() {
+	[ -e long ] || train 8 long $long checkpoint.every=20
+	train 8 "$1" $long checkpoint.every=20
+	same_files long/step-0000060 "$1/step-0000060"
+	cmp -s <(steady long/metrics.jsonl) <(steady "$1/metrics.jsonl") || problem "metrics of long and $1 differ"
+}
+
+test_kill_in_a_step() {
+	ranks 8 ./launch.sh train tiny.yaml train.output_dir=killed $long checkpoint.every=5 >out.txt 2>err.txt &
+	wait_for_lines killed/metrics.jsonl 12
+	local start=$SECONDS
+	kill -9 "$(cat pid.5)"
+	wait $! && problem "exit status 0 with a rank killed"
+	[ $((SECONDS - start)) -le 10 ] || problem "mpirun lived on for $((SECONDS - start)) seconds"
+	[ ! -e killed/step-0000060 ] || problem "the run was over before it was killed"
+	[ -e killed/step-0000005 ] || [ -e killed/step-0000010 ] || problem "no checkpoint: $(ls killed)"
+	continues killed
+}
+
+test_kill_in_a_save() {
+	local tries=0 hit=
+	while [ -z "$hit" ] && [ $tries -lt 10 ]; do
+		rm -rf unsaved
+		ranks 8 ./launch.sh train tiny.yaml train.output_dir=unsaved $long checkpoint.every=1 >out.txt 2>err.txt &
+		wait_for_lines unsaved/metrics.jsonl 8
+		while [ -z "$(compgen -G 'unsaved/.tmp*/model-0*')" ] && kill -0 $! 2>/dev/null; do :; done
+		kill -9 "$(cat pid.3)"
+		wait $! && problem "exit status 0 with a rank killed"
+		hit=$(compgen -G 'unsaved/.tmp*')
+		tries=$((tries + 1))
+	done
+	[ -n "$hit" ] || problem "no kill met a save"
+	[ "$(ls -d unsaved/step-* | wc -l)" -ge 1 ] || problem "no checkpoint: $(ls -A unsaved)"
+	continues unsaved
+	[ -z "$(compgen -G 'unsaved/.tmp*')" ] || problem "left behind: $(ls -A unsaved)"
+}
+
+# mpirun hands SIGTERM on: save, stop, continue.
+test_sigterm() {
+	mpirun -n 8 --oversubscribe --bind-to none ./launch.sh train tiny.yaml train.output_dir=stopped $long checkpoint.every=off >out.txt 2>err.txt &
+	local pid=$! start
+	wait_for_lines stopped/metrics.jsonl 7
+	start=$SECONDS
+	kill -TERM $pid
+	wait $pid
+	[ $((SECONDS - start)) -le 10 ] || problem "mpirun lived on for $((SECONDS - start)) seconds"
+	[ "$(ls -d stopped/step-* 2>/dev/null | wc -l)" = 1 ] || problem "checkpoints: $(ls -A stopped): $(tail -n 3 out.txt; cat err.txt)"
+	[ ! -e stopped/step-0000060 ] || problem "the run was over before it was stopped"
+	continues stopped
+	# A single rank that is asked to stop stops all.
+	ranks 8 ./launch.sh train tiny.yaml train.output_dir=asked $long checkpoint.every=off >out.txt 2>err.txt &
+	pid=$!
+	wait_for_lines asked/metrics.jsonl 7
+	kill -TERM "$(cat pid.6)"
+	wait $pid || problem "exit status $?: $(head -c 300 err.txt)"
+	grep -q "stopped after step" out.txt || problem "$(tail -n 2 out.txt)"
+	continues asked
+}
+
+for name in ${TESTS:-values micro_batches_of_4 accumulation variants every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
+	ranks_that_disagree kill_in_a_step kill_in_a_save sigterm}; do
+	check $name
+done
+exit $failures

@@ -53,26 +53,26 @@ static void test_group_sum(void)
 	for (int64_t n = 0; n <= N; n = n ? n * 10 : 1) {
 		for (int i = 0; i < n; i++)
 			x[i] = i * (world.rank + 1);
-		group_sum(&world, TRAFFIC_STATISTICS, x, n);
+		group_sum(&world, TRAFFIC_SUM, x, n);
 		for (int i = 0; i < n; i++)
 			check(x[i] == i * (world.size * (world.size + 1) / 2));
 	}
 	x[0] = world.rank == world.size - 1 ? NAN : 1;
 	x[1] = world.rank == 0 ? INFINITY : 1;
-	group_sum(&world, TRAFFIC_STATISTICS, x, 2);
+	group_sum(&world, TRAFFIC_SUM, x, 2);
 	check(isnan(x[0]) && isinf(x[1]));
 	/* in the order of the ranks: 1e16 + 1 - 1e16 is 0, in another order 1 */
 	x[0] = world.rank == 0 ? 1e16 : world.rank == 1 ? 1 : -1e16;
-	group_sum(&world, TRAFFIC_STATISTICS, x, 1);
+	group_sum(&world, TRAFFIC_SUM, x, 1);
 	check(world.size < 3 || x[0] == 0);
 }
 
 static void test_group_max(void)
 {
 	real x[2] = {(real)world.rank, (real)-world.rank};
-	group_max(&world, TRAFFIC_STATISTICS, x, 2);
+	group_max(&world, TRAFFIC_SUM, x, 2);
 	check(x[0] == world.size - 1 && x[1] == 0);
-	group_max(&world, TRAFFIC_STATISTICS, x, 0);
+	group_max(&world, TRAFFIC_SUM, x, 0);
 }
 
 /* Fewer rows than ranks, none at all, uneven slices; from elsewhere and in place. */
@@ -90,7 +90,7 @@ static void test_gather_and_scatter(void)
 					slice[i - begin * width] = all[i] = (real)(100 + i);
 				if (!place)
 					memset(all, 0, sizeof all);
-				group_gather(&world, TRAFFIC_STATISTICS, all, place ? all + begin * width : slice, rows, width);
+				group_gather(&world, TRAFFIC_GATHER, all, place ? all + begin * width : slice, rows, width);
 				for (int64_t i = 0; i < rows * width; i++)
 					check(all[i] == 100 + i);
 			}
@@ -99,11 +99,11 @@ static void test_gather_and_scatter(void)
 					all[i] = (real)(i * (world.rank + 1));
 				for (int64_t i = 0; i < 36; i++)
 					slice[i] = accumulate ? 1000 : NAN;
-				group_scatter_sum(&world, TRAFFIC_STATISTICS, slice, accumulate, all, rows, width, scratch);
+				group_scatter_sum(&world, TRAFFIC_SUM, slice, accumulate, all, rows, width, scratch);
 				for (int64_t i = begin * width; i < end * width; i++)
 					check(slice[i - begin * width] == (accumulate ? 1000 : 0) + i * (world.size * (world.size + 1) / 2));
 			}
-			group_scatter_sum(&world, TRAFFIC_STATISTICS, all + begin * width, false, all, rows, width, scratch);
+			group_scatter_sum(&world, TRAFFIC_SUM, all + begin * width, false, all, rows, width, scratch);
 			for (int64_t i = begin * width; i < end * width; i++)
 				check(all[i] == i * (world.size * (world.size + 1) / 2));
 		}
@@ -118,7 +118,7 @@ static void test_scatter_overlap(void)
 	for (int k = 0; k < 4; k++) {
 		for (int i = 0; i < ROWS; i++)
 			in[k][i] = (real)(k + i);
-		group_scatter_start(&s[k], &world, TRAFFIC_STATISTICS, in[k], ROWS, 1, scratch[k]);
+		group_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, scratch[k]);
 		for (int j = 0; j <= k; j++)
 			scatter_progress(&s[j]);
 	}
@@ -136,7 +136,7 @@ static void test_group_transpose(void)
 	for (int r = 0; r < world.size; r++)
 		for (int j = 0; j < 2; j++)
 			in[2 * r + j] = 100 * world.rank + 10 * r + j;
-	group_transpose(&world, TRAFFIC_STATISTICS, out, in, 2);
+	group_transpose(&world, TRAFFIC_PLAN, out, in, 2);
 	for (int r = 0; r < world.size; r++)
 		for (int j = 0; j < 2; j++)
 			check(out[2 * r + j] == 100 * r + 10 * world.rank + j);
@@ -156,7 +156,7 @@ static void test_exchange(void)
 					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
 		}
 		struct exchange e;
-		group_exchange_start(&e, &world, TRAFFIC_STATISTICS, out, receive, in, send, 2);
+		group_exchange_start(&e, &world, TRAFFIC_DISPATCH, out, receive, in, send, 2);
 		group_exchange_finish(&e);
 		for (int r = 0; r < world.size; r++)
 			for (int64_t i = 0; i < receive[r]; i++, at++)
@@ -297,7 +297,7 @@ static void test_valid_tokens(void)
 					gradient[model->first_vocab * 4 + at] = model->exp_avg[c->state + c->offset + j - begin] / (1 - 0.9);
 			}
 		}
-		group_sum(&world, TRAFFIC_STATISTICS, gradient, 20);
+		group_sum(&world, TRAFFIC_SUM, gradient, 20);
 		for (int v = 0; v < 5; v++)
 			for (int j = 0; j < 4; j++) {
 				const double tokens = j == 0 ? 24 : j == 1 ? 8 : 0, p0 = exp(j == 0 ? -2 : -4), p = v == 0 ? p0 : (1 - p0) / 4;

@@ -2320,6 +2320,14 @@ static int check_products(bool openblas)
 			"make clean && make", plain_nan(error));
 }
 
+/* Fails when the products that will be used are wrong; warns when OpenBLAS's are, which others on the machine may use. */
+static int check_before_work(bool openblas)
+{
+	if (!openblas && check_products(true) < 0)
+		fprintf(stderr, "warning: %s\n", error_text);
+	return check_products(openblas);
+}
+
 struct examination {
 	char features[256];
 	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
@@ -2854,7 +2862,7 @@ int main(int argc, char **argv)
 		parallel_start();
 	/* The doctor says more before it fails. */
 	const bool checks = command->computes && command->run != command_doctor;
-	int status = checks && parallel_agree(check_products(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&a);
+	int status = checks && parallel_agree(check_before_work(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&a);
 	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
 	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));

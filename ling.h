@@ -443,7 +443,7 @@ void parallel_stop(int status);
 int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
 int parallel_local_ranks(void); /* on this machine */
-const char *parallel_host(void); /* this rank's machine; "" without MPI */
+const char *parallel_host(void); /* the name of this rank's machine */
 double parallel_seconds(void); /* spent in communication so far */
 /* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
 void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);

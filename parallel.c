@@ -179,7 +179,7 @@ int parallel_local_ranks(void)
 
 const char *parallel_host(void)
 {
-	return mpi.running ? mpi.hosts[parallel_rank()] : "";
+	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
 }
 
 double parallel_seconds(void)

@@ -1572,16 +1572,21 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
-/* Applies AdamW to the slices that this rank answers for, and gathers the others. */
+/* Applies AdamW to the slices that this rank answers for, neighbours with the same decay together, and gathers the others. */
 static void update_weights(struct trainer *t, const struct adamw *optimizer)
 {
 	struct model *m = &t->model;
+	struct piece_walk walk = {0};
 	struct piece p;
-	for (struct piece_walk walk = {0}; next_piece(m, &walk, &p);) {
-		const int64_t at = p.tensor->offset + p.from;
+	for (bool more = next_piece(m, &walk, &p); more;) {
+		const bool decay = p.tensor->cols > 0;
+		const int64_t begin = p.tensor->offset + p.from, state = p.state;
+		int64_t end = begin;
+		for (; more && p.tensor->offset + p.from == end && (p.tensor->cols > 0) == decay; more = next_piece(m, &walk, &p))
+			end += p.end - p.from;
 		struct adamw o = *optimizer;
-		o.weight_decay = p.tensor->cols ? o.weight_decay : 0;
-		adamw_update(m->params.memory + at, m->exp_avg + p.state, m->exp_avg_sq + p.state, m->grads.memory + at, p.end - p.from, &o);
+		o.weight_decay = decay ? o.weight_decay : 0;
+		adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state, m->grads.memory + begin, end - begin, &o);
 	}
 	for (int i = 0; i < m->num_chunks; i++) {
 		const struct chunk *c = &m->chunks[i];

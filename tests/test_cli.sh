@@ -7,25 +7,8 @@ root=$PWD
 dir=build/cli
 export OMP_NUM_THREADS=2
 export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
+. tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
-
-problems=""
-problem() { problems+="  $*"$'\n'; }
-
-# check NAME: runs the function test_NAME and reports it.
-failures=0
-check() {
-	problems=""
-	echo "[ RUN      ] $1"
-	"test_$1"
-	if [ -z "$problems" ]; then
-		echo "[       OK ] $1"
-	else
-		printf '%s' "$problems"
-		echo "[  FAILED  ] $1"
-		failures=1
-	fi
-}
 
 # expect STATUS TEXT COMMAND...: the exit status, and, if TEXT is not empty, one error line, which begins with "ling" and holds TEXT.
 expect() {

@@ -8,25 +8,8 @@ compare=$root/build/compare_checkpoints
 dir=build/ranks
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+. tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
-
-problems=""
-problem() { problems+="  $*"$'\n'; }
-
-# check NAME: runs the function test_NAME and reports it.
-failures=0
-check() {
-	problems=""
-	echo "[ RUN      ] $1"
-	"test_$1"
-	if [ -z "$problems" ]; then
-		echo "[       OK ] $1"
-	else
-		printf '%s' "$problems"
-		echo "[  FAILED  ] $1"
-		failures=1
-	fi
-}
 
 # ranks N COMMAND...: more processes than cores, never for long.
 ranks() {

@@ -6,25 +6,8 @@ root=$PWD
 ling=$root/ling
 dir=build/plan
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+. tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
-
-problems=""
-problem() { problems+="  $*"$'\n'; }
-
-# check NAME: runs the function test_NAME and reports it.
-failures=0
-check() {
-	problems=""
-	echo "[ RUN      ] $1"
-	"test_$1"
-	if [ -z "$problems" ]; then
-		echo "[       OK ] $1"
-	else
-		printf '%s' "$problems"
-		echo "[  FAILED  ] $1"
-		failures=1
-	fi
-}
 
 # ranks N COMMAND...: runs a command on N ranks; what it says goes to log.txt.
 ranks() {

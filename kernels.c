@@ -292,10 +292,19 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 	}
 }
 
+/* What is to be done with rows first .. first + rows - 1 of a product as soon as they are whole, while they are in the core's cache. */
+struct finish {
+	void (*rows)(const struct finish *f, int64_t first, int64_t rows);
+	int64_t first; /* of the product in the arrays below */
+	real *out[3];
+	const real *in[2];
+	int64_t width;
+};
+
 static bool use_openblas; /* set once by kernels_init */
 
 static void openblas_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate,
-		real *c, int64_t ldc)
+		real *c, int64_t ldc, const struct finish *finish)
 {
 #ifdef LING_DOUBLE
 	cblas_dgemm
@@ -304,10 +313,12 @@ static void openblas_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct ma
 #endif
 		(CblasRowMajor, a.transpose ? CblasTrans : CblasNoTrans, b.transpose ? CblasTrans : CblasNoTrans, m, n, k, alpha, a.data,
 		a.stride, b.data, b.stride, accumulate, c, ldc);
+	if (finish)
+		finish->rows(finish, finish->first, m);
 }
 
 static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c,
-		int64_t ldc)
+		int64_t ldc, const struct finish *finish)
 {
 	const bool direct = a.stride == DIRECT && !a.row;
 	tile_function *const tile = !direct ? tile_of_panel : a.transpose ? tile_of_columns : tile_of_rows;
@@ -341,17 +352,24 @@ static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix
 							for (int x = 0; x < cols - j; x++)
 								out[y * ldc + x] = add ? out[y * ldc + x] + alpha * edge[y * NR + x] : alpha * edge[y * NR + x];
 					}
+				if (finish && col + cols == n && p + terms == k)
+					finish->rows(finish, finish->first + row, rows);
 			}
 		}
 	}
 }
 
-/* C [m, n] (+)= alpha A B with A [m, k] and B [k, n], row-major, rows of C apart by ldc. */
+/* C [m, n] (+)= alpha A B with A [m, k] and B [k, n], row-major, rows of C apart by ldc; `finish` may be NULL. */
+static void gemm_finish(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c, int64_t ldc,
+		const struct finish *finish)
+{
+	if (m > 0 && n > 0)
+		(use_openblas && !a.row && !b.row ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc, finish);
+}
+
 static void gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c, int64_t ldc)
 {
-	if (m == 0 || n == 0)
-		return;
-	(use_openblas && !a.row && !b.row ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc);
+	gemm_finish(m, n, k, alpha, a, b, accumulate, c, ldc, NULL);
 }
 
 /* ============================================================================================================
@@ -426,7 +444,8 @@ double product_error(bool openblas)
 	for (int f = 0; f < 3; f++) {
 		const bool ta = forms[f][0], tb = forms[f][1];
 		double difference = 0, norm = 0;
-		(openblas ? openblas_gemm : ling_gemm)(M, N, K, 1, ta ? transposed(a, M) : as_is(a, K), tb ? transposed(b, K) : as_is(b, N), false, c, N);
+		(openblas ? openblas_gemm : ling_gemm)(M, N, K, 1, ta ? transposed(a, M) : as_is(a, K), tb ? transposed(b, K) : as_is(b, N), false, c, N,
+				NULL);
 		for (int i = 0; i < M; i++)
 			for (int j = 0; j < N; j++) {
 				double sum = 0;
@@ -467,7 +486,7 @@ double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
 	omp_set_num_threads(threads);
 	for (int i = 0; i < repeats; i++) {
 		double start = omp_get_wtime();
-		openblas_gemm(n, n, n, 1, as_is(a, n), transposed(b, n), false, c, n);
+		openblas_gemm(n, n, n, 1, as_is(a, n), transposed(b, n), false, c, n, NULL);
 		best = fmin(best, omp_get_wtime() - start);
 	}
 	set_blas_threads(1);
@@ -595,11 +614,13 @@ static struct matrix rows_from(const real *x, int64_t stride, const int32_t *row
 	return row ? (struct matrix){x + col, stride, transpose, row + first} : (struct matrix){x + first * stride + col, stride, transpose, NULL};
 }
 
-/* out [R, cols] (+)= in [R, inner] times its group's matrix: the transpose of w[g] [cols, inner], or w[g] [inner, cols] as it is. */
+/* out [R, cols] (+)= in [R, inner] times its group's matrix: the transpose of w[g] [cols, inner], or w[g] [inner, cols] as it is.
+ * `finish` is NULL or done for all rows: by each tile for its own where tiles hold whole rows, else by all threads at the end. */
 static void grouped_rows(real *out, const real *in, const int32_t *row, const real *w, bool transpose, const int64_t *offset, int G,
-		int64_t inner, int64_t cols, bool accumulate)
+		int64_t inner, int64_t cols, bool accumulate, const struct finish *finish)
 {
 	const struct tiles tile = choose_tiles(G, offset[G] / G, cols);
+	const bool finish_tiles = finish && count_pieces(cols, tile.cols) == 1;
 	const int64_t w_row = transpose ? inner : cols, w_step = transpose ? inner : 1; /* w_step: to the next column of the result */
 	#pragma omp parallel
 	#pragma omp single
@@ -610,23 +631,36 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const re
 				const int64_t t = offset[g] + piece(i, rows, tile.rows), t_end = offset[g] + piece(i + 1, rows, tile.rows);
 				const int64_t n = piece(j, cols, tile.cols), n_end = piece(j + 1, cols, tile.cols);
 				#pragma omp task
-				gemm(t_end - t, n_end - n, inner, 1, rows_from(in, inner, row, t, 0, false),
-						(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate,
-						out + t * cols + n, cols);
+				{
+					struct finish tile_finish = {0};
+					if (finish_tiles) {
+						tile_finish = *finish;
+						tile_finish.first = t;
+					}
+					gemm_finish(t_end - t, n_end - n, inner, 1, rows_from(in, inner, row, t, 0, false),
+							(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate,
+							out + t * cols + n, cols, finish_tiles ? &tile_finish : NULL);
+				}
 			}
+	}
+	if (finish && !finish_tiles) {
+		enum { ROWS = 16 };
+		#pragma omp parallel for
+		for (int64_t r = 0; r < offset[G]; r += ROWS)
+			finish->rows(finish, r, min64(ROWS, offset[G] - r));
 	}
 }
 
 void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
-	grouped_rows(y, x, row, w, true, offset, G, K, N, accumulate);
+	grouped_rows(y, x, row, w, true, offset, G, K, N, accumulate, NULL);
 }
 
 void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
 		int64_t N, bool accumulate)
 {
-	grouped_rows(dx, dy, row, w, false, offset, G, N, K, accumulate);
+	grouped_rows(dx, dy, row, w, false, offset, G, N, K, accumulate, NULL);
 }
 
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
@@ -810,160 +844,234 @@ void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, 
  * Causal grouped-query attention in tiles (Dao et al. 2022, arXiv:2205.14135)
  *
  * A block of queries meets the keys in blocks of KEY_BLOCK, up to its last query: the scores of a pair of blocks stay in a core's
- * cache, and no [L, L] matrix ever exists. The backward pass computes the probabilities again from each row's log-sum-exp.
+ * cache, and no [L, L] matrix ever exists. The heads that share their keys and values do so in one block. The backward pass computes the
+ * probabilities again from each row's log-sum-exp.
  * ========================================================================================================== */
 
 enum { QUERY_BLOCK = 256, KEY_BLOCK = DIRECT };
 
-int64_t attention_scratch(void)
+/* A thread's part of the scratch: a block's scores, their gradients, and its outputs or their gradients. */
+static int64_t block_scratch(int64_t d)
 {
-	return 2 * QUERY_BLOCK * KEY_BLOCK * kernels_threads();
+	return QUERY_BLOCK * (2 * KEY_BLOCK + d);
 }
 
-/* Queries of a block: many make efficient products, few waste less on the diagonal, where half of a block is masked. */
-static int64_t query_block(int64_t L)
+int64_t attention_scratch(int64_t d)
 {
-	return L / 8 < 64 ? 64 : min64(L / 8, QUERY_BLOCK);
+	return block_scratch(d) * kernels_threads();
 }
 
-/* scores[i, j] = q_i . k_j / sqrt(d), rows apart by KEY_BLOCK. */
-static void attention_scores(real *scores, const real *q, const real *k, int64_t rows, int64_t keys, int64_t stride, int64_t d)
+/* A block: the queries of `heads` heads from `head` on, which share key-value head `kv`, at `positions` places of a sequence from `first` on.
+ * They are its rows, head after head. */
+struct query_block {
+	int kv, head;
+	int64_t heads, first, positions, rows;
+	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in a sequence's qkv [L, nh + 2 nkv] and out [L, nh] */
+};
+
+/* How a sequence is cut into blocks, and into how many. Many rows make efficient products, few positions waste less on the diagonal, where
+ * half of a block is masked. */
+struct query_cut { int64_t heads, head_parts, positions, blocks; };
+
+static struct query_cut cut_queries(int64_t L, int nh, int nkv)
 {
-	gemm(rows, keys, d, (real)(1 / sqrt((double)d)), as_is(q, stride), transposed(k, stride), false, scores, KEY_BLOCK);
+	struct query_cut cut = {.positions = min64(max64(L / 8, 64), QUERY_BLOCK / min64(nh / nkv, 4))};
+	cut.heads = min64(nh / nkv, QUERY_BLOCK / cut.positions);
+	cut.head_parts = (nh / nkv + cut.heads - 1) / cut.heads;
+	cut.blocks = (L + cut.positions - 1) / cut.positions;
+	return cut;
 }
 
-/* How many of the keys first_key .. first_key + keys - 1 a query sees: itself and all before it. */
-static int64_t seen_keys(int64_t query, int64_t first_key, int64_t keys)
+static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, int64_t L, int nh, int nkv)
 {
-	int64_t seen = query + 1 - first_key;
+	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = block * cut->positions};
+	q.heads = min64(cut->heads, (kv + 1) * (nh / nkv) - q.head);
+	q.positions = min64(cut->positions, L - q.first);
+	for (int64_t h = 0; h < q.heads; h++)
+		for (int64_t i = 0; i < q.positions; i++, q.rows++) {
+			q.in_qkv[q.rows] = (q.first + i) * (nh + 2 * nkv) + q.head + h;
+			q.in_out[q.rows] = (q.first + i) * nh + q.head + h;
+		}
+	return q;
+}
+
+/* The block's rows of qkv or out, of which x is one sequence. */
+static struct matrix block_rows(const real *x, const int32_t *row, int64_t d)
+{
+	return (struct matrix){.data = x, .stride = d, .row = row};
+}
+
+/* scores[r, j] = q_r . k_j / sqrt(d), rows apart by KEY_BLOCK. */
+static void attention_scores(real *scores, const struct query_block *q, const real *sequence, const real *k, int64_t keys, int64_t stride,
+		int64_t d)
+{
+	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(sequence, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
+}
+
+/* How many of the keys first_key .. first_key + keys - 1 row r sees: its own and all before it. */
+static int64_t seen_keys(const struct query_block *q, int64_t r, int64_t first_key, int64_t keys)
+{
+	const int64_t seen = q->first + r % q->positions + 1 - first_key;
 	return seen < 0 ? 0 : min64(seen, keys);
 }
 
 void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
 {
-	const int64_t stride = (nh + 2 * nkv) * d, size = query_block(L), blocks = (L + size - 1) / size;
-	#pragma omp parallel for collapse(3) schedule(dynamic)
+	const int64_t stride = (nh + 2 * nkv) * d;
+	const struct query_cut cut = cut_queries(L, nh, nkv);
+	#pragma omp parallel for collapse(4) schedule(dynamic)
 	for (int64_t b = 0; b < B; b++)
-		for (int head = 0; head < nh; head++)
-			for (int64_t block = blocks - 1; block >= 0; block--) { /* the longest first */
-				const int64_t first = block * size, rows = min64(size, L - first);
-				const real *sequence = qkv + b * L * stride, *q = sequence + first * stride + head * d;
-				const real *k = sequence + (nh + head / (nh / nkv)) * d, *v = k + nkv * d;
-				real *scores = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * KEY_BLOCK, *o = out + ((b * L + first) * nh + head) * d;
-				real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
-				for (int64_t key = 0; key < first + rows; key += KEY_BLOCK) {
-					const int64_t keys = min64(KEY_BLOCK, first + rows - key);
-					attention_scores(scores, q, k + key * stride, rows, keys, stride, d);
-					for (int64_t i = 0; i < rows; i++) {
-						real *row = scores + i * KEY_BLOCK, before = key ? max[i] : 0;
-						const int64_t seen = seen_keys(first + i, key, keys);
-						memset(row + seen, 0, (keys - seen) * sizeof *row);
-						if (seen == 0)
-							continue;
-						real here = largest(row, seen);
-						max[i] = key && !(here > before) ? before : here;
-						real more = exponentials(row, row, max[i], seen);
-						real shrink = key ? exponential(before - max[i]) : 0; /* what was summed under the old maximum */
-						sum[i] = key ? sum[i] * shrink + more : more;
-						for (int64_t j = 0; key && j < d; j++)
-							o[i * nh * d + j] *= shrink;
+		for (int kv = 0; kv < nkv; kv++)
+			for (int64_t part = 0; part < cut.head_parts; part++)
+				for (int64_t block = cut.blocks - 1; block >= 0; block--) { /* the longest first */
+					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
+					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
+					real *scores = scratch + omp_get_thread_num() * block_scratch(d), *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
+					real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
+					for (int64_t key = 0; key < q.first + q.positions; key += KEY_BLOCK) {
+						const int64_t keys = min64(KEY_BLOCK, q.first + q.positions - key);
+						attention_scores(scores, &q, sequence, k + key * stride, keys, stride, d);
+						for (int64_t r = 0; r < q.rows; r++) {
+							real *row = scores + r * KEY_BLOCK, before = key ? max[r] : 0;
+							const int64_t seen = seen_keys(&q, r, key, keys);
+							memset(row + seen, 0, (keys - seen) * sizeof *row);
+							if (seen == 0)
+								continue;
+							real here = largest(row, seen);
+							max[r] = key && !(here > before) ? before : here;
+							real more = exponentials(row, row, max[r], seen);
+							real shrink = key ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
+							sum[r] = key ? sum[r] * shrink + more : more;
+							for (int64_t j = 0; key && j < d; j++)
+								o[r * d + j] *= shrink;
+						}
+						gemm(q.rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, d);
 					}
-					gemm(rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, nh * d);
+					for (int64_t r = 0; r < q.rows; r++) {
+						const int64_t at = b * L * nh + q.in_out[r];
+						lse[at] = max[r] + (real)log(sum[r]);
+						for (int64_t j = 0; j < d; j++)
+							out[at * d + j] = o[r * d + j] / sum[r];
+					}
 				}
-				for (int64_t i = 0; i < rows; i++) {
-					lse[(b * L + first + i) * nh + head] = max[i] + (real)log(sum[i]);
-					for (int64_t j = 0; j < d; j++)
-						o[i * nh * d + j] /= sum[i];
-				}
+}
+
+/* One block's part of the backward pass: writes its rows of dsequence, adds to its key-value head's dk and dv (where key and value stand in
+ * dsequence). `dout`, `out` and `lse` are the sequence's. */
+static void attention_block_backward(real *dsequence, const struct query_block *q, const real *dout, const real *out, const real *lse,
+		const real *sequence, int64_t nh, int64_t nkv, int64_t d, real *scratch)
+{
+	/* P = softmax of the scores S, O = P V.  dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP P) and that sum is dO . O. */
+	const int64_t stride = (nh + 2 * nkv) * d;
+	const real *k = sequence + (nh + q->kv) * d, *v = k + nkv * d, scale = (real)(1 / sqrt((double)d));
+	real *dk = dsequence + (nh + q->kv) * d, *dv = dk + nkv * d;
+	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = dp + QUERY_BLOCK * KEY_BLOCK, dot[QUERY_BLOCK];
+	for (int64_t r = 0; r < q->rows; r++) {
+		const real *o = out + q->in_out[r] * d, *d_o = dout + q->in_out[r] * d;
+		real sum = 0;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t j = 0; j < d; j++)
+			sum += d_o[j] * o[j];
+		dot[r] = sum;
+	}
+	for (int64_t key = 0; key < q->first + q->positions; key += KEY_BLOCK) {
+		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * stride;
+		attention_scores(p, q, sequence, k + offset, keys, stride, d);
+		gemm(q->rows, keys, d, 1, block_rows(dout, q->in_out, d), transposed(v + offset, stride), false, dp, KEY_BLOCK);
+		for (int64_t r = 0; r < q->rows; r++) {
+			real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
+			const real row_lse = lse[q->in_out[r]], row_dot = dot[r];
+			const int64_t seen = seen_keys(q, r, key, keys);
+			#pragma omp simd
+			for (int64_t j = 0; j < seen; j++) {
+				p_row[j] = exponential(p_row[j] - row_lse);
+				dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
 			}
+			memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
+			memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
+		}
+		gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(dout, q->in_out, d), true, dv + offset, stride);
+		gemm(q->rows, d, keys, 1, as_is(dp, KEY_BLOCK), as_is(k + offset, stride), key > 0, dq, d);
+		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(sequence, q->in_qkv, d), true, dk + offset, stride);
+	}
+	for (int64_t r = 0; r < q->rows; r++)
+		memcpy(dsequence + q->in_qkv[r] * d, dq + r * d, d * sizeof *dq);
 }
 
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
 		int nh, int nkv, int64_t d, real *scratch)
 {
-	/* P = softmax of the scores S, O = P V.  dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP P) and that sum is dO . O. */
-	const int64_t stride = (nh + 2 * nkv) * d, group = nh / nkv, size = query_block(L);
-	const real scale = (real)(1 / sqrt((double)d));
+	const int64_t stride = (nh + 2 * nkv) * d;
+	const struct query_cut cut = cut_queries(L, nh, nkv);
 	#pragma omp parallel for collapse(2) schedule(dynamic)
 	for (int64_t b = 0; b < B; b++)
 		for (int kv = 0; kv < nkv; kv++) { /* one thread for a key-value head: all its query heads add to dK and dV */
-			const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
 			real *dsequence = dqkv + b * L * stride, *dk = dsequence + (nh + kv) * d, *dv = dk + nkv * d;
-			real *p = scratch + omp_get_thread_num() * 2 * QUERY_BLOCK * KEY_BLOCK, *dp = p + QUERY_BLOCK * KEY_BLOCK;
 			for (int64_t t = 0; t < L; t++) {
 				memset(dk + t * stride, 0, d * sizeof *dk);
 				memset(dv + t * stride, 0, d * sizeof *dv);
 			}
-			for (int64_t head = kv * group; head < (kv + 1) * group; head++)
-				for (int64_t first = 0; first < L; first += size) {
-					const int64_t rows = min64(size, L - first), at = (b * L + first) * nh + head;
-					const real *q = sequence + first * stride + head * d, *o = out + at * d, *d_o = dout + at * d;
-					real dot[QUERY_BLOCK];
-					for (int64_t i = 0; i < rows; i++) {
-						real sum = 0;
-						#pragma omp simd reduction(+ : sum)
-						for (int64_t j = 0; j < d; j++)
-							sum += d_o[i * nh * d + j] * o[i * nh * d + j];
-						dot[i] = sum;
-					}
-					for (int64_t key = 0; key < first + rows; key += KEY_BLOCK) {
-						const int64_t keys = min64(KEY_BLOCK, first + rows - key), offset = key * stride;
-						attention_scores(p, q, k + offset, rows, keys, stride, d);
-						gemm(rows, keys, d, 1, as_is(d_o, nh * d), transposed(v + offset, stride), false, dp, KEY_BLOCK);
-						for (int64_t i = 0; i < rows; i++) {
-							real *p_row = p + i * KEY_BLOCK, *dp_row = dp + i * KEY_BLOCK;
-							const real row_lse = lse[at + i * nh], row_dot = dot[i];
-							const int64_t seen = seen_keys(first + i, key, keys);
-							#pragma omp simd
-							for (int64_t j = 0; j < seen; j++) {
-								p_row[j] = exponential(p_row[j] - row_lse);
-								dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
-							}
-							memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
-							memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
-						}
-						gemm(keys, d, rows, 1, transposed(p, KEY_BLOCK), as_is(d_o, nh * d), true, dv + offset, stride);
-						gemm(rows, d, keys, 1, as_is(dp, KEY_BLOCK), as_is(k + offset, stride), key > 0,
-								dsequence + first * stride + head * d, stride);
-						gemm(keys, d, rows, 1, transposed(dp, KEY_BLOCK), as_is(q, stride), true, dk + offset, stride);
-					}
+			for (int64_t part = 0; part < cut.head_parts; part++)
+				for (int64_t block = 0; block < cut.blocks; block++) {
+					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
+					attention_block_backward(dsequence, &q, dout + b * L * nh * d, out + b * L * nh * d, lse + b * L * nh,
+							qkv + b * L * stride, nh, nkv, d, scratch + omp_get_thread_num() * block_scratch(d));
 				}
 		}
 }
 
 /* ============================================================================================================
  * SwiGLU: act = silu(gate) * up, times the row's routing weight   (Shazeer 2020, arXiv:2002.05202, eq. 6)
+ *
+ * Memory is its limit, not arithmetic, so it is done on each piece of the product before it.
  * ========================================================================================================== */
 
-void swiglu_forward(real *act, const real *gate_up, const real *weight, int64_t rows, int64_t I)
+static void swiglu_rows(const struct finish *f, int64_t first, int64_t rows)
 {
-	#pragma omp parallel for
-	for (int64_t r = 0; r < rows; r++) {
-		const real *gate = gate_up + r * 2 * I, *up = gate + I, scale = weight ? weight[r] : 1;
+	const int64_t I = f->width;
+	for (int64_t r = first; r < first + rows; r++) {
+		const real *gate = f->in[0] + r * 2 * I, *up = gate + I, scale = f->in[1] ? f->in[1][r] : 1;
+		real *act = f->out[0] + r * I;
 		#pragma omp simd
 		for (int64_t i = 0; i < I; i++)
-			act[r * I + i] = scale * up[i] * gate[i] / (1 + exponential(-gate[i]));
+			act[i] = scale * up[i] * gate[i] / (1 + exponential(-gate[i]));
 	}
 }
 
-void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dact, const real *gate_up, const real *weight,
-		int64_t rows, int64_t I)
+void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const real *w, const real *weight, const int64_t *offset,
+		int G, int64_t H, int64_t I)
 {
-	#pragma omp parallel for
-	for (int64_t r = 0; r < rows; r++) {
-		const real *gate = gate_up + r * 2 * I, *up = gate + I, *d = dact + r * I, scale = weight ? weight[r] : 1;
-		real *dgate = dgate_up + r * 2 * I, *dup = dgate + I, *a = act + r * I, dot = 0;
+	const struct finish swiglu = {.rows = swiglu_rows, .out = {act}, .in = {gate_up, weight}, .width = I};
+	grouped_rows(gate_up, x, row, w, true, offset, G, H, 2 * I, false, &swiglu);
+}
+
+static void swiglu_backward_rows(const struct finish *f, int64_t first, int64_t rows)
+{
+	const int64_t I = f->width;
+	for (int64_t r = first; r < first + rows; r++) {
+		const real *gate = f->in[0] + r * 2 * I, *up = gate + I, scale = f->in[1] ? f->in[1][r] : 1;
+		real *dgate = f->out[0] + r * 2 * I, *dup = dgate + I, *act = f->out[1] + r * I, dot = 0;
+		for (int64_t i = 0; r + 1 < first + rows && i < 2 * I; i += LANES) /* the next row of gate_up, which was left by the forward pass */
+			__builtin_prefetch(gate + 2 * I + i);
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t i = 0; i < I; i++) {
-			real sigmoid = 1 / (1 + exponential(-gate[i])), silu = gate[i] * sigmoid;
-			dot += d[i] * silu * up[i];
-			a[i] = scale * silu * up[i];
-			dgate[i] = scale * d[i] * up[i] * (sigmoid + silu * (1 - sigmoid));
-			dup[i] = scale * d[i] * silu;
+			const real d = act[i], sigmoid = 1 / (1 + exponential(-gate[i])), silu = gate[i] * sigmoid;
+			dot += d * silu * up[i];
+			act[i] = scale * silu * up[i];
+			dgate[i] = scale * d * up[i] * (sigmoid + silu * (1 - sigmoid));
+			dup[i] = scale * d * silu;
 		}
-		if (dweight)
-			dweight[r] = dot;
+		if (f->out[2])
+			f->out[2][r] = dot;
 	}
+}
+
+void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row, const real *w_down, const real *gate_up,
+		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I)
+{
+	/* The gradient of act is written to where act itself comes to stand. */
+	const struct finish swiglu = {.rows = swiglu_backward_rows, .out = {dgate_up, act, dweight}, .in = {gate_up, weight}, .width = I};
+	grouped_rows(act, dout, row, w_down, false, offset, G, H, I, false, &swiglu);
 }
 
 /* ============================================================================================================
@@ -1468,7 +1576,7 @@ static void plain_attention(double *out, double *const in[], const int64_t *s)
 static void run_attention(const struct trial *x)
 {
 	const int64_t B = x->s[0], L = x->s[1], nh = x->s[2], nkv = x->s[3], d = x->s[4];
-	real *lse = x->scratch + attention_scratch();
+	real *lse = x->scratch + attention_scratch(d);
 	attention_forward(x->out, lse, x->in[0], B, L, nh, nkv, d, x->scratch);
 	attention_backward(x->gradient[0], x->dout, x->out, lse, x->in[0], B, L, nh, nkv, d, x->scratch);
 }
@@ -1486,12 +1594,19 @@ static void plain_swiglu(double *out, double *const in[], const int64_t *s)
 			out[r * s[1] + i] = (s[2] ? in[1][r] : 1) * plain_silu(in[0][r * 2 * s[1] + i]) * in[0][r * 2 * s[1] + s[1] + i];
 }
 
+/* The products before and behind it are with unit matrices. */
 static void run_swiglu(const struct trial *x)
 {
-	const int64_t rows = x->s[0], I = x->s[1];
+	const int64_t rows = x->s[0], I = x->s[1], offset[] = {0, rows};
 	const real *weight = x->s[2] ? x->in[1] : NULL;
-	swiglu_forward(x->out, x->in[0], weight, rows, I);
-	swiglu_backward(x->gradient[0], x->scratch, weight ? x->gradient[1] : NULL, x->dout, x->in[0], weight, rows, I);
+	real *gate_up = x->scratch, *act = gate_up + rows * 2 * I, *unit = act + rows * I, *unit_down = unit + 4 * I * I;
+	memset(unit, 0, 5 * I * I * sizeof *unit);
+	for (int64_t i = 0; i < 2 * I; i++)
+		unit[i * 2 * I + i] = 1;
+	for (int64_t i = 0; i < I; i++)
+		unit_down[i * I + i] = 1;
+	swiglu_forward(x->out, gate_up, x->in[0], NULL, unit, weight, offset, 1, 2 * I, I);
+	swiglu_backward(x->gradient[0], act, weight ? x->gradient[1] : NULL, x->dout, NULL, unit_down, gate_up, weight, offset, 1, I, I);
 }
 
 /* p = softmax(s); returns the log-sum-exp. */
@@ -1599,15 +1714,13 @@ static void run_experts(const struct trial *x)
 	int64_t offset[ROUTED_E + 1];
 	int32_t position[ROUTED_R], token[ROUTED_R];
 	real weight[ROUTED_R], dweight[ROUTED_R], *rows = x->scratch, *gate_up = rows + ROUTED_R * H, *dgate_up = gate_up + ROUTED_R * 2 * I;
-	real *act = dgate_up + ROUTED_R * 2 * I, *dact = act + ROUTED_R * I;
+	real *act = dgate_up + ROUTED_R * 2 * I;
 	dispatch_plan(offset, position, token, routed_index, ROUTED_R, ROUTED_K, ROUTED_E);
 	permute_forward(weight, x->in[1], position, ROUTED_R);
-	grouped_matmul_forward(gate_up, x->in[0], token, x->in[2], offset, ROUTED_E, H, 2 * I, false);
-	swiglu_forward(act, gate_up, weight, ROUTED_R, I);
+	swiglu_forward(act, gate_up, x->in[0], token, x->in[2], weight, offset, ROUTED_E, H, I);
 	grouped_matmul_forward(rows, act, NULL, x->in[3], offset, ROUTED_E, I, H, false);
 	combine_rows(x->out, rows, position, ROUTED_T, ROUTED_K, H, x->accumulate);
-	grouped_matmul_backward_input(dact, x->dout, token, x->in[3], offset, ROUTED_E, I, H, false);
-	swiglu_backward(dgate_up, act, dweight, dact, gate_up, weight, ROUTED_R, I);
+	swiglu_backward(dgate_up, act, dweight, x->dout, token, x->in[3], gate_up, weight, offset, ROUTED_E, H, I);
 	permute_backward(x->gradient[1], dweight, position, ROUTED_R);
 	grouped_matmul_backward_weight(x->gradient[3], x->dout, token, act, NULL, offset, ROUTED_E, I, H, x->accumulate);
 	grouped_matmul_backward_weight(x->gradient[2], dgate_up, NULL, x->in[0], token, offset, ROUTED_E, H, 2 * I, x->accumulate);
@@ -1725,9 +1838,9 @@ static const struct operation {
 #define ATTENTION(B, L, nh, nkv, d) {"attention", plain_attention, run_attention, {B, L, nh, nkv, d}, (B) * (L) * (nh) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
 	ATTENTION(1, 1, 1, 1, 2), ATTENTION(3, 7, 4, 2, 6), ATTENTION(2, 64, 2, 2, 4), ATTENTION(1, 150, 6, 2, 4), ATTENTION(2, 65, 3, 1, 8),
-	ATTENTION(1, 513, 1, 1, 2), ATTENTION(1, 1100, 2, 1, 2),
+	ATTENTION(1, 70, 10, 2, 4), ATTENTION(1, 513, 1, 1, 2), ATTENTION(1, 1100, 2, 1, 2),
 #define SWIGLU(rows, I, weighted) {"SwiGLU", plain_swiglu, run_swiglu, {rows, I, weighted}, (rows) * (I), {(rows) * 2 * (I), rows}, 1 + weighted, 0}
-	SWIGLU(9, 21, true), SWIGLU(9, 21, false),
+	SWIGLU(9, 21, true), SWIGLU(9, 21, false), SWIGLU(5, 400, true),
 #define TOPK(T, E, k, renormalise) {"softmax, top-k", plain_topk, run_topk, {T, E, k, renormalise}, (T) * (k), {(T) * (E)}, 1, 0}
 	TOPK(11, 8, 3, true), TOPK(11, 8, 3, false), TOPK(5, 7, 1, false), TOPK(5, 4, 4, true), TOPK(5, 4, 4, false),
 #define ROUTER_LOSSES(B, L, E) {"balance, z losses", plain_router_losses, run_router_losses, {B, L, E}, 2, {(B) * (L) * (E)}, 1, D0}
@@ -1744,11 +1857,11 @@ static const struct operation {
 	SUM_OF_SQUARES(1), SUM_OF_SQUARES(63), SUM_OF_SQUARES(65), SUM_OF_SQUARES(10000),
 };
 
-enum { CHECK_DOUBLES = 1 << 19 }; /* all arrays of an operation, and its scratch but for attention's */
+enum { CHECK_DOUBLES = 1 << 20, CHECK_LARGEST_HEAD = 8 }; /* all arrays of an operation, and its scratch but for attention's; a head of its */
 
 int64_t self_check_scratch(void)
 {
-	return CHECK_DOUBLES + attention_scratch() * sizeof(real) / sizeof(double);
+	return CHECK_DOUBLES + attention_scratch(CHECK_LARGEST_HEAD) * sizeof(real) / sizeof(double);
 }
 
 /* The next n doubles, or reals, of a block of memory. */

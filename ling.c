@@ -379,7 +379,7 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	}
 	acts->act = carve_real(mem->arrivals, A * I);
 	acts->shared_act = carve_real(a, N * W);
-	acts->attention_scratch = carve_real(a, attention_scratch());
+	acts->attention_scratch = carve_real(a, attention_scratch(c->head_dim));
 	acts->expert_count = carve(a, E, sizeof(int64_t));
 	acts->sequence_count = carve(a, B * E, sizeof(double));
 	acts->sequence_p = carve(a, B * E, sizeof(double));
@@ -399,11 +399,9 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dattention = carve_real(a, T * attention_width(c));
 	acts->dlogits = carve_real(a, N * E);
 	acts->dgate_up = carve_real(mem->arrivals, A * 2 * I);
-	acts->dact = carve_real(mem->arrivals, A * I);
 	acts->dexpert_weight = carve_real(mem->arrivals, A);
 	acts->dweight = carve_real(a, R);
 	acts->dshared_gate_up = carve_real(a, N * 2 * W);
-	acts->dshared_act = carve_real(a, N * W);
 }
 
 /* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
@@ -1016,7 +1014,7 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -1036,22 +1034,18 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) { /* while the rows are on their way */
-		matmul_forward(x->shared_gate_up, a->normed, p->shared_gate_up, NULL, N, H, 2 * W, false);
-		model_lap(m, PART_EXPERTS);
-		if (out) {
-			swiglu_forward(a->shared_act, x->shared_gate_up, NULL, N, W);
+		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, p->shared_gate_up, NULL, all_rows, 1, H, W);
+		if (out)
 			matmul_forward(out, a->shared_act, p->shared_down, NULL, N, W, H, true);
-		}
 		model_lap(m, PART_EXPERTS);
 	}
 	if (experts) {
 		if (split)
 			group_exchange_finish(&m->dispatch);
 		model_lap(m, PART_PERMUTE);
-		grouped_matmul_forward(x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_offset, m->num_experts, H, 2 * I,
-				false);
+		swiglu_forward(a->act, x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_weight, x->expert_offset,
+				m->num_experts, H, I);
 		if (out) {
-			swiglu_forward(a->act, x->gate_up, x->expert_weight, x->num_rows, I);
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, p->down, x->expert_offset, m->num_experts, I, H, false);
 			model_lap(m, PART_EXPERTS);
 			if (split)
@@ -1202,7 +1196,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
@@ -1212,8 +1206,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) {
-		matmul_backward_input(a->dshared_act, a->dstream, p->shared_down, N, W, H, false);
-		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dshared_act, x->shared_gate_up, NULL, N, W);
+		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dstream, NULL, p->shared_down, x->shared_gate_up, NULL, all_rows, 1, H, W);
 		model_lap(m, PART_EXPERTS);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
@@ -1229,8 +1222,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 			dy = a->returns;
 		}
 		model_lap(m, PART_PERMUTE);
-		grouped_matmul_backward_input(a->dact, dy, x->row, p->down, x->expert_offset, E, I, H, false);
-		swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, a->dact, x->gate_up, x->expert_weight, x->num_rows, I);
+		swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, dy, x->row, p->down, x->gate_up, x->expert_weight, x->expert_offset, E, H, I);
 		grouped_matmul_backward_weight(g->down, dy, x->row, a->act, NULL, x->expert_offset, E, I, H, add);
 		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, in, x->row, x->expert_offset, E, H, 2 * I, add);
 		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);

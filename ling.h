@@ -202,6 +202,37 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
  * and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
+/* -- tokenizers -- */
+
+struct ids {                   /* a growing list of token ids; free(id) */
+	int32_t *id;
+	int64_t count;
+	size_t capacity;
+};
+
+struct tokenizer;              /* read-only once open: shared by all threads */
+/* Opens `name`: "byte", a Hugging Face tokenizer.json, or a directory that holds one. NULL on error. */
+struct tokenizer *tokenizer_open(const char *name);
+void tokenizer_close(struct tokenizer *t); /* NULL is fine */
+/* Ids are beneath it. */
+int tokenizer_size(const struct tokenizer *t);
+/* Of everything that ids depend on; stands in the manifests of token files. */
+uint32_t tokenizer_hash(const struct tokenizer *t);
+/* The id that ends a document or a reply (the byte tokenizer's 256, else <|endoftext|> or what else the file names so), or -1. */
+int32_t tokenizer_end(const struct tokenizer *t);
+/* The id of a token by its text, such as <role>; -1 when there is none. */
+int32_t tokenizer_id(const struct tokenizer *t, const char *token);
+/* Appends the text of an id, byte for byte, to a growing text; a special token's too if `special`. An id outside the vocabulary gives nothing. */
+struct text { char *data; size_t size, capacity; }; /* free(data); always ends with a 0 beyond size */
+void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out);
+
+struct encoder;                /* the work space of one thread; the tokenizer must outlive it */
+struct encoder *encoder_open(const struct tokenizer *t);
+void encoder_close(struct encoder *e); /* NULL is fine */
+/* Appends the ids of n bytes of text, which may hold anything. With `special`, the text of a special token in it becomes that token; else it is
+ * ordinary text. */
+int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
+
 /* -- token files -- */
 
 struct tokens {                /* a Megatron indexed dataset PREFIX.bin + PREFIX.idx, mapped */
@@ -303,17 +334,19 @@ void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, in
 void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
 
 /* -- causal attention: qkv [B*L, (nh + 2 nkv) d] = query heads, key heads, value heads; out [B*L, nh d]; lse [B*L, nh] -- */
-int64_t attention_scratch(void); /* elements of `scratch` */
+int64_t attention_scratch(int64_t d); /* elements of `scratch` */
 void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
 		int nh, int nkv, int64_t d, real *scratch);
 
-/* -- SwiGLU: gate_up [rows, 2I] = gate, up; act [rows, I] = weight[r] silu(gate) up; weight [rows], or NULL for 1. The backward
- *    pass also gives act again (it is not kept from the forward pass) and dweight [rows] (or NULL); dact is the gradient
- *    of act before the weight is applied: that of the product behind it, without the weight. -- */
-void swiglu_forward(real *act, const real *gate_up, const real *weight, int64_t rows, int64_t I);
-void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dact, const real *gate_up, const real *weight,
-		int64_t rows, int64_t I);
+/* -- SwiGLU and the product before it, in groups of rows as above: gate_up [R, 2I] = gate, up = x w^T, w [G, 2I, H];
+ *    act [R, I] = weight[r] silu(gate) up; weight [R], or NULL for 1. The backward pass begins with the product behind it: dout are the gradients
+ *    of that product's outputs without the weight, w_down [G, H, I]. It also gives act again (it is not kept from the forward pass) and
+ *    dweight [R] (or NULL). A list `row` is that of x, or of dout. -- */
+void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const real *w, const real *weight, const int64_t *offset,
+		int G, int64_t H, int64_t I);
+void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row, const real *w_down, const real *gate_up,
+		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I);
 
 /* -- random numbers: a value depends on (seed, purpose, step, position) alone -- */
 enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16 }; /* the low 16 bits: a layer, say */
@@ -605,7 +638,7 @@ struct activations {
 	double *head_norm;           /* [H] column sums of squares */
 	/* backward only; dX has the shape of X */
 	real *dstream;               /* [N, H] gradient of the residual stream */
-	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dact, *dexpert_weight, *dweight, *dshared_gate_up, *dshared_act;
+	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dexpert_weight, *dweight, *dshared_gate_up;
 };
 
 /* Where the time of a step goes; model_lap() adds the time since the last call to a part. */

@@ -2567,6 +2567,101 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 }
 
 /* ============================================================================================================
+ * Tokenizers
+ * ========================================================================================================== */
+
+/* The byte tokenizer: a byte is its token. Its definition is what its hash is made from. */
+#define BYTE_TOKENIZER "byte"
+#define BYTE_VOCAB 257
+#define BYTE_END 256
+#define BYTE_DEFINITION "a byte is its token, 256 ends a document"
+
+static uint32_t byte_tokenizer_hash(void)
+{
+	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
+}
+
+struct tokenizer { int size; };
+
+struct encoder { const struct tokenizer *t; };
+
+struct tokenizer *tokenizer_open(const char *name)
+{
+	if (strcmp(name, BYTE_TOKENIZER)) {
+		set_error("tokenizer `%s` is not known; expected %s", name, BYTE_TOKENIZER);
+		return NULL;
+	}
+	struct tokenizer *t = allocate(sizeof *t);
+	t->size = BYTE_VOCAB;
+	return t;
+}
+
+void tokenizer_close(struct tokenizer *t)
+{
+	free(t);
+}
+
+int tokenizer_size(const struct tokenizer *t)
+{
+	return t->size;
+}
+
+uint32_t tokenizer_hash(const struct tokenizer *t)
+{
+	(void)t;
+	return byte_tokenizer_hash();
+}
+
+int32_t tokenizer_end(const struct tokenizer *t)
+{
+	(void)t;
+	return BYTE_END;
+}
+
+int32_t tokenizer_id(const struct tokenizer *t, const char *token)
+{
+	(void)t;
+	return strlen(token) == 1 ? (uint8_t)*token : -1;
+}
+
+/* Appends bytes to a growing text. */
+static void text_append(struct text *out, const char *bytes, size_t n)
+{
+	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
+	memcpy(out->data + out->size, bytes, n);
+	out->size += n;
+	out->data[out->size] = 0;
+}
+
+void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
+{
+	(void)t, (void)special;
+	const char byte = (char)id;
+	text_append(out, &byte, id >= 0 && id < BYTE_END);
+}
+
+struct encoder *encoder_open(const struct tokenizer *t)
+{
+	struct encoder *e = allocate(sizeof *e);
+	e->t = t;
+	return e;
+}
+
+void encoder_close(struct encoder *e)
+{
+	free(e);
+}
+
+int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out)
+{
+	(void)e, (void)special;
+	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
+	for (size_t i = 0; i < n; i++)
+		out->id[out->count++] = (uint8_t)text[i];
+	return 0;
+}
+
+/* ============================================================================================================
  * Token files: Megatron's indexed dataset
  *   PREFIX.bin   the ids, one after the other
  *   PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
@@ -2590,18 +2685,7 @@ static const struct { const char *name; int size; } token_types[] = {
 	[6] = {"float64", 0}, [7] = {"float32", 0},
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
-
-/* The byte tokenizer: a byte is its token. Its definition is what its hash is made from. */
-#define BYTE_TOKENIZER "byte"
-#define BYTE_VOCAB 257
-#define BYTE_END 256
 #define BYTE_DTYPE 8 /* uint16: the smallest that holds the vocabulary */
-#define BYTE_DEFINITION "a byte is its token, 256 ends a document"
-
-static uint32_t byte_tokenizer_hash(void)
-{
-	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
-}
 
 /* Checks a mapped .idx against the size of its .bin; sets count, documents and dtype. */
 static int index_check(struct tokens *t, const char *path, const uint8_t *idx, size_t size)

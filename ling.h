@@ -706,9 +706,20 @@ void model_update_head_scale(struct model *m);
 /* The forward pass for B windows of input [B, L]; acts.normed holds the result. In training, step gives what the router needs and sums
  * takes its statistics; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
-/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass, n <= head_chunk(V, 1), of a model without
+/* Logits [n, V] of tokens first .. first+n-1 of the last forward pass (or of model_extend), n <= head_chunk(V, 1), of a model without
  * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
+/* Generation: a sequence that remembers its keys and values. */
+struct cache { real *kv; int64_t length, capacity; }; /* kv [layers, capacity, 2 nkv d] after RoPE; of `length` tokens so far */
+int cache_init(struct cache *c, const struct model *m, int64_t capacity); /* at most m->seq_len */
+void cache_free(struct cache *c);
+/* Makes `to` the first n tokens of `from`. */
+void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n);
+/* The forward pass for the next tokens of some sequences, at least one of each, together at most max_sequences * seq_len; they enter the caches,
+ * and acts.normed holds their results, one segment behind the other. The bits of a result depend neither on the other segments nor on how
+ * a sequence was cut into segments. To take tokens back, lower cache.length. */
+struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+void model_extend(struct model *m, const struct segment *segments, int n);
 /* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
 /* The backward pass from what model_loss left; call after it with the same step. */

@@ -866,7 +866,7 @@ int64_t attention_scratch(int64_t d)
 struct query_block {
 	int kv, head;
 	int64_t heads, first, positions, rows;
-	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in a sequence's qkv [L, nh + 2 nkv] and out [L, nh] */
+	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in the queries' qkv [L, nh + 2 nkv] and out [L, nh] */
 };
 
 /* How a sequence is cut into blocks, and into how many. Many rows make efficient products, few positions waste less on the diagonal, where
@@ -882,15 +882,17 @@ static struct query_cut cut_queries(int64_t L, int nh, int nkv)
 	return cut;
 }
 
-static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, int64_t L, int nh, int nkv)
+/* Of L queries, before which the sequence has `past` positions. */
+static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, int64_t past, int64_t L, int nh, int nkv)
 {
-	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = block * cut->positions};
+	const int64_t first = block * cut->positions;
+	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = past + first};
 	q.heads = min64(cut->heads, (kv + 1) * (nh / nkv) - q.head);
-	q.positions = min64(cut->positions, L - q.first);
+	q.positions = min64(cut->positions, L - first);
 	for (int64_t h = 0; h < q.heads; h++)
-		for (int64_t i = 0; i < q.positions; i++, q.rows++) {
-			q.in_qkv[q.rows] = (q.first + i) * (nh + 2 * nkv) + q.head + h;
-			q.in_out[q.rows] = (q.first + i) * nh + q.head + h;
+		for (int64_t i = first; i < first + q.positions; i++, q.rows++) {
+			q.in_qkv[q.rows] = i * (nh + 2 * nkv) + q.head + h;
+			q.in_out[q.rows] = i * nh + q.head + h;
 		}
 	return q;
 }
@@ -902,10 +904,9 @@ static struct matrix block_rows(const real *x, const int32_t *row, int64_t d)
 }
 
 /* scores[r, j] = q_r . k_j / sqrt(d), rows apart by KEY_BLOCK. */
-static void attention_scores(real *scores, const struct query_block *q, const real *sequence, const real *k, int64_t keys, int64_t stride,
-		int64_t d)
+static void attention_scores(real *scores, const struct query_block *q, const real *qkv, const real *k, int64_t keys, int64_t stride, int64_t d)
 {
-	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(sequence, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
+	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(qkv, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
 }
 
 /* How many of the keys first_key .. first_key + keys - 1 row r sees: its own and all before it. */
@@ -913,6 +914,40 @@ static int64_t seen_keys(const struct query_block *q, int64_t r, int64_t first_k
 {
 	const int64_t seen = q->first + r % q->positions + 1 - first_key;
 	return seen < 0 ? 0 : min64(seen, keys);
+}
+
+/* One block's rows of out and lse (or NULL). qkv, out and lse are those of the queries; k and v the key-value head's, of the sequence's
+ * positions from 0 on, apart by `stride`. Key blocks begin at multiples of KEY_BLOCK, so that a row's bits do not depend on the block it is in. */
+static void attention_block_forward(real *out, real *lse, const struct query_block *q, const real *qkv, const real *k, const real *v,
+		int64_t stride, int64_t d, real *scratch)
+{
+	real *scores = scratch, *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
+	real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
+	for (int64_t key = 0; key < q->first + q->positions; key += KEY_BLOCK) {
+		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key);
+		attention_scores(scores, q, qkv, k + key * stride, keys, stride, d);
+		for (int64_t r = 0; r < q->rows; r++) {
+			real *row = scores + r * KEY_BLOCK, before = key ? max[r] : 0;
+			const int64_t seen = seen_keys(q, r, key, keys);
+			memset(row + seen, 0, (keys - seen) * sizeof *row);
+			if (seen == 0)
+				continue;
+			real here = largest(row, seen);
+			max[r] = key && !(here > before) ? before : here;
+			real more = exponentials(row, row, max[r], seen);
+			real shrink = key ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
+			sum[r] = key ? sum[r] * shrink + more : more;
+			for (int64_t j = 0; key && j < d; j++)
+				o[r * d + j] *= shrink;
+		}
+		gemm(q->rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, d);
+	}
+	for (int64_t r = 0; r < q->rows; r++) {
+		if (lse)
+			lse[q->in_out[r]] = max[r] + (real)log(sum[r]);
+		for (int64_t j = 0; j < d; j++)
+			out[q->in_out[r] * d + j] = o[r * d + j] / sum[r];
+	}
 }
 
 void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
@@ -924,36 +959,34 @@ void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t
 		for (int kv = 0; kv < nkv; kv++)
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = cut.blocks - 1; block >= 0; block--) { /* the longest first */
-					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
-					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
-					real *scores = scratch + omp_get_thread_num() * block_scratch(d), *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
-					real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
-					for (int64_t key = 0; key < q.first + q.positions; key += KEY_BLOCK) {
-						const int64_t keys = min64(KEY_BLOCK, q.first + q.positions - key);
-						attention_scores(scores, &q, sequence, k + key * stride, keys, stride, d);
-						for (int64_t r = 0; r < q.rows; r++) {
-							real *row = scores + r * KEY_BLOCK, before = key ? max[r] : 0;
-							const int64_t seen = seen_keys(&q, r, key, keys);
-							memset(row + seen, 0, (keys - seen) * sizeof *row);
-							if (seen == 0)
-								continue;
-							real here = largest(row, seen);
-							max[r] = key && !(here > before) ? before : here;
-							real more = exponentials(row, row, max[r], seen);
-							real shrink = key ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
-							sum[r] = key ? sum[r] * shrink + more : more;
-							for (int64_t j = 0; key && j < d; j++)
-								o[r * d + j] *= shrink;
-						}
-						gemm(q.rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, d);
-					}
-					for (int64_t r = 0; r < q.rows; r++) {
-						const int64_t at = b * L * nh + q.in_out[r];
-						lse[at] = max[r] + (real)log(sum[r]);
-						for (int64_t j = 0; j < d; j++)
-							out[at * d + j] = o[r * d + j] / sum[r];
+					const struct query_block q = query_block(&cut, kv, part, block, 0, L, nh, nkv);
+					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
+					attention_block_forward(out + b * L * nh * d, lse + b * L * nh, &q, sequence, k, k + nkv * d, stride, d,
+							scratch + omp_get_thread_num() * block_scratch(d));
+				}
+}
+
+void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch)
+{
+	const int64_t stride = 2 * nkv * d;
+	#pragma omp parallel
+	#pragma omp single
+	for (int64_t i = 0, row = 0; i < n; row += segments[i++].num_tokens) {
+		const struct cache *c = segments[i].cache;
+		const int64_t L = segments[i].num_tokens;
+		const struct query_cut cut = cut_queries(L, nh, nkv);
+		for (int kv = 0; kv < nkv; kv++)
+			for (int64_t part = 0; part < cut.head_parts; part++)
+				for (int64_t block = cut.blocks - 1; block >= 0; block--) {
+					#pragma omp task
+					{
+						const struct query_block q = query_block(&cut, kv, part, block, c->length, L, nh, nkv);
+						const real *k = c->kv + layer * c->capacity * stride + kv * d;
+						attention_block_forward(out + row * nh * d, NULL, &q, qkv + row * (nh + 2 * nkv) * d, k, k + nkv * d, stride, d,
+								scratch + omp_get_thread_num() * block_scratch(d));
 					}
 				}
+	}
 }
 
 /* One block's part of the backward pass: writes its rows of dsequence, adds to its key-value head's dk and dv (where key and value stand in
@@ -1013,7 +1046,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 			}
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = 0; block < cut.blocks; block++) {
-					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
+					const struct query_block q = query_block(&cut, kv, part, block, 0, L, nh, nkv);
 					attention_block_backward(dsequence, &q, dout + b * L * nh * d, out + b * L * nh * d, lse + b * L * nh,
 							qkv + b * L * stride, nh, nkv, d, scratch + omp_get_thread_num() * block_scratch(d));
 				}

@@ -8,6 +8,7 @@
 #include "ling.h"
 
 #include <argp.h>
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -847,11 +848,10 @@ void model_update_head_scale(struct model *m)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
 
-/* The tokens of a micro-batch of B sequences that this rank holds between attention and head: their number, and the first one. */
-static int64_t own_tokens(const struct model *m, int B, int64_t *first)
+/* Those of the T tokens of a micro-batch that this rank holds between attention and head: their number, and the first one. */
+static int64_t own_tokens(const struct model *m, int64_t T, int64_t *first)
 {
 	const struct group *g = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len;
 	*first = slice_begin(T, g->rank, g->size);
 	return slice_begin(T, g->rank + 1, g->size) - *first;
 }
@@ -880,30 +880,51 @@ static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
 				m->acts.scatter_scratch);
 }
 
-/* attention = Attention(RMSNorm(input)), less its output product. */
-static void attention_core_forward(struct model *m, int l, int B)
+/* The attention of the next tokens of some sequences. Their keys and values enter the caches here; model_extend counts them. */
+static void attention_segments(struct model *m, int l, const struct segment *segments, int n)
+{
+	const struct model_config *c = &m->config;
+	struct layer_activations *x = &m->acts.layer[l];
+	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim, width = qkv_width(c), kv_width = 2 * nkv * d;
+	real *qkv = x->qkv;
+	for (int i = 0; i < n; i++) {
+		const struct cache *cache = segments[i].cache;
+		real *kv = cache->kv + (l * cache->capacity + cache->length) * kv_width;
+		rope_forward(qkv, m->rope + cache->length * d, segments[i].num_tokens, segments[i].num_tokens, nh, nkv, d);
+		for (int64_t t = 0; t < segments[i].num_tokens; t++, qkv += width, kv += kv_width)
+			memcpy(kv, qkv + nh * d, kv_width * sizeof *kv);
+	}
+	attention_extend(x->attention, x->qkv, segments, n, l, nh, nkv, d, m->acts.attention_scratch);
+}
+
+/* attention = Attention(RMSNorm(input)), less its output product, for T tokens: whole windows, or, with segments, those of the segments. */
+static void attention_core_forward(struct model *m, int l, int64_t T, const struct segment *segments, int n)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
 	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	if (segments) {
+		attention_segments(m, l, segments, n);
+		return;
+	}
 	rope_forward(x->qkv, m->rope, T, L, nh, nkv, d);
-	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
+	attention_forward(x->attention, x->lse, x->qkv, T / L, L, nh, nkv, d, m->acts.attention_scratch);
 }
 
 /* middle = input + Attention(RMSNorm(input)) */
-static void attention_layer_forward(struct model *m, int l, int B)
+static void attention_layer_forward(struct model *m, int l, int64_t T, const struct segment *segments, int n)
 {
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, N = own_tokens(m, B, &first);
+	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const bool alone = m->layout.tensor.size == 1;
-	attention_core_forward(m, l, B);
+	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->middle, x->input, N * H);
 	matmul_forward(shares(m, x->middle), x->attention, p->dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
 			attention_width(&m->config), H, alone);
@@ -912,13 +933,13 @@ static void attention_layer_forward(struct model *m, int l, int B)
 }
 
 /* Probabilities, chosen experts and weights of normed's tokens; and, in training, what the auxiliary losses need. */
-static void router_forward(struct model *m, int l, int B, const struct step *step, struct step_sums *sums)
+static void router_forward(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, E = c->num_experts, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, B = T / L, E = c->num_experts, N = own_tokens(m, T, &first);
 	const int k = c->num_experts_per_tok;
 	matmul_forward(a->logits, a->normed, m->params.layer[l].router, NULL, N, c->hidden_size, E, false);
 	softmax_forward(x->p, x->router_lse, a->logits, N, E);
@@ -1007,14 +1028,14 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 
 /* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. With out NULL only what the
  * backward pass needs is computed. */
-static void ffn_layer_forward(struct model *m, int l, int B, real *out, const struct step *step, struct step_sums *sums)
+static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
+	const int64_t N = own_tokens(m, T, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -1022,7 +1043,7 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		copy_array(out, x->middle, N * H);
 	model_lap(m, PART_OTHER);
 	if (experts) {
-		router_forward(m, l, B, step, sums);
+		router_forward(m, l, T, step, sums);
 		model_lap(m, PART_ROUTER);
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
 		permute_forward(x->row_weight, x->weight, x->position, N * k);
@@ -1056,20 +1077,66 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	}
 }
 
-void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
+/* The forward pass from the layers' first input on, see attention_core_forward. */
+static void layers_forward(struct model *m, int64_t T, const struct segment *segments, int n, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
-	embedding_forward(shares(m, a->layer[0].input), input, m->params.embedding, m->first_vocab, T, H, c->vocab_size);
+	const int64_t N = own_tokens(m, T, &first);
 	sum_slices(m, a->layer[0].input, false, T);
 	for (int l = 0; l < c->num_hidden_layers; l++) {
-		attention_layer_forward(m, l, B);
-		ffn_layer_forward(m, l, B, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
+		attention_layer_forward(m, l, T, segments, n);
+		ffn_layer_forward(m, l, T, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
-	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, H, c->rms_norm_eps);
+	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
 	model_lap(m, PART_OTHER);
+}
+
+void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
+{
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
+	embedding_forward(shares(m, m->acts.layer[0].input), input, m->params.embedding, m->first_vocab, T, H, m->config.vocab_size);
+	layers_forward(m, T, NULL, 0, step, sums);
+}
+
+void model_extend(struct model *m, const struct segment *segments, int n)
+{
+	const int64_t H = m->config.hidden_size;
+	real *embedded = shares(m, m->acts.layer[0].input);
+	int64_t T = 0;
+	for (int i = 0; i < n; i++) {
+		assert(segments[i].num_tokens <= segments[i].cache->capacity - segments[i].cache->length);
+		embedding_forward(embedded + T * H, segments[i].token, m->params.embedding, m->first_vocab, segments[i].num_tokens, H, m->config.vocab_size);
+		T += segments[i].num_tokens;
+	}
+	assert(T <= (int64_t)m->max_sequences * m->seq_len);
+	layers_forward(m, T, segments, n, NULL, NULL);
+	for (int i = 0; i < n; i++)
+		segments[i].cache->length += segments[i].num_tokens;
+}
+
+int cache_init(struct cache *c, const struct model *m, int64_t capacity)
+{
+	const size_t bytes = m->config.num_hidden_layers * (size_t)capacity * 2 * m->config.num_key_value_heads * m->config.head_dim * sizeof(real);
+	assert(capacity <= m->seq_len);
+	*c = (struct cache){.kv = malloc(bytes), .capacity = capacity};
+	return c->kv ? 0 : fail("out of memory for the keys and values of %lld tokens, %.1f GB", (long long)capacity, bytes / 1e9);
+}
+
+void cache_free(struct cache *c)
+{
+	free(c->kv);
+	*c = (struct cache){0};
+}
+
+void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n)
+{
+	const int64_t width = 2 * m->config.num_key_value_heads * m->config.head_dim;
+	assert(n <= from->length && n <= to->capacity);
+	for (int l = 0; l < m->config.num_hidden_layers; l++)
+		memcpy(to->kv + l * to->capacity * width, from->kv + l * from->capacity * width, n * width * sizeof *to->kv);
+	to->length = n;
 }
 
 /* ============================================================================================================
@@ -1174,7 +1241,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, N = own_tokens(m, B, &first), H = c->hidden_size, E = c->num_experts;
+	const int64_t L = m->seq_len, N = own_tokens(m, B * L, &first), H = c->hidden_size, E = c->num_experts;
 	const int k = c->num_experts_per_tok;
 	const bool noisy = step->index < c->router.warmup_steps;
 	topk_backward(a->dlogits, a->dweight, x->index, x->weight, noisy ? x->p_hat : x->p, N, E, k, c->norm_topk_prob && k > 1);
@@ -1196,7 +1263,8 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
+	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int64_t all_rows[] = {0, N};
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
@@ -1252,11 +1320,11 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
 	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
-		attention_core_forward(m, l, B);
+		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = gather_slices(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
@@ -1280,15 +1348,15 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
 	reduce_bucket(m, 1 + c->num_hidden_layers, step);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
 		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
-			attention_layer_forward(m, l, B);
-			ffn_layer_forward(m, l, B, NULL, step, NULL);
+			attention_layer_forward(m, l, T, NULL, 0);
+			ffn_layer_forward(m, l, T, NULL, step, NULL);
 		}
 		ffn_layer_backward(m, l, B, step);
 		attention_layer_backward(m, l, B, step);

@@ -339,6 +339,14 @@ void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
 		int nh, int nkv, int64_t d, real *scratch);
 
+/* Generation: a sequence that remembers its keys and values, kv [layers, capacity, 2 nkv d] after RoPE, of `length` tokens so far; and its next
+ * tokens. To take tokens back, lower length. */
+struct cache { real *kv; int64_t length, capacity; };
+struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+/* The same for the next tokens of n sequences, whose rows stand one segment behind the other in qkv and out; their keys and values are in
+ * the caches already, from position `length` on. The bits are those of the forward pass over the whole sequence. */
+void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch);
+
 /* -- SwiGLU and the product before it, in groups of rows as above: gate_up [R, 2I] = gate, up = x w^T, w [G, 2I, H];
  *    act [R, I] = weight[r] silu(gate) up; weight [R], or NULL for 1. The backward pass begins with the product behind it: dout are the gradients
  *    of that product's outputs without the weight, w_down [G, H, I]. It also gives act again (it is not kept from the forward pass) and
@@ -709,16 +717,14 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 /* Logits [n, V] of tokens first .. first+n-1 of the last forward pass (or of model_extend), n <= head_chunk(V, 1), of a model without
  * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
-/* Generation: a sequence that remembers its keys and values. */
-struct cache { real *kv; int64_t length, capacity; }; /* kv [layers, capacity, 2 nkv d] after RoPE; of `length` tokens so far */
-int cache_init(struct cache *c, const struct model *m, int64_t capacity); /* at most m->seq_len */
+/* A sequence that remembers its keys and values, see struct cache: an empty one, with room for `capacity` tokens, at most m->seq_len. */
+int cache_init(struct cache *c, const struct model *m, int64_t capacity);
 void cache_free(struct cache *c);
 /* Makes `to` the first n tokens of `from`. */
 void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n);
 /* The forward pass for the next tokens of some sequences, at least one of each, together at most max_sequences * seq_len; they enter the caches,
  * and acts.normed holds their results, one segment behind the other. The bits of a result depend neither on the other segments nor on how
- * a sequence was cut into segments. To take tokens back, lower cache.length. */
-struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+ * a sequence was cut into segments: they are model_forward's. */
 void model_extend(struct model *m, const struct segment *segments, int n);
 /* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);

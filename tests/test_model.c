@@ -693,6 +693,117 @@ static void test_too_large(void **state)
 	assert_non_null(strstr(error_text, "GB"));
 }
 
+/* A random number from 0 to `most`. */
+static int draw(uint64_t *state, int most)
+{
+	*state = *state * 6364136223846793005u + 1442695040888963407u;
+	return (int)((*state >> 33) % (most + 1));
+}
+
+/* Logits by model_extend: B sequences of L tokens, cut anew and in each call other ones together, against `expected` [B, L, V] bit for bit. A
+ * sequence now and then goes on in a copy of its cache, and some of its tokens are taken back. */
+static void check_extend(struct model *m, const int32_t *input, int B, const real *expected, uint64_t seed, int longest)
+{
+	const int64_t L = m->seq_len, V = m->config.vocab_size;
+	struct cache caches[B];
+	real *logits = malloc(m->max_sequences * L * V * sizeof *logits);
+	for (int b = 0; b < B; b++)
+		assert_done(cache_init(&caches[b], m, L));
+	for (int64_t done = 0; done < B * L;) {
+		struct segment segments[B];
+		int64_t first[B], T = 0, row = 0;
+		int n = 0, of[B];
+		for (int b = 0; b < B; b++) {
+			int64_t num = draw(&seed, longest), left = L - caches[b].length;
+			num = num > left ? left : num;
+			num = num > m->max_sequences * L - T ? m->max_sequences * L - T : num;
+			if (num == 0)
+				continue;
+			first[n] = caches[b].length, of[n] = b;
+			segments[n++] = (struct segment){&caches[b], input + b * L + caches[b].length, num};
+			T += num;
+		}
+		model_extend(m, segments, n);
+		model_logits(m, logits, 0, T);
+		for (int i = 0; i < n; row += segments[i++].num_tokens)
+			if (memcmp(logits + row * V, expected + (of[i] * L + first[i]) * V, segments[i].num_tokens * V * sizeof *logits))
+				fail_msg("sequence %d, tokens %lld to %lld of %lld: not the forward pass's bits", of[i], (long long)first[i],
+						(long long)(first[i] + segments[i].num_tokens - 1), (long long)L);
+		done = 0;
+		for (int b = 0; b < B; b++) {
+			if (draw(&seed, 3) == 0) {
+				struct cache copy;
+				assert_done(cache_init(&copy, m, L));
+				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
+				cache_free(&caches[b]);
+				caches[b] = copy;
+			}
+			if (draw(&seed, 31) == 0)
+				caches[b].length = draw(&seed, caches[b].length);
+			done += caches[b].length;
+		}
+	}
+	for (int b = 0; b < B; b++)
+		cache_free(&caches[b]);
+	free(logits);
+}
+
+/* A sequence that remembers its keys and values has the logits of the whole forward pass, bit for bit: models of each kind, ... */
+static void test_extend(void **state)
+{
+	(void)state;
+	static const char *const names[] = {"base", "odd_sizes", "head_dim", "biases", "dense_first", "shared0", "tied_norm_head", "k1_no_renorm"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		struct config c;
+		struct trainer t;
+		struct weights *expected;
+		struct model m;
+		char path[256];
+		load_case(&c, &t, &expected, names[i]);
+		load_step(&t, expected, 1);
+		const int64_t L = c.data.seq_len, V = c.model.vocab_size;
+		const int B = c.train.batch;
+		assert_done(model_init(&m, &c.model, &t.model.layout, B, L, EVALUATE));
+		snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
+		assert_done(model_load(&m, path));
+		real *logits = malloc(B * L * V * sizeof *logits);
+		model_forward(&m, t.input, B, NULL, NULL);
+		model_logits(&m, logits, 0, B * L);
+		check_extend(&m, t.input, B, logits, 1, 1);
+		for (uint64_t seed = 2; seed < 6; seed++)
+			check_extend(&m, t.input, B, logits, seed, L);
+		free(logits);
+		weights_close(expected);
+		trainer_free(&t);
+		model_free(&m);
+	}
+}
+
+/* ... and sequences longer than attention's blocks of keys, heads in several parts. */
+static void test_extend_long(void **state)
+{
+	(void)state;
+	const struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12, .num_key_value_heads = 2,
+		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1, .moe_intermediate_size = 24,
+		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.3};
+	enum { B = 2, L = 600 };
+	struct model m;
+	int32_t input[B * L];
+	uint64_t seed = 1;
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	assert_done(model_init(&m, &c, &alone, B, L, EVALUATE));
+	model_randomize(&m, 1);
+	for (int i = 0; i < B * L; i++)
+		input[i] = draw(&seed, c.vocab_size - 1);
+	real *logits = malloc(B * L * c.vocab_size * sizeof *logits);
+	model_forward(&m, input, B, NULL, NULL);
+	model_logits(&m, logits, 0, B * L);
+	check_extend(&m, input, B, logits, 2, L);
+	check_extend(&m, input, B, logits, 3, 70);
+	free(logits);
+	model_free(&m);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -707,7 +818,7 @@ int main(void)
 		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
 		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
-		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large),
+		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend), cmocka_unit_test(test_extend_long),
 	};
 	for (size_t i = 0; i < sizeof others / sizeof *others; i++)
 		tests[n++] = others[i];

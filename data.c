@@ -2661,6 +2661,78 @@ int encode(struct encoder *e, const char *text, size_t n, bool special, struct i
 	return 0;
 }
 
+/* -- Ling's chat form: <role>HUMAN</role>question<role>ASSISTANT</role>answer, and so on, nothing between the messages; the end token stands
+ *    behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. No content can pass for a tag: it is
+ *    encoded as ordinary text, apart from what stands before and behind it. -- */
+
+/* A role as the form spells it; NULL when there is no such role. */
+static const char *chat_role(const char *role)
+{
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"}, {"assistant", "ASSISTANT"},
+		{"tool", "TOOL"}};
+	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+		if (!strcasecmp(role, roles[i][0]))
+			return roles[i][1];
+	return NULL;
+}
+
+static void put_id(struct ids *out, int32_t id)
+{
+	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
+	out->id[out->count++] = id;
+}
+
+/* Appends one of the form's own tokens: by its id, or as text where the tokenizer does not have it. */
+static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
+{
+	const int32_t id = tokenizer_id(e->t, tag);
+	if (id < 0)
+		return encode(e, tag, strlen(tag), false, out);
+	put_id(out, id);
+	return 0;
+}
+
+static int chat_opening(struct encoder *e, const char *role, struct ids *out)
+{
+	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
+}
+
+/* Brings `learned` to one byte an id: `value` for those that are new. */
+static void mark_learned(struct text *learned, const struct ids *out, bool value)
+{
+	for (const char byte = value; learned && learned->size < (size_t)out->count;)
+		text_append(learned, &byte, 1);
+}
+
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned)
+{
+	const char *role = "";
+	mark_learned(learned, out, false);
+	for (int i = 0; i < n; i++) {
+		char shown[64];
+		if (!(role = chat_role(messages[i].role)))
+			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+					printable(shown, messages[i].role));
+		if (chat_opening(e, role, out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
+			return -1;
+		mark_learned(learned, out, !strcmp(role, "ASSISTANT"));
+	}
+	if (reply) {
+		if (chat_opening(e, "ASSISTANT", out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+	} else if (!strcmp(role, "ASSISTANT")) {
+		if (tokenizer_end(e->t) < 0)
+			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
+		put_id(out, tokenizer_end(e->t));
+		mark_learned(learned, out, true);
+	}
+	return 0;
+}
+
 /* ============================================================================================================
  * Token files: Megatron's indexed dataset
  *   PREFIX.bin   the ids, one after the other

@@ -233,6 +233,11 @@ void encoder_close(struct encoder *e); /* NULL is fine */
  * ordinary text. */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
+struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */
+/* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `learned` (or NULL) one
+ * byte an id: 1 where the loss counts, which is in the assistant's replies and the end token behind the last one. */
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned);
+
 /* -- token files -- */
 
 struct tokens {                /* a Megatron indexed dataset PREFIX.bin + PREFIX.idx, mapped */

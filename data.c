@@ -3525,24 +3525,24 @@ static void end_sequence(struct token_writer *w)
 static void put_ids(struct token_writer *w, const int32_t *id, const char *learned, size_t n)
 {
 	uint16_t out[8192];
-	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
+	for (size_t at = 0, piece; at < n; at += piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
 			w->split[w->num_split++] = w->sequences;
 			end_sequence(w);
 		}
 		const size_t room = SEQUENCE_MAX - w->length;
-		piece = n < 8192 ? n : 8192;
+		piece = n - at < 8192 ? n - at : 8192;
 		piece = piece < room ? piece : room;
 		for (size_t i = 0; i < piece; i++) {
-			out[i] = id[i];
-			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
-			w->learned += learned ? learned[i] : 1;
+			out[i] = id[at + i];
+			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
+			w->learned += learned ? learned[at + i] : 1;
 		}
 		w->crc = crc32_z(w->crc, (const uint8_t *)out, piece * sizeof *out);
 		fwrite(out, sizeof *out, piece, w->bin);
 		if (learned)
-			put_mask(w, learned, piece);
+			put_mask(w, learned + at, piece);
 		w->tokens += piece, w->length += piece;
 	}
 }

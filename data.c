@@ -2018,18 +2018,52 @@ int weights_read(const struct weights *w, const struct array *a)
 	return 0;
 }
 
-int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+/* tensor_shaped that also checks a range of elements, and says where the first one is. */
+static const struct stored *tensor_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		const uint8_t **at)
 {
 	const struct stored *t = tensor_shaped(w, name, rows, cols);
 	if (!t)
-		return -1;
+		return NULL;
 	const int size = dtypes[t->dtype].size;
 	const int64_t count = (t->end - t->begin) / size;
-	if (first < 0 || n < 0 || first > count || n > count - first)
-		return fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n,
-				(long long)first, (long long)count);
-	to_real(out, tensor_bytes(t) + first * size, n, t->dtype);
+	if (first >= 0 && n >= 0 && first <= count && n <= count - first) {
+		*at = tensor_bytes(t) + first * size;
+		return t;
+	}
+	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n, (long long)first,
+			(long long)count);
+	return NULL;
+}
+
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+{
+	const uint8_t *at;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &at);
+	if (!t)
+		return -1;
+	to_real(out, at, n, t->dtype);
 	return 0;
+}
+
+int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
+{
+	const uint8_t *bytes;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &bytes);
+	if (!t)
+		return -1;
+	const bool usable = t->dtype == BF16 || !strcmp(dtypes[t->dtype].name, REAL_DTYPE);
+	*bf16 = t->dtype == BF16;
+	*at = usable && (uintptr_t)bytes % dtypes[t->dtype].size == 0 ? bytes : NULL;
+	return 0;
+}
+
+int64_t weights_bytes(const struct weights *w)
+{
+	int64_t bytes = 0;
+	for (const struct shard *s = w->shards; s; s = s->next)
+		bytes += s->size;
+	return bytes;
 }
 
 int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out)
@@ -2765,7 +2799,7 @@ static const char *chat_role(const char *role)
 	return NULL;
 }
 
-static void put_id(struct ids *out, int32_t id)
+void put_id(struct ids *out, int32_t id)
 {
 	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
 	out->id[out->count++] = id;
@@ -2820,6 +2854,164 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 		mark_learned(learned, out, true);
 	}
 	return 0;
+}
+
+/* ============================================================================================================
+ * Prompts, and text that was made from them
+ * ========================================================================================================== */
+
+struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
+{
+	char path[PATH_LEN];
+	if (name)
+		return tokenizer_open(name);
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there > 0)
+		return tokenizer_open(path);
+	if (there == 0)
+		there = path_join(path, dir, "trainer.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL;
+	if (there < 0 || (there && !root))
+		return NULL;
+	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
+	struct tokenizer *t = NULL;
+	if (named && strcmp(named, "none"))
+		t = tokenizer_open(named);
+	else
+		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one with --tokenizer", dir);
+	json_decref(root);
+	return t;
+}
+
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
+{
+	if (chat)
+		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
+	if (encode(e, text, n, false, out) < 0)
+		return -1;
+	if (out->count == 0 && tokenizer_end(e->t) < 0)
+		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
+	if (out->count == 0)
+		put_id(out, tokenizer_end(e->t));
+	return 0;
+}
+
+/* One line of a .jsonl file. */
+static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
+{
+	json_error_t error;
+	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
+	const size_t count = json_array_size(messages);
+	struct message *list = allocate((count + 1) * sizeof *list);
+	int rc = 0;
+	if (!root)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(root) || !text == !messages)
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
+				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
+	else if (text && !json_is_string(text))
+		rc = fail("%s: `prompt` is %s; expected a string", where, json_kind(text));
+	else if (messages && count == 0)
+		rc = fail("%s: `messages` is %s; expected an array of objects with role and content", where,
+				json_is_array(messages) ? "empty" : json_kind(messages));
+	for (size_t i = 0; i < count && rc == 0; i++) {
+		const json_t *role = json_object_get(json_array_get(messages, i), "role"), *content = json_object_get(json_array_get(messages, i), "content");
+		if (json_is_string(role) && json_is_string(content))
+			list[i] = (struct message){json_string_value(role), json_string_value(content), json_string_length(content)};
+		else
+			rc = fail("%s: `messages` entry %zu: expected strings `role` and `content`", where, i);
+	}
+	if (rc == 0 && (rc = text ? prompt_encode(e, json_string_value(text), json_string_length(text), chat, out)
+			: chat_encode(e, list, (int)count, true, out, NULL)) < 0) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%s: %.3000s", where, what);
+	}
+	free(list);
+	json_decref(root);
+	return rc;
+}
+
+int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
+{
+	const size_t length = strlen(path);
+	const bool jsonl = length >= 6 && !strcmp(path + length - 6, ".jsonl");
+	FILE *f = fopen(path, "re");
+	*out = NULL, *n = 0;
+	if (!f)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct encoder *e = encoder_open(t);
+	char *line = NULL, where[PATH_LEN + 32];
+	size_t room = 0, capacity = 0;
+	int rc = e ? 0 : -1;
+	ssize_t size;
+	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
+		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
+			size--;
+		if (size == 0 || (jsonl && strspn(line, " \t\r\n") >= (size_t)size))
+			continue;
+		*out = grow(*out, *n, &capacity, 1, sizeof **out);
+		struct ids *ids = &(*out)[(*n)++];
+		*ids = (struct ids){0};
+		snprintf(where, sizeof where, "%s:%ld", path, number);
+		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
+	}
+	if (rc == 0 && ferror(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	if (rc == 0 && *n == 0)
+		rc = fail("%s: no prompts here; expected one on a line", path);
+	for (int i = 0; rc < 0 && i < *n; i++)
+		free((*out)[i].id);
+	if (rc < 0) {
+		free(*out);
+		*out = NULL, *n = 0;
+	}
+	encoder_close(e);
+	free(line);
+	fclose(f);
+	return rc;
+}
+
+/* Bytes of the character of UTF-8 at p, of n bytes: 0 when it is none, -1 when they end before it does. */
+static int utf8_size(const uint8_t *p, size_t n)
+{
+	const int size = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0;
+	uint8_t low = p[0] == 0xe0 ? 0xa0 : p[0] == 0xf0 ? 0x90 : 0x80, high = p[0] == 0xed ? 0x9f : p[0] == 0xf4 ? 0x8f : 0xbf;
+	for (int i = 1; i < size; i++, low = 0x80, high = 0xbf) {
+		if ((size_t)i == n)
+			return -1;
+		if (p[i] < low || p[i] > high)
+			return 0;
+	}
+	return size;
+}
+
+size_t utf8_whole(const char *text, size_t n)
+{
+	for (size_t i = 1; i <= 3 && i <= n; i++)
+		if (utf8_size((const uint8_t *)text + n - i, i) < 0)
+			return n - i;
+	return n;
+}
+
+void json_write_text(FILE *f, const char *text, size_t n)
+{
+	fputc('"', f);
+	for (size_t i = 0; i < n;) {
+		const int size = utf8_size((const uint8_t *)text + i, n - i);
+		if (size <= 0)
+			fputs("\\ufffd", f);
+		else if ((uint8_t)text[i] < ' ')
+			fprintf(f, "\\u%04x", text[i]);
+		else {
+			if (text[i] == '"' || text[i] == '\\')
+				fputc('\\', f);
+			fwrite(text + i, 1, size, f);
+		}
+		i += size > 0 ? (size_t)size : size < 0 ? n - i : 1;
+	}
+	fputc('"', f);
 }
 
 /* ============================================================================================================

@@ -455,6 +455,121 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
+/* Documents packed into one window have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
+static void test_packed_documents(void **state)
+{
+	(void)state;
+	enum { L = 12, V = 30, DOCUMENTS = 4 };
+	static const int length[DOCUMENTS] = {3, 5, 1, 3};
+	for (enum purpose recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+		struct trainer packed, alone;
+		struct metrics m[2];
+		struct config c = {
+			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2, .head_dim = 6,
+				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5, .rope_theta = 100,
+				.rms_norm_eps = 1e-6, .initializer_range = 0.5, .norm_topk_prob = true, .norm_head = true},
+			.data = {.seq_len = L, .document_mask = true},
+			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
+			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
+		};
+		make_trainer(&packed, &c);
+		make_trainer(&alone, &c);
+		model_randomize(&packed.model, 1);
+		model_randomize(&alone.model, 1);
+		for (int i = 0; i < DOCUMENTS * L; i++) {
+			packed.target[i] = alone.target[i] = -1;
+			alone.input[i] = 7 * i % V; /* what stands behind a document does not matter */
+		}
+		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
+			for (int i = 0; i < length[d]; i++) {
+				packed.document[at + i] = at;
+				packed.input[at + i] = alone.input[d * L + i] = 11 * (at + i) % V;
+				if (i > 0)
+					packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
+			}
+		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
+		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
+		const int64_t n = packed.model.num_params;
+		double *expected = malloc(n * sizeof *expected);
+		for (int64_t i = 0; i < n; i++)
+			expected[i] = alone.model.grads.memory[i];
+		assert_close(packed.model.grads.memory, expected, n, TOLERANCE, "gradient of packed documents");
+		/* with attention across documents it is another loss */
+		memset(packed.document, 0, L * sizeof *packed.document);
+		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_true(fabs(m[0].loss / m[1].loss - 1) > 1e-3);
+		free(expected);
+		trainer_free(&packed);
+		trainer_free(&alone);
+	}
+}
+
+/* Takes the next n samples of a blend, `batch` at a time, as if each step were done: first[i] is the first id of sample i. */
+static void take_samples(struct trainer *t, int32_t *first, int n, int batch)
+{
+	const int64_t L = t->config.data.seq_len;
+	t->config.train.batch = batch;
+	for (int i = 0; i < n; i += batch) {
+		assert_int_equal(trainer_next_batch(t), batch);
+		for (int k = 0; k < batch && i + k < n; k++)
+			first[i + k] = t->input[k * L];
+		memcpy(t->state.sources, t->next_sources, sizeof t->state.sources);
+	}
+}
+
+/* A blend: no file is ever ahead of its share, each epoch of a file shows each of its windows once, and the order does not depend on the batch. */
+static void test_blend(void **state)
+{
+	(void)state;
+	enum { FILES = 4, L = 4, N = 5600, FEW = 70 };
+	static const int windows[FILES] = {7, 40, 1, 3};
+	static const double weight[FILES] = {1, 10, 0, 0.3};
+	static int32_t first[2][N];
+	struct config c = {
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
+			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 100, .rms_norm_eps = 1e-6},
+		.data = {.seq_len = L, .num_train = FILES, .shuffle = true, .tokenizer = "none", .document_token = -1},
+		.train = {.steps = 1, .micro_batch = 1, .batch = FEW, .seed = 5},
+		.schedule = {.peak_lr = 1}, .log = {1}, .parallel = {1, 1},
+	};
+	assert_int_equal(make_scratch(NULL), 0);
+	strcpy(c.train.output_dir, at("run"));
+	for (int f = 0; f < FILES; f++) {
+		uint16_t ids[40 * L + 1];
+		for (int i = 0; i < windows[f] * L + 1; i++)
+			ids[i] = 1000 * f + i / L;
+		strcpy(c.data.train[f].path, put_file(at("%d.bin", f), ids, (windows[f] * L + 1) * sizeof *ids));
+		strcpy(c.data.train[f].dtype, "uint16");
+		c.data.train[f].weight = weight[f];
+	}
+	for (int run = 0; run < 2; run++) {
+		struct trainer t;
+		assert_done(trainer_init(&t, &c));
+		take_samples(&t, first[run], N, run ? 7 : FEW);
+		trainer_free(&t);
+	}
+	assert_memory_equal(first[0], first[1], sizeof first[0]);
+	int taken[FILES] = {0}, seen[FILES][40] = {{0}}, moved = 0;
+	for (int n = 0; n < N; n++) {
+		const int file = first[0][n] / 1000, window = first[0][n] % 1000;
+		taken[file]++;
+		seen[file][window]++;
+		moved += n > 0 && first[0][n] != first[0][n - 1] + 1;
+		for (int f = 0; f < FILES; f++) {
+			const double ahead = taken[f] - weight[f] / 11.3 * (n + 1);
+			if (!(ahead < 1 && ahead > -2))
+				fail_msg("after %d samples file %d gave %d", n + 1, f, taken[f]);
+		}
+		for (int w = 0; w < windows[file]; w++) {
+			const int epoch = (taken[file] - 1) / windows[file];
+			assert_true(seen[file][w] == epoch || seen[file][w] == epoch + 1);
+		}
+	}
+	assert_true(taken[2] == 0 && taken[3] > 100 && moved > N / 2);
+	assert_int_equal(drop_scratch(NULL), 0);
+}
+
 /* A head that needs several chunks of tokens: the same loss and gradient as a plain sum over all of them. */
 static void test_head_chunks(void **state)
 {
@@ -1142,7 +1257,7 @@ int main(void)
 	const struct CMUnitTest others[] = {
 		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
 		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
-		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
+		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
 		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend), cmocka_unit_test(test_extend_long),
 		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token), cmocka_unit_test(test_generate),

@@ -234,7 +234,7 @@ enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T
 enum key_flags {
 	REQUIRED = 1, /* must be given */
 	NEEDED = 2,   /* must be given where its optional section, or its list item, is */
-	NONE = 4,     /* `off` is allowed: 0, "" or no section */
+	NONE = 4,     /* `off` is allowed: 0, "", no section, no items */
 	FIXED = 8,    /* a continued run must not change it */
 	ABOVE = 16,   /* min itself is not allowed */
 	BELOW = 32,   /* max itself is not allowed */
@@ -255,14 +255,23 @@ struct key {
 	const char *const *names;    /* the values of a T_ENUM, or the only values of a T_TEXT */
 	const char *alias;           /* another spelling of the path */
 	const char *class_fallback;  /* default of the Hugging Face class where it differs */
+	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
 };
 
 #define KEY(path, kind, low, high, marks, standard, meaning, ...) \
 	{.name = #path, .type = kind, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, \
 	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
 #define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
+#define LIST(path, number, most, marks, standard, meaning) \
+	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
+	 .flags = marks, .fallback = standard, .help = meaning, .item = sizeof ((struct config *)0)->path[0], .count = offsetof(struct config, number)}
+#define ITEM_KEY(path, member, kind, low, high, marks, standard, meaning, ...) \
+	{.name = #path "." #member, .type = kind, .offset = offsetof(struct config, path[0].member), \
+	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
+	 __VA_ARGS__}
 
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
+static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
@@ -304,12 +313,20 @@ static const struct key keys[] = {
 	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
 
 	SECTION("data", 0, "what is read"),
-	KEY(data.train, T_TEXT, 0, 0, REQUIRED, NULL, "token file prefix to train on"),
-	KEY(data.valid, T_TEXT, 0, 0, NONE, "off", "token file prefix to evaluate on"),
+	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
+	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or bare ids"),
+	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all weights"),
+	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids", .names = dtype_names),
+	LIST(data.valid, data.num_valid, MAX_SOURCES, NONE, "off", "token files to evaluate on"),
+	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
+	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
+	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off", "a run that continues at this step may change data.train"),
 	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids; none: not known, taken as they are",
 		.names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
+	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
+	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no index; -1: none"),
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
@@ -337,13 +354,9 @@ static const struct key keys[] = {
 	SECTION("schedule", 0, "the learning rate: warm-up, peak, drops, decay"),
 	KEY(schedule.peak_lr, T_DOUBLE, 0, 100, REQUIRED | ABOVE, NULL, "learning rate between warm-up and decay"),
 	KEY(schedule.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "steps from 0 up to peak_lr"),
-	{.name = "schedule.drops", .type = T_LIST, .offset = offsetof(struct config, schedule.drops), /* and num_drops */
-	 .size = offsetof(struct config, schedule.decay) - offsetof(struct config, schedule.drops), .flags = NONE,
-	 .fallback = "off", .help = "drops of the learning rate"},
-	{.name = "schedule.drops.at", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].at),
-	 .size = sizeof(double), .min = 0, .max = 1, .flags = NEEDED | ITEM, .help = "share of the run's tokens"},
-	{.name = "schedule.drops.factor", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].factor),
-	 .size = sizeof(double), .min = 0, .max = 1000, .flags = NEEDED | ITEM | ABOVE, .help = "the rate times it"},
+	LIST(schedule.drops, schedule.num_drops, MAX_LR_DROPS, NONE, "off", "drops of the learning rate"),
+	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens"),
+	ITEM_KEY(schedule.drops, factor, T_DOUBLE, 0, 1000, NEEDED | ABOVE, NULL, "the rate times it"),
 	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
 	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
 	KEY(schedule.decay.shape, T_ENUM, 0, 0, 0, "1-sqrt", "form of the curve", .names = shape_names),
@@ -465,9 +478,29 @@ static const char *printable(char out[64], const char *text)
 	return out;
 }
 
+/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
+static const struct key *list_path(const struct key *k)
+{
+	char path[64];
+	snprintf(path, sizeof path, "%s.path", k->name);
+	return find_key(path);
+}
+
+/* An item of a list, in YAML. */
+static const char *describe_item(char out[128], const struct key *list)
+{
+	int n = snprintf(out, 128, "{");
+	for (int i = 0; i < NUM_KEYS; i++)
+		if (is_child(list->name, keys[i].name))
+			n += snprintf(out + n, 128 - n, "%s%s: ...", n > 1 ? ", " : "", leaf_of(keys[i].name));
+	snprintf(out + n, 128 - n, "}");
+	return out;
+}
+
 /* What a key's value may be, in words. */
 static const char *describe(char out[256], const struct key *k)
 {
+	char item[128];
 	const char *off = k->flags & NONE ? ", or off" : "";
 	if (k->names) {
 		int n = 0;
@@ -476,7 +509,7 @@ static const char *describe(char out[256], const struct key *k)
 	} else if (k->type == T_SECTION)
 		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
 	else if (k->type == T_LIST)
-		snprintf(out, 256, "a list of {at: ..., factor: ...}%s", off);
+		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
 	else if (k->type == T_BOOL)
 		snprintf(out, 256, "true or false");
 	else if (k->type == T_TEXT)
@@ -625,7 +658,7 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 	if (k->type != T_DOUBLE && !is_whole)
 		return "";
 	if (k->type == T_INT)
-		*(int *)field = whole;
+		*(int *)field = number < 0 ? -(int)whole : (int)whole;
 	else if (k->type == T_INT64)
 		*(int64_t *)field = whole;
 	else if (k->type == T_UINT64)
@@ -635,6 +668,12 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 	return NULL;
 }
 
+/* The number of items of a list. */
+static int *list_count(struct config *c, const struct key *k)
+{
+	return (int *)((char *)c + k->count);
+}
+
 /* Sets key k to its default. */
 static void set_default(struct config *c, const struct key *k, bool huggingface)
 {
@@ -642,7 +681,9 @@ static void set_default(struct config *c, const struct key *k, bool huggingface)
 	if (k->type == T_SECTION || k->flags & ITEM)
 		return;
 	memset((char *)c + k->offset, 0, k->size);
-	if (text && k->type != T_LIST)
+	if (k->type == T_LIST)
+		*list_count(c, k) = 0;
+	else if (text)
 		store_text(c, k, 0, text, true);
 }
 
@@ -775,13 +816,16 @@ static int check_needed(const struct loader *l, const struct key *section, struc
 	return 0;
 }
 
-/* Makes item i of the list the one that is read: none of its keys is given yet. */
-static void begin_item(struct loader *l, const struct key *list, int i)
+/* Adds an item to the list, and makes it the one that is read: none of its keys is given yet. */
+static void begin_item(struct loader *l, const struct key *list)
 {
+	l->shift = (*list_count(l->c, list))++ * list->item;
 	for (int j = 0; j < NUM_KEYS; j++)
-		if (is_child(list->name, keys[j].name))
+		if (is_child(list->name, keys[j].name)) {
 			l->places[j] = (struct place){NULL, 0};
-	l->shift = i * sizeof l->c->schedule.drops[0];
+			if (keys[j].fallback)
+				store_text(l->c, &keys[j], l->shift, keys[j].fallback, true);
+		}
 }
 
 /* ---------------------------------------------------------------------------------------------------- YAML */
@@ -897,22 +941,21 @@ static int load_mapping(struct loader *l, const struct key *section)
 	return -1;
 }
 
-/* Reads the items of schedule.drops up to the end of its sequence, which has begun. */
-static int load_drops(struct loader *l, const struct key *k)
+/* Reads the items of a list up to the end of its sequence, which has begun. */
+static int load_list(struct loader *l, const struct key *k)
 {
-	int n = 0;
 	while (advance(l) == 0) {
 		if (l->event.type == YAML_SEQUENCE_END_EVENT) {
-			l->c->schedule.num_drops = n;
 			l->shift = 0;
-			return 0;
+			return k->flags & REQUIRED && !*list_count(l->c, k) ? fail_at(here(l), "%s: found an empty list; expected an item", k->name) : 0;
 		}
-		if (l->event.type != YAML_MAPPING_START_EVENT)
+		const bool path = l->event.type == YAML_SCALAR_EVENT && list_path(k);
+		if (l->event.type != YAML_MAPPING_START_EVENT && !path)
 			return fail_value(l, k, "as an item");
-		if (n == MAX_LR_DROPS)
-			return fail_at(here(l), "%s: found more than %d items; expected at most that", k->name, MAX_LR_DROPS);
-		begin_item(l, k, n++);
-		if (load_mapping(l, k) < 0)
+		if (*list_count(l->c, k) == k->max)
+			return fail_at(here(l), "%s: found more than %g items; expected at most that", k->name, k->max);
+		begin_item(l, k);
+		if (path ? load_value(l, list_path(k)) < 0 : load_mapping(l, k) < 0)
 			return -1;
 	}
 	return -1;
@@ -936,9 +979,15 @@ static int load_value(struct loader *l, const struct key *k)
 	} else if (k->type == T_LIST) {
 		set_default(l->c, k, false);
 		if (l->event.type == YAML_SEQUENCE_START_EVENT)
-			return load_drops(l, k);
+			return load_list(l, k);
 		if (off)
 			return 0;
+		if (scalar && list_path(k)) {
+			begin_item(l, k);
+			int rc = load_value(l, list_path(k));
+			l->shift = 0;
+			return rc;
+		}
 	} else if (scalar && !(wrong = store_text(l->c, k, l->shift, scalar_text(l), scalar_is_plain(l))))
 		return 0;
 	return fail_value(l, k, wrong);
@@ -1038,8 +1087,9 @@ static int load_override(struct loader *l, const char *argument)
 	const struct key *k = find_key(path);
 	if (!k)
 		return fail_unknown(at, path);
+	char item[128];
 	if (k->flags & ITEM)
-		return fail_at(at, "an item of a list cannot be set alone; expected schedule.drops=[{at: ..., factor: ...}]");
+		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(k)->name, describe_item(item, section_of(k)));
 	if (k->type == T_SECTION)
 		for (int i = 0; i < NUM_KEYS; i++)
 			if (is_inside(k->name, keys[i].name)) {
@@ -1136,6 +1186,11 @@ static int check_run(const struct loader *l, bool model_only)
 	if (strlen(c->train.output_dir) > (size_t)room)
 		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of "
 				"checkpoints inside it must fit too", strlen(c->train.output_dir), room);
+	double weights = 0;
+	for (int i = 0; i < c->data.num_train; i++)
+		weights += c->data.train[i].weight;
+	if (c->data.num_train && !(weights > 0))
+		return fail_key(l, "data.train", "all weights are 0; expected one above 0");
 	double tokens = (double)c->train.steps * c->train.batch * c->data.seq_len;
 	if (tokens > MAX_TOKENS)
 		return fail_key(l, "train.steps", "steps * batch * seq_len make %.3g tokens; expected at most %g", tokens,
@@ -1209,8 +1264,8 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 	case T_LIST: {
 		struct key item = {.name = k->name, .type = T_SECTION};
 		out = json_array();
-		for (int i = 0; i < c->schedule.num_drops; i++)
-			json_array_append_new(out, key_to_json(c, &item, i * sizeof c->schedule.drops[0]));
+		for (int i = 0; i < *list_count((struct config *)c, k); i++)
+			json_array_append_new(out, key_to_json(c, &item, i * k->item));
 		return out;
 	}
 	case T_INT: return json_integer(*(const int *)field);
@@ -2167,7 +2222,7 @@ int safetensors_write(const char *path, const struct array *arrays, int n)
  * ========================================================================================================== */
 
 #define TRAINER_FORMAT "ling-trainer"
-#define TRAINER_VERSION 1
+#define TRAINER_VERSION 2
 
 #define MAX_PARTS 99999 /* what the five digits in their names can tell */
 
@@ -2318,14 +2373,25 @@ static json_t *reals_to_json(const char *path, const char *key, const double *x,
 	return array;
 }
 
+static json_t *sources_to_json(const struct trainer_state *s)
+{
+	json_t *array = json_array();
+	for (int i = 0; i < s->num_sources; i++) {
+		const struct source_state *x = &s->sources[i];
+		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens, "crc32", crc_to_json(x->crc32),
+				"share", (json_int_t)x->share, "credit", (json_int_t)x->credit, "taken", (json_int_t)x->taken, "order", x->order));
+	}
+	return array;
+}
+
 static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
 {
 	char path[PATH_LEN], name[64];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
-	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
 			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
-			"data_tokens", (json_int_t)s->data_tokens, "data_crc32", crc_to_json(s->data_crc32), "parts", parts);
+			"sources", sources_to_json(s), "parts", parts);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
@@ -2492,6 +2558,30 @@ static int field_reals(const json_t *object, const char *where, const char *key,
 	return 0;
 }
 
+/* Reads `sources`. Their number and the sizes keep all that is computed from them within int64_t. */
+static int field_sources(const json_t *root, const char *path, struct trainer_state *s)
+{
+	const json_t *array = json_object_get(root, "sources");
+	const int64_t whole = INT64_C(1) << 32;
+	if (!json_is_array(array) || json_array_size(array) > MAX_SOURCES)
+		return fail("%s: `sources` is %s; expected an array of at most %d", path, json_is_array(array) ? "longer" : json_kind(array), MAX_SOURCES);
+	s->num_sources = json_array_size(array);
+	for (int i = 0; i < s->num_sources; i++) {
+		struct source_state *x = &s->sources[i];
+		const json_t *v = json_array_get(array, i);
+		char where[PATH_LEN + 32];
+		int64_t order;
+		snprintf(where, sizeof where, "%s: source %d", path, i + 1);
+		if (field_int(v, where, "tokens", 0, INT64_MAX, &x->tokens) < 0 || field_crc(v, where, "crc32", &x->crc32) < 0 ||
+				field_int(v, where, "share", 0, whole, &x->share) < 0 ||
+				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
+				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 || field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+			return -1;
+		x->order = order;
+	}
+	return 0;
+}
+
 /* Compares the checkpoint's other files with the sizes and checksums in trainer.json. */
 static int files_check(const char *dir, const char *where, const json_t *root)
 {
@@ -2562,8 +2652,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
 			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
 			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
-			field_int(root, path, "data_tokens", 0, INT64_MAX, &s->data_tokens) < 0 ||
-			field_crc(root, path, "data_crc32", &s->data_crc32) < 0 ||
+			field_sources(root, path, s) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
 			files_check(dir, path, root) < 0))
@@ -3971,22 +4060,107 @@ int encode(struct encoder *e, const char *text, size_t n, bool special, struct i
 	return encode_part(e, text, n, SIZE_MAX, false, special, out) < 0 ? -1 : 0;
 }
 
+/* -- Ling's chat form: <role>HUMAN</role>question<role>ASSISTANT</role>answer, and so on, nothing between the messages; the end token stands
+ *    behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. No content can pass for a tag: it is
+ *    encoded as ordinary text, apart from what stands before and behind it. -- */
+
+/* A role as the form spells it; NULL when there is no such role. */
+static const char *chat_role(const char *role)
+{
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"}, {"assistant", "ASSISTANT"},
+		{"tool", "TOOL"}};
+	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+		if (!strcasecmp(role, roles[i][0]))
+			return roles[i][1];
+	return NULL;
+}
+
+static void put_id(struct ids *out, int32_t id)
+{
+	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
+	out->id[out->count++] = id;
+}
+
+/* Appends one of the form's own tokens: by its id, or as text where the tokenizer does not have it. */
+static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
+{
+	const int32_t id = tokenizer_id(e->t, tag);
+	if (id < 0)
+		return encode(e, tag, strlen(tag), false, out);
+	put_id(out, id);
+	return 0;
+}
+
+static int chat_opening(struct encoder *e, const char *role, struct ids *out)
+{
+	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
+}
+
+/* Brings `learned` to one byte an id: `value` for those that are new. */
+static void mark_learned(struct text *learned, const struct ids *out, bool value)
+{
+	for (const char byte = value; learned && learned->size < (size_t)out->count;)
+		text_append(learned, &byte, 1);
+}
+
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned)
+{
+	const char *role = "";
+	mark_learned(learned, out, false);
+	for (int i = 0; i < n; i++) {
+		char shown[64];
+		if (!(role = chat_role(messages[i].role)))
+			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+					printable(shown, messages[i].role));
+		if (chat_opening(e, role, out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
+			return -1;
+		mark_learned(learned, out, !strcmp(role, "ASSISTANT"));
+	}
+	if (reply) {
+		if (chat_opening(e, "ASSISTANT", out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+	} else if (!strcmp(role, "ASSISTANT")) {
+		if (tokenizer_end(e->t) < 0)
+			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
+		put_id(out, tokenizer_end(e->t));
+		mark_learned(learned, out, true);
+	}
+	return 0;
+}
+
 /* ============================================================================================================
- * Token files: Megatron's indexed dataset
- *   PREFIX.bin   the ids, one after the other
- *   PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
- *                length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
- *                number as a last entry (i64), and perhaps a mode of each sequence (i8)
- *   PREFIX.json  ours, may be missing: tokenizer, counts, checksum
+ * Token files
+ *   Megatron's indexed dataset, the native form:
+ *     PREFIX.bin   the ids, one after the other
+ *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
+ *                  length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
+ *                  number as a last entry (i64), and perhaps a mode of each sequence (i8)
+ *   llm.c's:       256 i32 (magic, version, number of ids, zeros), then the ids
+ *   bare ids, as nanoGPT has them, whose type the config must tell
+ * Beside each of them, PREFIX being the path without .bin:
+ *   PREFIX.mask.bin   may be missing: a byte an id, 1 where the loss counts, else 0
+ *   PREFIX.json       ours: the manifest, what is known of these files
+ *
+ * Opening must not take longer for a larger file. So what needs a pass over all of it (checksums, the largest id, whether the index is sound)
+ * stands in the manifest, and counts for as long as sizes and times of modification are those that it names. Where there is no such manifest
+ * the pass is made, and the manifest written, if the folder allows. One that `ling tokenize` wrote also claims things: the ids' checksum, for
+ * one; a file that is changed, and is not what its manifest claims, is refused.
  * ========================================================================================================== */
+
+enum { MEGATRON, LLM_C, BARE_IDS };
 
 #define IDX_MAGIC "MMIDIDX\0\0"
 #define IDX_HEADER 34 /* bytes before the lengths */
+#define LLM_C_HEADER 1024
 #define MANIFEST_FORMAT "ling-tokens"
 
-/* What is done alike for each integer type: X(Megatron's code, name, type). */
+/* What is done alike for each integer type: X(Megatron's code, name, type). The last one is not Megatron's. */
 #define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
-	X(5, "int64", int64_t) X(8, "uint16", uint16_t)
+	X(5, "int64", int64_t) X(8, "uint16", uint16_t) X(9, "uint32", uint32_t)
 
 static const struct { const char *name; int size; } token_types[] = {
 #define ROW(code, name, type) [code] = {name, sizeof(type)},
@@ -3995,21 +4169,197 @@ static const struct { const char *name; int size; } token_types[] = {
 	[6] = {"float64", 0}, [7] = {"float32", 0},
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
-#define BYTE_DTYPE 8 /* uint16: the smallest that holds the vocabulary */
+#define MEGATRON_TYPES 9
+#define UINT16 8
+#define UINT32 9
 
-/* Checks a mapped .idx against the size of its .bin; sets count, documents and dtype. */
-static int index_check(struct tokens *t, const char *path, const uint8_t *idx, size_t size)
+/* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
+static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {{20240520, 1, UINT16}, {20240801, 7, UINT32}};
+
+static int64_t token_width(const struct tokens *t)
 {
+	return token_types[t->dtype].size;
+}
+
+/* What the files are: how large, and when they were changed last. */
+struct stamp { int64_t size; struct timespec modified; }; /* size -1: no such file */
+enum { STAMP_BIN, STAMP_IDX, STAMP_MASK, NUM_STAMPS };
+static const char *const stamp_names[NUM_STAMPS] = {"bin", "idx", "mask"};
+static const char *const stamp_suffixes[NUM_STAMPS] = {".bin", ".idx", ".mask.bin"};
+
+struct manifest {
+	char tokenizer[32];          /* "": not known, and so are the next three */
+	uint32_t tokenizer_hash;
+	int64_t vocab_size, bytes;
+	int dtype;
+	int64_t tokens, documents;   /* documents -1: not told by the file */
+	int64_t largest_id, learned;
+	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
+	struct stamp stamps[NUM_STAMPS];
+};
+
+/* -- the manifest -- */
+
+static json_t *stamp_to_json(const struct stamp *s)
+{
+	return s->size < 0 ? json_null() : json_pack("{s:I, s:o}", "size", (json_int_t)s->size, "modified",
+			json_sprintf("%lld.%09ld", (long long)s->modified.tv_sec, s->modified.tv_nsec));
+}
+
+static int manifest_write(const struct manifest *m, const char *path)
+{
+	json_t *root = json_pack("{s:s}", "format", MANIFEST_FORMAT), *files = json_object();
+	if (*m->tokenizer)
+		json_object_update_new(root, json_pack("{s:s, s:o, s:I, s:I}", "tokenizer", m->tokenizer, "tokenizer_hash",
+				crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size, "bytes", (json_int_t)m->bytes));
+	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
+			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
+			"learned", (json_int_t)m->learned, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
+	for (int i = 0; i < NUM_STAMPS; i++)
+		json_object_set_new(files, stamp_names[i], stamp_to_json(&m->stamps[i]));
+	json_object_set_new(root, "files", files);
+	int rc = json_write(path, root);
+	json_decref(root);
+	return rc;
+}
+
+/* A stamp that cannot be read, as that of an older manifest, is one that no file has. */
+static struct stamp stamp_from_json(const json_t *v)
+{
+	struct stamp s = {-2, {0, 0}};
+	const char *text = json_string_value(json_object_get(v, "modified"));
+	long long seconds;
+	long nanoseconds;
+	if (json_is_null(v))
+		s.size = -1;
+	else if (text && sscanf(text, "%lld.%9ld", &seconds, &nanoseconds) == 2 && json_is_integer(json_object_get(v, "size")))
+		s = (struct stamp){json_integer_value(json_object_get(v, "size")), {seconds, nanoseconds}};
+	return s;
+}
+
+static bool same_stamps(const struct stamp *a, const struct stamp *b)
+{
+	for (int i = 0; i < NUM_STAMPS; i++)
+		if (a[i].size != b[i].size || (a[i].size >= 0 &&
+				(a[i].modified.tv_sec != b[i].modified.tv_sec || a[i].modified.tv_nsec != b[i].modified.tv_nsec)))
+			return false;
+	return true;
+}
+
+/* The code of an integer type's name, or 0. */
+static int token_type(const char *name)
+{
+	for (int i = 0; i < NUM_TOKEN_TYPES; i++)
+		if (token_types[i].size && !strcmp(name, token_types[i].name))
+			return i;
+	return 0;
+}
+
+/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
+static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+{
+	const char *format = field_text(root, path, "format");
+	if (!format || strcmp(format, MANIFEST_FORMAT))
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
+				format ? format : "", MANIFEST_FORMAT);
+	*m = (struct manifest){.largest_id = -1, .learned = -1};
+	const json_t *files = json_object_get(root, "files");
+	if (json_object_get(root, "tokenizer")) {
+		const char *tokenizer = field_text(root, path, "tokenizer");
+		if (!tokenizer || field_int(root, path, "vocab_size", 1, INT32_MAX, &m->vocab_size) < 0 ||
+				field_int(root, path, "bytes", 0, INT64_MAX, &m->bytes) < 0 ||
+				field_crc(root, path, "tokenizer_hash", &m->tokenizer_hash) < 0)
+			return -1;
+		if (!*tokenizer || snprintf(m->tokenizer, sizeof m->tokenizer, "%s", tokenizer) >= (int)sizeof m->tokenizer)
+			return fail("%s: `tokenizer` is %s", path, *tokenizer ? "too long" : "empty");
+	} else if (!files)
+		return fail("%s: `tokenizer` is missing; expected a string", path);
+	const char *dtype = field_text(root, path, "dtype");
+	if (!dtype || field_int(root, path, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
+			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 || field_crc(root, path, "crc32", &m->crc32) < 0)
+		return -1;
+	if (!(m->dtype = token_type(dtype)))
+		return fail("%s: `dtype` is \"%.40s\"; expected an integer type", path, dtype);
+	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
+			field_int(root, path, "learned", 0, m->tokens, &m->learned) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
+		return -1;
+	for (int i = 0; i < NUM_STAMPS; i++)
+		m->stamps[i] = stamp_from_json(json_object_get(files, stamp_names[i]));
+	return 0;
+}
+
+/* 1 when there is a manifest, else 0. */
+static int manifest_read(struct manifest *m, const char *path)
+{
+	int there = path_exists(path);
+	if (there <= 0)
+		return there;
+	json_t *root = json_read(path);
+	int rc = root ? manifest_parse(m, path, root) : -1;
+	json_decref(root);
+	return rc < 0 ? -1 : 1;
+}
+
+/* Compares what a tokenizer's manifest claims with what the files were found to be. */
+static int manifest_check(const struct manifest *claimed, const struct manifest *is, const char *path, const char *bin)
+{
+	if (claimed->dtype != is->dtype)
+		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name, token_types[is->dtype].name);
+	if (claimed->tokens != is->tokens)
+		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens, (long long)is->tokens);
+	if (claimed->documents != is->documents)
+		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents, (long long)is->documents);
+	if (claimed->crc32 != is->crc32)
+		return fail("%s: `crc32` is %08x; that of %s is %08x: it is damaged, or the manifest is of another file", path,
+				(unsigned)claimed->crc32, bin, (unsigned)is->crc32);
+	if (claimed->learned >= 0 && claimed->mask_crc32 != is->mask_crc32)
+		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of another file", path,
+				(unsigned)claimed->mask_crc32, bin, (unsigned)is->mask_crc32);
+	return 0;
+}
+
+/* What must hold of a manifest by the byte tokenizer, whoever vouches for the rest. */
+static int manifest_check_bytes(const struct manifest *m, const char *path)
+{
+	if (strcmp(m->tokenizer, BYTE_TOKENIZER))
+		return 0;
+	if (m->bytes != m->tokens - m->documents) /* a token a byte, and one to end each document */
+		return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)m->bytes, (long long)(m->tokens - m->documents));
+	if (m->vocab_size != BYTE_VOCAB)
+		return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)m->vocab_size, BYTE_VOCAB);
+	if (m->tokenizer_hash != byte_tokenizer_hash())
+		return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
+				path, (unsigned)m->tokenizer_hash, (unsigned)byte_tokenizer_hash());
+	return 0;
+}
+
+/* -- opening -- */
+
+/* Where the arrays of a checked index begin. */
+struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *documents; };
+
+static struct index index_of(const struct tokens *t)
+{
+	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26), .lengths = t->idx.data + IDX_HEADER};
+	x.pointers = x.lengths + 4 * x.sequences;
+	x.documents = x.pointers + 8 * x.sequences;
+	return x;
+}
+
+/* Checks the header of an index: then its arrays lie within the file. Sets dtype, count and documents. */
+static int index_header(struct tokens *t, const char *path)
+{
+	const uint8_t *idx = t->idx.data;
+	const size_t size = t->idx.size;
 	if (size < IDX_HEADER || memcmp(idx, IDX_MAGIC, 9))
 		return fail("%s: not a Megatron index: expected it to begin with MMIDIDX and a header of %d bytes", path,
 				IDX_HEADER);
 	if (load_i64(idx + 9) != 1)
 		return fail("%s: version %lld; expected 1", path, (long long)load_i64(idx + 9));
 	t->dtype = idx[17];
-	if (t->dtype >= NUM_TOKEN_TYPES || !token_types[t->dtype].name)
+	if (t->dtype >= MEGATRON_TYPES || !token_types[t->dtype].name)
 		return fail("%s: unknown dtype code %d; expected 1 to 5 or 8", path, t->dtype);
-	int width = token_types[t->dtype].size;
-	if (!width)
+	if (!token_types[t->dtype].size)
 		return fail("%s: dtype %s; expected an integer type", path, token_types[t->dtype].name);
 	uint64_t n = load_i64(idx + 18), entries = load_i64(idx + 26), room = size - IDX_HEADER;
 	if (n > room / 12 || entries > (room - 12 * n) / 8)
@@ -4018,168 +4368,422 @@ static int index_check(struct tokens *t, const char *path, const uint8_t *idx, s
 	uint64_t rest = room - 12 * n - 8 * entries;
 	if (rest && rest != n) /* n bytes: the modes */
 		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
+	if (!entries)
+		return fail("%s: no document index; expected it to begin with 0", path);
+	t->documents = entries - 1;
+	t->count = t->bin.size / token_width(t);
+	return 0;
+}
 
-	const uint8_t *lengths = idx + IDX_HEADER, *pointers = lengths + 4 * n, *documents = pointers + 8 * n;
+/* Checks every entry of an index against the size of its .bin. */
+static int index_check(const struct tokens *t, const char *path)
+{
+	const struct index x = index_of(t);
+	const int64_t width = token_width(t), bin_bytes = t->bin.size;
 	int64_t at = 0;
-	for (uint64_t i = 0; i < n; i++) {
-		int64_t length = load_i32(lengths + 4 * i), pointer = load_i64(pointers + 8 * i);
+	for (uint64_t i = 0; i < x.sequences; i++) {
+		int64_t length = load_i32(x.lengths + 4 * i), pointer = load_i64(x.pointers + 8 * i);
 		if (length < 0)
 			return fail("%s: sequence %llu: length %lld; expected at least 0", path, (unsigned long long)i,
 					(long long)length);
 		if (pointer != at)
 			return fail("%s: sequence %llu: begins at byte %lld; expected %lld, where the one before ends", path,
 					(unsigned long long)i, (long long)pointer, (long long)at);
-		if (length > (t->bin_bytes - at) / width)
+		if (length > (bin_bytes - at) / width)
 			return fail("%s: sequence %llu: %lld tokens at byte %lld reach beyond the .bin file's %lld bytes", path,
-					(unsigned long long)i, (long long)length, (long long)at, (long long)t->bin_bytes);
+					(unsigned long long)i, (long long)length, (long long)at, (long long)bin_bytes);
 		at += length * width;
 	}
-	if (at != t->bin_bytes)
+	if (at != bin_bytes)
 		return fail("%s: the sequences have %lld bytes but the .bin file has %lld", path, (long long)at,
-				(long long)t->bin_bytes);
-	t->count = at / width;
-
-	if (!entries)
-		return fail("%s: no document index; expected it to begin with 0", path);
-	for (uint64_t i = 0, before = 0; i < entries; i++) {
-		uint64_t d = load_i64(documents + 8 * i);
-		if (d < before || d > n || (i == 0 && d) || (i == entries - 1 && d != n))
+				(long long)bin_bytes);
+	for (uint64_t i = 0, before = 0; i < x.entries; i++) {
+		uint64_t d = load_i64(x.documents + 8 * i);
+		if (d < before || d > x.sequences || (i == 0 && d) || (i == x.entries - 1 && d != x.sequences))
 			return fail("%s: document entry %llu is %lld; expected entries to rise from 0 to %llu, the number of sequences",
-					path, (unsigned long long)i, (long long)d, (unsigned long long)n);
+					path, (unsigned long long)i, (long long)d, (unsigned long long)x.sequences);
 		before = d;
 	}
-	t->documents = entries - 1;
 	return 0;
 }
 
-/* Compares the manifest with the files; sets t->tokenizer, and what it claims of the ids: their limit and checksum. */
-static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size, uint32_t *crc)
+/* Checks llm.c's header; sets dtype and count. */
+static int llm_c_header(struct tokens *t)
 {
-	int64_t count, documents, bytes;
-	uint32_t hash;
-	const char *format = field_text(root, path, "format");
-	if (!format || strcmp(format, MANIFEST_FORMAT))
-		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
-				format ? format : "", MANIFEST_FORMAT);
-	const char *tokenizer = field_text(root, path, "tokenizer"), *dtype = field_text(root, path, "dtype");
-	if (!tokenizer || !dtype)
-		return -1;
-	if (field_int(root, path, "vocab_size", 1, INT32_MAX, vocab_size) < 0 ||
-			field_int(root, path, "tokens", 0, INT64_MAX, &count) < 0 ||
-			field_int(root, path, "documents", 0, INT64_MAX, &documents) < 0 ||
-			field_int(root, path, "bytes", 0, INT64_MAX, &bytes) < 0 ||
-			field_crc(root, path, "crc32", crc) < 0 || field_crc(root, path, "tokenizer_hash", &hash) < 0)
-		return -1;
-	if (snprintf(t->tokenizer, sizeof t->tokenizer, "%s", tokenizer) >= (int)sizeof t->tokenizer)
-		return fail("%s: `tokenizer` is longer than %zu bytes", path, sizeof t->tokenizer - 1);
-	if (strcmp(dtype, token_types[t->dtype].name))
-		return fail("%s: `dtype` is \"%.40s\"; the index says %s", path, dtype, token_types[t->dtype].name);
-	if (count != t->count)
-		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)count, (long long)t->count);
-	if (documents != t->documents)
-		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)documents, (long long)t->documents);
-	if (!strcmp(tokenizer, BYTE_TOKENIZER)) {
-		if (bytes != count - documents) /* a token a byte, and one to end each document */
-			return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)bytes, (long long)(count - documents));
-		if (*vocab_size != BYTE_VOCAB)
-			return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)*vocab_size, BYTE_VOCAB);
-		if (hash != byte_tokenizer_hash())
-			return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
-					path, (unsigned)hash, (unsigned)byte_tokenizer_hash());
-	}
-	return 0;
-}
-
-/* Goes once through the ids, in blocks that stay in the cache: sets t->crc32, and returns the position of the first id
- * outside 0..limit-1, with the id in *id; or t->count. */
-static int64_t tokens_scan(struct tokens *t, uint64_t limit, int64_t *id)
-{
-	const int64_t block = 1 << 14, width = token_types[t->dtype].size;
-	int64_t bad = t->count;
-	*id = 0;
-	for (int64_t i = 0, end; i < t->count; i = end) {
-		end = t->count - i < block ? t->count : i + block;
-		t->crc32 = crc32_z(t->crc32, t->bin + i * width, (end - i) * width);
-		if (bad < t->count)
+	const size_t size = t->bin.size;
+	const int32_t magic = size < LLM_C_HEADER ? 0 : load_i32(t->bin.data);
+	for (size_t i = 0; i < sizeof llm_c_headers / sizeof *llm_c_headers; i++) {
+		if (magic != llm_c_headers[i].magic)
 			continue;
-		switch (t->dtype) {
-#define SCAN(code, name, type) case code: { \
-			const type *ids = (const type *)t->bin; \
-			while (i < end && (uint64_t)(int64_t)ids[i] < limit) /* a negative id is huge here */ \
-				i++; \
-			if (i < end) \
-				bad = i, *id = (int64_t)ids[i]; \
-			break; \
+		const int32_t version = load_i32(t->bin.data + 4), count = load_i32(t->bin.data + 8);
+		if (version != llm_c_headers[i].version)
+			return fail("%s: an llm.c file of version %d; expected %d with the magic number %d", t->path, version, llm_c_headers[i].version, magic);
+		t->dtype = llm_c_headers[i].dtype;
+		if (count < 0 || (uint64_t)count * token_width(t) != size - LLM_C_HEADER)
+			return fail("%s: the header tells of %d ids of %d bytes; %zu bytes follow it: the file is damaged", t->path, count,
+					(int)token_width(t), size - LLM_C_HEADER);
+		t->ids = t->bin.data + LLM_C_HEADER;
+		t->count = count;
+		return 0;
+	}
+	return fail("%s: found neither an index (.idx) beside it nor the header of an llm.c file; a file of bare ids must be given with its type: "
+			"{path: ..., dtype: uint16}", t->path);
+}
+
+/* Fails when the file has no regular size. */
+static int stamp_file(struct stamp *s, const char *path)
+{
+	struct stat st;
+	if (stat(path, &st) < 0) {
+		*s = (struct stamp){-1, {0, 0}};
+		return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
+	}
+	*s = (struct stamp){st.st_size, st.st_mtim};
+	return 0;
+}
+
+/* Takes the stamps of a token file's companions and of the ids at `path`. */
+static int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format)
+{
+	char name[PATH_LEN];
+	for (int i = 0; i < NUM_STAMPS; i++) {
+		if (i == STAMP_IDX && format != MEGATRON)
+			stamps[i] = (struct stamp){-1, {0, 0}};
+		else if (path_suffix(name, prefix, stamp_suffixes[i]) < 0 || stamp_file(&stamps[i], i == STAMP_BIN ? path : name) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* Finds out what `path` names, maps its files, and checks their headers. Sets prefix, and stamps as they were before the files were mapped. */
+static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN], struct stamp stamps[NUM_STAMPS])
+{
+	char name[PATH_LEN];
+	const size_t n = strlen(path);
+	struct stat st;
+	if (path_suffix(t->path, path, "") < 0 || path_suffix(prefix, path, "") < 0)
+		return -1;
+	if (n > 4 && !strcmp(path + n - 4, ".bin"))
+		prefix[n - 4] = 0;
+	if (path_suffix(name, prefix, ".idx") < 0)
+		return -1;
+	const bool bare = strcmp(dtype, "none"), there = stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
+	t->format = bare ? BARE_IDS : there && access(name, F_OK) < 0 ? LLM_C : MEGATRON;
+	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) || stamps_take(stamps, t->path, prefix, t->format) < 0 ||
+			map_file(t->path, &t->bin.data, &t->bin.size) < 0)
+		return -1;
+	t->ids = t->bin.data;
+	t->documents = t->document_token = -1;
+	if (t->format == MEGATRON && (map_file(name, &t->idx.data, &t->idx.size) < 0 || index_header(t, name) < 0))
+		return -1;
+	if (t->format == LLM_C && llm_c_header(t) < 0)
+		return -1;
+	if (t->format == BARE_IDS) {
+		if (!(t->dtype = token_type(dtype)))
+			return fail("%s: dtype `%s` is not known; expected an integer type such as uint16", path, dtype);
+		if (t->bin.size % token_width(t))
+			return fail("%s: its %zu bytes are no whole number of %s ids", path, t->bin.size, dtype);
+		t->count = t->bin.size / token_width(t);
+	}
+	if (path_suffix(name, prefix, stamp_suffixes[STAMP_MASK]) < 0)
+		return -1;
+	if (stamps[STAMP_MASK].size >= 0) {
+		if (map_file(name, &t->mask.data, &t->mask.size) < 0)
+			return -1;
+		if ((int64_t)t->mask.size != t->count)
+			return fail("%s: %zu bytes; expected one for each of the %lld ids of %s", name, t->mask.size, (long long)t->count, t->path);
+		t->learned = t->mask.data;
+	}
+	return 0;
+}
+
+/* The largest of ids [i, end), which are at most 2^63 - 1; a negative one is huge here. */
+static uint64_t largest_id(const struct tokens *t, int64_t i, int64_t end)
+{
+	uint64_t largest = 0;
+	switch (t->dtype) {
+#define LARGEST_ID(code, name, type) case code: \
+		for (const type *id = (const type *)t->ids; i < end; i++) \
+			largest = (uint64_t)(int64_t)id[i] > largest ? (uint64_t)(int64_t)id[i] : largest; \
+		break;
+	TOKEN_TYPES(LARGEST_ID)
+#undef LARGEST_ID
+	}
+	return largest;
+}
+
+static int64_t id_at(const struct tokens *t, int64_t i)
+{
+	switch (t->dtype) {
+#define ID_AT(code, name, type) case code: return (int64_t)((const type *)t->ids)[i];
+	TOKEN_TYPES(ID_AT)
+#undef ID_AT
+	}
+	return -1;
+}
+
+/* Reports the first of ids [i, t->count) that is outside the vocabulary. */
+static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char *whose)
+{
+	while (i < t->count - 1 && (uint64_t)id_at(t, i) < (uint64_t)limit)
+		i++;
+	return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", t->path, (long long)i,
+			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
+}
+
+/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
+struct progress {
+	const char *what;
+	int64_t done, total;         /* bytes; total less than done: not known */
+	bool terminal;
+	double started, shown;       /* seconds: when the work, and the last line, began */
+};
+
+static double clock_seconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+static struct progress progress_start(const char *what, int64_t total)
+{
+	const double now = clock_seconds();
+	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
+}
+
+/* Counts n more bytes as done. */
+static void progress(struct progress *p, int64_t n)
+{
+	p->done += n;
+	double now = clock_seconds();
+	if (now - p->shown < (p->terminal ? 0.2 : 10))
+		return;
+	p->shown = now;
+	double rate = p->done / (now - p->started);
+	const char *begin = p->terminal ? "\r" : "", *end = p->terminal ? "  " : "\n";
+	if (p->total >= p->done)
+		fprintf(stderr, "%s%s: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, p->what, 100.0 * p->done / p->total, rate / 1e6,
+				(p->total - p->done) / rate, end);
+	else
+		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
+}
+
+/* Wipes the line from the terminal. */
+static void progress_end(const struct progress *p)
+{
+	if (p->terminal && p->shown > p->started)
+		fprintf(stderr, "\r%70s\r", "");
+}
+
+#define SCAN_BLOCK (1 << 22)
+
+/* What is known of a block of ids. */
+struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };
+
+static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t end)
+{
+	const int64_t cached = 1 << 14, width = token_width(t);
+	struct scanned s = {0};
+	for (int64_t i = begin, next; i < end; i = next) { /* in pieces that stay in the cache: two passes, or four, over each */
+		next = end - i < cached ? end : i + cached;
+		const uint64_t largest = largest_id(t, i, next);
+		s.largest = largest > s.largest ? largest : s.largest;
+		s.crc32 = crc32_z(s.crc32, t->ids + i * width, (next - i) * width);
+		if (t->learned)
+			s.mask_crc32 = crc32_z(s.mask_crc32, t->learned + i, next - i);
+		for (int64_t k = i; k < next; k++)
+			s.learned += t->learned ? t->learned[k] : 1;
+	}
+	return s;
+}
+
+/* Goes once through the ids and the mask, with all cores. */
+static struct scanned tokens_scan(const struct tokens *t)
+{
+	enum { ROUND = 64 };           /* blocks between two looks at the clock */
+	struct scanned all = {0}, block[ROUND];
+	struct progress p = progress_start("checking the tokens", t->count * token_width(t));
+	for (int64_t first = 0; first < t->count; first += (int64_t)ROUND * SCAN_BLOCK) {
+		const int64_t left = (t->count - first + SCAN_BLOCK - 1) / SCAN_BLOCK, n = left < ROUND ? left : ROUND;
+		#pragma omp parallel for schedule(dynamic)
+		for (int64_t i = 0; i < n; i++) {
+			const int64_t begin = first + i * SCAN_BLOCK;
+			block[i] = scan_block(t, begin, t->count - begin < SCAN_BLOCK ? t->count : begin + SCAN_BLOCK);
 		}
-		TOKEN_TYPES(SCAN)
-#undef SCAN
+		for (int64_t i = 0; i < n; i++) {
+			const int64_t begin = first + i * SCAN_BLOCK, ids = t->count - begin < SCAN_BLOCK ? t->count - begin : SCAN_BLOCK;
+			all.crc32 = crc32_combine(all.crc32, block[i].crc32, ids * token_width(t));
+			all.mask_crc32 = crc32_combine(all.mask_crc32, block[i].mask_crc32, ids);
+			all.largest = block[i].largest > all.largest ? block[i].largest : all.largest;
+			all.learned += block[i].learned;
+			progress(&p, ids * token_width(t));
 		}
 	}
-	return bad;
+	progress_end(&p);
+	return all;
+}
+
+/* Makes the pass over the files that a manifest spares: *found is what they are. */
+static int tokens_examine(const struct tokens *t, const char *prefix, struct manifest *found)
+{
+	char name[PATH_LEN];
+	if (t->format == MEGATRON && (path_suffix(name, prefix, ".idx") < 0 || index_check(t, name) < 0))
+		return -1;
+	const struct scanned s = tokens_scan(t);
+	found->dtype = t->dtype, found->tokens = t->count, found->documents = t->documents;
+	found->crc32 = s.crc32, found->mask_crc32 = s.mask_crc32, found->learned = s.learned;
+	found->largest_id = s.largest < INT64_MAX ? s.largest : INT64_MAX;
+	for (int64_t i = 0; t->learned && i < t->count; i++)
+		if (t->learned[i] > 1)
+			return fail("%s.mask.bin: byte %lld is %d; expected 0 or 1", prefix, (long long)i, t->learned[i]);
+	return 0;
+}
+
+/* Leaves what was found for the next time. A folder that cannot be written to is no error. */
+static void manifest_leave(const struct manifest *m, const char *path)
+{
+	char temporary[PATH_LEN], suffix[32], kept[sizeof error_text];
+	memcpy(kept, error_text, sizeof kept);
+	snprintf(suffix, sizeof suffix, ".tmp-%ld", (long)getpid()); /* several processes may open the file at once */
+	if (path_suffix(temporary, path, suffix) == 0 && manifest_write(m, temporary) == 0 && rename(temporary, path) < 0)
+		unlink(temporary);
+	memcpy(error_text, kept, sizeof kept);
 }
 
 /* tokens_open, without the clean-up on error. */
-static int tokens_load(struct tokens *t, const char *prefix, int vocab_size)
+static int tokens_load(struct tokens *t, const char *path, const char *dtype, int vocab_size)
 {
-	char bin_path[PATH_LEN], idx_path[PATH_LEN], manifest_path[PATH_LEN];
-	const uint8_t *idx;
-	size_t idx_bytes, bin_bytes;
-	if (path_suffix(bin_path, prefix, ".bin") < 0 || path_suffix(idx_path, prefix, ".idx") < 0 ||
-			path_suffix(manifest_path, prefix, ".json") < 0 || map_file(bin_path, &t->bin, &bin_bytes) < 0)
+	char prefix[PATH_LEN], manifest_path[PATH_LEN];
+	struct manifest m, found = {0};
+	if (tokens_map(t, path, dtype, prefix, found.stamps) < 0 || path_suffix(manifest_path, prefix, ".json") < 0)
 		return -1;
-	t->bin_bytes = bin_bytes;
-	if (map_file(idx_path, &idx, &idx_bytes) < 0)
-		return -1;
-	int rc = index_check(t, idx_path, idx, idx_bytes);
-	unmap_file(idx, idx_bytes);
-	int there = rc < 0 ? -1 : path_exists(manifest_path);
+	const int there = manifest_read(&m, manifest_path);
 	if (there < 0)
 		return -1;
-	int64_t claimed = INT64_MAX, id;
-	uint32_t crc = 0;
-	if (there) {
-		json_t *manifest = json_read(manifest_path);
-		rc = manifest ? manifest_check(t, manifest_path, manifest, &claimed, &crc) : -1;
-		json_decref(manifest);
-		if (rc < 0)
+	const bool vouched = there && same_stamps(m.stamps, found.stamps) && m.tokens == t->count && m.documents == t->documents && m.dtype == t->dtype;
+	if (!vouched) {
+		if (tokens_examine(t, prefix, &found) < 0)
 			return -1;
+		if (there && *m.tokenizer) {
+			if (manifest_check(&m, &found, manifest_path, t->path) < 0)
+				return -1;
+			memcpy(found.tokenizer, m.tokenizer, sizeof found.tokenizer);
+			found.tokenizer_hash = m.tokenizer_hash, found.vocab_size = m.vocab_size, found.bytes = m.bytes;
+		}
+		m = found;
 	}
-	int64_t limit = claimed < vocab_size ? claimed : vocab_size, bad = tokens_scan(t, limit, &id);
-	if (there && crc != t->crc32)
-		return fail("%s: `crc32` is %08x; the .bin file's is %08x: it is damaged, or the manifest is of another file",
-				manifest_path, (unsigned)crc, (unsigned)t->crc32);
-	if (bad < t->count)
-		return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", bin_path,
-				(long long)bad, (long long)id, (long long)limit, claimed < vocab_size ? "its manifest" : "the model",
-				(long long)limit - 1);
+	if (manifest_check_bytes(&m, manifest_path) < 0)
+		return -1;
+	const bool narrower = *m.tokenizer && m.vocab_size < vocab_size;
+	const int64_t limit = narrower ? m.vocab_size : vocab_size;
+	if (m.largest_id >= limit)
+		return fail_id(t, 0, limit, narrower ? "its manifest" : "the model");
+	if (!vouched)
+		manifest_leave(&m, manifest_path);
+	memcpy(t->tokenizer, m.tokenizer, sizeof t->tokenizer);
+	t->vocab_size = vocab_size;
+	t->crc32 = crc32_combine(m.crc32, m.mask_crc32, t->mask.size);
 	return 0;
 }
 
-int tokens_open(struct tokens *t, const char *prefix, int vocab_size)
+int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab_size)
 {
 	memset(t, 0, sizeof *t);
-	if (tokens_load(t, prefix, vocab_size) == 0)
+	if (tokens_load(t, path, dtype, vocab_size) == 0)
 		return 0;
 	tokens_close(t);
 	return -1;
 }
 
-void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
+void tokens_close(struct tokens *t)
+{
+	unmap_file(t->bin.data, t->bin.size);
+	unmap_file(t->idx.data, t->idx.size);
+	unmap_file(t->mask.data, t->mask.size);
+	memset(t, 0, sizeof *t);
+}
+
+/* -- reading -- */
+
+int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 {
 	switch (t->dtype) {
 #define READ(code, name, type) case code: \
 		for (int64_t i = 0; i < n; i++) \
-			out[i] = (int32_t)((const type *)t->bin)[start + i]; \
+			out[i] = (int32_t)((const type *)t->ids)[start + i]; \
 		break;
 	TOKEN_TYPES(READ)
 #undef READ
 	}
+	return largest_id(t, start, start + n) < (uint64_t)t->vocab_size ? 0 : fail_id(t, start, t->vocab_size, "the model");
 }
 
-void tokens_close(struct tokens *t)
+void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target)
 {
-	unmap_file(t->bin, t->bin_bytes);
-	memset(t, 0, sizeof *t);
+	for (int64_t i = 0; t->learned && i < n; i++)
+		if (!t->learned[start + 1 + i])
+			target[i] = -1;
+}
+
+/* The token that document i begins with, 0 <= i <= t->documents. The index was checked, but files can change. */
+static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
+{
+	const struct index x = index_of(t);
+	const uint64_t sequence = load_i64(x.documents + 8 * i);
+	*begin = sequence < x.sequences ? load_i64(x.pointers + 8 * sequence) / token_width(t) : t->count;
+	if (x.entries != (uint64_t)t->documents + 1 || sequence > x.sequences || *begin < 0 || *begin > t->count)
+		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path, (long long)i,
+				(unsigned long long)sequence);
+	return 0;
+}
+
+/* The same from an index: a search for the document of the first token, then the next ones. */
+static int indexed_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
+{
+	int64_t low = 0, high = t->documents, begin = 0, next;
+	while (high - low > 1) { /* the document of token `start` is among low .. high - 1 */
+		const int64_t middle = low + (high - low) / 2;
+		if (document_begin(t, middle, &begin) < 0)
+			return -1;
+		if (begin <= start)
+			low = middle;
+		else
+			high = middle;
+	}
+	if (document_begin(t, low + 1, &next) < 0)
+		return -1;
+	begin = 0;
+	for (int64_t i = 0; i <= n; i++) {
+		while (next <= start + i && low + 1 < t->documents) {
+			begin = next - start;
+			if (document_begin(t, ++low + 1, &next) < 0)
+				return -1;
+		}
+		if (i > 0 && begin == i)
+			target[i - 1] = -1;
+		if (i < n)
+			document[i] = begin > 0 ? begin : 0;
+	}
+	return 0;
+}
+
+int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
+{
+	if (t->format == MEGATRON)
+		return indexed_documents(t, start, n, document, target);
+	int32_t begin = 0;
+	for (int64_t i = 0; i < n; i++) {
+		const bool separator = id_at(t, start + i) == t->document_token;
+		if (t->format == LLM_C && separator)
+			begin = i;
+		document[i] = begin;
+		if (t->format == BARE_IDS && separator) {
+			begin = i + 1;
+			target[i] = -1;
+		}
+	}
+	return 0;
 }
 
 /* -- making them -- */
@@ -4190,47 +4794,34 @@ void tokens_close(struct tokens *t)
 #define READ_CHUNK (1 << 20)
 
 struct token_writer {
-	FILE *bin, *idx;
+	FILE *bin, *idx, *mask;
+	struct encoder *encoder;
+	struct ids ids;              /* of the piece of text being encoded */
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
-	uint32_t crc;                /* of .bin */
-	int64_t done, total;         /* bytes of input, for the progress line; total 0 = unknown */
-	bool terminal;
-	double started, shown;       /* seconds: when the work, and the last progress line, began */
+	int32_t largest_id;
+	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
+	uint32_t crc, mask_crc;
+	struct progress progress;
 };
 
-static double clock_seconds(void)
+/* Appends to the loss mask. As long as all is learned it stays empty: what is left out of it is filled in when the first token comes that
+ * is not. */
+static void put_mask(struct token_writer *w, const char *learned, size_t n)
 {
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec + 1e-9 * now.tv_nsec;
-}
-
-/* Counts n more bytes of input as done and shows it: five times a second in one line of a terminal, elsewhere as a line
- * every ten seconds. */
-static void progress(struct token_writer *w, int64_t n)
-{
-	w->done += n;
-	double now = clock_seconds();
-	if (now - w->shown < (w->terminal ? 0.2 : 10))
-		return;
-	w->shown = now;
-	double rate = w->done / (now - w->started);
-	const char *begin = w->terminal ? "\r" : "", *end = w->terminal ? "  " : "\n";
-	if (w->total >= w->done)
-		fprintf(stderr, "%stokenize: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, 100.0 * w->done / w->total, rate / 1e6,
-				(w->total - w->done) / rate, end);
-	else
-		fprintf(stderr, "%stokenize: %.0f MB  %.0f MB/s%s", begin, w->done / 1e6, rate / 1e6, end);
-}
-
-static void put_ids(struct token_writer *w, const uint16_t *ids, size_t n)
-{
-	w->crc = crc32_z(w->crc, (const uint8_t *)ids, n * sizeof *ids);
-	fwrite(ids, sizeof *ids, n, w->bin);
-	w->tokens += n, w->length += n;
+	char ones[4096];
+	memset(ones, 1, sizeof ones);
+	while (w->masked < w->tokens) {
+		const int64_t missing = w->tokens - w->masked, piece = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
+		w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)ones, piece);
+		fwrite(ones, 1, piece, w->mask);
+		w->masked += piece;
+	}
+	w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)learned, n);
+	fwrite(learned, 1, n, w->mask);
+	w->masked += n;
 }
 
 static void end_sequence(struct token_writer *w)
@@ -4240,23 +4831,29 @@ static void end_sequence(struct token_writer *w)
 	w->sequences++, w->length = 0;
 }
 
-/* Adds a piece of the current document. */
-static void put_text(struct token_writer *w, const uint8_t *text, size_t n)
+/* Adds a piece of the current document. learned [n], or NULL: all. */
+static void put_ids(struct token_writer *w, const int32_t *id, const char *learned, size_t n)
 {
-	uint16_t ids[8192];
-	while (n) {
+	uint16_t out[8192];
+	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
 			w->split[w->num_split++] = w->sequences;
 			end_sequence(w);
 		}
-		size_t room = SEQUENCE_MAX - w->length, piece = n < 8192 ? n : 8192;
-		if (piece > room)
-			piece = room;
-		for (size_t i = 0; i < piece; i++)
-			ids[i] = text[i];
-		put_ids(w, ids, piece);
-		text += piece, n -= piece;
+		const size_t room = SEQUENCE_MAX - w->length;
+		piece = n < 8192 ? n : 8192;
+		piece = piece < room ? piece : room;
+		for (size_t i = 0; i < piece; i++) {
+			out[i] = id[i];
+			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
+			w->learned += learned ? learned[i] : 1;
+		}
+		w->crc = crc32_z(w->crc, (const uint8_t *)out, piece * sizeof *out);
+		fwrite(out, sizeof *out, piece, w->bin);
+		if (learned)
+			put_mask(w, learned, piece);
+		w->tokens += piece, w->length += piece;
 	}
 }
 
@@ -4265,7 +4862,6 @@ static void end_document(struct token_writer *w)
 {
 	if (!w->length)
 		return;
-	put_ids(w, &(uint16_t){BYTE_END}, 1);
 	end_sequence(w);
 	w->documents++;
 }
@@ -4273,7 +4869,7 @@ static void end_document(struct token_writer *w)
 /* Whether writing failed, so that reading on is pointless; file_close has the words. */
 static bool writer_failed(const struct token_writer *w)
 {
-	return ferror(w->bin) || ferror(w->idx);
+	return ferror(w->bin) || ferror(w->idx) || ferror(w->mask);
 }
 
 /* A text file: whatever its bytes are, one document. */
@@ -4287,58 +4883,137 @@ static int add_text(struct token_writer *w, const char *path)
 	int rc = 0;
 	while (!rc && !writer_failed(w) && (n = read(fd, buffer, READ_CHUNK)) != 0) {
 		if (n > 0) {
-			put_text(w, buffer, n);
-			progress(w, n);
+			w->ids.count = 0;
+			rc = encode(w->encoder, (const char *)buffer, n, false, &w->ids);
+			put_ids(w, w->ids.id, NULL, w->ids.count);
+			progress(&w->progress, n);
 		} else if (errno != EINTR)
 			rc = fail("%s: cannot read: %s", path, strerror(errno));
 	}
+	if (w->length)
+		put_ids(w, &(int32_t){tokenizer_end(w->encoder->t)}, NULL, 1);
 	end_document(w);
 	free(buffer);
 	close(fd);
 	return rc;
 }
 
-/* One line of a JSONL file. Other members than text may hold anything, integers beyond 64 bits included. */
-static int add_line(struct token_writer *w, const char *path, long line, const char *json, size_t n)
+/* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; learned.size 0: everywhere. */
+struct document { struct ids ids; struct text learned; };
+
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
 {
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads the array `messages` of a line. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	bool reply = false;
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		const char *role = chat_role(m->role);
+		if (!role)
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+		reply = reply || !strcmp(role, "ASSISTANT");
+	}
+	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
+}
+
+/* Makes a line's object a document, which is empty when the text is. Other members may hold anything, integers beyond 64 bits included. */
+static int line_document(struct encoder *e, const json_t *root, const char *where, struct document *d)
+{
+	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
+	int n = 2, rc = 0;
+	d->ids.count = d->learned.size = 0;
+	if (!json_is_object(root))
+		return fail("%s: is %s; expected an object", where, json_kind(root));
+	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
+	const json_t *text = json_object_get(root, "text");
+	if (!array + !completion + !text != 2)
+		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array `messages`, and a `prompt` "
+				"with its `completion`", where, array || completion || text ? "several" : "none");
+	if (text) {
+		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, false, &d->ids) < 0)
+			return -1;
+	} else {
+		if (array) {
+			messages = NULL;
+			rc = read_messages(array, where, &messages, &n);
+		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
+			rc = -1;
+		if (rc == 0)
+			rc = chat_encode(e, messages, n, false, &d->ids, &d->learned);
+		if (messages != m)
+			free(messages);
+	}
+	const int32_t end = tokenizer_end(e->t);
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation whose last word is not the assistant's */
+		put_id(&d->ids, end);
+		if (d->learned.size)
+			mark_learned(&d->learned, &d->ids, false);
+	}
+	return rc;
+}
+
+/* One line of a JSONL file into *d. */
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, struct document *d)
+{
+	char where[PATH_LEN + 32];
+	json_error_t error;
+	d->ids.count = d->learned.size = 0;
 	if (strspn(json, " \t\r\n") == n)
 		return 0;
-	json_error_t error;
+	snprintf(where, sizeof where, "%s:%ld", path, line);
 	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
-	const json_t *text = json_object_get(root, "text");
-	int rc = 0;
-	if (!root)
-		rc = fail("%s:%ld: bad JSON: %s", path, line, error.text);
-	else if (!json_is_object(root))
-		rc = fail("%s:%ld: is %s; expected an object with a string `text`", path, line, json_kind(root));
-	else if (!json_is_string(text))
-		rc = fail("%s:%ld: `text` is %s; expected a string", path, line, json_kind(text));
-	else
-		put_text(w, (const uint8_t *)json_string_value(text), json_string_length(text));
-	end_document(w);
+	int rc = root ? line_document(e, root, where, d) : fail("%s: bad JSON: %s", where, error.text);
 	json_decref(root);
 	return rc;
 }
 
-/* A JSONL file: each line's `text` is a document; blank lines are skipped. */
+/* A JSONL file: each line is a document; blank lines are skipped. */
 static int add_jsonl(struct token_writer *w, const char *path)
 {
 	FILE *f = fopen(path, "re");
 	if (!f)
 		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct document d = {0};
 	char *json = NULL;
 	size_t capacity = 0;
 	ssize_t n;
 	int rc = 0;
 	errno = 0;
 	for (long line = 1; !rc && !writer_failed(w) && (n = getline(&json, &capacity, f)) >= 0; line++) {
-		rc = add_line(w, path, line, json, n);
-		progress(w, n);
+		rc = parse_line(w->encoder, path, line, json, n, &d);
+		if (rc == 0) {
+			put_ids(w, d.ids.id, d.learned.size ? d.learned.data : NULL, d.ids.count);
+			end_document(w);
+		}
+		progress(&w->progress, n);
 		errno = 0;
 	}
 	if (!rc && !writer_failed(w) && !feof(f))
 		rc = fail("%s: cannot read: %s", path, strerror(errno));
 	free(json);
+	free(d.ids.id), free(d.learned.data);
 	fclose(f);
 	return rc;
 }
@@ -4366,7 +5041,7 @@ static int index_finish(struct token_writer *w, const char *path)
 			fwrite(&i, sizeof i, 1, w->idx);
 	}
 	uint8_t header[IDX_HEADER] = IDX_MAGIC;
-	header[9] = 1, header[17] = BYTE_DTYPE;
+	header[9] = 1, header[17] = UINT16;
 	memcpy(header + 18, &w->sequences, 8);
 	memcpy(header + 26, &(int64_t){w->documents + 1}, 8);
 	if (!writer_failed(w) && fseeko(w->idx, 0, SEEK_SET) == 0)
@@ -4374,37 +5049,29 @@ static int index_finish(struct token_writer *w, const char *path)
 	return 0;
 }
 
-static int manifest_write(const struct token_writer *w, const char *path)
-{
-	json_t *root = json_pack("{s:s, s:s, s:o, s:i, s:s, s:I, s:I, s:I, s:o}", "format", MANIFEST_FORMAT,
-			"tokenizer", BYTE_TOKENIZER, "tokenizer_hash", crc_to_json(byte_tokenizer_hash()), "vocab_size", BYTE_VOCAB,
-			"dtype", token_types[BYTE_DTYPE].name, "documents", (json_int_t)w->documents, "tokens", (json_int_t)w->tokens,
-			"bytes", (json_int_t)(w->tokens - w->documents), "crc32", crc_to_json(w->crc));
-	int rc = json_write(path, root);
-	json_decref(root);
-	return rc;
-}
-
 /* Reads every input and completes .bin and .idx, the latter at idx_path. */
 static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, int num_files, char **files)
 {
 	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
 	fwrite(header, IDX_HEADER, 1, w->idx);
-	w->terminal = isatty(2), w->started = w->shown = clock_seconds();
 	int rc = 0;
 	for (int i = 0; !rc && i < num_files; i++) {
 		size_t n = strlen(files[i]);
 		rc = n >= 6 && !strcmp(files[i] + n - 6, ".jsonl") ? add_jsonl(w, files[i]) : add_text(w, files[i]);
 	}
-	if (w->terminal)
-		fprintf(stderr, "\r%60s\r", "");
+	progress_end(&w->progress);
 	if (!rc && !writer_failed(w) && !w->documents)
 		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, num_files, num_files == 1 ? "" : "s");
+	if (!rc && w->learned < w->tokens)
+		put_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
+/* A token file's files. The manifest vouches for the others: it comes last. */
+enum { NUM_OUTPUTS = NUM_STAMPS + 1, MANIFEST_OUTPUT = NUM_STAMPS };
+
 /* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
-static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], int64_t *total)
+static int inputs_check(int num_files, char **files, char outputs[NUM_OUTPUTS][PATH_LEN], int64_t *total)
 {
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
@@ -4412,7 +5079,7 @@ static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], 
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))
 			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
-		for (int k = 0; k < 3; k++)
+		for (int k = 0; k < NUM_OUTPUTS; k++)
 			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
 				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
 		*total += in.st_size;
@@ -4420,41 +5087,68 @@ static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], 
 	return 0;
 }
 
+/* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
+static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], int num_files, char **files,
+		struct manifest *m)
+{
+	FILE **const file[NUM_STAMPS] = {&w->bin, &w->idx, &w->mask};
+	int rc = 0;
+	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
+		rc = (*file[i] = file_create(temporary[i])) ? 0 : -1;
+	if (rc == 0)
+		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], num_files, files);
+	for (int i = 0; i < NUM_STAMPS; i++)
+		if (*file[i])
+			rc = file_close(*file[i], temporary[i], rc);
+	if (rc == 0 && !w->masked)
+		unlink(temporary[STAMP_MASK]);
+	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
+		rc = stamp_file(&m->stamps[i], temporary[i]);
+	const struct tokenizer *t = w->encoder->t;
+	m->tokenizer_hash = tokenizer_hash(t), m->vocab_size = tokenizer_size(t), m->bytes = w->tokens - w->documents;
+	m->dtype = UINT16, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->learned = w->learned;
+	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
+	return rc;
+}
+
 int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result)
 {
-	static const char *const suffixes[3] = {".bin", ".idx", ".json"}; /* the manifest vouches for the others: last */
-	char outputs[3][PATH_LEN], temporary[3][PATH_LEN], dir[PATH_LEN];
-	if (strcmp(tokenizer, BYTE_TOKENIZER))
-		return fail("tokenizer `%s` is not known; expected %s", tokenizer, BYTE_TOKENIZER);
+	char outputs[NUM_OUTPUTS][PATH_LEN], temporary[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *slash = strrchr(prefix, '/'), *name = slash ? slash + 1 : prefix;
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
 		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
 				".idx and .json are made", prefix);
-	for (int k = 0; k < 3; k++)
-		if (path_suffix(outputs[k], prefix, suffixes[k]) < 0 || path_suffix(temporary[k], outputs[k], ".tmp") < 0)
+	for (int k = 0; k < NUM_OUTPUTS; k++)
+		if (path_suffix(outputs[k], prefix, k == MANIFEST_OUTPUT ? ".json" : stamp_suffixes[k]) < 0 ||
+				path_suffix(temporary[k], outputs[k], ".tmp") < 0)
 			return -1;
-	struct token_writer w = {0};
+	int64_t total = 0;
 	parent_of(dir, prefix);
-	if (inputs_check(num_files, files, outputs, &w.total) < 0 || make_directories(dir) < 0)
+	if (inputs_check(num_files, files, outputs, &total) < 0 || make_directories(dir) < 0)
+		return -1;
+	struct tokenizer *t = tokenizer_open(tokenizer);
+	if (!t)
 		return -1;
 
-	w.bin = file_create(temporary[0]);
-	w.idx = w.bin ? file_create(temporary[1]) : NULL;
-	int rc = w.idx ? tokenize_all(&w, prefix, temporary[1], num_files, files) : -1;
-	if (w.bin)
-		rc = file_close(w.bin, temporary[0], rc);
-	if (w.idx)
-		rc = file_close(w.idx, temporary[1], rc);
-	free(w.split);
+	struct token_writer w = {.encoder = encoder_open(t), .progress = progress_start("tokenize", total)};
+	struct manifest m = {0};
+	snprintf(m.tokenizer, sizeof m.tokenizer, "%s", tokenizer);
+	int rc = tokenize_to(&w, prefix, temporary, num_files, files, &m);
 	if (rc == 0)
-		rc = manifest_write(&w, temporary[2]);
-	for (int k = 0; k < 3; k++) {
-		if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
+		rc = manifest_write(&m, temporary[MANIFEST_OUTPUT]);
+	for (int k = 0; k < NUM_OUTPUTS; k++) {
+		if (k == STAMP_MASK && rc == 0 && !w.masked) {
+			if (unlink(outputs[k]) < 0 && errno != ENOENT) /* of the token file that is replaced */
+				rc = fail("%s: cannot remove: %s", outputs[k], strerror(errno));
+		} else if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
 			rc = fail("%s: cannot rename to %s: %s", temporary[k], outputs[k], strerror(errno));
 		if (rc < 0)
 			unlink(temporary[k]);
 	}
-	*result = (struct tokenized){w.documents, w.tokens, w.tokens - w.documents};
+	*result = (struct tokenized){w.documents, w.tokens, w.tokens - w.documents, w.learned};
+	encoder_close(w.encoder);
+	tokenizer_close(t);
+	free(w.split), free(w.ids.id);
 	return rc < 0 ? -1 : sync_path(dir);
 }
 
@@ -4499,6 +5193,12 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	json_t *samples = json_array();
+	for (int i = 0; i < m->num_sources; i++)
+		json_array_append_new(samples, json_integer(m->source_samples[i]));
+	if (m->num_sources)
+		json_object_set(root, "source_samples", samples);
+	json_decref(samples);
 	json_t *sent = json_object();
 	for (int i = 0; i < m->num_kinds; i++)
 		json_object_set_new(sent, m->kinds[i], json_integer(m->bytes_sent[i]));

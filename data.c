@@ -33,7 +33,7 @@
  * Errors, memory, paths
  * ========================================================================================================== */
 
-char error_text[4096];
+_Thread_local char error_text[4096];
 
 void set_error(const char *format, ...)
 {
@@ -174,6 +174,19 @@ static int file_close(FILE *f, const char *path, int rc)
 	return rc;
 }
 
+static int copy_file(const char *from, const char *to)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(from, &data, &size) < 0)
+		return -1;
+	FILE *f = file_create(to);
+	if (f && size)
+		fwrite(data, 1, size, f);
+	unmap_file(data, size);
+	return f ? file_close(f, to, 0) : -1;
+}
+
 /* fsync of a file or directory by name; a file system that cannot do that for directories is let pass. */
 static int sync_path(const char *path)
 {
@@ -270,7 +283,6 @@ struct key {
 	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
 	 __VA_ARGS__}
 
-static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
@@ -321,8 +333,7 @@ static const struct key keys[] = {
 	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
 	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off", "a run that continues at this step may change data.train"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids; none: not known, taken as they are",
-		.names = tokenizer_names),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids: byte, or a tokenizer.json; none: not known, taken as they are"),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
 	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
@@ -1537,6 +1548,19 @@ static int path_exists(const char *path)
 	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
 }
 
+#define BYTE_TOKENIZER "byte"
+
+/* The path of the tokenizer.json that `name`, which is not "byte", stands for: itself, or one in that directory. */
+static int tokenizer_path(char out[PATH_LEN], const char *name)
+{
+	struct stat st;
+	if (stat(name, &st) < 0)
+		return fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name, strerror(errno));
+	if (S_ISDIR(st.st_mode))
+		return path_join(out, name, "tokenizer.json");
+	return snprintf(out, PATH_LEN, "%s", name) < PATH_LEN ? 0 : fail("%s: path longer than %d bytes", name, PATH_LEN - 1);
+}
+
 /* What a JSON value is, in words. */
 static const char *json_kind(const json_t *v)
 {
@@ -1597,6 +1621,51 @@ static void *grow(void *array, size_t used, size_t *capacity, size_t more, size_
 		memcpy(larger, array, used * size);
 	free(array);
 	return larger;
+}
+
+/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
+struct progress {
+	const char *what;
+	int64_t done, total;         /* bytes; total less than done: not known */
+	bool terminal;
+	double started, shown;       /* seconds: when the work, and the last line, began */
+};
+
+static double clock_seconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+static struct progress progress_start(const char *what, int64_t total)
+{
+	const double now = clock_seconds();
+	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
+}
+
+/* Counts n more bytes as done. */
+static void progress(struct progress *p, int64_t n)
+{
+	p->done += n;
+	double now = clock_seconds();
+	if (now - p->shown < (p->terminal ? 0.2 : 10))
+		return;
+	p->shown = now;
+	double rate = p->done / (now - p->started);
+	const char *begin = p->terminal ? "\r" : "", *end = p->terminal ? "  " : "\n";
+	if (p->total >= p->done)
+		fprintf(stderr, "%s%s: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, p->what, 100.0 * p->done / p->total, rate / 1e6,
+				(p->total - p->done) / rate, end);
+	else
+		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
+}
+
+/* Wipes the line from the terminal. */
+static void progress_end(const struct progress *p)
+{
+	if (p->terminal && p->shown > p->started)
+		fprintf(stderr, "\r%70s\r", "");
 }
 
 static int32_t load_i32(const uint8_t *p)
@@ -2250,6 +2319,10 @@ static bool checkpoint_name(char name[64], int i, int parts)
 	return true;
 }
 
+/* What a checkpoint holds besides where data.tokenizer is a tokenizer.json, so that any tool can use it: copies of these. */
+static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"}; /* the second where there is one */
+#define NUM_TOKENIZER_FILES 2
+
 void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts)
 {
 	char name[64];
@@ -2350,6 +2423,16 @@ static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t 
 	return 0;
 }
 
+/* Adds a file to the member `files` of trainer.json. */
+static int seal_to_json(const char *dir, const char *name, json_t *files)
+{
+	int64_t size;
+	uint32_t crc;
+	if (file_seal(dir, name, &size, &crc) < 0)
+		return -1;
+	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+}
+
 /* The checksum of trainer.json's content: of its compact text without the member crc32. */
 static uint32_t trainer_crc(json_t *root)
 {
@@ -2395,12 +2478,12 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
-	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++) {
-		int64_t size;
-		uint32_t crc;
-		if (!(rc = file_seal(dir, name, &size, &crc)))
-			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
-	}
+	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++)
+		rc = seal_to_json(dir, name, files);
+	for (int i = 0; !rc && i < NUM_TOKENIZER_FILES; i++)
+		if (path_join(path, dir, tokenizer_files[i]) == 0 && path_exists(path) > 0)
+			rc = seal_to_json(dir, tokenizer_files[i], files);
+	rc = rc < 0 || path_join(path, dir, "trainer.json") < 0 ? -1 : 0;
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
 	json_object_set_new(root, "files", files);
@@ -2442,6 +2525,21 @@ static int parts_finish(const char *dir, const char *kind, int parts)
 	return rc;
 }
 
+/* Copies the files of data.tokenizer, if it has any. */
+static int copy_tokenizer(const char *dir, const struct config *c)
+{
+	char file[PATH_LEN], from[PATH_LEN], to[PATH_LEN];
+	if (!strcmp(c->data.tokenizer, "none") || !strcmp(c->data.tokenizer, BYTE_TOKENIZER))
+		return 0;
+	if (tokenizer_path(file, c->data.tokenizer) < 0 || path_join(to, dir, tokenizer_files[0]) < 0 || copy_file(file, to) < 0)
+		return -1;
+	parent_of(from, file);
+	if (path_join(file, from, tokenizer_files[1]) < 0 || path_join(to, dir, tokenizer_files[1]) < 0)
+		return -1;
+	const int there = path_exists(file);
+	return there > 0 ? copy_file(file, to) : there;
+}
+
 /* Completes the directory, and brings all of it to disk. */
 static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
 {
@@ -2451,7 +2549,7 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	for (int i = 0; i < 2; i++)
 		if (parts_finish(dir, kinds[i], parts) < 0)
 			return -1;
-	return trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
+	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
 }
 
 /* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
@@ -2582,7 +2680,27 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 	return 0;
 }
 
-/* Compares the checkpoint's other files with the sizes and checksums in trainer.json. */
+/* Compares a file of a checkpoint with its size and checksum in trainer.json, which is `where`. */
+static int file_check(const char *dir, const char *where, const json_t *files, const char *name)
+{
+	const json_t *entry = json_object_get(files, name);
+	int64_t size, found_size;
+	uint32_t crc, found_crc;
+	if (!json_is_object(entry))
+		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name, json_kind(entry));
+	if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
+			file_seal(dir, name, &found_size, &found_crc) < 0)
+		return -1;
+	if (found_size != size)
+		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name, (long long)found_size,
+				(long long)size);
+	if (found_crc != crc)
+		return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name, (unsigned)found_crc,
+				(unsigned)crc);
+	return 0;
+}
+
+/* Compares the checkpoint's other files with what trainer.json says of them. */
 static int files_check(const char *dir, const char *where, const json_t *root)
 {
 	const json_t *files = json_object_get(root, "files");
@@ -2590,23 +2708,12 @@ static int files_check(const char *dir, const char *where, const json_t *root)
 	int64_t parts = 1; /* as in checkpoints from before there could be more */
 	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_PARTS, &parts) < 0)
 		return -1;
-	for (int i = 0; checkpoint_name(name, i, parts); i++) {
-		const json_t *entry = json_object_get(files, name);
-		int64_t size, found_size;
-		uint32_t crc, found_crc;
-		if (!json_is_object(entry))
-			return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name,
-					json_kind(entry));
-		if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
-				file_seal(dir, name, &found_size, &found_crc) < 0)
+	for (int i = 0; checkpoint_name(name, i, parts); i++)
+		if (file_check(dir, where, files, name) < 0)
 			return -1;
-		if (found_size != size)
-			return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name,
-					(long long)found_size, (long long)size);
-		if (found_crc != crc)
-			return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name,
-					(unsigned)found_crc, (unsigned)crc);
-	}
+	for (int i = 0; i < NUM_TOKENIZER_FILES; i++)
+		if (json_object_get(files, tokenizer_files[i]) && file_check(dir, where, files, tokenizer_files[i]) < 0)
+			return -1;
 	return 0;
 }
 
@@ -2671,7 +2778,6 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
  * its bytes are merged. Ids are those of Hugging Face's encode(text, add_special_tokens=False).
  * ========================================================================================================== */
 
-#define BYTE_TOKENIZER "byte"
 #define BYTE_VOCAB 257
 #define BYTE_END 256
 #define BYTE_DEFINITION "a byte is its token, 256 ends a document" /* what the byte tokenizer's hash is made from */
@@ -2740,6 +2846,12 @@ static void text_append(struct text *out, const char *bytes, size_t n)
 		memcpy(out->data + out->size, bytes, n);
 	out->size += n;
 	out->data[out->size] = 0;
+}
+
+static void put_id(struct ids *out, int32_t id)
+{
+	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
+	out->id[out->count++] = id;
 }
 
 /* Decodes the character that text begins with: its bytes, 1 to 4, and its code point; 0 when it is not well-formed UTF-8. */
@@ -3573,22 +3685,13 @@ struct tokenizer *tokenizer_open(const char *name)
 {
 	struct tokenizer *t = allocate(sizeof *t);
 	char path[PATH_LEN];
-	struct stat st;
 	if (!strcmp(name, BYTE_TOKENIZER)) {
 		*t = (struct tokenizer){.bytes_only = true, .size = BYTE_VOCAB, .end = BYTE_END, .cuttable = true,
 			.hash = byte_tokenizer_hash()};
 		return t;
 	}
-	const int found = stat(name, &st);
 	json_t *root = NULL;
-	int rc = 0;
-	if (found < 0)
-		rc = fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name, strerror(errno));
-	else if (S_ISDIR(st.st_mode))
-		rc = path_join(path, name, "tokenizer.json");
-	else if (snprintf(path, sizeof path, "%s", name) >= (int)sizeof path)
-		rc = fail("%s: path longer than %d bytes", name, PATH_LEN - 1);
-	if (rc < 0 || !(root = json_read(path)) || read_tokenizer(t, path, root) < 0) {
+	if (tokenizer_path(path, name) < 0 || !(root = json_read(path)) || read_tokenizer(t, path, root) < 0) {
 		tokenizer_close(t);
 		t = NULL;
 	}
@@ -3669,6 +3772,7 @@ struct cached {                /* a word and its ids: a line of the processor's 
 
 struct encoder {
 	const struct tokenizer *t;
+	struct encoder *next;        /* see struct encoders */
 	bool special;                /* special tokens are recognised */
 	struct cached *cache;        /* [2^CACHE_BITS] */
 	struct text normal;          /* the NFC form of a piece */
@@ -3688,9 +3792,8 @@ struct encoder *encoder_open(const struct tokenizer *t)
 	e->context = pcre2_match_context_create(NULL);
 	e->stack = pcre2_jit_stack_create(1 << 15, 1 << 24, NULL);
 	if (!e->cache || !e->match || !e->context || !e->stack) {
-		encoder_close(e);
-		set_error("out of memory for an encoder");
-		return NULL;
+		fprintf(stderr, "ling: out of memory for an encoder\n");
+		exit(1);
 	}
 	memset(e->cache, 0, sizeof *e->cache << CACHE_BITS);
 	pcre2_jit_stack_assign(e->context, NULL, e->stack);
@@ -4006,10 +4109,9 @@ static int64_t encode_level(struct encoder *e, int level, const char *text, size
 		}
 		if (!found)
 			return done;
-		if (f.id >= 0) {
-			out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
-			out->id[out->count++] = f.id;
-		} else if (f.end > f.begin && !(s->drop_matches) && encode_level(e, level + 1, text + f.begin, f.end - f.begin, SIZE_MAX, false, out) < 0)
+		if (f.id >= 0)
+			put_id(out, f.id);
+		else if (f.end > f.begin && !(s->drop_matches) && encode_level(e, level + 1, text + f.begin, f.end - f.begin, SIZE_MAX, false, out) < 0)
 			return -1;
 		done = f.end;
 		if (done >= stop || f.next > n)
@@ -4031,8 +4133,8 @@ static int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t
 			out->id[out->count++] = (uint8_t)text[i];
 		return n;
 	}
-	if (open && !e->t->cuttable)
-		return 0;
+	if (!e->t->cuttable)
+		stop = open ? 0 : SIZE_MAX;
 	if (open)
 		n = utf8_whole(text, n);
 	while (done < n && done < stop) {
@@ -4073,12 +4175,6 @@ static const char *chat_role(const char *role)
 		if (!strcasecmp(role, roles[i][0]))
 			return roles[i][1];
 	return NULL;
-}
-
-static void put_id(struct ids *out, int32_t id)
-{
-	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
-	out->id[out->count++] = id;
 }
 
 /* Appends one of the form's own tokens: by its id, or as text where the tokenizer does not have it. */
@@ -4133,6 +4229,173 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 }
 
 /* ============================================================================================================
+ * Text in: files of text and of JSON lines, in blocks that threads work on side by side, whatever the size of a file
+ * A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a place where a
+ * tokenizer is likely to cut. Whether it does is for the reader of the block to find out.
+ * ========================================================================================================== */
+
+#ifndef TEXT_BLOCK
+#define TEXT_BLOCK (1 << 18)        /* bytes, of a block; more where a line is longer */
+#endif
+#define LOOK_AHEAD 1024        /* bytes behind a block of text that are there when it is read */
+#define BLOCKS_AT_ONCE 16      /* that are in memory, for each processor */
+
+struct block {
+	const char *path;
+	int64_t line;                /* of JSON lines: the number of the first one; 0: text */
+	size_t begin, end;           /* its bytes in input.data */
+	bool first;                  /* text: nothing of its file that is not done with stands before it */
+	size_t known;                /* text: how far its file stands in input.data */
+	bool whole;                  /* text: that is the end of the file */
+};
+
+struct input {
+	char **files;
+	int num_files, next;         /* next: of files, the one to be opened */
+	int fd;                      /* of the one being read, or -1 */
+	bool lines;                  /* it has JSON lines */
+	int64_t line;                /* of them, that at `begin` */
+	char *data;
+	size_t size, capacity;
+	size_t begin;                /* of what is in no block yet */
+	struct block *blocks;
+	size_t count, room;
+	struct progress progress;
+};
+
+static bool has_suffix(const char *text, const char *suffix)
+{
+	const size_t n = strlen(text), m = strlen(suffix);
+	return n >= m && !strcmp(text + n - m, suffix);
+}
+
+static void input_close(struct input *in)
+{
+	if (in->fd >= 0)
+		close(in->fd);
+	free(in->data), free(in->blocks);
+}
+
+/* Where to cut a text behind 1 to n bytes, of which at least one more is there: in front of the last line that begins with something, else of the
+ * last word, else anywhere between two characters. */
+static size_t text_cut(const char *text, size_t n)
+{
+	size_t word = 0, character = 0;
+	for (size_t i = n; i > 0; i--) {
+		if (((uint8_t)text[i] & 0xC0) == 0x80)
+			continue;
+		character = character ? character : i;
+		if (text[i - 1] == '\n' && !isspace((unsigned char)text[i]))
+			return i;
+		if (!word && text[i] == ' ' && !isspace((unsigned char)text[i - 1]) && !isspace((unsigned char)text[i + 1]))
+			word = i;
+	}
+	return word ? word : character ? character : n;
+}
+
+/* Cuts what has been read of a file into blocks; `ended`: nothing more comes. */
+static void input_cut(struct input *in, bool ended)
+{
+	const size_t count = in->count;
+	for (;;) {
+		const char *text = in->data + in->begin;
+		const size_t left = in->size - in->begin;
+		size_t n = ended ? left : 0;
+		if (in->lines && left >= TEXT_BLOCK) {
+			const char *newline = memchr(text + TEXT_BLOCK - 1, '\n', left - TEXT_BLOCK + 1);
+			n = newline ? (size_t)(newline + 1 - text) : n;
+		} else if (!in->lines && left >= TEXT_BLOCK + LOOK_AHEAD)
+			n = text_cut(text, TEXT_BLOCK);
+		if (!n)
+			break;
+		in->blocks = grow(in->blocks, in->count, &in->room, 1, sizeof *in->blocks);
+		in->blocks[in->count++] = (struct block){.path = in->files[in->next - 1], .line = in->lines ? in->line : 0, .begin = in->begin,
+			.end = in->begin + n};
+		for (size_t i = 0; in->lines && i < n; i++)
+			in->line += text[i] == '\n';
+		in->begin += n;
+	}
+	for (size_t i = count; i < in->count; i++)
+		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != in->blocks[i].path || in->blocks[i - 1].whole;
+	for (size_t i = in->count; i > 0 && !in->blocks[i - 1].line && !in->blocks[i - 1].whole && in->blocks[i - 1].path == in->files[in->next - 1]; i--)
+		in->blocks[i - 1].known = in->size, in->blocks[i - 1].whole = ended;
+}
+
+/* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of the last file, or -1. */
+static int64_t input_read(struct input *in, size_t done)
+{
+	progress(&in->progress, done);
+	if (!in->data) {
+		long processors = sysconf(_SC_NPROCESSORS_ONLN);
+		in->capacity = TEXT_BLOCK * BLOCKS_AT_ONCE * (size_t)(processors < 1 ? 1 : processors);
+		in->data = allocate(in->capacity);
+	} else if (!done && in->count) /* the blocks that were there were not enough to do anything with */
+		in->data = grow(in->data, in->size, &in->capacity, in->capacity - in->size + 1, 1);
+	memmove(in->data, in->data + done, in->size - done);
+	in->size -= done;
+	in->begin = in->count = 0;
+	for (;;) {
+		if (in->fd < 0 && in->next == in->num_files)
+			break;
+		const char *path = in->files[in->fd < 0 ? in->next : in->next - 1];
+		if (in->fd < 0) {
+			if ((in->fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+				return fail("%s: cannot open: %s", path, strerror(errno));
+			in->next++;
+			in->lines = has_suffix(path, ".jsonl");
+			in->line = 1;
+		}
+		if (in->size == in->capacity) {
+			if (in->count)
+				break;
+			in->data = grow(in->data, in->size, &in->capacity, 1, 1);
+		}
+		const ssize_t n = read(in->fd, in->data + in->size, in->capacity - in->size);
+		if (n < 0 && errno != EINTR)
+			return fail("%s: cannot read: %s", path, strerror(errno));
+		in->size += n > 0 ? n : 0;
+		if (n >= 0)
+			input_cut(in, n == 0);
+		if (n == 0) {
+			close(in->fd);
+			in->fd = -1;
+		}
+	}
+	return in->count;
+}
+
+/* Encoders that are at rest. */
+struct encoders { const struct tokenizer *tokenizer; struct encoder *first; };
+
+static struct encoder *encoder_take(struct encoders *all)
+{
+	struct encoder *e;
+	#pragma omp critical (encoders)
+	{
+		e = all->first;
+		all->first = e ? e->next : NULL;
+	}
+	return e ? e : encoder_open(all->tokenizer);
+}
+
+static void encoder_give(struct encoders *all, struct encoder *e)
+{
+	#pragma omp critical (encoders)
+	{
+		e->next = all->first;
+		all->first = e;
+	}
+}
+
+static void encoders_close(struct encoders *all)
+{
+	for (struct encoder *e = all->first, *next; e; e = next) {
+		next = e->next;
+		encoder_close(e);
+	}
+}
+
+/* ============================================================================================================
  * Token files
  *   Megatron's indexed dataset, the native form:
  *     PREFIX.bin   the ids, one after the other
@@ -4170,6 +4433,7 @@ static const struct { const char *name; int size; } token_types[] = {
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
 #define MEGATRON_TYPES 9
+#define INT32 4
 #define UINT16 8
 #define UINT32 9
 
@@ -4188,7 +4452,7 @@ static const char *const stamp_names[NUM_STAMPS] = {"bin", "idx", "mask"};
 static const char *const stamp_suffixes[NUM_STAMPS] = {".bin", ".idx", ".mask.bin"};
 
 struct manifest {
-	char tokenizer[32];          /* "": not known, and so are the next three */
+	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
 	uint32_t tokenizer_hash;
 	int64_t vocab_size, bytes;
 	int dtype;
@@ -4531,51 +4795,6 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
 
-/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
-struct progress {
-	const char *what;
-	int64_t done, total;         /* bytes; total less than done: not known */
-	bool terminal;
-	double started, shown;       /* seconds: when the work, and the last line, began */
-};
-
-static double clock_seconds(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec + 1e-9 * now.tv_nsec;
-}
-
-static struct progress progress_start(const char *what, int64_t total)
-{
-	const double now = clock_seconds();
-	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
-}
-
-/* Counts n more bytes as done. */
-static void progress(struct progress *p, int64_t n)
-{
-	p->done += n;
-	double now = clock_seconds();
-	if (now - p->shown < (p->terminal ? 0.2 : 10))
-		return;
-	p->shown = now;
-	double rate = p->done / (now - p->started);
-	const char *begin = p->terminal ? "\r" : "", *end = p->terminal ? "  " : "\n";
-	if (p->total >= p->done)
-		fprintf(stderr, "%s%s: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, p->what, 100.0 * p->done / p->total, rate / 1e6,
-				(p->total - p->done) / rate, end);
-	else
-		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
-}
-
-/* Wipes the line from the terminal. */
-static void progress_end(const struct progress *p)
-{
-	if (p->terminal && p->shown > p->started)
-		fprintf(stderr, "\r%70s\r", "");
-}
-
 #define SCAN_BLOCK (1 << 22)
 
 /* What is known of a block of ids. */
@@ -4682,6 +4901,7 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 	if (!vouched)
 		manifest_leave(&m, manifest_path);
 	memcpy(t->tokenizer, m.tokenizer, sizeof t->tokenizer);
+	t->tokenizer_hash = m.tokenizer_hash;
 	t->vocab_size = vocab_size;
 	t->crc32 = crc32_combine(m.crc32, m.mask_crc32, t->mask.size);
 	return 0;
@@ -4786,17 +5006,47 @@ int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *
 	return 0;
 }
 
+int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
+{
+	struct tokens tokens;
+	if (tokens_open(&tokens, prefix, "none", INT32_MAX) < 0)
+		return -1;
+	const char *name = tokenizer ? tokenizer : tokens.tokenizer;
+	struct tokenizer *t = NULL;
+	int rc = *name ? 0 : fail("%s: does not say what made its ids; give it as --tokenizer", prefix);
+	if (!rc && !(t = tokenizer_open(name)))
+		rc = -1;
+	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != t->hash)
+		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer, (unsigned)tokens.tokenizer_hash, name,
+				(unsigned)t->hash);
+	struct text text = {0};
+	int32_t ids[4096];
+	for (int64_t i = 0, n; !rc && i < tokens.count; i += n) {
+		n = tokens.count - i < 4096 ? tokens.count - i : 4096;
+		rc = tokens_read(&tokens, i, n, ids);
+		text.size = 0;
+		for (int64_t k = 0; !rc && k < n; k++)
+			tokenizer_decode(t, ids[k], true, &text);
+		if (!rc && fwrite(text.data, 1, text.size, out) != text.size)
+			break; /* the caller sees that it failed */
+	}
+	free(text.data);
+	tokenizer_close(t);
+	tokens_close(&tokens);
+	return rc;
+}
+
 /* -- making them -- */
 
 #ifndef SEQUENCE_MAX
 #define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
 #endif
-#define READ_CHUNK (1 << 20)
 
 struct token_writer {
 	FILE *bin, *idx, *mask;
-	struct encoder *encoder;
-	struct ids ids;              /* of the piece of text being encoded */
+	const struct tokenizer *tokenizer;
+	int dtype;                   /* of .bin: uint16 where the vocabulary fits, else int32 */
+	int64_t bytes;               /* of text, see manifest.bytes */
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
@@ -4804,7 +5054,6 @@ struct token_writer {
 	int32_t largest_id;
 	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
 	uint32_t crc, mask_crc;
-	struct progress progress;
 };
 
 /* Appends to the loss mask. As long as all is learned it stays empty: what is left out of it is filled in when the first token comes that
@@ -4834,7 +5083,8 @@ static void end_sequence(struct token_writer *w)
 /* Adds a piece of the current document. learned [n], or NULL: all. */
 static void put_ids(struct token_writer *w, const int32_t *id, const char *learned, size_t n)
 {
-	uint16_t out[8192];
+	uint16_t narrow[8192];
+	const int width = token_types[w->dtype].size;
 	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
@@ -4845,12 +5095,13 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 		piece = n < 8192 ? n : 8192;
 		piece = piece < room ? piece : room;
 		for (size_t i = 0; i < piece; i++) {
-			out[i] = id[i];
+			narrow[i] = id[i];
 			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
 			w->learned += learned ? learned[i] : 1;
 		}
-		w->crc = crc32_z(w->crc, (const uint8_t *)out, piece * sizeof *out);
-		fwrite(out, sizeof *out, piece, w->bin);
+		const void *out = w->dtype == UINT16 ? (const void *)narrow : id;
+		w->crc = crc32_z(w->crc, out, piece * width);
+		fwrite(out, width, piece, w->bin);
 		if (learned)
 			put_mask(w, learned, piece);
 		w->tokens += piece, w->length += piece;
@@ -4872,34 +5123,21 @@ static bool writer_failed(const struct token_writer *w)
 	return ferror(w->bin) || ferror(w->idx) || ferror(w->mask);
 }
 
-/* A text file: whatever its bytes are, one document. */
-static int add_text(struct token_writer *w, const char *path)
-{
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", path, strerror(errno));
-	uint8_t *buffer = allocate(READ_CHUNK);
-	ssize_t n;
-	int rc = 0;
-	while (!rc && !writer_failed(w) && (n = read(fd, buffer, READ_CHUNK)) != 0) {
-		if (n > 0) {
-			w->ids.count = 0;
-			rc = encode(w->encoder, (const char *)buffer, n, false, &w->ids);
-			put_ids(w, w->ids.id, NULL, w->ids.count);
-			progress(&w->progress, n);
-		} else if (errno != EINTR)
-			rc = fail("%s: cannot read: %s", path, strerror(errno));
-	}
-	if (w->length)
-		put_ids(w, &(int32_t){tokenizer_end(w->encoder->t)}, NULL, 1);
-	end_document(w);
-	free(buffer);
-	close(fd);
-	return rc;
-}
-
 /* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; learned.size 0: everywhere. */
-struct document { struct ids ids; struct text learned; };
+struct document {
+	struct ids ids;
+	struct text learned;
+	int64_t bytes;               /* of text, see manifest.bytes */
+};
+
+/* Bytes of the text that ids stand for, special tokens left out. */
+static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
+{
+	int64_t bytes = 0;
+	for (int64_t i = 0; i < ids->count; i++)
+		bytes += t->bytes_only ? ids->id[i] < BYTE_END : t->tokens[ids->id[i]].special ? 0 : t->tokens[ids->id[i]].size;
+	return bytes;
+}
 
 /* The string member `key` of what stands at `where`, which may hold any bytes. */
 static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
@@ -4938,8 +5176,8 @@ static int read_messages(const json_t *array, const char *where, struct message 
 	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
 }
 
-/* Makes a line's object a document, which is empty when the text is. Other members may hold anything, integers beyond 64 bits included. */
-static int line_document(struct encoder *e, const json_t *root, const char *where, struct document *d)
+/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
+static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
 	int n = 2, rc = 0;
@@ -4952,7 +5190,7 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array `messages`, and a `prompt` "
 				"with its `completion`", where, array || completion || text ? "several" : "none");
 	if (text) {
-		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, false, &d->ids) < 0)
+		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
 			return -1;
 	} else {
 		if (array) {
@@ -4971,51 +5209,146 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		if (d->learned.size)
 			mark_learned(&d->learned, &d->ids, false);
 	}
+	d->bytes = text_bytes(e->t, &d->ids);
 	return rc;
 }
 
-/* One line of a JSONL file into *d. */
-static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, struct document *d)
+/* One line of a JSONL file, which is not blank, into *d. */
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
 {
 	char where[PATH_LEN + 32];
 	json_error_t error;
-	d->ids.count = d->learned.size = 0;
-	if (strspn(json, " \t\r\n") == n)
-		return 0;
 	snprintf(where, sizeof where, "%s:%ld", path, line);
 	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
-	int rc = root ? line_document(e, root, where, d) : fail("%s: bad JSON: %s", where, error.text);
+	int rc = root ? line_document(e, root, where, special, d) : fail("%s: bad JSON: %s", where, error.text);
 	json_decref(root);
 	return rc;
 }
 
-/* A JSONL file: each line is a document; blank lines are skipped. */
-static int add_jsonl(struct token_writer *w, const char *path)
+/* What a thread makes of a block. */
+struct encoded {
+	struct document *documents;  /* JSON lines: one for each that is not empty; text: one, without an end token */
+	size_t count, room;
+	size_t done;                 /* text: how far the document goes, in input.data */
+	char *error;                 /* or NULL */
+};
+
+static void encoded_free(struct encoded *r)
 {
-	FILE *f = fopen(path, "re");
-	if (!f)
-		return fail("%s: cannot open: %s", path, strerror(errno));
-	struct document d = {0};
-	char *json = NULL;
-	size_t capacity = 0;
-	ssize_t n;
-	int rc = 0;
-	errno = 0;
-	for (long line = 1; !rc && !writer_failed(w) && (n = getline(&json, &capacity, f)) >= 0; line++) {
-		rc = parse_line(w->encoder, path, line, json, n, &d);
-		if (rc == 0) {
-			put_ids(w, d.ids.id, d.learned.size ? d.learned.data : NULL, d.ids.count);
-			end_document(w);
-		}
-		progress(&w->progress, n);
-		errno = 0;
+	for (size_t i = 0; i < r->count; i++)
+		free(r->documents[i].ids.id), free(r->documents[i].learned.data);
+	free(r->documents), free(r->error);
+	*r = (struct encoded){0};
+}
+
+static struct document *new_document(struct encoded *r)
+{
+	r->documents = grow(r->documents, r->count, &r->room, 1, sizeof *r->documents);
+	r->documents[r->count] = (struct document){0};
+	return &r->documents[r->count++];
+}
+
+/* Encodes a block of text from `begin` on, to the first border at or behind `stop`, with the file known as far as `known`. */
+static void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
+		struct encoded *r)
+{
+	struct document *d = new_document(r);
+	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, known < b->known || !b->whole, special, &d->ids);
+	if (done < 0 && asprintf(&r->error, "%s: %s", b->path, error_text) < 0)
+		r->error = strdup("out of memory");
+	r->done = begin + (done < 0 ? 0 : done);
+	d->bytes = text_bytes(e->t, &d->ids);
+}
+
+static void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r)
+{
+	int64_t line = b->line;
+	for (size_t i = b->begin, n; i < b->end && !r->error; i += n, line++) {
+		const char *text = in->data + i, *newline = memchr(text, '\n', b->end - i);
+		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
+		size_t blank = 0;
+		while (blank < n && strchr(" \t\r\n", text[blank]) && text[blank])
+			blank++;
+		if (blank == n)
+			continue;
+		if (parse_line(e, b->path, line, text, n, special, new_document(r)) < 0)
+			r->error = strdup(error_text);
 	}
-	if (!rc && !writer_failed(w) && !feof(f))
-		rc = fail("%s: cannot read: %s", path, strerror(errno));
-	free(json);
-	free(d.ids.id), free(d.learned.data);
-	fclose(f);
-	return rc;
+}
+
+static size_t known_behind(const struct block *b)
+{
+	return b->known - b->end < LOOK_AHEAD ? b->known : b->end + LOOK_AHEAD;
+}
+
+static int put_encoded(struct token_writer *w, const struct encoded *r, bool whole_documents)
+{
+	if (r->error)
+		return fail("%s", r->error);
+	for (size_t i = 0; i < r->count; i++) {
+		const struct document *d = &r->documents[i];
+		put_ids(w, d->ids.id, d->learned.size ? d->learned.data : NULL, d->ids.count);
+		w->bytes += d->bytes;
+		if (whole_documents)
+			end_document(w);
+	}
+	return 0;
+}
+
+/* Writes what became of a block of text; *done: how far its file is dealt with. A block began where a border was likely, and counts only when the one
+ * before, which knew what follows it, came to a border there. Where it did not, or could not be encoded to its end, the block is encoded again
+ * from where that one ended, if need be with all that is known of the file. So the ids are those of the text as one piece. */
+static int put_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r,
+		size_t *done)
+{
+	if (b->first)
+		*done = b->begin;
+	for (int attempt = *done == b->begin ? 0 : 1; attempt < 3 && *done < b->end; attempt++) {
+		if (attempt > 0) {
+			encoded_free(r);
+			encode_text(e, in, b, *done, attempt == 1 ? b->end : SIZE_MAX, attempt == 1 ? known_behind(b) : b->known, special, r);
+		}
+		if (put_encoded(w, r, false) < 0)
+			return -1;
+		*done = r->done;
+	}
+	if (b->whole && *done == b->known && w->length) {
+		put_ids(w, &(int32_t){tokenizer_end(w->tokenizer)}, NULL, 1);
+		end_document(w);
+	}
+	return 0;
+}
+
+/* Threads encode the blocks of a round, then they are written in order. Returns how much of in->data is dealt with, or -1. */
+static int64_t put_round(struct token_writer *w, struct encoders *encoders, const struct input *in, bool special)
+{
+	const int64_t n = in->count;
+	struct encoded *results = allocate(n * sizeof *results);
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < n; i++) {
+		const struct block *b = &in->blocks[i];
+		struct encoder *e = encoder_take(encoders);
+		if (b->line)
+			encode_lines(e, in, b, special, &results[i]);
+		else if (b->first || w->tokenizer->cuttable)
+			encode_text(e, in, b, b->begin, b->end, known_behind(b), special, &results[i]);
+		encoder_give(encoders, e);
+	}
+	struct encoder *e = encoder_take(encoders);
+	size_t done = 0;
+	int rc = 0;
+	bool stuck = false; /* more of the last file must be known before its text can be cut */
+	for (int64_t i = 0; i < n; i++) {
+		const struct block *b = &in->blocks[i];
+		if (!rc && !stuck)
+			rc = b->line ? put_encoded(w, &results[i], true) : put_text(w, e, in, b, special, &results[i], &done);
+		stuck = !b->line && done < b->end;
+		encoded_free(&results[i]);
+	}
+	encoder_give(encoders, e);
+	free(results);
+	const struct block *last = &in->blocks[n - 1];
+	return rc < 0 ? -1 : last->line || last->whole ? (int64_t)in->begin : (int64_t)done;
 }
 
 /* Completes the index: behind the lengths, which are in the file already, positions and documents; then the header. */
@@ -5030,7 +5363,7 @@ static int index_finish(struct token_writer *w, const char *path)
 	int64_t at = 0;
 	for (int64_t i = 0; i < w->sequences; i++) {
 		fwrite(&at, sizeof at, 1, w->idx);
-		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)sizeof(uint16_t);
+		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)token_types[w->dtype].size;
 	}
 	unmap_file(file, size);
 	size_t split = 0;
@@ -5041,7 +5374,7 @@ static int index_finish(struct token_writer *w, const char *path)
 			fwrite(&i, sizeof i, 1, w->idx);
 	}
 	uint8_t header[IDX_HEADER] = IDX_MAGIC;
-	header[9] = 1, header[17] = UINT16;
+	header[9] = 1, header[17] = w->dtype;
 	memcpy(header + 18, &w->sequences, 8);
 	memcpy(header + 26, &(int64_t){w->documents + 1}, 8);
 	if (!writer_failed(w) && fseeko(w->idx, 0, SEEK_SET) == 0)
@@ -5050,18 +5383,19 @@ static int index_finish(struct token_writer *w, const char *path)
 }
 
 /* Reads every input and completes .bin and .idx, the latter at idx_path. */
-static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, int num_files, char **files)
+static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special, struct input *in)
 {
 	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
 	fwrite(header, IDX_HEADER, 1, w->idx);
-	int rc = 0;
-	for (int i = 0; !rc && i < num_files; i++) {
-		size_t n = strlen(files[i]);
-		rc = n >= 6 && !strcmp(files[i] + n - 6, ".jsonl") ? add_jsonl(w, files[i]) : add_text(w, files[i]);
-	}
-	progress_end(&w->progress);
+	struct encoders encoders = {.tokenizer = w->tokenizer};
+	int64_t done = 0, blocks = 0;
+	while (done >= 0 && !writer_failed(w) && (blocks = input_read(in, done)) > 0)
+		done = put_round(w, &encoders, in, special);
+	encoders_close(&encoders);
+	progress_end(&in->progress);
+	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
-		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, num_files, num_files == 1 ? "" : "s");
+		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files, in->num_files == 1 ? "" : "s");
 	if (!rc && w->learned < w->tokens)
 		put_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
@@ -5071,7 +5405,7 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 enum { NUM_OUTPUTS = NUM_STAMPS + 1, MANIFEST_OUTPUT = NUM_STAMPS };
 
 /* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
-static int inputs_check(int num_files, char **files, char outputs[NUM_OUTPUTS][PATH_LEN], int64_t *total)
+static int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
 {
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
@@ -5079,7 +5413,7 @@ static int inputs_check(int num_files, char **files, char outputs[NUM_OUTPUTS][P
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))
 			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
-		for (int k = 0; k < NUM_OUTPUTS; k++)
+		for (int k = 0; k < num_outputs; k++)
 			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
 				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
 		*total += in.st_size;
@@ -5088,7 +5422,7 @@ static int inputs_check(int num_files, char **files, char outputs[NUM_OUTPUTS][P
 }
 
 /* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
-static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], int num_files, char **files,
+static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
 		struct manifest *m)
 {
 	FILE **const file[NUM_STAMPS] = {&w->bin, &w->idx, &w->mask};
@@ -5096,7 +5430,7 @@ static int tokenize_to(struct token_writer *w, const char *prefix, char temporar
 	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
 		rc = (*file[i] = file_create(temporary[i])) ? 0 : -1;
 	if (rc == 0)
-		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], num_files, files);
+		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], special, in);
 	for (int i = 0; i < NUM_STAMPS; i++)
 		if (*file[i])
 			rc = file_close(*file[i], temporary[i], rc);
@@ -5104,14 +5438,13 @@ static int tokenize_to(struct token_writer *w, const char *prefix, char temporar
 		unlink(temporary[STAMP_MASK]);
 	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
 		rc = stamp_file(&m->stamps[i], temporary[i]);
-	const struct tokenizer *t = w->encoder->t;
-	m->tokenizer_hash = tokenizer_hash(t), m->vocab_size = tokenizer_size(t), m->bytes = w->tokens - w->documents;
-	m->dtype = UINT16, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->learned = w->learned;
+	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
+	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->learned = w->learned;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
 	return rc;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result)
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], temporary[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *slash = strrchr(prefix, '/'), *name = slash ? slash + 1 : prefix;
@@ -5124,16 +5457,22 @@ int tokenize_files(const char *prefix, const char *tokenizer, int num_files, cha
 			return -1;
 	int64_t total = 0;
 	parent_of(dir, prefix);
-	if (inputs_check(num_files, files, outputs, &total) < 0 || make_directories(dir) < 0)
-		return -1;
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || make_directories(dir) < 0) {
+		if (tokenizer_end(t) < 0)
+			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
+					tokenizer);
+		tokenizer_close(t);
+		return -1;
+	}
 
-	struct token_writer w = {.encoder = encoder_open(t), .progress = progress_start("tokenize", total)};
+	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
+	struct input in = {.files = files, .num_files = num_files, .fd = -1, .progress = progress_start("tokenize", total)};
 	struct manifest m = {0};
 	snprintf(m.tokenizer, sizeof m.tokenizer, "%s", tokenizer);
-	int rc = tokenize_to(&w, prefix, temporary, num_files, files, &m);
+	int rc = tokenize_to(&w, prefix, temporary, special, &in, &m);
 	if (rc == 0)
 		rc = manifest_write(&m, temporary[MANIFEST_OUTPUT]);
 	for (int k = 0; k < NUM_OUTPUTS; k++) {
@@ -5145,10 +5484,10 @@ int tokenize_files(const char *prefix, const char *tokenizer, int num_files, cha
 		if (rc < 0)
 			unlink(temporary[k]);
 	}
-	*result = (struct tokenized){w.documents, w.tokens, w.tokens - w.documents, w.learned};
-	encoder_close(w.encoder);
+	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.learned};
+	input_close(&in);
 	tokenizer_close(t);
-	free(w.split), free(w.ids.id);
+	free(w.split);
 	return rc < 0 ? -1 : sync_path(dir);
 }
 

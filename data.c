@@ -4428,6 +4428,40 @@ static void encoders_close(struct encoders *all)
 	}
 }
 
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads an array of messages. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		if (!chat_role(m->role))
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+	}
+	return 0;
+}
+
 /* ============================================================================================================
  * Prompts, and text that was made from them
  * ========================================================================================================== */
@@ -4474,28 +4508,17 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 	json_error_t error;
 	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
 	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
-	const size_t count = json_array_size(messages);
-	struct message *list = allocate((count + 1) * sizeof *list);
-	int rc = 0;
+	struct message prompt, *list = NULL;
+	int rc, count = 0;
 	if (!root)
 		rc = fail("%s: bad JSON: %s", where, error.text);
 	else if (!json_is_object(root) || !text == !messages)
 		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
 				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
-	else if (text && !json_is_string(text))
-		rc = fail("%s: `prompt` is %s; expected a string", where, json_kind(text));
-	else if (messages && count == 0)
-		rc = fail("%s: `messages` is %s; expected an array of objects with role and content", where,
-				json_is_array(messages) ? "empty" : json_kind(messages));
-	for (size_t i = 0; i < count && rc == 0; i++) {
-		const json_t *role = json_object_get(json_array_get(messages, i), "role"), *content = json_object_get(json_array_get(messages, i), "content");
-		if (json_is_string(role) && json_is_string(content))
-			list[i] = (struct message){json_string_value(role), json_string_value(content), json_string_length(content)};
-		else
-			rc = fail("%s: `messages` entry %zu: expected strings `role` and `content`", where, i);
-	}
-	if (rc == 0 && (rc = text ? prompt_encode(e, json_string_value(text), json_string_length(text), chat, out)
-			: chat_encode(e, list, (int)count, true, out, NULL)) < 0) {
+	else
+		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
+	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
+			: chat_encode(e, list, count, true, out, NULL)) < 0) {
 		char what[sizeof error_text];
 		snprintf(what, sizeof what, "%s", error_text);
 		fail("%s: %.3000s", where, what);
@@ -5309,43 +5332,6 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* The string member `key` of what stands at `where`, which may hold any bytes. */
-static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
-		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	m->content = json_string_value(v), m->content_size = json_string_length(v);
-	return 0;
-}
-
-/* Reads the array `messages` of a line. The caller frees *out, which points into it. */
-static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
-{
-	const size_t n = json_array_size(array);
-	bool reply = false;
-	if (!json_is_array(array) || n < 1 || n > INT_MAX)
-		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
-				json_kind(array));
-	*out = allocate(n * sizeof **out);
-	*count = n;
-	for (size_t i = 0; i < n; i++) {
-		char place[PATH_LEN + 64], shown[64];
-		const json_t *v = json_array_get(array, i);
-		struct message *m = &(*out)[i];
-		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
-		if (!json_is_object(v))
-			return fail("%s: is %s; expected an object", place, json_kind(v));
-		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
-			return -1;
-		const char *role = chat_role(m->role);
-		if (!role)
-			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
-		reply = reply || !strcmp(role, "ASSISTANT");
-	}
-	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
-}
-
 /* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
@@ -5366,6 +5352,11 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		if (array) {
 			messages = NULL;
 			rc = read_messages(array, where, &messages, &n);
+			bool reply = false;
+			for (int i = 0; i < n && rc == 0; i++)
+				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
+			if (rc == 0 && !reply)
+				rc = fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
 		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)

@@ -244,6 +244,11 @@ test_blend() {
 	# 20 samples before, 15 of text and 5 of valid; 79 after, a third from each file
 	samples=$(sed -n 's/.*"source_samples": *\[\([^]]*\)\].*/\1/p' blended/metrics.jsonl | sed -n '8p;20p' | tr '\n' ' ')
 	[ "$samples" = "15, 5 32, 41, 26 " ] || problem "samples of each file: $samples"
+	# A change that leaves all as it was but the order of the list: a file keeps its place, and the order of its windows.
+	rm -rf reordered
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=reordered data.train='[text, {path: valid, weight: 0}]' train.stop_at_step=8
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=reordered data.train='[{path: valid, weight: 0}, text]' data.blend_from_step=8
+	cmp -s run/step-0000020/model.safetensors reordered/step-0000020/model.safetensors || problem "the order of the list changes the order of the data"
 	# The same again, in one piece from the change on; weights that say the same in other words are the same.
 	rm -rf changed2
 	expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=changed2 train.stop_at_step=8

@@ -112,7 +112,7 @@ test_wrong_use() {
 	printf '{"messages": []}\n' >bad.jsonl
 	expect 1 "bad.jsonl:1" "$ling" generate $model --prompts bad.jsonl
 	printf '{"messages": [{"role": "user"}]}\n' >bad.jsonl
-	expect 1 "entry 0" "$ling" generate $model --prompts bad.jsonl
+	expect 1 "bad.jsonl:1: message 1: \`content\` is missing" "$ling" generate $model --prompts bad.jsonl
 	printf '{"messages": [{"role": "nobody", "content": "x"}]}\n' >bad.jsonl
 	expect 1 "nobody" "$ling" generate $model --prompts bad.jsonl
 	printf '{"prompt": "a"\n' >bad.jsonl

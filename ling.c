@@ -2992,13 +2992,17 @@ enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
 
 const char *argp_program_version = "ling " LING_VERSION;
 
+enum { MAX_SPECIAL = 64 };      /* tokens that train-tokenizer is given */
+
 /* What the command line of any command may hold. */
 struct arguments {
 	const struct command *command;
 	uint64_t given;              /* a bit for each option that was given, see OPTION_BIT */
 	char **words;                /* the words that are no options */
 	int num_words;
-	const char *tokenizer, *out, *decode, *data, *dtype, *prompt, *prompts;
+	const char *special_tokens[MAX_SPECIAL];
+	int num_special, vocab_size;
+	const char *tokenizer, *out, *decode, *pattern, *data, *dtype, *prompt, *prompts;
 	bool chat, document_mask;
 	struct generation generation;
 	int document_token, seq_len, ranks, ranks_per_node;
@@ -3007,10 +3011,10 @@ struct arguments {
 	bool json, special;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_DATA, OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN,
-	OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT,
-	OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P, OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_JSON,
-	OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
+	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
+	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
+	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_JSON, OPTION_KEYS };
 
 #define OPTION_BIT(option) (UINT64_C(1) << ((option) - OPTION_TOKENIZER))
 
@@ -3091,6 +3095,13 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_OUT: a->out = value; break;
 	case OPTION_DECODE: a->decode = value; break;
 	case OPTION_SPECIAL: a->special = true; break;
+	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
+	case OPTION_PATTERN: a->pattern = value; break;
+	case OPTION_SPECIAL_TOKEN:
+		if (a->num_special == MAX_SPECIAL)
+			argp_error(state, "--special: more than %d tokens", MAX_SPECIAL);
+		a->special_tokens[a->num_special++] = value;
+		break;
 	case OPTION_DATA: a->data = value; break;
 	case OPTION_DTYPE: a->dtype = value; break;
 	case OPTION_DOCUMENT_MASK: a->document_mask = true; break;
@@ -3397,6 +3408,19 @@ static int command_tokenize(const struct arguments *a)
 	return EXIT_DONE;
 }
 
+static int command_train_tokenizer(const struct arguments *a)
+{
+	const struct tokenizer_training how = {a->vocab_size, a->pattern, (const char **)a->special_tokens, a->num_special, a->num_words, a->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(a->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", a->out, t.vocab_size, (long long)t.merges, (long long)t.bytes,
+			(long long)t.words);
+	if (t.vocab_size < a->vocab_size)
+		printf("the text has no more pairs to merge\n");
+	return EXIT_DONE;
+}
+
 static int command_info(const struct arguments *a)
 {
 	struct config c = {.parallel = {1, 1}};
@@ -3502,6 +3526,13 @@ static const struct command commands[] = {
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
 		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
 		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
+	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
+		"--vocab-size N --out FILE.json FILE...",
+		"Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for Hugging Face's tools.",
+		{{"vocab-size", OPTION_VOCAB_SIZE, "N", 0, "Tokens, the 256 bytes and the special ones included (required)", 0},
+		{"out", OPTION_OUT, "FILE", 0, "The tokenizer.json (required)", 0},
+		{"pattern", OPTION_PATTERN, "REGEX", 0, "What cuts text into words, beyond which nothing is merged (Ling's)", 0},
+		{"special", OPTION_SPECIAL_TOKEN, "TOKEN", 0, "A special token beside <|endoftext|>, <role> and </role>; may be given several times", 0}}},
 	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
 		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",

@@ -848,7 +848,7 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		for (int b = 0; b < B; b++) {
 			if (draw(&seed, 3) == 0) {
 				struct cache copy;
-				assert_done(cache_init(&copy, m, L));
+				assert_done(cache_init(&copy, m, L + draw(&seed, 5)));
 				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
 				cache_free(&caches[b]);
 				caches[b] = copy;

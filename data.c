@@ -3327,7 +3327,7 @@ static int add_split(struct tokenizer *t, const char *where, const char *pattern
 	}
 	int error;
 	size_t at;
-	pcre2_code *code = pcre2_compile((const uint8_t *)r.out.data, r.out.size, PCRE2_UTF | PCRE2_UCP | options, &error, &at, NULL);
+	pcre2_code *code = pcre2_compile((const uint8_t *)r.out.data, r.out.size, PCRE2_UTF | (options ? options : PCRE2_UCP), &error, &at, NULL);
 	if (!code) {
 		char message[128] = "";
 		pcre2_get_error_message(error, (uint8_t *)message, sizeof message);
@@ -3516,6 +3516,18 @@ static int by_added_text(const void *a, const void *b)
 	return order ? order : (x->size > y->size) - (x->size < y->size);
 }
 
+/* The id of the added token with a text, or -1. */
+static int32_t added_id(const struct tokenizer *t, const char *text, size_t n)
+{
+	for (int k = 0; k < 2; k++)
+		for (int i = 0; i < t->num_added[k]; i++) {
+			const struct token *token = &t->tokens[t->added[k][i].id];
+			if (token->size == n && !memcmp(t->bytes.data + token->at, text, n))
+				return t->added[k][i].id;
+		}
+	return -1;
+}
+
 /* added_tokens. Hugging Face gives an added token the id of its text in the vocabulary, or the next free one, whatever the file says. */
 static int read_added(struct tokenizer *t, const char *path, const json_t *list, size_t vocab_count)
 {
@@ -3540,6 +3552,8 @@ static int read_added(struct tokenizer *t, const char *path, const json_t *list,
 			normalized = member_bool(entry, where, "normalized", !special);
 		if (special < 0 || single_word < 0 || lstrip < 0 || rstrip < 0 || normalized < 0)
 			return -1;
+		if (added_id(t, text, size) >= 0)
+			return fail("%s: `%.40s` is there twice", where, text);
 		int32_t given = merge_part(t, text, size);
 		struct token *token = &t->tokens[given < 0 ? id : given];
 		const bool known = token->known && token->size == size && !memcmp(t->bytes.data + token->at, text, size);
@@ -3809,13 +3823,8 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token)
 	const size_t n = strlen(token);
 	if (t->bytes_only)
 		return n == 1 ? (uint8_t)*token : -1;
-	for (int k = 0; k < 2; k++)
-		for (int i = 0; i < t->num_added[k]; i++) {
-			const struct token *added = &t->tokens[t->added[k][i].id];
-			if (added->size == n && !memcmp(t->bytes.data + added->at, token, n))
-				return t->added[k][i].id;
-		}
-	return *find_text(t, token, n);
+	const int32_t id = added_id(t, token, n);
+	return id >= 0 ? id : *find_text(t, token, n);
 }
 
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
@@ -3878,6 +3887,9 @@ void encoder_close(struct encoder *e)
 	if (!e)
 		return;
 	free(e->cache), free(e->normal.data);
+	if (e->words)
+		words_free(e->words);
+	free(e->words);
 	pcre2_match_data_free(e->match);
 	pcre2_match_context_free(e->context);
 	pcre2_jit_stack_free(e->stack);
@@ -5126,7 +5138,7 @@ struct token_writer {
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
-	int32_t largest_id;
+	int32_t largest_id, last_id;
 	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
 	uint32_t crc, mask_crc;
 };
@@ -5172,6 +5184,7 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 		for (size_t i = 0; i < piece; i++) {
 			narrow[i] = id[i];
 			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
+			w->last_id = id[i];
 			w->learned += learned ? learned[i] : 1;
 		}
 		const void *out = w->dtype == UINT16 ? (const void *)narrow : id;
@@ -5387,8 +5400,9 @@ static int put_text(struct token_writer *w, struct encoder *e, const struct inpu
 			return -1;
 		*done = r->done;
 	}
-	if (b->whole && *done == b->known && w->length) {
-		put_ids(w, &(int32_t){tokenizer_end(w->tokenizer)}, NULL, 1);
+	if (b->whole && *done == b->known) {
+		if (w->length && w->last_id != w->tokenizer->end)
+			put_ids(w, &w->tokenizer->end, NULL, 1);
 		end_document(w);
 	}
 	return 0;
@@ -5775,7 +5789,7 @@ static void learn_merges(struct words *tokens, const struct words *counted, size
 	free(p.pair), free(p.slot), free(p.heap), free(p.risen), free(words), free(symbols), free(product.data);
 }
 
-/* A tokenizer.json as Hugging Face's library writes it. */
+/* A tokenizer.json as Hugging Face's library writes it. NULL when a special token or the pattern is not UTF-8. */
 static json_t *tokenizer_to_json(const struct tokenizer_training *how, const struct words *tokens, const struct ids *merges)
 {
 	static const char *const form[] = {"<|endoftext|>", "<role>", "</role>"};
@@ -5796,10 +5810,11 @@ static json_t *tokenizer_to_json(const struct tokenizer_training *how, const str
 		json_array_append_new(list, json_stringn(text.data, text.size));
 	}
 	free(text.data);
+	bool valid = true;
 	for (int i = 0; i < 3 + how->num_special; i++)
-		json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)(tokens->count + i),
+		valid &= 0 == json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)(tokens->count + i),
 				"content", i < 3 ? form[i] : how->special[i - 3], "single_word", 0, "lstrip", 0, "rstrip", 0, "normalized", 0, "special", 1));
-	return json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, "
+	json_t *root = json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, "
 			"s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:o}}",
 			"version", "1.0", "truncation", "padding", "added_tokens", added, "normalizer",
 			"pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern", "Regex", how->pattern ? how->pattern : LING_PATTERN,
@@ -5807,6 +5822,11 @@ static json_t *tokenizer_to_json(const struct tokenizer_training *how, const str
 			"post_processor", "decoder", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", 0,
 			"model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0,
 			"ignore_merges", 0, "vocab", vocab, "merges", list);
+	if (!valid) {
+		json_decref(root);
+		root = NULL;
+	}
+	return root;
 }
 
 /* Counts the words of all inputs, as the tokenizer cuts them, in *all. */

@@ -21,7 +21,7 @@ LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -l
 SOURCES := ling.c kernels.c parallel.c data.c
 TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
 	build/test_config build/test_files build/test_plot build/test_tokenizer
-FUZZERS := config safetensors tokens jsonl
+FUZZERS := config safetensors tokens jsonl tokenizer
 FUZZ_SECONDS ?= 60
 
 ling: $(SOURCES:%.c=build/release/%.o)

@@ -2981,10 +2981,11 @@ static size_t nfc_last_cut(const char *text, size_t n)
 	return n;
 }
 
-/* Characters that Hugging Face's NFC leaves where they are, because it is that of Unicode 9, and utf8proc's would move or join. */
+/* Characters that Hugging Face's NFC leaves where they are, because it is that of Unicode 9, and utf8proc's would move or join; and U+11A7, which
+ * utf8proc 2.8 takes for the last part of a Hangul syllable. */
 static bool nfc_ignores(int32_t c)
 {
-	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA},
+	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA}, {0x11A7, 0x11A7},
 		{0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
 		{0x10F46, 0x10F50}, {0x10F82, 0x10F85}, {0x11070, 0x11070}, {0x1133B, 0x1133B}, {0x1145E, 0x1145E}, {0x11839, 0x1183A}, {0x11930, 0x11943},
 		{0x119E0, 0x119E0}, {0x11A34, 0x11A34}, {0x11A47, 0x11A47}, {0x11A99, 0x11A99}, {0x11D42, 0x11D45}, {0x11D97, 0x11D97}, {0x11F41, 0x11F42},
@@ -3319,6 +3320,7 @@ static int translate(struct translation *r)
 static int add_split(struct tokenizer *t, const char *where, const char *pattern, size_t n, uint32_t options, bool drop_matches, bool drop_rest)
 {
 	struct translation r = {.where = where, .pattern = pattern, .n = n};
+	append_string(&r.out, ""); /* an empty pattern has a text too */
 	if (options & PCRE2_LITERAL)
 		text_append(&r.out, pattern, n);
 	else if (translate(&r) < 0) {

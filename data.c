@@ -2103,18 +2103,52 @@ int weights_read(const struct weights *w, const struct array *a)
 	return 0;
 }
 
-int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+/* tensor_shaped that also checks a range of elements, and says where the first one is. */
+static const struct stored *tensor_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		const uint8_t **at)
 {
 	const struct stored *t = tensor_shaped(w, name, rows, cols);
 	if (!t)
-		return -1;
+		return NULL;
 	const int size = dtypes[t->dtype].size;
 	const int64_t count = (t->end - t->begin) / size;
-	if (first < 0 || n < 0 || first > count || n > count - first)
-		return fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n,
-				(long long)first, (long long)count);
-	to_real(out, tensor_bytes(t) + first * size, n, t->dtype);
+	if (first >= 0 && n >= 0 && first <= count && n <= count - first) {
+		*at = tensor_bytes(t) + first * size;
+		return t;
+	}
+	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n, (long long)first,
+			(long long)count);
+	return NULL;
+}
+
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+{
+	const uint8_t *at;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &at);
+	if (!t)
+		return -1;
+	to_real(out, at, n, t->dtype);
 	return 0;
+}
+
+int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
+{
+	const uint8_t *bytes;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &bytes);
+	if (!t)
+		return -1;
+	const bool usable = t->dtype == BF16 || !strcmp(dtypes[t->dtype].name, REAL_DTYPE);
+	*bf16 = t->dtype == BF16;
+	*at = usable && (uintptr_t)bytes % dtypes[t->dtype].size == 0 ? bytes : NULL;
+	return 0;
+}
+
+int64_t weights_bytes(const struct weights *w)
+{
+	int64_t bytes = 0;
+	for (const struct shard *s = w->shards; s; s = s->next)
+		bytes += s->size;
+	return bytes;
 }
 
 int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out)
@@ -2860,7 +2894,7 @@ static void append_string(struct text *out, const char *text)
 	text_append(out, text, strlen(text));
 }
 
-static void put_id(struct ids *out, int32_t id)
+void put_id(struct ids *out, int32_t id)
 {
 	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
 	out->id[out->count++] = id;
@@ -2904,8 +2938,7 @@ static size_t utf8_valid(const char *text, size_t n)
 	return i;
 }
 
-/* n less the bytes at the end that may be the beginning of a character. */
-static size_t utf8_whole(const char *text, size_t n)
+size_t utf8_whole(const char *text, size_t n)
 {
 	for (size_t back = 1; back <= 3 && back <= n; back++) {
 		const uint8_t c = text[n - back];
@@ -4484,6 +4517,166 @@ static void encoders_close(struct encoders *all)
 	}
 }
 
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads an array of messages. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		if (!chat_role(m->role))
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+	}
+	return 0;
+}
+
+/* ============================================================================================================
+ * Prompts, and text that was made from them
+ * ========================================================================================================== */
+
+struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
+{
+	char path[PATH_LEN];
+	if (name)
+		return tokenizer_open(name);
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there > 0)
+		return tokenizer_open(path);
+	if (there == 0)
+		there = path_join(path, dir, "trainer.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL;
+	if (there < 0 || (there && !root))
+		return NULL;
+	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
+	struct tokenizer *t = NULL;
+	if (named && strcmp(named, "none"))
+		t = tokenizer_open(named);
+	else
+		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one with --tokenizer", dir);
+	json_decref(root);
+	return t;
+}
+
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
+{
+	if (chat)
+		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
+	if (encode(e, text, n, false, out) < 0)
+		return -1;
+	if (out->count == 0 && tokenizer_end(e->t) < 0)
+		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
+	if (out->count == 0)
+		put_id(out, tokenizer_end(e->t));
+	return 0;
+}
+
+/* One line of a .jsonl file. */
+static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
+{
+	json_error_t error;
+	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
+	struct message prompt, *list = NULL;
+	int rc, count = 0;
+	if (!root)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(root) || !text == !messages)
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
+				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
+	else
+		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
+	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
+			: chat_encode(e, list, count, true, out, NULL)) < 0) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%s: %.3000s", where, what);
+	}
+	free(list);
+	json_decref(root);
+	return rc;
+}
+
+int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
+{
+	const size_t length = strlen(path);
+	const bool jsonl = length >= 6 && !strcmp(path + length - 6, ".jsonl");
+	FILE *f = fopen(path, "re");
+	*out = NULL, *n = 0;
+	if (!f)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct encoder *e = encoder_open(t);
+	char *line = NULL, where[PATH_LEN + 32];
+	size_t room = 0, capacity = 0;
+	int rc = e ? 0 : -1;
+	ssize_t size;
+	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
+		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
+			size--;
+		if (size == 0 || (jsonl && strspn(line, " \t\r\n") >= (size_t)size))
+			continue;
+		*out = grow(*out, *n, &capacity, 1, sizeof **out);
+		struct ids *ids = &(*out)[(*n)++];
+		*ids = (struct ids){0};
+		snprintf(where, sizeof where, "%s:%ld", path, number);
+		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
+	}
+	if (rc == 0 && ferror(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	if (rc == 0 && *n == 0)
+		rc = fail("%s: no prompts here; expected one on a line", path);
+	for (int i = 0; rc < 0 && i < *n; i++)
+		free((*out)[i].id);
+	if (rc < 0) {
+		free(*out);
+		*out = NULL, *n = 0;
+	}
+	encoder_close(e);
+	free(line);
+	fclose(f);
+	return rc;
+}
+
+void json_write_text(FILE *f, const char *text, size_t n)
+{
+	int32_t code;
+	fputc('"', f);
+	for (size_t i = 0; i < n;) {
+		const int size = utf8_decode(text + i, n - i, &code);
+		if (size == 0)
+			fputs("\\ufffd", f);
+		else if (code < ' ')
+			fprintf(f, "\\u%04x", (unsigned)code);
+		else {
+			if (code == '"' || code == '\\')
+				fputc('\\', f);
+			fwrite(text + i, 1, size, f);
+		}
+		i += size ? size : 1;
+	}
+	fputc('"', f);
+}
+
 /* ============================================================================================================
  * Token files
  *   Megatron's indexed dataset, the native form:
@@ -5174,26 +5367,26 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 {
 	uint16_t narrow[8192];
 	const int width = token_types[w->dtype].size;
-	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
+	for (size_t at = 0, piece; at < n; at += piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
 			w->split[w->num_split++] = w->sequences;
 			end_sequence(w);
 		}
 		const size_t room = SEQUENCE_MAX - w->length;
-		piece = n < 8192 ? n : 8192;
+		piece = n - at < 8192 ? n - at : 8192;
 		piece = piece < room ? piece : room;
 		for (size_t i = 0; i < piece; i++) {
-			narrow[i] = id[i];
-			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
-			w->last_id = id[i];
-			w->learned += learned ? learned[i] : 1;
+			narrow[i] = id[at + i];
+			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
+			w->last_id = id[at + i];
+			w->learned += learned ? learned[at + i] : 1;
 		}
-		const void *out = w->dtype == UINT16 ? (const void *)narrow : id;
+		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
 		w->crc = crc32_z(w->crc, out, piece * width);
 		fwrite(out, width, piece, w->bin);
 		if (learned)
-			put_mask(w, learned, piece);
+			put_mask(w, learned + at, piece);
 		w->tokens += piece, w->length += piece;
 	}
 }
@@ -5229,43 +5422,6 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* The string member `key` of what stands at `where`, which may hold any bytes. */
-static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
-		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	m->content = json_string_value(v), m->content_size = json_string_length(v);
-	return 0;
-}
-
-/* Reads the array `messages` of a line. The caller frees *out, which points into it. */
-static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
-{
-	const size_t n = json_array_size(array);
-	bool reply = false;
-	if (!json_is_array(array) || n < 1 || n > INT_MAX)
-		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
-				json_kind(array));
-	*out = allocate(n * sizeof **out);
-	*count = n;
-	for (size_t i = 0; i < n; i++) {
-		char place[PATH_LEN + 64], shown[64];
-		const json_t *v = json_array_get(array, i);
-		struct message *m = &(*out)[i];
-		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
-		if (!json_is_object(v))
-			return fail("%s: is %s; expected an object", place, json_kind(v));
-		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
-			return -1;
-		const char *role = chat_role(m->role);
-		if (!role)
-			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
-		reply = reply || !strcmp(role, "ASSISTANT");
-	}
-	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
-}
-
 /* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
@@ -5286,6 +5442,11 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		if (array) {
 			messages = NULL;
 			rc = read_messages(array, where, &messages, &n);
+			bool reply = false;
+			for (int i = 0; i < n && rc == 0; i++)
+				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
+			if (rc == 0 && !reply)
+				rc = fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
 		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)

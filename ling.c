@@ -2156,7 +2156,7 @@ static int validate(struct trainer *t, double *loss)
 	int64_t tokens = 0;
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
-		if (evaluate(&t->model, &t->valid[i], c->data.document_mask, c->eval.max_windows, &e) < 0)
+		if (evaluate(&t->model, &t->valid[i], NULL, c->data.document_mask, c->eval.max_windows, &e) < 0)
 			return -1;
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
@@ -2236,10 +2236,11 @@ int trainer_run(struct trainer *t)
  * Evaluation
  * ========================================================================================================== */
 
-int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e)
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask, int64_t max_windows,
+		struct evaluation *e)
 {
 	const int64_t L = m->seq_len, all = count_windows(data, L), windows = max_windows && max_windows < all ? max_windows : all;
-	const bool byte_tokens = !strcmp(data->tokenizer, "byte");
+	struct text text = {0};
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
@@ -2264,10 +2265,13 @@ int evaluate(struct model *m, const struct tokens *data, bool document_mask, int
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
 		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
+		text.size = 0;
 		for (int64_t t = 0; B && m->layout.tensor.rank == 0 && t < L; t++) {
 			sums[1] += target[t] >= 0;
-			sums[2] += byte_tokens && target[t] >= 0 && target[t] < 256;
+			if (tokenizer && target[t] >= 0)
+				tokenizer_decode(tokenizer, target[t], false, &text);
 		}
+		sums[2] += text.size;
 	}
 	m->document = NULL;
 	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
@@ -2275,6 +2279,7 @@ int evaluate(struct model *m, const struct tokens *data, bool document_mask, int
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
 	free(input);
+	free(text.data);
 	e->loss = sums[0] / e->tokens;
 	if (rc == 0 && e->tokens == 0)
 		rc = fail("%s: the loss counts for none of the tokens in its %lld windows", data->path, (long long)windows);
@@ -3192,6 +3197,16 @@ static int model_of_directory(struct model_config *c, const char *dir)
 	return access(path, F_OK) < 0 ? -1 : fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
 }
 
+/* What made the ids of a token file, if that is the byte tokenizer or the model's own; else NULL. */
+static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
+{
+	struct tokenizer *t = !*data->tokenizer ? NULL : !strcmp(data->tokenizer, "byte") ? tokenizer_open("byte") : tokenizer_of_model(model_dir, NULL);
+	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
+		return t;
+	tokenizer_close(t);
+	return NULL;
+}
+
 static int command_eval(const struct arguments *a)
 {
 	struct model_config c;
@@ -3216,7 +3231,9 @@ static int command_eval(const struct arguments *a)
 	layout_connect(&layout);
 	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
-		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
+		struct tokenizer *tokenizer = tokenizer_of_data(&data, a->words[0]);
+		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, tokenizer, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
+		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))

@@ -887,8 +887,9 @@ int trainer_save(struct trainer *t);
 int trainer_run(struct trainer *t);
 
 /* Mean cross-entropy over the windows of a token file, one window at a time, so that no batching can change it. */
-struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: the bytes of text among them (byte tokenizer) */
-int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e);
+struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: of their text, 0 where `tokenizer` is NULL */
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask, int64_t max_windows,
+		struct evaluation *e);
 
 /* ============================================================================================================
  * Generation (ling.c), of a model without tensor parallel

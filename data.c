@@ -3862,6 +3862,13 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token)
 	return id >= 0 ? id : *find_text(t, token, n);
 }
 
+int tokenizer_bytes(const struct tokenizer *t, int32_t id)
+{
+	if (t->bytes_only)
+		return id >= 0 && id < BYTE_END;
+	return id >= 0 && id < t->size && !t->tokens[id].special ? (int)t->tokens[id].size : 0;
+}
+
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
 {
 	if (t->bytes_only)
@@ -5418,7 +5425,7 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 {
 	int64_t bytes = 0;
 	for (int64_t i = 0; i < ids->count; i++)
-		bytes += t->bytes_only ? ids->id[i] < BYTE_END : t->tokens[ids->id[i]].special ? 0 : t->tokens[ids->id[i]].size;
+		bytes += tokenizer_bytes(t, ids->id[i]);
 	return bytes;
 }
 

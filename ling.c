@@ -2156,7 +2156,7 @@ static int validate(struct trainer *t, double *loss)
 	int64_t tokens = 0;
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
-		if (evaluate(&t->model, &t->valid[i], c->data.document_mask, c->eval.max_windows, &e) < 0)
+		if (evaluate(&t->model, &t->valid[i], NULL, c->data.document_mask, c->eval.max_windows, &e) < 0)
 			return -1;
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
@@ -2236,10 +2236,10 @@ int trainer_run(struct trainer *t)
  * Evaluation
  * ========================================================================================================== */
 
-int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e)
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask, int64_t max_windows,
+		struct evaluation *e)
 {
 	const int64_t L = m->seq_len, all = count_windows(data, L), windows = max_windows && max_windows < all ? max_windows : all;
-	const bool byte_tokens = !strcmp(data->tokenizer, "byte");
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
@@ -2266,7 +2266,7 @@ int evaluate(struct model *m, const struct tokens *data, bool document_mask, int
 		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
 		for (int64_t t = 0; B && m->layout.tensor.rank == 0 && t < L; t++) {
 			sums[1] += target[t] >= 0;
-			sums[2] += byte_tokens && target[t] >= 0 && target[t] < 256;
+			sums[2] += tokenizer && target[t] >= 0 ? tokenizer_bytes(tokenizer, target[t]) : 0;
 		}
 	}
 	m->document = NULL;
@@ -3212,13 +3212,20 @@ static int command_eval(const struct arguments *a)
 	}
 	if (open_data(&data, &source, &(struct reading){"none", 0, c.vocab_size, a->seq_len, a->document_mask, a->document_token}) < 0)
 		return EXIT_WORK_FAILED;
+	/* The tokenizer that made the file, if the model's directory holds it: it knows the bytes that ids stand for. */
+	struct tokenizer *tokenizer = *data.tokenizer ? tokenizer_of_model(a->words[0], strcmp(data.tokenizer, "byte") ? NULL : "byte") : NULL;
+	if (tokenizer && tokenizer_hash(tokenizer) != data.tokenizer_hash) {
+		tokenizer_close(tokenizer);
+		tokenizer = NULL;
+	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
 	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
-		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
+		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, tokenizer, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
 	}
+	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
 	if (rc == 0 && layout.world.rank == 0) {

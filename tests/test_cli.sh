@@ -115,6 +115,8 @@ test_bpe() {
 	expect 1 "step-0000002/tokenizer.json: " "$ling" train bpe.yaml
 	cp kept.json bpe/run/step-0000002/tokenizer.json
 	expect 0 "" "$ling" train bpe.yaml
+	expect 0 "" "$ling" eval bpe/run/step-0000004 --data bpe/text --seq-len 16 --json
+	[ "$(metric bytes out.txt)" -gt "$(metric tokens out.txt)" ] || problem "bits per byte of BPE: $(cat out.txt)"
 	expect 0 "" "$ling" tokenize --tokenizer bpe/run/step-0000004 --out bpe/again text.txt
 	expect 0 "" "$ling" train bpe.yaml data.train=bpe/again train.output_dir=bpe/run2
 	expect 1 "hash" "$ling" train bpe.yaml data.tokenizer="$fixture" model.vocab_size=500 train.output_dir=bpe/run3

@@ -3086,8 +3086,8 @@ static size_t nfc_last_cut(const char *text, size_t n)
  * utf8proc 2.8 takes for the last part of a Hangul syllable. */
 static bool nfc_ignores(int32_t c)
 {
-	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA}, {0x11A7, 0x11A7},
-		{0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
+	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA},
+		{0x11A7, 0x11A7}, {0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
 		{0x10F46, 0x10F50}, {0x10F82, 0x10F85}, {0x11070, 0x11070}, {0x1133B, 0x1133B}, {0x1145E, 0x1145E}, {0x11839, 0x1183A}, {0x11930, 0x11943},
 		{0x119E0, 0x119E0}, {0x11A34, 0x11A34}, {0x11A47, 0x11A47}, {0x11A99, 0x11A99}, {0x11D42, 0x11D45}, {0x11D97, 0x11D97}, {0x11F41, 0x11F42},
 		{0x16FF0, 0x16FF1}, {0x1E08F, 0x1E08F}, {0x1E130, 0x1E136}, {0x1E2AE, 0x1E2AE}, {0x1E2EC, 0x1E2EF}, {0x1E4EC, 0x1E4EF}};
@@ -3928,6 +3928,13 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token)
 		return n == 1 ? (uint8_t)*token : -1;
 	const int32_t id = added_id(t, token, n);
 	return id >= 0 ? id : *find_text(t, token, n);
+}
+
+int tokenizer_bytes(const struct tokenizer *t, int32_t id)
+{
+	if (t->bytes_only)
+		return id >= 0 && id < BYTE_END;
+	return id >= 0 && id < t->size && !t->tokens[id].special ? (int)t->tokens[id].size : 0;
 }
 
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
@@ -5486,11 +5493,12 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 {
 	int64_t bytes = 0;
 	for (int64_t i = 0; i < ids->count; i++)
-		bytes += t->bytes_only ? ids->id[i] < BYTE_END : t->tokens[ids->id[i]].special ? 0 : t->tokens[ids->id[i]].size;
+		bytes += tokenizer_bytes(t, ids->id[i]);
 	return bytes;
 }
 
-/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
+/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold
+ * anything, integers beyond 64 bits included. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;

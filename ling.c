@@ -2240,7 +2240,6 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		struct evaluation *e)
 {
 	const int64_t L = m->seq_len, all = count_windows(data, L), windows = max_windows && max_windows < all ? max_windows : all;
-	struct text text = {0};
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
@@ -2265,13 +2264,10 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
 		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
-		text.size = 0;
 		for (int64_t t = 0; B && m->layout.tensor.rank == 0 && t < L; t++) {
 			sums[1] += target[t] >= 0;
-			if (tokenizer && target[t] >= 0)
-				tokenizer_decode(tokenizer, target[t], false, &text);
+			sums[2] += tokenizer && target[t] >= 0 ? tokenizer_bytes(tokenizer, target[t]) : 0;
 		}
-		sums[2] += text.size;
 	}
 	m->document = NULL;
 	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
@@ -2279,7 +2275,6 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
 	free(input);
-	free(text.data);
 	e->loss = sums[0] / e->tokens;
 	if (rc == 0 && e->tokens == 0)
 		rc = fail("%s: the loss counts for none of the tokens in its %lld windows", data->path, (long long)windows);

@@ -237,7 +237,8 @@ struct ids {                   /* a growing list of token ids; free(id) */
 void put_id(struct ids *out, int32_t id); /* appends one */
 
 struct tokenizer;              /* read-only once open: shared by all threads */
-/* Opens `name`: "byte", a Hugging Face tokenizer.json, or a directory that holds one. NULL on error. */
+/* Opens `name`: "byte", a Hugging Face tokenizer.json of byte-level BPE, or a directory that holds one. What of it is not supported, or would give
+ * other ids than Hugging Face's, is an error that names it. NULL on error. */
 struct tokenizer *tokenizer_open(const char *name);
 void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 /* Ids are beneath it. */
@@ -251,6 +252,8 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token);
 /* Appends the text of an id, byte for byte, to a growing text; a special token's too if `special`. An id outside the vocabulary gives nothing. */
 struct text { char *data; size_t size, capacity; }; /* free(data); always ends with a 0 beyond size */
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out);
+/* Bytes of the text that an id stands for, 0 for a special token. */
+int tokenizer_bytes(const struct tokenizer *t, int32_t id);
 void text_append(struct text *out, const char *bytes, size_t n);
 
 struct strings { char **text; int64_t count; bool list; }; /* list: written as one */
@@ -259,7 +262,9 @@ struct encoder;                /* the work space of one thread; the tokenizer mu
 struct encoder *encoder_open(const struct tokenizer *t);
 void encoder_close(struct encoder *e); /* NULL is fine */
 /* Appends the ids of n bytes of text, which may hold anything. With `special`, the text of a special token in it becomes that token; else it is
- * ordinary text. */
+ * ordinary text. (Added tokens that are not special are always found.) Ids are those of Hugging Face's encode(text, add_special_tokens=False): the
+ * file's post_processor, truncation and padding play no part. Of bytes that are not UTF-8 a longest run is a word of its own, and what is between is
+ * encoded as if it were alone. Decoding gives back every byte, unless the tokenizer drops some (NFC, Split with Removed, lstrip, rstrip). */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
 struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */

@@ -478,8 +478,13 @@ static void questions(void **state)
 	assert_int_equal(tokenizer_id(t, "nothing of the kind"), -1);
 	assert_int_equal(tokenizer_id(t, ""), -1);
 	struct text text = {0};
-	for (int32_t id = -2; id < 453; id++)
+	int64_t bytes = 0;
+	for (int32_t id = -2; id < 453; id++) {
 		tokenizer_decode(t, id, false, &text);
+		bytes += tokenizer_bytes(t, id);
+	}
+	assert_int_equal(text.size, bytes);
+	assert_true(tokenizer_bytes(byte, 255) == 1 && tokenizer_bytes(byte, 256) == 0 && tokenizer_bytes(byte, -1) == 0);
 	assert_null(strstr(text.data, "<role>"));
 	tokenizer_decode(t, 448, true, &text);
 	assert_string_equal(text.data + text.size - 6, "<role>");

@@ -1191,7 +1191,7 @@ static void test_generate(void **state)
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct tokenizer *t = tokenizer_open("byte");
 	int differ = 0, beyond = 0;
-	char stop[4] = "";
+	char stop[4] = "", *stops[] = {stop};
 	real logits[300];
 	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
 		struct continuation expected[PROMPTS], found[PROMPTS];
@@ -1200,7 +1200,7 @@ static void test_generate(void **state)
 				{PROMPTS, 5, false}, {4, 9, true}};
 			struct model m;
 			struct generation g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
-				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = kind == 2 ? stop : NULL};
+				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = {stops, kind == 2, false}};
 			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
 			model_randomize(&m, 3);
 			run_generate(way ? found : expected, &m, t, &g);

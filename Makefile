@@ -17,11 +17,11 @@ MPI_CFLAGS = $(shell pkg-config --cflags ompi-c)
 MPI_LIBS = $(shell pkg-config --libs ompi-c)
 CFLAGS = -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS) $(MPI_CFLAGS)
 SANITIZE = -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lpng -lz -lm
+LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
 SOURCES := ling.c kernels.c parallel.c data.c
 TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
-	build/test_config build/test_files build/test_plot
-FUZZERS := config safetensors tokens jsonl
+	build/test_config build/test_files build/test_plot build/test_tokenizer
+FUZZERS := config safetensors tokens jsonl tokenizer
 FUZZ_SECONDS ?= 60
 
 ling: $(SOURCES:%.c=build/release/%.o)
@@ -66,7 +66,7 @@ build/test_parallel: tests/test_parallel.c build/test_model
 build/compare_checkpoints: tests/compare_checkpoints.c data.c ling.h
 	$(CC) $(CFLAGS) -Wno-unused-function $< -o $@ $(LIBS)
 
-build/test_config build/test_files build/test_plot: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
+build/test_config build/test_files build/test_plot build/test_tokenizer: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
 	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
 
 .PHONY: deps test run-tests quickstart bench fuzz clean

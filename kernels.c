@@ -108,7 +108,8 @@ enum { VECTOR_BYTES = 16, MR = 12 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES };
-/* Blocks: NR columns of B fill the first-level cache, a block of A fits the second, and both together a thread's stack (1.4 MB). */
+/* Blocks: NR columns of B fill the first-level cache, a block of A fits the second, and both together a thread's stack (1.4 MB; 1.8 MB with the
+ * lines of a product of a few rows). */
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -241,12 +242,12 @@ static struct matrix transposed(const real *data, int64_t stride)
 	return (struct matrix){.data = data, .stride = stride, .transpose = true};
 }
 
-/* Where element `col` of stored row r is, of elements of `size` bytes. */
-static inline const char *stored_at(const struct matrix *x, int64_t r, int64_t col, size_t size)
+/* Where element `col` of stored row r is. */
+static inline const void *stored_at(const struct matrix *x, int64_t r, int64_t col)
 {
 	const bool second = x->second && r >= x->split;
 	r = second ? r - x->split : x->row ? x->row[r] : r;
-	return (const char *)(second ? x->second : x->data) + (r * x->stride + col) * size;
+	return (const char *)(second ? x->second : x->data) + (r * x->stride + col) * (x->bf16 ? sizeof(uint16_t) : sizeof(real));
 }
 
 /* LANES bfloat16: the upper halves of floats. */
@@ -262,23 +263,31 @@ static inline float widen(uint16_t half)
 	return x;
 }
 
-ALWAYS_INLINE vector widen_lanes(const void *half)
+/* out = n elements that stand at `from`. */
+static inline void read_elements(real *out, const void *from, bool bf16, int64_t n)
 {
-	return __builtin_convertvector((floats)(__builtin_convertvector(*(const halves *)half, words) << 16), vector);
+	if (!bf16) {
+		memcpy(out, from, n * sizeof *out);
+		return;
+	}
+	const uint16_t *half = from;
+	int64_t i = 0;
+	for (; i + LANES <= n; i += LANES)
+		*(vector *)(out + i) = __builtin_convertvector((floats)(__builtin_convertvector(*(const halves *)(half + i), words) << 16), vector);
+	for (; i < n; i++)
+		out[i] = widen(half[i]);
 }
 
-/* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, which like bf16 is a constant where this is called):
+/* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, a constant where this is called):
  * out[panel][term][line], the last panel filled up with zeros. Lines are stored rows from (line, term) on; `lines_across`: terms are.
  * `out` has room for LANES more elements. */
-ALWAYS_INLINE void pack(real *out, const int width, const bool bf16, const struct matrix *x, bool lines_across, int64_t line, int64_t term,
-		int64_t lines, int64_t terms)
+ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool lines_across, int64_t line, int64_t term, int64_t lines,
+		int64_t terms)
 {
-	const size_t size = bf16 ? sizeof(uint16_t) : sizeof(real);
 	if (lines_across) {
 		const int64_t whole = lines / width * width;
 		for (int64_t p = 0; p < terms; p++) {
-			const real *from = (const real *)stored_at(x, term + p, line, size);
-			const real *ahead = (const real *)stored_at(x, term + min64(p + 8, terms - 1), line, size);
+			const real *from = stored_at(x, term + p, line), *ahead = stored_at(x, term + min64(p + 8, terms - 1), line);
 			real *to = out + p * width;
 			for (int64_t i = 0; i < whole; i += width, to += width * terms) {
 				__builtin_prefetch(ahead + i); /* the processor does not foresee the stride */
@@ -290,12 +299,12 @@ ALWAYS_INLINE void pack(real *out, const int width, const bool bf16, const struc
 		return;
 	}
 	for (int64_t first = 0; first < lines; first += width, out += width * terms) {
-		const char *from[MR + NR], *ahead[MR + NR]; /* of each line of this panel and of the next */
+		const real *from[MR + NR], *ahead[MR + NR]; /* of each line of this panel and of the next */
 		const int n = (int)min64(width, lines - first);
 		UNROLL
 		for (int i = 0; i < width; i++) {
-			from[i] = stored_at(x, line + min64(first + i, lines - 1), term, size);
-			ahead[i] = stored_at(x, line + min64(first + width + i, lines - 1), term, size);
+			from[i] = stored_at(x, line + min64(first + i, lines - 1), term);
+			ahead[i] = stored_at(x, line + min64(first + width + i, lines - 1), term);
 		}
 		int64_t p = 0;
 		for (; p + LANES <= terms; p += LANES)
@@ -304,10 +313,9 @@ ALWAYS_INLINE void pack(real *out, const int width, const bool bf16, const struc
 				vector square[LANES];
 				UNROLL
 				for (int i = 0; i < LANES; i++) {
-					const char *at = from[s + i] + p * size;
-					square[i] = s + i >= n ? (vector){0} : bf16 ? widen_lanes(at) : *(const vector *)at;
+					square[i] = s + i < n ? *(const vector *)(from[s + i] + p) : (vector){0};
 					if (s + i < width)
-						__builtin_prefetch(ahead[s + i] + p * size);
+						__builtin_prefetch(ahead[s + i] + p);
 				}
 				transpose_square(square);
 				UNROLL
@@ -316,21 +324,36 @@ ALWAYS_INLINE void pack(real *out, const int width, const bool bf16, const struc
 			}
 		for (; p < terms; p++)
 			for (int i = 0; i < width; i++)
-				out[p * width + i] = i >= n ? 0 : bf16 ? widen(((const uint16_t *)from[i])[p]) : ((const real *)from[i])[p];
+				out[p * width + i] = i < n ? from[i][p] : 0;
 	}
 }
 
 static void pack_a(real *out, const struct matrix *a, int64_t row, int64_t term, int64_t rows, int64_t terms)
 {
-	pack(out, MR, false, a, a->transpose, row, term, rows, terms);
+	pack(out, MR, a, a->transpose, row, term, rows, terms);
+}
+
+/* Stored rows first .. first + rows - 1 as real, from column `col` on, apart by LINES_STRIDE (no multiple of a cache's sets): they are read from end to
+ * end, as the processor foresees it. */
+enum { LINES = 4 * KC, LINES_STRIDE = LINES + LANES };
+static void read_lines(real *out, const struct matrix *x, int64_t first, int64_t col, int64_t rows, int64_t cols)
+{
+	for (int64_t i = 0; i < rows; i++)
+		read_elements(out + i * LINES_STRIDE, stored_at(x, first + i, col), x->bf16, cols);
 }
 
 static void pack_b(real *out, const struct matrix *b, int64_t col, int64_t term, int64_t cols, int64_t terms)
 {
-	if (b->bf16)
-		pack(out, NR, true, b, false, col, term, cols, terms);
-	else
-		pack(out, NR, false, b, !b->transpose, col, term, cols, terms);
+	if (!b->bf16) {
+		pack(out, NR, b, !b->transpose, col, term, cols, terms);
+		return;
+	}
+	real lines[NR * LINES_STRIDE];
+	const struct matrix panel = transposed(lines, LINES_STRIDE);
+	for (int64_t j = 0; j < cols; j += NR) {
+		read_lines(lines, b, col + j, term, min64(NR, cols - j), terms);
+		pack(out + j * terms, NR, &panel, false, 0, 0, min64(NR, cols - j), terms);
+	}
 }
 
 /* What is to be done with rows first .. first + rows - 1 of a product as soon as they are whole, while they are in the core's cache. */
@@ -373,18 +396,29 @@ static void tile_results(tile_function *tile, int rows, int64_t cols, int64_t te
 			c[y * ldc + x] = add ? c[y * ldc + x] + alpha * edge[y * NR + x] : alpha * edge[y * NR + x];
 }
 
-/* A product of up to MR rows, which reads B once: each of its panels is used as soon as it is packed, in the first-level cache. */
+/* A product of up to MR rows. It is bound by memory: B is read once, and each of its panels used as soon as it is packed, in the first-level cache. */
 static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const struct matrix *a, const struct matrix *b, bool accumulate, real *c,
 		int64_t ldc)
 {
-	real a_panel[MR * KC + LANES] __attribute__((aligned(64))), b_panel[NR * KC + LANES] __attribute__((aligned(64)));
-	for (int64_t p = 0; p == 0 || p < k; p += KC) {
-		const int64_t terms = min64(KC, k - p);
-		pack_a(a_panel, a, 0, p, m, terms);
+	real a_panels[MR * LINES + LANES] __attribute__((aligned(64))), b_panel[NR * KC + LANES] __attribute__((aligned(64)));
+	real lines[NR * LINES_STRIDE] __attribute__((aligned(64)));
+	const struct matrix panel = transposed(lines, LINES_STRIDE);
+	for (int64_t from = 0; from == 0 || from < k; from += LINES) {
+		const int64_t end = min64(k, from + LINES);
+		for (int64_t p = from; p < end; p += KC)
+			pack_a(a_panels + (p - from) * MR, a, 0, p, m, min64(KC, end - p));
 		for (int64_t col = 0; col < n; col += NR) {
 			const int64_t cols = min64(NR, n - col);
-			pack_b(b_panel, b, col, p, cols, terms);
-			tile_results(tile_of_panel, (int)m, cols, terms, a_panel, b_panel, alpha, accumulate || p > 0, c + col, ldc);
+			if (b->transpose)
+				read_lines(lines, b, col, from, cols, end - from);
+			for (int64_t p = from; p == 0 || p < end; p += KC) {
+				const int64_t terms = min64(KC, end - p);
+				if (b->transpose)
+					pack_b(b_panel, &panel, 0, p - from, cols, terms);
+				else
+					pack_b(b_panel, b, col, p, cols, terms);
+				tile_results(tile_of_panel, (int)m, cols, terms, a_panels + (p - from) * MR, b_panel, alpha, accumulate || p > 0, c + col, ldc);
+			}
 		}
 	}
 }
@@ -817,13 +851,9 @@ void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accum
  * Embedding
  * ========================================================================================================== */
 
-/* out[j] = element first + j of a weight. */
-static void read_weight(real *out, const struct weight *w, int64_t first, int64_t n)
+static const void *weight_at(const struct weight *w, int64_t element)
 {
-	if (!w->bf16)
-		memcpy(out, (const real *)w->data + first, n * sizeof *out);
-	for (int64_t j = 0; w->bf16 && j < n; j++)
-		out[j] = widen(((const uint16_t *)w->data)[first + j]);
+	return (const char *)w->data + element * (w->bf16 ? sizeof(uint16_t) : sizeof(real));
 }
 
 void embedding_forward(real *out, const int32_t *token, const struct weight *w, int64_t first, int64_t T, int64_t H, int64_t V)
@@ -832,7 +862,7 @@ void embedding_forward(real *out, const int32_t *token, const struct weight *w, 
 	for (int64_t t = 0; t < T; t++) {
 		const int64_t v = token[t] - first;
 		if (v >= 0 && v < V)
-			read_weight(out + t * H, w, v * H, H);
+			read_elements(out + t * H, weight_at(w, v * H), w->bf16, H);
 		else
 			memset(out + t * H, 0, H * sizeof *out);
 	}
@@ -1439,7 +1469,7 @@ void column_sum_of_squares(double *sum, const struct weight *w, int64_t V, int64
 			sum[j] = 0;
 		for (int64_t v = 0; v < V; v++) {
 			real row[slice];
-			read_weight(row, w, v * H + first, end - first);
+			read_elements(row, weight_at(w, v * H + first), w->bf16, end - first);
 			for (int64_t j = first; j < end; j++)
 				sum[j] += (double)row[j - first] * row[j - first];
 		}

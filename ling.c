@@ -1573,12 +1573,23 @@ static int64_t count_windows(const struct tokens *t, int64_t L)
 	return t->count > L ? (t->count - 1) / L : 0;
 }
 
-/* How token files are read. document_token -1: not known. */
-struct reading { const char *tokenizer; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
+/* How token files are read. tokenizer "none", document_token -1: not known. */
+struct reading { const char *tokenizer; uint32_t tokenizer_hash; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
 
-static struct reading reading_of(const struct config *c)
+/* What the config says of it. The tokenizer's ids must be the model's. */
+static int reading_of(struct reading *r, const struct config *c)
 {
-	return (struct reading){c->data.tokenizer, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	if (!strcmp(c->data.tokenizer, "none"))
+		return 0;
+	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
+	if (!t)
+		return -1;
+	const int size = tokenizer_size(t);
+	r->tokenizer_hash = tokenizer_hash(t);
+	tokenizer_close(t);
+	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
+			c->data.tokenizer, size, c->model.vocab_size);
 }
 
 /* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, and tell where its
@@ -1593,8 +1604,9 @@ static int open_data(struct tokens *t, const struct data_source *source, const s
 	if (count_windows(t, L) == 0)
 		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
 				(long long)L + 1);
-	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && strcmp(r->tokenizer, t->tokenizer))
-		rc = fail("%s: made by tokenizer %s, the config says data.tokenizer: %s", path, t->tokenizer, r->tokenizer);
+	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
+				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
 	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
 		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
 	t->document_token = r->document_token;
@@ -1741,8 +1753,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 static int open_all(struct trainer *t)
 {
 	const struct config *c = &t->config;
-	const struct reading r = reading_of(c);
-	int rc = 0;
+	struct reading r;
+	int rc = reading_of(&r, c);
 	for (int i = 0; i < c->data.num_train && rc == 0; i++)
 		rc = open_data(&t->train[i], &c->data.train[i], &r);
 	for (int i = 0; i < c->data.num_valid && rc == 0; i++)
@@ -2980,26 +2992,31 @@ enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
 
 const char *argp_program_version = "ling " LING_VERSION;
 
+enum { MAX_SPECIAL = 64 };      /* tokens that train-tokenizer is given */
+
 /* What the command line of any command may hold. */
 struct arguments {
 	const struct command *command;
-	unsigned given;              /* a bit for each option that was given, see OPTION_BIT */
+	uint64_t given;              /* a bit for each option that was given, see OPTION_BIT */
 	char **words;                /* the words that are no options */
 	int num_words;
-	const char *tokenizer, *out, *data, *dtype, *prompt, *prompts;
+	const char *special_tokens[MAX_SPECIAL];
+	int num_special, vocab_size;
+	const char *tokenizer, *out, *decode, *pattern, *data, *dtype, *prompt, *prompts;
 	bool chat, document_mask;
 	struct generation generation;
 	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
-	bool json;
+	bool json, special;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN,
-	OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS,
-	OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P, OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_JSON, OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
+	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
+	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
+	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_JSON, OPTION_KEYS };
 
-#define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
+#define OPTION_BIT(option) (UINT64_C(1) << ((option) - OPTION_TOKENIZER))
 
 enum { ANY_NUMBER = INT32_MAX, MAX_BATCH = 256 };
 
@@ -3008,7 +3025,7 @@ struct command {
 	int (*run)(const struct arguments *);
 	bool computes;               /* worth the best environment, see use_best_environment */
 	int min_words, max_words;
-	unsigned required;           /* options that must be given */
+	uint64_t required;           /* options that must be given */
 	const char *usage, *help;
 	struct argp_option options[16];
 };
@@ -3058,9 +3075,11 @@ static void check_usage(const struct arguments *a, struct argp_state *state)
 {
 	const struct command *c = a->command;
 	for (const struct argp_option *o = c->options; o->name; o++)
-		if (c->required & ~a->given & OPTION_BIT(o->key))
+		if (!a->decode && c->required & ~a->given & OPTION_BIT(o->key))
 			argp_error(state, "--%s is required", o->name);
-	if (a->num_words < c->min_words)
+	if (a->decode && (a->out || a->num_words || a->special))
+		argp_error(state, "--decode goes with --tokenizer alone");
+	if (a->num_words < c->min_words && !a->decode)
 		argp_error(state, "too few arguments");
 	if (a->num_words > c->max_words)
 		argp_error(state, "unexpected '%s'", a->words[c->max_words]);
@@ -3074,6 +3093,15 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	switch (key) {
 	case OPTION_TOKENIZER: a->tokenizer = value; break;
 	case OPTION_OUT: a->out = value; break;
+	case OPTION_DECODE: a->decode = value; break;
+	case OPTION_SPECIAL: a->special = true; break;
+	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
+	case OPTION_PATTERN: a->pattern = value; break;
+	case OPTION_SPECIAL_TOKEN:
+		if (a->num_special == MAX_SPECIAL)
+			argp_error(state, "--special: more than %d tokens", MAX_SPECIAL);
+		a->special_tokens[a->num_special++] = value;
+		break;
 	case OPTION_DATA: a->data = value; break;
 	case OPTION_DTYPE: a->dtype = value; break;
 	case OPTION_DOCUMENT_MASK: a->document_mask = true; break;
@@ -3182,7 +3210,7 @@ static int command_eval(const struct arguments *a)
 		fail("--data %s --dtype %s: too long", a->data, a->dtype);
 		return EXIT_WRONG_USE;
 	}
-	if (open_data(&data, &source, &(struct reading){"none", c.vocab_size, a->seq_len, a->document_mask, a->document_token}) < 0)
+	if (open_data(&data, &source, &(struct reading){"none", 0, c.vocab_size, a->seq_len, a->document_mask, a->document_token}) < 0)
 		return EXIT_WORK_FAILED;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
@@ -3369,12 +3397,27 @@ static int command_generate(const struct arguments *a)
 static int command_tokenize(const struct arguments *a)
 {
 	struct tokenized t;
-	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", a->num_words, a->words, &t) < 0)
+	if (a->decode)
+		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", a->special, a->num_words, a->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
 	if (t.learned < t.tokens)
 		printf(", %lld tokens learned", (long long)t.learned);
 	printf("\n");
+	return EXIT_DONE;
+}
+
+static int command_train_tokenizer(const struct arguments *a)
+{
+	const struct tokenizer_training how = {a->vocab_size, a->pattern, (const char **)a->special_tokens, a->num_special, a->num_words, a->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(a->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", a->out, t.vocab_size, (long long)t.merges, (long long)t.bytes,
+			(long long)t.words);
+	if (t.vocab_size < a->vocab_size)
+		printf("the text has no more pairs to merge\n");
 	return EXIT_DONE;
 }
 
@@ -3475,11 +3518,21 @@ static const struct command commands[] = {
 		{"no-cache", OPTION_NO_CACHE, NULL, 0, "Compute the whole sequence again for each token: slow, to check", 0},
 		{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte, a tokenizer.json, or its directory (the model's own)", 0},
 		{"json", OPTION_JSON, NULL, 0, "Print a JSON object on a line for each prompt", 0}}},
-	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...",
+	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...\n--decode PREFIX",
 		"Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a conversation, or a `prompt` and its "
 		"`completion`; of the latter two only the assistant's replies are learned).",
-		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
-		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
+		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
+			"BPE, or a directory with one", 0},
+		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
+		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
+		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
+	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
+		"--vocab-size N --out FILE.json FILE...",
+		"Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for Hugging Face's tools.",
+		{{"vocab-size", OPTION_VOCAB_SIZE, "N", 0, "Tokens, the 256 bytes and the special ones included (required)", 0},
+		{"out", OPTION_OUT, "FILE", 0, "The tokenizer.json (required)", 0},
+		{"pattern", OPTION_PATTERN, "REGEX", 0, "What cuts text into words, beyond which nothing is merged (Ling's)", 0},
+		{"special", OPTION_SPECIAL_TOKEN, "TOKEN", 0, "A special token beside <|endoftext|>, <role> and </role>; may be given several times", 0}}},
 	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
 		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",

@@ -44,11 +44,11 @@ typedef float real;
  * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text: main prints it, once, and tests
  * read it. It names the file, the line or key, what was found and what was expected.
  *
- * The program's mutable globals, all of them: error_text; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
+ * The program's mutable globals, all of them: error_text, of which each thread has one; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
  * the start; and in parallel.c what this process knows of MPI, of which there is one.
  * ========================================================================================================== */
 
-extern char error_text[4096];
+extern _Thread_local char error_text[4096];
 void set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static inline int failure(void) { return -1; }
 #define fail(...) (set_error(__VA_ARGS__), failure()) /* a macro, so that compilers see the -1 */
@@ -93,7 +93,7 @@ struct config {
 		struct data_source train[MAX_SOURCES], valid[MAX_SOURCES];
 		int num_train, num_valid;  /* num_valid may be 0 */
 		int64_t blend_from_step;   /* the step at which a continued run may change its blend; 0 = none */
-		char tokenizer[32];
+		char tokenizer[PATH_LEN];  /* "byte", "none", or what tokenizer_open takes */
 		int seq_len;
 		bool shuffle, document_mask;
 		int document_token;        /* separates the documents of files that have no index; -1 = not known */
@@ -268,9 +268,9 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 /* Reads prompts: a text file has one on each line that is not empty; a .jsonl file's lines have a `prompt`, or the `messages` of a conversation.
  * (*out)[n]: free each id, and *out. */
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
-/* Writes text as a JSON string; bytes that are not UTF-8 become U+FFFD. */
+/* Writes text as a JSON string; each byte that is no UTF-8 becomes U+FFFD. */
 void json_write_text(FILE *f, const char *text, size_t n);
-/* How much of a text that goes on can be shown: all but a character that is not whole. */
+/* How much of a text that goes on is whole: n less the bytes at the end that may be the beginning of a character. */
 size_t utf8_whole(const char *text, size_t n);
 
 /* -- token files -- */
@@ -283,7 +283,8 @@ struct tokens {                /* a token file, mapped */
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset, else -1 */
 	const uint8_t *ids, *learned; /* learned [count]: 0 where the loss does not count; NULL: it counts everywhere */
-	char tokenizer[32];          /* from the manifest; "" when it does not tell */
+	char tokenizer[PATH_LEN];    /* from the manifest; "" when it does not tell */
+	uint32_t tokenizer_hash;     /* where it tells */
 	uint32_t crc32;              /* of the ids, with the loss mask behind them */
 	int vocab_size;              /* ids are beneath it */
 	int32_t document_token;      /* see tokens_documents; -1 once opened */
@@ -303,10 +304,29 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
 struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
-/* Turns text and JSONL files into PREFIX.bin, .idx and .json. The byte tokenizer: a byte is its token, 256 ends a document.
+/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`
+ * the text of a special token becomes that token, but not in messages; the default of the field is that nothing in a text can pass for one.
  * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a
  * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. Shows progress on stderr. */
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result);
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
+/* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
+int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
+
+/* -- training a tokenizer -- */
+
+struct tokenizer_training {
+	int vocab_size;              /* with the special tokens */
+	const char *pattern;         /* cuts text into words, in the dialect of a tokenizer.json; NULL: Ling's */
+	const char **special;        /* tokens beside <|endoftext|>, <role> and </role> */
+	int num_special;
+	int num_files;
+	char **files;                /* text, and JSON lines as tokenize_files reads them */
+};
+struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; }; /* words: distinct ones; vocab_size is less than asked for when no pairs are left */
+/* Trains a byte-level BPE as Hugging Face's BpeTrainer does: again and again the pair with the highest count is merged, of equals the one of smaller
+ * ids. Writes it as a tokenizer.json. The result is the same for any number of processors. Text is taken in pieces of about 256 KiB that end with a
+ * line. Memory is that of the distinct words. */
+int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result);
 
 /* -- metrics -- */
 

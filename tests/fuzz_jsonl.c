@@ -20,7 +20,7 @@ static void tokenize(char *path)
 	char prefix[PATH_LEN];
 	struct tokens t;
 	struct tokenized result;
-	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", 1, &path, &result) < 0)
+	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", false, 1, &path, &result) < 0)
 		return;
 	int64_t learned = 0;
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)

@@ -96,7 +96,7 @@ static void test_weights_in_place(void **state)
 {
 	(void)state;
 	enum { G = 3 };
-	static const int64_t sizes[][3] = {{1, 5, 2}, {4, 37, 46}, {14, 401, 90}, {16, 800, 64}, {40, 385, 902}, {130, 64, 34}};
+	static const int64_t sizes[][3] = {{1, 5, 2}, {4, 37, 46}, {14, 401, 90}, {16, 800, 64}, {3, 3101, 70}, {40, 385, 902}, {130, 64, 34}};
 	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
 		const int64_t R = sizes[c][0], K = sizes[c][1], N = sizes[c][2], offset[G + 1] = {0, R - R / 3, R - R / 3, R};
 		real *x = garbage(R * K), *w = garbage(G * N * K), *y = garbage(R * N), *again = garbage(R * N), *act = garbage(R * N / 2);
@@ -170,7 +170,7 @@ static double product_difference(const real *c, int64_t m, int64_t n, int64_t k,
 static void test_product_blocks(void **state)
 {
 	(void)state;
-	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}};
+	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}, {33, 1702, 50}};
 	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
 		const int64_t T = sizes[c][0], K = sizes[c][1], N = sizes[c][2];
 		real *x = garbage(T * K), *w = garbage(N * K), *y = garbage(T * N), *again = garbage(T * N), *dw = garbage(N * K), *dx = garbage(T * K);

@@ -1003,6 +1003,57 @@ static void check_mapped(const struct model_config *c, const char *path, int num
 	free(logits[0]), free(logits[1]);
 }
 
+static void compare_weight(const struct weight *found, const real *expected, int64_t n, const char *what)
+{
+	for (int64_t i = 0; i < n; i++) {
+		const bool behind = found->second && i >= n / 2;
+		const void *half = behind ? found->second : found->data;
+		const int64_t at = behind ? i - n / 2 : i;
+		const uint32_t bits = found->bf16 ? (uint32_t)((const uint16_t *)half)[at] << 16 : 0;
+		float value;
+		memcpy(&value, &bits, sizeof value);
+		if ((found->bf16 ? (real)value : ((const real *)half)[at]) != expected[i])
+			fail_msg("%s: element %lld differs", what, (long long)i);
+	}
+}
+
+/* Every rank of a layout has its own part of the weights, whether it can be used in the file or has to be copied. */
+static void check_mapped_parts(const struct model_config *c, const char *path)
+{
+	enum { RANKS = 4 };
+	for (int rank = 0; rank < RANKS; rank++) {
+		struct model mapped, copied;
+		const struct layout layout = layout_of_rank(rank, RANKS, 2, 2);
+		assert_done(model_init(&mapped, c, &layout, 2, 8, EVALUATE));
+		assert_done(model_init(&copied, c, &layout, 2, 8, TRAIN_KEEP_ALL));
+		assert_done(model_load(&mapped, path));
+		assert_done(model_load(&copied, path));
+		const int64_t H = c->hidden_size, I = c->moe_intermediate_size, V = mapped.config.vocab_size, d = c->head_dim;
+		const int nh = mapped.config.num_attention_heads, nkv = mapped.config.num_key_value_heads;
+		int num_mapped = 0;
+		for (int i = 0; i < mapped.num_tensors; i++)
+			num_mapped += mapped.tensors[i].mapped != NULL;
+		assert_true(num_mapped > 0);
+		compare_weight(&mapped.embedding, copied.params.embedding, V * H, "embedding");
+		compare_weight(&mapped.lm_head, copied.params.lm_head, V * H, "lm_head");
+		for (int l = 0; l < c->num_hidden_layers; l++) {
+			const struct layer_weights *w = &mapped.weights[l];
+			const struct layer_params *p = &copied.params.layer[l];
+			const int64_t W = shared_width(c, l);
+			compare_weight(&w->qkv, p->qkv, (nh + 2 * nkv) * d * H, "qkv");
+			compare_weight(&w->dense, p->dense, H * nh * d, "dense");
+			compare_weight(&w->router, p->router, c->num_experts * H, "router");
+			compare_weight(&w->shared_gate_up, p->shared_gate_up, 2 * W * H, "shared gate and up");
+			compare_weight(&w->shared_down, p->shared_down, H * W, "shared down");
+			for (int e = 0; e < mapped.num_experts; e++) {
+				compare_weight(&w->gate_up[e], p->gate_up + e * 2 * I * H, 2 * I * H, "gate and up");
+				compare_weight(&w->down[e], p->down + e * H * I, H * I, "down");
+			}
+		}
+		model_free(&mapped), model_free(&copied);
+	}
+}
+
 static void test_mapped(void **state)
 {
 	(void)state;
@@ -1023,6 +1074,9 @@ static void test_mapped(void **state)
 	check_mapped(&c, put_weights(&m, MIXED), mixed);
 	check_mapped(&c, put_weights(&m, ODD_ADDRESS), 0);
 	model_free(&m);
+	c.norm_head = false; /* whose sum over the ranks would need them all */
+	check_mapped_parts(&c, FIXTURES "huggingface_shards");
+	check_mapped_parts(&c, at("weights%d.safetensors", MIXED));
 	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_f16"));
 	check_mapped(&c, FIXTURES "huggingface_f16", 0);
 }

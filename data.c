@@ -5152,7 +5152,9 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
 
-#define SCAN_BLOCK (1 << 22)
+#ifndef SCAN_BLOCK
+#define SCAN_BLOCK (1 << 22) /* tokens that a thread looks through at a time */
+#endif
 
 /* What is known of a block of ids. */
 struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };

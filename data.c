@@ -4657,7 +4657,7 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 {
 	if (chat)
 		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
-	if (encode(e, text, n, false, out) < 0)
+	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(e->t) < 0)
 		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");

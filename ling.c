@@ -2588,11 +2588,11 @@ static int encode_option(const struct task *t, const struct text *option, struct
 {
 	if (t->chat) {
 		append_ids(out, context->id, context->count);
-		return encode(e, option->data, option->size, false, out);
+		return encode(e, option->data, option->size, true, out);
 	}
 	const size_t n = text->size;
 	append_text(text, option);
-	const int rc = encode(e, text->data, text->size, false, out);
+	const int rc = encode(e, text->data, text->size, true, out);
 	text->size = n;
 	return rc;
 }
@@ -2685,7 +2685,7 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	if (begin_token(w, &w->task->samples.sample[i], &before) < 0)
 		return -1;
 	put_id(&w->ids, before);
-	if (encode(e, text->data, text->size, false, &w->ids) < 0)
+	if (encode(e, text->data, text->size, true, &w->ids) < 0)
 		return -1;
 	const int64_t n = w->ids.count - begin - 1; /* tokens to score */
 	for (int64_t done = 0, end; done < n; done = end) {
@@ -3678,10 +3678,10 @@ struct arguments {
 	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
-	bool json, special;
+	bool json, special_as_text;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL_AS_TEXT, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
 	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
 	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
 	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_TASKS, OPTION_JSON, OPTION_KEYS };
@@ -3747,7 +3747,7 @@ static void check_usage(const struct arguments *a, struct argp_state *state)
 	for (const struct argp_option *o = c->options; o->name; o++)
 		if (!a->decode && c->required & ~a->given & OPTION_BIT(o->key))
 			argp_error(state, "--%s is required", o->name);
-	if (a->decode && (a->out || a->num_words || a->special))
+	if (a->decode && (a->out || a->num_words || a->special_as_text))
 		argp_error(state, "--decode goes with --tokenizer alone");
 	if (a->num_words < c->min_words && !a->decode)
 		argp_error(state, "too few arguments");
@@ -3764,7 +3764,7 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_TOKENIZER: a->tokenizer = value; break;
 	case OPTION_OUT: a->out = value; break;
 	case OPTION_DECODE: a->decode = value; break;
-	case OPTION_SPECIAL: a->special = true; break;
+	case OPTION_SPECIAL_AS_TEXT: a->special_as_text = true; break;
 	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
 	case OPTION_PATTERN: a->pattern = value; break;
 	case OPTION_SPECIAL_TOKEN:
@@ -4164,7 +4164,7 @@ static int command_tokenize(const struct arguments *a)
 	struct tokenized t;
 	if (a->decode)
 		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", a->special, a->num_words, a->words, &t) < 0)
+	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", !a->special_as_text, a->num_words, a->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
 	if (t.learned < t.tokens)
@@ -4295,7 +4295,7 @@ static const struct command commands[] = {
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
 			"BPE, or a directory with one", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
-		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
+		{"special-as-text", OPTION_SPECIAL_AS_TEXT, NULL, 0, "What looks like a special token in a text is text, and not that token", 0},
 		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
 	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
 		"--vocab-size N --out FILE.json FILE...",

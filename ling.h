@@ -316,8 +316,8 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
 struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
-/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`
- * the text of a special token becomes that token, but not in messages; the default of the field is that nothing in a text can pass for one.
+/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`,
+ * as Hugging Face does, the text of a special token becomes that token, but not in messages: a user's words cannot pass for a role.
  * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a
  * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. Shows progress on stderr. */
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);

@@ -87,10 +87,10 @@ test_bpe() {
 	OMP_NUM_THREADS=1 "$ling" tokenize --tokenizer bpe/tokenizer.json --out bpe/again text.txt >/dev/null 2>&1
 	cmp -s bpe/text.bin bpe/again.bin || problem "bpe/text.bin: one thread makes others"
 	printf 'a<x>b' >special.txt
-	expect 0 "" "$ling" tokenize --tokenizer bpe --special --out bpe/special special.txt
+	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/special special.txt
 	[ "$(od -An -v -tu2 bpe/special.bin | tr -s ' \n' ' ')" = " 64 299 65 296 " ] || problem "special.bin: $(od -An -tu2 bpe/special.bin)"
-	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/plain special.txt
-	[ "$(wc -c <bpe/plain.bin)" -ge 12 ] || problem "a special token was recognised in a text without --special"
+	expect 0 "" "$ling" tokenize --tokenizer bpe --special-as-text --out bpe/plain special.txt
+	[ "$(wc -c <bpe/plain.bin)" -ge 12 ] || problem "a special token was recognised in a text with --special-as-text"
 
 	sed 's/vocab_size: 257/vocab_size: 304/; s/train: text, valid: valid, tokenizer: byte/train: bpe\/text, tokenizer: bpe/; s/steps: 20/steps: 4/
 		s/output_dir: run/output_dir: bpe\/run/; s/^eval: .*//; s/decay: { steps: 6/decay: { steps: 2/' tiny.yaml >bpe.yaml
@@ -197,8 +197,8 @@ test_changed_config() {
 	grep -q "train.batch" out.txt || problem "a changed batch was not mentioned"
 	# A run of so many tokens ends with them, whatever the batch becomes.
 	local run="tiny.yaml train.output_dir=tokens train.batch_warmup=off train.steps=off train.tokens=1600 schedule.decay=off"
-	expect 0 "" "$ling" train bpe.yaml train.batch=2 train.stop_at_step=25
-	expect 0 "" "$ling" train bpe.yaml train.batch=5
+	expect 0 "" "$ling" train $run train.batch=2 train.stop_at_step=25
+	expect 0 "" "$ling" train $run train.batch=5
 	[ "$(metric tokens tokens/metrics.jsonl | tail -n 1)" = 1600 ] || problem "tokens at the end: $(tail -n 1 tokens/metrics.jsonl)"
 }
 

@@ -455,12 +455,12 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
-/* Documents packed into one window have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
+/* Documents packed into windows have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
 static void test_packed_documents(void **state)
 {
 	(void)state;
-	enum { L = 12, V = 30, DOCUMENTS = 4 };
-	static const int length[DOCUMENTS] = {3, 5, 1, 3};
+	enum { L = 12, V = 30, DOCUMENTS = 5 };
+	static const int length[DOCUMENTS] = {12, 3, 5, 1, 3}; /* two windows */
 	for (enum purpose recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 		struct trainer packed, alone;
 		struct metrics m[2];
@@ -472,8 +472,9 @@ static void test_packed_documents(void **state)
 			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
 			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
 		};
-		make_trainer(&packed, &c);
 		make_trainer(&alone, &c);
+		c.train.micro_batch = 1;
+		make_trainer(&packed, &c);
 		model_randomize(&packed.model, 1);
 		model_randomize(&alone.model, 1);
 		for (int i = 0; i < DOCUMENTS * L; i++) {
@@ -482,12 +483,12 @@ static void test_packed_documents(void **state)
 		}
 		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
 			for (int i = 0; i < length[d]; i++) {
-				packed.document[at + i] = at;
+				packed.document[at + i] = at % L;
 				packed.input[at + i] = alone.input[d * L + i] = 11 * (at + i) % V;
 				if (i > 0)
 					packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
 			}
-		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
 		const int64_t n = packed.model.num_params;
@@ -496,8 +497,8 @@ static void test_packed_documents(void **state)
 			expected[i] = alone.model.grads.memory[i];
 		assert_close(packed.model.grads.memory, expected, n, TOLERANCE, "gradient of packed documents");
 		/* with attention across documents it is another loss */
-		memset(packed.document, 0, L * sizeof *packed.document);
-		assert_done(trainer_step(&packed, 1, &m[0]));
+		memset(packed.document, 0, 2 * L * sizeof *packed.document);
+		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) > 1e-3);
 		free(expected);
 		trainer_free(&packed);
@@ -848,7 +849,7 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		for (int b = 0; b < B; b++) {
 			if (draw(&seed, 3) == 0) {
 				struct cache copy;
-				assert_done(cache_init(&copy, m, L));
+				assert_done(cache_init(&copy, m, L + draw(&seed, 5)));
 				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
 				cache_free(&caches[b]);
 				caches[b] = copy;
@@ -921,7 +922,7 @@ static void test_extend_long(void **state)
 
 /* ---- weights used where they stand in a file ---- */
 
-enum { MIXED, ODD_ADDRESS }; /* kinds of files: types in turn, so that some tensors are mapped; nothing at an address that can be read */
+enum { MIXED, ODD_ADDRESS, BACKWARDS }; /* kinds of files: types in turn; the same at odd addresses; all bfloat16, the last tensor first */
 
 /* A file of a model's tensors, whose values are exact in each type. */
 static const char *put_weights(const struct model *m, int kind)
@@ -932,10 +933,11 @@ static const char *put_weights(const struct model *m, int kind)
 	size_t header_size, at_data = 0;
 	FILE *h = open_memstream(&header, &header_size);
 	fprintf(h, "{");
-	for (int i = 0; i < m->num_tensors; i++) {
+	for (int place = 0; place < m->num_tensors; place++) {
+		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
 		const struct tensor *t = &m->tensors[i];
-		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[i % 3];
-		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", i ? "," : "", t->name, names[i % 3], (long long)t->rows);
+		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[type];
+		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type], (long long)t->rows);
 		fprintf(h, t->cols ? ",%lld]" : "]", (long long)t->cols);
 		fprintf(h, ",\"data_offsets\":[%zu,%zu]}", at_data, at_data + bytes);
 		at_data += bytes;
@@ -951,17 +953,19 @@ static const char *put_weights(const struct model *m, int kind)
 	const uint64_t length = header_size;
 	fwrite(&length, 8, 1, f);
 	fwrite(header, 1, header_size, f);
-	for (int i = 0; i < m->num_tensors; i++)
+	for (int place = 0; place < m->num_tensors; place++) {
+		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
 		for (int64_t j = 0; j < m->tensors[i].rows * (m->tensors[i].cols ? m->tensors[i].cols : 1); j++) {
 			const float value = (float)((j * 37 + i * 11) % 61 - 30) / 32;
 			uint32_t bits, half = 0;
 			memcpy(&bits, &value, 4);
-			if (i % 3 == 2 && value != 0)
+			if (type == 2 && value != 0)
 				half = (bits >> 16 & 0x8000) | ((bits >> 23 & 255) - 112) << 10 | (bits >> 13 & 1023);
-			else if (i % 3 == 0)
+			else if (type == 0)
 				half = bits >> 16;
-			fwrite(i % 3 == 1 ? &bits : &half, sizes[i % 3], 1, f);
+			fwrite(type == 1 ? &bits : &half, sizes[type], 1, f);
 		}
+	}
 	assert_int_equal(fclose(f), 0);
 	fclose(h);
 	free(header);
@@ -1071,11 +1075,13 @@ static void test_mapped(void **state)
 	assert_true(mixed > 0 && mixed < matrices);
 	check_mapped(&c, FIXTURES "huggingface_shards", matrices);
 	check_mapped(&c, put_weights(&m, MIXED), mixed);
+	check_mapped(&c, put_weights(&m, BACKWARDS), matrices);
 	check_mapped(&c, put_weights(&m, ODD_ADDRESS), 0);
 	model_free(&m);
 	c.norm_head = false; /* whose sum over the ranks would need them all */
 	check_mapped_parts(&c, FIXTURES "huggingface_shards");
 	check_mapped_parts(&c, at("weights%d.safetensors", MIXED));
+	check_mapped_parts(&c, at("weights%d.safetensors", BACKWARDS));
 	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_f16"));
 	check_mapped(&c, FIXTURES "huggingface_f16", 0);
 }
@@ -1186,7 +1192,7 @@ static void test_generate(void **state)
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct tokenizer *t = tokenizer_open("byte");
 	int differ = 0, beyond = 0;
-	char stop[4] = "";
+	char stop[4] = "", *stops[] = {stop};
 	real logits[300];
 	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
 		struct continuation expected[PROMPTS], found[PROMPTS];
@@ -1195,7 +1201,7 @@ static void test_generate(void **state)
 				{PROMPTS, 5, false}, {4, 9, true}};
 			struct model m;
 			struct generation g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
-				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = kind == 2 ? stop : NULL};
+				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = {stops, kind == 2, false}};
 			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
 			model_randomize(&m, 3);
 			run_generate(way ? found : expected, &m, t, &g);

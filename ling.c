@@ -1435,7 +1435,8 @@ static int trainer_resume(struct trainer *t, const char *dir)
 		fclose(notes);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32)
+	/* Where none of the data has been used yet, any will do: a converted model knows of none. */
+	if (t->state.samples > 0 && (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32))
 		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "
 				"old data, or choose another train.output_dir", t->config.data.train, (long long)t->train.count, t->train.crc32, dir,
 				(long long)t->state.data_tokens, t->state.data_crc32);
@@ -2471,10 +2472,14 @@ struct arguments {
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
 	bool json;
+	const char *to, *dtype;
+	double max_shard_size;       /* bytes */
+	bool fold_norm_head, no_tokenizer;
 };
 
 enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS,
-	OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_KEYS };
+	OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_TO, OPTION_DTYPE, OPTION_MAX_SHARD_SIZE, OPTION_FOLD_NORM_HEAD,
+	OPTION_NO_TOKENIZER, OPTION_KEYS };
 
 #define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
 
@@ -2487,7 +2492,7 @@ struct command {
 	int min_words, max_words;
 	unsigned required;           /* options that must be given */
 	const char *usage, *help;
-	struct argp_option options[6];
+	struct argp_option options[7];
 };
 
 /* A whole number from 1 to `max`, or a usage error. */
@@ -2504,16 +2509,32 @@ static int64_t parse_count(const char *text, const char *option, int64_t max, st
 /* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
 static double parse_size(const char *text, const char *option, struct argp_state *state)
 {
-	static const struct { const char *name; double bytes; } units[] = {{"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"MiB", 0x1p20}, {"GiB", 0x1p30},
-			{"TiB", 0x1p40}};
+	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20},
+			{"GiB", 0x1p30}, {"TiB", 0x1p40}};
 	char *end;
 	const double number = strtod(text, &end);
 	for (size_t i = 0; i < sizeof units / sizeof *units; i++)
 		if (end > text && number > 0 && isfinite(number) && !strcmp(end, units[i].name))
 			return number * units[i].bytes;
-	argp_error(state, "%s %s: expected a size in MB, GB, TB, MiB, GiB or TiB, such as 256GB", option, text);
+	argp_error(state, "%s %s: expected a size in kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256GB", option, text);
 	return 0;
 }
+
+/* One of the names that an option may have, or a usage error. */
+static const char *parse_choice(const char *text, const char *option, const char *const *names, struct argp_state *state)
+{
+	char list[128] = "";
+	for (int i = 0; names[i]; i++) {
+		if (!strcmp(text, names[i]))
+			return text;
+		snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i ? ", " : "", names[i]);
+	}
+	argp_error(state, "%s %s: expected one of %s", option, text, list);
+	return NULL;
+}
+
+static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
+static const char *const dtype_names[] = {"f32", "bf16", "f16", NULL};
 
 /* Checks that a command line holds what its command needs. */
 static void check_usage(const struct arguments *a, struct argp_state *state)
@@ -2543,6 +2564,11 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_RANKS_PER_NODE: a->ranks_per_node = parse_count(value, "--ranks-per-node", 1000000, state); break;
 	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
 	case OPTION_JSON: a->json = true; break;
+	case OPTION_TO: a->to = parse_choice(value, "--to", format_names, state); break;
+	case OPTION_DTYPE: a->dtype = parse_choice(value, "--dtype", dtype_names, state); break;
+	case OPTION_MAX_SHARD_SIZE: a->max_shard_size = parse_size(value, "--max-shard-size", state); break;
+	case OPTION_FOLD_NORM_HEAD: a->fold_norm_head = true; break;
+	case OPTION_NO_TOKENIZER: a->no_tokenizer = true; break;
 	case OPTION_KEYS:
 		config_print_keys(stdout);
 		exit(EXIT_DONE);
@@ -2600,6 +2626,15 @@ static int command_train(const struct arguments *a)
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+/* Says so if a directory that is no model is that of a run. */
+static void explain_run(const char *dir)
+{
+	char path[PATH_LEN + 32];
+	snprintf(path, sizeof path, "%s/metrics.jsonl", dir);
+	if (access(path, F_OK) == 0)
+		fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
+}
+
 static int command_eval(const struct arguments *a)
 {
 	struct model_config c;
@@ -2607,10 +2642,7 @@ static int command_eval(const struct arguments *a)
 	struct model m;
 	struct evaluation e;
 	if (config_from_huggingface(&c, a->words[0]) < 0) {
-		char path[PATH_LEN + 32];
-		snprintf(path, sizeof path, "%s/metrics.jsonl", a->words[0]);
-		if (access(path, F_OK) == 0)
-			fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", a->words[0], a->words[0]);
+		explain_run(a->words[0]);
 		return EXIT_WORK_FAILED;
 	}
 	if (a->seq_len > c.max_position_embeddings) {
@@ -2654,6 +2686,60 @@ static int command_tokenize(const struct arguments *a)
 	printf("%s: %lld documents, %lld tokens, %lld bytes\n", a->out, (long long)t.documents, (long long)t.tokens,
 			(long long)t.bytes);
 	return EXIT_DONE;
+}
+
+/* What the conversion's options cannot mean together. */
+static int check_conversion_usage(const struct arguments *a, enum model_format format)
+{
+	if (format == FORMAT_CHECKPOINT && a->dtype && strcmp(a->dtype, "f32"))
+		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->dtype);
+	if (format == FORMAT_CHECKPOINT && a->fold_norm_head)
+		return fail("--fold-norm-head is for inference: expected --to hf");
+	if (format != FORMAT_HUGGINGFACE && a->max_shard_size)
+		return fail("--max-shard-size goes with --to hf; other formats are one file");
+	if (a->max_shard_size > 1e18)
+		return fail("--max-shard-size: expected at most 1000000 TB");
+	return 0;
+}
+
+static int command_convert(const struct arguments *a)
+{
+	const char *source_path = a->words[0], *path = a->words[1];
+	const size_t length = strlen(path);
+	int format = length > 5 && !strcmp(path + length - 5, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
+	for (int i = 0; a->to && format_names[i]; i++)
+		if (!strcmp(a->to, format_names[i]))
+			format = i;
+	if (check_conversion_usage(a, format) < 0)
+		return EXIT_WRONG_USE;
+	const struct conversion to = {.path = path, .format = format, .dtype = a->dtype, .fold_norm_head = a->fold_norm_head,
+			.max_shard_size = a->max_shard_size ? (int64_t)a->max_shard_size : 5000000000, .no_tokenizer = a->no_tokenizer};
+
+	struct model_config c;
+	struct source *source = source_open(source_path, &c);
+	if (!source) {
+		explain_run(source_path);
+		return EXIT_WORK_FAILED;
+	}
+	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
+	int n;
+	struct tensor *tensors = whole_tensors(&c, &n);
+	struct array *params = tensors ? calloc(n, sizeof *params) : NULL;
+	struct converted result;
+	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
+	for (int i = 0; i < n && rc == 0; i++)
+		params[i] = (struct array){.name = tensors[i].name, .rows = tensors[i].rows, .cols = tensors[i].cols};
+	if (rc == 0)
+		rc = convert_model(source, params, n, &to, &result);
+	if (rc == 0 && a->json)
+		printf("{\"path\": \"%s\", \"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", path, format_names[format],
+				(long long)result.tensors, (long long)result.bytes);
+	else if (rc == 0)
+		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
+	free(params);
+	free(tensors);
+	source_close(source);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_info(const struct arguments *a)
@@ -2738,6 +2824,14 @@ static const struct command commands[] = {
 		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
+	{"convert-checkpoint", command_convert, false, 2, 2, 0, "SRC DST [--to hf|checkpoint|gguf]",
+		"Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
+		{{"to", OPTION_TO, "FORMAT", 0, "hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (that of a DST.gguf); checkpoint: "
+			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN", 0},
+		{"dtype", OPTION_DTYPE, "TYPE", 0, "f32, bf16 or f16 (as each tensor is in SRC)", 0},
+		{"max-shard-size", OPTION_MAX_SHARD_SIZE, "SIZE", 0, "Of a file of weights, such as 500MB (5GB)", 0},
+		{"fold-norm-head", OPTION_FOLD_NORM_HEAD, NULL, 0, "Divide lm_head by its columns' norms, and set norm_head to false", 0},
+		{"no-tokenizer", OPTION_NO_TOKENIZER, NULL, 0, "Leave the tokenizer out of a GGUF file, or of what is made from one", 0}, JSON_OPTION}},
 	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
 		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",

@@ -1171,7 +1171,7 @@ static void tokenize_progress(void **state)
 {
 	(void)state;
 	double now = clock_seconds();
-	struct token_writer w = {.total = 400, .started = now - 20, .shown = now - 20};
+	struct progress w = {.what = "tokenize", .total = 400, .started = now - 20, .shown = now - 20};
 	fflush(stderr);
 	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
 	dup2(file, 2);

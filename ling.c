@@ -2938,7 +2938,7 @@ int main(int argc, char **argv)
 		return EXIT_WRONG_USE;
 	}
 	const bool openblas = products && !strcmp(products, "openblas");
-	if (command->computes)
+	if (command->computes || command->run == command_convert) /* which has threads that wait for the disk */
 		use_best_environment(argv, openblas || command->run == command_bench || command->run == command_doctor);
 	kernels_init(openblas);
 

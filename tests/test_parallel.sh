@@ -193,8 +193,10 @@ test_experts_stay() {
 		rm -rf moved-$layout && cp -r moved moved-$layout
 		train "$n" moved-$layout $still train.init_from=constant parallel.tensor="$tensor" parallel.expert="$expert" train.stop_at_step=2
 		tensors model "" constant moved-$layout/step-0000002 1e-7
-		tensors optimizer exp_avg moved-1,1,1/step-0000002 moved-$layout/step-0000002 1e-2 # such experts make large sums of small differences
-		agree moved-1,1,1 moved-$layout
+		agree moved-1,1,1 moved-$layout 1e-5 "loss balance_loss z_loss lr"
+		# The gradients of such experts are small differences of large sums: in float they hold few digits, in any layout.
+		tensors optimizer exp_avg moved-1,1,1/step-0000002 moved-$layout/step-0000002 1e-2
+		agree moved-1,1,1 moved-$layout 1e-3 grad_norm
 	done
 }
 

@@ -17,7 +17,7 @@ MPI_CFLAGS = $(shell pkg-config --cflags ompi-c)
 MPI_LIBS = $(shell pkg-config --libs ompi-c)
 CFLAGS = -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS) $(MPI_CFLAGS)
 SANITIZE = -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lpng -lz -lm
+LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
 SOURCES := ling.c kernels.c parallel.c data.c
 TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
 	build/test_config build/test_files build/test_convert build/test_plot

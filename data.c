@@ -15,6 +15,8 @@
 #include <jansson.h>
 #include <limits.h>
 #include <math.h>
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
 #include <png.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -23,6 +25,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <utf8proc.h>
 #include <yaml.h>
 #include <zlib.h>
 
@@ -30,7 +33,7 @@
  * Errors, memory, paths
  * ========================================================================================================== */
 
-char error_text[4096];
+_Thread_local char error_text[4096];
 
 void set_error(const char *format, ...)
 {
@@ -103,15 +106,16 @@ int file_crc32(const char *path, uint32_t *crc)
 	return 0;
 }
 
-/* Parses a JSON object from a file. NULL on error (syntax, duplicate key, not an object), naming file and line. */
-static json_t *json_read(const char *path)
+/* Parses a JSON object from a file, with jansson's flags beside that which refuses duplicate keys. NULL on error (syntax, not an object), naming
+ * file and line. */
+static json_t *json_parse(const char *path, size_t flags)
 {
 	const uint8_t *data;
 	size_t size;
 	if (map_file(path, &data, &size) < 0)
 		return NULL;
 	json_error_t error;
-	json_t *root = json_loadb(size ? (const char *)data : "", size, JSON_REJECT_DUPLICATES, &error);
+	json_t *root = json_loadb(size ? (const char *)data : "", size, JSON_REJECT_DUPLICATES | flags, &error);
 	unmap_file(data, size);
 	if (!root)
 		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
@@ -120,6 +124,11 @@ static json_t *json_read(const char *path)
 		fail("%s: expected a JSON object at top level", path);
 	}
 	return root;
+}
+
+static json_t *json_read(const char *path)
+{
+	return json_parse(path, 0);
 }
 
 /* json_dumps that cannot return NULL, for values made or read here; the caller frees it. */
@@ -163,6 +172,19 @@ static int file_close(FILE *f, const char *path, int rc)
 	if (rc < 0 && regular)
 		unlink(path);
 	return rc;
+}
+
+static int copy_file(const char *from, const char *to)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(from, &data, &size) < 0)
+		return -1;
+	FILE *f = file_create(to);
+	if (f && size)
+		fwrite(data, 1, size, f);
+	unmap_file(data, size);
+	return f ? file_close(f, to, 0) : -1;
 }
 
 /* fsync of a file or directory by name; a file system that cannot do that for directories is let pass. */
@@ -225,7 +247,7 @@ enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T
 enum key_flags {
 	REQUIRED = 1, /* must be given */
 	NEEDED = 2,   /* must be given where its optional section, or its list item, is */
-	NONE = 4,     /* `off` is allowed: 0, "" or no section */
+	NONE = 4,     /* `off` is allowed: 0, "", no section, no items */
 	FIXED = 8,    /* a continued run must not change it */
 	ABOVE = 16,   /* min itself is not allowed */
 	BELOW = 32,   /* max itself is not allowed */
@@ -246,14 +268,22 @@ struct key {
 	const char *const *names;    /* the values of a T_ENUM, or the only values of a T_TEXT */
 	const char *alias;           /* another spelling of the path */
 	const char *class_fallback;  /* default of the Hugging Face class where it differs */
+	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
 };
 
 #define KEY(path, kind, low, high, marks, standard, meaning, ...) \
 	{.name = #path, .type = kind, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, \
 	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
 #define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
+#define LIST(path, number, most, marks, standard, meaning) \
+	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
+	 .flags = marks, .fallback = standard, .help = meaning, .item = sizeof ((struct config *)0)->path[0], .count = offsetof(struct config, number)}
+#define ITEM_KEY(path, member, kind, low, high, marks, standard, meaning, ...) \
+	{.name = #path "." #member, .type = kind, .offset = offsetof(struct config, path[0].member), \
+	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
+	 __VA_ARGS__}
 
-static const char *const tokenizer_names[] = {"byte", "none", NULL};
+static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
@@ -295,12 +325,19 @@ static const struct key keys[] = {
 	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
 
 	SECTION("data", 0, "what is read"),
-	KEY(data.train, T_TEXT, 0, 0, REQUIRED, NULL, "token file prefix to train on"),
-	KEY(data.valid, T_TEXT, 0, 0, NONE, "off", "token file prefix to evaluate on"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids; none: not known, taken as they are",
-		.names = tokenizer_names),
+	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
+	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or bare ids"),
+	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all weights"),
+	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids", .names = dtype_names),
+	LIST(data.valid, data.num_valid, MAX_SOURCES, NONE, "off", "token files to evaluate on"),
+	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
+	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
+	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off", "a run that continues at this step may change data.train"),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids: byte, or a tokenizer.json; none: not known, taken as they are"),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
+	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
+	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no index; -1: none"),
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
@@ -328,13 +365,9 @@ static const struct key keys[] = {
 	SECTION("schedule", 0, "the learning rate: warm-up, peak, drops, decay"),
 	KEY(schedule.peak_lr, T_DOUBLE, 0, 100, REQUIRED | ABOVE, NULL, "learning rate between warm-up and decay"),
 	KEY(schedule.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "steps from 0 up to peak_lr"),
-	{.name = "schedule.drops", .type = T_LIST, .offset = offsetof(struct config, schedule.drops), /* and num_drops */
-	 .size = offsetof(struct config, schedule.decay) - offsetof(struct config, schedule.drops), .flags = NONE,
-	 .fallback = "off", .help = "drops of the learning rate"},
-	{.name = "schedule.drops.at", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].at),
-	 .size = sizeof(double), .min = 0, .max = 1, .flags = NEEDED | ITEM, .help = "share of the run's tokens"},
-	{.name = "schedule.drops.factor", .type = T_DOUBLE, .offset = offsetof(struct config, schedule.drops[0].factor),
-	 .size = sizeof(double), .min = 0, .max = 1000, .flags = NEEDED | ITEM | ABOVE, .help = "the rate times it"},
+	LIST(schedule.drops, schedule.num_drops, MAX_LR_DROPS, NONE, "off", "drops of the learning rate"),
+	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens"),
+	ITEM_KEY(schedule.drops, factor, T_DOUBLE, 0, 1000, NEEDED | ABOVE, NULL, "the rate times it"),
 	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
 	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
 	KEY(schedule.decay.shape, T_ENUM, 0, 0, 0, "1-sqrt", "form of the curve", .names = shape_names),
@@ -456,9 +489,29 @@ static const char *printable(char out[64], const char *text)
 	return out;
 }
 
+/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
+static const struct key *list_path(const struct key *k)
+{
+	char path[64];
+	snprintf(path, sizeof path, "%s.path", k->name);
+	return find_key(path);
+}
+
+/* An item of a list, in YAML. */
+static const char *describe_item(char out[128], const struct key *list)
+{
+	int n = snprintf(out, 128, "{");
+	for (int i = 0; i < NUM_KEYS; i++)
+		if (is_child(list->name, keys[i].name))
+			n += snprintf(out + n, 128 - n, "%s%s: ...", n > 1 ? ", " : "", leaf_of(keys[i].name));
+	snprintf(out + n, 128 - n, "}");
+	return out;
+}
+
 /* What a key's value may be, in words. */
 static const char *describe(char out[256], const struct key *k)
 {
+	char item[128];
 	const char *off = k->flags & NONE ? ", or off" : "";
 	if (k->names) {
 		int n = 0;
@@ -467,7 +520,7 @@ static const char *describe(char out[256], const struct key *k)
 	} else if (k->type == T_SECTION)
 		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
 	else if (k->type == T_LIST)
-		snprintf(out, 256, "a list of {at: ..., factor: ...}%s", off);
+		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
 	else if (k->type == T_BOOL)
 		snprintf(out, 256, "true or false");
 	else if (k->type == T_TEXT)
@@ -616,7 +669,7 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 	if (k->type != T_DOUBLE && !is_whole)
 		return "";
 	if (k->type == T_INT)
-		*(int *)field = whole;
+		*(int *)field = number < 0 ? -(int)whole : (int)whole;
 	else if (k->type == T_INT64)
 		*(int64_t *)field = whole;
 	else if (k->type == T_UINT64)
@@ -626,6 +679,12 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 	return NULL;
 }
 
+/* The number of items of a list. */
+static int *list_count(struct config *c, const struct key *k)
+{
+	return (int *)((char *)c + k->count);
+}
+
 /* Sets key k to its default. */
 static void set_default(struct config *c, const struct key *k, bool huggingface)
 {
@@ -633,7 +692,9 @@ static void set_default(struct config *c, const struct key *k, bool huggingface)
 	if (k->type == T_SECTION || k->flags & ITEM)
 		return;
 	memset((char *)c + k->offset, 0, k->size);
-	if (text && k->type != T_LIST)
+	if (k->type == T_LIST)
+		*list_count(c, k) = 0;
+	else if (text)
 		store_text(c, k, 0, text, true);
 }
 
@@ -766,13 +827,16 @@ static int check_needed(const struct loader *l, const struct key *section, struc
 	return 0;
 }
 
-/* Makes item i of the list the one that is read: none of its keys is given yet. */
-static void begin_item(struct loader *l, const struct key *list, int i)
+/* Adds an item to the list, and makes it the one that is read: none of its keys is given yet. */
+static void begin_item(struct loader *l, const struct key *list)
 {
+	l->shift = (*list_count(l->c, list))++ * list->item;
 	for (int j = 0; j < NUM_KEYS; j++)
-		if (is_child(list->name, keys[j].name))
+		if (is_child(list->name, keys[j].name)) {
 			l->places[j] = (struct place){NULL, 0};
-	l->shift = i * sizeof l->c->schedule.drops[0];
+			if (keys[j].fallback)
+				store_text(l->c, &keys[j], l->shift, keys[j].fallback, true);
+		}
 }
 
 /* ---------------------------------------------------------------------------------------------------- YAML */
@@ -888,22 +952,21 @@ static int load_mapping(struct loader *l, const struct key *section)
 	return -1;
 }
 
-/* Reads the items of schedule.drops up to the end of its sequence, which has begun. */
-static int load_drops(struct loader *l, const struct key *k)
+/* Reads the items of a list up to the end of its sequence, which has begun. */
+static int load_list(struct loader *l, const struct key *k)
 {
-	int n = 0;
 	while (advance(l) == 0) {
 		if (l->event.type == YAML_SEQUENCE_END_EVENT) {
-			l->c->schedule.num_drops = n;
 			l->shift = 0;
-			return 0;
+			return k->flags & REQUIRED && !*list_count(l->c, k) ? fail_at(here(l), "%s: found an empty list; expected an item", k->name) : 0;
 		}
-		if (l->event.type != YAML_MAPPING_START_EVENT)
+		const bool path = l->event.type == YAML_SCALAR_EVENT && list_path(k);
+		if (l->event.type != YAML_MAPPING_START_EVENT && !path)
 			return fail_value(l, k, "as an item");
-		if (n == MAX_LR_DROPS)
-			return fail_at(here(l), "%s: found more than %d items; expected at most that", k->name, MAX_LR_DROPS);
-		begin_item(l, k, n++);
-		if (load_mapping(l, k) < 0)
+		if (*list_count(l->c, k) == k->max)
+			return fail_at(here(l), "%s: found more than %g items; expected at most that", k->name, k->max);
+		begin_item(l, k);
+		if (path ? load_value(l, list_path(k)) < 0 : load_mapping(l, k) < 0)
 			return -1;
 	}
 	return -1;
@@ -927,9 +990,15 @@ static int load_value(struct loader *l, const struct key *k)
 	} else if (k->type == T_LIST) {
 		set_default(l->c, k, false);
 		if (l->event.type == YAML_SEQUENCE_START_EVENT)
-			return load_drops(l, k);
+			return load_list(l, k);
 		if (off)
 			return 0;
+		if (scalar && list_path(k)) {
+			begin_item(l, k);
+			int rc = load_value(l, list_path(k));
+			l->shift = 0;
+			return rc;
+		}
 	} else if (scalar && !(wrong = store_text(l->c, k, l->shift, scalar_text(l), scalar_is_plain(l))))
 		return 0;
 	return fail_value(l, k, wrong);
@@ -1029,8 +1098,9 @@ static int load_override(struct loader *l, const char *argument)
 	const struct key *k = find_key(path);
 	if (!k)
 		return fail_unknown(at, path);
+	char item[128];
 	if (k->flags & ITEM)
-		return fail_at(at, "an item of a list cannot be set alone; expected schedule.drops=[{at: ..., factor: ...}]");
+		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(k)->name, describe_item(item, section_of(k)));
 	if (k->type == T_SECTION)
 		for (int i = 0; i < NUM_KEYS; i++)
 			if (is_inside(k->name, keys[i].name)) {
@@ -1127,6 +1197,11 @@ static int check_run(const struct loader *l, bool model_only)
 	if (strlen(c->train.output_dir) > (size_t)room)
 		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of "
 				"checkpoints inside it must fit too", strlen(c->train.output_dir), room);
+	double weights = 0;
+	for (int i = 0; i < c->data.num_train; i++)
+		weights += c->data.train[i].weight;
+	if (c->data.num_train && !(weights > 0))
+		return fail_key(l, "data.train", "all weights are 0; expected one above 0");
 	double tokens = (double)c->train.steps * c->train.batch * c->data.seq_len;
 	if (tokens > MAX_TOKENS)
 		return fail_key(l, "train.steps", "steps * batch * seq_len make %.3g tokens; expected at most %g", tokens,
@@ -1200,8 +1275,8 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 	case T_LIST: {
 		struct key item = {.name = k->name, .type = T_SECTION};
 		out = json_array();
-		for (int i = 0; i < c->schedule.num_drops; i++)
-			json_array_append_new(out, key_to_json(c, &item, i * sizeof c->schedule.drops[0]));
+		for (int i = 0; i < *list_count((struct config *)c, k); i++)
+			json_array_append_new(out, key_to_json(c, &item, i * k->item));
 		return out;
 	}
 	case T_INT: return json_integer(*(const int *)field);
@@ -1499,6 +1574,19 @@ static int path_exists(const char *path)
 	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
 }
 
+#define BYTE_TOKENIZER "byte"
+
+/* The path of the tokenizer.json that `name`, which is not "byte", stands for: itself, or one in that directory. */
+static int tokenizer_path(char out[PATH_LEN], const char *name)
+{
+	struct stat st;
+	if (stat(name, &st) < 0)
+		return fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name, strerror(errno));
+	if (S_ISDIR(st.st_mode))
+		return path_join(out, name, "tokenizer.json");
+	return snprintf(out, PATH_LEN, "%s", name) < PATH_LEN ? 0 : fail("%s: path longer than %d bytes", name, PATH_LEN - 1);
+}
+
 /* What a JSON value is, in words. */
 static const char *json_kind(const json_t *v)
 {
@@ -1561,9 +1649,10 @@ static void *grow(void *array, size_t used, size_t *capacity, size_t more, size_
 	return larger;
 }
 
-struct progress {              /* of long work */
+/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
+struct progress {
 	const char *what;
-	int64_t done, total;         /* bytes; total 0 = unknown */
+	int64_t done, total;         /* bytes; total less than done: not known */
 	bool terminal;
 	double started, shown;       /* seconds: when the work, and the last line, began */
 };
@@ -1575,13 +1664,13 @@ static double clock_seconds(void)
 	return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-static void progress_begin(struct progress *p, const char *what, int64_t total)
+static struct progress progress_start(const char *what, int64_t total)
 {
-	*p = (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = clock_seconds()};
-	p->shown = p->started;
+	const double now = clock_seconds();
+	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
 }
 
-/* Counts n more bytes as done and shows it: five times a second in one line of a terminal, elsewhere as a line every ten seconds. */
+/* Counts n more bytes as done. */
 static void progress(struct progress *p, int64_t n)
 {
 	p->done += n;
@@ -1598,11 +1687,11 @@ static void progress(struct progress *p, int64_t n)
 		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
 }
 
-/* Takes the line off a terminal. */
+/* Wipes the line from the terminal. */
 static void progress_end(const struct progress *p)
 {
-	if (p->terminal)
-		fprintf(stderr, "\r%60s\r", "");
+	if (p->terminal && p->shown > p->started)
+		fprintf(stderr, "\r%70s\r", "");
 }
 
 /* CRC-32 of what `crc` is that of and n bytes behind it: of slices, by all threads where there are many, which are then joined. */
@@ -2323,7 +2412,7 @@ int safetensors_write(const char *path, const struct array *arrays, int n)
  * ========================================================================================================== */
 
 #define TRAINER_FORMAT "ling-trainer"
-#define TRAINER_VERSION 1
+#define TRAINER_VERSION 2
 
 #define MAX_PARTS 99999 /* what the five digits in their names can tell */
 
@@ -2350,6 +2439,10 @@ static bool checkpoint_name(char name[64], int i, int parts)
 		return false;
 	return true;
 }
+
+/* What a checkpoint holds besides where data.tokenizer is a tokenizer.json, so that any tool can use it: copies of these. */
+static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"}; /* the second where there is one */
+#define NUM_TOKENIZER_FILES 2
 
 void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts)
 {
@@ -2451,6 +2544,16 @@ static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t 
 	return 0;
 }
 
+/* Adds a file to the member `files` of trainer.json. */
+static int seal_to_json(const char *dir, const char *name, json_t *files)
+{
+	int64_t size;
+	uint32_t crc;
+	if (file_seal(dir, name, &size, &crc) < 0)
+		return -1;
+	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+}
+
 /* The checksum of trainer.json's content: of its compact text without the member crc32. */
 static uint32_t trainer_crc(json_t *root)
 {
@@ -2474,23 +2577,34 @@ static json_t *reals_to_json(const char *path, const char *key, const double *x,
 	return array;
 }
 
+static json_t *sources_to_json(const struct trainer_state *s)
+{
+	json_t *array = json_array();
+	for (int i = 0; i < s->num_sources; i++) {
+		const struct source_state *x = &s->sources[i];
+		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens, "crc32", crc_to_json(x->crc32),
+				"share", (json_int_t)x->share, "credit", (json_int_t)x->credit, "taken", (json_int_t)x->taken, "order", x->order));
+	}
+	return array;
+}
+
 static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
 {
 	char path[PATH_LEN], name[64];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
-	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
 			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
-			"data_tokens", (json_int_t)s->data_tokens, "data_crc32", crc_to_json(s->data_crc32), "parts", parts);
+			"sources", sources_to_json(s), "parts", parts);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
-	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++) {
-		int64_t size;
-		uint32_t crc;
-		if (!(rc = file_seal(dir, name, &size, &crc)))
-			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
-	}
+	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++)
+		rc = seal_to_json(dir, name, files);
+	for (int i = 0; !rc && i < NUM_TOKENIZER_FILES; i++)
+		if (path_join(path, dir, tokenizer_files[i]) == 0 && path_exists(path) > 0)
+			rc = seal_to_json(dir, tokenizer_files[i], files);
+	rc = rc < 0 || path_join(path, dir, "trainer.json") < 0 ? -1 : 0;
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
 	json_object_set_new(root, "files", files);
@@ -2532,6 +2646,21 @@ static int parts_finish(const char *dir, const char *kind, int parts)
 	return rc;
 }
 
+/* Copies the files of data.tokenizer, if it has any. */
+static int copy_tokenizer(const char *dir, const struct config *c)
+{
+	char file[PATH_LEN], from[PATH_LEN], to[PATH_LEN];
+	if (!strcmp(c->data.tokenizer, "none") || !strcmp(c->data.tokenizer, BYTE_TOKENIZER))
+		return 0;
+	if (tokenizer_path(file, c->data.tokenizer) < 0 || path_join(to, dir, tokenizer_files[0]) < 0 || copy_file(file, to) < 0)
+		return -1;
+	parent_of(from, file);
+	if (path_join(file, from, tokenizer_files[1]) < 0 || path_join(to, dir, tokenizer_files[1]) < 0)
+		return -1;
+	const int there = path_exists(file);
+	return there > 0 ? copy_file(file, to) : there;
+}
+
 /* Completes the directory, and brings all of it to disk. */
 static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
 {
@@ -2541,7 +2670,7 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	for (int i = 0; i < 2; i++)
 		if (parts_finish(dir, kinds[i], parts) < 0)
 			return -1;
-	return trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
+	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
 }
 
 /* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
@@ -2648,7 +2777,51 @@ static int field_reals(const json_t *object, const char *where, const char *key,
 	return 0;
 }
 
-/* Compares the checkpoint's other files with the sizes and checksums in trainer.json. */
+/* Reads `sources`. Their number and the sizes keep all that is computed from them within int64_t. */
+static int field_sources(const json_t *root, const char *path, struct trainer_state *s)
+{
+	const json_t *array = json_object_get(root, "sources");
+	const int64_t whole = INT64_C(1) << 32;
+	if (!json_is_array(array) || json_array_size(array) > MAX_SOURCES)
+		return fail("%s: `sources` is %s; expected an array of at most %d", path, json_is_array(array) ? "longer" : json_kind(array), MAX_SOURCES);
+	s->num_sources = json_array_size(array);
+	for (int i = 0; i < s->num_sources; i++) {
+		struct source_state *x = &s->sources[i];
+		const json_t *v = json_array_get(array, i);
+		char where[PATH_LEN + 32];
+		int64_t order;
+		snprintf(where, sizeof where, "%s: source %d", path, i + 1);
+		if (field_int(v, where, "tokens", 0, INT64_MAX, &x->tokens) < 0 || field_crc(v, where, "crc32", &x->crc32) < 0 ||
+				field_int(v, where, "share", 0, whole, &x->share) < 0 ||
+				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
+				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 || field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+			return -1;
+		x->order = order;
+	}
+	return 0;
+}
+
+/* Compares a file of a checkpoint with its size and checksum in trainer.json, which is `where`. */
+static int file_check(const char *dir, const char *where, const json_t *files, const char *name)
+{
+	const json_t *entry = json_object_get(files, name);
+	int64_t size, found_size;
+	uint32_t crc, found_crc;
+	if (!json_is_object(entry))
+		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name, json_kind(entry));
+	if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
+			file_seal(dir, name, &found_size, &found_crc) < 0)
+		return -1;
+	if (found_size != size)
+		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name, (long long)found_size,
+				(long long)size);
+	if (found_crc != crc)
+		return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name, (unsigned)found_crc,
+				(unsigned)crc);
+	return 0;
+}
+
+/* Compares the checkpoint's other files with what trainer.json says of them. */
 static int files_check(const char *dir, const char *where, const json_t *root)
 {
 	const json_t *files = json_object_get(root, "files");
@@ -2656,23 +2829,12 @@ static int files_check(const char *dir, const char *where, const json_t *root)
 	int64_t parts = 1; /* as in checkpoints from before there could be more */
 	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_PARTS, &parts) < 0)
 		return -1;
-	for (int i = 0; checkpoint_name(name, i, parts); i++) {
-		const json_t *entry = json_object_get(files, name);
-		int64_t size, found_size;
-		uint32_t crc, found_crc;
-		if (!json_is_object(entry))
-			return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name,
-					json_kind(entry));
-		if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
-				file_seal(dir, name, &found_size, &found_crc) < 0)
+	for (int i = 0; checkpoint_name(name, i, parts); i++)
+		if (file_check(dir, where, files, name) < 0)
 			return -1;
-		if (found_size != size)
-			return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name,
-					(long long)found_size, (long long)size);
-		if (found_crc != crc)
-			return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name,
-					(unsigned)found_crc, (unsigned)crc);
-	}
+	for (int i = 0; i < NUM_TOKENIZER_FILES; i++)
+		if (json_object_get(files, tokenizer_files[i]) && file_check(dir, where, files, tokenizer_files[i]) < 0)
+			return -1;
 	return 0;
 }
 
@@ -2718,8 +2880,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
 			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
 			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
-			field_int(root, path, "data_tokens", 0, INT64_MAX, &s->data_tokens) < 0 ||
-			field_crc(root, path, "data_crc32", &s->data_crc32) < 0 ||
+			field_sources(root, path, s) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
 			files_check(dir, path, root) < 0))
@@ -2732,37 +2893,948 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 }
 
 /* ============================================================================================================
- * Tokenizers
+ * Tokenizers: bytes, and byte-level BPE as Hugging Face's tokenizer.json describes it
+ * Text goes through levels, each of which cuts what the one before leaves: the added tokens that stand in the text as it is, the
+ * NFC form and the added tokens in that, the regular expressions one after another. What the last one leaves is a word, and
+ * its bytes are merged. Ids are those of Hugging Face's encode(text, add_special_tokens=False).
  * ========================================================================================================== */
 
-/* The byte tokenizer: a byte is its token. Its definition is what its hash is made from. */
-#define BYTE_TOKENIZER "byte"
 #define BYTE_VOCAB 257
 #define BYTE_END 256
-#define BYTE_DEFINITION "a byte is its token, 256 ends a document"
+#define BYTE_DEFINITION "a byte is its token, 256 ends a document" /* what the byte tokenizer's hash is made from */
+#define MAX_VOCAB 10000000 /* as that of model.vocab_size */
+#define MAX_WORD INT32_MAX
+#define NO_RANK UINT32_MAX
 
 static uint32_t byte_tokenizer_hash(void)
 {
 	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
 }
 
-struct tokenizer { int size; };
+struct token {
+	size_t at;                   /* of its bytes in tokenizer.bytes */
+	uint32_t size;
+	bool known;                  /* ids may have gaps */
+	bool added, special;         /* added tokens are no merges' product; decoding may leave special ones out */
+};
 
-struct encoder { const struct tokenizer *t; };
+struct merge { int32_t left, right; uint32_t rank; int32_t id; }; /* rank: place in the list of merges, NO_RANK none */
+
+struct added {                 /* an added token: its text, and how it is found */
+	char *text;
+	size_t size;
+	int32_t id;
+	bool special, single_word, lstrip, rstrip;
+};
+
+struct split {                 /* a regular expression that cuts text in what it matches and what is between */
+	pcre2_code *code;
+	bool drop_matches, drop_rest;
+	char *pattern;
+};
+
+struct tokenizer {
+	bool bytes_only;             /* the byte tokenizer: nothing else is set but size, hash and end */
+	int size;
+	uint32_t hash;
+	int32_t end;
+	struct token *tokens;        /* [size] */
+	struct text bytes;
+	int32_t *by_text;            /* hash table of ids of the vocabulary, -1 empty; its size is a power of two */
+	size_t by_text_mask;
+	struct merge *merges;        /* hash table of pairs; its size is a power of two */
+	int merges_shift;
+	int32_t *merged;             /* [merges] the product of each, by rank */
+	uint32_t num_merges;
+	int32_t byte_id[256];
+	bool ignore_merges;          /* a word that is in the vocabulary is its token, whatever the merges say */
+	bool nfc;
+	struct added *added[2];      /* those sought in the text as it is, and in its NFC form; sorted by text */
+	int num_added[2];
+	bool added_begin[2][256];    /* first bytes */
+	bool cuttable;               /* no added token takes what is around it */
+	struct split *splits;
+	int num_splits;
+};
+
+/* -- text -- */
+
+/* Appends bytes to a growing text. */
+static void text_append(struct text *out, const char *bytes, size_t n)
+{
+	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
+	if (n)
+		memcpy(out->data + out->size, bytes, n);
+	out->size += n;
+	out->data[out->size] = 0;
+}
+
+static void put_id(struct ids *out, int32_t id)
+{
+	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
+	out->id[out->count++] = id;
+}
+
+/* Decodes the character that text begins with: its bytes, 1 to 4, and its code point; 0 when it is not well-formed UTF-8. */
+static int utf8_decode(const char *text, size_t n, int32_t *code)
+{
+	const uint8_t *s = (const uint8_t *)text;
+	if (n && s[0] < 0x80) {
+		*code = s[0];
+		return 1;
+	}
+	const int size = !n || s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
+	if (!size || n < (size_t)size)
+		return 0;
+	int32_t c = s[0] & (0x7F >> size);
+	for (int i = 1; i < size; i++) {
+		if ((s[i] & 0xC0) != 0x80)
+			return 0;
+		c = c << 6 | (s[i] & 0x3F);
+	}
+	if ((size == 3 && (c < 0x800 || (c >= 0xD800 && c < 0xE000))) || (size == 4 && (c < 0x10000 || c > 0x10FFFF)))
+		return 0;
+	*code = c;
+	return size;
+}
+
+/* Bytes of the longest beginning of text that is well-formed UTF-8. */
+static size_t utf8_valid(const char *text, size_t n)
+{
+	size_t i = 0;
+	int32_t code;
+	for (int size; i < n; i += size) {
+		uint64_t eight;
+		while (n - i >= sizeof eight && (memcpy(&eight, text + i, sizeof eight), !(eight & 0x8080808080808080)))
+			i += sizeof eight;
+		if (!(size = utf8_decode(text + i, n - i, &code)))
+			break;
+	}
+	return i;
+}
+
+/* n less the bytes at the end that may be the beginning of a character. */
+static size_t utf8_whole(const char *text, size_t n)
+{
+	for (size_t back = 1; back <= 3 && back <= n; back++) {
+		const uint8_t c = text[n - back];
+		if (c >= 0xC0)
+			return (c >= 0xF0 ? 4 : c >= 0xE0 ? 3 : 2) > back ? n - back : n;
+		if (c < 0x80)
+			break;
+	}
+	return n;
+}
+
+/* White_Space of Unicode, which is what \s is in Hugging Face's regular expressions, and everything else: as members of a class. PCRE2's own \s
+ * has U+180E too. */
+#define SPACE_CLASS "\\x{9}-\\x{D}\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
+#define NOT_SPACE_CLASS "\\x{0}-\\x{8}\\x{E}-\\x{1F}\\x{21}-\\x{84}\\x{86}-\\x{9F}\\x{A1}-\\x{167F}\\x{1681}-\\x{1FFF}\\x{200B}-\\x{2027}" \
+	"\\x{202A}-\\x{202E}\\x{2030}-\\x{205E}\\x{2060}-\\x{2FFF}\\x{3001}-\\x{10FFFF}"
+
+static bool is_space(int32_t c)
+{
+	return (c >= 9 && c <= 13) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 ||
+		c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
+/* \w of Rust's regular expressions: Alphabetic, marks, decimal digits, connectors, joiners. */
+static bool is_word(int32_t c)
+{
+	static const int32_t letter_numbers_and_symbols[][2] = { /* Other_Alphabetic that is no mark */
+		{0x24B6, 0x24E9}, {0x1F130, 0x1F149}, {0x1F150, 0x1F169}, {0x1F170, 0x1F189}, {0x200C, 0x200D}};
+	for (size_t i = 0; i < sizeof letter_numbers_and_symbols / sizeof *letter_numbers_and_symbols; i++)
+		if (c >= letter_numbers_and_symbols[i][0] && c <= letter_numbers_and_symbols[i][1])
+			return true;
+	switch (utf8proc_category(c)) {
+	case UTF8PROC_CATEGORY_LU: case UTF8PROC_CATEGORY_LL: case UTF8PROC_CATEGORY_LT: case UTF8PROC_CATEGORY_LM: case UTF8PROC_CATEGORY_LO:
+	case UTF8PROC_CATEGORY_NL: case UTF8PROC_CATEGORY_ND: case UTF8PROC_CATEGORY_MN: case UTF8PROC_CATEGORY_MC: case UTF8PROC_CATEGORY_ME:
+	case UTF8PROC_CATEGORY_PC:
+		return true;
+	default:
+		return false;
+	}
+}
+
+/* Whether NFC leaves a character as it is and joins it to nothing before it: text may be cut in front of it. False for many that are so too:
+ * these are those that texts are made of. */
+static bool nfc_begins(int32_t c)
+{
+	return c < 0x300 || (c >= 0x400 && c < 0x483) || (c >= 0x2010 && c < 0x2028) || (c >= 0x2030 && c < 0x205F) || (c >= 0x3001 && c < 0x302A) ||
+		(c >= 0x3041 && c < 0x3097) || (c >= 0x30A1 && c < 0x30FB) || (c >= 0x3400 && c < 0x4DC0) || (c >= 0x4E00 && c < 0xA000) ||
+		(c >= 0xAC00 && c < 0xD7A4) || (c >= 0xFF01 && c < 0xFFF0) || (c >= 0x1F300 && c < 0x1FB00);
+}
+
+/* Length of the longest beginning of valid text whose characters all begin something for NFC. */
+static size_t nfc_plain(const char *text, size_t n)
+{
+	size_t i = 0;
+	int32_t c;
+	for (int size; i < n; i += size) {
+		size = 1;
+		if ((uint8_t)text[i] >= 0xCC) { /* U+0300 and beyond */
+			size = utf8_decode(text + i, n - i, &c);
+			if (!nfc_begins(c))
+				break;
+		}
+	}
+	return i;
+}
+
+/* Where the last character begins that NFC cuts in front of; 0 when there is none. */
+static size_t nfc_last_cut(const char *text, size_t n)
+{
+	int32_t c;
+	while (n && (((uint8_t)text[--n] & 0xC0) == 0x80 || !utf8_decode(text + n, 4, &c) || !nfc_begins(c)))
+		;
+	return n;
+}
+
+/* Characters that Hugging Face's NFC leaves where they are, because it is that of Unicode 9, and utf8proc's would move or join. */
+static bool nfc_ignores(int32_t c)
+{
+	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA},
+		{0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
+		{0x10F46, 0x10F50}, {0x10F82, 0x10F85}, {0x11070, 0x11070}, {0x1133B, 0x1133B}, {0x1145E, 0x1145E}, {0x11839, 0x1183A}, {0x11930, 0x11943},
+		{0x119E0, 0x119E0}, {0x11A34, 0x11A34}, {0x11A47, 0x11A47}, {0x11A99, 0x11A99}, {0x11D42, 0x11D45}, {0x11D97, 0x11D97}, {0x11F41, 0x11F42},
+		{0x16FF0, 0x16FF1}, {0x1E08F, 0x1E08F}, {0x1E130, 0x1E136}, {0x1E2AE, 0x1E2AE}, {0x1E2EC, 0x1E2EF}, {0x1E4EC, 0x1E4EF}};
+	for (size_t i = 0; i < sizeof young / sizeof *young; i++)
+		if (c <= young[i][1])
+			return c >= young[i][0];
+	return false;
+}
+
+/* Appends valid text in its NFC form. Returns whether anything of it differs. */
+static bool nfc_append(struct text *out, const char *text, size_t n)
+{
+	bool changed = false;
+	while (n) {
+		size_t plain = nfc_plain(text, n);
+		if (plain < n) /* the last plain character may be joined with what follows */
+			while (plain && ((uint8_t)text[--plain] & 0xC0) == 0x80)
+				;
+		text_append(out, text, plain);
+		text += plain, n -= plain;
+		size_t end = 0;
+		int32_t c = 0;
+		for (int size; end < n; end += size) {
+			size = utf8_decode(text + end, n - end, &c);
+			if (end && (nfc_begins(c) || nfc_ignores(c)))
+				break;
+			if (!end && nfc_ignores(c)) {
+				text_append(out, text, size);
+				text += size, n -= size;
+				break;
+			}
+		}
+		if (!end)
+			continue;
+		uint8_t *composed;
+		const ssize_t size = utf8proc_map((const uint8_t *)text, end, &composed, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+		if (size < 0) {
+			fprintf(stderr, "ling: NFC of %zu bytes: %s\n", end, utf8proc_errmsg(size));
+			exit(1); /* out of memory: the text is valid */
+		}
+		changed |= (size_t)size != end || memcmp(composed, text, size);
+		text_append(out, (const char *)composed, size);
+		free(composed);
+		text += end, n -= end;
+	}
+	return changed;
+}
+
+/* The byte-level alphabet: a printable character for each byte. Appends the bytes that a token's text stands for; false when one of its characters
+ * is not of the alphabet. */
+static bool alphabet_decode(struct text *out, const char *text, size_t n)
+{
+	int32_t c;
+	for (int size; n; text += size, n -= size) {
+		if (!(size = utf8_decode(text, n, &c)))
+			return false;
+		if (c >= 0x100) { /* the others, in order: 0 to 32, 127 to 160, 173 */
+			c -= 0x100;
+			c = c <= 32 ? c : c <= 66 ? c - 33 + 127 : c == 67 ? 173 : -1;
+		} else if (c <= 32 || (c >= 127 && c <= 160) || c == 173)
+			c = -1;
+		if (c < 0)
+			return false;
+		text_append(out, &(char){c}, 1);
+	}
+	return true;
+}
+
+/* -- hash tables -- */
+
+static uint64_t hash_text(const char *text, size_t n)
+{
+	uint64_t hash = n, eight;
+	for (; n; n -= n < 8 ? n : 8, text += 8) {
+		eight = 0;
+		memcpy(&eight, text, n < 8 ? n : 8);
+		hash = (hash ^ eight) * 0x9E3779B97F4A7C15;
+		hash ^= hash >> 32;
+	}
+	return hash;
+}
+
+/* The slot of a text in the table by text: its own, or the empty one where it belongs. */
+static int32_t *find_text(const struct tokenizer *t, const char *text, size_t n)
+{
+	for (size_t i = hash_text(text, n);; i++) {
+		int32_t *slot = &t->by_text[i & t->by_text_mask];
+		const struct token *token = &t->tokens[*slot < 0 ? 0 : *slot];
+		if (*slot < 0 || (token->size == n && !memcmp(t->bytes.data + token->at, text, n)))
+			return slot;
+	}
+}
+
+/* The slot of a pair in the table of merges: its own, or the empty one where it belongs. */
+static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
+{
+	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;
+	for (size_t i = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15 >> t->merges_shift;; i++) {
+		struct merge *m = &t->merges[i & mask];
+		if (m->rank == NO_RANK || (m->left == left && m->right == right))
+			return m;
+	}
+}
+
+/* A size of two to some power for a table of n entries, half full at most; its exponent. */
+static int table_bits(size_t n)
+{
+	int bits = 4;
+	while ((size_t)1 << bits < 2 * n)
+		bits++;
+	return bits;
+}
+
+/* -- regular expressions: Hugging Face's are Oniguruma's; said here in PCRE2's dialect. What means the same in both is copied, what does not is
+ *    written out, and what has no use or no equal here is refused. Nothing may look back: text can then be cut at any border. -- */
+
+struct translation {
+	const char *where, *pattern;
+	size_t n;
+	struct text out;
+};
+
+static int refuse_pattern(const struct translation *r, size_t at, const char *what)
+{
+	return fail("%s: pattern: at byte %zu, `%.20s`: %s is not supported", r->where, at, r->pattern + at, what);
+}
+
+static void put_string(struct text *out, const char *text)
+{
+	text_append(out, text, strlen(text));
+}
+
+/* Translates an escape at i, within a class or not; *set: it stands for several characters. Returns its length, or -1. */
+static int translate_escape(struct translation *r, size_t i, bool in_class, bool caseless, bool *set)
+{
+	static const char categories[] = " L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So Z Zs Zl Zp C Cc Cf Cn Co Cs ";
+	const char *p = r->pattern + i;
+	const size_t left = r->n - i;
+	const char c = left > 1 ? p[1] : 0;
+	char name[40], spaced[sizeof name + 2];
+	int end = 0;
+	*set = false;
+	if ((c && strchr("rntf", c)) || ispunct((unsigned char)c)) {
+		text_append(&r->out, p, 2);
+		return 2;
+	}
+	if (c == 'u' && left >= 6 && sscanf(p + 2, "%4[0-9A-Fa-f]%n", name, &end) == 1 && end == 4 && strtol(name, NULL, 16)) {
+		put_string(&r->out, "\\x{"), put_string(&r->out, name), put_string(&r->out, "}");
+		return caseless && strtol(name, NULL, 16) > 127 ? refuse_pattern(r, i, "ignoring the case of this character") : 6;
+	}
+	*set = true;
+	if (c == 'd' || c == 'D') {
+		text_append(&r->out, p, 2);
+		return 2;
+	}
+	if (c == 's' || c == 'S') {
+		put_string(&r->out, in_class ? "" : "[");
+		put_string(&r->out, c == 's' ? SPACE_CLASS : NOT_SPACE_CLASS);
+		put_string(&r->out, in_class ? "" : "]");
+		return 2;
+	}
+	if ((c == 'p' || c == 'P') && !caseless && sscanf(p + 2, "{%38[A-Za-z_^]}%n", name, &end) == 1 && end) {
+		const bool negative = *name == '^';
+		const char *property = name + negative;
+		snprintf(spaced, sizeof spaced, " %s ", property);
+		text_append(&r->out, (c == 'P') != negative ? "\\P{" : "\\p{", 3);
+		put_string(&r->out, strstr(categories, spaced) ? "" : "sc:"); /* else a script: PCRE2 knows whether there is one */
+		put_string(&r->out, property), put_string(&r->out, "}");
+		return 2 + end;
+	}
+	return refuse_pattern(r, i, "this escape");
+}
+
+/* Length of {n}, {n,} or {n,m} at the beginning of text; 0 when there is none, or a ? or + follows that has another meaning there. */
+static int repetition(const char *text)
+{
+	const char *p = text + 1;
+	const int low = strspn(p, "0123456789");
+	p += low;
+	const bool range = *p == ',';
+	if (range)
+		p += 1 + strspn(p + 1, "0123456789");
+	if (!low || *p != '}' || p[1] == '+' || (!range && p[1] == '?'))
+		return 0;
+	return p + 1 - text;
+}
+
+/* Translates the pattern of r, which ends with a 0, into r->out. */
+static int translate(struct translation *r)
+{
+	enum { MAX_DEPTH = 64 };
+	static const char *const openings[] = {"(?:", "(?=", "(?!", "(?>", "(?i:"};
+	static const char ligatures[] = " ff fi fl ss st "; /* ignoring case, these are also one character */
+	bool caseless[MAX_DEPTH] = {false}, in_class = false, set = false, was_set, dash = false;
+	char last = 0; /* the letter before, where case is ignored */
+	size_t class_begin = 0;
+	int depth = 0;
+	for (size_t i = 0, n = r->n, size; i < n; i += size) {
+		const char *p = r->pattern + i, c = *p;
+		const bool was_dash = dash, ignores_case = caseless[depth];
+		const char before = last;
+		was_set = set, set = dash = false, last = 0, size = 1;
+		if (c == '\\') {
+			const int length = translate_escape(r, i, in_class, ignores_case, &set);
+			if (length < 0)
+				return -1;
+			if (was_dash && set)
+				return refuse_pattern(r, i, "a range that ends with a set");
+			size = length;
+			continue;
+		}
+		if (!c)
+			return refuse_pattern(r, i, "a zero");
+		if (ignores_case && (uint8_t)c >= 0x80)
+			return refuse_pattern(r, i, "ignoring the case of this character");
+		if (in_class) {
+			if (c == '[' || (c == '&' && p[1] == '&'))
+				return refuse_pattern(r, i, "a class in a class");
+			if (c == ']' && i == class_begin)
+				return refuse_pattern(r, i, "an empty class");
+			if (c == '-' && was_set && p[1] != ']')
+				return refuse_pattern(r, i, "a range that begins with a set");
+			in_class = c != ']';
+			dash = c == '-' && i > class_begin && p[1] != ']';
+			text_append(&r->out, p, 1);
+			continue;
+		}
+		switch (c) {
+		case '[':
+			in_class = true;
+			size = p[1] == '^' ? 2 : 1;
+			class_begin = i + size;
+			text_append(&r->out, p, size);
+			break;
+		case '(':
+			for (size_t k = 0; p[1] == '?' && k < sizeof openings / sizeof *openings; k++)
+				if (!strncmp(p, openings[k], strlen(openings[k])))
+					size = strlen(openings[k]);
+			if ((p[1] == '?' && size == 1) || depth == MAX_DEPTH - 1)
+				return refuse_pattern(r, i, depth == MAX_DEPTH - 1 ? "so many groups in groups" : "this group");
+			caseless[++depth] = ignores_case || size == strlen("(?i:");
+			if (size == 1)
+				put_string(&r->out, "(?:"); /* nobody asks for its text */
+			text_append(&r->out, p, size == 1 ? 0 : size);
+			break;
+		case ')':
+			depth -= depth > 0; /* PCRE2 complains */
+			text_append(&r->out, p, 1);
+			break;
+		case '.': put_string(&r->out, "[^\\n]"); break;
+		case ']': case '}': put_string(&r->out, c == ']' ? "\\]" : "\\}"); break;
+		case '^': case '$': return refuse_pattern(r, i, "an anchor");
+		case '{':
+			if (!(size = repetition(p)))
+				return refuse_pattern(r, i, "this repetition");
+			text_append(&r->out, p, size);
+			break;
+		default:
+			if (ignores_case && isalpha((unsigned char)c)) {
+				last = tolower((unsigned char)c);
+				if (before && strstr(ligatures, (char[]){' ', before, last, ' ', 0}))
+					return refuse_pattern(r, i - 1, "ignoring the case of these two");
+			}
+			text_append(&r->out, p, 1);
+		}
+	}
+	return 0;
+}
+
+/* Adds a level that cuts by a regular expression or, with PCRE2_LITERAL, by a plain text. `where` begins messages. */
+static int add_split(struct tokenizer *t, const char *where, const char *pattern, size_t n, uint32_t options, bool drop_matches, bool drop_rest)
+{
+	struct translation r = {.where = where, .pattern = pattern, .n = n};
+	if (options & PCRE2_LITERAL)
+		text_append(&r.out, pattern, n);
+	else if (translate(&r) < 0) {
+		free(r.out.data);
+		return -1;
+	}
+	int error;
+	size_t at;
+	pcre2_code *code = pcre2_compile((const uint8_t *)r.out.data, r.out.size, PCRE2_UTF | PCRE2_UCP | options, &error, &at, NULL);
+	if (!code) {
+		char message[128] = "";
+		pcre2_get_error_message(error, (uint8_t *)message, sizeof message);
+		fail("%s: pattern: %s, at `%.20s` (as written for PCRE2)", where, message, r.out.data + at);
+		free(r.out.data);
+		return -1;
+	}
+	pcre2_jit_compile(code, PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD); /* where it cannot, matching is slower */
+	struct split *more = allocate((t->num_splits + 1) * sizeof *more);
+	if (t->num_splits)
+		memcpy(more, t->splits, t->num_splits * sizeof *more);
+	free(t->splits);
+	t->splits = more;
+	t->splits[t->num_splits++] = (struct split){code, drop_matches, drop_rest, r.out.data};
+	return 0;
+}
+
+/* -- reading a tokenizer.json -- */
+
+/* Fails when an object has a member whose name is not among `known`, which are separated by spaces. */
+static int check_members(const json_t *object, const char *where, const char *known)
+{
+	const char *key;
+	json_t *value;
+	json_object_foreach((json_t *)object, key, value) {
+		const char *found = strstr(known, key);
+		const size_t n = strlen(key);
+		while (found && ((found > known && found[-1] != ' ') || (found[n] && found[n] != ' ')))
+			found = strstr(found + 1, key);
+		if (!found || !n)
+			return fail("%s: `%.40s` is not supported; expected %s", where, key, known);
+	}
+	return 0;
+}
+
+/* Reads a member that is true or false, `fallback` where it is missing: 1, 0 or -1. */
+static int member_bool(const json_t *object, const char *where, const char *key, bool fallback)
+{
+	const json_t *v = json_object_get(object, key);
+	if (v && !json_is_boolean(v))
+		return fail("%s: `%s` is %s; expected true or false", where, key, json_kind(v));
+	return v ? json_is_true(v) : fallback;
+}
+
+/* Whether a member is missing, null, or an empty text. */
+static bool member_empty(const json_t *object, const char *key)
+{
+	const json_t *v = json_object_get(object, key);
+	return !v || json_is_null(v) || (json_is_string(v) && !json_string_length(v));
+}
+
+/* model.vocab: the text of each id. */
+static int read_vocab(struct tokenizer *t, const char *path, const json_t *vocab, int size)
+{
+	const char *key;
+	json_t *value;
+	const int bits = table_bits(size);
+	t->size = size;
+	t->tokens = allocate(size * sizeof *t->tokens);
+	t->by_text = allocate(sizeof *t->by_text << bits);
+	t->by_text_mask = ((size_t)1 << bits) - 1;
+	memset(t->by_text, 0xFF, sizeof *t->by_text << bits);
+	memset(t->byte_id, 0xFF, sizeof t->byte_id);
+	json_object_foreach((json_t *)vocab, key, value) {
+		const int32_t id = json_integer_value(value);
+		if (t->tokens[id].known)
+			return fail("%s: model: vocab: `%.40s` has id %d, which another token has too", path, key, id);
+		struct token *token = &t->tokens[id];
+		*token = (struct token){.at = t->bytes.size, .known = true};
+		const bool spelled = alphabet_decode(&t->bytes, key, strlen(key));
+		if (!spelled) { /* no merge makes it; it stands for itself */
+			t->bytes.size = token->at;
+			put_string(&t->bytes, key);
+		}
+		token->size = t->bytes.size - token->at;
+		if (spelled)
+			*find_text(t, t->bytes.data + token->at, token->size) = id;
+		if (spelled && token->size == 1)
+			t->byte_id[(uint8_t)t->bytes.data[token->at]] = id;
+	}
+	for (int i = 0; i < 256; i++)
+		if (t->byte_id[i] < 0)
+			return fail("%s: model: vocab: the token of byte %d is missing; only byte-level BPE, which has all 256, is supported", path, i);
+	return 0;
+}
+
+/* The id of a token that a merge names, its text in the byte-level alphabet, or -1. */
+static int32_t merge_part(struct tokenizer *t, const char *text, size_t n)
+{
+	const size_t at = t->bytes.size;
+	const int32_t id = alphabet_decode(&t->bytes, text, n) ? *find_text(t, t->bytes.data + at, t->bytes.size - at) : -1;
+	t->bytes.size = at;
+	return id;
+}
+
+/* model.merges: "left right", or ["left", "right"], first come first merged. */
+static int read_merges(struct tokenizer *t, const char *path, const json_t *merges)
+{
+	const size_t n = json_array_size(merges);
+	const int bits = table_bits(n);
+	t->merges_shift = 64 - bits;
+	t->merges = allocate(sizeof *t->merges << bits);
+	t->merged = allocate(n * sizeof *t->merged);
+	t->num_merges = n;
+	for (size_t i = 0; i < (size_t)1 << bits; i++)
+		t->merges[i].rank = NO_RANK;
+	for (size_t i = 0; i < n; i++) {
+		const json_t *entry = json_array_get(merges, i), *left = json_array_get(entry, 0), *right = json_array_get(entry, 1);
+		const char *text = json_string_value(entry), *space = text ? strchr(text, ' ') : NULL;
+		const bool pair = json_array_size(entry) == 2 && json_is_string(left) && json_is_string(right);
+		if (!pair && (!space || strchr(space + 1, ' ')))
+			return fail("%s: model: merges: entry %zu is %s; expected \"left right\" or [\"left\", \"right\"]", path, i,
+					text ? "a text without exactly one space" : json_kind(entry));
+		const int32_t a = pair ? merge_part(t, json_string_value(left), json_string_length(left)) : merge_part(t, text, space - text);
+		const int32_t b = pair ? merge_part(t, json_string_value(right), json_string_length(right))
+			: merge_part(t, space + 1, json_string_length(entry) - (space + 1 - text));
+		int32_t product = -1;
+		if (a >= 0 && b >= 0) {
+			const size_t at = t->bytes.size, size = (size_t)t->tokens[a].size + t->tokens[b].size;
+			t->bytes.data = grow(t->bytes.data, at, &t->bytes.capacity, size + 1, 1);
+			memcpy(t->bytes.data + at, t->bytes.data + t->tokens[a].at, t->tokens[a].size);
+			memcpy(t->bytes.data + at + t->tokens[a].size, t->bytes.data + t->tokens[b].at, t->tokens[b].size);
+			product = *find_text(t, t->bytes.data + at, size);
+		}
+		if (product < 0)
+			return fail("%s: model: merges: entry %zu: %s is not in the vocabulary", path, i, a < 0 ? "the left token"
+					: b < 0 ? "the right token" : "what it makes");
+		*find_merge(t, a, b) = (struct merge){a, b, i, product}; /* of two entries for a pair the later counts */
+		t->merged[i] = product;
+	}
+	return 0;
+}
+
+/* model. Options that matter only to characters that are not in the vocabulary (unk_token, fuse_unk, byte_fallback) have nothing to act on. */
+static int read_model(struct tokenizer *t, const char *path, const json_t *root, const json_t *added)
+{
+	char where[PATH_LEN + 16];
+	snprintf(where, sizeof where, "%s: model", path);
+	const json_t *model = json_object_get(root, "model"), *type = json_object_get(model, "type"), *vocab = json_object_get(model, "vocab"),
+		*merges = json_object_get(model, "merges"), *dropout = json_object_get(model, "dropout");
+	if (!json_is_object(model))
+		return fail("%s: `model` is %s; expected an object", path, json_kind(model));
+	if (type && (!json_is_string(type) || strcmp(json_string_value(type), "BPE")))
+		return fail("%s: `type` is %.40s; expected BPE", where, json_is_string(type) ? json_string_value(type) : json_kind(type));
+	if (check_members(model, where, "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback "
+			"ignore_merges vocab merges") < 0)
+		return -1;
+	if (dropout && !json_is_null(dropout) && !(json_is_number(dropout) && json_number_value(dropout) == 0))
+		return fail("%s: `dropout` is not supported; expected null", where);
+	if (!member_empty(model, "continuing_subword_prefix") || !member_empty(model, "end_of_word_suffix"))
+		return fail("%s: `%s` is not supported; expected null", where,
+				member_empty(model, "continuing_subword_prefix") ? "end_of_word_suffix" : "continuing_subword_prefix");
+	const int ignore_merges = member_bool(model, where, "ignore_merges", false);
+	if (ignore_merges < 0)
+		return -1;
+	t->ignore_merges = ignore_merges;
+	if (!json_is_object(vocab) || !json_is_array(merges))
+		return fail("%s: `%s` is %s; expected %s", where, json_is_object(vocab) ? "merges" : "vocab",
+				json_kind(json_is_object(vocab) ? merges : vocab), json_is_object(vocab) ? "an array" : "an object");
+
+	int64_t size = 0, id;
+	const char *key;
+	json_t *value;
+	json_object_foreach((json_t *)vocab, key, value) {
+		if (field_int(vocab, where, key, 0, MAX_VOCAB - 1, &id) < 0)
+			return -1;
+		size = id < size ? size : id + 1;
+	}
+	for (size_t i = 0; i < json_array_size(added); i++) {
+		snprintf(where, sizeof where, "%s: added_tokens", path);
+		if (!json_is_object(value = json_array_get(added, i)))
+			return fail("%s: entry %zu is %s; expected an object", where, i, json_kind(value));
+		if (field_int(value, where, "id", 0, MAX_VOCAB - 1, &id) < 0)
+			return -1;
+		size = id < size ? size : id + 1;
+	}
+	if (json_array_size(merges) > MAX_VOCAB)
+		return fail("%s: model: %zu merges; expected at most %d", path, json_array_size(merges), MAX_VOCAB);
+	return read_vocab(t, path, vocab, size) < 0 ? -1 : read_merges(t, path, merges);
+}
+
+static int by_added_text(const void *a, const void *b)
+{
+	const struct added *x = a, *y = b;
+	const int order = memcmp(x->text, y->text, x->size < y->size ? x->size : y->size);
+	return order ? order : (x->size > y->size) - (x->size < y->size);
+}
+
+/* added_tokens. Hugging Face gives an added token the id of its text in the vocabulary, or the next free one, whatever the file says. */
+static int read_added(struct tokenizer *t, const char *path, const json_t *list, size_t vocab_count)
+{
+	char where[PATH_LEN + 64];
+	const size_t n = json_array_size(list);
+	int64_t id, highest = -1;
+	for (int k = 0; k < 2; k++)
+		t->added[k] = allocate(n * sizeof **t->added);
+	t->cuttable = true;
+	for (size_t i = 0; i < n; i++) {
+		const json_t *entry = json_array_get(list, i), *content = json_object_get(entry, "content");
+		snprintf(where, sizeof where, "%s: added_tokens: entry %zu", path, i);
+		if (check_members(entry, where, "id content single_word lstrip rstrip normalized special") < 0 ||
+				field_int(entry, where, "id", 0, MAX_VOCAB - 1, &id) < 0)
+			return -1;
+		if (!json_is_string(content) || !json_string_length(content))
+			return fail("%s: `content` is %s; expected a text", where, json_is_string(content) ? "empty" : json_kind(content));
+		const char *text = json_string_value(content);
+		const size_t size = json_string_length(content);
+		const int special = member_bool(entry, where, "special", false), single_word = member_bool(entry, where, "single_word", false),
+			lstrip = member_bool(entry, where, "lstrip", false), rstrip = member_bool(entry, where, "rstrip", false),
+			normalized = member_bool(entry, where, "normalized", !special);
+		if (special < 0 || single_word < 0 || lstrip < 0 || rstrip < 0 || normalized < 0)
+			return -1;
+		int32_t given = merge_part(t, text, size);
+		struct token *token = &t->tokens[given < 0 ? id : given];
+		const bool known = token->known && token->size == size && !memcmp(t->bytes.data + token->at, text, size);
+		if (given >= 0 && !known)
+			return fail("%s: `%.40s` is in the vocabulary too, where it stands for other bytes", where, text);
+		if (given < 0) /* not spelled in the alphabet: perhaps in the vocabulary all the same */
+			given = known ? (int32_t)id : highest >= (int64_t)vocab_count ? (int32_t)highest + 1 : (int32_t)vocab_count;
+		if (given != id)
+			return fail("%s: `%.40s` has id %lld; Hugging Face's loader would give it %d", where, text, (long long)id, (int)given);
+		if (token->added || (token->known && !known))
+			return fail("%s: `%.40s` has id %lld, which another token has too", where, text, (long long)id);
+		highest = id > highest ? id : highest;
+		if (!known) {
+			*token = (struct token){.at = t->bytes.size, .size = size, .known = true};
+			text_append(&t->bytes, text, size);
+		}
+		token->added = true, token->special = special;
+
+		struct text own = {0};
+		if (normalized && t->nfc)
+			nfc_append(&own, text, size);
+		else
+			text_append(&own, text, size);
+		t->added[normalized][t->num_added[normalized]++] = (struct added){own.data, own.size, id, special, single_word, lstrip, rstrip};
+		t->added_begin[normalized][(uint8_t)*own.data] = true;
+		t->cuttable &= !single_word && !lstrip && !rstrip;
+	}
+	for (int k = 0; k < 2; k++)
+		qsort(t->added[k], t->num_added[k], sizeof **t->added, by_added_text);
+	return 0;
+}
+
+/* normalizer: null, NFC, or a Sequence of them. */
+static int read_normalizer(struct tokenizer *t, const char *where, const json_t *normalizer)
+{
+	if (!normalizer || json_is_null(normalizer))
+		return 0;
+	const char *type = field_text(normalizer, where, "type");
+	if (!type)
+		return -1;
+	if (!strcmp(type, "NFC")) {
+		t->nfc = true;
+		return check_members(normalizer, where, "type");
+	}
+	const json_t *list = json_object_get(normalizer, "normalizers");
+	if (strcmp(type, "Sequence") || !json_is_array(list))
+		return fail("%s: `%.40s` is not supported; expected null, NFC, or a Sequence of it", where, type);
+	for (size_t i = 0; i < json_array_size(list); i++)
+		if (read_normalizer(t, where, json_array_get(list, i)) < 0)
+			return -1;
+	return check_members(normalizer, where, "type normalizers");
+}
+
+/* Split: a pattern, as a regular expression or as it stands, and what becomes of it and of what is between. */
+static int read_split(struct tokenizer *t, const char *where, const json_t *split)
+{
+	const json_t *pattern = json_object_get(split, "pattern"), *regex = json_object_get(pattern, "Regex"), *text = json_object_get(pattern, "String");
+	const char *behavior = field_text(split, where, "behavior");
+	const int invert = member_bool(split, where, "invert", false);
+	if (!behavior || invert < 0 || check_members(split, where, "type pattern behavior invert") < 0)
+		return -1;
+	if (json_object_size(pattern) != 1 || !json_is_string(regex ? regex : text))
+		return fail("%s: `pattern` is not supported; expected {\"Regex\": \"...\"} or {\"String\": \"...\"}", where);
+	const bool removed = !strcmp(behavior, "Removed");
+	if (!removed && strcmp(behavior, "Isolated"))
+		return fail("%s: `behavior` %.40s is not supported; expected Isolated or Removed", where, behavior);
+	if (!regex && !json_string_length(text))
+		return fail("%s: `pattern` is empty", where);
+	return add_split(t, where, json_string_value(regex ? regex : text), json_string_length(regex ? regex : text), regex ? 0 : PCRE2_LITERAL,
+			removed && !invert, removed && invert);
+}
+
+#define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+
+/* pre_tokenizer: ByteLevel, perhaps behind others, in a Sequence. *byte_level: it has come. */
+static int read_pre_tokenizer(struct tokenizer *t, const char *where, const json_t *pre, bool *byte_level)
+{
+	const char *type = field_text(pre, where, "type");
+	char inner[PATH_LEN + 64];
+	if (!type)
+		return -1;
+	snprintf(inner, sizeof inner, "%s: %.20s", where, type);
+	if (*byte_level)
+		return fail("%s: is not supported behind ByteLevel", inner);
+	if (!strcmp(type, "Sequence")) {
+		const json_t *list = json_object_get(pre, "pretokenizers");
+		if (!json_is_array(list))
+			return fail("%s: `pretokenizers` is %s; expected an array", inner, json_kind(list));
+		for (size_t i = 0; i < json_array_size(list); i++)
+			if (read_pre_tokenizer(t, where, json_array_get(list, i), byte_level) < 0)
+				return -1;
+		return check_members(pre, inner, "type pretokenizers");
+	}
+	if (!strcmp(type, "Split"))
+		return read_split(t, inner, pre);
+	if (!strcmp(type, "Digits")) {
+		const int individual = member_bool(pre, inner, "individual_digits", false);
+		return individual < 0 || check_members(pre, inner, "type individual_digits") < 0 ? -1
+			: add_split(t, inner, individual ? "\\p{N}" : "\\p{N}+", individual ? 5 : 6, 0, false, false);
+	}
+	if (!strcmp(type, "ByteLevel")) {
+		const int space = member_bool(pre, inner, "add_prefix_space", true), regex = member_bool(pre, inner, "use_regex", true);
+		if (space < 0 || regex < 0 || check_members(pre, inner, "type add_prefix_space trim_offsets use_regex") < 0)
+			return -1;
+		if (space)
+			return fail("%s: `add_prefix_space` is not supported: decoding would not give the text back; expected false", inner);
+		*byte_level = true;
+		return regex ? add_split(t, inner, GPT2_PATTERN, strlen(GPT2_PATTERN), 0, false, false) : 0;
+	}
+	return fail("%s: is not supported; expected Split, Digits, ByteLevel, or a Sequence of them", inner);
+}
+
+/* decoder: ByteLevel, alone or in a Sequence; null is let pass: what ids stand for is known. */
+static int check_decoder(const char *where, const json_t *decoder)
+{
+	if (!decoder || json_is_null(decoder))
+		return 0;
+	const char *type = field_text(decoder, where, "type");
+	const json_t *list = json_object_get(decoder, "decoders");
+	if (!type)
+		return -1;
+	if (!strcmp(type, "Sequence") && json_is_array(list)) {
+		for (size_t i = 0; i < json_array_size(list); i++)
+			if (check_decoder(where, json_array_get(list, i)) < 0)
+				return -1;
+		return 0;
+	}
+	return strcmp(type, "ByteLevel") ? fail("%s: `%.40s` is not supported; expected ByteLevel", where, type) : 0;
+}
+
+static void hash_add(struct tokenizer *t, const void *data, size_t n)
+{
+	t->hash = crc32_z(crc32_z(t->hash, (const uint8_t *)&(uint64_t){n}, 8), data, n);
+}
+
+/* Of what ids depend on, however the file says it. */
+static void hash_tokenizer(struct tokenizer *t)
+{
+	for (int i = 0; i < t->size; i++) {
+		const struct token *token = &t->tokens[i];
+		hash_add(t, t->bytes.data + token->at, token->size);
+		hash_add(t, (uint8_t[]){token->known, token->added, token->special}, 3);
+	}
+	const size_t slots = (size_t)1 << (64 - t->merges_shift);
+	struct merge *list = allocate(t->num_merges * sizeof *list); /* by rank */
+	for (size_t i = 0; i < slots; i++)
+		if (t->merges[i].rank != NO_RANK)
+			list[t->merges[i].rank] = t->merges[i];
+	hash_add(t, list, t->num_merges * sizeof *list);
+	free(list);
+	for (int k = 0; k < 2; k++)
+		for (int i = 0; i < t->num_added[k]; i++) {
+			const struct added *a = &t->added[k][i];
+			hash_add(t, a->text, a->size);
+			hash_add(t, (uint8_t[]){k, a->special, a->single_word, a->lstrip, a->rstrip}, 5);
+		}
+	for (int i = 0; i < t->num_splits; i++) {
+		hash_add(t, t->splits[i].pattern, strlen(t->splits[i].pattern));
+		hash_add(t, (uint8_t[]){t->splits[i].drop_matches, t->splits[i].drop_rest}, 2);
+	}
+	hash_add(t, (uint8_t[]){t->nfc, t->ignore_merges}, 2);
+	hash_add(t, &t->end, sizeof t->end);
+}
+
+/* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else <|endoftext|>, else none. */
+static int read_end(struct tokenizer *t, const char *path)
+{
+	char dir[PATH_LEN], config[PATH_LEN];
+	parent_of(dir, path);
+	const int there = path_join(config, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(config);
+	t->end = tokenizer_id(t, "<|endoftext|>");
+	json_t *root = there > 0 ? json_parse(config, JSON_DECODE_INT_AS_REAL) : NULL; /* model_max_length may be 1e30, written out */
+	const json_t *eos = json_object_get(root, "eos_token"), *content = json_is_object(eos) ? json_object_get(eos, "content") : eos;
+	int rc = there < 0 || (there && !root) ? -1 : 0;
+	if (content && !json_is_null(content)) {
+		t->end = json_is_string(content) ? tokenizer_id(t, json_string_value(content)) : -1;
+		if (t->end < 0)
+			rc = fail("%s: `eos_token` is %.40s; expected a token of %s", config,
+					json_is_string(content) ? json_string_value(content) : json_kind(content), path);
+	}
+	json_decref(root);
+	return rc;
+}
+
+static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *root)
+{
+	char where[PATH_LEN + 32];
+	const json_t *added = json_object_get(root, "added_tokens"), *pre = json_object_get(root, "pre_tokenizer");
+	bool byte_level = false;
+	/* truncation, padding and post_processor change nothing that encode(add_special_tokens=False) gives, but for lengths that callers set. */
+	if (check_members(root, path, "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model") < 0)
+		return -1;
+	if (added && !json_is_array(added))
+		return fail("%s: `added_tokens` is %s; expected an array", path, json_kind(added));
+	snprintf(where, sizeof where, "%s: normalizer", path);
+	if (read_normalizer(t, where, json_object_get(root, "normalizer")) < 0)
+		return -1;
+	snprintf(where, sizeof where, "%s: pre_tokenizer", path);
+	if (!json_is_object(pre))
+		return fail("%s: is %s; expected ByteLevel, perhaps behind others in a Sequence", where, json_kind(pre));
+	if (read_pre_tokenizer(t, where, pre, &byte_level) < 0)
+		return -1;
+	if (!byte_level)
+		return fail("%s: has no ByteLevel; only byte-level BPE is supported", where);
+	snprintf(where, sizeof where, "%s: decoder", path);
+	if (check_decoder(where, json_object_get(root, "decoder")) < 0 || read_model(t, path, root, added) < 0 ||
+			read_added(t, path, added, json_object_size(json_object_get(json_object_get(root, "model"), "vocab"))) < 0 ||
+			read_end(t, path) < 0)
+		return -1;
+	hash_tokenizer(t);
+	return 0;
+}
 
 struct tokenizer *tokenizer_open(const char *name)
 {
-	if (strcmp(name, BYTE_TOKENIZER)) {
-		set_error("tokenizer `%s` is not known; expected %s", name, BYTE_TOKENIZER);
-		return NULL;
-	}
 	struct tokenizer *t = allocate(sizeof *t);
-	t->size = BYTE_VOCAB;
+	char path[PATH_LEN];
+	if (!strcmp(name, BYTE_TOKENIZER)) {
+		*t = (struct tokenizer){.bytes_only = true, .size = BYTE_VOCAB, .end = BYTE_END, .cuttable = true,
+			.hash = byte_tokenizer_hash()};
+		return t;
+	}
+	json_t *root = NULL;
+	if (tokenizer_path(path, name) < 0 || !(root = json_read(path)) || read_tokenizer(t, path, root) < 0) {
+		tokenizer_close(t);
+		t = NULL;
+	}
+	json_decref(root);
 	return t;
 }
 
 void tokenizer_close(struct tokenizer *t)
 {
+	if (!t)
+		return;
+	for (int k = 0; k < 2; k++) {
+		for (int i = 0; i < t->num_added[k]; i++)
+			free(t->added[k][i].text);
+		free(t->added[k]);
+	}
+	for (int i = 0; i < t->num_splits; i++) {
+		pcre2_code_free(t->splits[i].code);
+		free(t->splits[i].pattern);
+	}
+	free(t->splits);
+	free(t->tokens), free(t->bytes.data), free(t->by_text), free(t->merges), free(t->merged);
 	free(t);
 }
 
@@ -2773,75 +3845,706 @@ int tokenizer_size(const struct tokenizer *t)
 
 uint32_t tokenizer_hash(const struct tokenizer *t)
 {
-	(void)t;
-	return byte_tokenizer_hash();
+	return t->hash;
 }
 
 int32_t tokenizer_end(const struct tokenizer *t)
 {
-	(void)t;
-	return BYTE_END;
+	return t->end;
 }
 
 int32_t tokenizer_id(const struct tokenizer *t, const char *token)
 {
-	(void)t;
-	return strlen(token) == 1 ? (uint8_t)*token : -1;
-}
-
-/* Appends bytes to a growing text. */
-static void text_append(struct text *out, const char *bytes, size_t n)
-{
-	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
-	memcpy(out->data + out->size, bytes, n);
-	out->size += n;
-	out->data[out->size] = 0;
+	const size_t n = strlen(token);
+	if (t->bytes_only)
+		return n == 1 ? (uint8_t)*token : -1;
+	for (int k = 0; k < 2; k++)
+		for (int i = 0; i < t->num_added[k]; i++) {
+			const struct token *added = &t->tokens[t->added[k][i].id];
+			if (added->size == n && !memcmp(t->bytes.data + added->at, token, n))
+				return t->added[k][i].id;
+		}
+	return *find_text(t, token, n);
 }
 
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
 {
-	(void)t, (void)special;
-	const char byte = (char)id;
-	text_append(out, &byte, id >= 0 && id < BYTE_END);
+	if (t->bytes_only)
+		text_append(out, &(char){id}, id >= 0 && id < BYTE_END);
+	else if (id >= 0 && id < t->size && (special || !t->tokens[id].special))
+		text_append(out, t->bytes.data + t->tokens[id].at, t->tokens[id].size);
+	else
+		text_append(out, "", 0);
 }
+
+/* -- encoding -- */
+
+#define CACHE_BITS 15
+#define CACHED_BYTES 32
+#define CACHED_IDS 7
+#define SHORT_WORD 128 /* bytes that are merged by looking through all pairs; more, with a heap */
+#define SHORT_BITS 7
+
+struct cached {                /* a word and its ids: a line of the processor's cache */
+	uint64_t text[CACHED_BYTES / 8];
+	int32_t id[CACHED_IDS];
+	uint8_t size, count;
+};
+
+struct encoder {
+	const struct tokenizer *t;
+	struct encoder *next;        /* see struct encoders */
+	bool special;                /* special tokens are recognised */
+	struct cached *cache;        /* [2^CACHE_BITS] */
+	struct text normal;          /* the NFC form of a piece */
+	pcre2_match_data *match;
+	pcre2_match_context *context;
+	pcre2_jit_stack *stack;
+};
 
 struct encoder *encoder_open(const struct tokenizer *t)
 {
 	struct encoder *e = allocate(sizeof *e);
 	e->t = t;
+	if (t->bytes_only)
+		return e;
+	e->cache = aligned_alloc(sizeof *e->cache, sizeof *e->cache << CACHE_BITS);
+	e->match = pcre2_match_data_create(1, NULL);
+	e->context = pcre2_match_context_create(NULL);
+	e->stack = pcre2_jit_stack_create(1 << 15, 1 << 24, NULL);
+	if (!e->cache || !e->match || !e->context || !e->stack) {
+		fprintf(stderr, "ling: out of memory for an encoder\n");
+		exit(1);
+	}
+	memset(e->cache, 0, sizeof *e->cache << CACHE_BITS);
+	pcre2_jit_stack_assign(e->context, NULL, e->stack);
 	return e;
 }
 
 void encoder_close(struct encoder *e)
 {
+	if (!e)
+		return;
+	free(e->cache), free(e->normal.data);
+	pcre2_match_data_free(e->match);
+	pcre2_match_context_free(e->context);
+	pcre2_jit_stack_free(e->stack);
 	free(e);
+}
+
+/* Merges the n ids of a short word in place, the pair of the lowest rank first and the leftmost of equals; returns how many are left. */
+static int merge_short(const struct tokenizer *t, int32_t *id, int n)
+{
+	uint32_t key[SHORT_WORD]; /* rank and place of the pair that begins at each id; NO_RANK: none, or merged into the one before */
+	uint8_t next[SHORT_WORD], previous[SHORT_WORD];
+	const int count = n;
+#define PAIR(at, left, right) do { \
+		const uint32_t rank = find_merge(t, left, right)->rank; \
+		key[at] = rank == NO_RANK ? NO_RANK : rank << SHORT_BITS | (at); \
+	} while (0)
+	for (int i = 0; i < n; i++) {
+		next[i] = i + 1, previous[i] = i - 1;
+		if (i + 1 < n)
+			PAIR(i, id[i], id[i + 1]);
+	}
+	key[n - 1] = NO_RANK;
+	for (;;) {
+		uint32_t best = NO_RANK;
+		for (int i = 0; i < count; i++)
+			best = key[i] < best ? key[i] : best;
+		if (best == NO_RANK)
+			break;
+		const int i = best & (SHORT_WORD - 1), gone = next[i];
+		id[i] = t->merged[best >> SHORT_BITS];
+		id[gone] = -1, key[gone] = NO_RANK;
+		next[i] = next[gone];
+		if (next[i] < count) {
+			previous[next[i]] = i;
+			PAIR(i, id[i], id[next[i]]);
+		} else
+			key[i] = NO_RANK;
+		if (i)
+			PAIR(previous[i], id[previous[i]], id[i]);
+	}
+#undef PAIR
+	n = 0;
+	for (int i = 0; i < count; i++)
+		if (id[i] >= 0)
+			id[n++] = id[i];
+	return n;
+}
+
+static void heap_push(uint64_t *heap, size_t *count, uint64_t key)
+{
+	size_t i = (*count)++;
+	for (; i && heap[(i - 1) / 2] > key; i = (i - 1) / 2)
+		heap[i] = heap[(i - 1) / 2];
+	heap[i] = key;
+}
+
+static uint64_t heap_pop(uint64_t *heap, size_t *count)
+{
+	const uint64_t top = heap[0], last = heap[--*count];
+	size_t i = 0;
+	for (size_t child; (child = 2 * i + 1) < *count; i = child) {
+		child += child + 1 < *count && heap[child + 1] < heap[child];
+		if (heap[child] >= last)
+			break;
+		heap[i] = heap[child];
+	}
+	heap[i] = last;
+	return top;
+}
+
+/* merge_short for a word of any length. */
+static int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
+{
+	struct link { uint32_t rank; int32_t next, previous; } *link = allocate(n * sizeof *link);
+	uint64_t *heap = allocate(3 * (size_t)n * sizeof *heap); /* rank and place; what a merge has overtaken stays until it comes up */
+	size_t count = 0;
+	for (int32_t i = 0; i < n; i++) {
+		link[i] = (struct link){i + 1 < n ? find_merge(t, id[i], id[i + 1])->rank : NO_RANK, i + 1, i - 1};
+		if (link[i].rank != NO_RANK)
+			heap_push(heap, &count, (uint64_t)link[i].rank << 32 | i);
+	}
+	while (count) {
+		const uint64_t top = heap_pop(heap, &count);
+		const int32_t i = (int32_t)top, gone = link[i].next;
+		if (link[i].rank != top >> 32)
+			continue;
+		id[i] = t->merged[link[i].rank];
+		id[gone] = -1, link[gone].rank = NO_RANK;
+		link[i].next = link[gone].next;
+		if (link[i].next < n)
+			link[link[i].next].previous = i;
+		for (int side = 0; side < 2; side++) { /* the pair that begins here, and the one that ends here */
+			const int32_t left = side ? link[i].previous : i, right = left < 0 ? n : link[left].next;
+			if (left < 0)
+				continue;
+			link[left].rank = right < n ? find_merge(t, id[left], id[right])->rank : NO_RANK;
+			if (link[left].rank != NO_RANK)
+				heap_push(heap, &count, (uint64_t)link[left].rank << 32 | left);
+		}
+	}
+	free(heap), free(link);
+	int32_t kept = 0;
+	for (int32_t i = 0; i < n; i++)
+		if (id[i] >= 0)
+			id[kept++] = id[i];
+	return kept;
+}
+
+/* Appends the ids of a word that the cache does not hold. */
+static int encode_new_word(const struct tokenizer *t, const char *word, size_t n, struct ids *out)
+{
+	if (n > MAX_WORD)
+		return fail("a word of %zu bytes: expected at most %d bytes without a place where the tokenizer may cut", n, MAX_WORD);
+	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
+	int32_t *id = out->id + out->count;
+	if (t->ignore_merges && (id[0] = *find_text(t, word, n)) >= 0) {
+		out->count++;
+		return 0;
+	}
+	for (size_t i = 0; i < n; i++)
+		id[i] = t->byte_id[(uint8_t)word[i]];
+	out->count += n <= SHORT_WORD ? merge_short(t, id, n) : merge_long(t, id, n);
+	return 0;
+}
+
+static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
+{
+	if (n > CACHED_BYTES)
+		return encode_new_word(e->t, word, n, out);
+	uint64_t text[CACHED_BYTES / 8] = {0}, hash = n;
+	memcpy(text, word, n);
+	for (int i = 0; i < CACHED_BYTES / 8; i++)
+		hash = (hash ^ text[i]) * 0x9E3779B97F4A7C15;
+	struct cached *c = &e->cache[hash >> (64 - CACHE_BITS)];
+	out->id = grow(out->id, out->count, &out->capacity, CACHED_IDS, sizeof *out->id);
+	if (c->size != n || memcmp(c->text, text, sizeof text)) {
+		const int64_t before = out->count;
+		if (encode_new_word(e->t, word, n, out) < 0)
+			return -1;
+		if (out->count - before > CACHED_IDS)
+			return 0;
+		memcpy(c->text, text, sizeof text);
+		c->size = n, c->count = out->count - before;
+		memcpy(c->id, out->id + before, c->count * sizeof *c->id);
+		return 0;
+	}
+	memcpy(out->id + out->count, c->id, sizeof c->id);
+	out->count += c->count;
+	return 0;
+}
+
+/* What a level finds in a text, from a place on. */
+struct found {
+	size_t begin, end;           /* what it takes of the text: nothing and n when it finds nothing, the place where it would need to know more */
+	size_t next;                 /* where it looks on */
+	int32_t id;                  /* of an added token; -1: a piece for the next level */
+};
+
+/* The longest of list k of added tokens that stands at the beginning of text, or NULL. *more: some token is longer than this text, which it begins
+ * with. */
+static const struct added *added_at(const struct encoder *e, int k, const char *text, size_t n, bool *more)
+{
+	const struct added *list = e->t->added[k], *longest = NULL;
+	int low = 0, high = e->t->num_added[k]; /* those that begin with text[0..depth) */
+	size_t depth = 0;
+	for (; low < high && depth < n; depth++) {
+		const uint8_t c = text[depth];
+		for (int side = 0; side < 2; side++) { /* the first that is not less than c there, and the first that is more */
+			int first = low, last = high;
+			while (first < last) {
+				const int middle = first + (last - first) / 2;
+				if (list[middle].size > depth && (uint8_t)list[middle].text[depth] >= c + side)
+					last = middle;
+				else
+					first = middle + 1;
+			}
+			*(side ? &high : &low) = first;
+		}
+		if (low < high && list[low].size == depth + 1 && (e->special || !list[low].special))
+			longest = &list[low];
+	}
+	*more = depth == n && low < high && list[high - 1].size > n;
+	return longest;
+}
+
+/* Finds an added token of list k: the leftmost, of those that begin there the longest. One that stands within a word where it must not still hides
+ * what begins inside it, as in Hugging Face's. 1 found, 0 not. */
+static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done, bool open, struct found *f)
+{
+	int32_t c;
+	for (size_t i = from; i < n; i++) {
+		if (!e->t->added_begin[k][(uint8_t)text[i]])
+			continue;
+		bool more;
+		const struct added *a = added_at(e, k, text + i, n - i, &more);
+		if (more && open) {
+			*f = (struct found){i, i, i, -1};
+			return 0;
+		}
+		if (!a)
+			continue;
+		size_t begin = i, end = i + a->size;
+		i = end - 1;
+		if (a->single_word) {
+			size_t back = begin;
+			while (back && ((uint8_t)text[--back] & 0xC0) == 0x80)
+				;
+			if ((begin && utf8_decode(text + back, begin - back, &c) && is_word(c)) || (utf8_decode(text + end, n - end, &c) && is_word(c)))
+				continue;
+		}
+		*f = (struct found){begin, end, end, a->id};
+		while (a->lstrip && f->begin > done) {
+			size_t back = f->begin;
+			while (back && ((uint8_t)text[--back] & 0xC0) == 0x80)
+				;
+			if (!utf8_decode(text + back, f->begin - back, &c) || !is_space(c))
+				break;
+			f->begin = back;
+		}
+		for (int size; a->rstrip && (size = utf8_decode(text + f->end, n - f->end, &c)) && is_space(c); f->end += size)
+			;
+		return 1;
+	}
+	*f = (struct found){n, n, n, -1};
+	return 0;
+}
+
+/* Finds what a regular expression matches. 1 found, 0 not, -1 on error. */
+static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool open, struct found *f)
+{
+	const int rc = pcre2_match(s->code, (const uint8_t *)text, n, from, PCRE2_NO_UTF_CHECK | (open ? PCRE2_PARTIAL_HARD : 0), e->match, e->context);
+	const size_t *at = pcre2_get_ovector_pointer(e->match);
+	if (rc == PCRE2_ERROR_NOMATCH)
+		*f = (struct found){n, n, n, -1};
+	else if (rc == PCRE2_ERROR_PARTIAL)
+		*f = (struct found){at[0], at[0], at[0], -1};
+	else if (rc < 0) {
+		char message[128] = "";
+		pcre2_get_error_message(rc, (uint8_t *)message, sizeof message);
+		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text", s->pattern, message, n);
+	} else {
+		*f = (struct found){at[0], at[1], at[1], -1};
+		int32_t c;
+		if (at[0] == at[1]) /* nothing, between two characters: they are cut apart */
+			f->next += from < n ? utf8_decode(text + at[1], n - at[1], &c) : 1;
+	}
+	return rc >= 0;
+}
+
+static int64_t encode_level(struct encoder *e, int level, const char *text, size_t n, size_t stop, bool open, struct ids *out);
+
+/* The level that brings text into its NFC form. Borders in that are borders in the text where it is the same, or at its end, or at `stop`. */
+static int64_t encode_normal(struct encoder *e, int level, const char *text, size_t n, size_t stop, bool open, struct ids *out)
+{
+	if (open)
+		n = nfc_last_cut(text, n);
+	int32_t c;
+	const bool stops = stop < n && utf8_decode(text + stop, n - stop, &c) && nfc_begins(c);
+	const size_t first = stops ? stop : n;
+	if (nfc_plain(text, n) == n)
+		return encode_level(e, level + 1, text, n, stop, open, out);
+	e->normal.size = 0;
+	bool changed = nfc_append(&e->normal, text, first);
+	const size_t middle = e->normal.size;
+	changed |= nfc_append(&e->normal, text + first, n - first);
+	if (!changed)
+		return encode_level(e, level + 1, text, n, stop, open, out);
+	const int64_t before = out->count;
+	const int64_t done = encode_level(e, level + 1, e->normal.data, e->normal.size, stops ? middle : SIZE_MAX, open, out);
+	if (done < 0 || (size_t)done == e->normal.size)
+		return done < 0 ? -1 : (int64_t)n;
+	if (stops && (size_t)done == middle)
+		return first;
+	out->count = before;
+	return 0;
+}
+
+/* Levels: 0 added tokens, 1 NFC where the tokenizer has it, 2 added tokens in that, then the regular expressions; behind the last one, a word.
+ * Appends the ids of a text, as far as the first border at or behind `stop` and, where the text is open, which is to say goes on in an unknown way
+ * behind n, as far as nothing that may come changes them. Returns where that is: text may be cut there, and encoded from there on. -1 on error. */
+static int64_t encode_level(struct encoder *e, int level, const char *text, size_t n, size_t stop, bool open, struct ids *out)
+{
+	const struct tokenizer *t = e->t;
+	if (level == 1)
+		return t->nfc ? encode_normal(e, level, text, n, stop, open, out) : encode_level(e, level + 1, text, n, stop, open, out);
+	if (level == 3 + t->num_splits)
+		return open ? 0 : encode_word(e, text, n, out) < 0 ? -1 : (int64_t)n;
+	const struct split *s = level >= 3 ? &t->splits[level - 3] : NULL;
+	struct found f = {0};
+	for (size_t done = 0;;) {
+		const int found = s ? find_match(e, s, text, n, f.next, open, &f) : find_added(e, level / 2, text, n, f.next, done, open, &f);
+		if (found < 0)
+			return -1;
+		if (f.begin > done) {
+			const int64_t piece = s && s->drop_rest ? (int64_t)(f.begin - done)
+				: encode_level(e, level + 1, text + done, f.begin - done, stop - done, open && !found, out);
+			if (piece < 0)
+				return -1;
+			done += piece;
+			if (done < f.begin || done >= stop)
+				return done;
+		}
+		if (!found)
+			return done;
+		if (f.id >= 0)
+			put_id(out, f.id);
+		else if (f.end > f.begin && !(s->drop_matches) && encode_level(e, level + 1, text + f.begin, f.end - f.begin, SIZE_MAX, false, out) < 0)
+			return -1;
+		done = f.end;
+		if (done >= stop || f.next > n)
+			return done;
+	}
+}
+
+/* encode_level for a text of any bytes. A longest run of bytes that are not part of a well-formed character is a word of its own, and what is between
+ * two such runs is encoded as if it were alone. */
+static int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool open, bool special, struct ids *out)
+{
+	size_t done = 0;
+	int32_t c;
+	e->special = special;
+	if (e->t->bytes_only) {
+		n = n < stop ? n : stop;
+		out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
+		for (size_t i = 0; i < n; i++)
+			out->id[out->count++] = (uint8_t)text[i];
+		return n;
+	}
+	if (!e->t->cuttable)
+		stop = open ? 0 : SIZE_MAX;
+	if (open)
+		n = utf8_whole(text, n);
+	while (done < n && done < stop) {
+		const size_t valid = utf8_valid(text + done, n - done);
+		if (valid) {
+			const int64_t piece = encode_level(e, 0, text + done, valid, stop - done, open && done + valid == n, out);
+			if (piece < (int64_t)valid)
+				return piece < 0 ? -1 : (int64_t)done + piece;
+		}
+		done += valid;
+		size_t bad = 0;
+		while (done + bad < n && !utf8_decode(text + done + bad, n - done - bad, &c))
+			bad++;
+		if (open && done + bad == n)
+			break;
+		if (bad && done < stop && encode_word(e, text + done, bad, out) < 0)
+			return -1;
+		done += done < stop ? bad : 0;
+	}
+	return done;
 }
 
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out)
 {
-	(void)e, (void)special;
-	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
-	for (size_t i = 0; i < n; i++)
-		out->id[out->count++] = (uint8_t)text[i];
+	return encode_part(e, text, n, SIZE_MAX, false, special, out) < 0 ? -1 : 0;
+}
+
+/* -- Ling's chat form: <role>HUMAN</role>question<role>ASSISTANT</role>answer, and so on, nothing between the messages; the end token stands
+ *    behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. No content can pass for a tag: it is
+ *    encoded as ordinary text, apart from what stands before and behind it. -- */
+
+/* A role as the form spells it; NULL when there is no such role. */
+static const char *chat_role(const char *role)
+{
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"}, {"assistant", "ASSISTANT"},
+		{"tool", "TOOL"}};
+	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+		if (!strcasecmp(role, roles[i][0]))
+			return roles[i][1];
+	return NULL;
+}
+
+/* Appends one of the form's own tokens: by its id, or as text where the tokenizer does not have it. */
+static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
+{
+	const int32_t id = tokenizer_id(e->t, tag);
+	if (id < 0)
+		return encode(e, tag, strlen(tag), false, out);
+	put_id(out, id);
+	return 0;
+}
+
+static int chat_opening(struct encoder *e, const char *role, struct ids *out)
+{
+	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
+}
+
+/* Brings `learned` to one byte an id: `value` for those that are new. */
+static void mark_learned(struct text *learned, const struct ids *out, bool value)
+{
+	for (const char byte = value; learned && learned->size < (size_t)out->count;)
+		text_append(learned, &byte, 1);
+}
+
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned)
+{
+	const char *role = "";
+	mark_learned(learned, out, false);
+	for (int i = 0; i < n; i++) {
+		char shown[64];
+		if (!(role = chat_role(messages[i].role)))
+			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+					printable(shown, messages[i].role));
+		if (chat_opening(e, role, out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
+			return -1;
+		mark_learned(learned, out, !strcmp(role, "ASSISTANT"));
+	}
+	if (reply) {
+		if (chat_opening(e, "ASSISTANT", out) < 0)
+			return -1;
+		mark_learned(learned, out, false);
+	} else if (!strcmp(role, "ASSISTANT")) {
+		if (tokenizer_end(e->t) < 0)
+			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
+		put_id(out, tokenizer_end(e->t));
+		mark_learned(learned, out, true);
+	}
 	return 0;
 }
 
 /* ============================================================================================================
- * Token files: Megatron's indexed dataset
- *   PREFIX.bin   the ids, one after the other
- *   PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
- *                length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
- *                number as a last entry (i64), and perhaps a mode of each sequence (i8)
- *   PREFIX.json  ours, may be missing: tokenizer, counts, checksum
+ * Text in: files of text and of JSON lines, in blocks that threads work on side by side, whatever the size of a file
+ * A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a place where a
+ * tokenizer is likely to cut. Whether it does is for the reader of the block to find out.
  * ========================================================================================================== */
+
+#ifndef TEXT_BLOCK
+#define TEXT_BLOCK (1 << 18)        /* bytes, of a block; more where a line is longer */
+#endif
+#define LOOK_AHEAD 1024        /* bytes behind a block of text that are there when it is read */
+#define BLOCKS_AT_ONCE 16      /* that are in memory, for each processor */
+
+struct block {
+	const char *path;
+	int64_t line;                /* of JSON lines: the number of the first one; 0: text */
+	size_t begin, end;           /* its bytes in input.data */
+	bool first;                  /* text: nothing of its file that is not done with stands before it */
+	size_t known;                /* text: how far its file stands in input.data */
+	bool whole;                  /* text: that is the end of the file */
+};
+
+struct input {
+	char **files;
+	int num_files, next;         /* next: of files, the one to be opened */
+	int fd;                      /* of the one being read, or -1 */
+	bool lines;                  /* it has JSON lines */
+	int64_t line;                /* of them, that at `begin` */
+	char *data;
+	size_t size, capacity;
+	size_t begin;                /* of what is in no block yet */
+	struct block *blocks;
+	size_t count, room;
+	struct progress progress;
+};
+
+static bool has_suffix(const char *text, const char *suffix)
+{
+	const size_t n = strlen(text), m = strlen(suffix);
+	return n >= m && !strcmp(text + n - m, suffix);
+}
+
+static void input_close(struct input *in)
+{
+	if (in->fd >= 0)
+		close(in->fd);
+	free(in->data), free(in->blocks);
+}
+
+/* Where to cut a text behind 1 to n bytes, of which at least one more is there: in front of the last line that begins with something, else of the
+ * last word, else anywhere between two characters. */
+static size_t text_cut(const char *text, size_t n)
+{
+	size_t word = 0, character = 0;
+	for (size_t i = n; i > 0; i--) {
+		if (((uint8_t)text[i] & 0xC0) == 0x80)
+			continue;
+		character = character ? character : i;
+		if (text[i - 1] == '\n' && !isspace((unsigned char)text[i]))
+			return i;
+		if (!word && text[i] == ' ' && !isspace((unsigned char)text[i - 1]) && !isspace((unsigned char)text[i + 1]))
+			word = i;
+	}
+	return word ? word : character ? character : n;
+}
+
+/* Cuts what has been read of a file into blocks; `ended`: nothing more comes. */
+static void input_cut(struct input *in, bool ended)
+{
+	const size_t count = in->count;
+	for (;;) {
+		const char *text = in->data + in->begin;
+		const size_t left = in->size - in->begin;
+		size_t n = ended ? left : 0;
+		if (in->lines && left >= TEXT_BLOCK) {
+			const char *newline = memchr(text + TEXT_BLOCK - 1, '\n', left - TEXT_BLOCK + 1);
+			n = newline ? (size_t)(newline + 1 - text) : n;
+		} else if (!in->lines && left >= TEXT_BLOCK + LOOK_AHEAD)
+			n = text_cut(text, TEXT_BLOCK);
+		if (!n)
+			break;
+		in->blocks = grow(in->blocks, in->count, &in->room, 1, sizeof *in->blocks);
+		in->blocks[in->count++] = (struct block){.path = in->files[in->next - 1], .line = in->lines ? in->line : 0, .begin = in->begin,
+			.end = in->begin + n};
+		for (size_t i = 0; in->lines && i < n; i++)
+			in->line += text[i] == '\n';
+		in->begin += n;
+	}
+	for (size_t i = count; i < in->count; i++)
+		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != in->blocks[i].path || in->blocks[i - 1].whole;
+	for (size_t i = in->count; i > 0 && !in->blocks[i - 1].line && !in->blocks[i - 1].whole && in->blocks[i - 1].path == in->files[in->next - 1]; i--)
+		in->blocks[i - 1].known = in->size, in->blocks[i - 1].whole = ended;
+}
+
+/* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of the last file, or -1. */
+static int64_t input_read(struct input *in, size_t done)
+{
+	progress(&in->progress, done);
+	if (!in->data) {
+		long processors = sysconf(_SC_NPROCESSORS_ONLN);
+		in->capacity = TEXT_BLOCK * BLOCKS_AT_ONCE * (size_t)(processors < 1 ? 1 : processors);
+		in->data = allocate(in->capacity);
+	} else if (!done && in->count) /* the blocks that were there were not enough to do anything with */
+		in->data = grow(in->data, in->size, &in->capacity, in->capacity - in->size + 1, 1);
+	memmove(in->data, in->data + done, in->size - done);
+	in->size -= done;
+	in->begin = in->count = 0;
+	for (;;) {
+		if (in->fd < 0 && in->next == in->num_files)
+			break;
+		const char *path = in->files[in->fd < 0 ? in->next : in->next - 1];
+		if (in->fd < 0) {
+			if ((in->fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+				return fail("%s: cannot open: %s", path, strerror(errno));
+			in->next++;
+			in->lines = has_suffix(path, ".jsonl");
+			in->line = 1;
+		}
+		if (in->size == in->capacity) {
+			if (in->count)
+				break;
+			in->data = grow(in->data, in->size, &in->capacity, 1, 1);
+		}
+		const ssize_t n = read(in->fd, in->data + in->size, in->capacity - in->size);
+		if (n < 0 && errno != EINTR)
+			return fail("%s: cannot read: %s", path, strerror(errno));
+		in->size += n > 0 ? n : 0;
+		if (n >= 0)
+			input_cut(in, n == 0);
+		if (n == 0) {
+			close(in->fd);
+			in->fd = -1;
+		}
+	}
+	return in->count;
+}
+
+/* Encoders that are at rest. */
+struct encoders { const struct tokenizer *tokenizer; struct encoder *first; };
+
+static struct encoder *encoder_take(struct encoders *all)
+{
+	struct encoder *e;
+	#pragma omp critical (encoders)
+	{
+		e = all->first;
+		all->first = e ? e->next : NULL;
+	}
+	return e ? e : encoder_open(all->tokenizer);
+}
+
+static void encoder_give(struct encoders *all, struct encoder *e)
+{
+	#pragma omp critical (encoders)
+	{
+		e->next = all->first;
+		all->first = e;
+	}
+}
+
+static void encoders_close(struct encoders *all)
+{
+	for (struct encoder *e = all->first, *next; e; e = next) {
+		next = e->next;
+		encoder_close(e);
+	}
+}
+
+/* ============================================================================================================
+ * Token files
+ *   Megatron's indexed dataset, the native form:
+ *     PREFIX.bin   the ids, one after the other
+ *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
+ *                  length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
+ *                  number as a last entry (i64), and perhaps a mode of each sequence (i8)
+ *   llm.c's:       256 i32 (magic, version, number of ids, zeros), then the ids
+ *   bare ids, as nanoGPT has them, whose type the config must tell
+ * Beside each of them, PREFIX being the path without .bin:
+ *   PREFIX.mask.bin   may be missing: a byte an id, 1 where the loss counts, else 0
+ *   PREFIX.json       ours: the manifest, what is known of these files
+ *
+ * Opening must not take longer for a larger file. So what needs a pass over all of it (checksums, the largest id, whether the index is sound)
+ * stands in the manifest, and counts for as long as sizes and times of modification are those that it names. Where there is no such manifest
+ * the pass is made, and the manifest written, if the folder allows. One that `ling tokenize` wrote also claims things: the ids' checksum, for
+ * one; a file that is changed, and is not what its manifest claims, is refused.
+ * ========================================================================================================== */
+
+enum { MEGATRON, LLM_C, BARE_IDS };
 
 #define IDX_MAGIC "MMIDIDX\0\0"
 #define IDX_HEADER 34 /* bytes before the lengths */
+#define LLM_C_HEADER 1024
 #define MANIFEST_FORMAT "ling-tokens"
 
-/* What is done alike for each integer type: X(Megatron's code, name, type). */
+/* What is done alike for each integer type: X(Megatron's code, name, type). The last one is not Megatron's. */
 #define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
-	X(5, "int64", int64_t) X(8, "uint16", uint16_t)
+	X(5, "int64", int64_t) X(8, "uint16", uint16_t) X(9, "uint32", uint32_t)
 
 static const struct { const char *name; int size; } token_types[] = {
 #define ROW(code, name, type) [code] = {name, sizeof(type)},
@@ -2850,21 +4553,198 @@ static const struct { const char *name; int size; } token_types[] = {
 	[6] = {"float64", 0}, [7] = {"float32", 0},
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
-#define BYTE_DTYPE 8 /* uint16: the smallest that holds the vocabulary */
+#define MEGATRON_TYPES 9
+#define INT32 4
+#define UINT16 8
+#define UINT32 9
 
-/* Checks a mapped .idx against the size of its .bin; sets count, documents and dtype. */
-static int index_check(struct tokens *t, const char *path, const uint8_t *idx, size_t size)
+/* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
+static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {{20240520, 1, UINT16}, {20240801, 7, UINT32}};
+
+static int64_t token_width(const struct tokens *t)
 {
+	return token_types[t->dtype].size;
+}
+
+/* What the files are: how large, and when they were changed last. */
+struct stamp { int64_t size; struct timespec modified; }; /* size -1: no such file */
+enum { STAMP_BIN, STAMP_IDX, STAMP_MASK, NUM_STAMPS };
+static const char *const stamp_names[NUM_STAMPS] = {"bin", "idx", "mask"};
+static const char *const stamp_suffixes[NUM_STAMPS] = {".bin", ".idx", ".mask.bin"};
+
+struct manifest {
+	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
+	uint32_t tokenizer_hash;
+	int64_t vocab_size, bytes;
+	int dtype;
+	int64_t tokens, documents;   /* documents -1: not told by the file */
+	int64_t largest_id, learned;
+	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
+	struct stamp stamps[NUM_STAMPS];
+};
+
+/* -- the manifest -- */
+
+static json_t *stamp_to_json(const struct stamp *s)
+{
+	return s->size < 0 ? json_null() : json_pack("{s:I, s:o}", "size", (json_int_t)s->size, "modified",
+			json_sprintf("%lld.%09ld", (long long)s->modified.tv_sec, s->modified.tv_nsec));
+}
+
+static int manifest_write(const struct manifest *m, const char *path)
+{
+	json_t *root = json_pack("{s:s}", "format", MANIFEST_FORMAT), *files = json_object();
+	if (*m->tokenizer)
+		json_object_update_new(root, json_pack("{s:s, s:o, s:I, s:I}", "tokenizer", m->tokenizer, "tokenizer_hash",
+				crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size, "bytes", (json_int_t)m->bytes));
+	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
+			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
+			"learned", (json_int_t)m->learned, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
+	for (int i = 0; i < NUM_STAMPS; i++)
+		json_object_set_new(files, stamp_names[i], stamp_to_json(&m->stamps[i]));
+	json_object_set_new(root, "files", files);
+	int rc = json_write(path, root);
+	json_decref(root);
+	return rc;
+}
+
+/* A stamp that cannot be read, as that of an older manifest, is one that no file has. */
+static struct stamp stamp_from_json(const json_t *v)
+{
+	struct stamp s = {-2, {0, 0}};
+	const char *text = json_string_value(json_object_get(v, "modified"));
+	long long seconds;
+	long nanoseconds;
+	if (json_is_null(v))
+		s.size = -1;
+	else if (text && sscanf(text, "%lld.%9ld", &seconds, &nanoseconds) == 2 && json_is_integer(json_object_get(v, "size")))
+		s = (struct stamp){json_integer_value(json_object_get(v, "size")), {seconds, nanoseconds}};
+	return s;
+}
+
+static bool same_stamps(const struct stamp *a, const struct stamp *b)
+{
+	for (int i = 0; i < NUM_STAMPS; i++)
+		if (a[i].size != b[i].size || (a[i].size >= 0 &&
+				(a[i].modified.tv_sec != b[i].modified.tv_sec || a[i].modified.tv_nsec != b[i].modified.tv_nsec)))
+			return false;
+	return true;
+}
+
+/* The code of an integer type's name, or 0. */
+static int token_type(const char *name)
+{
+	for (int i = 0; i < NUM_TOKEN_TYPES; i++)
+		if (token_types[i].size && !strcmp(name, token_types[i].name))
+			return i;
+	return 0;
+}
+
+/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
+static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+{
+	const char *format = field_text(root, path, "format");
+	if (!format || strcmp(format, MANIFEST_FORMAT))
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
+				format ? format : "", MANIFEST_FORMAT);
+	*m = (struct manifest){.largest_id = -1, .learned = -1};
+	const json_t *files = json_object_get(root, "files");
+	if (json_object_get(root, "tokenizer")) {
+		const char *tokenizer = field_text(root, path, "tokenizer");
+		if (!tokenizer || field_int(root, path, "vocab_size", 1, INT32_MAX, &m->vocab_size) < 0 ||
+				field_int(root, path, "bytes", 0, INT64_MAX, &m->bytes) < 0 ||
+				field_crc(root, path, "tokenizer_hash", &m->tokenizer_hash) < 0)
+			return -1;
+		if (!*tokenizer || snprintf(m->tokenizer, sizeof m->tokenizer, "%s", tokenizer) >= (int)sizeof m->tokenizer)
+			return fail("%s: `tokenizer` is %s", path, *tokenizer ? "too long" : "empty");
+	} else if (!files)
+		return fail("%s: `tokenizer` is missing; expected a string", path);
+	const char *dtype = field_text(root, path, "dtype");
+	if (!dtype || field_int(root, path, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
+			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 || field_crc(root, path, "crc32", &m->crc32) < 0)
+		return -1;
+	if (!(m->dtype = token_type(dtype)))
+		return fail("%s: `dtype` is \"%.40s\"; expected an integer type", path, dtype);
+	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
+			field_int(root, path, "learned", 0, m->tokens, &m->learned) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
+		return -1;
+	for (int i = 0; i < NUM_STAMPS; i++)
+		m->stamps[i] = stamp_from_json(json_object_get(files, stamp_names[i]));
+	return 0;
+}
+
+/* 1 when there is a manifest, else 0. */
+static int manifest_read(struct manifest *m, const char *path)
+{
+	int there = path_exists(path);
+	if (there <= 0)
+		return there;
+	json_t *root = json_read(path);
+	int rc = root ? manifest_parse(m, path, root) : -1;
+	json_decref(root);
+	return rc < 0 ? -1 : 1;
+}
+
+/* Compares what a tokenizer's manifest claims with what the files were found to be. */
+static int manifest_check(const struct manifest *claimed, const struct manifest *is, const char *path, const char *bin)
+{
+	if (claimed->dtype != is->dtype)
+		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name, token_types[is->dtype].name);
+	if (claimed->tokens != is->tokens)
+		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens, (long long)is->tokens);
+	if (claimed->documents != is->documents)
+		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents, (long long)is->documents);
+	if (claimed->crc32 != is->crc32)
+		return fail("%s: `crc32` is %08x; that of %s is %08x: it is damaged, or the manifest is of another file", path,
+				(unsigned)claimed->crc32, bin, (unsigned)is->crc32);
+	if (claimed->learned >= 0 && claimed->mask_crc32 != is->mask_crc32)
+		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of another file", path,
+				(unsigned)claimed->mask_crc32, bin, (unsigned)is->mask_crc32);
+	return 0;
+}
+
+/* What must hold of a manifest by the byte tokenizer, whoever vouches for the rest. */
+static int manifest_check_bytes(const struct manifest *m, const char *path)
+{
+	if (strcmp(m->tokenizer, BYTE_TOKENIZER))
+		return 0;
+	if (m->bytes != m->tokens - m->documents) /* a token a byte, and one to end each document */
+		return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)m->bytes, (long long)(m->tokens - m->documents));
+	if (m->vocab_size != BYTE_VOCAB)
+		return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)m->vocab_size, BYTE_VOCAB);
+	if (m->tokenizer_hash != byte_tokenizer_hash())
+		return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
+				path, (unsigned)m->tokenizer_hash, (unsigned)byte_tokenizer_hash());
+	return 0;
+}
+
+/* -- opening -- */
+
+/* Where the arrays of a checked index begin. */
+struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *documents; };
+
+static struct index index_of(const struct tokens *t)
+{
+	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26), .lengths = t->idx.data + IDX_HEADER};
+	x.pointers = x.lengths + 4 * x.sequences;
+	x.documents = x.pointers + 8 * x.sequences;
+	return x;
+}
+
+/* Checks the header of an index: then its arrays lie within the file. Sets dtype, count and documents. */
+static int index_header(struct tokens *t, const char *path)
+{
+	const uint8_t *idx = t->idx.data;
+	const size_t size = t->idx.size;
 	if (size < IDX_HEADER || memcmp(idx, IDX_MAGIC, 9))
 		return fail("%s: not a Megatron index: expected it to begin with MMIDIDX and a header of %d bytes", path,
 				IDX_HEADER);
 	if (load_i64(idx + 9) != 1)
 		return fail("%s: version %lld; expected 1", path, (long long)load_i64(idx + 9));
 	t->dtype = idx[17];
-	if (t->dtype >= NUM_TOKEN_TYPES || !token_types[t->dtype].name)
+	if (t->dtype >= MEGATRON_TYPES || !token_types[t->dtype].name)
 		return fail("%s: unknown dtype code %d; expected 1 to 5 or 8", path, t->dtype);
-	int width = token_types[t->dtype].size;
-	if (!width)
+	if (!token_types[t->dtype].size)
 		return fail("%s: dtype %s; expected an integer type", path, token_types[t->dtype].name);
 	uint64_t n = load_i64(idx + 18), entries = load_i64(idx + 26), room = size - IDX_HEADER;
 	if (n > room / 12 || entries > (room - 12 * n) / 8)
@@ -2873,168 +4753,408 @@ static int index_check(struct tokens *t, const char *path, const uint8_t *idx, s
 	uint64_t rest = room - 12 * n - 8 * entries;
 	if (rest && rest != n) /* n bytes: the modes */
 		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
+	if (!entries)
+		return fail("%s: no document index; expected it to begin with 0", path);
+	t->documents = entries - 1;
+	t->count = t->bin.size / token_width(t);
+	return 0;
+}
 
-	const uint8_t *lengths = idx + IDX_HEADER, *pointers = lengths + 4 * n, *documents = pointers + 8 * n;
+/* Checks every entry of an index against the size of its .bin. */
+static int index_check(const struct tokens *t, const char *path)
+{
+	const struct index x = index_of(t);
+	const int64_t width = token_width(t), bin_bytes = t->bin.size;
 	int64_t at = 0;
-	for (uint64_t i = 0; i < n; i++) {
-		int64_t length = load_i32(lengths + 4 * i), pointer = load_i64(pointers + 8 * i);
+	for (uint64_t i = 0; i < x.sequences; i++) {
+		int64_t length = load_i32(x.lengths + 4 * i), pointer = load_i64(x.pointers + 8 * i);
 		if (length < 0)
 			return fail("%s: sequence %llu: length %lld; expected at least 0", path, (unsigned long long)i,
 					(long long)length);
 		if (pointer != at)
 			return fail("%s: sequence %llu: begins at byte %lld; expected %lld, where the one before ends", path,
 					(unsigned long long)i, (long long)pointer, (long long)at);
-		if (length > (t->bin_bytes - at) / width)
+		if (length > (bin_bytes - at) / width)
 			return fail("%s: sequence %llu: %lld tokens at byte %lld reach beyond the .bin file's %lld bytes", path,
-					(unsigned long long)i, (long long)length, (long long)at, (long long)t->bin_bytes);
+					(unsigned long long)i, (long long)length, (long long)at, (long long)bin_bytes);
 		at += length * width;
 	}
-	if (at != t->bin_bytes)
+	if (at != bin_bytes)
 		return fail("%s: the sequences have %lld bytes but the .bin file has %lld", path, (long long)at,
-				(long long)t->bin_bytes);
-	t->count = at / width;
-
-	if (!entries)
-		return fail("%s: no document index; expected it to begin with 0", path);
-	for (uint64_t i = 0, before = 0; i < entries; i++) {
-		uint64_t d = load_i64(documents + 8 * i);
-		if (d < before || d > n || (i == 0 && d) || (i == entries - 1 && d != n))
+				(long long)bin_bytes);
+	for (uint64_t i = 0, before = 0; i < x.entries; i++) {
+		uint64_t d = load_i64(x.documents + 8 * i);
+		if (d < before || d > x.sequences || (i == 0 && d) || (i == x.entries - 1 && d != x.sequences))
 			return fail("%s: document entry %llu is %lld; expected entries to rise from 0 to %llu, the number of sequences",
-					path, (unsigned long long)i, (long long)d, (unsigned long long)n);
+					path, (unsigned long long)i, (long long)d, (unsigned long long)x.sequences);
 		before = d;
 	}
-	t->documents = entries - 1;
 	return 0;
 }
 
-/* Compares the manifest with the files; sets t->tokenizer, and what it claims of the ids: their limit and checksum. */
-static int manifest_check(struct tokens *t, const char *path, const json_t *root, int64_t *vocab_size, uint32_t *crc)
+/* Checks llm.c's header; sets dtype and count. */
+static int llm_c_header(struct tokens *t)
 {
-	int64_t count, documents, bytes;
-	uint32_t hash;
-	const char *format = field_text(root, path, "format");
-	if (!format || strcmp(format, MANIFEST_FORMAT))
-		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
-				format ? format : "", MANIFEST_FORMAT);
-	const char *tokenizer = field_text(root, path, "tokenizer"), *dtype = field_text(root, path, "dtype");
-	if (!tokenizer || !dtype)
-		return -1;
-	if (field_int(root, path, "vocab_size", 1, INT32_MAX, vocab_size) < 0 ||
-			field_int(root, path, "tokens", 0, INT64_MAX, &count) < 0 ||
-			field_int(root, path, "documents", 0, INT64_MAX, &documents) < 0 ||
-			field_int(root, path, "bytes", 0, INT64_MAX, &bytes) < 0 ||
-			field_crc(root, path, "crc32", crc) < 0 || field_crc(root, path, "tokenizer_hash", &hash) < 0)
-		return -1;
-	if (snprintf(t->tokenizer, sizeof t->tokenizer, "%s", tokenizer) >= (int)sizeof t->tokenizer)
-		return fail("%s: `tokenizer` is longer than %zu bytes", path, sizeof t->tokenizer - 1);
-	if (strcmp(dtype, token_types[t->dtype].name))
-		return fail("%s: `dtype` is \"%.40s\"; the index says %s", path, dtype, token_types[t->dtype].name);
-	if (count != t->count)
-		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)count, (long long)t->count);
-	if (documents != t->documents)
-		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)documents, (long long)t->documents);
-	if (!strcmp(tokenizer, BYTE_TOKENIZER)) {
-		if (bytes != count - documents) /* a token a byte, and one to end each document */
-			return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)bytes, (long long)(count - documents));
-		if (*vocab_size != BYTE_VOCAB)
-			return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)*vocab_size, BYTE_VOCAB);
-		if (hash != byte_tokenizer_hash())
-			return fail("%s: `tokenizer_hash` is %08x; this program's byte tokenizer is %08x: make the token file again",
-					path, (unsigned)hash, (unsigned)byte_tokenizer_hash());
-	}
-	return 0;
-}
-
-/* Goes once through the ids, in blocks that stay in the cache: sets t->crc32, and returns the position of the first id
- * outside 0..limit-1, with the id in *id; or t->count. */
-static int64_t tokens_scan(struct tokens *t, uint64_t limit, int64_t *id)
-{
-	const int64_t block = 1 << 14, width = token_types[t->dtype].size;
-	int64_t bad = t->count;
-	*id = 0;
-	for (int64_t i = 0, end; i < t->count; i = end) {
-		end = t->count - i < block ? t->count : i + block;
-		t->crc32 = crc32_z(t->crc32, t->bin + i * width, (end - i) * width);
-		if (bad < t->count)
+	const size_t size = t->bin.size;
+	const int32_t magic = size < LLM_C_HEADER ? 0 : load_i32(t->bin.data);
+	for (size_t i = 0; i < sizeof llm_c_headers / sizeof *llm_c_headers; i++) {
+		if (magic != llm_c_headers[i].magic)
 			continue;
-		switch (t->dtype) {
-#define SCAN(code, name, type) case code: { \
-			const type *ids = (const type *)t->bin; \
-			while (i < end && (uint64_t)(int64_t)ids[i] < limit) /* a negative id is huge here */ \
-				i++; \
-			if (i < end) \
-				bad = i, *id = (int64_t)ids[i]; \
-			break; \
+		const int32_t version = load_i32(t->bin.data + 4), count = load_i32(t->bin.data + 8);
+		if (version != llm_c_headers[i].version)
+			return fail("%s: an llm.c file of version %d; expected %d with the magic number %d", t->path, version, llm_c_headers[i].version, magic);
+		t->dtype = llm_c_headers[i].dtype;
+		if (count < 0 || (uint64_t)count * token_width(t) != size - LLM_C_HEADER)
+			return fail("%s: the header tells of %d ids of %d bytes; %zu bytes follow it: the file is damaged", t->path, count,
+					(int)token_width(t), size - LLM_C_HEADER);
+		t->ids = t->bin.data + LLM_C_HEADER;
+		t->count = count;
+		return 0;
+	}
+	return fail("%s: found neither an index (.idx) beside it nor the header of an llm.c file; a file of bare ids must be given with its type: "
+			"{path: ..., dtype: uint16}", t->path);
+}
+
+/* Fails when the file has no regular size. */
+static int stamp_file(struct stamp *s, const char *path)
+{
+	struct stat st;
+	if (stat(path, &st) < 0) {
+		*s = (struct stamp){-1, {0, 0}};
+		return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
+	}
+	*s = (struct stamp){st.st_size, st.st_mtim};
+	return 0;
+}
+
+/* Takes the stamps of a token file's companions and of the ids at `path`. */
+static int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format)
+{
+	char name[PATH_LEN];
+	for (int i = 0; i < NUM_STAMPS; i++) {
+		if (i == STAMP_IDX && format != MEGATRON)
+			stamps[i] = (struct stamp){-1, {0, 0}};
+		else if (path_suffix(name, prefix, stamp_suffixes[i]) < 0 || stamp_file(&stamps[i], i == STAMP_BIN ? path : name) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* Finds out what `path` names, maps its files, and checks their headers. Sets prefix, and stamps as they were before the files were mapped. */
+static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN], struct stamp stamps[NUM_STAMPS])
+{
+	char name[PATH_LEN];
+	const size_t n = strlen(path);
+	struct stat st;
+	if (path_suffix(t->path, path, "") < 0 || path_suffix(prefix, path, "") < 0)
+		return -1;
+	if (n > 4 && !strcmp(path + n - 4, ".bin"))
+		prefix[n - 4] = 0;
+	if (path_suffix(name, prefix, ".idx") < 0)
+		return -1;
+	const bool bare = strcmp(dtype, "none"), there = stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
+	t->format = bare ? BARE_IDS : there && access(name, F_OK) < 0 ? LLM_C : MEGATRON;
+	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) || stamps_take(stamps, t->path, prefix, t->format) < 0 ||
+			map_file(t->path, &t->bin.data, &t->bin.size) < 0)
+		return -1;
+	t->ids = t->bin.data;
+	t->documents = t->document_token = -1;
+	if (t->format == MEGATRON && (map_file(name, &t->idx.data, &t->idx.size) < 0 || index_header(t, name) < 0))
+		return -1;
+	if (t->format == LLM_C && llm_c_header(t) < 0)
+		return -1;
+	if (t->format == BARE_IDS) {
+		if (!(t->dtype = token_type(dtype)))
+			return fail("%s: dtype `%s` is not known; expected an integer type such as uint16", path, dtype);
+		if (t->bin.size % token_width(t))
+			return fail("%s: its %zu bytes are no whole number of %s ids", path, t->bin.size, dtype);
+		t->count = t->bin.size / token_width(t);
+	}
+	if (path_suffix(name, prefix, stamp_suffixes[STAMP_MASK]) < 0)
+		return -1;
+	if (stamps[STAMP_MASK].size >= 0) {
+		if (map_file(name, &t->mask.data, &t->mask.size) < 0)
+			return -1;
+		if ((int64_t)t->mask.size != t->count)
+			return fail("%s: %zu bytes; expected one for each of the %lld ids of %s", name, t->mask.size, (long long)t->count, t->path);
+		t->learned = t->mask.data;
+	}
+	return 0;
+}
+
+/* The largest of ids [i, end), which are at most 2^63 - 1; a negative one is huge here. */
+static uint64_t largest_id(const struct tokens *t, int64_t i, int64_t end)
+{
+	uint64_t largest = 0;
+	switch (t->dtype) {
+#define LARGEST_ID(code, name, type) case code: \
+		for (const type *id = (const type *)t->ids; i < end; i++) \
+			largest = (uint64_t)(int64_t)id[i] > largest ? (uint64_t)(int64_t)id[i] : largest; \
+		break;
+	TOKEN_TYPES(LARGEST_ID)
+#undef LARGEST_ID
+	}
+	return largest;
+}
+
+static int64_t id_at(const struct tokens *t, int64_t i)
+{
+	switch (t->dtype) {
+#define ID_AT(code, name, type) case code: return (int64_t)((const type *)t->ids)[i];
+	TOKEN_TYPES(ID_AT)
+#undef ID_AT
+	}
+	return -1;
+}
+
+/* Reports the first of ids [i, t->count) that is outside the vocabulary. */
+static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char *whose)
+{
+	while (i < t->count - 1 && (uint64_t)id_at(t, i) < (uint64_t)limit)
+		i++;
+	return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", t->path, (long long)i,
+			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
+}
+
+#define SCAN_BLOCK (1 << 22)
+
+/* What is known of a block of ids. */
+struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };
+
+static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t end)
+{
+	const int64_t cached = 1 << 14, width = token_width(t);
+	struct scanned s = {0};
+	for (int64_t i = begin, next; i < end; i = next) { /* in pieces that stay in the cache: two passes, or four, over each */
+		next = end - i < cached ? end : i + cached;
+		const uint64_t largest = largest_id(t, i, next);
+		s.largest = largest > s.largest ? largest : s.largest;
+		s.crc32 = crc32_z(s.crc32, t->ids + i * width, (next - i) * width);
+		if (t->learned)
+			s.mask_crc32 = crc32_z(s.mask_crc32, t->learned + i, next - i);
+		for (int64_t k = i; k < next; k++)
+			s.learned += t->learned ? t->learned[k] : 1;
+	}
+	return s;
+}
+
+/* Goes once through the ids and the mask, with all cores. */
+static struct scanned tokens_scan(const struct tokens *t)
+{
+	enum { ROUND = 64 };           /* blocks between two looks at the clock */
+	struct scanned all = {0}, block[ROUND];
+	struct progress p = progress_start("checking the tokens", t->count * token_width(t));
+	for (int64_t first = 0; first < t->count; first += (int64_t)ROUND * SCAN_BLOCK) {
+		const int64_t left = (t->count - first + SCAN_BLOCK - 1) / SCAN_BLOCK, n = left < ROUND ? left : ROUND;
+		#pragma omp parallel for schedule(dynamic)
+		for (int64_t i = 0; i < n; i++) {
+			const int64_t begin = first + i * SCAN_BLOCK;
+			block[i] = scan_block(t, begin, t->count - begin < SCAN_BLOCK ? t->count : begin + SCAN_BLOCK);
 		}
-		TOKEN_TYPES(SCAN)
-#undef SCAN
+		for (int64_t i = 0; i < n; i++) {
+			const int64_t begin = first + i * SCAN_BLOCK, ids = t->count - begin < SCAN_BLOCK ? t->count - begin : SCAN_BLOCK;
+			all.crc32 = crc32_combine(all.crc32, block[i].crc32, ids * token_width(t));
+			all.mask_crc32 = crc32_combine(all.mask_crc32, block[i].mask_crc32, ids);
+			all.largest = block[i].largest > all.largest ? block[i].largest : all.largest;
+			all.learned += block[i].learned;
+			progress(&p, ids * token_width(t));
 		}
 	}
-	return bad;
+	progress_end(&p);
+	return all;
+}
+
+/* Makes the pass over the files that a manifest spares: *found is what they are. */
+static int tokens_examine(const struct tokens *t, const char *prefix, struct manifest *found)
+{
+	char name[PATH_LEN];
+	if (t->format == MEGATRON && (path_suffix(name, prefix, ".idx") < 0 || index_check(t, name) < 0))
+		return -1;
+	const struct scanned s = tokens_scan(t);
+	found->dtype = t->dtype, found->tokens = t->count, found->documents = t->documents;
+	found->crc32 = s.crc32, found->mask_crc32 = s.mask_crc32, found->learned = s.learned;
+	found->largest_id = s.largest < INT64_MAX ? s.largest : INT64_MAX;
+	for (int64_t i = 0; t->learned && i < t->count; i++)
+		if (t->learned[i] > 1)
+			return fail("%s.mask.bin: byte %lld is %d; expected 0 or 1", prefix, (long long)i, t->learned[i]);
+	return 0;
+}
+
+/* Leaves what was found for the next time. A folder that cannot be written to is no error. */
+static void manifest_leave(const struct manifest *m, const char *path)
+{
+	char temporary[PATH_LEN], suffix[32], kept[sizeof error_text];
+	memcpy(kept, error_text, sizeof kept);
+	snprintf(suffix, sizeof suffix, ".tmp-%ld", (long)getpid()); /* several processes may open the file at once */
+	if (path_suffix(temporary, path, suffix) == 0 && manifest_write(m, temporary) == 0 && rename(temporary, path) < 0)
+		unlink(temporary);
+	memcpy(error_text, kept, sizeof kept);
 }
 
 /* tokens_open, without the clean-up on error. */
-static int tokens_load(struct tokens *t, const char *prefix, int vocab_size)
+static int tokens_load(struct tokens *t, const char *path, const char *dtype, int vocab_size)
 {
-	char bin_path[PATH_LEN], idx_path[PATH_LEN], manifest_path[PATH_LEN];
-	const uint8_t *idx;
-	size_t idx_bytes, bin_bytes;
-	if (path_suffix(bin_path, prefix, ".bin") < 0 || path_suffix(idx_path, prefix, ".idx") < 0 ||
-			path_suffix(manifest_path, prefix, ".json") < 0 || map_file(bin_path, &t->bin, &bin_bytes) < 0)
+	char prefix[PATH_LEN], manifest_path[PATH_LEN];
+	struct manifest m, found = {0};
+	if (tokens_map(t, path, dtype, prefix, found.stamps) < 0 || path_suffix(manifest_path, prefix, ".json") < 0)
 		return -1;
-	t->bin_bytes = bin_bytes;
-	if (map_file(idx_path, &idx, &idx_bytes) < 0)
-		return -1;
-	int rc = index_check(t, idx_path, idx, idx_bytes);
-	unmap_file(idx, idx_bytes);
-	int there = rc < 0 ? -1 : path_exists(manifest_path);
+	const int there = manifest_read(&m, manifest_path);
 	if (there < 0)
 		return -1;
-	int64_t claimed = INT64_MAX, id;
-	uint32_t crc = 0;
-	if (there) {
-		json_t *manifest = json_read(manifest_path);
-		rc = manifest ? manifest_check(t, manifest_path, manifest, &claimed, &crc) : -1;
-		json_decref(manifest);
-		if (rc < 0)
+	const bool vouched = there && same_stamps(m.stamps, found.stamps) && m.tokens == t->count && m.documents == t->documents && m.dtype == t->dtype;
+	if (!vouched) {
+		if (tokens_examine(t, prefix, &found) < 0)
 			return -1;
+		if (there && *m.tokenizer) {
+			if (manifest_check(&m, &found, manifest_path, t->path) < 0)
+				return -1;
+			memcpy(found.tokenizer, m.tokenizer, sizeof found.tokenizer);
+			found.tokenizer_hash = m.tokenizer_hash, found.vocab_size = m.vocab_size, found.bytes = m.bytes;
+		}
+		m = found;
 	}
-	int64_t limit = claimed < vocab_size ? claimed : vocab_size, bad = tokens_scan(t, limit, &id);
-	if (there && crc != t->crc32)
-		return fail("%s: `crc32` is %08x; the .bin file's is %08x: it is damaged, or the manifest is of another file",
-				manifest_path, (unsigned)crc, (unsigned)t->crc32);
-	if (bad < t->count)
-		return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", bin_path,
-				(long long)bad, (long long)id, (long long)limit, claimed < vocab_size ? "its manifest" : "the model",
-				(long long)limit - 1);
+	if (manifest_check_bytes(&m, manifest_path) < 0)
+		return -1;
+	const bool narrower = *m.tokenizer && m.vocab_size < vocab_size;
+	const int64_t limit = narrower ? m.vocab_size : vocab_size;
+	if (m.largest_id >= limit)
+		return fail_id(t, 0, limit, narrower ? "its manifest" : "the model");
+	if (!vouched)
+		manifest_leave(&m, manifest_path);
+	memcpy(t->tokenizer, m.tokenizer, sizeof t->tokenizer);
+	t->tokenizer_hash = m.tokenizer_hash;
+	t->vocab_size = vocab_size;
+	t->crc32 = crc32_combine(m.crc32, m.mask_crc32, t->mask.size);
 	return 0;
 }
 
-int tokens_open(struct tokens *t, const char *prefix, int vocab_size)
+int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab_size)
 {
 	memset(t, 0, sizeof *t);
-	if (tokens_load(t, prefix, vocab_size) == 0)
+	if (tokens_load(t, path, dtype, vocab_size) == 0)
 		return 0;
 	tokens_close(t);
 	return -1;
 }
 
-void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
+void tokens_close(struct tokens *t)
+{
+	unmap_file(t->bin.data, t->bin.size);
+	unmap_file(t->idx.data, t->idx.size);
+	unmap_file(t->mask.data, t->mask.size);
+	memset(t, 0, sizeof *t);
+}
+
+/* -- reading -- */
+
+int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 {
 	switch (t->dtype) {
 #define READ(code, name, type) case code: \
 		for (int64_t i = 0; i < n; i++) \
-			out[i] = (int32_t)((const type *)t->bin)[start + i]; \
+			out[i] = (int32_t)((const type *)t->ids)[start + i]; \
 		break;
 	TOKEN_TYPES(READ)
 #undef READ
 	}
+	return largest_id(t, start, start + n) < (uint64_t)t->vocab_size ? 0 : fail_id(t, start, t->vocab_size, "the model");
 }
 
-void tokens_close(struct tokens *t)
+void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target)
 {
-	unmap_file(t->bin, t->bin_bytes);
-	memset(t, 0, sizeof *t);
+	for (int64_t i = 0; t->learned && i < n; i++)
+		if (!t->learned[start + 1 + i])
+			target[i] = -1;
+}
+
+/* The token that document i begins with, 0 <= i <= t->documents. The index was checked, but files can change. */
+static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
+{
+	const struct index x = index_of(t);
+	const uint64_t sequence = load_i64(x.documents + 8 * i);
+	*begin = sequence < x.sequences ? load_i64(x.pointers + 8 * sequence) / token_width(t) : t->count;
+	if (x.entries != (uint64_t)t->documents + 1 || sequence > x.sequences || *begin < 0 || *begin > t->count)
+		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path, (long long)i,
+				(unsigned long long)sequence);
+	return 0;
+}
+
+/* The same from an index: a search for the document of the first token, then the next ones. */
+static int indexed_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
+{
+	int64_t low = 0, high = t->documents, begin = 0, next;
+	while (high - low > 1) { /* the document of token `start` is among low .. high - 1 */
+		const int64_t middle = low + (high - low) / 2;
+		if (document_begin(t, middle, &begin) < 0)
+			return -1;
+		if (begin <= start)
+			low = middle;
+		else
+			high = middle;
+	}
+	if (document_begin(t, low + 1, &next) < 0)
+		return -1;
+	begin = 0;
+	for (int64_t i = 0; i <= n; i++) {
+		while (next <= start + i && low + 1 < t->documents) {
+			begin = next - start;
+			if (document_begin(t, ++low + 1, &next) < 0)
+				return -1;
+		}
+		if (i > 0 && begin == i)
+			target[i - 1] = -1;
+		if (i < n)
+			document[i] = begin > 0 ? begin : 0;
+	}
+	return 0;
+}
+
+int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
+{
+	if (t->format == MEGATRON)
+		return indexed_documents(t, start, n, document, target);
+	int32_t begin = 0;
+	for (int64_t i = 0; i < n; i++) {
+		const bool separator = id_at(t, start + i) == t->document_token;
+		if (t->format == LLM_C && separator)
+			begin = i;
+		document[i] = begin;
+		if (t->format == BARE_IDS && separator) {
+			begin = i + 1;
+			target[i] = -1;
+		}
+	}
+	return 0;
+}
+
+int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
+{
+	struct tokens tokens;
+	if (tokens_open(&tokens, prefix, "none", INT32_MAX) < 0)
+		return -1;
+	const char *name = tokenizer ? tokenizer : tokens.tokenizer;
+	struct tokenizer *t = NULL;
+	int rc = *name ? 0 : fail("%s: does not say what made its ids; give it as --tokenizer", prefix);
+	if (!rc && !(t = tokenizer_open(name)))
+		rc = -1;
+	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != t->hash)
+		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer, (unsigned)tokens.tokenizer_hash, name,
+				(unsigned)t->hash);
+	struct text text = {0};
+	int32_t ids[4096];
+	for (int64_t i = 0, n; !rc && i < tokens.count; i += n) {
+		n = tokens.count - i < 4096 ? tokens.count - i : 4096;
+		rc = tokens_read(&tokens, i, n, ids);
+		text.size = 0;
+		for (int64_t k = 0; !rc && k < n; k++)
+			tokenizer_decode(t, ids[k], true, &text);
+		if (!rc && fwrite(text.data, 1, text.size, out) != text.size)
+			break; /* the caller sees that it failed */
+	}
+	free(text.data);
+	tokenizer_close(t);
+	tokens_close(&tokens);
+	return rc;
 }
 
 /* -- making them -- */
@@ -3042,23 +5162,36 @@ void tokens_close(struct tokens *t)
 #ifndef SEQUENCE_MAX
 #define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
 #endif
-#define READ_CHUNK (1 << 20)
 
 struct token_writer {
-	FILE *bin, *idx;
+	FILE *bin, *idx, *mask;
+	const struct tokenizer *tokenizer;
+	int dtype;                   /* of .bin: uint16 where the vocabulary fits, else int32 */
+	int64_t bytes;               /* of text, see manifest.bytes */
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
-	uint32_t crc;                /* of .bin */
-	struct progress progress;    /* of the bytes of input */
+	int32_t largest_id;
+	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
+	uint32_t crc, mask_crc;
 };
 
-static void put_ids(struct token_writer *w, const uint16_t *ids, size_t n)
+/* Appends to the loss mask. As long as all is learned it stays empty: what is left out of it is filled in when the first token comes that
+ * is not. */
+static void put_mask(struct token_writer *w, const char *learned, size_t n)
 {
-	w->crc = crc32_z(w->crc, (const uint8_t *)ids, n * sizeof *ids);
-	fwrite(ids, sizeof *ids, n, w->bin);
-	w->tokens += n, w->length += n;
+	char ones[4096];
+	memset(ones, 1, sizeof ones);
+	while (w->masked < w->tokens) {
+		const int64_t missing = w->tokens - w->masked, piece = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
+		w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)ones, piece);
+		fwrite(ones, 1, piece, w->mask);
+		w->masked += piece;
+	}
+	w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)learned, n);
+	fwrite(learned, 1, n, w->mask);
+	w->masked += n;
 }
 
 static void end_sequence(struct token_writer *w)
@@ -3068,23 +5201,31 @@ static void end_sequence(struct token_writer *w)
 	w->sequences++, w->length = 0;
 }
 
-/* Adds a piece of the current document. */
-static void put_text(struct token_writer *w, const uint8_t *text, size_t n)
+/* Adds a piece of the current document. learned [n], or NULL: all. */
+static void put_ids(struct token_writer *w, const int32_t *id, const char *learned, size_t n)
 {
-	uint16_t ids[8192];
-	while (n) {
+	uint16_t narrow[8192];
+	const int width = token_types[w->dtype].size;
+	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
 			w->split[w->num_split++] = w->sequences;
 			end_sequence(w);
 		}
-		size_t room = SEQUENCE_MAX - w->length, piece = n < 8192 ? n : 8192;
-		if (piece > room)
-			piece = room;
-		for (size_t i = 0; i < piece; i++)
-			ids[i] = text[i];
-		put_ids(w, ids, piece);
-		text += piece, n -= piece;
+		const size_t room = SEQUENCE_MAX - w->length;
+		piece = n < 8192 ? n : 8192;
+		piece = piece < room ? piece : room;
+		for (size_t i = 0; i < piece; i++) {
+			narrow[i] = id[i];
+			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
+			w->learned += learned ? learned[i] : 1;
+		}
+		const void *out = w->dtype == UINT16 ? (const void *)narrow : id;
+		w->crc = crc32_z(w->crc, out, piece * width);
+		fwrite(out, width, piece, w->bin);
+		if (learned)
+			put_mask(w, learned, piece);
+		w->tokens += piece, w->length += piece;
 	}
 }
 
@@ -3093,7 +5234,6 @@ static void end_document(struct token_writer *w)
 {
 	if (!w->length)
 		return;
-	put_ids(w, &(uint16_t){BYTE_END}, 1);
 	end_sequence(w);
 	w->documents++;
 }
@@ -3101,74 +5241,235 @@ static void end_document(struct token_writer *w)
 /* Whether writing failed, so that reading on is pointless; file_close has the words. */
 static bool writer_failed(const struct token_writer *w)
 {
-	return ferror(w->bin) || ferror(w->idx);
+	return ferror(w->bin) || ferror(w->idx) || ferror(w->mask);
 }
 
-/* A text file: whatever its bytes are, one document. */
-static int add_text(struct token_writer *w, const char *path)
+/* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; learned.size 0: everywhere. */
+struct document {
+	struct ids ids;
+	struct text learned;
+	int64_t bytes;               /* of text, see manifest.bytes */
+};
+
+/* Bytes of the text that ids stand for, special tokens left out. */
+static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 {
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", path, strerror(errno));
-	uint8_t *buffer = allocate(READ_CHUNK);
-	ssize_t n;
-	int rc = 0;
-	while (!rc && !writer_failed(w) && (n = read(fd, buffer, READ_CHUNK)) != 0) {
-		if (n > 0) {
-			put_text(w, buffer, n);
-			progress(&w->progress, n);
-		} else if (errno != EINTR)
-			rc = fail("%s: cannot read: %s", path, strerror(errno));
+	int64_t bytes = 0;
+	for (int64_t i = 0; i < ids->count; i++)
+		bytes += t->bytes_only ? ids->id[i] < BYTE_END : t->tokens[ids->id[i]].special ? 0 : t->tokens[ids->id[i]].size;
+	return bytes;
+}
+
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads the array `messages` of a line. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	bool reply = false;
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		const char *role = chat_role(m->role);
+		if (!role)
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+		reply = reply || !strcmp(role, "ASSISTANT");
 	}
-	end_document(w);
-	free(buffer);
-	close(fd);
+	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
+}
+
+/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
+static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
+{
+	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
+	int n = 2, rc = 0;
+	d->ids.count = d->learned.size = 0;
+	if (!json_is_object(root))
+		return fail("%s: is %s; expected an object", where, json_kind(root));
+	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
+	const json_t *text = json_object_get(root, "text");
+	if (!array + !completion + !text != 2)
+		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array `messages`, and a `prompt` "
+				"with its `completion`", where, array || completion || text ? "several" : "none");
+	if (text) {
+		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
+			return -1;
+	} else {
+		if (array) {
+			messages = NULL;
+			rc = read_messages(array, where, &messages, &n);
+		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
+			rc = -1;
+		if (rc == 0)
+			rc = chat_encode(e, messages, n, false, &d->ids, &d->learned);
+		if (messages != m)
+			free(messages);
+	}
+	const int32_t end = tokenizer_end(e->t);
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation whose last word is not the assistant's */
+		put_id(&d->ids, end);
+		if (d->learned.size)
+			mark_learned(&d->learned, &d->ids, false);
+	}
+	d->bytes = text_bytes(e->t, &d->ids);
 	return rc;
 }
 
-/* One line of a JSONL file. Other members than text may hold anything, integers beyond 64 bits included. */
-static int add_line(struct token_writer *w, const char *path, long line, const char *json, size_t n)
+/* One line of a JSONL file, which is not blank, into *d. */
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
 {
-	if (strspn(json, " \t\r\n") == n)
-		return 0;
+	char where[PATH_LEN + 32];
 	json_error_t error;
+	snprintf(where, sizeof where, "%s:%ld", path, line);
 	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
-	const json_t *text = json_object_get(root, "text");
-	int rc = 0;
-	if (!root)
-		rc = fail("%s:%ld: bad JSON: %s", path, line, error.text);
-	else if (!json_is_object(root))
-		rc = fail("%s:%ld: is %s; expected an object with a string `text`", path, line, json_kind(root));
-	else if (!json_is_string(text))
-		rc = fail("%s:%ld: `text` is %s; expected a string", path, line, json_kind(text));
-	else
-		put_text(w, (const uint8_t *)json_string_value(text), json_string_length(text));
-	end_document(w);
+	int rc = root ? line_document(e, root, where, special, d) : fail("%s: bad JSON: %s", where, error.text);
 	json_decref(root);
 	return rc;
 }
 
-/* A JSONL file: each line's `text` is a document; blank lines are skipped. */
-static int add_jsonl(struct token_writer *w, const char *path)
+/* What a thread makes of a block. */
+struct encoded {
+	struct document *documents;  /* JSON lines: one for each that is not empty; text: one, without an end token */
+	size_t count, room;
+	size_t done;                 /* text: how far the document goes, in input.data */
+	char *error;                 /* or NULL */
+};
+
+static void encoded_free(struct encoded *r)
 {
-	FILE *f = fopen(path, "re");
-	if (!f)
-		return fail("%s: cannot open: %s", path, strerror(errno));
-	char *json = NULL;
-	size_t capacity = 0;
-	ssize_t n;
-	int rc = 0;
-	errno = 0;
-	for (long line = 1; !rc && !writer_failed(w) && (n = getline(&json, &capacity, f)) >= 0; line++) {
-		rc = add_line(w, path, line, json, n);
-		progress(&w->progress, n);
-		errno = 0;
+	for (size_t i = 0; i < r->count; i++)
+		free(r->documents[i].ids.id), free(r->documents[i].learned.data);
+	free(r->documents), free(r->error);
+	*r = (struct encoded){0};
+}
+
+static struct document *new_document(struct encoded *r)
+{
+	r->documents = grow(r->documents, r->count, &r->room, 1, sizeof *r->documents);
+	r->documents[r->count] = (struct document){0};
+	return &r->documents[r->count++];
+}
+
+/* Encodes a block of text from `begin` on, to the first border at or behind `stop`, with the file known as far as `known`. */
+static void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
+		struct encoded *r)
+{
+	struct document *d = new_document(r);
+	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, known < b->known || !b->whole, special, &d->ids);
+	if (done < 0 && asprintf(&r->error, "%s: %s", b->path, error_text) < 0)
+		r->error = strdup("out of memory");
+	r->done = begin + (done < 0 ? 0 : done);
+	d->bytes = text_bytes(e->t, &d->ids);
+}
+
+static void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r)
+{
+	int64_t line = b->line;
+	for (size_t i = b->begin, n; i < b->end && !r->error; i += n, line++) {
+		const char *text = in->data + i, *newline = memchr(text, '\n', b->end - i);
+		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
+		size_t blank = 0;
+		while (blank < n && strchr(" \t\r\n", text[blank]) && text[blank])
+			blank++;
+		if (blank == n)
+			continue;
+		if (parse_line(e, b->path, line, text, n, special, new_document(r)) < 0)
+			r->error = strdup(error_text);
 	}
-	if (!rc && !writer_failed(w) && !feof(f))
-		rc = fail("%s: cannot read: %s", path, strerror(errno));
-	free(json);
-	fclose(f);
-	return rc;
+}
+
+static size_t known_behind(const struct block *b)
+{
+	return b->known - b->end < LOOK_AHEAD ? b->known : b->end + LOOK_AHEAD;
+}
+
+static int put_encoded(struct token_writer *w, const struct encoded *r, bool whole_documents)
+{
+	if (r->error)
+		return fail("%s", r->error);
+	for (size_t i = 0; i < r->count; i++) {
+		const struct document *d = &r->documents[i];
+		put_ids(w, d->ids.id, d->learned.size ? d->learned.data : NULL, d->ids.count);
+		w->bytes += d->bytes;
+		if (whole_documents)
+			end_document(w);
+	}
+	return 0;
+}
+
+/* Writes what became of a block of text; *done: how far its file is dealt with. A block began where a border was likely, and counts only when the one
+ * before, which knew what follows it, came to a border there. Where it did not, or could not be encoded to its end, the block is encoded again
+ * from where that one ended, if need be with all that is known of the file. So the ids are those of the text as one piece. */
+static int put_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r,
+		size_t *done)
+{
+	if (b->first)
+		*done = b->begin;
+	for (int attempt = *done == b->begin ? 0 : 1; attempt < 3 && *done < b->end; attempt++) {
+		if (attempt > 0) {
+			encoded_free(r);
+			encode_text(e, in, b, *done, attempt == 1 ? b->end : SIZE_MAX, attempt == 1 ? known_behind(b) : b->known, special, r);
+		}
+		if (put_encoded(w, r, false) < 0)
+			return -1;
+		*done = r->done;
+	}
+	if (b->whole && *done == b->known && w->length) {
+		put_ids(w, &(int32_t){tokenizer_end(w->tokenizer)}, NULL, 1);
+		end_document(w);
+	}
+	return 0;
+}
+
+/* Threads encode the blocks of a round, then they are written in order. Returns how much of in->data is dealt with, or -1. */
+static int64_t put_round(struct token_writer *w, struct encoders *encoders, const struct input *in, bool special)
+{
+	const int64_t n = in->count;
+	struct encoded *results = allocate(n * sizeof *results);
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < n; i++) {
+		const struct block *b = &in->blocks[i];
+		struct encoder *e = encoder_take(encoders);
+		if (b->line)
+			encode_lines(e, in, b, special, &results[i]);
+		else if (b->first || w->tokenizer->cuttable)
+			encode_text(e, in, b, b->begin, b->end, known_behind(b), special, &results[i]);
+		encoder_give(encoders, e);
+	}
+	struct encoder *e = encoder_take(encoders);
+	size_t done = 0;
+	int rc = 0;
+	bool stuck = false; /* more of the last file must be known before its text can be cut */
+	for (int64_t i = 0; i < n; i++) {
+		const struct block *b = &in->blocks[i];
+		if (!rc && !stuck)
+			rc = b->line ? put_encoded(w, &results[i], true) : put_text(w, e, in, b, special, &results[i], &done);
+		stuck = !b->line && done < b->end;
+		encoded_free(&results[i]);
+	}
+	encoder_give(encoders, e);
+	free(results);
+	const struct block *last = &in->blocks[n - 1];
+	return rc < 0 ? -1 : last->line || last->whole ? (int64_t)in->begin : (int64_t)done;
 }
 
 /* Completes the index: behind the lengths, which are in the file already, positions and documents; then the header. */
@@ -3183,7 +5484,7 @@ static int index_finish(struct token_writer *w, const char *path)
 	int64_t at = 0;
 	for (int64_t i = 0; i < w->sequences; i++) {
 		fwrite(&at, sizeof at, 1, w->idx);
-		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)sizeof(uint16_t);
+		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)token_types[w->dtype].size;
 	}
 	unmap_file(file, size);
 	size_t split = 0;
@@ -3194,7 +5495,7 @@ static int index_finish(struct token_writer *w, const char *path)
 			fwrite(&i, sizeof i, 1, w->idx);
 	}
 	uint8_t header[IDX_HEADER] = IDX_MAGIC;
-	header[9] = 1, header[17] = BYTE_DTYPE;
+	header[9] = 1, header[17] = w->dtype;
 	memcpy(header + 18, &w->sequences, 8);
 	memcpy(header + 26, &(int64_t){w->documents + 1}, 8);
 	if (!writer_failed(w) && fseeko(w->idx, 0, SEEK_SET) == 0)
@@ -3202,36 +5503,30 @@ static int index_finish(struct token_writer *w, const char *path)
 	return 0;
 }
 
-static int manifest_write(const struct token_writer *w, const char *path)
-{
-	json_t *root = json_pack("{s:s, s:s, s:o, s:i, s:s, s:I, s:I, s:I, s:o}", "format", MANIFEST_FORMAT,
-			"tokenizer", BYTE_TOKENIZER, "tokenizer_hash", crc_to_json(byte_tokenizer_hash()), "vocab_size", BYTE_VOCAB,
-			"dtype", token_types[BYTE_DTYPE].name, "documents", (json_int_t)w->documents, "tokens", (json_int_t)w->tokens,
-			"bytes", (json_int_t)(w->tokens - w->documents), "crc32", crc_to_json(w->crc));
-	int rc = json_write(path, root);
-	json_decref(root);
-	return rc;
-}
-
 /* Reads every input and completes .bin and .idx, the latter at idx_path. */
-static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, int num_files, char **files)
+static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special, struct input *in)
 {
 	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
 	fwrite(header, IDX_HEADER, 1, w->idx);
-	int rc = 0;
-	progress_begin(&w->progress, "tokenize", w->progress.total);
-	for (int i = 0; !rc && i < num_files; i++) {
-		size_t n = strlen(files[i]);
-		rc = n >= 6 && !strcmp(files[i] + n - 6, ".jsonl") ? add_jsonl(w, files[i]) : add_text(w, files[i]);
-	}
-	progress_end(&w->progress);
+	struct encoders encoders = {.tokenizer = w->tokenizer};
+	int64_t done = 0, blocks = 0;
+	while (done >= 0 && !writer_failed(w) && (blocks = input_read(in, done)) > 0)
+		done = put_round(w, &encoders, in, special);
+	encoders_close(&encoders);
+	progress_end(&in->progress);
+	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
-		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, num_files, num_files == 1 ? "" : "s");
+		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files, in->num_files == 1 ? "" : "s");
+	if (!rc && w->learned < w->tokens)
+		put_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
+/* A token file's files. The manifest vouches for the others: it comes last. */
+enum { NUM_OUTPUTS = NUM_STAMPS + 1, MANIFEST_OUTPUT = NUM_STAMPS };
+
 /* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
-static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], int64_t *total)
+static int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
 {
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
@@ -3239,7 +5534,7 @@ static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], 
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))
 			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
-		for (int k = 0; k < 3; k++)
+		for (int k = 0; k < num_outputs; k++)
 			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
 				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
 		*total += in.st_size;
@@ -3247,41 +5542,73 @@ static int inputs_check(int num_files, char **files, char outputs[3][PATH_LEN], 
 	return 0;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result)
+/* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
+static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
+		struct manifest *m)
 {
-	static const char *const suffixes[3] = {".bin", ".idx", ".json"}; /* the manifest vouches for the others: last */
-	char outputs[3][PATH_LEN], temporary[3][PATH_LEN], dir[PATH_LEN];
-	if (strcmp(tokenizer, BYTE_TOKENIZER))
-		return fail("tokenizer `%s` is not known; expected %s", tokenizer, BYTE_TOKENIZER);
+	FILE **const file[NUM_STAMPS] = {&w->bin, &w->idx, &w->mask};
+	int rc = 0;
+	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
+		rc = (*file[i] = file_create(temporary[i])) ? 0 : -1;
+	if (rc == 0)
+		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], special, in);
+	for (int i = 0; i < NUM_STAMPS; i++)
+		if (*file[i])
+			rc = file_close(*file[i], temporary[i], rc);
+	if (rc == 0 && !w->masked)
+		unlink(temporary[STAMP_MASK]);
+	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
+		rc = stamp_file(&m->stamps[i], temporary[i]);
+	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
+	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->learned = w->learned;
+	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
+	return rc;
+}
+
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result)
+{
+	char outputs[NUM_OUTPUTS][PATH_LEN], temporary[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *slash = strrchr(prefix, '/'), *name = slash ? slash + 1 : prefix;
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
 		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
 				".idx and .json are made", prefix);
-	for (int k = 0; k < 3; k++)
-		if (path_suffix(outputs[k], prefix, suffixes[k]) < 0 || path_suffix(temporary[k], outputs[k], ".tmp") < 0)
+	for (int k = 0; k < NUM_OUTPUTS; k++)
+		if (path_suffix(outputs[k], prefix, k == MANIFEST_OUTPUT ? ".json" : stamp_suffixes[k]) < 0 ||
+				path_suffix(temporary[k], outputs[k], ".tmp") < 0)
 			return -1;
-	struct token_writer w = {0};
+	int64_t total = 0;
 	parent_of(dir, prefix);
-	if (inputs_check(num_files, files, outputs, &w.progress.total) < 0 || make_directories(dir) < 0)
+	struct tokenizer *t = tokenizer_open(tokenizer);
+	if (!t)
 		return -1;
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || make_directories(dir) < 0) {
+		if (tokenizer_end(t) < 0)
+			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
+					tokenizer);
+		tokenizer_close(t);
+		return -1;
+	}
 
-	w.bin = file_create(temporary[0]);
-	w.idx = w.bin ? file_create(temporary[1]) : NULL;
-	int rc = w.idx ? tokenize_all(&w, prefix, temporary[1], num_files, files) : -1;
-	if (w.bin)
-		rc = file_close(w.bin, temporary[0], rc);
-	if (w.idx)
-		rc = file_close(w.idx, temporary[1], rc);
-	free(w.split);
+	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
+	struct input in = {.files = files, .num_files = num_files, .fd = -1, .progress = progress_start("tokenize", total)};
+	struct manifest m = {0};
+	snprintf(m.tokenizer, sizeof m.tokenizer, "%s", tokenizer);
+	int rc = tokenize_to(&w, prefix, temporary, special, &in, &m);
 	if (rc == 0)
-		rc = manifest_write(&w, temporary[2]);
-	for (int k = 0; k < 3; k++) {
-		if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
+		rc = manifest_write(&m, temporary[MANIFEST_OUTPUT]);
+	for (int k = 0; k < NUM_OUTPUTS; k++) {
+		if (k == STAMP_MASK && rc == 0 && !w.masked) {
+			if (unlink(outputs[k]) < 0 && errno != ENOENT) /* of the token file that is replaced */
+				rc = fail("%s: cannot remove: %s", outputs[k], strerror(errno));
+		} else if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
 			rc = fail("%s: cannot rename to %s: %s", temporary[k], outputs[k], strerror(errno));
 		if (rc < 0)
 			unlink(temporary[k]);
 	}
-	*result = (struct tokenized){w.documents, w.tokens, w.tokens - w.documents};
+	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.learned};
+	input_close(&in);
+	tokenizer_close(t);
+	free(w.split);
 	return rc < 0 ? -1 : sync_path(dir);
 }
 
@@ -4491,19 +6818,6 @@ static bool is_carried(const char *name)
 	return !strcmp(name, "LICENSE");
 }
 
-static int copy_file(const char *from, const char *to)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(from, &data, &size) < 0)
-		return -1;
-	FILE *f = file_create(to);
-	if (f && size)
-		fwrite(data, 1, size, f);
-	unmap_file(data, size);
-	return f ? file_close(f, to, 0) : -1;
-}
-
 /* Brings the other files of the source's directory, or, if asked for, the tokenizer of a GGUF file. */
 static int carry_files(const struct source *s, const char *target, bool tokenizer)
 {
@@ -4584,7 +6898,7 @@ static int write_zero_moments(const struct plan *p, const char *path)
 /* A checkpoint of step 0: no moments, no data seen, routers' statistics as at the start of a run. */
 static int write_checkpoint(struct plan *p, const struct conversion *to)
 {
-	struct config c = {.model = p->config};
+	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* its files are carried over */
 	const int layers = c.model.num_hidden_layers;
 	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)), .router_std = allocate(layers * sizeof(double))};
 	char dir[PATH_LEN], path[PATH_LEN];
@@ -4752,7 +7066,7 @@ int convert_model(const struct source *s, const struct array *params, int n, con
 	*result = (struct converted){.tensors = p.num_products};
 	for (int i = 0; i < p.num_products && !rc; i++)
 		result->bytes += product_bytes(&p.products[i]);
-	progress_begin(&p.progress, "convert", result->bytes);
+	p.progress = progress_start("convert", result->bytes);
 	if (rc == 0 && fold)
 		rc = compute_fold(&p);
 	if (rc == 0)
@@ -4808,6 +7122,12 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	json_t *samples = json_array();
+	for (int i = 0; i < m->num_sources; i++)
+		json_array_append_new(samples, json_integer(m->source_samples[i]));
+	if (m->num_sources)
+		json_object_set(root, "source_samples", samples);
+	json_decref(samples);
 	json_t *sent = json_object();
 	for (int i = 0; i < m->num_kinds; i++)
 		json_object_set_new(sent, m->kinds[i], json_integer(m->bytes_sent[i]));

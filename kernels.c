@@ -813,11 +813,11 @@ void rope_table(real *table, int64_t L, int64_t d, double theta)
 }
 
 /* Turns the query and key heads of qkv in place, forwards (sign 1) or backwards (sign -1). */
-static void rope_rotate(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d, real sign)
+static void rope_rotate(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d, real sign)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
-		const real *cosine = table + t % L * d, *sine = cosine + d / 2;
+		const real *cosine = table + (t % L - (document ? document[t] : 0)) * d, *sine = cosine + d / 2;
 		for (int head = 0; head < nh + nkv; head++) {
 			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + d / 2;
 			#pragma omp simd
@@ -830,14 +830,14 @@ static void rope_rotate(real *qkv, const real *table, int64_t T, int64_t L, int 
 	}
 }
 
-void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d)
+void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d)
 {
-	rope_rotate(qkv, table, T, L, nh, nkv, d, 1);
+	rope_rotate(qkv, table, document, T, L, nh, nkv, d, 1);
 }
 
-void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d)
+void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d)
 {
-	rope_rotate(dqkv, table, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
+	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
 }
 
 /* ============================================================================================================
@@ -845,7 +845,7 @@ void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, 
  *
  * A block of queries meets the keys in blocks of KEY_BLOCK, up to its last query: the scores of a pair of blocks stay in a core's
  * cache, and no [L, L] matrix ever exists. The heads that share their keys and values do so in one block. The backward pass computes the
- * probabilities again from each row's log-sum-exp.
+ * probabilities again from each row's log-sum-exp. With documents, a block begins with the key block in which the first of its documents does.
  * ========================================================================================================== */
 
 enum { QUERY_BLOCK = 256, KEY_BLOCK = DIRECT };
@@ -867,6 +867,7 @@ struct query_block {
 	int kv, head;
 	int64_t heads, first, positions, rows;
 	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in a sequence's qkv [L, nh + 2 nkv] and out [L, nh] */
+	const int32_t *document;     /* [positions] where in the sequence the document of each begins; NULL: at 0 */
 };
 
 /* How a sequence is cut into blocks, and into how many. Many rows make efficient products, few positions waste less on the diagonal, where
@@ -882,9 +883,12 @@ static struct query_cut cut_queries(int64_t L, int nh, int nkv)
 	return cut;
 }
 
-static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, int64_t L, int nh, int nkv)
+/* `document` [L] is the sequence's, or NULL. */
+static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, const int32_t *document, int64_t L, int nh,
+		int nkv)
 {
 	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = block * cut->positions};
+	q.document = document ? document + q.first : NULL;
 	q.heads = min64(cut->heads, (kv + 1) * (nh / nkv) - q.head);
 	q.positions = min64(cut->positions, L - q.first);
 	for (int64_t h = 0; h < q.heads; h++)
@@ -908,14 +912,28 @@ static void attention_scores(real *scores, const struct query_block *q, const re
 	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(sequence, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
 }
 
-/* How many of the keys first_key .. first_key + keys - 1 row r sees: its own and all before it. */
-static int64_t seen_keys(const struct query_block *q, int64_t r, int64_t first_key, int64_t keys)
+/* The first key that row r sees. */
+static int64_t first_seen(const struct query_block *q, int64_t r)
 {
-	const int64_t seen = q->first + r % q->positions + 1 - first_key;
-	return seen < 0 ? 0 : min64(seen, keys);
+	return q->document ? q->document[r % q->positions] : 0;
 }
 
-void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
+/* The first key block that any row sees part of: documents rise with the positions. */
+static int64_t first_key(const struct query_block *q)
+{
+	return first_seen(q, 0) / KEY_BLOCK * KEY_BLOCK;
+}
+
+/* Which of the keys key .. key + keys - 1 row r sees: those from its document's first to its own. */
+struct span { int64_t from, to; };
+static struct span seen_keys(const struct query_block *q, int64_t r, int64_t key, int64_t keys)
+{
+	const int64_t to = min64(max64(q->first + r % q->positions + 1 - key, 0), keys);
+	return (struct span){min64(max64(first_seen(q, r) - key, 0), to), to};
+}
+
+void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d,
+		real *scratch)
 {
 	const int64_t stride = (nh + 2 * nkv) * d;
 	const struct query_cut cut = cut_queries(L, nh, nkv);
@@ -924,28 +942,31 @@ void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t
 		for (int kv = 0; kv < nkv; kv++)
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = cut.blocks - 1; block >= 0; block--) { /* the longest first */
-					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
+					const struct query_block q = query_block(&cut, kv, part, block, document ? document + b * L : NULL, L, nh, nkv);
 					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
 					real *scores = scratch + omp_get_thread_num() * block_scratch(d), *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
 					real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
-					for (int64_t key = 0; key < q.first + q.positions; key += KEY_BLOCK) {
+					for (int64_t key = first_key(&q); key < q.first + q.positions; key += KEY_BLOCK) {
 						const int64_t keys = min64(KEY_BLOCK, q.first + q.positions - key);
 						attention_scores(scores, &q, sequence, k + key * stride, keys, stride, d);
 						for (int64_t r = 0; r < q.rows; r++) {
-							real *row = scores + r * KEY_BLOCK, before = key ? max[r] : 0;
-							const int64_t seen = seen_keys(&q, r, key, keys);
-							memset(row + seen, 0, (keys - seen) * sizeof *row);
-							if (seen == 0)
+							const struct span seen = seen_keys(&q, r, key, keys);
+							const int64_t n = seen.to - seen.from;
+							const bool begun = key > first_seen(&q, r); /* whether the row saw keys in blocks before */
+							real *all = scores + r * KEY_BLOCK, *row = all + seen.from, before = begun ? max[r] : 0;
+							memset(all, 0, seen.from * sizeof *all);
+							memset(row + n, 0, (keys - seen.to) * sizeof *all);
+							if (n == 0)
 								continue;
-							real here = largest(row, seen);
-							max[r] = key && !(here > before) ? before : here;
-							real more = exponentials(row, row, max[r], seen);
-							real shrink = key ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
-							sum[r] = key ? sum[r] * shrink + more : more;
-							for (int64_t j = 0; key && j < d; j++)
+							real here = largest(row, n);
+							max[r] = begun && !(here > before) ? before : here;
+							real more = exponentials(row, row, max[r], n);
+							real shrink = begun ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
+							sum[r] = begun ? sum[r] * shrink + more : more;
+							for (int64_t j = 0; begun && j < d; j++)
 								o[r * d + j] *= shrink;
 						}
-						gemm(q.rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > 0, o, d);
+						gemm(q.rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > first_key(&q), o, d);
 					}
 					for (int64_t r = 0; r < q.rows; r++) {
 						const int64_t at = b * L * nh + q.in_out[r];
@@ -974,32 +995,34 @@ static void attention_block_backward(real *dsequence, const struct query_block *
 			sum += d_o[j] * o[j];
 		dot[r] = sum;
 	}
-	for (int64_t key = 0; key < q->first + q->positions; key += KEY_BLOCK) {
+	for (int64_t key = first_key(q); key < q->first + q->positions; key += KEY_BLOCK) {
 		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * stride;
 		attention_scores(p, q, sequence, k + offset, keys, stride, d);
 		gemm(q->rows, keys, d, 1, block_rows(dout, q->in_out, d), transposed(v + offset, stride), false, dp, KEY_BLOCK);
 		for (int64_t r = 0; r < q->rows; r++) {
 			real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
 			const real row_lse = lse[q->in_out[r]], row_dot = dot[r];
-			const int64_t seen = seen_keys(q, r, key, keys);
+			const struct span seen = seen_keys(q, r, key, keys);
 			#pragma omp simd
-			for (int64_t j = 0; j < seen; j++) {
+			for (int64_t j = seen.from; j < seen.to; j++) {
 				p_row[j] = exponential(p_row[j] - row_lse);
 				dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
 			}
-			memset(p_row + seen, 0, (keys - seen) * sizeof *p_row);
-			memset(dp_row + seen, 0, (keys - seen) * sizeof *dp_row);
+			memset(p_row, 0, seen.from * sizeof *p_row);
+			memset(dp_row, 0, seen.from * sizeof *dp_row);
+			memset(p_row + seen.to, 0, (keys - seen.to) * sizeof *p_row);
+			memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
 		}
 		gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(dout, q->in_out, d), true, dv + offset, stride);
-		gemm(q->rows, d, keys, 1, as_is(dp, KEY_BLOCK), as_is(k + offset, stride), key > 0, dq, d);
+		gemm(q->rows, d, keys, 1, as_is(dp, KEY_BLOCK), as_is(k + offset, stride), key > first_key(q), dq, d);
 		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(sequence, q->in_qkv, d), true, dk + offset, stride);
 	}
 	for (int64_t r = 0; r < q->rows; r++)
 		memcpy(dsequence + q->in_qkv[r] * d, dq + r * d, d * sizeof *dq);
 }
 
-void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
-		int nh, int nkv, int64_t d, real *scratch)
+void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, const int32_t *document, int64_t B,
+		int64_t L, int nh, int nkv, int64_t d, real *scratch)
 {
 	const int64_t stride = (nh + 2 * nkv) * d;
 	const struct query_cut cut = cut_queries(L, nh, nkv);
@@ -1013,7 +1036,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 			}
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = 0; block < cut.blocks; block++) {
-					const struct query_block q = query_block(&cut, kv, part, block, L, nh, nkv);
+					const struct query_block q = query_block(&cut, kv, part, block, document ? document + b * L : NULL, L, nh, nkv);
 					attention_block_backward(dsequence, &q, dout + b * L * nh * d, out + b * L * nh * d, lse + b * L * nh,
 							qkv + b * L * stride, nh, nkv, d, scratch + omp_get_thread_num() * block_scratch(d));
 				}
@@ -1525,15 +1548,35 @@ static void run_rmsnorm(const struct trial *x)
 
 static const double check_theta = 100;
 
-/* s = T, L, nh, nkv, d; in = qkv */
+/* Where the document of token t begins in its sequence of L, each sequence having its documents in other places; `packed` false: at 0. */
+static int32_t check_document(int64_t t, int64_t L, bool packed)
+{
+	static const int64_t beginnings[] = {0, 1, 3, 50, 64, 70, 255, 256, 257, 400, 900, INT64_MAX};
+	const int64_t b = t / L, position = t % L;
+	int n = 0;
+	while (packed && beginnings[n + 1] <= position - b)
+		n++;
+	return beginnings[n] ? beginnings[n] + b : 0;
+}
+
+/* The same of B sequences; NULL where there is one document. */
+static const int32_t *check_documents(int32_t *document, int64_t B, int64_t L, bool packed)
+{
+	for (int64_t t = 0; t < B * L; t++)
+		document[t] = check_document(t, L, packed);
+	return packed ? document : NULL;
+}
+
+/* s = B, L, nh, nkv, d, whether there are documents; in = qkv */
 static void plain_rope(double *out, double *const in[], const int64_t *s)
 {
-	const int64_t L = s[1], heads = s[2] + s[3], d = s[4], width = (heads + s[3]) * d;
-	memcpy(out, in[0], s[0] * width * sizeof *out);
-	for (int64_t t = 0; t < s[0]; t++)
+	const int64_t L = s[1], T = s[0] * L, heads = s[2] + s[3], d = s[4], width = (heads + s[3]) * d;
+	memcpy(out, in[0], T * width * sizeof *out);
+	for (int64_t t = 0; t < T; t++)
 		for (int64_t head = 0; head < heads; head++)
 			for (int64_t i = 0; i < d / 2; i++) {
-				double angle = t % L * pow(check_theta, -2.0 * i / d), *lo = out + t * width + head * d + i, *hi = lo + d / 2, a = *lo, b = *hi;
+				const double angle = (t % L - check_document(t, L, s[5])) * pow(check_theta, -2.0 * i / d);
+				double *lo = out + t * width + head * d + i, *hi = lo + d / 2, a = *lo, b = *hi;
 				*lo = a * cos(angle) - b * sin(angle);
 				*hi = a * sin(angle) + b * cos(angle);
 			}
@@ -1541,15 +1584,17 @@ static void plain_rope(double *out, double *const in[], const int64_t *s)
 
 static void run_rope(const struct trial *x)
 {
-	const int64_t T = x->s[0], L = x->s[1], nh = x->s[2], nkv = x->s[3], d = x->s[4], n = T * (nh + 2 * nkv) * d;
+	const int64_t B = x->s[0], L = x->s[1], T = B * L, nh = x->s[2], nkv = x->s[3], d = x->s[4], n = T * (nh + 2 * nkv) * d;
+	int32_t memory[T];
+	const int32_t *document = check_documents(memory, B, L, x->s[5]);
 	rope_table(x->scratch, L, d, check_theta);
 	memcpy(x->out, x->in[0], n * sizeof(real));
-	rope_forward(x->out, x->scratch, T, L, nh, nkv, d);
+	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d);
 	memcpy(x->gradient[0], x->dout, n * sizeof(real));
-	rope_backward(x->gradient[0], x->scratch, T, L, nh, nkv, d);
+	rope_backward(x->gradient[0], x->scratch, document, T, L, nh, nkv, d);
 }
 
-/* s = B, L, nh, nkv, d; in = qkv */
+/* s = B, L, nh, nkv, d, whether there are documents; in = qkv */
 static void plain_attention(double *out, double *const in[], const int64_t *s)
 {
 	const int64_t L = s[1], nh = s[2], nkv = s[3], d = s[4], width = (nh + 2 * nkv) * d;
@@ -1558,7 +1603,7 @@ static void plain_attention(double *out, double *const in[], const int64_t *s)
 			const double *q = in[0] + t * width + head * d;
 			double sum = 0, *o = out + (t * nh + head) * d;
 			memset(o, 0, d * sizeof *o);
-			for (int64_t seen = t - t % L; seen <= t; seen++) {
+			for (int64_t seen = t - t % L + check_document(t, L, s[5]); seen <= t; seen++) {
 				const double *k = in[0] + seen * width + (nh + head * nkv / nh) * d, *v = k + nkv * d;
 				double score = 0;
 				for (int64_t i = 0; i < d; i++)
@@ -1577,8 +1622,10 @@ static void run_attention(const struct trial *x)
 {
 	const int64_t B = x->s[0], L = x->s[1], nh = x->s[2], nkv = x->s[3], d = x->s[4];
 	real *lse = x->scratch + attention_scratch(d);
-	attention_forward(x->out, lse, x->in[0], B, L, nh, nkv, d, x->scratch);
-	attention_backward(x->gradient[0], x->dout, x->out, lse, x->in[0], B, L, nh, nkv, d, x->scratch);
+	int32_t memory[B * L];
+	const int32_t *document = check_documents(memory, B, L, x->s[5]);
+	attention_forward(x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch);
+	attention_backward(x->gradient[0], x->dout, x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch);
 }
 
 static double plain_silu(double x)
@@ -1833,12 +1880,14 @@ static const struct operation {
 	EMBEDDING(70),
 #define RMSNORM(T, H) {"RMSNorm", plain_rmsnorm, run_rmsnorm, {T, H}, (T) * (H), {(T) * (H), H}, 2, D0 | D1}
 	RMSNORM(131, 37),
-#define ROPE(T, L, nh, nkv, d) {"RoPE", plain_rope, run_rope, {T, L, nh, nkv, d}, (T) * (nh + 2 * nkv) * d, {(T) * (nh + 2 * nkv) * d}, 1, 0}
-	ROPE(14, 7, 4, 2, 6),
-#define ATTENTION(B, L, nh, nkv, d) {"attention", plain_attention, run_attention, {B, L, nh, nkv, d}, (B) * (L) * (nh) * (d), \
+#define ROPE(B, L, nh, nkv, d, packed) {"RoPE", plain_rope, run_rope, {B, L, nh, nkv, d, packed}, (B) * (L) * (nh + 2 * nkv) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
-	ATTENTION(1, 1, 1, 1, 2), ATTENTION(3, 7, 4, 2, 6), ATTENTION(2, 64, 2, 2, 4), ATTENTION(1, 150, 6, 2, 4), ATTENTION(2, 65, 3, 1, 8),
-	ATTENTION(1, 70, 10, 2, 4), ATTENTION(1, 513, 1, 1, 2), ATTENTION(1, 1100, 2, 1, 2),
+	ROPE(2, 7, 4, 2, 6, false), ROPE(2, 7, 4, 2, 6, true),
+#define ATTENTION(B, L, nh, nkv, d, packed) {"attention", plain_attention, run_attention, {B, L, nh, nkv, d, packed}, (B) * (L) * (nh) * (d), \
+		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
+	ATTENTION(1, 1, 1, 1, 2, false), ATTENTION(3, 7, 4, 2, 6, false), ATTENTION(2, 64, 2, 2, 4, false), ATTENTION(1, 150, 6, 2, 4, false),
+	ATTENTION(2, 65, 3, 1, 8, false), ATTENTION(1, 70, 10, 2, 4, false), ATTENTION(1, 513, 1, 1, 2, false), ATTENTION(1, 1100, 2, 1, 2, false),
+	ATTENTION(3, 7, 4, 2, 6, true), ATTENTION(2, 300, 6, 2, 4, true), ATTENTION(1, 1100, 2, 1, 2, true),
 #define SWIGLU(rows, I, weighted) {"SwiGLU", plain_swiglu, run_swiglu, {rows, I, weighted}, (rows) * (I), {(rows) * 2 * (I), rows}, 1 + weighted, 0}
 	SWIGLU(9, 21, true), SWIGLU(9, 21, false), SWIGLU(5, 400, true),
 #define TOPK(T, E, k, renormalise) {"softmax, top-k", plain_topk, run_topk, {T, E, k, renormalise}, (T) * (k), {(T) * (E)}, 1, 0}

@@ -891,8 +891,8 @@ static void attention_core_forward(struct model *m, int l, int B)
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
 	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
-	rope_forward(x->qkv, m->rope, T, L, nh, nkv, d);
-	attention_forward(x->attention, x->lse, x->qkv, B, L, nh, nkv, d, m->acts.attention_scratch);
+	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
+	attention_forward(x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d, m->acts.attention_scratch);
 }
 
 /* middle = input + Attention(RMSNorm(input)) */
@@ -1262,8 +1262,8 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	if (g->dense_bias)
 		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
 	matmul_backward_input(a->dattention, dout, p->dense, T, nh * d, H, false);
-	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, B, L, nh, nkv, d, a->attention_scratch);
-	rope_backward(a->dqkv, m->rope, T, L, nh, nkv, d);
+	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d, a->attention_scratch);
+	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
 	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
 	matmul_backward_weight(g->qkv, a->dqkv, gather_slices(m, a->normed, T), T, H, qkv_width(c), add);
 	if (g->qkv_bias)
@@ -1396,17 +1396,43 @@ static int64_t count_windows(const struct tokens *t, int64_t L)
 	return t->count > L ? (t->count - 1) / L : 0;
 }
 
-/* Opens a token file that must hold at least one window, and be made by `tokenizer` if both that and its own are known. */
-static int open_data(struct tokens *t, const char *prefix, const char *tokenizer, int vocab_size, int64_t L)
+/* How token files are read. tokenizer "none", document_token -1: not known. */
+struct reading { const char *tokenizer; uint32_t tokenizer_hash; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
+
+/* What the config says of it. The tokenizer's ids must be the model's. */
+static int reading_of(struct reading *r, const struct config *c)
 {
-	if (tokens_open(t, prefix, vocab_size) < 0)
+	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	if (!strcmp(c->data.tokenizer, "none"))
+		return 0;
+	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
+	if (!t)
+		return -1;
+	const int size = tokenizer_size(t);
+	r->tokenizer_hash = tokenizer_hash(t);
+	tokenizer_close(t);
+	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
+			c->data.tokenizer, size, c->model.vocab_size);
+}
+
+/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, and tell where its
+ * documents begin if they are masked. */
+static int open_data(struct tokens *t, const struct data_source *source, const struct reading *r)
+{
+	const char *path = source->path;
+	const int64_t L = r->seq_len;
+	if (tokens_open(t, path, source->dtype, r->vocab_size) < 0)
 		return -1;
 	int rc = 0;
 	if (count_windows(t, L) == 0)
-		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", prefix, (long long)t->count, (long long)L,
+		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
 				(long long)L + 1);
-	else if (*t->tokenizer && strcmp(tokenizer, "none") && strcmp(tokenizer, t->tokenizer))
-		rc = fail("%s: made by tokenizer %s, the config says data.tokenizer: %s", prefix, t->tokenizer, tokenizer);
+	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
+				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
+	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
+		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
+	t->document_token = r->document_token;
 	if (rc < 0)
 		tokens_close(t);
 	return rc;
@@ -1426,6 +1452,76 @@ static int trainer_start_from(struct trainer *t, const char *dir)
 	return parallel_agree(fits ? 0 : -1) < 0 ? -1 : model_load(&t->model, dir);
 }
 
+/* The sources of the config's blend, before any sample. */
+static int fresh_sources(const struct trainer *t, struct source_state *s)
+{
+	const struct config *c = &t->config;
+	const double whole = 4294967296.0;
+	double weights = 0;
+	for (int i = 0; i < c->data.num_train; i++)
+		weights += c->data.train[i].weight;
+	for (int i = 0; i < c->data.num_train; i++) {
+		const int64_t share = llround(c->data.train[i].weight / weights * whole);
+		s[i] = (struct source_state){.tokens = t->train[i].count, .crc32 = t->train[i].crc32, .order = i,
+				.share = c->data.train[i].weight > 0 && share == 0 ? 1 : share};
+	}
+	return c->data.num_train;
+}
+
+/* Fails where the blend is not that of the checkpoint, saying what differs. */
+static int check_blend(const struct trainer *t, const struct source_state *now, int n, const char *dir)
+{
+	char what[2 * PATH_LEN];
+	const struct trainer_state *s = &t->state;
+	int i = 0;
+	while (i < n && i < s->num_sources && now[i].tokens == s->sources[i].tokens && now[i].crc32 == s->sources[i].crc32 &&
+			now[i].share == s->sources[i].share)
+		i++;
+	if (i == n && n == s->num_sources)
+		return 0;
+	if (n != s->num_sources)
+		snprintf(what, sizeof what, "data.train: found %d token files; the run of %s has %d", n, dir, s->num_sources);
+	else if (now[i].share != s->sources[i].share)
+		snprintf(what, sizeof what, "data.train: %s gives %.4g%% of the samples; in the run of %s it is %.4g%%", t->train[i].path,
+				now[i].share / 42949672.96, dir, s->sources[i].share / 42949672.96);
+	else
+		snprintf(what, sizeof what, "data.train: %s holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x)",
+				t->train[i].path, (long long)now[i].tokens, now[i].crc32, dir, (long long)s->sources[i].tokens, s->sources[i].crc32);
+	return fail("%s; set it back, or choose another train.output_dir, or, to change the blend here on purpose, set data.blend_from_step=%lld",
+			what, (long long)s->step);
+}
+
+/* Compares the blend with that of the checkpoint. Where the config says that it changes at this step, each file that was in it before goes on
+ * from where it stands. */
+static int resume_sources(struct trainer *t, const char *dir)
+{
+	struct trainer_state *s = &t->state;
+	struct source_state now[MAX_SOURCES], before[MAX_SOURCES];
+	const int n = fresh_sources(t, now), num_before = s->num_sources;
+	if (check_blend(t, now, n, dir) == 0)
+		return 0;
+	if (s->step != t->config.data.blend_from_step)
+		return -1;
+	memcpy(before, s->sources, sizeof before);
+	int next_order = 0;
+	for (int j = 0; j < num_before; j++)
+		next_order = before[j].order >= next_order ? before[j].order + 1 : next_order;
+	for (int i = 0; i < n; i++) {
+		int j = 0;
+		while (j < num_before && (before[j].tokens != now[i].tokens || before[j].crc32 != now[i].crc32))
+			j++;
+		now[i].order = j < num_before ? before[j].order : next_order++;
+		now[i].taken = j < num_before ? before[j].taken : 0;
+		if (j < num_before)
+			before[j].tokens = -1; /* the same file may be there twice */
+	}
+	memcpy(s->sources, now, sizeof now);
+	s->num_sources = n;
+	if (leads(t))
+		printf("the blend of data.train changes at step %lld\n", (long long)s->step);
+	return 0;
+}
+
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
@@ -1435,11 +1531,10 @@ static int trainer_resume(struct trainer *t, const char *dir)
 		fclose(notes);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	/* Where none of the data has been used yet, any will do: a converted model knows of none. */
-	if (t->state.samples > 0 && (t->state.data_tokens != t->train.count || t->state.data_crc32 != t->train.crc32))
-		return fail("%s: data.train holds other tokens (%lld, CRC-32 %08x) than the run of %s was started with (%lld, %08x); give it the "
-				"old data, or choose another train.output_dir", t->config.data.train, (long long)t->train.count, t->train.crc32, dir,
-				(long long)t->state.data_tokens, t->state.data_crc32);
+	if (!t->state.num_sources) /* a converted model, which has seen no data: any will do */
+		t->state.num_sources = fresh_sources(t, t->state.sources);
+	else if (resume_sources(t, dir) < 0)
+		return -1;
 	if (load_moments(&t->model, dir) < 0 || model_load(&t->model, dir) < 0)
 		return -1;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
@@ -1467,7 +1562,9 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->expert_load = calloc(layers, sizeof(double));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target))
+	t->document = c->data.document_mask ? calloc(tokens, sizeof(int32_t)) : NULL;
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target ||
+			(c->data.document_mask && !t->document)))
 		rc = fail("out of memory for a batch of %d x %d tokens", c->train.batch, c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
 		trainer_free(t);
@@ -1478,25 +1575,38 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	return 0;
 }
 
+static int open_all(struct trainer *t)
+{
+	const struct config *c = &t->config;
+	struct reading r;
+	int rc = reading_of(&r, c);
+	for (int i = 0; i < c->data.num_train && rc == 0; i++)
+		rc = open_data(&t->train[i], &c->data.train[i], &r);
+	for (int i = 0; i < c->data.num_valid && rc == 0; i++)
+		rc = open_data(&t->valid[i], &c->data.valid[i], &r);
+	return rc;
+}
+
 /* Opens the data and, with the ranks agreed on it, sets the weights: random, from init_from, or from the checkpoint `dir`. */
 static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
-	int rc = open_data(&t->train, c->data.train, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
-	if (rc == 0 && *c->data.valid)
-		rc = open_data(&t->valid, c->data.valid, c->data.tokenizer, c->model.vocab_size, c->data.seq_len);
-	if (parallel_agree(rc) < 0)
+	/* Rank 0 first: it may have to look at all of the files, and leaves what it found for the others. */
+	if (parallel_agree(leads(t) ? open_all(t) : 0) < 0 || parallel_agree(leads(t) ? 0 : open_all(t)) < 0)
 		return -1;
-	if (parallel_same(t->train.crc32, "data.train") < 0 || parallel_same(t->valid.crc32, "data.valid") < 0)
-		return -1;
+	for (int i = 0; i < c->data.num_train; i++)
+		if (parallel_same(t->train[i].crc32, "data.train") < 0)
+			return -1;
+	for (int i = 0; i < c->data.num_valid; i++)
+		if (parallel_same(t->valid[i].crc32, "data.valid") < 0)
+			return -1;
+	t->state.num_sources = fresh_sources(t, t->state.sources);
 	if (*dir && trainer_resume(t, dir) < 0)
 		return -1;
 	if (!*dir && *c->train.init_from && trainer_start_from(t, c->train.init_from) < 0)
 		return -1;
 	if (!*dir && !*c->train.init_from)
 		model_randomize(&t->model, c->train.seed);
-	t->state.data_tokens = t->train.count;
-	t->state.data_crc32 = t->train.crc32;
 	return 0;
 }
 
@@ -1520,8 +1630,10 @@ int trainer_init(struct trainer *t, const struct config *c)
 
 void trainer_free(struct trainer *t)
 {
-	tokens_close(&t->train);
-	tokens_close(&t->valid);
+	for (int i = 0; i < MAX_SOURCES; i++) {
+		tokens_close(&t->train[i]);
+		tokens_close(&t->valid[i]);
+	}
 	model_free(&t->model);
 	free(t->sums.values);
 	free(t->state.router_mean);
@@ -1529,26 +1641,50 @@ void trainer_free(struct trainer *t)
 	free(t->expert_load);
 	free(t->input);
 	free(t->target);
+	free(t->document);
 	*t = (struct trainer){0};
 }
 
-/* Copies window i of a token file: inputs [L], and targets [L], the tokens one further on. */
-static void read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target)
+/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
+ * document begins in the window [L]. */
+static int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
 {
-	tokens_read(data, i * L, L, input);
-	tokens_read(data, i * L + 1, L, target);
+	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
+		return -1;
+	tokens_mask(data, i * L, L, target);
+	return document ? tokens_documents(data, i * L, L, document, target) : 0;
+}
+
+/* The source of the next sample: every source is credited with its share, and the one with the most credit, the first among equals, pays for
+ * the sample. So no source is ever ahead of its share by a whole sample, and the order is a function of the shares alone. */
+static struct source_state *next_source(struct source_state *sources, int n)
+{
+	struct source_state *best = NULL;
+	int64_t whole = 0;
+	for (struct source_state *s = sources; s < sources + n; s++) {
+		s->credit += s->share;
+		whole += s->share;
+		if (s->share && (!best || s->credit > best->credit))
+			best = s;
+	}
+	best->credit -= whole;
+	return best;
 }
 
 int64_t trainer_next_batch(struct trainer *t)
 {
-	const int64_t L = t->config.data.seq_len, windows = count_windows(&t->train, L), batch = batch_size(&t->config, t->state.tokens);
+	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
+	memcpy(t->next_sources, t->state.sources, sizeof t->next_sources);
 	for (int64_t i = 0; i < batch; i++) {
-		/* The order of the data is a function of the sample's number alone. */
-		int64_t sample = t->state.samples + i, window = sample % windows;
-		struct random_stream order = {.seed = t->config.train.seed, .purpose = RANDOM_SHUFFLE, .step = (uint32_t)(sample / windows)};
-		if (t->config.data.shuffle)
-			window = random_permute(window, windows, &order);
-		read_window(&t->train, window, L, t->input + i * L, t->target + i * L);
+		/* The order of each file's windows is a function of the sample's number in it alone. */
+		struct source_state *source = next_source(t->next_sources, t->state.num_sources);
+		const struct tokens *data = &t->train[source - t->next_sources];
+		const int64_t windows = count_windows(data, L), sample = source->taken++;
+		const struct random_stream order = {.seed = t->config.train.seed, .purpose = RANDOM_SHUFFLE + source->order,
+				.step = (uint32_t)(sample / windows)};
+		const int64_t window = t->config.data.shuffle ? (int64_t)random_permute(sample % windows, windows, &order) : sample % windows;
+		if (read_window(data, window, L, t->input + i * L, t->target + i * L, t->document ? t->document + i * L : NULL) < 0)
+			return -1;
 	}
 	return batch;
 }
@@ -1652,6 +1788,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		step.accumulate = i > 0;
 		step.last = i + 1 == share.num_micro_batches;
 		const int32_t *input = t->input + step.first_sequence * L, *target = t->target + step.first_sequence * L;
+		model->document = t->document ? t->document + step.first_sequence * L : NULL;
 		model_forward(model, input, B, &step, &t->sums);
 		const double loss = model_loss(model, target, B, &step);
 		t->sums.values[0] += model->layout.tensor.rank == 0 ? loss : 0; /* its ranks have the same tokens */
@@ -1678,7 +1815,12 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		t->state.step = step_number;
 		t->state.samples = m->samples;
 		t->state.tokens = m->tokens;
+		memcpy(t->state.sources, t->next_sources, sizeof t->state.sources);
 	}
+	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
+	for (int i = 0; i < m->num_sources; i++)
+		t->source_samples[i] = t->next_sources[i].taken;
+	m->source_samples = t->source_samples;
 	model_lap(model, PART_OPTIMIZER);
 	m->seconds = model->lap_start - start;
 	t->communication = parallel_seconds() - communication;
@@ -1831,6 +1973,23 @@ static int save_progress(struct trainer *t, FILE *metrics_file)
 	return parallel_agree(leads(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
 }
 
+/* The mean loss over all tokens of the validation files. */
+static int validate(struct trainer *t, double *loss)
+{
+	const struct config *c = &t->config;
+	double sum = 0;
+	int64_t tokens = 0;
+	for (int i = 0; i < c->data.num_valid; i++) {
+		struct evaluation e;
+		if (evaluate(&t->model, &t->valid[i], c->data.document_mask, c->eval.max_windows, &e) < 0)
+			return -1;
+		sum += e.loss * e.tokens;
+		tokens += e.tokens;
+	}
+	*loss = sum / tokens;
+	return 0;
+}
+
 /* Trains from where the trainer stands to the end, or to a stop: batch, step, evaluation, metrics, checkpoint. */
 static int training_loop(struct trainer *t, FILE *metrics_file)
 {
@@ -1840,6 +1999,8 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	while (t->state.step < t->steps) {
 		struct metrics m;
 		const int64_t batch = trainer_next_batch(t);
+		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
+			return -1;
 		if (trainer_step(t, batch, &m) < 0) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
@@ -1848,12 +2009,10 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			return fail("%s", reason);
 		}
 		const bool last = m.step == t->steps;
-		if (t->valid.count && (last || (c->eval.every && m.step % c->eval.every == 0))) {
-			struct evaluation e;
-			if (evaluate(&t->model, &t->valid, c->eval.max_windows, &e) < 0)
+		if (c->data.num_valid && (last || (c->eval.every && m.step % c->eval.every == 0))) {
+			if (validate(t, &m.valid_loss) < 0)
 				return -1;
 			m.has_valid_loss = true;
-			m.valid_loss = e.loss;
 		}
 		if (leads(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
@@ -1902,15 +2061,16 @@ int trainer_run(struct trainer *t)
  * Evaluation
  * ========================================================================================================== */
 
-int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, struct evaluation *e)
+int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e)
 {
 	const int64_t L = m->seq_len, all = count_windows(data, L), windows = max_windows && max_windows < all ? max_windows : all;
 	const bool byte_tokens = !strcmp(data->tokenizer, "byte");
-	int32_t *input = malloc(2 * L * sizeof *input), *target = input + L;
+	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
-	double sums[2] = {0}, start = now(), shown = start; /* loss, bytes */
+	double sums[3] = {0}, start = now(), shown = start; /* loss, its tokens, bytes */
+	int rc = 0;
 	const bool terminal = is_terminal(stderr);
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
@@ -1923,22 +2083,27 @@ int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, st
 					format_duration(left, (windows - i) * (shown - start) / (i + 1)));
 			print_status(stderr, line, false);
 		}
-		if (B)
-			read_window(data, i, L, input, target);
+		if (B && rc == 0 && (rc = read_window(data, i, L, input, target, document)) < 0)
+			memset(input, 0, 3 * L * sizeof *input); /* what the other ranks compute with this one needs no bad ids */
+		m->document = document;
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
 		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
-		for (int64_t t = 0; B && byte_tokens && m->layout.tensor.rank == 0 && t < L; t++)
-			sums[1] += target[t] < 256;
+		for (int64_t t = 0; B && m->layout.tensor.rank == 0 && t < L; t++) {
+			sums[1] += target[t] >= 0;
+			sums[2] += byte_tokens && target[t] >= 0 && target[t] < 256;
+		}
 	}
-	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 2);
-	e->bytes = (int64_t)sums[1];
+	m->document = NULL;
+	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
+	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");
 	free(input);
-	e->tokens = windows * L;
 	e->loss = sums[0] / e->tokens;
-	return 0;
+	if (rc == 0 && e->tokens == 0)
+		rc = fail("%s: the loss counts for none of the tokens in its %lld windows", data->path, (long long)windows);
+	return parallel_agree(rc);
 }
 
 /* ============================================================================================================
@@ -2467,19 +2632,20 @@ struct arguments {
 	unsigned given;              /* a bit for each option that was given, see OPTION_BIT */
 	char **words;                /* the words that are no options */
 	int num_words;
-	const char *tokenizer, *out, *data;
-	int seq_len, ranks, ranks_per_node;
+	const char *tokenizer, *out, *decode, *data, *dtype;
+	bool document_mask;
+	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
-	bool json;
-	const char *to, *dtype;
+	bool json, special;
+	const char *to, *weight_type;
 	double max_shard_size;       /* bytes */
 	bool fold_norm_head, no_tokenizer;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DATA, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS,
-	OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_TO, OPTION_DTYPE, OPTION_MAX_SHARD_SIZE, OPTION_FOLD_NORM_HEAD,
-	OPTION_NO_TOKENIZER, OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_DATA, OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN,
+	OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_TO, OPTION_WEIGHT_TYPE, OPTION_MAX_SHARD_SIZE,
+	OPTION_FOLD_NORM_HEAD, OPTION_NO_TOKENIZER, OPTION_KEYS };
 
 #define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
 
@@ -2492,18 +2658,23 @@ struct command {
 	int min_words, max_words;
 	unsigned required;           /* options that must be given */
 	const char *usage, *help;
-	struct argp_option options[7];
+	struct argp_option options[9];
 };
 
-/* A whole number from 1 to `max`, or a usage error. */
-static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
+/* A whole number from `min` to `max`, or a usage error. */
+static int64_t parse_number(const char *text, const char *option, int64_t min, int64_t max, struct argp_state *state)
 {
 	char *end;
 	errno = 0;
 	long long n = strtoll(text, &end, 10);
-	if (end == text || *end || errno || n < 1 || n > max)
-		argp_error(state, "%s %s: expected a whole number from 1 to %lld", option, text, (long long)max);
+	if (end == text || *end || errno || n < min || n > max)
+		argp_error(state, "%s %s: expected a whole number from %lld to %lld", option, text, (long long)min, (long long)max);
 	return n;
+}
+
+static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
+{
+	return parse_number(text, option, 1, max, state);
 }
 
 /* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
@@ -2534,16 +2705,18 @@ static const char *parse_choice(const char *text, const char *option, const char
 }
 
 static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
-static const char *const dtype_names[] = {"f32", "bf16", "f16", NULL};
+static const char *const weight_types[] = {"f32", "bf16", "f16", NULL};
 
 /* Checks that a command line holds what its command needs. */
 static void check_usage(const struct arguments *a, struct argp_state *state)
 {
 	const struct command *c = a->command;
 	for (const struct argp_option *o = c->options; o->name; o++)
-		if (c->required & ~a->given & OPTION_BIT(o->key))
+		if (!a->decode && c->required & ~a->given & OPTION_BIT(o->key))
 			argp_error(state, "--%s is required", o->name);
-	if (a->num_words < c->min_words)
+	if (a->decode && (a->out || a->num_words || a->special))
+		argp_error(state, "--decode goes with --tokenizer alone");
+	if (a->num_words < c->min_words && !a->decode)
 		argp_error(state, "too few arguments");
 	if (a->num_words > c->max_words)
 		argp_error(state, "unexpected '%s'", a->words[c->max_words]);
@@ -2557,7 +2730,12 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	switch (key) {
 	case OPTION_TOKENIZER: a->tokenizer = value; break;
 	case OPTION_OUT: a->out = value; break;
+	case OPTION_DECODE: a->decode = value; break;
+	case OPTION_SPECIAL: a->special = true; break;
 	case OPTION_DATA: a->data = value; break;
+	case OPTION_DTYPE: a->dtype = value; break;
+	case OPTION_DOCUMENT_MASK: a->document_mask = true; break;
+	case OPTION_DOCUMENT_TOKEN: a->document_token = parse_number(value, "--document-token", 0, INT32_MAX, state); break;
 	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
 	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
 	case OPTION_RANKS: a->ranks = parse_count(value, "--ranks", 1000000, state); break;
@@ -2565,7 +2743,7 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
 	case OPTION_JSON: a->json = true; break;
 	case OPTION_TO: a->to = parse_choice(value, "--to", format_names, state); break;
-	case OPTION_DTYPE: a->dtype = parse_choice(value, "--dtype", dtype_names, state); break;
+	case OPTION_WEIGHT_TYPE: a->weight_type = parse_choice(value, "--dtype", weight_types, state); break;
 	case OPTION_MAX_SHARD_SIZE: a->max_shard_size = parse_size(value, "--max-shard-size", state); break;
 	case OPTION_FOLD_NORM_HEAD: a->fold_norm_head = true; break;
 	case OPTION_NO_TOKENIZER: a->no_tokenizer = true; break;
@@ -2649,13 +2827,19 @@ static int command_eval(const struct arguments *a)
 		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
 	}
-	if (open_data(&data, a->data, "none", c.vocab_size, a->seq_len) < 0)
+	struct data_source source = {0};
+	if (snprintf(source.path, sizeof source.path, "%s", a->data) >= (int)sizeof source.path ||
+			snprintf(source.dtype, sizeof source.dtype, "%s", a->dtype) >= (int)sizeof source.dtype) {
+		fail("--data %s --dtype %s: too long", a->data, a->dtype);
+		return EXIT_WRONG_USE;
+	}
+	if (open_data(&data, &source, &(struct reading){"none", 0, c.vocab_size, a->seq_len, a->document_mask, a->document_token}) < 0)
 		return EXIT_WORK_FAILED;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
 	int rc = model_init(&m, &c, &layout, 1, a->seq_len, EVALUATE);
 	if (rc == 0) {
-		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->max_windows, &e) < 0 ? -1 : 0;
+		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))
@@ -2681,18 +2865,22 @@ static int command_eval(const struct arguments *a)
 static int command_tokenize(const struct arguments *a)
 {
 	struct tokenized t;
-	if (tokenize_files(a->out, a->tokenizer, a->num_words, a->words, &t) < 0)
+	if (a->decode)
+		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", a->special, a->num_words, a->words, &t) < 0)
 		return EXIT_WORK_FAILED;
-	printf("%s: %lld documents, %lld tokens, %lld bytes\n", a->out, (long long)t.documents, (long long)t.tokens,
-			(long long)t.bytes);
+	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
+	if (t.learned < t.tokens)
+		printf(", %lld tokens learned", (long long)t.learned);
+	printf("\n");
 	return EXIT_DONE;
 }
 
 /* What the conversion's options cannot mean together. */
 static int check_conversion_usage(const struct arguments *a, enum model_format format)
 {
-	if (format == FORMAT_CHECKPOINT && a->dtype && strcmp(a->dtype, "f32"))
-		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->dtype);
+	if (format == FORMAT_CHECKPOINT && a->weight_type && strcmp(a->weight_type, "f32"))
+		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->weight_type);
 	if (format == FORMAT_CHECKPOINT && a->fold_norm_head)
 		return fail("--fold-norm-head is for inference: expected --to hf");
 	if (format != FORMAT_HUGGINGFACE && a->max_shard_size)
@@ -2712,7 +2900,7 @@ static int command_convert(const struct arguments *a)
 			format = i;
 	if (check_conversion_usage(a, format) < 0)
 		return EXIT_WRONG_USE;
-	const struct conversion to = {.path = path, .format = format, .dtype = a->dtype, .fold_norm_head = a->fold_norm_head,
+	const struct conversion to = {.path = path, .format = format, .dtype = a->weight_type, .fold_norm_head = a->fold_norm_head,
 			.max_shard_size = a->max_shard_size ? (int64_t)a->max_shard_size : 5000000000, .no_tokenizer = a->no_tokenizer};
 
 	struct model_config c;
@@ -2817,18 +3005,25 @@ static const struct command commands[] = {
 		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}},
 	{"eval", command_eval, true, 1, 1, OPTION_BIT(OPTION_DATA) | OPTION_BIT(OPTION_SEQ_LEN), "MODEL_DIR --data PREFIX --seq-len L",
 		"Cross-entropy and perplexity of a token file, over all its full windows. MODEL_DIR is a checkpoint or a Hugging Face directory.",
-		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx (required)", 0},
+		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids (required)", 0},
+		{"dtype", OPTION_DTYPE, "TYPE", 0, "Type of bare ids, such as uint16", 0},
+		{"document-mask", OPTION_DOCUMENT_MASK, NULL, 0, "Attention and positions begin anew at each document", 0},
+		{"document-token", OPTION_DOCUMENT_TOKEN, "ID", 0, "The id that separates documents where there is no index", 0},
 		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
 		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}},
-	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...",
-		"Make a token file from text files and JSON lines (.jsonl, a `text` field on each line).",
-		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document", 0},
-		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0}}},
+	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...\n--decode PREFIX",
+		"Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a conversation, or a `prompt` and its "
+		"`completion`; of the latter two only the assistant's replies are learned).",
+		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
+			"BPE, or a directory with one", 0},
+		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
+		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
+		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
 	{"convert-checkpoint", command_convert, false, 2, 2, 0, "SRC DST [--to hf|checkpoint|gguf]",
 		"Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
 		{{"to", OPTION_TO, "FORMAT", 0, "hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (that of a DST.gguf); checkpoint: "
 			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN", 0},
-		{"dtype", OPTION_DTYPE, "TYPE", 0, "f32, bf16 or f16 (as each tensor is in SRC)", 0},
+		{"dtype", OPTION_WEIGHT_TYPE, "TYPE", 0, "f32, bf16 or f16 (as each tensor is in SRC)", 0},
 		{"max-shard-size", OPTION_MAX_SHARD_SIZE, "SIZE", 0, "Of a file of weights, such as 500MB (5GB)", 0},
 		{"fold-norm-head", OPTION_FOLD_NORM_HEAD, NULL, 0, "Divide lm_head by its columns' norms, and set norm_head to false", 0},
 		{"no-tokenizer", OPTION_NO_TOKENIZER, NULL, 0, "Leave the tokenizer out of a GGUF file, or of what is made from one", 0}, JSON_OPTION}},
@@ -2946,7 +3141,7 @@ int main(int argc, char **argv)
 	snprintf(name, sizeof name, "ling %s", command->name);
 	argv[1] = name; /* argp takes the program's name in messages from here */
 	argp_err_exit_status = EXIT_WRONG_USE;
-	struct arguments a = {.command = command, .tokenizer = "byte"};
+	struct arguments a = {.command = command, .dtype = "none", .document_token = -1};
 	const struct argp argp = {command->options[0].name ? command->options : NULL, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	if (command->computes)

@@ -36,6 +36,7 @@ typedef float real;
 
 #define PATH_LEN 1024      /* bytes of a path in a config, terminator included */
 #define MAX_LR_DROPS 16
+#define MAX_SOURCES 64     /* token files of a blend */
 #define MAX_NAME 128       /* bytes of a tensor's name, terminator included */
 
 /* ============================================================================================================
@@ -43,11 +44,11 @@ typedef float real;
  * A function that can fail returns 0, or -1 after it called fail(). What went wrong is kept in error_text: main prints it, once, and tests
  * read it. It names the file, the line or key, what was found and what was expected.
  *
- * The program's mutable globals, all of them: error_text; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
+ * The program's mutable globals, all of them: error_text, of which each thread has one; stop_requested, which a signal handler sets; use_openblas in kernels.c, set once at
  * the start; and in parallel.c what this process knows of MPI, of which there is one.
  * ========================================================================================================== */
 
-extern char error_text[4096];
+extern _Thread_local char error_text[4096];
 void set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static inline int failure(void) { return -1; }
 #define fail(...) (set_error(__VA_ARGS__), failure()) /* a macro, so that compilers see the -1 */
@@ -80,13 +81,22 @@ struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
 	} router;
 };
 
+struct data_source {           /* a token file of the config */
+	char path[PATH_LEN];
+	char dtype[8];               /* of a file of bare ids; else "none" */
+	double weight;               /* in the blend; of no meaning for validation */
+};
+
 struct config {
 	struct model_config model;
 	struct {
-		char train[PATH_LEN], valid[PATH_LEN]; /* token file prefixes; valid may be "" */
-		char tokenizer[32];
+		struct data_source train[MAX_SOURCES], valid[MAX_SOURCES];
+		int num_train, num_valid;  /* num_valid may be 0 */
+		int64_t blend_from_step;   /* the step at which a continued run may change its blend; 0 = none */
+		char tokenizer[PATH_LEN];  /* "byte", "none", or what tokenizer_open takes */
 		int seq_len;
-		bool shuffle;
+		bool shuffle, document_mask;
+		int document_token;        /* separates the documents of files that have no index; -1 = not known */
 	} data;
 	struct {
 		char output_dir[PATH_LEN], init_from[PATH_LEN]; /* init_from may be "" */
@@ -178,8 +188,15 @@ struct trainer_state {         /* what a run must remember besides weights and o
 	int64_t step, samples, tokens; /* updates done, sequences and tokens consumed */
 	int num_layers;              /* entries of the two arrays below */
 	double *router_mean, *router_std; /* per layer, stochastic routing warmup; owned by the caller */
-	int64_t data_tokens;         /* of data.train, and the checksum of its ids: the trainer compares them */
-	uint32_t data_crc32;
+	int num_sources;             /* the token files of the blend, in the order of the config */
+	struct source_state {
+		int64_t tokens;            /* of the file, and its checksum: what it is known by */
+		uint32_t crc32;
+		int64_t share;             /* of the samples, out of 2^32 */
+		int64_t credit;            /* its share of all samples so far less what it gave, in 2^-32 samples */
+		int64_t taken;             /* samples that it gave */
+		int order;                 /* of the shuffles: no two files have the same one */
+	} sources[MAX_SOURCES];
 };
 
 /* OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write its files, and, once
@@ -234,26 +251,49 @@ void encoder_close(struct encoder *e); /* NULL is fine */
  * ordinary text. */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
+struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */
+/* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `learned` (or NULL) one
+ * byte an id: 1 where the loss counts, which is in the assistant's replies and the end token behind the last one. */
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned);
+
 /* -- token files -- */
 
-struct tokens {                /* a Megatron indexed dataset PREFIX.bin + PREFIX.idx, mapped */
-	const uint8_t *bin;
+struct file_map { const uint8_t *data; size_t size; };
+struct tokens {                /* a token file, mapped */
+	char path[PATH_LEN];         /* of the ids */
+	int format;                  /* Megatron's indexed dataset, llm.c's .bin, or bare ids */
+	int dtype;                   /* Megatron's code of the ids' type, or 9: uint32 */
 	int64_t count;               /* tokens */
-	int64_t documents;
-	int dtype;                   /* Megatron's code: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16 */
-	char tokenizer[32];          /* from the manifest PREFIX.json; "" when there is none */
-	int64_t bin_bytes;
-	uint32_t crc32;              /* of .bin */
+	int64_t documents;           /* of an indexed dataset, else -1 */
+	const uint8_t *ids, *learned; /* learned [count]: 0 where the loss does not count; NULL: it counts everywhere */
+	char tokenizer[PATH_LEN];    /* from the manifest; "" when it does not tell */
+	uint32_t tokenizer_hash;     /* where it tells */
+	uint32_t crc32;              /* of the ids, with the loss mask behind them */
+	int vocab_size;              /* ids are beneath it */
+	int32_t document_token;      /* see tokens_documents; -1 once opened */
+	struct file_map bin, idx, mask;
 };
-/* Opens and checks everything, every id against vocab_size included. On error *t is empty. */
-int tokens_open(struct tokens *t, const char *prefix, int vocab_size);
-/* Copies tokens [start, start+n); the range must lie within the file. */
-void tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
+/* Opens PREFIX of an indexed dataset (PREFIX.bin, PREFIX.idx), an llm.c .bin file or, with another dtype than "none", a file of bare ids. Everything
+ * is checked, every id against vocab_size included, unless a manifest vouches for the files as they are; where none does and the folder
+ * can be written to, one is left. On error *t is empty. */
+int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab_size);
+/* Copies tokens [start, start+n); the range must lie within the file. An id outside the vocabulary is an error here too: files can change. */
+int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
+/* Of the targets of tokens [start, start+n), which are tokens [start+1, start+1+n): makes those -1 that the loss mask leaves out. */
+void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target);
+/* Where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. Where the next token is of another document, the
+ * target becomes -1, unless it is a separator. Documents are those of the index. Without one they are told by document_token, which must be
+ * set: it begins a document of an llm.c file, and ends one of a file of bare ids, for so they are made. */
+int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
-struct tokenized { int64_t documents, tokens, bytes; };
-/* Turns text and JSONL files into PREFIX.bin, .idx and .json. The byte tokenizer: a byte is its token, 256 ends a document.
- * A text file is one document; a .jsonl line's `text` field is one. Shows progress on stderr. */
-int tokenize_files(const char *prefix, const char *tokenizer, int num_files, char **files, struct tokenized *result);
+struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
+/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`
+ * the text of a special token becomes that token, but not in messages; the default of the field is that nothing in a text can pass for one.
+ * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a
+ * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. Shows progress on stderr. */
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
+/* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
+int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
 
 /* -- conversion -- */
 
@@ -291,6 +331,8 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int num_kinds;               /* of what rank 0 sent in the step, 0 when it is alone; not read back */
 	const char *const *kinds;
 	const int64_t *bytes_sent;
+	int num_sources;             /* of a blend, else 0; not read back */
+	const int64_t *source_samples; /* samples so far from each */
 };
 /* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. A file
  * that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
@@ -352,16 +394,19 @@ void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_
 void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T, int64_t H,
 		bool accumulate, real *scratch);
 
-/* -- rotary embedding, in place on qkv [T, (nh + 2 nkv) d]; table [L, d]: d/2 cosines, then d/2 sines, of each position -- */
+/* -- rotary embedding, in place on qkv [T, (nh + 2 nkv) d]; table [L, d]: d/2 cosines, then d/2 sines, of each position. `document` [T], here and
+ *    for attention: where in its sequence the document of each token begins, from which positions count and beyond which attention does not
+ *    reach; NULL: all of a sequence is one -- */
 void rope_table(real *table, int64_t L, int64_t d, double theta);
-void rope_forward(real *qkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
-void rope_backward(real *dqkv, const real *table, int64_t T, int64_t L, int nh, int nkv, int64_t d);
+void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d);
+void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d);
 
 /* -- causal attention: qkv [B*L, (nh + 2 nkv) d] = query heads, key heads, value heads; out [B*L, nh d]; lse [B*L, nh] -- */
 int64_t attention_scratch(int64_t d); /* elements of `scratch` */
-void attention_forward(real *out, real *lse, const real *qkv, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
-void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, int64_t B, int64_t L,
-		int nh, int nkv, int64_t d, real *scratch);
+void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d,
+		real *scratch);
+void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, const int32_t *document, int64_t B,
+		int64_t L, int nh, int nkv, int64_t d, real *scratch);
 
 /* -- SwiGLU and the product before it, in groups of rows as above: gate_up [R, 2I] = gate, up = x w^T, w [G, 2I, H];
  *    act [R, I] = weight[r] silu(gate) up; weight [R], or NULL for 1. The backward pass begins with the product behind it: dout are the gradients
@@ -690,6 +735,7 @@ struct model {
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
 	real *rope;                  /* [L, d] */
+	const int32_t *document;     /* [T] of the micro-batch, see rope_forward; set before model_forward, kept until model_backward; may be NULL */
 	struct activations acts;
 	void *acts_memory, *arrivals_memory;
 	size_t arrivals_bytes;
@@ -773,11 +819,14 @@ void run_length(const struct config *c, int64_t step, int64_t token, int64_t *st
 struct trainer {
 	struct config config;
 	struct model model;
-	struct tokens train, valid;
+	struct tokens train[MAX_SOURCES], valid[MAX_SOURCES];
 	struct trainer_state state;
+	struct source_state next_sources[MAX_SOURCES]; /* what state.sources will be once the batch in hand is done */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
 	int32_t *input, *target;     /* [batch, L] this step's sequences */
+	int32_t *document;           /* [batch, L], see rope_forward; NULL without data.document_mask */
+	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] */
 	/* of the last step */
 	bool stop;                   /* a rank was asked to stop */
@@ -790,7 +839,7 @@ int trainer_allocate(struct trainer *t, const struct config *c);
 /* Makes a trainer: data opened and checked, weights random, from init_from, or from the newest checkpoint of output_dir. */
 int trainer_init(struct trainer *t, const struct config *c);
 void trainer_free(struct trainer *t);
-/* Fills input and target with the next batch; returns its sequences. */
+/* Fills input and target with the next batch; returns its sequences, or -1. */
 int64_t trainer_next_batch(struct trainer *t);
 /* One optimizer step on the batch that stands in input and target. m->expert_load points into the trainer. Fails, with
  * the weights unchanged and *m filled, when loss or gradient is not finite. */
@@ -799,8 +848,8 @@ int trainer_save(struct trainer *t);
 int trainer_run(struct trainer *t);
 
 /* Mean cross-entropy over the windows of a token file, one window at a time, so that no batching can change it. */
-struct evaluation { double loss; int64_t tokens, bytes; }; /* bytes: targets that are a byte of text (byte tokenizer) */
-int evaluate(struct model *m, const struct tokens *data, int64_t max_windows, struct evaluation *e);
+struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: the bytes of text among them (byte tokenizer) */
+int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e);
 
 /* Set by SIGTERM and SIGINT: the step in hand is finished and saved. Global because a signal handler has no arguments. */
 extern volatile sig_atomic_t stop_requested;

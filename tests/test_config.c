@@ -72,8 +72,8 @@ static void test_defaults(void **state)
 	assert_true(c.model.router.balance_loss_coef == 0.015 && c.model.router.z_loss_coef == 1e-4);
 	assert_int_equal(c.model.router.balance_loss_scope, SCOPE_MICRO_BATCH);
 	assert_int_equal(c.model.router.warmup_steps, 0);
-	assert_string_equal(c.data.train, "a");
-	assert_string_equal(c.data.valid, "");
+	assert_string_equal(c.data.train[0].path, "a");
+	assert_int_equal(c.data.num_valid, 0);
 	assert_string_equal(c.data.tokenizer, "none");
 	assert_true(c.data.shuffle);
 	assert_true(c.train.seed == 1 && c.train.steps == 10 && c.train.tokens == 0 && c.train.stop_at_step == 0);
@@ -130,6 +130,35 @@ static void test_full(void **state)
 	assert_true(c.parallel.tensor == 2 && c.parallel.expert == 4);
 }
 
+/* One file by its path, and lists of paths and mappings. */
+static void test_sources(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, MODEL "data:\n  seq_len: 5\n  document_mask: on\n  document_token: 0\n  train:\n    - one\n    - {path: two, weight: 2.5}\n"
+			"    - {dtype: uint16, weight: 0, path: three}\n  valid: [v, {path: w, dtype: int32}]\n" TRAIN SCHEDULE);
+	assert_true(c.data.num_train == 3 && c.data.num_valid == 2 && c.data.document_mask && c.data.document_token == 0);
+	assert_string_equal(c.data.train[0].path, "one");
+	assert_true(c.data.train[0].weight == 1 && c.data.train[1].weight == 2.5 && c.data.train[2].weight == 0);
+	assert_string_equal(c.data.train[0].dtype, "none");
+	assert_string_equal(c.data.train[2].dtype, "uint16");
+	assert_string_equal(c.data.train[2].path, "three");
+	assert_string_equal(c.data.valid[0].path, "v");
+	assert_string_equal(c.data.valid[1].dtype, "int32");
+	load_ok(&c, VALID);
+	assert_true(c.data.num_train == 1 && c.data.train[0].weight == 1 && !c.data.document_mask && c.data.document_token == -1);
+	assert_string_equal(c.data.train[0].dtype, "none");
+
+	char many[64 * 8 + 512] = MODEL "data: {seq_len: 5, train: [a0", *end = many + strlen(many);
+	for (int i = 1; i < MAX_SOURCES; i++)
+		end += sprintf(end, ", a%d", i);
+	strcpy(end, "]}\n" TRAIN SCHEDULE);
+	load_ok(&c, many);
+	assert_int_equal(c.data.num_train, MAX_SOURCES);
+	strcpy(end, ", b]}\n" TRAIN SCHEDULE);
+	expect_words("65 files", load(&c, many), (const char *const[3]){"data.train: found more than 64 items"});
+}
+
 /* Spellings that YAML readers are known to take for text or for another value. */
 static void test_spellings(void **state)
 {
@@ -150,8 +179,8 @@ static void test_spellings(void **state)
 	assert_false(c.model.norm_head || c.model.use_qkv_bias || c.model.tie_word_embeddings || c.data.shuffle);
 	assert_true(c.model.router.warmup_steps == 0 && c.model.router.balance_loss_coef == 0.5);
 	assert_true(c.model.router.z_loss_coef == 0);
-	assert_string_equal(c.data.train, "010");
-	assert_string_equal(c.data.valid, "");
+	assert_string_equal(c.data.train[0].path, "010");
+	assert_int_equal(c.data.num_valid, 0);
 	assert_string_equal(c.train.output_dir, "off");
 	assert_string_equal(c.train.init_from, "");
 	assert_true(c.data.seq_len == 100 && c.train.seed == 1000000 && c.train.tokens == 2500000000 && c.train.steps == 0);
@@ -241,7 +270,19 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"off for a path", MODEL DATA "train: {output_dir: off}\n", {"output_dir: found off", "put it in quotes"}},
 	{"off for a section", VALID "optimizer: off\n", {"optimizer: found off", "a mapping"}},
 	{"map for number", BAD_DATA("seq_len: {a: 1}"), {"data.seq_len: found a mapping", "whole number"}},
-	{"list for text", BAD_DATA("valid: [x]"), {"data.valid: found a list", "a path"}},
+	{"list for text", BAD_DATA("seq_len: 5, tokenizer: [x]"), {"data.tokenizer: found a list", "byte | none"}},
+	/* blends */
+	{"map for files", BAD_DATA("seq_len: 5, valid: {path: x}"), {"data.valid: found a mapping", "a path, or a list of {path: ..., dtype: ...}"}},
+	{"list in a list", BAD_DATA("seq_len: 5, valid: [[x]]"), {"data.valid: found a list (as an item)"}},
+	{"weight without path", BAD_DATA("seq_len: 5, valid: [{dtype: uint16}]"), {"data.valid: the key path is missing"}},
+	{"empty path", BAD_DATA("seq_len: 5, valid: [\"\"]"), {"data.valid.path: found \"\"", "a path"}},
+	{"weight of validation", BAD_DATA("seq_len: 5, valid: [{path: x, weight: 2}]"), {"unknown key data.valid.weight", "data.train.weight"}},
+	{"float ids", BAD_DATA("seq_len: 5, valid: [{path: x, dtype: float32}]"), {"data.valid.dtype: found float32", "uint16 | int16"}},
+	{"negative weight", MODEL "data: {seq_len: 5, train: [{path: a, weight: -1}]}\n" TRAIN SCHEDULE, {"weight: found -1 (out of range)"}},
+	{"no weight", MODEL "data: {seq_len: 5, train: [{path: a, weight: 0}, {path: b, weight: 0}]}\n" TRAIN SCHEDULE,
+		{"run.yaml:2: data.train", "all weights are 0"}},
+	{"no files", MODEL "data: {seq_len: 5, train: []}\n" TRAIN SCHEDULE, {"data.train: found an empty list"}},
+	{"separator -2", BAD_DATA("seq_len: 5, document_token: -2"), {"document_token: found -2 (out of range)"}},
 	{"number for section", VALID "log: 5\n", {"log: found 5", "a mapping"}},
 	{"fraction", BAD_DATA("seq_len: 12.5"), {"data.seq_len: found 12.5", "whole number"}},
 	{"fraction by exponent", BAD_DATA("seq_len: 15e-1"), {"found 15e-1", "whole number"}},
@@ -454,8 +495,8 @@ static void test_overrides(void **state)
 	assert_true(c.schedule.drops[0].at == 0.5 && c.schedule.drops[0].factor == 0.1);
 	assert_true(c.train.batch_warmup.start == 4 && c.train.batch_warmup.tokens == 1000);
 	assert_true(c.model.num_shared_experts == 2 && c.schedule.decay.steps == 0 && c.schedule.decay.final_lr == 0);
-	assert_string_equal(c.data.train, "a=b.bin");
-	assert_string_equal(c.data.valid, "");
+	assert_string_equal(c.data.train[0].path, "a=b.bin");
+	assert_int_equal(c.data.num_valid, 0);
 	assert_true(c.train.seed == 2000 && c.model.router.warmup_steps == 0 && c.model.hidden_size == 256);
 
 	static const struct { const char *name; char *arguments[2]; const char *words[3]; } bad[] = {
@@ -618,7 +659,8 @@ static void test_resume(void **state)
 		"train.output_dir=elsewhere", "data.train=other", "parallel.tensor=1", "parallel.expert=8"};
 	assert_int_equal(compare(saved, 8, harmless, path), 0);
 	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
-			"data.train: \"build/data/train\" -> \"other\"\n"
+			"data.train: [{\"path\":\"build/data/train\",\"weight\":1.0,\"dtype\":\"none\"}] -> "
+			"[{\"path\":\"other\",\"weight\":1.0,\"dtype\":\"none\"}]\n"
 			"train.output_dir: \"runs/quickstart\" -> \"elsewhere\"\ntrain.batch: 32 -> 64\n"
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
 			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n"

@@ -544,7 +544,8 @@ static void example_init(struct example *x)
 	for (int i = 0; i < 3; i++)
 		x->mean[i] = -1.0 / (3 + i), x->std[i] = 1 / sqrt(2 + i);
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
-		.router_std = x->std, .data_tokens = 1234567890123, .data_crc32 = 0xfedcba98};
+		.router_std = x->std, .num_sources = 2, .sources = {{1234567890123, 0xfedcba98, INT64_C(3) << 30, -(INT64_C(5) << 30), 17, 0},
+		{300, 1, 1 << 30, INT64_C(5) << 30, INT64_MAX / 2, 4}}};
 	x->model[0] = (struct array){"model.w", 2, 3, x->w};
 	x->model[1] = (struct array){"model.b", 2, 0, x->w + 3};
 	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
@@ -661,7 +662,12 @@ static void checkpoint_round_trip(void **state)
 	assert_true(y.state.step == 5 && y.state.samples == 20 && y.state.tokens == 320);
 	assert_memory_equal(x.mean, y.mean, sizeof x.mean);
 	assert_memory_equal(x.std, y.std, sizeof x.std);
-	assert_true(y.state.data_tokens == 1234567890123 && y.state.data_crc32 == 0xfedcba98);
+	assert_int_equal(y.state.num_sources, 2);
+	for (int i = 0; i < 2; i++) {
+		const struct source_state *a = &x.state.sources[i], *b = &y.state.sources[i];
+		assert_true(a->tokens == b->tokens && a->crc32 == b->crc32 && a->share == b->share && a->credit == b->credit && a->taken == b->taken &&
+				a->order == b->order);
+	}
 
 	break_files(&x, &y, path, 1);
 
@@ -790,6 +796,9 @@ static void checkpoint_refused(void **state)
 }
 
 /* Members of trainer.json that are wrong although its checksum is right. */
+#define SOURCE_JSON(share, credit) \
+	"{\"tokens\":5,\"crc32\":\"00000000\",\"share\":" share ",\"credit\":" credit ",\"taken\":1,\"order\":0}"
+
 static void checkpoint_wrong_fields(void **state)
 {
 	(void)state;
@@ -801,7 +810,7 @@ static void checkpoint_wrong_fields(void **state)
 	FILE *notes = fopen(at("notes"), "w");
 	static const struct { const char *key, *json, *error; } cases[] = {
 		{"format", "[1]", "`format` is an integer"}, {"format", "[\"other\"]", "`format` is \"other\""},
-		{"version", "[2]", "version 2; this program reads version 1"}, {"version", "[null]", "`version` is null"},
+		{"version", "[1]", "version 1; this program reads version 2"}, {"version", "[null]", "`version` is null"},
 		{"step", "[-1]", "`step` is -1"}, {"step", "[1.5]", "`step` is a real number"}, {"step", "[]", "`step` is missing"},
 		{"samples", "[\"1\"]", "`samples` is a string"}, {"tokens", "[-5]", "`tokens` is -5"},
 		{"router_mean", "[[0,1]]", "`router_mean` has 2 entries"}, {"router_mean", "[{}]", "`router_mean` is an object"},
@@ -814,8 +823,12 @@ static void checkpoint_wrong_fields(void **state)
 		{"parts", "[0]", "`parts` is 0; expected 1 to 99999"}, {"parts", "[\"3\"]", "`parts` is a string"},
 		{"parts", "[2]", "`files` entry `model-00001-of-00002.safetensors` is missing"},
 		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
-		{"data_tokens", "[-1]", "`data_tokens` is -1"}, {"data_crc32", "[1]", "`data_crc32` is an integer"},
-		{"data_crc32", "[]", "`data_crc32` is missing"}, {"step", "[6]", "`step` is 6, but the directory's name says 5"},
+		{"sources", "[]", "`sources` is missing"}, {"sources", "[{}]", "`sources` is an object; expected an array of at most 64"},
+		{"sources", "[[{}]]", "source 1: `tokens` is missing"}, {"sources", "[[5]]", "source 1: `tokens` is missing"},
+		{"sources", "[[" SOURCE_JSON("\"-1\"", "0") "]]", "source 1: `share` is a string"},
+		{"sources", "[[" SOURCE_JSON("5", "0") "," SOURCE_JSON("4294967297", "0") "]]", "source 2: `share` is 4294967297"},
+		{"sources", "[[" SOURCE_JSON("5", "-9223372036854775807") "]]", "source 1: `credit` is -9223372036854775807"},
+		{"step", "[6]", "`step` is 6, but the directory's name says 5"},
 		{"config", "[{\"model\":{\"head_dim\":4}}]", "model.head_dim was 4 in the checkpoint, found 8"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
@@ -1006,16 +1019,16 @@ static void tokens_types(void **state)
 		make_index(&idx, cases[i].dtype, 3, lengths, 4, documents);
 		put_file(at("t.idx"), idx.bytes, idx.n + (i % 2 ? 3 : 0)); /* with and without modes */
 		put_file(at("t.bin"), cases[i].data, cases[i].size);
-		if (tokens_open(&t, at("t"), cases[i].largest + 1) < 0)
+		if (tokens_open(&t, at("t"), "none", cases[i].largest + 1) < 0)
 			fail_msg("%s", error_text);
 		assert_true(t.count == 5 && t.documents == 3 && t.dtype == cases[i].dtype && !*t.tokenizer);
-		tokens_read(&t, 0, 5, out);
+		assert_int_equal(tokens_read(&t, 0, 5, out), 0);
 		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
-		tokens_read(&t, 4, 1, out);
+		assert_int_equal(tokens_read(&t, 4, 1, out), 0);
 		assert_int_equal(out[0], 3);
 		tokens_close(&t);
-		assert_int_equal(tokens_open(&t, at("t"), cases[i].largest), -1);
-		assert_true(!t.bin && !t.count && !t.bin_bytes);
+		assert_int_equal(tokens_open(&t, at("t"), "none", cases[i].largest), -1);
+		assert_true(!t.bin.data && !t.count && !t.ids);
 		char expected[100];
 		snprintf(expected, sizeof expected, "t.bin: token 1: id %d is outside the vocabulary of %d", cases[i].largest,
 				cases[i].largest);
@@ -1035,7 +1048,7 @@ static void tokens_types(void **state)
 		put_file(at("t.idx"), idx.bytes, idx.n);
 		memcpy(data + 4 * width, &bad[i].id, width);
 		put_file(at("t.bin"), data, 5 * width);
-		assert_int_equal(tokens_open(&t, at("t"), INT32_MAX), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", INT32_MAX), -1);
 		expect_error(bad[i].error);
 	}
 }
@@ -1072,40 +1085,40 @@ static void tokens_broken(void **state)
 		bad = good;
 		memcpy(bad.bytes + cases[i].offset, &cases[i].value, cases[i].width);
 		put_file(at("t.idx"), bad.bytes, bad.n);
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error("t.idx: ");
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error(cases[i].error);
-		assert_null(t.bin);
+		assert_null(t.bin.data);
 	}
 	for (size_t n = 0; n < good.n + 8; n++) {
 		put_file(at("t.idx"), good.bytes, n);
 		if (n == good.n || n == good.n + 3) { /* whole; with modes */
-			assert_int_equal(tokens_open(&t, at("t"), 257), 0);
+			assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 			tokens_close(&t);
 		} else {
-			assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+			assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 			expect_error("t.idx: ");
 		}
 	}
 	put_file(at("t.idx"), good.bytes, good.n);
 	for (size_t n = 0; n < sizeof ids; n++) {
 		put_file(at("t.bin"), ids, n);
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error("t.idx: |.bin file");
 	}
 	make_index(&good, 8, 0, NULL, 0, NULL);
 	put_file(at("t.idx"), good.bytes, good.n);
 	put_file(at("t.bin"), ids, 0);
-	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 	expect_error("no document index");
 	unlink(at("t.idx"));
-	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 	expect_error("t.idx: cannot open");
-	assert_int_equal(tokens_open(&t, at("u"), 257), -1);
+	assert_int_equal(tokens_open(&t, at("u"), "none", 257), -1);
 	expect_error("u.bin: cannot open");
 	assert_int_equal(mkdir(at("v.bin"), 0777), 0);
-	assert_int_equal(tokens_open(&t, at("v"), 257), -1);
+	assert_int_equal(tokens_open(&t, at("v"), "none", 257), -1);
 	expect_error("v.bin: expected a file, found a directory");
 }
 
@@ -1115,21 +1128,21 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 	struct tokens t;
 	struct tokenized result;
 	if (tokenize_files(at("out/deep/t"), "byte", num_files, files, &result) < 0 ||
-			tokens_open(&t, at("out/deep/t"), 257) < 0)
+			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(t.count, length);
 	assert_int_equal(t.documents, documents);
 	assert_true(result.documents == documents && result.tokens == t.count && result.bytes == t.count - documents);
 	assert_string_equal(t.tokenizer, "byte");
-	assert_int_equal(t.crc32, crc32_z(0, t.bin, t.bin_bytes));
+	assert_int_equal(t.crc32, crc32_z(0, t.bin.data, t.bin.size));
 	int32_t *ids = allocate(length * sizeof *ids);
-	tokens_read(&t, 0, length, ids);
+	assert_int_equal(tokens_read(&t, 0, length, ids), 0);
 	for (size_t i = 0; i < length; i++)
 		assert_int_equal(ids[i], expected[i] == '|' ? 256 : (uint8_t)expected[i]);
 	free(ids);
 	tokens_close(&t);
-	static const char *const suffixes[] = {"bin.tmp", "idx.tmp", "json.tmp"};
-	for (int k = 0; k < 3; k++)
+	static const char *const suffixes[] = {"bin.tmp", "idx.tmp", "json.tmp", "mask.bin.tmp", "mask.bin"};
+	for (int k = 0; k < COUNT(suffixes); k++)
 		assert_false(exists(at("out/deep/t.%s", suffixes[k])));
 }
 
@@ -1161,7 +1174,7 @@ static void tokenize_good(void **state)
 		free(text);
 		size_t size;
 		uint8_t *idx = get_file(at("out/deep/t.idx"), &size);
-		assert_int_equal(load_i64(idx + 18), (n - 1) / SEQUENCE_MAX + 2);
+		assert_int_equal(load_i64(idx + 18), n / SEQUENCE_MAX + 2); /* the end token counts too */
 		free(idx);
 	}
 }
@@ -1171,14 +1184,14 @@ static void tokenize_progress(void **state)
 {
 	(void)state;
 	double now = clock_seconds();
-	struct progress w = {.what = "tokenize", .total = 400, .started = now - 20, .shown = now - 20};
+	struct progress p = {.what = "tokenize", .total = 400, .started = now - 20, .shown = now - 20};
 	fflush(stderr);
 	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
 	dup2(file, 2);
-	progress(&w, 100);
-	progress(&w, 100); /* too soon */
-	w.shown -= 11;
-	progress(&w, 300); /* more than the files held at first */
+	progress(&p, 100);
+	progress(&p, 100); /* too soon */
+	p.shown -= 11;
+	progress(&p, 300); /* more than the files held at first */
 	dup2(saved, 2);
 	close(saved), close(file);
 	size_t n;
@@ -1187,17 +1200,374 @@ static void tokenize_progress(void **state)
 	free(text);
 }
 
+/* The tokens of a file as text: learned ones between brackets, | for the end of a document. */
+static const char *show_tokens(const char *prefix)
+{
+	static char out[1024];
+	struct tokens t;
+	int n = 0;
+	if (tokens_open(&t, prefix, "none", 257) < 0)
+		fail_msg("%s", error_text);
+	assert_true(t.count < 400);
+	for (int64_t i = 0; i < t.count; i++) {
+		const bool is = !t.learned || t.learned[i], was = i && (!t.learned || t.learned[i - 1]);
+		if (is != was)
+			out[n++] = is ? '[' : ']';
+		out[n++] = id_at(&t, i) == 256 ? '|' : id_at(&t, i);
+	}
+	n -= out[n - 1] == '[';
+	out[n] = 0;
+	tokens_close(&t);
+	return out;
+}
+
+#define USER "{\"role\":\"user\",\"content\":\"u\"}"
+#define SAYS(role, content) "{\"role\":\"" role "\",\"content\":\"" content "\"}"
+
+/* Conversations in Ling's chat form, of which only the assistant's words are learned; beside a plain text, all of which is. */
+static void tokenize_chat(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	char b[PATH_LEN];
+	strcpy(b, at("b.jsonl"));
+	static const struct { const char *lines, *expected; } cases[] = {
+		{"{\"prompt\":\"p\",\"completion\":\"c\"}", "<role>HUMAN</role>p<role>ASSISTANT</role>[c|"},
+		{"{\"prompt\":\"\",\"completion\":\"\",\"id\":1}", "<role>HUMAN</role><role>ASSISTANT</role>[|"},
+		{"{\"text\":\"t\",\"prompt\":5}\n{\"messages\":[" SAYS("system", "s") "," SAYS("User", " u ") "," SAYS("assistant", "a") "]}\n{\"text\":\"v\"}",
+			"[t|]<role>SYSTEM</role>s<role>HUMAN</role> u <role>ASSISTANT</role>[a|v|"},
+		{"{\"messages\":[" USER "," SAYS("ASSISTANT", "a") "," USER "," SAYS("assistant", "b") "]}",
+			"<role>HUMAN</role>u<role>ASSISTANT</role>[a]<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
+		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever they look like */
+		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
+			"<role>ASSISTANT</role>[a]<role>TOOL</role><role>ASSISTANT</role>|"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(b, cases[i].lines);
+		if (tokenize_files(at("t"), "byte", 1, (char *[]){b}, &result) < 0)
+			fail_msg("%s", error_text);
+		assert_string_equal(show_tokens(at("t")), cases[i].expected);
+		assert_true(result.learned < result.tokens && exists(at("t.mask.bin")));
+	}
+	/* A damaged mask, or one that is gone, is noticed. */
+	struct tokens t;
+	size_t n;
+	uint8_t *mask = get_file(at("t.mask.bin"), &n);
+	mask[3] = 1;
+	put_file(at("t.mask.bin"), mask, n);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.json: `mask_crc32` is |it is damaged, missing");
+	mask[3] = 2;
+	put_file(at("t.mask.bin"), mask, n);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.mask.bin: byte 3 is 2; expected 0 or 1");
+	put_file(at("t.mask.bin"), mask, n - 1);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.mask.bin: |expected one for each of the");
+	free(mask);
+	unlink(at("t.mask.bin"));
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("it is damaged, missing");
+	/* A file that is replaced leaves no mask for the next one. */
+	put_string(b, cases[0].lines);
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){b}, &result), 0);
+	put_string(b, "{\"text\":\"plain\"}");
+	assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){b}, &result), 0);
+	assert_false(exists(at("t.mask.bin")));
+	assert_string_equal(show_tokens(at("t")), "[plain|");
+	assert_int_equal(result.learned, 6);
+}
+
+/* Longer than a piece that is written at once, and than a sequence: the mask is a byte a token throughout. */
+static void tokenize_long_chat(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	struct tokens t;
+	const int n = SEQUENCE_MAX + 9000;
+	char b[PATH_LEN], *line = allocate(2 * n + 100);
+	strcpy(b, at("b.jsonl"));
+	for (int learned = 0; learned < 2; learned++) {
+		int size = sprintf(line, "{\"text\":\"12345\"}\n{\"prompt\":\"");
+		memset(line + size, 'p', learned ? 1 : n);
+		size += learned ? 1 : n;
+		size += sprintf(line + size, "\",\"completion\":\"");
+		memset(line + size, 'c', learned ? n : 1);
+		size += learned ? n : 1;
+		size += sprintf(line + size, "\"}");
+		put_file(b, line, size);
+		assert_int_equal(tokenize_files(at("t"), "byte", 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		assert_int_equal(result.learned, 6 + (learned ? n : 1) + 1);
+		for (int64_t i = 0; i < t.count; i++)
+			assert_int_equal(t.learned[i], i < 6 || i >= t.count - 1 - (learned ? n : 1));
+		tokens_close(&t);
+	}
+	free(line);
+}
+
+/* A prompt for a reply ends with its opening; ids and marks are appended to what is there. */
+static void chat_prompt(void **state)
+{
+	(void)state;
+	struct tokenizer *t = tokenizer_open("byte");
+	struct encoder *e = encoder_open(t);
+	struct ids ids = {0};
+	struct text learned = {0};
+	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1}, {"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
+	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &learned), 0);
+	static const char expected[] = "xy<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a<role>HUMAN</role>h<role>ASSISTANT</role>";
+	assert_int_equal(ids.count, sizeof expected - 1);
+	assert_int_equal(learned.size, ids.count);
+	for (int64_t i = 0; i < ids.count; i++) {
+		assert_int_equal(ids.id[i], (uint8_t)expected[i]);
+		assert_int_equal(learned.data[i], expected[i] == 'a');
+	}
+	ids.count = 0;
+	assert_int_equal(chat_encode(e, messages, 2, false, &ids, NULL), 0);
+	assert_true(ids.id[ids.count - 1] == 256 && ids.id[ids.count - 2] == 'a');
+	assert_int_equal(chat_encode(e, bad, 1, true, &ids, NULL), -1);
+	expect_error("message 1: the role is `boss`");
+	free(ids.id), free(learned.data);
+	encoder_close(e);
+	tokenizer_close(t);
+}
+
+/* llm.c's two kinds of files, and bare ids. */
+static void tokens_formats(void **state)
+{
+	(void)state;
+	static const uint16_t u16[] = {5, 300, 65535, 0};
+	static const uint32_t u32[] = {5, 300, 128255, 0};
+	struct { int32_t header[256]; uint8_t ids[16]; } file = {.header = {20240520, 1, 4}};
+	struct tokens t;
+	int32_t out[4];
+	memcpy(file.ids, u16, sizeof u16);
+	put_file(at("gpt.bin"), &file, 1024 + sizeof u16);
+	for (int i = 0; i < 2; i++) { /* the second time by the manifest */
+		assert_int_equal(tokens_open(&t, at("gpt.bin"), "none", 65536), 0);
+		assert_true(t.count == 4 && t.documents == -1 && !t.learned);
+		assert_int_equal(tokens_read(&t, 1, 3, out), 0);
+		assert_true(out[0] == 300 && out[1] == 65535 && out[2] == 0);
+		tokens_close(&t);
+		assert_true(exists(at("gpt.json")));
+	}
+	assert_int_equal(tokens_open(&t, at("gpt.bin"), "none", 65535), -1);
+	expect_error("gpt.bin: token 2: id 65535 is outside the vocabulary of 65535");
+
+	memcpy(file.header, (int32_t[]){20240801, 7, 4}, 12);
+	memcpy(file.ids, u32, sizeof u32);
+	put_file(at("llama"), &file, 1024 + sizeof u32);
+	assert_int_equal(tokens_open(&t, at("llama"), "none", 128256), 0);
+	assert_int_equal(tokens_read(&t, 0, 4, out), 0);
+	assert_true(out[2] == 128255 && t.count == 4);
+	tokens_close(&t);
+	assert_true(exists(at("llama.json")));
+
+	static const struct { int at; int32_t value; size_t size; const char *error; } bad[] = {
+		{1, 1, 1040, "an llm.c file of version 1; expected 7"}, {0, 20240520, 1040, "version 7; expected 1"}, {2, 5, 1040, "tells of 5 ids of 4 bytes; 16 bytes"},
+		{2, -1, 1040, "tells of -1 ids"}, {2, 4, 1036, "tells of 4 ids"}, {0, 20240802, 1040, "found neither an index"}, {2, 4, 1023, "found neither an index"},
+		{2, 4, 0, "found neither an index"},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		const int32_t good = file.header[bad[i].at];
+		file.header[bad[i].at] = bad[i].value;
+		put_file(at("bad.bin"), &file, bad[i].size);
+		file.header[bad[i].at] = good;
+		assert_int_equal(tokens_open(&t, at("bad.bin"), "none", 128256), -1);
+		expect_error("bad.bin: ");
+		assert_int_equal(tokens_open(&t, at("bad.bin"), "none", 128256), -1);
+		expect_error(bad[i].error);
+	}
+
+	put_file(at("bare.bin"), u16, sizeof u16);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint16", 65536), 0);
+	assert_int_equal(tokens_read(&t, 0, 4, out), 0);
+	assert_true(t.count == 4 && t.documents == -1 && out[2] == 65535);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "int32", 65536), -1); /* 0x012c0005 */
+	expect_error("bare.bin: token 0: id 19660805 ");
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "int16", 65536), -1);
+	expect_error("bare.bin: token 2: id -1 ");
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint99", 65536), -1);
+	expect_error("dtype `uint99` is not known");
+	put_file(at("bare.bin"), u16, 7);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint16", 65536), -1);
+	expect_error("bare.bin: its 7 bytes are no whole number of uint16 ids");
+}
+
+/* Makes a file as old as it was. */
+static void set_time(const char *path, struct timespec when)
+{
+	assert_int_equal(utimensat(AT_FDCWD, path, (struct timespec[]){when, when}, 0), 0);
+}
+
+/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are checked. */
+static void manifest_vouches(void **state)
+{
+	(void)state;
+	static uint16_t ids[1000];
+	struct tokens t;
+	int32_t out[2];
+	struct stamp before;
+	char path[PATH_LEN];
+	strcpy(path, at("t.bin"));
+	put_file(path, ids, sizeof ids);
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), 0);
+	const uint32_t crc = t.crc32;
+	tokens_close(&t);
+	assert_int_equal(stamp_file(&before, path), 0);
+	ids[500] = 11;
+	put_file(path, ids, sizeof ids);
+	set_time(path, before.modified);
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), 0);
+	assert_int_equal(t.crc32, crc);
+	assert_int_equal(tokens_read(&t, 498, 2, out), 0);
+	assert_int_equal(tokens_read(&t, 499, 2, out), -1);
+	expect_error("t.bin: token 500: id 11 is outside the vocabulary of 10");
+	tokens_close(&t);
+	/* A nanosecond, or a byte, makes it another file. What nobody claims is found anew, and left for the next time. */
+	set_time(path, (struct timespec){before.modified.tv_sec, before.modified.tv_nsec ^ 1});
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), -1);
+	expect_error("t.bin: token 500: id 11 ");
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	assert_int_not_equal(t.crc32, crc);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, path, "uint16", 11), -1); /* from the manifest */
+	expect_error("t.bin: token 500: id 11 ");
+	/* What cannot be left is not missed; nor is the manifest of another type. */
+	unlink(at("t.json"));
+	limit_files(10);
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	limit_files(RLIM_INFINITY);
+	tokens_close(&t);
+	assert_false(exists(at("t.json")));
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, path, "uint8", 12), 0);
+	assert_int_equal(t.count, 2000);
+	tokens_close(&t);
+}
+
+/* A file of more than 4 GiB, most of it a hole, for which a manifest vouches. */
+static void tokens_large(void **state)
+{
+	(void)state;
+	const int64_t count = INT64_C(5) << 29; /* 5 GiB */
+	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000, .learned = count / 2};
+	struct tokens t;
+	int32_t out[4];
+	char path[PATH_LEN];
+	strcpy(path, at("t.bin"));
+	int fd = open(path, O_RDWR | O_CREAT, 0666);
+	const uint32_t ids[] = {7, 70000, 9};
+	assert_int_equal(ftruncate(fd, 2 * count), 0);
+	assert_int_equal(pwrite(fd, ids, sizeof ids, 2 * count - sizeof ids), sizeof ids);
+	close(fd);
+	assert_int_equal(stamps_take(m.stamps, path, at("t"), BARE_IDS), 0);
+	assert_int_equal(manifest_write(&m, at("t.json")), 0);
+	assert_int_equal(tokens_open(&t, path, "uint32", 70001), 0);
+	assert_int_equal(t.count, count / 2);
+	t.document_token = 70000;
+	assert_int_equal(tokens_read(&t, count / 2 - 4, 4, out), 0);
+	assert_true(out[0] == 0 && out[1] == 7 && out[2] == 70000 && out[3] == 9);
+	int32_t document[3];
+	assert_int_equal(tokens_documents(&t, count / 2 - 4, 3, document, out), 0);
+	assert_true(document[0] == 0 && document[2] == 0 && out[2] == -1 && out[1] == 7);
+	tokens_close(&t);
+}
+
+/* Documents of windows against plain loops: `first` tells whether a token is its document's first. */
+static void check_documents(const struct tokens *t, const bool *first, const bool *ends, int64_t count)
+{
+	for (int64_t n = 1; n < count; n++)
+		for (int64_t start = 0; start + n < count; start++) {
+			int32_t document[64], target[64], begin = 0;
+			memset(target, 0, sizeof target);
+			assert_int_equal(tokens_documents(t, start, n, document, target), 0);
+			for (int64_t i = 0; i < n; i++) {
+				begin = first[start + i] ? i : begin;
+				if (document[i] != begin || target[i] != (ends[start + i] ? -1 : 0))
+					fail_msg("window %d + %d, token %d: document %d, target %d", (int)start, (int)n, (int)i, document[i], target[i]);
+			}
+		}
+}
+
+static void tokens_documents_all(void **state)
+{
+	(void)state;
+	enum { COUNT_IDS = 20 };
+	static const uint16_t ids[COUNT_IDS] = {9, 1, 2, 9, 9, 3, 4, 5, 6, 9, 1, 1, 1, 9, 2, 2, 2, 2, 2, 9};
+	bool first[COUNT_IDS + 1] = {true}, ends[COUNT_IDS] = {0};
+	struct tokens t;
+	/* Sequences, of which documents have none, one or several. */
+	static const int32_t lengths[] = {3, 0, 1, 6, 2, 4, 0, 4};
+	static const int64_t documents[] = {0, 0, 1, 2, 3, 5, 5, 7, 7, 8, 8};
+	struct index_file idx;
+	make_index(&idx, 8, 8, lengths, 11, documents);
+	put_file(at("t.idx"), idx.bytes, idx.n);
+	put_file(at("t.bin"), ids, sizeof ids);
+	for (int at = 0, i = 0; i < 8; at += lengths[i++])
+		for (int k = 0; k < 11; k++)
+			if (documents[k] == i && lengths[i])
+				first[at] = true;
+	for (int i = 0; i < COUNT_IDS - 1; i++)
+		ends[i] = first[i + 1];
+	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
+	check_documents(&t, first, ends, COUNT_IDS);
+	/* An index that changes under the reader's hands is an error. */
+	tokens_close(&t);
+	struct stamp stamp;
+	assert_int_equal(stamp_file(&stamp, at("t.idx")), 0);
+	memset(idx.bytes + 34 + 12 * 8 + 8 * 3, 0xff, 8);
+	put_file(at("t.idx"), idx.bytes, idx.n);
+	set_time(at("t.idx"), stamp.modified);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
+	int32_t document[19], target[19];
+	assert_int_equal(tokens_documents(&t, 0, 19, document, target), -1);
+	expect_error("t.bin: its index was changed while it was in use");
+	tokens_close(&t);
+
+	/* Bare ids: 9 ends a document. llm.c's: it begins one, and is learned as what ends the one before. */
+	for (int i = 0; i < COUNT_IDS; i++)
+		first[i] = i == 0 || ids[i - 1] == 9, ends[i] = ids[i] == 9;
+	assert_int_equal(tokens_open(&t, at("t.bin"), "uint16", 10), 0);
+	t.document_token = 9;
+	check_documents(&t, first, ends, COUNT_IDS);
+	tokens_close(&t);
+	struct { int32_t header[256]; uint16_t ids[COUNT_IDS]; } file = {.header = {20240520, 1, COUNT_IDS}};
+	memcpy(file.ids, ids, sizeof ids);
+	put_file(at("l.bin"), &file, sizeof file);
+	for (int i = 0; i < COUNT_IDS; i++)
+		first[i] = ids[i] == 9, ends[i] = false;
+	assert_int_equal(tokens_open(&t, at("l.bin"), "none", 10), 0);
+	t.document_token = 9;
+	check_documents(&t, first, ends, COUNT_IDS);
+	tokens_close(&t);
+}
+
 static void tokenize_bad(void **state)
 {
 	(void)state;
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
-		{"{\"txt\":\"a\"}", "b.jsonl:1: `text` is missing"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: found none of `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
+		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found several of `text`"}, {"{\"messages\":[],\"completion\":1}", "found several"},
+		{"{\"prompt\":\"a\"}", "found none of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
+		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is a real"}, {"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
+		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
+		{"{\"messages\":[5]}", "b.jsonl:1: message 1: is a real number"},
+		{"{\"messages\":[" USER ",{\"content\":\"a\"}]}", "b.jsonl:1: message 2: `role` is missing"},
+		{"{\"messages\":[{\"role\":\"user\"}]}", "message 1: `content` is missing"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":[\"a\"]}]}", "message 1: `content` is an array"},
+		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}", "message 1: `role` is \"assistent\"; expected system, user,"},
+		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
 	};
 	struct tokenized result;
 	char b[PATH_LEN], dir[PATH_LEN], none[PATH_LEN], own[PATH_LEN];
@@ -1241,26 +1611,27 @@ static void manifest_broken(void **state)
 	static const struct { const char *key, *json, *error; } cases[] = {
 		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""},
 		{"tokenizer", "[]", "`tokenizer` is missing"},
-		{"tokenizer", "[\"a name that is longer than the field for it\"]", "`tokenizer` is longer"},
+		{"tokenizer", "[\"a name that is longer than the field for it\"]", "`tokenizer` is too long"},
 		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"},
 		{"tokenizer_hash", "[\"xyz\"]", "eight hexadecimal"},
 		{"vocab_size", "[0]", "`vocab_size` is 0"}, {"vocab_size", "[258]", "`vocab_size` is 258"},
-		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the index says uint16"},
+		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the file's is uint16"},
 		{"documents", "[2]", "`documents` is 2; the files hold 1"},
 		{"tokens", "[5]", "`tokens` is 5; the files hold 6"}, {"tokens", "[6.0]", "`tokens` is a real number"},
 		{"bytes", "[6]", "`bytes` is 6; the files hold 5"}, {"bytes", "[-1]", "`bytes` is -1"},
-		{"crc32", "[\"00000000\"]", "`crc32` is 00000000; the .bin file's is"}, {"crc32", "[5]", "`crc32` is an integer"},
+		{"crc32", "[\"00000000\"]", "`crc32` is 00000000; that of "}, {"crc32", "[5]", "`crc32` is an integer"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		json_t *good = json_read(at("t.json")), *value = json_loads(cases[i].json, 0, NULL), *bad = json_deep_copy(good);
+		json_object_del(bad, "files"); /* as long as it names the files as they are, its word is taken */
 		if (json_array_size(value))
 			json_object_set(bad, cases[i].key, json_array_get(value, 0));
 		else
 			json_object_del(bad, cases[i].key);
 		assert_int_equal(json_write(at("t.json"), bad), 0);
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error("t.json: ");
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error(cases[i].error);
 		assert_int_equal(json_write(at("t.json"), good), 0);
 		json_decref(good), json_decref(value), json_decref(bad);
@@ -1269,7 +1640,7 @@ static void manifest_broken(void **state)
 	uint8_t *text = get_file(at("t.json"), &n), *bin;
 	for (size_t i = 0; i < n - 2; i++) {
 		put_file(at("t.json"), text, i);
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error("t.json:");
 	}
 	put_file(at("t.json"), text, n);
@@ -1279,12 +1650,12 @@ static void manifest_broken(void **state)
 		bin[i] ^= 1;
 		put_file(at("t.bin"), bin, n);
 		bin[i] ^= 1;
-		assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 		expect_error("it is damaged");
 	}
 	put_file(at("t.bin"), bin, n);
 	free(bin);
-	assert_int_equal(tokens_open(&t, at("t"), 256), -1); /* id 256 == vocab_size */
+	assert_int_equal(tokens_open(&t, at("t"), "none", 256), -1); /* id 256 == vocab_size */
 	expect_error("t.bin: token 5: id 256 is outside the vocabulary of 256 that the model has");
 
 	/* Another tokenizer's manifest that claims less than the file holds. */
@@ -1293,7 +1664,7 @@ static void manifest_broken(void **state)
 	json_object_set_new(root, "vocab_size", json_integer(200));
 	json_write(at("t.json"), root);
 	json_decref(root);
-	assert_int_equal(tokens_open(&t, at("t"), 257), -1);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 	expect_error("outside the vocabulary of 200 that its manifest has");
 }
 
@@ -1487,7 +1858,8 @@ int main(void)
 		TEST(checkpoint_round_trip), TEST(checkpoint_parts), TEST(checkpoint_refused), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
 		TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
-		TEST(tokenize_bad), TEST(manifest_broken),
+		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
+		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

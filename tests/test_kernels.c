@@ -165,7 +165,7 @@ static void test_attention_large_scores(void **state)
 	const real qkv[3][6] = {{1000, 0, 1000, 0, 1, 2}, {0, 1000, 0, 1000, 3, 4}, {1000, 0, 500, 500, 5, 6}};
 	const real expected[3][2] = {{1, 2}, {3, 4}, {1, 2}};
 	real out[3][2], lse[3], *scratch = garbage(attention_scratch(2));
-	attention_forward(out[0], lse, qkv[0], 1, 3, 1, 1, 2, scratch);
+	attention_forward(out[0], lse, qkv[0], NULL, 1, 3, 1, 1, 2, scratch);
 	assert_memory_equal(out, expected, sizeof out);
 	free(scratch);
 }

@@ -78,7 +78,7 @@ test: deps
 	$(MAKE) --no-print-directory run-tests
 
 run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints
-	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_convert.sh tests/test_parallel.sh tests/test_plan.sh
+	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_convert.sh tests/test_generate.sh tests/test_parallel.sh tests/test_plan.sh
 
 quickstart: deps
 	scripts/quickstart.sh

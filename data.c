@@ -255,6 +255,7 @@ enum key_flags {
 	FREE = 128,   /* of the model, but changes nothing that it computes */
 	DENSE = 256,  /* of the model's dense layers only */
 	ROUTED = 512, /* of the model's layers with experts only */
+	OR_PATH = 1024, /* a path, or one of the names */
 };
 
 struct key {
@@ -265,7 +266,7 @@ struct key {
 	int flags;
 	const char *fallback;        /* default, as a user would write it; NULL is zero */
 	const char *help;
-	const char *const *names;    /* the values of a T_ENUM, or the only values of a T_TEXT */
+	const char *const *names;    /* the values of a T_ENUM, or of a T_TEXT the only values, unless OR_PATH */
 	const char *alias;           /* another spelling of the path */
 	const char *class_fallback;  /* default of the Hugging Face class where it differs */
 	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
@@ -284,6 +285,7 @@ struct key {
 	 __VA_ARGS__}
 
 static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
+static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
@@ -333,7 +335,8 @@ static const struct key keys[] = {
 	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
 	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off", "a run that continues at this step may change data.train"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED, "none", "what made the token ids: byte, or a tokenizer.json; none: not known, taken as they are"),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | OR_PATH, "none", "what made the token ids: byte, or a tokenizer.json or its directory; none: not "
+		"known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
 	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
@@ -517,6 +520,8 @@ static const char *describe(char out[256], const struct key *k)
 		int n = 0;
 		for (int i = 0; k->names[i]; i++)
 			n += snprintf(out + n, 256 - n, "%s%s", i ? " | " : "", k->names[i]);
+		if (k->flags & OR_PATH)
+			snprintf(out + n, 256 - n, " | a path of at most %zu bytes", k->size - 1);
 	} else if (k->type == T_SECTION)
 		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
 	else if (k->type == T_LIST)
@@ -618,6 +623,8 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 	void *field = (char *)c + k->offset + shift;
 	bool off = plain && is_off(text);
 	for (int i = 0; k->names; i++) {
+		if (!k->names[i] && k->flags & OR_PATH)
+			break;
 		if (!k->names[i])
 			return "";
 		if (strcmp(text, k->names[i]))
@@ -2198,18 +2205,52 @@ int weights_read(const struct weights *w, const struct array *a)
 	return 0;
 }
 
-int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+/* tensor_shaped that also checks a range of elements, and says where the first one is. */
+static const struct stored *tensor_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		const uint8_t **at)
 {
 	const struct stored *t = tensor_shaped(w, name, rows, cols);
 	if (!t)
-		return -1;
+		return NULL;
 	const int size = dtypes[t->dtype].size;
 	const int64_t count = (t->end - t->begin) / size;
-	if (first < 0 || n < 0 || first > count || n > count - first)
-		return fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n,
-				(long long)first, (long long)count);
-	to_real(out, tensor_bytes(t) + first * size, n, t->dtype);
+	if (first >= 0 && n >= 0 && first <= count && n <= count - first) {
+		*at = tensor_bytes(t) + first * size;
+		return t;
+	}
+	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n, (long long)first,
+			(long long)count);
+	return NULL;
+}
+
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+{
+	const uint8_t *at;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &at);
+	if (!t)
+		return -1;
+	to_real(out, at, n, t->dtype);
 	return 0;
+}
+
+int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
+{
+	const uint8_t *bytes;
+	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &bytes);
+	if (!t)
+		return -1;
+	const bool usable = t->dtype == BF16 || t->dtype == REAL_DTYPE;
+	*bf16 = t->dtype == BF16;
+	*at = usable && (uintptr_t)bytes % dtypes[t->dtype].size == 0 ? bytes : NULL;
+	return 0;
+}
+
+int64_t weights_bytes(const struct weights *w)
+{
+	int64_t bytes = 0;
+	for (const struct shard *s = w->shards; s; s = s->next)
+		bytes += s->size;
+	return bytes;
 }
 
 int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out)
@@ -2969,7 +3010,12 @@ static void text_append(struct text *out, const char *bytes, size_t n)
 	out->data[out->size] = 0;
 }
 
-static void put_id(struct ids *out, int32_t id)
+static void append_string(struct text *out, const char *text)
+{
+	text_append(out, text, strlen(text));
+}
+
+void put_id(struct ids *out, int32_t id)
 {
 	out->id = grow(out->id, out->count, &out->capacity, 1, sizeof *out->id);
 	out->id[out->count++] = id;
@@ -3013,8 +3059,7 @@ static size_t utf8_valid(const char *text, size_t n)
 	return i;
 }
 
-/* n less the bytes at the end that may be the beginning of a character. */
-static size_t utf8_whole(const char *text, size_t n)
+size_t utf8_whole(const char *text, size_t n)
 {
 	for (size_t back = 1; back <= 3 && back <= n; back++) {
 		const uint8_t c = text[n - back];
@@ -3163,6 +3208,17 @@ static bool alphabet_decode(struct text *out, const char *text, size_t n)
 	return true;
 }
 
+static void alphabet_encode(struct text *out, const char *bytes, size_t n)
+{
+	for (size_t i = 0; i < n; i++) {
+		const int b = (uint8_t)bytes[i], c = b <= 32 ? 256 + b : b >= 127 && b <= 160 ? 256 + 33 + b - 127 : b == 173 ? 256 + 67 : b;
+		if (c >= 0x80)
+			append_string(out, (char[]){0xC0 | c >> 6, 0x80 | (c & 0x3F), 0});
+		else
+			append_string(out, (char[]){c, 0});
+	}
+}
+
 /* -- hash tables -- */
 
 static uint64_t hash_text(const char *text, size_t n)
@@ -3175,6 +3231,60 @@ static uint64_t hash_text(const char *text, size_t n)
 		hash ^= hash >> 32;
 	}
 	return hash;
+}
+
+struct counted { size_t at; uint32_t size; uint64_t count; }; /* a word's bytes in words.bytes, and how often it stands in the texts */
+
+struct words {                 /* a hash table of words */
+	struct text bytes;
+	struct counted *word;        /* [count], in the order in which they came */
+	size_t count, capacity;
+	uint32_t *slot;              /* number of a word and 1; 0 empty; a power of two of them */
+	size_t mask;
+};
+
+static void words_free(struct words *w)
+{
+	free(w->bytes.data), free(w->word), free(w->slot);
+}
+
+/* Makes the table larger when it is half full. */
+static void words_grow(struct words *w)
+{
+	if (w->slot && 2 * w->count < w->mask)
+		return;
+	free(w->slot);
+	w->mask = w->mask ? 2 * w->mask + 1 : (1 << 12) - 1;
+	w->slot = allocate((w->mask + 1) * sizeof *w->slot);
+	for (size_t k = 0; k < w->count; k++) {
+		size_t i = hash_text(w->bytes.data + w->word[k].at, w->word[k].size);
+		while (w->slot[i & w->mask])
+			i++;
+		w->slot[i & w->mask] = k + 1;
+	}
+}
+
+/* Counts a word once more; returns its number, from 0, or -1. */
+static int64_t words_add(struct words *w, const char *text, size_t n, uint64_t times)
+{
+	if (n > MAX_WORD || w->count == INT32_MAX)
+		return fail("%s", n > MAX_WORD ? "a word of more than 2^31 bytes" : "more than 2^31 distinct words");
+	words_grow(w);
+	for (size_t i = hash_text(text, n);; i++) {
+		uint32_t *slot = &w->slot[i & w->mask];
+		struct counted *c = &w->word[*slot - (*slot > 0)];
+		if (*slot && (c->size != n || memcmp(w->bytes.data + c->at, text, n)))
+			continue;
+		if (!*slot) {
+			w->word = grow(w->word, w->count, &w->capacity, 1, sizeof *w->word);
+			w->word[w->count] = (struct counted){w->bytes.size, n, 0};
+			text_append(&w->bytes, text, n);
+			*slot = ++w->count;
+			c = &w->word[w->count - 1];
+		}
+		c->count += times;
+		return c - w->word;
+	}
 }
 
 /* The slot of a text in the table by text: its own, or the empty one where it belongs. */
@@ -3222,11 +3332,6 @@ static int refuse_pattern(const struct translation *r, size_t at, const char *wh
 	return fail("%s: pattern: at byte %zu, `%.20s`: %s is not supported", r->where, at, r->pattern + at, what);
 }
 
-static void put_string(struct text *out, const char *text)
-{
-	text_append(out, text, strlen(text));
-}
-
 /* Translates an escape at i, within a class or not; *set: it stands for several characters. Returns its length, or -1. */
 static int translate_escape(struct translation *r, size_t i, bool in_class, bool caseless, bool *set)
 {
@@ -3242,7 +3347,7 @@ static int translate_escape(struct translation *r, size_t i, bool in_class, bool
 		return 2;
 	}
 	if (c == 'u' && left >= 6 && sscanf(p + 2, "%4[0-9A-Fa-f]%n", name, &end) == 1 && end == 4 && strtol(name, NULL, 16)) {
-		put_string(&r->out, "\\x{"), put_string(&r->out, name), put_string(&r->out, "}");
+		append_string(&r->out, "\\x{"), append_string(&r->out, name), append_string(&r->out, "}");
 		return caseless && strtol(name, NULL, 16) > 127 ? refuse_pattern(r, i, "ignoring the case of this character") : 6;
 	}
 	*set = true;
@@ -3251,9 +3356,9 @@ static int translate_escape(struct translation *r, size_t i, bool in_class, bool
 		return 2;
 	}
 	if (c == 's' || c == 'S') {
-		put_string(&r->out, in_class ? "" : "[");
-		put_string(&r->out, c == 's' ? SPACE_CLASS : NOT_SPACE_CLASS);
-		put_string(&r->out, in_class ? "" : "]");
+		append_string(&r->out, in_class ? "" : "[");
+		append_string(&r->out, c == 's' ? SPACE_CLASS : NOT_SPACE_CLASS);
+		append_string(&r->out, in_class ? "" : "]");
 		return 2;
 	}
 	if ((c == 'p' || c == 'P') && !caseless && sscanf(p + 2, "{%38[A-Za-z_^]}%n", name, &end) == 1 && end) {
@@ -3261,8 +3366,8 @@ static int translate_escape(struct translation *r, size_t i, bool in_class, bool
 		const char *property = name + negative;
 		snprintf(spaced, sizeof spaced, " %s ", property);
 		text_append(&r->out, (c == 'P') != negative ? "\\P{" : "\\p{", 3);
-		put_string(&r->out, strstr(categories, spaced) ? "" : "sc:"); /* else a script: PCRE2 knows whether there is one */
-		put_string(&r->out, property), put_string(&r->out, "}");
+		append_string(&r->out, strstr(categories, spaced) ? "" : "sc:"); /* else a script: PCRE2 knows whether there is one */
+		append_string(&r->out, property), append_string(&r->out, "}");
 		return 2 + end;
 	}
 	return refuse_pattern(r, i, "this escape");
@@ -3337,15 +3442,15 @@ static int translate(struct translation *r)
 				return refuse_pattern(r, i, depth == MAX_DEPTH - 1 ? "so many groups in groups" : "this group");
 			caseless[++depth] = ignores_case || size == strlen("(?i:");
 			if (size == 1)
-				put_string(&r->out, "(?:"); /* nobody asks for its text */
+				append_string(&r->out, "(?:"); /* nobody asks for its text */
 			text_append(&r->out, p, size == 1 ? 0 : size);
 			break;
 		case ')':
 			depth -= depth > 0; /* PCRE2 complains */
 			text_append(&r->out, p, 1);
 			break;
-		case '.': put_string(&r->out, "[^\\n]"); break;
-		case ']': case '}': put_string(&r->out, c == ']' ? "\\]" : "\\}"); break;
+		case '.': append_string(&r->out, "[^\\n]"); break;
+		case ']': case '}': append_string(&r->out, c == ']' ? "\\]" : "\\}"); break;
 		case '^': case '$': return refuse_pattern(r, i, "an anchor");
 		case '{':
 			if (!(size = repetition(p)))
@@ -3449,7 +3554,7 @@ static int read_vocab(struct tokenizer *t, const char *path, const json_t *vocab
 		const bool spelled = alphabet_decode(&t->bytes, key, strlen(key));
 		if (!spelled) { /* no merge makes it; it stands for itself */
 			t->bytes.size = token->at;
-			put_string(&t->bytes, key);
+			append_string(&t->bytes, key);
 		}
 		token->size = t->bytes.size - token->at;
 		if (spelled)
@@ -3894,6 +3999,7 @@ struct cached {                /* a word and its ids: a line of the processor's 
 struct encoder {
 	const struct tokenizer *t;
 	struct encoder *next;        /* see struct encoders */
+	struct words *words;         /* where words are counted, instead of being encoded; else NULL */
 	bool special;                /* special tokens are recognised */
 	struct cached *cache;        /* [2^CACHE_BITS] */
 	struct text normal;          /* the NFC form of a piece */
@@ -4053,6 +4159,8 @@ static int encode_new_word(const struct tokenizer *t, const char *word, size_t n
 
 static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
 {
+	if (e->words)
+		return words_add(e->words, word, n, 1) < 0 ? -1 : 0;
 	if (n > CACHED_BYTES)
 		return encode_new_word(e->t, word, n, out);
 	uint64_t text[CACHED_BYTES / 8] = {0}, hash = n;
@@ -4514,6 +4622,166 @@ static void encoders_close(struct encoders *all)
 		next = e->next;
 		encoder_close(e);
 	}
+}
+
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads an array of messages. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		if (!chat_role(m->role))
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+	}
+	return 0;
+}
+
+/* ============================================================================================================
+ * Prompts, and text that was made from them
+ * ========================================================================================================== */
+
+struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
+{
+	char path[PATH_LEN];
+	if (name)
+		return tokenizer_open(name);
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there > 0)
+		return tokenizer_open(path);
+	if (there == 0)
+		there = path_join(path, dir, "trainer.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL;
+	if (there < 0 || (there && !root))
+		return NULL;
+	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
+	struct tokenizer *t = NULL;
+	if (named && strcmp(named, "none"))
+		t = tokenizer_open(named);
+	else
+		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one with --tokenizer", dir);
+	json_decref(root);
+	return t;
+}
+
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
+{
+	if (chat)
+		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
+	if (encode(e, text, n, false, out) < 0)
+		return -1;
+	if (out->count == 0 && tokenizer_end(e->t) < 0)
+		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
+	if (out->count == 0)
+		put_id(out, tokenizer_end(e->t));
+	return 0;
+}
+
+/* One line of a .jsonl file. */
+static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
+{
+	json_error_t error;
+	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
+	struct message prompt, *list = NULL;
+	int rc, count = 0;
+	if (!root)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(root) || !text == !messages)
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
+				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
+	else
+		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
+	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
+			: chat_encode(e, list, count, true, out, NULL)) < 0) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%s: %.3000s", where, what);
+	}
+	free(list);
+	json_decref(root);
+	return rc;
+}
+
+int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
+{
+	const size_t length = strlen(path);
+	const bool jsonl = length >= 6 && !strcmp(path + length - 6, ".jsonl");
+	FILE *f = fopen(path, "re");
+	*out = NULL, *n = 0;
+	if (!f)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct encoder *e = encoder_open(t);
+	char *line = NULL, where[PATH_LEN + 32];
+	size_t room = 0, capacity = 0;
+	int rc = e ? 0 : -1;
+	ssize_t size;
+	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
+		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
+			size--;
+		if (size == 0 || (jsonl && strspn(line, " \t\r\n") >= (size_t)size))
+			continue;
+		*out = grow(*out, *n, &capacity, 1, sizeof **out);
+		struct ids *ids = &(*out)[(*n)++];
+		*ids = (struct ids){0};
+		snprintf(where, sizeof where, "%s:%ld", path, number);
+		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
+	}
+	if (rc == 0 && ferror(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	if (rc == 0 && *n == 0)
+		rc = fail("%s: no prompts here; expected one on a line", path);
+	for (int i = 0; rc < 0 && i < *n; i++)
+		free((*out)[i].id);
+	if (rc < 0) {
+		free(*out);
+		*out = NULL, *n = 0;
+	}
+	encoder_close(e);
+	free(line);
+	fclose(f);
+	return rc;
+}
+
+void json_write_text(FILE *f, const char *text, size_t n)
+{
+	int32_t code;
+	fputc('"', f);
+	for (size_t i = 0; i < n;) {
+		const int size = utf8_decode(text + i, n - i, &code);
+		if (size == 0)
+			fputs("\\ufffd", f);
+		else if (code < ' ')
+			fprintf(f, "\\u%04x", (unsigned)code);
+		else {
+			if (code == '"' || code == '\\')
+				fputc('\\', f);
+			fwrite(text + i, 1, size, f);
+		}
+		i += size ? size : 1;
+	}
+	fputc('"', f);
 }
 
 /* ============================================================================================================
@@ -5206,25 +5474,25 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 {
 	uint16_t narrow[8192];
 	const int width = token_types[w->dtype].size;
-	for (size_t piece; n; id += piece, learned += learned ? piece : 0, n -= piece) {
+	for (size_t at = 0, piece; at < n; at += piece) {
 		if (w->length == SEQUENCE_MAX) {
 			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
 			w->split[w->num_split++] = w->sequences;
 			end_sequence(w);
 		}
 		const size_t room = SEQUENCE_MAX - w->length;
-		piece = n < 8192 ? n : 8192;
+		piece = n - at < 8192 ? n - at : 8192;
 		piece = piece < room ? piece : room;
 		for (size_t i = 0; i < piece; i++) {
-			narrow[i] = id[i];
-			w->largest_id = id[i] > w->largest_id ? id[i] : w->largest_id;
-			w->learned += learned ? learned[i] : 1;
+			narrow[i] = id[at + i];
+			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
+			w->learned += learned ? learned[at + i] : 1;
 		}
-		const void *out = w->dtype == UINT16 ? (const void *)narrow : id;
+		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
 		w->crc = crc32_z(w->crc, out, piece * width);
 		fwrite(out, width, piece, w->bin);
 		if (learned)
-			put_mask(w, learned, piece);
+			put_mask(w, learned + at, piece);
 		w->tokens += piece, w->length += piece;
 	}
 }
@@ -5260,43 +5528,6 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* The string member `key` of what stands at `where`, which may hold any bytes. */
-static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
-		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	m->content = json_string_value(v), m->content_size = json_string_length(v);
-	return 0;
-}
-
-/* Reads the array `messages` of a line. The caller frees *out, which points into it. */
-static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
-{
-	const size_t n = json_array_size(array);
-	bool reply = false;
-	if (!json_is_array(array) || n < 1 || n > INT_MAX)
-		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
-				json_kind(array));
-	*out = allocate(n * sizeof **out);
-	*count = n;
-	for (size_t i = 0; i < n; i++) {
-		char place[PATH_LEN + 64], shown[64];
-		const json_t *v = json_array_get(array, i);
-		struct message *m = &(*out)[i];
-		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
-		if (!json_is_object(v))
-			return fail("%s: is %s; expected an object", place, json_kind(v));
-		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
-			return -1;
-		const char *role = chat_role(m->role);
-		if (!role)
-			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
-		reply = reply || !strcmp(role, "ASSISTANT");
-	}
-	return reply ? 0 : fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
-}
-
 /* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
@@ -5317,6 +5548,11 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		if (array) {
 			messages = NULL;
 			rc = read_messages(array, where, &messages, &n);
+			bool reply = false;
+			for (int i = 0; i < n && rc == 0; i++)
+				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
+			if (rc == 0 && !reply)
+				rc = fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
 		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)
@@ -5613,6 +5849,338 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 }
 
 /* ============================================================================================================
+ * Training a tokenizer: the words of all texts are counted, then the most frequent pair of neighbours in them is merged, again and again
+ * ========================================================================================================== */
+
+#define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
+
+struct pair {
+	int32_t left, right;
+	uint64_t count;
+	uint32_t *word;              /* numbers of the words that it is, or was, in */
+	size_t words, room;
+	bool risen;                  /* its count has, since the last merge */
+};
+
+struct candidate { uint64_t count; int32_t left, right; size_t pair; };
+
+struct pairs {
+	struct pair *pair;
+	size_t count, capacity;
+	uint32_t *slot;              /* number of a pair and 1; 0 empty; a power of two of them */
+	size_t mask;
+	struct candidate *heap;      /* the best first; a count that is out of date is seen when it comes up */
+	size_t candidates, heap_room;
+	size_t *risen;               /* pairs whose count has */
+	size_t num_risen, risen_room;
+};
+
+struct training_word { size_t begin; int32_t length; uint64_t count; }; /* its symbols, from `begin` on in an array of all */
+
+static bool better(const struct candidate *a, const struct candidate *b)
+{
+	return a->count != b->count ? a->count > b->count : a->left != b->left ? a->left < b->left : a->right < b->right;
+}
+
+static void push_candidate(struct pairs *p, size_t number)
+{
+	const struct pair *pair = &p->pair[number];
+	const struct candidate c = {pair->count, pair->left, pair->right, number};
+	p->heap = grow(p->heap, p->candidates, &p->heap_room, 1, sizeof *p->heap);
+	size_t i = p->candidates++;
+	for (; i && better(&c, &p->heap[(i - 1) / 2]); i = (i - 1) / 2)
+		p->heap[i] = p->heap[(i - 1) / 2];
+	p->heap[i] = c;
+}
+
+static struct candidate pop_candidate(struct pairs *p)
+{
+	const struct candidate top = p->heap[0], last = p->heap[--p->candidates];
+	size_t i = 0;
+	for (size_t child; (child = 2 * i + 1) < p->candidates; i = child) {
+		child += child + 1 < p->candidates && better(&p->heap[child + 1], &p->heap[child]);
+		if (!better(&p->heap[child], &last))
+			break;
+		p->heap[i] = p->heap[child];
+	}
+	p->heap[i] = last;
+	return top;
+}
+
+/* The number of a pair, which is new if need be. */
+static size_t pair_number(struct pairs *p, int32_t left, int32_t right)
+{
+	if (!p->slot || 2 * p->count >= p->mask) {
+		free(p->slot);
+		p->mask = p->mask ? 2 * p->mask + 1 : (1 << 16) - 1;
+		p->slot = allocate((p->mask + 1) * sizeof *p->slot);
+		for (size_t k = 0; k < p->count; k++) {
+			size_t i = hash_text((char *)(int32_t[]){p->pair[k].left, p->pair[k].right}, 8);
+			while (p->slot[i & p->mask])
+				i++;
+			p->slot[i & p->mask] = k + 1;
+		}
+	}
+	for (size_t i = hash_text((char *)(int32_t[]){left, right}, 8);; i++) {
+		uint32_t *slot = &p->slot[i & p->mask];
+		if (*slot && (p->pair[*slot - 1].left != left || p->pair[*slot - 1].right != right))
+			continue;
+		if (!*slot) {
+			p->pair = grow(p->pair, p->count, &p->capacity, 1, sizeof *p->pair);
+			p->pair[p->count] = (struct pair){.left = left, .right = right};
+			*slot = ++p->count;
+		}
+		return *slot - 1;
+	}
+}
+
+/* A pair stands once more in a word that stands `count` times in the texts. */
+static void add_pair(struct pairs *p, int32_t left, int32_t right, uint32_t word, uint64_t count)
+{
+	const size_t number = pair_number(p, left, right);
+	struct pair *pair = &p->pair[number];
+	pair->count += count;
+	if (!pair->words || pair->word[pair->words - 1] != word) {
+		pair->word = grow(pair->word, pair->words, &pair->room, 1, sizeof *pair->word);
+		pair->word[pair->words++] = word;
+	}
+	if (!pair->risen) {
+		pair->risen = true;
+		p->risen = grow(p->risen, p->num_risen, &p->risen_room, 1, sizeof *p->risen);
+		p->risen[p->num_risen++] = number;
+	}
+}
+
+static void push_risen(struct pairs *p)
+{
+	for (size_t i = 0; i < p->num_risen; i++) {
+		p->pair[p->risen[i]].risen = false;
+		push_candidate(p, p->risen[i]);
+	}
+	p->num_risen = 0;
+}
+
+/* Replaces a pair by `product` in all words. */
+static void merge_pair(struct pairs *p, size_t number, int32_t product, struct training_word *words, int32_t *symbols)
+{
+	const struct pair merged = p->pair[number];
+	p->pair[number].word = NULL;
+	p->pair[number].words = p->pair[number].room = 0;
+	for (size_t k = 0; k < merged.words; k++) {
+		struct training_word *w = &words[merged.word[k]];
+		int32_t *s = symbols + w->begin;
+		int32_t n = 0;
+		for (int32_t i = 0; i < w->length; i++) {
+			if (i + 1 < w->length && s[i] == merged.left && s[i + 1] == merged.right) {
+				if (n) {
+					p->pair[pair_number(p, s[n - 1], merged.left)].count -= w->count;
+					add_pair(p, s[n - 1], product, merged.word[k], w->count);
+				}
+				if (i + 2 < w->length) {
+					p->pair[pair_number(p, merged.right, s[i + 2])].count -= w->count;
+					add_pair(p, product, s[i + 2], merged.word[k], w->count);
+				}
+				s[n++] = product, i++;
+			} else
+				s[n++] = s[i];
+		}
+		w->length = n;
+	}
+	free(merged.word);
+	p->pair[number].count = 0;
+	push_risen(p);
+}
+
+/* The tokens of the alphabet, in the order of its characters; alphabet[i]: the byte of token i. */
+static void make_alphabet(struct words *tokens, int32_t id_of[256])
+{
+	int32_t id = 0;
+	for (int high = 0; high < 2; high++) /* bytes that are their own character, then the others */
+		for (int b = 0; b < 256; b++) {
+			struct text character = {0};
+			alphabet_encode(&character, &(char){b}, 1);
+			if ((character.size == 2 && (uint8_t)character.data[0] >= 0xC4) == high) {
+				words_add(tokens, &(char){b}, 1, 0);
+				id_of[b] = id++;
+			}
+			free(character.data);
+		}
+}
+
+/* Merges until there are `size` tokens or no pairs; `merges` gets the two ids of each. */
+static void learn_merges(struct words *tokens, const struct words *counted, size_t size, struct ids *merges)
+{
+	int32_t id_of[256];
+	make_alphabet(tokens, id_of);
+	struct training_word *words = allocate(counted->count * sizeof *words);
+	int32_t *symbols = allocate(counted->bytes.size * sizeof *symbols);
+	struct pairs p = {0};
+	for (size_t i = 0; i < counted->count; i++) {
+		const struct counted *c = &counted->word[i];
+		words[i] = (struct training_word){c->at, c->size, c->count};
+		for (size_t k = c->at; k < c->at + c->size; k++) {
+			symbols[k] = id_of[(uint8_t)counted->bytes.data[k]];
+			if (k > c->at)
+				add_pair(&p, symbols[k - 1], symbols[k], i, c->count);
+		}
+	}
+	push_risen(&p);
+	const bool terminal = isatty(2);
+	double shown = clock_seconds();
+	struct text product = {0};
+	while (tokens->count < size && p.candidates) {
+		const struct candidate best = pop_candidate(&p);
+		const uint64_t count = p.pair[best.pair].count;
+		if (count != best.count) {
+			if (count)
+				push_candidate(&p, best.pair);
+			continue;
+		}
+		if (!count)
+			continue;
+		product.size = 0;
+		for (int side = 0; side < 2; side++) {
+			const struct counted *part = &tokens->word[side ? best.right : best.left];
+			text_append(&product, tokens->bytes.data + part->at, part->size);
+		}
+		put_id(merges, best.left), put_id(merges, best.right);
+		merge_pair(&p, best.pair, words_add(tokens, product.data, product.size, 0), words, symbols);
+		if (clock_seconds() - shown >= (terminal ? 0.2 : 10)) {
+			shown = clock_seconds();
+			fprintf(stderr, "%strain-tokenizer: %zu of %zu tokens%s", terminal ? "\r" : "", tokens->count, size, terminal ? "  " : "\n");
+		}
+	}
+	if (terminal)
+		fprintf(stderr, "\r%70s\r", "");
+	for (size_t i = 0; i < p.count; i++)
+		free(p.pair[i].word);
+	free(p.pair), free(p.slot), free(p.heap), free(p.risen), free(words), free(symbols), free(product.data);
+}
+
+/* A tokenizer.json as Hugging Face's library writes it. */
+static json_t *tokenizer_to_json(const struct tokenizer_training *how, const struct words *tokens, const struct ids *merges)
+{
+	static const char *const form[] = {"<|endoftext|>", "<role>", "</role>"};
+	json_t *vocab = json_object(), *list = json_array(), *added = json_array();
+	struct text text = {0};
+	for (size_t i = 0; i < tokens->count; i++) {
+		text.size = 0;
+		alphabet_encode(&text, tokens->bytes.data + tokens->word[i].at, tokens->word[i].size);
+		json_object_setn_new(vocab, text.data, text.size, json_integer(i));
+	}
+	for (int64_t i = 0; i < merges->count; i += 2) {
+		text.size = 0;
+		for (int side = 0; side < 2; side++) {
+			const struct counted *part = &tokens->word[merges->id[i + side]];
+			append_string(&text, side ? " " : "");
+			alphabet_encode(&text, tokens->bytes.data + part->at, part->size);
+		}
+		json_array_append_new(list, json_stringn(text.data, text.size));
+	}
+	free(text.data);
+	for (int i = 0; i < 3 + how->num_special; i++)
+		json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)(tokens->count + i),
+				"content", i < 3 ? form[i] : how->special[i - 3], "single_word", 0, "lstrip", 0, "rstrip", 0, "normalized", 0, "special", 1));
+	return json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, "
+			"s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:o}}",
+			"version", "1.0", "truncation", "padding", "added_tokens", added, "normalizer",
+			"pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern", "Regex", how->pattern ? how->pattern : LING_PATTERN,
+			"behavior", "Isolated", "invert", 0, "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", 0,
+			"post_processor", "decoder", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", 0,
+			"model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0,
+			"ignore_merges", 0, "vocab", vocab, "merges", list);
+}
+
+/* Counts the words of all inputs, as the tokenizer cuts them, in *all. */
+static int count_words(const struct tokenizer *t, struct input *in, struct words *all)
+{
+	struct encoders encoders = {.tokenizer = t};
+	int64_t n;
+	int rc = 0;
+	for (size_t done = 0; !rc && (n = input_read(in, done)) != 0; done = in->begin) {
+		char **errors = allocate((n < 0 ? 0 : n) * sizeof *errors);
+		rc = n < 0 ? -1 : 0;
+		#pragma omp parallel for schedule(dynamic)
+		for (int64_t i = 0; i < n; i++) {
+			const struct block *b = &in->blocks[i];
+			struct encoder *e = encoder_take(&encoders);
+			struct encoded r = {0};
+			if (!e->words)
+				e->words = allocate(sizeof *e->words);
+			if (b->line)
+				encode_lines(e, in, b, false, &r);
+			else
+				encode_text(e, in, &(struct block){.path = b->path, .known = b->end, .whole = true}, b->begin, SIZE_MAX, b->end, false, &r);
+			encoder_give(&encoders, e);
+			errors[i] = r.error;
+			r.error = NULL;
+			encoded_free(&r);
+		}
+		for (int64_t i = 0; i < n; i++) {
+			if (!rc && errors[i])
+				rc = fail("%s", errors[i]);
+			free(errors[i]);
+		}
+		free(errors);
+	}
+	progress_end(&in->progress);
+	for (const struct encoder *e = encoders.first; e; e = e->next)
+		for (size_t i = 0; !rc && e->words && i < e->words->count; i++) {
+			const struct counted *c = &e->words->word[i];
+			rc = words_add(all, e->words->bytes.data + c->at, c->size, c->count) < 0 ? -1 : 0;
+		}
+	encoders_close(&encoders);
+	return rc;
+}
+
+int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result)
+{
+	char output[1][PATH_LEN], temporary[PATH_LEN], dir[PATH_LEN];
+	struct words tokens = {0}, all = {0};
+	struct ids merges = {0};
+	int64_t total = 0;
+	const int smallest = 256 + 3 + how->num_special;
+	if (how->vocab_size < smallest || how->vocab_size > MAX_VOCAB)
+		return fail("a vocabulary of %d tokens: expected %d, of which 256 are bytes and %d are special, to %d", how->vocab_size, smallest,
+				3 + how->num_special, MAX_VOCAB);
+	if (path_suffix(output[0], path, "") < 0 || path_suffix(temporary, path, ".tmp") < 0)
+		return -1;
+	parent_of(dir, path);
+	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
+		return -1;
+	/* What the tokenizer will be, less the merges: it cuts the text, and its reader finds what is wrong with a pattern or a special token. */
+	struct tokenizer *t = allocate(sizeof *t);
+	learn_merges(&tokens, &all, 0, &merges);
+	json_t *root = tokenizer_to_json(how, &tokens, &merges);
+	int rc = root ? read_tokenizer(t, path, root) : fail("a special token or the pattern is not UTF-8");
+	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total)};
+	if (!rc)
+		rc = count_words(t, &in, &all);
+	if (!rc && !all.count)
+		rc = fail("%s: nothing to learn from: no text in %d input file%s", path, how->num_files, how->num_files == 1 ? "" : "s");
+	if (!rc) {
+		words_free(&tokens);
+		tokens = (struct words){0};
+		learn_merges(&tokens, &all, how->vocab_size - 3 - how->num_special, &merges);
+		json_decref(root);
+		root = tokenizer_to_json(how, &tokens, &merges);
+		tokenizer_close(t);
+		t = allocate(sizeof *t);
+		rc = read_tokenizer(t, path, root) < 0 ? -1 : json_write(temporary, root); /* a special token may have been learned too */
+		if (!rc && rename(temporary, path) < 0)
+			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
+		if (rc < 0)
+			unlink(temporary);
+	}
+	*result = (struct tokenizer_trained){(int)tokens.count + 3 + how->num_special, in.progress.done, (int64_t)all.count, merges.count / 2};
+	json_decref(root);
+	input_close(&in);
+	tokenizer_close(t);
+	words_free(&tokens), words_free(&all), free(merges.id);
+	return rc < 0 ? -1 : sync_path(dir);
+}
+
+/* ============================================================================================================
  * GGUF, llama.cpp's format, architecture bailingmoe: magic, version u32, tensors u64, entries of metadata u64; the metadata: key, type,
  * value; of each tensor name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length
  * (u64) and its bytes.
@@ -5670,7 +6238,7 @@ static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gati
 /* The pre-tokenizers that llama.cpp has too, by its names for them; Ling's comes in two spellings of the same. NULL: ByteLevel's own. */
 static const struct { const char *name, *pattern; } pre_tokenizers[] = {
 	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
-	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", LING_PATTERN},
 	{"gpt-2", NULL},
 };
 enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };

@@ -108,7 +108,8 @@ enum { VECTOR_BYTES = 16, MR = 12 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES };
-/* Blocks: NR columns of B fill the first-level cache, a block of A fits the second, and both together a thread's stack (1.4 MB). */
+/* Blocks: NR columns of B fill the first-level cache, a block of A fits the second, and both together a thread's stack (1.4 MB; 1.8 MB with the
+ * lines of a product of a few rows). */
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -219,12 +220,16 @@ ALWAYS_INLINE void transpose_square(vector row[LANES])
 	}
 }
 
-/* An operand as it is stored: row r at data + r * stride, or, with a list of rows, at data + row[r] * stride; multiplied as it is or transposed. */
+/* An operand as it is stored: row r at data + r * stride, or, with a list of rows, at data + row[r] * stride; multiplied as it is or transposed.
+ * Of a weight in bfloat16, data is not real; and if `second` is not NULL, rows from `split` on stand there. Both are transposed. */
 struct matrix {
-	const real *data;
+	const void *data;
 	int64_t stride;
 	bool transpose;
 	const int32_t *row;
+	bool bf16;
+	const void *second;
+	int64_t split;
 };
 
 static struct matrix as_is(const real *data, int64_t stride)
@@ -237,9 +242,40 @@ static struct matrix transposed(const real *data, int64_t stride)
 	return (struct matrix){.data = data, .stride = stride, .transpose = true};
 }
 
-static inline const real *stored_row(const struct matrix *x, int64_t r)
+/* Where element `col` of stored row r is. */
+static inline const void *stored_at(const struct matrix *x, int64_t r, int64_t col)
 {
-	return x->data + (x->row ? x->row[r] : r) * x->stride;
+	const bool second = x->second && r >= x->split;
+	r = second ? r - x->split : x->row ? x->row[r] : r;
+	return (const char *)(second ? x->second : x->data) + (r * x->stride + col) * (x->bf16 ? sizeof(uint16_t) : sizeof(real));
+}
+
+/* LANES bfloat16: the upper halves of floats. */
+typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef float floats __attribute__((vector_size(LANES * 4)));
+
+static inline float widen(uint16_t half)
+{
+	const uint32_t bits = (uint32_t)half << 16;
+	float x;
+	memcpy(&x, &bits, sizeof x);
+	return x;
+}
+
+/* out = n elements that stand at `from`. */
+static inline void read_elements(real *out, const void *from, bool bf16, int64_t n)
+{
+	if (!bf16) {
+		memcpy(out, from, n * sizeof *out);
+		return;
+	}
+	const uint16_t *half = from;
+	int64_t i = 0;
+	for (; i + LANES <= n; i += LANES)
+		*(vector *)(out + i) = __builtin_convertvector((floats)(__builtin_convertvector(*(const halves *)(half + i), words) << 16), vector);
+	for (; i < n; i++)
+		out[i] = widen(half[i]);
 }
 
 /* Packs `lines` rows of A or columns of B, `terms` long, into panels of `width` (MR or NR, a constant where this is called):
@@ -251,7 +287,7 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 	if (lines_across) {
 		const int64_t whole = lines / width * width;
 		for (int64_t p = 0; p < terms; p++) {
-			const real *from = stored_row(x, term + p) + line, *ahead = stored_row(x, term + min64(p + 8, terms - 1)) + line;
+			const real *from = stored_at(x, term + p, line), *ahead = stored_at(x, term + min64(p + 8, terms - 1), line);
 			real *to = out + p * width;
 			for (int64_t i = 0; i < whole; i += width, to += width * terms) {
 				__builtin_prefetch(ahead + i); /* the processor does not foresee the stride */
@@ -267,8 +303,8 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 		const int n = (int)min64(width, lines - first);
 		UNROLL
 		for (int i = 0; i < width; i++) {
-			from[i] = stored_row(x, line + min64(first + i, lines - 1)) + term;
-			ahead[i] = stored_row(x, line + min64(first + width + i, lines - 1)) + term;
+			from[i] = stored_at(x, line + min64(first + i, lines - 1), term);
+			ahead[i] = stored_at(x, line + min64(first + width + i, lines - 1), term);
 		}
 		int64_t p = 0;
 		for (; p + LANES <= terms; p += LANES)
@@ -289,6 +325,34 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 		for (; p < terms; p++)
 			for (int i = 0; i < width; i++)
 				out[p * width + i] = i < n ? from[i][p] : 0;
+	}
+}
+
+static void pack_a(real *out, const struct matrix *a, int64_t row, int64_t term, int64_t rows, int64_t terms)
+{
+	pack(out, MR, a, a->transpose, row, term, rows, terms);
+}
+
+/* Stored rows first .. first + rows - 1 as real, from column `col` on, apart by LINES_STRIDE (no multiple of a cache's sets): they are read from end to
+ * end, as the processor foresees it. */
+enum { LINES = 4 * KC, LINES_STRIDE = LINES + LANES };
+static void read_lines(real *out, const struct matrix *x, int64_t first, int64_t col, int64_t rows, int64_t cols)
+{
+	for (int64_t i = 0; i < rows; i++)
+		read_elements(out + i * LINES_STRIDE, stored_at(x, first + i, col), x->bf16, cols);
+}
+
+static void pack_b(real *out, const struct matrix *b, int64_t col, int64_t term, int64_t cols, int64_t terms)
+{
+	if (!b->bf16) {
+		pack(out, NR, b, !b->transpose, col, term, cols, terms);
+		return;
+	}
+	real lines[NR * LINES_STRIDE];
+	const struct matrix panel = transposed(lines, LINES_STRIDE);
+	for (int64_t j = 0; j < cols; j += NR) {
+		read_lines(lines, b, col + j, term, min64(NR, cols - j), terms);
+		pack(out + j * terms, NR, &panel, false, 0, 0, min64(NR, cols - j), terms);
 	}
 }
 
@@ -317,9 +381,57 @@ static void openblas_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct ma
 		finish->rows(finish, finish->first, m);
 }
 
+/* One tile's results; the last columns by way of a whole tile. */
+static void tile_results(tile_function *tile, int rows, int64_t cols, int64_t terms, const real *a, const real *b, real alpha, bool add, real *c,
+		int64_t ldc)
+{
+	real edge[MR * NR];
+	if (cols >= NR) {
+		tile(rows, terms, a, b, alpha, add, c, ldc);
+		return;
+	}
+	tile(rows, terms, a, b, 1, false, edge, NR);
+	for (int y = 0; y < rows; y++)
+		for (int x = 0; x < cols; x++)
+			c[y * ldc + x] = add ? c[y * ldc + x] + alpha * edge[y * NR + x] : alpha * edge[y * NR + x];
+}
+
+/* A product of up to MR rows. It is bound by memory: B is read once, and each of its panels used as soon as it is packed, in the first-level cache. */
+static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const struct matrix *a, const struct matrix *b, bool accumulate, real *c,
+		int64_t ldc)
+{
+	real a_panels[MR * LINES + LANES] __attribute__((aligned(64))), b_panel[NR * KC + LANES] __attribute__((aligned(64)));
+	real lines[NR * LINES_STRIDE] __attribute__((aligned(64)));
+	const struct matrix panel = transposed(lines, LINES_STRIDE);
+	for (int64_t from = 0; from == 0 || from < k; from += LINES) {
+		const int64_t end = min64(k, from + LINES);
+		for (int64_t p = from; p < end; p += KC)
+			pack_a(a_panels + (p - from) * MR, a, 0, p, m, min64(KC, end - p));
+		for (int64_t col = 0; col < n; col += NR) {
+			const int64_t cols = min64(NR, n - col);
+			if (b->transpose)
+				read_lines(lines, b, col, from, cols, end - from);
+			for (int64_t p = from; p == 0 || p < end; p += KC) {
+				const int64_t terms = min64(KC, end - p);
+				if (b->transpose)
+					pack_b(b_panel, &panel, 0, p - from, cols, terms);
+				else
+					pack_b(b_panel, b, col, p, cols, terms);
+				tile_results(tile_of_panel, (int)m, cols, terms, a_panels + (p - from) * MR, b_panel, alpha, accumulate || p > 0, c + col, ldc);
+			}
+		}
+	}
+}
+
 static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c,
 		int64_t ldc, const struct finish *finish)
 {
+	if (m <= MR) {
+		few_rows_gemm(m, n, k, alpha, &a, &b, accumulate, c, ldc);
+		if (finish)
+			finish->rows(finish, finish->first, m);
+		return;
+	}
 	const bool direct = a.stride == DIRECT && !a.row;
 	tile_function *const tile = !direct ? tile_of_panel : a.transpose ? tile_of_columns : tile_of_rows;
 	real a_panels[MC * KC + LANES] __attribute__((aligned(64))), b_panels[NC * KC + LANES] __attribute__((aligned(64)));
@@ -327,31 +439,20 @@ static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix
 		const int64_t cols = min64(NC, n - col);
 		for (int64_t p = 0; p == 0 || p < k; p += KC) {
 			const int64_t terms = min64(KC, k - p);
-			const bool add = accumulate || p > 0;
-			pack(b_panels, NR, &b, !b.transpose, col, p, cols, terms);
+			pack_b(b_panels, &b, col, p, cols, terms);
 			for (int64_t row = 0; row < m; row += MC) {
 				const int64_t rows = min64(MC, m - row);
 				const real *a_tile = a_panels;
 				int64_t a_step = terms; /* from a row of A to the next */
 				if (direct) {
-					a_tile = a.data + (a.transpose ? row + p * DIRECT : row * DIRECT + p);
+					a_tile = (const real *)a.data + (a.transpose ? row + p * DIRECT : row * DIRECT + p);
 					a_step = a.transpose ? 1 : DIRECT;
 				} else
-					pack(a_panels, MR, &a, a.transpose, row, p, rows, terms);
+					pack_a(a_panels, &a, row, p, rows, terms);
 				for (int64_t j = 0; j < cols; j += NR)
-					for (int64_t i = 0; i < rows; i += MR) {
-						const int tile_rows = (int)min64(MR, rows - i);
-						real *out = c + (row + i) * ldc + col + j, edge[MR * NR];
-						if (cols - j >= NR) {
-							tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, alpha, add, out, ldc);
-							continue;
-						}
-						/* the last columns, by way of a whole tile */
-						tile(tile_rows, terms, a_tile + i * a_step, b_panels + j * terms, 1, false, edge, NR);
-						for (int y = 0; y < tile_rows; y++)
-							for (int x = 0; x < cols - j; x++)
-								out[y * ldc + x] = add ? out[y * ldc + x] + alpha * edge[y * NR + x] : alpha * edge[y * NR + x];
-					}
+					for (int64_t i = 0; i < rows; i += MR)
+						tile_results(tile, (int)min64(MR, rows - i), cols - j, terms, a_tile + i * a_step, b_panels + j * terms, alpha,
+								accumulate || p > 0, c + (row + i) * ldc + col + j, ldc);
 				if (finish && col + cols == n && p + terms == k)
 					finish->rows(finish, finish->first + row, rows);
 			}
@@ -364,7 +465,7 @@ static void gemm_finish(int64_t m, int64_t n, int64_t k, real alpha, struct matr
 		const struct finish *finish)
 {
 	if (m > 0 && n > 0)
-		(use_openblas && !a.row && !b.row ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc, finish);
+		(use_openblas && !a.row && !b.row && !b.bf16 && !b.second ? openblas_gemm : ling_gemm)(m, n, k, alpha, a, b, accumulate, c, ldc, finish);
 }
 
 static void gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate, real *c, int64_t ldc)
@@ -611,17 +712,43 @@ static struct tiles choose_tiles(int64_t groups, int64_t rows, int64_t cols)
 /* Rows first.. of x [., stride] from column `col` on, or of those that `row` lists. */
 static struct matrix rows_from(const real *x, int64_t stride, const int32_t *row, int64_t first, int64_t col, bool transpose)
 {
-	return row ? (struct matrix){x + col, stride, transpose, row + first} : (struct matrix){x + first * stride + col, stride, transpose, NULL};
+	return (struct matrix){.data = x + (row ? 0 : first * stride) + col, .stride = stride, .transpose = transpose, .row = row ? row + first : NULL};
+}
+
+void stack_weights(struct weight *out, const real *w, int G, int64_t size)
+{
+	for (int g = 0; g < G; g++)
+		out[g] = (struct weight){.data = w + g * size};
+}
+
+/* Columns col .. of a product with a weight of [N, inner], transposed, or of [inner, N], as it is. */
+static struct matrix weight_columns(const struct weight *w, int64_t col, int64_t inner, int64_t N, bool transpose)
+{
+	struct matrix x = {.data = w->data, .stride = transpose ? inner : N, .transpose = transpose, .bf16 = w->bf16};
+	assert(transpose || (!w->bf16 && !w->second));
+	if (w->second && col < N / 2) {
+		x.second = w->second;
+		x.split = N / 2 - col;
+	} else if (w->second) {
+		x.data = w->second;
+		col -= N / 2;
+	}
+	x.data = (const char *)x.data + col * (transpose ? inner : 1) * (w->bf16 ? sizeof(uint16_t) : sizeof(real));
+	return x;
 }
 
 /* out [R, cols] (+)= in [R, inner] times its group's matrix: the transpose of w[g] [cols, inner], or w[g] [inner, cols] as it is.
  * `finish` is NULL or done for all rows: by each tile for its own where tiles hold whole rows, else by all threads at the end. */
-static void grouped_rows(real *out, const real *in, const int32_t *row, const real *w, bool transpose, const int64_t *offset, int G,
+static void grouped_rows(real *out, const real *in, const int32_t *row, const struct weight *w, bool transpose, const int64_t *offset, int G,
 		int64_t inner, int64_t cols, bool accumulate, const struct finish *finish)
 {
-	const struct tiles tile = choose_tiles(G, offset[G] / G, cols);
+	int groups = 0; /* that have rows */
+	for (int g = 0; g < G; g++)
+		groups += offset[g + 1] > offset[g];
+	if (groups == 0)
+		return;
+	const struct tiles tile = choose_tiles(groups, offset[G] / groups, cols);
 	const bool finish_tiles = finish && count_pieces(cols, tile.cols) == 1;
-	const int64_t w_row = transpose ? inner : cols, w_step = transpose ? inner : 1; /* w_step: to the next column of the result */
 	#pragma omp parallel
 	#pragma omp single
 	for (int g = 0; g < G; g++) {
@@ -638,8 +765,8 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const re
 						tile_finish.first = t;
 					}
 					gemm_finish(t_end - t, n_end - n, inner, 1, rows_from(in, inner, row, t, 0, false),
-							(struct matrix){.data = w + g * inner * cols + n * w_step, .stride = w_row, .transpose = transpose}, accumulate,
-							out + t * cols + n, cols, finish_tiles ? &tile_finish : NULL);
+							weight_columns(&w[g], n, inner, cols, transpose), accumulate, out + t * cols + n, cols,
+							finish_tiles ? &tile_finish : NULL);
 				}
 			}
 	}
@@ -651,7 +778,7 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const re
 	}
 }
 
-void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
+void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const struct weight *w, const int64_t *offset, int G, int64_t K, int64_t N,
 		bool accumulate)
 {
 	grouped_rows(y, x, row, w, true, offset, G, K, N, accumulate, NULL);
@@ -660,7 +787,9 @@ void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const re
 void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
 		int64_t N, bool accumulate)
 {
-	grouped_rows(dx, dy, row, w, false, offset, G, N, K, accumulate, NULL);
+	struct weight weights[G];
+	stack_weights(weights, w, G, N * K);
+	grouped_rows(dx, dy, row, weights, false, offset, G, N, K, accumulate, NULL);
 }
 
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
@@ -684,7 +813,7 @@ void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_
 	}
 }
 
-void matmul_forward(real *y, const real *x, const real *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate)
+void matmul_forward(real *y, const real *x, const struct weight *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate)
 {
 	grouped_matmul_forward(y, x, NULL, w, (int64_t[]){0, T}, 1, K, N, accumulate);
 	if (bias) {
@@ -722,13 +851,18 @@ void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accum
  * Embedding
  * ========================================================================================================== */
 
-void embedding_forward(real *out, const int32_t *token, const real *w, int64_t first, int64_t T, int64_t H, int64_t V)
+static const void *weight_at(const struct weight *w, int64_t element)
+{
+	return (const char *)w->data + element * (w->bf16 ? sizeof(uint16_t) : sizeof(real));
+}
+
+void embedding_forward(real *out, const int32_t *token, const struct weight *w, int64_t first, int64_t T, int64_t H, int64_t V)
 {
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		const int64_t v = token[t] - first;
 		if (v >= 0 && v < V)
-			memcpy(out + t * H, w + v * H, H * sizeof *out);
+			read_elements(out + t * H, weight_at(w, v * H), w->bf16, H);
 		else
 			memset(out + t * H, 0, H * sizeof *out);
 	}
@@ -866,7 +1000,7 @@ int64_t attention_scratch(int64_t d)
 struct query_block {
 	int kv, head;
 	int64_t heads, first, positions, rows;
-	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in a sequence's qkv [L, nh + 2 nkv] and out [L, nh] */
+	int32_t in_qkv[QUERY_BLOCK], in_out[QUERY_BLOCK]; /* each row's head in the queries' qkv [L, nh + 2 nkv] and out [L, nh] */
 	const int32_t *document;     /* [positions] where in the sequence the document of each begins; NULL: at 0 */
 };
 
@@ -883,18 +1017,19 @@ static struct query_cut cut_queries(int64_t L, int nh, int nkv)
 	return cut;
 }
 
-/* `document` [L] is the sequence's, or NULL. */
-static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, const int32_t *document, int64_t L, int nh,
-		int nkv)
+/* Of L queries, before which the sequence has `past` positions. `document` [L] is that of the queries, or NULL. */
+static struct query_block query_block(const struct query_cut *cut, int kv, int64_t part, int64_t block, int64_t past, const int32_t *document,
+		int64_t L, int nh, int nkv)
 {
-	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = block * cut->positions};
-	q.document = document ? document + q.first : NULL;
+	const int64_t first = block * cut->positions;
+	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + part * cut->heads, .first = past + first};
+	q.document = document ? document + first : NULL;
 	q.heads = min64(cut->heads, (kv + 1) * (nh / nkv) - q.head);
-	q.positions = min64(cut->positions, L - q.first);
+	q.positions = min64(cut->positions, L - first);
 	for (int64_t h = 0; h < q.heads; h++)
-		for (int64_t i = 0; i < q.positions; i++, q.rows++) {
-			q.in_qkv[q.rows] = (q.first + i) * (nh + 2 * nkv) + q.head + h;
-			q.in_out[q.rows] = (q.first + i) * nh + q.head + h;
+		for (int64_t i = first; i < first + q.positions; i++, q.rows++) {
+			q.in_qkv[q.rows] = i * (nh + 2 * nkv) + q.head + h;
+			q.in_out[q.rows] = i * nh + q.head + h;
 		}
 	return q;
 }
@@ -906,10 +1041,9 @@ static struct matrix block_rows(const real *x, const int32_t *row, int64_t d)
 }
 
 /* scores[r, j] = q_r . k_j / sqrt(d), rows apart by KEY_BLOCK. */
-static void attention_scores(real *scores, const struct query_block *q, const real *sequence, const real *k, int64_t keys, int64_t stride,
-		int64_t d)
+static void attention_scores(real *scores, const struct query_block *q, const real *qkv, const real *k, int64_t keys, int64_t stride, int64_t d)
 {
-	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(sequence, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
+	gemm(q->rows, keys, d, (real)(1 / sqrt((double)d)), block_rows(qkv, q->in_qkv, d), transposed(k, stride), false, scores, KEY_BLOCK);
 }
 
 /* The first key that row r sees. */
@@ -932,6 +1066,43 @@ static struct span seen_keys(const struct query_block *q, int64_t r, int64_t key
 	return (struct span){min64(max64(first_seen(q, r) - key, 0), to), to};
 }
 
+/* One block's rows of out and lse (or NULL). qkv, out and lse are those of the queries; k and v the key-value head's, of the sequence's
+ * positions from 0 on, apart by `stride`. Key blocks begin at multiples of KEY_BLOCK, so that a row's bits do not depend on the block it is in. */
+static void attention_block_forward(real *out, real *lse, const struct query_block *q, const real *qkv, const real *k, const real *v,
+		int64_t stride, int64_t d, real *scratch)
+{
+	real *scores = scratch, *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
+	real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
+	for (int64_t key = first_key(q); key < q->first + q->positions; key += KEY_BLOCK) {
+		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key);
+		attention_scores(scores, q, qkv, k + key * stride, keys, stride, d);
+		for (int64_t r = 0; r < q->rows; r++) {
+			const struct span seen = seen_keys(q, r, key, keys);
+			const int64_t n = seen.to - seen.from;
+			const bool begun = key > first_seen(q, r); /* whether the row saw keys of blocks before */
+			real *all = scores + r * KEY_BLOCK, *row = all + seen.from, before = begun ? max[r] : 0;
+			memset(all, 0, seen.from * sizeof *all);
+			memset(row + n, 0, (keys - seen.to) * sizeof *all);
+			if (n == 0)
+				continue;
+			real here = largest(row, n);
+			max[r] = begun && !(here > before) ? before : here;
+			real more = exponentials(row, row, max[r], n);
+			real shrink = begun ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
+			sum[r] = begun ? sum[r] * shrink + more : more;
+			for (int64_t j = 0; begun && j < d; j++)
+				o[r * d + j] *= shrink;
+		}
+		gemm(q->rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > first_key(q), o, d);
+	}
+	for (int64_t r = 0; r < q->rows; r++) {
+		if (lse)
+			lse[q->in_out[r]] = max[r] + (real)log(sum[r]);
+		for (int64_t j = 0; j < d; j++)
+			out[q->in_out[r] * d + j] = o[r * d + j] / sum[r];
+	}
+}
+
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d,
 		real *scratch)
 {
@@ -942,39 +1113,34 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 		for (int kv = 0; kv < nkv; kv++)
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = cut.blocks - 1; block >= 0; block--) { /* the longest first */
-					const struct query_block q = query_block(&cut, kv, part, block, document ? document + b * L : NULL, L, nh, nkv);
-					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d, *v = k + nkv * d;
-					real *scores = scratch + omp_get_thread_num() * block_scratch(d), *o = scores + 2 * QUERY_BLOCK * KEY_BLOCK;
-					real max[QUERY_BLOCK], sum[QUERY_BLOCK]; /* of each row so far */
-					for (int64_t key = first_key(&q); key < q.first + q.positions; key += KEY_BLOCK) {
-						const int64_t keys = min64(KEY_BLOCK, q.first + q.positions - key);
-						attention_scores(scores, &q, sequence, k + key * stride, keys, stride, d);
-						for (int64_t r = 0; r < q.rows; r++) {
-							const struct span seen = seen_keys(&q, r, key, keys);
-							const int64_t n = seen.to - seen.from;
-							const bool begun = key > first_seen(&q, r); /* whether the row saw keys in blocks before */
-							real *all = scores + r * KEY_BLOCK, *row = all + seen.from, before = begun ? max[r] : 0;
-							memset(all, 0, seen.from * sizeof *all);
-							memset(row + n, 0, (keys - seen.to) * sizeof *all);
-							if (n == 0)
-								continue;
-							real here = largest(row, n);
-							max[r] = begun && !(here > before) ? before : here;
-							real more = exponentials(row, row, max[r], n);
-							real shrink = begun ? exponential(before - max[r]) : 0; /* what was summed under the old maximum */
-							sum[r] = begun ? sum[r] * shrink + more : more;
-							for (int64_t j = 0; begun && j < d; j++)
-								o[r * d + j] *= shrink;
-						}
-						gemm(q.rows, d, keys, 1, as_is(scores, KEY_BLOCK), as_is(v + key * stride, stride), key > first_key(&q), o, d);
-					}
-					for (int64_t r = 0; r < q.rows; r++) {
-						const int64_t at = b * L * nh + q.in_out[r];
-						lse[at] = max[r] + (real)log(sum[r]);
-						for (int64_t j = 0; j < d; j++)
-							out[at * d + j] = o[r * d + j] / sum[r];
+					const struct query_block q = query_block(&cut, kv, part, block, 0, document ? document + b * L : NULL, L, nh, nkv);
+					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
+					attention_block_forward(out + b * L * nh * d, lse + b * L * nh, &q, sequence, k, k + nkv * d, stride, d,
+							scratch + omp_get_thread_num() * block_scratch(d));
+				}
+}
+
+void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch)
+{
+	const int64_t stride = 2 * nkv * d;
+	#pragma omp parallel
+	#pragma omp single
+	for (int64_t i = 0, row = 0; i < n; row += segments[i++].num_tokens) {
+		const struct cache *c = segments[i].cache;
+		const int64_t L = segments[i].num_tokens;
+		const struct query_cut cut = cut_queries(L, nh, nkv);
+		for (int kv = 0; kv < nkv; kv++)
+			for (int64_t part = 0; part < cut.head_parts; part++)
+				for (int64_t block = cut.blocks - 1; block >= 0; block--) {
+					#pragma omp task
+					{
+						const struct query_block q = query_block(&cut, kv, part, block, c->length, NULL, L, nh, nkv);
+						const real *k = c->kv + layer * c->capacity * stride + kv * d;
+						attention_block_forward(out + row * nh * d, NULL, &q, qkv + row * (nh + 2 * nkv) * d, k, k + nkv * d, stride, d,
+								scratch + omp_get_thread_num() * block_scratch(d));
 					}
 				}
+	}
 }
 
 /* One block's part of the backward pass: writes its rows of dsequence, adds to its key-value head's dk and dv (where key and value stand in
@@ -1036,7 +1202,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 			}
 			for (int64_t part = 0; part < cut.head_parts; part++)
 				for (int64_t block = 0; block < cut.blocks; block++) {
-					const struct query_block q = query_block(&cut, kv, part, block, document ? document + b * L : NULL, L, nh, nkv);
+					const struct query_block q = query_block(&cut, kv, part, block, 0, document ? document + b * L : NULL, L, nh, nkv);
 					attention_block_backward(dsequence, &q, dout + b * L * nh * d, out + b * L * nh * d, lse + b * L * nh,
 							qkv + b * L * stride, nh, nkv, d, scratch + omp_get_thread_num() * block_scratch(d));
 				}
@@ -1061,8 +1227,8 @@ static void swiglu_rows(const struct finish *f, int64_t first, int64_t rows)
 	}
 }
 
-void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const real *w, const real *weight, const int64_t *offset,
-		int G, int64_t H, int64_t I)
+void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const struct weight *w, const real *weight,
+		const int64_t *offset, int G, int64_t H, int64_t I)
 {
 	const struct finish swiglu = {.rows = swiglu_rows, .out = {act}, .in = {gate_up, weight}, .width = I};
 	grouped_rows(gate_up, x, row, w, true, offset, G, H, 2 * I, false, &swiglu);
@@ -1092,9 +1258,11 @@ static void swiglu_backward_rows(const struct finish *f, int64_t first, int64_t 
 void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row, const real *w_down, const real *gate_up,
 		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I)
 {
+	struct weight weights[G];
+	stack_weights(weights, w_down, G, H * I);
 	/* The gradient of act is written to where act itself comes to stand. */
 	const struct finish swiglu = {.rows = swiglu_backward_rows, .out = {dgate_up, act, dweight}, .in = {gate_up, weight}, .width = I};
-	grouped_rows(act, dout, row, w_down, false, offset, G, H, I, false, &swiglu);
+	grouped_rows(act, dout, row, weights, false, offset, G, H, I, false, &swiglu);
 }
 
 /* ============================================================================================================
@@ -1291,17 +1459,20 @@ void permute_backward(real *din, const real *dout, const int32_t *position, int6
  * NormHead and cross-entropy
  * ========================================================================================================== */
 
-void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H)
+void column_sum_of_squares(double *sum, const struct weight *w, int64_t V, int64_t H)
 {
-	const int64_t slice = 32;
+	enum { slice = 32 };
 	#pragma omp parallel for
 	for (int64_t first = 0; first < H; first += slice) {
 		int64_t end = min64(first + slice, H);
 		for (int64_t j = first; j < end; j++)
 			sum[j] = 0;
-		for (int64_t v = 0; v < V; v++)
+		for (int64_t v = 0; v < V; v++) {
+			real row[slice];
+			read_elements(row, weight_at(w, v * H + first), w->bf16, end - first);
 			for (int64_t j = first; j < end; j++)
-				sum[j] += (double)w[v * H + j] * w[v * H + j];
+				sum[j] += (double)row[j - first] * row[j - first];
+		}
 	}
 }
 
@@ -1477,7 +1648,7 @@ static void plain_matmul(double *y, double *const in[], const int64_t *s)
 static void run_matmul(const struct trial *x)
 {
 	const int64_t T = x->s[0], K = x->s[1], N = x->s[2];
-	matmul_forward(x->out, x->in[0], x->in[1], x->in[2], T, K, N, x->accumulate);
+	matmul_forward(x->out, x->in[0], &(struct weight){.data = x->in[1]}, x->in[2], T, K, N, x->accumulate);
 	matmul_backward_input(x->gradient[0], x->dout, x->in[1], T, K, N, x->accumulate);
 	matmul_backward_weight(x->gradient[1], x->dout, x->in[0], T, K, N, x->accumulate);
 	bias_backward(x->gradient[2], x->dout, T, N, x->accumulate, x->scratch);
@@ -1499,7 +1670,9 @@ static void plain_grouped_matmul(double *y, double *const in[], const int64_t *s
 static void run_grouped_matmul(const struct trial *x)
 {
 	const int64_t K = x->s[0], N = x->s[1], G = x->s[2], *offset = x->s + 3;
-	grouped_matmul_forward(x->out, x->in[0], NULL, x->in[1], offset, G, K, N, x->accumulate);
+	struct weight w[MAX_SIZES] = {0};
+	stack_weights(w, x->in[1], G, N * K);
+	grouped_matmul_forward(x->out, x->in[0], NULL, w, offset, G, K, N, x->accumulate);
 	grouped_matmul_backward_input(x->gradient[0], x->dout, NULL, x->in[1], offset, G, K, N, x->accumulate);
 	grouped_matmul_backward_weight(x->gradient[1], x->dout, NULL, x->in[0], NULL, offset, G, K, N, x->accumulate);
 }
@@ -1517,7 +1690,7 @@ static void plain_embedding(double *out, double *const in[], const int64_t *s)
 
 static void run_embedding(const struct trial *x)
 {
-	embedding_forward(x->out, embedding_token, x->in[0], 0, EMBEDDED, x->s[0], EMBEDDING_V);
+	embedding_forward(x->out, embedding_token, &(struct weight){.data = x->in[0]}, 0, EMBEDDED, x->s[0], EMBEDDING_V);
 	embedding_backward(x->gradient[0], embedding_token, x->dout, 0, EMBEDDED, x->s[0], EMBEDDING_V, x->accumulate);
 }
 
@@ -1652,7 +1825,7 @@ static void run_swiglu(const struct trial *x)
 		unit[i * 2 * I + i] = 1;
 	for (int64_t i = 0; i < I; i++)
 		unit_down[i * I + i] = 1;
-	swiglu_forward(x->out, gate_up, x->in[0], NULL, unit, weight, offset, 1, 2 * I, I);
+	swiglu_forward(x->out, gate_up, x->in[0], NULL, &(struct weight){.data = unit}, weight, offset, 1, 2 * I, I);
 	swiglu_backward(x->gradient[0], act, weight ? x->gradient[1] : NULL, x->dout, NULL, unit_down, gate_up, weight, offset, 1, I, I);
 }
 
@@ -1764,8 +1937,11 @@ static void run_experts(const struct trial *x)
 	real *act = dgate_up + ROUTED_R * 2 * I;
 	dispatch_plan(offset, position, token, routed_index, ROUTED_R, ROUTED_K, ROUTED_E);
 	permute_forward(weight, x->in[1], position, ROUTED_R);
-	swiglu_forward(act, gate_up, x->in[0], token, x->in[2], weight, offset, ROUTED_E, H, I);
-	grouped_matmul_forward(rows, act, NULL, x->in[3], offset, ROUTED_E, I, H, false);
+	struct weight w_gate_up[ROUTED_E], w_down[ROUTED_E];
+	stack_weights(w_gate_up, x->in[2], ROUTED_E, 2 * I * H);
+	stack_weights(w_down, x->in[3], ROUTED_E, H * I);
+	swiglu_forward(act, gate_up, x->in[0], token, w_gate_up, weight, offset, ROUTED_E, H, I);
+	grouped_matmul_forward(rows, act, NULL, w_down, offset, ROUTED_E, I, H, false);
 	combine_rows(x->out, rows, position, ROUTED_T, ROUTED_K, H, x->accumulate);
 	swiglu_backward(dgate_up, act, dweight, x->dout, token, x->in[3], gate_up, weight, offset, ROUTED_E, H, I);
 	permute_backward(x->gradient[1], dweight, position, ROUTED_R);
@@ -1849,7 +2025,7 @@ static void plain_column_sums(double *out, double *const in[], const int64_t *s)
 static void run_column_sums(const struct trial *x)
 {
 	double sum[x->s[1]];
-	column_sum_of_squares(sum, x->in[0], x->s[0], x->s[1]);
+	column_sum_of_squares(sum, &(struct weight){.data = x->in[0]}, x->s[0], x->s[1]);
 	for (int64_t j = 0; j < x->s[1]; j++)
 		x->out[j] = (real)sum[j];
 }

@@ -8,6 +8,7 @@
 #include "ling.h"
 
 #include <argp.h>
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -468,11 +469,65 @@ static void *allocate_large(size_t bytes)
 	return p;
 }
 
-/* Address space for expert rows: its pages come when they are written, so that they cost what arrives, up to all rows of the group. */
-static void *reserve_arrivals(size_t bytes)
+/* Address space whose pages come when they are written: for expert rows, which cost what arrives, up to all rows of the group; and for the
+ * weights of a model that is only evaluated, which cost what cannot be mapped. */
+static void *reserve_memory(size_t bytes)
 {
 	void *p = bytes ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : NULL;
 	return p == MAP_FAILED ? NULL : p;
+}
+
+/* The weight that has its place in params.memory at `at` (NULL: none); as a pair, with the one behind it, gate and up. */
+static struct weight weight_at(const struct model *m, const real *at, bool pair)
+{
+	struct weight w = {.data = at};
+	int low = 0, high = m->num_tensors - 1;
+	while (at && low < high) {
+		const int middle = (low + high + 1) / 2;
+		if (m->tensors[middle].offset <= at - m->params.memory)
+			low = middle;
+		else
+			high = middle - 1;
+	}
+	const struct tensor *t = &m->tensors[low];
+	if (at && t->mapped)
+		w = (struct weight){.data = t->mapped, .second = pair ? t[1].mapped : NULL, .bf16 = t->bf16};
+	return w;
+}
+
+/* Lets the forward pass find its weights where they are. */
+static void place_weights(struct model *m)
+{
+	const int64_t H = m->config.hidden_size, I = m->config.moe_intermediate_size;
+	m->embedding = weight_at(m, m->params.embedding, false);
+	m->lm_head = weight_at(m, m->params.lm_head, false);
+	for (int l = 0; l < m->config.num_hidden_layers; l++) {
+		const struct layer_params *p = &m->params.layer[l];
+		struct layer_weights *w = &m->weights[l];
+		*w = (struct layer_weights){.qkv = weight_at(m, p->qkv, false), .dense = weight_at(m, p->dense, false),
+				.router = weight_at(m, p->router, false), .shared_gate_up = weight_at(m, p->shared_gate_up, true),
+				.shared_down = weight_at(m, p->shared_down, false)};
+		w->gate_up = m->expert_weights + 2 * l * m->num_experts;
+		w->down = w->gate_up + m->num_experts;
+		for (int e = 0; p->gate_up && e < m->num_experts; e++) {
+			w->gate_up[e] = weight_at(m, p->gate_up + e * 2 * I * H, true);
+			w->down[e] = weight_at(m, p->down + e * H * I, false);
+		}
+	}
+}
+
+/* Makes the rotary embedding's table at least n positions long; -1 when memory is short. */
+static int place_rope(struct model *m, int64_t n)
+{
+	if (n <= m->num_positions)
+		return 0;
+	real *rope = realloc(m->rope, (size_t)n * m->config.head_dim * sizeof *rope);
+	if (!rope)
+		return -1;
+	m->rope = rope;
+	m->num_positions = n;
+	rope_table(rope, n, m->config.head_dim, m->config.rope_theta);
+	return 0;
 }
 
 int model_init(struct model *m, const struct model_config *c, const struct layout *layout, int max_sequences, int seq_len,
@@ -486,7 +541,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
-	const double total = (double)plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction + plan.saving;
+	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
+	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction + plan.saving;
 	const double machine = machine_memory() / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
@@ -495,13 +551,14 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
 		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
-		m->params.memory = allocate_large(plan.weights);
-		m->rope = calloc((size_t)seq_len * c->head_dim, sizeof(real));
+		m->weights = calloc(layers, sizeof *m->weights);
+		m->expert_weights = calloc((size_t)layers * 2 * m->num_experts + 1, sizeof *m->expert_weights);
+		m->params.memory = training ? allocate_large(plan.weights) : reserve_memory(m->reserved_bytes = plan.weights);
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
-		m->acts_memory = allocate_large(plan.activations);
-		m->arrivals_memory = reserve_arrivals(m->arrivals_bytes = plan.arrivals);
-		fits = m->tensors && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->params.memory && m->rope &&
-				(m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
+		m->acts_memory = allocate_large(m->acts_bytes = plan.activations);
+		m->arrivals_memory = reserve_memory(m->arrivals_bytes = plan.arrivals);
+		fits = m->tensors && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->weights && m->expert_weights && m->params.memory &&
+				place_rope(m, seq_len) == 0 && (m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
 			m->exp_avg = allocate_large(plan.optimizer / 2);
@@ -514,7 +571,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		model_free(m);
 		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, optimizer %.1f, "
 				"activations %.1f); this machine has %.1f GB: make the model, micro_batch or seq_len smaller",
-				(long long)plan.num_params, max_sequences, seq_len, total / 1e9, plan.weights / 1e9, plan.gradients / 1e9,
+				(long long)plan.num_params, max_sequences, seq_len, total / 1e9, weights / 1e9, plan.gradients / 1e9,
 				plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
 	m->num_tensors = plan.num_tensors;
@@ -523,11 +580,11 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	add_model(&(struct parameter_walk){.layout = layout, .tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
 	if (training)
 		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
+	place_weights(m);
 	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->tensors, m->num_tensors, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
 	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
 			seq_len, purpose);
-	rope_table(m->rope, seq_len, c->head_dim, c->rope_theta);
 	return 0;
 }
 
@@ -536,7 +593,13 @@ void model_free(struct model *m)
 	free(m->tensors);
 	free(m->chunks);
 	free(m->params.layer);
-	free(m->params.memory);
+	free(m->weights);
+	free(m->expert_weights);
+	if (m->purpose != EVALUATE)
+		free(m->params.memory);
+	else if (m->params.memory)
+		munmap(m->params.memory, m->reserved_bytes);
+	weights_close(m->files);
 	free(m->grads.layer);
 	free(m->grads.memory);
 	free(m->exp_avg);
@@ -569,8 +632,8 @@ static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_
 	*first = whole_row(p, row) * cols + p->col + col;
 	if (p->num_cols < cols)
 		return end - at < p->num_cols - col ? end - at : p->num_cols - col;
-	int64_t rows_end = 0; /* of the range of rows that this row is in */
-	for (int i = 0; i < 3 && rows_end <= row; i++)
+	int64_t rows_end = p->num_rows[0]; /* of the range of rows that this row is in, and of those that follow it in the whole too */
+	for (int i = 1; i < 3 && (rows_end <= row || p->row[i] == p->row[i - 1] + p->num_rows[i - 1]); i++)
 		rows_end += p->num_rows[i];
 	return end < rows_end * cols ? end - at : rows_end * cols - at;
 }
@@ -666,7 +729,10 @@ static struct weights *open_weights(const struct model *m, const char *dir, cons
 				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir, weights_name(w, i));
 		}
 	}
-	for (int i = m->layout.world.rank; i < weights_count(w) && rc == 0; i += m->layout.world.size)
+	const bool fits = weights_bytes(w) <= machine_memory();
+	if (!fits && m->purpose == EVALUATE && m->layout.world.rank == 0)
+		fprintf(stderr, "note: %s is larger than this machine's memory: what is read where it stands is not checked against its checksums first\n", dir);
+	for (int i = m->layout.world.rank; i < weights_count(w) && rc == 0 && (fits || m->purpose != EVALUATE); i += m->layout.world.size)
 		rc = weights_verify(w, i);
 	free(whole);
 	if (rc < 0) {
@@ -689,16 +755,52 @@ static int read_part(struct weights *w, const char *prefix, const struct tensor 
 	return rc;
 }
 
+/* Finds the matrices that can be used where they stand in the files: this rank's part of them a run of elements, of a type and at an address
+ * that products can read. Gate and up must be alike. Memory must suffice for the others. */
+static int map_tensors(struct model *m, const struct weights *w, const char *dir)
+{
+	double bytes = 0;
+	for (int i = 0; i < m->num_tensors; i++) {
+		struct tensor *t = &m->tensors[i];
+		int64_t first;
+		t->mapped = NULL;
+		if (t->cols && whole_run(t, 0, tensor_size(t), &first) == tensor_size(t) &&
+				weights_map(w, t->name, t->rows, t->cols, first, tensor_size(t), &t->mapped, &t->bf16) < 0)
+			return -1;
+	}
+	for (int i = 0; i < m->num_tensors; i++) {
+		struct tensor *t = &m->tensors[i];
+		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
+			t[0].mapped = t[1].mapped = NULL;
+		if (!t->mapped)
+			bytes += tensor_size(t) * sizeof(real);
+	}
+	const double machine = machine_memory() / parallel_local_ranks(), total = bytes + m->acts_bytes;
+	if (total > machine)
+		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; this machine has %.1f GB: bring them to "
+				"bfloat16 with ling convert-checkpoint, or make the windows shorter", dir, bytes / 1e9, m->acts_bytes / 1e9, machine / 1e9);
+	/* Scattered norms would take a whole huge page each. */
+	madvise(m->params.memory, m->reserved_bytes, bytes > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+	return 0;
+}
+
 int model_load(struct model *m, const char *dir)
 {
+	const bool map = m->purpose == EVALUATE;
 	struct weights *w = open_weights(m, dir, "model", 1, (const char *[]){""});
 	int rc = w ? 0 : -1;
+	if (rc == 0 && map)
+		rc = map_tensors(m, w, dir);
 	for (int i = 0; i < m->num_tensors && rc == 0; i++)
-		rc = read_part(w, "", &m->tensors[i], 0, tensor_size(&m->tensors[i]), m->params.memory + m->tensors[i].offset);
-	weights_close(w);
+		if (!m->tensors[i].mapped)
+			rc = read_part(w, "", &m->tensors[i], 0, tensor_size(&m->tensors[i]), m->params.memory + m->tensors[i].offset);
+	weights_close(map ? m->files : w); /* those of an earlier load, or these */
+	m->files = map ? w : NULL;
 	rc = parallel_agree(rc);
-	if (rc == 0)
+	if (rc == 0) {
+		place_weights(m);
 		model_update_head_scale(m);
+	}
 	return rc;
 }
 
@@ -841,17 +943,16 @@ void model_update_head_scale(struct model *m)
 		return;
 	const int64_t H = m->config.hidden_size;
 	double *norm = m->acts.head_norm;
-	column_sum_of_squares(norm, m->params.lm_head, m->config.vocab_size, H);
+	column_sum_of_squares(norm, &m->lm_head, m->config.vocab_size, H);
 	group_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
 	for (int64_t j = 0; j < H; j++)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
 
-/* The tokens of a micro-batch of B sequences that this rank holds between attention and head: their number, and the first one. */
-static int64_t own_tokens(const struct model *m, int B, int64_t *first)
+/* Those of the T tokens of a micro-batch that this rank holds between attention and head: their number, and the first one. */
+static int64_t own_tokens(const struct model *m, int64_t T, int64_t *first)
 {
 	const struct group *g = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len;
 	*first = slice_begin(T, g->rank, g->size);
 	return slice_begin(T, g->rank + 1, g->size) - *first;
 }
@@ -880,47 +981,68 @@ static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
 				m->acts.scatter_scratch);
 }
 
-/* attention = Attention(RMSNorm(input)), less its output product. */
-static void attention_core_forward(struct model *m, int l, int B)
+/* The attention of the next tokens of some sequences. Their keys and values enter the caches here; model_extend counts them. */
+static void attention_segments(struct model *m, int l, const struct segment *segments, int n)
+{
+	const struct model_config *c = &m->config;
+	struct layer_activations *x = &m->acts.layer[l];
+	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim, width = qkv_width(c), kv_width = 2 * nkv * d;
+	real *qkv = x->qkv;
+	for (int i = 0; i < n; i++) {
+		const struct cache *cache = segments[i].cache;
+		real *kv = cache->kv + (l * cache->capacity + cache->length) * kv_width;
+		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv, d);
+		for (int64_t t = 0; t < segments[i].num_tokens; t++, qkv += width, kv += kv_width)
+			memcpy(kv, qkv + nh * d, kv_width * sizeof *kv);
+	}
+	attention_extend(x->attention, x->qkv, segments, n, l, nh, nkv, d, m->acts.attention_scratch);
+}
+
+/* attention = Attention(RMSNorm(input)), less its output product, for T tokens: whole windows, or, with segments, those of the segments. */
+static void attention_core_forward(struct model *m, int l, int64_t T, const struct segment *segments, int n)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
-	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), p->qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	if (segments) {
+		attention_segments(m, l, segments, n);
+		return;
+	}
 	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
-	attention_forward(x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d, m->acts.attention_scratch);
+	attention_forward(x->attention, x->lse, x->qkv, m->document, T / L, L, nh, nkv, d, m->acts.attention_scratch);
 }
 
 /* middle = input + Attention(RMSNorm(input)) */
-static void attention_layer_forward(struct model *m, int l, int B)
+static void attention_layer_forward(struct model *m, int l, int64_t T, const struct segment *segments, int n)
 {
 	const struct layer_params *p = &m->params.layer[l];
 	struct layer_activations *x = &m->acts.layer[l];
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, N = own_tokens(m, B, &first);
+	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const bool alone = m->layout.tensor.size == 1;
-	attention_core_forward(m, l, B);
+	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->middle, x->input, N * H);
-	matmul_forward(shares(m, x->middle), x->attention, p->dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
+	matmul_forward(shares(m, x->middle), x->attention, &m->weights[l].dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
 			attention_width(&m->config), H, alone);
 	sum_slices(m, x->middle, true, T);
 	model_lap(m, PART_ATTENTION);
 }
 
 /* Probabilities, chosen experts and weights of normed's tokens; and, in training, what the auxiliary losses need. */
-static void router_forward(struct model *m, int l, int B, const struct step *step, struct step_sums *sums)
+static void router_forward(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, E = c->num_experts, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, B = T / L, E = c->num_experts, N = own_tokens(m, T, &first);
 	const int k = c->num_experts_per_tok;
-	matmul_forward(a->logits, a->normed, m->params.layer[l].router, NULL, N, c->hidden_size, E, false);
+	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
 	softmax_forward(x->p, x->router_lse, a->logits, N, E);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
@@ -1007,14 +1129,15 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 
 /* out = middle + MoE(RMSNorm(middle)): routed experts, if the layer has them, plus the shared (or dense) SwiGLU. With out NULL only what the
  * backward pass needs is computed. */
-static void ffn_layer_forward(struct model *m, int l, int B, real *out, const struct step *step, struct step_sums *sums)
+static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	const struct layer_params *p = &m->params.layer[l];
+	const struct layer_weights *w = &m->weights[l];
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
+	const int64_t N = own_tokens(m, T, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -1022,7 +1145,7 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		copy_array(out, x->middle, N * H);
 	model_lap(m, PART_OTHER);
 	if (experts) {
-		router_forward(m, l, B, step, sums);
+		router_forward(m, l, T, step, sums);
 		model_lap(m, PART_ROUTER);
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
 		permute_forward(x->row_weight, x->weight, x->position, N * k);
@@ -1034,19 +1157,19 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 		model_lap(m, PART_PERMUTE);
 	}
 	if (W) { /* while the rows are on their way */
-		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, p->shared_gate_up, NULL, all_rows, 1, H, W);
+		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, &w->shared_gate_up, NULL, all_rows, 1, H, W);
 		if (out)
-			matmul_forward(out, a->shared_act, p->shared_down, NULL, N, W, H, true);
+			matmul_forward(out, a->shared_act, &w->shared_down, NULL, N, W, H, true);
 		model_lap(m, PART_EXPERTS);
 	}
 	if (experts) {
 		if (split)
 			group_exchange_finish(&m->dispatch);
 		model_lap(m, PART_PERMUTE);
-		swiglu_forward(a->act, x->gate_up, split ? x->arrivals : a->normed, x->row, p->gate_up, x->expert_weight, x->expert_offset,
+		swiglu_forward(a->act, x->gate_up, split ? x->arrivals : a->normed, x->row, w->gate_up, x->expert_weight, x->expert_offset,
 				m->num_experts, H, I);
 		if (out) {
-			grouped_matmul_forward(a->expert_rows, a->act, NULL, p->down, x->expert_offset, m->num_experts, I, H, false);
+			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H, false);
 			model_lap(m, PART_EXPERTS);
 			if (split)
 				return_rows(m, x);
@@ -1056,20 +1179,73 @@ static void ffn_layer_forward(struct model *m, int l, int B, real *out, const st
 	}
 }
 
-void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
+/* The forward pass from the layers' first input on, see attention_core_forward. */
+static void layers_forward(struct model *m, int64_t T, const struct segment *segments, int n, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
-	embedding_forward(shares(m, a->layer[0].input), input, m->params.embedding, m->first_vocab, T, H, c->vocab_size);
+	const int64_t N = own_tokens(m, T, &first);
 	sum_slices(m, a->layer[0].input, false, T);
 	for (int l = 0; l < c->num_hidden_layers; l++) {
-		attention_layer_forward(m, l, B);
-		ffn_layer_forward(m, l, B, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
+		attention_layer_forward(m, l, T, segments, n);
+		ffn_layer_forward(m, l, T, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
-	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, H, c->rms_norm_eps);
+	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
 	model_lap(m, PART_OTHER);
+}
+
+void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
+{
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
+	embedding_forward(shares(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H, m->config.vocab_size);
+	layers_forward(m, T, NULL, 0, step, sums);
+}
+
+void model_extend(struct model *m, const struct segment *segments, int n)
+{
+	const int64_t H = m->config.hidden_size;
+	real *embedded = shares(m, m->acts.layer[0].input);
+	int64_t T = 0;
+	for (int i = 0; i < n; i++) {
+		assert(segments[i].num_tokens <= segments[i].cache->capacity - segments[i].cache->length);
+		embedding_forward(embedded + T * H, segments[i].token, &m->embedding, m->first_vocab, segments[i].num_tokens, H, m->config.vocab_size);
+		T += segments[i].num_tokens;
+	}
+	assert(T <= (int64_t)m->max_sequences * m->seq_len);
+	layers_forward(m, T, segments, n, NULL, NULL);
+	for (int i = 0; i < n; i++)
+		segments[i].cache->length += segments[i].num_tokens;
+}
+
+static size_t cache_bytes(const struct model *m, int64_t capacity)
+{
+	return m->config.num_hidden_layers * (size_t)capacity * 2 * m->config.num_key_value_heads * m->config.head_dim * sizeof(real);
+}
+
+int cache_init(struct cache *c, struct model *m, int64_t capacity)
+{
+	const size_t bytes = cache_bytes(m, capacity);
+	*c = (struct cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
+	if (c->kv && place_rope(m, capacity) == 0)
+		return 0;
+	cache_free(c);
+	return fail("out of memory for the keys and values of %lld tokens, %.1f GB", (long long)capacity, bytes / 1e9);
+}
+
+void cache_free(struct cache *c)
+{
+	free(c->kv);
+	*c = (struct cache){0};
+}
+
+void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n)
+{
+	const int64_t width = 2 * m->config.num_key_value_heads * m->config.head_dim;
+	assert(n <= from->length && n <= to->capacity);
+	for (int l = 0; l < m->config.num_hidden_layers; l++)
+		memcpy(to->kv + l * to->capacity * width, from->kv + l * from->capacity * width, n * width * sizeof *to->kv);
+	to->length = n;
 }
 
 /* ============================================================================================================
@@ -1088,7 +1264,7 @@ static const real *head_input(struct model *m, const real *normed, int64_t n)
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 {
 	const int64_t H = m->config.hidden_size;
-	matmul_forward(logits, head_input(m, m->acts.normed + first * H, n), m->params.lm_head, NULL, n, H, m->config.vocab_size, false);
+	matmul_forward(logits, head_input(m, m->acts.normed + first * H, n), &m->lm_head, NULL, n, H, m->config.vocab_size, false);
 }
 
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step)
@@ -1102,7 +1278,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	for (int64_t first = 0; first == 0 || first < T; first += C) { /* once for an empty micro-batch: it writes a gradient of 0 */
 		int64_t n = T - first < C ? T - first : C;
 		const real *in = head_input(m, normed + first * H, n);
-		matmul_forward(a->head_logits, in, m->params.lm_head, NULL, n, H, V, false);
+		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
 		/* The vocabulary may be split: the largest logit, then loss and sum, are those of all its parts. */
 		logits_max(a->head_max, a->head_logits, n, V);
 		group_max(tensor, TRAFFIC_HEAD, a->head_max, n);
@@ -1174,7 +1350,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, N = own_tokens(m, B, &first), H = c->hidden_size, E = c->num_experts;
+	const int64_t L = m->seq_len, N = own_tokens(m, B * L, &first), H = c->hidden_size, E = c->num_experts;
 	const int k = c->num_experts_per_tok;
 	const bool noisy = step->index < c->router.warmup_steps;
 	topk_backward(a->dlogits, a->dweight, x->index, x->weight, noisy ? x->p_hat : x->p, N, E, k, c->norm_topk_prob && k > 1);
@@ -1196,7 +1372,8 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t N = own_tokens(m, B, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
+	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l);
+	const int64_t all_rows[] = {0, N};
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
@@ -1252,11 +1429,11 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	struct activations *a = &m->acts;
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
-	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
 	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
-		attention_core_forward(m, l, B);
+		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = gather_slices(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
@@ -1280,15 +1457,15 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	const struct model_config *c = &m->config;
 	struct activations *a = &m->acts;
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, B, &first);
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
 	reduce_bucket(m, 1 + c->num_hidden_layers, step);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
 		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
-			attention_layer_forward(m, l, B);
-			ffn_layer_forward(m, l, B, NULL, step, NULL);
+			attention_layer_forward(m, l, T, NULL, 0);
+			ffn_layer_forward(m, l, T, NULL, step, NULL);
 		}
 		ffn_layer_backward(m, l, B, step);
 		attention_layer_backward(m, l, B, step);
@@ -2107,6 +2284,197 @@ int evaluate(struct model *m, const struct tokens *data, bool document_mask, int
 }
 
 /* ============================================================================================================
+ * Generation
+ * ========================================================================================================== */
+
+/* Token ids by falling logit, the lower id first among equals, as far as they are asked for: a heap, behind which those taken from it stand. */
+struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
+
+static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
+{
+	return r->logits[a] > r->logits[b] || (r->logits[a] == r->logits[b] && a < b);
+}
+
+/* Lets entry i of the first n sink to its place in the heap. */
+static void sink(struct ranking *r, int64_t i, int64_t n)
+{
+	const int32_t id = r->id[i];
+	for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+		child += child + 1 < n && ranks_before(r, r->id[child + 1], r->id[child]);
+		if (!ranks_before(r, r->id[child], id))
+			break;
+		r->id[i] = r->id[child];
+	}
+	r->id[i] = id;
+}
+
+/* The id of rank i, from 0. */
+static int32_t ranked(struct ranking *r, int64_t i)
+{
+	for (int64_t last; r->taken <= i; sink(r, 0, last)) {
+		last = r->size - 1 - r->taken++;
+		const int32_t id = r->id[last];
+		r->id[last] = r->id[0];
+		r->id[0] = id;
+	}
+	return r->id[r->size - 1 - i];
+}
+
+/* A number in [0, 1) that depends on (seed, number, position) alone. */
+static double sampling_number(const struct sampling *s, uint32_t number, int64_t position)
+{
+	uint32_t word[4];
+	philox(word, (uint32_t[]){(uint32_t)position, (uint32_t)(position >> 32), number, RANDOM_SAMPLING},
+			(uint32_t[]){(uint32_t)s->seed, (uint32_t)(s->seed >> 32)});
+	return (word[0] + (word[1] >> 11) * 0x1p-21) * 0x1p-32;
+}
+
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch)
+{
+	int64_t best = 0;
+	for (int64_t v = 0; v < V; v++) {
+		if (isnan(logits[v]))
+			return -1;
+		best = logits[v] > logits[best] ? v : best;
+	}
+	if (!isfinite(logits[best]))
+		return -1;
+	if (s->temperature == 0)
+		return (int32_t)best;
+
+#define LIKELIHOOD(v) exp(((double)logits[v] - logits[best]) / s->temperature)
+	const int64_t most = s->top_k > 0 && s->top_k < V ? s->top_k : V;
+	const bool all = most == V && s->top_p >= 1; /* then any order will do */
+	struct ranking r = {.logits = logits, .id = scratch, .size = V};
+	for (int64_t v = 0; v < V; v++)
+		scratch[v] = (int32_t)v;
+	for (int64_t i = V / 2 - 1; i >= 0 && !all; i--)
+		sink(&r, i, V);
+	double total = 0, sum = 0;
+	for (int64_t i = 0; i < most; i++)
+		total += LIKELIHOOD(most == V ? i : ranked(&r, i));
+	int64_t n = 0; /* those to draw from */
+	for (; n < most && (n == 0 || all || sum < s->top_p * total); n++)
+		sum += LIKELIHOOD(all ? n : ranked(&r, n));
+	const double target = sum * sampling_number(s, number, position);
+	double passed = 0;
+	for (int64_t i = 0; i < n; i++) {
+		const int32_t v = (int32_t)(all ? i : ranked(&r, i));
+		passed += LIKELIHOOD(v);
+		if (passed > target)
+			return v;
+	}
+#undef LIKELIHOOD
+	return (int32_t)best; /* rounding: the number was all but 1 */
+}
+
+/* Adds a token to a continuation, and says whether and how that ends it. */
+static void add_token(struct continuation *c, int32_t id, const struct tokenizer *t, const struct generation *g)
+{
+	if (id == tokenizer_end(t)) {
+		c->ended = ENDED_BY_TOKEN;
+		return;
+	}
+	const size_t stop = g->stop ? strlen(g->stop) : 0, from = c->text.size < stop ? 0 : c->text.size - stop; /* it may have begun before */
+	put_id(&c->ids, id);
+	tokenizer_decode(t, id, false, &c->text);
+	const char *found = stop && c->text.size ? memmem(c->text.data + from, c->text.size - from, g->stop, stop) : NULL;
+	if (found) {
+		c->text.size = found - c->text.data;
+		c->text.data[c->text.size] = 0;
+		c->ended = ENDED_BY_STOP;
+	} else if (c->ids.count - c->num_prompt == g->max_tokens)
+		c->ended = ENDED_BY_LENGTH;
+}
+
+/* A place for a sequence that is being continued. */
+struct slot { struct continuation *c; struct cache cache; };
+
+/* The forward pass for the tokens that the slots' caches lack, as many as there is room for; then the next token of each whose prompt is read. */
+static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation *g, real *logits,
+		int32_t *scratch)
+{
+	const int64_t V = m->config.vocab_size, H = m->config.hidden_size, size = tokenizer_size(t);
+	int64_t room = (int64_t)m->max_sequences * m->seq_len, row = 0;
+	struct segment segments[g->batch];
+	struct slot *slot_of[g->batch];
+	int n = 0, ready = 0;
+	for (struct slot *s = slots; s < slots + g->batch; s++) {
+		const int64_t lacking = s->c ? s->c->ids.count - s->cache.length : 0, num = lacking < room ? lacking : room;
+		if (num == 0)
+			continue;
+		slot_of[n] = s;
+		segments[n++] = (struct segment){&s->cache, s->c->ids.id + s->cache.length, num};
+		room -= num;
+	}
+	model_extend(m, segments, n);
+	for (int i = 0; i < n; i++) { /* one product for all: their last rows come to the front */
+		row += segments[i].num_tokens;
+		if (slot_of[i]->cache.length < slot_of[i]->c->ids.count)
+			continue;
+		memmove(m->acts.normed + ready * H, m->acts.normed + (row - 1) * H, H * sizeof(real));
+		slot_of[ready++] = slot_of[i];
+	}
+	model_logits(m, logits, 0, ready);
+	for (int i = 0; i < ready; i++) {
+		struct slot *s = slot_of[i];
+		struct continuation *c = s->c;
+		/* The vocabulary may be padded: only ids that the tokenizer has are drawn. */
+		const int32_t id = choose_token(&g->sampling, logits + i * V, size < V ? size : V, c->number, c->ids.count, scratch);
+		if (id < 0)
+			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)c->ids.count, c->number + 1);
+		add_token(c, id, t, g);
+		if (g->no_cache)
+			s->cache.length = 0;
+		if (c->ended)
+			s->c = NULL;
+		if (g->show && g->show(g->context, c) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+int generate(struct model *m, const struct tokenizer *t, struct continuation *continuations, int n, const struct generation *g)
+{
+	const int64_t V = m->config.vocab_size;
+	int64_t longest = 0;
+	for (int i = 0; i < n; i++)
+		longest = continuations[i].num_prompt > longest ? continuations[i].num_prompt : longest;
+	struct slot slots[g->batch];
+	memset(slots, 0, sizeof slots);
+	const double caches = (double)(g->batch < n ? g->batch : n) * cache_bytes(m, longest + g->max_tokens);
+	if (caches + m->acts_bytes > machine_memory())
+		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: make batch or max_tokens smaller",
+				g->batch, (long long)(longest + g->max_tokens), caches / 1e9, machine_memory() / 1e9);
+	real *logits = malloc(g->batch * V * sizeof *logits);
+	int32_t *scratch = malloc(V * sizeof *scratch);
+	int rc = logits && scratch ? 0 : fail("out of memory for the logits of %d sequences", g->batch), next = 0, running = 0;
+	for (int i = 0; i < g->batch && i < n && rc == 0; i++)
+		rc = cache_init(&slots[i].cache, m, longest + g->max_tokens);
+	while (rc == 0) {
+		running = 0;
+		for (struct slot *s = slots; s < slots + g->batch; s++) {
+			while (!s->c && s->cache.kv && next < n) {
+				struct continuation *c = &continuations[next++];
+				if (!c->ended) {
+					s->c = c;
+					s->cache.length = 0;
+				}
+			}
+			running += s->c != NULL;
+		}
+		if (running == 0)
+			break;
+		rc = generate_step(m, t, slots, g, logits, scratch);
+	}
+	for (int i = 0; i < g->batch; i++)
+		cache_free(&slots[i].cache);
+	free(logits);
+	free(scratch);
+	return rc;
+}
+
+/* ============================================================================================================
  * ling info: parameters, memory, FLOPs
  * ========================================================================================================== */
 
@@ -2626,14 +2994,19 @@ enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
 
 const char *argp_program_version = "ling " LING_VERSION;
 
+enum { MAX_SPECIAL = 64 };      /* tokens that train-tokenizer is given */
+
 /* What the command line of any command may hold. */
 struct arguments {
 	const struct command *command;
-	unsigned given;              /* a bit for each option that was given, see OPTION_BIT */
+	uint64_t given;              /* a bit for each option that was given, see OPTION_BIT */
 	char **words;                /* the words that are no options */
 	int num_words;
-	const char *tokenizer, *out, *decode, *data, *dtype;
-	bool document_mask;
+	const char *special_tokens[MAX_SPECIAL];
+	int num_special, vocab_size;
+	const char *tokenizer, *out, *decode, *pattern, *data, *dtype, *prompt, *prompts;
+	bool chat, document_mask;
+	struct generation generation;
 	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
@@ -2643,26 +3016,28 @@ struct arguments {
 	bool fold_norm_head, no_tokenizer;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_DATA, OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN,
-	OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE, OPTION_MEMORY_PER_NODE, OPTION_JSON, OPTION_TO, OPTION_WEIGHT_TYPE, OPTION_MAX_SHARD_SIZE,
-	OPTION_FOLD_NORM_HEAD, OPTION_NO_TOKENIZER, OPTION_KEYS };
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
+	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
+	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
+	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_JSON, OPTION_TO, OPTION_WEIGHT_TYPE,
+	OPTION_MAX_SHARD_SIZE, OPTION_FOLD_NORM_HEAD, OPTION_NO_TOKENIZER, OPTION_KEYS };
 
-#define OPTION_BIT(option) (1u << ((option) - OPTION_TOKENIZER))
+#define OPTION_BIT(option) (UINT64_C(1) << ((option) - OPTION_TOKENIZER))
 
-enum { ANY_NUMBER = INT32_MAX };
+enum { ANY_NUMBER = INT32_MAX, MAX_BATCH = 256 };
 
 struct command {
 	const char *name;
 	int (*run)(const struct arguments *);
 	bool computes;               /* worth the best environment, see use_best_environment */
 	int min_words, max_words;
-	unsigned required;           /* options that must be given */
+	uint64_t required;           /* options that must be given */
 	const char *usage, *help;
-	struct argp_option options[9];
+	struct argp_option options[16];
 };
 
 /* A whole number from `min` to `max`, or a usage error. */
-static int64_t parse_number(const char *text, const char *option, int64_t min, int64_t max, struct argp_state *state)
+static int64_t parse_whole(const char *text, const char *option, int64_t min, int64_t max, struct argp_state *state)
 {
 	char *end;
 	errno = 0;
@@ -2674,7 +3049,17 @@ static int64_t parse_number(const char *text, const char *option, int64_t min, i
 
 static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
 {
-	return parse_number(text, option, 1, max, state);
+	return parse_whole(text, option, 1, max, state);
+}
+
+/* A number above `low` and up to `high`, or a usage error. */
+static double parse_number(const char *text, const char *option, double low, double high, struct argp_state *state)
+{
+	char *end;
+	const double number = strtod(text, &end);
+	if (end == text || *end || !(number > low && number <= high))
+		argp_error(state, "%s %s: expected a number above %g and up to %g", option, text, low, high);
+	return number;
 }
 
 /* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
@@ -2732,15 +3117,35 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_OUT: a->out = value; break;
 	case OPTION_DECODE: a->decode = value; break;
 	case OPTION_SPECIAL: a->special = true; break;
+	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
+	case OPTION_PATTERN: a->pattern = value; break;
+	case OPTION_SPECIAL_TOKEN:
+		if (a->num_special == MAX_SPECIAL)
+			argp_error(state, "--special: more than %d tokens", MAX_SPECIAL);
+		a->special_tokens[a->num_special++] = value;
+		break;
 	case OPTION_DATA: a->data = value; break;
 	case OPTION_DTYPE: a->dtype = value; break;
 	case OPTION_DOCUMENT_MASK: a->document_mask = true; break;
-	case OPTION_DOCUMENT_TOKEN: a->document_token = parse_number(value, "--document-token", 0, INT32_MAX, state); break;
+	case OPTION_DOCUMENT_TOKEN: a->document_token = parse_whole(value, "--document-token", 0, INT32_MAX, state); break;
 	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
 	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
 	case OPTION_RANKS: a->ranks = parse_count(value, "--ranks", 1000000, state); break;
 	case OPTION_RANKS_PER_NODE: a->ranks_per_node = parse_count(value, "--ranks-per-node", 1000000, state); break;
 	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
+	case OPTION_PROMPT: a->prompt = value; break;
+	case OPTION_PROMPTS: a->prompts = value; break;
+	case OPTION_CHAT: a->chat = true; break;
+	case OPTION_MAX_TOKENS: a->generation.max_tokens = parse_count(value, "--max-tokens", INT32_MAX, state); break;
+	case OPTION_TEMPERATURE:
+		a->generation.sampling.temperature = strcmp(value, "0") ? parse_number(value, "--temperature", 0, 100, state) : 0;
+		break;
+	case OPTION_TOP_K: a->generation.sampling.top_k = parse_count(value, "--top-k", INT32_MAX, state); break;
+	case OPTION_TOP_P: a->generation.sampling.top_p = parse_number(value, "--top-p", 0, 1, state); break;
+	case OPTION_SEED: a->generation.sampling.seed = strcmp(value, "0") ? parse_count(value, "--seed", INT64_MAX, state) : 0; break;
+	case OPTION_BATCH: a->generation.batch = parse_count(value, "--batch", MAX_BATCH, state); break;
+	case OPTION_STOP: a->generation.stop = value; break;
+	case OPTION_NO_CACHE: a->generation.no_cache = true; break;
 	case OPTION_JSON: a->json = true; break;
 	case OPTION_TO: a->to = parse_choice(value, "--to", format_names, state); break;
 	case OPTION_WEIGHT_TYPE: a->weight_type = parse_choice(value, "--dtype", weight_types, state); break;
@@ -2813,16 +3218,23 @@ static void explain_run(const char *dir)
 		fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
 }
 
+/* The config of a model's directory. */
+static int model_of_directory(struct model_config *c, const char *dir)
+{
+	if (config_from_huggingface(c, dir) == 0)
+		return 0;
+	explain_run(dir);
+	return -1;
+}
+
 static int command_eval(const struct arguments *a)
 {
 	struct model_config c;
 	struct tokens data;
 	struct model m;
 	struct evaluation e;
-	if (config_from_huggingface(&c, a->words[0]) < 0) {
-		explain_run(a->words[0]);
+	if (model_of_directory(&c, a->words[0]) < 0)
 		return EXIT_WORK_FAILED;
-	}
 	if (a->seq_len > c.max_position_embeddings) {
 		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
@@ -2862,6 +3274,161 @@ static int command_eval(const struct arguments *a)
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+/* What of the continuations has been printed. They are printed in the order of the prompts, a single one as it comes. */
+struct printing {
+	const struct continuation *list;
+	int n, next;
+	size_t shown;                /* of a single one's text */
+	int64_t tokens;
+	double start, told;          /* when the last line of progress was */
+	const struct arguments *arguments;
+};
+
+static void print_continuation(const struct printing *p, const struct continuation *c)
+{
+	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop", [ENDED_BY_LENGTH] = "length"};
+	if (p->arguments->json) {
+		printf("{\"prompt\": %u, \"text\": ", c->number);
+		json_write_text(stdout, c->text.data, c->text.size);
+		printf(", \"prompt_tokens\": %lld, \"tokens\": %lld, \"finish\": \"%s\"}\n", (long long)c->num_prompt,
+				(long long)(c->ids.count - c->num_prompt), finish[c->ended]);
+		return;
+	}
+	if (p->n > 1)
+		printf("%s==> prompt %u <==\n", c->number ? "\n" : "", c->number);
+	fwrite(c->text.data, 1, c->text.size, stdout);
+	printf("\n");
+}
+
+static int show_continuation(void *context, const struct continuation *c)
+{
+	struct printing *p = context;
+	const bool streams = p->n == 1 && !p->arguments->json;
+	p->tokens++;
+	if (streams) {
+		/* What may yet turn out to be the stop text waits, and so does a character that is not whole. */
+		const size_t stop = p->arguments->generation.stop ? strlen(p->arguments->generation.stop) : 0, wait = stop ? stop - 1 : 0;
+		const size_t size = c->ended ? c->text.size : c->text.size > wait ? utf8_whole(c->text.data, c->text.size - wait) : 0;
+		if (size > p->shown) {
+			fwrite(c->text.data + p->shown, 1, size - p->shown, stdout);
+			p->shown = size;
+		}
+		if (c->ended)
+			printf("\n");
+	} else
+		for (; p->next < p->n && p->list[p->next].ended; p->next++)
+			print_continuation(p, &p->list[p->next]);
+	if (fflush(stdout) || ferror(stdout))
+		return fail("cannot write to standard output: %s", strerror(errno));
+	if (!(streams && is_terminal(stdout)) && now() - p->told > (is_terminal(stderr) ? 1 : 30)) {
+		char line[128];
+		p->told = now();
+		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n, p->tokens / (p->told - p->start));
+		print_status(stderr, line, false);
+	}
+	return 0;
+}
+
+/* The prompts of the command line as ids, (*out)[n]. */
+static int read_prompts(const struct arguments *a, const struct tokenizer *t, struct ids **out, int *n)
+{
+	if (a->prompts)
+		return prompts_read(a->prompts, t, a->chat, out, n);
+	*n = 1;
+	*out = calloc(1, sizeof **out);
+	struct encoder *e = encoder_open(t);
+	const int rc = *out && e ? prompt_encode(e, a->prompt, strlen(a->prompt), a->chat, *out) : fail("out of memory for the prompt");
+	encoder_close(e);
+	return rc;
+}
+
+/* Checks that the prompts suit the model and leave room for what is asked for, whose default shrinks to fit. */
+static int check_prompts(struct generation *g, const struct model_config *c, const struct ids *ids, int n, const char *dir)
+{
+	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
+	g->max_tokens = asked ? asked : 256;
+	for (int i = 0; i < n; i++) {
+		if (ids[i].count + (asked ? asked : 1) > most)
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's max_position_embeddings is %lld", dir, i,
+					(long long)ids[i].count, (long long)(asked ? asked : 1), (long long)most);
+		if (ids[i].count + g->max_tokens > most)
+			g->max_tokens = most - ids[i].count;
+	}
+	return 0;
+}
+
+static int run_generation(const struct arguments *a, struct generation *g, const struct model_config *c, const struct tokenizer *t,
+		struct ids *ids, int n)
+{
+	enum { TOKENS_AT_A_TIME = 512 };
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	struct model m = {0};
+	struct continuation *list = calloc(n, sizeof *list);
+	int64_t together = g->batch; /* tokens of a forward pass */
+	int rc = list ? 0 : fail("out of memory for %d prompts", n);
+	for (int i = 0; i < n && rc == 0; i++) {
+		list[i] = (struct continuation){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
+		ids[i] = (struct ids){0};
+		together = list[i].num_prompt > together ? list[i].num_prompt : together;
+	}
+	if (rc == 0)
+		rc = model_init(&m, c, &alone, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
+	if (rc == 0)
+		rc = model_load(&m, a->words[0]);
+	if (rc == 0) {
+		struct printing printing = {.list = list, .n = n, .start = now(), .told = now(), .arguments = a};
+		g->show = show_continuation;
+		g->context = &printing;
+		rc = generate(&m, t, list, n, g);
+		if (is_terminal(stderr))
+			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens, printing.tokens / (now() - printing.start));
+	}
+	for (int i = 0; list && i < n; i++) {
+		free(list[i].ids.id);
+		free(list[i].text.data);
+	}
+	free(list);
+	model_free(&m);
+	return rc;
+}
+
+static int command_generate(const struct arguments *a)
+{
+	struct generation g = a->generation;
+	struct model_config c;
+	struct ids *ids = NULL;
+	int n = 0;
+	if (!a->prompt == !a->prompts) {
+		fail("give either --prompt TEXT or --prompts FILE");
+		return EXIT_WRONG_USE;
+	}
+	if (g.sampling.temperature == 0 && a->given & (OPTION_BIT(OPTION_TOP_K) | OPTION_BIT(OPTION_TOP_P) | OPTION_BIT(OPTION_SEED))) {
+		fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is taken");
+		return EXIT_WRONG_USE;
+	}
+	if (parallel_size() > 1) {
+		fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
+		return EXIT_WRONG_USE;
+	}
+	if (model_of_directory(&c, a->words[0]) < 0)
+		return EXIT_WORK_FAILED;
+	struct tokenizer *t = tokenizer_of_model(a->words[0], a->tokenizer);
+	int rc = t ? 0 : -1;
+	if (rc == 0 && tokenizer_size(t) > c.vocab_size)
+		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", a->words[0], tokenizer_size(t), c.vocab_size);
+	if (rc == 0)
+		rc = read_prompts(a, t, &ids, &n);
+	if (rc == 0)
+		rc = check_prompts(&g, &c, ids, n, a->words[0]);
+	if (rc == 0)
+		rc = run_generation(a, &g, &c, t, ids, n);
+	for (int i = 0; ids && i < n; i++)
+		free(ids[i].id);
+	free(ids);
+	tokenizer_close(t);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
 static int command_tokenize(const struct arguments *a)
 {
 	struct tokenized t;
@@ -2873,6 +3440,19 @@ static int command_tokenize(const struct arguments *a)
 	if (t.learned < t.tokens)
 		printf(", %lld tokens learned", (long long)t.learned);
 	printf("\n");
+	return EXIT_DONE;
+}
+
+static int command_train_tokenizer(const struct arguments *a)
+{
+	const struct tokenizer_training how = {a->vocab_size, a->pattern, (const char **)a->special_tokens, a->num_special, a->num_words, a->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(a->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", a->out, t.vocab_size, (long long)t.merges, (long long)t.bytes,
+			(long long)t.words);
+	if (t.vocab_size < a->vocab_size)
+		printf("the text has no more pairs to merge\n");
 	return EXIT_DONE;
 }
 
@@ -3011,6 +3591,22 @@ static const struct command commands[] = {
 		{"document-token", OPTION_DOCUMENT_TOKEN, "ID", 0, "The id that separates documents where there is no index", 0},
 		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (required)", 0},
 		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0}, JSON_OPTION}},
+	{"generate", command_generate, true, 1, 1, 0, "MODEL_DIR (--prompt TEXT | --prompts FILE)",
+		"Continue text. MODEL_DIR is a checkpoint or a Hugging Face directory. At temperature 0, the default, the most likely token is taken each "
+		"time. The output depends neither on the batch nor on the cache.",
+		{{"prompt", OPTION_PROMPT, "TEXT", 0, "Continue this text; an empty one is the beginning of a document", 0},
+		{"prompts", OPTION_PROMPTS, "FILE", 0, "Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`", 0},
+		{"chat", OPTION_CHAT, NULL, 0, "A prompt is a user's message, and the reply follows", 0},
+		{"max-tokens", OPTION_MAX_TOKENS, "N", 0, "At most so many tokens for each prompt (256, or as many as the model has positions for)", 0},
+		{"temperature", OPTION_TEMPERATURE, "T", 0, "Draw from softmax(logits / T); 0: take the most likely", 0},
+		{"top-k", OPTION_TOP_K, "K", 0, "Draw from the K most likely tokens", 0},
+		{"top-p", OPTION_TOP_P, "P", 0, "Draw from the fewest tokens that have P of the probability", 0},
+		{"seed", OPTION_SEED, "S", 0, "Of the draws (0), which depend on it, the prompt's number and the position alone", 0},
+		{"batch", OPTION_BATCH, "B", 0, "Prompts at a time (8)", 0},
+		{"stop", OPTION_STOP, "TEXT", 0, "End before this text", 0},
+		{"no-cache", OPTION_NO_CACHE, NULL, 0, "Compute the whole sequence again for each token: slow, to check", 0},
+		{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte, a tokenizer.json, or its directory (the model's own)", 0},
+		{"json", OPTION_JSON, NULL, 0, "Print a JSON object on a line for each prompt", 0}}},
 	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...\n--decode PREFIX",
 		"Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a conversation, or a `prompt` and its "
 		"`completion`; of the latter two only the assistant's replies are learned).",
@@ -3019,6 +3615,13 @@ static const struct command commands[] = {
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
 		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
 		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
+	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
+		"--vocab-size N --out FILE.json FILE...",
+		"Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for Hugging Face's tools.",
+		{{"vocab-size", OPTION_VOCAB_SIZE, "N", 0, "Tokens, the 256 bytes and the special ones included (required)", 0},
+		{"out", OPTION_OUT, "FILE", 0, "The tokenizer.json (required)", 0},
+		{"pattern", OPTION_PATTERN, "REGEX", 0, "What cuts text into words, beyond which nothing is merged (Ling's)", 0},
+		{"special", OPTION_SPECIAL_TOKEN, "TOKEN", 0, "A special token beside <|endoftext|>, <role> and </role>; may be given several times", 0}}},
 	{"convert-checkpoint", command_convert, false, 2, 2, 0, "SRC DST [--to hf|checkpoint|gguf]",
 		"Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
 		{{"to", OPTION_TO, "FORMAT", 0, "hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (that of a DST.gguf); checkpoint: "
@@ -3141,7 +3744,7 @@ int main(int argc, char **argv)
 	snprintf(name, sizeof name, "ling %s", command->name);
 	argv[1] = name; /* argp takes the program's name in messages from here */
 	argp_err_exit_status = EXIT_WRONG_USE;
-	struct arguments a = {.command = command, .dtype = "none", .document_token = -1};
+	struct arguments a = {.command = command, .dtype = "none", .document_token = -1, .generation = {.sampling = {.top_p = 1}, .batch = 8}};
 	const struct argp argp = {command->options[0].name ? command->options : NULL, parse_option, command->usage, command->help, NULL, NULL, NULL};
 	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
 	if (command->computes)

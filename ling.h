@@ -164,6 +164,10 @@ int weights_read(const struct weights *w, const struct array *a);
 /* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
  * likewise. No checksum: see weights_verify. */
 int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+/* Where elements first .. first+n-1 of such a tensor stand in the file, mapped as long as w is open: *at is NULL if they cannot be used there and must
+ * be read: they can if they are bfloat16, or real, and aligned. No checksum either. */
+int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
+int64_t weights_bytes(const struct weights *w); /* of all files */
 /* Checks tensor i's checksum where the file holds one. */
 int weights_verify(const struct weights *w, int i);
 /* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
@@ -227,6 +231,7 @@ struct ids {                   /* a growing list of token ids; free(id) */
 	int64_t count;
 	size_t capacity;
 };
+void put_id(struct ids *out, int32_t id); /* appends one */
 
 struct tokenizer;              /* read-only once open: shared by all threads */
 /* Opens `name`: "byte", a Hugging Face tokenizer.json, or a directory that holds one. NULL on error. */
@@ -255,6 +260,19 @@ struct message { const char *role, *content; size_t content_size; }; /* role: sy
 /* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `learned` (or NULL) one
  * byte an id: 1 where the loss counts, which is in the assistant's replies and the end token behind the last one. */
 int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned);
+
+/* The tokenizer of a model's directory: by name, if one is given; else DIR/tokenizer.json; else what DIR/trainer.json says of data.tokenizer. */
+struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
+/* Appends the ids of a prompt; with `chat` it is a user's message, and the opening of the reply follows. Never none: an empty text is a
+ * document's beginning, the end token of the one before. */
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
+/* Reads prompts: a text file has one on each line that is not empty; a .jsonl file's lines have a `prompt`, or the `messages` of a conversation.
+ * (*out)[n]: free each id, and *out. */
+int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
+/* Writes text as a JSON string; each byte that is no UTF-8 becomes U+FFFD. */
+void json_write_text(FILE *f, const char *text, size_t n);
+/* How much of a text that goes on is whole: n less the bytes at the end that may be the beginning of a character. */
+size_t utf8_whole(const char *text, size_t n);
 
 /* -- token files -- */
 
@@ -294,6 +312,22 @@ struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tok
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
+
+/* -- training a tokenizer -- */
+
+struct tokenizer_training {
+	int vocab_size;              /* with the special tokens */
+	const char *pattern;         /* cuts text into words, in the dialect of a tokenizer.json; NULL: Ling's */
+	const char **special;        /* tokens beside <|endoftext|>, <role> and </role> */
+	int num_special;
+	int num_files;
+	char **files;                /* text, and JSON lines as tokenize_files reads them */
+};
+struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; }; /* words: distinct ones; vocab_size is less than asked for when no pairs are left */
+/* Trains a byte-level BPE as Hugging Face's BpeTrainer does: again and again the pair with the highest count is merged, of equals the one of smaller
+ * ids. Writes it as a tokenizer.json. The result is the same for any number of processors. Text is taken in pieces of about 256 KiB that end with a
+ * line. Memory is that of the distinct words. */
+int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result);
 
 /* -- conversion -- */
 
@@ -358,7 +392,7 @@ int make_directories(const char *dir);
  * ========================================================================================================== */
 
 /* Call once, before any other kernel. `openblas`: the library computes the matrix products instead of ling's own kernel, as a second
- * opinion on a doubtful number, or where it is the faster; but for those whose rows come by a list, which it does not have. */
+ * opinion on a doubtful number, or where it is the faster; but for those whose rows come by a list, or from a bfloat16 file. */
 void kernels_init(bool openblas);
 int kernels_threads(void); /* threads that a kernel uses */
 
@@ -370,22 +404,28 @@ void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64
 /* Elements of the `scratch` that bias_backward and rmsnorm_backward need for rows of N. */
 int64_t row_sum_scratch(int64_t N);
 
+/* A weight [N, K] where it lies: reals; or bfloat16, as a mapped file may have it. If `second` is not NULL, the second half of its rows
+ * stands there: gate and up are two tensors of a file and one product. */
+struct weight { const void *data, *second; bool bf16; };
+/* out[g] is matrix g of G in memory, each of `size` elements, one behind the other from w on. */
+void stack_weights(struct weight *out, const real *w, int G, int64_t size);
+
 /* -- matrix products: y [T, N] = x [T, K] w^T, w [N, K]; bias [N] or NULL -- */
-void matmul_forward(real *y, const real *x, const real *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate);
+void matmul_forward(real *y, const real *x, const struct weight *w, const real *bias, int64_t T, int64_t K, int64_t N, bool accumulate);
 void matmul_backward_input(real *dx, const real *dy, const real *w, int64_t T, int64_t K, int64_t N, bool accumulate);
 void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, int64_t K, int64_t N, bool accumulate);
 void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch);
-/* The same for G weights w [G, N, K]: rows offset[g] .. offset[g+1]-1 belong to group g, which may be empty. With a list `row` [R] row r of
+/* The same for G weights w[G], in memory w [G, N, K]: rows offset[g] .. offset[g+1]-1 belong to group g, which may be empty. With a list `row` [R] row r of
  * that operand is its row[r]: a gather without a copy. */
-void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K, int64_t N,
-		bool accumulate);
+void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const struct weight *w, const int64_t *offset, int G, int64_t K,
+		int64_t N, bool accumulate);
 void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
 		int64_t N, bool accumulate);
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
 		const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate);
 
 /* -- embedding: out [T, H] = w[token[t] - first], w [V, H] the part of the vocabulary from `first` on; 0 for a token of another part -- */
-void embedding_forward(real *out, const int32_t *token, const real *w, int64_t first, int64_t T, int64_t H, int64_t V);
+void embedding_forward(real *out, const int32_t *token, const struct weight *w, int64_t first, int64_t T, int64_t H, int64_t V);
 void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_t first, int64_t T, int64_t H, int64_t V, bool accumulate);
 
 /* -- RMSNorm: out, x [T, H], w [H], rstd [T] = 1/sqrt(mean(x^2) + eps). The backward pass ADDS to dx: the residual stream's
@@ -408,17 +448,25 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv, const int32_t *document, int64_t B,
 		int64_t L, int nh, int nkv, int64_t d, real *scratch);
 
-/* -- SwiGLU and the product before it, in groups of rows as above: gate_up [R, 2I] = gate, up = x w^T, w [G, 2I, H];
+/* Generation: a sequence that remembers its keys and values, kv [layers, capacity, 2 nkv d] after RoPE, of `length` tokens so far; and its next
+ * tokens. To take tokens back, lower length. */
+struct cache { real *kv; int64_t length, capacity; };
+struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+/* The same for the next tokens of n sequences, whose rows stand one segment behind the other in qkv and out; their keys and values are in
+ * the caches already, from position `length` on. The bits are those of the forward pass over the whole sequence. */
+void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch);
+
+/* -- SwiGLU and the product before it, in groups of rows as above: gate_up [R, 2I] = gate, up = x w^T, w[G] of [2I, H];
  *    act [R, I] = weight[r] silu(gate) up; weight [R], or NULL for 1. The backward pass begins with the product behind it: dout are the gradients
  *    of that product's outputs without the weight, w_down [G, H, I]. It also gives act again (it is not kept from the forward pass) and
  *    dweight [R] (or NULL). A list `row` is that of x, or of dout. -- */
-void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const real *w, const real *weight, const int64_t *offset,
-		int G, int64_t H, int64_t I);
+void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const struct weight *w, const real *weight,
+		const int64_t *offset, int G, int64_t H, int64_t I);
 void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row, const real *w_down, const real *gate_up,
 		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I);
 
 /* -- random numbers: a value depends on (seed, purpose, step, position) alone -- */
-enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16 }; /* the low 16 bits: a layer, say */
+enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16, RANDOM_SAMPLING = 4 << 16 }; /* the low 16 bits: a layer, say */
 struct random_stream {
 	uint64_t seed;
 	uint32_t purpose, step;
@@ -468,7 +516,7 @@ void permute_backward(real *din, const real *dout, const int32_t *position, int6
 
 /* -- head -- */
 /* sum [H] = the sum over v of w[v, j]^2, w [V, H]. */
-void column_sum_of_squares(double *sum, const real *w, int64_t V, int64_t H);
+void column_sum_of_squares(double *sum, const struct weight *w, int64_t V, int64_t H);
 /* Cross-entropy over a vocabulary of which V entries from `first` on are here, logits [T, V]. With max [T] the largest of all logits, loss =
  * sum over the parts of loss[t], plus log of the sum over the parts of sum[t], in nats; a target < 0 is ignored: 0 and 0.
  * In place, logits become e^(logit - max). */
@@ -627,6 +675,8 @@ struct tensor {                /* a parameter as Hugging Face names it, and the 
 	int expert;                  /* of an expert's tensor */
 	enum init init;
 	enum sharing sharing;
+	const void *mapped;          /* NULL, or where that part is in a mapped file, which then stands for its place in the block: reals, or */
+	bool bf16;                   /* bfloat16 */
 };
 
 /* A run of elements of one bucket that the same ranks share. Rank i of them keeps slice i of the optimizer's state, and updates that
@@ -645,6 +695,12 @@ struct layer_params {
 	real *down;                  /* [E, H, I] */
 	real *shared_gate_up;        /* [2W, H], W = shared_width(): the shared experts, or all of a dense layer; NULL if W is 0 */
 	real *shared_down;           /* [H, W] */
+};
+
+/* The matrices as the forward pass reads them: in that block, or, of a model that is only evaluated, where they stand in its files. */
+struct layer_weights {
+	struct weight qkv, dense, router, shared_gate_up, shared_down;
+	struct weight *gate_up, *down; /* [num_experts] */
 };
 
 struct params {
@@ -723,6 +779,11 @@ struct model {
 	int num_tensors;
 	int64_t num_params;          /* of this rank */
 	struct params params, grads;
+	struct weight embedding, lm_head;
+	struct layer_weights *weights; /* [num_hidden_layers] */
+	struct weight *expert_weights; /* theirs */
+	struct weights *files;       /* open as long as weights stand in them, or NULL */
+	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
 	struct chunk *chunks;        /* [num_chunks] in the order of memory */
 	int num_chunks;
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
@@ -734,11 +795,12 @@ struct model {
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
-	real *rope;                  /* [L, d] */
+	real *rope;                  /* [num_positions, d], at least seq_len */
+	int64_t num_positions;
 	const int32_t *document;     /* [T] of the micro-batch, see rope_forward; set before model_forward, kept until model_backward; may be NULL */
 	struct activations acts;
 	void *acts_memory, *arrivals_memory;
-	size_t arrivals_bytes;
+	size_t acts_bytes, arrivals_bytes;
 	struct layout layout;
 	double part_seconds[NUM_PARTS], lap_start; /* of the step in hand */
 };
@@ -769,7 +831,9 @@ int model_init(struct model *m, const struct model_config *config, const struct 
 		enum purpose purpose);
 void model_free(struct model *m);
 void model_randomize(struct model *m, uint64_t seed);
-/* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. */
+/* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. For evaluation, matrices
+ * in float32 and bfloat16 are not copied but used where they stand in the files, from which the system reads them as they are needed. The
+ * checksums of all tensors are checked first, but in evaluation only where the files are no larger than memory. */
 int model_load(struct model *m, const char *dir);
 /* Renews the head norm cache; call whenever weights have changed. */
 void model_update_head_scale(struct model *m);
@@ -779,16 +843,15 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 /* Logits [n, V] of tokens first .. first+n-1 of the last forward pass (or of model_extend), n <= head_chunk(V, 1), of a model without
  * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
-/* Generation: a sequence that remembers its keys and values. */
-struct cache { real *kv; int64_t length, capacity; }; /* kv [layers, capacity, 2 nkv d] after RoPE; of `length` tokens so far */
-int cache_init(struct cache *c, const struct model *m, int64_t capacity); /* at most m->seq_len */
+/* A sequence that remembers its keys and values, see struct cache: an empty one, with room for `capacity` tokens, which may be more than
+ * m->seq_len. */
+int cache_init(struct cache *c, struct model *m, int64_t capacity);
 void cache_free(struct cache *c);
 /* Makes `to` the first n tokens of `from`. */
 void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n);
 /* The forward pass for the next tokens of some sequences, at least one of each, together at most max_sequences * seq_len; they enter the caches,
  * and acts.normed holds their results, one segment behind the other. The bits of a result depend neither on the other segments nor on how
- * a sequence was cut into segments. To take tokens back, lower cache.length. */
-struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+ * a sequence was cut into segments: they are model_forward's. */
 void model_extend(struct model *m, const struct segment *segments, int n);
 /* Cross-entropy in nats, summed over the valid targets of the last forward pass; with step, also its gradients. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
@@ -850,6 +913,36 @@ int trainer_run(struct trainer *t);
 /* Mean cross-entropy over the windows of a token file, one window at a time, so that no batching can change it. */
 struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: the bytes of text among them (byte tokenizer) */
 int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e);
+
+/* ============================================================================================================
+ * Generation (ling.c), of a model without tensor parallel
+ * ========================================================================================================== */
+
+/* How a token is chosen. At temperature 0: the most likely one, the lower id among equals. Else it is drawn with the probabilities
+ * softmax(logits / temperature) among the top_k most likely (0: all), and of these among the fewest that have top_p of their probability (1: all). */
+struct sampling { double temperature, top_p; int top_k; uint64_t seed; };
+/* The token at `position` of sequence `number` from its logits [V]: of nothing else than these does it depend. -1 when they are not finite.
+ * scratch [V]. */
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch);
+
+struct continuation {          /* of one prompt */
+	struct ids ids;              /* the prompt's num_prompt, at least one, and then its own, less the end token */
+	int64_t num_prompt;
+	uint32_t number;             /* its draws are its own */
+	struct text text;            /* of its own tokens, less the stop text and what came behind it */
+	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended; /* by the end token, the stop text, max_tokens */
+};
+struct generation {
+	struct sampling sampling;
+	int64_t max_tokens;          /* of a continuation, at least 1 */
+	const char *stop;            /* NULL or "": none */
+	int batch;                   /* sequences at a time */
+	bool no_cache;               /* compute every sequence anew for each of its tokens: a check, and slow */
+	int (*show)(void *context, const struct continuation *c); /* NULL, or called after each token; -1 ends all */
+	void *context;
+};
+/* Continues n prompts, those that are finished already left out. The result is the same for any batch, with the cache and without. */
+int generate(struct model *m, const struct tokenizer *t, struct continuation *continuations, int n, const struct generation *g);
 
 /* Set by SIGTERM and SIGINT: the step in hand is finished and saved. Global because a signal handler has no arguments. */
 extern volatile sig_atomic_t stop_requested;

@@ -1,7 +1,7 @@
 /*
- * fuzz_tokens.c - libFuzzer target for tokens_open. The input: one byte of flags, one byte n, n bytes of .bin, and
- * the rest:
- * .idx, or the manifest of a good pair when bit 0 of the flags is set.
+ * fuzz_tokens.c - libFuzzer target for token files. The input: one byte of flags, one byte n, n bytes of a first file, and the rest, a second
+ * file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good pair, or a file given alone, an llm.c file or bare
+ * ids, and its mask.
  */
 #include "../data.c"
 
@@ -16,44 +16,74 @@ static void put_file(const char *suffix, const void *data, size_t n)
 		abort();
 }
 
+/* What could be opened can be read, and is as it should be. */
+static void read_all(struct tokens *t, int vocab_size)
+{
+	int32_t ids[512], target[512], document[512];
+	if (t->count > 512 || t->documents < -1)
+		abort();
+	if (tokens_read(t, 0, t->count, ids) < 0)
+		abort();
+	for (int64_t i = 0; i < t->count; i++)
+		if (ids[i] < 0 || ids[i] >= vocab_size)
+			abort();
+	t->document_token = 1;
+	for (int64_t start = 0; start + 1 < t->count; start += 1 + start / 2) {
+		const int64_t n = t->count - start - 1;
+		memcpy(target, ids + start + 1, n * sizeof *ids);
+		tokens_mask(t, start, n, target);
+		if (tokens_documents(t, start, n, document, target) < 0)
+			abort();
+		for (int64_t i = 0; i < n; i++)
+			if (document[i] < 0 || document[i] > i || (i > 0 && document[i] < document[i - 1]) || (target[i] != -1 && target[i] != ids[start + 1 + i]))
+				abort();
+	}
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
 	/* one document of three uint16 tokens */
 	static const uint8_t idx[] = "MMIDIDX\0\0" "\1\0\0\0\0\0\0\0" "\10" "\1\0\0\0\0\0\0\0" "\2\0\0\0\0\0\0\0"
 		"\3\0\0\0" "\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0" "\1\0\0\0\0\0\0\0";
 	static const uint8_t bin[] = {'h', 0, 'i', 0, 0, 1};
+	static const char *const suffixes[] = {".bin", ".idx", ".mask.bin", ".json"};
+	char path[PATH_LEN];
 	if (!*prefix && (!mkdtemp(dir) || snprintf(prefix, sizeof prefix, "%s/t", dir) < 0))
 		abort();
 	if (n < 2)
 		return 0;
-	bool manifest = data[0] & 1;
-	size_t bin_bytes = data[1] < n - 2 ? data[1] : n - 2;
-	const uint8_t *rest = data + 2 + bin_bytes;
-	size_t rest_bytes = n - 2 - bin_bytes;
-	if (manifest) {
+	const bool manifest = data[0] & 1, alone = data[0] & 4, mask = data[0] & 8;
+	const size_t first = data[1] < n - 2 ? data[1] : n - 2, second = n - 2 - first;
+	const char *dtype = alone && data[0] & 16 ? dtype_names[data[0] >> 5] : "none";
+	if (alone) {
+		put_file(".bin", data + 2 + first, second < 4096 ? second : 4096);
+		if (mask)
+			put_file(".mask.bin", data + 2, first);
+	} else if (manifest) {
 		put_file(".bin", bin, sizeof bin);
 		put_file(".idx", idx, sizeof idx - 1);
-		put_file(".json", rest, rest_bytes);
+		if (mask)
+			put_file(".mask.bin", data + 2, first);
+		put_file(".json", data + 2 + first, second);
 	} else {
-		put_file(".bin", data + 2, bin_bytes);
-		put_file(".idx", rest, rest_bytes);
+		put_file(".bin", data + 2, first);
+		put_file(".idx", data + 2 + first, second);
 	}
 	struct tokens t;
-	int vocab_size = data[0] & 2 ? 257 : INT32_MAX;
-	if (tokens_open(&t, prefix, vocab_size) == 0) {
-		int32_t ids[256];
-		if (t.count > 256 || t.documents < 0)
-			abort();
-		tokens_read(&t, 0, t.count, ids);
-		for (int64_t i = 0; i < t.count; i++)
-			if (ids[i] < 0 || ids[i] >= vocab_size)
-				abort();
+	const int vocab_size = data[0] & 2 ? 257 : INT32_MAX;
+	bool good[2];
+	if (path_suffix(path, prefix, alone ? ".bin" : "") < 0)
+		abort();
+	for (int i = 0; i < 2; i++) { /* once more by the manifest that the first time leaves */
+		good[i] = tokens_open(&t, path, dtype, vocab_size) == 0;
+		if (good[i] && t.count <= 512)
+			read_all(&t, vocab_size);
+		tokens_close(&t);
 	}
-	tokens_close(&t);
-	if (manifest) {
-		char path[PATH_LEN];
-		if (path_suffix(path, prefix, ".json") == 0)
+	if (good[0] != good[1])
+		abort();
+	for (int i = 0; i < 4; i++)
+		if (path_suffix(path, prefix, suffixes[i]) == 0)
 			unlink(path);
-	}
 	return 0;
 }

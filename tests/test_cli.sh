@@ -166,6 +166,108 @@ test_changed_data() {
 	expect 1 "tokenizer" "$ling" train tiny.yaml train.output_dir=data3 data.train=moved
 }
 
+# Conversations: the loss counts for what the assistant says alone, and so do evaluations.
+test_chat() {
+	perl -e 'for (1 .. 40) { my $n = $_ * 7 % 23; print qq({"messages": [{"role": "user", "content": "what is $n?"}, ) .
+		qq({"role": "assistant", "content": "it is ) . "x" x $n . qq("}]}\n) }' >chat.jsonl
+	printf '{"prompt": "p", "completion": "c"}\n{"text": "ab"}\n' >>chat.jsonl
+	expect 0 "" "$ling" tokenize --out chat chat.jsonl
+	grep -q "42 documents, .* tokens learned" out.txt || problem "$(cat out.txt)"
+	[ "$(wc -c <chat.mask.bin)" = $(($(wc -c <chat.bin) / 2)) ] || problem "the mask has $(wc -c <chat.mask.bin) bytes"
+	printf '{"messages": [{"role": "user", "content": "x"}]}\n' >bad.jsonl
+	expect 1 "bad.jsonl:1: no message is the assistant's" "$ling" tokenize --out bad bad.jsonl
+	local chat="data.train=chat data.valid=chat data.document_mask=true"
+	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat
+	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat7 train.stop_at_step=7
+	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat7
+	same_run chat chat7 20
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 16 --document-mask --json
+	[ "$(metric loss out.txt | cut -c 1-12)" = "$(metric valid_loss chat/metrics.jsonl | tail -n 1 | cut -c 1-12)" ] ||
+		problem "eval $(cat out.txt) and $(tail -n 1 chat/metrics.jsonl)"
+	local windows=$((($(wc -c <chat.mask.bin) - 1) / 16)) learned
+	learned=$(tail -c +2 chat.mask.bin | head -c $((16 * windows)) | tr -d '\0' | wc -c)
+	[ "$(metric tokens out.txt)" = "$learned" ] || problem "$learned targets are learned: $(cat out.txt)"
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 100 --json
+	local loss
+	loss=$(metric loss out.txt)
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 100 --json --document-mask
+	[ "$(metric loss out.txt)" != "$loss" ] || problem "the mask of documents changes nothing"
+	expect 1 "other tokens" "$ling" train tiny.yaml data.train=text data.document_mask=true train.output_dir=chat7
+	# a window in which nothing is learned
+	printf '{"prompt": "%s", "completion": "c"}\n' "$(head -c 100 "$root/LICENSE" | tr -d '\n')" >nothing.jsonl
+	expect 0 "" "$ling" tokenize --out nothing nothing.jsonl
+	expect 1 "the loss counts for none of the tokens" "$ling" eval chat/step-0000020 --data nothing --seq-len 16 --max-windows 2
+}
+
+# A blend stops and continues anywhere; its shares change only where the config says so, and then each file goes on from where it stood.
+test_blend() {
+	local blend=(data.train='[{path: text, weight: 3}, {path: valid, weight: 1}]')
+	expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=blend
+	for stop in 1 8; do
+		rm -rf blended
+		expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=blended train.stop_at_step=$stop
+		expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=blended
+		same_run blend blended 20
+	done
+	local samples
+	samples=$(sed -n 's/.*"source_samples": *\[\([^]]*\)\].*/\1/p' blend/metrics.jsonl | tail -n 1)
+	[ "$samples" = "74, 25" ] || problem "samples of each file: $samples, of $(metric samples blend/metrics.jsonl | tail -n 1)"
+	rm -rf blended
+	expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=blended train.stop_at_step=8
+	local changed=(data.train='[{path: valid, weight: 1}, {path: text, weight: 1}, chat]')
+	expect 1 "found 3 token files; the run of blended/step-0000008 has 2" "$ling" train tiny.yaml "${changed[@]}" train.output_dir=blended
+	expect 1 "gives 50% of the samples" "$ling" train tiny.yaml data.train='[text, valid]' train.output_dir=blended
+	expect 1 "set data.blend_from_step=8" "$ling" train tiny.yaml "${changed[@]}" train.output_dir=blended data.blend_from_step=7
+	expect 0 "" "$ling" train tiny.yaml "${changed[@]}" train.output_dir=blended data.blend_from_step=8 train.stop_at_step=12
+	grep -q "blend of data.train changes at step 8" out.txt || problem "$(cat out.txt)"
+	expect 0 "" "$ling" train tiny.yaml "${changed[@]}" train.output_dir=blended data.blend_from_step=8
+	# 20 samples before, 15 of text and 5 of valid; 79 after, a third from each file
+	samples=$(sed -n 's/.*"source_samples": *\[\([^]]*\)\].*/\1/p' blended/metrics.jsonl | sed -n '8p;20p' | tr '\n' ' ')
+	[ "$samples" = "15, 5 32, 41, 26 " ] || problem "samples of each file: $samples"
+	# A change that leaves all as it was but the order of the list: a file keeps its place, and the order of its windows.
+	rm -rf reordered
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=reordered data.train='[text, {path: valid, weight: 0}]' train.stop_at_step=8
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=reordered data.train='[{path: valid, weight: 0}, text]' data.blend_from_step=8
+	cmp -s run/step-0000020/model.safetensors reordered/step-0000020/model.safetensors || problem "the order of the list changes the order of the data"
+	# The same again, in one piece from the change on; weights that say the same in other words are the same.
+	rm -rf changed2
+	expect 0 "" "$ling" train tiny.yaml "${blend[@]}" train.output_dir=changed2 train.stop_at_step=8
+	expect 0 "" "$ling" train tiny.yaml data.train='[{path: valid, weight: 7}, {path: text, weight: 7}, {path: chat, weight: 7}]' \
+		train.output_dir=changed2 data.blend_from_step=8
+	cmp -s blended/step-0000020/model.safetensors changed2/step-0000020/model.safetensors || problem "weights after the change differ"
+}
+
+# llm.c's files, bare ids, documents without an index, several files to validate on.
+test_formats() {
+	local small="data.seq_len=16 data.tokenizer=none data.valid=off train.steps=2 train.batch_warmup=off"
+	perl -e 'print pack("l<256S<*", 20240520, 1, 70, (0) x 253, map { $_ * 3 % 11 } 1 .. 70)' >llmc.bin
+	tail -c +1025 llmc.bin >bare.bin
+	expect 0 "" "$ling" train tiny.yaml $small data.train=llmc.bin train.output_dir=f1
+	expect 0 "" "$ling" train tiny.yaml $small data.train='[{path: bare.bin, dtype: uint16}]' train.output_dir=f2
+	cmp -s f1/step-0000002/model.safetensors f2/step-0000002/model.safetensors || problem "the same ids train differently"
+	expect 1 "a file of bare ids must be given with its type" "$ling" train tiny.yaml $small data.train=bare.bin train.output_dir=f3
+	expect 1 "llmc.bin: has no index that tells where documents begin" "$ling" train tiny.yaml $small data.train=llmc.bin data.document_mask=on train.output_dir=f3
+	expect 0 "" "$ling" train tiny.yaml $small data.train=llmc.bin data.document_mask=on data.document_token=0 train.output_dir=f3
+	! cmp -s f1/step-0000002/model.safetensors f3/step-0000002/model.safetensors || problem "the mask of documents changes nothing"
+	expect 0 "" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --json
+	[ "$(metric tokens out.txt)" = 64 ] || problem "$(cat out.txt)"
+	expect 0 "" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --json --document-mask --document-token 0
+	[ "$(metric tokens out.txt)" = 59 ] || problem "five documents end in four windows: $(cat out.txt)"
+	expect 1 "no index" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --document-mask
+	expect 2 "--document-token" "$ling" eval f3/step-0000002 --data bare.bin --seq-len 16 --document-token -1
+	expect 1 "uint99" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint99 --seq-len 16
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=f4 data.valid='[valid, text]' train.steps=4 eval.every=off
+	local first second
+	expect 0 "" "$ling" eval f4/step-0000004 --data valid --seq-len 16 --json
+	first=$(cat out.txt)
+	expect 0 "" "$ling" eval f4/step-0000004 --data text --seq-len 16 --json
+	second=$(cat out.txt)
+	awk -v a="$first" -v b="$second" -v both="$(metric valid_loss f4/metrics.jsonl)" 'function value(s, key) {
+			sub(".*\"" key "\": *", "", s); return s + 0 }
+		BEGIN { m = value(a, "tokens"); n = value(b, "tokens"); exit !(n > m && m > 1 &&
+			((value(a, "loss") * m + value(b, "loss") * n) / (m + n) / both - 1) ^ 2 < 1e-20) }' || problem "$first, $second, $(cat f4/metrics.jsonl)"
+}
+
 test_streams() {
 	"$ling" train tiny.yaml train.output_dir=closed <&- >&- 2>&-
 	[ $? = 0 ] || problem "closed standard files: exit status $?"
@@ -362,8 +464,8 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-for name in tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data damaged_checkpoint \
-	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info plot; do
+for name in ${TESTS:-tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats damaged_checkpoint \
+	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info plot}; do
 	check $name
 done
 

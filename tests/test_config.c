@@ -311,7 +311,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"unknown name", BAD_SCHEDULE("peak_lr: 1, decay: {shape: 1_sqrt}"),
 		{"decay.shape: found 1_sqrt", "linear | cosine | 1-sqrt | inverse_sqrt"}},
 	{"unknown scope", BAD_MODEL("router: {balance_loss_scope: batch}"), {"found batch", "micro_batch | sequence"}},
-	{"unknown tokenizer", BAD_DATA("seq_len: 5, tokenizer: gpt2"), {"data.tokenizer: found gpt2", "byte | none"}},
+	{"no tokenizer", BAD_DATA("seq_len: 5, tokenizer: off"), {"data.tokenizer: found off", "byte | none | a path"}},
 	{"empty quotes for a number", VALID "eval: {every: ''}\n", {"eval.every: found \"\" (take the quotes away)"}},
 	{"empty path", MODEL DATA "train: {output_dir: ''}\n", {"output_dir: found \"\"", "a path"}},
 	{"newline in a path", MODEL DATA "train: {output_dir: \"a\\nb\"}\n", {"found \"a?b\" (a control character)"}},

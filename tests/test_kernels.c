@@ -76,8 +76,10 @@ static void test_row_lists(void **state)
 	random_normal(dy, R * N, &(struct random_stream){.seed = 2}, 0);
 	random_normal(w, G * N * K, &(struct random_stream){.seed = 3}, 0);
 	gather_rows(rows, x, row, R, K);
-	grouped_matmul_forward(listed, x, row, w, offset, G, K, N, false);
-	grouped_matmul_forward(copied, rows, NULL, w, offset, G, K, N, false);
+	struct weight weights[G];
+	stack_weights(weights, w, G, N * K);
+	grouped_matmul_forward(listed, x, row, weights, offset, G, K, N, false);
+	grouped_matmul_forward(copied, rows, NULL, weights, offset, G, K, N, false);
 	assert_memory_equal(listed, copied, R * N * sizeof *listed);
 	gather_rows(dy_rows, dy, row, R, N);
 	grouped_matmul_backward_input(listed, dy, row, w, offset, G, K, N, false);
@@ -87,6 +89,60 @@ static void test_row_lists(void **state)
 	grouped_matmul_backward_weight(copied, dy_rows, NULL, rows, NULL, offset, G, K, N, false);
 	assert_memory_equal(listed, copied, G * N * K * sizeof *listed);
 	free(x), free(rows), free(dy), free(dy_rows), free(w), free(listed), free(copied);
+}
+
+/* Weights as files have them, in bfloat16 and with gate and up apart, give the bits of the same numbers in memory, for few rows and many. */
+static void test_weights_in_place(void **state)
+{
+	(void)state;
+	enum { G = 3 };
+	static const int64_t sizes[][3] = {{1, 5, 2}, {4, 37, 46}, {14, 401, 90}, {16, 800, 64}, {3, 3101, 70}, {40, 385, 902}, {130, 64, 34}};
+	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
+		const int64_t R = sizes[c][0], K = sizes[c][1], N = sizes[c][2], offset[G + 1] = {0, R - R / 3, R - R / 3, R};
+		real *x = garbage(R * K), *w = garbage(G * N * K), *y = garbage(R * N), *again = garbage(R * N), *act = garbage(R * N / 2);
+		real *act_again = garbage(R * N / 2);
+		uint16_t *half = calloc(G * N * K + 1, sizeof *half), *halves = half + 1; /* an address that is no multiple of 4 */
+		double sums[K], sums_again[K];
+		random_normal(x, R * K, &(struct random_stream){.seed = 1}, 0);
+		random_normal(w, G * N * K, &(struct random_stream){.seed = 2}, 0);
+		for (int64_t i = 0; i < G * N * K; i++) {
+			float f = (float)w[i];
+			uint32_t bits;
+			memcpy(&bits, &f, 4);
+			halves[i] = bits >> 16;
+			bits &= 0xffff0000;
+			memcpy(&f, &bits, 4);
+			w[i] = f;
+		}
+		struct weight weights[G];
+		stack_weights(weights, w, G, N * K);
+		grouped_matmul_forward(y, x, NULL, weights, offset, G, K, N, false);
+		swiglu_forward(act, again, x, NULL, weights, NULL, offset, G, K, N / 2);
+		column_sum_of_squares(sums, weights, N, K);
+		for (int form = 0; form < 3; form++) { /* in two halves; in bfloat16; both */
+			for (int64_t g = 0; g < G; g++) {
+				const int64_t first = g * N * K, second = first + N / 2 * K;
+				weights[g] = form == 0 ? (struct weight){.data = w + first, .second = w + second}
+						: (struct weight){.data = halves + first, .second = form == 2 ? halves + second : NULL, .bf16 = true};
+			}
+			grouped_matmul_forward(again, x, NULL, weights, offset, G, K, N, false);
+			assert_memory_equal(again, y, R * N * sizeof *y);
+			for (int64_t i = 0; i < R * N; i++)
+				again[i] = NAN;
+			swiglu_forward(act_again, again, x, NULL, weights, NULL, offset, G, K, N / 2);
+			assert_memory_equal(again, y, R * N * sizeof *y);
+			assert_memory_equal(act_again, act, R * N / 2 * sizeof *act);
+		}
+		const int32_t token[] = {(int32_t)N - 1, 0};
+		real rows[2 * K];
+		weights[0] = (struct weight){.data = halves, .bf16 = true};
+		embedding_forward(rows, token, weights, 0, 2, K, N);
+		assert_memory_equal(rows, w + (N - 1) * K, K * sizeof *rows);
+		assert_memory_equal(rows + K, w, K * sizeof *rows);
+		column_sum_of_squares(sums_again, weights, N, K);
+		assert_memory_equal(sums, sums_again, sizeof sums);
+		free(x), free(w), free(y), free(again), free(act), free(act_again), free(half);
+	}
 }
 
 /* The largest error of c [m, n], a sum over k terms a[i * a_row + p * a_term] * b[j * b_col + p * b_term], relative to the sum of their sizes. */
@@ -114,13 +170,14 @@ static double product_difference(const real *c, int64_t m, int64_t n, int64_t k,
 static void test_product_blocks(void **state)
 {
 	(void)state;
-	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}};
+	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}, {33, 1702, 50}};
 	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
 		const int64_t T = sizes[c][0], K = sizes[c][1], N = sizes[c][2];
 		real *x = garbage(T * K), *w = garbage(N * K), *y = garbage(T * N), *again = garbage(T * N), *dw = garbage(N * K), *dx = garbage(T * K);
 		random_normal(x, T * K, &(struct random_stream){.seed = 1}, 0);
 		random_normal(w, N * K, &(struct random_stream){.seed = 2}, 0);
-		matmul_forward(y, x, w, NULL, T, K, N, false);
+		const struct weight weight = {.data = w};
+		matmul_forward(y, x, &weight, NULL, T, K, N, false);
 		matmul_backward_input(dx, y, w, T, K, N, false);
 		matmul_backward_weight(dw, y, x, T, K, N, false);
 		const double bound = sizeof(real) == 4 ? 1e-6 : 1e-15;
@@ -128,13 +185,13 @@ static void test_product_blocks(void **state)
 		assert_true(product_difference(dx, T, K, N, y, N, 1, w, 1, K) < bound);
 		assert_true(product_difference(dw, N, K, T, y, 1, N, x, 1, K) < bound);
 		for (int64_t t = 0; t < T; t += 7)
-			matmul_forward(again + t * N, x + t * K, w, NULL, T - t < 7 ? T - t : 7, K, N, false);
+			matmul_forward(again + t * N, x + t * K, &weight, NULL, T - t < 7 ? T - t : 7, K, N, false);
 		assert_memory_equal(again, y, T * N * sizeof *y);
 		const int threads = omp_get_max_threads();
 		real *other = garbage(N * K);
 		for (int n = 1; n <= 5; n++) {
 			omp_set_num_threads(n);
-			matmul_forward(again, x, w, NULL, T, K, N, false);
+			matmul_forward(again, x, &weight, NULL, T, K, N, false);
 			assert_memory_equal(again, y, T * N * sizeof *y);
 			matmul_backward_weight(other, y, x, T, K, N, false);
 			assert_memory_equal(other, dw, N * K * sizeof *dw);
@@ -310,10 +367,10 @@ static void test_vocabulary_parts(void **state)
 	random_normal(w, V * H, &(struct random_stream){.seed = 1}, 0);
 	random_normal(dout, T * H, &(struct random_stream){.seed = 2}, 0);
 	random_normal(logits, T * V, &(struct random_stream){.seed = 3}, 0);
-	embedding_forward(whole, token, w, 0, T, H, V);
+	embedding_forward(whole, token, &(struct weight){.data = w}, 0, T, H, V);
 	embedding_backward(dw, token, dout, 0, T, H, V, false);
 	for (int p = 0; p < 2; p++) {
-		embedding_forward(part, token, w + first[p] * H, first[p], T, H, first[p + 1] - first[p]);
+		embedding_forward(part, token, &(struct weight){.data = w + first[p] * H}, first[p], T, H, first[p + 1] - first[p]);
 		for (int t = 0; t < T; t++) {
 			const bool here = token[t] >= first[p] && token[t] < first[p + 1];
 			for (int j = 0; j < H; j++)
@@ -383,7 +440,7 @@ static void test_double_sums(void **state)
 			x[i] = (real)(4096 + i % 7);
 			expected += (double)x[i] * x[i];
 		}
-		column_sum_of_squares(column, x, n, 1);
+		column_sum_of_squares(column, &(struct weight){.data = x}, n, 1);
 		assert_true(sum_of_squares(x, n) == expected && column[0] == expected);
 		free(x);
 	}
@@ -478,7 +535,7 @@ static void test_threads(void **state)
 		y[0] = (real)sum_of_squares(x, T * H);
 		for (int i = 0; i < 2; i++) {
 			product[i] = take(T * H, sizeof *product[i]);
-			matmul_forward(product[i], x, w, w, T, H, H, false);
+			matmul_forward(product[i], x, &(struct weight){.data = w}, w, T, H, H, false);
 		}
 		assert_memory_equal(product[0], product[1], T * H * sizeof *product[0]);
 		free(scratch), free(product[0]), free(product[1]);
@@ -495,7 +552,7 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists),
+		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists), cmocka_unit_test(test_weights_in_place),
 		cmocka_unit_test(test_product_blocks), cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
 		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_statistics), cmocka_unit_test(test_routing_noise),
 		cmocka_unit_test(test_dispatch), cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts), cmocka_unit_test(test_cross_entropy_extremes),

@@ -455,6 +455,121 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
+/* Documents packed into one window have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
+static void test_packed_documents(void **state)
+{
+	(void)state;
+	enum { L = 12, V = 30, DOCUMENTS = 4 };
+	static const int length[DOCUMENTS] = {3, 5, 1, 3};
+	for (enum purpose recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+		struct trainer packed, alone;
+		struct metrics m[2];
+		struct config c = {
+			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2, .head_dim = 6,
+				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5, .rope_theta = 100,
+				.rms_norm_eps = 1e-6, .initializer_range = 0.5, .norm_topk_prob = true, .norm_head = true},
+			.data = {.seq_len = L, .document_mask = true},
+			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
+			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
+		};
+		make_trainer(&packed, &c);
+		make_trainer(&alone, &c);
+		model_randomize(&packed.model, 1);
+		model_randomize(&alone.model, 1);
+		for (int i = 0; i < DOCUMENTS * L; i++) {
+			packed.target[i] = alone.target[i] = -1;
+			alone.input[i] = 7 * i % V; /* what stands behind a document does not matter */
+		}
+		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
+			for (int i = 0; i < length[d]; i++) {
+				packed.document[at + i] = at;
+				packed.input[at + i] = alone.input[d * L + i] = 11 * (at + i) % V;
+				if (i > 0)
+					packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
+			}
+		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
+		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
+		const int64_t n = packed.model.num_params;
+		double *expected = malloc(n * sizeof *expected);
+		for (int64_t i = 0; i < n; i++)
+			expected[i] = alone.model.grads.memory[i];
+		assert_close(packed.model.grads.memory, expected, n, TOLERANCE, "gradient of packed documents");
+		/* with attention across documents it is another loss */
+		memset(packed.document, 0, L * sizeof *packed.document);
+		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_true(fabs(m[0].loss / m[1].loss - 1) > 1e-3);
+		free(expected);
+		trainer_free(&packed);
+		trainer_free(&alone);
+	}
+}
+
+/* Takes the next n samples of a blend, `batch` at a time, as if each step were done: first[i] is the first id of sample i. */
+static void take_samples(struct trainer *t, int32_t *first, int n, int batch)
+{
+	const int64_t L = t->config.data.seq_len;
+	t->config.train.batch = batch;
+	for (int i = 0; i < n; i += batch) {
+		assert_int_equal(trainer_next_batch(t), batch);
+		for (int k = 0; k < batch && i + k < n; k++)
+			first[i + k] = t->input[k * L];
+		memcpy(t->state.sources, t->next_sources, sizeof t->state.sources);
+	}
+}
+
+/* A blend: no file is ever ahead of its share, each epoch of a file shows each of its windows once, and the order does not depend on the batch. */
+static void test_blend(void **state)
+{
+	(void)state;
+	enum { FILES = 4, L = 4, N = 5600, FEW = 70 };
+	static const int windows[FILES] = {7, 40, 1, 3};
+	static const double weight[FILES] = {1, 10, 0, 0.3};
+	static int32_t first[2][N];
+	struct config c = {
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
+			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 100, .rms_norm_eps = 1e-6},
+		.data = {.seq_len = L, .num_train = FILES, .shuffle = true, .tokenizer = "none", .document_token = -1},
+		.train = {.steps = 1, .micro_batch = 1, .batch = FEW, .seed = 5},
+		.schedule = {.peak_lr = 1}, .log = {1}, .parallel = {1, 1},
+	};
+	assert_int_equal(make_scratch(NULL), 0);
+	strcpy(c.train.output_dir, at("run"));
+	for (int f = 0; f < FILES; f++) {
+		uint16_t ids[40 * L + 1];
+		for (int i = 0; i < windows[f] * L + 1; i++)
+			ids[i] = 1000 * f + i / L;
+		strcpy(c.data.train[f].path, put_file(at("%d.bin", f), ids, (windows[f] * L + 1) * sizeof *ids));
+		strcpy(c.data.train[f].dtype, "uint16");
+		c.data.train[f].weight = weight[f];
+	}
+	for (int run = 0; run < 2; run++) {
+		struct trainer t;
+		assert_done(trainer_init(&t, &c));
+		take_samples(&t, first[run], N, run ? 7 : FEW);
+		trainer_free(&t);
+	}
+	assert_memory_equal(first[0], first[1], sizeof first[0]);
+	int taken[FILES] = {0}, seen[FILES][40] = {{0}}, moved = 0;
+	for (int n = 0; n < N; n++) {
+		const int file = first[0][n] / 1000, window = first[0][n] % 1000;
+		taken[file]++;
+		seen[file][window]++;
+		moved += n > 0 && first[0][n] != first[0][n - 1] + 1;
+		for (int f = 0; f < FILES; f++) {
+			const double ahead = taken[f] - weight[f] / 11.3 * (n + 1);
+			if (!(ahead < 1 && ahead > -2))
+				fail_msg("after %d samples file %d gave %d", n + 1, f, taken[f]);
+		}
+		for (int w = 0; w < windows[file]; w++) {
+			const int epoch = (taken[file] - 1) / windows[file];
+			assert_true(seen[file][w] == epoch || seen[file][w] == epoch + 1);
+		}
+	}
+	assert_true(taken[2] == 0 && taken[3] > 100 && moved > N / 2);
+	assert_int_equal(drop_scratch(NULL), 0);
+}
+
 /* A head that needs several chunks of tokens: the same loss and gradient as a plain sum over all of them. */
 static void test_head_chunks(void **state)
 {
@@ -693,6 +808,443 @@ static void test_too_large(void **state)
 	assert_non_null(strstr(error_text, "GB"));
 }
 
+/* A random number from 0 to `most`. */
+static int draw(uint64_t *state, int most)
+{
+	*state = *state * 6364136223846793005u + 1442695040888963407u;
+	return (int)((*state >> 33) % (most + 1));
+}
+
+/* Logits by model_extend: B sequences of L tokens, cut anew and in each call other ones together, against `expected` [B, L, V] bit for bit. A
+ * sequence now and then goes on in a copy of its cache, and some of its tokens are taken back. */
+static void check_extend(struct model *m, const int32_t *input, int B, const real *expected, uint64_t seed, int longest)
+{
+	const int64_t L = m->seq_len, V = m->config.vocab_size;
+	struct cache caches[B];
+	real *logits = malloc(m->max_sequences * L * V * sizeof *logits);
+	for (int b = 0; b < B; b++)
+		assert_done(cache_init(&caches[b], m, L));
+	for (int64_t done = 0; done < B * L;) {
+		struct segment segments[B];
+		int64_t first[B], T = 0, row = 0;
+		int n = 0, of[B];
+		for (int b = 0; b < B; b++) {
+			int64_t num = draw(&seed, longest), left = L - caches[b].length;
+			num = num > left ? left : num;
+			num = num > m->max_sequences * L - T ? m->max_sequences * L - T : num;
+			if (num == 0)
+				continue;
+			first[n] = caches[b].length, of[n] = b;
+			segments[n++] = (struct segment){&caches[b], input + b * L + caches[b].length, num};
+			T += num;
+		}
+		model_extend(m, segments, n);
+		model_logits(m, logits, 0, T);
+		for (int i = 0; i < n; row += segments[i++].num_tokens)
+			if (memcmp(logits + row * V, expected + (of[i] * L + first[i]) * V, segments[i].num_tokens * V * sizeof *logits))
+				fail_msg("sequence %d, tokens %lld to %lld of %lld: not the forward pass's bits", of[i], (long long)first[i],
+						(long long)(first[i] + segments[i].num_tokens - 1), (long long)L);
+		done = 0;
+		for (int b = 0; b < B; b++) {
+			if (draw(&seed, 3) == 0) {
+				struct cache copy;
+				assert_done(cache_init(&copy, m, L));
+				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
+				cache_free(&caches[b]);
+				caches[b] = copy;
+			}
+			if (draw(&seed, 31) == 0)
+				caches[b].length = draw(&seed, caches[b].length);
+			done += caches[b].length;
+		}
+	}
+	for (int b = 0; b < B; b++)
+		cache_free(&caches[b]);
+	free(logits);
+}
+
+/* A sequence that remembers its keys and values has the logits of the whole forward pass, bit for bit: models of each kind, ... */
+static void test_extend(void **state)
+{
+	(void)state;
+	static const char *const names[] = {"base", "odd_sizes", "head_dim", "biases", "dense_first", "shared0", "tied_norm_head", "k1_no_renorm"};
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		struct config c;
+		struct trainer t;
+		struct weights *expected;
+		struct model m;
+		char path[256];
+		load_case(&c, &t, &expected, names[i]);
+		load_step(&t, expected, 1);
+		const int64_t L = c.data.seq_len, V = c.model.vocab_size;
+		const int B = c.train.batch;
+		assert_done(model_init(&m, &c.model, &t.model.layout, B, L, EVALUATE));
+		snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
+		assert_done(model_load(&m, path));
+		real *logits = malloc(B * L * V * sizeof *logits);
+		model_forward(&m, t.input, B, NULL, NULL);
+		model_logits(&m, logits, 0, B * L);
+		check_extend(&m, t.input, B, logits, 1, 1);
+		for (uint64_t seed = 2; seed < 6; seed++)
+			check_extend(&m, t.input, B, logits, seed, L);
+		free(logits);
+		weights_close(expected);
+		trainer_free(&t);
+		model_free(&m);
+	}
+}
+
+/* ... and sequences longer than attention's blocks of keys, heads in several parts. */
+static void test_extend_long(void **state)
+{
+	(void)state;
+	const struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12, .num_key_value_heads = 2,
+		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1, .moe_intermediate_size = 24,
+		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.3};
+	enum { B = 2, L = 600 };
+	struct model m;
+	int32_t input[B * L];
+	uint64_t seed = 1;
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	assert_done(model_init(&m, &c, &alone, B, L, EVALUATE));
+	model_randomize(&m, 1);
+	for (int i = 0; i < B * L; i++)
+		input[i] = draw(&seed, c.vocab_size - 1);
+	real *logits = malloc(B * L * c.vocab_size * sizeof *logits);
+	model_forward(&m, input, B, NULL, NULL);
+	model_logits(&m, logits, 0, B * L);
+	check_extend(&m, input, B, logits, 2, L);
+	check_extend(&m, input, B, logits, 3, 70);
+	free(logits);
+	model_free(&m);
+}
+
+/* ---- weights used where they stand in a file ---- */
+
+enum { MIXED, ODD_ADDRESS }; /* kinds of files: types in turn, so that some tensors are mapped; nothing at an address that can be read */
+
+/* A file of a model's tensors, whose values are exact in each type. */
+static const char *put_weights(const struct model *m, int kind)
+{
+	static const char *const names[] = {"BF16", "F32", "F16"};
+	static const int sizes[] = {2, 4, 2};
+	char *header = NULL;
+	size_t header_size, at_data = 0;
+	FILE *h = open_memstream(&header, &header_size);
+	fprintf(h, "{");
+	for (int i = 0; i < m->num_tensors; i++) {
+		const struct tensor *t = &m->tensors[i];
+		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[i % 3];
+		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", i ? "," : "", t->name, names[i % 3], (long long)t->rows);
+		fprintf(h, t->cols ? ",%lld]" : "]", (long long)t->cols);
+		fprintf(h, ",\"data_offsets\":[%zu,%zu]}", at_data, at_data + bytes);
+		at_data += bytes;
+	}
+	fprintf(h, "}");
+	fflush(h);
+	while (header_size % 4 != (kind == ODD_ADDRESS ? 1 : 0)) {
+		fputc(' ', h);
+		fflush(h);
+	}
+	const char *path = at("weights%d.safetensors", kind);
+	FILE *f = fopen(path, "w");
+	const uint64_t length = header_size;
+	fwrite(&length, 8, 1, f);
+	fwrite(header, 1, header_size, f);
+	for (int i = 0; i < m->num_tensors; i++)
+		for (int64_t j = 0; j < m->tensors[i].rows * (m->tensors[i].cols ? m->tensors[i].cols : 1); j++) {
+			const float value = (float)((j * 37 + i * 11) % 61 - 30) / 32;
+			uint32_t bits, half = 0;
+			memcpy(&bits, &value, 4);
+			if (i % 3 == 2 && value != 0)
+				half = (bits >> 16 & 0x8000) | ((bits >> 23 & 255) - 112) << 10 | (bits >> 13 & 1023);
+			else if (i % 3 == 0)
+				half = bits >> 16;
+			fwrite(i % 3 == 1 ? &bits : &half, sizes[i % 3], 1, f);
+		}
+	assert_int_equal(fclose(f), 0);
+	fclose(h);
+	free(header);
+	return path;
+}
+
+/* The logits of a model that is only evaluated, and whose weights therefore stay in their files, are those of the same weights in memory. */
+static void check_mapped(const struct model_config *c, const char *path, int num_mapped)
+{
+	enum { L = 7 };
+	struct model mapped, copied;
+	int32_t input[2 * L];
+	const int64_t V = c->vocab_size;
+	real *logits[2] = {malloc(2 * L * V * sizeof(real)), malloc(2 * L * V * sizeof(real))};
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	for (int i = 0; i < 2 * L; i++)
+		input[i] = i * 5 % V;
+	assert_done(model_init(&mapped, c, &alone, 2, L, EVALUATE));
+	assert_done(model_init(&copied, c, &alone, 2, L, TRAIN_KEEP_ALL));
+	for (int again = 0; again < 2; again++)
+		assert_done(model_load(&mapped, path));
+	assert_done(model_load(&copied, path));
+	int n = 0;
+	for (int i = 0; i < mapped.num_tensors; i++) {
+		assert_null(copied.tensors[i].mapped);
+		n += mapped.tensors[i].mapped != NULL;
+	}
+	if (n != num_mapped)
+		fail_msg("%s: %d of %d tensors are mapped, expected %d", path, n, mapped.num_tensors, num_mapped);
+	struct model *models[2] = {&mapped, &copied};
+	for (int i = 0; i < 2; i++) {
+		model_forward(models[i], input, 2, NULL, NULL);
+		model_logits(models[i], logits[i], 0, 2 * L);
+	}
+	assert_true(logits[0][0] != 0 && !isnan(logits[0][0]));
+	assert_memory_equal(logits[0], logits[1], 2 * L * V * sizeof(real));
+	model_free(&mapped), model_free(&copied);
+	free(logits[0]), free(logits[1]);
+}
+
+static void compare_weight(const struct weight *found, const real *expected, int64_t n, const char *what)
+{
+	for (int64_t i = 0; i < n; i++) {
+		const bool behind = found->second && i >= n / 2;
+		const void *half = behind ? found->second : found->data;
+		const int64_t at = behind ? i - n / 2 : i;
+		const uint32_t bits = found->bf16 ? (uint32_t)((const uint16_t *)half)[at] << 16 : 0;
+		float value;
+		memcpy(&value, &bits, sizeof value);
+		if ((found->bf16 ? (real)value : ((const real *)half)[at]) != expected[i])
+			fail_msg("%s: element %lld differs", what, (long long)i);
+	}
+}
+
+/* Every rank of a layout has its own part of the weights, whether it can be used in the file or has to be copied. */
+static void check_mapped_parts(const struct model_config *c, const char *path)
+{
+	enum { RANKS = 4 };
+	for (int rank = 0; rank < RANKS; rank++) {
+		struct model mapped, copied;
+		const struct layout layout = layout_of_rank(rank, RANKS, 2, 2);
+		assert_done(model_init(&mapped, c, &layout, 2, 8, EVALUATE));
+		assert_done(model_init(&copied, c, &layout, 2, 8, TRAIN_KEEP_ALL));
+		assert_done(model_load(&mapped, path));
+		assert_done(model_load(&copied, path));
+		const int64_t H = c->hidden_size, I = c->moe_intermediate_size, V = mapped.config.vocab_size, d = c->head_dim;
+		const int nh = mapped.config.num_attention_heads, nkv = mapped.config.num_key_value_heads;
+		int num_mapped = 0;
+		for (int i = 0; i < mapped.num_tensors; i++)
+			num_mapped += mapped.tensors[i].mapped != NULL;
+		assert_true(num_mapped > 0);
+		compare_weight(&mapped.embedding, copied.params.embedding, V * H, "embedding");
+		compare_weight(&mapped.lm_head, copied.params.lm_head, V * H, "lm_head");
+		for (int l = 0; l < c->num_hidden_layers; l++) {
+			const struct layer_weights *w = &mapped.weights[l];
+			const struct layer_params *p = &copied.params.layer[l];
+			const int64_t W = shared_width(c, l);
+			compare_weight(&w->qkv, p->qkv, (nh + 2 * nkv) * d * H, "qkv");
+			compare_weight(&w->dense, p->dense, H * nh * d, "dense");
+			compare_weight(&w->router, p->router, c->num_experts * H, "router");
+			compare_weight(&w->shared_gate_up, p->shared_gate_up, 2 * W * H, "shared gate and up");
+			compare_weight(&w->shared_down, p->shared_down, H * W, "shared down");
+			for (int e = 0; e < mapped.num_experts; e++) {
+				compare_weight(&w->gate_up[e], p->gate_up + e * 2 * I * H, 2 * I * H, "gate and up");
+				compare_weight(&w->down[e], p->down + e * H * I, H * I, "down");
+			}
+		}
+		model_free(&mapped), model_free(&copied);
+	}
+}
+
+static void test_mapped(void **state)
+{
+	(void)state;
+	struct model_config c;
+	struct model m;
+	const bool is_float = sizeof(real) == 4;
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_shards"));
+	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
+	int matrices = 0, mixed = 0;
+	for (int i = 0; i < m.num_tensors; i++) {
+		matrices += m.tensors[i].cols > 0;
+		const bool gate = strstr(m.tensors[i].name, "gate_proj"), up = strstr(m.tensors[i].name, "up_proj");
+		mixed += m.tensors[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float)); /* gate and up never have the same type */
+	}
+	assert_true(mixed > 0 && mixed < matrices);
+	check_mapped(&c, FIXTURES "huggingface_shards", matrices);
+	check_mapped(&c, put_weights(&m, MIXED), mixed);
+	check_mapped(&c, put_weights(&m, ODD_ADDRESS), 0);
+	model_free(&m);
+	c.norm_head = false; /* whose sum over the ranks would need them all */
+	check_mapped_parts(&c, FIXTURES "huggingface_shards");
+	check_mapped_parts(&c, at("weights%d.safetensors", MIXED));
+	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_f16"));
+	check_mapped(&c, FIXTURES "huggingface_f16", 0);
+}
+
+/* ---- generation ---- */
+
+static void test_choose_token(void **state)
+{
+	(void)state;
+	int32_t scratch[8];
+	struct sampling s = {.top_p = 1};
+	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2}, none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
+	assert_int_equal(choose_token(&s, ties, 5, 0, 0, scratch), 1);
+	for (int t = 0; t < 2; t++) {
+		s.temperature = t;
+		assert_int_equal(choose_token(&s, wrong, 3, 0, 0, scratch), -1);
+		assert_int_equal(choose_token(&s, none, 2, 0, 0, scratch), -1);
+		assert_int_equal(choose_token(&s, one, 3, 0, 0, scratch), 1);
+	}
+	/* Draws have the probabilities that the settings say, and are the same again. */
+	enum { V = 6, DRAWS = 20000 };
+	static const struct { double temperature, top_p; int top_k; double expected[V]; } cases[] = {
+		{1, 1, 0, {.1, .3, .2, .3, .05, .05}},
+		{1, 1, V, {.1, .3, .2, .3, .05, .05}},
+		{0.5, 1, 0, {.01 / .235, .09 / .235, .04 / .235, .09 / .235, .0025 / .235, .0025 / .235}},
+		{1, 1, 3, {0, .375, .25, .375}},
+		{1, 1, 1, {0, 1}}, /* of equals the lower id */
+		{1, 1, 5, {.1 / .95, .3 / .95, .2 / .95, .3 / .95, .05 / .95}},
+		{1, 0.59, 0, {0, .5, 0, .5}},
+		{1, 0.61, 0, {0, .375, .25, .375}},
+		{1, 1e-9, 0, {0, 1}},
+		{1, 0.7, 3, {0, .5, 0, .5}}, /* .7 of the three's .8 */
+	};
+	const double p[V] = {.1, .3, .2, .3, .05, .05};
+	real logits[V];
+	for (int v = 0; v < V; v++)
+		logits[v] = (real)log(p[v]);
+	logits[3] = logits[1], logits[5] = logits[4];
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		int count[V] = {0};
+		s = (struct sampling){cases[i].temperature, cases[i].top_p, cases[i].top_k, 7};
+		for (int j = 0; j < DRAWS; j++) {
+			const int32_t v = choose_token(&s, logits, V, j % 10, j / 10, scratch);
+			assert_in_range(v, 0, V - 1);
+			assert_int_equal(choose_token(&s, logits, V, j % 10, j / 10, scratch), v);
+			count[v]++;
+		}
+		for (int v = 0; v < V; v++) {
+			const double e = cases[i].expected[v];
+			if (fabs(count[v] - DRAWS * e) > 5 * sqrt(DRAWS * e * (1 - e)))
+				fail_msg("case %zu: token %d came %d times of %d, expected %g", i, v, count[v], DRAWS, DRAWS * e);
+		}
+	}
+	/* Any sizes: the ranking by a heap is that of sorting. */
+	enum { MANY = 300 };
+	real many[MANY];
+	int32_t order[MANY];
+	uint64_t seed = 1;
+	for (int v = 0; v < MANY; v++)
+		many[v] = (real)(draw(&seed, 40) * 1e-3);
+	for (int k = 1; k < MANY; k += 7) {
+		int kept = 0, rank;
+		bool seen[MANY] = {false};
+		s = (struct sampling){1, 1, k, 3};
+		for (int j = 0; j < 30 * k; j++)
+			seen[choose_token(&s, many, MANY, 0, j, order)] = true;
+		for (int v = 0; v < MANY; v++) {
+			rank = 0;
+			for (int u = 0; u < MANY; u++)
+				rank += many[u] > many[v] || (many[u] == many[v] && u < v);
+			assert_true(rank < k || !seen[v]);
+			kept += seen[v];
+		}
+		assert_int_equal(kept, k);
+	}
+}
+
+enum { PROMPTS = 7 };
+
+static void free_continuations(struct continuation list[PROMPTS])
+{
+	for (int i = 0; i < PROMPTS; i++)
+		free(list[i].ids.id), free(list[i].text.data);
+}
+
+static void run_generate(struct continuation list[PROMPTS], struct model *m, const struct tokenizer *t, const struct generation *g)
+{
+	uint64_t seed = 5;
+	memset(list, 0, PROMPTS * sizeof *list);
+	for (int i = 0; i < PROMPTS; i++) {
+		list[i].number = i;
+		list[i].num_prompt = 1 + 9 * i % PROMPTS;
+		for (int j = 0; j < list[i].num_prompt; j++)
+			put_id(&list[i].ids, draw(&seed, 256));
+	}
+	assert_done(generate(m, t, list, PROMPTS, g));
+}
+
+/* Greedy and drawn continuations are the same for any batch, any number of tokens in a forward pass, and without the cache; no id of a padded
+ * vocabulary is drawn; the greedy ones are those that the whole forward pass says. */
+static void test_generate(void **state)
+{
+	(void)state;
+	const struct model_config c = {.hidden_size = 24, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+		.head_dim = 6, .vocab_size = 300, .num_experts = 6, .num_experts_per_tok = 2, .num_shared_experts = 1, .moe_intermediate_size = 16,
+		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.5};
+	enum { MOST = 24, LONGEST = PROMPTS + MOST };
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	struct tokenizer *t = tokenizer_open("byte");
+	int differ = 0, beyond = 0;
+	char stop[4] = "";
+	real logits[300];
+	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
+		struct continuation expected[PROMPTS], found[PROMPTS];
+		for (int way = 0; way < 6; way++) {
+			static const struct { int batch, tokens; bool no_cache; } ways[] = {{1, 64, false}, {1, 3, false}, {3, 64, false}, {PROMPTS, 64, false},
+				{PROMPTS, 5, false}, {4, 9, true}};
+			struct model m;
+			struct generation g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
+				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = kind == 2 ? stop : NULL};
+			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
+			model_randomize(&m, 3);
+			run_generate(way ? found : expected, &m, t, &g);
+			model_free(&m);
+			for (int i = 0; way && i < PROMPTS; i++) {
+				assert_int_equal(found[i].ended, expected[i].ended);
+				assert_int_equal(found[i].ids.count, expected[i].ids.count);
+				assert_memory_equal(found[i].ids.id, expected[i].ids.id, found[i].ids.count * sizeof *found[i].ids.id);
+				assert_int_equal(found[i].text.size, expected[i].text.size);
+			}
+			if (way)
+				free_continuations(found);
+		}
+		struct model m;
+		assert_done(model_init(&m, &c, &alone, 1, LONGEST, EVALUATE));
+		model_randomize(&m, 3);
+		for (int i = 0; i < PROMPTS; i++) {
+			const struct continuation *e = &expected[i];
+			int32_t input[LONGEST] = {0};
+			memcpy(input, e->ids.id, e->ids.count * sizeof *input);
+			model_forward(&m, input, 1, NULL, NULL);
+			assert_true(e->ended == ENDED_BY_TOKEN || e->ended == ENDED_BY_STOP || e->ids.count == e->num_prompt + MOST);
+			for (int64_t p = e->num_prompt; p < e->ids.count; p++) {
+				int best = 0, likeliest = 0;
+				model_logits(&m, logits, p - 1, 1);
+				for (int v = 1; v < 300; v++) {
+					best = v < 257 && logits[v] > logits[best] ? v : best;
+					likeliest = logits[v] > logits[likeliest] ? v : likeliest;
+				}
+				assert_in_range(e->ids.id[p], 0, 256);
+				if (kind != 1)
+					assert_int_equal(e->ids.id[p], best);
+				differ += e->ids.id[p] != best;
+				beyond += likeliest >= 257;
+			}
+			if (kind == 0 && e->text.size > 9 && !*stop)
+				memcpy(stop, e->text.data + 5, 3);
+			if (kind == 2)
+				assert_true(e->ended != ENDED_BY_STOP || !memmem(e->text.data, e->text.size, stop, strlen(stop)));
+		}
+		if (kind == 2)
+			assert_true(expected[0].ended == ENDED_BY_STOP && expected[0].text.size <= 5);
+		model_free(&m);
+		free_continuations(expected);
+	}
+	assert_true(differ > 20 && beyond > 0);
+	tokenizer_close(t);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -705,9 +1257,10 @@ int main(void)
 	const struct CMUnitTest others[] = {
 		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
 		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
-		cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
+		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
-		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large),
+		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend), cmocka_unit_test(test_extend_long),
+		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token), cmocka_unit_test(test_generate),
 	};
 	for (size_t i = 0; i < sizeof others / sizeof *others; i++)
 		tests[n++] = others[i];

@@ -134,6 +134,21 @@ test_variants() {
 	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
 }
 
+# A blend of a text and conversations: windows of several documents, some with few targets and some with none.
+test_blend() {
+	perl -e 'for (1 .. 30) { my $n = $_ * 7 % 23; print qq({"prompt": ") . "question $n " x ($_ % 5 + 1) . qq(", "completion": ") . "x" x $n . qq("}\n) }' >chat.jsonl
+	"$ling" tokenize --out chat chat.jsonl >/dev/null || problem "no chat"
+	local blend=(data.train='[{path: text, weight: 1}, {path: chat, weight: 2.5}]' data.valid=chat data.document_mask=true train.micro_batch=1)
+	equal blend "2,1,1 2,2,1 4,2,2 8,4,4" "${blend[@]}"
+	equal blend_layer "4,2,4" "${blend[@]}" $everything train.recompute=layer
+	! cmp -s <(steady blend/metrics.jsonl) <(steady four/metrics.jsonl) || problem "a blend is as good as none"
+	train 2 blended "${blend[@]}" train.stop_at_step=7
+	train 4 blended "${blend[@]}" parallel.tensor=2 train.stop_at_step=12
+	train 1 blended "${blend[@]}"
+	agree blend blended
+	[ "$(grep -o '"source_samples": [^]]*' blend/metrics.jsonl)" = "$(grep -o '"source_samples": [^]]*' blended/metrics.jsonl)" ] || problem "source_samples differ"
+}
+
 test_every_gradient() {
 	local n tensor expert options
 	for options in "train.micro_batch=4" "train.micro_batch=1 $everything"; do
@@ -325,7 +340,7 @@ test_sigterm() {
 	continues stopped
 }
 
-for name in ${TESTS:-values micro_batches_of_4 accumulation variants every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
+for name in ${TESTS:-values micro_batches_of_4 accumulation variants blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree kill_in_a_step kill_in_a_save signals sigterm}; do
 	check $name
 done

@@ -293,7 +293,8 @@ static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse
 #define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
 
 static const struct key keys[] = {
-	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section"),
+	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, or of a "
+		"Hugging Face directory"),
 	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
 	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
 	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
@@ -523,7 +524,7 @@ static const char *describe(char out[256], const struct key *k)
 		if (k->flags & OR_PATH)
 			snprintf(out + n, 256 - n, " | a path of at most %zu bytes", k->size - 1);
 	} else if (k->type == T_SECTION)
-		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
+		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or the name of a YAML file or a Hugging Face directory", off);
 	else if (k->type == T_LIST)
 		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
 	else if (k->type == T_BOOL)
@@ -980,6 +981,7 @@ static int load_list(struct loader *l, const struct key *k)
 }
 
 static int load_model_file(struct loader *l, const char *name);
+static int load_config_json(struct loader *l);
 
 /* Reads the value of key k, which begins at the current event. */
 static int load_value(struct loader *l, const struct key *k)
@@ -1075,16 +1077,24 @@ static int load_model_file(struct loader *l, const char *name)
 		is_found = access(l->model_path, F_OK) == 0;
 	}
 	if (!is_found)
-		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping or the name of a YAML file",
+		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or the name of a YAML file or of a Hugging Face directory",
 				printable(shown, name), beside);
 
+	struct stat st;
+	const bool huggingface = stat(l->model_path, &st) == 0 && S_ISDIR(st.st_mode);
+	if (huggingface) {
+		char path[PATH_LEN];
+		if (path_join(path, l->model_path, "config.json") < 0)
+			return -1;
+		strcpy(l->model_path, path);
+	}
 	struct config other;
 	struct loader inner;
-	loader_init(&inner, &other, l->model_path, false);
+	loader_init(&inner, &other, l->model_path, huggingface);
 	inner.is_model_file = true;
-	if (load_file(&inner) < 0)
+	if ((huggingface ? load_config_json : load_file)(&inner) < 0)
 		return -1;
-	if (!inner.places[find_key("model") - keys].source)
+	if (!huggingface && !inner.places[find_key("model") - keys].source)
 		return fail_at(at, "model: the file %s has no model section; expected one", l->model_path);
 	l->c->model = other.model;
 	for (int i = 0; i < NUM_KEYS; i++)
@@ -1416,25 +1426,42 @@ static int check_foreign_keys(const struct loader *l, const json_t *root)
 	return 0;
 }
 
-/* Reads the model section from a Hugging Face config that came from `path`. */
+/* Reads the Hugging Face config.json that is the loader's file. */
+static int load_config_json(struct loader *l)
+{
+	json_t *root = json_read(l->path);
+	int rc = !root || check_foreign_keys(l, root) < 0 ? -1 : load_huggingface(l, root);
+	json_decref(root);
+	return rc;
+}
+
+/* Checks the model section that a loader has read, and gives it. */
+static int finish_model(const struct loader *l, struct model_config *m)
+{
+	if (check_required(l, true) < 0 || check_model(l) < 0)
+		return -1;
+	*m = l->c->model;
+	return 0;
+}
+
+/* Takes the model section of a Hugging Face config that was made from `path`. */
 static int config_from_json(struct model_config *m, const json_t *root, const char *path)
 {
 	struct config c;
 	struct loader l;
 	loader_init(&l, &c, path, true);
-	if (check_foreign_keys(&l, root) < 0 || load_huggingface(&l, root) < 0 || check_required(&l, true) < 0 || check_model(&l) < 0)
-		return -1;
-	*m = c.model;
-	return 0;
+	return load_huggingface(&l, root) < 0 ? -1 : finish_model(&l, m);
 }
 
 int config_from_huggingface(struct model_config *m, const char *dir)
 {
 	char path[PATH_LEN];
-	json_t *root = path_join(path, dir, "config.json") < 0 ? NULL : json_read(path);
-	int rc = root ? config_from_json(m, root, path) : -1;
-	json_decref(root);
-	return rc;
+	struct config c;
+	struct loader l;
+	if (path_join(path, dir, "config.json") < 0)
+		return -1;
+	loader_init(&l, &c, path, true);
+	return load_config_json(&l) < 0 ? -1 : finish_model(&l, m);
 }
 
 /* The model's keys, less what only training knows. The caller owns them. */

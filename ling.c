@@ -3500,8 +3500,8 @@ static int command_convert(const struct arguments *a)
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
 	if (rc == 0 && a->json)
-		printf("{\"path\": \"%s\", \"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", path, format_names[format],
-				(long long)result.tensors, (long long)result.bytes);
+		printf("{\"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", format_names[format], (long long)result.tensors,
+				(long long)result.bytes);
 	else if (rc == 0)
 		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
 	free(params);

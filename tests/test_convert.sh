@@ -67,7 +67,7 @@ test_directory_and_checkpoint() {
 	convert begun/step-0000000 bf16-again --dtype bf16
 	same_weights bf16 bf16-again
 	convert hf f16 --dtype f16 --json
-	grep -q '^{"path": "f16", "format": "hf", "tensors": 55, "bytes": [0-9]*}$' out.txt || problem "--json: $(cat out.txt)"
+	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*}$' out.txt || problem "--json: $(cat out.txt)"
 	close_to "$(loss hf)" "$(loss f16)" 1e-3 "loss in float16"
 }
 

@@ -57,6 +57,23 @@ static void *allocate(size_t n)
 	return p;
 }
 
+void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
+{
+	if (used + more <= *capacity)
+		return array;
+	*capacity = 2 * (used + more);
+	void *larger = allocate(*capacity * size);
+	if (used)
+		memcpy(larger, array, used * size);
+	free(array);
+	return larger;
+}
+
+static char *copy_string(const char *text)
+{
+	return strcpy(allocate(strlen(text) + 1), text);
+}
+
 /* Joins two path components; fails when the result is longer than a path may be. */
 static int path_join(char out[PATH_LEN], const char *dir, const char *name)
 {
@@ -239,10 +256,11 @@ int make_directories(const char *dir)
 /* ============================================================================================================
  * Config: the table
  * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
- * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here.
+ * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here. Task files have a table of their own.
  * ========================================================================================================== */
 
-enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T_TEXT, T_ENUM };
+enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T_TEXT, T_ENUM,
+	T_STRING, T_STRINGS, T_TASKS }; /* of task files */
 
 enum key_flags {
 	REQUIRED = 1, /* must be given */
@@ -256,12 +274,13 @@ enum key_flags {
 	DENSE = 256,  /* of the model's dense layers only */
 	ROUTED = 512, /* of the model's layers with experts only */
 	OR_PATH = 1024, /* a path, or one of the names */
+	OF_CHOICE = 2048, OF_PERPLEXITY = 4096, OF_MATCH = 8192, /* of a task of these types only */
 };
 
 struct key {
 	const char *name;            /* dotted path */
 	enum key_type type;
-	size_t offset, size;         /* of the field in struct config */
+	size_t offset, size;         /* of the field in struct config, or struct task */
 	double min, max;
 	int flags;
 	const char *fallback;        /* default, as a user would write it; NULL is zero */
@@ -272,9 +291,10 @@ struct key {
 	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
 };
 
-#define KEY(path, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path, .type = kind, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, \
+#define KEY_OF(structure, path, kind, low, high, marks, standard, meaning, ...) \
+	{.name = #path, .type = kind, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
 	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
+#define KEY(...) KEY_OF(struct config, __VA_ARGS__)
 #define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
 #define LIST(path, number, most, marks, standard, meaning) \
 	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
@@ -418,13 +438,22 @@ static bool is_inside(const char *section, const char *path)
 	return !n || (!strncmp(path, section, n) && path[n] == '.');
 }
 
+struct table { const struct key *keys; int num_keys; };
+
+static const struct table config_table = {keys, NUM_KEYS};
+
 /* NULL when there is no such key. */
-static const struct key *find_key(const char *path)
+static const struct key *find_in(const struct table *t, const char *path)
 {
-	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
+	for (const struct key *k = t->keys; k < t->keys + t->num_keys; k++)
 		if (!strcmp(path, k->name) || (k->alias && !strcmp(path, k->alias)))
 			return k;
 	return NULL;
+}
+
+static const struct key *find_key(const char *path)
+{
+	return find_in(&config_table, path);
 }
 
 /* The section or list that a key lies in. */
@@ -463,12 +492,12 @@ static int edit_distance(const char *a, const char *b)
 }
 
 /* The key that a wrong path most likely means, preferring its own section; NULL when none is near. */
-static const struct key *nearest_key(const char *path)
+static const struct key *nearest_key(const struct table *t, const char *path)
 {
 	const char *leaf = leaf_of(path);
 	const struct key *best = NULL;
 	int best_distance = 2 * ((int)strlen(leaf) / 2 + 1);
-	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
+	for (const struct key *k = t->keys; k < t->keys + t->num_keys; k++) {
 		bool same_section = leaf - path == leaf_of(k->name) - k->name && !strncmp(path, k->name, leaf - path);
 		int distance = 2 * edit_distance(leaf, leaf_of(k->name)) + !same_section;
 		if (distance < best_distance)
@@ -529,8 +558,12 @@ static const char *describe(char out[256], const struct key *k)
 		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
 	else if (k->type == T_BOOL)
 		snprintf(out, 256, "true or false");
+	else if (k->type == T_TASKS)
+		snprintf(out, 256, "a list of tasks, each a mapping (key: value)");
+	else if (k->type == T_STRING || k->type == T_STRINGS)
+		snprintf(out, 256, "text%s%s", k->type == T_STRINGS ? ", or a list of texts" : "", off);
 	else if (k->type == T_TEXT)
-		snprintf(out, 256, "a path of at most %zu bytes%s", k->size - 1, off);
+		snprintf(out, 256, "a %s of at most %zu bytes%s", k->size == PATH_LEN ? "path" : "name", k->size - 1, off);
 	else
 		snprintf(out, 256, "a %s, %s %.15g, %s %.15g%s", k->type == T_DOUBLE ? "number" : "whole number",
 				k->flags & ABOVE ? "above" : "at least", k->min, k->flags & BELOW ? "below" : "at most", k->max, off);
@@ -619,9 +652,9 @@ static bool is_off(const char *text)
 
 /* Converts text and stores it in the field of a scalar key, `shift` bytes further for an item of a list. `plain` means
  * without quotes. NULL when done; else what is wrong ("" when the expected type says it all), and nothing is stored. */
-static const char *store_text(struct config *c, const struct key *k, size_t shift, const char *text, bool plain)
+static const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain)
 {
-	void *field = (char *)c + k->offset + shift;
+	void *field = (char *)structure + k->offset + shift;
 	bool off = plain && is_off(text);
 	for (int i = 0; k->names; i++) {
 		if (!k->names[i] && k->flags & OR_PATH)
@@ -648,6 +681,12 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 			if (iscntrl((unsigned char)*p))
 				return "a control character";
 		strncpy(field, off ? "" : text, k->size); /* fills the rest with zeros */
+		return NULL;
+	}
+
+	if (k->type == T_STRING) { /* any text, owned */
+		free(*(char **)field);
+		*(char **)field = off && k->flags & NONE ? NULL : copy_string(text);
 		return NULL;
 	}
 
@@ -688,22 +727,22 @@ static const char *store_text(struct config *c, const struct key *k, size_t shif
 }
 
 /* The number of items of a list. */
-static int *list_count(struct config *c, const struct key *k)
+static int *list_count(void *structure, const struct key *k)
 {
-	return (int *)((char *)c + k->count);
+	return (int *)((char *)structure + k->count);
 }
 
 /* Sets key k to its default. */
-static void set_default(struct config *c, const struct key *k, bool huggingface)
+static void set_default(void *structure, const struct key *k, bool huggingface)
 {
 	const char *text = huggingface && k->class_fallback ? k->class_fallback : k->fallback;
 	if (k->type == T_SECTION || k->flags & ITEM)
 		return;
-	memset((char *)c + k->offset, 0, k->size);
+	memset((char *)structure + k->offset, 0, k->size);
 	if (k->type == T_LIST)
-		*list_count(c, k) = 0;
+		*list_count(structure, k) = 0;
 	else if (text)
-		store_text(c, k, 0, text, true);
+		store_text(structure, k, 0, text, true);
 }
 
 /* ============================================================================================================
@@ -719,12 +758,17 @@ struct place {               /* where a key was given */
 	int line;                  /* or WHOLE_FILE, COMMAND_LINE */
 };
 
+enum { MAX_KEYS = 128 };     /* of a table */
+_Static_assert(NUM_KEYS <= MAX_KEYS, "the places of all keys must fit");
+
 struct loader {
+	const struct table *table;
+	void *structure;           /* that the table describes: c, or a struct task */
 	struct config *c;
 	const char *path;          /* the file that messages about the whole name */
 	bool huggingface;          /* reading a config.json: keys without "model.", unknown ones ignored */
 	bool is_model_file;        /* reading the file that a config's `model:` names */
-	struct place places[NUM_KEYS];
+	struct place places[MAX_KEYS];
 	char model_path[PATH_LEN]; /* found for `model: FILE`; places point here */
 	/* the text that is being read */
 	const char *source;
@@ -764,7 +808,7 @@ static int fail_at(struct place at, const char *format, ...)
 __attribute__((format(printf, 3, 4)))
 static int fail_key(const struct loader *l, const char *name, const char *format, ...)
 {
-	struct place at = l->places[find_key(name) - keys];
+	struct place at = l->places[find_in(l->table, name) - l->table->keys];
 	if (!at.source)
 		at = (struct place){l->path, WHOLE_FILE};
 	va_list args;
@@ -779,7 +823,8 @@ static void loader_init(struct loader *l, struct config *c, const char *path, bo
 {
 	memset(l, 0, sizeof *l);
 	memset(c, 0, sizeof *c);
-	l->c = c;
+	l->table = &config_table;
+	l->structure = l->c = c;
 	l->path = l->source = path;
 	l->huggingface = huggingface;
 	for (int i = 0; i < NUM_KEYS; i++)
@@ -793,29 +838,29 @@ static struct place here(const struct loader *l)
 }
 
 /* Reports an unknown path, with the key that was meant or all keys of its section. */
-static int fail_unknown(struct place at, const char *path)
+static int fail_unknown(const struct table *t, struct place at, const char *path)
 {
 	char shown[64], list[1024] = "";
-	const struct key *k = nearest_key(path);
+	const struct key *k = nearest_key(t, path);
 	if (k)
 		return fail_at(at, "unknown key %s; did you mean %s?", printable(shown, path), k->name);
 	char section[128];
 	snprintf(section, sizeof section, "%.*s", (int)(leaf_of(path) - path), path);
 	if (*section)
 		section[strlen(section) - 1] = 0;
-	if (*section && !find_key(section))
+	if (*section && !find_in(t, section))
 		*section = 0;
 	size_t n = 0;
-	for (int i = 0; i < NUM_KEYS; i++)
-		if (is_child(section, keys[i].name) && n < sizeof list)
-			n += snprintf(list + n, sizeof list - n, "%s%s", n ? ", " : "", leaf_of(keys[i].name));
+	for (int i = 0; i < t->num_keys; i++)
+		if (is_child(section, t->keys[i].name) && n < sizeof list)
+			n += snprintf(list + n, sizeof list - n, "%s%s", n ? ", " : "", leaf_of(t->keys[i].name));
 	return fail_at(at, "unknown key %s; expected one of %s", printable(shown, path), list);
 }
 
 /* Notes where key k is given. Twice is an error, except that the command line may repeat a key of the file. */
 static int claim(struct loader *l, const struct key *k, struct place at)
 {
-	struct place *before = &l->places[k - keys];
+	struct place *before = &l->places[k - l->table->keys];
 	char shown[64];
 	if (before->source && before->line == COMMAND_LINE)
 		return fail_at(at, "%s is given twice, first as %s; keep one", k->name, printable(shown, before->source));
@@ -829,9 +874,11 @@ static int claim(struct loader *l, const struct key *k, struct place at)
 /* Fails when a key that a section needs is missing from it; `at` is the section's place. */
 static int check_needed(const struct loader *l, const struct key *section, struct place at)
 {
-	for (int i = 0; i < NUM_KEYS; i++)
-		if (keys[i].flags & NEEDED && is_child(section->name, keys[i].name) && !l->places[i].source)
-			return fail_at(at, "%s: the key %s is missing here: %s", section->name, leaf_of(keys[i].name), keys[i].help);
+	const struct key *k = l->table->keys;
+	for (int i = 0; i < l->table->num_keys; i++)
+		if (k[i].flags & NEEDED && is_child(section->name, k[i].name) && !l->places[i].source)
+			return fail_at(at, "%s%sthe key %s is missing here: %s", section->name, *section->name ? ": " : "", leaf_of(k[i].name),
+					k[i].help);
 	return 0;
 }
 
@@ -951,9 +998,9 @@ static int load_mapping(struct loader *l, const struct key *section)
 			return fail_at(at, "found the key %s; expected nested sections: a dotted key is for the command line only",
 					found(value, l));
 		snprintf(path, sizeof path, "%s%s%s", section->name, *section->name ? "." : "", scalar_text(l));
-		const struct key *k = find_key(path);
+		const struct key *k = find_in(l->table, path);
 		if (!k)
-			return fail_unknown(at, path);
+			return fail_unknown(l->table, at, path);
 		if (claim(l, k, at) < 0 || advance(l) < 0 || load_value(l, k) < 0)
 			return -1;
 	}
@@ -980,6 +1027,26 @@ static int load_list(struct loader *l, const struct key *k)
 	return -1;
 }
 
+/* Reads the texts of a T_STRINGS up to the end of its sequence, which has begun; or one text, which is not a list. */
+static int load_strings(struct loader *l, const struct key *k)
+{
+	struct strings *s = (struct strings *)((char *)l->structure + k->offset);
+	size_t capacity = 0;
+	s->list = l->event.type == YAML_SEQUENCE_START_EVENT;
+	while (!s->list || advance(l) == 0) {
+		if (l->event.type == YAML_SEQUENCE_END_EVENT)
+			return s->count ? 0 : fail_at(here(l), "%s: found an empty list; expected at least one text", k->name);
+		if (l->event.type != YAML_SCALAR_EVENT || !*scalar_text(l))
+			return fail_value(l, k, "");
+		s->text = grow(s->text, s->count, &capacity, 1, sizeof *s->text);
+		s->text[s->count++] = copy_string(scalar_text(l));
+		if (!s->list)
+			return 0;
+	}
+	return -1;
+}
+
+static int load_tasks(struct loader *l);
 static int load_model_file(struct loader *l, const char *name);
 static int load_config_json(struct loader *l);
 
@@ -1008,7 +1075,13 @@ static int load_value(struct loader *l, const struct key *k)
 			l->shift = 0;
 			return rc;
 		}
-	} else if (scalar && !(wrong = store_text(l->c, k, l->shift, scalar_text(l), scalar_is_plain(l))))
+	} else if (k->type == T_TASKS) {
+		if (l->event.type == YAML_SEQUENCE_START_EVENT)
+			return load_tasks(l);
+	} else if (k->type == T_STRINGS) {
+		if (off || scalar || l->event.type == YAML_SEQUENCE_START_EVENT)
+			return off ? 0 : load_strings(l, k);
+	} else if (scalar && !(wrong = store_text(l->structure, k, l->shift, scalar_text(l), scalar_is_plain(l))))
 		return 0;
 	return fail_value(l, k, wrong);
 }
@@ -1040,8 +1113,8 @@ static int load_text(struct loader *l, const struct key *k, const uint8_t *text,
 	return rc;
 }
 
-/* Reads the file l->path. */
-static int load_file(struct loader *l)
+/* Reads the value of key k from the file l->path. */
+static int load_file(struct loader *l, const struct key *k)
 {
 	const uint8_t *data;
 	size_t size;
@@ -1049,11 +1122,11 @@ static int load_file(struct loader *l)
 		return -1;
 	int rc;
 	if (!size)
-		rc = fail("%s: the file is empty; expected a YAML config", l->path);
+		rc = fail("%s: the file is empty; expected YAML", l->path);
 	else if (size > 1 << 20)
-		rc = fail("%s: found %zu bytes; expected a YAML config of at most 1 MiB", l->path, size);
+		rc = fail("%s: found %zu bytes; expected YAML of at most 1 MiB", l->path, size);
 	else
-		rc = load_text(l, &root_key, data, size);
+		rc = load_text(l, k, data, size);
 	unmap_file(data, size);
 	return rc;
 }
@@ -1092,7 +1165,7 @@ static int load_model_file(struct loader *l, const char *name)
 	struct loader inner;
 	loader_init(&inner, &other, l->model_path, huggingface);
 	inner.is_model_file = true;
-	if ((huggingface ? load_config_json : load_file)(&inner) < 0)
+	if ((huggingface ? load_config_json(&inner) : load_file(&inner, &root_key)) < 0)
 		return -1;
 	if (!huggingface && !inner.places[find_key("model") - keys].source)
 		return fail_at(at, "model: the file %s has no model section; expected one", l->model_path);
@@ -1114,7 +1187,7 @@ static int load_override(struct loader *l, const char *argument)
 	snprintf(path, sizeof path, "%.*s", (int)(equal - argument < 127 ? equal - argument : 127), argument);
 	const struct key *k = find_key(path);
 	if (!k)
-		return fail_unknown(at, path);
+		return fail_unknown(&config_table, at, path);
 	char item[128];
 	if (k->flags & ITEM)
 		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(k)->name, describe_item(item, section_of(k)));
@@ -1262,7 +1335,7 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 {
 	struct loader l;
 	loader_init(&l, c, path, false);
-	if (load_file(&l) < 0)
+	if (load_file(&l, &root_key) < 0)
 		return -1;
 	for (int i = 0; i < num_overrides; i++)
 		if (load_override(&l, overrides[i]) < 0)
@@ -1307,6 +1380,7 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 	case T_BOOL: return json_boolean(*(const bool *)field);
 	case T_TEXT: return json_string(field);
 	case T_ENUM: return json_string(k->names[*(const int *)field]);
+	default: break; /* of task files */
 	}
 	return NULL;
 }
@@ -1498,17 +1572,25 @@ int config_to_huggingface(const struct model_config *m, const char *path)
 	return config_write(path, m, "float32", NULL);
 }
 
-/* The member that a dotted path names in nested objects; NULL when there is none. */
-static const json_t *json_at(const json_t *object, const char *path)
+/* What a dotted path of n bytes names in nested objects and, by a number from 0, arrays; NULL when there is none. */
+static const json_t *json_at_part(const json_t *value, const char *path, size_t n)
 {
-	char name[64];
-	while (*path) {
-		size_t n = strcspn(path, ".");
-		snprintf(name, sizeof name, "%.*s", (int)n, path);
-		object = json_object_get(object, name);
-		path += n + (path[n] == '.');
+	for (size_t length; n && value; path += length, n -= length) {
+		length = memchr(path, '.', n) ? (size_t)((const char *)memchr(path, '.', n) - path) : n;
+		if (!json_is_array(value))
+			value = json_object_getn(value, path, length);
+		else if (length && length < 10 && strspn(path, "0123456789") >= length)
+			value = json_array_get(value, strtoul(path, NULL, 10));
+		else
+			value = NULL;
+		length += length < n; /* the dot */
 	}
-	return object;
+	return value;
+}
+
+static const json_t *json_at(const json_t *value, const char *path)
+{
+	return json_at_part(value, path, strlen(path));
 }
 
 /* A value of a key, for a message; the caller frees it. */
@@ -1586,7 +1668,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 }
 
 /* ============================================================================================================
- * Files, what they share: checked JSON fields, growing arrays, little-endian loads
+ * Files, what they share: checked JSON fields, little-endian loads
  * ========================================================================================================== */
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
@@ -1668,19 +1750,6 @@ static int field_crc(const json_t *object, const char *where, const char *key, u
 static json_t *crc_to_json(uint32_t crc)
 {
 	return json_sprintf("%08x", (unsigned)crc);
-}
-
-/* Makes room for `more` entries behind the `used` ones of an array of the caller, doubling it when full. */
-static void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
-{
-	if (used + more <= *capacity)
-		return array;
-	*capacity = 2 * (used + more);
-	void *larger = allocate(*capacity * size);
-	if (used)
-		memcpy(larger, array, used * size);
-	free(array);
-	return larger;
 }
 
 /* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
@@ -3027,8 +3096,7 @@ struct tokenizer {
 
 /* -- text -- */
 
-/* Appends bytes to a growing text. */
-static void text_append(struct text *out, const char *bytes, size_t n)
+void text_append(struct text *out, const char *bytes, size_t n)
 {
 	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
 	if (n)
@@ -3162,11 +3230,12 @@ static size_t nfc_last_cut(const char *text, size_t n)
 	return n;
 }
 
-/* Characters that Hugging Face's NFC leaves where they are, because it is that of Unicode 9, and utf8proc's would move or join. */
+/* Characters that Hugging Face's NFC leaves where they are, because it is that of Unicode 9, and utf8proc's would move or join; and U+11A7, which
+ * utf8proc 2.8 takes for the last part of a Hangul syllable. */
 static bool nfc_ignores(int32_t c)
 {
 	static const int32_t young[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C}, {0xD3B, 0xD3C}, {0xEBA, 0xEBA},
-		{0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
+		{0x11A7, 0x11A7}, {0x1715, 0x1715}, {0x1ABF, 0x1ACE}, {0x1DF6, 0x1DFA}, {0xA82C, 0xA82C}, {0x10D24, 0x10D27}, {0x10EAB, 0x10EAC}, {0x10EFD, 0x10EFF},
 		{0x10F46, 0x10F50}, {0x10F82, 0x10F85}, {0x11070, 0x11070}, {0x1133B, 0x1133B}, {0x1145E, 0x1145E}, {0x11839, 0x1183A}, {0x11930, 0x11943},
 		{0x119E0, 0x119E0}, {0x11A34, 0x11A34}, {0x11A47, 0x11A47}, {0x11A99, 0x11A99}, {0x11D42, 0x11D45}, {0x11D97, 0x11D97}, {0x11F41, 0x11F42},
 		{0x16FF0, 0x16FF1}, {0x1E08F, 0x1E08F}, {0x1E130, 0x1E136}, {0x1E2AE, 0x1E2AE}, {0x1E2EC, 0x1E2EF}, {0x1E4EC, 0x1E4EF}};
@@ -3500,6 +3569,7 @@ static int translate(struct translation *r)
 static int add_split(struct tokenizer *t, const char *where, const char *pattern, size_t n, uint32_t options, bool drop_matches, bool drop_rest)
 {
 	struct translation r = {.where = where, .pattern = pattern, .n = n};
+	append_string(&r.out, ""); /* an empty pattern has a text too */
 	if (options & PCRE2_LITERAL)
 		text_append(&r.out, pattern, n);
 	else if (translate(&r) < 0) {
@@ -3508,7 +3578,7 @@ static int add_split(struct tokenizer *t, const char *where, const char *pattern
 	}
 	int error;
 	size_t at;
-	pcre2_code *code = pcre2_compile((const uint8_t *)r.out.data, r.out.size, PCRE2_UTF | PCRE2_UCP | options, &error, &at, NULL);
+	pcre2_code *code = pcre2_compile((const uint8_t *)r.out.data, r.out.size, PCRE2_UTF | (options ? options : PCRE2_UCP), &error, &at, NULL);
 	if (!code) {
 		char message[128] = "";
 		pcre2_get_error_message(error, (uint8_t *)message, sizeof message);
@@ -3697,6 +3767,18 @@ static int by_added_text(const void *a, const void *b)
 	return order ? order : (x->size > y->size) - (x->size < y->size);
 }
 
+/* The id of the added token with a text, or -1. */
+static int32_t added_id(const struct tokenizer *t, const char *text, size_t n)
+{
+	for (int k = 0; k < 2; k++)
+		for (int i = 0; i < t->num_added[k]; i++) {
+			const struct token *token = &t->tokens[t->added[k][i].id];
+			if (token->size == n && !memcmp(t->bytes.data + token->at, text, n))
+				return t->added[k][i].id;
+		}
+	return -1;
+}
+
 /* added_tokens. Hugging Face gives an added token the id of its text in the vocabulary, or the next free one, whatever the file says. */
 static int read_added(struct tokenizer *t, const char *path, const json_t *list, size_t vocab_count)
 {
@@ -3721,6 +3803,8 @@ static int read_added(struct tokenizer *t, const char *path, const json_t *list,
 			normalized = member_bool(entry, where, "normalized", !special);
 		if (special < 0 || single_word < 0 || lstrip < 0 || rstrip < 0 || normalized < 0)
 			return -1;
+		if (added_id(t, text, size) >= 0)
+			return fail("%s: `%.40s` is there twice", where, text);
 		int32_t given = merge_part(t, text, size);
 		struct token *token = &t->tokens[given < 0 ? id : given];
 		const bool known = token->known && token->size == size && !memcmp(t->bytes.data + token->at, text, size);
@@ -3990,13 +4074,15 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token)
 	const size_t n = strlen(token);
 	if (t->bytes_only)
 		return n == 1 ? (uint8_t)*token : -1;
-	for (int k = 0; k < 2; k++)
-		for (int i = 0; i < t->num_added[k]; i++) {
-			const struct token *added = &t->tokens[t->added[k][i].id];
-			if (added->size == n && !memcmp(t->bytes.data + added->at, token, n))
-				return t->added[k][i].id;
-		}
-	return *find_text(t, token, n);
+	const int32_t id = added_id(t, token, n);
+	return id >= 0 ? id : *find_text(t, token, n);
+}
+
+int tokenizer_bytes(const struct tokenizer *t, int32_t id)
+{
+	if (t->bytes_only)
+		return id >= 0 && id < BYTE_END;
+	return id >= 0 && id < t->size && !t->tokens[id].special ? (int)t->tokens[id].size : 0;
 }
 
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out)
@@ -4059,6 +4145,9 @@ void encoder_close(struct encoder *e)
 	if (!e)
 		return;
 	free(e->cache), free(e->normal.data);
+	if (e->words)
+		words_free(e->words);
+	free(e->words);
 	pcre2_match_data_free(e->match);
 	pcre2_match_context_free(e->context);
 	pcre2_jit_stack_free(e->stack);
@@ -5211,7 +5300,9 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
 
-#define SCAN_BLOCK (1 << 22)
+#ifndef SCAN_BLOCK
+#define SCAN_BLOCK (1 << 22) /* tokens that a thread looks through at a time */
+#endif
 
 /* What is known of a block of ids. */
 struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };
@@ -5467,7 +5558,7 @@ struct token_writer {
 	int64_t length;              /* tokens of the sequence being written */
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
-	int32_t largest_id;
+	int32_t largest_id, last_id;
 	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
 	uint32_t crc, mask_crc;
 };
@@ -5513,6 +5604,7 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 		for (size_t i = 0; i < piece; i++) {
 			narrow[i] = id[at + i];
 			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
+			w->last_id = id[at + i];
 			w->learned += learned ? learned[at + i] : 1;
 		}
 		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
@@ -5551,11 +5643,12 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 {
 	int64_t bytes = 0;
 	for (int64_t i = 0; i < ids->count; i++)
-		bytes += t->bytes_only ? ids->id[i] < BYTE_END : t->tokens[ids->id[i]].special ? 0 : t->tokens[ids->id[i]].size;
+		bytes += tokenizer_bytes(t, ids->id[i]);
 	return bytes;
 }
 
-/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold anything, integers beyond 64 bits included. */
+/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold
+ * anything, integers beyond 64 bits included. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
@@ -5696,8 +5789,9 @@ static int put_text(struct token_writer *w, struct encoder *e, const struct inpu
 			return -1;
 		*done = r->done;
 	}
-	if (b->whole && *done == b->known && w->length) {
-		put_ids(w, &(int32_t){tokenizer_end(w->tokenizer)}, NULL, 1);
+	if (b->whole && *done == b->known) {
+		if (w->length && w->last_id != w->tokenizer->end)
+			put_ids(w, &w->tokenizer->end, NULL, 1);
 		end_document(w);
 	}
 	return 0;
@@ -6084,7 +6178,7 @@ static void learn_merges(struct words *tokens, const struct words *counted, size
 	free(p.pair), free(p.slot), free(p.heap), free(p.risen), free(words), free(symbols), free(product.data);
 }
 
-/* A tokenizer.json as Hugging Face's library writes it. */
+/* A tokenizer.json as Hugging Face's library writes it. NULL when a special token or the pattern is not UTF-8. */
 static json_t *tokenizer_to_json(const struct tokenizer_training *how, const struct words *tokens, const struct ids *merges)
 {
 	static const char *const form[] = {"<|endoftext|>", "<role>", "</role>"};
@@ -6105,10 +6199,11 @@ static json_t *tokenizer_to_json(const struct tokenizer_training *how, const str
 		json_array_append_new(list, json_stringn(text.data, text.size));
 	}
 	free(text.data);
+	bool valid = true;
 	for (int i = 0; i < 3 + how->num_special; i++)
-		json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)(tokens->count + i),
+		valid &= 0 == json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)(tokens->count + i),
 				"content", i < 3 ? form[i] : how->special[i - 3], "single_word", 0, "lstrip", 0, "rstrip", 0, "normalized", 0, "special", 1));
-	return json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, "
+	json_t *root = json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, "
 			"s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:o}}",
 			"version", "1.0", "truncation", "padding", "added_tokens", added, "normalizer",
 			"pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern", "Regex", how->pattern ? how->pattern : LING_PATTERN,
@@ -6116,6 +6211,11 @@ static json_t *tokenizer_to_json(const struct tokenizer_training *how, const str
 			"post_processor", "decoder", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", 0,
 			"model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0,
 			"ignore_merges", 0, "vocab", vocab, "merges", list);
+	if (!valid) {
+		json_decref(root);
+		root = NULL;
+	}
+	return root;
 }
 
 /* Counts the words of all inputs, as the tokenizer cuts them, in *all. */
@@ -6205,6 +6305,672 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	tokenizer_close(t);
 	words_free(&tokens), words_free(&all), free(merges.id);
 	return rc < 0 ? -1 : sync_path(dir);
+}
+
+/* ============================================================================================================
+ * Tasks: a YAML file that says what is asked, JSON lines that hold the samples
+ * ========================================================================================================== */
+
+#define TASK_KEY(...) KEY_OF(struct task, __VA_ARGS__)
+
+static const char *const task_types[] = {"multiple_choice", "perplexity", "exact_match", NULL};
+static const char *const answer_forms[] = {"index", "number", "letter", "text", NULL};
+static const char *const match_names[] = {"first", "last", NULL};
+
+/* REQUIRED: by each task whose type the key is of. */
+static const struct key task_keys[] = {
+	TASK_KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what the results call it"),
+	TASK_KEY(type, T_ENUM, 0, 0, NEEDED, NULL, "how it is scored", .names = task_types),
+	TASK_KEY(data, T_TEXT, 0, 0, NEEDED, NULL, "JSON lines, one sample each; the path begins at the task file"),
+	TASK_KEY(limit, T_INT64, 0, 1e12, NONE, "off", "score only this many first samples"),
+	TASK_KEY(text, T_STRING, 0, 0, OF_PERPLEXITY, "{text}", "template of the document"),
+	TASK_KEY(stride, T_INT64, 0, 1e9, NONE | OF_PERPLEXITY, "off", "tokens that each window after the first scores; off: all of the window"),
+	TASK_KEY(prompt, T_STRING, 0, 0, REQUIRED | OF_CHOICE | OF_MATCH, NULL, "template of what the model is given"),
+	TASK_KEY(options, T_STRINGS, 0, 0, REQUIRED | OF_CHOICE, NULL, "the field that holds the list of options; or a list of templates, one for each"),
+	TASK_KEY(option, T_STRING, 0, 0, OF_CHOICE, "{option}", "template of an option, {option} being the field's item"),
+	TASK_KEY(answer, T_STRING, 0, 0, REQUIRED | OF_CHOICE | OF_MATCH, NULL,
+		"the field that holds the right option; or the right answer, or a list of right ones"),
+	TASK_KEY(answer_form, T_ENUM, 0, 0, OF_CHOICE, "index", "how it says which: index from 0, number from 1, letter from A, or the option's text",
+		.names = answer_forms),
+	TASK_KEY(target, T_STRING, 0, 0, NONE | OF_MATCH, "off", "template of the reply in an example; off: the first right answer"),
+	TASK_KEY(max_tokens, T_INT, 1, 1e6, OF_MATCH, "256", "longest reply"),
+	TASK_KEY(stop, T_STRINGS, 0, 0, NONE | OF_MATCH, "off", "texts at which the reply ends"),
+	TASK_KEY(extract, T_STRING, 0, 0, NONE | OF_MATCH, "off", "PCRE2 pattern whose group 1 is the reply's answer; off: all of the reply"),
+	TASK_KEY(extract_answer, T_STRING, 0, 0, NONE | OF_MATCH, "off", "the same for what the answer's field holds"),
+	TASK_KEY(match, T_ENUM, 0, 0, OF_MATCH, "first", "the match of extract that counts", .names = match_names),
+	SECTION("normalize", OF_MATCH, "how reply and answers are made plain before they are compared"),
+	TASK_KEY(normalize.strip, T_BOOL, 0, 1, 0, "true", "without white space at both ends"),
+	TASK_KEY(normalize.lowercase, T_BOOL, 0, 1, 0, "false", "ASCII letters small"),
+	TASK_KEY(normalize.punctuation, T_BOOL, 0, 1, 0, "true", "with punctuation; false: ASCII punctuation is left out"),
+	SECTION("examples", NONE | OF_CHOICE | OF_MATCH, "solved samples in front of the prompt"),
+	TASK_KEY(examples.count, T_INT, 1, 1000, NEEDED, NULL, "how many"),
+	TASK_KEY(examples.data, T_TEXT, 0, 0, NONE, "off", "JSON lines to choose them from; off: the task's data"),
+	TASK_KEY(examples.seed, T_UINT64, 0, 18446744073709551615.0, 0, "1", "of the choice"),
+	TASK_KEY(separator, T_STRING, 0, 0, OF_CHOICE | OF_MATCH, "\n\n", "text between examples and before the prompt"),
+	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false", "prompts are a user's messages, targets and replies the assistant's"),
+};
+
+static const struct table task_table = {task_keys, sizeof task_keys / sizeof *task_keys};
+_Static_assert(sizeof task_keys / sizeof *task_keys <= MAX_KEYS, "the places of all keys must fit");
+
+static const struct key tasks_key = {.name = "tasks", .type = T_TASKS};
+
+/* ------------------------------------------------------------------------------------------------ templates */
+
+/* The next piece of a template: text as it stands, up to a field, {{ or }}; and the field's name, or NULL. False at the end, and at what is no
+ * template, which is told in *wrong. */
+struct piece_of_template { const char *text, *field; size_t text_size, field_size; };
+static bool next_piece(const char **at, struct piece_of_template *p, const char **wrong)
+{
+	*p = (struct piece_of_template){.text = *at, .text_size = strcspn(*at, "{}")};
+	*at += p->text_size;
+	const char brace = **at;
+	if (!brace)
+		return p->text_size > 0;
+	if ((*at)[1] == brace) { /* doubled, it stands for itself */
+		p->text_size++;
+		*at += 2;
+		return true;
+	}
+	const size_t n = brace == '{' ? strcspn(*at + 1, "{}\n") : 0;
+	if (!n || (*at)[1 + n] != '}') {
+		*wrong = brace == '}' ? "a } without a {; write }} for a } that is text"
+				: "a { that begins no {field}; write {{ for a { that is text";
+		return false;
+	}
+	p->field = *at + 1, p->field_size = n;
+	*at += n + 2;
+	return true;
+}
+
+/* Appends a value that is a text, number, true or false. Where it is none, or missing (NULL), that is an error, which begins with `where` and
+ * names the field. */
+static int value_append(const json_t *value, const char *field, size_t n, const char *where, struct text *out)
+{
+	char number[40];
+	if (json_is_string(value)) {
+		text_append(out, json_string_value(value), json_string_length(value));
+		return 0;
+	}
+	if (json_is_integer(value))
+		snprintf(number, sizeof number, "%" JSON_INTEGER_FORMAT, json_integer_value(value));
+	else if (json_is_real(value)) {
+		/* the shortest that gives the same number */
+		for (int digits = 15; digits <= 17; digits++)
+			if (snprintf(number, sizeof number, "%.*g", digits, json_real_value(value)), strtod(number, NULL) == json_real_value(value))
+				break;
+	} else if (json_is_boolean(value))
+		strcpy(number, json_is_true(value) ? "true" : "false");
+	else
+		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where, n < 100 ? (int)n : 100, field, json_kind(value));
+	append_string(out, number);
+	return 0;
+}
+
+/* Appends a template, which check_template has passed, in the words of a sample. The field {option} is the item, if there is one. */
+static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where, struct text *out)
+{
+	static const char option[] = "option";
+	const size_t length = sizeof option - 1;
+	const char *wrong;
+	for (struct piece_of_template p; next_piece(&template, &p, &wrong);) {
+		text_append(out, p.text, p.text_size);
+		if (!p.field)
+			continue;
+		const json_t *value;
+		if (item && p.field_size >= length && !memcmp(p.field, option, length) && (p.field_size == length || p.field[length] == '.'))
+			value = p.field_size == length ? item : json_at_part(item, p.field + length + 1, p.field_size - length - 1);
+		else
+			value = json_at_part(sample, p.field, p.field_size);
+		if (value_append(value, p.field, p.field_size, where, out) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------- patterns */
+
+/* Compiles a pattern. NULL with what is wrong with it. */
+static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
+{
+	int error;
+	uint32_t groups = 0;
+	PCRE2_SIZE offset;
+	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF, &error, &offset, NULL);
+	if (!code) {
+		PCRE2_UCHAR message[120];
+		pcre2_get_error_message(error, message, sizeof message);
+		snprintf(wrong, 160, "%s at byte %zu", (const char *)message, (size_t)offset);
+		return NULL;
+	}
+	pcre2_pattern_info(code, PCRE2_INFO_CAPTURECOUNT, &groups);
+	if (groups)
+		return code;
+	pcre2_code_free(code);
+	strcpy(wrong, "without a group: put ( ) around what is to be extracted");
+	return NULL;
+}
+
+/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or takes too long to. */
+static bool pattern_extract(const char *pattern, enum which_match which, const struct text *in, struct text *out)
+{
+	char wrong[160];
+	pcre2_code *code = pattern_compile(pattern, wrong); /* check_pattern has passed it */
+	pcre2_match_data *match = code ? pcre2_match_data_create_from_pattern(code, NULL) : NULL;
+	size_t begin = 0, size = 0;
+	bool is_found = false;
+	for (size_t at = 0; match && at <= in->size && !(is_found && which == MATCH_FIRST);) {
+		if (pcre2_match(code, (PCRE2_SPTR)(in->data ? in->data : ""), in->size, at, 0, match, NULL) < 0)
+			break;
+		const PCRE2_SIZE *v = pcre2_get_ovector_pointer(match);
+		if (v[2] != PCRE2_UNSET && v[3] >= v[2])
+			is_found = true, begin = v[2], size = v[3] - v[2];
+		at = v[1] > at ? v[1] : at + 1; /* an empty match, or one that \K moved: on by a character */
+		while (at < in->size && ((uint8_t)in->data[at] & 0xc0) == 0x80)
+			at++;
+	}
+	if (is_found)
+		text_append(out, in->data ? in->data + begin : "", size);
+	pcre2_match_data_free(match);
+	pcre2_code_free(code);
+	return is_found;
+}
+
+static bool is_ascii_space(char c)
+{
+	return c == ' ' || (c >= '\t' && c <= '\r');
+}
+
+/* The bounds of a text without white space at both ends. */
+static void strip(const struct text *t, size_t *begin, size_t *end)
+{
+	*begin = 0, *end = t->size;
+	while (*begin < *end && is_ascii_space(t->data[*begin]))
+		++*begin;
+	while (*end > *begin && is_ascii_space(t->data[*end - 1]))
+		--*end;
+}
+
+/* Makes a text plain, in place: punctuation, letters, then the ends. */
+static void normalize(const struct task *t, struct text *text)
+{
+	size_t n = 0, begin = 0;
+	for (size_t i = 0; i < text->size; i++) {
+		const char c = text->data[i];
+		if (t->normalize.punctuation || !ispunct((uint8_t)c))
+			text->data[n++] = t->normalize.lowercase ? (char)tolower((uint8_t)c) : c;
+	}
+	text->size = n;
+	if (t->normalize.strip)
+		strip(text, &begin, &n);
+	if (text->data) {
+		memmove(text->data, text->data + begin, n - begin);
+		text->data[n - begin] = 0;
+	}
+	text->size = n - begin;
+}
+
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *found)
+{
+	*found = true;
+	if (t->extract)
+		*found = pattern_extract(t->extract, t->match, reply, extracted);
+	else
+		text_append(extracted, reply->data ? reply->data : "", reply->size);
+	normalize(t, extracted);
+	for (int i = 0; *found && i < s->num_choices; i++)
+		if (s->choice[i].size == extracted->size && !memcmp(s->choice[i].data, extracted->data, extracted->size))
+			return true;
+	return false;
+}
+
+/* ------------------------------------------------------------------------------------------- the task file */
+
+/* Fails when a template or pattern that a key holds is none. */
+static int check_template(const struct loader *l, const char *key, const char *template)
+{
+	const char *wrong = NULL;
+	struct piece_of_template p;
+	if (!template)
+		return 0;
+	while (next_piece(&template, &p, &wrong))
+		continue;
+	return wrong ? fail_key(l, key, "found %s", wrong) : 0;
+}
+
+static int check_pattern(const struct loader *l, const char *key, const char *pattern)
+{
+	char wrong[160];
+	pcre2_code *code = pattern ? pattern_compile(pattern, wrong) : NULL;
+	if (pattern && !code)
+		return fail_key(l, key, "found a pattern %s", wrong);
+	pcre2_code_free(code);
+	return 0;
+}
+
+/* The path of a file that the task file names. */
+static int task_path(const struct loader *l, char path[PATH_LEN])
+{
+	char dir[PATH_LEN], name[PATH_LEN];
+	if (!*path || *path == '/')
+		return 0;
+	parent_of(dir, l->path);
+	memcpy(name, path, PATH_LEN);
+	return !strcmp(dir, ".") ? 0 : path_join(path, dir, name);
+}
+
+/* Checks what one key alone cannot tell of a task that begins at `start`. */
+static int check_task(const struct loader *l, struct task *t, struct place start)
+{
+	const int kinds = OF_CHOICE | OF_PERPLEXITY | OF_MATCH;
+	const int kind = t->type == TASK_MULTIPLE_CHOICE ? OF_CHOICE : t->type == TASK_PERPLEXITY ? OF_PERPLEXITY : OF_MATCH;
+	for (int i = 0; i < task_table.num_keys; i++) {
+		const struct key *k = &task_keys[i];
+		if (l->places[i].source && k->flags & kinds && !(k->flags & kind))
+			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away", task_types[t->type]);
+		if (!l->places[i].source && k->flags & REQUIRED && k->flags & kind)
+			return fail_at(start, "the key %s is missing here: %s", k->name, k->help);
+	}
+	if (!t->options.list && l->places[find_in(l->table, "options") - task_keys].source && !t->options.count)
+		return fail_key(l, "options", "found nothing; expected a field's name or a list of templates");
+	if (t->options.list && l->places[find_in(l->table, "option") - task_keys].source)
+		return fail_key(l, "option", "found beside a list of templates; expected it where options is the name of a field");
+	if (t->chat && l->places[find_in(l->table, "separator") - task_keys].source)
+		return fail_key(l, "separator", "found beside chat: true, where messages are kept apart by their roles: take it away");
+	if (t->answer && !*t->answer)
+		return fail_key(l, "answer", "found nothing; expected the name of a field");
+	if (t->match == MATCH_LAST && !t->extract)
+		return fail_key(l, "match", "found last; expected it beside extract");
+	for (int64_t i = 0; t->options.list && i < t->options.count; i++)
+		if (check_template(l, "options", t->options.text[i]) < 0)
+			return -1;
+	if (check_template(l, "prompt", t->prompt) < 0 || check_template(l, "text", t->text) < 0 || check_template(l, "option", t->option) < 0 ||
+			check_template(l, "target", t->target) < 0 || check_pattern(l, "extract", t->extract) < 0 ||
+			check_pattern(l, "extract_answer", t->extract_answer) < 0)
+		return -1;
+	return task_path(l, t->data) < 0 || task_path(l, t->examples.data) < 0 ? -1 : 0;
+}
+
+/* Reads the items of the list of tasks up to its end; it has begun. */
+static int load_tasks(struct loader *l)
+{
+	struct tasks *tasks = l->structure;
+	while (advance(l) == 0) {
+		if (l->event.type == YAML_SEQUENCE_END_EVENT)
+			return tasks->count ? 0 : fail_at(here(l), "found an empty list; expected at least one task");
+		if (l->event.type != YAML_MAPPING_START_EVENT)
+			return fail_value(l, &tasks_key, "as an item");
+		tasks->task = grow(tasks->task, tasks->count, &tasks->capacity, 1, sizeof *tasks->task);
+		struct task *t = &tasks->task[tasks->count++];
+		*t = (struct task){0};
+		memset(l->places, 0, sizeof l->places);
+		l->structure = t;
+		for (int i = 0; i < task_table.num_keys; i++)
+			set_default(t, &task_keys[i], false);
+		const struct place start = here(l);
+		if (load_mapping(l, &root_key) < 0 || check_task(l, t, start) < 0)
+			return -1;
+		for (const struct task *other = tasks->task; other < t; other++)
+			if (!strcmp(other->name, t->name))
+				return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
+	}
+	return -1;
+}
+
+void tasks_print_keys(FILE *out)
+{
+	static const int kinds[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
+	char type[256];
+	for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
+		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
+		const char *separator = "; of ";
+		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe(type, k));
+		for (int i = 0; i < 3; i++)
+			if (k->flags & kinds[i])
+				fprintf(out, "%s%s", separator, task_types[i]), separator = ", ";
+		fprintf(out, ")\n");
+	}
+}
+
+/* --------------------------------------------------------------------------------------------------- samples */
+
+/* The right option, as the answer's field says it. */
+static int find_answer(const struct task *t, const json_t *value, const char *where, struct sample *s)
+{
+	struct text text = {0};
+	size_t begin, end;
+	if (value_append(value, t->answer, strlen(t->answer), where, &text) < 0)
+		return -1;
+	strip(&text, &begin, &end);
+	const char *word = text.data ? text.data + begin : "";
+	const size_t n = end - begin;
+	int64_t answer = -1;
+	for (int i = 0; i < s->num_choices && answer < 0 && t->answer_form == ANSWER_TEXT; i++) {
+		size_t first, last;
+		strip(&s->choice[i], &first, &last);
+		if (last - first == n && !memcmp(s->choice[i].data + first, word, n))
+			answer = i;
+	}
+	if (t->answer_form == ANSWER_LETTER && n == 1 && isalpha((uint8_t)*word))
+		answer = toupper((uint8_t)*word) - 'A';
+	if (t->answer_form <= ANSWER_NUMBER && n && n < 10 && strspn(word, "0123456789") == n)
+		answer = atoi(word) - (t->answer_form == ANSWER_NUMBER);
+	s->answer = (int)answer;
+	int rc = 0;
+	if (answer < 0 || answer >= s->num_choices) {
+		char expected[64], shown[64];
+		if (t->answer_form == ANSWER_TEXT)
+			snprintf(expected, sizeof expected, "the text of one of the %d options", s->num_choices);
+		else if (t->answer_form == ANSWER_LETTER)
+			snprintf(expected, sizeof expected, "a letter from A to %c", 'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
+		else
+			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER, s->num_choices - (t->answer_form == ANSWER_INDEX));
+		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word), expected,
+				answer_forms[t->answer_form]);
+	}
+	free(text.data);
+	return rc;
+}
+
+/* The options of a sample, and which is right. */
+static int make_options(const struct task *t, const json_t *object, const char *where, struct sample *s)
+{
+	const json_t *list = t->options.list ? NULL : json_at(object, *t->options.text);
+	if (!t->options.list && !json_is_array(list))
+		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text, json_kind(list));
+	const size_t n = list ? json_array_size(list) : (size_t)t->options.count;
+	if (n < 2 || n > 1000)
+		return fail("%s: found %zu option%s; expected 2 to 1000", where, n, n == 1 ? "" : "s");
+	s->choice = allocate(n * sizeof *s->choice);
+	s->num_choices = (int)n;
+	for (size_t i = 0; i < n; i++) {
+		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where, &s->choice[i]) < 0)
+			return -1;
+		if (!s->choice[i].size)
+			return fail("%s: option %zu is empty; expected text to score", where, i + 1);
+	}
+	if (find_answer(t, json_at(object, t->answer), where, s) < 0)
+		return -1;
+	text_append(&s->target, s->choice[s->answer].data, s->choice[s->answer].size);
+	return 0;
+}
+
+/* The answers of a sample that are right, made plain, and its reply as an example. */
+static int make_answers(const struct task *t, const json_t *object, const char *where, struct sample *s)
+{
+	const json_t *value = json_at(object, t->answer);
+	const int n = json_is_array(value) ? (int)json_array_size(value) : 1;
+	if (!n)
+		return fail("%s: the field `%s` is an empty list; expected at least one right answer", where, t->answer);
+	s->choice = allocate(n * sizeof *s->choice);
+	s->num_choices = n;
+	for (int i = 0; i < n; i++) {
+		struct text *answer = &s->choice[i], whole = {0};
+		if (value_append(json_is_array(value) ? json_array_get(value, i) : value, t->answer, strlen(t->answer), where, &whole) < 0)
+			return -1;
+		if (i == 0 && !t->target)
+			text_append(&s->target, whole.data, whole.size);
+		if (!t->extract_answer) {
+			*answer = whole;
+		} else {
+			const bool is_found = pattern_extract(t->extract_answer, MATCH_FIRST, &whole, answer);
+			free(whole.data);
+			if (!is_found)
+				return fail("%s: extract_answer does not match what `%s` holds", where, t->answer);
+		}
+		normalize(t, answer);
+	}
+	return t->target ? template_append(t->target, object, NULL, where, &s->target) : 0;
+}
+
+/* Adds the sample that a line holds. */
+static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json, size_t n)
+{
+	char where[PATH_LEN + 24];
+	json_error_t error;
+	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
+	json_t *object = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
+	int rc;
+	if (!object)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(object))
+		rc = fail("%s: is %s; expected an object, one sample", where, json_kind(object));
+	else {
+		samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
+		struct sample *s = &samples->sample[samples->count++];
+		*s = (struct sample){.line = line};
+		rc = template_append(t->type == TASK_PERPLEXITY ? t->text : t->prompt, object, NULL, where, &s->prompt);
+		if (rc == 0 && t->type == TASK_PERPLEXITY && !s->prompt.size)
+			rc = fail("%s: the document is empty; expected text", where);
+		if (rc == 0 && t->type != TASK_PERPLEXITY)
+			rc = t->type == TASK_MULTIPLE_CHOICE ? make_options(t, object, where, s) : make_answers(t, object, where, s);
+	}
+	json_decref(object);
+	return rc;
+}
+
+/* Reads up to `limit` samples (0: all) of a JSONL file; blank lines are skipped. */
+static int load_samples(const struct task *t, struct samples *samples, const char *path, int64_t limit)
+{
+	FILE *f = fopen(path, "re");
+	if (!f)
+		return fail("%s: cannot open: %s; task %s names it", path, strerror(errno), t->name);
+	char *json = NULL;
+	size_t capacity = 0;
+	ssize_t n = 0;
+	int rc = 0;
+	errno = 0;
+	for (int64_t line = 1; !rc && (!limit || samples->count < limit) && (n = getline(&json, &capacity, f)) >= 0; line++) {
+		if (strspn(json, " \t\r\n") < (size_t)n)
+			rc = add_sample(t, samples, path, line, json, n);
+		errno = 0;
+	}
+	if (!rc && n < 0 && !feof(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	if (!rc && !samples->count)
+		rc = fail("%s: no sample in it; expected JSON lines, one object each, for task %s", path, t->name);
+	free(json);
+	fclose(f);
+	return rc;
+}
+
+int tasks_load(struct tasks *tasks, const char *path)
+{
+	struct loader l = {.table = &task_table, .structure = tasks, .path = path, .source = path};
+	*tasks = (struct tasks){0};
+	int rc = strlen(path) < PATH_LEN ? load_file(&l, &tasks_key) : fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	for (int64_t i = 0; rc == 0 && i < tasks->count; i++) {
+		struct task *t = &tasks->task[i];
+		const bool own_pool = *t->examples.data;
+		rc = load_samples(t, &t->samples, t->data, t->examples.count && !own_pool ? 0 : t->limit);
+		t->num_samples = t->limit && t->limit < t->samples.count ? t->limit : t->samples.count;
+		if (rc == 0 && own_pool)
+			rc = load_samples(t, &t->pool, t->examples.data, 0);
+	}
+	return rc;
+}
+
+static void samples_free(struct samples *samples)
+{
+	for (int64_t n = 0; n < samples->count; n++) {
+		struct sample *s = &samples->sample[n];
+		for (int i = 0; i < s->num_choices; i++)
+			free(s->choice[i].data);
+		free(s->choice);
+		free(s->prompt.data);
+		free(s->target.data);
+	}
+	free(samples->sample);
+}
+
+void tasks_free(struct tasks *tasks)
+{
+	for (int64_t n = 0; n < tasks->count; n++) {
+		struct task *t = &tasks->task[n];
+		for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
+			char *field = (char *)t + k->offset;
+			struct strings *s = (struct strings *)field;
+			if (k->type == T_STRING)
+				free(*(char **)field);
+			for (int64_t i = 0; k->type == T_STRINGS && i < s->count; i++)
+				free(s->text[i]);
+			if (k->type == T_STRINGS)
+				free(s->text);
+		}
+		samples_free(&t->samples);
+		samples_free(&t->pool);
+	}
+	free(tasks->task);
+	*tasks = (struct tasks){0};
+}
+
+/* --------------------------------------------------------------------------------------------------- results */
+
+struct results {
+	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN];
+	FILE *f;
+};
+
+static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens"};
+
+struct results *results_open(const char *dir)
+{
+	struct results *r = allocate(sizeof *r);
+	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN && path_join(r->samples, dir, "samples.jsonl") == 0 &&
+			path_suffix(r->temporary, r->samples, ".tmp") == 0 && (r->f = file_create(r->temporary)))
+		return r;
+	free(r);
+	return NULL;
+}
+
+/* A text as a JSON string; bytes that are not UTF-8, as a model's reply may hold, become U+FFFD. */
+static json_t *text_to_json(const struct text *t)
+{
+	struct text clean = {0};
+	int32_t code;
+	for (size_t i = 0, size; i < t->size; i += size) {
+		const int whole = utf8_decode(t->data + i, t->size - i, &code);
+		text_append(&clean, whole ? t->data + i : "\xef\xbf\xbd", whole ? whole : 3);
+		size = whole ? whole : 1;
+	}
+	json_t *json = json_stringn(clean.data ? clean.data : "", clean.size);
+	free(clean.data);
+	return json;
+}
+
+static json_t *tokens_to_json(const int32_t *token, int64_t n)
+{
+	json_t *list = json_array();
+	for (int64_t i = 0; i < n; i++)
+		json_array_append_new(list, json_integer(token[i]));
+	return list;
+}
+
+void results_add(struct results *r, const struct task *t, const struct sample_result *s)
+{
+	json_t *line = json_pack("{s:s, s:I, s:o, s:b}", "task", t->name, "line", (json_int_t)s->sample->line,
+			t->type == TASK_PERPLEXITY ? "text" : "prompt", text_to_json(&s->sample->prompt),
+			t->type == TASK_PERPLEXITY ? "several_windows" : "context_cut", s->cut);
+	if (t->type == TASK_MULTIPLE_CHOICE) {
+		json_t *options = json_array(), *prediction = json_object(), *correct = json_object();
+		for (int i = 0; i < s->sample->num_choices; i++)
+			json_array_append_new(options, json_pack("{s:o, s:f, s:I, s:o}", "text", text_to_json(&s->sample->choice[i]),
+					"log_likelihood", s->text[i].log_likelihood, "bytes", (json_int_t)s->sample->choice[i].size,
+					"tokens", tokens_to_json(s->text[i].token, s->text[i].num_tokens)));
+		for (int i = 0; i < NUM_ACCURACIES; i++) {
+			json_object_set_new(prediction, accuracy_names[i], json_integer(s->prediction[i]));
+			json_object_set_new(correct, accuracy_names[i], json_boolean(s->prediction[i] == s->sample->answer));
+		}
+		json_object_set_new(line, "options", options);
+		json_object_set_new(line, "answer", json_integer(s->sample->answer));
+		json_object_set_new(line, "prediction", prediction);
+		json_object_set_new(line, "correct", correct);
+	} else if (t->type == TASK_PERPLEXITY) {
+		json_object_set_new(line, "log_likelihood", json_real(s->text->log_likelihood));
+		json_object_set_new(line, "tokens", json_integer(s->text->num_tokens));
+		json_object_set_new(line, "words", json_integer(s->words));
+		json_object_set_new(line, "bytes", json_integer((json_int_t)s->sample->prompt.size));
+	} else {
+		json_t *answers = json_array();
+		for (int i = 0; i < s->sample->num_choices; i++)
+			json_array_append_new(answers, text_to_json(&s->sample->choice[i]));
+		json_object_set_new(line, "answers", answers);
+		json_object_set_new(line, "reply", text_to_json(&s->reply));
+		json_object_set_new(line, "tokens", tokens_to_json(s->text->token, s->text->num_tokens));
+		json_object_set_new(line, "prediction", s->found ? text_to_json(&s->extracted) : json_null());
+		json_object_set_new(line, "correct", json_boolean(s->correct));
+	}
+	char *text = json_text(line, JSON_COMPACT);
+	fprintf(r->f, "%s\n", text);
+	free(text);
+	json_decref(line);
+}
+
+static json_t *result_to_json(const struct task_result *result)
+{
+	const struct task *t = result->task;
+	json_t *scores = json_object();
+	for (int i = 0; i < result->num_scores; i++) {
+		const struct score *s = &result->score[i];
+		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}", "value", isfinite(s->value) ? json_real(s->value) : json_null(),
+				"standard_error", isfinite(s->standard_error) ? json_real(s->standard_error) : json_null()));
+	}
+	json_t *json = json_pack("{s:s, s:s, s:s, s:I, s:o}", "name", t->name, "type", task_types[t->type], "data", t->data,
+			"samples", (json_int_t)t->num_samples, "scores", scores);
+	if (t->type == TASK_PERPLEXITY) {
+		json_object_set_new(json, "tokens", json_integer(result->tokens));
+		json_object_set_new(json, "words", json_integer(result->words));
+		json_object_set_new(json, "bytes", json_integer(result->bytes));
+		json_object_set_new(json, "documents_in_several_windows", json_integer(result->cut));
+		return json;
+	}
+	json_object_set_new(json, "examples", json_integer(t->examples.count));
+	json_object_set_new(json, "contexts_cut", json_integer(result->cut));
+	if (t->type == TASK_EXACT_MATCH) {
+		json_object_set_new(json, "unmatched", json_integer(result->unmatched));
+		return json;
+	}
+	json_t *ties = json_object();
+	for (int i = 0; i < NUM_ACCURACIES; i++)
+		json_object_set_new(ties, accuracy_names[i], json_integer(result->ties[i]));
+	json_object_set_new(json, "ties", ties);
+	return json;
+}
+
+static json_t *results_to_json(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+{
+	json_t *tasks = json_array();
+	for (int64_t i = 0; i < count; i++)
+		json_array_append_new(tasks, result_to_json(&result[i]));
+	return json_pack("{s:s, s:s, s:o, s:I, s:o}", "model", facts->model, "tasks_file", facts->tasks, "tokenizer_hash",
+			crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
+}
+
+char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+{
+	json_t *json = results_to_json(facts, result, count);
+	char *text = json_text(json, 0);
+	json_decref(json);
+	return text;
+}
+
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed)
+{
+	char path[PATH_LEN], temporary[PATH_LEN];
+	int rc = file_close(r->f, r->temporary, failed ? -1 : 0);
+	if (rc == 0 && (rc = path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0 ? -1 : 0) == 0) {
+		json_t *json = results_to_json(facts, result, count);
+		rc = json_write(temporary, json);
+		json_decref(json);
+		if (rc == 0 && (rename(r->temporary, r->samples) < 0 || rename(temporary, path) < 0))
+			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
+	}
+	if (rc == 0)
+		rc = sync_path(r->dir);
+	else if (!failed)
+		unlink(r->temporary);
+	free(r);
+	return rc;
 }
 
 /* ============================================================================================================
@@ -6575,7 +7341,7 @@ static json_t *pre_tokenizer_json(const char *pattern)
 }
 
 /* Fills vocab and added, parts of a tokenizer.json, from the tokens of a GGUF file and their types. */
-static int tokens_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab, json_t *added)
+static int vocabulary_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab, json_t *added)
 {
 	const json_t *token;
 	size_t id;
@@ -6626,7 +7392,7 @@ static int gguf_to_tokenizer(const json_t *metadata, const char *path, const cha
 			"end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0, "vocab", vocab, "merges", merges);
 	json_t *config = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast", "clean_up_tokenization_spaces", 0);
 	char file[PATH_LEN], name[32];
-	int rc = tokens_to_json(path, tokens, types, vocab, added);
+	int rc = vocabulary_to_json(path, tokens, types, vocab, added);
 	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
 		const json_t *id = json_object_get(metadata, token_roles[i].gguf);
 		json_t *token = json_is_integer(id) ? json_array_get(tokens, json_integer_value(id)) : NULL;

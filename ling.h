@@ -53,6 +53,10 @@ void set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static inline int failure(void) { return -1; }
 #define fail(...) (set_error(__VA_ARGS__), failure()) /* a macro, so that compilers see the -1 */
 
+/* Makes room for `more` entries behind the `used` ones of an array of the caller, doubling it when full; ends the program when there is no
+ * memory. Returns the array, to be freed with free(). */
+void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size);
+
 /* ============================================================================================================
  * Config (data.c). Plain values: a struct config is copied with =, and owns nothing.
  * ========================================================================================================== */
@@ -234,7 +238,8 @@ struct ids {                   /* a growing list of token ids; free(id) */
 void put_id(struct ids *out, int32_t id); /* appends one */
 
 struct tokenizer;              /* read-only once open: shared by all threads */
-/* Opens `name`: "byte", a Hugging Face tokenizer.json, or a directory that holds one. NULL on error. */
+/* Opens `name`: "byte", a Hugging Face tokenizer.json of byte-level BPE, or a directory that holds one. What of it is not supported, or would give
+ * other ids than Hugging Face's, is an error that names it. NULL on error. */
 struct tokenizer *tokenizer_open(const char *name);
 void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 /* Ids are beneath it. */
@@ -248,12 +253,19 @@ int32_t tokenizer_id(const struct tokenizer *t, const char *token);
 /* Appends the text of an id, byte for byte, to a growing text; a special token's too if `special`. An id outside the vocabulary gives nothing. */
 struct text { char *data; size_t size, capacity; }; /* free(data); always ends with a 0 beyond size */
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out);
+/* Bytes of the text that an id stands for, 0 for a special token. */
+int tokenizer_bytes(const struct tokenizer *t, int32_t id);
+void text_append(struct text *out, const char *bytes, size_t n);
+
+struct strings { char **text; int64_t count; bool list; }; /* list: written as one */
 
 struct encoder;                /* the work space of one thread; the tokenizer must outlive it */
 struct encoder *encoder_open(const struct tokenizer *t);
 void encoder_close(struct encoder *e); /* NULL is fine */
 /* Appends the ids of n bytes of text, which may hold anything. With `special`, the text of a special token in it becomes that token; else it is
- * ordinary text. */
+ * ordinary text. (Added tokens that are not special are always found.) Ids are those of Hugging Face's encode(text, add_special_tokens=False): the
+ * file's post_processor, truncation and padding play no part. Of bytes that are not UTF-8 a longest run is a word of its own, and what is between is
+ * encoded as if it were alone. Decoding gives back every byte, unless the tokenizer drops some (NFC, Split with Removed, lstrip, rstrip). */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
 struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */
@@ -328,6 +340,86 @@ struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; }; /* w
  * ids. Writes it as a tokenizer.json. The result is the same for any number of processors. Text is taken in pieces of about 256 KiB that end with a
  * line. Memory is that of the distinct words. */
 int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result);
+
+/* -- tasks: what `ling eval --tasks` asks a model, and what came of it -- */
+
+enum task_type { TASK_MULTIPLE_CHOICE, TASK_PERPLEXITY, TASK_EXACT_MATCH };
+enum answer_form { ANSWER_INDEX, ANSWER_NUMBER, ANSWER_LETTER, ANSWER_TEXT };
+enum which_match { MATCH_FIRST, MATCH_LAST };
+
+struct sample {                /* one line of a JSONL file, in the words of its task's templates */
+	int64_t line;
+	struct text prompt;          /* perplexity: the document */
+	struct text target;          /* what follows the prompt where the sample is an example; perplexity: none */
+	struct text *choice;         /* [num_choices] the options; exact match: the answers that are right */
+	int num_choices, answer;     /* the right option */
+};
+struct samples { struct sample *sample; int64_t count; size_t capacity; };
+
+struct task {                  /* the keys of a task file (see task_keys in data.c), what is off is NULL or 0; and the samples */
+	char name[MAX_NAME];
+	enum task_type type;
+	char data[PATH_LEN];
+	int64_t limit;
+	char *prompt, *text, *option, *target, *separator;
+	struct strings options, stop;
+	char *answer, *extract, *extract_answer;
+	enum answer_form answer_form;
+	enum which_match match;
+	struct { bool strip, lowercase, punctuation; } normalize;
+	struct { int count; char data[PATH_LEN]; uint64_t seed; } examples;
+	bool chat;
+	int max_tokens;
+	int64_t stride;
+	struct samples samples;      /* of `data`; the first num_samples are scored */
+	int64_t num_samples;
+	struct samples pool;         /* of examples.data; empty when the examples are from samples */
+};
+struct tasks { struct task *task; int64_t count; size_t capacity; };
+
+/* Reads a task file and the samples of all its tasks. Errors name the file, the line and the key or field. tasks_free in any case. */
+int tasks_load(struct tasks *t, const char *path);
+void tasks_free(struct tasks *t);
+/* Prints every key of a task file with default and meaning. */
+void tasks_print_keys(FILE *out);
+/* Whether a reply is right: what is extracted from it and made plain is equal to one of the answers made plain. `extracted` gets that text, and
+ * is left empty, with *found false, where the pattern does not match. */
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *found);
+
+enum { ACCURACY_RAW, ACCURACY_BYTES, ACCURACY_TOKENS, NUM_ACCURACIES };
+
+struct scored_text { double log_likelihood; const int32_t *token; int64_t num_tokens; }; /* the tokens that it is the sum over */
+
+struct sample_result {
+	const struct sample *sample;
+	bool cut;                    /* the context did not fit into the window */
+	const struct scored_text *text; /* [num_choices] the options; perplexity: the document; exact match: the reply, which has no likelihood */
+	int prediction[NUM_ACCURACIES]; /* by log-likelihood, over bytes, over tokens */
+	int64_t words;               /* of the document */
+	struct text reply, extracted;
+	bool found, correct;         /* exact match */
+};
+
+struct score { const char *name; double value, standard_error; }; /* NaN: cannot be told from one sample */
+enum { MAX_SCORES = 4 };
+
+struct task_result {
+	const struct task *task;
+	int num_scores;
+	struct score score[MAX_SCORES];
+	int64_t cut;                 /* samples whose context was cut; perplexity: documents in several windows */
+	int64_t ties[NUM_ACCURACIES], unmatched;
+	int64_t tokens, words, bytes; /* perplexity: of all documents */
+};
+
+/* DIR/samples.jsonl and DIR/results.json appear when both are whole. NULL on error. */
+struct results *results_open(const char *dir);
+void results_add(struct results *r, const struct task *t, const struct sample_result *s);
+struct evaluation_facts { const char *model, *tasks; uint32_t tokenizer_hash; int64_t seq_len; };
+/* r is gone whatever the result; with failed, so are the files. */
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed);
+/* The text of results.json; the caller frees it. */
+char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
 
 /* -- conversion -- */
 
@@ -466,7 +558,8 @@ void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout,
 		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I);
 
 /* -- random numbers: a value depends on (seed, purpose, step, position) alone -- */
-enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16, RANDOM_SAMPLING = 4 << 16 }; /* the low 16 bits: a layer, say */
+enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16, RANDOM_SAMPLING = 4 << 16,
+	RANDOM_EXAMPLES = 5 << 16 }; /* the low 16 bits: a layer, say */
 struct random_stream {
 	uint64_t seed;
 	uint32_t purpose, step;
@@ -911,8 +1004,9 @@ int trainer_save(struct trainer *t);
 int trainer_run(struct trainer *t);
 
 /* Mean cross-entropy over the windows of a token file, one window at a time, so that no batching can change it. */
-struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: the bytes of text among them (byte tokenizer) */
-int evaluate(struct model *m, const struct tokens *data, bool document_mask, int64_t max_windows, struct evaluation *e);
+struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whose loss counts; bytes: of their text, 0 where `tokenizer` is NULL */
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask, int64_t max_windows,
+		struct evaluation *e);
 
 /* ============================================================================================================
  * Generation (ling.c), of a model without tensor parallel
@@ -935,7 +1029,7 @@ struct continuation {          /* of one prompt */
 struct generation {
 	struct sampling sampling;
 	int64_t max_tokens;          /* of a continuation, at least 1 */
-	const char *stop;            /* NULL or "": none */
+	struct strings stop;         /* a continuation ends before the first of these */
 	int batch;                   /* sequences at a time */
 	bool no_cache;               /* compute every sequence anew for each of its tokens: a check, and slow */
 	int (*show)(void *context, const struct continuation *c); /* NULL, or called after each token; -1 ends all */
@@ -943,6 +1037,44 @@ struct generation {
 };
 /* Continues n prompts, those that are finished already left out. The result is the same for any batch, with the cache and without. */
 int generate(struct model *m, const struct tokenizer *t, struct continuation *continuations, int n, const struct generation *g);
+
+/* ============================================================================================================
+ * Scored evaluation (ling.c). A task becomes items: token sequences, an item's branches, which begin alike. What is scored are the last tokens of
+ * each.
+ * ========================================================================================================== */
+
+struct task_branch {
+	int64_t rest, num_rest;      /* the sequence's tokens behind what the branches share, in task_work.ids; the last one is only a target */
+	int64_t scored;              /* where in the sequence the scored tokens begin: never at 0 */
+};
+struct task_item {
+	int64_t sample;
+	int64_t shared, num_shared;  /* in task_work.ids; at least one token */
+	int64_t first_branch;
+	int num_branches;            /* exact match: 0, the shared tokens are the prompt */
+	bool cut;
+};
+struct task_work {             /* a task in tokens */
+	const struct task *task;
+	const struct tokenizer *tokenizer;
+	struct ids ids;
+	struct task_item *item;
+	struct task_branch *branch;
+	int64_t num_items, num_branches;
+	size_t item_room, branch_room;
+	int64_t longest;             /* tokens of the longest sequence that must fit into the model's window */
+	/* what the model makes of it: each branch's log-likelihood; exact match: each item's reply, as its length and max_tokens ids */
+	double *value;
+	int64_t num_values;
+};
+/* Encodes a task for windows of up to L tokens. task_work_free in any case. */
+int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L);
+void task_work_free(struct task_work *w);
+/* Runs the items of the samples that are this rank's, up to `batch` at a time; on all ranks together, which then have all values. The bits of a value
+ * depend neither on batch or ranks nor on how many tokens the model takes at a time. */
+int task_run(struct task_work *w, struct model *m, int batch);
+/* The scores; with `results`, a line of each sample. */
+void task_score(const struct task_work *w, struct task_result *result, struct results *results);
 
 /* Set by SIGTERM and SIGINT: the step in hand is finished and saved. Global because a signal handler has no arguments. */
 extern volatile sig_atomic_t stop_requested;

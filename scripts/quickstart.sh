@@ -1,6 +1,6 @@
 #!/bin/bash
-# From nothing to a trained model: builds ling, makes token files from a bilingual text, trains configs/quickstart.yaml, evaluates,
-# draws. Run it again and it goes on where it stopped.
+# From nothing to a trained model: builds ling, learns a vocabulary from a bilingual text, makes token files, trains
+# configs/quickstart.yaml, evaluates, draws, and lets the model write. Run it again and it goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=build/data
@@ -33,8 +33,10 @@ if [ ! -f "$data/text.ready" ]; then
 		head -n $((lines * 19 / 20)) "$text" >"${text%.txt}.train.txt"
 		tail -n +$((lines * 19 / 20 + 1)) "$text" >"${text%.txt}.valid.txt"
 	done
-	./ling tokenize --tokenizer byte --out "$data/train" "$data"/*.train.txt
-	./ling tokenize --tokenizer byte --out "$data/valid" "$data"/*.valid.txt
+	vocabulary=$(sed -n 's/^  vocab_size: *//p' configs/quickstart.yaml)
+	./ling train-tokenizer --vocab-size "$vocabulary" --out "$data/tokenizer.json" "$data"/*.train.txt
+	./ling tokenize --tokenizer "$data/tokenizer.json" --out "$data/train" "$data"/*.train.txt
+	./ling tokenize --tokenizer "$data/tokenizer.json" --out "$data/valid" "$data"/*.valid.txt
 	touch "$data/text.ready"
 fi
 
@@ -51,6 +53,13 @@ bytes=$(cat "$data"/*.valid.txt | wc -c)
 packed=$(cat "$data"/*.valid.txt | gzip -9 | wc -c)
 awk -v ling="$ling" -v bytes="$bytes" -v packed="$packed" 'BEGIN { printf "  ling     %.3f\n  gzip -9  %.3f\n", ling, 8 * packed / bytes }'
 ./ling plot "$run" >/dev/null
+echo
+echo "The model goes on from a beginning, in English and in Chinese:"
+for beginning in "This package is" "系统"; do
+	echo
+	printf '%s' "$beginning"
+	./ling generate "$checkpoint" --prompt "$beginning" --max-tokens 60 --temperature 0.5 --top-p 0.9
+done
 echo
 echo "checkpoint   $checkpoint"
 echo "metrics      $run/metrics.jsonl"

@@ -71,6 +71,50 @@ test_tokenize() {
 	expect 1 "byte" "$ling" tokenize --tokenizer words --out bad text.txt
 }
 
+# Byte-level BPE: the data, the run and its checkpoints know the tokenizer by what it does, not by its place.
+test_bpe() {
+	local fixture="$root/tests/fixtures/tokenizer"
+	expect 0 "" "$ling" train-tokenizer --vocab-size 300 --special '<x>' --out bpe/tokenizer.json text.txt two.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/text text.txt
+	expect 0 "" "$ling" tokenize --decode bpe/text
+	[ "$("$ling" tokenize --decode bpe/text)" = "$(cat text.txt)<|endoftext|>" ] || problem "bpe/text: decoded to another text"
+	OMP_NUM_THREADS=1 "$ling" tokenize --tokenizer bpe/tokenizer.json --out bpe/again text.txt >/dev/null 2>&1
+	cmp -s bpe/text.bin bpe/again.bin || problem "bpe/text.bin: one thread makes others"
+	printf 'a<x>b' >special.txt
+	expect 0 "" "$ling" tokenize --tokenizer bpe --special --out bpe/special special.txt
+	[ "$(od -An -v -tu2 bpe/special.bin | tr -s ' \n' ' ')" = " 64 299 65 296 " ] || problem "special.bin: $(od -An -tu2 bpe/special.bin)"
+	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/plain special.txt
+	[ "$(wc -c <bpe/plain.bin)" -ge 12 ] || problem "a special token was recognised in a text without --special"
+
+	sed 's/vocab_size: 257/vocab_size: 304/; s/train: text, valid: valid, tokenizer: byte/train: bpe\/text, tokenizer: bpe/; s/steps: 20/steps: 4/
+		s/output_dir: run/output_dir: bpe\/run/; s/^eval: .*//; s/decay: { steps: 6/decay: { steps: 2/' tiny.yaml >bpe.yaml
+	expect 0 "" "$ling" train bpe.yaml train.stop_at_step=2
+	cmp -s bpe/tokenizer.json bpe/run/step-0000002/tokenizer.json || problem "the checkpoint does not carry the tokenizer"
+	cp bpe/run/step-0000002/tokenizer.json kept.json
+	echo >>bpe/run/step-0000002/tokenizer.json
+	expect 1 "step-0000002/tokenizer.json: " "$ling" train bpe.yaml
+	cp kept.json bpe/run/step-0000002/tokenizer.json
+	expect 0 "" "$ling" train bpe.yaml
+	expect 0 "" "$ling" eval bpe/run/step-0000004 --data bpe/text --seq-len 16 --json
+	[ "$(metric bytes out.txt)" -gt "$(metric tokens out.txt)" ] || problem "bits per byte of BPE: $(cat out.txt)"
+	expect 0 "" "$ling" tokenize --tokenizer bpe/run/step-0000004 --out bpe/again text.txt
+	expect 0 "" "$ling" train bpe.yaml data.train=bpe/again train.output_dir=bpe/run2
+	expect 1 "hash" "$ling" train bpe.yaml data.tokenizer="$fixture" model.vocab_size=500 train.output_dir=bpe/run3
+	expect 1 "vocab_size" "$ling" train bpe.yaml model.vocab_size=299 train.output_dir=bpe/run3
+	expect 1 "hash" "$ling" train bpe.yaml data.train=text train.output_dir=bpe/run3
+	expect 1 "nowhere" "$ling" train bpe.yaml data.tokenizer=nowhere train.output_dir=bpe/run3
+
+	expect 1 "hash" "$ling" tokenize --decode bpe/text --tokenizer "$fixture"
+	expect 1 "cannot open" "$ling" tokenize --decode nothing
+	expect 2 "decode" "$ling" tokenize --decode bpe/text text.txt
+	expect 2 "decode" "$ling" tokenize --decode bpe/text --out x
+	expect 2 "vocab-size" "$ling" train-tokenizer --out x.json text.txt
+	expect 2 "whole number" "$ling" train-tokenizer --vocab-size many --out x.json text.txt
+	expect 1 "259" "$ling" train-tokenizer --vocab-size 100 --out x.json text.txt
+	expect 1 "anchor" "$ling" train-tokenizer --vocab-size 300 --pattern '^x' --out x.json text.txt
+	[ ! -e x.json ] || problem "x.json was left behind"
+}
+
 test_train() {
 	expect 0 "" "$ling" train tiny.yaml
 	[ -f run/step-0000020/model.safetensors ] || problem "no checkpoint of step 20"
@@ -147,8 +191,8 @@ test_changed_config() {
 	grep -q "train.batch" out.txt || problem "a changed batch was not mentioned"
 	# A run of so many tokens ends with them, whatever the batch becomes.
 	local run="tiny.yaml train.output_dir=tokens train.batch_warmup=off train.steps=off train.tokens=1600 schedule.decay=off"
-	expect 0 "" "$ling" train $run train.batch=2 train.stop_at_step=25
-	expect 0 "" "$ling" train $run train.batch=5
+	expect 0 "" "$ling" train bpe.yaml train.batch=2 train.stop_at_step=25
+	expect 0 "" "$ling" train bpe.yaml train.batch=5
 	[ "$(metric tokens tokens/metrics.jsonl | tail -n 1)" = 1600 ] || problem "tokens at the end: $(tail -n 1 tokens/metrics.jsonl)"
 }
 
@@ -162,7 +206,7 @@ test_changed_data() {
 	head -c 640 "$root/ling.c" >other.txt
 	"$ling" tokenize --out moved other.txt >/dev/null 2>&1
 	expect 1 "other tokens" "$ling" train tiny.yaml train.output_dir=data2 data.train=moved
-	sed 's/"byte"/"bits"/' text.json >moved.json && cp text.bin moved.bin && cp text.idx moved.idx
+	sed 's/"byte"/"bits"/; s/\("tokenizer_hash": "\)......../\100000000/' text.json >moved.json && cp text.bin moved.bin && cp text.idx moved.idx
 	expect 1 "tokenizer" "$ling" train tiny.yaml train.output_dir=data3 data.train=moved
 }
 
@@ -390,7 +434,7 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize convert-checkpoint info bench doctor plot; do
+	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
 		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac
@@ -464,7 +508,7 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-for name in ${TESTS:-tokenize train bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats damaged_checkpoint \
+for name in ${TESTS:-tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats damaged_checkpoint \
 	not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info plot}; do
 	check $name
 done

@@ -3,6 +3,7 @@
  * as they were; broken ones, made here by patching good ones, must give the error that names the place.
  */
 #define SEQUENCE_MAX 10000 /* so that a small text has documents of several sequences */
+#define SCAN_BLOCK 9       /* and a small file many blocks */
 #include "../data.c"
 
 #include "test.h"
@@ -1200,6 +1201,12 @@ static void tokenize_progress(void **state)
 	free(text);
 }
 
+/* Makes a file as old as that. */
+static void set_time(const char *path, struct timespec when)
+{
+	assert_int_equal(utimensat(AT_FDCWD, path, (struct timespec[]){when, when}, 0), 0);
+}
+
 /* The tokens of a file as text: learned ones between brackets, | for the end of a document. */
 static const char *show_tokens(const char *prefix)
 {
@@ -1249,10 +1256,17 @@ static void tokenize_chat(void **state)
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
 		assert_true(result.learned < result.tokens && exists(at("t.mask.bin")));
 	}
-	/* A damaged mask, or one that is gone, is noticed. */
 	struct tokens t;
 	size_t n;
 	uint8_t *mask = get_file(at("t.mask.bin"), &n);
+	/* The mask is part of what a file is known by, whoever computes it. */
+	for (int i = 0; i < 2; i++) {
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		assert_int_equal(t.crc32, crc32_z(crc32_z(0, t.bin.data, t.bin.size), mask, n));
+		tokens_close(&t);
+		set_time(at("t.bin"), (struct timespec){1, 0});
+	}
+	/* A damaged mask, or one that is gone, is noticed. */
 	mask[3] = 1;
 	put_file(at("t.mask.bin"), mask, n);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
@@ -1397,12 +1411,6 @@ static void tokens_formats(void **state)
 	expect_error("bare.bin: its 7 bytes are no whole number of uint16 ids");
 }
 
-/* Makes a file as old as it was. */
-static void set_time(const char *path, struct timespec when)
-{
-	assert_int_equal(utimensat(AT_FDCWD, path, (struct timespec[]){when, when}, 0), 0);
-}
-
 /* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are checked. */
 static void manifest_vouches(void **state)
 {
@@ -1416,6 +1424,7 @@ static void manifest_vouches(void **state)
 	put_file(path, ids, sizeof ids);
 	assert_int_equal(tokens_open(&t, path, "uint16", 10), 0);
 	const uint32_t crc = t.crc32;
+	assert_int_equal(crc, crc32_z(0, (uint8_t *)ids, sizeof ids));
 	tokens_close(&t);
 	assert_int_equal(stamp_file(&before, path), 0);
 	ids[500] = 11;

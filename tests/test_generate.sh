@@ -10,20 +10,6 @@ export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
 . tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
 
-# expect STATUS TEXT COMMAND...: the exit status, and, if TEXT is not empty, one error line, which begins with "ling" and holds TEXT.
-expect() {
-	local want=$1 text=$2 status
-	shift 2
-	"$@" >out.txt 2>err.txt
-	status=$?
-	[ $status = "$want" ] || problem "exit status $status, expected $want: $* ($(head -c 400 err.txt))"
-	if [ -n "$text" ]; then
-		grep -qF -- "$text" err.txt || problem "no '$text' in: $(head -c 400 err.txt)"
-		[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 400 err.txt)"
-	fi
-	! grep -q 'Sanitizer\|runtime error' err.txt || problem "$(head -c 2000 err.txt)"
-}
-
 same() { cmp -s "$1" "$2" || problem "$1 and $2 differ"; }
 
 # ---- a model that has learned one line, in which no character comes twice, and a vocabulary with ids that no token has ----

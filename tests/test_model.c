@@ -455,12 +455,12 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
-/* Documents packed into one window have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
+/* Documents packed into windows have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
 static void test_packed_documents(void **state)
 {
 	(void)state;
-	enum { L = 12, V = 30, DOCUMENTS = 4 };
-	static const int length[DOCUMENTS] = {3, 5, 1, 3};
+	enum { L = 12, V = 30, DOCUMENTS = 5 };
+	static const int length[DOCUMENTS] = {12, 3, 5, 1, 3}; /* two windows */
 	for (enum purpose recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 		struct trainer packed, alone;
 		struct metrics m[2];
@@ -472,8 +472,9 @@ static void test_packed_documents(void **state)
 			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
 			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
 		};
-		make_trainer(&packed, &c);
 		make_trainer(&alone, &c);
+		c.train.micro_batch = 1;
+		make_trainer(&packed, &c);
 		model_randomize(&packed.model, 1);
 		model_randomize(&alone.model, 1);
 		for (int i = 0; i < DOCUMENTS * L; i++) {
@@ -482,12 +483,12 @@ static void test_packed_documents(void **state)
 		}
 		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
 			for (int i = 0; i < length[d]; i++) {
-				packed.document[at + i] = at;
+				packed.document[at + i] = at % L;
 				packed.input[at + i] = alone.input[d * L + i] = 11 * (at + i) % V;
 				if (i > 0)
 					packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
 			}
-		assert_done(trainer_step(&packed, 1, &m[0]));
+		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
 		const int64_t n = packed.model.num_params;
@@ -496,8 +497,8 @@ static void test_packed_documents(void **state)
 			expected[i] = alone.model.grads.memory[i];
 		assert_close(packed.model.grads.memory, expected, n, TOLERANCE, "gradient of packed documents");
 		/* with attention across documents it is another loss */
-		memset(packed.document, 0, L * sizeof *packed.document);
-		assert_done(trainer_step(&packed, 1, &m[0]));
+		memset(packed.document, 0, 2 * L * sizeof *packed.document);
+		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) > 1e-3);
 		free(expected);
 		trainer_free(&packed);
@@ -1186,7 +1187,7 @@ static void test_generate(void **state)
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct tokenizer *t = tokenizer_open("byte");
 	int differ = 0, beyond = 0;
-	char stop[4] = "";
+	char stop[4] = "", *stops[] = {stop};
 	real logits[300];
 	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
 		struct continuation expected[PROMPTS], found[PROMPTS];
@@ -1195,7 +1196,7 @@ static void test_generate(void **state)
 				{PROMPTS, 5, false}, {4, 9, true}};
 			struct model m;
 			struct generation g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
-				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = kind == 2 ? stop : NULL};
+				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = {stops, kind == 2, false}};
 			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
 			model_randomize(&m, 3);
 			run_generate(way ? found : expected, &m, t, &g);

@@ -191,8 +191,8 @@ test_changed_config() {
 	grep -q "train.batch" out.txt || problem "a changed batch was not mentioned"
 	# A run of so many tokens ends with them, whatever the batch becomes.
 	local run="tiny.yaml train.output_dir=tokens train.batch_warmup=off train.steps=off train.tokens=1600 schedule.decay=off"
-	expect 0 "" "$ling" train bpe.yaml train.batch=2 train.stop_at_step=25
-	expect 0 "" "$ling" train bpe.yaml train.batch=5
+	expect 0 "" "$ling" train $run train.batch=2 train.stop_at_step=25
+	expect 0 "" "$ling" train $run train.batch=5
 	[ "$(metric tokens tokens/metrics.jsonl | tail -n 1)" = 1600 ] || problem "tokens at the end: $(tail -n 1 tokens/metrics.jsonl)"
 }
 

@@ -66,6 +66,9 @@ static inline real exponential(real x)
 #endif
 }
 
+/* Elements of work from which on it pays to wake the other threads: generation computes one row at a time. */
+enum { WORTH_THREADS = 1 << 14 };
+
 static real largest(const real *x, int64_t n)
 {
 	real max = x[0];
@@ -649,7 +652,7 @@ double sum_of_squares(const real *x, int64_t n)
 
 void copy_array(real *out, const real *in, int64_t n)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (n > WORTH_THREADS)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
 		int64_t begin = n * b / SUM_BLOCKS, end = n * (b + 1) / SUM_BLOCKS;
 		memcpy(out + begin, in + begin, (end - begin) * sizeof *out);
@@ -658,7 +661,7 @@ void copy_array(real *out, const real *in, int64_t n)
 
 void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * N > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++)
 		for (int64_t j = 0; j < N; j++)
 			out[t * N + j] = x[t * N + j] * scale[j];
@@ -749,7 +752,7 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const st
 		return;
 	const struct tiles tile = choose_tiles(groups, offset[G] / groups, cols);
 	const bool finish_tiles = finish && count_pieces(cols, tile.cols) == 1;
-	#pragma omp parallel
+	#pragma omp parallel if (offset[G] * inner * cols / LANES > WORTH_THREADS)
 	#pragma omp single
 	for (int g = 0; g < G; g++) {
 		const int64_t rows = offset[g + 1] - offset[g];
@@ -772,7 +775,7 @@ static void grouped_rows(real *out, const real *in, const int32_t *row, const st
 	}
 	if (finish && !finish_tiles) {
 		enum { ROWS = 16 };
-		#pragma omp parallel for
+		#pragma omp parallel for if (offset[G] * cols > WORTH_THREADS)
 		for (int64_t r = 0; r < offset[G]; r += ROWS)
 			finish->rows(finish, r, min64(ROWS, offset[G] - r));
 	}
@@ -817,7 +820,7 @@ void matmul_forward(real *y, const real *x, const struct weight *w, const real *
 {
 	grouped_matmul_forward(y, x, NULL, w, (int64_t[]){0, T}, 1, K, N, accumulate);
 	if (bias) {
-		#pragma omp parallel for
+		#pragma omp parallel for if (T * N > WORTH_THREADS)
 		for (int64_t t = 0; t < T; t++)
 			for (int64_t j = 0; j < N; j++)
 				y[t * N + j] += bias[j];
@@ -858,7 +861,7 @@ static const void *weight_at(const struct weight *w, int64_t element)
 
 void embedding_forward(real *out, const int32_t *token, const struct weight *w, int64_t first, int64_t T, int64_t H, int64_t V)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * H > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		const int64_t v = token[t] - first;
 		if (v >= 0 && v < V)
@@ -894,7 +897,7 @@ void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_
 
 void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_t T, int64_t H, double eps)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * H > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		const real *row = x + t * H;
 		double sum = 0; /* in float, values beyond 1e19 would vanish instead of showing */
@@ -949,7 +952,7 @@ void rope_table(real *table, int64_t L, int64_t d, double theta)
 /* Turns the query and key heads of qkv in place, forwards (sign 1) or backwards (sign -1). */
 static void rope_rotate(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv, int64_t d, real sign)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * (nh + nkv) * d > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		const real *cosine = table + (t % L - (document ? document[t] : 0)) * d, *sine = cosine + d / 2;
 		for (int head = 0; head < nh + nkv; head++) {
@@ -1123,7 +1126,10 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch)
 {
 	const int64_t stride = 2 * nkv * d;
-	#pragma omp parallel
+	int64_t work = 0;
+	for (int i = 0; i < n; i++)
+		work += segments[i].num_tokens * (segments[i].cache->length + segments[i].num_tokens) * nh * d;
+	#pragma omp parallel if (work > WORTH_THREADS)
 	#pragma omp single
 	for (int64_t i = 0, row = 0; i < n; row += segments[i++].num_tokens) {
 		const struct cache *c = segments[i].cache;
@@ -1271,7 +1277,7 @@ void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout,
 
 void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * E > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		real *out = p + t * E, max = largest(s + t * E, E), sum = exponentials(out, s + t * E, max, E);
 		for (int64_t e = 0; e < E; e++)
@@ -1294,7 +1300,7 @@ void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean
 
 void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * E * k > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		const real *row = p + t * E;
 		int32_t *chosen = index + t * k;
@@ -1422,14 +1428,14 @@ void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, in
 
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (R * H > WORTH_THREADS)
 	for (int64_t r = 0; r < R; r++)
 		memcpy(rows + r * H, x + token[r] * H, H * sizeof *rows);
 }
 
 void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate)
 {
-	#pragma omp parallel for
+	#pragma omp parallel for if (T * k * H > WORTH_THREADS)
 	for (int64_t t = 0; t < T; t++) {
 		real *out = y + t * H;
 		for (int j = 0; j < k; j++) {

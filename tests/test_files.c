@@ -281,6 +281,27 @@ static void safetensors_conversion(void **state)
 			assert_same(out[i], brain[i].value);
 		assert_int_equal(weights_read(w, &(struct array){"f", 2, 0, out}), 0);
 		assert_same(out[0], 0.1f), assert_same(out[1], NAN);
+		/* What can be used where it stands: bfloat16 and float32 at an address that is a multiple of their size. */
+		const void *stands;
+		bool bf16;
+		const size_t data_at = 8 + strlen(header);
+		assert_int_equal(weights_map(w, "b", 13, 1, 2, 5, &stands, &bf16), 0);
+		assert_true(bf16 && !stands == ((data_at + 30) % 2 != 0));
+		if (stands)
+			assert_memory_equal(stands, data.brain + 2, 5 * sizeof *data.brain);
+		assert_int_equal(weights_map(w, "f", 2, 0, 1, 1, &stands, &bf16), 0);
+		assert_true(!bf16 && !stands == ((data_at + 56) % 4 != 0));
+		if (stands)
+			assert_memory_equal(stands, data.f + 1, sizeof *data.f);
+		assert_int_equal(weights_map(w, "h", 15, 0, 0, 15, &stands, &bf16), 0);
+		assert_null(stands);
+		assert_int_equal(weights_map(w, "d", 2, 0, 0, 2, &stands, &bf16), 0);
+		assert_null(stands);
+		assert_int_equal(weights_map(w, "b", 13, 1, 9, 5, &stands, &bf16), -1);
+		expect_error("tensor b: |5 elements from element 9|it holds 13");
+		assert_int_equal(weights_map(w, "b", 1, 13, 0, 1, &stands, &bf16), -1);
+		expect_error("tensor b: shape [13, 1]; expected [1, 13]");
+		assert_int_equal(weights_bytes(w), data_at + sizeof data);
 		assert_int_equal(weights_read(w, &(struct array){"d", 2, 0, out}), 0);
 		assert_same(out[0], (real)0.1), assert_same(out[1], -INFINITY);
 		assert_int_equal(weights_read_int(w, "i", 2, ints), 0);
@@ -1860,6 +1881,28 @@ static void metrics_broken(void **state)
 	free(m);
 }
 
+/* Text of any bytes as a JSON string, and what of it may be shown while it goes on. */
+static void text_as_json(void **state)
+{
+	(void)state;
+	static const struct { const char *text; size_t size; const char *json; size_t whole; } cases[] = {
+		{"", 0, "\"\"", 0}, {"a\"b\\c/", 6, "\"a\\\"b\\\\c/\"", 6}, {"\n\t\0\x1f\x7f", 5, "\"\\u000a\\u0009\\u0000\\u001f\x7f\"", 5},
+		{"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80", 9, "\"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80\"", 9},
+		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\"", 1}, {"x\xf0\x9f\x98", 4, "\"x\\ufffd\\ufffd\\ufffd\"", 1}, {"x\xc3", 2, "\"x\\ufffd\"", 1},
+		{"\xff\x80y", 3, "\"\\ufffd\\ufffdy\"", 3}, {"\xed\xa0\x80", 3, "\"\\ufffd\\ufffd\\ufffd\"", 3}, {"\xc0\xaf", 2, "\"\\ufffd\\ufffd\"", 2},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		char *written = NULL;
+		size_t n;
+		FILE *f = open_memstream(&written, &n);
+		json_write_text(f, cases[i].text, cases[i].size);
+		assert_int_equal(fclose(f), 0);
+		assert_string_equal(written, cases[i].json);
+		assert_int_equal(utf8_whole(cases[i].text, cases[i].size), cases[i].whole);
+		free(written);
+	}
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
 
 int main(void)
@@ -1872,7 +1915,7 @@ int main(void)
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
-		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
+		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken), TEST(text_as_json),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

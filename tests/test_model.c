@@ -849,7 +849,7 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		for (int b = 0; b < B; b++) {
 			if (draw(&seed, 3) == 0) {
 				struct cache copy;
-				assert_done(cache_init(&copy, m, L));
+				assert_done(cache_init(&copy, m, L + draw(&seed, 5)));
 				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
 				cache_free(&caches[b]);
 				caches[b] = copy;
@@ -922,7 +922,7 @@ static void test_extend_long(void **state)
 
 /* ---- weights used where they stand in a file ---- */
 
-enum { MIXED, ODD_ADDRESS }; /* kinds of files: types in turn, so that some tensors are mapped; nothing at an address that can be read */
+enum { MIXED, ODD_ADDRESS, BACKWARDS }; /* kinds of files: types in turn; the same at odd addresses; all bfloat16, the last tensor first */
 
 /* A file of a model's tensors, whose values are exact in each type. */
 static const char *put_weights(const struct model *m, int kind)
@@ -933,10 +933,11 @@ static const char *put_weights(const struct model *m, int kind)
 	size_t header_size, at_data = 0;
 	FILE *h = open_memstream(&header, &header_size);
 	fprintf(h, "{");
-	for (int i = 0; i < m->num_tensors; i++) {
+	for (int place = 0; place < m->num_tensors; place++) {
+		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
 		const struct tensor *t = &m->tensors[i];
-		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[i % 3];
-		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", i ? "," : "", t->name, names[i % 3], (long long)t->rows);
+		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[type];
+		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type], (long long)t->rows);
 		fprintf(h, t->cols ? ",%lld]" : "]", (long long)t->cols);
 		fprintf(h, ",\"data_offsets\":[%zu,%zu]}", at_data, at_data + bytes);
 		at_data += bytes;
@@ -952,17 +953,19 @@ static const char *put_weights(const struct model *m, int kind)
 	const uint64_t length = header_size;
 	fwrite(&length, 8, 1, f);
 	fwrite(header, 1, header_size, f);
-	for (int i = 0; i < m->num_tensors; i++)
+	for (int place = 0; place < m->num_tensors; place++) {
+		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
 		for (int64_t j = 0; j < m->tensors[i].rows * (m->tensors[i].cols ? m->tensors[i].cols : 1); j++) {
 			const float value = (float)((j * 37 + i * 11) % 61 - 30) / 32;
 			uint32_t bits, half = 0;
 			memcpy(&bits, &value, 4);
-			if (i % 3 == 2 && value != 0)
+			if (type == 2 && value != 0)
 				half = (bits >> 16 & 0x8000) | ((bits >> 23 & 255) - 112) << 10 | (bits >> 13 & 1023);
-			else if (i % 3 == 0)
+			else if (type == 0)
 				half = bits >> 16;
-			fwrite(i % 3 == 1 ? &bits : &half, sizes[i % 3], 1, f);
+			fwrite(type == 1 ? &bits : &half, sizes[type], 1, f);
 		}
+	}
 	assert_int_equal(fclose(f), 0);
 	fclose(h);
 	free(header);
@@ -1072,11 +1075,13 @@ static void test_mapped(void **state)
 	assert_true(mixed > 0 && mixed < matrices);
 	check_mapped(&c, FIXTURES "huggingface_shards", matrices);
 	check_mapped(&c, put_weights(&m, MIXED), mixed);
+	check_mapped(&c, put_weights(&m, BACKWARDS), matrices);
 	check_mapped(&c, put_weights(&m, ODD_ADDRESS), 0);
 	model_free(&m);
 	c.norm_head = false; /* whose sum over the ranks would need them all */
 	check_mapped_parts(&c, FIXTURES "huggingface_shards");
 	check_mapped_parts(&c, at("weights%d.safetensors", MIXED));
+	check_mapped_parts(&c, at("weights%d.safetensors", BACKWARDS));
 	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_f16"));
 	check_mapped(&c, FIXTURES "huggingface_f16", 0);
 }

@@ -10,9 +10,6 @@ export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
 . tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
 
-# The value of a key on each line of a JSON lines file.
-metric() { sed -n "s/.*\"$1\": *\([^,}]*\).*/\1/p" "$2"; }
-
 lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 
 wait_for_lines() { # wait_for_lines FILE N
@@ -22,9 +19,6 @@ wait_for_lines() { # wait_for_lines FILE N
 		tries=$((tries + 1))
 	done
 }
-
-# Metrics less what a clock decides.
-steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
 
 # A checkpoint's state less what two runs may differ in, and the file's own checksum.
 state() { sed 's/"output_dir": *"[^"]*"//; s/"stop_at_step": *[0-9]*//; /^  "crc32"/d' "$1/trainer.json"; }
@@ -440,7 +434,7 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize train-tokenizer info bench doctor plot; do
+	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
 		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac

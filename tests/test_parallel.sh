@@ -74,9 +74,6 @@ tensors() { "$compare" "$@" >compare.txt 2>&1 || problem "$3 and $4: $(cat compa
 
 same_files() { diff -rq "$1" "$2" -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"; }
 
-# Metrics less what a clock decides.
-steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
-
 wait_for_lines() { # wait_for_lines FILE N
 	local tries=0
 	while [ "$(lines "$1")" -lt "$2" ] && [ $tries -lt 3000 ]; do

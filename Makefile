@@ -20,8 +20,8 @@ SANITIZE = -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=al
 LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
 SOURCES := ling.c kernels.c parallel.c data.c
 TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
-	build/test_config build/test_files build/test_tokenizer build/test_tasks build/test_plot
-FUZZERS := config safetensors tokens jsonl tokenizer tasks
+	build/test_config build/test_files build/test_tokenizer build/test_convert build/test_tasks build/test_plot
+FUZZERS := config safetensors gguf tokens jsonl tokenizer tasks
 FUZZ_SECONDS ?= 60
 
 ling: $(SOURCES:%.c=build/release/%.o)
@@ -66,7 +66,14 @@ build/test_parallel: tests/test_parallel.c build/test_model
 build/compare_checkpoints: tests/compare_checkpoints.c data.c ling.h
 	$(CC) $(CFLAGS) -Wno-unused-function $< -o $@ $(LIBS)
 
-build/test_config build/test_files build/test_plot build/test_tokenizer: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
+# The same two in double, in which layouts differ by nothing but errors.
+build/ling_double: $(SOURCES:%.c=build/double/%.o)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+build/compare_checkpoints_double: tests/compare_checkpoints.c data.c ling.h
+	$(CC) $(CFLAGS) -DLING_DOUBLE -Wno-unused-function $< -o $@ $(LIBS)
+
+build/test_config build/test_files build/test_plot build/test_tokenizer build/test_convert: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
 	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
 
 build/test_tasks: tests/test_tasks.c tests/test.h data.c ling.h $(SOURCES:%.c=build/sanitize/%.o)
@@ -81,8 +88,8 @@ deps:
 test: deps
 	$(MAKE) --no-print-directory run-tests
 
-run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints
-	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_generate.sh tests/test_tasks.sh tests/test_parallel.sh tests/test_plan.sh
+run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints build/ling_double build/compare_checkpoints_double
+	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_convert.sh tests/test_generate.sh tests/test_tasks.sh tests/test_parallel.sh tests/test_plan.sh
 
 quickstart: deps
 	scripts/quickstart.sh

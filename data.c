@@ -1,5 +1,5 @@
 /*
- * data.c - everything on disk: YAML, JSON, tokens, checkpoints, metrics, pictures.
+ * data.c - everything on disk: YAML, JSON, tokenizers, tokens, checkpoints, conversion, tasks, metrics, pictures.
  *
  * Bytes from outside are never trusted: every size is checked against the file before it is used, and every error
  * names the file, the place, what was found and what was expected.
@@ -313,7 +313,8 @@ static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse
 #define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
 
 static const struct key keys[] = {
-	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section"),
+	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, or of a "
+		"Hugging Face directory"),
 	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
 	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
 	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
@@ -552,7 +553,7 @@ static const char *describe(char out[256], const struct key *k)
 		if (k->flags & OR_PATH)
 			snprintf(out + n, 256 - n, " | a path of at most %zu bytes", k->size - 1);
 	} else if (k->type == T_SECTION)
-		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or a YAML file's name", off);
+		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or the name of a YAML file or a Hugging Face directory", off);
 	else if (k->type == T_LIST)
 		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
 	else if (k->type == T_BOOL)
@@ -1047,6 +1048,7 @@ static int load_strings(struct loader *l, const struct key *k)
 
 static int load_tasks(struct loader *l);
 static int load_model_file(struct loader *l, const char *name);
+static int load_config_json(struct loader *l);
 
 /* Reads the value of key k, which begins at the current event. */
 static int load_value(struct loader *l, const struct key *k)
@@ -1148,16 +1150,24 @@ static int load_model_file(struct loader *l, const char *name)
 		is_found = access(l->model_path, F_OK) == 0;
 	}
 	if (!is_found)
-		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping or the name of a YAML file",
+		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or the name of a YAML file or of a Hugging Face directory",
 				printable(shown, name), beside);
 
+	struct stat st;
+	const bool huggingface = stat(l->model_path, &st) == 0 && S_ISDIR(st.st_mode);
+	if (huggingface) {
+		char path[PATH_LEN];
+		if (path_join(path, l->model_path, "config.json") < 0)
+			return -1;
+		strcpy(l->model_path, path);
+	}
 	struct config other;
 	struct loader inner;
-	loader_init(&inner, &other, l->model_path, false);
+	loader_init(&inner, &other, l->model_path, huggingface);
 	inner.is_model_file = true;
-	if (load_file(&inner, &root_key) < 0)
+	if ((huggingface ? load_config_json(&inner) : load_file(&inner, &root_key)) < 0)
 		return -1;
-	if (!inner.places[find_key("model") - keys].source)
+	if (!huggingface && !inner.places[find_key("model") - keys].source)
 		return fail_at(at, "model: the file %s has no model section; expected one", l->model_path);
 	l->c->model = other.model;
 	for (int i = 0; i < NUM_KEYS; i++)
@@ -1490,40 +1500,76 @@ static int check_foreign_keys(const struct loader *l, const json_t *root)
 	return 0;
 }
 
-int config_from_huggingface(struct model_config *m, const char *dir)
+/* Reads the Hugging Face config.json that is the loader's file. */
+static int load_config_json(struct loader *l)
 {
-	char path[PATH_LEN];
-	if (path_join(path, dir, "config.json") < 0)
+	json_t *root = json_read(l->path);
+	int rc = !root || check_foreign_keys(l, root) < 0 ? -1 : load_huggingface(l, root);
+	json_decref(root);
+	return rc;
+}
+
+/* Checks the model section that a loader has read, and gives it. */
+static int finish_model(const struct loader *l, struct model_config *m)
+{
+	if (check_required(l, true) < 0 || check_model(l) < 0)
 		return -1;
-	json_t *root = json_read(path);
-	if (!root)
-		return -1;
+	*m = l->c->model;
+	return 0;
+}
+
+/* Takes the model section of a Hugging Face config that was made from `path`. */
+static int config_from_json(struct model_config *m, const json_t *root, const char *path)
+{
 	struct config c;
 	struct loader l;
 	loader_init(&l, &c, path, true);
-	int rc = check_foreign_keys(&l, root);
-	if (!rc)
-		rc = load_huggingface(&l, root);
-	json_decref(root);
-	if (rc < 0 || check_required(&l, true) < 0 || check_model(&l) < 0)
+	return load_huggingface(&l, root) < 0 ? -1 : finish_model(&l, m);
+}
+
+int config_from_huggingface(struct model_config *m, const char *dir)
+{
+	char path[PATH_LEN];
+	struct config c;
+	struct loader l;
+	if (path_join(path, dir, "config.json") < 0)
 		return -1;
-	*m = c.model;
-	return 0;
+	loader_init(&l, &c, path, true);
+	return load_config_json(&l) < 0 ? -1 : finish_model(&l, m);
+}
+
+/* The model's keys, less what only training knows. The caller owns them. */
+static json_t *model_to_json(const struct model_config *m)
+{
+	struct config c = {.model = *m};
+	json_t *model = key_to_json(&c, find_key("model"), 0);
+	json_object_del(model, "router");
+	return model;
+}
+
+/* Writes a Hugging Face config.json: the model's keys and the weights' type over what `base`, perhaps the config.json that the model came
+ * with, has beside them, which NULL leaves to what the class needs. */
+static int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base)
+{
+	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type", "bailing_moe", "hidden_act", "silu");
+	if (base)
+		json_object_update(root, (json_t *)base);
+	else
+		json_object_update_new(root, json_pack("{s:n, s:b, s:b, s:f, s:f, s:f}", "rope_scaling", "use_sliding_window", 0, "use_cache", 1,
+				"attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0));
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) /* other spellings of what follows */
+		if (k->alias)
+			json_object_del(root, leaf_of(k->alias));
+	json_object_set_new(root, json_object_get(root, "dtype") ? "dtype" : "torch_dtype", json_string(dtype));
+	json_object_update_new(root, model_to_json(m));
+	int rc = json_write(path, root);
+	json_decref(root);
+	return rc;
 }
 
 int config_to_huggingface(const struct model_config *m, const char *path)
 {
-	struct config c = {.model = *m};
-	json_t *root = json_pack("{s:[s], s:s, s:s, s:s, s:n, s:b, s:b, s:f, s:f, s:f}",
-			"architectures", "BailingMoeForCausalLM", "model_type", "bailing_moe", "hidden_act", "silu",
-			"torch_dtype", "float32", "rope_scaling", "use_sliding_window", 0, "use_cache", 1,
-			"attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0);
-	json_t *model = key_to_json(&c, find_key("model"), 0);
-	json_object_del(model, "router");
-	json_object_update_new(root, model);
-	int rc = json_write(path, root);
-	json_decref(root);
-	return rc;
+	return config_write(path, m, "float32", NULL);
 }
 
 /* What a dotted path of n bytes names in nested objects and, by a number from 0, arrays; NULL when there is none. */
@@ -1553,16 +1599,23 @@ static char *value_text(const json_t *value)
 	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
 }
 
+/* The config as trainer.json holds it: all of a run's, or the model alone where no run has been yet. The caller owns it. */
+static json_t *run_to_json(const struct config *c)
+{
+	return c->data.seq_len ? config_to_json(c) : json_pack("{s:o}", "model", model_to_json(&c->model));
+}
+
 /* Compares the config that a checkpoint at `where` had with the one asked for. A FIXED key that differs fails; all else
- * that differs, and keys that only one of them knows, are lines in notes. */
+ * that differs, and keys that only one of them knows, are lines in notes; but of a model without a run only the model counts. */
 static int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
 {
 	int rc = 0;
 	char shown[64], path[128];
+	const bool model_alone = json_object_size(saved) == 1 && json_object_get(saved, "model");
 	for (int i = -1; i < NUM_KEYS && !rc; i++) {
 		const struct key *k = i < 0 ? &root_key : &keys[i];
 		const json_t *before = json_at(saved, k->name);
-		if (k->flags & ITEM)
+		if (k->flags & ITEM || (model_alone && (!is_inside("model", k->name) || is_inside("model.router", k->name))))
 			continue;
 		if (k->type == T_SECTION) {
 			const char *name;
@@ -1744,6 +1797,24 @@ static void progress_end(const struct progress *p)
 		fprintf(stderr, "\r%70s\r", "");
 }
 
+/* CRC-32 of what `crc` is that of and n bytes behind it: of slices, by all threads where there are many, which are then joined. */
+static uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n)
+{
+	enum { SLICE = 1 << 20, SLICES = 64 };
+	while (n >= 2 * SLICE) {
+		const size_t left = n / SLICE;
+		const int slices = left < SLICES ? (int)left : SLICES;
+		uint32_t part[SLICES];
+#pragma omp parallel for
+		for (int i = 0; i < slices; i++)
+			part[i] = crc32_z(0, data + (size_t)i * SLICE, SLICE);
+		for (int i = 0; i < slices; i++)
+			crc = crc32_combine(crc, part[i], SLICE);
+		data += (size_t)slices * SLICE, n -= (size_t)slices * SLICE;
+	}
+	return crc32_z(crc, data, n);
+}
+
 static int32_t load_i32(const uint8_t *p)
 {
 	int32_t v;
@@ -1763,7 +1834,7 @@ static int64_t load_i64(const uint8_t *p)
  * ========================================================================================================== */
 
 #define HEADER_MAX 100000000 /* bytes; the format's own limit */
-#define REAL_DTYPE (sizeof(real) == 8 ? "F64" : "F32")
+#define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
 
 /* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
 enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
@@ -1798,7 +1869,7 @@ struct weights {
 	char path[PATH_LEN];
 	struct shard *shards;
 	struct stored *tensors;      /* sorted by name */
-	int count;
+	int count, dropped;          /* buffers that were left out */
 	size_t room;
 };
 
@@ -1903,14 +1974,22 @@ static int tensors_checksums(struct stored *t, int n, const struct shard *s)
 	return 0;
 }
 
-/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
-static int shard_open(struct weights *w, const char *path)
+/* Adds a mapped file to w, for weights_close to unmap. NULL on error. */
+static struct shard *shard_map(struct weights *w, const char *path)
 {
 	struct shard *s = allocate(sizeof *s);
 	s->next = w->shards, w->shards = s;
-	if (snprintf(s->path, PATH_LEN, "%s", path) >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
-	if (map_file(path, &s->map, &s->size) < 0)
+	if (snprintf(s->path, PATH_LEN, "%s", path) < PATH_LEN)
+		return map_file(path, &s->map, &s->size) < 0 ? NULL : s;
+	fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	return NULL;
+}
+
+/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
+static int shard_open(struct weights *w, const char *path)
+{
+	struct shard *s = shard_map(w, path);
+	if (!s)
 		return -1;
 	if (s->size < 8)
 		return fail("%s: %zu bytes; expected a safetensors file, which begins with 8 bytes of header length", path,
@@ -2016,6 +2095,21 @@ static int directory_open(struct weights *w, const char *dir, const char *kind)
 	return fail("%s: no weights here; looked for %s.safetensors.index.json and %s.safetensors", dir, kind, kind);
 }
 
+/* Leaves out the buffers of old files, tables that follow from the config and that Hugging Face ignores as well. */
+static void drop_buffers(struct weights *w)
+{
+	static const char buffer[] = ".rotary_emb.inv_freq";
+	int kept = 0;
+	for (int i = 0; i < w->count; i++) {
+		const char *name = w->tensors[i].name;
+		const size_t n = strlen(name), tail = sizeof buffer - 1;
+		if (strncmp(name, "model.", 6) || n < tail || strcmp(name + n - tail, buffer))
+			w->tensors[kept++] = w->tensors[i];
+	}
+	w->dropped = w->count - kept;
+	w->count = kept;
+}
+
 struct weights *weights_open(const char *path, const char *kind)
 {
 	struct weights *w = allocate(sizeof *w);
@@ -2027,8 +2121,10 @@ struct weights *weights_open(const char *path, const char *kind)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
 		rc = S_ISDIR(st.st_mode) ? directory_open(w, path, kind) : shard_open(w, path);
-	if (rc == 0)
+	if (rc == 0) {
+		drop_buffers(w);
 		return w;
+	}
 	weights_close(w);
 	return NULL;
 }
@@ -2083,7 +2179,7 @@ static const uint8_t *tensor_bytes(const struct stored *t)
 /* Checks the tensor's checksum, where it has one. */
 static int tensor_verify(const struct stored *t)
 {
-	uint32_t crc = t->has_crc ? crc32_z(0, tensor_bytes(t), t->end - t->begin) : t->crc;
+	uint32_t crc = t->has_crc ? crc_of(0, tensor_bytes(t), t->end - t->begin) : t->crc;
 	if (crc != t->crc)
 		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->shard->path, t->name, (unsigned)crc,
 				(unsigned)t->crc);
@@ -2095,23 +2191,48 @@ int weights_verify(const struct weights *w, int i)
 	return tensor_verify(&w->tensors[i]);
 }
 
-static float half_to_float(uint16_t half)
+static float bits_to_float(uint32_t bits)
 {
-	uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-	if (exponent == 0)
-		return copysignf(ldexpf(fraction, -24), sign ? -1 : 1); /* zeros and subnormals */
-	uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
 	float value;
 	memcpy(&value, &bits, sizeof value);
 	return value;
 }
 
-static float bf16_to_float(uint16_t half)
+static uint32_t float_to_bits(float value)
 {
-	uint32_t bits = (uint32_t)half << 16;
-	float value;
-	memcpy(&value, &bits, sizeof value);
-	return value;
+	uint32_t bits;
+	memcpy(&bits, &value, sizeof bits);
+	return bits;
+}
+
+/* Without branches, so that loops over it become vectors; likewise below. The product puts exponents right, those of subnormals too. */
+static inline float half_to_float(uint16_t half)
+{
+	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
+	const uint32_t finite = float_to_bits(bits_to_float(rest) * 0x1p112f);
+	return bits_to_float(sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
+}
+
+static inline float bf16_to_float(uint16_t half)
+{
+	return bits_to_float((uint32_t)half << 16);
+}
+
+/* To nearest, ties to even; a NaN stays one; what is too large becomes infinite. */
+static inline uint16_t float_to_bf16(float value)
+{
+	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
+	return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded >> 16;
+}
+
+static inline uint16_t float_to_half(float value)
+{
+	const uint32_t bits = float_to_bits(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+	const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f); /* the sum rounds where a subnormal ends */
+	const uint32_t nan = 0x7e00 | (size >> 13 & 0x1ff);
+	const uint32_t finite = size < 0x38800000 ? small : normal;
+	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);
 }
 
 /* Converts n elements at any alignment. */
@@ -2139,8 +2260,9 @@ static void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
 	}
 }
 
-/* The tensor of that name, which must be of a type that to_real converts and have that shape. NULL on error. */
-static const struct stored *tensor_shaped(const struct weights *w, const char *name, int64_t rows, int64_t cols)
+/* The tensor of that name, which must be of a type that to_real converts and have the shape [rows, cols] (cols 0: a vector), or, for a
+ * `stack` of matrices above 0, [stack, rows / stack, cols]. NULL on error. */
+static const struct stored *tensor_stacked(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
 {
 	const struct stored *t = tensor_need(w, name);
 	if (!t)
@@ -2149,8 +2271,10 @@ static const struct stored *tensor_shaped(const struct weights *w, const char *n
 		fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->shard->path, t->name, t->dtype_name);
 		return NULL;
 	}
-	char expected[64];
-	if (cols)
+	char expected[96];
+	if (stack)
+		snprintf(expected, sizeof expected, "[%lld, %lld, %lld]", (long long)stack, (long long)(rows / stack), (long long)cols);
+	else if (cols)
 		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)rows, (long long)cols);
 	else
 		snprintf(expected, sizeof expected, "[%lld]", (long long)rows);
@@ -2161,6 +2285,11 @@ static const struct stored *tensor_shaped(const struct weights *w, const char *n
 	}
 	free(found);
 	return t;
+}
+
+static const struct stored *tensor_shaped(const struct weights *w, const char *name, int64_t rows, int64_t cols)
+{
+	return tensor_stacked(w, name, rows, cols, 0);
 }
 
 int weights_read(const struct weights *w, const struct array *a)
@@ -2206,7 +2335,7 @@ int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t
 	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &bytes);
 	if (!t)
 		return -1;
-	const bool usable = t->dtype == BF16 || !strcmp(dtypes[t->dtype].name, REAL_DTYPE);
+	const bool usable = t->dtype == BF16 || t->dtype == REAL_DTYPE;
 	*bf16 = t->dtype == BF16;
 	*at = usable && (uintptr_t)bytes % dtypes[t->dtype].size == 0 ? bytes : NULL;
 	return 0;
@@ -2249,9 +2378,9 @@ struct weights_writer {
 	char path[PATH_LEN];
 	FILE *f;
 	json_t *header;              /* tensors in the order of their data, as jansson keeps it */
-	int64_t written;             /* elements */
-	int n, current;              /* tensors; the one that the next element belongs to, or an empty one before it */
-	struct { int64_t end; uint32_t crc; } tensors[]; /* [n] elements up to its last; checksum of what there is of it */
+	int64_t written;             /* bytes */
+	int n, current;              /* tensors; the one that the next byte belongs to, or an empty one before it */
+	struct { int64_t end; uint32_t crc; int size; } tensors[]; /* [n] bytes up to its last; checksum of what there is of it; of an element */
 };
 
 static int64_t array_size(const struct array *a)
@@ -2265,8 +2394,8 @@ static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_a
 	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
 }
 
-/* The JSON header of a file of n arrays, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
-static json_t *header_make(const char *path, const struct array *arrays, int n)
+/* The JSON header of a file of n arrays of these types, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
+static json_t *header_make(const char *path, const struct array *arrays, const enum dtype *types, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();
 	json_object_set_new(metadata, "format", json_string("pt"));
@@ -2275,11 +2404,11 @@ static json_t *header_make(const char *path, const struct array *arrays, int n)
 	for (int i = 0; i < n; i++) {
 		const struct array *a = &arrays[i];
 		char key[MAX_NAME + 32];
-		json_int_t end = at + array_size(a) * (json_int_t)sizeof(real);
+		json_int_t end = at + array_size(a) * dtypes[types[i]].size;
 		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
 		if (a->cols)
 			json_array_append_new(shape, json_integer(a->cols));
-		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", REAL_DTYPE, "shape", shape, "data_offsets", at, end);
+		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", dtypes[types[i]].name, "shape", shape, "data_offsets", at, end);
 		const char *wrong = json_object_get(header, a->name) ? "is there twice"
 			: !crc_key(key, a->name) ? "has too long a name"
 			: json_object_set(header, a->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
@@ -2317,13 +2446,14 @@ static int writer_close(struct weights_writer *w, int rc)
 	return rc;
 }
 
-struct weights_writer *weights_create(const char *path, const struct array *arrays, int n)
+/* Creates a file for n arrays of these types. NULL on error. */
+static struct weights_writer *writer_open(const char *path, const struct array *arrays, const enum dtype *types, int n)
 {
 	if (strlen(path) >= PATH_LEN) {
 		fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
 		return NULL;
 	}
-	json_t *header = header_make(path, arrays, n);
+	json_t *header = header_make(path, arrays, types, n);
 	FILE *f = header ? file_create(path) : NULL;
 	if (!f) {
 		json_decref(header);
@@ -2332,29 +2462,47 @@ struct weights_writer *weights_create(const char *path, const struct array *arra
 	struct weights_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
 	*w = (struct weights_writer){.f = f, .header = header, .n = n};
 	snprintf(w->path, PATH_LEN, "%s", path);
-	for (int i = 0; i < n; i++)
-		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + array_size(&arrays[i]);
+	for (int i = 0; i < n; i++) {
+		w->tensors[i].size = dtypes[types[i]].size;
+		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + array_size(&arrays[i]) * w->tensors[i].size;
+	}
 	if (header_write(w) == 0)
 		return w;
 	weights_abandon(w);
 	return NULL;
 }
 
-int weights_append(struct weights_writer *w, const real *data, int64_t count)
+struct weights_writer *weights_create(const char *path, const struct array *arrays, int n)
 {
-	while (count > 0) {
+	enum dtype *types = allocate(n * sizeof *types);
+	for (int i = 0; i < n; i++)
+		types[i] = REAL_DTYPE;
+	struct weights_writer *w = writer_open(path, arrays, types, n);
+	free(types);
+	return w;
+}
+
+/* Writes the next bytes, whole elements of one size. */
+static int writer_append(struct weights_writer *w, const uint8_t *data, int64_t bytes, int size)
+{
+	while (bytes > 0) {
 		while (w->current < w->n && w->tensors[w->current].end == w->written)
 			w->current++;
 		if (w->current == w->n)
-			return fail("%s: %lld elements more than its %d tensors hold", w->path, (long long)count, w->n);
-		const int64_t left = w->tensors[w->current].end - w->written, piece = count < left ? count : left;
+			return fail("%s: %lld elements more than its %d tensors hold", w->path, (long long)bytes / size, w->n);
+		const int64_t left = w->tensors[w->current].end - w->written, piece = bytes < left ? bytes : left;
 		uint32_t *crc = &w->tensors[w->current].crc;
-		*crc = crc32_z(*crc, (const uint8_t *)data, piece * sizeof *data);
-		if (fwrite(data, sizeof *data, piece, w->f) != (size_t)piece)
+		*crc = crc_of(*crc, data, piece);
+		if (fwrite(data, 1, piece, w->f) != (size_t)piece)
 			return fail_write(w->path, errno);
-		data += piece, count -= piece, w->written += piece;
+		data += piece, bytes -= piece, w->written += piece;
 	}
 	return 0;
+}
+
+int weights_append(struct weights_writer *w, const real *data, int64_t count)
+{
+	return writer_append(w, (const uint8_t *)data, count * (int64_t)sizeof *data, sizeof *data);
 }
 
 int weights_finish(struct weights_writer *w)
@@ -2366,7 +2514,7 @@ int weights_finish(struct weights_writer *w)
 	json_object_foreach(w->header, name, entry) {
 		if (i >= 0 && !rc && w->tensors[i].end > w->written)
 			rc = fail("%s: tensor %s: the last %lld of its elements were not given", w->path, name,
-					(long long)(w->tensors[i].end - w->written));
+					(long long)(w->tensors[i].end - w->written) / w->tensors[i].size);
 		if (i >= 0 && crc_key(key, name))
 			json_object_set_new(metadata, key, crc_to_json(w->tensors[i].crc));
 		i++; /* the metadata come first */
@@ -2437,7 +2585,7 @@ void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int
 {
 	char name[64];
 	part_name(name, kind, part, parts);
-	snprintf(path, PATH_LEN, "%s/%s", dir, name); /* fits: the config's check of train.output_dir sees to it */
+	path_join(path, dir, name); /* fits: the config's check of train.output_dir, or the conversion's of its path, sees to it */
 }
 
 /* The step in a name that is exactly prefix and step as checkpoint_path writes them, or -1. */
@@ -2597,7 +2745,7 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
 	json_object_set_new(root, "files", files);
-	if (!rc && json_object_set_new(root, "config", config_to_json(c)) < 0)
+	if (!rc && json_object_set_new(root, "config", run_to_json(c)) < 0)
 		rc = fail("%s: the config cannot be written as JSON", path);
 	if (!rc) {
 		json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
@@ -4657,7 +4805,7 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 {
 	if (chat)
 		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
-	if (encode(e, text, n, false, out) < 0)
+	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(e->t) < 0)
 		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
@@ -4876,13 +5024,20 @@ static int token_type(const char *name)
 	return 0;
 }
 
-/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
-static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+static int manifest_check_format(const char *path, const json_t *root)
 {
 	const char *format = field_text(root, path, "format");
 	if (!format || strcmp(format, MANIFEST_FORMAT))
 		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
 				format ? format : "", MANIFEST_FORMAT);
+	return 0;
+}
+
+/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
+static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+{
+	if (manifest_check_format(path, root) < 0)
+		return -1;
 	*m = (struct manifest){.largest_id = -1, .learned = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
@@ -5751,6 +5906,18 @@ static int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], i
 	return 0;
 }
 
+/* Fails when the manifest would replace what is none, such as a tokenizer of the same name. */
+static int output_check(const char *path)
+{
+	const int there = path_exists(path);
+	if (there <= 0)
+		return there;
+	json_t *root = json_read(path);
+	const int rc = root ? manifest_check_format(path, root) : -1;
+	json_decref(root);
+	return rc;
+}
+
 /* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
 static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
 		struct manifest *m)
@@ -5790,7 +5957,8 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || make_directories(dir) < 0) {
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || output_check(outputs[MANIFEST_OUTPUT]) < 0 ||
+			make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
 					tokenizer);
@@ -6822,6 +6990,1475 @@ int results_finish(struct results *r, const struct evaluation_facts *facts, cons
 	else if (!failed)
 		unlink(r->temporary);
 	free(r);
+	return rc;
+}
+
+/* ============================================================================================================
+ * GGUF, llama.cpp's format, architecture bailingmoe: magic, version u32, tensors u64, entries of metadata u64; the metadata: key, type,
+ * value; of each tensor name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length
+ * (u64) and its bytes.
+ * ========================================================================================================== */
+
+#define GGUF_MAGIC "GGUF"
+#define GGUF_VERSION 3
+#define GGUF_ARCHITECTURE "bailingmoe"
+#define GGUF_ALIGNMENT 32
+#define GGUF_MAX_ITEMS (1 << 24) /* of an array in the metadata: far beyond any vocabulary */
+
+enum gguf_type { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_TEXT, GGUF_ARRAY, GGUF_U64, GGUF_I64,
+	GGUF_F64, NUM_GGUF_TYPES };
+static const int gguf_sizes[NUM_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; /* bytes, or the least that there can be */
+
+/* Types of tensors by their number. */
+#define NO UNKNOWN_DTYPE
+static const struct { const char *name; enum dtype dtype; } ggml_types[] = {
+	[0] = {"F32", F32}, [1] = {"F16", F16}, [2] = {"Q4_0", NO}, [3] = {"Q4_1", NO}, [6] = {"Q5_0", NO}, [7] = {"Q5_1", NO}, [8] = {"Q8_0", NO},
+	[9] = {"Q8_1", NO}, [10] = {"Q2_K", NO}, [11] = {"Q3_K", NO}, [12] = {"Q4_K", NO}, [13] = {"Q5_K", NO}, [14] = {"Q6_K", NO},
+	[15] = {"Q8_K", NO}, [16] = {"IQ2_XXS", NO}, [17] = {"IQ2_XS", NO}, [18] = {"IQ3_XXS", NO}, [19] = {"IQ1_S", NO}, [20] = {"IQ4_NL", NO},
+	[21] = {"IQ3_S", NO}, [22] = {"IQ2_S", NO}, [23] = {"IQ4_XS", NO}, [24] = {"I8", NO}, [25] = {"I16", NO}, [26] = {"I32", I32},
+	[27] = {"I64", I64}, [28] = {"F64", F64}, [29] = {"IQ1_M", NO}, [30] = {"BF16", BF16}, [34] = {"TQ1_0", NO}, [35] = {"TQ2_0", NO},
+	[39] = {"MXFP4", NO}, [40] = {"NVFP4", NO},
+};
+#undef NO
+enum { NUM_GGML_TYPES = sizeof ggml_types / sizeof *ggml_types };
+
+/* The config's keys there, behind "bailingmoe.". */
+static const struct { const char *name; enum gguf_type type; const char *key; } gguf_keys[] = {
+	{"block_count", GGUF_U32, "model.num_hidden_layers"},
+	{"context_length", GGUF_U32, "model.max_position_embeddings"},
+	{"embedding_length", GGUF_U32, "model.hidden_size"},
+	{"feed_forward_length", GGUF_U32, "model.intermediate_size"},
+	{"attention.head_count", GGUF_U32, "model.num_attention_heads"},
+	{"attention.head_count_kv", GGUF_U32, "model.num_key_value_heads"},
+	{"attention.key_length", GGUF_U32, "model.head_dim"},
+	{"attention.value_length", GGUF_U32, "model.head_dim"},
+	{"attention.layer_norm_rms_epsilon", GGUF_F32, "model.rms_norm_eps"},
+	{"rope.dimension_count", GGUF_U32, "model.head_dim"},
+	{"rope.freq_base", GGUF_F32, "model.rope_theta"},
+	{"vocab_size", GGUF_U32, "model.vocab_size"},
+	{"leading_dense_block_count", GGUF_U32, "model.first_k_dense_replace"},
+	{"expert_count", GGUF_U32, "model.num_experts"},
+	{"expert_used_count", GGUF_U32, "model.num_experts_per_tok"},
+	{"expert_feed_forward_length", GGUF_U32, "model.moe_intermediate_size"},
+	{"expert_shared_count", GGUF_U32, "model.num_shared_experts"},
+	{"expert_weights_norm", GGUF_BOOL, "model.norm_topk_prob"},
+};
+enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
+
+/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one group of experts. */
+static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count", "expert_group_used_count"};
+
+/* The pre-tokenizers that llama.cpp has too, by its names for them; Ling's comes in two spellings of the same. NULL: ByteLevel's own. */
+static const struct { const char *name, *pattern; } pre_tokenizers[] = {
+	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", LING_PATTERN},
+	{"gpt-2", NULL},
+};
+enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
+
+enum { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_UNUSED = 5 };
+
+/* What Hugging Face and GGUF call the tokens with a part to play. */
+static const struct { const char *role, *gguf; } token_roles[] = {
+	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"}, {"unk", "tokenizer.ggml.unknown_token_id"},
+	{"sep", "tokenizer.ggml.seperator_token_id"}, {"pad", "tokenizer.ggml.padding_token_id"},
+};
+enum { ROLE_BOS, ROLE_EOS, NUM_TOKEN_ROLES = sizeof token_roles / sizeof *token_roles };
+
+/* -- reading -- */
+
+struct cursor { const char *path; const uint8_t *at, *end; };
+
+/* The next n bytes, NULL when there are fewer. */
+static const uint8_t *take(struct cursor *c, uint64_t n)
+{
+	const uint8_t *bytes = c->at;
+	if (n > (uint64_t)(c->end - c->at)) {
+		fail("%s: ends within its header: %llu bytes expected, %lld left; the file is truncated", c->path, (unsigned long long)n,
+				(long long)(c->end - c->at));
+		return NULL;
+	}
+	c->at += n;
+	return bytes;
+}
+
+static int take_u32(struct cursor *c, uint32_t *out)
+{
+	const uint8_t *bytes = take(c, 4);
+	if (bytes)
+		memcpy(out, bytes, 4);
+	return bytes ? 0 : -1;
+}
+
+static int take_u64(struct cursor *c, uint64_t *out)
+{
+	const uint8_t *bytes = take(c, 8);
+	if (bytes)
+		memcpy(out, bytes, 8);
+	return bytes ? 0 : -1;
+}
+
+/* A text; `what` names it. NULL on error. */
+static json_t *take_text(struct cursor *c, const char *what)
+{
+	uint64_t n;
+	const uint8_t *bytes;
+	if (take_u64(c, &n) < 0 || !(bytes = take(c, n)))
+		return NULL;
+	json_t *text = json_stringn((const char *)bytes, n);
+	if (!text)
+		fail("%s: %s is not UTF-8", c->path, what);
+	return text;
+}
+
+/* A text that is a name: without a 0 in it. NULL on error. */
+static json_t *take_name(struct cursor *c, const char *what)
+{
+	json_t *name = take_text(c, what);
+	if (name && strlen(json_string_value(name)) == json_string_length(name))
+		return name;
+	if (name)
+		fail("%s: %s has a 0 byte in it", c->path, what);
+	json_decref(name);
+	return NULL;
+}
+
+/* The double that the shortest decimal text of a float means, so that 1e-6 comes back as 1e-6. */
+static double shortest_decimal(float value)
+{
+	char text[32];
+	for (int digits = 6; digits <= 9; digits++) {
+		snprintf(text, sizeof text, "%.*g", digits, value);
+		if (strtof(text, NULL) == value)
+			break;
+	}
+	return strtod(text, NULL);
+}
+
+/* A value of the metadata. NULL on error. */
+static json_t *take_value(struct cursor *c, const char *key, uint32_t type)
+{
+	if (type == GGUF_TEXT)
+		return take_text(c, key);
+	const uint8_t *bytes = type < NUM_GGUF_TYPES ? take(c, gguf_sizes[type]) : NULL;
+	if (type >= NUM_GGUF_TYPES)
+		fail("%s: `%s` is of type %u; expected one of 0 to %d", c->path, key, type, NUM_GGUF_TYPES - 1);
+	if (!bytes)
+		return NULL;
+	uint64_t n = 0;
+	memcpy(&n, bytes + (type == GGUF_ARRAY ? 4 : 0), type == GGUF_ARRAY ? 8 : gguf_sizes[type]);
+	json_t *value = NULL;
+	double d;
+	switch (type) {
+	case GGUF_U8: case GGUF_U16: case GGUF_U32: return json_integer(n);
+	case GGUF_I8: return json_integer((int8_t)n);
+	case GGUF_I16: return json_integer((int16_t)n);
+	case GGUF_I32: return json_integer((int32_t)n);
+	case GGUF_BOOL: return json_boolean(n);
+	case GGUF_U64: case GGUF_I64:
+		if (type == GGUF_I64 || n <= INT64_MAX)
+			return json_integer((int64_t)n);
+		fail("%s: `%s` is %llu; expected less than 2^63", c->path, key, (unsigned long long)n);
+		return NULL;
+	case GGUF_F32: case GGUF_F64:
+		memcpy(&d, &n, sizeof d);
+		if (type == GGUF_F32)
+			d = shortest_decimal(bits_to_float((uint32_t)n));
+		if (!(value = json_real(d)))
+			fail("%s: `%s` is %g; expected a finite number", c->path, key, d);
+		return value;
+	default: /* an array: the type and the number of its items */
+		type = load_i32(bytes);
+		if (type == GGUF_ARRAY || type >= NUM_GGUF_TYPES || n > GGUF_MAX_ITEMS || n > (uint64_t)(c->end - c->at) / gguf_sizes[type]) {
+			fail("%s: `%s` is an array of %llu items of type %u; expected one of known types, no longer than the file", c->path, key,
+					(unsigned long long)n, type);
+			return NULL;
+		}
+		value = json_array();
+		for (uint64_t i = 0; i < n; i++) {
+			json_t *item = take_value(c, key, type);
+			if (!item) {
+				json_decref(value);
+				return NULL;
+			}
+			json_array_append_new(value, item);
+		}
+		return value;
+	}
+}
+
+/* One entry of the metadata. */
+static int take_entry(struct cursor *c, json_t *metadata)
+{
+	uint32_t type;
+	json_t *name = take_name(c, "a key"), *value = NULL;
+	const char *key = json_string_value(name);
+	if (name && json_object_get(metadata, key))
+		fail("%s: `%s` is there twice; expected it once", c->path, key);
+	else if (name && take_u32(c, &type) == 0 && (value = take_value(c, key, type)))
+		json_object_set(metadata, key, value);
+	json_decref(name);
+	json_decref(value);
+	return value ? 0 : -1;
+}
+
+/* The place of one tensor. Its name and shape go into `shapes`. */
+static int take_tensor(struct cursor *c, struct stored *t, json_t *shapes, const struct shard *s)
+{
+	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
+	const char *text = json_string_value(name);
+	uint32_t dimensions, type;
+	uint64_t size, bytes = 1;
+	int rc = !name ? -1 : json_object_get(shapes, text) ? fail("%s: tensor %.256s is there twice; expected it once", c->path, text)
+		: take_u32(c, &dimensions);
+	if (rc == 0 && (dimensions < 1 || dimensions > 4))
+		rc = fail("%s: tensor %.256s has %u dimensions; expected 1 to 4", c->path, text, dimensions);
+	for (uint32_t i = 0; rc == 0 && i < dimensions; i++) {
+		rc = take_u64(c, &size);
+		if (rc == 0 && (size > INT64_MAX || __builtin_mul_overflow(bytes, size, &bytes) || bytes > INT64_MAX / 8))
+			rc = fail("%s: tensor %.256s is too large for any file", c->path, text);
+		if (rc == 0)
+			json_array_insert_new(shape, 0, json_integer(size));
+	}
+	if (rc == 0)
+		rc = take_u32(c, &type) < 0 || take_u64(c, &t->begin) < 0 ? -1 : 0;
+	if (rc == 0) {
+		const bool known = type < NUM_GGML_TYPES && ggml_types[type].name;
+		t->shard = s;
+		t->dtype = known ? ggml_types[type].dtype : UNKNOWN_DTYPE;
+		t->dtype_name = known ? ggml_types[type].name : "unknown";
+		if (t->begin > INT64_MAX)
+			rc = fail("%s: tensor %.256s: offset %llu; expected one within the file", c->path, text, (unsigned long long)t->begin);
+		t->end = t->begin + (t->dtype == UNKNOWN_DTYPE ? 0 : bytes * dtypes[t->dtype].size);
+		json_object_set(shapes, text, shape);
+		t->shape = shape;
+		t->name = json_object_iter_key(json_object_iter_at(shapes, text)); /* it lives as long as the object */
+	}
+	json_decref(shape);
+	json_decref(name);
+	return rc;
+}
+
+/* Checks that n tensors lie within a file's data, aligned, one behind the other. Sorts them by offset. */
+static int tensors_placed(struct stored *t, int n, const struct shard *s, uint64_t data_size, uint64_t alignment)
+{
+	if (n)
+		qsort(t, n, sizeof *t, by_offset);
+	for (int i = 0; i < n; i++) {
+		if (t[i].begin % alignment)
+			return fail("%s: tensor %.256s: offset %llu; expected a multiple of %llu", s->path, t[i].name, (unsigned long long)t[i].begin,
+					(unsigned long long)alignment);
+		if (t[i].end > data_size)
+			return fail("%s: tensor %.256s ends at data byte %llu, the file at %llu; the file is truncated", s->path, t[i].name,
+					(unsigned long long)t[i].end, (unsigned long long)data_size);
+		if (i && t[i].begin < t[i - 1].end)
+			return fail("%s: tensors %.256s and %.256s overlap at data byte %llu", s->path, t[i - 1].name, t[i].name,
+					(unsigned long long)t[i].begin);
+	}
+	return 0;
+}
+
+/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
+static int gguf_open(struct weights *w, const char *path)
+{
+	struct shard *s = shard_map(w, path);
+	if (!s)
+		return -1;
+	struct cursor c = {path, s->map, s->map + s->size};
+	uint32_t version = 0;
+	uint64_t tensors = 0, entries = 0;
+	int64_t alignment = GGUF_ALIGNMENT;
+	if (s->size < 4 || memcmp(s->map, GGUF_MAGIC, 4))
+		return fail("%s: no GGUF file: it does not begin with " GGUF_MAGIC "; expected one, or the directory of a Hugging Face model or a "
+				"checkpoint", path);
+	c.at += 4;
+	if (take_u32(&c, &version) < 0)
+		return -1;
+	if (version < 2 || version > GGUF_VERSION)
+		return fail("%s: GGUF version %u%s; expected 2 or 3", path, version, version > 0xffff ? " (a big-endian file)" : "");
+	if (take_u64(&c, &tensors) < 0 || take_u64(&c, &entries) < 0)
+		return -1;
+	if (tensors > s->size / 32 || entries > s->size / 13) /* the least that each takes */
+		return fail("%s: %llu tensors and %llu entries of metadata do not fit into its %zu bytes; the file is truncated or damaged", path,
+				(unsigned long long)tensors, (unsigned long long)entries, s->size);
+	json_t *metadata = json_object(), *shapes = json_object();
+	s->header = json_pack("{s:o, s:o}", "metadata", metadata, "shapes", shapes);
+	for (uint64_t i = 0; i < entries; i++)
+		if (take_entry(&c, metadata) < 0)
+			return -1;
+	if (json_object_get(metadata, "general.alignment") && field_int(metadata, path, "general.alignment", 8, 1 << 20, &alignment) < 0)
+		return -1;
+	if (alignment & (alignment - 1))
+		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
+	w->tensors = grow(w->tensors, w->count, &w->room, tensors + 1, sizeof *w->tensors); /* never none */
+	for (uint64_t i = 0; i < tensors; i++)
+		if (take_tensor(&c, &w->tensors[i], shapes, s) < 0)
+			return -1;
+	s->data_at = (c.at - s->map + alignment - 1) / alignment * alignment;
+	if (tensors_placed(w->tensors, tensors, s, s->data_at > s->size ? 0 : s->size - s->data_at, alignment) < 0)
+		return -1;
+	w->count = tensors;
+	if (w->count)
+		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	return 0;
+}
+
+/* The model that the metadata of an open file describe. */
+static int gguf_config(struct model_config *m, const struct weights *w, const json_t *metadata)
+{
+	const char *architecture = field_text(metadata, w->path, "general.architecture"), *key;
+	json_t *value, *splits = json_object_get(metadata, "split.count");
+	if (!architecture)
+		return -1;
+	if (strcmp(architecture, GGUF_ARCHITECTURE))
+		return fail("%s: architecture `%.60s`; expected " GGUF_ARCHITECTURE ", which Ling-Lite and Ling-Plus are", w->path, architecture);
+	if (splits && json_integer_value(splits) > 1)
+		return fail("%s: one of %lld files of a split model; join them first (llama-gguf-split --merge)", w->path,
+				(long long)json_integer_value(splits));
+	json_t *config = json_pack("{s:b, s:b, s:b, s:b}", "norm_head", 0, "use_bias", 0, "use_qkv_bias", 0, "tie_word_embeddings",
+			!tensor_find(w, "output.weight"));
+	const size_t prefix = strlen(GGUF_ARCHITECTURE ".");
+	int rc = 0;
+	json_object_foreach((json_t *)metadata, key, value) {
+		if (rc < 0 || strncmp(key, GGUF_ARCHITECTURE ".", prefix))
+			continue;
+		bool known = false;
+		for (int i = 0; i < 4; i++)
+			if (!strcmp(key + prefix, gguf_switches[i])) {
+				known = true;
+				if (!json_is_number(value) || (json_number_value(value) != 0 && json_number_value(value) != 1))
+					rc = fail("%s: `%s` is not 1; this program's models know no other value", w->path, key);
+			}
+		for (int i = 0; i < NUM_GGUF_KEYS && !rc; i++)
+			if (!strcmp(key + prefix, gguf_keys[i].name)) {
+				const char *name = leaf_of(gguf_keys[i].key);
+				const json_t *before = json_object_get(config, name);
+				if (before && !json_equal(before, value))
+					rc = fail("%s: `%s` gives another %s than a key before it; expected the same", w->path, key, name);
+				json_object_set(config, name, value);
+				known = true;
+			}
+		if (!known && !rc)
+			rc = fail("%s: the key `%s` is not known: it may change what the model computes", w->path, key);
+	}
+	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
+	if (!json_object_get(config, "vocab_size") && tokens)
+		json_object_set_new(config, "vocab_size", json_integer(json_array_size(tokens)));
+	if (!json_object_get(config, "norm_topk_prob"))
+		json_object_set_new(config, "norm_topk_prob", json_false());
+	if (!rc)
+		rc = config_from_json(m, config, w->path);
+	json_decref(config);
+	return rc;
+}
+
+/* A pre_tokenizer of tokenizer.json, as Hugging Face writes it: the pattern if there is one, then ByteLevel. */
+static json_t *pre_tokenizer_json(const char *pattern)
+{
+	json_t *bytes = json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", !pattern);
+	return !pattern ? bytes : json_pack("{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, o]}", "type", "Sequence", "pretokenizers", "type", "Split",
+			"pattern", "Regex", pattern, "behavior", "Isolated", "invert", 0, bytes);
+}
+
+/* Fills vocab and added, parts of a tokenizer.json, from the tokens of a GGUF file and their types. */
+static int vocabulary_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab, json_t *added)
+{
+	const json_t *token;
+	size_t id;
+	json_array_foreach(tokens, id, token) {
+		const char *text = json_string_value(token);
+		const json_int_t type = json_integer_value(json_array_get(types, id));
+		if (!text || strlen(text) != json_string_length(token))
+			return fail("%s: `tokenizer.ggml.tokens` entry %zu is no plain text", path, id);
+		if (type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED)
+			json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)id, "content", text, "single_word", 0,
+					"lstrip", 0, "rstrip", 0, "normalized", 0, "special", type == TOKEN_CONTROL));
+		else if (type == TOKEN_NORMAL && json_object_get(vocab, text))
+			return fail("%s: token `%.60s` is there twice, the second time with id %zu", path, text, id);
+		else if (type == TOKEN_NORMAL)
+			json_object_set_new(vocab, text, json_integer(id));
+		else if (type != TOKEN_UNUSED)
+			return fail("%s: token %zu is of type %lld; expected 1, 3, 4 or 5 (normal, control, user-defined, unused)", path, id, (long long)type);
+	}
+	return 0;
+}
+
+/* Writes tokenizer.json and tokenizer_config.json into dir from the metadata of a GGUF file. */
+static int gguf_to_tokenizer(const json_t *metadata, const char *path, const char *dir)
+{
+	const char *model = field_text(metadata, path, "tokenizer.ggml.model"), *pre = NULL;
+	if (!model)
+		return -1;
+	if (!strcmp(model, "no_vocab") || !strcmp(model, "none"))
+		return 0;
+	if (!strcmp(model, "gpt2") && !(pre = field_text(metadata, path, "tokenizer.ggml.pre")))
+		return -1;
+	int kind = 0;
+	while (pre && kind < NUM_PRE_TOKENIZERS && strcmp(pre, pre_tokenizers[kind].name))
+		kind++;
+	if (!pre || kind == NUM_PRE_TOKENIZERS)
+		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe or gpt-2; --no-tokenizer leaves it out", path, model,
+				pre ? pre : "");
+	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens"), *types = json_object_get(metadata, "tokenizer.ggml.token_type");
+	json_t *merges = json_object_get(metadata, "tokenizer.ggml.merges");
+	if (!json_is_array(tokens) || !json_is_array(types) || !json_is_array(merges) || json_array_size(tokens) != json_array_size(types))
+		return fail("%s: tokenizer.ggml.tokens, .token_type and .merges do not make a vocabulary: expected arrays, the first two equally long", path);
+
+	json_t *vocab = json_object(), *added = json_array();
+	json_t *byte_level = pre_tokenizer_json(NULL);
+	json_t *tokenizer = json_pack("{s:s, s:n, s:n, s:O, s:n, s:o, s:O, s:O, s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:O, s:O}}", "version", "1.0",
+			"truncation", "padding", "added_tokens", added, "normalizer", "pre_tokenizer", pre_tokenizer_json(pre_tokenizers[kind].pattern),
+			"post_processor", byte_level, "decoder", byte_level, "model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix",
+			"end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0, "vocab", vocab, "merges", merges);
+	json_t *config = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast", "clean_up_tokenization_spaces", 0);
+	char file[PATH_LEN], name[32];
+	int rc = vocabulary_to_json(path, tokens, types, vocab, added);
+	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
+		const json_t *id = json_object_get(metadata, token_roles[i].gguf);
+		json_t *token = json_is_integer(id) ? json_array_get(tokens, json_integer_value(id)) : NULL;
+		snprintf(name, sizeof name, "%s_token", token_roles[i].role);
+		if (token)
+			json_object_set(config, name, token);
+	}
+	json_t *template = json_object_get(metadata, "tokenizer.chat_template");
+	if (template)
+		json_object_set(config, "chat_template", template);
+	if (!rc)
+		rc = path_join(file, dir, "tokenizer.json") < 0 ? -1 : json_write(file, tokenizer);
+	if (!rc)
+		rc = path_join(file, dir, "tokenizer_config.json") < 0 ? -1 : json_write(file, config);
+	json_decref(byte_level);
+	json_decref(vocab);
+	json_decref(added);
+	json_decref(tokenizer);
+	json_decref(config);
+	return rc;
+}
+
+/* -- writing -- */
+
+struct metadata { struct text bytes; uint64_t count; };
+
+static void append_u32(struct text *out, uint32_t value)
+{
+	text_append(out, (const char *)&value, sizeof value);
+}
+
+static void append_u64(struct text *out, uint64_t value)
+{
+	text_append(out, (const char *)&value, sizeof value);
+}
+
+static void append_text(struct text *out, const char *text)
+{
+	append_u64(out, strlen(text));
+	text_append(out, text, strlen(text));
+}
+
+static void begin_entry(struct metadata *m, const char *key, enum gguf_type type)
+{
+	append_text(&m->bytes, key);
+	append_u32(&m->bytes, type);
+	m->count++;
+}
+
+static void entry_u32(struct metadata *m, const char *key, uint32_t value)
+{
+	begin_entry(m, key, GGUF_U32);
+	append_u32(&m->bytes, value);
+}
+
+static void entry_f32(struct metadata *m, const char *key, float value)
+{
+	begin_entry(m, key, GGUF_F32);
+	append_u32(&m->bytes, float_to_bits(value));
+}
+
+static void entry_bool(struct metadata *m, const char *key, bool value)
+{
+	begin_entry(m, key, GGUF_BOOL);
+	text_append(&m->bytes, (const char *)&(uint8_t){value}, 1);
+}
+
+static void entry_text(struct metadata *m, const char *key, const char *value)
+{
+	begin_entry(m, key, GGUF_TEXT);
+	append_text(&m->bytes, value);
+}
+
+static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)
+{
+	begin_entry(m, key, GGUF_ARRAY);
+	append_u32(&m->bytes, type);
+	append_u64(&m->bytes, n);
+}
+
+/* The keys of the architecture. A model that llama.cpp's bailingmoe does not compute is refused. */
+static int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
+{
+	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
+	struct config c = {.model = *model};
+	for (int i = 0; i < 3; i++) {
+		json_t *value = key_to_json(&c, find_key(refused[i]), 0);
+		const bool set = json_is_true(value) || json_integer_value(value) > 0;
+		json_decref(value);
+		if (set)
+			return fail("%s: %s is set, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; expected it off", path, leaf_of(refused[i]));
+	}
+	if (!model->num_shared_experts)
+		return fail("%s: num_shared_experts is 0, but llama.cpp's " GGUF_ARCHITECTURE " needs a shared expert", path);
+	c.model.norm_topk_prob = model->norm_topk_prob && model->num_experts_per_tok > 1; /* a lone expert keeps its own weight */
+	for (int i = 0; i < NUM_GGUF_KEYS; i++) {
+		char key[MAX_NAME];
+		snprintf(key, sizeof key, GGUF_ARCHITECTURE ".%s", gguf_keys[i].name);
+		json_t *value = key_to_json(&c, find_key(gguf_keys[i].key), 0);
+		switch (gguf_keys[i].type) {
+		case GGUF_BOOL: entry_bool(m, key, json_is_true(value)); break;
+		case GGUF_F32: entry_f32(m, key, json_real_value(value)); break;
+		default: entry_u32(m, key, json_integer_value(value));
+		}
+		json_decref(value);
+	}
+	entry_f32(m, GGUF_ARCHITECTURE ".expert_weights_scale", 1);
+	return 0;
+}
+
+/* llama.cpp's name for a pre_tokenizer; NULL when it has none. */
+static const char *pre_tokenizer_name(const json_t *found)
+{
+	const char *name = NULL;
+	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
+		/* What has no say here is made alike: offsets are not ids, and what a key's absence means. */
+		json_t *ours = pre_tokenizer_json(pre_tokenizers[i].pattern), *theirs = json_deep_copy(found);
+		json_t *parts = json_object_get(theirs, "pretokenizers"), *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
+		json_object_set_new(last, "trim_offsets", json_true());
+		if (!json_object_get(last, "use_regex"))
+			json_object_set_new(last, "use_regex", json_true());
+		if (json_equal(ours, theirs))
+			name = pre_tokenizers[i].name;
+		json_decref(ours);
+		json_decref(theirs);
+	}
+	return name;
+}
+
+/* Places a token of tokenizer.json among the vocabulary's, of which each id has one text. */
+static int place_token(const char *path, const char **texts, uint8_t *types, int vocab_size, const char *text, const json_t *id, int type)
+{
+	const json_int_t i = json_integer_value(id);
+	if (!text || !json_is_integer(id) || i < 0 || i >= vocab_size)
+		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d", path, text ? text : "",
+				(long long)i, vocab_size);
+	if (texts[i] && strcmp(texts[i], text))
+		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text, (long long)i);
+	texts[i] = text;
+	types[i] = type;
+	return 0;
+}
+
+/* Appends the merges, written as "a b" or as ["a", "b"]. */
+static int merges_to_gguf(struct metadata *m, const json_t *merges, const char *path)
+{
+	const json_t *merge;
+	size_t i;
+	entry_array(m, "tokenizer.ggml.merges", GGUF_TEXT, json_array_size(merges));
+	json_array_foreach(merges, i, merge) {
+		const char *text = json_string_value(merge);
+		const char *left = json_string_value(json_array_get(merge, 0)), *right = json_string_value(json_array_get(merge, 1));
+		if (text)
+			append_text(&m->bytes, text);
+		else if (left && right && json_array_size(merge) == 2 && !strchr(left, ' ') && !strchr(right, ' ')) {
+			append_u64(&m->bytes, strlen(left) + 1 + strlen(right));
+			text_append(&m->bytes, left, strlen(left));
+			text_append(&m->bytes, " ", 1);
+			text_append(&m->bytes, right, strlen(right));
+		} else
+			return fail("%s: merge %zu is %s; expected \"a b\" or [\"a\", \"b\"]", path, i, json_kind(merge));
+	}
+	return 0;
+}
+
+/* The id of the token that tokenizer_config.json or else config.json names for a role; -1 when none does. */
+static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *config, const char **texts, int vocab_size)
+{
+	char name[32];
+	snprintf(name, sizeof name, "%s_token", token_roles[role].role);
+	const json_t *named = json_object_get(tokenizer_config, name);
+	const char *text = json_string_value(json_is_object(named) ? json_object_get(named, "content") : named);
+	snprintf(name, sizeof name, "%s_token_id", token_roles[role].role);
+	const json_t *id = json_object_get(config, name);
+	if (json_is_array(id))
+		id = json_array_get(id, 0);
+	if (!text && json_is_integer(id))
+		return json_integer_value(id) < vocab_size ? json_integer_value(id) : -1;
+	if (!text && role == ROLE_EOS)
+		text = "<|endoftext|>";
+	for (int i = 0; text && i < vocab_size; i++)
+		if (texts[i] && !strcmp(texts[i], text))
+			return i;
+	return -1;
+}
+
+/* The roles of tokens and the chat template, from tokenizer_config.json where it is there and from config.json. */
+static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *config, const char **texts, int vocab_size)
+{
+	char path[PATH_LEN];
+	int there = path_join(path, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(path);
+	json_t *tokenizer_config = there > 0 ? json_read(path) : NULL, *item;
+	if (there < 0 || (there && !tokenizer_config))
+		return -1;
+	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
+		const int64_t id = role_id(i, tokenizer_config, config, texts, vocab_size);
+		if (id >= 0)
+			entry_u32(m, token_roles[i].gguf, id);
+		else if (i == ROLE_EOS) {
+			json_decref(tokenizer_config);
+			return fail("%s: no token ends a text: no eos_token of tokenizer_config.json, eos_token_id of config.json or <|endoftext|> is in the "
+					"vocabulary; name one, or llama.cpp would take token 11", dir);
+		}
+	}
+	entry_bool(m, "tokenizer.ggml.add_bos_token", json_is_true(json_object_get(tokenizer_config, "add_bos_token")));
+	const json_t *template = json_object_get(tokenizer_config, "chat_template");
+	size_t i;
+	if (json_is_array(template)) { /* several by name */
+		const json_t *list = template;
+		json_array_foreach((json_t *)list, i, item)
+			if (json_is_string(json_object_get(item, "name")) && !strcmp(json_string_value(json_object_get(item, "name")), "default"))
+				template = json_object_get(item, "template");
+	}
+	if (json_is_string(template))
+		entry_text(m, "tokenizer.chat_template", json_string_value(template));
+	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0) {
+		const uint8_t *text;
+		size_t n;
+		if (map_file(path, &text, &n) < 0) {
+			json_decref(tokenizer_config);
+			return -1;
+		}
+		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
+		append_u64(&m->bytes, n);
+		text_append(&m->bytes, (const char *)text, n);
+		unmap_file(text, n);
+	}
+	json_decref(tokenizer_config);
+	return 0;
+}
+
+/* The vocabulary and merges of a tokenizer.json. */
+static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char *path, const char **texts, uint8_t *types, int vocab_size)
+{
+	const json_t *model = json_object_get(root, "model"), *kind = json_object_get(model, "type"), *added, *vocab = json_object_get(model, "vocab");
+	json_t *id, *list = json_object_get(root, "added_tokens");
+	const char *text, *pre = pre_tokenizer_name(json_object_get(root, "pre_tokenizer"));
+	size_t i;
+	if (kind && (!json_is_string(kind) || strcmp(json_string_value(kind), "BPE")))
+		return fail("%s: the model is no BPE; llama.cpp takes it for %s only with --no-tokenizer", path, GGUF_ARCHITECTURE);
+	if (!pre)
+		return fail("%s: llama.cpp knows the pre_tokenizers of Ling and of GPT-2, found another; --no-tokenizer leaves the tokenizer out", path);
+	if (json_is_true(json_object_get(model, "ignore_merges")) || json_is_true(json_object_get(model, "byte_fallback")))
+		return fail("%s: ignore_merges or byte_fallback is set, which llama.cpp has not for this pre_tokenizer; --no-tokenizer leaves the tokenizer "
+				"out", path);
+	if (!json_is_object(vocab) || !json_is_array(json_object_get(model, "merges")))
+		return fail("%s: the model has no vocab and merges", path);
+	if (json_is_object(json_object_get(root, "normalizer")))
+		fprintf(stderr, "note: %s: llama.cpp does not normalise text: ids differ for text that the normalizer changes\n", path);
+	json_object_foreach((json_t *)vocab, text, id)
+		if (place_token(path, texts, types, vocab_size, text, id, TOKEN_NORMAL) < 0)
+			return -1;
+	json_array_foreach(list, i, added)
+		if (place_token(path, texts, types, vocab_size, json_string_value(json_object_get(added, "content")), json_object_get(added, "id"),
+				json_is_true(json_object_get(added, "special")) ? TOKEN_CONTROL : TOKEN_USER_DEFINED) < 0)
+			return -1;
+	entry_text(m, "tokenizer.ggml.model", "gpt2");
+	entry_text(m, "tokenizer.ggml.pre", pre);
+	entry_array(m, "tokenizer.ggml.tokens", GGUF_TEXT, vocab_size);
+	for (int j = 0; j < vocab_size; j++) {
+		char filler[32];
+		snprintf(filler, sizeof filler, "[PAD%d]", j); /* each id of the model needs a token */
+		append_text(&m->bytes, texts[j] ? texts[j] : filler);
+	}
+	entry_array(m, "tokenizer.ggml.token_type", GGUF_I32, vocab_size);
+	for (int j = 0; j < vocab_size; j++)
+		append_u32(&m->bytes, texts[j] ? types[j] : TOKEN_UNUSED);
+	return merges_to_gguf(m, json_object_get(model, "merges"), path);
+}
+
+/* The tokenizer of a Hugging Face directory, whose config.json is `config`. */
+static int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size)
+{
+	char path[PATH_LEN];
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there == 0)
+		return fail("%s: is not there, and llama.cpp needs it; put the model's tokenizer.json there, or leave the tokenizer out with --no-tokenizer",
+				path);
+	json_t *root = there < 0 ? NULL : json_read(path);
+	if (!root)
+		return -1;
+	const char **texts = allocate(vocab_size * sizeof *texts);
+	uint8_t *types = allocate(vocab_size);
+	int rc = vocabulary_to_gguf(m, root, path, texts, types, vocab_size);
+	if (!rc)
+		rc = roles_to_gguf(m, dir, config, texts, vocab_size);
+	free(texts);
+	free(types);
+	json_decref(root);
+	return rc;
+}
+
+/* ============================================================================================================
+ * Conversion. A model is a list of parameters by their Hugging Face names; it comes from a directory or a GGUF file and goes to either.
+ * GGUF has the three parts of query_key_value apart, the rows of a query or key head's two halves in turn, and one tensor for a layer's
+ * experts. So parameters are cut into strips, runs of rows with a home in both worlds, and a conversion takes each strip's rows from
+ * where they are in the one to where they belong in the other.
+ * ========================================================================================================== */
+
+struct source {
+	char path[PATH_LEN];
+	struct model_config config;
+	struct weights *weights;
+	json_t *config_json;         /* of a directory */
+	const json_t *metadata;      /* of a GGUF file, else NULL */
+};
+
+struct home { char name[MAX_NAME]; int64_t row, rows, stack; }; /* first row in a tensor of so many, which are those of a stack of matrices */
+
+struct strip {
+	int64_t rows, cols;          /* a vector is one row */
+	int head_dim;                /* of the heads whose rows have another order in GGUF, else 0 */
+	bool vector, lm_head;
+	struct home huggingface, gguf; /* the latter without a name where GGUF has no place for it */
+	const struct stored *from;
+	int product;
+};
+
+struct product {               /* a tensor of the result: strips first .. first + count - 1 */
+	const char *name;
+	int64_t rows, cols, stack;   /* a vector has cols 0 */
+	enum dtype dtype;
+	int first, count;
+};
+
+struct plan {
+	const struct source *source;
+	bool to_gguf;
+	struct model_config config;  /* of the result */
+	struct strip *strips;        /* in the order of the result */
+	struct product *products;
+	int num_strips, num_products;
+	double *fold;                /* [H] what lm_head's columns are divided by, or NULL */
+	struct weights_writer *shard; /* what is being written, or NULL and */
+	FILE *gguf;
+	bool *verified;              /* tensors of the source */
+	uint8_t *block;
+	const uint8_t **rows;        /* [BLOCK_ROWS] */
+	struct progress progress;
+};
+
+enum { BLOCK_BYTES = 16 << 20, BLOCK_ROWS = 8192, RUN = 4096 };
+
+static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16", [BF16] = "bfloat16"};
+
+struct source *source_open(const char *path, struct model_config *config)
+{
+	struct source *s = allocate(sizeof *s);
+	struct stat st;
+	char trainer[PATH_LEN];
+	int rc = snprintf(s->path, PATH_LEN, "%s", path) >= PATH_LEN ? fail("%s: path longer than %d bytes", path, PATH_LEN - 1)
+		: stat(path, &st) < 0 ? fail("%s: cannot open: %s", path, strerror(errno)) : 0;
+	if (rc == 0 && S_ISDIR(st.st_mode)) {
+		char file[PATH_LEN];
+		rc = config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 || path_join(trainer, path, "trainer.json") < 0
+			|| !(s->config_json = json_read(file)) ? -1 : path_exists(trainer);
+		if (rc > 0) { /* a checkpoint, whose files have checksums */
+			json_t *root = json_read(trainer);
+			rc = root && trainer_check(root, trainer) == 0 ? files_check(path, trainer, root) : -1;
+			json_decref(root);
+		}
+		if (rc == 0)
+			rc = (s->weights = weights_open(path, "model")) ? 0 : -1;
+	} else if (rc == 0) {
+		s->weights = allocate(sizeof *s->weights);
+		strcpy(s->weights->path, s->path);
+		rc = gguf_open(s->weights, path);
+		if (rc == 0) {
+			s->metadata = json_object_get(s->weights->shards->header, "metadata");
+			rc = gguf_config(&s->config, s->weights, s->metadata);
+		}
+	}
+	*config = s->config;
+	if (rc == 0)
+		return s;
+	source_close(s);
+	return NULL;
+}
+
+void source_close(struct source *s)
+{
+	if (!s)
+		return;
+	weights_close(s->weights);
+	json_decref(s->config_json);
+	free(s);
+}
+
+/* -- the plan -- */
+
+/* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves `name` empty when there is
+ * none. query_key_value has three, and is not asked for. */
+static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
+{
+	static const struct { const char *huggingface, *gguf; } names[] = {
+		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"}, {"attention.dense.weight", "attn_output"},
+		{"mlp.gate.weight", "ffn_gate_inp"}, {"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
+		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"}, {"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
+	};
+	int layer, length = 0;
+	char matrix[8];
+	*expert = -1;
+	*name = 0;
+	if (!strcmp(huggingface, "model.word_embeddings.weight"))
+		strcpy(name, "token_embd.weight");
+	else if (!strcmp(huggingface, "model.norm.weight"))
+		strcpy(name, "output_norm.weight");
+	else if (!strcmp(huggingface, "lm_head.weight"))
+		strcpy(name, "output.weight");
+	else if (sscanf(huggingface, "model.layers.%d.%n", &layer, &length) == 1 && length) {
+		const char *rest = huggingface + length;
+		if (sscanf(rest, "mlp.experts.%d.%4[a-z]_proj.weight", expert, matrix) == 2)
+			snprintf(name, MAX_NAME, "blk.%d.ffn_%s_exps.weight", layer, matrix);
+		for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+			if (!strcmp(rest, names[i].huggingface))
+				snprintf(name, MAX_NAME, "blk.%d.%s.weight", layer, names[i].gguf);
+	}
+}
+
+/* Cuts the parameters into strips; at most three for each. Returns their number. */
+static int cut_strips(struct strip *strips, const struct array *params, int n, const struct model_config *c)
+{
+	int count = 0;
+	for (int i = 0; i < n; i++) {
+		const struct array *p = &params[i];
+		struct strip s = {.rows = p->cols ? p->rows : 1, .cols = p->cols ? p->cols : p->rows, .vector = !p->cols};
+		int expert, layer, length = 0;
+		s.lm_head = !strcmp(p->name, "lm_head.weight");
+		s.huggingface.rows = s.rows;
+		snprintf(s.huggingface.name, MAX_NAME, "%s", p->name);
+		if (sscanf(p->name, "model.layers.%d.attention.query_key_value.weight%n", &layer, &length) == 1 && length) {
+			const int heads[3] = {c->num_attention_heads, c->num_key_value_heads, c->num_key_value_heads};
+			for (int part = 0; part < 3; part++) {
+				s.rows = s.gguf.rows = (int64_t)heads[part] * c->head_dim;
+				s.head_dim = part < 2 ? c->head_dim : 0;
+				snprintf(s.gguf.name, MAX_NAME, "blk.%d.attn_%c.weight", layer, "qkv"[part]);
+				strips[count++] = s;
+				s.huggingface.row += s.rows;
+			}
+			continue;
+		}
+		gguf_name(s.gguf.name, p->name, &expert);
+		s.gguf.rows = s.rows;
+		if (expert >= 0)
+			s.gguf.stack = c->num_experts, s.gguf.rows = s.rows * c->num_experts, s.gguf.row = s.rows * expert;
+		strips[count++] = s;
+	}
+	return count;
+}
+
+/* Finds each strip's tensor in the source, and checks that all of the source's tensors are needed. */
+static int find_strips(struct plan *p)
+{
+	const struct source *s = p->source;
+	const struct weights *w = s->weights;
+	bool *needed = allocate(w->count);
+	int rc = 0;
+	for (int i = 0; i < p->num_strips && !rc; i++) {
+		struct strip *strip = &p->strips[i];
+		const struct home *from = s->metadata ? &strip->gguf : &strip->huggingface;
+		const char *name = strip->lm_head && s->config.tie_word_embeddings ? s->metadata ? "token_embd.weight" : "model.word_embeddings.weight"
+			: from->name;
+		if (s->metadata && !*name)
+			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, strip->huggingface.name);
+		else if (!(strip->from = tensor_stacked(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
+			rc = -1;
+		else
+			needed[strip->from - w->tensors] = true;
+	}
+	for (int i = 0; i < w->count && !rc; i++)
+		if (!needed[i] && !(s->config.tie_word_embeddings && !strcmp(w->tensors[i].name, "lm_head.weight")))
+			rc = fail("%s: tensor %s is not a part of the model that %s describes", s->path, w->tensors[i].name,
+					s->metadata ? "its metadata" : "config.json");
+	free(needed);
+	return rc;
+}
+
+/* Gives pages of a mapped file back that are not needed any more: a model may be larger than memory. */
+static void forget_pages(const uint8_t *from, const uint8_t *end)
+{
+	const uintptr_t page = sysconf(_SC_PAGESIZE), first = ((uintptr_t)from + page - 1) / page * page, last = (uintptr_t)end / page * page;
+	if (first < last)
+		madvise((void *)first, last - first, MADV_DONTNEED);
+}
+
+/* A model whose config ties the head to the embedding may still bring a head, if it is the same. */
+static int check_tie(const struct source *s)
+{
+	const struct stored *head = s->config.tie_word_embeddings ? tensor_find(s->weights, "lm_head.weight") : NULL;
+	if (!head || s->metadata)
+		return 0;
+	const struct stored *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
+	const uint64_t bytes = head->end - head->begin;
+	bool same = head->dtype == embedding->dtype && json_equal(head->shape, embedding->shape);
+	for (uint64_t at = 0; same && at < bytes; at += BLOCK_BYTES) {
+		const uint64_t n = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
+		const uint8_t *a = tensor_bytes(head) + at, *b = tensor_bytes(embedding) + at;
+		same = !memcmp(a, b, n);
+		forget_pages(a, a + n);
+		forget_pages(b, b + n);
+	}
+	if (!same)
+		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from model.word_embeddings.weight; set "
+				"tie_word_embeddings to false if the head was trained by itself, or remove lm_head.weight", s->path);
+	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n", s->path);
+	return 0;
+}
+
+static int by_product(const void *a, const void *b)
+{
+	const struct strip *x = a, *y = b;
+	if (x->product != y->product)
+		return x->product < y->product ? -1 : 1;
+	/* In both worlds the strips of a tensor are in the same order. */
+	if (x->gguf.row != y->gguf.row)
+		return x->gguf.row < y->gguf.row ? -1 : 1;
+	return (x->huggingface.row > y->huggingface.row) - (x->huggingface.row < y->huggingface.row);
+}
+
+/* Gathers the strips into the tensors of the result. asked: their type, or UNKNOWN_DTYPE for the source's own. */
+static int make_products(struct plan *p, enum dtype asked)
+{
+	int kept = 0;
+	enum dtype common = asked;
+	for (int i = 0; i < p->num_strips; i++) {
+		struct strip *s = &p->strips[i];
+		const struct home *to = p->to_gguf ? &s->gguf : &s->huggingface;
+		if (s->lm_head && !p->to_gguf && p->config.tie_word_embeddings)
+			continue;
+		if (!*to->name)
+			return fail("%s: " GGUF_ARCHITECTURE " has no place for %s", p->source->path, s->huggingface.name);
+		int k = p->num_products - 1;
+		while (k >= 0 && strcmp(p->products[k].name, to->name))
+			k = p->to_gguf ? k - 1 : -1; /* a parameter's strips are side by side */
+		const enum dtype own = s->from->dtype == F64 ? F32 : s->from->dtype;
+		if (common == UNKNOWN_DTYPE)
+			common = own; /* the embedding's, which is first */
+		if (k < 0) {
+			k = p->num_products++;
+			p->products[k] = (struct product){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols, .stack = to->stack,
+					.dtype = asked != UNKNOWN_DTYPE ? asked : own};
+			if (p->to_gguf)
+				p->products[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common; /* as llama.cpp wants them */
+		} else if (asked == UNKNOWN_DTYPE && !p->to_gguf && p->products[k].dtype != own)
+			p->products[k].dtype = F32;
+		s->product = k;
+		p->strips[kept] = *s;
+		p->products[k].name = p->to_gguf ? p->strips[kept].gguf.name : p->strips[kept].huggingface.name;
+		p->products[k].count++;
+		kept++;
+	}
+	p->num_strips = kept;
+	qsort(p->strips, kept, sizeof *p->strips, by_product);
+	for (int i = 0, k = 0; k < p->num_products; i += p->products[k++].count) {
+		p->products[k].first = i;
+		p->products[k].name = p->to_gguf ? p->strips[i].gguf.name : p->strips[i].huggingface.name;
+	}
+	return 0;
+}
+
+static int64_t product_bytes(const struct product *k)
+{
+	return k->rows * (k->cols ? k->cols : 1) * dtypes[k->dtype].size;
+}
+
+/* -- the work -- */
+
+/* What doubles lose on the way to floats, put right: the last bit is set where something was cut off, so that rounding once more, to
+ * fewer bits, rounds the double itself. */
+static void round_to_odd(real *out, const uint8_t *in, int64_t n)
+{
+	for (int64_t i = 0; i < n; i++) {
+		double d;
+		memcpy(&d, in + 8 * i, 8);
+		float f = (float)d;
+		if (isfinite(f) && f != d && !(float_to_bits(f) & 1))
+			f = nextafterf(f, d > f ? INFINITY : -INFINITY);
+		out[i] = f;
+	}
+}
+
+/* Converts n numbers to `dtype`. Returns whether one that was finite has become infinite. */
+static bool from_real(uint8_t *out, const real *in, int64_t n, enum dtype dtype)
+{
+	uint32_t overflow = 0;
+	if (dtype == REAL_DTYPE)
+		memcpy(out, in, n * sizeof *in);
+	else if (dtype == F32) /* of doubles */
+		for (int64_t i = 0; i < n; i++) {
+			const float f = (float)in[i];
+			memcpy(out + 4 * i, &f, 4);
+			overflow |= (fabsf(f) == INFINITY) & (fabs((double)in[i]) < INFINITY);
+		}
+	else if (dtype == F16)
+		for (int64_t i = 0; i < n; i++) {
+			const float f = (float)in[i];
+			const uint16_t h = float_to_half(f);
+			memcpy(out + 2 * i, &h, 2);
+			overflow |= ((h & 0x7fff) == 0x7c00) & (fabsf(f) < INFINITY);
+		}
+	else
+		for (int64_t i = 0; i < n; i++) {
+			const float f = (float)in[i];
+			const uint16_t h = float_to_bf16(f);
+			memcpy(out + 2 * i, &h, 2);
+			overflow |= ((h & 0x7fff) == 0x7f80) & (fabsf(f) < INFINITY);
+		}
+	return overflow;
+}
+
+/* Converts a row of n elements, divided by the columns' `fold` if it is not NULL. Returns whether a finite one has become infinite. */
+static bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *fold)
+{
+	if (from == to && !fold) {
+		memcpy(out, in, n * dtypes[to].size);
+		return false;
+	}
+	bool overflow = false;
+	for (int64_t at = 0; at < n; at += RUN) {
+		const int64_t run = n - at < RUN ? n - at : RUN;
+		const uint8_t *source = in + at * dtypes[from].size;
+		real values[RUN];
+		to_real(values, source, run, from);
+		if (from == F64) {
+			double d;
+			for (int64_t i = 0; i < run; i++)
+				overflow |= !isfinite(values[i]) && (memcpy(&d, source + 8 * i, 8), isfinite(d));
+			if (to != F32 && !fold)
+				round_to_odd(values, source, run);
+		}
+		for (int64_t i = 0; fold && i < run; i++)
+			values[i] = (real)(values[i] / fold[at + i]);
+		overflow |= from_real(out + at * dtypes[to].size, values, run, to);
+	}
+	return overflow;
+}
+
+/* Row r of a strip, counted within it in the order of the result. */
+static const uint8_t *strip_row(const struct plan *p, const struct strip *s, int64_t r)
+{
+	const bool from_gguf = p->source->metadata;
+	const int64_t d = s->head_dim;
+	if (d && from_gguf != p->to_gguf) {
+		const int64_t head = r / d * d, i = r % d;
+		r = head + (p->to_gguf ? i % 2 * (d / 2) + i / 2 : i % (d / 2) * 2 + i / (d / 2));
+	}
+	return tensor_bytes(s->from) + ((from_gguf ? s->gguf.row : s->huggingface.row) + r) * s->cols * dtypes[s->from->dtype].size;
+}
+
+/* Checks the checksum of a strip's tensor, once. */
+static int verify_strip(struct plan *p, const struct strip *s)
+{
+	bool *done = &p->verified[s->from - p->source->weights->tensors];
+	int rc = *done ? 0 : tensor_verify(s->from);
+	if (!*done && s->from->has_crc)
+		forget_pages(tensor_bytes(s->from), tensor_bytes(s->from) + (s->from->end - s->from->begin));
+	*done = true;
+	return rc;
+}
+
+/* Names the number that is too large for its new type. */
+static int fail_overflow(const struct plan *p, const struct product *k, const struct strip *s, const uint8_t *row)
+{
+	uint8_t out[8];
+	real value = 0;
+	int64_t i = 0;
+	for (; i < s->cols; i++) {
+		const uint8_t *in = row + i * dtypes[s->from->dtype].size;
+		const double *fold = p->fold && s->lm_head ? p->fold + i : NULL;
+		to_real(&value, in, 1, s->from->dtype);
+		if (convert_row(out, k->dtype, in, s->from->dtype, 1, fold))
+			break;
+	}
+	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype", s->from->shard->path, s->from->name,
+			(double)value, (long long)i, huggingface_dtypes[k->dtype]);
+}
+
+/* Computes what the columns of lm_head are divided by: their norms over the whole vocabulary, with what NormHead adds. */
+static int compute_fold(struct plan *p)
+{
+	const struct strip *s = p->strips;
+	while (!s->lm_head)
+		s++;
+	if (verify_strip(p, s) < 0)
+		return -1;
+	p->fold = allocate(s->cols * sizeof *p->fold);
+	real *values = allocate(s->cols * sizeof *values);
+	const int size = dtypes[s->from->dtype].size;
+	for (int64_t r = 0; r < s->rows; r++) {
+		const uint8_t *row = strip_row(p, s, r);
+		to_real(values, row, s->cols, s->from->dtype);
+		for (int64_t j = 0; j < s->cols; j++)
+			p->fold[j] += (double)values[j] * values[j];
+		if (r % 1024 == 0)
+			forget_pages(tensor_bytes(s->from), row);
+	}
+	forget_pages(tensor_bytes(s->from), tensor_bytes(s->from) + s->rows * s->cols * size);
+	for (int64_t j = 0; j < s->cols; j++)
+		p->fold[j] = sqrt(p->fold[j]) + 1e-7;
+	free(values);
+	return 0;
+}
+
+static int append_block(struct plan *p, int64_t bytes, int size)
+{
+	if (p->shard)
+		return writer_append(p->shard, p->block, bytes, size);
+	return fwrite(p->block, 1, bytes, p->gguf) == (size_t)bytes ? 0 : -1; /* file_close tells why */
+}
+
+/* Writes one tensor of the result. */
+static int write_product(struct plan *p, const struct product *k)
+{
+	const int size = dtypes[k->dtype].size;
+	for (const struct strip *s = p->strips + k->first; s < p->strips + k->first + k->count; s++) {
+		if (verify_strip(p, s) < 0)
+			return -1;
+		const double *fold = s->lm_head ? p->fold : NULL;
+		const int64_t row_bytes = s->cols * size, fit = BLOCK_BYTES / row_bytes;
+		const int64_t block_rows = fit < 1 ? 1 : fit < BLOCK_ROWS ? fit : BLOCK_ROWS;
+		for (int64_t r = 0; r < s->rows; r += block_rows) {
+			const int64_t n = s->rows - r < block_rows ? s->rows - r : block_rows;
+			const uint8_t *first = NULL, *last = NULL;
+			int64_t wrong = -1;
+			for (int64_t i = 0; i < n; i++) {
+				p->rows[i] = strip_row(p, s, r + i);
+				first = !first || p->rows[i] < first ? p->rows[i] : first;
+				last = !last || p->rows[i] > last ? p->rows[i] : last;
+			}
+#pragma omp parallel for
+			for (int64_t i = 0; i < n; i++)
+				if (convert_row(p->block + i * row_bytes, k->dtype, p->rows[i], s->from->dtype, s->cols, fold))
+#pragma omp atomic write
+					wrong = i;
+			if (wrong >= 0)
+				return fail_overflow(p, k, s, p->rows[wrong]);
+			forget_pages(first, last + s->cols * dtypes[s->from->dtype].size);
+			if (append_block(p, n * row_bytes, size) < 0)
+				return -1;
+			progress(&p->progress, n * row_bytes);
+		}
+	}
+	return 0;
+}
+
+/* Writes products first .. first+n-1 as a safetensors file. */
+static int write_shard(struct plan *p, int first, int n, const char *path)
+{
+	struct array *arrays = allocate(n * sizeof *arrays);
+	enum dtype *types = allocate(n * sizeof *types);
+	for (int i = 0; i < n; i++) {
+		const struct product *k = &p->products[first + i];
+		arrays[i] = (struct array){.name = k->name, .rows = k->rows, .cols = k->cols};
+		types[i] = k->dtype;
+	}
+	p->shard = writer_open(path, arrays, types, n);
+	int rc = p->shard ? 0 : -1;
+	for (int i = 0; i < n && !rc; i++)
+		rc = write_product(p, &p->products[first + i]);
+	if (rc == 0)
+		rc = weights_finish(p->shard);
+	else
+		weights_abandon(p->shard);
+	p->shard = NULL;
+	free(arrays);
+	free(types);
+	return rc;
+}
+
+/* Whether a file of a Hugging Face directory goes along as it is: what tells of the tokenizer, of generation, of the model's classes. */
+static bool is_carried(const char *name)
+{
+	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py", ".md"};
+	static const char *const others[] = {"config.json", "trainer.json"};
+	const size_t n = strlen(name);
+	if (*name == '.' || (n > 11 && !strcmp(name + n - 11, ".index.json")))
+		return false;
+	for (int i = 0; i < 2; i++)
+		if (!strcmp(name, others[i]))
+			return false;
+	for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
+		if (n > strlen(endings[i]) && !strcmp(name + n - strlen(endings[i]), endings[i]))
+			return true;
+	return !strcmp(name, "LICENSE");
+}
+
+/* Brings the other files of the source's directory, or, if asked for, the tokenizer of a GGUF file. */
+static int carry_files(const struct source *s, const char *target, bool tokenizer)
+{
+	if (s->metadata)
+		return tokenizer ? gguf_to_tokenizer(s->metadata, s->path, target) : 0;
+	char from[PATH_LEN], to[PATH_LEN];
+	struct stat st;
+	DIR *dir = opendir(s->path);
+	if (!dir)
+		return fail("%s: cannot list: %s", s->path, strerror(errno));
+	int rc = 0;
+	for (struct dirent *e; !rc && (e = readdir(dir));)
+		if (is_carried(e->d_name)) {
+			rc = path_join(from, s->path, e->d_name) < 0 || path_join(to, target, e->d_name) < 0 ? -1 : 0;
+			if (rc == 0 && stat(from, &st) == 0 && S_ISREG(st.st_mode))
+				rc = copy_file(from, to);
+		}
+	closedir(dir);
+	return rc;
+}
+
+/* A directory of shards of at most max_shard_size bytes of data each, but for a larger tensor alone. */
+static int write_huggingface(struct plan *p, const struct conversion *to, const char *dir)
+{
+	char path[PATH_LEN];
+	int *first = allocate((p->num_products + 1) * sizeof *first), parts = 0;
+	int64_t bytes = 0;
+	for (int i = 0; i < p->num_products; i++) {
+		if (i && bytes + product_bytes(&p->products[i]) > to->max_shard_size)
+			first[++parts] = i, bytes = 0;
+		bytes += product_bytes(&p->products[i]);
+	}
+	first[++parts] = p->num_products;
+	int rc = parts > MAX_PARTS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_PARTS) : 0;
+	for (int part = 0; part < parts && !rc; part++) {
+		checkpoint_file(path, dir, "model", part, parts);
+		rc = write_shard(p, first[part], first[part + 1] - first[part], path);
+	}
+	free(first);
+	if (rc == 0)
+		rc = parts_finish(dir, "model", parts);
+	if (rc == 0)
+		rc = path_join(path, dir, "config.json") < 0 ? -1
+			: config_write(path, &p->config, huggingface_dtypes[p->products[0].dtype], p->source->config_json);
+	return rc < 0 || carry_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
+}
+
+/* The moments of a checkpoint that no step has been made from. */
+static int write_zero_moments(const struct plan *p, const char *path)
+{
+	static const char *const prefixes[2] = {"exp_avg.", "exp_avg_sq."};
+	const int n = p->num_products;
+	struct array *arrays = allocate(2 * n * sizeof *arrays);
+	char (*names)[MAX_NAME + 16] = allocate(2 * n * sizeof *names);
+	real *zeros = allocate(BLOCK_BYTES);
+	for (int i = 0; i < 2 * n; i++) {
+		const struct product *k = &p->products[i % n];
+		snprintf(names[i], sizeof *names, "%s%s", prefixes[i / n], k->name);
+		arrays[i] = (struct array){.name = names[i], .rows = k->rows, .cols = k->cols};
+	}
+	struct weights_writer *w = weights_create(path, arrays, 2 * n);
+	int rc = w ? 0 : -1;
+	for (int i = 0; i < 2 * n && !rc; i++)
+		for (int64_t left = array_size(&arrays[i]), piece; left && !rc; left -= piece) {
+			piece = left < BLOCK_BYTES / (int64_t)sizeof *zeros ? left : BLOCK_BYTES / (int64_t)sizeof *zeros;
+			rc = weights_append(w, zeros, piece);
+		}
+	if (rc == 0)
+		rc = weights_finish(w);
+	else
+		weights_abandon(w);
+	free(zeros);
+	free(names);
+	free(arrays);
+	return rc;
+}
+
+/* A checkpoint of step 0: no moments, no data seen, routers' statistics as at the start of a run. */
+static int write_checkpoint(struct plan *p, const struct conversion *to)
+{
+	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* its files are carried over */
+	const int layers = c.model.num_hidden_layers;
+	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)), .router_std = allocate(layers * sizeof(double))};
+	char dir[PATH_LEN], path[PATH_LEN];
+	for (int l = 0; l < layers; l++)
+		s.router_std[l] = 1;
+	parent_of(c.train.output_dir, to->path);
+	int rc = checkpoint_begin(&c, &s, dir);
+	if (rc > 0)
+		rc = fail("%s: is there already; remove it, or choose another name", to->path);
+	else if (rc == 0) {
+		checkpoint_file(path, dir, "model", 0, 1);
+		rc = write_shard(p, 0, p->num_products, path);
+		checkpoint_file(path, dir, "optimizer", 0, 1);
+		if (rc == 0)
+			rc = write_zero_moments(p, path);
+		if (rc == 0)
+			rc = carry_files(p->source, dir, !to->no_tokenizer);
+		if (rc < 0)
+			checkpoint_abandon(dir);
+		else
+			rc = checkpoint_commit(&c, &s, dir, 1);
+	}
+	free(s.router_mean);
+	free(s.router_std);
+	return rc;
+}
+
+/* All that stands before the tensors' bytes. */
+static int write_gguf_header(const struct plan *p, const struct conversion *to)
+{
+	const struct source *s = p->source;
+	struct metadata m = {0};
+	struct text header = {0};
+	const char *slash = strrchr(s->path, '/');
+	const enum dtype dtype = p->products[0].dtype;
+	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
+	entry_text(&m, "general.type", "model");
+	entry_text(&m, "general.name", slash && slash[1] ? slash + 1 : s->path);
+	entry_u32(&m, "general.file_type", dtype == F32 ? 0 : dtype == F16 ? 1 : 32);
+	entry_u32(&m, "general.quantization_version", 2);
+	entry_u32(&m, "general.alignment", GGUF_ALIGNMENT);
+	int rc = config_to_gguf(&m, &p->config, s->path);
+	if (rc == 0 && to->no_tokenizer)
+		entry_text(&m, "tokenizer.ggml.model", "no_vocab");
+	else if (rc == 0)
+		rc = s->metadata ? fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a Hugging Face directory "
+				"first", s->path) : tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size);
+	text_append(&header, GGUF_MAGIC, 4);
+	append_u32(&header, GGUF_VERSION);
+	append_u64(&header, p->num_products);
+	append_u64(&header, m.count);
+	if (rc == 0)
+		text_append(&header, m.bytes.data, m.bytes.size);
+	int64_t offset = 0;
+	for (int i = 0; i < p->num_products; i++) {
+		const struct product *k = &p->products[i];
+		append_text(&header, k->name);
+		append_u32(&header, k->stack ? 3 : k->cols ? 2 : 1);
+		if (k->cols)
+			append_u64(&header, k->cols);
+		append_u64(&header, k->stack ? k->rows / k->stack : k->rows);
+		if (k->stack)
+			append_u64(&header, k->stack);
+		append_u32(&header, k->dtype == F32 ? 0 : k->dtype == F16 ? 1 : 30);
+		append_u64(&header, offset);
+		offset += (product_bytes(k) + GGUF_ALIGNMENT - 1) / GGUF_ALIGNMENT * GGUF_ALIGNMENT;
+	}
+	if (rc == 0)
+		fwrite(header.data, 1, header.size, p->gguf);
+	free(header.data);
+	free(m.bytes.data);
+	return rc;
+}
+
+/* Zeros up to the next multiple of the alignment. */
+static void align_file(FILE *f)
+{
+	static const char zeros[GGUF_ALIGNMENT];
+	fwrite(zeros, 1, (GGUF_ALIGNMENT - ftello(f) % GGUF_ALIGNMENT) % GGUF_ALIGNMENT, f);
+}
+
+static int write_gguf(struct plan *p, const struct conversion *to, const char *path)
+{
+	FILE *f = p->gguf = file_create(path);
+	int rc = f ? write_gguf_header(p, to) : -1;
+	for (int i = 0; i < p->num_products && !rc; i++) {
+		align_file(f);
+		rc = write_product(p, &p->products[i]);
+	}
+	if (rc == 0)
+		align_file(f);
+	return !f ? -1 : file_close(f, path, ferror(f) ? 0 : rc);
+}
+
+/* Makes what was planned, under a temporary name in the same directory, and gives it its own when it is whole and on disk. */
+static int write_plan(struct plan *p, const struct conversion *to)
+{
+	char parent[PATH_LEN], name[PATH_LEN], temporary[PATH_LEN];
+	const char *slash = strrchr(to->path, '/');
+	parent_of(parent, to->path);
+	if (make_directories(parent) < 0)
+		return -1;
+	if (to->format == FORMAT_CHECKPOINT)
+		return write_checkpoint(p, to);
+	snprintf(name, sizeof name, ".tmp-%s", slash ? slash + 1 : to->path);
+	if (path_join(temporary, parent, name) < 0)
+		return -1;
+	directory_remove(temporary); /* what an interrupted conversion left */
+	int rc = 0;
+	if (to->format == FORMAT_GGUF)
+		rc = write_gguf(p, to, temporary);
+	else if (mkdir(temporary, 0777) < 0)
+		return fail("%s: cannot create directory: %s", temporary, strerror(errno));
+	else
+		rc = write_huggingface(p, to, temporary);
+	if (rc == 0 && rename(temporary, to->path) < 0)
+		rc = fail("%s: cannot rename to %s: %s", temporary, to->path, strerror(errno));
+	if (rc < 0)
+		directory_remove(temporary);
+	return rc < 0 ? -1 : sync_path(parent);
+}
+
+/* What can be told of a conversion before the source's tensors are looked at. */
+static int check_conversion(const struct source *s, const struct conversion *to)
+{
+	const char *slash = strrchr(to->path, '/'), *name = slash ? slash + 1 : to->path;
+	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
+		return fail("%s: has no name for what is to be made", to->path);
+	if (strlen(to->path) + 128 > PATH_LEN) /* for the files in it and its temporary name */
+		return fail("%s: path longer than %d bytes", to->path, PATH_LEN - 128);
+	int there = path_exists(to->path);
+	if (there)
+		return there < 0 ? -1 : fail("%s: is there already; remove it, or choose another name", to->path);
+	if (to->format == FORMAT_CHECKPOINT && strcmp(name, "step-0000000"))
+		return fail("%s: a checkpoint of a run that begins is named step-0000000; expected RUN/step-0000000, from which ling train continues with "
+				"train.output_dir=RUN", to->path);
+	if (to->fold_norm_head && !s->config.norm_head)
+		return fail("%s: norm_head is off, so there is no NormHead to fold; perhaps it was folded before", s->path);
+	if (s->weights->dropped)
+		fprintf(stderr, "note: %s: %d rotary_emb.inv_freq tensors are left out: they follow from rope_theta\n", s->path, s->weights->dropped);
+	return 0;
+}
+
+int convert_model(const struct source *s, const struct array *params, int n, const struct conversion *to, struct converted *result)
+{
+	struct plan p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
+	enum dtype dtype = to->format == FORMAT_CHECKPOINT ? REAL_DTYPE : UNKNOWN_DTYPE;
+	const bool fold = s->config.norm_head && (to->fold_norm_head || p.to_gguf);
+	if (to->dtype)
+		dtype = !strcmp(to->dtype, "f32") ? F32 : !strcmp(to->dtype, "f16") ? F16 : BF16;
+	if (check_conversion(s, to) < 0)
+		return -1;
+	if (fold || p.to_gguf)
+		p.config.norm_head = p.config.tie_word_embeddings = false;
+	p.strips = allocate(3 * (size_t)n * sizeof *p.strips);
+	p.products = allocate(3 * (size_t)n * sizeof *p.products);
+	p.verified = allocate(s->weights->count);
+	p.rows = allocate(BLOCK_ROWS * sizeof *p.rows);
+	p.num_strips = cut_strips(p.strips, params, n, &s->config);
+	int64_t widest = BLOCK_BYTES;
+	for (int i = 0; i < p.num_strips; i++)
+		widest = p.strips[i].cols * 8 > widest ? p.strips[i].cols * 8 : widest;
+	p.block = allocate(widest);
+	int rc = find_strips(&p) < 0 || check_tie(s) < 0 || make_products(&p, dtype) < 0 ? -1 : 0;
+	*result = (struct converted){.tensors = p.num_products};
+	for (int i = 0; i < p.num_products && !rc; i++)
+		result->bytes += product_bytes(&p.products[i]);
+	p.progress = progress_start("convert", result->bytes);
+	if (rc == 0 && fold)
+		rc = compute_fold(&p);
+	if (rc == 0)
+		rc = write_plan(&p, to);
+	progress_end(&p.progress);
+	free(p.strips);
+	free(p.products);
+	free(p.verified);
+	free(p.rows);
+	free(p.block);
+	free(p.fold);
 	return rc;
 }
 

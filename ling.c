@@ -1708,7 +1708,9 @@ static int trainer_resume(struct trainer *t, const char *dir)
 		fclose(notes);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (resume_sources(t, dir) < 0)
+	if (!t->state.num_sources) /* a converted model, which has seen no data: any will do */
+		t->state.num_sources = fresh_sources(t, t->state.sources);
+	else if (resume_sources(t, dir) < 0)
 		return -1;
 	if (load_moments(&t->model, dir) < 0 || model_load(&t->model, dir) < 0)
 		return -1;
@@ -2575,7 +2577,7 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 			append_text(text, &s->target);
 			text_append(text, t->separator, strlen(t->separator));
 		}
-		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_data(text), text->size, false, out);
+		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_data(text), text->size, true, out);
 	}
 	free(example);
 	free(message);
@@ -2592,7 +2594,7 @@ static int encode_option(const struct task *t, const struct text *option, struct
 	}
 	const size_t n = text->size;
 	append_text(text, option);
-	const int rc = encode(e, text->data, text->size, false, out);
+	const int rc = encode(e, text->data, text->size, true, out);
 	text->size = n;
 	return rc;
 }
@@ -2685,7 +2687,7 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	if (begin_token(w, &w->task->samples.sample[i], &before) < 0)
 		return -1;
 	put_id(&w->ids, before);
-	if (encode(e, text->data, text->size, false, &w->ids) < 0)
+	if (encode(e, text->data, text->size, true, &w->ids) < 0)
 		return -1;
 	const int64_t n = w->ids.count - begin - 1; /* tokens to score */
 	for (int64_t done = 0, end; done < n; done = end) {
@@ -3678,13 +3680,17 @@ struct arguments {
 	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
 	double memory_per_node;      /* bytes */
-	bool json, special;
+	bool json, special_as_text;
+	const char *to, *weight_type;
+	double max_shard_size;       /* bytes */
+	bool fold_norm_head, no_tokenizer;
 };
 
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
+enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL_AS_TEXT, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
 	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
 	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
-	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_TASKS, OPTION_JSON, OPTION_KEYS };
+	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_TASKS, OPTION_JSON, OPTION_TO, OPTION_WEIGHT_TYPE,
+	OPTION_MAX_SHARD_SIZE, OPTION_FOLD_NORM_HEAD, OPTION_NO_TOKENIZER, OPTION_KEYS };
 
 #define OPTION_BIT(option) (UINT64_C(1) << ((option) - OPTION_TOKENIZER))
 
@@ -3729,16 +3735,32 @@ static double parse_number(const char *text, const char *option, double low, dou
 /* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
 static double parse_size(const char *text, const char *option, struct argp_state *state)
 {
-	static const struct { const char *name; double bytes; } units[] = {{"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"MiB", 0x1p20}, {"GiB", 0x1p30},
-			{"TiB", 0x1p40}};
+	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20},
+			{"GiB", 0x1p30}, {"TiB", 0x1p40}};
 	char *end;
 	const double number = strtod(text, &end);
 	for (size_t i = 0; i < sizeof units / sizeof *units; i++)
 		if (end > text && number > 0 && isfinite(number) && !strcmp(end, units[i].name))
 			return number * units[i].bytes;
-	argp_error(state, "%s %s: expected a size in MB, GB, TB, MiB, GiB or TiB, such as 256GB", option, text);
+	argp_error(state, "%s %s: expected a size in kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256GB", option, text);
 	return 0;
 }
+
+/* One of the names that an option may have, or a usage error. */
+static const char *parse_choice(const char *text, const char *option, const char *const *names, struct argp_state *state)
+{
+	char list[128] = "";
+	for (int i = 0; names[i]; i++) {
+		if (!strcmp(text, names[i]))
+			return text;
+		snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i ? ", " : "", names[i]);
+	}
+	argp_error(state, "%s %s: expected one of %s", option, text, list);
+	return NULL;
+}
+
+static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
+static const char *const weight_types[] = {"f32", "bf16", "f16", NULL};
 
 /* Checks that a command line holds what its command needs. */
 static void check_usage(const struct arguments *a, struct argp_state *state)
@@ -3747,7 +3769,7 @@ static void check_usage(const struct arguments *a, struct argp_state *state)
 	for (const struct argp_option *o = c->options; o->name; o++)
 		if (!a->decode && c->required & ~a->given & OPTION_BIT(o->key))
 			argp_error(state, "--%s is required", o->name);
-	if (a->decode && (a->out || a->num_words || a->special))
+	if (a->decode && (a->out || a->num_words || a->special_as_text))
 		argp_error(state, "--decode goes with --tokenizer alone");
 	if (a->num_words < c->min_words && !a->decode)
 		argp_error(state, "too few arguments");
@@ -3764,7 +3786,7 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_TOKENIZER: a->tokenizer = value; break;
 	case OPTION_OUT: a->out = value; break;
 	case OPTION_DECODE: a->decode = value; break;
-	case OPTION_SPECIAL: a->special = true; break;
+	case OPTION_SPECIAL_AS_TEXT: a->special_as_text = true; break;
 	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
 	case OPTION_PATTERN: a->pattern = value; break;
 	case OPTION_SPECIAL_TOKEN:
@@ -3799,6 +3821,11 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 	case OPTION_NO_CACHE: a->generation.no_cache = true; break;
 	case OPTION_JSON: a->json = true; break;
 	case OPTION_TASKS: a->tasks = value; break;
+	case OPTION_TO: a->to = parse_choice(value, "--to", format_names, state); break;
+	case OPTION_WEIGHT_TYPE: a->weight_type = parse_choice(value, "--dtype", weight_types, state); break;
+	case OPTION_MAX_SHARD_SIZE: a->max_shard_size = parse_size(value, "--max-shard-size", state); break;
+	case OPTION_FOLD_NORM_HEAD: a->fold_norm_head = true; break;
+	case OPTION_NO_TOKENIZER: a->no_tokenizer = true; break;
 	case OPTION_KEYS:
 		(strcmp(a->command->name, "eval") ? config_print_keys : tasks_print_keys)(stdout);
 		exit(EXIT_DONE);
@@ -3856,14 +3883,22 @@ static int command_train(const struct arguments *a)
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+/* Says so if a directory that is no model is that of a run. */
+static void explain_run(const char *dir)
+{
+	char path[PATH_LEN + 32];
+	snprintf(path, sizeof path, "%s/metrics.jsonl", dir);
+	if (access(path, F_OK) == 0)
+		fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
+}
+
 /* The config of a model's directory. */
 static int model_of_directory(struct model_config *c, const char *dir)
 {
-	char path[PATH_LEN + 32];
 	if (config_from_huggingface(c, dir) == 0)
 		return 0;
-	snprintf(path, sizeof path, "%s/metrics.jsonl", dir);
-	return access(path, F_OK) < 0 ? -1 : fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
+	explain_run(dir);
+	return -1;
 }
 
 /* What made the ids of a token file, if that is the byte tokenizer or the model's own; else NULL. */
@@ -4164,7 +4199,7 @@ static int command_tokenize(const struct arguments *a)
 	struct tokenized t;
 	if (a->decode)
 		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", a->special, a->num_words, a->words, &t) < 0)
+	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", !a->special_as_text, a->num_words, a->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
 	if (t.learned < t.tokens)
@@ -4184,6 +4219,60 @@ static int command_train_tokenizer(const struct arguments *a)
 	if (t.vocab_size < a->vocab_size)
 		printf("the text has no more pairs to merge\n");
 	return EXIT_DONE;
+}
+
+/* What the conversion's options cannot mean together. */
+static int check_conversion_usage(const struct arguments *a, enum model_format format)
+{
+	if (format == FORMAT_CHECKPOINT && a->weight_type && strcmp(a->weight_type, "f32"))
+		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->weight_type);
+	if (format == FORMAT_CHECKPOINT && a->fold_norm_head)
+		return fail("--fold-norm-head is for inference: expected --to hf");
+	if (format != FORMAT_HUGGINGFACE && a->max_shard_size)
+		return fail("--max-shard-size goes with --to hf; other formats are one file");
+	if (a->max_shard_size > 1e18)
+		return fail("--max-shard-size: expected at most 1000000 TB");
+	return 0;
+}
+
+static int command_convert(const struct arguments *a)
+{
+	const char *source_path = a->words[0], *path = a->words[1];
+	const size_t length = strlen(path);
+	int format = length > 5 && !strcmp(path + length - 5, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
+	for (int i = 0; a->to && format_names[i]; i++)
+		if (!strcmp(a->to, format_names[i]))
+			format = i;
+	if (check_conversion_usage(a, format) < 0)
+		return EXIT_WRONG_USE;
+	const struct conversion to = {.path = path, .format = format, .dtype = a->weight_type, .fold_norm_head = a->fold_norm_head,
+			.max_shard_size = a->max_shard_size ? (int64_t)a->max_shard_size : 5000000000, .no_tokenizer = a->no_tokenizer};
+
+	struct model_config c;
+	struct source *source = source_open(source_path, &c);
+	if (!source) {
+		explain_run(source_path);
+		return EXIT_WORK_FAILED;
+	}
+	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
+	int n;
+	struct tensor *tensors = whole_tensors(&c, &n);
+	struct array *params = tensors ? calloc(n, sizeof *params) : NULL;
+	struct converted result;
+	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
+	for (int i = 0; i < n && rc == 0; i++)
+		params[i] = (struct array){.name = tensors[i].name, .rows = tensors[i].rows, .cols = tensors[i].cols};
+	if (rc == 0)
+		rc = convert_model(source, params, n, &to, &result);
+	if (rc == 0 && a->json)
+		printf("{\"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", format_names[format], (long long)result.tensors,
+				(long long)result.bytes);
+	else if (rc == 0)
+		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
+	free(params);
+	free(tensors);
+	source_close(source);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static int command_info(const struct arguments *a)
@@ -4295,7 +4384,7 @@ static const struct command commands[] = {
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
 			"BPE, or a directory with one", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
-		{"special", OPTION_SPECIAL, NULL, 0, "The text of a special token in a text becomes that token", 0},
+		{"special-as-text", OPTION_SPECIAL_AS_TEXT, NULL, 0, "What looks like a special token in a text is text, and not that token", 0},
 		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
 	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
 		"--vocab-size N --out FILE.json FILE...",
@@ -4304,6 +4393,14 @@ static const struct command commands[] = {
 		{"out", OPTION_OUT, "FILE", 0, "The tokenizer.json (required)", 0},
 		{"pattern", OPTION_PATTERN, "REGEX", 0, "What cuts text into words, beyond which nothing is merged (Ling's)", 0},
 		{"special", OPTION_SPECIAL_TOKEN, "TOKEN", 0, "A special token beside <|endoftext|>, <role> and </role>; may be given several times", 0}}},
+	{"convert-checkpoint", command_convert, false, 2, 2, 0, "SRC DST [--to hf|checkpoint|gguf]",
+		"Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
+		{{"to", OPTION_TO, "FORMAT", 0, "hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (that of a DST.gguf); checkpoint: "
+			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN", 0},
+		{"dtype", OPTION_WEIGHT_TYPE, "TYPE", 0, "f32, bf16 or f16 (as each tensor is in SRC)", 0},
+		{"max-shard-size", OPTION_MAX_SHARD_SIZE, "SIZE", 0, "Of a file of weights, such as 500MB (5GB)", 0},
+		{"fold-norm-head", OPTION_FOLD_NORM_HEAD, NULL, 0, "Divide lm_head by its columns' norms, and set norm_head to false", 0},
+		{"no-tokenizer", OPTION_NO_TOKENIZER, NULL, 0, "Leave the tokenizer out of a GGUF file, or of what is made from one", 0}, JSON_OPTION}},
 	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
 		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
 		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",
@@ -4410,7 +4507,7 @@ int main(int argc, char **argv)
 		return EXIT_WRONG_USE;
 	}
 	const bool openblas = products && !strcmp(products, "openblas");
-	if (command->computes)
+	if (command->computes || command->run == command_convert) /* which has threads that wait for the disk */
 		use_best_environment(argv, openblas || command->run == command_bench || command->run == command_doctor);
 	kernels_init(openblas);
 

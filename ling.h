@@ -4,7 +4,7 @@
  *   ling.c      the model, the trainer, the commands
  *   kernels.c   arithmetic on arrays, each operation as a forward/backward pair
  *   parallel.c  ranks and process groups
- *   data.c      everything on disk: YAML, JSON, tokens, checkpoints, metrics, pictures
+ *   data.c      everything on disk: YAML, JSON, tokenizers, tokens, checkpoints, conversion, tasks, metrics, pictures
  *
  * ling.c calls the other three; parallel.c may call kernels.c; kernels.c and data.c call no other file.
  *
@@ -155,7 +155,8 @@ struct array {                 /* one named array of a file; the data belong to 
 
 struct weights;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
 /* Opens DIR (KIND.safetensors, or KIND.safetensors.index.json and its shards; kind is "model" or "optimizer") or one .safetensors
- * file. Every header is checked: sizes, dtypes, offsets, overlaps, and, with an index, that every tensor is where it says. NULL on error. */
+ * file. Every header is checked: sizes, dtypes, offsets, overlaps, and, with an index, that every tensor is where it says. The rotary tables that
+ * old files hold beside the weights are left out. NULL on error. */
 struct weights *weights_open(const char *path, const char *kind);
 /* Number of tensors, and the name of tensor i (0 <= i < count). */
 int weights_count(const struct weights *w);
@@ -316,10 +317,11 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
 struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
-/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`
- * the text of a special token becomes that token, but not in messages; the default of the field is that nothing in a text can pass for one.
+/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`,
+ * as Hugging Face does, the text of a special token becomes that token, but not in messages: a user's words cannot pass for a role.
  * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a
- * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. Shows progress on stderr. */
+ * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. A PREFIX.json that is no
+ * manifest is not replaced. Shows progress on stderr. */
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
@@ -419,6 +421,29 @@ struct evaluation_facts { const char *model, *tasks; uint32_t tokenizer_hash; in
 int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed);
 /* The text of results.json; the caller frees it. */
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
+
+/* -- conversion -- */
+
+struct source;                 /* a model on disk: a Hugging Face directory, a checkpoint, or a GGUF file in float32, bfloat16 or float16 */
+/* Opens it, checks every header and, of a checkpoint, the files' checksums, and gives its config. NULL on error. */
+struct source *source_open(const char *path, struct model_config *config);
+void source_close(struct source *s); /* NULL is fine */
+
+enum model_format { FORMAT_HUGGINGFACE, FORMAT_CHECKPOINT, FORMAT_GGUF };
+struct conversion {
+	const char *path;            /* of what is made; nothing may be there. A checkpoint is RUN/step-0000000 */
+	enum model_format format;
+	const char *dtype;           /* "f32", "bf16" or "f16"; NULL: as each tensor is, of a checkpoint f32 */
+	int64_t max_shard_size;      /* bytes; of a Hugging Face directory */
+	bool fold_norm_head;         /* divide lm_head by its columns' norms, and set norm_head to false; GGUF is always folded */
+	bool no_tokenizer;
+};
+struct converted { int64_t tensors, bytes; };
+/* Converts a model in bounded memory. params: the names and shapes of its parameters as Hugging Face has them, the embedding first, lm_head.weight
+ * among them even if it is tied. Every tensor of the source is carried over, or refused by name before anything is written; what is
+ * made appears when it is whole and on disk. Numbers are rounded to nearest, ties to even; one that becomes infinite is an error. Shows
+ * progress on stderr. */
+int convert_model(const struct source *s, const struct array *params, int n, const struct conversion *to, struct converted *result);
 
 /* -- metrics -- */
 

@@ -30,3 +30,9 @@ expect() {
 	fi
 	! grep -q 'Sanitizer\|runtime error' err.txt || problem "$(head -c 2000 err.txt)"
 }
+
+# The value of a key on each line of a JSON lines file.
+metric() { sed -n "s/.*\"$1\": *\([^,}]*\).*/\1/p" "$2"; }
+
+# Metrics less what a clock decides.
+steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }

@@ -58,7 +58,7 @@ static struct tokenizer *open_patched(json_t *patch)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
-	enum { VARIANTS = 9 };
+	enum { VARIANTS = 11 };
 	static struct tokenizer *variants[VARIANTS];
 	if (!*variants) {
 		const char *key;

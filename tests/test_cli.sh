@@ -10,9 +10,6 @@ export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
 . tests/check.sh
 rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
 
-# The value of a key on each line of a JSON lines file.
-metric() { sed -n "s/.*\"$1\": *\([^,}]*\).*/\1/p" "$2"; }
-
 lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 
 wait_for_lines() { # wait_for_lines FILE N
@@ -22,9 +19,6 @@ wait_for_lines() { # wait_for_lines FILE N
 		tries=$((tries + 1))
 	done
 }
-
-# Metrics less what a clock decides.
-steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
 
 # A checkpoint's state less what two runs may differ in, and the file's own checksum.
 state() { sed 's/"output_dir": *"[^"]*"//; s/"stop_at_step": *[0-9]*//; /^  "crc32"/d' "$1/trainer.json"; }
@@ -87,10 +81,10 @@ test_bpe() {
 	OMP_NUM_THREADS=1 "$ling" tokenize --tokenizer bpe/tokenizer.json --out bpe/again text.txt >/dev/null 2>&1
 	cmp -s bpe/text.bin bpe/again.bin || problem "bpe/text.bin: one thread makes others"
 	printf 'a<x>b' >special.txt
-	expect 0 "" "$ling" tokenize --tokenizer bpe --special --out bpe/special special.txt
+	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/special special.txt
 	[ "$(od -An -v -tu2 bpe/special.bin | tr -s ' \n' ' ')" = " 64 299 65 296 " ] || problem "special.bin: $(od -An -tu2 bpe/special.bin)"
-	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/plain special.txt
-	[ "$(wc -c <bpe/plain.bin)" -ge 12 ] || problem "a special token was recognised in a text without --special"
+	expect 0 "" "$ling" tokenize --tokenizer bpe --special-as-text --out bpe/plain special.txt
+	[ "$(wc -c <bpe/plain.bin)" -ge 12 ] || problem "a special token was recognised in a text with --special-as-text"
 
 	sed 's/vocab_size: 257/vocab_size: 304/; s/train: text, valid: valid, tokenizer: byte/train: bpe\/text, tokenizer: bpe/; s/steps: 20/steps: 4/
 		s/output_dir: run/output_dir: bpe\/run/; s/^eval: .*//; s/decay: { steps: 6/decay: { steps: 2/' tiny.yaml >bpe.yaml
@@ -110,6 +104,10 @@ test_bpe() {
 	expect 1 "hash" "$ling" train bpe.yaml data.train=text train.output_dir=bpe/run3
 	expect 1 "nowhere" "$ling" train bpe.yaml data.tokenizer=nowhere train.output_dir=bpe/run3
 
+	cp bpe/tokenizer.json kept.json
+	expect 1 "bpe/tokenizer.json: " "$ling" tokenize --tokenizer bpe --out bpe/tokenizer text.txt
+	cmp -s bpe/tokenizer.json kept.json || problem "a token file's manifest replaced a tokenizer"
+	[ ! -e bpe/tokenizer.bin ] || problem "bpe/tokenizer.bin was left behind"
 	expect 1 "hash" "$ling" tokenize --decode bpe/text --tokenizer "$fixture"
 	expect 1 "cannot open" "$ling" tokenize --decode nothing
 	expect 2 "decode" "$ling" tokenize --decode bpe/text text.txt
@@ -440,7 +438,7 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize train-tokenizer info bench doctor plot; do
+	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
 		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac

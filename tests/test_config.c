@@ -378,7 +378,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 		{"start: found 32", "train.batch, which is 16"}},
 	/* model files */
 	{"no model file", "model: nowhere.yaml\n" REST, {"run.yaml:1:", "no file nowhere.yaml", "configs"}},
-	{"model is a folder", "model: .\n" REST, {"a directory"}},
+	{"model is a folder", "model: .\n" REST, {"/config.json: cannot open"}},
 	{"model file without model", "model: other.yaml\n" REST, {"run.yaml:1:", "other.yaml has no model section"}},
 	{"model file in model file", "model: chain.yaml\n" REST, {"chain.yaml:2:", "expected a mapping"}},
 	{"error in model file", "model: bad-model.yaml\n" REST, {"bad-model.yaml:3:", "did you mean model.vocab_size?"}},
@@ -480,6 +480,20 @@ static void test_model_file(void **state)
 	char *relative[] = {"model=small.yaml"};
 	assert_int_equal(config_load(&c, put_string(at("run.yaml"), VALID), 1, relative, false), 0);
 	assert_int_equal(c.model.num_shared_experts, 2);
+
+	/* a Hugging Face directory: what its config.json leaves out is as its class has it, not as a config has it */
+	char *other[] = {"model=theirs", "model.router.warmup_steps=7"};
+	assert_int_equal(make_directories(at("theirs")), 0);
+	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"num_hidden_layers\": 2, \"num_attention_heads\": 2, \"vocab_size\": 300, "
+			"\"n_routed_experts\": 4, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 16, \"auto_map\": {}}");
+	load_ok(&c, "model: theirs\n" REST);
+	assert_true(c.model.num_experts == 4 && c.model.use_bias && !c.model.norm_head && c.model.rope_theta == 10000 && c.model.router.z_loss_coef == 1e-4);
+	assert_int_equal(config_load(&c, put_string(at("run.yaml"), "model: tiny.yaml\n" REST), 2, other, false), 0);
+	assert_true(c.model.num_experts == 4 && c.model.router.warmup_steps == 7);
+	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"vocab_size\": 1.5}");
+	expect_words("config.json", load(&c, "model: theirs\n" REST), (const char *const[3]){"theirs/config.json: vocab_size: found 1.5"});
+	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"model_type\": \"llama\"}");
+	expect_words("other model", load(&c, "model: theirs\n" REST), (const char *const[3]){"theirs/config.json: model_type: found \"llama\""});
 }
 
 static void test_overrides(void **state)

@@ -128,10 +128,10 @@ static void reference_ids(void **state)
 	encoder_close(e), tokenizer_close(t);
 	fclose(f);
 	free(line);
-	assert_true(texts >= 150 && variants == 9);
+	assert_true(texts >= 150 && variants == 11);
 }
 
-static const char *const variant_names[] = {"ling", "gpt2", "qwen", "deepseek", "gpt4o", "digits", "empty"};
+static const char *const variant_names[] = {"ling", "gpt2", "qwen", "deepseek", "gpt4o", "digits", "empty", "pairs"};
 
 /* ---- any bytes ---- */
 
@@ -190,7 +190,7 @@ static void invalid_bytes(void **state)
 		{"a\xff" "b", {"a", "!\xff", "b"}}, {"\xff\xfe\xfd", {"!\xff\xfe\xfd"}}, {"the \xe5\xa4 fox", {"the ", "!\xe5\xa4", " fox"}},
 		{"\xe5\xa4\xa9\xe5\xa4", {"\xe5\xa4\xa9", "!\xe5\xa4"}}, {"\xed\xa0\x80x", {"!\xed\xa0\x80", "x"}}, {"\xc0\xaf", {"!\xc0\xaf"}},
 		{"\xf4\x90\x80\x80\xf4\x8f\xbf\xbf", {"!\xf4\x90\x80\x80", "\xf4\x8f\xbf\xbf"}}, {" \x80 ", {" ", "!\x80", " "}},
-		{"e\xcc\x81\xff\xcc\x81", {"e\xcc\x81", "!\xff", "\xcc\x81"}},
+		{"x\xa4\xa9y", {"x", "!\xa4\xa9", "y"}}, {"e\xcc\x81\xff\xcc\x81", {"e\xcc\x81", "!\xff", "\xcc\x81"}},
 	};
 	static const char *const names[] = {"ling", "qwen", "deepseek"};
 	for (int v = 0; v < COUNT(names); v++) {
@@ -231,42 +231,93 @@ static void utf8(void **state)
 
 /* ---- merging ---- */
 
+/* A tokenizer whose vocabulary has all texts of up to six letters a and b beside the bytes, and for each a merge at a random place, in random order: every
+ * merge has many rivals. */
+static struct tokenizer *open_rivals(uint64_t *random)
+{
+	json_t *empty = json_object(), *root = patched(empty), *model = json_object_get(root, "model"), *vocab = json_object(), *merges = json_array(), *value;
+	const char *key;
+	json_object_foreach(json_object_get(model, "vocab"), key, value)
+		if (json_integer_value(value) < 256)
+			json_object_set(vocab, key, value);
+	for (int size = 2; size <= 6; size++)
+		for (int k = 0; k < 1 << size; k++) {
+			char text[8] = "", merge[16];
+			for (int i = 0; i < size; i++)
+				text[i] = 'a' + (k >> i & 1);
+			const int cut = 1 + random_below(random, size - 1);
+			snprintf(merge, sizeof merge, "%.*s %s", cut, text, text + cut);
+			json_object_set_new(vocab, text, json_integer(json_object_size(vocab)));
+			json_array_insert_new(merges, random_below(random, json_array_size(merges) + 1), json_string(merge));
+		}
+	json_object_set_new(model, "vocab", vocab), json_object_set_new(model, "merges", merges);
+	json_array_clear(json_object_get(root, "added_tokens"));
+	struct tokenizer *t = open_json(root);
+	if (!t)
+		fail_msg("%s", error_text);
+	json_decref(root), json_decref(empty);
+	return t;
+}
+
 /* merge_short and merge_long against the definition: the pair of the lowest rank, the leftmost of equals, until there is none. */
 static void merging(void **state)
 {
 	(void)state;
 	uint64_t random = 7;
-	struct tokenizer *t = open_variant("ling");
-	for (int round = 0; round < 3000; round++) {
-		int32_t plain[300], other[300], n = 1 + random_below(&random, round % 2 ? SHORT_WORD : 300), count = n;
-		char text[300];
-		random_text(&random, text, n, true);
-		for (int i = 0; i < n; i++)
-			plain[i] = other[i] = t->byte_id[(uint8_t)text[i]];
-		for (;;) {
-			uint32_t best = NO_RANK;
-			int where = 0;
-			for (int i = 0; i + 1 < count; i++) {
-				const uint32_t rank = find_merge(t, plain[i], plain[i + 1])->rank;
-				if (rank < best)
-					best = rank, where = i;
+	for (int round = 0; round < 40; round++) {
+		struct tokenizer *t = round % 4 ? open_rivals(&random) : open_variant("ling");
+		for (int word = 0; word < 100; word++) {
+			int32_t plain[300], other[300], again[300], n = 1 + random_below(&random, word % 2 ? SHORT_WORD : 300), count = n;
+			char text[300];
+			random_text(&random, text, n, true);
+			for (int i = 0; round % 4 && i < n; i++)
+				text[i] = 'a' + random_below(&random, 2);
+			for (int i = 0; i < n; i++)
+				plain[i] = other[i] = again[i] = t->byte_id[(uint8_t)text[i]];
+			for (;;) {
+				uint32_t best = NO_RANK;
+				int where = 0;
+				for (int i = 0; i + 1 < count; i++) {
+					const uint32_t rank = find_merge(t, plain[i], plain[i + 1])->rank;
+					if (rank < best)
+						best = rank, where = i;
+				}
+				if (best == NO_RANK)
+					break;
+				plain[where] = t->merged[best];
+				memmove(plain + where + 1, plain + where + 2, (count - where - 2) * sizeof *plain);
+				count--;
 			}
-			if (best == NO_RANK)
-				break;
-			plain[where] = t->merged[best];
-			memmove(plain + where + 1, plain + where + 2, (count - where - 2) * sizeof *plain);
-			count--;
+			assert_int_equal(merge_long(t, other, n), count);
+			assert_memory_equal(other, plain, count * sizeof *plain);
+			if (n <= SHORT_WORD) {
+				assert_int_equal(merge_short(t, again, n), count);
+				assert_memory_equal(again, plain, count * sizeof *plain);
+			}
 		}
-		int32_t again[300];
-		memcpy(again, other, sizeof again);
-		assert_int_equal(merge_long(t, other, n), count);
-		assert_memory_equal(other, plain, count * sizeof *plain);
-		if (n <= SHORT_WORD) {
-			assert_int_equal(merge_short(t, again, n), count);
-			assert_memory_equal(again, plain, count * sizeof *plain);
-		}
+		tokenizer_close(t);
 	}
-	tokenizer_close(t);
+}
+
+/* With ignore_merges a word of the vocabulary is its token, though no merge makes it. Of two entries for a pair the later one counts. */
+static void merge_options(void **state)
+{
+	(void)state;
+	for (int ignore = 0; ignore < 2; ignore++) {
+		json_t *empty = json_object(), *root = patched(empty), *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
+		json_object_set_new(model, "ignore_merges", json_boolean(ignore));
+		json_object_set_new(vocab, "zqz", json_integer(447)), json_object_set_new(vocab, "zq", json_integer(448)), json_object_set_new(vocab, "qz", json_integer(449));
+		json_object_set_new(model, "merges", json_pack("[s, s, s]", "z q", "q z", "z q"));
+		json_array_clear(json_object_get(root, "added_tokens"));
+		struct tokenizer *t = open_json(root);
+		if (!t)
+			fail_msg("%s", error_text);
+		struct encoder *e = encoder_open(t);
+		json_t *expected = ignore ? json_pack("[i]", 447) : json_pack("[i, i]", t->byte_id['z'], 449);
+		expect_ids(e, "zqz", 3, false, expected, "merge_options");
+		json_decref(expected), json_decref(root), json_decref(empty);
+		encoder_close(e), tokenizer_close(t);
+	}
 }
 
 /* Words and runs of spaces of a megabyte: done at all, which no quadratic way would be here, and right. */
@@ -547,6 +598,7 @@ static void ends_and_hashes(void **state)
 		tokenizer_close(t);
 	}
 	assert_int_equal(hash[3], hash[2]);
+	assert_true(hash[0] != hash[1] && hash[1] != hash[2] && hash[0] != hash[2]);
 	static const char *const bad[] = {"{\"eos_token\": \"none\"}", "{\"eos_token\": 3}", "{"};
 	for (int i = 0; i < COUNT(bad); i++) {
 		put_string(at("tokenizer_config.json"), bad[i]);
@@ -834,8 +886,9 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
 	const struct CMUnitTest tests[] = {
-		TEST(reference_ids), TEST(inverse), TEST(invalid_bytes), TEST(utf8), TEST(merging), TEST(long_words), TEST(cutting), TEST(blocks), TEST(lines),
-		TEST(threads), TEST(questions), TEST(chat), TEST(ends_and_hashes), TEST(refused), TEST(added_ids), TEST(translations), TEST(training),
+		TEST(reference_ids), TEST(inverse), TEST(invalid_bytes), TEST(utf8), TEST(merging), TEST(merge_options), TEST(long_words), TEST(cutting),
+		TEST(blocks), TEST(lines), TEST(threads), TEST(questions), TEST(chat), TEST(ends_and_hashes), TEST(refused), TEST(added_ids),
+		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,917 @@
+/*
+ * test_convert.c - the conversion chapters of data.c: numbers against their definition, models of mixed types to GGUF and back against
+ * rows placed by hand, tokenizers both ways, and what must be refused.
+ */
+#include "../data.c"
+
+#include "test.h"
+
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+
+/* The error must be there and hold every part, parts separated by '|'. */
+static void expect_error(const char *parts)
+{
+	char copy[512], *rest = copy;
+	snprintf(copy, sizeof copy, "%s", parts);
+	for (char *part; (part = strsep(&rest, "|"));)
+		if (!strstr(error_text, part))
+			fail_msg("the error is `%s`; expected `%s` in it", error_text, part);
+	error_text[0] = 0;
+}
+
+static bool exists(const char *path)
+{
+	struct stat st;
+	return lstat(path, &st) == 0;
+}
+
+/* ---- numbers ---- */
+
+/* The value of a number of `bits` fraction bits and an exponent above them, by the definition. */
+static double value_of(uint32_t number, int bits, int bias)
+{
+	const uint32_t exponent = number >> bits, fraction = number & ((1u << bits) - 1);
+	return exponent ? ldexp(fraction + (1u << bits), (int)exponent - bias - bits) : ldexp(fraction, 1 - bias - bits);
+}
+
+static void numbers_read(void **state)
+{
+	(void)state;
+	for (uint32_t h = 0; h < 0x8000; h++) {
+		const float f = half_to_float(h), b = bf16_to_float(h);
+		if (h < 0x7c00 ? f != value_of(h, 10, 15) : h == 0x7c00 ? f != INFINITY : !isnan(f))
+			fail_msg("float16 %04x is read as %g", h, f);
+		if (h < 0x7f80 ? b != value_of(h, 7, 127) : h == 0x7f80 ? b != INFINITY : !isnan(b))
+			fail_msg("bfloat16 %04x is read as %g", h, b);
+		const uint32_t minus = h | 0x8000;
+		assert_true(float_to_bits(half_to_float(minus)) == (float_to_bits(f) | 0x80000000));
+		assert_true(float_to_bits(bf16_to_float(minus)) == (float_to_bits(b) | 0x80000000));
+		assert_true(isnan(f) ? isnan(half_to_float(float_to_half(f))) : float_to_half(f) == h && float_to_half(-f) == minus);
+		assert_true(isnan(b) ? isnan(bf16_to_float(float_to_bf16(b))) : float_to_bf16(b) == h && float_to_bf16(-b) == minus);
+	}
+	assert_true(isnan(bf16_to_float(float_to_bf16(bits_to_float(0x7f800001))))); /* whose fraction is cut off */
+	assert_true(isnan(half_to_float(float_to_half(bits_to_float(0xff800001)))));
+}
+
+/* Between any two neighbours: nearer to the one, to the even one from the middle, nearer to the other. */
+static void check_rounding(uint32_t last, double (*value)(uint32_t), uint16_t (*round)(float))
+{
+	for (uint32_t h = 0; h < last; h++) {
+		const float middle = (float)((value(h) + value(h + 1)) / 2);
+		const uint32_t below = round(nextafterf(middle, 0)), even = round(middle), above = round(nextafterf(middle, INFINITY));
+		if (middle > value(h) && (below != h || even != h + (h & 1) || above != h + 1 || round(-middle) != (even | 0x8000)))
+			fail_msg("between %g and %g: found %04x %04x %04x, the first is %04x", value(h), value(h + 1), below, even, above, h);
+	}
+}
+
+static double half_value(uint32_t h) { return value_of(h, 10, 15); }
+static double bf16_value(uint32_t h) { return value_of(h, 7, 127); }
+static uint16_t round_half(float f) { return float_to_half(f); }
+static uint16_t round_bf16(float f) { return float_to_bf16(f); }
+
+static void numbers_round(void **state)
+{
+	(void)state;
+	check_rounding(0x7bff, half_value, round_half); /* up to 65504 */
+	check_rounding(0x7f7f, bf16_value, round_bf16);
+	assert_int_equal(float_to_half(65519.996f), 0x7bff);
+	assert_int_equal(float_to_half(65520), 0x7c00);
+	assert_int_equal(float_to_half(1e-30f), 0);
+	assert_int_equal(float_to_bf16(3.3895314e38f), 0x7f7f);
+	assert_int_equal(float_to_bf16(3.4e38f), 0x7f80);
+}
+
+/* Rows of doubles round once, not by way of float; what becomes infinite is told, what was so is not. */
+static void numbers_convert(void **state)
+{
+	(void)state;
+	const double doubles[] = {1 + 0x1p-8 + 0x1p-40, 1 + 0x1p-8 - 0x1p-40, 1 + 0x1p-8, -1 - 0x1p-8 - 0x1p-40};
+	const uint16_t expected[] = {0x3f81, 0x3f80, 0x3f80, 0xbf81};
+	uint16_t out[4];
+	assert_false(convert_row((uint8_t *)out, BF16, (const uint8_t *)doubles, F64, 4, NULL));
+	assert_memory_equal(out, expected, sizeof out);
+
+	const struct { double value; enum dtype to; bool overflow; } cases[] = {
+		{65520, F16, true}, {-65520, F16, true}, {65519, F16, false}, {INFINITY, F16, false}, {NAN, F16, false}, {1e300, F32, true}, {-1e39, BF16, true},
+		{3.4e38, F32, false}, {3.4e38, BF16, true}, {-INFINITY, BF16, false}, {NAN, BF16, false}, {INFINITY, F32, false},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		const float single = (float)cases[i].value;
+		if (convert_row((uint8_t *)out, cases[i].to, (const uint8_t *)&cases[i].value, F64, 1, NULL) != cases[i].overflow)
+			fail_msg("%g to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name, cases[i].overflow);
+		if (fabs(cases[i].value) < 1e38 && cases[i].to != F32 &&
+				convert_row((uint8_t *)out, cases[i].to, (const uint8_t *)&single, F32, 1, NULL) != cases[i].overflow)
+			fail_msg("%g from float to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name, cases[i].overflow);
+	}
+	/* long rows, in pieces */
+	enum { N = 2 * RUN + 5 };
+	static float in[N];
+	static double fold[N];
+	static uint16_t whole[N];
+	for (int i = 0; i < N; i++)
+		in[i] = (float)sin(i), fold[i] = 1 + i % 3;
+	assert_false(convert_row((uint8_t *)whole, BF16, (const uint8_t *)in, F32, N, fold));
+	for (int i = 0; i < N; i++)
+		assert_int_equal(whole[i], float_to_bf16((float)(in[i] / fold[i])));
+}
+
+/* The checksum by all threads is that by one. */
+static void checksum_of_slices(void **state)
+{
+	(void)state;
+	const size_t sizes[] = {0, 1, (2 << 20) - 1, 2 << 20, (3 << 20) + 7, (70 << 20) + 1};
+	uint8_t *data = allocate(71 << 20);
+	for (size_t i = 0; i < 71 << 20; i++)
+		data[i] = i * 2654435761u >> 24;
+	for (int i = 0; i < COUNT(sizes); i++)
+		assert_int_equal(crc_of(12345, data, sizes[i]), crc32_z(12345, data, sizes[i]));
+	free(data);
+}
+
+/* ---- a small model ---- */
+
+enum { V = 7, H = 4, HEADS = 2, KV = 1, D = 6, E = 3, I = 5, QKV = (HEADS + 2 * KV) * D };
+
+static const struct array params[] = {
+	{"model.word_embeddings.weight", V, H, NULL},
+	{"model.layers.0.input_layernorm.weight", H, 0, NULL}, {"model.layers.0.post_attention_layernorm.weight", H, 0, NULL},
+	{"model.layers.0.mlp.gate.weight", E, H, NULL},
+	{"model.layers.0.mlp.shared_experts.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.shared_experts.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.shared_experts.down_proj.weight", H, I, NULL},
+	{"model.layers.0.attention.query_key_value.weight", QKV, H, NULL}, {"model.layers.0.attention.dense.weight", H, HEADS * D, NULL},
+	{"model.layers.0.mlp.experts.0.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.1.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.1.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.2.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.2.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.0.down_proj.weight", H, I, NULL}, {"model.layers.0.mlp.experts.1.down_proj.weight", H, I, NULL},
+	{"model.layers.0.mlp.experts.2.down_proj.weight", H, I, NULL},
+	{"model.norm.weight", H, 0, NULL}, {"lm_head.weight", V, H, NULL},
+};
+enum { N = COUNT(params), NORM = N - 2, HEAD = N - 1, ROUTER = 3, QUERY_KEY_VALUE = 7 };
+
+static const char config_text[] = "{\"hidden_size\": 4, \"num_hidden_layers\": 1, \"num_attention_heads\": 2, \"num_key_value_heads\": 1, \"head_dim\": 6,"
+	"\"vocab_size\": 7, \"num_experts\": 3, \"num_experts_per_tok\": 2, \"num_shared_experts\": 1, \"moe_intermediate_size\": 5, \"use_bias\": false,"
+	"\"norm_head\": true, \"rms_norm_eps\": 1e-6, \"rope_theta\": 600000, \"auto_map\": {\"AutoModel\": \"modeling_bailing_moe.X\"}, \"eos_token_id\": 5}";
+
+/* Element i of parameter p: exact in every type. */
+static double element(int p, int64_t i)
+{
+	return (double)((p * 31 + i * 7) % 251 - 125) / 16;
+}
+
+/* Writes a directory of that model, each parameter in its type. */
+static void make_model(const char *dir, const char *config, const enum dtype types[N])
+{
+	char path[PATH_LEN];
+	assert_int_equal(make_directories(dir), 0);
+	snprintf(path, sizeof path, "%s/config.json", dir);
+	put_string(path, config);
+	snprintf(path, sizeof path, "%s/model.safetensors", dir);
+	struct weights_writer *w = writer_open(path, params, types, N);
+	assert_non_null(w);
+	for (int p = 0; p < N; p++)
+		for (int64_t i = 0; i < array_size(&params[p]); i++) {
+			const double d = element(p, i);
+			const float f = (float)d;
+			const uint16_t h = types[p] == F16 ? float_to_half(f) : float_to_bf16(f);
+			const void *number = types[p] == F64 ? (const void *)&d : types[p] == F32 ? (const void *)&f : (const void *)&h;
+			assert_int_equal(writer_append(w, number, dtypes[types[p]].size, dtypes[types[p]].size), 0);
+		}
+	assert_int_equal(weights_finish(w), 0);
+}
+
+static void mixed_types(enum dtype types[N])
+{
+	for (int p = 0; p < N; p++)
+		types[p] = p % 4 == 0 ? BF16 : p % 4 == 1 ? F32 : p % 4 == 2 ? F16 : F64;
+}
+
+/* What a conversion says; 0 or -1. */
+static int convert(const char *from, const char *path, enum model_format format, const char *dtype, bool fold, bool no_tokenizer)
+{
+	struct model_config config;
+	struct converted result;
+	struct source *s = source_open(from, &config);
+	if (!s)
+		return -1;
+	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000, .fold_norm_head = fold,
+			.no_tokenizer = no_tokenizer};
+	int rc = convert_model(s, params, N, &to, &result);
+	source_close(s);
+	return rc;
+}
+
+/* All elements of a parameter; free them. */
+static real *read_all(struct weights *w, int p)
+{
+	real *data = allocate(array_size(&params[p]) * sizeof *data);
+	struct array a = params[p];
+	a.data = data;
+	if (weights_read(w, &a) < 0)
+		fail_msg("%s", error_text);
+	return data;
+}
+
+/* What column j of the head is divided by. */
+static double fold_of(int64_t j)
+{
+	double sum = 0;
+	for (int64_t v = 0; v < V; v++)
+		sum += element(HEAD, v * H + j) * element(HEAD, v * H + j);
+	return sqrt(sum) + 1e-7;
+}
+
+/* A directory holds the small model's numbers, lm_head's folded or not; and of these types, if any are given. */
+static void check_model_directory(const char *dir, bool folded, const enum dtype *types)
+{
+	struct weights *w = weights_open(dir, "model");
+	if (!w)
+		fail_msg("%s", error_text);
+	assert_int_equal(weights_count(w), N);
+	for (int p = 0; p < N; p++) {
+		real *found = read_all(w, p);
+		for (int64_t i = 0; i < array_size(&params[p]); i++) {
+			const double expected = p == HEAD && folded ? (float)(element(p, i) / fold_of(i % H)) : element(p, i);
+			if (found[i] != expected)
+				fail_msg("%s: element %lld is %g, expected %g", params[p].name, (long long)i, (double)found[i], expected);
+		}
+		if (types)
+			assert_string_equal(tensor_find(w, params[p].name)->dtype_name, dtypes[types[p]].name);
+		free(found);
+	}
+	weights_close(w);
+}
+
+static json_t *read_json(const char *path)
+{
+	json_t *root = json_read(path);
+	if (!root)
+		fail_msg("%s", error_text);
+	return root;
+}
+
+static void directory_to_directory(void **state)
+{
+	(void)state;
+	enum dtype types[N], own[N], singles[N];
+	mixed_types(types);
+	for (int p = 0; p < N; p++)
+		own[p] = types[p] == F64 ? F32 : types[p], singles[p] = F32;
+	make_model(at("mixed"), config_text, types);
+	put_string(at("mixed/tokenizer.json"), "{}");
+	put_string(at("mixed/notes.bin"), "no");
+	put_string(at("mixed/pytorch_model.bin.index.json"), "{}");
+	assert_int_equal(convert(at("mixed"), at("own"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	check_model_directory(at("own"), false, own);
+	assert_int_equal(convert(at("own"), at("singles"), FORMAT_HUGGINGFACE, "f32", false, false), 0);
+	check_model_directory(at("singles"), false, singles);
+	assert_true(exists(at("singles/model-00002-of-00003.safetensors")) && exists(at("singles/model.safetensors.index.json")));
+	assert_true(exists(at("singles/tokenizer.json")));
+	assert_false(exists(at("singles/notes.bin")) || exists(at("singles/pytorch_model.bin.index.json")));
+	assert_false(exists(at(".tmp-singles")));
+
+	json_t *config = read_json(at("singles/config.json")), *index = read_json(at("singles/model.safetensors.index.json"));
+	assert_string_equal(json_string_value(json_object_get(config, "torch_dtype")), "float32");
+	assert_string_equal(json_string_value(json_at(config, "auto_map.AutoModel")), "modeling_bailing_moe.X");
+	assert_int_equal(json_integer_value(json_object_get(config, "eos_token_id")), 5);
+	int64_t total = 0;
+	for (int p = 0; p < N; p++)
+		total += 4 * array_size(&params[p]);
+	assert_int_equal(json_integer_value(json_at(index, "metadata.total_size")), total);
+	json_decref(config);
+	json_decref(index);
+
+	config = read_json(at("own/config.json"));
+	assert_string_equal(json_string_value(json_object_get(config, "torch_dtype")), "bfloat16"); /* the embedding's */
+	json_decref(config);
+	assert_int_equal(convert(at("mixed"), at("folded"), FORMAT_HUGGINGFACE, "f32", true, false), 0);
+	check_model_directory(at("folded"), true, singles);
+	assert_int_equal(convert(at("folded"), at("twice"), FORMAT_HUGGINGFACE, NULL, true, false), -1);
+	expect_error("folded: norm_head is off|folded before");
+}
+
+static struct weights *open_gguf(const char *path)
+{
+	struct weights *w = allocate(sizeof *w);
+	if (gguf_open(w, path) < 0)
+		fail_msg("%s", error_text);
+	return w;
+}
+
+/* Row r of a GGUF tensor against that row of a parameter. */
+static void expect_row(const struct weights *w, const char *name, int64_t r, int p, int64_t row)
+{
+	const struct stored *t = tensor_find(w, name);
+	if (!t)
+		fail_msg("no tensor %s", name);
+	const int64_t cols = params[p].cols;
+	for (int64_t j = 0; j < cols; j++) {
+		float f;
+		memcpy(&f, tensor_bytes(t) + (r * cols + j) * 4, 4);
+		const double expected = p == HEAD ? (float)(element(p, row * cols + j) / fold_of(j)) : element(p, row * cols + j);
+		if (f != expected)
+			fail_msg("%s row %lld is not row %lld of %s", name, (long long)r, (long long)row, params[p].name);
+	}
+}
+
+static void directory_to_gguf(void **state)
+{
+	(void)state;
+	enum dtype types[N], singles[N];
+	mixed_types(types);
+	make_model(at("hf"), config_text, types);
+	assert_int_equal(convert(at("hf"), at("m.gguf"), FORMAT_GGUF, "f32", false, false), -1);
+	expect_error("tokenizer.json: is not there|--no-tokenizer");
+	assert_false(exists(at("m.gguf")) || exists(at(".tmp-m.gguf")));
+	assert_int_equal(convert(at("hf"), at("m.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+
+	/* Row by row: a head's rows i and i + d/2 become rows 2i and 2i + 1; an expert's rows stand behind the one's before it. */
+	struct weights *w = open_gguf(at("m.gguf"));
+	assert_int_equal(w->count, 16);
+	for (int64_t head = 0; head < HEADS + KV; head++)
+		for (int64_t i = 0; i < D / 2; i++)
+			for (int half = 0; half < 2; half++)
+				expect_row(w, head < HEADS ? "blk.0.attn_q.weight" : "blk.0.attn_k.weight", (head < HEADS ? head * D : 0) + 2 * i + half,
+						QUERY_KEY_VALUE, head * D + half * D / 2 + i);
+	for (int64_t i = 0; i < KV * D; i++)
+		expect_row(w, "blk.0.attn_v.weight", i, QUERY_KEY_VALUE, (HEADS + KV) * D + i);
+	for (int e = 0; e < E; e++)
+		for (int64_t i = 0; i < I; i++) {
+			expect_row(w, "blk.0.ffn_gate_exps.weight", e * I + i, 9 + 2 * e, i);
+			expect_row(w, "blk.0.ffn_up_exps.weight", e * I + i, 10 + 2 * e, i);
+			if (i < H)
+				expect_row(w, "blk.0.ffn_down_exps.weight", e * H + i, 15 + e, i);
+		}
+	for (int64_t i = 0; i < V; i++) {
+		expect_row(w, "token_embd.weight", i, 0, i);
+		expect_row(w, "output.weight", i, HEAD, i);
+	}
+	for (int64_t i = 0; i < H; i++) {
+		expect_row(w, "blk.0.attn_output.weight", i, 8, i);
+		expect_row(w, "blk.0.ffn_down_shexp.weight", i, 6, i);
+	}
+	expect_row(w, "blk.0.ffn_gate_shexp.weight", 3, 4, 3);
+	expect_row(w, "blk.0.ffn_up_shexp.weight", 3, 5, 3);
+	expect_row(w, "blk.0.ffn_gate_inp.weight", 2, ROUTER, 2);
+	char *shape = json_text(tensor_find(w, "blk.0.ffn_down_exps.weight")->shape, 0);
+	assert_string_equal(shape, "[3, 4, 5]");
+	free(shape);
+	const json_t *metadata = json_object_get(w->shards->header, "metadata");
+	const struct { const char *key; double value; } numbers[] = {
+		{"bailingmoe.block_count", 1}, {"bailingmoe.context_length", 16384}, {"bailingmoe.embedding_length", 4}, {"bailingmoe.attention.head_count", 2},
+		{"bailingmoe.attention.head_count_kv", 1}, {"bailingmoe.attention.key_length", 6}, {"bailingmoe.attention.value_length", 6},
+		{"bailingmoe.rope.dimension_count", 6}, {"bailingmoe.rope.freq_base", 600000}, {"bailingmoe.attention.layer_norm_rms_epsilon", 1e-6},
+		{"bailingmoe.expert_count", 3}, {"bailingmoe.expert_used_count", 2}, {"bailingmoe.expert_shared_count", 1},
+		{"bailingmoe.expert_feed_forward_length", 5}, {"bailingmoe.expert_weights_scale", 1}, {"bailingmoe.leading_dense_block_count", 0},
+		{"bailingmoe.vocab_size", 7}, {"general.file_type", 0}, {"general.alignment", 32}, {"general.quantization_version", 2},
+	};
+	for (int i = 0; i < COUNT(numbers); i++)
+		if (!json_is_number(json_object_get(metadata, numbers[i].key)) ||
+				json_number_value(json_object_get(metadata, numbers[i].key)) != numbers[i].value)
+			fail_msg("%s is %g, expected %g", numbers[i].key, json_number_value(json_object_get(metadata, numbers[i].key)), numbers[i].value);
+	assert_true(json_is_true(json_object_get(metadata, "bailingmoe.expert_weights_norm")));
+	weights_close(w);
+
+	/* and back; the other types keep norms and router as they are */
+	assert_int_equal(convert(at("m.gguf"), at("back"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	for (int p = 0; p < N; p++)
+		singles[p] = F32;
+	check_model_directory(at("back"), true, singles);
+	struct model_config config, expected;
+	assert_int_equal(config_from_huggingface(&config, at("back")), 0);
+	assert_int_equal(config_from_huggingface(&expected, at("hf")), 0);
+	assert_true(expected.norm_head && !config.norm_head);
+	expected.norm_head = false;
+	assert_memory_equal(&config, &expected, sizeof config);
+	for (int half = 0; half < 2; half++) {
+		assert_int_equal(convert(at("back"), at(half ? "h.gguf" : "b.gguf"), FORMAT_GGUF, half ? "f16" : "bf16", false, true), 0);
+		assert_int_equal(convert(at(half ? "h.gguf" : "b.gguf"), at(half ? "h" : "b"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+		assert_int_equal(convert(at("back"), at(half ? "direct-h" : "direct-b"), FORMAT_HUGGINGFACE, half ? "f16" : "bf16", false, false), 0);
+		struct weights *a = weights_open(at(half ? "h" : "b"), "model"), *b = weights_open(at(half ? "direct-h" : "direct-b"), "model");
+		for (int p = 0; p < N; p++) {
+			const bool single = !params[p].cols || p == ROUTER;
+			assert_string_equal(tensor_find(a, params[p].name)->dtype_name, single ? "F32" : half ? "F16" : "BF16");
+			real *x = read_all(a, p), *y = read_all(b, p);
+			if (!single)
+				assert_memory_equal(x, y, array_size(&params[p]) * sizeof *x);
+			free(x);
+			free(y);
+		}
+		weights_close(a);
+		weights_close(b);
+	}
+	/* from one GGUF file to another no row changes its place */
+	assert_int_equal(convert(at("b.gguf"), at("again.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	assert_int_equal(convert(at("b"), at("directly.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	assert_int_equal(convert(at("again.gguf"), at("again"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	assert_int_equal(convert(at("directly.gguf"), at("directly"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	struct weights *a = weights_open(at("again"), "model"), *b = weights_open(at("directly"), "model");
+	for (int p = 0; p < N; p++) {
+		real *x = read_all(a, p), *y = read_all(b, p);
+		assert_memory_equal(x, y, array_size(&params[p]) * sizeof *x);
+		free(x);
+		free(y);
+	}
+	weights_close(a);
+	weights_close(b);
+}
+
+/* A tied model has no lm_head; the same one beside it is dropped, another is refused. GGUF and folding need one of its own. */
+static void ties(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	char text[1024];
+	snprintf(text, sizeof text, "{\"tie_word_embeddings\": true, %s", config_text + 1);
+	make_model(at("contradicts"), text, types);
+	assert_int_equal(convert(at("contradicts"), at("x"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("tie_word_embeddings is true|lm_head.weight is there and differs");
+	assert_false(exists(at("x")));
+
+	/* the embedding over the head: the data end with it */
+	size_t size = 0;
+	const uint8_t *file;
+	assert_int_equal(map_file(at("contradicts/model.safetensors"), &file, &size), 0);
+	uint8_t *copy = allocate(size);
+	memcpy(copy, file, size);
+	memcpy(copy + size - V * H * 4, copy + 8 + load_i64(copy), V * H * 4);
+	unmap_file(file, size);
+	char *crc = memmem(copy, size, "\"crc32.lm_head.weight\":\"", 24), *theirs = memmem(copy, size, "\"crc32.model.word_embeddings.weight\":\"", 38);
+	assert_true(crc && theirs);
+	memcpy(crc + 24, theirs + 38, 8);
+	put_file(at("contradicts/model.safetensors"), copy, size);
+	free(copy);
+	assert_int_equal(convert(at("contradicts"), at("tied"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	struct weights *w = weights_open(at("tied"), "model");
+	assert_int_equal(weights_count(w), N - 1);
+	assert_false(weights_has(w, "lm_head.weight"));
+	weights_close(w);
+	assert_int_equal(convert(at("tied"), at("tied.gguf"), FORMAT_GGUF, NULL, false, true), 0);
+	assert_int_equal(convert(at("tied"), at("folded"), FORMAT_HUGGINGFACE, NULL, true, false), 0);
+	assert_int_equal(convert(at("tied.gguf"), at("untied"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	for (int i = 0; i < 2; i++) {
+		struct model_config c;
+		const char *dir = at(i ? "folded" : "untied");
+		assert_int_equal(config_from_huggingface(&c, dir), 0);
+		assert_false(c.tie_word_embeddings || c.norm_head);
+		w = weights_open(dir, "model");
+		assert_int_equal(weights_count(w), N);
+		real *head = read_all(w, HEAD), *embedding = read_all(w, 0);
+		double squares = 0;
+		for (int64_t v = 0; v < V; v++)
+			squares += (double)head[v * H] * head[v * H];
+		assert_true(fabs(squares - 1) < 1e-5 && embedding[0] == element(0, 0));
+		free(head);
+		free(embedding);
+		weights_close(w);
+	}
+	/* without the tie the head is needed */
+	put_string(at("tied/config.json"), config_text);
+	assert_int_equal(convert(at("tied"), at("y"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("tensor lm_head.weight is missing");
+}
+
+static void checkpoint(void **state)
+{
+	(void)state;
+	enum dtype types[N], singles[N];
+	mixed_types(types);
+	for (int p = 0; p < N; p++)
+		singles[p] = REAL_DTYPE;
+	make_model(at("hf"), config_text, types);
+	assert_int_equal(convert(at("hf"), at("run"), FORMAT_CHECKPOINT, NULL, false, false), -1);
+	expect_error("expected RUN/step-0000000");
+	assert_int_equal(convert(at("hf"), at("run/step-0000000"), FORMAT_CHECKPOINT, NULL, false, false), 0);
+	check_model_directory(at("run/step-0000000"), false, singles);
+	char found[PATH_LEN];
+	assert_int_equal(checkpoint_find(at("run"), found), 1);
+	struct config asked = {.data.seq_len = 16, .train.steps = 10};
+	assert_int_equal(config_from_huggingface(&asked.model, at("hf")), 0);
+	double mean[1], std[1];
+	struct trainer_state s = {.num_layers = 1, .router_mean = mean, .router_std = std, .step = 9};
+	FILE *notes = tmpfile();
+	if (checkpoint_read_state(found, &asked, &s, notes) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(ftell(notes), 0);
+	assert_true(s.step == 0 && s.samples == 0 && s.tokens == 0 && mean[0] == 0 && std[0] == 1);
+	asked.model.rope_theta = 1;
+	assert_int_equal(checkpoint_read_state(found, &asked, &s, notes), -1);
+	expect_error("model.rope_theta was 600000|found 1");
+	fclose(notes);
+	struct weights *w = weights_open(found, "optimizer");
+	assert_int_equal(weights_count(w), 2 * N);
+	real zeros[V * H];
+	assert_int_equal(weights_read(w, &(struct array){"exp_avg_sq.lm_head.weight", V, H, zeros}), 0);
+	for (int i = 0; i < V * H; i++)
+		assert_true(zeros[i] == 0);
+	weights_close(w);
+	assert_int_equal(convert(found, at("hf2"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	check_model_directory(at("hf2"), false, NULL);
+	put_string(at("run/step-0000000/config.json"), "{}");
+	assert_int_equal(convert(found, at("hf3"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("config.json");
+}
+
+/* ---- what is refused ---- */
+
+/* Puts text in the place of another, equally long, in a file; its first place only. */
+static void patch(const char *path, const char *from, const char *to)
+{
+	size_t size;
+	const uint8_t *file;
+	assert_int_equal(map_file(path, &file, &size), 0);
+	uint8_t *copy = allocate(size);
+	memcpy(copy, file, size);
+	unmap_file(file, size);
+	uint8_t *place = memmem(copy, size, from, strlen(from));
+	if (!place || strlen(from) != strlen(to))
+		fail_msg("%s: no `%s` to replace", path, from);
+	memcpy(place, to, strlen(to));
+	put_file(path, copy, size);
+	free(copy);
+}
+
+static void refused_directories(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	const struct { const char *from, *to, *error; } cases[] = {
+		{"\"model.norm.weight\"", "\"model.norm.weighs\"", "tensor model.norm.weight is missing"},
+		{"\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[7,4]", "\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[4,7]", "lm_head.weight: shape [4, 7]; expected [7, 4]"},
+		{"\"lm_head.weight\":{\"dtype\":\"F32\"", "\"lm_head.weight\":{\"dtype\":\"I32\"", "lm_head.weight: dtype I32"},
+		{"\"lm_head.weight\":{\"dtype\"", "\"mm_head.weight\":{\"dtype\"", "lm_head.weight is missing"},
+		{"\"crc32.lm_head.weight\":\"", "\"crc32.lm_head.weighz\":\"", NULL}, /* a checksum less */
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		make_model(at("hf"), config_text, types);
+		patch(at("hf/model.safetensors"), cases[i].from, cases[i].to);
+		int rc = convert(at("hf"), at("x%d", i), FORMAT_HUGGINGFACE, NULL, false, false);
+		assert_int_equal(rc, cases[i].error ? -1 : 0);
+		if (rc < 0) {
+			expect_error(cases[i].error);
+			assert_false(exists(at("x%d", i)) || exists(at(".tmp-x%d", i)));
+		}
+	}
+	/* damage that only the checksum shows is found while converting */
+	make_model(at("hf"), config_text, types);
+	size_t size;
+	const uint8_t *file;
+	assert_int_equal(map_file(at("hf/model.safetensors"), &file, &size), 0);
+	uint8_t *copy = allocate(size);
+	memcpy(copy, file, size);
+	unmap_file(file, size);
+	copy[size - 1] ^= 1;
+	put_file(at("hf/model.safetensors"), copy, size);
+	free(copy);
+	assert_int_equal(convert(at("hf"), at("damaged"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("tensor lm_head.weight is damaged");
+	assert_false(exists(at("damaged")) || exists(at(".tmp-damaged")));
+
+	/* configs that llama.cpp does not compute, and names that are taken */
+	make_model(at("hf"), config_text, types);
+	assert_int_equal(convert(at("hf"), at("hf"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("hf: is there already");
+	assert_int_equal(convert(at("nothere"), at("y"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("nothere: cannot open");
+	assert_int_equal(convert(at("hf/model.safetensors"), at("y"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("model.safetensors: no GGUF file");
+	assert_int_equal(convert(at("hf"), at("y/"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("has no name");
+	char text[1024];
+	snprintf(text, sizeof text, "{\"first_k_dense_replace\": 1, \"intermediate_size\": 5, %s", config_text + 1);
+	put_string(at("hf/config.json"), text);
+	assert_int_equal(convert(at("hf"), at("y.gguf"), FORMAT_GGUF, NULL, false, true), -1);
+	snprintf(text, sizeof text, "%.*s", (int)(strstr(config_text, "\"num_shared") - config_text), config_text);
+	strcat(text, strstr(config_text, "\"moe_inter"));
+	put_string(at("hf/config.json"), text);
+	assert_int_equal(convert(at("hf"), at("y.gguf"), FORMAT_GGUF, NULL, false, true), -1);
+	expect_error("shared_experts");
+	struct metadata m = {0};
+	const struct model_config biased = {.use_qkv_bias = true, .num_shared_experts = 1}, dense = {.first_k_dense_replace = 1, .num_shared_experts = 1},
+			unshared = {.num_hidden_layers = 1};
+	assert_int_equal(config_to_gguf(&m, &biased, "c"), -1);
+	expect_error("c: use_qkv_bias is set");
+	assert_int_equal(config_to_gguf(&m, &dense, "c"), -1);
+	expect_error("c: first_k_dense_replace is set");
+	assert_int_equal(config_to_gguf(&m, &unshared, "c"), -1);
+	expect_error("c: num_shared_experts is 0");
+	/* a lone expert's weight is not made 1 there either */
+	const struct model_config lone = {.norm_topk_prob = true, .num_experts_per_tok = 1, .num_shared_experts = 1};
+	assert_int_equal(config_to_gguf(&m, &lone, "c"), 0);
+	const char *norm = memmem(m.bytes.data, m.bytes.size, "expert_weights_norm", 19);
+	assert_true(norm && norm[19] == GGUF_BOOL && norm[23] == 0);
+	free(m.bytes.data);
+}
+
+static void refused_numbers(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	struct weights *w = weights_open(at("hf"), "model");
+	const struct stored *t = tensor_find(w, "model.layers.0.attention.query_key_value.weight");
+	const long place = t->shard->data_at + t->begin + 4 * (9 * H + 2);
+	weights_close(w);
+	FILE *f = fopen(at("hf/model.safetensors"), "r+");
+	fseek(f, place, SEEK_SET);
+	fwrite(&(float){70000}, 4, 1, f);
+	fclose(f);
+	patch(at("hf/model.safetensors"), "\"crc32.model.layers.0.attention.query_key_value", "\"crc32.nodel.layers.0.attention.query_key_value");
+	assert_int_equal(convert(at("hf"), at("x"), FORMAT_HUGGINGFACE, "f16", false, false), -1);
+	expect_error("tensor model.layers.0.attention.query_key_value.weight: 70000 in column 2|float16|--dtype");
+	assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, "f16", false, true), -1);
+	expect_error("70000 in column 2");
+	assert_false(exists(at("x")) || exists(at(".tmp-x")) || exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
+	assert_int_equal(convert(at("hf"), at("x"), FORMAT_HUGGINGFACE, "bf16", false, false), 0);
+}
+
+/* A full disk leaves nothing behind. */
+static void full_disk(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	limit_files(500);
+	assert_int_equal(convert(at("hf"), at("x"), FORMAT_HUGGINGFACE, NULL, false, false), -1);
+	expect_error("cannot write");
+	assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, NULL, false, true), -1);
+	expect_error("cannot write");
+	assert_int_equal(convert(at("hf"), at("run/step-0000000"), FORMAT_CHECKPOINT, NULL, false, false), -1);
+	limit_files(RLIM_INFINITY);
+	assert_false(exists(at("x")) || exists(at(".tmp-x")) || exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
+	assert_false(exists(at("run/step-0000000")) || exists(at("run/.tmp-step-0000000")));
+}
+
+/* ---- GGUF headers, made by hand ---- */
+
+/* Appends one tensor's entry. */
+static void append_tensor(struct text *out, const char *name, uint32_t dimensions, const uint64_t *sizes, uint32_t type, uint64_t offset)
+{
+	append_text(out, name);
+	append_u32(out, dimensions);
+	for (uint32_t i = 0; i < dimensions && i < 6; i++)
+		append_u64(out, sizes[i]);
+	append_u32(out, type);
+	append_u64(out, offset);
+}
+
+static int open_bytes(const struct text *bytes)
+{
+	struct weights *w = allocate(sizeof *w);
+	put_file(at("case.gguf"), bytes->data, bytes->size);
+	int rc = gguf_open(w, at("case.gguf"));
+	weights_close(w);
+	return rc;
+}
+
+static void refused_headers(void **state)
+{
+	(void)state;
+	const uint64_t four[6] = {4, 1, 1, 1, 1, 1}, huge[2] = {UINT64_C(1) << 40, UINT64_C(1) << 40}, negative[1] = {UINT64_C(1) << 63};
+	const struct {
+		uint32_t version;
+		uint64_t tensors, entries;
+		const char *key, *second_key;
+		uint32_t type;
+		uint64_t alignment;
+		uint32_t dimensions;
+		const uint64_t *sizes;
+		uint32_t dtype;
+		uint64_t offset, second;   /* of two tensors */
+		const char *error;
+	} cases[] = {
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 32, NULL},
+		{1, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 32, "version 1; expected 2 or 3"},
+		{0x03000000, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 32, "big-endian"},
+		{3, UINT64_C(1) << 60, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 32, "do not fit"},
+		{3, 2, UINT64_C(1) << 60, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 32, "do not fit"},
+		{3, 2, 2, "a", "a", GGUF_U32, 32, 1, four, 0, 0, 32, "`a` is there twice"},
+		{3, 2, 2, "a", "b", 13, 32, 1, four, 0, 0, 32, "`a` is of type 13"},
+		{3, 2, 2, "\xff", "b", GGUF_U32, 32, 1, four, 0, 0, 32, "a key is not UTF-8"},
+		{3, 2, 2, "a", "general.alignment", GGUF_U32, 24, 1, four, 0, 0, 32, "expected a power of 2"},
+		{3, 2, 2, "a", "general.alignment", GGUF_U32, 0, 1, four, 0, 0, 32, "expected 8 to"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 0, four, 0, 0, 32, "has 0 dimensions"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 5, four, 0, 0, 32, "has 5 dimensions"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 2, huge, 0, 0, 32, "too large"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, negative, 0, 0, 32, "too large"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 16, "t2: offset 16; expected a multiple of 32"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 0, "overlap"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, 0, 64, "truncated"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 0, UINT64_C(1) << 63, 32, "offset"},
+		{3, 2, 2, "a", "b", GGUF_U32, 32, 1, four, 12, 0, 32, NULL}, /* Q4_K: refused where it is needed */
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct text b = {0};
+		text_append(&b, GGUF_MAGIC, 4);
+		append_u32(&b, cases[i].version);
+		append_u64(&b, cases[i].tensors);
+		append_u64(&b, cases[i].entries);
+		append_text(&b, cases[i].key);
+		append_u32(&b, cases[i].type);
+		append_u32(&b, 7);
+		append_text(&b, cases[i].second_key);
+		append_u32(&b, GGUF_U32);
+		append_u32(&b, cases[i].alignment);
+		append_tensor(&b, "t1", cases[i].dimensions, cases[i].sizes, cases[i].dtype, cases[i].offset);
+		append_tensor(&b, "t2", 1, four, cases[i].dtype, cases[i].second);
+		const size_t header = b.size;
+		while (b.size % 32)
+			text_append(&b, "", 1);
+		for (int k = 0; k < 48; k++)
+			text_append(&b, "", 1);
+		int rc = open_bytes(&b);
+		if (rc != (cases[i].error ? -1 : 0))
+			fail_msg("case %d: %d, %s", i, rc, error_text);
+		if (cases[i].error)
+			expect_error(cases[i].error);
+		/* cut anywhere, it is never taken for whole */
+		for (size_t n = 0; i == 0 && n < b.size; n++) {
+			const struct text cut = {.data = b.data, .size = n};
+			assert_int_equal(open_bytes(&cut), -1);
+			if (n > 4 && n < header)
+				expect_error("case.gguf");
+		}
+		free(b.data);
+	}
+}
+
+/* What a file must say of itself, and what it must not. */
+static void refused_metadata(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	const struct { const char *from, *to, *error; } cases[] = {
+		{"\x0a\0\0\0\0\0\0\0bailingmoe", "\x0a\0\0\0\0\0\0\0bailingmop", "architecture `bailingmop`; expected bailingmoe"},
+		{"bailingmoe.expert_count", "bailingmoe.expert_cound", "the key `bailingmoe.expert_cound` is not known"},
+		{"bailingmoe.attention.value_length\x04\0\0\0\x06", "bailingmoe.attention.value_length\x04\0\0\0\x08", "gives another head_dim"},
+		{"bailingmoe.expert_weights_scale\x06\0\0\0\0\0\x80\x3f", "bailingmoe.expert_weights_scale\x06\0\0\0\0\0\0\x40", "`bailingmoe.expert_weights_scale` is not 1"},
+		{"bailingmoe.attention.head_count_kv\x04\0\0\0\x01", "bailingmoe.attention.head_count_kv\x04\0\0\0\x02", "attn_k.weight: shape [6, 4]; expected [12, 4]"},
+		{"output_norm.weight", "output_torm.weight", "tensor output_norm.weight is missing"},
+		{"blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\0\0\0\0", "blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\x0c\0\0\0",
+			"tensor blk.0.attn_q.weight: dtype Q4_K; expected F32"},
+	};
+	const size_t lengths[] = {18, 0, 38, 39, 39, 0, 43};
+	for (int i = 0; i < COUNT(cases); i++) {
+		unlink(at("m.gguf"));
+		assert_int_equal(convert(at("hf"), at("m.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+		size_t size, n = lengths[i] ? lengths[i] : strlen(cases[i].from);
+		const uint8_t *file;
+		assert_int_equal(map_file(at("m.gguf"), &file, &size), 0);
+		uint8_t *copy = allocate(size);
+		memcpy(copy, file, size);
+		unmap_file(file, size);
+		uint8_t *place = memmem(copy, size, cases[i].from, n);
+		if (!place)
+			fail_msg("case %d: not in the file", i);
+		memcpy(place, cases[i].to, n);
+		put_file(at("m.gguf"), copy, size);
+		free(copy);
+		if (convert(at("m.gguf"), at("x"), FORMAT_HUGGINGFACE, NULL, false, false) == 0)
+			fail_msg("case %d was accepted", i);
+		expect_error(cases[i].error);
+		assert_false(exists(at("x")));
+	}
+}
+
+/* ---- tokenizers ---- */
+
+/* A tokenizer.json for the small model: 7 ids. */
+static char *tokenizer_text(char out[2048], const char *pattern, const char *merges, const char *vocab, const char *added)
+{
+	json_t *pre = pre_tokenizer_json(pattern);
+	char *text = json_text(pre, 0);
+	snprintf(out, 2048, "{\"version\": \"1.0\", \"normalizer\": null, \"pre_tokenizer\": %s, \"added_tokens\": [%s], \"model\": {\"type\": \"BPE\", "
+			"\"vocab\": {%s}, \"merges\": [%s]}}", text, added, vocab, merges);
+	free(text);
+	json_decref(pre);
+	return out;
+}
+
+static const char vocab[] = "\"a\": 0, \"b\": 1, \"ab\": 2, \"c\": 3, \"\\u0120\": 4";
+static const char added[] = "{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}, {\"id\": 6, \"content\": \"<x>\", \"special\": false}";
+
+static void tokenizers(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	char text[2048];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	for (int kind = 0; kind < 4; kind++) { /* three patterns; merges as pairs */
+		const char *pattern = pre_tokenizers[kind % 3].pattern;
+		put_string(at("hf/tokenizer.json"), tokenizer_text(text, pattern, kind < 3 ? "\"a b\"" : "[\"a\", \"b\"]", vocab, added));
+		put_string(at("hf/tokenizer_config.json"), "{\"bos_token\": null, \"eos_token\": {\"content\": \"<|endoftext|>\"}, \"pad_token\": \"<x>\", "
+				"\"chat_template\": [{\"name\": \"tool\", \"template\": \"T\"}, {\"name\": \"default\", \"template\": \"{{ x }}\"}]}");
+		if (convert(at("hf"), at("k%d.gguf", kind), FORMAT_GGUF, "bf16", false, false) < 0)
+			fail_msg("kind %d: %s", kind, error_text);
+		struct weights *w = open_gguf(at("k%d.gguf", kind));
+		json_t *m = json_object_get(w->shards->header, "metadata");
+		json_t *expected = json_pack("{s:[s,s,s,s,s,s,s], s:[i,i,i,i,i,i,i], s:[s], s:i, s:i, s:s, s:s, s:s, s:i, s:b}", "tokenizer.ggml.tokens", "a", "b", "ab",
+				"c", "\xc4\xa0", "<|endoftext|>", "<x>", "tokenizer.ggml.token_type", 1, 1, 1, 1, 1, 3, 4, "tokenizer.ggml.merges", "a b",
+				"tokenizer.ggml.eos_token_id", 5, "tokenizer.ggml.padding_token_id", 6, "tokenizer.ggml.model", "gpt2", "tokenizer.ggml.pre",
+				pre_tokenizers[kind % 3].name, "tokenizer.chat_template", "{{ x }}", "general.file_type", 32, "tokenizer.ggml.add_bos_token", 0);
+		const char *key;
+		json_t *value;
+		json_object_foreach(expected, key, value)
+			if (!json_equal(value, json_object_get(m, key)))
+				fail_msg("kind %d: %s is %s", kind, key, json_text(json_object_get(m, key), JSON_ENCODE_ANY));
+		assert_null(json_object_get(m, "tokenizer.ggml.bos_token_id"));
+		json_decref(expected);
+		weights_close(w);
+
+		assert_int_equal(convert(at("k%d.gguf", kind), at("k%d", kind), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+		json_t *back = read_json(at("k%d/tokenizer.json", kind)), *config = read_json(at("k%d/tokenizer_config.json", kind));
+		json_t *original = json_loads(tokenizer_text(text, pre_tokenizers[kind == 1 ? 0 : kind % 3].pattern, "\"a b\"", vocab, added), 0, NULL);
+		assert_true(json_equal(json_at(back, "model.vocab"), json_at(original, "model.vocab")));
+		assert_true(json_equal(json_at(back, "model.merges"), json_at(original, "model.merges")));
+		assert_true(json_equal(json_at(back, "pre_tokenizer"), json_at(original, "pre_tokenizer")));
+		assert_int_equal(json_array_size(json_at(back, "added_tokens")), 2);
+		assert_true(json_is_true(json_object_get(json_array_get(json_at(back, "added_tokens"), 0), "special")));
+		assert_string_equal(json_string_value(json_at(config, "eos_token")), "<|endoftext|>");
+		assert_string_equal(json_string_value(json_at(config, "chat_template")), "{{ x }}");
+		json_decref(back);
+		json_decref(config);
+		json_decref(original);
+	}
+	/* fewer tokens than the model has ids: the rest are filled; the end by its usual name; a template in its own file */
+	put_string(at("hf/tokenizer.json"), tokenizer_text(text, NULL, "", "\"a\": 0", "{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}"));
+	unlink(at("hf/tokenizer_config.json"));
+	put_string(at("hf/chat_template.jinja"), "{{ y }}");
+	assert_int_equal(convert(at("hf"), at("few.gguf"), FORMAT_GGUF, NULL, false, false), 0);
+	struct weights *w = open_gguf(at("few.gguf"));
+	json_t *m = json_object_get(w->shards->header, "metadata");
+	assert_string_equal(json_string_value(json_array_get(json_object_get(m, "tokenizer.ggml.tokens"), 6)), "[PAD6]");
+	assert_int_equal(json_integer_value(json_array_get(json_object_get(m, "tokenizer.ggml.token_type"), 6)), TOKEN_UNUSED);
+	assert_int_equal(json_integer_value(json_object_get(m, "tokenizer.ggml.eos_token_id")), 5);
+	assert_string_equal(json_string_value(json_object_get(m, "tokenizer.chat_template")), "{{ y }}");
+	weights_close(w);
+	assert_int_equal(convert(at("few.gguf"), at("few"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
+	json_t *back = read_json(at("few/tokenizer.json"));
+	assert_int_equal(json_object_size(json_at(back, "model.vocab")), 1);
+	json_decref(back);
+	assert_int_equal(convert(at("few.gguf"), at("bare"), FORMAT_HUGGINGFACE, NULL, false, true), 0);
+	assert_false(exists(at("bare/tokenizer.json")));
+	assert_int_equal(convert(at("few.gguf"), at("other.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+	expect_error("--no-tokenizer");
+}
+
+static void refused_tokenizers(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	char text[2048];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	patch(at("hf/config.json"), "\"eos_token_id\": 5", "\"eos_token_ix\": 5");
+	const struct { const char *pattern, *merges, *vocab, *added, *error; } cases[] = {
+		{"\\w+", "", vocab, added, "pre_tokenizers of Ling and of GPT-2"},
+		{NULL, "3", vocab, added, "merge 0 is an integer"},
+		{NULL, "[\"a\", \"b\", \"c\"]", vocab, added, "merge 0 is an array"},
+		{NULL, "[\"a \", \"b\"]", vocab, added, "merge 0 is an array"},
+		{NULL, "", "\"a\": 7", added, "token `a` has the id 7; expected one beneath the model's vocab_size, which is 7"},
+		{NULL, "", "\"a\": -1", added, "token `a` has the id -1"},
+		{NULL, "", "\"a\": 1, \"b\": 1", added, "both have the id 1"},
+		{NULL, "", vocab, "{\"id\": 0, \"content\": \"z\"}", "`a` and `z` both have the id 0"},
+		{NULL, "", vocab, "{\"id\": 6, \"content\": \"z\"}", "no token ends a text"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(at("hf/tokenizer.json"), tokenizer_text(text, cases[i].pattern, cases[i].merges, cases[i].vocab, cases[i].added));
+		assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+		expect_error(cases[i].error);
+		assert_false(exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
+	}
+	put_string(at("hf/tokenizer.json"), "{\"model\": {\"type\": \"Unigram\"}}");
+	assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+	expect_error("no BPE");
+	tokenizer_text(text, NULL, "", vocab, added);
+	char *model = strstr(text, "\"BPE\", ");
+	memmove(model + 29, model + 7, strlen(model + 7) + 1);
+	memcpy(model + 7, "\"ignore_merges\": true,", 22);
+	put_string(at("hf/tokenizer.json"), text);
+	assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+	expect_error("ignore_merges");
+}
+
+#define CASE(f) cmocka_unit_test_setup_teardown(f, make_scratch, drop_scratch)
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(numbers_read), cmocka_unit_test(numbers_round), cmocka_unit_test(numbers_convert), cmocka_unit_test(checksum_of_slices),
+		CASE(directory_to_directory), CASE(directory_to_gguf), CASE(ties), CASE(checkpoint), CASE(refused_directories), CASE(refused_numbers),
+		CASE(full_disk), CASE(refused_headers), CASE(refused_metadata), CASE(tokenizers), CASE(refused_tokenizers),
+	};
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,219 @@
+#!/bin/bash
+# ling convert-checkpoint as its user meets it, built with sanitizers: round trips, what the converted models compute, what is refused.
+# Prints cmocka's lines for tests/run.sh.
+set -u
+ling=$PWD/build/sanitize/ling
+dir=build/convert
+export OMP_NUM_THREADS=2
+export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
+root=$PWD
+. tests/check.sh
+rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+
+head -c 3000 "$root/LICENSE" >text.txt
+cat >tiny.yaml <<'YAML'
+model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 6, vocab_size: 270,
+         num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 8, rope_theta: 1e4, initializer_range: 0.05 }
+data: { train: text, valid: text, tokenizer: byte, seq_len: 16 }
+train: { output_dir: run, seed: 3, steps: 4, micro_batch: 2, batch: 4 }
+schedule: { peak_lr: 1e-2 }
+YAML
+"$ling" tokenize --out text text.txt >/dev/null && "$ling" train tiny.yaml >/dev/null || exit 1
+checkpoint=run/step-0000004
+
+# convert WORDS...: it works, and leaves nothing temporary.
+convert() {
+	expect 0 "" "$ling" convert-checkpoint "$@"
+	[ -z "$(find . -name '.tmp-*')" ] || problem "left behind: $(find . -name '.tmp-*')"
+}
+
+# refuse TEXT SRC [OPTIONS]: an error that holds TEXT, and nothing is made.
+refuse() {
+	local text=$1
+	shift
+	expect 1 "$text" "$ling" convert-checkpoint "$1" refused "${@:2}"
+	[ ! -e refused ] && [ ! -e .tmp-refused ] || problem "made something: $text"
+	rm -rf refused
+}
+
+loss() { # loss MODEL
+	"$ling" eval "$1" --data text --seq-len 16 --json 2>err.txt >out.txt || problem "eval $1: $(cat err.txt)"
+	metric loss out.txt
+}
+
+close_to() { # close_to A B TOLERANCE WHAT
+	awk -v a="$1" -v b="$2" -v t="$3" 'BEGIN { exit !(a > 0 && (a - b < t * a) && (b - a < t * a)) }' || problem "$4: $1 and $2"
+}
+
+same_weights() { cmp -s "$1/model.safetensors" "$2/model.safetensors" || problem "the weights of $1 and $2 differ"; }
+
+# rewrite FILE CODE: Perl code that changes the header in $_ of a safetensors file; its length is set right.
+rewrite() {
+	perl -e 'my ($file, $code) = @ARGV; local $/; open F, "<:raw", $file; my $all = <F>; close F; my $n = unpack "Q<", $all;
+		$_ = substr $all, 8, $n; our $data = substr $all, 8 + $n; eval $code; die $@ if $@; open F, ">:raw", $file; print F pack("Q<", length), $_, $data' "$1" "$2"
+}
+
+test_directory_and_checkpoint() {
+	convert $checkpoint hf
+	same_weights hf $checkpoint
+	[ "$(loss hf)" = "$(loss $checkpoint)" ] || problem "another loss"
+	[ ! -e hf/optimizer.safetensors ] && [ ! -e hf/trainer.json ] || problem "more than the model: $(ls hf)"
+	convert hf bf16 --dtype bf16
+	grep -q '"torch_dtype": "bfloat16"' bf16/config.json || problem "torch_dtype: $(grep dtype bf16/config.json)"
+	[ "$(wc -c <bf16/model.safetensors)" -lt "$(wc -c <hf/model.safetensors)" ] || problem "no smaller in bfloat16"
+	close_to "$(loss hf)" "$(loss bf16)" 1e-2 "loss in bfloat16"
+	convert bf16 begun/step-0000000 --to checkpoint
+	[ "$(loss begun/step-0000000)" = "$(loss bf16)" ] || problem "a checkpoint of bfloat16 has another loss"
+	convert begun/step-0000000 bf16-again --dtype bf16
+	same_weights bf16 bf16-again
+	convert hf f16 --dtype f16 --json
+	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*}$' out.txt || problem "--json: $(cat out.txt)"
+	close_to "$(loss hf)" "$(loss f16)" 1e-3 "loss in float16"
+}
+
+# A run goes on from a converted checkpoint as it begins with train.init_from.
+test_training_goes_on() {
+	convert bf16 goes-on/step-0000000 --to checkpoint
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=goes-on
+	grep -q "continuing from goes-on/step-0000000" out.txt || problem "did not continue: $(cat out.txt)"
+	! grep -q "not in the checkpoint" out.txt || problem "needless notes: $(cat out.txt)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=begins train.init_from=bf16
+	cmp -s <(steady goes-on/metrics.jsonl) <(steady begins/metrics.jsonl) || problem "two runs: $(cat goes-on/metrics.jsonl begins/metrics.jsonl)"
+	same_weights goes-on/step-0000004 begins/step-0000004
+	convert bf16 other/step-0000000 --to checkpoint
+	expect 1 "model.num_experts_per_tok" "$ling" train tiny.yaml train.output_dir=other model.num_experts_per_tok=3
+}
+
+test_shards() {
+	convert hf shards --max-shard-size 20kB
+	[ "$(ls shards/model-*-of-00004.safetensors | wc -l)" = 4 ] || problem "shards: $(ls shards)"
+	for shard in shards/model-*.safetensors; do
+		[ "$(wc -c <"$shard")" -lt 30000 ] || problem "$shard: $(wc -c <"$shard") bytes"
+	done
+	[ "$(loss shards)" = "$(loss hf)" ] || problem "another loss in shards"
+	convert shards joined
+	same_weights hf joined
+	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x.gguf --max-shard-size 20kB
+	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x --max-shard-size 20
+}
+
+test_fold() {
+	convert hf folded --fold-norm-head
+	grep -q '"norm_head": false' folded/config.json || problem "norm_head: $(grep norm_head folded/config.json)"
+	close_to "$(loss hf)" "$(loss folded)" 1e-6 "loss with the NormHead folded"
+	refuse "norm_head is off" folded --fold-norm-head
+	expect 2 "--fold-norm-head" "$ling" convert-checkpoint hf x/step-0000000 --to checkpoint --fold-norm-head
+	expect 2 "--dtype" "$ling" convert-checkpoint hf x/step-0000000 --to checkpoint --dtype bf16
+}
+
+test_gguf() {
+	convert hf model.gguf --no-tokenizer
+	convert model.gguf from-gguf
+	same_weights folded from-gguf
+	[ "$(loss folded)" = "$(loss from-gguf)" ] || problem "another loss by way of GGUF"
+	for type in bf16 f16; do
+		convert $type $type.gguf --no-tokenizer
+		convert $type.gguf $type-back --dtype $type
+		convert $type $type-folded --fold-norm-head
+		same_weights $type-folded $type-back
+	done
+	convert shards second.gguf --no-tokenizer
+	cmp -s <(tail -c 50000 model.gguf) <(tail -c 50000 second.gguf) || problem "shards make another GGUF file"
+	convert model.gguf renamed --to hf --no-tokenizer
+}
+
+# What Hugging Face's configs say in other ways, and keys of others, which stay.
+test_config() {
+	for change in 's/"head_dim": 6/"head_dim": null/' 's/"head_dim": 6/"head_dim": 0/' '/"head_dim"/d'; do
+		rm -rf dim dim2 && "$ling" train tiny.yaml train.output_dir=dim model.head_dim=off train.stop_at_step=1 >/dev/null
+		convert dim/step-0000001 dim2
+		sed -i "s/\"head_dim\": 4/\"head_dim\": 6/; $change" dim2/config.json
+		rm -rf dim3 && convert dim2 dim3
+		grep -q '"head_dim": 4' dim3/config.json || problem "$change: $(grep head_dim dim3/config.json)"
+		[ "$(loss dim2)" = "$(loss dim3)" ] || problem "$change: another loss"
+	done
+	cp -r hf spelt
+	sed -i 's/"num_experts"/"n_routed_experts"/; s/"num_shared_experts"/"n_shared_experts"/; s/"use_cache"/"auto_map": {"AutoConfig": "a.B"}, "eos_token_id": 9, "use_cache"/' spelt/config.json
+	echo '{"eos_token": "e"}' >spelt/tokenizer_config.json
+	echo 'x' >spelt/modeling_bailing_moe.py
+	convert spelt spelt2
+	grep -q '"num_experts": 6' spelt2/config.json && ! grep -q 'n_routed\|n_shared' spelt2/config.json || problem "$(cat spelt2/config.json)"
+	grep -q '"AutoConfig": "a.B"' spelt2/config.json && grep -q '"eos_token_id": 9' spelt2/config.json || problem "$(cat spelt2/config.json)"
+	cmp -s spelt/tokenizer_config.json spelt2/tokenizer_config.json && [ -f spelt2/modeling_bailing_moe.py ] || problem "files: $(ls spelt2)"
+	same_weights spelt spelt2
+	"$ling" info spelt2 >/dev/null || problem "info"
+	sed -i 's/bailing_moe"/llama"/' spelt/config.json
+	refuse "model_type" spelt
+}
+
+# Buffers of old files are known and left out, also by eval.
+test_buffers() {
+	cp -r hf buffers
+	rewrite buffers/model.safetensors '$data .= "\0" x 12; my $n = length($data) - 12; my $e = $n + 12;
+		s/}\s*$/,"model.layers.0.attention.rotary_emb.inv_freq":{"dtype":"F32","shape":[3],"data_offsets":[$n,$e]}}/'
+	convert buffers unbuffered
+	grep -q "note:.* 1 rotary_emb.inv_freq" err.txt || problem "no note: $(cat err.txt)"
+	same_weights hf unbuffered
+	[ "$(loss buffers)" = "$(loss hf)" ] || problem "eval with a buffer"
+	cp -r hf foreign
+	rewrite foreign/model.safetensors '$data .= "\0" x 12; my $n = length($data) - 12; my $e = $n + 12;
+		s/}\s*$/,"model.layers.0.attention.rotary.inv_freq":{"dtype":"F32","shape":[3],"data_offsets":[$n,$e]}}/'
+	refuse "model.layers.0.attention.rotary.inv_freq is not a part of the model" foreign
+}
+
+test_refused_sources() {
+	expect 1 "hf: is there already" "$ling" convert-checkpoint $checkpoint hf
+	refuse "nothere: cannot open" nothere
+	refuse "is the directory of a run" run
+	refuse "no GGUF file" tiny.yaml
+	expect 1 "expected RUN/step-0000000" "$ling" convert-checkpoint hf x --to checkpoint
+	refuse "tokenizer.json: is not there" hf --to gguf
+	expect 2 "--to pth" "$ling" convert-checkpoint hf x --to pth
+	expect 2 "--dtype q4" "$ling" convert-checkpoint hf x --dtype q4
+	expect 2 "too few" "$ling" convert-checkpoint hf
+	rm -rf broken && cp -r shards broken && rm broken/model-00003-of-00004.safetensors
+	refuse "model-00003-of-00004.safetensors: is not there, but" broken
+	rm -rf broken && cp -r shards broken && truncate -s -1 broken/model-00002-of-00004.safetensors
+	refuse "model-00002-of-00004.safetensors: tensor" broken
+	rm -rf broken && cp -r shards broken && sed -i 's/"model.norm.weight": "model-0000[0-9]/"model.norm.weight": "model-00001/' broken/model.safetensors.index.json
+	refuse "model.norm.weight" broken
+	rm -rf broken && cp -r shards broken && sed -i 's/"weight_map": {/"weight_map": {"model.extra": "model-00001-of-00004.safetensors",/' broken/model.safetensors.index.json
+	refuse "tensor model.extra is missing, but" broken
+	rm -rf broken && cp -r hf broken && sed -i 's/"num_hidden_layers": 2/"num_hidden_layers": 1/' broken/config.json
+	refuse "is not a part of the model" broken
+	rm -rf broken && cp -r hf broken && sed -i 's/"num_experts": 6/"num_experts": 7/' broken/config.json
+	refuse "shape [6, 16]; expected [7, 16]" broken
+	rm -rf broken && cp -r hf broken && sed -i 's/"tie_word_embeddings": false/"tie_word_embeddings": true/' broken/config.json
+	refuse "tie_word_embeddings is true, but lm_head.weight is there and differs" broken
+	rm -rf broken && cp -r hf broken && rewrite broken/model.safetensors 's/"lm_head.weight"/"lm_headd.weight"/g'
+	refuse "tensor lm_head.weight is missing" broken
+	rm -rf broken && cp -r $checkpoint broken && printf '\1' | dd of=broken/model.safetensors bs=1 seek=$(($(wc -c <broken/model.safetensors) - 40)) conv=notrunc 2>/dev/null
+	refuse "is damaged" broken
+	rm -rf broken && cp -r $checkpoint broken && sed -i 's/"rope_theta": 10000.0/"rope_theta": 20000.0/' broken/config.json
+	refuse "was changed after it was saved" broken
+	rm -rf broken && cp -r $checkpoint broken && truncate -s -30 broken/optimizer.safetensors
+	refuse "optimizer.safetensors" broken
+	for key in use_bias use_qkv_bias; do
+		rm -rf biased && "$ling" train tiny.yaml train.output_dir=biased model.$key=true train.stop_at_step=1 >/dev/null
+		refuse "no place for model.layers.0.attention" biased/step-0000001 --to gguf --no-tokenizer
+		rm -rf biased2 && convert biased/step-0000001 biased2
+		same_weights biased2 biased/step-0000001
+	done
+	truncate -s -1 model.gguf
+	refuse "the file is truncated" model.gguf
+}
+
+test_full_disk() {
+	for target in full full.gguf full/step-0000000; do
+		rm -rf full
+		(ulimit -f 20 && trap '' XFSZ && exec "$ling" convert-checkpoint hf $target --no-tokenizer --to "$(case $target in *.gguf) echo gguf ;; */*) echo checkpoint ;; *) echo hf ;; esac)") >out.txt 2>err.txt
+		[ $? = 1 ] || problem "$target: exit status $?"
+		grep -q "cannot write" err.txt || problem "$target: $(cat err.txt)"
+		[ ! -e $target ] && [ -z "$(find . -name '.tmp-*')" ] || problem "$target: left something behind"
+	done
+}
+
+for name in directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk; do
+	check $name
+done
+exit $failures

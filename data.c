@@ -1,5 +1,5 @@
 /*
- * data.c - everything on disk: YAML, JSON, tokens, checkpoints, conversion, metrics, pictures.
+ * data.c - everything on disk: YAML, JSON, tokenizers, tokens, checkpoints, conversion, tasks, metrics, pictures.
  *
  * Bytes from outside are never trusted: every size is checked against the file before it is used, and every error
  * names the file, the place, what was found and what was expected.

@@ -4,7 +4,7 @@
  *   ling.c      the model, the trainer, the commands
  *   kernels.c   arithmetic on arrays, each operation as a forward/backward pair
  *   parallel.c  ranks and process groups
- *   data.c      everything on disk: YAML, JSON, tokens, checkpoints, conversion, metrics, pictures
+ *   data.c      everything on disk: YAML, JSON, tokenizers, tokens, checkpoints, conversion, tasks, metrics, pictures
  *
  * ling.c calls the other three; parallel.c may call kernels.c; kernels.c and data.c call no other file.
  *

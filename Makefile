@@ -66,6 +66,13 @@ build/test_parallel: tests/test_parallel.c build/test_model
 build/compare_checkpoints: tests/compare_checkpoints.c data.c ling.h
 	$(CC) $(CFLAGS) -Wno-unused-function $< -o $@ $(LIBS)
 
+# The same two in double, in which layouts differ by nothing but errors.
+build/ling_double: $(SOURCES:%.c=build/double/%.o)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
+build/compare_checkpoints_double: tests/compare_checkpoints.c data.c ling.h
+	$(CC) $(CFLAGS) -DLING_DOUBLE -Wno-unused-function $< -o $@ $(LIBS)
+
 build/test_config build/test_files build/test_plot build/test_tokenizer build/test_convert: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
 	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
 
@@ -81,7 +88,7 @@ deps:
 test: deps
 	$(MAKE) --no-print-directory run-tests
 
-run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints
+run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints build/ling_double build/compare_checkpoints_double
 	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_convert.sh tests/test_generate.sh tests/test_tasks.sh tests/test_parallel.sh tests/test_plan.sh
 
 quickstart: deps

@@ -5028,13 +5028,20 @@ static int token_type(const char *name)
 	return 0;
 }
 
-/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
-static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+static int manifest_check_format(const char *path, const json_t *root)
 {
 	const char *format = field_text(root, path, "format");
 	if (!format || strcmp(format, MANIFEST_FORMAT))
 		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
 				format ? format : "", MANIFEST_FORMAT);
+	return 0;
+}
+
+/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
+static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
+{
+	if (manifest_check_format(path, root) < 0)
+		return -1;
 	*m = (struct manifest){.largest_id = -1, .learned = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
@@ -5903,6 +5910,18 @@ static int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], i
 	return 0;
 }
 
+/* Fails when the manifest would replace what is none, such as a tokenizer of the same name. */
+static int output_check(const char *path)
+{
+	const int there = path_exists(path);
+	if (there <= 0)
+		return there;
+	json_t *root = json_read(path);
+	const int rc = root ? manifest_check_format(path, root) : -1;
+	json_decref(root);
+	return rc;
+}
+
 /* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
 static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
 		struct manifest *m)
@@ -5942,7 +5961,8 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || make_directories(dir) < 0) {
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || output_check(outputs[MANIFEST_OUTPUT]) < 0 ||
+			make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
 					tokenizer);

@@ -2596,7 +2596,7 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 			append_text(text, &s->target);
 			text_append(text, t->separator, strlen(t->separator));
 		}
-		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_data(text), text->size, false, out);
+		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_data(text), text->size, true, out);
 	}
 	free(example);
 	free(message);
@@ -2609,7 +2609,7 @@ static int encode_option(const struct task *t, const struct text *option, struct
 {
 	if (t->chat) {
 		append_ids(out, context->id, context->count);
-		return encode(e, option->data, option->size, true, out);
+		return encode(e, option->data, option->size, false, out);
 	}
 	const size_t n = text->size;
 	append_text(text, option);

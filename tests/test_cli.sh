@@ -104,6 +104,10 @@ test_bpe() {
 	expect 1 "hash" "$ling" train bpe.yaml data.train=text train.output_dir=bpe/run3
 	expect 1 "nowhere" "$ling" train bpe.yaml data.tokenizer=nowhere train.output_dir=bpe/run3
 
+	cp bpe/tokenizer.json kept.json
+	expect 1 "bpe/tokenizer.json: " "$ling" tokenize --tokenizer bpe --out bpe/tokenizer text.txt
+	cmp -s bpe/tokenizer.json kept.json || problem "a token file's manifest replaced a tokenizer"
+	[ ! -e bpe/tokenizer.bin ] || problem "bpe/tokenizer.bin was left behind"
 	expect 1 "hash" "$ling" tokenize --decode bpe/text --tokenizer "$fixture"
 	expect 1 "cannot open" "$ling" tokenize --decode nothing
 	expect 2 "decode" "$ling" tokenize --decode bpe/text text.txt

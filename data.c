@@ -4380,6 +4380,9 @@ static int find_added(const struct encoder *e, int k, const char *text, size_t n
 /* Finds what a regular expression matches. 1 found, 0 not, -1 on error. */
 static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool open, struct found *f)
 {
+	/* PCRE2's own limit, which ends hopeless searches, and beside it some steps for each byte: a run of spaces takes as many as it is long. */
+	const size_t steps = 10000000 + 16 * (n - from);
+	pcre2_set_match_limit(e->context, steps < UINT32_MAX ? steps : UINT32_MAX);
 	const int rc = pcre2_match(s->code, (const uint8_t *)text, n, from, PCRE2_NO_UTF_CHECK | (open ? PCRE2_PARTIAL_HARD : 0), e->match, e->context);
 	const size_t *at = pcre2_get_ovector_pointer(e->match);
 	if (rc == PCRE2_ERROR_NOMATCH)
@@ -4389,7 +4392,8 @@ static int find_match(const struct encoder *e, const struct split *s, const char
 	else if (rc < 0) {
 		char message[128] = "";
 		pcre2_get_error_message(rc, (uint8_t *)message, sizeof message);
-		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text", s->pattern, message, n);
+		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text; expected text that it cuts into words: divide long runs of one character",
+				s->pattern, message, n);
 	} else {
 		*f = (struct found){at[0], at[1], at[1], -1};
 		int32_t c;

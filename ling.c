@@ -1592,9 +1592,35 @@ static int reading_of(struct reading *r, const struct config *c)
 			c->data.tokenizer, size, c->model.vocab_size);
 }
 
-/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, and tell where its
- * documents begin if they are masked. */
-static int open_data(struct tokens *t, const struct data_source *source, const struct reading *r)
+/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
+ * document begins in the window [L]. */
+static int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
+{
+	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
+		return -1;
+	tokens_mask(data, i * L, L, target);
+	return document ? tokens_documents(data, i * L, L, document, target) : 0;
+}
+
+/* Fails when the loss counts for no target of the first `windows` windows. The search ends at the first that does. */
+static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
+{
+	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
+	if (!input)
+		return fail("out of memory for a window of %lld tokens", (long long)L);
+	int rc = 0;
+	bool counts = false;
+	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, input, target, document)) == 0; i++)
+		for (int64_t t = 0; t < L; t++)
+			counts |= target[t] >= 0;
+	free(input);
+	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; expected a mask%s that leaves some",
+			data->path, (long long)windows, (long long)L, document_mask ? " or documents of more than one token" : "");
+}
+
+/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, tell where its
+ * documents begin if they are masked, and have a target that counts in its first max_windows windows (0: in any). */
+static int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows)
 {
 	const char *path = source->path;
 	const int64_t L = r->seq_len;
@@ -1609,7 +1635,12 @@ static int open_data(struct tokens *t, const struct data_source *source, const s
 				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
 	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
 		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
+	else if (r->document_token >= r->vocab_size)
+		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that separates documents, 0 to %d",
+				r->document_token, r->vocab_size, r->vocab_size - 1);
 	t->document_token = r->document_token;
+	if (rc == 0)
+		rc = check_targets(t, max_windows && max_windows < count_windows(t, L) ? max_windows : count_windows(t, L), L, r->document_mask);
 	if (rc < 0)
 		tokens_close(t);
 	return rc;
@@ -1758,9 +1789,9 @@ static int open_all(struct trainer *t)
 	struct reading r;
 	int rc = reading_of(&r, c);
 	for (int i = 0; i < c->data.num_train && rc == 0; i++)
-		rc = open_data(&t->train[i], &c->data.train[i], &r);
+		rc = open_data(&t->train[i], &c->data.train[i], &r, 0);
 	for (int i = 0; i < c->data.num_valid && rc == 0; i++)
-		rc = open_data(&t->valid[i], &c->data.valid[i], &r);
+		rc = open_data(&t->valid[i], &c->data.valid[i], &r, c->eval.max_windows);
 	return rc;
 }
 
@@ -1820,16 +1851,6 @@ void trainer_free(struct trainer *t)
 	free(t->target);
 	free(t->document);
 	*t = (struct trainer){0};
-}
-
-/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
- * document begins in the window [L]. */
-static int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
-{
-	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
-		return -1;
-	tokens_mask(data, i * L, L, target);
-	return document ? tokens_documents(data, i * L, L, document, target) : 0;
 }
 
 /* The source of the next sample: every source is credited with its share, and the one with the most credit, the first among equals, pays for
@@ -2278,8 +2299,6 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		fprintf(stderr, "\r\033[K");
 	free(input);
 	e->loss = sums[0] / e->tokens;
-	if (rc == 0 && e->tokens == 0)
-		rc = fail("%s: the loss counts for none of the tokens in its %lld windows", data->path, (long long)windows);
 	return parallel_agree(rc);
 }
 
@@ -3920,7 +3939,7 @@ static int eval_data(const struct arguments *a, const struct model_config *c)
 	if (snprintf(source.path, sizeof source.path, "%s", a->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", a->dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", a->data, a->dtype);
-	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}) < 0)
+	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}, a->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);

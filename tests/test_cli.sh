@@ -245,6 +245,10 @@ test_chat() {
 	printf '{"prompt": "%s", "completion": "c"}\n' "$(head -c 100 "$root/LICENSE" | tr -d '\n')" >nothing.jsonl
 	expect 0 "" "$ling" tokenize --out nothing nothing.jsonl
 	expect 1 "the loss counts for none of the tokens" "$ling" eval chat/step-0000020 --data nothing --seq-len 16 --max-windows 2
+	expect 1 "the loss counts for none of the tokens in its 2 windows of 16" "$ling" train tiny.yaml data.train=chat data.valid=nothing data.seq_len=16 eval.max_windows=2 train.output_dir=chat8
+	[ ! -e chat8/metrics.jsonl ] || problem "trained before it looked at what validates"
+	cp chat.bin unlearned.bin && cp chat.idx unlearned.idx && tr '\1' '\0' <chat.mask.bin >unlearned.mask.bin
+	expect 1 "unlearned.bin: the loss counts for none of the tokens" "$ling" train tiny.yaml data.train=unlearned data.valid=chat train.output_dir=chat8
 }
 
 # A blend stops and continues anywhere; its shares change only where the config says so, and then each file goes on from where it stood.
@@ -302,6 +306,8 @@ test_formats() {
 	expect 0 "" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --json --document-mask --document-token 0
 	[ "$(metric tokens out.txt)" = 59 ] || problem "five documents end in four windows: $(cat out.txt)"
 	expect 1 "no index" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --document-mask
+	expect 1 "document_token 99999 is outside the vocabulary" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint16 --seq-len 16 --document-mask --document-token 99999
+	expect 1 "document_token 99999 is outside the vocabulary" "$ling" train tiny.yaml $small data.train=llmc.bin data.document_mask=on data.document_token=99999 train.output_dir=f9
 	expect 2 "--document-token" "$ling" eval f3/step-0000002 --data bare.bin --seq-len 16 --document-token -1
 	expect 1 "uint99" "$ling" eval f3/step-0000002 --data bare.bin --dtype uint99 --seq-len 16
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=f4 data.valid='[valid, text]' train.steps=4 eval.every=off

@@ -345,6 +345,23 @@ static void long_words(void **state)
 	encoder_close(e), tokenizer_close(t);
 }
 
+/* A run of spaces that takes more steps than PCRE2 allows by itself is one match. */
+static void longest_run(void **state)
+{
+	(void)state;
+	enum { N = 24000000 };
+	char *text = allocate(N);
+	memset(text, ' ', N);
+	struct tokenizer *t = open_variant("ling");
+	struct encoder *e = encoder_open(t);
+	struct found f;
+	if (find_match(e, &t->splits[0], text, N, 0, false, &f) < 0)
+		fail_msg("%s", error_text);
+	assert_true(f.begin == 0 && f.end == N);
+	free(text);
+	encoder_close(e), tokenizer_close(t);
+}
+
 /* ---- cutting ---- */
 
 /* What is encoded of the beginning of a text, its rest not known, is the beginning of what all of it gives, and the rest goes on from there; also when
@@ -886,7 +903,7 @@ int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
 	const struct CMUnitTest tests[] = {
-		TEST(reference_ids), TEST(inverse), TEST(invalid_bytes), TEST(utf8), TEST(merging), TEST(merge_options), TEST(long_words), TEST(cutting),
+		TEST(reference_ids), TEST(inverse), TEST(invalid_bytes), TEST(utf8), TEST(merging), TEST(merge_options), TEST(long_words), TEST(longest_run), TEST(cutting),
 		TEST(blocks), TEST(lines), TEST(threads), TEST(questions), TEST(chat), TEST(ends_and_hashes), TEST(refused), TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),

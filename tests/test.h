@@ -79,6 +79,17 @@ static inline const char *put_string(const char *path, const char *text)
 	return put_file(path, text, strlen(text));
 }
 
+/* The error must be there and hold every part, parts separated by '|'. */
+static inline void expect_error(const char *parts)
+{
+	char copy[512], *rest = copy;
+	snprintf(copy, sizeof copy, "%s", parts);
+	for (char *part; (part = strsep(&rest, "|"));)
+		if (!strstr(error_text, part))
+			fail_msg("the error is `%s`; expected `%s` in it", error_text, part);
+	error_text[0] = 0;
+}
+
 /* Lets no file grow beyond so many bytes: a full disk. */
 static inline void limit_files(rlim_t bytes)
 {

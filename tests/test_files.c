@@ -30,17 +30,6 @@ static bool exists(const char *path)
 	return lstat(path, &st) == 0;
 }
 
-/* The error must be there and hold every part, parts separated by '|'. */
-static void expect_error(const char *parts)
-{
-	char copy[512], *rest = copy;
-	snprintf(copy, sizeof copy, "%s", parts);
-	for (char *part; (part = strsep(&rest, "|"));)
-		if (!strstr(error_text, part))
-			fail_msg("the error is `%s`; expected `%s` in it", error_text, part);
-	error_text[0] = 0;
-}
-
 /* The value that %.17g and a comparison of bits call the same. */
 static void assert_same(double a, double b)
 {

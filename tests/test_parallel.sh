@@ -195,8 +195,9 @@ test_change_of_layout() {
 		whole/metrics.jsonl parts/metrics.jsonl || problem "valid_loss of whole and parts"
 }
 
-# Expert e's weights are e; every other tensor is what it was. Updates of 1e-30 leave them so.
+# Expert e's weights are e; every other tensor is what it was. Updates of 1e-30 leave them so. In double, as above.
 test_experts_stay() {
+	local ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
 	local still="schedule.peak_lr=1e-30 schedule.warmup_steps=off $everything"
 	train 1 seed $everything train.stop_at_step=1
 	mkdir -p constant && cp seed/step-0000001/config.json constant
@@ -209,10 +210,8 @@ test_experts_stay() {
 		rm -rf moved-$layout && cp -r moved moved-$layout
 		train "$n" moved-$layout $still train.init_from=constant parallel.tensor="$tensor" parallel.expert="$expert" train.stop_at_step=2
 		tensors model "" constant moved-$layout/step-0000002 1e-7
-		agree moved-1,1,1 moved-$layout 1e-5 "loss balance_loss z_loss lr"
-		# The gradients of such experts are small differences of large sums: in float they hold few digits, in any layout.
-		tensors optimizer exp_avg moved-1,1,1/step-0000002 moved-$layout/step-0000002 1e-2
-		agree moved-1,1,1 moved-$layout 1e-3 grad_norm
+		tensors optimizer exp_avg moved-1,1,1/step-0000002 moved-$layout/step-0000002 1e-9
+		agree moved-1,1,1 moved-$layout 1e-11
 	done
 }
 

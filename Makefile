@@ -1,7 +1,7 @@
 # make             build ./ling
 # make quickstart  train, evaluate and draw a real small model on real text
 # make test        everything that is tested, dependencies included
-# make bench       training speed against the roof of the machine
+# make bench       training speed against the peak of the machine
 # make fuzz        fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
 
 ifeq ($(origin CC),default)
@@ -13,74 +13,76 @@ OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).
 WARNINGS := -Wall -Wextra -Werror -Wno-pass-failed
 # What mpicc would add, so that any compiler can be used.
-MPI_CFLAGS = $(shell pkg-config --cflags ompi-c)
-MPI_LIBS = $(shell pkg-config --libs ompi-c)
-CFLAGS = -std=c11 $(OPTIMIZE) -g -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-SANITIZE = -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS = $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
-SOURCES := ling.c kernels.c parallel.c data.c
-TEST_PROGRAMS := build/test_kernels build/test_kernels_double build/test_model build/test_model_double \
-	build/test_config build/test_files build/test_tokenizer build/test_convert build/test_tasks build/test_plot
+MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null)
+MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
+COMMON := -std=c11 -g -I. -fopenmp $(WARNINGS) $(MPI_CFLAGS)
+LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
+
+# Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight
+# comparisons need; `sanitize`, in which bad input, leaks and short runs are tested, with blocks so small that a small file has many; and
+# `fuzz`.
+BUILD ?= build
+RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE
+SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
+SANITIZE_FLAGS := $(COMMON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer $(SMALL_BLOCKS)
+FUZZ_FLAGS := $(COMMON) -O1 -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all $(SMALL_BLOCKS)
+
+SOURCES := $(wildcard *.c files/*.c commands/*.c)
+LIBRARY := $(patsubst %.c,%.o,$(filter-out commands/main.c,$(SOURCES))) # all but main: what the tests link
+RELEASE := $(LIBRARY:%=$(BUILD)/release/%)
+DOUBLE := $(LIBRARY:%=$(BUILD)/double/%)
+SANITIZE := $(LIBRARY:%=$(BUILD)/sanitize/%)
+
+TEST_PROGRAMS := $(addprefix $(BUILD)/,test_kernels test_kernels_double test_model test_model_double test_config test_files test_tokenizer \
+	test_convert test_tasks test_plot)
+TEST_SCRIPTS := $(addprefix tests/,test_cli.sh test_convert.sh test_generate.sh test_tasks.sh test_parallel.sh test_plan.sh)
+TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
 FUZZERS := config safetensors gguf tokens jsonl tokenizer tasks
 FUZZ_SECONDS ?= 60
 
-ling: $(SOURCES:%.c=build/release/%.o)
-	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+.PHONY: all deps test run-tests quickstart bench fuzz clean
+.SECONDARY:
+all: ling
 
-build/release build/double build/sanitize build/fuzz:
-	mkdir -p $@
+ling: $(BUILD)/release/commands/main.o $(RELEASE)
+	$(CC) $(RELEASE_FLAGS) $^ -o $@ $(LIBS)
 
-build/release/%.o: %.c ling.h | build/release
-	$(CC) $(CFLAGS) -c $< -o $@
+# -MMD: the compiler writes beside each object the headers that it depends on.
+$(BUILD)/release/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(RELEASE_FLAGS) -MMD -MP -c $< -o $@
 
-# The same source with real = double: what finite differences and tight comparisons are made with.
-build/double/%.o: %.c ling.h | build/double
-	$(CC) $(CFLAGS) -DLING_DOUBLE -c $< -o $@
+$(BUILD)/double/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(DOUBLE_FLAGS) -MMD -MP -c $< -o $@
 
-# Bad input, leaks and short training runs are tested with sanitizers.
-build/sanitize/%.o: %.c ling.h | build/sanitize
-	$(CC) $(SANITIZE) -c $< -o $@
+$(BUILD)/sanitize/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(SANITIZE_FLAGS) -MMD -MP -c $< -o $@
 
-build/sanitize/ling: $(SOURCES:%.c=build/sanitize/%.o)
-	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+$(BUILD)/fuzz/%.o: %.c
+	@mkdir -p $(@D)
+	clang $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
 
-# ---- tests: programs link the sources less main(), or include data.c to reach its static functions ----
+-include $(wildcard $(BUILD)/*/*.d $(BUILD)/*/*/*.d)
 
-build/test_kernels: tests/test_kernels.c tests/test.h build/release/kernels.o
-	$(CC) $(CFLAGS) $< build/release/kernels.o -o $@ -lcmocka $(LIBS)
+# ---- tests ----
 
-build/test_kernels_double: tests/test_kernels.c tests/test.h build/double/kernels.o
-	$(CC) $(CFLAGS) -DLING_DOUBLE $< build/double/kernels.o -o $@ -lcmocka $(LIBS)
+$(addprefix $(BUILD)/,test_kernels test_model test_parallel compare_checkpoints): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)
+	$(CC) $(RELEASE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-build/test_model: tests/test_model.c tests/test.h $(SOURCES:%.c=build/release/%.o)
-	$(CC) $(CFLAGS) -Dmain=ling_main -c ling.c -o build/release/ling_library.o
-	$(CC) $(CFLAGS) $< build/release/ling_library.o $(filter-out %/ling.o,$(filter %.o,$^)) -o $@ -lcmocka $(LIBS)
+$(addprefix $(BUILD)/,test_kernels_double test_model_double compare_checkpoints_double): $(BUILD)/%_double: $(BUILD)/double/tests/%.o $(DOUBLE)
+	$(CC) $(DOUBLE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-build/test_model_double: tests/test_model.c tests/test.h $(SOURCES:%.c=build/double/%.o)
-	$(CC) $(CFLAGS) -DLING_DOUBLE -Dmain=ling_main -c ling.c -o build/double/ling_library.o
-	$(CC) $(CFLAGS) -DLING_DOUBLE $< build/double/ling_library.o $(filter-out %/ling.o,$(filter %.o,$^)) -o $@ -lcmocka $(LIBS)
+$(addprefix $(BUILD)/,test_config test_files test_tokenizer test_convert test_tasks test_plot): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
+	$(CC) $(SANITIZE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-build/test_parallel: tests/test_parallel.c build/test_model
-	$(CC) $(CFLAGS) $< build/release/ling_library.o build/release/kernels.o build/release/parallel.o build/release/data.o -o $@ $(LIBS)
+$(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)
+	$(CC) $(SANITIZE_FLAGS) $^ -o $@ $(LIBS)
 
-build/compare_checkpoints: tests/compare_checkpoints.c data.c ling.h
-	$(CC) $(CFLAGS) -Wno-unused-function $< -o $@ $(LIBS)
-
-# The same two in double, in which layouts differ by nothing but errors.
-build/ling_double: $(SOURCES:%.c=build/double/%.o)
-	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
-
-build/compare_checkpoints_double: tests/compare_checkpoints.c data.c ling.h
-	$(CC) $(CFLAGS) -DLING_DOUBLE -Wno-unused-function $< -o $@ $(LIBS)
-
-build/test_config build/test_files build/test_plot build/test_tokenizer build/test_convert: build/%: tests/%.c tests/test.h data.c ling.h | build/sanitize
-	$(CC) $(SANITIZE) -Wno-unused-function $< -o $@ -lcmocka $(LIBS)
-
-build/test_tasks: tests/test_tasks.c tests/test.h data.c ling.h $(SOURCES:%.c=build/sanitize/%.o)
-	$(CC) $(SANITIZE) -Dmain=ling_main -c ling.c -o build/sanitize/ling_library.o
-	$(CC) $(SANITIZE) -Wno-unused-function $< $(addprefix build/sanitize/,ling_library.o kernels.o parallel.o) -o $@ -lcmocka $(LIBS)
-
-.PHONY: deps test run-tests quickstart bench fuzz clean
+$(BUILD)/ling_double: $(BUILD)/double/commands/main.o $(DOUBLE)
+	$(CC) $(DOUBLE_FLAGS) $^ -o $@ $(LIBS)
 
 deps:
 	scripts/install-deps.sh
@@ -88,8 +90,8 @@ deps:
 test: deps
 	$(MAKE) --no-print-directory run-tests
 
-run-tests: ling build/sanitize/ling $(TEST_PROGRAMS) build/test_parallel build/compare_checkpoints build/ling_double build/compare_checkpoints_double
-	tests/run.sh $(TEST_PROGRAMS) tests/test_cli.sh tests/test_convert.sh tests/test_generate.sh tests/test_tasks.sh tests/test_parallel.sh tests/test_plan.sh
+run-tests: ling $(TEST_PROGRAMS) $(TEST_TOOLS)
+	tests/run.sh $(TEST_PROGRAMS) $(TEST_SCRIPTS)
 
 quickstart: deps
 	scripts/quickstart.sh
@@ -100,12 +102,12 @@ bench: ling
 
 # ---- fuzzing ----
 
-build/fuzz/%: tests/fuzz_%.c data.c ling.h | build/fuzz
-	clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unused-function $< -o $@ $(LIBS)
+$(BUILD)/fuzz_%: $(BUILD)/fuzz/tests/fuzz_%.o $(LIBRARY:%=$(BUILD)/fuzz/%)
+	clang $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ $(LIBS)
 
-fuzz: $(FUZZERS:%=build/fuzz/%) # -close_fd_mask=2: progress and notes are no findings
-	for f in $(FUZZERS); do mkdir -p build/fuzz/corpus-$$f && \
-		build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -close_fd_mask=2 build/fuzz/corpus-$$f || exit 1; done
+fuzz: $(FUZZERS:%=$(BUILD)/fuzz_%) # -close_fd_mask=2: progress and notes are no findings
+	for f in $(FUZZERS); do mkdir -p $(BUILD)/fuzz/corpus-$$f && \
+		$(BUILD)/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -close_fd_mask=2 $(BUILD)/fuzz/corpus-$$f || exit 1; done
 
 clean:
 	rm -rf build ling

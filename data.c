@@ -1,318 +1,38 @@
 /*
- * data.c - everything on disk: YAML, JSON, tokenizers, tokens, checkpoints, conversion, tasks, metrics, pictures.
+ * data.c - what a run reads and leaves behind: token files, windows of them, loss masks; metrics.
  *
- * Bytes from outside are never trusted: every size is checked against the file before it is used, and every error
- * names the file, the place, what was found and what was expected.
+ * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
+ * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here. Task files have a table of their own.
  */
 #define _GNU_SOURCE
-#include "ling.h"
+#include "data.h"
 
+#include "files/base.h"
+
+#include <argp.h>
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <limits.h>
-#include <math.h>
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
-#include <png.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <string.h>
+#include <strings.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 #include <utf8proc.h>
 #include <yaml.h>
 #include <zlib.h>
 
-/* ============================================================================================================
- * Errors, memory, paths
- * ========================================================================================================== */
-
-_Thread_local char error_text[4096];
-
-void set_error(const char *format, ...)
-{
-	va_list args;
-	va_start(args, format);
-	vsnprintf(error_text, sizeof error_text, format, args);
-	va_end(args);
-	for (char *p = error_text; *p; p++) /* foreign names are in it: they must not steer the terminal */
-		if (iscntrl((unsigned char)*p))
-			*p = '?';
-}
-
-/* malloc that cannot return NULL: what data.c allocates is small, bounded by checked file sizes. n 0 is fine. */
-static void *allocate(size_t n)
-{
-	void *p = calloc(1, n ? n : 1);
-	if (!p) {
-		fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
-		exit(1);
-	}
-	return p;
-}
-
-void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
-{
-	if (used + more <= *capacity)
-		return array;
-	*capacity = 2 * (used + more);
-	void *larger = allocate(*capacity * size);
-	if (used)
-		memcpy(larger, array, used * size);
-	free(array);
-	return larger;
-}
-
-static char *copy_string(const char *text)
-{
-	return strcpy(allocate(strlen(text) + 1), text);
-}
-
-/* Joins two path components; fails when the result is longer than a path may be. */
-static int path_join(char out[PATH_LEN], const char *dir, const char *name)
-{
-	if (snprintf(out, PATH_LEN, "%s/%s", dir, name) >= PATH_LEN)
-		return fail("%s/%s: path longer than %d bytes", dir, name, PATH_LEN - 1);
-	return 0;
-}
-
-/* Maps a whole regular file read-only. *size 0 gives *data NULL. The caller unmaps. */
-static int map_file(const char *path, const uint8_t **data, size_t *size)
-{
-	int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); /* a FIFO must not block */
-	if (fd < 0)
-		return fail("%s: cannot open: %s", path, strerror(errno));
-	struct stat st;
-	*data = NULL, *size = 0;
-	int rc = 0;
-	if (fstat(fd, &st) < 0)
-		rc = fail("%s: cannot stat: %s", path, strerror(errno));
-	else if (!S_ISREG(st.st_mode))
-		rc = fail("%s: expected a file, found %s", path, S_ISDIR(st.st_mode) ? "a directory" : "something else");
-	else if (st.st_size > 0) {
-		void *p = mmap(NULL, st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-		if (p == MAP_FAILED)
-			rc = fail("%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
-		else
-			*data = p, *size = st.st_size;
-	}
-	close(fd);
-	return rc;
-}
-
-static void unmap_file(const uint8_t *data, size_t size)
-{
-	if (data)
-		munmap((void *)data, size);
-}
-
-int file_crc32(const char *path, uint32_t *crc)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(path, &data, &size) < 0)
-		return -1;
-	*crc = crc32_z(0, data, size);
-	unmap_file(data, size);
-	return 0;
-}
-
-/* Parses a JSON object from a file, with jansson's flags beside that which refuses duplicate keys. NULL on error (syntax, not an object), naming
- * file and line. */
-static json_t *json_parse(const char *path, size_t flags)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(path, &data, &size) < 0)
-		return NULL;
-	json_error_t error;
-	json_t *root = json_loadb(size ? (const char *)data : "", size, JSON_REJECT_DUPLICATES | flags, &error);
-	unmap_file(data, size);
-	if (!root)
-		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
-	else if (!json_is_object(root)) {
-		json_decref(root), root = NULL;
-		fail("%s: expected a JSON object at top level", path);
-	}
-	return root;
-}
-
-static json_t *json_read(const char *path)
-{
-	return json_parse(path, 0);
-}
-
-/* json_dumps that cannot return NULL, for values made or read here; the caller frees it. */
-static char *json_text(const json_t *value, size_t flags)
-{
-	char *text = json_dumps(value, flags);
-	if (!text) {
-		fprintf(stderr, "ling: out of memory while writing JSON\n");
-		exit(1);
-	}
-	return text;
-}
-
-/* Creates a file for writing, or empties it. NULL on error. */
-static FILE *file_create(const char *path)
-{
-	FILE *f = fopen(path, "we");
-	if (!f)
-		fail("%s: cannot create: %s", path, strerror(errno));
-	return f;
-}
-
-static int fail_write(const char *path, int error)
-{
-	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
-}
-
-/* Brings a file to disk and closes it. When that fails, or rc says that something has failed before, it is removed:
- * half a file is none. Between create and close nobody needs to check for errors, but a long loop should. */
-static int file_close(FILE *f, const char *path, int rc)
-{
-	int error = ferror(f) ? (errno ? errno : EIO) : 0;
-	struct stat st;
-	bool regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode); /* devices and pipes: no fsync, and never removed */
-	if (!error && (fflush(f) || (regular && fsync(fileno(f)) < 0)))
-		error = errno;
-	if (fclose(f) && !error)
-		error = errno;
-	if (error && !rc)
-		rc = fail_write(path, error);
-	if (rc < 0 && regular)
-		unlink(path);
-	return rc;
-}
-
-static int copy_file(const char *from, const char *to)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(from, &data, &size) < 0)
-		return -1;
-	FILE *f = file_create(to);
-	if (f && size)
-		fwrite(data, 1, size, f);
-	unmap_file(data, size);
-	return f ? file_close(f, to, 0) : -1;
-}
-
-/* fsync of a file or directory by name; a file system that cannot do that for directories is let pass. */
-static int sync_path(const char *path)
-{
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	int rc = fd < 0 || (fsync(fd) < 0 && errno != EINVAL) ?
-			fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
-	if (fd >= 0)
-		close(fd);
-	return rc;
-}
-
-/* The directory that a path, which is not longer than a path may be, lies in. */
-static void parent_of(char out[PATH_LEN], const char *path)
-{
-	snprintf(out, PATH_LEN, "%s", path);
-	char *slash = strrchr(out, '/');
-	if (slash)
-		slash[slash == out] = 0; /* keeps the / of the root */
-	else
-		strcpy(out, ".");
-}
-
-/* What is new is on disk when this returns: what will be in it must survive a power cut. */
-int make_directories(const char *dir)
-{
-	char path[PATH_LEN], parent[PATH_LEN];
-	if (snprintf(path, sizeof path, "%s", dir) >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", dir, PATH_LEN - 1);
-	for (char *p = path + 1;; p++) {
-		if (*p != '/' && *p)
-			continue;
-		char end = *p;
-		*p = 0;
-		bool made = mkdir(path, 0777) == 0;
-		if (!made && errno != EEXIST)
-			return fail("%s: cannot create directory: %s", path, strerror(errno));
-		parent_of(parent, path);
-		if (made && sync_path(parent) < 0)
-			return -1;
-		*p = end;
-		if (!end)
-			break;
-	}
-	struct stat st;
-	if (stat(path, &st) < 0 || !S_ISDIR(st.st_mode))
-		return fail("%s: expected a directory", path);
-	return 0;
-}
-
-/* ============================================================================================================
- * Config: the table
- * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
- * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here. Task files have a table of their own.
- * ========================================================================================================== */
-
-enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T_TEXT, T_ENUM,
-	T_STRING, T_STRINGS, T_TASKS }; /* of task files */
-
-enum key_flags {
-	REQUIRED = 1, /* must be given */
-	NEEDED = 2,   /* must be given where its optional section, or its list item, is */
-	NONE = 4,     /* `off` is allowed: 0, "", no section, no items */
-	FIXED = 8,    /* a continued run must not change it */
-	ABOVE = 16,   /* min itself is not allowed */
-	BELOW = 32,   /* max itself is not allowed */
-	ITEM = 64,    /* belongs to an item of a list */
-	FREE = 128,   /* of the model, but changes nothing that it computes */
-	DENSE = 256,  /* of the model's dense layers only */
-	ROUTED = 512, /* of the model's layers with experts only */
-	OR_PATH = 1024, /* a path, or one of the names */
-	OF_CHOICE = 2048, OF_PERPLEXITY = 4096, OF_MATCH = 8192, /* of a task of these types only */
-};
-
-struct key {
-	const char *name;            /* dotted path */
-	enum key_type type;
-	size_t offset, size;         /* of the field in struct config, or struct task */
-	double min, max;
-	int flags;
-	const char *fallback;        /* default, as a user would write it; NULL is zero */
-	const char *help;
-	const char *const *names;    /* the values of a T_ENUM, or of a T_TEXT the only values, unless OR_PATH */
-	const char *alias;           /* another spelling of the path */
-	const char *class_fallback;  /* default of the Hugging Face class where it differs */
-	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
-};
-
-#define KEY_OF(structure, path, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path, .type = kind, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
-	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
-#define KEY(...) KEY_OF(struct config, __VA_ARGS__)
-#define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
-#define LIST(path, number, most, marks, standard, meaning) \
-	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
-	 .flags = marks, .fallback = standard, .help = meaning, .item = sizeof ((struct config *)0)->path[0], .count = offsetof(struct config, number)}
-#define ITEM_KEY(path, member, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path "." #member, .type = kind, .offset = offsetof(struct config, path[0].member), \
-	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
-	 __VA_ARGS__}
-
-static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
+const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
 
-#define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
-
-static const struct key keys[] = {
+const struct key keys[] = {
 	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, or of a "
 		"Hugging Face directory"),
 	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
@@ -413,8 +133,6 @@ static const struct key keys[] = {
 	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),
 };
 
-#define NUM_KEYS ((int)(sizeof keys / sizeof keys[0]))
-
 static const struct key root_key = {.name = "", .type = T_SECTION};
 
 /* The last part of a dotted path. */
@@ -438,9 +156,7 @@ static bool is_inside(const char *section, const char *path)
 	return !n || (!strncmp(path, section, n) && path[n] == '.');
 }
 
-struct table { const struct key *keys; int num_keys; };
-
-static const struct table config_table = {keys, NUM_KEYS};
+const struct table config_table = {keys, NUM_KEYS, NULL};
 
 /* NULL when there is no such key. */
 static const struct key *find_in(const struct table *t, const char *path)
@@ -504,22 +220,6 @@ static const struct key *nearest_key(const struct table *t, const char *path)
 			best = k, best_distance = distance;
 	}
 	return best;
-}
-
-/* Copies foreign text for a message: at most 60 bytes, control characters as ?, never half a UTF-8 character. */
-static const char *printable(char out[64], const char *text)
-{
-	int n = 0;
-	for (; text[n] && n < 60; n++)
-		out[n] = iscntrl((unsigned char)text[n]) ? '?' : text[n];
-	if (text[n]) {
-		while (n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80)
-			n--;
-		memcpy(out + n, "...", 3);
-		n += 3;
-	}
-	out[n] = 0;
-	return out;
 }
 
 /* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
@@ -650,9 +350,7 @@ static bool is_off(const char *text)
 	return !strcasecmp(text, "off") || !strcasecmp(text, "null") || !strcmp(text, "~") || !strcasecmp(text, "none");
 }
 
-/* Converts text and stores it in the field of a scalar key, `shift` bytes further for an item of a list. `plain` means
- * without quotes. NULL when done; else what is wrong ("" when the expected type says it all), and nothing is stored. */
-static const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain)
+const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain)
 {
 	void *field = (char *)structure + k->offset + shift;
 	bool off = plain && is_off(text);
@@ -1046,7 +744,6 @@ static int load_strings(struct loader *l, const struct key *k)
 	return -1;
 }
 
-static int load_tasks(struct loader *l);
 static int load_model_file(struct loader *l, const char *name);
 static int load_config_json(struct loader *l);
 
@@ -1077,7 +774,7 @@ static int load_value(struct loader *l, const struct key *k)
 		}
 	} else if (k->type == T_TASKS) {
 		if (l->event.type == YAML_SEQUENCE_START_EVENT)
-			return load_tasks(l);
+			return l->table->load_items(l);
 	} else if (k->type == T_STRINGS) {
 		if (off || scalar || l->event.type == YAML_SEQUENCE_START_EVENT)
 			return off ? 0 : load_strings(l, k);
@@ -1385,8 +1082,7 @@ static json_t *key_to_json(const struct config *c, const struct key *k, size_t s
 	return NULL;
 }
 
-/* Every key of a config, in nested objects. The caller owns the result. */
-static json_t *config_to_json(const struct config *c)
+json_t *config_to_json(const struct config *c)
 {
 	return key_to_json(c, &root_key, 0);
 }
@@ -1445,20 +1141,6 @@ static int load_huggingface(struct loader *l, const json_t *object)
 			return -1;
 	}
 	return 0;
-}
-
-/* Writes JSON with line breaks to a file, fsynced. */
-static int json_write(const char *path, const json_t *root)
-{
-	char *text = json_text(root, JSON_INDENT(2));
-	FILE *f = file_create(path);
-	int rc = -1;
-	if (f) {
-		fprintf(f, "%s\n", text);
-		rc = file_close(f, path, 0);
-	}
-	free(text);
-	return rc;
 }
 
 /* Keys of a Hugging Face config.json that change the mathematics in a way this program does not know, and the values,
@@ -1547,9 +1229,7 @@ static json_t *model_to_json(const struct model_config *m)
 	return model;
 }
 
-/* Writes a Hugging Face config.json: the model's keys and the weights' type over what `base`, perhaps the config.json that the model came
- * with, has beside them, which NULL leaves to what the class needs. */
-static int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base)
+int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base)
 {
 	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type", "bailing_moe", "hidden_act", "silu");
 	if (base)
@@ -1572,27 +1252,6 @@ int config_to_huggingface(const struct model_config *m, const char *path)
 	return config_write(path, m, "float32", NULL);
 }
 
-/* What a dotted path of n bytes names in nested objects and, by a number from 0, arrays; NULL when there is none. */
-static const json_t *json_at_part(const json_t *value, const char *path, size_t n)
-{
-	for (size_t length; n && value; path += length, n -= length) {
-		length = memchr(path, '.', n) ? (size_t)((const char *)memchr(path, '.', n) - path) : n;
-		if (!json_is_array(value))
-			value = json_object_getn(value, path, length);
-		else if (length && length < 10 && strspn(path, "0123456789") >= length)
-			value = json_array_get(value, strtoul(path, NULL, 10));
-		else
-			value = NULL;
-		length += length < n; /* the dot */
-	}
-	return value;
-}
-
-static const json_t *json_at(const json_t *value, const char *path)
-{
-	return json_at_part(value, path, strlen(path));
-}
-
 /* A value of a key, for a message; the caller frees it. */
 static char *value_text(const json_t *value)
 {
@@ -1605,9 +1264,7 @@ static json_t *run_to_json(const struct config *c)
 	return c->data.seq_len ? config_to_json(c) : json_pack("{s:o}", "model", model_to_json(&c->model));
 }
 
-/* Compares the config that a checkpoint at `where` had with the one asked for. A FIXED key that differs fails; all else
- * that differs, and keys that only one of them knows, are lines in notes; but of a model without a run only the model counts. */
-static int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
+int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
 {
 	int rc = 0;
 	char shown[64], path[128];
@@ -1667,29 +1324,6 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 	return rc;
 }
 
-/* ============================================================================================================
- * Files, what they share: checked JSON fields, little-endian loads
- * ========================================================================================================== */
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
-
-/* PREFIX + suffix as a path. */
-static int path_suffix(char out[PATH_LEN], const char *prefix, const char *suffix)
-{
-	if (snprintf(out, PATH_LEN, "%s%s", prefix, suffix) >= PATH_LEN)
-		return fail("%s%s: path longer than %d bytes", prefix, suffix, PATH_LEN - 1);
-	return 0;
-}
-
-/* 1 there, 0 not there, -1 when that cannot be told. */
-static int path_exists(const char *path)
-{
-	struct stat st;
-	if (stat(path, &st) == 0)
-		return 1;
-	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
-}
-
 #define BYTE_TOKENIZER "byte"
 
 /* The path of the tokenizer.json that `name`, which is not "byte", stands for: itself, or one in that directory. */
@@ -1703,174 +1337,16 @@ static int tokenizer_path(char out[PATH_LEN], const char *name)
 	return snprintf(out, PATH_LEN, "%s", name) < PATH_LEN ? 0 : fail("%s: path longer than %d bytes", name, PATH_LEN - 1);
 }
 
-/* What a JSON value is, in words. */
-static const char *json_kind(const json_t *v)
-{
-	static const char *const kinds[] = {
-		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string", [JSON_INTEGER] = "an integer",
-		[JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false", [JSON_NULL] = "null",
-	};
-	return v ? kinds[json_typeof(v)] : "missing";
-}
-
-/* Reads an integer member of `object` in low..high; `where` (a file, or file:line) begins the message. */
-static int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_integer(v))
-		return fail("%s: `%s` is %s; expected an integer", where, key, json_kind(v));
-	*out = json_integer_value(v);
-	if (*out < low || *out > high)
-		return fail("%s: `%s` is %lld; expected %lld to %lld", where, key, (long long)*out, (long long)low,
-				(long long)high);
-	return 0;
-}
-
-/* Reads a string member; it lives as long as the object. NULL on error. */
-static const char *field_text(const json_t *object, const char *where, const char *key)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
-		fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	return json_string_value(v);
-}
-
-/* Reads a CRC-32 member, written as eight hexadecimal digits. */
-static int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out)
-{
-	const char *text = field_text(object, where, key);
-	if (!text)
-		return -1;
-	if (strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8)
-		return fail("%s: `%s` is \"%.40s\"; expected eight hexadecimal digits", where, key, text);
-	*out = strtoul(text, NULL, 16);
-	return 0;
-}
-
-static json_t *crc_to_json(uint32_t crc)
-{
-	return json_sprintf("%08x", (unsigned)crc);
-}
-
-/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
-struct progress {
-	const char *what;
-	int64_t done, total;         /* bytes; total less than done: not known */
-	bool terminal;
-	double started, shown;       /* seconds: when the work, and the last line, began */
-};
-
-static double clock_seconds(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec + 1e-9 * now.tv_nsec;
-}
-
-static struct progress progress_start(const char *what, int64_t total)
-{
-	const double now = clock_seconds();
-	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
-}
-
-/* Counts n more bytes as done. */
-static void progress(struct progress *p, int64_t n)
-{
-	p->done += n;
-	double now = clock_seconds();
-	if (now - p->shown < (p->terminal ? 0.2 : 10))
-		return;
-	p->shown = now;
-	double rate = p->done / (now - p->started);
-	const char *begin = p->terminal ? "\r" : "", *end = p->terminal ? "  " : "\n";
-	if (p->total >= p->done)
-		fprintf(stderr, "%s%s: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, p->what, 100.0 * p->done / p->total, rate / 1e6,
-				(p->total - p->done) / rate, end);
-	else
-		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
-}
-
-/* Wipes the line from the terminal. */
-static void progress_end(const struct progress *p)
-{
-	if (p->terminal && p->shown > p->started)
-		fprintf(stderr, "\r%70s\r", "");
-}
-
-/* CRC-32 of what `crc` is that of and n bytes behind it: of slices, by all threads where there are many, which are then joined. */
-static uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n)
-{
-	enum { SLICE = 1 << 20, SLICES = 64 };
-	while (n >= 2 * SLICE) {
-		const size_t left = n / SLICE;
-		const int slices = left < SLICES ? (int)left : SLICES;
-		uint32_t part[SLICES];
-#pragma omp parallel for
-		for (int i = 0; i < slices; i++)
-			part[i] = crc32_z(0, data + (size_t)i * SLICE, SLICE);
-		for (int i = 0; i < slices; i++)
-			crc = crc32_combine(crc, part[i], SLICE);
-		data += (size_t)slices * SLICE, n -= (size_t)slices * SLICE;
-	}
-	return crc32_z(crc, data, n);
-}
-
-static int32_t load_i32(const uint8_t *p)
-{
-	int32_t v;
-	memcpy(&v, p, sizeof v);
-	return v;
-}
-
-static int64_t load_i64(const uint8_t *p)
-{
-	int64_t v;
-	memcpy(&v, p, sizeof v);
-	return v;
-}
-
 /* ============================================================================================================
  * safetensors: 8 bytes of header length, a JSON header, the tensors' bytes without a gap
  * ========================================================================================================== */
 
 #define HEADER_MAX 100000000 /* bytes; the format's own limit */
-#define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
 
-/* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
-enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
-
-static const struct { const char *name; int size; } dtypes[NUM_DTYPES] = {
+const struct dtype_row dtypes[NUM_DTYPES] = {
 	[F64] = {"F64", 8}, [F32] = {"F32", 4}, [F16] = {"F16", 2}, [BF16] = {"BF16", 2},
 	[I64] = {"I64", 8}, [I32] = {"I32", 4},
 	{"U64", 8}, {"U32", 4}, {"I16", 2}, {"U16", 2}, {"I8", 1}, {"U8", 1}, {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1},
-};
-
-struct shard {                 /* one mapped file */
-	struct shard *next;
-	char path[PATH_LEN];
-	const uint8_t *map;
-	size_t size;
-	size_t data_at;              /* where the tensors' bytes begin */
-	json_t *header;              /* owns the names and shapes that tensors point to */
-};
-
-struct stored {
-	const char *name;
-	const struct shard *shard;
-	const json_t *shape;         /* checked: an array of integers >= 0 */
-	const char *dtype_name;
-	enum dtype dtype;
-	uint64_t begin, end;         /* bytes, from the shard's data_at */
-	bool has_crc;
-	uint32_t crc;
-};
-
-struct weights {
-	char path[PATH_LEN];
-	struct shard *shards;
-	struct stored *tensors;      /* sorted by name */
-	int count, dropped;          /* buffers that were left out */
-	size_t room;
 };
 
 static int by_name(const void *a, const void *b)
@@ -2026,8 +1502,7 @@ static int shard_open(struct weights *w, const char *path)
 	return 0;
 }
 
-/* The tensor of that name, or NULL. */
-static const struct stored *tensor_find(const struct weights *w, const char *name)
+const struct stored *tensor_find(const struct weights *w, const char *name)
 {
 	struct stored key = {.name = name};
 	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
@@ -2171,7 +1646,7 @@ static const struct stored *tensor_need(const struct weights *w, const char *nam
 	return NULL;
 }
 
-static const uint8_t *tensor_bytes(const struct stored *t)
+const uint8_t *tensor_bytes(const struct stored *t)
 {
 	return t->shard->map + t->shard->data_at + t->begin;
 }
@@ -2189,50 +1664,6 @@ static int tensor_verify(const struct stored *t)
 int weights_verify(const struct weights *w, int i)
 {
 	return tensor_verify(&w->tensors[i]);
-}
-
-static float bits_to_float(uint32_t bits)
-{
-	float value;
-	memcpy(&value, &bits, sizeof value);
-	return value;
-}
-
-static uint32_t float_to_bits(float value)
-{
-	uint32_t bits;
-	memcpy(&bits, &value, sizeof bits);
-	return bits;
-}
-
-/* Without branches, so that loops over it become vectors; likewise below. The product puts exponents right, those of subnormals too. */
-static inline float half_to_float(uint16_t half)
-{
-	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
-	const uint32_t finite = float_to_bits(bits_to_float(rest) * 0x1p112f);
-	return bits_to_float(sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
-}
-
-static inline float bf16_to_float(uint16_t half)
-{
-	return bits_to_float((uint32_t)half << 16);
-}
-
-/* To nearest, ties to even; a NaN stays one; what is too large becomes infinite. */
-static inline uint16_t float_to_bf16(float value)
-{
-	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
-	return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded >> 16;
-}
-
-static inline uint16_t float_to_half(float value)
-{
-	const uint32_t bits = float_to_bits(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-	const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f); /* the sum rounds where a subnormal ends */
-	const uint32_t nan = 0x7e00 | (size >> 13 & 0x1ff);
-	const uint32_t finite = size < 0x38800000 ? small : normal;
-	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);
 }
 
 /* Converts n elements at any alignment. */
@@ -2374,16 +1805,7 @@ int weights_read_int(const struct weights *w, const char *name, int64_t n, int32
 
 /* -- writing: the header stands before the data but holds their checksums, so room is left for it and it comes last -- */
 
-struct weights_writer {
-	char path[PATH_LEN];
-	FILE *f;
-	json_t *header;              /* tensors in the order of their data, as jansson keeps it */
-	int64_t written;             /* bytes */
-	int n, current;              /* tensors; the one that the next byte belongs to, or an empty one before it */
-	struct { int64_t end; uint32_t crc; int size; } tensors[]; /* [n] bytes up to its last; checksum of what there is of it; of an element */
-};
-
-static int64_t array_size(const struct array *a)
+int64_t array_size(const struct array *a)
 {
 	return a->rows * (a->cols ? a->cols : 1);
 }
@@ -2446,8 +1868,7 @@ static int writer_close(struct weights_writer *w, int rc)
 	return rc;
 }
 
-/* Creates a file for n arrays of these types. NULL on error. */
-static struct weights_writer *writer_open(const char *path, const struct array *arrays, const enum dtype *types, int n)
+struct weights_writer *writer_open(const char *path, const struct array *arrays, const enum dtype *types, int n)
 {
 	if (strlen(path) >= PATH_LEN) {
 		fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
@@ -2482,8 +1903,7 @@ struct weights_writer *weights_create(const char *path, const struct array *arra
 	return w;
 }
 
-/* Writes the next bytes, whole elements of one size. */
-static int writer_append(struct weights_writer *w, const uint8_t *data, int64_t bytes, int size)
+int writer_append(struct weights_writer *w, const uint8_t *data, int64_t bytes, int size)
 {
 	while (bytes > 0) {
 		while (w->current < w->n && w->tensors[w->current].end == w->written)
@@ -2563,8 +1983,7 @@ static void part_name(char name[64], const char *kind, int part, int parts)
 		snprintf(name, 64, "%s-%05d-of-%05d.safetensors", kind, part + 1, parts);
 }
 
-/* The name of file i of a checkpoint, trainer.json left out. Returns whether there is one. */
-static bool checkpoint_name(char name[64], int i, int parts)
+bool checkpoint_name(char name[64], int i, int parts)
 {
 	if (i == 0)
 		strcpy(name, "config.json");
@@ -2600,16 +2019,14 @@ static int64_t step_of(const char *name, const char *prefix)
 	return strcmp(name, again) ? -1 : step;
 }
 
-static int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step)
+int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step)
 {
 	char name[64];
 	snprintf(name, sizeof name, "%s%07lld", prefix, (long long)step);
 	return path_join(out, output_dir, name);
 }
 
-/* Removes a directory of plain files, or a symbolic link and not what it points to. What cannot be removed stays, with
- * a warning: old files must not stop a run. Nothing happens when there is none. */
-static void directory_remove(const char *path)
+void directory_remove(const char *path)
 {
 	if (unlink(path) == 0)
 		return;
@@ -2663,8 +2080,7 @@ static bool checkpoint_is_whole(const char *output_dir, int64_t step)
 			access(trainer, R_OK) == 0;
 }
 
-/* Size of DIR/name and the checksum of what no other checksum covers: all of a file, but of safetensors the header. */
-static int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
+int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
 {
 	char path[PATH_LEN];
 	const uint8_t *data;
@@ -2691,8 +2107,7 @@ static int seal_to_json(const char *dir, const char *name, json_t *files)
 	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
 }
 
-/* The checksum of trainer.json's content: of its compact text without the member crc32. */
-static uint32_t trainer_crc(json_t *root)
+uint32_t trainer_crc(json_t *root)
 {
 	json_object_del(root, "crc32");
 	char *text = json_text(root, JSON_COMPACT);
@@ -3041,71 +2456,15 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 #define BYTE_DEFINITION "a byte is its token, 256 ends a document" /* what the byte tokenizer's hash is made from */
 #define MAX_VOCAB 10000000 /* as that of model.vocab_size */
 #define MAX_WORD INT32_MAX
-#define NO_RANK UINT32_MAX
 
 static uint32_t byte_tokenizer_hash(void)
 {
 	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
 }
 
-struct token {
-	size_t at;                   /* of its bytes in tokenizer.bytes */
-	uint32_t size;
-	bool known;                  /* ids may have gaps */
-	bool added, special;         /* added tokens are no merges' product; decoding may leave special ones out */
-};
-
-struct merge { int32_t left, right; uint32_t rank; int32_t id; }; /* rank: place in the list of merges, NO_RANK none */
-
-struct added {                 /* an added token: its text, and how it is found */
-	char *text;
-	size_t size;
-	int32_t id;
-	bool special, single_word, lstrip, rstrip;
-};
-
-struct split {                 /* a regular expression that cuts text in what it matches and what is between */
-	pcre2_code *code;
-	bool drop_matches, drop_rest;
-	char *pattern;
-};
-
-struct tokenizer {
-	bool bytes_only;             /* the byte tokenizer: nothing else is set but size, hash and end */
-	int size;
-	uint32_t hash;
-	int32_t end;
-	struct token *tokens;        /* [size] */
-	struct text bytes;
-	int32_t *by_text;            /* hash table of ids of the vocabulary, -1 empty; its size is a power of two */
-	size_t by_text_mask;
-	struct merge *merges;        /* hash table of pairs; its size is a power of two */
-	int merges_shift;
-	int32_t *merged;             /* [merges] the product of each, by rank */
-	uint32_t num_merges;
-	int32_t byte_id[256];
-	bool ignore_merges;          /* a word that is in the vocabulary is its token, whatever the merges say */
-	bool nfc;
-	struct added *added[2];      /* those sought in the text as it is, and in its NFC form; sorted by text */
-	int num_added[2];
-	bool added_begin[2][256];    /* first bytes */
-	bool cuttable;               /* no added token takes what is around it */
-	struct split *splits;
-	int num_splits;
-};
-
 /* -- text -- */
 
-void text_append(struct text *out, const char *bytes, size_t n)
-{
-	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
-	if (n)
-		memcpy(out->data + out->size, bytes, n);
-	out->size += n;
-	out->data[out->size] = 0;
-}
-
-static void append_string(struct text *out, const char *text)
+void append_string(struct text *out, const char *text)
 {
 	text_append(out, text, strlen(text));
 }
@@ -3116,8 +2475,7 @@ void put_id(struct ids *out, int32_t id)
 	out->id[out->count++] = id;
 }
 
-/* Decodes the character that text begins with: its bytes, 1 to 4, and its code point; 0 when it is not well-formed UTF-8. */
-static int utf8_decode(const char *text, size_t n, int32_t *code)
+int utf8_decode(const char *text, size_t n, int32_t *code)
 {
 	const uint8_t *s = (const uint8_t *)text;
 	if (n && s[0] < 0x80) {
@@ -3139,8 +2497,7 @@ static int utf8_decode(const char *text, size_t n, int32_t *code)
 	return size;
 }
 
-/* Bytes of the longest beginning of text that is well-formed UTF-8. */
-static size_t utf8_valid(const char *text, size_t n)
+size_t utf8_valid(const char *text, size_t n)
 {
 	size_t i = 0;
 	int32_t code;
@@ -3165,12 +2522,6 @@ size_t utf8_whole(const char *text, size_t n)
 	}
 	return n;
 }
-
-/* White_Space of Unicode, which is what \s is in Hugging Face's regular expressions, and everything else: as members of a class. PCRE2's own \s
- * has U+180E too. */
-#define SPACE_CLASS "\\x{9}-\\x{D}\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
-#define NOT_SPACE_CLASS "\\x{0}-\\x{8}\\x{E}-\\x{1F}\\x{21}-\\x{84}\\x{86}-\\x{9F}\\x{A1}-\\x{167F}\\x{1681}-\\x{1FFF}\\x{200B}-\\x{2027}" \
-	"\\x{202A}-\\x{202E}\\x{2030}-\\x{205E}\\x{2060}-\\x{2FFF}\\x{3001}-\\x{10FFFF}"
 
 static bool is_space(int32_t c)
 {
@@ -3329,16 +2680,6 @@ static uint64_t hash_text(const char *text, size_t n)
 	return hash;
 }
 
-struct counted { size_t at; uint32_t size; uint64_t count; }; /* a word's bytes in words.bytes, and how often it stands in the texts */
-
-struct words {                 /* a hash table of words */
-	struct text bytes;
-	struct counted *word;        /* [count], in the order in which they came */
-	size_t count, capacity;
-	uint32_t *slot;              /* number of a word and 1; 0 empty; a power of two of them */
-	size_t mask;
-};
-
 static void words_free(struct words *w)
 {
 	free(w->bytes.data), free(w->word), free(w->slot);
@@ -3394,17 +2735,6 @@ static int32_t *find_text(const struct tokenizer *t, const char *text, size_t n)
 	}
 }
 
-/* The slot of a pair in the table of merges: its own, or the empty one where it belongs. */
-static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
-{
-	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;
-	for (size_t i = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15 >> t->merges_shift;; i++) {
-		struct merge *m = &t->merges[i & mask];
-		if (m->rank == NO_RANK || (m->left == left && m->right == right))
-			return m;
-	}
-}
-
 /* A size of two to some power for a table of n entries, half full at most; its exponent. */
 static int table_bits(size_t n)
 {
@@ -3416,12 +2746,6 @@ static int table_bits(size_t n)
 
 /* -- regular expressions: Hugging Face's are Oniguruma's; said here in PCRE2's dialect. What means the same in both is copied, what does not is
  *    written out, and what has no use or no equal here is refused. Nothing may look back: text can then be cut at any border. -- */
-
-struct translation {
-	const char *where, *pattern;
-	size_t n;
-	struct text out;
-};
 
 static int refuse_pattern(const struct translation *r, size_t at, const char *what)
 {
@@ -3483,8 +2807,7 @@ static int repetition(const char *text)
 	return p + 1 - text;
 }
 
-/* Translates the pattern of r, which ends with a 0, into r->out. */
-static int translate(struct translation *r)
+int translate(struct translation *r)
 {
 	enum { MAX_DEPTH = 64 };
 	static const char *const openings[] = {"(?:", "(?=", "(?!", "(?>", "(?i:"};
@@ -4098,28 +3421,8 @@ void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struc
 /* -- encoding -- */
 
 #define CACHE_BITS 15
-#define CACHED_BYTES 32
-#define CACHED_IDS 7
-#define SHORT_WORD 128 /* bytes that are merged by looking through all pairs; more, with a heap */
+
 #define SHORT_BITS 7
-
-struct cached {                /* a word and its ids: a line of the processor's cache */
-	uint64_t text[CACHED_BYTES / 8];
-	int32_t id[CACHED_IDS];
-	uint8_t size, count;
-};
-
-struct encoder {
-	const struct tokenizer *t;
-	struct encoder *next;        /* see struct encoders */
-	struct words *words;         /* where words are counted, instead of being encoded; else NULL */
-	bool special;                /* special tokens are recognised */
-	struct cached *cache;        /* [2^CACHE_BITS] */
-	struct text normal;          /* the NFC form of a piece */
-	pcre2_match_data *match;
-	pcre2_match_context *context;
-	pcre2_jit_stack *stack;
-};
 
 struct encoder *encoder_open(const struct tokenizer *t)
 {
@@ -4154,8 +3457,7 @@ void encoder_close(struct encoder *e)
 	free(e);
 }
 
-/* Merges the n ids of a short word in place, the pair of the lowest rank first and the leftmost of equals; returns how many are left. */
-static int merge_short(const struct tokenizer *t, int32_t *id, int n)
+int merge_short(const struct tokenizer *t, int32_t *id, int n)
 {
 	uint32_t key[SHORT_WORD]; /* rank and place of the pair that begins at each id; NO_RANK: none, or merged into the one before */
 	uint8_t next[SHORT_WORD], previous[SHORT_WORD];
@@ -4218,8 +3520,7 @@ static uint64_t heap_pop(uint64_t *heap, size_t *count)
 	return top;
 }
 
-/* merge_short for a word of any length. */
-static int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
+int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
 {
 	struct link { uint32_t rank; int32_t next, previous; } *link = allocate(n * sizeof *link);
 	uint64_t *heap = allocate(3 * (size_t)n * sizeof *heap); /* rank and place; what a merge has overtaken stays until it comes up */
@@ -4273,7 +3574,7 @@ static int encode_new_word(const struct tokenizer *t, const char *word, size_t n
 	return 0;
 }
 
-static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
+int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
 {
 	if (e->words)
 		return words_add(e->words, word, n, 1) < 0 ? -1 : 0;
@@ -4300,13 +3601,6 @@ static int encode_word(struct encoder *e, const char *word, size_t n, struct ids
 	out->count += c->count;
 	return 0;
 }
-
-/* What a level finds in a text, from a place on. */
-struct found {
-	size_t begin, end;           /* what it takes of the text: nothing and n when it finds nothing, the place where it would need to know more */
-	size_t next;                 /* where it looks on */
-	int32_t id;                  /* of an added token; -1: a piece for the next level */
-};
 
 /* The longest of list k of added tokens that stands at the beginning of text, or NULL. *more: some token is longer than this text, which it begins
  * with. */
@@ -4377,8 +3671,7 @@ static int find_added(const struct encoder *e, int k, const char *text, size_t n
 	return 0;
 }
 
-/* Finds what a regular expression matches. 1 found, 0 not, -1 on error. */
-static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool open, struct found *f)
+int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool open, struct found *f)
 {
 	/* PCRE2's own limit, which ends hopeless searches, and beside it some steps for each byte: a run of spaces takes as many as it is long. */
 	const size_t steps = 10000000 + 16 * (n - from);
@@ -4468,9 +3761,7 @@ static int64_t encode_level(struct encoder *e, int level, const char *text, size
 	}
 }
 
-/* encode_level for a text of any bytes. A longest run of bytes that are not part of a well-formed character is a word of its own, and what is between
- * two such runs is encoded as if it were alone. */
-static int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool open, bool special, struct ids *out)
+int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool open, bool special, struct ids *out)
 {
 	size_t done = 0;
 	int32_t c;
@@ -4583,10 +3874,6 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
  * tokenizer is likely to cut. Whether it does is for the reader of the block to find out.
  * ========================================================================================================== */
 
-#ifndef TEXT_BLOCK
-#define TEXT_BLOCK (1 << 18)        /* bytes, of a block; more where a line is longer */
-#endif
-#define LOOK_AHEAD 1024        /* bytes behind a block of text that are there when it is read */
 #define BLOCKS_AT_ONCE 16      /* that are in memory, for each processor */
 
 struct block {
@@ -4611,12 +3898,6 @@ struct input {
 	size_t count, room;
 	struct progress progress;
 };
-
-static bool has_suffix(const char *text, const char *suffix)
-{
-	const size_t n = strlen(text), m = strlen(suffix);
-	return n >= m && !strcmp(text + n - m, suffix);
-}
 
 static void input_close(struct input *in)
 {
@@ -4923,18 +4204,12 @@ void json_write_text(FILE *f, const char *text, size_t n)
  * one; a file that is changed, and is not what its manifest claims, is refused.
  * ========================================================================================================== */
 
-enum { MEGATRON, LLM_C, BARE_IDS };
-
 #define IDX_MAGIC "MMIDIDX\0\0"
 #define IDX_HEADER 34 /* bytes before the lengths */
 #define LLM_C_HEADER 1024
 #define MANIFEST_FORMAT "ling-tokens"
 
-/* What is done alike for each integer type: X(Megatron's code, name, type). The last one is not Megatron's. */
-#define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
-	X(5, "int64", int64_t) X(8, "uint16", uint16_t) X(9, "uint32", uint32_t)
-
-static const struct { const char *name; int size; } token_types[] = {
+const struct token_types_row token_types[] = {
 #define ROW(code, name, type) [code] = {name, sizeof(type)},
 	TOKEN_TYPES(ROW)
 #undef ROW
@@ -4944,7 +4219,6 @@ static const struct { const char *name; int size; } token_types[] = {
 #define MEGATRON_TYPES 9
 #define INT32 4
 #define UINT16 8
-#define UINT32 9
 
 /* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
 static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {{20240520, 1, UINT16}, {20240801, 7, UINT32}};
@@ -4954,22 +4228,8 @@ static int64_t token_width(const struct tokens *t)
 	return token_types[t->dtype].size;
 }
 
-/* What the files are: how large, and when they were changed last. */
-struct stamp { int64_t size; struct timespec modified; }; /* size -1: no such file */
-enum { STAMP_BIN, STAMP_IDX, STAMP_MASK, NUM_STAMPS };
 static const char *const stamp_names[NUM_STAMPS] = {"bin", "idx", "mask"};
 static const char *const stamp_suffixes[NUM_STAMPS] = {".bin", ".idx", ".mask.bin"};
-
-struct manifest {
-	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
-	uint32_t tokenizer_hash;
-	int64_t vocab_size, bytes;
-	int dtype;
-	int64_t tokens, documents;   /* documents -1: not told by the file */
-	int64_t largest_id, learned;
-	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
-	struct stamp stamps[NUM_STAMPS];
-};
 
 /* -- the manifest -- */
 
@@ -4979,7 +4239,7 @@ static json_t *stamp_to_json(const struct stamp *s)
 			json_sprintf("%lld.%09ld", (long long)s->modified.tv_sec, s->modified.tv_nsec));
 }
 
-static int manifest_write(const struct manifest *m, const char *path)
+int manifest_write(const struct manifest *m, const char *path)
 {
 	json_t *root = json_pack("{s:s}", "format", MANIFEST_FORMAT), *files = json_object();
 	if (*m->tokenizer)
@@ -5210,8 +4470,7 @@ static int llm_c_header(struct tokens *t)
 			"{path: ..., dtype: uint16}", t->path);
 }
 
-/* Fails when the file has no regular size. */
-static int stamp_file(struct stamp *s, const char *path)
+int stamp_file(struct stamp *s, const char *path)
 {
 	struct stat st;
 	if (stat(path, &st) < 0) {
@@ -5222,8 +4481,7 @@ static int stamp_file(struct stamp *s, const char *path)
 	return 0;
 }
 
-/* Takes the stamps of a token file's companions and of the ids at `path`. */
-static int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format)
+int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format)
 {
 	char name[PATH_LEN];
 	for (int i = 0; i < NUM_STAMPS; i++) {
@@ -5292,7 +4550,7 @@ static uint64_t largest_id(const struct tokens *t, int64_t i, int64_t end)
 	return largest;
 }
 
-static int64_t id_at(const struct tokens *t, int64_t i)
+int64_t id_at(const struct tokens *t, int64_t i)
 {
 	switch (t->dtype) {
 #define ID_AT(code, name, type) case code: return (int64_t)((const type *)t->ids)[i];
@@ -5310,10 +4568,6 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 	return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", t->path, (long long)i,
 			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
-
-#ifndef SCAN_BLOCK
-#define SCAN_BLOCK (1 << 22) /* tokens that a thread looks through at a time */
-#endif
 
 /* What is known of a block of ids. */
 struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };
@@ -5555,10 +4809,6 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 }
 
 /* -- making them -- */
-
-#ifndef SEQUENCE_MAX
-#define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
-#endif
 
 struct token_writer {
 	FILE *bin, *idx, *mask;
@@ -5997,8 +5247,6 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
  * Training a tokenizer: the words of all texts are counted, then the most frequent pair of neighbours in them is merged, again and again
  * ========================================================================================================== */
 
-#define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
-
 struct pair {
 	int32_t left, right;
 	uint64_t count;
@@ -6374,7 +5622,8 @@ static const struct key task_keys[] = {
 	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false", "prompts are a user's messages, targets and replies the assistant's"),
 };
 
-static const struct table task_table = {task_keys, sizeof task_keys / sizeof *task_keys};
+static int load_tasks(struct loader *l);
+static const struct table task_table = {task_keys, sizeof task_keys / sizeof *task_keys, load_tasks};
 _Static_assert(sizeof task_keys / sizeof *task_keys <= MAX_KEYS, "the places of all keys must fit");
 
 static const struct key tasks_key = {.name = "tasks", .type = T_TASKS};
@@ -6850,11 +6099,6 @@ void tasks_free(struct tasks *tasks)
 
 /* --------------------------------------------------------------------------------------------------- results */
 
-struct results {
-	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN];
-	FILE *f;
-};
-
 static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens"};
 
 struct results *results_open(const char *dir)
@@ -7003,14 +6247,11 @@ int results_finish(struct results *r, const struct evaluation_facts *facts, cons
  * (u64) and its bytes.
  * ========================================================================================================== */
 
-#define GGUF_MAGIC "GGUF"
 #define GGUF_VERSION 3
 #define GGUF_ARCHITECTURE "bailingmoe"
 #define GGUF_ALIGNMENT 32
 #define GGUF_MAX_ITEMS (1 << 24) /* of an array in the metadata: far beyond any vocabulary */
 
-enum gguf_type { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_TEXT, GGUF_ARRAY, GGUF_U64, GGUF_I64,
-	GGUF_F64, NUM_GGUF_TYPES };
 static const int gguf_sizes[NUM_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; /* bytes, or the least that there can be */
 
 /* Types of tensors by their number. */
@@ -7052,15 +6293,12 @@ enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
 /* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one group of experts. */
 static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count", "expert_group_used_count"};
 
-/* The pre-tokenizers that llama.cpp has too, by its names for them; Ling's comes in two spellings of the same. NULL: ByteLevel's own. */
-static const struct { const char *name, *pattern; } pre_tokenizers[] = {
+const struct pre_tokenizers_row pre_tokenizers[] = {
 	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
 	{"bailingmoe", LING_PATTERN},
 	{"gpt-2", NULL},
 };
 enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
-
-enum { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_UNUSED = 5 };
 
 /* What Hugging Face and GGUF call the tokens with a part to play. */
 static const struct { const char *role, *gguf; } token_roles[] = {
@@ -7262,8 +6500,7 @@ static int tensors_placed(struct stored *t, int n, const struct shard *s, uint64
 	return 0;
 }
 
-/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
-static int gguf_open(struct weights *w, const char *path)
+int gguf_open(struct weights *w, const char *path)
 {
 	struct shard *s = shard_map(w, path);
 	if (!s)
@@ -7356,8 +6593,7 @@ static int gguf_config(struct model_config *m, const struct weights *w, const js
 	return rc;
 }
 
-/* A pre_tokenizer of tokenizer.json, as Hugging Face writes it: the pattern if there is one, then ByteLevel. */
-static json_t *pre_tokenizer_json(const char *pattern)
+json_t *pre_tokenizer_json(const char *pattern)
 {
 	json_t *bytes = json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", !pattern);
 	return !pattern ? bytes : json_pack("{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, o]}", "type", "Sequence", "pretokenizers", "type", "Split",
@@ -7441,19 +6677,17 @@ static int gguf_to_tokenizer(const json_t *metadata, const char *path, const cha
 
 /* -- writing -- */
 
-struct metadata { struct text bytes; uint64_t count; };
-
-static void append_u32(struct text *out, uint32_t value)
+void append_u32(struct text *out, uint32_t value)
 {
 	text_append(out, (const char *)&value, sizeof value);
 }
 
-static void append_u64(struct text *out, uint64_t value)
+void append_u64(struct text *out, uint64_t value)
 {
 	text_append(out, (const char *)&value, sizeof value);
 }
 
-static void append_text(struct text *out, const char *text)
+void append_text(struct text *out, const char *text)
 {
 	append_u64(out, strlen(text));
 	text_append(out, text, strlen(text));
@@ -7497,8 +6731,7 @@ static void entry_array(struct metadata *m, const char *key, enum gguf_type type
 	append_u64(&m->bytes, n);
 }
 
-/* The keys of the architecture. A model that llama.cpp's bailingmoe does not compute is refused. */
-static int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
+int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
 {
 	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
 	struct config c = {.model = *model};
@@ -7687,8 +6920,7 @@ static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char
 	return merges_to_gguf(m, json_object_get(model, "merges"), path);
 }
 
-/* The tokenizer of a Hugging Face directory, whose config.json is `config`. */
-static int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size)
+int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size)
 {
 	char path[PATH_LEN];
 	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
@@ -7715,14 +6947,6 @@ static int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *
  * experts. So parameters are cut into strips, runs of rows with a home in both worlds, and a conversion takes each strip's rows from
  * where they are in the one to where they belong in the other.
  * ========================================================================================================== */
-
-struct source {
-	char path[PATH_LEN];
-	struct model_config config;
-	struct weights *weights;
-	json_t *config_json;         /* of a directory */
-	const json_t *metadata;      /* of a GGUF file, else NULL */
-};
 
 struct home { char name[MAX_NAME]; int64_t row, rows, stack; }; /* first row in a tensor of so many, which are those of a stack of matrices */
 
@@ -7757,8 +6981,6 @@ struct plan {
 	const uint8_t **rows;        /* [BLOCK_ROWS] */
 	struct progress progress;
 };
-
-enum { BLOCK_BYTES = 16 << 20, BLOCK_ROWS = 8192, RUN = 4096 };
 
 static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16", [BF16] = "bfloat16"};
 
@@ -8027,8 +7249,7 @@ static bool from_real(uint8_t *out, const real *in, int64_t n, enum dtype dtype)
 	return overflow;
 }
 
-/* Converts a row of n elements, divided by the columns' `fold` if it is not NULL. Returns whether a finite one has become infinite. */
-static bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *fold)
+bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *fold)
 {
 	if (from == to && !fold) {
 		memcpy(out, in, n * dtypes[to].size);
@@ -8682,20 +7903,11 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
  * Pictures: a canvas on which strokes are laid as ink and painted, a font, axes, three panels, a PNG
  * ========================================================================================================== */
 
-enum { PLOT_WIDTH = 1400, PLOT_HEIGHT = 1500, PLOT_LEFT = 120, PLOT_RIGHT = 1280 }; /* panels: left to right */
-
-#define BLACK 0x202020
 #define GREY 0x909090
 #define GRID 0xe8e8e8
-#define RED 0xd81e2c
+
 #define TEXT_SCALE 1.75    /* pixels between two neighbouring points of a character; TITLE_SCALE the same */
 #define TITLE_SCALE 2.6
-
-struct canvas {
-	uint8_t *rgb;                 /* [PLOT_HEIGHT, PLOT_WIDTH, 3] */
-	uint8_t *ink;                 /* [PLOT_HEIGHT, PLOT_WIDTH] laid by stroke(), 255 = covered; 0 once painted */
-	int left, top, right, bottom; /* box of the ink; right and bottom exclusive */
-};
 
 static int clamp_int(double v, int lo, int hi)
 {
@@ -8835,7 +8047,7 @@ static int next_char(const char **s)
 	return ch >= ' ' && ch <= '~' ? ch : '?';
 }
 
-static double text_width(const char *s, double scale)
+double text_width(const char *s, double scale)
 {
 	int columns = 0, first;
 	for (int ch; (ch = next_char(&s));)
@@ -8843,9 +8055,7 @@ static double text_width(const char *s, double scale)
 	return columns > 0 ? (columns - 1) * scale : 0;
 }
 
-/* Writes s with the middle of its capitals at height y; align is the part of its width left of x. Upwards: turned a
- * quarter to the left, then x is its middle and align the part below y. */
-static void draw_text(struct canvas *c, double x, double y, const char *s, double scale, double align, bool upwards,
+void draw_text(struct canvas *c, double x, double y, const char *s, double scale, double align, bool upwards,
 		uint32_t colour)
 {
 	static const int neighbours[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}};
@@ -8874,9 +8084,7 @@ static void draw_text(struct canvas *c, double x, double y, const char *s, doubl
 	paint(c, colour);
 }
 
-/* Writes a number as people read it: 0.25, 12, 1.5k, 3e-4. step is the distance between neighbours on its axis, largest
- * the axis's largest number; they choose digits and form, so that one axis keeps to one form. */
-static void format_number(char out[32], double v, double step, double largest)
+void format_number(char out[32], double v, double step, double largest)
 {
 	static const struct { double unit; const char *suffix; } units[] = {
 		{1e12, "T"}, {1e9, "G"}, {1e6, "M"}, {1e3, "k"}, {1, ""},
@@ -8904,28 +8112,19 @@ static void format_number(char out[32], double v, double step, double largest)
 
 /* -- axes -- */
 
-struct axis {
-	double lo, hi, start, end;    /* values at its ends, and their pixels; a vertical axis runs up: end < start */
-	bool is_log;
-	int num_ticks;
-	double ticks[32], step;       /* step 0: they are not evenly spaced */
-};
-
 /* Is v to be drawn? Not when it is not finite, or beyond what axes can be computed for. */
 static bool can_show(double v)
 {
 	return fabs(v) < 1e100;
 }
 
-/* The pixel of a value; values outside lie on the ends. */
-static double axis_at(const struct axis *a, double v)
+double axis_at(const struct axis *a, double v)
 {
 	double t = a->is_log ? log(v / a->lo) / log(a->hi / a->lo) : (v - a->lo) / (a->hi - a->lo);
 	return a->start + fmin(1, fmax(0, t)) * (a->end - a->start);
 }
 
-/* Makes an axis with ticks at 1, 2 or 5 times a power of ten, at least min_step apart; a log axis needs lo > 1e-100. */
-static struct axis make_axis(double lo, double hi, double start, double end, double min_step, bool is_log)
+struct axis make_axis(double lo, double hi, double start, double end, double min_step, bool is_log)
 {
 	if (!(hi > lo))
 		hi = lo + fmax(1, fabs(lo) * 1e-9);
@@ -9164,8 +8363,7 @@ static void schedule_panel(struct canvas *c, const struct series *lr, const stru
 	draw_heading(c, top, "Learning rate and global batch size", &nonfinite, marked);
 }
 
-/* From dark blue over green to yellow, even in brightness; t from 0 to 1. */
-static uint32_t heat_colour(double t)
+uint32_t heat_colour(double t)
 {
 	static const uint8_t anchors[6][3] = {
 		{68, 1, 84}, {65, 68, 135}, {42, 120, 142}, {34, 168, 132}, {122, 209, 81}, {253, 231, 37},
@@ -9257,8 +8455,7 @@ static int write_png(const char *path, const uint8_t *rgb)
 	return f ? rc : -1;
 }
 
-/* Draws n > 0 steps as one picture with a title. */
-static int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path)
+int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path)
 {
 	double *block = allocate((size_t)n * 6 * sizeof *block), lo = INFINITY, hi = -INFINITY, tokens = 0;
 	double *step = block, *loss = step + n, *lr = loss + n, *batch = lr + n;
@@ -9313,4 +8510,82 @@ int plot_run(const char *run_dir, const char *png_path)
 	}
 	free(full), free(m);
 	return rc;
+}
+
+int64_t count_windows(const struct tokens *t, int64_t L)
+{
+	return t->count > L ? (t->count - 1) / L : 0;
+}
+
+int reading_of(struct reading *r, const struct config *c)
+{
+	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	if (!strcmp(c->data.tokenizer, "none"))
+		return 0;
+	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
+	if (!t)
+		return -1;
+	const int size = tokenizer_size(t);
+	r->tokenizer_hash = tokenizer_hash(t);
+	tokenizer_close(t);
+	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
+			c->data.tokenizer, size, c->model.vocab_size);
+}
+
+int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
+{
+	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
+		return -1;
+	tokens_mask(data, i * L, L, target);
+	return document ? tokens_documents(data, i * L, L, document, target) : 0;
+}
+
+/* Fails when the loss counts for no target of the first `windows` windows. The search ends at the first that does. */
+static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
+{
+	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
+	if (!input)
+		return fail("out of memory for a window of %lld tokens", (long long)L);
+	int rc = 0;
+	bool counts = false;
+	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, input, target, document)) == 0; i++)
+		for (int64_t t = 0; t < L; t++)
+			counts |= target[t] >= 0;
+	free(input);
+	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; expected a mask%s that leaves some",
+			data->path, (long long)windows, (long long)L, document_mask ? " or documents of more than one token" : "");
+}
+
+int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows)
+{
+	const char *path = source->path;
+	const int64_t L = r->seq_len;
+	if (tokens_open(t, path, source->dtype, r->vocab_size) < 0)
+		return -1;
+	int rc = 0;
+	if (count_windows(t, L) == 0)
+		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
+				(long long)L + 1);
+	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
+				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
+	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
+		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
+	else if (r->document_token >= r->vocab_size)
+		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that separates documents, 0 to %d",
+				r->document_token, r->vocab_size, r->vocab_size - 1);
+	t->document_token = r->document_token;
+	if (rc == 0)
+		rc = check_targets(t, max_windows && max_windows < count_windows(t, L) ? max_windows : count_windows(t, L), L, r->document_mask);
+	if (rc < 0)
+		tokens_close(t);
+	return rc;
+}
+
+void append_ids(struct ids *out, const int32_t *id, int64_t n)
+{
+	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *id);
+	if (n)
+		memcpy(out->id + out->count, id, n * sizeof *id);
+	out->count += n;
 }

@@ -9,7 +9,7 @@
  * scheduling, nor on the number of threads.
  */
 #define _GNU_SOURCE
-#include "ling.h"
+#include "kernels.h"
 
 #include <assert.h>
 #include <cblas.h>

@@ -1,27 +1,23 @@
 /*
- * ling.c - the model, the trainer, the commands.
- *
- * It reads in the order in which data go through a training step: parameters, activations, forward, loss, backward,
- * schedule, batch, gradient norm and clip, optimizer, metrics and checkpoint; then evaluation and the commands.
+ * ling.c - the model and one training run.
  */
 #define _GNU_SOURCE
 #include "ling.h"
 
-#include <argp.h>
+#include "files/base.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "data.h"
+
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <sched.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 /* ============================================================================================================
@@ -182,8 +178,7 @@ static struct tensor *list_tensors(const struct model_config *c, const struct la
 	return fill.tensors;
 }
 
-/* Those of the whole model, whoever holds them. */
-static struct tensor *whole_tensors(const struct model_config *c, int *n)
+struct tensor *whole_tensors(const struct model_config *c, int *n)
 {
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	return list_tensors(c, &alone, n);
@@ -405,15 +400,7 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	acts->dshared_gate_up = carve_real(a, N * 2 * W);
 }
 
-/* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
- * what is taken while a checkpoint is written. */
-struct memory_plan {
-	int64_t num_params, num_tensors, num_chunks, num_state;
-	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
-};
-
-/* c is the whole model's config. */
-static int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
+int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
 		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE, split = layout->expert.size > 1;
@@ -448,8 +435,7 @@ static int plan_memory(struct memory_plan *plan, const struct model_config *c, c
 	return 0;
 }
 
-/* Bytes. */
-static double machine_memory(void)
+double machine_memory(void)
 {
 	return (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 }
@@ -916,16 +902,9 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
  * Time: a step is divided among its parts
  * ========================================================================================================== */
 
-static double now(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + 1e-9 * t.tv_nsec;
-}
-
 void model_lap(struct model *m, enum part part)
 {
-	const double t = now();
+	const double t = clock_seconds();
 	m->part_seconds[part] += t - m->lap_start;
 	m->lap_start = t;
 	for (int i = m->chunks_finished; i < m->chunks_started; i++) /* MPI moves data only when it is called */
@@ -1567,87 +1546,7 @@ void run_length(const struct config *c, int64_t step, int64_t token, int64_t *st
 
 volatile sig_atomic_t stop_requested;
 
-/* Windows of L inputs and L shifted targets in a token file. */
-static int64_t count_windows(const struct tokens *t, int64_t L)
-{
-	return t->count > L ? (t->count - 1) / L : 0;
-}
-
-/* How token files are read. tokenizer "none", document_token -1: not known. */
-struct reading { const char *tokenizer; uint32_t tokenizer_hash; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
-
-/* What the config says of it. The tokenizer's ids must be the model's. */
-static int reading_of(struct reading *r, const struct config *c)
-{
-	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
-	if (!strcmp(c->data.tokenizer, "none"))
-		return 0;
-	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
-	if (!t)
-		return -1;
-	const int size = tokenizer_size(t);
-	r->tokenizer_hash = tokenizer_hash(t);
-	tokenizer_close(t);
-	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
-			c->data.tokenizer, size, c->model.vocab_size);
-}
-
-/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
- * document begins in the window [L]. */
-static int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
-{
-	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
-		return -1;
-	tokens_mask(data, i * L, L, target);
-	return document ? tokens_documents(data, i * L, L, document, target) : 0;
-}
-
-/* Fails when the loss counts for no target of the first `windows` windows. The search ends at the first that does. */
-static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
-{
-	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
-	if (!input)
-		return fail("out of memory for a window of %lld tokens", (long long)L);
-	int rc = 0;
-	bool counts = false;
-	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, input, target, document)) == 0; i++)
-		for (int64_t t = 0; t < L; t++)
-			counts |= target[t] >= 0;
-	free(input);
-	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; expected a mask%s that leaves some",
-			data->path, (long long)windows, (long long)L, document_mask ? " or documents of more than one token" : "");
-}
-
-/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, tell where its
- * documents begin if they are masked, and have a target that counts in its first max_windows windows (0: in any). */
-static int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows)
-{
-	const char *path = source->path;
-	const int64_t L = r->seq_len;
-	if (tokens_open(t, path, source->dtype, r->vocab_size) < 0)
-		return -1;
-	int rc = 0;
-	if (count_windows(t, L) == 0)
-		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
-				(long long)L + 1);
-	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
-		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
-				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
-	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
-		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
-	else if (r->document_token >= r->vocab_size)
-		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that separates documents, 0 to %d",
-				r->document_token, r->vocab_size, r->vocab_size - 1);
-	t->document_token = r->document_token;
-	if (rc == 0)
-		rc = check_targets(t, max_windows && max_windows < count_windows(t, L) ? max_windows : count_windows(t, L), L, r->document_mask);
-	if (rc < 0)
-		tokens_close(t);
-	return rc;
-}
-
-/* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
-static bool leads(const struct trainer *t)
+bool leads(const struct trainer *t)
 {
 	return t->model.layout.world.rank == 0;
 }
@@ -1956,18 +1855,12 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	m->expert_load = t->expert_load;
 }
 
-/* For messages: a NaN prints without its sign. */
-static double plain_nan(double x)
-{
-	return isnan(x) ? NAN : x;
-}
-
 int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	struct model *model = &t->model;
 	const struct config *c = &t->config;
 	const int64_t L = c->data.seq_len, num_tokens = batch * L, step_number = t->state.step + 1;
-	const double start = now(), communication = parallel_seconds();
+	const double start = clock_seconds(), communication = parallel_seconds();
 	struct step step = {.seed = c->train.seed, .index = t->state.step, .num_tokens = num_tokens,
 			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	for (int64_t i = 0; i < num_tokens; i++)
@@ -2094,9 +1987,7 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
- * them within a second. Nobody listening to the progress is no reason to stop. */
-static void catch_signals(void)
+void catch_signals(void)
 {
 	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
 	sigaction(SIGTERM, &stop, NULL);
@@ -2104,37 +1995,6 @@ static void catch_signals(void)
 	sigaction(SIGHUP, &stop, NULL);
 	sigaction(SIGUSR1, &stop, NULL);
 	signal(SIGPIPE, SIG_IGN);
-}
-
-/* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
-static bool is_terminal(FILE *f)
-{
-	return parallel_size() == 1 && isatty(fileno(f));
-}
-
-/* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
- * stays on a terminal too. */
-static void print_status(FILE *out, const char *line, bool keep)
-{
-	struct winsize size = {.ws_col = 80};
-	if (!is_terminal(out)) {
-		fprintf(out, "%s\n", line);
-	} else {
-		ioctl(fileno(out), TIOCGWINSZ, &size);
-		fprintf(out, "\r\033[K%.*s%s", keep || size.ws_col == 0 ? INT32_MAX : size.ws_col - 1, line, keep ? "\n" : "");
-	}
-	fflush(out);
-}
-
-/* Seconds as 1:02:03 or 2:03. */
-static const char *format_duration(char out[32], double seconds)
-{
-	const int64_t s = (int64_t)fmin(fmax(seconds, 0), 1e12);
-	if (s >= 3600)
-		snprintf(out, 32, "%lld:%02lld:%02lld", (long long)(s / 3600), (long long)(s / 60 % 60), (long long)(s % 60));
-	else
-		snprintf(out, 32, "%lld:%02lld", (long long)(s / 60), (long long)(s % 60));
-	return out;
 }
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
@@ -2148,21 +2008,6 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 			(long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr, m->grad_norm, m->batch, m->tokens_per_second, ranks,
 			format_duration(left, (t->tokens - m->tokens) * seconds_per_token));
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
-}
-
-/* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
-static int lock_directory(const char *dir)
-{
-	if (make_directories(dir) < 0)
-		return -1;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-		close(fd);
-		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
-	}
-	return fd;
 }
 
 /* Saves, with the metrics so far on disk before the checkpoint that counts on them. */
@@ -2193,7 +2038,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 {
 	const struct config *c = &t->config;
 	const int64_t first_token = t->state.tokens;
-	const double start = now();
+	const double start = clock_seconds();
 	while (t->state.step < t->steps) {
 		struct metrics m;
 		const int64_t batch = trainer_next_batch(t);
@@ -2219,7 +2064,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 					(long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = t->stop || m.step == c->train.stop_at_step;
 		if (leads(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
-			print_progress(t, &m, (now() - start) / (m.tokens - first_token));
+			print_progress(t, &m, (clock_seconds() - start) / (m.tokens - first_token));
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) && save_progress(t, metrics_file) < 0)
 			return -1;
 		if (stop && !last) {
@@ -2267,16 +2112,16 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
-	double sums[3] = {0}, start = now(), shown = start; /* loss, its tokens, bytes */
+	double sums[3] = {0}, start = clock_seconds(), shown = start; /* loss, its tokens, bytes */
 	int rc = 0;
 	const bool terminal = is_terminal(stderr);
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in what the ranks do together */
-		if (m->layout.world.rank == 0 && now() - shown > (terminal ? 1 : 30)) { /* long ones show how far they are */
+		if (m->layout.world.rank == 0 && clock_seconds() - shown > (terminal ? 1 : 30)) { /* long ones show how far they are */
 			char line[128], left[32];
-			shown = now();
+			shown = clock_seconds();
 			snprintf(line, sizeof line, "evaluating %.0f%%  %.0f tokens/s  %s left", 100.0 * i / windows, i * L / (shown - start),
 					format_duration(left, (windows - i) * (shown - start) / (i + 1)));
 			print_status(stderr, line, false);
@@ -2399,7 +2244,7 @@ static size_t find_stop(const struct text *text, size_t from, const struct strin
 	return first;
 }
 
-static size_t longest_stop(const struct strings *stop)
+size_t longest_stop(const struct strings *stop)
 {
 	size_t longest = 0;
 	for (int64_t i = 0; i < stop->count; i++)
@@ -2517,21 +2362,13 @@ int generate(struct model *m, const struct tokenizer *t, struct continuation *co
  * Scored evaluation: a task is encoded, run through the model, and counted
  * ========================================================================================================== */
 
-static void append_ids(struct ids *out, const int32_t *id, int64_t n)
-{
-	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *id);
-	if (n)
-		memcpy(out->id + out->count, id, n * sizeof *id);
-	out->count += n;
-}
-
 /* An empty text may have no memory. */
 static const char *text_data(const struct text *t)
 {
 	return t->data ? t->data : "";
 }
 
-static void append_text(struct text *out, const struct text *more)
+static void text_append_text(struct text *out, const struct text *more)
 {
 	text_append(out, text_data(more), more->size);
 }
@@ -2589,11 +2426,11 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 		for (int j = 0; j <= n; j++) {
 			const struct sample *s = example[j];
 			message[2 * j] = (struct message){"user", text_data(&s->prompt), s->prompt.size};
-			append_text(text, &s->prompt);
+			text_append_text(text, &s->prompt);
 			if (j == n)
 				break;
 			message[2 * j + 1] = (struct message){"assistant", text_data(&s->target), s->target.size};
-			append_text(text, &s->target);
+			text_append_text(text, &s->target);
 			text_append(text, t->separator, strlen(t->separator));
 		}
 		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_data(text), text->size, true, out);
@@ -2612,7 +2449,7 @@ static int encode_option(const struct task *t, const struct text *option, struct
 		return encode(e, option->data, option->size, false, out);
 	}
 	const size_t n = text->size;
-	append_text(text, option);
+	text_append_text(text, option);
 	const int rc = encode(e, text->data, text->size, true, out);
 	text->size = n;
 	return rc;
@@ -2893,10 +2730,10 @@ struct task_progress { const struct task_work *work; double start, shown; int64_
 
 static void show_progress(struct task_progress *p)
 {
-	if (!p || now() - p->shown < (is_terminal(stderr) ? 1 : 30))
+	if (!p || clock_seconds() - p->shown < (is_terminal(stderr) ? 1 : 30))
 		return;
 	char line[192], left[32];
-	p->shown = now();
+	p->shown = clock_seconds();
 	const double share = (double)p->done / p->work->num_items, seconds = p->shown - p->start;
 	snprintf(line, sizeof line, "%.60s %.0f%%  %.3g samples/s  %s left", p->work->task->name, 100 * share, share * p->work->task->num_samples / seconds,
 			p->done ? format_duration(left, seconds / share - seconds) : "?");
@@ -2972,7 +2809,7 @@ static int score_all_items(struct task_work *w, struct model *m, int batch, stru
 
 int task_run(struct task_work *w, struct model *m, int batch)
 {
-	struct task_progress progress = {.work = w, .start = now(), .shown = now()};
+	struct task_progress progress = {.work = w, .start = clock_seconds(), .shown = clock_seconds()};
 	const bool shows = m->layout.world.rank == 0;
 	int rc = (w->task->type == TASK_EXACT_MATCH ? reply_to_items : score_all_items)(w, m, batch, shows ? &progress : NULL);
 	if (shows && is_terminal(stderr) && progress.shown > progress.start)
@@ -3138,7 +2975,7 @@ void task_score(const struct task_work *w, struct task_result *result, struct re
 		result->score[k] = mean_score(choice ? names[k] : "exact_match", right[k], right[k], w->num_items);
 }
 
-static void print_results(const struct task_result *result, int64_t count)
+void print_results(const struct task_result *result, int64_t count)
 {
 	printf("%-28s %-16s %8s  %-17s %12s %12s\n", "task", "type", "samples", "score", "value", "std. error");
 	for (const struct task_result *r = result; r < result + count; r++) {
@@ -3211,8 +3048,7 @@ static int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1
 	return 0;
 }
 
-/* Usual sizes where a config has none, as those of configs/ that are only a model. */
-static void usual_sizes(struct config *c, int ranks)
+void usual_sizes(struct config *c, int ranks)
 {
 	const int longest = c->model.max_position_embeddings;
 	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
@@ -3220,8 +3056,7 @@ static void usual_sizes(struct config *c, int ranks)
 	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;
 }
 
-/* Prints what a model needs for the config's seq_len and micro_batch. */
-static int print_info(const struct config *config, bool json)
+int print_info(const struct config *config, bool json)
 {
 	const struct model_config *c = &config->model;
 	const int L = config->data.seq_len, B = config->train.micro_batch;
@@ -3331,12 +3166,6 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 	return 0;
 }
 
-static int compare_doubles(const void *a, const void *b)
-{
-	const double x = *(const double *)a, y = *(const double *)b;
-	return (x > y) - (x < y);
-}
-
 static int compare_sent(const void *a, const void *b)
 {
 	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC], &((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
@@ -3353,8 +3182,7 @@ static const char *format_bytes(char out[32], double bytes)
 	return out;
 }
 
-/* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
-static int print_plan(const struct config *c, int ranks, double room, bool json)
+int print_plan(const struct config *c, int ranks, double room, bool json)
 {
 	struct layout_plan asked, smallest = {0}, *plans = NULL;
 	int n = 0;
@@ -3434,9 +3262,6 @@ static int print_plan(const struct config *c, int ranks, double room, bool json)
  * ling bench: whole training steps against the roof, the machine's own rate of large products
  * ========================================================================================================== */
 
-/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
-
 static double median(double *x, int n)
 {
 	qsort(x, n, sizeof *x, compare_doubles);
@@ -3457,10 +3282,7 @@ static double measure_roof(int repeats, int threads)
 	return 2.0 * n * n * n / seconds;
 }
 
-enum { BENCH_STEPS = 5 };
-
-/* Trains on random tokens: one step to warm up, then BENCH_STEPS, the roof measured before and after. */
-static int measure_steps(struct bench *b, struct trainer *t)
+int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
@@ -3499,7 +3321,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	return 0;
 }
 
-static void print_bench(const struct bench *b, const char *name, bool json)
+void print_bench(const struct bench *b, const char *name, bool json)
 {
 	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
@@ -3539,23 +3361,12 @@ static int check_products(bool openblas)
 			"make clean && make", plain_nan(error));
 }
 
-/* Fails when the products that will be used are wrong; warns when OpenBLAS's are, which others on the machine may use. */
-static int check_before_work(bool openblas)
+int check_before_work(bool openblas)
 {
 	if (!openblas && check_products(true) < 0)
 		fprintf(stderr, "warning: %s\n", error_text);
 	return check_products(openblas);
 }
-
-struct examination {
-	char features[256];
-	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
-	double own_error, library_error; /* of the products, see product_error */
-	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
-	struct check checks[MAX_CHECKS];
-	int num_checks, num_warnings;
-	char warnings[8][256];       /* each says what to mend, and how */
-};
 
 __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
 {
@@ -3587,8 +3398,7 @@ static void examine_threads(struct examination *x)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
-/* Finds out what decides speed and correctness here. */
-static int examine_machine(struct examination *x)
+int examine_machine(struct examination *x)
 {
 	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
 	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
@@ -3612,7 +3422,7 @@ static int examine_machine(struct examination *x)
 	return 0;
 }
 
-static void print_examination(const struct examination *x)
+void print_examination(const struct examination *x)
 {
 	printf("processor       %s\n", x->features);
 	printf("cores           %d for this process, %d threads", x->cores, x->threads);
@@ -3641,7 +3451,7 @@ static void print_json(const char *name, double value)
 	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
 }
 
-static void print_examination_json(const struct examination *x)
+void print_examination_json(const struct examination *x)
 {
 	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
 			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
@@ -3664,8 +3474,7 @@ static void print_examination_json(const struct examination *x)
 	printf("]}\n");
 }
 
-/* Fails when an operation or a product is wrong, naming it. */
-static int judge_machine(const struct examination *x)
+int judge_machine(const struct examination *x)
 {
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
 		if (!is_right(c))
@@ -3674,889 +3483,32 @@ static int judge_machine(const struct examination *x)
 	return check_products(false) < 0 ? -1 : check_products(true);
 }
 
-/* ============================================================================================================
- * Commands. Exit status: 0 done, 1 the work failed, 2 wrong use.
- * ========================================================================================================== */
-
-enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
-
-const char *argp_program_version = "ling " LING_VERSION;
-
-enum { MAX_SPECIAL = 64 };      /* tokens that train-tokenizer is given */
-
-/* What the command line of any command may hold. */
-struct arguments {
-	const struct command *command;
-	uint64_t given;              /* a bit for each option that was given, see OPTION_BIT */
-	char **words;                /* the words that are no options */
-	int num_words;
-	const char *special_tokens[MAX_SPECIAL];
-	int num_special, vocab_size;
-	const char *tokenizer, *out, *decode, *pattern, *data, *dtype, *tasks, *prompt, *prompts;
-	bool chat, document_mask;
-	struct generation generation;
-	char *stop;
-	int document_token, seq_len, ranks, ranks_per_node;
-	int64_t max_windows;
-	double memory_per_node;      /* bytes */
-	bool json, special_as_text;
-	const char *to, *weight_type;
-	double max_shard_size;       /* bytes */
-	bool fold_norm_head, no_tokenizer;
-};
-
-enum { OPTION_TOKENIZER = 256, OPTION_OUT, OPTION_DECODE, OPTION_SPECIAL_AS_TEXT, OPTION_VOCAB_SIZE, OPTION_PATTERN, OPTION_SPECIAL_TOKEN, OPTION_DATA,
-	OPTION_DTYPE, OPTION_DOCUMENT_MASK, OPTION_DOCUMENT_TOKEN, OPTION_SEQ_LEN, OPTION_MAX_WINDOWS, OPTION_RANKS, OPTION_RANKS_PER_NODE,
-	OPTION_MEMORY_PER_NODE, OPTION_PROMPT, OPTION_PROMPTS, OPTION_CHAT, OPTION_MAX_TOKENS, OPTION_TEMPERATURE, OPTION_TOP_K, OPTION_TOP_P,
-	OPTION_SEED, OPTION_BATCH, OPTION_STOP, OPTION_NO_CACHE, OPTION_TASKS, OPTION_JSON, OPTION_TO, OPTION_WEIGHT_TYPE,
-	OPTION_MAX_SHARD_SIZE, OPTION_FOLD_NORM_HEAD, OPTION_NO_TOKENIZER, OPTION_KEYS };
-
-#define OPTION_BIT(option) (UINT64_C(1) << ((option) - OPTION_TOKENIZER))
-
-enum { ANY_NUMBER = INT32_MAX, MAX_BATCH = 256 };
-
-struct command {
-	const char *name;
-	int (*run)(const struct arguments *);
-	bool computes;               /* worth the best environment, see use_best_environment */
-	int min_words, max_words;
-	uint64_t required;           /* options that must be given */
-	const char *usage, *help;
-	struct argp_option options[16];
-};
-
-/* A whole number from `min` to `max`, or a usage error. */
-static int64_t parse_whole(const char *text, const char *option, int64_t min, int64_t max, struct argp_state *state)
+/* "1, 2, 4": the divisors of both numbers. */
+static const char *common_divisors(char out[128], int a, int b)
 {
-	char *end;
-	errno = 0;
-	long long n = strtoll(text, &end, 10);
-	if (end == text || *end || errno || n < min || n > max)
-		argp_error(state, "%s %s: expected a whole number from %lld to %lld", option, text, (long long)min, (long long)max);
-	return n;
-}
-
-static int64_t parse_count(const char *text, const char *option, int64_t max, struct argp_state *state)
-{
-	return parse_whole(text, option, 1, max, state);
-}
-
-/* A number above `low` and up to `high`, or a usage error. */
-static double parse_number(const char *text, const char *option, double low, double high, struct argp_state *state)
-{
-	char *end;
-	const double number = strtod(text, &end);
-	if (end == text || *end || !(number > low && number <= high))
-		argp_error(state, "%s %s: expected a number above %g and up to %g", option, text, low, high);
-	return number;
-}
-
-/* Bytes of a size such as 256GB or 1.5TB, or a usage error. */
-static double parse_size(const char *text, const char *option, struct argp_state *state)
-{
-	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20},
-			{"GiB", 0x1p30}, {"TiB", 0x1p40}};
-	char *end;
-	const double number = strtod(text, &end);
-	for (size_t i = 0; i < sizeof units / sizeof *units; i++)
-		if (end > text && number > 0 && isfinite(number) && !strcmp(end, units[i].name))
-			return number * units[i].bytes;
-	argp_error(state, "%s %s: expected a size in kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256GB", option, text);
-	return 0;
-}
-
-/* One of the names that an option may have, or a usage error. */
-static const char *parse_choice(const char *text, const char *option, const char *const *names, struct argp_state *state)
-{
-	char list[128] = "";
-	for (int i = 0; names[i]; i++) {
-		if (!strcmp(text, names[i]))
-			return text;
-		snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i ? ", " : "", names[i]);
-	}
-	argp_error(state, "%s %s: expected one of %s", option, text, list);
-	return NULL;
-}
-
-static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
-static const char *const weight_types[] = {"f32", "bf16", "f16", NULL};
-
-/* Checks that a command line holds what its command needs. */
-static void check_usage(const struct arguments *a, struct argp_state *state)
-{
-	const struct command *c = a->command;
-	for (const struct argp_option *o = c->options; o->name; o++)
-		if (!a->decode && c->required & ~a->given & OPTION_BIT(o->key))
-			argp_error(state, "--%s is required", o->name);
-	if (a->decode && (a->out || a->num_words || a->special_as_text))
-		argp_error(state, "--decode goes with --tokenizer alone");
-	if (a->num_words < c->min_words && !a->decode)
-		argp_error(state, "too few arguments");
-	if (a->num_words > c->max_words)
-		argp_error(state, "unexpected '%s'", a->words[c->max_words]);
-}
-
-static error_t parse_option(int key, char *value, struct argp_state *state)
-{
-	struct arguments *a = state->input;
-	if (key >= OPTION_TOKENIZER && key <= OPTION_KEYS)
-		a->given |= OPTION_BIT(key);
-	switch (key) {
-	case OPTION_TOKENIZER: a->tokenizer = value; break;
-	case OPTION_OUT: a->out = value; break;
-	case OPTION_DECODE: a->decode = value; break;
-	case OPTION_SPECIAL_AS_TEXT: a->special_as_text = true; break;
-	case OPTION_VOCAB_SIZE: a->vocab_size = parse_count(value, "--vocab-size", 10000000, state); break;
-	case OPTION_PATTERN: a->pattern = value; break;
-	case OPTION_SPECIAL_TOKEN:
-		if (a->num_special == MAX_SPECIAL)
-			argp_error(state, "--special: more than %d tokens", MAX_SPECIAL);
-		a->special_tokens[a->num_special++] = value;
-		break;
-	case OPTION_DATA: a->data = value; break;
-	case OPTION_DTYPE: a->dtype = value; break;
-	case OPTION_DOCUMENT_MASK: a->document_mask = true; break;
-	case OPTION_DOCUMENT_TOKEN: a->document_token = parse_whole(value, "--document-token", 0, INT32_MAX, state); break;
-	case OPTION_SEQ_LEN: a->seq_len = parse_count(value, "--seq-len", 1000000, state); break;
-	case OPTION_MAX_WINDOWS: a->max_windows = parse_count(value, "--max-windows", INT64_MAX, state); break;
-	case OPTION_RANKS: a->ranks = parse_count(value, "--ranks", 1000000, state); break;
-	case OPTION_RANKS_PER_NODE: a->ranks_per_node = parse_count(value, "--ranks-per-node", 1000000, state); break;
-	case OPTION_MEMORY_PER_NODE: a->memory_per_node = parse_size(value, "--memory-per-node", state); break;
-	case OPTION_PROMPT: a->prompt = value; break;
-	case OPTION_PROMPTS: a->prompts = value; break;
-	case OPTION_CHAT: a->chat = true; break;
-	case OPTION_MAX_TOKENS: a->generation.max_tokens = parse_count(value, "--max-tokens", INT32_MAX, state); break;
-	case OPTION_TEMPERATURE:
-		a->generation.sampling.temperature = strcmp(value, "0") ? parse_number(value, "--temperature", 0, 100, state) : 0;
-		break;
-	case OPTION_TOP_K: a->generation.sampling.top_k = parse_count(value, "--top-k", INT32_MAX, state); break;
-	case OPTION_TOP_P: a->generation.sampling.top_p = parse_number(value, "--top-p", 0, 1, state); break;
-	case OPTION_SEED: a->generation.sampling.seed = strcmp(value, "0") ? parse_count(value, "--seed", INT64_MAX, state) : 0; break;
-	case OPTION_BATCH: a->generation.batch = parse_count(value, "--batch", MAX_BATCH, state); break;
-	case OPTION_STOP:
-		a->stop = value;
-		a->generation.stop = (struct strings){&a->stop, *value != 0, false};
-		break;
-	case OPTION_NO_CACHE: a->generation.no_cache = true; break;
-	case OPTION_JSON: a->json = true; break;
-	case OPTION_TASKS: a->tasks = value; break;
-	case OPTION_TO: a->to = parse_choice(value, "--to", format_names, state); break;
-	case OPTION_WEIGHT_TYPE: a->weight_type = parse_choice(value, "--dtype", weight_types, state); break;
-	case OPTION_MAX_SHARD_SIZE: a->max_shard_size = parse_size(value, "--max-shard-size", state); break;
-	case OPTION_FOLD_NORM_HEAD: a->fold_norm_head = true; break;
-	case OPTION_NO_TOKENIZER: a->no_tokenizer = true; break;
-	case OPTION_KEYS:
-		(strcmp(a->command->name, "eval") ? config_print_keys : tasks_print_keys)(stdout);
-		exit(EXIT_DONE);
-	case ARGP_KEY_ARGS:
-		a->words = state->argv + state->next;
-		a->num_words = state->argc - state->next;
-		break;
-	case ARGP_KEY_END: check_usage(a, state); break;
-	default: return ARGP_ERR_UNKNOWN;
-	}
-	return 0;
-}
-
-/* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
-static void warn_of_crowd(void)
-{
-	const struct crowd c = parallel_crowd(kernels_threads());
-	const int threads = c.cores / c.ranks;
-	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
-	if (c.first)
-		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks,
-				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
-				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
-}
-
-static int command_train(const struct arguments *a)
-{
-	struct config c;
-	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
-		return EXIT_WRONG_USE;
-	warn_of_crowd();
-	catch_signals();
-	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
-	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
-		return EXIT_WORK_FAILED;
-	struct trainer t;
-	int rc = trainer_init(&t, &c);
-	if (rc == 0) {
-		const struct layout *l = &t.model.layout;
-		const struct layout alone = layout_of_rank(0, 1, 1, 1);
-		struct memory_plan whole = {0};
-		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
-		if (leads(&t)) {
-			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_params, (long long)t.steps, (long long)t.tokens);
-			if (l->world.size > 1)
-				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
-			printf("%d threads\n", kernels_threads());
-			fflush(stdout);
-		}
-		rc = trainer_run(&t);
-		trainer_free(&t);
-	}
-	if (parallel_rank() == 0)
-		close(lock);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-/* Says so if a directory that is no model is that of a run. */
-static void explain_run(const char *dir)
-{
-	char path[PATH_LEN + 32];
-	snprintf(path, sizeof path, "%s/metrics.jsonl", dir);
-	if (access(path, F_OK) == 0)
-		fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
-}
-
-/* The config of a model's directory. */
-static int model_of_directory(struct model_config *c, const char *dir)
-{
-	if (config_from_huggingface(c, dir) == 0)
-		return 0;
-	explain_run(dir);
-	return -1;
-}
-
-/* What made the ids of a token file, if that is the byte tokenizer or the model's own; else NULL. */
-static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
-{
-	struct tokenizer *t = !*data->tokenizer ? NULL : !strcmp(data->tokenizer, "byte") ? tokenizer_open("byte") : tokenizer_of_model(model_dir, NULL);
-	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
-		return t;
-	tokenizer_close(t);
-	return NULL;
-}
-
-static int eval_data(const struct arguments *a, const struct model_config *c)
-{
-	struct tokens data;
-	struct model m;
-	struct evaluation e;
-	struct data_source source = {0};
-	if (snprintf(source.path, sizeof source.path, "%s", a->data) >= (int)sizeof source.path ||
-			snprintf(source.dtype, sizeof source.dtype, "%s", a->dtype) >= (int)sizeof source.dtype)
-		return fail("--data %s --dtype %s: too long", a->data, a->dtype);
-	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}, a->max_windows) < 0)
-		return -1;
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
-	layout_connect(&layout);
-	int rc = model_init(&m, c, &layout, 1, a->seq_len, EVALUATE);
-	if (rc == 0) {
-		struct tokenizer *tokenizer = tokenizer_of_data(&data, a->words[0]);
-		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, tokenizer, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
-		tokenizer_close(tokenizer);
-		model_free(&m);
-	}
-	if (rc == 0 && !isfinite(e.loss))
-		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
-	if (rc == 0 && layout.world.rank == 0) {
-		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
-		if (a->json) {
-			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
-			if (e.bytes)
-				printf(", \"bytes\": %lld, \"bits_per_byte\": %.12g", (long long)e.bytes, bits);
-			printf("}\n");
-		} else {
-			printf("loss %.12g  perplexity %.9g  tokens %lld", e.loss, exp(e.loss), (long long)e.tokens);
-			if (e.bytes)
-				printf("  bits per byte %.6f", bits);
-			printf("\n");
-		}
-	}
-	tokens_close(&data);
-	return rc;
-}
-
-/* Encodes all tasks for windows of L tokens, so that what is wrong in them is found before anything is computed, then makes a model. */
-static int prepare_tasks(const struct arguments *a, const struct model_config *c, const struct tasks *tasks, const struct tokenizer *tokenizer, int L,
-		struct task_work *work, struct model *m)
-{
-	enum { TOKENS_AT_A_TIME = 4096 };
-	int64_t together = 1; /* tokens of a forward pass */
-	if (tokenizer_size(tokenizer) > c->vocab_size)
-		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model was trained with", a->words[0],
-				tokenizer_size(tokenizer), c->vocab_size);
-	for (int64_t i = 0; i < tasks->count; i++) {
-		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
-			return -1;
-		const int64_t batch = work[i].num_items < a->generation.batch ? work[i].num_items : a->generation.batch;
-		together = batch * work[i].longest > together ? batch * work[i].longest : together;
-	}
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
-	layout_connect(&layout);
-	return model_init(m, c, &layout, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
-}
-
-static int eval_tasks(const struct arguments *a, const struct model_config *c)
-{
-	const bool first = parallel_rank() == 0;
-	struct tasks tasks;
-	struct model m = {0};
-	struct results *results = NULL;
-	struct task_work *work = NULL;
-	struct task_result *result = NULL;
-	const int L = a->seq_len ? a->seq_len : c->max_position_embeddings;
-	int rc = tasks_load(&tasks, a->tasks);
-	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(a->words[0], a->tokenizer) : NULL;
-	if (tokenizer) {
-		work = calloc(tasks.count, sizeof *work);
-		result = calloc(tasks.count, sizeof *result);
-		rc = work && result ? prepare_tasks(a, c, &tasks, tokenizer, L, work, &m) : fail("out of memory for %lld tasks", (long long)tasks.count);
-	} else
-		rc = -1;
-	if (parallel_agree(rc) == 0)
-		rc = model_load(&m, a->words[0]);
-	if (rc == 0 && a->out && first && !(results = results_open(a->out)))
-		rc = -1;
-	rc = parallel_agree(rc);
-	for (int64_t i = 0; i < tasks.count && rc == 0; i++)
-		if ((rc = task_run(&work[i], &m, a->generation.batch)) == 0 && first)
-			task_score(&work[i], &result[i], results);
-	const struct evaluation_facts facts = {a->words[0], a->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
-	if (results && results_finish(results, &facts, result, tasks.count, rc < 0) < 0)
-		rc = -1;
-	if (rc == 0 && first && a->json) {
-		char *text = results_text(&facts, result, tasks.count);
-		printf("%s\n", text);
-		free(text);
-	} else if (rc == 0 && first)
-		print_results(result, tasks.count);
-	for (int64_t i = 0; work && i < tasks.count; i++)
-		task_work_free(&work[i]);
-	free(work);
-	free(result);
-	model_free(&m);
-	tokenizer_close(tokenizer);
-	tasks_free(&tasks);
-	return rc;
-}
-
-static int command_eval(const struct arguments *a)
-{
-	const uint64_t for_data = OPTION_BIT(OPTION_MAX_WINDOWS) | OPTION_BIT(OPTION_DTYPE) | OPTION_BIT(OPTION_DOCUMENT_MASK) |
-			OPTION_BIT(OPTION_DOCUMENT_TOKEN);
-	const uint64_t for_tasks = OPTION_BIT(OPTION_BATCH) | OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_TOKENIZER);
-	struct model_config c;
-	int rc = 0;
-	if (!a->data == !a->tasks)
-		rc = a->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
-	else if (a->data && !a->seq_len)
-		rc = fail("--seq-len is required with --data");
-	else if (a->given & (a->data ? for_tasks : for_data))
-		rc = a->data ? fail("--batch, --out and --tokenizer go with --tasks") : fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
-	if (rc < 0)
-		return EXIT_WRONG_USE;
-	if (model_of_directory(&c, a->words[0]) < 0)
-		return EXIT_WORK_FAILED;
-	if (a->seq_len > c.max_position_embeddings) {
-		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
-		return EXIT_WORK_FAILED;
-	}
-	return (a->data ? eval_data : eval_tasks)(a, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-/* What of the continuations has been printed. They are printed in the order of the prompts, a single one as it comes. */
-struct printing {
-	const struct continuation *list;
-	int n, next;
-	size_t shown;                /* of a single one's text */
-	int64_t tokens;
-	double start, told;          /* when the last line of progress was */
-	const struct arguments *arguments;
-};
-
-static void print_continuation(const struct printing *p, const struct continuation *c)
-{
-	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop", [ENDED_BY_LENGTH] = "length"};
-	if (p->arguments->json) {
-		printf("{\"prompt\": %u, \"text\": ", c->number);
-		json_write_text(stdout, c->text.data, c->text.size);
-		printf(", \"prompt_tokens\": %lld, \"tokens\": %lld, \"finish\": \"%s\"}\n", (long long)c->num_prompt,
-				(long long)(c->ids.count - c->num_prompt), finish[c->ended]);
-		return;
-	}
-	if (p->n > 1)
-		printf("%s==> prompt %u <==\n", c->number ? "\n" : "", c->number);
-	fwrite(c->text.data, 1, c->text.size, stdout);
-	printf("\n");
-}
-
-static int show_continuation(void *context, const struct continuation *c)
-{
-	struct printing *p = context;
-	const bool streams = p->n == 1 && !p->arguments->json;
-	p->tokens++;
-	if (streams) {
-		/* What may yet turn out to be the stop text waits, and so does a character that is not whole. */
-		const size_t stop = longest_stop(&p->arguments->generation.stop), wait = stop ? stop - 1 : 0;
-		const size_t size = c->ended ? c->text.size : c->text.size > wait ? utf8_whole(c->text.data, c->text.size - wait) : 0;
-		if (size > p->shown) {
-			fwrite(c->text.data + p->shown, 1, size - p->shown, stdout);
-			p->shown = size;
-		}
-		if (c->ended)
-			printf("\n");
-	} else
-		for (; p->next < p->n && p->list[p->next].ended; p->next++)
-			print_continuation(p, &p->list[p->next]);
-	if (fflush(stdout) || ferror(stdout))
-		return fail("cannot write to standard output: %s", strerror(errno));
-	if (!(streams && is_terminal(stdout)) && now() - p->told > (is_terminal(stderr) ? 1 : 30)) {
-		char line[128];
-		p->told = now();
-		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n, p->tokens / (p->told - p->start));
-		print_status(stderr, line, false);
-	}
-	return 0;
-}
-
-/* The prompts of the command line as ids, (*out)[n]. */
-static int read_prompts(const struct arguments *a, const struct tokenizer *t, struct ids **out, int *n)
-{
-	if (a->prompts)
-		return prompts_read(a->prompts, t, a->chat, out, n);
-	*n = 1;
-	*out = calloc(1, sizeof **out);
-	struct encoder *e = encoder_open(t);
-	const int rc = *out && e ? prompt_encode(e, a->prompt, strlen(a->prompt), a->chat, *out) : fail("out of memory for the prompt");
-	encoder_close(e);
-	return rc;
-}
-
-/* Checks that the prompts suit the model and leave room for what is asked for, whose default shrinks to fit. */
-static int check_prompts(struct generation *g, const struct model_config *c, const struct ids *ids, int n, const char *dir)
-{
-	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
-	g->max_tokens = asked ? asked : 256;
-	for (int i = 0; i < n; i++) {
-		if (ids[i].count + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's max_position_embeddings is %lld", dir, i,
-					(long long)ids[i].count, (long long)(asked ? asked : 1), (long long)most);
-		if (ids[i].count + g->max_tokens > most)
-			g->max_tokens = most - ids[i].count;
-	}
-	return 0;
-}
-
-static int run_generation(const struct arguments *a, struct generation *g, const struct model_config *c, const struct tokenizer *t,
-		struct ids *ids, int n)
-{
-	enum { TOKENS_AT_A_TIME = 512 };
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct model m = {0};
-	struct continuation *list = calloc(n, sizeof *list);
-	int64_t together = g->batch; /* tokens of a forward pass */
-	int rc = list ? 0 : fail("out of memory for %d prompts", n);
-	for (int i = 0; i < n && rc == 0; i++) {
-		list[i] = (struct continuation){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
-		ids[i] = (struct ids){0};
-		together = list[i].num_prompt > together ? list[i].num_prompt : together;
-	}
-	if (rc == 0)
-		rc = model_init(&m, c, &alone, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
-	if (rc == 0)
-		rc = model_load(&m, a->words[0]);
-	if (rc == 0) {
-		struct printing printing = {.list = list, .n = n, .start = now(), .told = now(), .arguments = a};
-		g->show = show_continuation;
-		g->context = &printing;
-		rc = generate(&m, t, list, n, g);
-		if (is_terminal(stderr))
-			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens, printing.tokens / (now() - printing.start));
-	}
-	for (int i = 0; list && i < n; i++) {
-		free(list[i].ids.id);
-		free(list[i].text.data);
-	}
-	free(list);
-	model_free(&m);
-	return rc;
-}
-
-static int command_generate(const struct arguments *a)
-{
-	struct generation g = a->generation;
-	struct model_config c;
-	struct ids *ids = NULL;
 	int n = 0;
-	if (!a->prompt == !a->prompts) {
-		fail("give either --prompt TEXT or --prompts FILE");
-		return EXIT_WRONG_USE;
-	}
-	if (g.sampling.temperature == 0 && a->given & (OPTION_BIT(OPTION_TOP_K) | OPTION_BIT(OPTION_TOP_P) | OPTION_BIT(OPTION_SEED))) {
-		fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is taken");
-		return EXIT_WRONG_USE;
-	}
-	if (parallel_size() > 1) {
-		fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
-		return EXIT_WRONG_USE;
-	}
-	if (model_of_directory(&c, a->words[0]) < 0)
-		return EXIT_WORK_FAILED;
-	struct tokenizer *t = tokenizer_of_model(a->words[0], a->tokenizer);
-	int rc = t ? 0 : -1;
-	if (rc == 0 && tokenizer_size(t) > c.vocab_size)
-		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", a->words[0], tokenizer_size(t), c.vocab_size);
-	if (rc == 0)
-		rc = read_prompts(a, t, &ids, &n);
-	if (rc == 0)
-		rc = check_prompts(&g, &c, ids, n, a->words[0]);
-	if (rc == 0)
-		rc = run_generation(a, &g, &c, t, ids, n);
-	for (int i = 0; ids && i < n; i++)
-		free(ids[i].id);
-	free(ids);
-	tokenizer_close(t);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	for (int d = 1; d <= a && d <= b && n < 100; d++)
+		if (a % d == 0 && b % d == 0)
+			n += snprintf(out + n, 128 - n, "%s%d", n ? ", " : "", d);
+	return out;
 }
 
-static int command_tokenize(const struct arguments *a)
+int layout_check(const struct model_config *c, int ranks, int tensor, int expert)
 {
-	struct tokenized t;
-	if (a->decode)
-		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", !a->special_as_text, a->num_words, a->words, &t) < 0)
-		return EXIT_WORK_FAILED;
-	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
-	if (t.learned < t.tokens)
-		printf(", %lld tokens learned", (long long)t.learned);
-	printf("\n");
-	return EXIT_DONE;
-}
-
-static int command_train_tokenizer(const struct arguments *a)
-{
-	const struct tokenizer_training how = {a->vocab_size, a->pattern, (const char **)a->special_tokens, a->num_special, a->num_words, a->words};
-	struct tokenizer_trained t;
-	if (tokenizer_train(a->out, &how, &t) < 0)
-		return EXIT_WORK_FAILED;
-	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", a->out, t.vocab_size, (long long)t.merges, (long long)t.bytes,
-			(long long)t.words);
-	if (t.vocab_size < a->vocab_size)
-		printf("the text has no more pairs to merge\n");
-	return EXIT_DONE;
-}
-
-/* What the conversion's options cannot mean together. */
-static int check_conversion_usage(const struct arguments *a, enum model_format format)
-{
-	if (format == FORMAT_CHECKPOINT && a->weight_type && strcmp(a->weight_type, "f32"))
-		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->weight_type);
-	if (format == FORMAT_CHECKPOINT && a->fold_norm_head)
-		return fail("--fold-norm-head is for inference: expected --to hf");
-	if (format != FORMAT_HUGGINGFACE && a->max_shard_size)
-		return fail("--max-shard-size goes with --to hf; other formats are one file");
-	if (a->max_shard_size > 1e18)
-		return fail("--max-shard-size: expected at most 1000000 TB");
+	char values[128];
+	const int heads = c->num_key_value_heads, all_heads = c->num_attention_heads;
+	if (ranks % tensor || heads % tensor || all_heads % tensor) {
+		int both = 1;
+		for (int d = 1; d <= heads; d++)
+			if (heads % d == 0 && all_heads % d == 0)
+				both = d;
+		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work", tensor, ranks,
+				all_heads, heads, common_divisors(values, ranks, both));
+	}
+	if (c->vocab_size < tensor)
+		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor, c->vocab_size);
+	if (ranks % expert || c->num_experts % expert)
+		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
+				common_divisors(values, ranks, c->num_experts));
 	return 0;
-}
-
-static int command_convert(const struct arguments *a)
-{
-	const char *source_path = a->words[0], *path = a->words[1];
-	const size_t length = strlen(path);
-	int format = length > 5 && !strcmp(path + length - 5, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
-	for (int i = 0; a->to && format_names[i]; i++)
-		if (!strcmp(a->to, format_names[i]))
-			format = i;
-	if (check_conversion_usage(a, format) < 0)
-		return EXIT_WRONG_USE;
-	const struct conversion to = {.path = path, .format = format, .dtype = a->weight_type, .fold_norm_head = a->fold_norm_head,
-			.max_shard_size = a->max_shard_size ? (int64_t)a->max_shard_size : 5000000000, .no_tokenizer = a->no_tokenizer};
-
-	struct model_config c;
-	struct source *source = source_open(source_path, &c);
-	if (!source) {
-		explain_run(source_path);
-		return EXIT_WORK_FAILED;
-	}
-	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
-	int n;
-	struct tensor *tensors = whole_tensors(&c, &n);
-	struct array *params = tensors ? calloc(n, sizeof *params) : NULL;
-	struct converted result;
-	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
-	for (int i = 0; i < n && rc == 0; i++)
-		params[i] = (struct array){.name = tensors[i].name, .rows = tensors[i].rows, .cols = tensors[i].cols};
-	if (rc == 0)
-		rc = convert_model(source, params, n, &to, &result);
-	if (rc == 0 && a->json)
-		printf("{\"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", format_names[format], (long long)result.tensors,
-				(long long)result.bytes);
-	else if (rc == 0)
-		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
-	free(params);
-	free(tensors);
-	source_close(source);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-static int command_info(const struct arguments *a)
-{
-	struct config c = {.parallel = {1, 1}};
-	struct stat st;
-	if ((a->memory_per_node || a->ranks_per_node) && !a->ranks) {
-		fail("--memory-per-node and --ranks-per-node go with --ranks");
-		return EXIT_WRONG_USE;
-	}
-	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
-		if (a->num_words > 1) {
-			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
-			return EXIT_WRONG_USE;
-		}
-		if (config_from_huggingface(&c.model, a->words[0]) < 0)
-			return EXIT_WORK_FAILED;
-	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
-		return EXIT_WRONG_USE;
-	usual_sizes(&c, a->ranks ? a->ranks : 1);
-	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
-	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-static int command_bench(const struct arguments *a)
-{
-	const bool named = a->num_words && !strchr(a->words[0], '=');
-	const char *path = named ? a->words[0] : "configs/bench.yaml";
-	struct config c;
-	struct trainer t;
-	struct bench b = {0};
-	if (config_load(&c, path, a->num_words - named, a->words + named, true) < 0)
-		return EXIT_WRONG_USE;
-	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
-		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
-		return EXIT_WRONG_USE;
-	}
-	c.train.steps = BENCH_STEPS + 1;
-	c.train.batch_warmup.tokens = 0;
-	int rc = trainer_allocate(&t, &c);
-	if (rc == 0) {
-		rc = measure_steps(&b, &t);
-		trainer_free(&t);
-	}
-	if (rc == 0 && parallel_rank() == 0)
-		print_bench(&b, path, a->json);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-static int command_doctor(const struct arguments *a)
-{
-	struct examination x = {0};
-	if (examine_machine(&x) < 0)
-		return EXIT_WORK_FAILED;
-	(a->json ? print_examination_json : print_examination)(&x);
-	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-static int command_plot(const struct arguments *a)
-{
-	char path[PATH_LEN + 16];
-	snprintf(path, sizeof path, "%s/metrics.png", a->words[0]);
-	if (plot_run(a->words[0], a->out ? a->out : path) < 0)
-		return EXIT_WORK_FAILED;
-	printf("%s\n", a->out ? a->out : path);
-	return EXIT_DONE;
-}
-
-#define JSON_OPTION {"json", OPTION_JSON, NULL, 0, "Print one JSON object", 0}
-
-static const struct command commands[] = {
-	{"train", command_train, true, 1, ANY_NUMBER, 0, "CONFIG.yaml [key.path=value ...]",
-		"Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
-		{{"keys", OPTION_KEYS, NULL, 0, "Print every key of a config with its default and meaning", 0}}},
-	{"eval", command_eval, true, 1, 1, 0, "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml",
-		"Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is a checkpoint or a Hugging Face "
-		"directory.",
-		{{"data", OPTION_DATA, "PREFIX", 0, "Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids", 0},
-		{"dtype", OPTION_DTYPE, "TYPE", 0, "Type of bare ids, such as uint16", 0},
-		{"document-mask", OPTION_DOCUMENT_MASK, NULL, 0, "Attention and positions begin anew at each document", 0},
-		{"document-token", OPTION_DOCUMENT_TOKEN, "ID", 0, "The id that separates documents where there is no index", 0},
-		{"seq-len", OPTION_SEQ_LEN, "L", 0, "Tokens of a window (needed with --data; for tasks the model's max_position_embeddings)", 0},
-		{"max-windows", OPTION_MAX_WINDOWS, "N", 0, "Only the first N windows", 0},
-		{"tasks", OPTION_TASKS, "FILE.yaml", 0, "Tasks: multiple choice, perplexity, exact match", 0},
-		{"out", OPTION_OUT, "DIR", 0, "Write DIR/results.json and DIR/samples.jsonl", 0},
-		{"batch", OPTION_BATCH, "N", 0, "Samples of a task that are computed together (8); changes no score", 0},
-		{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte, or a tokenizer.json (the model's own)", 0},
-		{"keys", OPTION_KEYS, NULL, 0, "Print every key of a task file with its default and meaning", 0}, JSON_OPTION}},
-	{"generate", command_generate, true, 1, 1, 0, "MODEL_DIR (--prompt TEXT | --prompts FILE)",
-		"Continue text. MODEL_DIR is a checkpoint or a Hugging Face directory. At temperature 0, the default, the most likely token is taken each "
-		"time. The output depends neither on the batch nor on the cache.",
-		{{"prompt", OPTION_PROMPT, "TEXT", 0, "Continue this text; an empty one is the beginning of a document", 0},
-		{"prompts", OPTION_PROMPTS, "FILE", 0, "Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`", 0},
-		{"chat", OPTION_CHAT, NULL, 0, "A prompt is a user's message, and the reply follows", 0},
-		{"max-tokens", OPTION_MAX_TOKENS, "N", 0, "At most so many tokens for each prompt (256, or as many as the model has positions for)", 0},
-		{"temperature", OPTION_TEMPERATURE, "T", 0, "Draw from softmax(logits / T); 0: take the most likely", 0},
-		{"top-k", OPTION_TOP_K, "K", 0, "Draw from the K most likely tokens", 0},
-		{"top-p", OPTION_TOP_P, "P", 0, "Draw from the fewest tokens that have P of the probability", 0},
-		{"seed", OPTION_SEED, "S", 0, "Of the draws (0), which depend on it, the prompt's number and the position alone", 0},
-		{"batch", OPTION_BATCH, "B", 0, "Prompts at a time (8)", 0},
-		{"stop", OPTION_STOP, "TEXT", 0, "End before this text", 0},
-		{"no-cache", OPTION_NO_CACHE, NULL, 0, "Compute the whole sequence again for each token: slow, to check", 0},
-		{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte, a tokenizer.json, or its directory (the model's own)", 0},
-		{"json", OPTION_JSON, NULL, 0, "Print a JSON object on a line for each prompt", 0}}},
-	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...\n--decode PREFIX",
-		"Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a conversation, or a `prompt` and its "
-		"`completion`; of the latter two only the assistant's replies are learned).",
-		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
-			"BPE, or a directory with one", 0},
-		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},
-		{"special-as-text", OPTION_SPECIAL_AS_TEXT, NULL, 0, "What looks like a special token in a text is text, and not that token", 0},
-		{"decode", OPTION_DECODE, "PREFIX", 0, "Print the text of a token file instead, special tokens included", 0}}},
-	{"train-tokenizer", command_train_tokenizer, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_VOCAB_SIZE),
-		"--vocab-size N --out FILE.json FILE...",
-		"Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for Hugging Face's tools.",
-		{{"vocab-size", OPTION_VOCAB_SIZE, "N", 0, "Tokens, the 256 bytes and the special ones included (required)", 0},
-		{"out", OPTION_OUT, "FILE", 0, "The tokenizer.json (required)", 0},
-		{"pattern", OPTION_PATTERN, "REGEX", 0, "What cuts text into words, beyond which nothing is merged (Ling's)", 0},
-		{"special", OPTION_SPECIAL_TOKEN, "TOKEN", 0, "A special token beside <|endoftext|>, <role> and </role>; may be given several times", 0}}},
-	{"convert-checkpoint", command_convert, false, 2, 2, 0, "SRC DST [--to hf|checkpoint|gguf]",
-		"Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
-		{{"to", OPTION_TO, "FORMAT", 0, "hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (that of a DST.gguf); checkpoint: "
-			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN", 0},
-		{"dtype", OPTION_WEIGHT_TYPE, "TYPE", 0, "f32, bf16 or f16 (as each tensor is in SRC)", 0},
-		{"max-shard-size", OPTION_MAX_SHARD_SIZE, "SIZE", 0, "Of a file of weights, such as 500MB (5GB)", 0},
-		{"fold-norm-head", OPTION_FOLD_NORM_HEAD, NULL, 0, "Divide lm_head by its columns' norms, and set norm_head to false", 0},
-		{"no-tokenizer", OPTION_NO_TOKENIZER, NULL, 0, "Leave the tokenizer out of a GGUF file, or of what is made from one", 0}, JSON_OPTION}},
-	{"info", command_info, false, 1, ANY_NUMBER, 0, "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
-		"Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: memory of "
-		"a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",
-		{{"ranks", OPTION_RANKS, "N", 0, "Plan for N ranks", 0},
-		{"ranks-per-node", OPTION_RANKS_PER_NODE, "R", 0, "Ranks that share the memory of a node (1)", 0},
-		{"memory-per-node", OPTION_MEMORY_PER_NODE, "SIZE", 0, "Such as 256GB (this machine's)", 0}, JSON_OPTION}},
-	{"bench", command_bench, true, 0, ANY_NUMBER, 0, "[CONFIG.yaml] [key.path=value ...]",
-		"Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
-		{JSON_OPTION}},
-	{"doctor", command_doctor, true, 0, 0, 0, "",
-		"Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain form does.",
-		{JSON_OPTION}},
-	{"plot", command_plot, false, 1, 1, 0, "RUN_DIR",
-		"Draw losses, learning rate, batch size and expert load of a run as a PNG.",
-		{{"out", OPTION_OUT, "FILE", 0, "The picture (RUN_DIR/metrics.png)", 0}}},
-};
-
-enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
-
-static void print_usage(FILE *out)
-{
-	fprintf(out, "usage: ling COMMAND ...\n\nTrains and evaluates Ling-style mixture-of-experts language models on CPUs.\n\n");
-	for (int i = 0; i < NUM_COMMANDS; i++)
-		fprintf(out, "  ling %s %s\n      %s\n", commands[i].name, commands[i].usage, commands[i].help);
-	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
-}
-
-enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
-
-/* The blocks of a matrix product stand on the stack: makes the first thread's large enough. */
-static int widen_stack(void)
-{
-	struct rlimit stack;
-	if (getrlimit(RLIMIT_STACK, &stack) < 0 || stack.rlim_cur == RLIM_INFINITY || stack.rlim_cur >= STACK_BYTES)
-		return 0;
-	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
-	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
-		return 0;
-	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d", (long long)stack.rlim_cur >> 10,
-			STACK_NEEDED >> 10, STACK_BYTES >> 10);
-}
-
-/* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
- * that the user has set is respected.
- * An old OpenBLAS does not know a new processor and takes a kernel several times too slow; this matters where it computes.
- * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
- * their stacks need the room that widen_stack gives the first one. */
-static void use_best_environment(char **argv, bool openblas)
-{
-	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
-	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
-	if (!core && !spins && !stacks)
-		return;
-	if (spins)
-		setenv("GOMP_SPINCOUNT", "1000", 1);
-	if (stacks)
-		setenv("OMP_STACKSIZE", "8M", 1);
-	if (core) {
-		if (parallel_rank() == 0)
-			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-					blas_core(), core, core);
-		setenv("OPENBLAS_CORETYPE", core, 1);
-	}
-	execv("/proc/self/exe", argv);
-	fprintf(stderr, "note: could not start again (%s): slower than it could be\n", strerror(errno));
-}
-
-/* Opens standard input, output and error where they are closed: files opened later must not take their place. */
-static void open_standard_files(void)
-{
-	int fd;
-	do
-		fd = open("/dev/null", O_RDWR);
-	while (fd >= 0 && fd <= STDERR_FILENO);
-	if (fd >= 0)
-		close(fd);
-}
-
-int main(int argc, char **argv)
-{
-	open_standard_files();
-	const struct command *command = NULL;
-	for (int i = 0; argc > 1 && i < NUM_COMMANDS; i++)
-		if (!strcmp(argv[1], commands[i].name))
-			command = &commands[i];
-	if (!command) {
-		const bool help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?") || !strcmp(argv[1], "help"));
-		if (argc > 1 && (!strcmp(argv[1], "--version") || !strcmp(argv[1], "-V"))) {
-			printf("%s\n", argp_program_version);
-			return EXIT_DONE;
-		}
-		if (argc > 1 && !help)
-			fprintf(stderr, "ling: unknown command '%s'\n\n", argv[1]);
-		print_usage(help ? stdout : stderr);
-		return help ? EXIT_DONE : EXIT_WRONG_USE;
-	}
-	if (command->computes && widen_stack() < 0) {
-		fprintf(stderr, "ling: %s\n", error_text);
-		return EXIT_WORK_FAILED;
-	}
-	const char *products = getenv("LING_PRODUCTS");
-	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
-		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or openblas\n", products);
-		return EXIT_WRONG_USE;
-	}
-	const bool openblas = products && !strcmp(products, "openblas");
-	if (command->computes || command->run == command_convert) /* which has threads that wait for the disk */
-		use_best_environment(argv, openblas || command->run == command_bench || command->run == command_doctor);
-	kernels_init(openblas);
-
-	char name[64];
-	snprintf(name, sizeof name, "ling %s", command->name);
-	argv[1] = name; /* argp takes the program's name in messages from here */
-	argp_err_exit_status = EXIT_WRONG_USE;
-	struct arguments a = {.command = command, .dtype = "none", .document_token = -1, .generation = {.sampling = {.top_p = 1}, .batch = 8}};
-	const struct argp argp = {command->options[0].name ? command->options : NULL, parse_option, command->usage, command->help, NULL, NULL, NULL};
-	argp_parse(&argp, argc - 1, argv + 1, 0, NULL, &a);
-	if (command->computes)
-		parallel_start();
-	/* The doctor says more before it fails. */
-	const bool checks = command->computes && command->run != command_doctor;
-	int status = checks && parallel_agree(check_before_work(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&a);
-	/* What a command prints is its work; but for training it is only progress, which nobody may be reading. */
-	if (status == EXIT_DONE && command->run != command_train && (fflush(stdout) || ferror(stdout))) {
-		fail("cannot write to standard output: %s", strerror(errno));
-		status = EXIT_WORK_FAILED;
-	}
-	bool together = status == EXIT_DONE;
-	if (status != EXIT_DONE) {
-		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
-		together = parallel_all_failed();
-		if (!together)
-			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), parallel_host(), error_text);
-		else if (parallel_rank() == 0)
-			fprintf(stderr, "ling: %s\n", error_text);
-	}
-	fflush(NULL);
-	parallel_stop(together ? 0 : status);
-	return status;
 }

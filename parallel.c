@@ -6,13 +6,17 @@
  * Without a launcher there is one rank, and no call reaches MPI.
  */
 #define _GNU_SOURCE
-#include "ling.h"
+#include "parallel.h"
+
+#include "files/base.h"
+#include "kernels.h"
 
 #include <mpi.h>
 #include <sched.h>
+#include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { HOST_LEN = 64 };
@@ -40,13 +44,6 @@ const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "
 /* ============================================================================================================
  * Starting and ending
  * ========================================================================================================== */
-
-static double now(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + 1e-9 * t.tv_nsec;
-}
 
 /* The rank that a launcher gave this process, or -1: without one MPI would start a daemon of its own. */
 static int launched_rank(void)
@@ -105,7 +102,7 @@ static void take_notices(void)
 		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.control, &more, &status);
 		if (more) {
 			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.control, MPI_STATUS_IGNORE);
-			mpi.heard[status.MPI_SOURCE] = now();
+			mpi.heard[status.MPI_SOURCE] = clock_seconds();
 		}
 	}
 }
@@ -114,10 +111,10 @@ static void take_notices(void)
 static void report_silence(const char *what, double waited)
 {
 	const int rank = parallel_rank(), size = parallel_size();
-	const double since = now() - 3 * NOTICE_SECONDS;
+	const double since = clock_seconds() - 3 * NOTICE_SECONDS;
 	char names[1024] = "";
 	int silent = 0;
-	mpi.heard[rank] = now();
+	mpi.heard[rank] = clock_seconds();
 	for (int r = 0, n = 0; r < size; r++)
 		if (mpi.heard[r] < since) {
 			if (n < (int)sizeof names - 100)
@@ -132,14 +129,14 @@ static void report_silence(const char *what, double waited)
 /* Waits for requests, with the time on the account of communication. */
 static void finish(MPI_Request *requests, int n, const char *what)
 {
-	const double start = now();
+	const double start = clock_seconds();
 	double noticed = start, reported = start, t = start;
 	int done = 0;
 	if (start - mpi.taken > NOTICE_SECONDS) { /* so that they do not pile up on ranks that others wait for */
 		mpi.taken = start;
 		take_notices();
 	}
-	for (;; t = now()) {
+	for (;; t = clock_seconds()) {
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
 			break;
@@ -260,7 +257,7 @@ bool parallel_all_failed(void)
 	if (!mpi.running)
 		return true;
 	MPI_Ibarrier(mpi.control, &request);
-	for (double start = now(); !done && now() - start < 1;)
+	for (double start = clock_seconds(); !done && clock_seconds() - start < 1;)
 		MPI_Test(&request, &done, MPI_STATUS_IGNORE);
 	return done;
 }
@@ -268,36 +265,6 @@ bool parallel_all_failed(void)
 /* ============================================================================================================
  * Layout
  * ========================================================================================================== */
-
-/* "1, 2, 4": the divisors of both numbers. */
-static const char *common_divisors(char out[128], int a, int b)
-{
-	int n = 0;
-	for (int d = 1; d <= a && d <= b && n < 100; d++)
-		if (a % d == 0 && b % d == 0)
-			n += snprintf(out + n, 128 - n, "%s%d", n ? ", " : "", d);
-	return out;
-}
-
-int layout_check(const struct model_config *c, int ranks, int tensor, int expert)
-{
-	char values[128];
-	const int heads = c->num_key_value_heads, all_heads = c->num_attention_heads;
-	if (ranks % tensor || heads % tensor || all_heads % tensor) {
-		int both = 1;
-		for (int d = 1; d <= heads; d++)
-			if (heads % d == 0 && all_heads % d == 0)
-				both = d;
-		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work", tensor, ranks,
-				all_heads, heads, common_divisors(values, ranks, both));
-	}
-	if (c->vocab_size < tensor)
-		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor, c->vocab_size);
-	if (ranks % expert || c->num_experts % expert)
-		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks, c->num_experts,
-				common_divisors(values, ranks, c->num_experts));
-	return 0;
-}
 
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 {
@@ -429,7 +396,7 @@ void group_scatter_start(struct scatter *s, const struct group *g, enum traffic 
 	if (!requests)
 		MPI_Abort(MPI_COMM_WORLD, 1);
 	count_sent(kind, (rows - mine) * width, sizeof *in);
-	const double start = now();
+	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
 	/* Point to point, each rank beginning with its neighbour, so that no rank is waited for by all at once. */
 	for (int i = 1; i < n; i++) {
@@ -439,7 +406,7 @@ void group_scatter_start(struct scatter *s, const struct group *g, enum traffic 
 		MPI_Isend(in + begin * width, (int)(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
-	mpi.seconds += now() - start;
+	mpi.seconds += clock_seconds() - start;
 }
 
 void scatter_progress(struct scatter *s)
@@ -517,11 +484,11 @@ void group_exchange_start(struct exchange *e, const struct group *g, enum traffi
 		count_sent(kind, r == g->rank ? 0 : send[r] * width, sizeof *in);
 		t += receives[r];
 	}
-	const double start = now();
+	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
-	mpi.seconds += now() - start;
+	mpi.seconds += clock_seconds() - start;
 }
 
 void exchange_progress(struct exchange *e)

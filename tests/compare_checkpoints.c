@@ -6,7 +6,16 @@
  *   compare_checkpoints constant SRC DST     SRC's model with every weight of expert e set to e
  *   compare_checkpoints first SRC DST        SRC's model with a router that sends all tokens to the first experts
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include <math.h>
 

@@ -2,7 +2,16 @@
  * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of a
  * valid file, a Hugging Face config.json. What is accepted must survive a round trip.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 static const char base[] =
 	"model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300, num_experts: 8,\n"

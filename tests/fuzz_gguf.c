@@ -3,7 +3,14 @@
  * a file as it is; a file behind a magic and counts that fit, so that its metadata are looked at; a tokenizer.json. A model that is
  * accepted must come out of a conversion, and its tensors be readable.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 static char dir[] = "/tmp/fuzz_gguf.XXXXXX";
 

@@ -2,8 +2,15 @@
  * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first byte
  * chooses; the rest is the file.
  */
-#define SEQUENCE_MAX 16
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 static char dir[] = "/tmp/fuzz_jsonl.XXXXXX";
 

@@ -2,7 +2,16 @@
  * fuzz_safetensors.c - libFuzzer target for what weights_open, weights_read and checkpoint_read_state read.
  * The input's first byte chooses the file that the rest becomes; the others of its directory are good.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <unistd.h>
 
 static char dir[] = "/tmp/fuzz_safetensors.XXXXXX";
 

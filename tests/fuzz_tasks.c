@@ -2,7 +2,16 @@
  * fuzz_tasks.c - libFuzzer target for tasks. The first byte chooses: JSON lines for three fixed tasks, or a task file for fixed lines. What is
  * accepted must be sound, and give results that are JSON whatever the replies are.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 static const char yaml[] =
 	"- {name: a, type: multiple_choice, data: d.jsonl, prompt: '{q.0.x}{n}', options: o, option: ' {option}{q}', answer: a, answer_form: letter,\n"

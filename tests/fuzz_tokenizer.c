@@ -2,7 +2,17 @@
  * fuzz_tokenizer.c - libFuzzer target for tokenizers. The input's first byte chooses what the rest is: a whole tokenizer.json; members that replace
  * those of the tests' own, of `model` too; a pattern; or a text, which is encoded whole and in two pieces, and decoded. Runs in the project's folder.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 static char dir[] = "/tmp/fuzz_tokenizer.XXXXXX";
 static const char sample[] = "The quick fox's 123 \xe5\xa4\xa9\xe6\xb0\x94 e\xcc\x81  \r\n\n <role>\xff<|endoftext|>";

@@ -3,7 +3,16 @@
  * file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good pair, or a file given alone, an llm.c file or bare
  * ids, and its mask.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
 
 static char dir[] = "/tmp/fuzz_tokens.XXXXXX";
 static char prefix[64];

@@ -2,7 +2,7 @@
 #ifndef LING_TEST_H
 #define LING_TEST_H
 
-#include "../ling.h"
+#include "files/base.h"
 
 #include <setjmp.h>
 #include <signal.h>

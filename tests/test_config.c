@@ -1,7 +1,18 @@
 /*
  * test_config.c - the config: what is accepted and with which values, what is refused and with which words.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 #include "test.h"
 
@@ -755,8 +766,8 @@ static void test_keys(void **state)
 	const char *text = get(path);
 	struct config c;
 	memset(&c, 0, sizeof c);
-	for (int i = 0; i < NUM_KEYS; i++) {
-		const struct key *k = &keys[i];
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
 		assert_non_null(strstr(text, k->name));
 		if (k->type == T_SECTION || k->type == T_LIST)
 			continue;

@@ -2,7 +2,21 @@
  * test_convert.c - the conversion chapters of data.c: numbers against their definition, models of mixed types to GGUF and back against
  * rows placed by hand, tokenizers both ways, and what must be refused.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <zlib.h>
 
 #include "test.h"
 

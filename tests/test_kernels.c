@@ -3,7 +3,12 @@
  * that depend on nothing else, extremes. Built twice: in float, as ling runs, and in double, where the agreement is far closer.
  */
 #define _GNU_SOURCE
-#include "../ling.h"
+#include "files/base.h"
+#include "kernels.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 #include "test.h"
 
 #include <math.h>

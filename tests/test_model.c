@@ -3,7 +3,17 @@
  * corners of losses and schedules by hand-made values. Built in float and in double.
  */
 #define _GNU_SOURCE
-#include "../ling.h"
+#include "files/base.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "data.h"
+#include "ling.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
 #include "test.h"
 
 #include <omp.h>

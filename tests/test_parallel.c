@@ -2,7 +2,17 @@
  * test_parallel.c - ranks by hand-made values: run it under mpirun with 1, 2 and 3 of them. Every rank runs all tests, rank 0 reports them.
  * A rank where something fails goes on, so that the others do not wait for it.
  */
-#include "../ling.h"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "data.h"
+#include "ling.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
 
 #include <math.h>
 #include <stdlib.h>

@@ -1,7 +1,19 @@
 /*
  * test_plot.c - pictures of runs: the font, numbers on axes, and whole PNGs read back and looked at.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <math.h>
+#include <png.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "test.h"
 

@@ -2,7 +2,20 @@
  * test_tasks.c - scored evaluation: what a task file may say and with which words it is refused, how samples become token sequences, and that
  * their scores are those of plain loops, the same to the last bit however the work is cut.
  */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "data.h"
+#include "ling.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "test.h"
 

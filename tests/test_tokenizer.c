@@ -2,8 +2,22 @@
  * test_tokenizer.c - tokenizers against the ids that Hugging Face's library gives (tests/fixtures/tokenizer, made by scripts/check-tokenizer),
  * against each other, and against files that are wrong; token files made by many threads; training.
  */
-#define TEXT_BLOCK 512 /* so that small texts have many blocks */
-#include "../data.c"
+#define _GNU_SOURCE
+#include "files/base.h"
+#include "data.h"
+
+#include <argp.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utf8proc.h>
 #include "test.h"
 
 #include <omp.h>

@@ -377,6 +377,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 /* Bytes. */
 double machine_memory(void);
 
+struct step_sums step_sums_shape(const struct model_config *c);
+
 /* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
 bool leads(const struct trainer *t);
 
@@ -388,46 +390,15 @@ size_t longest_stop(const struct strings *stop);
 
 void print_results(const struct task_result *result, int64_t count);
 
-/* Usual sizes where a config has none, as those of configs/ that are only a model. */
-void usual_sizes(struct config *c, int ranks);
+/* The parts that parameters are counted in; a tensor belongs to the first one whose pattern is in its name. */
+enum { NUM_PARAMETER_PARTS = 7 };
+extern const struct parameter_parts_row { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];
 
-/* Prints what a model needs for the config's seq_len and micro_batch. */
-int print_info(const struct config *config, bool json);
+struct parameter_count { int64_t total, active; }; /* active ones are those that one token uses */
 
-/* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
-int print_plan(const struct config *c, int ranks, double room, bool json);
-
-/* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
-
-enum { BENCH_STEPS = 5 };
-
-/* Trains on random tokens: one step to warm up, then BENCH_STEPS, the roof measured before and after. */
-int measure_steps(struct bench *b, struct trainer *t);
-
-void print_bench(const struct bench *b, const char *name, bool json);
-
-/* Fails when the products that will be used are wrong; warns when OpenBLAS's are, which others on the machine may use. */
-int check_before_work(bool openblas);
-
-struct examination {
-	char features[256];
-	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
-	double own_error, library_error; /* of the products, see product_error */
-	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
-	struct check checks[MAX_CHECKS];
-	int num_checks, num_warnings;
-	char warnings[8][256];       /* each says what to mend, and how */
-};
-
-/* Finds out what decides speed and correctness here. */
-int examine_machine(struct examination *x);
-
-void print_examination(const struct examination *x);
-
-void print_examination_json(const struct examination *x);
-
-/* Fails when an operation or a product is wrong, naming it. */
-int judge_machine(const struct examination *x);
+/* Counts the parameters of each part, and all of them in the last element. Also gives the FLOPs of training on a token at seq_len: 6 for
+ * each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len / 2 tokens on average. */
+int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops, const struct model_config *c,
+		int64_t seq_len);
 
 #endif

@@ -9,6 +9,9 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/info.h"
+#include "commands/doctor.h"
+#include "commands/plot.h"
 
 #include <argp.h>
 #include <errno.h>

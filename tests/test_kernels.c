@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "kernels.h"
+#include "commands/self_check.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "data.h"
+#include "commands/plot.h"
 
 #include <math.h>
 #include <png.h>

@@ -5,100 +5,16 @@
 #define LING_DATA_H
 
 #include "files/base.h"
+#include "files/config.h"
+#include "files/tokenizer.h"
 
 #include <jansson.h>
-#include <math.h>
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
-
-#define MAX_LR_DROPS 16
-#define MAX_SOURCES 64     /* token files of a blend */
-
-/* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or computes those of the
- * attention or of whole layers a second time there. */
-enum purpose { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
-enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
-enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
-
-struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
-	int hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads;
-	int head_dim;                /* never 0 once loaded: missing means hidden_size / num_attention_heads */
-	int vocab_size;
-	int num_experts, num_experts_per_tok, num_shared_experts, moe_intermediate_size;
-	int first_k_dense_replace;   /* this many first layers have one dense SwiGLU of width intermediate_size */
-	int intermediate_size;
-	int max_position_embeddings;
-	bool norm_topk_prob, norm_head, tie_word_embeddings;
-	bool use_bias, use_qkv_bias; /* attention.dense and attention.query_key_value */
-	double rope_theta, rms_norm_eps, initializer_range;
-	struct {                     /* ours: training only */
-		double balance_loss_coef, z_loss_coef;
-		enum balance_scope balance_loss_scope;
-		int warmup_steps;        /* stochastic routing warmup; 0 = none */
-	} router;
-};
-
-struct data_source {           /* a token file of the config */
-	char path[PATH_LEN];
-	char dtype[8];               /* of a file of bare ids; else "none" */
-	double weight;               /* in the blend; of no meaning for validation */
-};
-
-struct config {
-	struct model_config model;
-	struct {
-		struct data_source train[MAX_SOURCES], valid[MAX_SOURCES];
-		int num_train, num_valid;  /* num_valid may be 0 */
-		int64_t blend_from_step;   /* the step at which a continued run may change its blend; 0 = none */
-		char tokenizer[PATH_LEN];  /* "byte", "none", or what tokenizer_open takes */
-		int seq_len;
-		bool shuffle, document_mask;
-		int document_token;        /* separates the documents of files that have no index; -1 = not known */
-	} data;
-	struct {
-		char output_dir[PATH_LEN], init_from[PATH_LEN]; /* init_from may be "" */
-		uint64_t seed;
-		int64_t steps, tokens;   /* length of the run: exactly one of them is set, the other is 0 */
-		int64_t stop_at_step;    /* save and stop here, as SIGTERM would; 0 = run to the end */
-		int micro_batch, batch;  /* sequences a forward pass; sequences an optimizer step */
-		enum purpose recompute;
-		double grad_clip;        /* 0 = no clipping */
-		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
-	} train;
-	struct { double beta1, beta2, eps, weight_decay; } optimizer;
-	struct {
-		double peak_lr;
-		int64_t warmup_steps;
-		struct { double at, factor; } drops[MAX_LR_DROPS]; /* lr times factor once `at` of the run's tokens are done */
-		int num_drops;
-		struct { int64_t steps; enum decay_shape shape; double final_lr; } decay;
-	} schedule;
-	struct { int64_t every; int keep; } checkpoint; /* every 0 = only at the end */
-	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
-	struct { int64_t every; } log;
-	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
-};
-
-/* Loads a YAML file, then `key.path=value` overrides, then checks everything. With model_only, sections other than
- * `model` may be missing their required keys. Errors name file:line and the key. */
-int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only);
-/* Reads the model section from DIR/config.json of a Hugging Face directory; missing keys take that class's defaults. */
-int config_from_huggingface(struct model_config *m, const char *dir);
-/* Writes the model as a Hugging Face config.json (BailingMoeForCausalLM). */
-int config_to_huggingface(const struct model_config *m, const char *path);
-/* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
- * in anything that changes what the model computes fails, naming the key and both values. */
-int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
-/* The same for the same values. */
-uint32_t config_crc32(const struct config *c);
-/* Prints every key with type, default and meaning. */
-void config_print_keys(FILE *out);
 
 /* -- safetensors -- */
 
@@ -183,62 +99,6 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
  * and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
-/* -- tokenizers -- */
-
-struct ids {                   /* a growing list of token ids; free(id) */
-	int32_t *id;
-	int64_t count;
-	size_t capacity;
-};
-void put_id(struct ids *out, int32_t id); /* appends one */
-
-struct tokenizer;              /* read-only once open: shared by all threads */
-/* Opens `name`: "byte", a Hugging Face tokenizer.json of byte-level BPE, or a directory that holds one. What of it is not supported, or would give
- * other ids than Hugging Face's, is an error that names it. NULL on error. */
-struct tokenizer *tokenizer_open(const char *name);
-void tokenizer_close(struct tokenizer *t); /* NULL is fine */
-/* Ids are beneath it. */
-int tokenizer_size(const struct tokenizer *t);
-/* Of everything that ids depend on; stands in the manifests of token files. */
-uint32_t tokenizer_hash(const struct tokenizer *t);
-/* The id that ends a document or a reply (the byte tokenizer's 256, else <|endoftext|> or what else the file names so), or -1. */
-int32_t tokenizer_end(const struct tokenizer *t);
-/* The id of a token by its text, such as <role>; -1 when there is none. */
-int32_t tokenizer_id(const struct tokenizer *t, const char *token);
-
-/* Appends the text of an id, byte for byte, to a growing text; a special token's too if `special`. An id outside the vocabulary gives nothing. */
-void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out);
-
-/* Bytes of the text that an id stands for, 0 for a special token. */
-int tokenizer_bytes(const struct tokenizer *t, int32_t id);
-
-struct encoder;                /* the work space of one thread; the tokenizer must outlive it */
-struct encoder *encoder_open(const struct tokenizer *t);
-void encoder_close(struct encoder *e); /* NULL is fine */
-/* Appends the ids of n bytes of text, which may hold anything. With `special`, the text of a special token in it becomes that token; else it is
- * ordinary text. (Added tokens that are not special are always found.) Ids are those of Hugging Face's encode(text, add_special_tokens=False): the
- * file's post_processor, truncation and padding play no part. Of bytes that are not UTF-8 a longest run is a word of its own, and what is between is
- * encoded as if it were alone. Decoding gives back every byte, unless the tokenizer drops some (NFC, Split with Removed, lstrip, rstrip). */
-int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
-
-struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */
-/* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `learned` (or NULL) one
- * byte an id: 1 where the loss counts, which is in the assistant's replies and the end token behind the last one. */
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned);
-
-/* The tokenizer of a model's directory: by name, if one is given; else DIR/tokenizer.json; else what DIR/trainer.json says of data.tokenizer. */
-struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
-/* Appends the ids of a prompt; with `chat` it is a user's message, and the opening of the reply follows. Never none: an empty text is a
- * document's beginning, the end token of the one before. */
-int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
-/* Reads prompts: a text file has one on each line that is not empty; a .jsonl file's lines have a `prompt`, or the `messages` of a conversation.
- * (*out)[n]: free each id, and *out. */
-int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
-/* Writes text as a JSON string; each byte that is no UTF-8 becomes U+FFFD. */
-void json_write_text(FILE *f, const char *text, size_t n);
-/* How much of a text that goes on is whole: n less the bytes at the end that may be the beginning of a character. */
-size_t utf8_whole(const char *text, size_t n);
-
 /* -- token files -- */
 
 struct tokens {                /* a token file, mapped */
@@ -268,31 +128,6 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
  * set: it begins a document of an llm.c file, and ends one of a file of bare ids, for so they are made. */
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
-struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
-/* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`,
- * as Hugging Face does, the text of a special token becomes that token, but not in messages: a user's words cannot pass for a role.
- * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a
- * `prompt` and its `completion`. Of the latter two only the assistant's replies are learned: PREFIX.mask.bin tells. A PREFIX.json that is no
- * manifest is not replaced. Shows progress on stderr. */
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
-/* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
-int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
-
-/* -- training a tokenizer -- */
-
-struct tokenizer_training {
-	int vocab_size;              /* with the special tokens */
-	const char *pattern;         /* cuts text into words, in the dialect of a tokenizer.json; NULL: Ling's */
-	const char **special;        /* tokens beside <|endoftext|>, <role> and </role> */
-	int num_special;
-	int num_files;
-	char **files;                /* text, and JSON lines as tokenize_files reads them */
-};
-struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; }; /* words: distinct ones; vocab_size is less than asked for when no pairs are left */
-/* Trains a byte-level BPE as Hugging Face's BpeTrainer does: again and again the pair with the highest count is merged, of equals the one of smaller
- * ids. Writes it as a tokenizer.json. The result is the same for any number of processors. Text is taken in pieces of about 256 KiB that end with a
- * line. Memory is that of the distinct words. */
-int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result);
 
 /* -- tasks: what `ling eval --tasks` asks a model, and what came of it -- */
 
@@ -422,83 +257,6 @@ int metrics_sync(FILE *f);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 
-enum key_type { T_SECTION, T_LIST, T_INT, T_INT64, T_UINT64, T_DOUBLE, T_BOOL, T_TEXT, T_ENUM,
-	T_STRING, T_STRINGS, T_TASKS }; /* of task files */
-
-enum key_flags {
-	REQUIRED = 1, /* must be given */
-	NEEDED = 2,   /* must be given where its optional section, or its list item, is */
-	NONE = 4,     /* `off` is allowed: 0, "", no section, no items */
-	FIXED = 8,    /* a continued run must not change it */
-	ABOVE = 16,   /* min itself is not allowed */
-	BELOW = 32,   /* max itself is not allowed */
-	ITEM = 64,    /* belongs to an item of a list */
-	FREE = 128,   /* of the model, but changes nothing that it computes */
-	DENSE = 256,  /* of the model's dense layers only */
-	ROUTED = 512, /* of the model's layers with experts only */
-	OR_PATH = 1024, /* a path, or one of the names */
-	OF_CHOICE = 2048, OF_PERPLEXITY = 4096, OF_MATCH = 8192, /* of a task of these types only */
-};
-
-struct key {
-	const char *name;            /* dotted path */
-	enum key_type type;
-	size_t offset, size;         /* of the field in struct config, or struct task */
-	double min, max;
-	int flags;
-	const char *fallback;        /* default, as a user would write it; NULL is zero */
-	const char *help;
-	const char *const *names;    /* the values of a T_ENUM, or of a T_TEXT the only values, unless OR_PATH */
-	const char *alias;           /* another spelling of the path */
-	const char *class_fallback;  /* default of the Hugging Face class where it differs */
-	size_t item, count;          /* of a list of at most `max` items: the bytes of one, and where in struct config their number is */
-};
-
-#define KEY_OF(structure, path, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path, .type = kind, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
-	 .min = low, .max = high, .flags = marks, .fallback = standard, .help = meaning, __VA_ARGS__}
-#define KEY(...) KEY_OF(struct config, __VA_ARGS__)
-#define SECTION(path, marks, meaning) {.name = path, .type = T_SECTION, .flags = marks, .help = meaning}
-#define LIST(path, number, most, marks, standard, meaning) \
-	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
-	 .flags = marks, .fallback = standard, .help = meaning, .item = sizeof ((struct config *)0)->path[0], .count = offsetof(struct config, number)}
-#define ITEM_KEY(path, member, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path "." #member, .type = kind, .offset = offsetof(struct config, path[0].member), \
-	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
-	 __VA_ARGS__}
-
-extern const char *const dtype_names[];
-
-#define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
-
-extern const struct key keys[];
-
-#define NUM_KEYS ((int)(sizeof keys / sizeof keys[0]))
-
-struct loader;
-struct table {
-	const struct key *keys;
-	int num_keys;
-	int (*load_items)(struct loader *l); /* of a T_TASKS: reads its items up to the end of the sequence, which has begun */
-};
-
-extern const struct table config_table;
-
-/* Converts text and stores it in the field of a scalar key, `shift` bytes further for an item of a list. `plain` means
- * without quotes. NULL when done; else what is wrong ("" when the expected type says it all), and nothing is stored. */
-const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
-
-/* Every key of a config, in nested objects. The caller owns the result. */
-json_t *config_to_json(const struct config *c);
-
-/* Writes a Hugging Face config.json: the model's keys and the weights' type over what `base`, perhaps the config.json that the model came
- * with, has beside them, which NULL leaves to what the class needs. */
-int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base);
-
-/* Compares the config that a checkpoint at `where` had with the one asked for. A FIXED key that differs fails; all else
- * that differs, and keys that only one of them knows, are lines in notes; but of a model without a run only the model counts. */
-int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes);
-
 #define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
 
 /* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
@@ -615,148 +373,10 @@ int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc);
 /* The checksum of trainer.json's content: of its compact text without the member crc32. */
 uint32_t trainer_crc(json_t *root);
 
-#define NO_RANK UINT32_MAX
-
-struct token {
-	size_t at;                   /* of its bytes in tokenizer.bytes */
-	uint32_t size;
-	bool known;                  /* ids may have gaps */
-	bool added, special;         /* added tokens are no merges' product; decoding may leave special ones out */
-};
-
-struct merge { int32_t left, right; uint32_t rank; int32_t id; }; /* rank: place in the list of merges, NO_RANK none */
-
-struct added {                 /* an added token: its text, and how it is found */
-	char *text;
-	size_t size;
-	int32_t id;
-	bool special, single_word, lstrip, rstrip;
-};
-
-struct split {                 /* a regular expression that cuts text in what it matches and what is between */
-	pcre2_code *code;
-	bool drop_matches, drop_rest;
-	char *pattern;
-};
-
-struct tokenizer {
-	bool bytes_only;             /* the byte tokenizer: nothing else is set but size, hash and end */
-	int size;
-	uint32_t hash;
-	int32_t end;
-	struct token *tokens;        /* [size] */
-	struct text bytes;
-	int32_t *by_text;            /* hash table of ids of the vocabulary, -1 empty; its size is a power of two */
-	size_t by_text_mask;
-	struct merge *merges;        /* hash table of pairs; its size is a power of two */
-	int merges_shift;
-	int32_t *merged;             /* [merges] the product of each, by rank */
-	uint32_t num_merges;
-	int32_t byte_id[256];
-	bool ignore_merges;          /* a word that is in the vocabulary is its token, whatever the merges say */
-	bool nfc;
-	struct added *added[2];      /* those sought in the text as it is, and in its NFC form; sorted by text */
-	int num_added[2];
-	bool added_begin[2][256];    /* first bytes */
-	bool cuttable;               /* no added token takes what is around it */
-	struct split *splits;
-	int num_splits;
-};
-
-void append_string(struct text *out, const char *text);
-
-/* Decodes the character that text begins with: its bytes, 1 to 4, and its code point; 0 when it is not well-formed UTF-8. */
-int utf8_decode(const char *text, size_t n, int32_t *code);
-
-/* Bytes of the longest beginning of text that is well-formed UTF-8. */
-size_t utf8_valid(const char *text, size_t n);
-
-/* White_Space of Unicode, which is what \s is in Hugging Face's regular expressions, and everything else: as members of a class. PCRE2's own \s
- * has U+180E too. */
-#define SPACE_CLASS "\\x{9}-\\x{D}\\x{20}\\x{85}\\x{A0}\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
-#define NOT_SPACE_CLASS "\\x{0}-\\x{8}\\x{E}-\\x{1F}\\x{21}-\\x{84}\\x{86}-\\x{9F}\\x{A1}-\\x{167F}\\x{1681}-\\x{1FFF}\\x{200B}-\\x{2027}" \
-	"\\x{202A}-\\x{202E}\\x{2030}-\\x{205E}\\x{2060}-\\x{2FFF}\\x{3001}-\\x{10FFFF}"
-
-struct counted { size_t at; uint32_t size; uint64_t count; }; /* a word's bytes in words.bytes, and how often it stands in the texts */
-
-struct words {                 /* a hash table of words */
-	struct text bytes;
-	struct counted *word;        /* [count], in the order in which they came */
-	size_t count, capacity;
-	uint32_t *slot;              /* number of a word and 1; 0 empty; a power of two of them */
-	size_t mask;
-};
-
-/* The slot of a pair in the table of merges: its own, or the empty one where it belongs. */
-static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
-{
-	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;
-	for (size_t i = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15 >> t->merges_shift;; i++) {
-		struct merge *m = &t->merges[i & mask];
-		if (m->rank == NO_RANK || (m->left == left && m->right == right))
-			return m;
-	}
-}
-
-struct translation {
-	const char *where, *pattern;
-	size_t n;
-	struct text out;
-};
-
-/* Translates the pattern of r, which ends with a 0, into r->out. */
-int translate(struct translation *r);
-
-#define CACHED_BYTES 32
-#define CACHED_IDS 7
-#define SHORT_WORD 128 /* bytes that are merged by looking through all pairs; more, with a heap */
-
-struct cached {                /* a word and its ids: a line of the processor's cache */
-	uint64_t text[CACHED_BYTES / 8];
-	int32_t id[CACHED_IDS];
-	uint8_t size, count;
-};
-
-struct encoder {
-	const struct tokenizer *t;
-	struct encoder *next;        /* see struct encoders */
-	struct words *words;         /* where words are counted, instead of being encoded; else NULL */
-	bool special;                /* special tokens are recognised */
-	struct cached *cache;        /* [2^CACHE_BITS] */
-	struct text normal;          /* the NFC form of a piece */
-	pcre2_match_data *match;
-	pcre2_match_context *context;
-	pcre2_jit_stack *stack;
-};
-
-/* Merges the n ids of a short word in place, the pair of the lowest rank first and the leftmost of equals; returns how many are left. */
-int merge_short(const struct tokenizer *t, int32_t *id, int n);
-
-/* merge_short for a word of any length. */
-int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n);
-
-int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out);
-
-/* What a level finds in a text, from a place on. */
-struct found {
-	size_t begin, end;           /* what it takes of the text: nothing and n when it finds nothing, the place where it would need to know more */
-	size_t next;                 /* where it looks on */
-	int32_t id;                  /* of an added token; -1: a piece for the next level */
-};
-
-/* Finds what a regular expression matches. 1 found, 0 not, -1 on error. */
-int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool open, struct found *f);
-
-/* encode_level for a text of any bytes. A longest run of bytes that are not part of a well-formed character is a word of its own, and what is between
- * two such runs is encoded as if it were alone. */
-int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool open, bool special, struct ids *out);
-
-#ifndef TEXT_BLOCK
-#define TEXT_BLOCK (1 << 18)        /* bytes, of a block; more where a line is longer */
-#endif
-#define LOOK_AHEAD 1024        /* bytes behind a block of text that are there when it is read */
-
 enum { MEGATRON, LLM_C, BARE_IDS };
+
+#define IDX_MAGIC "MMIDIDX\0\0"
+#define IDX_HEADER 34 /* bytes before the lengths */
 
 /* What is done alike for each integer type: X(Megatron's code, name, type). The last one is not Megatron's. */
 #define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
@@ -764,11 +384,15 @@ enum { MEGATRON, LLM_C, BARE_IDS };
 
 extern const struct token_types_row { const char *name; int size; } token_types[];
 
+#define INT32 4
+#define UINT16 8
 #define UINT32 9
 
 /* What the files are: how large, and when they were changed last. */
 struct stamp { int64_t size; struct timespec modified; }; /* size -1: no such file */
 enum { STAMP_BIN, STAMP_IDX, STAMP_MASK, NUM_STAMPS };
+
+extern const char *const stamp_suffixes[NUM_STAMPS];
 
 struct manifest {
 	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
@@ -782,6 +406,8 @@ struct manifest {
 };
 
 int manifest_write(const struct manifest *m, const char *path);
+
+int manifest_check_format(const char *path, const json_t *root);
 
 /* Fails when the file has no regular size. */
 int stamp_file(struct stamp *s, const char *path);
@@ -798,8 +424,6 @@ int64_t id_at(const struct tokens *t, int64_t i);
 #ifndef SEQUENCE_MAX
 #define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
 #endif
-
-#define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 
 struct results {
 	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN];
@@ -865,7 +489,5 @@ int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input,
 /* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, tell where its
  * documents begin if they are masked, and have a target that counts in its first max_windows windows (0: in any). */
 int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows);
-
-void append_ids(struct ids *out, const int32_t *id, int64_t n);
 
 #endif

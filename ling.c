@@ -7,6 +7,8 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/config.h"
+#include "files/tokenizer.h"
 #include "data.h"
 
 #include <assert.h>

@@ -6,7 +6,7 @@
 
 #include "files/base.h"
 #include "parallel.h"
-#include "data.h"
+#include "files/config.h"
 #include "ling.h"
 
 #include <stddef.h>

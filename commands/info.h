@@ -4,7 +4,7 @@
 #ifndef LING_COMMANDS_INFO_H
 #define LING_COMMANDS_INFO_H
 
-#include "data.h"
+#include "files/config.h"
 
 #include <stdbool.h>
 

@@ -7,10 +7,15 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/config.h"
+#include "files/tokenizer.h"
+#include "files/text.h"
+#include "files/tokenizer_training.h"
 #include "data.h"
 #include "ling.h"
 #include "commands/info.h"
 #include "commands/doctor.h"
+#include "commands/tokenize.h"
 #include "commands/plot.h"
 
 #include <argp.h>

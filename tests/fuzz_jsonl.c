@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "data.h"
+#include "commands/tokenize.h"
 
 #include <stdbool.h>
 #include <stddef.h>

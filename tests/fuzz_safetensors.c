@@ -4,6 +4,7 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
+#include "files/config.h"
 #include "data.h"
 
 #include <jansson.h>

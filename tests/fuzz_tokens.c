@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
+#include "files/config.h"
 #include "data.h"
 
 #include <stdbool.h>

@@ -4,7 +4,10 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
+#include "files/config.h"
+#include "files/tokenizer.h"
 #include "data.h"
+#include "commands/tokenize.h"
 
 #include <fcntl.h>
 #include <jansson.h>

@@ -6,6 +6,7 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/config.h"
 #include "data.h"
 #include "ling.h"
 

@@ -4,7 +4,11 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
+#include "files/tokenizer.h"
+#include "files/text.h"
+#include "files/tokenizer_training.h"
 #include "data.h"
+#include "commands/tokenize.h"
 
 #include <argp.h>
 #include <jansson.h>

@@ -1,0 +1,391 @@
+/*
+ * files/text.c - text and JSON lines as input: files in blocks that threads work on side by side, documents, prompts.
+ *
+ * A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a place where a
+ * tokenizer is likely to cut. Whether it does is for the reader of the block to find out.
+ */
+#define _GNU_SOURCE
+#include "files/text.h"
+
+#include "files/base.h"
+#include "files/tokenizer.h"
+
+#include <argp.h>
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define BLOCKS_AT_ONCE 16      /* that are in memory, for each processor */
+
+void input_close(struct input *in)
+{
+	if (in->fd >= 0)
+		close(in->fd);
+	free(in->data), free(in->blocks);
+}
+
+/* Where to cut a text behind 1 to n bytes, of which at least one more is there: in front of the last line that begins with something, else of the
+ * last word, else anywhere between two characters. */
+static size_t text_cut(const char *text, size_t n)
+{
+	size_t word = 0, character = 0;
+	for (size_t i = n; i > 0; i--) {
+		if (((uint8_t)text[i] & 0xC0) == 0x80)
+			continue;
+		character = character ? character : i;
+		if (text[i - 1] == '\n' && !isspace((unsigned char)text[i]))
+			return i;
+		if (!word && text[i] == ' ' && !isspace((unsigned char)text[i - 1]) && !isspace((unsigned char)text[i + 1]))
+			word = i;
+	}
+	return word ? word : character ? character : n;
+}
+
+/* Cuts what has been read of a file into blocks; `ended`: nothing more comes. */
+static void input_cut(struct input *in, bool ended)
+{
+	const size_t count = in->count;
+	for (;;) {
+		const char *text = in->data + in->begin;
+		const size_t left = in->size - in->begin;
+		size_t n = ended ? left : 0;
+		if (in->lines && left >= TEXT_BLOCK) {
+			const char *newline = memchr(text + TEXT_BLOCK - 1, '\n', left - TEXT_BLOCK + 1);
+			n = newline ? (size_t)(newline + 1 - text) : n;
+		} else if (!in->lines && left >= TEXT_BLOCK + LOOK_AHEAD)
+			n = text_cut(text, TEXT_BLOCK);
+		if (!n)
+			break;
+		in->blocks = grow(in->blocks, in->count, &in->room, 1, sizeof *in->blocks);
+		in->blocks[in->count++] = (struct block){.path = in->files[in->next - 1], .line = in->lines ? in->line : 0, .begin = in->begin,
+			.end = in->begin + n};
+		for (size_t i = 0; in->lines && i < n; i++)
+			in->line += text[i] == '\n';
+		in->begin += n;
+	}
+	for (size_t i = count; i < in->count; i++)
+		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != in->blocks[i].path || in->blocks[i - 1].whole;
+	for (size_t i = in->count; i > 0 && !in->blocks[i - 1].line && !in->blocks[i - 1].whole && in->blocks[i - 1].path == in->files[in->next - 1]; i--)
+		in->blocks[i - 1].known = in->size, in->blocks[i - 1].whole = ended;
+}
+
+int64_t input_read(struct input *in, size_t done)
+{
+	progress(&in->progress, done);
+	if (!in->data) {
+		long processors = sysconf(_SC_NPROCESSORS_ONLN);
+		in->capacity = TEXT_BLOCK * BLOCKS_AT_ONCE * (size_t)(processors < 1 ? 1 : processors);
+		in->data = allocate(in->capacity);
+	} else if (!done && in->count) /* the blocks that were there were not enough to do anything with */
+		in->data = grow(in->data, in->size, &in->capacity, in->capacity - in->size + 1, 1);
+	memmove(in->data, in->data + done, in->size - done);
+	in->size -= done;
+	in->begin = in->count = 0;
+	for (;;) {
+		if (in->fd < 0 && in->next == in->num_files)
+			break;
+		const char *path = in->files[in->fd < 0 ? in->next : in->next - 1];
+		if (in->fd < 0) {
+			if ((in->fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+				return fail("%s: cannot open: %s", path, strerror(errno));
+			in->next++;
+			in->lines = has_suffix(path, ".jsonl");
+			in->line = 1;
+		}
+		if (in->size == in->capacity) {
+			if (in->count)
+				break;
+			in->data = grow(in->data, in->size, &in->capacity, 1, 1);
+		}
+		const ssize_t n = read(in->fd, in->data + in->size, in->capacity - in->size);
+		if (n < 0 && errno != EINTR)
+			return fail("%s: cannot read: %s", path, strerror(errno));
+		in->size += n > 0 ? n : 0;
+		if (n >= 0)
+			input_cut(in, n == 0);
+		if (n == 0) {
+			close(in->fd);
+			in->fd = -1;
+		}
+	}
+	return in->count;
+}
+
+struct encoder *encoder_take(struct encoders *all)
+{
+	struct encoder *e;
+	#pragma omp critical (encoders)
+	{
+		e = all->first;
+		all->first = e ? e->next : NULL;
+	}
+	return e ? e : encoder_open(all->tokenizer);
+}
+
+void encoder_give(struct encoders *all, struct encoder *e)
+{
+	#pragma omp critical (encoders)
+	{
+		e->next = all->first;
+		all->first = e;
+	}
+}
+
+void encoders_close(struct encoders *all)
+{
+	for (struct encoder *e = all->first, *next; e; e = next) {
+		next = e->next;
+		encoder_close(e);
+	}
+}
+
+/* The string member `key` of what stands at `where`, which may hold any bytes. */
+static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
+{
+	const json_t *v = json_object_get(object, key);
+	if (!json_is_string(v))
+		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
+	m->content = json_string_value(v), m->content_size = json_string_length(v);
+	return 0;
+}
+
+/* Reads an array of messages. The caller frees *out, which points into it. */
+static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
+{
+	const size_t n = json_array_size(array);
+	if (!json_is_array(array) || n < 1 || n > INT_MAX)
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
+				json_kind(array));
+	*out = allocate(n * sizeof **out);
+	*count = n;
+	for (size_t i = 0; i < n; i++) {
+		char place[PATH_LEN + 64], shown[64];
+		const json_t *v = json_array_get(array, i);
+		struct message *m = &(*out)[i];
+		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
+		if (!json_is_object(v))
+			return fail("%s: is %s; expected an object", place, json_kind(v));
+		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
+			return -1;
+		if (!chat_role(m->role))
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+	}
+	return 0;
+}
+
+/* ============================================================================================================
+ * Prompts, and text that was made from them
+ * ========================================================================================================== */
+
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
+{
+	if (chat)
+		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
+	if (encode(e, text, n, true, out) < 0)
+		return -1;
+	if (out->count == 0 && tokenizer_end(e->t) < 0)
+		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
+	if (out->count == 0)
+		put_id(out, tokenizer_end(e->t));
+	return 0;
+}
+
+/* One line of a .jsonl file. */
+static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
+{
+	json_error_t error;
+	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
+	struct message prompt, *list = NULL;
+	int rc, count = 0;
+	if (!root)
+		rc = fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(root) || !text == !messages)
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
+				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
+	else
+		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
+	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
+			: chat_encode(e, list, count, true, out, NULL)) < 0) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%s: %.3000s", where, what);
+	}
+	free(list);
+	json_decref(root);
+	return rc;
+}
+
+int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
+{
+	const size_t length = strlen(path);
+	const bool jsonl = length >= 6 && !strcmp(path + length - 6, ".jsonl");
+	FILE *f = fopen(path, "re");
+	*out = NULL, *n = 0;
+	if (!f)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	struct encoder *e = encoder_open(t);
+	char *line = NULL, where[PATH_LEN + 32];
+	size_t room = 0, capacity = 0;
+	int rc = e ? 0 : -1;
+	ssize_t size;
+	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
+		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
+			size--;
+		if (size == 0 || (jsonl && strspn(line, " \t\r\n") >= (size_t)size))
+			continue;
+		*out = grow(*out, *n, &capacity, 1, sizeof **out);
+		struct ids *ids = &(*out)[(*n)++];
+		*ids = (struct ids){0};
+		snprintf(where, sizeof where, "%s:%ld", path, number);
+		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
+	}
+	if (rc == 0 && ferror(f))
+		rc = fail("%s: cannot read: %s", path, strerror(errno));
+	if (rc == 0 && *n == 0)
+		rc = fail("%s: no prompts here; expected one on a line", path);
+	for (int i = 0; rc < 0 && i < *n; i++)
+		free((*out)[i].id);
+	if (rc < 0) {
+		free(*out);
+		*out = NULL, *n = 0;
+	}
+	encoder_close(e);
+	free(line);
+	fclose(f);
+	return rc;
+}
+
+/* Bytes of the text that ids stand for, special tokens left out. */
+static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
+{
+	int64_t bytes = 0;
+	for (int64_t i = 0; i < ids->count; i++)
+		bytes += tokenizer_bytes(t, ids->id[i]);
+	return bytes;
+}
+
+/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold
+ * anything, integers beyond 64 bits included. */
+static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
+{
+	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
+	int n = 2, rc = 0;
+	d->ids.count = d->learned.size = 0;
+	if (!json_is_object(root))
+		return fail("%s: is %s; expected an object", where, json_kind(root));
+	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
+	const json_t *text = json_object_get(root, "text");
+	if (!array + !completion + !text != 2)
+		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array `messages`, and a `prompt` "
+				"with its `completion`", where, array || completion || text ? "several" : "none");
+	if (text) {
+		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
+			return -1;
+	} else {
+		if (array) {
+			messages = NULL;
+			rc = read_messages(array, where, &messages, &n);
+			bool reply = false;
+			for (int i = 0; i < n && rc == 0; i++)
+				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
+			if (rc == 0 && !reply)
+				rc = fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
+		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
+			rc = -1;
+		if (rc == 0)
+			rc = chat_encode(e, messages, n, false, &d->ids, &d->learned);
+		if (messages != m)
+			free(messages);
+	}
+	const int32_t end = tokenizer_end(e->t);
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation whose last word is not the assistant's */
+		put_id(&d->ids, end);
+		if (d->learned.size)
+			mark_learned(&d->learned, &d->ids, false);
+	}
+	d->bytes = text_bytes(e->t, &d->ids);
+	return rc;
+}
+
+/* One line of a JSONL file, which is not blank, into *d. */
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
+{
+	char where[PATH_LEN + 32];
+	json_error_t error;
+	snprintf(where, sizeof where, "%s:%ld", path, line);
+	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	int rc = root ? line_document(e, root, where, special, d) : fail("%s: bad JSON: %s", where, error.text);
+	json_decref(root);
+	return rc;
+}
+
+void encoded_free(struct encoded *r)
+{
+	for (size_t i = 0; i < r->count; i++)
+		free(r->documents[i].ids.id), free(r->documents[i].learned.data);
+	free(r->documents), free(r->error);
+	*r = (struct encoded){0};
+}
+
+static struct document *new_document(struct encoded *r)
+{
+	r->documents = grow(r->documents, r->count, &r->room, 1, sizeof *r->documents);
+	r->documents[r->count] = (struct document){0};
+	return &r->documents[r->count++];
+}
+
+void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
+		struct encoded *r)
+{
+	struct document *d = new_document(r);
+	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, known < b->known || !b->whole, special, &d->ids);
+	if (done < 0 && asprintf(&r->error, "%s: %s", b->path, error_text) < 0)
+		r->error = strdup("out of memory");
+	r->done = begin + (done < 0 ? 0 : done);
+	d->bytes = text_bytes(e->t, &d->ids);
+}
+
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r)
+{
+	int64_t line = b->line;
+	for (size_t i = b->begin, n; i < b->end && !r->error; i += n, line++) {
+		const char *text = in->data + i, *newline = memchr(text, '\n', b->end - i);
+		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
+		size_t blank = 0;
+		while (blank < n && strchr(" \t\r\n", text[blank]) && text[blank])
+			blank++;
+		if (blank == n)
+			continue;
+		if (parse_line(e, b->path, line, text, n, special, new_document(r)) < 0)
+			r->error = strdup(error_text);
+	}
+}
+
+size_t known_behind(const struct block *b)
+{
+	return b->known - b->end < LOOK_AHEAD ? b->known : b->end + LOOK_AHEAD;
+}
+
+int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
+{
+	for (int i = 0; i < num_files; i++) {
+		struct stat in, out;
+		if (stat(files[i], &in) < 0)
+			return fail("%s: cannot open: %s", files[i], strerror(errno));
+		if (S_ISDIR(in.st_mode))
+			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
+		for (int k = 0; k < num_outputs; k++)
+			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
+		*total += in.st_size;
+	}
+	return 0;
+}

@@ -8,7 +8,10 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
 #include "files/tokenizer.h"
+#include "files/checkpoint.h"
 #include "data.h"
 
 #include <assert.h>

@@ -36,7 +36,9 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
+#include "files/tensors.h"
 #include "files/tokenizer.h"
+#include "files/checkpoint.h"
 #include "data.h"
 
 #include <signal.h>

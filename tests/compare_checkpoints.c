@@ -8,7 +8,8 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
-#include "data.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
 
 #include <jansson.h>
 #include <stdbool.h>

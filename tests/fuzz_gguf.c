@@ -6,7 +6,10 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
-#include "data.h"
+#include "files/tensors.h"
+#include "files/gguf.h"
+#include "files/checkpoint.h"
+#include "files/convert.h"
 
 #include <stddef.h>
 #include <stdint.h>

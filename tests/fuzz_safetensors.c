@@ -5,7 +5,9 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
-#include "data.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
+#include "files/checkpoint.h"
 
 #include <jansson.h>
 #include <stdbool.h>

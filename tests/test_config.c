@@ -4,7 +4,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
-#include "data.h"
+#include "files/checkpoint.h"
 
 #include <jansson.h>
 #include <math.h>

@@ -5,7 +5,11 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
-#include "data.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
+#include "files/gguf.h"
+#include "files/checkpoint.h"
+#include "files/convert.h"
 
 #include <jansson.h>
 #include <math.h>

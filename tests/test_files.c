@@ -5,7 +5,10 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
 #include "files/tokenizer.h"
+#include "files/checkpoint.h"
 #include "data.h"
 #include "commands/tokenize.h"
 

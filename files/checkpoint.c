@@ -1,0 +1,497 @@
+/*
+ * files/checkpoint.c - checkpoints: directories that appear whole or not at all, and the state of a run in them.
+ *
+ *   step-0000200        a checkpoint, always whole
+ *   .tmp-step-0000200   one being written or removed: rubbish after a crash
+ * Every byte is covered: tensors by the checksums in their files, headers, indexes and config.json by those in
+ * trainer.json, trainer.json by its own.
+ */
+#define _GNU_SOURCE
+#include "files/checkpoint.h"
+
+#include "files/base.h"
+#include "files/config.h"
+#include "files/tensors.h"
+#include "files/safetensors.h"
+#include "files/tokenizer.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#define TRAINER_FORMAT "ling-trainer"
+#define TRAINER_VERSION 2
+
+const char *const kinds[] = {"model", "optimizer"};
+
+static void part_name(char name[64], const char *kind, int part, int parts)
+{
+	if (parts == 1)
+		snprintf(name, 64, "%s.safetensors", kind);
+	else
+		snprintf(name, 64, "%s-%05d-of-%05d.safetensors", kind, part + 1, parts);
+}
+
+bool checkpoint_name(char name[64], int i, int parts)
+{
+	if (i == 0)
+		strcpy(name, "config.json");
+	else if (i <= 2 * parts)
+		part_name(name, kinds[(i - 1) / parts], (i - 1) % parts, parts);
+	else if (parts > 1 && i <= 2 * parts + 2)
+		snprintf(name, 64, "%s.safetensors.index.json", kinds[i - 2 * parts - 1]);
+	else
+		return false;
+	return true;
+}
+
+/* What a checkpoint holds besides where data.tokenizer is a tokenizer.json, so that any tool can use it: copies of these. */
+static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"}; /* the second where there is one */
+#define NUM_TOKENIZER_FILES 2
+
+void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts)
+{
+	char name[64];
+	part_name(name, kind, part, parts);
+	path_join(path, dir, name); /* fits: the config's check of train.output_dir, or the conversion's of its path, sees to it */
+}
+
+/* The step in a name that is exactly prefix and step as checkpoint_path writes them, or -1. */
+static int64_t step_of(const char *name, const char *prefix)
+{
+	char again[64];
+	size_t skip = strlen(prefix);
+	if (strncmp(name, prefix, skip) || strspn(name + skip, "0123456789") > 18)
+		return -1;
+	long long step = strtoll(name + skip, NULL, 10);
+	snprintf(again, sizeof again, "%s%07lld", prefix, step);
+	return strcmp(name, again) ? -1 : step;
+}
+
+int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step)
+{
+	char name[64];
+	snprintf(name, sizeof name, "%s%07lld", prefix, (long long)step);
+	return path_join(out, output_dir, name);
+}
+
+void directory_remove(const char *path)
+{
+	if (unlink(path) == 0)
+		return;
+	DIR *dir = opendir(path);
+	for (struct dirent *e; dir && (e = readdir(dir));)
+		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+			unlinkat(dirfd(dir), e->d_name, 0);
+	if (dir)
+		closedir(dir);
+	if (rmdir(path) < 0 && errno != ENOENT)
+		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
+}
+
+static int by_step(const void *a, const void *b)
+{
+	int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+	return (x > y) - (x < y);
+}
+
+/* Lists the steps in output_dir's names of checkpoints, whole or not, ascending. The caller frees *steps. Returns their
+ * number, or -1. */
+static int checkpoint_list(const char *output_dir, int64_t **steps)
+{
+	*steps = NULL;
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	int n = 0;
+	size_t room = 0;
+	errno = 0;
+	for (struct dirent *e; (e = readdir(dir)); errno = 0) {
+		int64_t step = step_of(e->d_name, "step-");
+		if (step < 0)
+			continue;
+		*steps = grow(*steps, n, &room, 1, sizeof **steps);
+		(*steps)[n++] = step;
+	}
+	if (errno)
+		n = fail("%s: cannot list: %s", output_dir, strerror(errno));
+	closedir(dir);
+	if (n > 0)
+		qsort(*steps, n, sizeof **steps, by_step);
+	return n;
+}
+
+/* Whether the checkpoint of a step has a trainer.json that can be read: it is written last. errno tells why not. */
+static bool checkpoint_is_whole(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN], trainer[PATH_LEN];
+	return checkpoint_path(path, output_dir, "step-", step) == 0 && path_join(trainer, path, "trainer.json") == 0 &&
+			access(trainer, R_OK) == 0;
+}
+
+int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
+{
+	char path[PATH_LEN];
+	const uint8_t *data;
+	size_t bytes;
+	if (path_join(path, dir, name) < 0 || map_file(path, &data, &bytes) < 0)
+		return -1;
+	*size = bytes;
+	uint64_t covered = bytes;
+	const char *dot = strrchr(name, '.');
+	if (dot && !strcmp(dot, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
+		covered = 8 + load_i64(data);
+	*crc = crc32_z(0, data, covered);
+	unmap_file(data, bytes);
+	return 0;
+}
+
+/* Adds a file to the member `files` of trainer.json. */
+static int seal_to_json(const char *dir, const char *name, json_t *files)
+{
+	int64_t size;
+	uint32_t crc;
+	if (file_seal(dir, name, &size, &crc) < 0)
+		return -1;
+	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+}
+
+uint32_t trainer_crc(json_t *root)
+{
+	json_object_del(root, "crc32");
+	char *text = json_text(root, JSON_COMPACT);
+	uint32_t crc = crc32_z(0, (const uint8_t *)text, strlen(text));
+	free(text);
+	return crc;
+}
+
+/* An array of n numbers; one that is not finite fails. NULL on error. */
+static json_t *reals_to_json(const char *path, const char *key, const double *x, int n)
+{
+	json_t *array = json_array();
+	for (int i = 0; i < n; i++)
+		if (json_array_append_new(array, json_real(x[i])) < 0) {
+			fail("%s: %s of layer %d is %g; expected a finite number", path, key, i, x[i]);
+			json_decref(array);
+			return NULL;
+		}
+	return array;
+}
+
+static json_t *sources_to_json(const struct trainer_state *s)
+{
+	json_t *array = json_array();
+	for (int i = 0; i < s->num_sources; i++) {
+		const struct source_state *x = &s->sources[i];
+		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens, "crc32", crc_to_json(x->crc32),
+				"share", (json_int_t)x->share, "credit", (json_int_t)x->credit, "taken", (json_int_t)x->taken, "order", x->order));
+	}
+	return array;
+}
+
+static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
+{
+	char path[PATH_LEN], name[64];
+	if (path_join(path, dir, "trainer.json") < 0)
+		return -1;
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
+			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
+			"sources", sources_to_json(s), "parts", parts);
+	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
+	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
+	int rc = std ? 0 : -1;
+	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++)
+		rc = seal_to_json(dir, name, files);
+	for (int i = 0; !rc && i < NUM_TOKENIZER_FILES; i++)
+		if (path_join(path, dir, tokenizer_files[i]) == 0 && path_exists(path) > 0)
+			rc = seal_to_json(dir, tokenizer_files[i], files);
+	rc = rc < 0 || path_join(path, dir, "trainer.json") < 0 ? -1 : 0;
+	json_object_set_new(root, "router_mean", mean);
+	json_object_set_new(root, "router_std", std);
+	json_object_set_new(root, "files", files);
+	if (!rc && json_object_set_new(root, "config", run_to_json(c)) < 0)
+		rc = fail("%s: the config cannot be written as JSON", path);
+	if (!rc) {
+		json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
+		rc = json_write(path, root);
+	}
+	json_decref(root);
+	return rc;
+}
+
+int parts_finish(const char *dir, const char *kind, int parts)
+{
+	char path[PATH_LEN], name[64];
+	struct weights *w = allocate(sizeof *w);
+	json_t *map = json_object();
+	json_int_t total = 0;
+	int rc = 0;
+	for (int part = 0; part < parts && !rc; part++) {
+		checkpoint_file(path, dir, kind, part, parts);
+		rc = shard_open(w, path) < 0 ? -1 : sync_path(path);
+	}
+	for (int i = 0; i < w->count && !rc; i++) { /* sorted by name */
+		const struct stored *t = &w->tensors[i];
+		if (i && !strcmp(t[-1].name, t->name))
+			rc = fail("%s: tensor %s is in %s as well; expected it once", t->shard->path, t->name, t[-1].shard->path);
+		json_object_set_new(map, t->name, json_string(strrchr(t->shard->path, '/') + 1));
+		total += t->end - t->begin;
+	}
+	weights_close(w);
+	snprintf(name, sizeof name, "%s.safetensors.index.json", kind);
+	json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", total, "weight_map", map);
+	if (!rc && parts > 1)
+		rc = path_join(path, dir, name) < 0 ? -1 : json_write(path, index);
+	json_decref(index);
+	return rc;
+}
+
+/* Copies the files of data.tokenizer, if it has any. */
+static int copy_tokenizer(const char *dir, const struct config *c)
+{
+	char file[PATH_LEN], from[PATH_LEN], to[PATH_LEN];
+	if (!strcmp(c->data.tokenizer, "none") || !strcmp(c->data.tokenizer, BYTE_TOKENIZER))
+		return 0;
+	if (tokenizer_path(file, c->data.tokenizer) < 0 || path_join(to, dir, tokenizer_files[0]) < 0 || copy_file(file, to) < 0)
+		return -1;
+	parent_of(from, file);
+	if (path_join(file, from, tokenizer_files[1]) < 0 || path_join(to, dir, tokenizer_files[1]) < 0)
+		return -1;
+	const int there = path_exists(file);
+	return there > 0 ? copy_file(file, to) : there;
+}
+
+/* Completes the directory, and brings all of it to disk. */
+static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "config.json") < 0 || config_to_huggingface(&c->model, path) < 0)
+		return -1;
+	for (int i = 0; i < 2; i++)
+		if (parts_finish(dir, kinds[i], parts) < 0)
+			return -1;
+	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
+}
+
+/* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
+ * are warnings: the new checkpoint is safe. */
+static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
+{
+	char path[PATH_LEN], temporary[PATH_LEN];
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps);
+	if (n < 0)
+		fprintf(stderr, "ling: warning: old checkpoints stay: %s\n", error_text);
+	for (int i = n - 1; i >= 0; i--) {
+		if (!checkpoint_is_whole(output_dir, steps[i]) || keep-- > 0 || steps[i] == saved)
+			continue;
+		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
+		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
+				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
+			continue; /* too long a path to have been made by us */
+		if (rename(path, temporary) < 0)
+			fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
+		else
+			directory_remove(temporary);
+	}
+	free(steps);
+}
+
+int checkpoint_begin(const struct config *c, const struct trainer_state *s, char dir[PATH_LEN])
+{
+	if (checkpoint_is_whole(c->train.output_dir, s->step))
+		return 1;
+	if (checkpoint_path(dir, c->train.output_dir, ".tmp-step-", s->step) < 0 || make_directories(c->train.output_dir) < 0)
+		return -1;
+	directory_remove(dir);
+	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
+}
+
+int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int parts)
+{
+	char target[PATH_LEN];
+	int rc = parts < 1 || parts > MAX_PARTS ? fail("%s: %d parts; expected 1 to %d", dir, parts, MAX_PARTS)
+		: checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ? -1 : checkpoint_fill(dir, c, s, parts);
+	if (rc == 0 && rename(dir, target) < 0)
+		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target, strerror(errno));
+	if (rc < 0) {
+		checkpoint_abandon(dir);
+		return -1;
+	}
+	if (sync_path(c->train.output_dir) < 0)
+		return -1;
+	if (c->checkpoint.keep > 0)
+		checkpoint_prune(c->train.output_dir, c->checkpoint.keep, s->step);
+	return 0;
+}
+
+void checkpoint_abandon(const char *dir)
+{
+	directory_remove(dir);
+}
+
+int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+{
+	char left[PATH_LEN];
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	for (struct dirent *e; (e = readdir(dir));)
+		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
+			directory_remove(left);
+	closedir(dir);
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps), last = n - 1;
+	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
+	if (rc > 0 && !checkpoint_is_whole(output_dir, steps[last])) {
+		/* Continuing from an older one would undo work that perhaps can be saved: that is not ours to decide. */
+		const char *reason = strerror(errno);
+		while (last >= 0 && !checkpoint_is_whole(output_dir, steps[last]))
+			last--;
+		char older[64] = "start from the beginning";
+		if (last >= 0)
+			snprintf(older, sizeof older, "continue from step %lld", (long long)steps[last]);
+		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or remove "
+				"that directory to %s", path, reason, older);
+	}
+	free(steps);
+	return rc;
+}
+
+/* Reads an array of n finite numbers of at least `low`. */
+static int field_reals(const json_t *object, const char *where, const char *key, int n, double low, double *out)
+{
+	const json_t *array = json_object_get(object, key);
+	if (!json_is_array(array))
+		return fail("%s: `%s` is %s; expected an array", where, key, json_kind(array));
+	if (json_array_size(array) != (size_t)n)
+		return fail("%s: `%s` has %zu entries; expected one for each of %d layers", where, key, json_array_size(array), n);
+	for (int i = 0; i < n; i++) {
+		const json_t *v = json_array_get(array, i);
+		if (!json_is_number(v))
+			return fail("%s: `%s` entry %d is %s; expected a number", where, key, i, json_kind(v));
+		out[i] = json_number_value(v);
+		if (out[i] < low)
+			return fail("%s: `%s` entry %d is %g; expected at least %g", where, key, i, out[i], low);
+	}
+	return 0;
+}
+
+/* Reads `sources`. Their number and the sizes keep all that is computed from them within int64_t. */
+static int field_sources(const json_t *root, const char *path, struct trainer_state *s)
+{
+	const json_t *array = json_object_get(root, "sources");
+	const int64_t whole = INT64_C(1) << 32;
+	if (!json_is_array(array) || json_array_size(array) > MAX_SOURCES)
+		return fail("%s: `sources` is %s; expected an array of at most %d", path, json_is_array(array) ? "longer" : json_kind(array), MAX_SOURCES);
+	s->num_sources = json_array_size(array);
+	for (int i = 0; i < s->num_sources; i++) {
+		struct source_state *x = &s->sources[i];
+		const json_t *v = json_array_get(array, i);
+		char where[PATH_LEN + 32];
+		int64_t order;
+		snprintf(where, sizeof where, "%s: source %d", path, i + 1);
+		if (field_int(v, where, "tokens", 0, INT64_MAX, &x->tokens) < 0 || field_crc(v, where, "crc32", &x->crc32) < 0 ||
+				field_int(v, where, "share", 0, whole, &x->share) < 0 ||
+				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
+				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 || field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+			return -1;
+		x->order = order;
+	}
+	return 0;
+}
+
+/* Compares a file of a checkpoint with its size and checksum in trainer.json, which is `where`. */
+static int file_check(const char *dir, const char *where, const json_t *files, const char *name)
+{
+	const json_t *entry = json_object_get(files, name);
+	int64_t size, found_size;
+	uint32_t crc, found_crc;
+	if (!json_is_object(entry))
+		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name, json_kind(entry));
+	if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
+			file_seal(dir, name, &found_size, &found_crc) < 0)
+		return -1;
+	if (found_size != size)
+		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name, (long long)found_size,
+				(long long)size);
+	if (found_crc != crc)
+		return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name, (unsigned)found_crc,
+				(unsigned)crc);
+	return 0;
+}
+
+int files_check(const char *dir, const char *where, const json_t *root)
+{
+	const json_t *files = json_object_get(root, "files");
+	char name[64];
+	int64_t parts = 1; /* as in checkpoints from before there could be more */
+	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_PARTS, &parts) < 0)
+		return -1;
+	for (int i = 0; checkpoint_name(name, i, parts); i++)
+		if (file_check(dir, where, files, name) < 0)
+			return -1;
+	for (int i = 0; i < NUM_TOKENIZER_FILES; i++)
+		if (json_object_get(files, tokenizer_files[i]) && file_check(dir, where, files, tokenizer_files[i]) < 0)
+			return -1;
+	return 0;
+}
+
+int trainer_check(json_t *root, const char *path)
+{
+	const char *format = field_text(root, path, "format");
+	int64_t version;
+	uint32_t crc, found;
+	if (!format)
+		return -1;
+	if (strcmp(format, TRAINER_FORMAT))
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"", path, format, TRAINER_FORMAT);
+	if (field_int(root, path, "version", 1, INT32_MAX, &version) < 0)
+		return -1;
+	if (version != TRAINER_VERSION)
+		return fail("%s: version %lld; this program reads version %d", path, (long long)version, TRAINER_VERSION);
+	if (field_crc(root, path, "crc32", &crc) < 0)
+		return -1;
+	if ((found = trainer_crc(root)) != crc)
+		return fail("%s: checksum %08x; expected %08x; the file was changed after it was saved", path, (unsigned)found,
+				(unsigned)crc);
+	return 0;
+}
+
+int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "trainer.json") < 0)
+		return -1;
+	json_t *root = json_read(path);
+	if (!root)
+		return -1;
+	const char *slash = strrchr(dir, '/');
+	const int64_t named = step_of(slash ? slash + 1 : dir, "step-");
+	const json_t *config = json_object_get(root, "config");
+	int rc = trainer_check(root, path);
+	/* The config first: where it differs, what differs in consequence is not the news. */
+	if (rc == 0)
+		rc = json_is_object(config) ? config_compare(config, asked, path, notes)
+			: fail("%s: `config` is %s; expected an object", path, json_kind(config));
+	if (rc == 0 && (
+			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
+			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
+			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
+			field_sources(root, path, s) < 0 ||
+			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
+			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
+			files_check(dir, path, root) < 0))
+		rc = -1;
+	if (rc == 0 && named >= 0 && named != s->step)
+		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "
+				"remove it", path, (long long)s->step, (long long)named);
+	json_decref(root);
+	return rc;
+}

@@ -1,0 +1,708 @@
+/*
+ * files/gguf.c - GGUF, llama.cpp's format: reading and writing, with its tokenizer and its config.
+ *
+ * value; of each tensor name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length
+ * (u64) and its bytes.
+ */
+#define _GNU_SOURCE
+#include "files/gguf.h"
+
+#include "files/base.h"
+#include "files/config.h"
+#include "files/tensors.h"
+#include "files/tokenizer.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define GGUF_MAX_ITEMS (1 << 24) /* of an array in the metadata: far beyond any vocabulary */
+
+static const int gguf_sizes[NUM_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; /* bytes, or the least that there can be */
+
+/* Types of tensors by their number. */
+#define NO UNKNOWN_DTYPE
+static const struct { const char *name; enum dtype dtype; } ggml_types[] = {
+	[0] = {"F32", F32}, [1] = {"F16", F16}, [2] = {"Q4_0", NO}, [3] = {"Q4_1", NO}, [6] = {"Q5_0", NO}, [7] = {"Q5_1", NO}, [8] = {"Q8_0", NO},
+	[9] = {"Q8_1", NO}, [10] = {"Q2_K", NO}, [11] = {"Q3_K", NO}, [12] = {"Q4_K", NO}, [13] = {"Q5_K", NO}, [14] = {"Q6_K", NO},
+	[15] = {"Q8_K", NO}, [16] = {"IQ2_XXS", NO}, [17] = {"IQ2_XS", NO}, [18] = {"IQ3_XXS", NO}, [19] = {"IQ1_S", NO}, [20] = {"IQ4_NL", NO},
+	[21] = {"IQ3_S", NO}, [22] = {"IQ2_S", NO}, [23] = {"IQ4_XS", NO}, [24] = {"I8", NO}, [25] = {"I16", NO}, [26] = {"I32", I32},
+	[27] = {"I64", I64}, [28] = {"F64", F64}, [29] = {"IQ1_M", NO}, [30] = {"BF16", BF16}, [34] = {"TQ1_0", NO}, [35] = {"TQ2_0", NO},
+	[39] = {"MXFP4", NO}, [40] = {"NVFP4", NO},
+};
+#undef NO
+enum { NUM_GGML_TYPES = sizeof ggml_types / sizeof *ggml_types };
+
+/* The config's keys there, behind "bailingmoe.". */
+static const struct { const char *name; enum gguf_type type; const char *key; } gguf_keys[] = {
+	{"block_count", GGUF_U32, "model.num_hidden_layers"},
+	{"context_length", GGUF_U32, "model.max_position_embeddings"},
+	{"embedding_length", GGUF_U32, "model.hidden_size"},
+	{"feed_forward_length", GGUF_U32, "model.intermediate_size"},
+	{"attention.head_count", GGUF_U32, "model.num_attention_heads"},
+	{"attention.head_count_kv", GGUF_U32, "model.num_key_value_heads"},
+	{"attention.key_length", GGUF_U32, "model.head_dim"},
+	{"attention.value_length", GGUF_U32, "model.head_dim"},
+	{"attention.layer_norm_rms_epsilon", GGUF_F32, "model.rms_norm_eps"},
+	{"rope.dimension_count", GGUF_U32, "model.head_dim"},
+	{"rope.freq_base", GGUF_F32, "model.rope_theta"},
+	{"vocab_size", GGUF_U32, "model.vocab_size"},
+	{"leading_dense_block_count", GGUF_U32, "model.first_k_dense_replace"},
+	{"expert_count", GGUF_U32, "model.num_experts"},
+	{"expert_used_count", GGUF_U32, "model.num_experts_per_tok"},
+	{"expert_feed_forward_length", GGUF_U32, "model.moe_intermediate_size"},
+	{"expert_shared_count", GGUF_U32, "model.num_shared_experts"},
+	{"expert_weights_norm", GGUF_BOOL, "model.norm_topk_prob"},
+};
+enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
+
+/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one group of experts. */
+static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count", "expert_group_used_count"};
+
+const struct pre_tokenizers_row pre_tokenizers[] = {
+	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", LING_PATTERN},
+	{"gpt-2", NULL},
+};
+enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
+
+/* What Hugging Face and GGUF call the tokens with a part to play. */
+static const struct { const char *role, *gguf; } token_roles[] = {
+	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"}, {"unk", "tokenizer.ggml.unknown_token_id"},
+	{"sep", "tokenizer.ggml.seperator_token_id"}, {"pad", "tokenizer.ggml.padding_token_id"},
+};
+enum { ROLE_BOS, ROLE_EOS, NUM_TOKEN_ROLES = sizeof token_roles / sizeof *token_roles };
+
+/* -- reading -- */
+
+struct cursor { const char *path; const uint8_t *at, *end; };
+
+/* The next n bytes, NULL when there are fewer. */
+static const uint8_t *take(struct cursor *c, uint64_t n)
+{
+	const uint8_t *bytes = c->at;
+	if (n > (uint64_t)(c->end - c->at)) {
+		fail("%s: ends within its header: %llu bytes expected, %lld left; the file is truncated", c->path, (unsigned long long)n,
+				(long long)(c->end - c->at));
+		return NULL;
+	}
+	c->at += n;
+	return bytes;
+}
+
+static int take_u32(struct cursor *c, uint32_t *out)
+{
+	const uint8_t *bytes = take(c, 4);
+	if (bytes)
+		memcpy(out, bytes, 4);
+	return bytes ? 0 : -1;
+}
+
+static int take_u64(struct cursor *c, uint64_t *out)
+{
+	const uint8_t *bytes = take(c, 8);
+	if (bytes)
+		memcpy(out, bytes, 8);
+	return bytes ? 0 : -1;
+}
+
+/* A text; `what` names it. NULL on error. */
+static json_t *take_text(struct cursor *c, const char *what)
+{
+	uint64_t n;
+	const uint8_t *bytes;
+	if (take_u64(c, &n) < 0 || !(bytes = take(c, n)))
+		return NULL;
+	json_t *text = json_stringn((const char *)bytes, n);
+	if (!text)
+		fail("%s: %s is not UTF-8", c->path, what);
+	return text;
+}
+
+/* A text that is a name: without a 0 in it. NULL on error. */
+static json_t *take_name(struct cursor *c, const char *what)
+{
+	json_t *name = take_text(c, what);
+	if (name && strlen(json_string_value(name)) == json_string_length(name))
+		return name;
+	if (name)
+		fail("%s: %s has a 0 byte in it", c->path, what);
+	json_decref(name);
+	return NULL;
+}
+
+/* The double that the shortest decimal text of a float means, so that 1e-6 comes back as 1e-6. */
+static double shortest_decimal(float value)
+{
+	char text[32];
+	for (int digits = 6; digits <= 9; digits++) {
+		snprintf(text, sizeof text, "%.*g", digits, value);
+		if (strtof(text, NULL) == value)
+			break;
+	}
+	return strtod(text, NULL);
+}
+
+/* A value of the metadata. NULL on error. */
+static json_t *take_value(struct cursor *c, const char *key, uint32_t type)
+{
+	if (type == GGUF_TEXT)
+		return take_text(c, key);
+	const uint8_t *bytes = type < NUM_GGUF_TYPES ? take(c, gguf_sizes[type]) : NULL;
+	if (type >= NUM_GGUF_TYPES)
+		fail("%s: `%s` is of type %u; expected one of 0 to %d", c->path, key, type, NUM_GGUF_TYPES - 1);
+	if (!bytes)
+		return NULL;
+	uint64_t n = 0;
+	memcpy(&n, bytes + (type == GGUF_ARRAY ? 4 : 0), type == GGUF_ARRAY ? 8 : gguf_sizes[type]);
+	json_t *value = NULL;
+	double d;
+	switch (type) {
+	case GGUF_U8: case GGUF_U16: case GGUF_U32: return json_integer(n);
+	case GGUF_I8: return json_integer((int8_t)n);
+	case GGUF_I16: return json_integer((int16_t)n);
+	case GGUF_I32: return json_integer((int32_t)n);
+	case GGUF_BOOL: return json_boolean(n);
+	case GGUF_U64: case GGUF_I64:
+		if (type == GGUF_I64 || n <= INT64_MAX)
+			return json_integer((int64_t)n);
+		fail("%s: `%s` is %llu; expected less than 2^63", c->path, key, (unsigned long long)n);
+		return NULL;
+	case GGUF_F32: case GGUF_F64:
+		memcpy(&d, &n, sizeof d);
+		if (type == GGUF_F32)
+			d = shortest_decimal(bits_to_float((uint32_t)n));
+		if (!(value = json_real(d)))
+			fail("%s: `%s` is %g; expected a finite number", c->path, key, d);
+		return value;
+	default: /* an array: the type and the number of its items */
+		type = load_i32(bytes);
+		if (type == GGUF_ARRAY || type >= NUM_GGUF_TYPES || n > GGUF_MAX_ITEMS || n > (uint64_t)(c->end - c->at) / gguf_sizes[type]) {
+			fail("%s: `%s` is an array of %llu items of type %u; expected one of known types, no longer than the file", c->path, key,
+					(unsigned long long)n, type);
+			return NULL;
+		}
+		value = json_array();
+		for (uint64_t i = 0; i < n; i++) {
+			json_t *item = take_value(c, key, type);
+			if (!item) {
+				json_decref(value);
+				return NULL;
+			}
+			json_array_append_new(value, item);
+		}
+		return value;
+	}
+}
+
+/* One entry of the metadata. */
+static int take_entry(struct cursor *c, json_t *metadata)
+{
+	uint32_t type;
+	json_t *name = take_name(c, "a key"), *value = NULL;
+	const char *key = json_string_value(name);
+	if (name && json_object_get(metadata, key))
+		fail("%s: `%s` is there twice; expected it once", c->path, key);
+	else if (name && take_u32(c, &type) == 0 && (value = take_value(c, key, type)))
+		json_object_set(metadata, key, value);
+	json_decref(name);
+	json_decref(value);
+	return value ? 0 : -1;
+}
+
+/* The place of one tensor. Its name and shape go into `shapes`. */
+static int take_tensor(struct cursor *c, struct stored *t, json_t *shapes, const struct shard *s)
+{
+	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
+	const char *text = json_string_value(name);
+	uint32_t dimensions, type;
+	uint64_t size, bytes = 1;
+	int rc = !name ? -1 : json_object_get(shapes, text) ? fail("%s: tensor %.256s is there twice; expected it once", c->path, text)
+		: take_u32(c, &dimensions);
+	if (rc == 0 && (dimensions < 1 || dimensions > 4))
+		rc = fail("%s: tensor %.256s has %u dimensions; expected 1 to 4", c->path, text, dimensions);
+	for (uint32_t i = 0; rc == 0 && i < dimensions; i++) {
+		rc = take_u64(c, &size);
+		if (rc == 0 && (size > INT64_MAX || __builtin_mul_overflow(bytes, size, &bytes) || bytes > INT64_MAX / 8))
+			rc = fail("%s: tensor %.256s is too large for any file", c->path, text);
+		if (rc == 0)
+			json_array_insert_new(shape, 0, json_integer(size));
+	}
+	if (rc == 0)
+		rc = take_u32(c, &type) < 0 || take_u64(c, &t->begin) < 0 ? -1 : 0;
+	if (rc == 0) {
+		const bool known = type < NUM_GGML_TYPES && ggml_types[type].name;
+		t->shard = s;
+		t->dtype = known ? ggml_types[type].dtype : UNKNOWN_DTYPE;
+		t->dtype_name = known ? ggml_types[type].name : "unknown";
+		if (t->begin > INT64_MAX)
+			rc = fail("%s: tensor %.256s: offset %llu; expected one within the file", c->path, text, (unsigned long long)t->begin);
+		t->end = t->begin + (t->dtype == UNKNOWN_DTYPE ? 0 : bytes * dtypes[t->dtype].size);
+		json_object_set(shapes, text, shape);
+		t->shape = shape;
+		t->name = json_object_iter_key(json_object_iter_at(shapes, text)); /* it lives as long as the object */
+	}
+	json_decref(shape);
+	json_decref(name);
+	return rc;
+}
+
+/* Checks that n tensors lie within a file's data, aligned, one behind the other. Sorts them by offset. */
+static int tensors_placed(struct stored *t, int n, const struct shard *s, uint64_t data_size, uint64_t alignment)
+{
+	if (n)
+		qsort(t, n, sizeof *t, by_offset);
+	for (int i = 0; i < n; i++) {
+		if (t[i].begin % alignment)
+			return fail("%s: tensor %.256s: offset %llu; expected a multiple of %llu", s->path, t[i].name, (unsigned long long)t[i].begin,
+					(unsigned long long)alignment);
+		if (t[i].end > data_size)
+			return fail("%s: tensor %.256s ends at data byte %llu, the file at %llu; the file is truncated", s->path, t[i].name,
+					(unsigned long long)t[i].end, (unsigned long long)data_size);
+		if (i && t[i].begin < t[i - 1].end)
+			return fail("%s: tensors %.256s and %.256s overlap at data byte %llu", s->path, t[i - 1].name, t[i].name,
+					(unsigned long long)t[i].begin);
+	}
+	return 0;
+}
+
+int gguf_open(struct weights *w, const char *path)
+{
+	struct shard *s = shard_map(w, path);
+	if (!s)
+		return -1;
+	struct cursor c = {path, s->map, s->map + s->size};
+	uint32_t version = 0;
+	uint64_t tensors = 0, entries = 0;
+	int64_t alignment = GGUF_ALIGNMENT;
+	if (s->size < 4 || memcmp(s->map, GGUF_MAGIC, 4))
+		return fail("%s: no GGUF file: it does not begin with " GGUF_MAGIC "; expected one, or the directory of a Hugging Face model or a "
+				"checkpoint", path);
+	c.at += 4;
+	if (take_u32(&c, &version) < 0)
+		return -1;
+	if (version < 2 || version > GGUF_VERSION)
+		return fail("%s: GGUF version %u%s; expected 2 or 3", path, version, version > 0xffff ? " (a big-endian file)" : "");
+	if (take_u64(&c, &tensors) < 0 || take_u64(&c, &entries) < 0)
+		return -1;
+	if (tensors > s->size / 32 || entries > s->size / 13) /* the least that each takes */
+		return fail("%s: %llu tensors and %llu entries of metadata do not fit into its %zu bytes; the file is truncated or damaged", path,
+				(unsigned long long)tensors, (unsigned long long)entries, s->size);
+	json_t *metadata = json_object(), *shapes = json_object();
+	s->header = json_pack("{s:o, s:o}", "metadata", metadata, "shapes", shapes);
+	for (uint64_t i = 0; i < entries; i++)
+		if (take_entry(&c, metadata) < 0)
+			return -1;
+	if (json_object_get(metadata, "general.alignment") && field_int(metadata, path, "general.alignment", 8, 1 << 20, &alignment) < 0)
+		return -1;
+	if (alignment & (alignment - 1))
+		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
+	w->tensors = grow(w->tensors, w->count, &w->room, tensors + 1, sizeof *w->tensors); /* never none */
+	for (uint64_t i = 0; i < tensors; i++)
+		if (take_tensor(&c, &w->tensors[i], shapes, s) < 0)
+			return -1;
+	s->data_at = (c.at - s->map + alignment - 1) / alignment * alignment;
+	if (tensors_placed(w->tensors, tensors, s, s->data_at > s->size ? 0 : s->size - s->data_at, alignment) < 0)
+		return -1;
+	w->count = tensors;
+	if (w->count)
+		qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	return 0;
+}
+
+int gguf_config(struct model_config *m, const struct weights *w, const json_t *metadata)
+{
+	const char *architecture = field_text(metadata, w->path, "general.architecture"), *key;
+	json_t *value, *splits = json_object_get(metadata, "split.count");
+	if (!architecture)
+		return -1;
+	if (strcmp(architecture, GGUF_ARCHITECTURE))
+		return fail("%s: architecture `%.60s`; expected " GGUF_ARCHITECTURE ", which Ling-Lite and Ling-Plus are", w->path, architecture);
+	if (splits && json_integer_value(splits) > 1)
+		return fail("%s: one of %lld files of a split model; join them first (llama-gguf-split --merge)", w->path,
+				(long long)json_integer_value(splits));
+	json_t *config = json_pack("{s:b, s:b, s:b, s:b}", "norm_head", 0, "use_bias", 0, "use_qkv_bias", 0, "tie_word_embeddings",
+			!tensor_find(w, "output.weight"));
+	const size_t prefix = strlen(GGUF_ARCHITECTURE ".");
+	int rc = 0;
+	json_object_foreach((json_t *)metadata, key, value) {
+		if (rc < 0 || strncmp(key, GGUF_ARCHITECTURE ".", prefix))
+			continue;
+		bool known = false;
+		for (int i = 0; i < 4; i++)
+			if (!strcmp(key + prefix, gguf_switches[i])) {
+				known = true;
+				if (!json_is_number(value) || (json_number_value(value) != 0 && json_number_value(value) != 1))
+					rc = fail("%s: `%s` is not 1; this program's models know no other value", w->path, key);
+			}
+		for (int i = 0; i < NUM_GGUF_KEYS && !rc; i++)
+			if (!strcmp(key + prefix, gguf_keys[i].name)) {
+				const char *name = leaf_of(gguf_keys[i].key);
+				const json_t *before = json_object_get(config, name);
+				if (before && !json_equal(before, value))
+					rc = fail("%s: `%s` gives another %s than a key before it; expected the same", w->path, key, name);
+				json_object_set(config, name, value);
+				known = true;
+			}
+		if (!known && !rc)
+			rc = fail("%s: the key `%s` is not known: it may change what the model computes", w->path, key);
+	}
+	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
+	if (!json_object_get(config, "vocab_size") && tokens)
+		json_object_set_new(config, "vocab_size", json_integer(json_array_size(tokens)));
+	if (!json_object_get(config, "norm_topk_prob"))
+		json_object_set_new(config, "norm_topk_prob", json_false());
+	if (!rc)
+		rc = config_from_json(m, config, w->path);
+	json_decref(config);
+	return rc;
+}
+
+json_t *pre_tokenizer_json(const char *pattern)
+{
+	json_t *bytes = json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", !pattern);
+	return !pattern ? bytes : json_pack("{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, o]}", "type", "Sequence", "pretokenizers", "type", "Split",
+			"pattern", "Regex", pattern, "behavior", "Isolated", "invert", 0, bytes);
+}
+
+/* Fills vocab and added, parts of a tokenizer.json, from the tokens of a GGUF file and their types. */
+static int vocabulary_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab, json_t *added)
+{
+	const json_t *token;
+	size_t id;
+	json_array_foreach(tokens, id, token) {
+		const char *text = json_string_value(token);
+		const json_int_t type = json_integer_value(json_array_get(types, id));
+		if (!text || strlen(text) != json_string_length(token))
+			return fail("%s: `tokenizer.ggml.tokens` entry %zu is no plain text", path, id);
+		if (type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED)
+			json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)id, "content", text, "single_word", 0,
+					"lstrip", 0, "rstrip", 0, "normalized", 0, "special", type == TOKEN_CONTROL));
+		else if (type == TOKEN_NORMAL && json_object_get(vocab, text))
+			return fail("%s: token `%.60s` is there twice, the second time with id %zu", path, text, id);
+		else if (type == TOKEN_NORMAL)
+			json_object_set_new(vocab, text, json_integer(id));
+		else if (type != TOKEN_UNUSED)
+			return fail("%s: token %zu is of type %lld; expected 1, 3, 4 or 5 (normal, control, user-defined, unused)", path, id, (long long)type);
+	}
+	return 0;
+}
+
+int gguf_to_tokenizer(const json_t *metadata, const char *path, const char *dir)
+{
+	const char *model = field_text(metadata, path, "tokenizer.ggml.model"), *pre = NULL;
+	if (!model)
+		return -1;
+	if (!strcmp(model, "no_vocab") || !strcmp(model, "none"))
+		return 0;
+	if (!strcmp(model, "gpt2") && !(pre = field_text(metadata, path, "tokenizer.ggml.pre")))
+		return -1;
+	int kind = 0;
+	while (pre && kind < NUM_PRE_TOKENIZERS && strcmp(pre, pre_tokenizers[kind].name))
+		kind++;
+	if (!pre || kind == NUM_PRE_TOKENIZERS)
+		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe or gpt-2; --no-tokenizer leaves it out", path, model,
+				pre ? pre : "");
+	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens"), *types = json_object_get(metadata, "tokenizer.ggml.token_type");
+	json_t *merges = json_object_get(metadata, "tokenizer.ggml.merges");
+	if (!json_is_array(tokens) || !json_is_array(types) || !json_is_array(merges) || json_array_size(tokens) != json_array_size(types))
+		return fail("%s: tokenizer.ggml.tokens, .token_type and .merges do not make a vocabulary: expected arrays, the first two equally long", path);
+
+	json_t *vocab = json_object(), *added = json_array();
+	json_t *byte_level = pre_tokenizer_json(NULL);
+	json_t *tokenizer = json_pack("{s:s, s:n, s:n, s:O, s:n, s:o, s:O, s:O, s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:O, s:O}}", "version", "1.0",
+			"truncation", "padding", "added_tokens", added, "normalizer", "pre_tokenizer", pre_tokenizer_json(pre_tokenizers[kind].pattern),
+			"post_processor", byte_level, "decoder", byte_level, "model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix",
+			"end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0, "vocab", vocab, "merges", merges);
+	json_t *config = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast", "clean_up_tokenization_spaces", 0);
+	char file[PATH_LEN], name[32];
+	int rc = vocabulary_to_json(path, tokens, types, vocab, added);
+	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
+		const json_t *id = json_object_get(metadata, token_roles[i].gguf);
+		json_t *token = json_is_integer(id) ? json_array_get(tokens, json_integer_value(id)) : NULL;
+		snprintf(name, sizeof name, "%s_token", token_roles[i].role);
+		if (token)
+			json_object_set(config, name, token);
+	}
+	json_t *template = json_object_get(metadata, "tokenizer.chat_template");
+	if (template)
+		json_object_set(config, "chat_template", template);
+	if (!rc)
+		rc = path_join(file, dir, "tokenizer.json") < 0 ? -1 : json_write(file, tokenizer);
+	if (!rc)
+		rc = path_join(file, dir, "tokenizer_config.json") < 0 ? -1 : json_write(file, config);
+	json_decref(byte_level);
+	json_decref(vocab);
+	json_decref(added);
+	json_decref(tokenizer);
+	json_decref(config);
+	return rc;
+}
+
+/* -- writing -- */
+
+void append_u32(struct text *out, uint32_t value)
+{
+	text_append(out, (const char *)&value, sizeof value);
+}
+
+void append_u64(struct text *out, uint64_t value)
+{
+	text_append(out, (const char *)&value, sizeof value);
+}
+
+void append_text(struct text *out, const char *text)
+{
+	append_u64(out, strlen(text));
+	text_append(out, text, strlen(text));
+}
+
+static void begin_entry(struct metadata *m, const char *key, enum gguf_type type)
+{
+	append_text(&m->bytes, key);
+	append_u32(&m->bytes, type);
+	m->count++;
+}
+
+void entry_u32(struct metadata *m, const char *key, uint32_t value)
+{
+	begin_entry(m, key, GGUF_U32);
+	append_u32(&m->bytes, value);
+}
+
+static void entry_f32(struct metadata *m, const char *key, float value)
+{
+	begin_entry(m, key, GGUF_F32);
+	append_u32(&m->bytes, float_to_bits(value));
+}
+
+static void entry_bool(struct metadata *m, const char *key, bool value)
+{
+	begin_entry(m, key, GGUF_BOOL);
+	text_append(&m->bytes, (const char *)&(uint8_t){value}, 1);
+}
+
+void entry_text(struct metadata *m, const char *key, const char *value)
+{
+	begin_entry(m, key, GGUF_TEXT);
+	append_text(&m->bytes, value);
+}
+
+static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)
+{
+	begin_entry(m, key, GGUF_ARRAY);
+	append_u32(&m->bytes, type);
+	append_u64(&m->bytes, n);
+}
+
+int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
+{
+	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
+	struct config c = {.model = *model};
+	for (int i = 0; i < 3; i++) {
+		json_t *value = key_to_json(&c, find_key(refused[i]), 0);
+		const bool set = json_is_true(value) || json_integer_value(value) > 0;
+		json_decref(value);
+		if (set)
+			return fail("%s: %s is set, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; expected it off", path, leaf_of(refused[i]));
+	}
+	if (!model->num_shared_experts)
+		return fail("%s: num_shared_experts is 0, but llama.cpp's " GGUF_ARCHITECTURE " needs a shared expert", path);
+	c.model.norm_topk_prob = model->norm_topk_prob && model->num_experts_per_tok > 1; /* a lone expert keeps its own weight */
+	for (int i = 0; i < NUM_GGUF_KEYS; i++) {
+		char key[MAX_NAME];
+		snprintf(key, sizeof key, GGUF_ARCHITECTURE ".%s", gguf_keys[i].name);
+		json_t *value = key_to_json(&c, find_key(gguf_keys[i].key), 0);
+		switch (gguf_keys[i].type) {
+		case GGUF_BOOL: entry_bool(m, key, json_is_true(value)); break;
+		case GGUF_F32: entry_f32(m, key, json_real_value(value)); break;
+		default: entry_u32(m, key, json_integer_value(value));
+		}
+		json_decref(value);
+	}
+	entry_f32(m, GGUF_ARCHITECTURE ".expert_weights_scale", 1);
+	return 0;
+}
+
+/* llama.cpp's name for a pre_tokenizer; NULL when it has none. */
+static const char *pre_tokenizer_name(const json_t *found)
+{
+	const char *name = NULL;
+	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
+		/* What has no say here is made alike: offsets are not ids, and what a key's absence means. */
+		json_t *ours = pre_tokenizer_json(pre_tokenizers[i].pattern), *theirs = json_deep_copy(found);
+		json_t *parts = json_object_get(theirs, "pretokenizers"), *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
+		json_object_set_new(last, "trim_offsets", json_true());
+		if (!json_object_get(last, "use_regex"))
+			json_object_set_new(last, "use_regex", json_true());
+		if (json_equal(ours, theirs))
+			name = pre_tokenizers[i].name;
+		json_decref(ours);
+		json_decref(theirs);
+	}
+	return name;
+}
+
+/* Places a token of tokenizer.json among the vocabulary's, of which each id has one text. */
+static int place_token(const char *path, const char **texts, uint8_t *types, int vocab_size, const char *text, const json_t *id, int type)
+{
+	const json_int_t i = json_integer_value(id);
+	if (!text || !json_is_integer(id) || i < 0 || i >= vocab_size)
+		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d", path, text ? text : "",
+				(long long)i, vocab_size);
+	if (texts[i] && strcmp(texts[i], text))
+		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text, (long long)i);
+	texts[i] = text;
+	types[i] = type;
+	return 0;
+}
+
+/* Appends the merges, written as "a b" or as ["a", "b"]. */
+static int merges_to_gguf(struct metadata *m, const json_t *merges, const char *path)
+{
+	const json_t *merge;
+	size_t i;
+	entry_array(m, "tokenizer.ggml.merges", GGUF_TEXT, json_array_size(merges));
+	json_array_foreach(merges, i, merge) {
+		const char *text = json_string_value(merge);
+		const char *left = json_string_value(json_array_get(merge, 0)), *right = json_string_value(json_array_get(merge, 1));
+		if (text)
+			append_text(&m->bytes, text);
+		else if (left && right && json_array_size(merge) == 2 && !strchr(left, ' ') && !strchr(right, ' ')) {
+			append_u64(&m->bytes, strlen(left) + 1 + strlen(right));
+			text_append(&m->bytes, left, strlen(left));
+			text_append(&m->bytes, " ", 1);
+			text_append(&m->bytes, right, strlen(right));
+		} else
+			return fail("%s: merge %zu is %s; expected \"a b\" or [\"a\", \"b\"]", path, i, json_kind(merge));
+	}
+	return 0;
+}
+
+/* The id of the token that tokenizer_config.json or else config.json names for a role; -1 when none does. */
+static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *config, const char **texts, int vocab_size)
+{
+	char name[32];
+	snprintf(name, sizeof name, "%s_token", token_roles[role].role);
+	const json_t *named = json_object_get(tokenizer_config, name);
+	const char *text = json_string_value(json_is_object(named) ? json_object_get(named, "content") : named);
+	snprintf(name, sizeof name, "%s_token_id", token_roles[role].role);
+	const json_t *id = json_object_get(config, name);
+	if (json_is_array(id))
+		id = json_array_get(id, 0);
+	if (!text && json_is_integer(id))
+		return json_integer_value(id) < vocab_size ? json_integer_value(id) : -1;
+	if (!text && role == ROLE_EOS)
+		text = "<|endoftext|>";
+	for (int i = 0; text && i < vocab_size; i++)
+		if (texts[i] && !strcmp(texts[i], text))
+			return i;
+	return -1;
+}
+
+/* The roles of tokens and the chat template, from tokenizer_config.json where it is there and from config.json. */
+static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *config, const char **texts, int vocab_size)
+{
+	char path[PATH_LEN];
+	int there = path_join(path, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(path);
+	json_t *tokenizer_config = there > 0 ? json_read(path) : NULL, *item;
+	if (there < 0 || (there && !tokenizer_config))
+		return -1;
+	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
+		const int64_t id = role_id(i, tokenizer_config, config, texts, vocab_size);
+		if (id >= 0)
+			entry_u32(m, token_roles[i].gguf, id);
+		else if (i == ROLE_EOS) {
+			json_decref(tokenizer_config);
+			return fail("%s: no token ends a text: no eos_token of tokenizer_config.json, eos_token_id of config.json or <|endoftext|> is in the "
+					"vocabulary; name one, or llama.cpp would take token 11", dir);
+		}
+	}
+	entry_bool(m, "tokenizer.ggml.add_bos_token", json_is_true(json_object_get(tokenizer_config, "add_bos_token")));
+	const json_t *template = json_object_get(tokenizer_config, "chat_template");
+	size_t i;
+	if (json_is_array(template)) { /* several by name */
+		const json_t *list = template;
+		json_array_foreach((json_t *)list, i, item)
+			if (json_is_string(json_object_get(item, "name")) && !strcmp(json_string_value(json_object_get(item, "name")), "default"))
+				template = json_object_get(item, "template");
+	}
+	if (json_is_string(template))
+		entry_text(m, "tokenizer.chat_template", json_string_value(template));
+	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0) {
+		const uint8_t *text;
+		size_t n;
+		if (map_file(path, &text, &n) < 0) {
+			json_decref(tokenizer_config);
+			return -1;
+		}
+		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
+		append_u64(&m->bytes, n);
+		text_append(&m->bytes, (const char *)text, n);
+		unmap_file(text, n);
+	}
+	json_decref(tokenizer_config);
+	return 0;
+}
+
+/* The vocabulary and merges of a tokenizer.json. */
+static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char *path, const char **texts, uint8_t *types, int vocab_size)
+{
+	const json_t *model = json_object_get(root, "model"), *kind = json_object_get(model, "type"), *added, *vocab = json_object_get(model, "vocab");
+	json_t *id, *list = json_object_get(root, "added_tokens");
+	const char *text, *pre = pre_tokenizer_name(json_object_get(root, "pre_tokenizer"));
+	size_t i;
+	if (kind && (!json_is_string(kind) || strcmp(json_string_value(kind), "BPE")))
+		return fail("%s: the model is no BPE; llama.cpp takes it for %s only with --no-tokenizer", path, GGUF_ARCHITECTURE);
+	if (!pre)
+		return fail("%s: llama.cpp knows the pre_tokenizers of Ling and of GPT-2, found another; --no-tokenizer leaves the tokenizer out", path);
+	if (json_is_true(json_object_get(model, "ignore_merges")) || json_is_true(json_object_get(model, "byte_fallback")))
+		return fail("%s: ignore_merges or byte_fallback is set, which llama.cpp has not for this pre_tokenizer; --no-tokenizer leaves the tokenizer "
+				"out", path);
+	if (!json_is_object(vocab) || !json_is_array(json_object_get(model, "merges")))
+		return fail("%s: the model has no vocab and merges", path);
+	if (json_is_object(json_object_get(root, "normalizer")))
+		fprintf(stderr, "note: %s: llama.cpp does not normalise text: ids differ for text that the normalizer changes\n", path);
+	json_object_foreach((json_t *)vocab, text, id)
+		if (place_token(path, texts, types, vocab_size, text, id, TOKEN_NORMAL) < 0)
+			return -1;
+	json_array_foreach(list, i, added)
+		if (place_token(path, texts, types, vocab_size, json_string_value(json_object_get(added, "content")), json_object_get(added, "id"),
+				json_is_true(json_object_get(added, "special")) ? TOKEN_CONTROL : TOKEN_USER_DEFINED) < 0)
+			return -1;
+	entry_text(m, "tokenizer.ggml.model", "gpt2");
+	entry_text(m, "tokenizer.ggml.pre", pre);
+	entry_array(m, "tokenizer.ggml.tokens", GGUF_TEXT, vocab_size);
+	for (int j = 0; j < vocab_size; j++) {
+		char filler[32];
+		snprintf(filler, sizeof filler, "[PAD%d]", j); /* each id of the model needs a token */
+		append_text(&m->bytes, texts[j] ? texts[j] : filler);
+	}
+	entry_array(m, "tokenizer.ggml.token_type", GGUF_I32, vocab_size);
+	for (int j = 0; j < vocab_size; j++)
+		append_u32(&m->bytes, texts[j] ? types[j] : TOKEN_UNUSED);
+	return merges_to_gguf(m, json_object_get(model, "merges"), path);
+}
+
+int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size)
+{
+	char path[PATH_LEN];
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there == 0)
+		return fail("%s: is not there, and llama.cpp needs it; put the model's tokenizer.json there, or leave the tokenizer out with --no-tokenizer",
+				path);
+	json_t *root = there < 0 ? NULL : json_read(path);
+	if (!root)
+		return -1;
+	const char **texts = allocate(vocab_size * sizeof *texts);
+	uint8_t *types = allocate(vocab_size);
+	int rc = vocabulary_to_gguf(m, root, path, texts, types, vocab_size);
+	if (!rc)
+		rc = roles_to_gguf(m, dir, config, texts, vocab_size);
+	free(texts);
+	free(types);
+	json_decref(root);
+	return rc;
+}

@@ -1,0 +1,148 @@
+/*
+ * files/tensors.h - named tensors in mapped files, whatever the format of the file: finding, checking, converting and reading them.
+ */
+#ifndef LING_FILES_TENSORS_H
+#define LING_FILES_TENSORS_H
+
+#include "files/base.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* -- safetensors -- */
+
+struct array {                 /* one named array of a file; the data belong to the caller */
+	const char *name;
+	int64_t rows, cols;          /* a vector has cols 0 */
+	real *data;
+};
+
+struct weights;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
+
+/* Number of tensors, and the name of tensor i (0 <= i < count). */
+int weights_count(const struct weights *w);
+const char *weights_name(const struct weights *w, int i);
+bool weights_has(const struct weights *w, const char *name);
+/* Copies tensor a->name into a->data, converted from F64, F32, BF16, F16; its shape must be a's. Checks its checksum where
+ * the file holds one. */
+int weights_read(const struct weights *w, const struct array *a);
+/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
+ * likewise. No checksum: see weights_verify. */
+int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+/* Where elements first .. first+n-1 of such a tensor stand in the file, mapped as long as w is open: *at is NULL if they cannot be used there and must
+ * be read: they can if they are bfloat16, or real, and aligned. No checksum either. */
+int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
+int64_t weights_bytes(const struct weights *w); /* of all files */
+/* Checks tensor i's checksum where the file holds one. */
+int weights_verify(const struct weights *w, int i);
+/* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
+int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out);
+void weights_close(struct weights *w); /* NULL is fine */
+
+#define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
+
+/* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
+enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
+
+extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES];
+
+struct shard {                 /* one mapped file */
+	struct shard *next;
+	char path[PATH_LEN];
+	const uint8_t *map;
+	size_t size;
+	size_t data_at;              /* where the tensors' bytes begin */
+	json_t *header;              /* owns the names and shapes that tensors point to */
+};
+
+struct stored {
+	const char *name;
+	const struct shard *shard;
+	const json_t *shape;         /* checked: an array of integers >= 0 */
+	const char *dtype_name;
+	enum dtype dtype;
+	uint64_t begin, end;         /* bytes, from the shard's data_at */
+	bool has_crc;
+	uint32_t crc;
+};
+
+struct weights {
+	char path[PATH_LEN];
+	struct shard *shards;
+	struct stored *tensors;      /* sorted by name */
+	int count, dropped;          /* buffers that were left out */
+	size_t room;
+};
+
+int by_name(const void *a, const void *b);
+
+int by_offset(const void *a, const void *b);
+
+/* Adds a mapped file to w, for weights_close to unmap. NULL on error. */
+struct shard *shard_map(struct weights *w, const char *path);
+
+/* The tensor of that name, or NULL. */
+const struct stored *tensor_find(const struct weights *w, const char *name);
+
+const uint8_t *tensor_bytes(const struct stored *t);
+
+/* Checks the tensor's checksum, where it has one. */
+int tensor_verify(const struct stored *t);
+
+static inline float bits_to_float(uint32_t bits)
+{
+	float value;
+	memcpy(&value, &bits, sizeof value);
+	return value;
+}
+
+static inline uint32_t float_to_bits(float value)
+{
+	uint32_t bits;
+	memcpy(&bits, &value, sizeof bits);
+	return bits;
+}
+
+/* Without branches, so that loops over it become vectors; likewise below. The product puts exponents right, those of subnormals too. */
+static inline float half_to_float(uint16_t half)
+{
+	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
+	const uint32_t finite = float_to_bits(bits_to_float(rest) * 0x1p112f);
+	return bits_to_float(sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
+}
+
+static inline float bf16_to_float(uint16_t half)
+{
+	return bits_to_float((uint32_t)half << 16);
+}
+
+/* To nearest, ties to even; a NaN stays one; what is too large becomes infinite. */
+static inline uint16_t float_to_bf16(float value)
+{
+	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
+	return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded >> 16;
+}
+
+static inline uint16_t float_to_half(float value)
+{
+	const uint32_t bits = float_to_bits(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+	const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f); /* the sum rounds where a subnormal ends */
+	const uint32_t nan = 0x7e00 | (size >> 13 & 0x1ff);
+	const uint32_t finite = size < 0x38800000 ? small : normal;
+	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);
+}
+
+/* Converts n elements at any alignment. */
+void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype);
+
+/* The tensor of that name, which must be of a type that to_real converts and have the shape [rows, cols] (cols 0: a vector), or, for a
+ * `stack` of matrices above 0, [stack, rows / stack, cols]. NULL on error. */
+const struct stored *tensor_stacked(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t stack);
+
+int64_t array_size(const struct array *a);
+
+#endif

@@ -234,12 +234,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 /* Logits [n, V] of tokens first .. first+n-1 of the last forward pass (or of model_extend), n <= head_chunk(V, 1), of a model without
  * tensor parallel. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
-/* A sequence that remembers its keys and values, see struct cache: an empty one, with room for `capacity` tokens, which may be more than
- * m->seq_len. */
-int cache_init(struct cache *c, struct model *m, int64_t capacity);
-void cache_free(struct cache *c);
-/* Makes `to` the first n tokens of `from`. */
-void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n);
+
 /* The forward pass for the next tokens of some sequences, at least one of each, together at most max_sequences * seq_len; they enter the caches,
  * and acts.normed holds their results, one segment behind the other. The bits of a result depend neither on the other segments nor on how
  * a sequence was cut into segments: they are model_forward's. */
@@ -302,65 +297,6 @@ struct evaluation { double loss; int64_t tokens, bytes; }; /* tokens: those whos
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask, int64_t max_windows,
 		struct evaluation *e);
 
-/* How a token is chosen. At temperature 0: the most likely one, the lower id among equals. Else it is drawn with the probabilities
- * softmax(logits / temperature) among the top_k most likely (0: all), and of these among the fewest that have top_p of their probability (1: all). */
-struct sampling { double temperature, top_p; int top_k; uint64_t seed; };
-/* The token at `position` of sequence `number` from its logits [V]: of nothing else than these does it depend. -1 when they are not finite.
- * scratch [V]. */
-int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch);
-
-struct continuation {          /* of one prompt */
-	struct ids ids;              /* the prompt's num_prompt, at least one, and then its own, less the end token */
-	int64_t num_prompt;
-	uint32_t number;             /* its draws are its own */
-	struct text text;            /* of its own tokens, less the stop text and what came behind it */
-	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended; /* by the end token, the stop text, max_tokens */
-};
-struct generation {
-	struct sampling sampling;
-	int64_t max_tokens;          /* of a continuation, at least 1 */
-	struct strings stop;         /* a continuation ends before the first of these */
-	int batch;                   /* sequences at a time */
-	bool no_cache;               /* compute every sequence anew for each of its tokens: a check, and slow */
-	int (*show)(void *context, const struct continuation *c); /* NULL, or called after each token; -1 ends all */
-	void *context;
-};
-/* Continues n prompts, those that are finished already left out. The result is the same for any batch, with the cache and without. */
-int generate(struct model *m, const struct tokenizer *t, struct continuation *continuations, int n, const struct generation *g);
-
-struct task_branch {
-	int64_t rest, num_rest;      /* the sequence's tokens behind what the branches share, in task_work.ids; the last one is only a target */
-	int64_t scored;              /* where in the sequence the scored tokens begin: never at 0 */
-};
-struct task_item {
-	int64_t sample;
-	int64_t shared, num_shared;  /* in task_work.ids; at least one token */
-	int64_t first_branch;
-	int num_branches;            /* exact match: 0, the shared tokens are the prompt */
-	bool cut;
-};
-struct task_work {             /* a task in tokens */
-	const struct task *task;
-	const struct tokenizer *tokenizer;
-	struct ids ids;
-	struct task_item *item;
-	struct task_branch *branch;
-	int64_t num_items, num_branches;
-	size_t item_room, branch_room;
-	int64_t longest;             /* tokens of the longest sequence that must fit into the model's window */
-	/* what the model makes of it: each branch's log-likelihood; exact match: each item's reply, as its length and max_tokens ids */
-	double *value;
-	int64_t num_values;
-};
-/* Encodes a task for windows of up to L tokens. task_work_free in any case. */
-int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L);
-void task_work_free(struct task_work *w);
-/* Runs the items of the samples that are this rank's, up to `batch` at a time; on all ranks together, which then have all values. The bits of a value
- * depend neither on batch or ranks nor on how many tokens the model takes at a time. */
-int task_run(struct task_work *w, struct model *m, int batch);
-/* The scores; with `results`, a line of each sample. */
-void task_score(const struct task_work *w, struct task_result *result, struct results *results);
-
 /* Set by SIGTERM and SIGINT: the step in hand is finished and saved. Global because a signal handler has no arguments. */
 extern volatile sig_atomic_t stop_requested;
 
@@ -381,6 +317,9 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 /* Bytes. */
 double machine_memory(void);
 
+/* Makes the rotary embedding's table at least n positions long; -1 when memory is short. */
+int place_rope(struct model *m, int64_t n);
+
 struct step_sums step_sums_shape(const struct model_config *c);
 
 /* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
@@ -389,10 +328,6 @@ bool leads(const struct trainer *t);
 /* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
  * them within a second. Nobody listening to the progress is no reason to stop. */
 void catch_signals(void);
-
-size_t longest_stop(const struct strings *stop);
-
-void print_results(const struct task_result *result, int64_t count);
 
 /* The parts that parameters are counted in; a tensor belongs to the first one whose pattern is in its name. */
 enum { NUM_PARAMETER_PARTS = 7 };

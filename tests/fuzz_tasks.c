@@ -4,7 +4,7 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
-#include "data.h"
+#include "commands/tasks.h"
 
 #include <jansson.h>
 #include <math.h>

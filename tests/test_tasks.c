@@ -8,8 +8,9 @@
 #include "parallel.h"
 #include "files/config.h"
 #include "files/tokenizer.h"
-#include "data.h"
 #include "ling.h"
+#include "commands/tasks.h"
+#include "commands/evaluate.h"
 
 #include <math.h>
 #include <stdbool.h>

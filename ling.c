@@ -89,7 +89,7 @@ static real *add_parameter(struct parameter_walk *w, const char *prefix, const c
 static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t V, int64_t H)
 {
 	const struct group *g = &w->layout->tensor;
-	const int64_t first = slice_begin(V, g->rank, g->size), end = slice_begin(V, g->rank + 1, g->size);
+	const int64_t first = shard_begin(V, g->rank, g->size), end = shard_begin(V, g->rank + 1, g->size);
 	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct extent){.row = {first}, .num_rows = {end - first}, .num_cols = H});
 }
 
@@ -138,13 +138,13 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
 		real *gate_up;
 		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
-		add_swiglu(w, prefix, H, I, &gate_up, NULL, SHARED_BY_COPIES);
+		add_swiglu(w, prefix, H, I, &gate_up, NULL, SHARED_BY_EXPERT_DATA);
 		if (e == first)
 			p->gate_up = gate_up;
 	}
 	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
 		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
-		real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL, SHARED_BY_COPIES);
+		real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL, SHARED_BY_EXPERT_DATA);
 		if (e == first)
 			p->down = down;
 	}
@@ -193,22 +193,22 @@ static struct model_config local_config(const struct model_config *c, const stru
 	struct model_config local = *c;
 	local.num_attention_heads /= l->tensor.size;
 	local.num_key_value_heads /= l->tensor.size;
-	local.vocab_size = (int)(slice_begin(c->vocab_size, l->tensor.rank + 1, l->tensor.size) -
-			slice_begin(c->vocab_size, l->tensor.rank, l->tensor.size));
+	local.vocab_size = (int)(shard_begin(c->vocab_size, l->tensor.rank + 1, l->tensor.size) -
+			shard_begin(c->vocab_size, l->tensor.rank, l->tensor.size));
 	return local;
 }
 
 static const struct group *sharing_group(const struct layout *l, enum sharing sharing)
 {
-	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->copies;
+	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->expert_data;
 }
 
 /* The slice of a chunk that this rank keeps the moments of: returns its first element, from the chunk's own first. */
-static int64_t own_slice(const struct layout *l, const struct chunk *c, int64_t *size)
+static int64_t own_shard(const struct layout *l, const struct chunk *c, int64_t *size)
 {
 	const struct group *g = sharing_group(l, c->sharing);
-	const int64_t begin = slice_begin(c->size, g->rank, g->size);
-	*size = slice_begin(c->size, g->rank + 1, g->size) - begin;
+	const int64_t begin = shard_begin(c->size, g->rank, g->size);
+	*size = shard_begin(c->size, g->rank + 1, g->size) - begin;
 	return begin;
 }
 
@@ -226,7 +226,7 @@ static int cut_chunks(struct chunk *chunks, int64_t *num_state, const struct ten
 			struct chunk c = {.offset = first->offset + done, .size = size - done < CHUNK_SIZE ? size - done : CHUNK_SIZE, .state = *num_state,
 					.bucket = first->bucket, .sharing = first->sharing};
 			int64_t own;
-			own_slice(l, &c, &own);
+			own_shard(l, &c, &own);
 			*num_state += own;
 			if (chunks)
 				chunks[n] = c;
@@ -367,7 +367,7 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	if (tensor->size > 1) {
 		acts->gathered = carve_real(a, T * H);
 		acts->partial = carve_real(a, T * H);
-		acts->scatter_scratch = carve_real(a, scatter_scratch(tensor, T, H));
+		acts->reduce_scatter_scratch = carve_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
 	acts->logits = carve_real(a, N * E);
 	acts->expert_rows = acts->rows = carve_real(a, R * H);
@@ -432,7 +432,7 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training && layout->world.size > 1
-			? PENDING * scatter_scratch(&layout->world, plan->num_params < CHUNK_SIZE ? plan->num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
+			? PENDING * reduce_scatter_scratch(&layout->world, plan->num_params < CHUNK_SIZE ? plan->num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
 	free(tensors);
 	free(acts.layer);
 	return 0;
@@ -524,7 +524,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const bool training = purpose != EVALUATE;
 	*m = (struct model){.whole = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
-			.first_vocab = slice_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
+			.first_vocab = shard_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
 		return -1;
@@ -670,7 +670,7 @@ static bool next_piece(const struct model *m, struct piece_walk *w, struct piece
 	for (; w->chunk < m->num_chunks; w->chunk++) {
 		const struct chunk *c = &m->chunks[w->chunk];
 		int64_t size;
-		const int64_t begin = c->offset + own_slice(&m->layout, c, &size), end = begin + size;
+		const int64_t begin = c->offset + own_shard(&m->layout, c, &size), end = begin + size;
 		while (w->tensor < m->num_tensors && m->tensors[w->tensor].offset + tensor_size(&m->tensors[w->tensor]) <= begin)
 			w->tensor++;
 		if (w->tensor == m->num_tensors || m->tensors[w->tensor].offset >= end)
@@ -812,9 +812,9 @@ static int load_moments(struct model *m, const char *dir)
 /* The rank that writes a tensor: one that holds it, where it is an expert's; the others in turn. */
 static int writer_of(const struct layout *l, const struct tensor *t, int number, int num_experts)
 {
-	if (t->sharing != SHARED_BY_COPIES)
+	if (t->sharing != SHARED_BY_EXPERT_DATA)
 		return number % l->world.size;
-	return t->bucket % l->copies.size * l->expert.size + t->expert / (num_experts / l->expert.size);
+	return t->bucket % l->expert_data.size * l->expert.size + t->expert / (num_experts / l->expert.size);
 }
 
 /* A piece on its way to the rank that writes its tensor. */
@@ -874,14 +874,14 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 				parcel->end = piece.end;
 				memcpy(parcel->data, blocks[b] + (moments ? piece.state : piece.tensor->offset + piece.from), size * sizeof(real));
 				if (writer != world->rank) {
-					group_send(world, writer, tag, parcel, sizeof *parcel + size * sizeof(real));
+					send_message(world, writer, tag, parcel, sizeof *parcel + size * sizeof(real));
 					continue;
 				}
 				unpack(tensor, &whole[i], parcel);
 				left -= size;
 			}
 			while (writer == world->rank && left > 0) {
-				group_receive(world, tag, parcel, sizeof *parcel + CHUNK_SIZE * sizeof(real));
+				receive_message(world, tag, parcel, sizeof *parcel + CHUNK_SIZE * sizeof(real));
 				unpack(tensor, &whole[i], parcel);
 				left -= parcel->end - parcel->from;
 			}
@@ -910,8 +910,8 @@ void model_lap(struct model *m, enum part part)
 	m->part_seconds[part] += t - m->lap_start;
 	m->lap_start = t;
 	for (int i = m->chunks_finished; i < m->chunks_started; i++) /* MPI moves data only when it is called */
-		scatter_progress(&m->pending[i % PENDING].scatter);
-	exchange_progress(&m->dispatch);
+		reduce_scatter_progress(&m->pending[i % PENDING].scatter);
+	all_to_all_progress(&m->dispatch);
 }
 
 /* ============================================================================================================
@@ -925,7 +925,7 @@ void model_update_head_scale(struct model *m)
 	const int64_t H = m->config.hidden_size;
 	double *norm = m->acts.head_norm;
 	column_sum_of_squares(norm, &m->lm_head, m->config.vocab_size, H);
-	group_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
+	all_reduce_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H); /* the vocabulary may be split: a norm of a part would be too small */
 	for (int64_t j = 0; j < H; j++)
 		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
 }
@@ -934,32 +934,32 @@ void model_update_head_scale(struct model *m)
 static int64_t own_tokens(const struct model *m, int64_t T, int64_t *first)
 {
 	const struct group *g = &m->layout.tensor;
-	*first = slice_begin(T, g->rank, g->size);
-	return slice_begin(T, g->rank + 1, g->size) - *first;
+	*first = shard_begin(T, g->rank, g->size);
+	return shard_begin(T, g->rank + 1, g->size) - *first;
 }
 
-/* All T tokens [T, H] of which this rank holds its slice. In the backward pass of a gathered value comes sum_slices, so that each rank's
+/* All T tokens [T, H] of which this rank holds its slice. In the backward pass of a gathered value comes reduce_scatter_sequence, so that each rank's
  * part of the gradient counts once. */
-static const real *gather_slices(struct model *m, const real *slice, int64_t T)
+static const real *all_gather_sequence(struct model *m, const real *slice, int64_t T)
 {
 	if (m->layout.tensor.size == 1)
 		return slice;
-	group_gather(&m->layout.tensor, TRAFFIC_GATHER, m->acts.gathered, slice, T, m->config.hidden_size);
+	all_gather(&m->layout.tensor, TRAFFIC_GATHER, m->acts.gathered, slice, T, m->config.hidden_size);
 	return m->acts.gathered;
 }
 
-/* Where the ranks of a tensor group put their shares of a sum [T, H] that sum_slices adds to, or writes to, their slices: with one rank
+/* Where the ranks of a tensor group put their partial_sums of a sum [T, H] that reduce_scatter_sequence adds to, or writes to, their slices: with one rank
  * the slice itself, to which a product can add at once. */
-static real *shares(struct model *m, real *slice)
+static real *partial_sums(struct model *m, real *slice)
 {
 	return m->layout.tensor.size == 1 ? slice : m->acts.partial;
 }
 
-static void sum_slices(struct model *m, real *slice, bool accumulate, int64_t T)
+static void reduce_scatter_sequence(struct model *m, real *slice, bool accumulate, int64_t T)
 {
 	if (m->layout.tensor.size > 1)
-		group_scatter_sum(&m->layout.tensor, TRAFFIC_SUM, slice, accumulate, m->acts.partial, T, m->config.hidden_size,
-				m->acts.scatter_scratch);
+		reduce_scatter(&m->layout.tensor, TRAFFIC_SUM, slice, accumulate, m->acts.partial, T, m->config.hidden_size,
+				m->acts.reduce_scatter_scratch);
 }
 
 /* The attention of the next tokens of some sequences. Their keys and values enter the caches here; model_extend counts them. */
@@ -989,7 +989,7 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	const int64_t L = m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
-	matmul_forward(x->qkv, gather_slices(m, m->acts.normed, T), &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	matmul_forward(x->qkv, all_gather_sequence(m, m->acts.normed, T), &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	if (segments) {
 		attention_segments(m, l, segments, n);
 		return;
@@ -1008,9 +1008,9 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	const bool alone = m->layout.tensor.size == 1;
 	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->middle, x->input, N * H);
-	matmul_forward(shares(m, x->middle), x->attention, &m->weights[l].dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
+	matmul_forward(partial_sums(m, x->middle), x->attention, &m->weights[l].dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
 			attention_width(&m->config), H, alone);
-	sum_slices(m, x->middle, true, T);
+	reduce_scatter_sequence(m, x->middle, true, T);
 	model_lap(m, PART_ATTENTION);
 }
 
@@ -1048,7 +1048,7 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
-	group_sum(&m->layout.tensor, TRAFFIC_STATISTICS, a->sequence_count, B * E); /* the shares are those of all tokens; of P each rank adds its own */
+	all_reduce_sum(&m->layout.tensor, TRAFFIC_STATISTICS, a->sequence_count, B * E); /* the partial_sums are those of all tokens; of P each rank adds its own */
 	int64_t together = L;
 	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
 		together = T;
@@ -1072,16 +1072,16 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 static void dispatch_start(struct model *m, struct layer_activations *x, const real *tokens, real *arrivals)
 {
 	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], m->config.hidden_size);
-	group_exchange_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
+	all_to_all_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent, m->config.hidden_size);
 }
 
 /* Sends rows back to where they came from: expert_rows, in the order of the experts, become acts.rows. */
 static void return_rows(struct model *m, struct layer_activations *x)
 {
-	struct exchange e;
+	struct all_to_all e;
 	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, m->config.hidden_size);
-	group_exchange_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
-	group_exchange_finish(&e);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, m->config.hidden_size);
+	all_to_all_finish(&e);
 }
 
 /* Tells every rank of the expert group how many rows it gets, with their weights, and sorts what will arrive by expert. */
@@ -1090,10 +1090,10 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	const struct group *g = &m->layout.expert;
 	const int E = m->config.num_experts, mine = m->num_experts;
 	int64_t *count = m->acts.expert_count;
-	struct exchange e;
+	struct all_to_all e;
 	for (int i = 0; i < E; i++)
 		count[i] = x->offset[i + 1] - x->offset[i];
-	group_transpose(g, TRAFFIC_PLAN, x->arrived, count, mine);
+	all_to_all_counts(g, TRAFFIC_PLAN, x->arrived, count, mine);
 	for (int r = 0; r < g->size; r++) {
 		x->sent[r] = x->offset[(r + 1) * mine] - x->offset[r * mine];
 		x->received[r] = 0;
@@ -1102,8 +1102,8 @@ static void plan_arrivals(struct model *m, struct layer_activations *x)
 	}
 	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, mine);
 	x->num_rows = x->expert_offset[mine];
-	group_exchange_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
-	group_exchange_finish(&e);
+	all_to_all_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
+	all_to_all_finish(&e);
 	for (int64_t r = 0; r < x->num_rows; r++)
 		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
 }
@@ -1145,7 +1145,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	}
 	if (experts) {
 		if (split)
-			group_exchange_finish(&m->dispatch);
+			all_to_all_finish(&m->dispatch);
 		model_lap(m, PART_PERMUTE);
 		swiglu_forward(a->act, x->gate_up, split ? x->arrivals : a->normed, x->row, w->gate_up, x->expert_weight, x->expert_offset,
 				m->num_experts, H, I);
@@ -1167,7 +1167,7 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	struct activations *a = &m->acts;
 	int64_t first;
 	const int64_t N = own_tokens(m, T, &first);
-	sum_slices(m, a->layer[0].input, false, T);
+	reduce_scatter_sequence(m, a->layer[0].input, false, T);
 	for (int l = 0; l < c->num_hidden_layers; l++) {
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
@@ -1179,14 +1179,14 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
 {
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
-	embedding_forward(shares(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H, m->config.vocab_size);
+	embedding_forward(partial_sums(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H, m->config.vocab_size);
 	layers_forward(m, T, NULL, 0, step, sums);
 }
 
 void model_extend(struct model *m, const struct segment *segments, int n)
 {
 	const int64_t H = m->config.hidden_size;
-	real *embedded = shares(m, m->acts.layer[0].input);
+	real *embedded = partial_sums(m, m->acts.layer[0].input);
 	int64_t T = 0;
 	for (int i = 0; i < n; i++) {
 		assert(segments[i].num_tokens <= segments[i].cache->capacity - segments[i].cache->length);
@@ -1223,8 +1223,8 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	struct activations *a = &m->acts;
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(m->whole.vocab_size, tensor->size);
-	const real *normed = gather_slices(m, a->normed, T);
-	real *dnormed = step ? shares(m, a->dnormed) : NULL;
+	const real *normed = all_gather_sequence(m, a->normed, T);
+	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	double total = 0;
 	for (int64_t first = 0; first == 0 || first < T; first += C) { /* once for an empty micro-batch: it writes a gradient of 0 */
 		int64_t n = T - first < C ? T - first : C;
@@ -1232,10 +1232,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
 		/* The vocabulary may be split: the largest logit, then loss and sum, are those of all its parts. */
 		logits_max(a->head_max, a->head_logits, n, V);
-		group_max(tensor, TRAFFIC_HEAD, a->head_max, n);
+		all_reduce_max(tensor, TRAFFIC_HEAD, a->head_max, n);
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
-		group_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
+		all_reduce_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
 		if (!step)
@@ -1247,7 +1247,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 			scale_columns(dnormed + first * H, dnormed + first * H, m->head_scale, n, H);
 	}
 	if (step)
-		sum_slices(m, a->dnormed, false, T);
+		reduce_scatter_sequence(m, a->dnormed, false, T);
 	model_lap(m, PART_HEAD);
 	return total;
 }
@@ -1261,7 +1261,7 @@ static void finish_oldest_chunk(struct model *m)
 	const int slot = m->chunks_finished++ % PENDING;
 	const struct chunk *c = &m->chunks[m->pending[slot].chunk];
 	int64_t size;
-	group_scatter_finish(&m->pending[slot].scatter, m->grads.memory + c->offset + own_slice(&m->layout, c, &size), false);
+	reduce_scatter_finish(&m->pending[slot].scatter, m->grads.memory + c->offset + own_shard(&m->layout, c, &size), false);
 }
 
 /* Sends a bucket's gradients on when the last micro-batch has added to them. */
@@ -1278,7 +1278,7 @@ static void reduce_bucket(struct model *m, int bucket, const struct step *step)
 			finish_oldest_chunk(m);
 		const int slot = m->chunks_started++ % PENDING;
 		m->pending[slot].chunk = i;
-		group_scatter_start(&m->pending[slot].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1,
+		reduce_scatter_start(&m->pending[slot].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1,
 				m->pending_scratch + slot * m->pending_size);
 	}
 }
@@ -1345,7 +1345,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
 		const real *in = a->normed, *dy = a->dstream;
 		if (split) {
-			group_exchange_finish(&m->dispatch);
+			all_to_all_finish(&m->dispatch);
 			in = x->arrivals;
 			dy = a->returns;
 		}
@@ -1356,11 +1356,11 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);
 		model_lap(m, PART_EXPERTS);
 		if (split) {
-			struct exchange weights;
+			struct all_to_all weights;
 			for (int64_t r = 0; r < x->num_rows; r++)
 				a->arrived_weight[x->row[r]] = a->dexpert_weight[r];
-			group_exchange_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight, x->received, 1);
-			group_exchange_finish(&weights);
+			all_to_all_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight, x->received, 1);
+			all_to_all_finish(&weights);
 			return_rows(m, x);
 		}
 		combine_rows(a->dnormed, a->rows, x->position, N, k, H, W > 0);
@@ -1385,7 +1385,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const bool add = step->accumulate;
 	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
-	const real *dout = gather_slices(m, a->dstream, T);
+	const real *dout = all_gather_sequence(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
 		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
@@ -1393,11 +1393,11 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d, a->attention_scratch);
 	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
 	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
-	matmul_backward_weight(g->qkv, a->dqkv, gather_slices(m, a->normed, T), T, H, qkv_width(c), add);
+	matmul_backward_weight(g->qkv, a->dqkv, all_gather_sequence(m, a->normed, T), T, H, qkv_width(c), add);
 	if (g->qkv_bias)
 		bias_backward(g->qkv_bias, a->dqkv, T, qkv_width(c), add, a->sum_scratch);
-	matmul_backward_input(shares(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
-	sum_slices(m, a->dnormed, false, T);
+	matmul_backward_input(partial_sums(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
+	reduce_scatter_sequence(m, a->dnormed, false, T);
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H, add,
 			a->sum_scratch);
 	model_lap(m, PART_ATTENTION);
@@ -1423,7 +1423,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		reduce_bucket(m, 1 + l, step);
 	}
 	/* Tied, the head has written this gradient already. */
-	embedding_backward(m->grads.embedding, input, gather_slices(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
+	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
 			step->accumulate || c->tie_word_embeddings);
 	reduce_bucket(m, 0, step);
 	finish_chunks(m);
@@ -1700,7 +1700,7 @@ int trainer_init(struct trainer *t, const struct config *c)
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 || parallel_same(config_crc32(c), "the config") < 0 ||
 			trainer_allocate(t, c) < 0)
 		return -1;
-	group_broadcast(&t->model.layout.world, dir, sizeof dir);
+	broadcast(&t->model.layout.world, dir, sizeof dir);
 	rc = trainer_start(t, dir);
 	if (rc < 0)
 		trainer_free(t);
@@ -1725,7 +1725,7 @@ void trainer_free(struct trainer *t)
 }
 
 /* The source of the next sample: every source is credited with its share, and the one with the most credit, the first among equals, pays for
- * the sample. So no source is ever ahead of its share by a whole sample, and the order is a function of the shares alone. */
+ * the sample. So no source is ever ahead of its share by a whole sample, and the order is a function of the partial_sums alone. */
 static struct source_state *next_source(struct source_state *sources, int n)
 {
 	struct source_state *best = NULL;
@@ -1790,7 +1790,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 		const struct chunk *c = &m->chunks[i];
 		int64_t size;
 		real *chunk = m->params.memory + c->offset;
-		group_gather(sharing_group(&m->layout, c->sharing), TRAFFIC_WEIGHTS, chunk, chunk + own_slice(&m->layout, c, &size), c->size, 1);
+		all_gather(sharing_group(&m->layout, c->sharing), TRAFFIC_WEIGHTS, chunk, chunk + own_shard(&m->layout, c, &size), c->size, 1);
 	}
 	model_update_head_scale(m);
 }
@@ -1800,10 +1800,10 @@ double gradient_square(const struct model *m)
 	double sum = 0;
 	for (int i = 0; i < m->num_chunks; i++) {
 		int64_t size;
-		const int64_t begin = own_slice(&m->layout, &m->chunks[i], &size);
+		const int64_t begin = own_shard(&m->layout, &m->chunks[i], &size);
 		sum += sum_of_squares(m->grads.memory + m->chunks[i].offset + begin, size);
 	}
-	group_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
+	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
 }
 
@@ -1843,13 +1843,13 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	memset(model->part_seconds, 0, sizeof model->part_seconds);
 	model->lap_start = start;
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
-	const struct share share = deal_batch(&model->layout.data, batch, c->train.micro_batch);
-	for (int64_t i = 0; i < share.num_micro_batches; i++) {
-		const int64_t first = share.first + i * share.step, left = batch - first;
+	const struct micro_batches mine = micro_batches_of_rank(&model->layout.data, batch, c->train.micro_batch);
+	for (int64_t i = 0; i < mine.num; i++) {
+		const int64_t first = mine.first + i * mine.step, left = batch - first;
 		const int B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch;
 		step.first_sequence = left < 0 ? 0 : first;
 		step.accumulate = i > 0;
-		step.last = i + 1 == share.num_micro_batches;
+		step.last = i + 1 == mine.num;
 		const int32_t *input = t->input + step.first_sequence * L, *target = t->target + step.first_sequence * L;
 		model->document = t->document ? t->document + step.first_sequence * L : NULL;
 		model_forward(model, input, B, &step, &t->sums);
@@ -1858,7 +1858,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		model_backward(model, input, B, &step);
 	}
 	t->sums.values[1] = stop_requested;
-	group_sum(&model->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
+	all_reduce_sum(&model->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[1] > 0;
 
 	const double norm = sqrt(gradient_square(model));
@@ -1887,7 +1887,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	model_lap(model, PART_OPTIMIZER);
 	m->seconds = model->lap_start - start;
 	t->communication = parallel_seconds() - communication;
-	t->slowest = group_slowest(&model->layout.world, m->seconds - t->communication);
+	t->slowest = slowest_rank(&model->layout.world, m->seconds - t->communication);
 	m->tokens_per_second = num_tokens / m->seconds;
 	parallel_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
@@ -1940,7 +1940,7 @@ int trainer_save(struct trainer *t)
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
 		return -1;
-	group_broadcast(world, &directory, sizeof directory);
+	broadcast(world, &directory, sizeof directory);
 	if (directory.begun == 1) /* it is there already */
 		return 0;
 	rc = write_parts(t, directory.dir);
@@ -2110,7 +2110,7 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		}
 	}
 	m->document = NULL;
-	group_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
+	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
 	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
 	if (terminal && shown > start)
 		fprintf(stderr, "\r\033[K");

@@ -55,7 +55,7 @@ int layout_check(const struct model_config *c, int ranks, int tensor, int expert
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 
 /* Which ranks hold the same elements, and add up their gradients: all, those of a data group, or those with the same experts. */
-enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_COPIES };
+enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_EXPERT_DATA };
 
 struct tensor {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
@@ -144,7 +144,7 @@ struct activations {
 	real *arrived_weight;        /* [A] */
 	real *act;                   /* [A, I] */
 	real *shared_act;            /* [N, W] */
-	real *scatter_scratch;
+	real *reduce_scatter_scratch;
 	real *attention_scratch, *sum_scratch;
 	int64_t *expert_count;       /* [E] */
 	double *sequence_count, *sequence_p; /* [B, E] */
@@ -179,9 +179,9 @@ struct model {
 	int num_chunks;
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
 	real *exp_avg, *exp_avg_sq;  /* [num_state] */
-	struct exchange dispatch;    /* expert rows under way */
+	struct all_to_all dispatch;    /* expert rows under way */
 	/* gradient chunks under way: number i of this backward pass in place i % PENDING */
-	struct { struct scatter scatter; int chunk; } pending[PENDING];
+	struct { struct reduce_scatter scatter; int chunk; } pending[PENDING];
 	int chunks_started, chunks_finished;
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;

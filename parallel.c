@@ -189,14 +189,14 @@ void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
 	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
 }
 
-struct crowd parallel_crowd(int threads)
+struct oversubscription parallel_oversubscription(int threads)
 {
 	cpu_set_t cores; /* a machine with more than CPU_SETSIZE of them gives none, and counts as roomy enough */
 	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
 		memset(&cores, 0xff, sizeof cores);
 	if (!mpi.running)
-		return (struct crowd){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
-	struct crowd c = {.threads = 0};
+		return (struct oversubscription){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
+	struct oversubscription c = {.threads = 0};
 	MPI_Comm machine;
 	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
 	MPI_Comm_size(machine, &c.ranks);
@@ -273,7 +273,7 @@ struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 		.data = {rank / tensor, ranks / tensor, 0},
 		.tensor = {rank % tensor, tensor, 0},
 		.expert = {rank % expert, expert, 0},
-		.copies = {rank / expert, ranks / expert, 0},
+		.expert_data = {rank / expert, ranks / expert, 0},
 	};
 }
 
@@ -282,7 +282,7 @@ void layout_connect(struct layout *l)
 	if (!mpi.running)
 		return;
 	const struct { struct group *group; int color; } groups[] = {
-		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank}, {&l->expert, l->copies.rank}, {&l->copies, l->expert.rank},
+		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank}, {&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
 	};
 	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
 		MPI_Comm comm;
@@ -291,15 +291,15 @@ void layout_connect(struct layout *l)
 	}
 }
 
-int64_t slice_begin(int64_t n, int i, int parts)
+int64_t shard_begin(int64_t n, int i, int parts)
 {
 	return (int64_t)((__int128)n * i / parts);
 }
 
-struct share deal_batch(const struct group *data, int64_t batch, int micro_batch)
+struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch)
 {
 	const int64_t pieces = (batch + micro_batch - 1) / micro_batch;
-	return (struct share){.num_micro_batches = (pieces + data->size - 1) / data->size, .first = (int64_t)data->rank * micro_batch,
+	return (struct micro_batches){.num = (pieces + data->size - 1) / data->size, .first = (int64_t)data->rank * micro_batch,
 			.step = (int64_t)data->size * micro_batch};
 }
 
@@ -313,12 +313,12 @@ static MPI_Comm comm_of(const struct group *g)
 }
 
 /* Notes that this rank sends `elements` of `size` bytes. */
-static void count_sent(enum traffic kind, int64_t elements, int64_t size)
+static void count_sent(enum traffic traffic, int64_t elements, int64_t size)
 {
-	mpi.bytes[kind] += elements * size;
+	mpi.bytes[traffic] += elements * size;
 }
 
-void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
+void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n)
 {
 	enum { PIECE = 4096 };
 	if (g->size == 1)
@@ -326,12 +326,12 @@ void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
 	double *all = malloc((size_t)PIECE * g->size * sizeof *all);
 	if (!all)
 		MPI_Abort(MPI_COMM_WORLD, 1);
-	count_sent(kind, n * (g->size - 1), sizeof *x);
+	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	for (int64_t first = 0; first < n; first += PIECE) {
 		const int count = (int)(n - first < PIECE ? n - first : PIECE);
 		MPI_Request request;
 		MPI_Iallgather(x + first, count, MPI_DOUBLE, all, count, MPI_DOUBLE, comm_of(g), &request);
-		finish(&request, 1, traffic_names[kind]);
+		finish(&request, 1, traffic_names[traffic]);
 		for (int i = 0; i < count; i++) {
 			double sum = 0;
 			for (int r = 0; r < g->size; r++)
@@ -342,14 +342,14 @@ void group_sum(const struct group *g, enum traffic kind, double *x, int64_t n)
 	free(all);
 }
 
-void group_max(const struct group *g, enum traffic kind, real *x, int64_t n)
+void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_t n)
 {
 	if (g->size == 1)
 		return;
-	count_sent(kind, n * (g->size - 1), sizeof *x);
+	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	MPI_Request request;
 	MPI_Iallreduce(MPI_IN_PLACE, x, (int)n, MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
-	finish(&request, 1, traffic_names[kind]);
+	finish(&request, 1, traffic_names[traffic]);
 }
 
 /* `width` reals as one element: counts of rows fit an int where counts of reals may not. */
@@ -361,47 +361,47 @@ static MPI_Datatype row_type(int64_t width)
 	return type;
 }
 
-void group_gather(const struct group *g, enum traffic kind, real *out, const real *in, int64_t rows, int64_t width)
+void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width)
 {
 	if (g->size == 1)
 		return;
 	int counts[g->size], begins[g->size];
 	for (int r = 0; r < g->size; r++) {
-		begins[r] = (int)slice_begin(rows, r, g->size);
-		counts[r] = (int)slice_begin(rows, r + 1, g->size) - begins[r];
+		begins[r] = (int)shard_begin(rows, r, g->size);
+		counts[r] = (int)shard_begin(rows, r + 1, g->size) - begins[r];
 	}
-	count_sent(kind, width * counts[g->rank] * (g->size - 1), sizeof *in);
+	count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in);
 	MPI_Datatype type = row_type(width);
 	MPI_Request request;
 	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts, begins, type, comm_of(g),
 			&request);
-	finish(&request, 1, traffic_names[kind]);
+	finish(&request, 1, traffic_names[traffic]);
 	MPI_Type_free(&type);
 }
 
-int64_t scatter_scratch(const struct group *g, int64_t rows, int64_t width)
+int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)
 {
 	return g->size == 1 ? 0 : g->size * (rows / g->size + 1) * width;
 }
 
-void group_scatter_start(struct scatter *s, const struct group *g, enum traffic kind, const real *in, int64_t rows, int64_t width,
+void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in, int64_t rows, int64_t width,
 		real *scratch)
 {
 	const int n = g->size;
-	*s = (struct scatter){.group = *g, .kind = kind, .in = in, .rows = rows, .width = width, .scratch = scratch};
+	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width, .scratch = scratch};
 	if (n == 1)
 		return;
-	const int64_t mine = slice_begin(rows, g->rank + 1, n) - slice_begin(rows, g->rank, n);
+	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
 	MPI_Request *requests = s->requests = malloc(2 * n * sizeof *requests);
 	if (!requests)
 		MPI_Abort(MPI_COMM_WORLD, 1);
-	count_sent(kind, (rows - mine) * width, sizeof *in);
+	count_sent(traffic, (rows - mine) * width, sizeof *in);
 	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
 	/* Point to point, each rank beginning with its neighbour, so that no rank is waited for by all at once. */
 	for (int i = 1; i < n; i++) {
 		const int from = (g->rank + n - i) % n, to = (g->rank + i) % n;
-		const int64_t begin = slice_begin(rows, to, n), end = slice_begin(rows, to + 1, n);
+		const int64_t begin = shard_begin(rows, to, n), end = shard_begin(rows, to + 1, n);
 		MPI_Irecv(scratch + from * mine * width, (int)mine, type, from, 1, comm_of(g), &requests[s->num_requests++]);
 		MPI_Isend(in + begin * width, (int)(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
 	}
@@ -409,21 +409,21 @@ void group_scatter_start(struct scatter *s, const struct group *g, enum traffic 
 	mpi.seconds += clock_seconds() - start;
 }
 
-void scatter_progress(struct scatter *s)
+void reduce_scatter_progress(struct reduce_scatter *s)
 {
 	int done;
 	if (s->num_requests)
 		MPI_Testall(s->num_requests, s->requests, &done, MPI_STATUSES_IGNORE);
 }
 
-void group_scatter_finish(struct scatter *s, real *out, bool accumulate)
+void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 {
 	const struct group *g = &s->group;
-	const int64_t begin = slice_begin(s->rows, g->rank, g->size), mine = slice_begin(s->rows, g->rank + 1, g->size) - begin;
+	const int64_t begin = shard_begin(s->rows, g->rank, g->size), mine = shard_begin(s->rows, g->rank + 1, g->size) - begin;
 	const int64_t n = mine * s->width;
 	const real *own = s->in + begin * s->width;
 	if (s->num_requests)
-		finish(s->requests, s->num_requests, traffic_names[s->kind]);
+		finish(s->requests, s->num_requests, traffic_names[s->traffic]);
 	free(s->requests);
 	s->requests = NULL;
 	s->num_requests = 0;
@@ -441,31 +441,31 @@ void group_scatter_finish(struct scatter *s, real *out, bool accumulate)
 	}
 }
 
-void group_scatter_sum(const struct group *g, enum traffic kind, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
+void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
 		real *scratch)
 {
-	struct scatter s;
-	group_scatter_start(&s, g, kind, in, rows, width, scratch);
-	group_scatter_finish(&s, out, accumulate);
+	struct reduce_scatter s;
+	reduce_scatter_start(&s, g, traffic, in, rows, width, scratch);
+	reduce_scatter_finish(&s, out, accumulate);
 }
 
-void group_transpose(const struct group *g, enum traffic kind, int64_t *out, const int64_t *in, int n)
+void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out, const int64_t *in, int n)
 {
 	if (g->size == 1) {
 		memcpy(out, in, n * sizeof *out);
 		return;
 	}
-	count_sent(kind, (g->size - 1) * n, sizeof *in);
+	count_sent(traffic, (g->size - 1) * n, sizeof *in);
 	MPI_Request request;
 	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
-	finish(&request, 1, traffic_names[kind]);
+	finish(&request, 1, traffic_names[traffic]);
 }
 
-void group_exchange_start(struct exchange *e, const struct group *g, enum traffic kind, real *out, const int64_t *receive, const real *in,
+void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width)
 {
 	const int n = g->size;
-	*e = (struct exchange){.kind = kind};
+	*e = (struct all_to_all){.traffic = traffic};
 	if (n == 1) {
 		copy_array(out, in, send[0] * width);
 		return;
@@ -481,7 +481,7 @@ void group_exchange_start(struct exchange *e, const struct group *g, enum traffi
 		send_at[r] = s;
 		receive_at[r] = t;
 		s += sends[r];
-		count_sent(kind, r == g->rank ? 0 : send[r] * width, sizeof *in);
+		count_sent(traffic, r == g->rank ? 0 : send[r] * width, sizeof *in);
 		t += receives[r];
 	}
 	const double start = clock_seconds();
@@ -491,40 +491,40 @@ void group_exchange_start(struct exchange *e, const struct group *g, enum traffi
 	mpi.seconds += clock_seconds() - start;
 }
 
-void exchange_progress(struct exchange *e)
+void all_to_all_progress(struct all_to_all *e)
 {
 	int done;
 	if (e->request)
 		MPI_Test(e->request, &done, MPI_STATUS_IGNORE);
 }
 
-void group_exchange_finish(struct exchange *e)
+void all_to_all_finish(struct all_to_all *e)
 {
 	if (e->request) {
 		MPI_Datatype type = MPI_Type_f2c(e->type);
-		finish(e->request, 1, traffic_names[e->kind]);
+		finish(e->request, 1, traffic_names[e->traffic]);
 		MPI_Type_free(&type);
 	}
 	free(e->request);
 	free(e->counts);
-	*e = (struct exchange){0};
+	*e = (struct all_to_all){0};
 }
 
-void group_send(const struct group *g, int to, int tag, const void *x, int64_t bytes)
+void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes)
 {
 	MPI_Request request;
 	MPI_Isend(x, (int)bytes, MPI_BYTE, to, tag, comm_of(g), &request);
 	finish(&request, 1, "checkpoint");
 }
 
-void group_receive(const struct group *g, int tag, void *x, int64_t bytes)
+void receive_message(const struct group *g, int tag, void *x, int64_t bytes)
 {
 	MPI_Request request;
 	MPI_Irecv(x, (int)bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
 	finish(&request, 1, "checkpoint");
 }
 
-int group_slowest(const struct group *g, double seconds)
+int slowest_rank(const struct group *g, double seconds)
 {
 	struct { double seconds; int rank; } mine = {seconds, g->rank}, slowest = mine;
 	if (g->size == 1)
@@ -536,7 +536,7 @@ int group_slowest(const struct group *g, double seconds)
 	return slowest.rank;
 }
 
-void group_broadcast(const struct group *g, void *x, int64_t bytes)
+void broadcast(const struct group *g, void *x, int64_t bytes)
 {
 	if (g->size == 1)
 		return;

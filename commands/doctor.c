@@ -47,7 +47,7 @@ int measure_steps(struct bench *b, struct trainer *t)
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
-	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
+	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -65,7 +65,7 @@ int measure_steps(struct bench *b, struct trainer *t)
 		}
 	}
 	double after = measure_roof(10, kernels_threads());
-	group_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
+	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->roof = after > b->roof ? after : b->roof;
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);

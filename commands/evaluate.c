@@ -472,7 +472,7 @@ int task_run(struct task_work *w, struct model *m, int batch)
 		fprintf(stderr, "\r\033[K");
 	if (parallel_agree(rc) < 0)
 		return -1;
-	group_sum(&m->layout.data, TRAFFIC_STATISTICS, w->value, w->num_values); /* each is one rank's, and 0 elsewhere */
+	all_reduce_sum(&m->layout.data, TRAFFIC_STATISTICS, w->value, w->num_values); /* each is one rank's, and 0 elsewhere */
 	for (int64_t i = 0; i < w->num_items; i++)
 		for (int64_t b = w->item[i].first_branch; b < w->item[i].first_branch + w->item[i].num_branches; b++)
 			if (!isfinite(w->value[b]))

@@ -71,13 +71,13 @@ struct layout_plan {
 struct work { int64_t micro_batches, sequences, tokens; };
 static struct work plan_work(const struct config *c, const struct layout *l)
 {
-	const struct share share = deal_batch(&l->data, c->train.batch, c->train.micro_batch);
-	struct work w = {.micro_batches = share.num_micro_batches};
-	for (int64_t i = 0; i < share.num_micro_batches; i++) {
-		const int64_t left = c->train.batch - share.first - i * share.step;
+	const struct micro_batches mine = micro_batches_of_rank(&l->data, c->train.batch, c->train.micro_batch);
+	struct work w = {.micro_batches = mine.num};
+	for (int64_t i = 0; i < mine.num; i++) {
+		const int64_t left = c->train.batch - mine.first - i * mine.step;
 		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch, T = B * c->data.seq_len;
 		w.sequences += B;
-		w.tokens += slice_begin(T, l->tensor.rank + 1, l->tensor.size) - slice_begin(T, l->tensor.rank, l->tensor.size);
+		w.tokens += shard_begin(T, l->tensor.rank + 1, l->tensor.size) - shard_begin(T, l->tensor.rank, l->tensor.size);
 	}
 	return w;
 }
@@ -96,7 +96,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
 	double group = 0;            /* tokens of the whole expert group: a share of 1/e of their rows comes to each rank */
 	for (int i = 0; i < e; i++) {
-		const struct layout member = layout_of_rank(l->copies.rank * e + i, l->world.size, l->tensor.size, e);
+		const struct layout member = layout_of_rank(l->expert_data.rank * e + i, l->world.size, l->tensor.size, e);
 		group += plan_work(config, &member).tokens;
 	}
 	const double rows = own * c->num_experts_per_tok * (e - 1) / e, foreign_rows = (group - own) * c->num_experts_per_tok / e;

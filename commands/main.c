@@ -219,9 +219,9 @@ static error_t parse_option(int key, char *value, struct argp_state *state)
 }
 
 /* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
-static void warn_of_crowd(void)
+static void warn_of_oversubscription(void)
 {
-	const struct crowd c = parallel_crowd(kernels_threads());
+	const struct oversubscription c = parallel_oversubscription(kernels_threads());
 	const int threads = c.cores / c.ranks;
 	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
 	if (c.first)
@@ -235,7 +235,7 @@ static int command_train(const struct arguments *a)
 	struct config c;
 	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
 		return EXIT_WRONG_USE;
-	warn_of_crowd();
+	warn_of_oversubscription();
 	catch_signals();
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)

@@ -756,9 +756,9 @@ static void test_deal_batch(void **state)
 			for (int micro = 1; micro <= 4; micro++) {
 				int taken[23] = {0};
 				for (int rank = 0; rank < size; rank++) {
-					const struct share s = deal_batch(&(struct group){rank, size, 0}, batch, micro);
-					assert_int_equal(s.num_micro_batches, (batch + micro * size - 1) / (micro * size));
-					for (int64_t i = 0; i < s.num_micro_batches; i++) {
+					const struct micro_batches s = micro_batches_of_rank(&(struct group){rank, size, 0}, batch, micro);
+					assert_int_equal(s.num, (batch + micro * size - 1) / (micro * size));
+					for (int64_t i = 0; i < s.num; i++) {
 						const int64_t first = s.first + i * s.step;
 						assert_int_equal(first, (i * size + rank) * micro);
 						for (int64_t b = first; b < first + micro && b < batch; b++)

@@ -37,13 +37,13 @@ static void test_slices(void)
 {
 	for (int parts = 1; parts <= 7; parts++)
 		for (int64_t n = 0; n < 40; n++) {
-			check(slice_begin(n, 0, parts) == 0 && slice_begin(n, parts, parts) == n);
+			check(shard_begin(n, 0, parts) == 0 && shard_begin(n, parts, parts) == n);
 			for (int i = 0; i < parts; i++) {
-				const int64_t size = slice_begin(n, i + 1, parts) - slice_begin(n, i, parts);
+				const int64_t size = shard_begin(n, i + 1, parts) - shard_begin(n, i, parts);
 				check(size == n / parts || size == n / parts + 1); /* as even as can be */
 			}
 		}
-	check(slice_begin(INT64_MAX, 3, 4) == INT64_MAX / 4 * 3 + 2); /* no overflow on the way */
+	check(shard_begin(INT64_MAX, 3, 4) == INT64_MAX / 4 * 3 + 2); /* no overflow on the way */
 }
 
 /* 8 ranks: tensor neighbours share a data index, expert neighbours pay no heed to either. */
@@ -54,7 +54,7 @@ static void test_layout(void)
 	check(l.data.rank == 2 && l.data.size == 4);
 	check(l.tensor.rank == 1 && l.tensor.size == 2);
 	check(l.expert.rank == 1 && l.expert.size == 4);
-	check(l.copies.rank == 1 && l.copies.size == 2);
+	check(l.expert_data.rank == 1 && l.expert_data.size == 2);
 }
 
 static void test_group_sum(void)
@@ -64,26 +64,26 @@ static void test_group_sum(void)
 	for (int64_t n = 0; n <= N; n = n ? n * 10 : 1) {
 		for (int i = 0; i < n; i++)
 			x[i] = i * (world.rank + 1);
-		group_sum(&world, TRAFFIC_SUM, x, n);
+		all_reduce_sum(&world, TRAFFIC_SUM, x, n);
 		for (int i = 0; i < n; i++)
 			check(x[i] == i * (world.size * (world.size + 1) / 2));
 	}
 	x[0] = world.rank == world.size - 1 ? NAN : 1;
 	x[1] = world.rank == 0 ? INFINITY : 1;
-	group_sum(&world, TRAFFIC_SUM, x, 2);
+	all_reduce_sum(&world, TRAFFIC_SUM, x, 2);
 	check(isnan(x[0]) && isinf(x[1]));
 	/* in the order of the ranks: 1e16 + 1 - 1e16 is 0, in another order 1 */
 	x[0] = world.rank == 0 ? 1e16 : world.rank == 1 ? 1 : -1e16;
-	group_sum(&world, TRAFFIC_SUM, x, 1);
+	all_reduce_sum(&world, TRAFFIC_SUM, x, 1);
 	check(world.size < 3 || x[0] == 0);
 }
 
 static void test_group_max(void)
 {
 	real x[2] = {(real)world.rank, (real)-world.rank};
-	group_max(&world, TRAFFIC_SUM, x, 2);
+	all_reduce_max(&world, TRAFFIC_SUM, x, 2);
 	check(x[0] == world.size - 1 && x[1] == 0);
-	group_max(&world, TRAFFIC_SUM, x, 0);
+	all_reduce_max(&world, TRAFFIC_SUM, x, 0);
 }
 
 /* Fewer rows than ranks, none at all, uneven slices; from elsewhere and in place. */
@@ -91,9 +91,9 @@ static void test_gather_and_scatter(void)
 {
 	for (int64_t rows = 0; rows < 12; rows++)
 		for (int64_t width = 1; width <= 3; width++) {
-			const int64_t begin = slice_begin(rows, world.rank, world.size), end = slice_begin(rows, world.rank + 1, world.size);
+			const int64_t begin = shard_begin(rows, world.rank, world.size), end = shard_begin(rows, world.rank + 1, world.size);
 			real all[36], slice[36], scratch[64];
-			check(scatter_scratch(&world, rows, width) <= 64);
+			check(reduce_scatter_scratch(&world, rows, width) <= 64);
 			/* A group of one has its slice in place already. */
 			for (int place = world.size == 1; place < 2; place++) {
 				memset(all, 0, sizeof all);
@@ -101,7 +101,7 @@ static void test_gather_and_scatter(void)
 					slice[i - begin * width] = all[i] = (real)(100 + i);
 				if (!place)
 					memset(all, 0, sizeof all);
-				group_gather(&world, TRAFFIC_GATHER, all, place ? all + begin * width : slice, rows, width);
+				all_gather(&world, TRAFFIC_GATHER, all, place ? all + begin * width : slice, rows, width);
 				for (int64_t i = 0; i < rows * width; i++)
 					check(all[i] == 100 + i);
 			}
@@ -110,11 +110,11 @@ static void test_gather_and_scatter(void)
 					all[i] = (real)(i * (world.rank + 1));
 				for (int64_t i = 0; i < 36; i++)
 					slice[i] = accumulate ? 1000 : NAN;
-				group_scatter_sum(&world, TRAFFIC_SUM, slice, accumulate, all, rows, width, scratch);
+				reduce_scatter(&world, TRAFFIC_SUM, slice, accumulate, all, rows, width, scratch);
 				for (int64_t i = begin * width; i < end * width; i++)
 					check(slice[i - begin * width] == (accumulate ? 1000 : 0) + i * (world.size * (world.size + 1) / 2));
 			}
-			group_scatter_sum(&world, TRAFFIC_SUM, all + begin * width, false, all, rows, width, scratch);
+			reduce_scatter(&world, TRAFFIC_SUM, all + begin * width, false, all, rows, width, scratch);
 			for (int64_t i = begin * width; i < end * width; i++)
 				check(all[i] == i * (world.size * (world.size + 1) / 2));
 		}
@@ -125,17 +125,17 @@ static void test_scatter_overlap(void)
 {
 	enum { ROWS = 1001 };
 	static real in[4][ROWS], out[4][ROWS], scratch[4][2 * ROWS];
-	struct scatter s[4];
+	struct reduce_scatter s[4];
 	for (int k = 0; k < 4; k++) {
 		for (int i = 0; i < ROWS; i++)
 			in[k][i] = (real)(k + i);
-		group_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, scratch[k]);
+		reduce_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, scratch[k]);
 		for (int j = 0; j <= k; j++)
-			scatter_progress(&s[j]);
+			reduce_scatter_progress(&s[j]);
 	}
 	for (int k = 0; k < 4; k++) {
-		group_scatter_finish(&s[k], out[k], false);
-		const int64_t begin = slice_begin(ROWS, world.rank, world.size), end = slice_begin(ROWS, world.rank + 1, world.size);
+		reduce_scatter_finish(&s[k], out[k], false);
+		const int64_t begin = shard_begin(ROWS, world.rank, world.size), end = shard_begin(ROWS, world.rank + 1, world.size);
 		for (int64_t i = begin; i < end; i++)
 			check(out[k][i - begin] == world.size * (k + i));
 	}
@@ -147,7 +147,7 @@ static void test_group_transpose(void)
 	for (int r = 0; r < world.size; r++)
 		for (int j = 0; j < 2; j++)
 			in[2 * r + j] = 100 * world.rank + 10 * r + j;
-	group_transpose(&world, TRAFFIC_PLAN, out, in, 2);
+	all_to_all_counts(&world, TRAFFIC_PLAN, out, in, 2);
 	for (int r = 0; r < world.size; r++)
 		for (int j = 0; j < 2; j++)
 			check(out[2 * r + j] == 100 * r + 10 * world.rank + j);
@@ -166,9 +166,9 @@ static void test_exchange(void)
 				for (int j = 0; j < 2; j++)
 					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
 		}
-		struct exchange e;
-		group_exchange_start(&e, &world, TRAFFIC_DISPATCH, out, receive, in, send, 2);
-		group_exchange_finish(&e);
+		struct all_to_all e;
+		all_to_all_start(&e, &world, TRAFFIC_DISPATCH, out, receive, in, send, 2);
+		all_to_all_finish(&e);
 		for (int r = 0; r < world.size; r++)
 			for (int64_t i = 0; i < receive[r]; i++, at++)
 				for (int j = 0; j < 2; j++)
@@ -202,9 +202,9 @@ static void test_agree(void)
 /* Seven sequences in micro-batches of two: 0-1, 2-3, 4-5, 6, dealt out in turn. */
 static void test_deal_batch(void)
 {
-	const struct share s = deal_batch(&world, 7, 2);
+	const struct micro_batches s = micro_batches_of_rank(&world, 7, 2);
 	static const int rounds[] = {4, 2, 2};
-	check(s.num_micro_batches == rounds[world.size - 1] && s.first == 2 * world.rank && s.step == 2 * world.size);
+	check(s.num == rounds[world.size - 1] && s.first == 2 * world.rank && s.step == 2 * world.size);
 }
 
 /* The norm of a gradient whose chunks are these, with all the numbers of chunk i being values[i]. */
@@ -231,15 +231,15 @@ static void test_gradient_norm(void)
 	layout_connect(&copied);
 	layout_connect(&tensor);
 	/* Each rank's own experts: norms sqrt(20) and sqrt(100) on two ranks give sqrt(120). */
-	struct chunk own[] = {{.size = 5, .sharing = SHARED_BY_COPIES}};
+	struct chunk own[] = {{.size = 5, .sharing = SHARED_BY_EXPERT_DATA}};
 	const double rank_values[] = {sqrt(20.0 / 5), sqrt(100.0 / 5), sqrt(1.0 / 5)}, expected[] = {sqrt(20), sqrt(120), sqrt(121)};
 	check(near(norm_of(split, 1, own, &rank_values[world.rank]), expected[world.size - 1]));
 	check(world.size != 2 || fabs(norm_of(split, 1, own, &rank_values[world.rank]) - 10.954) < 1e-3);
 	/* Shared parameters 4 x 3.0, and the experts' 4 x 4.0, whether they lie on one rank, apart, or on all. */
 	const double values[] = {3, 4};
-	struct chunk both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_COPIES}};
+	struct chunk both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_EXPERT_DATA}};
 	check(near(norm_of(copied, 2, both, values), 10));
-	both[1].size = slice_begin(4, world.rank + 1, world.size) - slice_begin(4, world.rank, world.size);
+	both[1].size = shard_begin(4, world.rank + 1, world.size) - shard_begin(4, world.rank, world.size);
 	check(near(norm_of(split, 2, both, values), 10));
 	both[1].size = world.rank == world.size - 1 ? 4 : 0;
 	check(near(norm_of(split, 2, both, values), 10));
@@ -301,14 +301,14 @@ static void test_valid_tokens(void)
 		for (int i = 0; i < model->num_chunks; i++) {
 			const struct chunk *c = &model->chunks[i];
 			const struct group *g = c->sharing == SHARED_BY_WORLD ? &model->layout.world : &model->layout.data;
-			const int64_t head = model->params.lm_head - model->params.memory, begin = c->offset + slice_begin(c->size, g->rank, g->size);
-			for (int64_t j = slice_begin(c->size, g->rank, g->size); c->sharing != SHARED_BY_COPIES && j < slice_begin(c->size, g->rank + 1, g->size); j++) {
+			const int64_t head = model->params.lm_head - model->params.memory, begin = c->offset + shard_begin(c->size, g->rank, g->size);
+			for (int64_t j = shard_begin(c->size, g->rank, g->size); c->sharing != SHARED_BY_EXPERT_DATA && j < shard_begin(c->size, g->rank + 1, g->size); j++) {
 				const int64_t at = c->offset + j - head;
 				if (at >= 0 && at < model->config.vocab_size * 4)
 					gradient[model->first_vocab * 4 + at] = model->exp_avg[c->state + c->offset + j - begin] / (1 - 0.9);
 			}
 		}
-		group_sum(&world, TRAFFIC_SUM, gradient, 20);
+		all_reduce_sum(&world, TRAFFIC_SUM, gradient, 20);
 		for (int v = 0; v < 5; v++)
 			for (int j = 0; j < 4; j++) {
 				const double tokens = j == 0 ? 24 : j == 1 ? 8 : 0, p0 = exp(j == 0 ? -2 : -4), p = v == 0 ? p0 : (1 - p0) / 4;

@@ -51,14 +51,14 @@ static int attention_width(const struct model_config *c)
  * there. */
 struct parameter_walk {
 	const struct layout *layout;
-	struct tensor *tensors;      /* NULL while counting */
+	struct parameter *parameters;      /* NULL while counting */
 	real *memory;                /* NULL while counting */
-	int num_tensors, bucket, expert;
-	int64_t num_params;
+	int num_parameters, bucket, expert;
+	int64_t num_elements;
 };
 
 /* Elements of the part of a tensor that a rank holds. */
-static int64_t tensor_size(const struct tensor *t)
+static int64_t parameter_size(const struct parameter *t)
 {
 	return (t->extent.num_rows[0] + t->extent.num_rows[1] + t->extent.num_rows[2]) * t->extent.num_cols;
 }
@@ -67,14 +67,14 @@ static int64_t tensor_size(const struct tensor *t)
 static real *add_part(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
 		enum sharing sharing, struct extent extent)
 {
-	struct tensor t = {.rows = rows, .cols = cols, .extent = extent, .offset = w->num_params, .bucket = w->bucket, .expert = w->expert,
+	struct parameter t = {.rows = rows, .cols = cols, .extent = extent, .offset = w->num_elements, .bucket = w->bucket, .expert = w->expert,
 			.init = init, .sharing = sharing};
-	if (w->tensors) {
+	if (w->parameters) {
 		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
-		w->tensors[w->num_tensors] = t;
+		w->parameters[w->num_parameters] = t;
 	}
-	w->num_tensors++;
-	w->num_params += tensor_size(&t);
+	w->num_parameters++;
+	w->num_elements += parameter_size(&t);
 	return w->memory ? w->memory + t.offset : NULL;
 }
 
@@ -165,26 +165,26 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 }
 
 /* The tensors that a rank of a layout holds, in the order of memory, which is the same for all ranks. To be freed; NULL when memory is short. */
-static struct tensor *list_tensors(const struct model_config *c, const struct layout *layout, int *n)
+static struct parameter *list_parameters(const struct model_config *c, const struct layout *layout, int *n)
 {
 	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
 	struct parameter_walk count = {.layout = layout}, fill = count;
 	if (params.layer)
 		add_model(&count, c, &params);
-	fill.tensors = params.layer ? calloc(count.num_tensors, sizeof *fill.tensors) : NULL;
-	if (fill.tensors)
+	fill.parameters = params.layer ? calloc(count.num_parameters, sizeof *fill.parameters) : NULL;
+	if (fill.parameters)
 		add_model(&fill, c, &params);
 	else
 		fail("out of memory for the names of the model's tensors");
 	free(params.layer);
-	*n = count.num_tensors;
-	return fill.tensors;
+	*n = count.num_parameters;
+	return fill.parameters;
 }
 
-struct tensor *whole_tensors(const struct model_config *c, int *n)
+struct parameter *global_parameters(const struct model_config *c, int *n)
 {
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	return list_tensors(c, &alone, n);
+	return list_parameters(c, &alone, n);
 }
 
 /* The model as one rank of a layout computes it: its heads and its part of the vocabulary. */
@@ -213,15 +213,15 @@ static int64_t own_shard(const struct layout *l, const struct chunk *c, int64_t 
 }
 
 /* Cuts the parameters of a table into chunks; returns their number, and fills them in if there is room for them. */
-static int cut_chunks(struct chunk *chunks, int64_t *num_state, const struct tensor *tensors, int num_tensors, const struct layout *l)
+static int cut_chunks(struct chunk *chunks, int64_t *num_state, const struct parameter *parameters, int num_parameters, const struct layout *l)
 {
 	int n = 0;
 	*num_state = 0;
-	for (int i = 0; i < num_tensors;) {
-		const struct tensor *first = &tensors[i];
+	for (int i = 0; i < num_parameters;) {
+		const struct parameter *first = &parameters[i];
 		int64_t size = 0;
-		for (; i < num_tensors && tensors[i].bucket == first->bucket && tensors[i].sharing == first->sharing; i++)
-			size += tensor_size(&tensors[i]);
+		for (; i < num_parameters && parameters[i].bucket == first->bucket && parameters[i].sharing == first->sharing; i++)
+			size += parameter_size(&parameters[i]);
 		for (int64_t done = 0; done < size; done += CHUNK_SIZE) {
 			struct chunk c = {.offset = first->offset + done, .size = size - done < CHUNK_SIZE ? size - done : CHUNK_SIZE, .state = *num_state,
 					.bucket = first->bucket, .sharing = first->sharing};
@@ -412,28 +412,28 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 				(long long)B, (long long)L, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
 	int n;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
-	struct tensor *tensors = list_tensors(c, layout, &n);
+	struct parameter *parameters = list_parameters(c, layout, &n);
 	struct arena certain = {0}, arrivals = {0};
-	if (!acts.layer || !tensors) {
+	if (!acts.layer || !parameters) {
 		free(acts.layer);
-		free(tensors);
+		free(parameters);
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
 	carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
-	*plan = (struct memory_plan){.num_tensors = n, .activations = certain.used, .arrivals = arrivals.used};
+	*plan = (struct memory_plan){.num_parameters = n, .activations = certain.used, .arrivals = arrivals.used};
 	for (int i = 0; i < n; i++) {
-		/* A checkpoint is written by way of one whole tensor and one piece, see write_tensors. */
-		const size_t bytes = (tensors[i].rows * (tensors[i].cols ? tensors[i].cols : 1) + CHUNK_SIZE) * sizeof(real);
+		/* A checkpoint is written by way of one whole tensor and one piece, see write_parameters. */
+		const size_t bytes = (parameters[i].rows * (parameters[i].cols ? parameters[i].cols : 1) + CHUNK_SIZE) * sizeof(real);
 		plan->saving = training && bytes > plan->saving ? bytes : plan->saving;
-		plan->num_params += tensor_size(&tensors[i]);
+		plan->num_elements += parameter_size(&parameters[i]);
 	}
-	plan->num_chunks = cut_chunks(NULL, &plan->num_state, tensors, n, layout);
-	plan->weights = plan->num_params * sizeof(real);
+	plan->num_chunks = cut_chunks(NULL, &plan->num_state, parameters, n, layout);
+	plan->weights = plan->num_elements * sizeof(real);
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training && layout->world.size > 1
-			? PENDING * reduce_scatter_scratch(&layout->world, plan->num_params < CHUNK_SIZE ? plan->num_params : CHUNK_SIZE, 1) * sizeof(real) : 0;
-	free(tensors);
+			? PENDING * reduce_scatter_scratch(&layout->world, plan->num_elements < CHUNK_SIZE ? plan->num_elements : CHUNK_SIZE, 1) * sizeof(real) : 0;
+	free(parameters);
 	free(acts.layer);
 	return 0;
 }
@@ -470,15 +470,15 @@ static void *reserve_memory(size_t bytes)
 static struct weight weight_at(const struct model *m, const real *at, bool pair)
 {
 	struct weight w = {.data = at};
-	int low = 0, high = m->num_tensors - 1;
+	int low = 0, high = m->num_parameters - 1;
 	while (at && low < high) {
 		const int middle = (low + high + 1) / 2;
-		if (m->tensors[middle].offset <= at - m->params.memory)
+		if (m->parameters[middle].offset <= at - m->params.memory)
 			low = middle;
 		else
 			high = middle - 1;
 	}
-	const struct tensor *t = &m->tensors[low];
+	const struct parameter *t = &m->parameters[low];
 	if (at && t->mapped)
 		w = (struct weight){.data = t->mapped, .second = pair ? t[1].mapped : NULL, .bf16 = t->bf16};
 	return w;
@@ -534,7 +534,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const double machine = machine_memory() / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
-		m->tensors = calloc(plan.num_tensors, sizeof *m->tensors);
+		m->parameters = calloc(plan.num_parameters, sizeof *m->parameters);
 		m->chunks = calloc(plan.num_chunks, sizeof *m->chunks);
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
@@ -545,7 +545,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
 		m->acts_memory = allocate_large(m->acts_bytes = plan.activations);
 		m->arrivals_memory = reserve_memory(m->arrivals_bytes = plan.arrivals);
-		fits = m->tensors && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->weights && m->expert_weights && m->params.memory &&
+		fits = m->parameters && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->weights && m->expert_weights && m->params.memory &&
 				place_rope(m, seq_len) == 0 && (m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
@@ -559,17 +559,17 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		model_free(m);
 		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, optimizer %.1f, "
 				"activations %.1f); this machine has %.1f GB: make the model, micro_batch or seq_len smaller",
-				(long long)plan.num_params, max_sequences, seq_len, total / 1e9, weights / 1e9, plan.gradients / 1e9,
+				(long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9, plan.gradients / 1e9,
 				plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
-	m->num_tensors = plan.num_tensors;
-	m->num_params = plan.num_params;
+	m->num_parameters = plan.num_parameters;
+	m->num_elements = plan.num_elements;
 	m->pending_size = plan.reduction / sizeof(real) / PENDING;
-	add_model(&(struct parameter_walk){.layout = layout, .tensors = m->tensors, .memory = m->params.memory}, c, &m->params);
+	add_model(&(struct parameter_walk){.layout = layout, .parameters = m->parameters, .memory = m->params.memory}, c, &m->params);
 	if (training)
 		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
 	place_weights(m);
-	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->tensors, m->num_tensors, layout);
+	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->parameters, m->num_parameters, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
 	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
 			seq_len, purpose);
@@ -578,7 +578,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 
 void model_free(struct model *m)
 {
-	free(m->tensors);
+	free(m->parameters);
 	free(m->chunks);
 	free(m->params.layer);
 	free(m->weights);
@@ -587,7 +587,7 @@ void model_free(struct model *m)
 		free(m->params.memory);
 	else if (m->params.memory)
 		munmap(m->params.memory, m->reserved_bytes);
-	weights_close(m->files);
+	tensors_close(m->files);
 	free(m->grads.layer);
 	free(m->grads.memory);
 	free(m->exp_avg);
@@ -613,7 +613,7 @@ static int64_t whole_row(const struct extent *p, int64_t r)
 
 /* The longest run, from element `at` of a rank's part on and up to `end`, that is a run in the whole tensor too: returns its length, and
  * where it stands there. */
-static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_t *first)
+static int64_t whole_run(const struct parameter *t, int64_t at, int64_t end, int64_t *first)
 {
 	const struct extent *p = &t->extent;
 	const int64_t cols = t->cols ? t->cols : 1, row = at / p->num_cols, col = at % p->num_cols;
@@ -627,7 +627,7 @@ static int64_t whole_run(const struct tensor *t, int64_t at, int64_t end, int64_
 }
 
 /* A tensor's own stream of random numbers: keyed by its name (FNV-1a), so that no layout of ranks can change it. */
-static struct random_stream tensor_stream(const struct tensor *t, uint64_t seed)
+static struct random_stream parameter_stream(const struct parameter *t, uint64_t seed)
 {
 	uint64_t hash = 0xcbf29ce484222325u;
 	for (const char *c = t->name; *c; c++)
@@ -638,13 +638,13 @@ static struct random_stream tensor_stream(const struct tensor *t, uint64_t seed)
 void model_randomize(struct model *m, uint64_t seed)
 {
 	const double bound = 1 / sqrt(m->config.hidden_size);
-	for (int i = 0; i < m->num_tensors; i++) {
-		const struct tensor *t = &m->tensors[i];
-		const struct random_stream stream = tensor_stream(t, seed);
+	for (int i = 0; i < m->num_parameters; i++) {
+		const struct parameter *t = &m->parameters[i];
+		const struct random_stream stream = parameter_stream(t, seed);
 		const int64_t n = t->extent.num_cols;
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
-		for (int64_t r = 0; r < tensor_size(t) / n; r++) {
+		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
 			const int64_t at = whole_row(&t->extent, r) * (t->cols ? t->cols : 1) + t->extent.col;
 			real *row = w + r * n;
 			if (t->init == INIT_NORMAL)
@@ -661,7 +661,7 @@ void model_randomize(struct model *m, uint64_t seed)
 
 /* A piece of a tensor that this rank keeps the moments of, and answers for in a checkpoint: elements from .. end of the rank's part, and
  * where their moments begin. */
-struct piece { const struct tensor *tensor; int64_t from, end, state; };
+struct piece { const struct parameter *tensor; int64_t from, end, state; };
 
 /* The next piece in the order of memory: false after the last one. A walk begins with {0}. */
 struct piece_walk { int chunk, tensor; };
@@ -671,12 +671,12 @@ static bool next_piece(const struct model *m, struct piece_walk *w, struct piece
 		const struct chunk *c = &m->chunks[w->chunk];
 		int64_t size;
 		const int64_t begin = c->offset + own_shard(&m->layout, c, &size), end = begin + size;
-		while (w->tensor < m->num_tensors && m->tensors[w->tensor].offset + tensor_size(&m->tensors[w->tensor]) <= begin)
+		while (w->tensor < m->num_parameters && m->parameters[w->tensor].offset + parameter_size(&m->parameters[w->tensor]) <= begin)
 			w->tensor++;
-		if (w->tensor == m->num_tensors || m->tensors[w->tensor].offset >= end)
+		if (w->tensor == m->num_parameters || m->parameters[w->tensor].offset >= end)
 			continue;
-		const struct tensor *t = &m->tensors[w->tensor];
-		const int64_t last = t->offset + tensor_size(t), from = t->offset > begin ? t->offset : begin, to = last < end ? last : end;
+		const struct parameter *t = &m->parameters[w->tensor];
+		const int64_t last = t->offset + parameter_size(t), from = t->offset > begin ? t->offset : begin, to = last < end ? last : end;
 		*p = (struct piece){t, from - t->offset, to - t->offset, c->state + from - begin};
 		if (last <= end)
 			w->tensor++;
@@ -689,11 +689,11 @@ static bool next_piece(const struct model *m, struct piece_walk *w, struct piece
 
 /* Opens the files of one kind, which must hold one tensor prefix + NAME for each of the whole model's and each of the prefixes, and no
  * others; the ranks share the checks of the checksums. */
-static struct weights *open_weights(const struct model *m, const char *dir, const char *kind, int num_prefixes, const char *const *prefixes)
+static struct tensors *open_tensors(const struct model *m, const char *dir, const char *kind, int num_prefixes, const char *const *prefixes)
 {
 	int n, rc = 0;
-	struct tensor *whole = whole_tensors(&m->whole, &n);
-	struct weights *w = whole ? weights_open(dir, kind) : NULL;
+	struct parameter *whole = global_parameters(&m->whole, &n);
+	struct tensors *w = whole ? tensors_open(dir, kind) : NULL;
 	char name[MAX_NAME + 16];
 	if (!w) {
 		free(whole);
@@ -702,66 +702,66 @@ static struct weights *open_weights(const struct model *m, const char *dir, cons
 	for (int p = 0; p < num_prefixes; p++)
 		for (int i = 0; i < n && rc == 0; i++) {
 			snprintf(name, sizeof name, "%s%s", prefixes[p], whole[i].name);
-			if (!weights_has(w, name))
+			if (!tensors_has(w, name))
 				rc = fail("%s: tensor %s is missing", dir, name);
 		}
-	if (rc == 0 && weights_count(w) != num_prefixes * n) {
+	if (rc == 0 && tensors_count(w) != num_prefixes * n) {
 		/* All of ours are there, so there are more: name one. Names are sought once, in a rare case; a plain search will do. */
-		for (int i = 0; i < weights_count(w) && rc == 0; i++) {
+		for (int i = 0; i < tensors_count(w) && rc == 0; i++) {
 			bool known = false;
 			for (int j = 0; j < num_prefixes * n && !known; j++) {
 				snprintf(name, sizeof name, "%s%s", prefixes[j / n], whole[j % n].name);
-				known = !strcmp(name, weights_name(w, i));
+				known = !strcmp(name, tensors_name(w, i));
 			}
 			if (!known)
-				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir, weights_name(w, i));
+				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir, tensors_name(w, i));
 		}
 	}
-	const bool fits = weights_bytes(w) <= machine_memory();
+	const bool fits = tensors_bytes(w) <= machine_memory();
 	if (!fits && m->purpose == EVALUATE && m->layout.world.rank == 0)
 		fprintf(stderr, "note: %s is larger than this machine's memory: what is read where it stands is not checked against its checksums first\n", dir);
-	for (int i = m->layout.world.rank; i < weights_count(w) && rc == 0 && (fits || m->purpose != EVALUATE); i += m->layout.world.size)
-		rc = weights_verify(w, i);
+	for (int i = m->layout.world.rank; i < tensors_count(w) && rc == 0 && (fits || m->purpose != EVALUATE); i += m->layout.world.size)
+		rc = tensors_verify(w, i);
 	free(whole);
 	if (rc < 0) {
-		weights_close(w);
+		tensors_close(w);
 		w = NULL;
 	}
 	return w;
 }
 
 /* Reads elements from .. end of a rank's part of a tensor. */
-static int read_part(struct weights *w, const char *prefix, const struct tensor *t, int64_t from, int64_t end, real *out)
+static int read_part(struct tensors *w, const char *prefix, const struct parameter *t, int64_t from, int64_t end, real *out)
 {
 	char name[MAX_NAME + 16];
 	int rc = 0;
 	snprintf(name, sizeof name, "%s%s", prefix, t->name);
 	for (int64_t at = from, n, first; at < end && rc == 0; at += n) {
 		n = whole_run(t, at, end, &first);
-		rc = weights_read_range(w, name, t->rows, t->cols, first, n, out + at - from);
+		rc = tensors_read_range(w, name, t->rows, t->cols, first, n, out + at - from);
 	}
 	return rc;
 }
 
 /* Finds the matrices that can be used where they stand in the files: this rank's part of them a run of elements, of a type and at an address
  * that products can read. Gate and up must be alike. Memory must suffice for the others. */
-static int map_tensors(struct model *m, const struct weights *w, const char *dir)
+static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
 {
 	double bytes = 0;
-	for (int i = 0; i < m->num_tensors; i++) {
-		struct tensor *t = &m->tensors[i];
+	for (int i = 0; i < m->num_parameters; i++) {
+		struct parameter *t = &m->parameters[i];
 		int64_t first;
 		t->mapped = NULL;
-		if (t->cols && whole_run(t, 0, tensor_size(t), &first) == tensor_size(t) &&
-				weights_map(w, t->name, t->rows, t->cols, first, tensor_size(t), &t->mapped, &t->bf16) < 0)
+		if (t->cols && whole_run(t, 0, parameter_size(t), &first) == parameter_size(t) &&
+				tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped, &t->bf16) < 0)
 			return -1;
 	}
-	for (int i = 0; i < m->num_tensors; i++) {
-		struct tensor *t = &m->tensors[i];
+	for (int i = 0; i < m->num_parameters; i++) {
+		struct parameter *t = &m->parameters[i];
 		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
 			t[0].mapped = t[1].mapped = NULL;
 		if (!t->mapped)
-			bytes += tensor_size(t) * sizeof(real);
+			bytes += parameter_size(t) * sizeof(real);
 	}
 	const double machine = machine_memory() / parallel_local_ranks(), total = bytes + m->acts_bytes;
 	if (total > machine)
@@ -775,14 +775,14 @@ static int map_tensors(struct model *m, const struct weights *w, const char *dir
 int model_load(struct model *m, const char *dir)
 {
 	const bool map = m->purpose == EVALUATE;
-	struct weights *w = open_weights(m, dir, "model", 1, (const char *[]){""});
+	struct tensors *w = open_tensors(m, dir, "model", 1, (const char *[]){""});
 	int rc = w ? 0 : -1;
 	if (rc == 0 && map)
-		rc = map_tensors(m, w, dir);
-	for (int i = 0; i < m->num_tensors && rc == 0; i++)
-		if (!m->tensors[i].mapped)
-			rc = read_part(w, "", &m->tensors[i], 0, tensor_size(&m->tensors[i]), m->params.memory + m->tensors[i].offset);
-	weights_close(map ? m->files : w); /* those of an earlier load, or these */
+		rc = map_parameters(m, w, dir);
+	for (int i = 0; i < m->num_parameters && rc == 0; i++)
+		if (!m->parameters[i].mapped)
+			rc = read_part(w, "", &m->parameters[i], 0, parameter_size(&m->parameters[i]), m->params.memory + m->parameters[i].offset);
+	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
 	m->files = map ? w : NULL;
 	rc = parallel_agree(rc);
 	if (rc == 0) {
@@ -797,7 +797,7 @@ static const char *const moment_prefixes[2] = {"exp_avg.", "exp_avg_sq."};
 /* Reads the pieces of the optimizer's moments that this rank keeps. */
 static int load_moments(struct model *m, const char *dir)
 {
-	struct weights *w = open_weights(m, dir, "optimizer", 2, moment_prefixes);
+	struct tensors *w = open_tensors(m, dir, "optimizer", 2, moment_prefixes);
 	int rc = w ? 0 : -1;
 	struct piece p;
 	for (struct piece_walk walk = {0}; rc == 0 && next_piece(m, &walk, &p);) {
@@ -805,12 +805,12 @@ static int load_moments(struct model *m, const char *dir)
 		if (rc == 0)
 			rc = read_part(w, moment_prefixes[1], p.tensor, p.from, p.end, m->exp_avg_sq + p.state);
 	}
-	weights_close(w);
+	tensors_close(w);
 	return parallel_agree(rc);
 }
 
 /* The rank that writes a tensor: one that holds it, where it is an expert's; the others in turn. */
-static int writer_of(const struct layout *l, const struct tensor *t, int number, int num_experts)
+static int writer_of(const struct layout *l, const struct parameter *t, int number, int num_experts)
 {
 	if (t->sharing != SHARED_BY_EXPERT_DATA)
 		return number % l->world.size;
@@ -820,9 +820,9 @@ static int writer_of(const struct layout *l, const struct tensor *t, int number,
 /* A piece on its way to the rank that writes its tensor. */
 struct parcel { struct extent extent; int64_t from, end; real data[]; };
 
-static void unpack(real *whole, const struct tensor *t, const struct parcel *p)
+static void unpack(real *whole, const struct parameter *t, const struct parcel *p)
 {
-	const struct tensor theirs = {.rows = t->rows, .cols = t->cols, .extent = p->extent};
+	const struct parameter theirs = {.rows = t->rows, .cols = t->cols, .extent = p->extent};
 	for (int64_t at = p->from, n, first; at < p->end; at += n) {
 		n = whole_run(&theirs, at, p->end, &first);
 		memcpy(whole + first, p->data + at - p->from, n * sizeof *whole);
@@ -832,22 +832,22 @@ static void unpack(real *whole, const struct tensor *t, const struct parcel *p)
 /* Writes this rank's tensors of the given blocks to a file. Tensor by tensor, in the same order everywhere, the ranks that hold pieces of
  * it send them to its writer: no rank needs more memory than one tensor and one piece. blocks[b] holds the weights, or the moments. A
  * failure is kept until the others' pieces have been received. */
-static int write_tensors(const struct model *m, const struct tensor *whole, int n, const char *path, bool moments, int num_blocks,
+static int write_parameters(const struct model *m, const struct parameter *whole, int n, const char *path, bool moments, int num_blocks,
 		real *const *blocks, const char *const *prefixes)
 {
 	const struct group *world = &m->layout.world;
-	struct array *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
+	struct named_tensor *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
 	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
 	struct parcel *parcel = malloc(sizeof *parcel + (CHUNK_SIZE + 1) * sizeof(real));
-	struct weights_writer *w = NULL;
+	struct safetensors_writer *w = NULL;
 	int64_t largest = 1;
 	int count = 0, rc = arrays && names && parcel ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
 	for (int b = 0; b < num_blocks && rc == 0; b++)
 		for (int i = 0; i < n; i++)
 			if (writer_of(&m->layout, &whole[i], i, m->config.num_experts) == world->rank) {
 				snprintf(names[count], sizeof *names, "%s%s", prefixes[b], whole[i].name);
-				arrays[count] = (struct array){.name = names[count], .rows = whole[i].rows, .cols = whole[i].cols};
-				largest = tensor_size(&whole[i]) > largest ? tensor_size(&whole[i]) : largest;
+				arrays[count] = (struct named_tensor){.name = names[count], .rows = whole[i].rows, .cols = whole[i].cols};
+				largest = parameter_size(&whole[i]) > largest ? parameter_size(&whole[i]) : largest;
 				count++;
 			}
 	real *tensor = rc == 0 ? malloc(largest * sizeof *tensor) : NULL;
@@ -858,7 +858,7 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 		free(tensor);
 		tensor = NULL;
 	}
-	if (rc == 0 && !(w = weights_create(path, arrays, count)))
+	if (rc == 0 && !(w = safetensors_create(path, arrays, count)))
 		rc = -1;
 	for (int b = 0; b < num_blocks && tensor; b++) {
 		struct piece_walk walk = {0};
@@ -866,7 +866,7 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 		bool more = next_piece(m, &walk, &piece);
 		for (int i = 0; i < n; i++) {
 			const int writer = writer_of(&m->layout, &whole[i], i, m->config.num_experts), tag = b * n + i;
-			int64_t left = tensor_size(&whole[i]);
+			int64_t left = parameter_size(&whole[i]);
 			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_piece(m, &walk, &piece)) {
 				const int64_t size = piece.end - piece.from;
 				parcel->extent = piece.tensor->extent;
@@ -886,13 +886,13 @@ static int write_tensors(const struct model *m, const struct tensor *whole, int 
 				left -= parcel->end - parcel->from;
 			}
 			if (writer == world->rank && rc == 0)
-				rc = weights_append(w, tensor, tensor_size(&whole[i]));
+				rc = safetensors_append(w, tensor, parameter_size(&whole[i]));
 		}
 	}
 	if (rc == 0)
-		rc = weights_finish(w);
+		rc = safetensors_finish(w);
 	else
-		weights_abandon(w);
+		safetensors_abandon(w);
 	free(tensor);
 	free(parcel);
 	free(names);
@@ -1911,14 +1911,14 @@ static int write_parts(struct trainer *t, const char *dir)
 	const struct group *world = &m->layout.world;
 	char path[PATH_LEN];
 	int n, rc = -1;
-	struct tensor *whole = whole_tensors(&m->whole, &n);
+	struct parameter *whole = global_parameters(&m->whole, &n);
 	if (parallel_agree(whole ? 0 : -1) == 0) {
 		checkpoint_file(path, dir, "model", world->rank, world->size);
-		rc = write_tensors(m, whole, n, path, false, 1, &m->params.memory, (const char *[]){""});
+		rc = write_parameters(m, whole, n, path, false, 1, &m->params.memory, (const char *[]){""});
 	}
 	if (rc == 0) {
 		checkpoint_file(path, dir, "optimizer", world->rank, world->size);
-		rc = write_tensors(m, whole, n, path, true, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, moment_prefixes);
+		rc = write_parameters(m, whole, n, path, true, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, moment_prefixes);
 	}
 	free(whole);
 	return rc;
@@ -1930,7 +1930,7 @@ int trainer_save(struct trainer *t)
 	const struct group *world = &m->layout.world;
 	struct { int begun; char dir[PATH_LEN]; } directory = {0};
 	int rc = 0;
-	if (!isfinite(sum_of_squares(m->params.memory, m->num_params)) || !isfinite(sum_of_squares(m->exp_avg, m->num_state)) ||
+	if (!isfinite(sum_of_squares(m->params.memory, m->num_elements)) || !isfinite(sum_of_squares(m->exp_avg, m->num_state)) ||
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier checkpoints stay. Lower "
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
@@ -2128,21 +2128,21 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 		int64_t seq_len)
 {
 	int n;
-	struct tensor *whole = whole_tensors(c, &n);
+	struct parameter *whole = global_parameters(c, &n);
 	int64_t products = 0;
 	if (!whole)
 		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
 	for (int i = 0; i < n; i++) {
-		const struct tensor *t = &whole[i];
+		const struct parameter *t = &whole[i];
 		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
 		int part = 0;
 		while (!strstr(t->name, parameter_parts[part].pattern))
 			part++;
-		count[part].total += tensor_size(t);
+		count[part].total += parameter_size(t);
 		if (!expert) {
-			count[part].active += tensor_size(t);
-			products += t->cols && !looked_up ? tensor_size(t) : 0;
+			count[part].active += parameter_size(t);
+			products += t->cols && !looked_up ? parameter_size(t) : 0;
 		}
 	}
 	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {

@@ -57,7 +57,7 @@ enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 /* Which ranks hold the same elements, and add up their gradients: all, those of a data group, or those with the same experts. */
 enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_EXPERT_DATA };
 
-struct tensor {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
+struct parameter {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
 	int64_t rows, cols;          /* of the whole; a vector has cols 0; vectors (norms, biases) have no weight decay */
 	struct extent { int64_t row[3], num_rows[3], col, num_cols; } extent; /* up to three ranges of rows, one behind the other, and one of columns */
@@ -95,7 +95,7 @@ struct layer_weights {
 };
 
 struct params {
-	real *memory;                /* [num_params] */
+	real *memory;                /* [num_elements] */
 	real *embedding;             /* [V, H] */
 	real *norm;                  /* [H] */
 	real *lm_head;               /* [V, H]; the embedding itself when tied */
@@ -166,14 +166,14 @@ struct model {
 	int num_experts;             /* of this rank */
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
 	enum purpose purpose;
-	struct tensor *tensors;      /* [num_tensors] in the order of memory */
-	int num_tensors;
-	int64_t num_params;          /* of this rank */
+	struct parameter *parameters;      /* [num_parameters] in the order of memory */
+	int num_parameters;
+	int64_t num_elements;          /* of this rank */
 	struct params params, grads;
 	struct weight embedding, lm_head;
 	struct layer_weights *weights; /* [num_hidden_layers] */
 	struct weight *expert_weights; /* theirs */
-	struct weights *files;       /* open as long as weights stand in them, or NULL */
+	struct tensors *files;       /* open as long as weights stand in them, or NULL */
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
 	struct chunk *chunks;        /* [num_chunks] in the order of memory */
 	int num_chunks;
@@ -301,12 +301,12 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 extern volatile sig_atomic_t stop_requested;
 
 /* Those of the whole model, whoever holds them. */
-struct tensor *whole_tensors(const struct model_config *c, int *n);
+struct parameter *global_parameters(const struct model_config *c, int *n);
 
 /* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
  * what is taken while a checkpoint is written. */
 struct memory_plan {
-	int64_t num_params, num_tensors, num_chunks, num_state;
+	int64_t num_elements, num_parameters, num_chunks, num_state;
 	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
 };
 

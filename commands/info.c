@@ -110,7 +110,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
 	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
 	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
-	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_params - p->memory.num_state) * sizeof(real);
+	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
 	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
 	for (int i = 0; i < NUM_TRAFFIC; i++)

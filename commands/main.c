@@ -248,7 +248,7 @@ static int command_train(const struct arguments *a)
 		struct memory_plan whole = {0};
 		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
 		if (leads(&t)) {
-			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_params, (long long)t.steps, (long long)t.tokens);
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps, (long long)t.tokens);
 			if (l->world.size > 1)
 				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
 			printf("%d threads\n", kernels_threads());
@@ -635,12 +635,12 @@ static int command_convert(const struct arguments *a)
 	}
 	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
 	int n;
-	struct tensor *tensors = whole_tensors(&c, &n);
-	struct array *params = tensors ? calloc(n, sizeof *params) : NULL;
+	struct parameter *parameters = global_parameters(&c, &n);
+	struct named_tensor *params = parameters ? calloc(n, sizeof *params) : NULL;
 	struct converted result;
 	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
 	for (int i = 0; i < n && rc == 0; i++)
-		params[i] = (struct array){.name = tensors[i].name, .rows = tensors[i].rows, .cols = tensors[i].cols};
+		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows, .cols = parameters[i].cols};
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
 	if (rc == 0 && a->json)
@@ -649,7 +649,7 @@ static int command_convert(const struct arguments *a)
 	else if (rc == 0)
 		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
 	free(params);
-	free(tensors);
+	free(parameters);
 	source_close(source);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

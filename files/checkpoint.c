@@ -228,22 +228,22 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 int parts_finish(const char *dir, const char *kind, int parts)
 {
 	char path[PATH_LEN], name[64];
-	struct weights *w = allocate(sizeof *w);
+	struct tensors *w = allocate(sizeof *w);
 	json_t *map = json_object();
 	json_int_t total = 0;
 	int rc = 0;
 	for (int part = 0; part < parts && !rc; part++) {
 		checkpoint_file(path, dir, kind, part, parts);
-		rc = shard_open(w, path) < 0 ? -1 : sync_path(path);
+		rc = safetensors_open_file(w, path) < 0 ? -1 : sync_path(path);
 	}
 	for (int i = 0; i < w->count && !rc; i++) { /* sorted by name */
-		const struct stored *t = &w->tensors[i];
+		const struct tensor *t = &w->tensors[i];
 		if (i && !strcmp(t[-1].name, t->name))
-			rc = fail("%s: tensor %s is in %s as well; expected it once", t->shard->path, t->name, t[-1].shard->path);
-		json_object_set_new(map, t->name, json_string(strrchr(t->shard->path, '/') + 1));
+			rc = fail("%s: tensor %s is in %s as well; expected it once", t->file->path, t->name, t[-1].file->path);
+		json_object_set_new(map, t->name, json_string(strrchr(t->file->path, '/') + 1));
 		total += t->end - t->begin;
 	}
-	weights_close(w);
+	tensors_close(w);
 	snprintf(name, sizeof name, "%s.safetensors.index.json", kind);
 	json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", total, "weight_map", map);
 	if (!rc && parts > 1)

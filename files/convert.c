@@ -33,7 +33,7 @@ struct strip {
 	int head_dim;                /* of the heads whose rows have another order in GGUF, else 0 */
 	bool vector, lm_head;
 	struct home huggingface, gguf; /* the latter without a name where GGUF has no place for it */
-	const struct stored *from;
+	const struct tensor *from;
 	int product;
 };
 
@@ -52,7 +52,7 @@ struct plan {
 	struct product *products;
 	int num_strips, num_products;
 	double *fold;                /* [H] what lm_head's columns are divided by, or NULL */
-	struct weights_writer *shard; /* what is being written, or NULL and */
+	struct safetensors_writer *file; /* what is being written, or NULL and */
 	FILE *gguf;
 	bool *verified;              /* tensors of the source */
 	uint8_t *block;
@@ -79,13 +79,13 @@ struct source *source_open(const char *path, struct model_config *config)
 			json_decref(root);
 		}
 		if (rc == 0)
-			rc = (s->weights = weights_open(path, "model")) ? 0 : -1;
+			rc = (s->weights = tensors_open(path, "model")) ? 0 : -1;
 	} else if (rc == 0) {
 		s->weights = allocate(sizeof *s->weights);
 		strcpy(s->weights->path, s->path);
 		rc = gguf_open(s->weights, path);
 		if (rc == 0) {
-			s->metadata = json_object_get(s->weights->shards->header, "metadata");
+			s->metadata = json_object_get(s->weights->files->header, "metadata");
 			rc = gguf_config(&s->config, s->weights, s->metadata);
 		}
 	}
@@ -100,7 +100,7 @@ void source_close(struct source *s)
 {
 	if (!s)
 		return;
-	weights_close(s->weights);
+	tensors_close(s->weights);
 	json_decref(s->config_json);
 	free(s);
 }
@@ -137,11 +137,11 @@ static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 }
 
 /* Cuts the parameters into strips; at most three for each. Returns their number. */
-static int cut_strips(struct strip *strips, const struct array *params, int n, const struct model_config *c)
+static int cut_strips(struct strip *strips, const struct named_tensor *params, int n, const struct model_config *c)
 {
 	int count = 0;
 	for (int i = 0; i < n; i++) {
-		const struct array *p = &params[i];
+		const struct named_tensor *p = &params[i];
 		struct strip s = {.rows = p->cols ? p->rows : 1, .cols = p->cols ? p->cols : p->rows, .vector = !p->cols};
 		int expert, layer, length = 0;
 		s.lm_head = !strcmp(p->name, "lm_head.weight");
@@ -171,7 +171,7 @@ static int cut_strips(struct strip *strips, const struct array *params, int n, c
 static int find_strips(struct plan *p)
 {
 	const struct source *s = p->source;
-	const struct weights *w = s->weights;
+	const struct tensors *w = s->weights;
 	bool *needed = allocate(w->count);
 	int rc = 0;
 	for (int i = 0; i < p->num_strips && !rc; i++) {
@@ -205,10 +205,10 @@ static void forget_pages(const uint8_t *from, const uint8_t *end)
 /* A model whose config ties the head to the embedding may still bring a head, if it is the same. */
 static int check_tie(const struct source *s)
 {
-	const struct stored *head = s->config.tie_word_embeddings ? tensor_find(s->weights, "lm_head.weight") : NULL;
+	const struct tensor *head = s->config.tie_word_embeddings ? tensor_find(s->weights, "lm_head.weight") : NULL;
 	if (!head || s->metadata)
 		return 0;
-	const struct stored *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
+	const struct tensor *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
 	const uint64_t bytes = head->end - head->begin;
 	bool same = head->dtype == embedding->dtype && json_equal(head->shape, embedding->shape);
 	for (uint64_t at = 0; same && at < bytes; at += BLOCK_BYTES) {
@@ -389,7 +389,7 @@ static int fail_overflow(const struct plan *p, const struct product *k, const st
 		if (convert_row(out, k->dtype, in, s->from->dtype, 1, fold))
 			break;
 	}
-	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype", s->from->shard->path, s->from->name,
+	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype", s->from->file->path, s->from->name,
 			(double)value, (long long)i, huggingface_dtypes[k->dtype]);
 }
 
@@ -421,8 +421,8 @@ static int compute_fold(struct plan *p)
 
 static int append_block(struct plan *p, int64_t bytes, int size)
 {
-	if (p->shard)
-		return writer_append(p->shard, p->block, bytes, size);
+	if (p->file)
+		return safetensors_append_bytes(p->file, p->block, bytes, size);
 	return fwrite(p->block, 1, bytes, p->gguf) == (size_t)bytes ? 0 : -1; /* file_close tells why */
 }
 
@@ -464,23 +464,23 @@ static int write_product(struct plan *p, const struct product *k)
 /* Writes products first .. first+n-1 as a safetensors file. */
 static int write_shard(struct plan *p, int first, int n, const char *path)
 {
-	struct array *arrays = allocate(n * sizeof *arrays);
+	struct named_tensor *tensors = allocate(n * sizeof *tensors);
 	enum dtype *types = allocate(n * sizeof *types);
 	for (int i = 0; i < n; i++) {
 		const struct product *k = &p->products[first + i];
-		arrays[i] = (struct array){.name = k->name, .rows = k->rows, .cols = k->cols};
+		tensors[i] = (struct named_tensor){.name = k->name, .rows = k->rows, .cols = k->cols};
 		types[i] = k->dtype;
 	}
-	p->shard = writer_open(path, arrays, types, n);
-	int rc = p->shard ? 0 : -1;
+	p->file = safetensors_create_typed(path, tensors, types, n);
+	int rc = p->file ? 0 : -1;
 	for (int i = 0; i < n && !rc; i++)
 		rc = write_product(p, &p->products[first + i]);
 	if (rc == 0)
-		rc = weights_finish(p->shard);
+		rc = safetensors_finish(p->file);
 	else
-		weights_abandon(p->shard);
-	p->shard = NULL;
-	free(arrays);
+		safetensors_abandon(p->file);
+	p->file = NULL;
+	free(tensors);
 	free(types);
 	return rc;
 }
@@ -554,28 +554,28 @@ static int write_zero_moments(const struct plan *p, const char *path)
 {
 	static const char *const prefixes[2] = {"exp_avg.", "exp_avg_sq."};
 	const int n = p->num_products;
-	struct array *arrays = allocate(2 * n * sizeof *arrays);
+	struct named_tensor *tensors = allocate(2 * n * sizeof *tensors);
 	char (*names)[MAX_NAME + 16] = allocate(2 * n * sizeof *names);
 	real *zeros = allocate(BLOCK_BYTES);
 	for (int i = 0; i < 2 * n; i++) {
 		const struct product *k = &p->products[i % n];
 		snprintf(names[i], sizeof *names, "%s%s", prefixes[i / n], k->name);
-		arrays[i] = (struct array){.name = names[i], .rows = k->rows, .cols = k->cols};
+		tensors[i] = (struct named_tensor){.name = names[i], .rows = k->rows, .cols = k->cols};
 	}
-	struct weights_writer *w = weights_create(path, arrays, 2 * n);
+	struct safetensors_writer *w = safetensors_create(path, tensors, 2 * n);
 	int rc = w ? 0 : -1;
 	for (int i = 0; i < 2 * n && !rc; i++)
-		for (int64_t left = array_size(&arrays[i]), piece; left && !rc; left -= piece) {
+		for (int64_t left = named_tensor_size(&tensors[i]), piece; left && !rc; left -= piece) {
 			piece = left < BLOCK_BYTES / (int64_t)sizeof *zeros ? left : BLOCK_BYTES / (int64_t)sizeof *zeros;
-			rc = weights_append(w, zeros, piece);
+			rc = safetensors_append(w, zeros, piece);
 		}
 	if (rc == 0)
-		rc = weights_finish(w);
+		rc = safetensors_finish(w);
 	else
-		weights_abandon(w);
+		safetensors_abandon(w);
 	free(zeros);
 	free(names);
-	free(arrays);
+	free(tensors);
 	return rc;
 }
 
@@ -726,7 +726,7 @@ static int check_conversion(const struct source *s, const struct conversion *to)
 	return 0;
 }
 
-int convert_model(const struct source *s, const struct array *params, int n, const struct conversion *to, struct converted *result)
+int convert_model(const struct source *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result)
 {
 	struct plan p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
 	enum dtype dtype = to->format == FORMAT_CHECKPOINT ? REAL_DTYPE : UNKNOWN_DTYPE;

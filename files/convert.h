@@ -33,12 +33,12 @@ struct converted { int64_t tensors, bytes; };
  * among them even if it is tied. Every tensor of the source is carried over, or refused by name before anything is written; what is
  * made appears when it is whole and on disk. Numbers are rounded to nearest, ties to even; one that becomes infinite is an error. Shows
  * progress on stderr. */
-int convert_model(const struct source *s, const struct array *params, int n, const struct conversion *to, struct converted *result);
+int convert_model(const struct source *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result);
 
 struct source {
 	char path[PATH_LEN];
 	struct model_config config;
-	struct weights *weights;
+	struct tensors *weights;
 	json_t *config_json;         /* of a directory */
 	const json_t *metadata;      /* of a GGUF file, else NULL */
 };

@@ -213,7 +213,7 @@ static int take_entry(struct cursor *c, json_t *metadata)
 }
 
 /* The place of one tensor. Its name and shape go into `shapes`. */
-static int take_tensor(struct cursor *c, struct stored *t, json_t *shapes, const struct shard *s)
+static int take_tensor(struct cursor *c, struct tensor *t, json_t *shapes, const struct tensor_file *s)
 {
 	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
 	const char *text = json_string_value(name);
@@ -234,7 +234,7 @@ static int take_tensor(struct cursor *c, struct stored *t, json_t *shapes, const
 		rc = take_u32(c, &type) < 0 || take_u64(c, &t->begin) < 0 ? -1 : 0;
 	if (rc == 0) {
 		const bool known = type < NUM_GGML_TYPES && ggml_types[type].name;
-		t->shard = s;
+		t->file = s;
 		t->dtype = known ? ggml_types[type].dtype : UNKNOWN_DTYPE;
 		t->dtype_name = known ? ggml_types[type].name : "unknown";
 		if (t->begin > INT64_MAX)
@@ -250,7 +250,7 @@ static int take_tensor(struct cursor *c, struct stored *t, json_t *shapes, const
 }
 
 /* Checks that n tensors lie within a file's data, aligned, one behind the other. Sorts them by offset. */
-static int tensors_placed(struct stored *t, int n, const struct shard *s, uint64_t data_size, uint64_t alignment)
+static int tensors_placed(struct tensor *t, int n, const struct tensor_file *s, uint64_t data_size, uint64_t alignment)
 {
 	if (n)
 		qsort(t, n, sizeof *t, by_offset);
@@ -268,9 +268,9 @@ static int tensors_placed(struct stored *t, int n, const struct shard *s, uint64
 	return 0;
 }
 
-int gguf_open(struct weights *w, const char *path)
+int gguf_open(struct tensors *w, const char *path)
 {
-	struct shard *s = shard_map(w, path);
+	struct tensor_file *s = tensor_file_map(w, path);
 	if (!s)
 		return -1;
 	struct cursor c = {path, s->map, s->map + s->size};
@@ -312,7 +312,7 @@ int gguf_open(struct weights *w, const char *path)
 	return 0;
 }
 
-int gguf_config(struct model_config *m, const struct weights *w, const json_t *metadata)
+int gguf_config(struct model_config *m, const struct tensors *w, const json_t *metadata)
 {
 	const char *architecture = field_text(metadata, w->path, "general.architecture"), *key;
 	json_t *value, *splits = json_object_get(metadata, "split.count");

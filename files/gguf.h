@@ -25,11 +25,11 @@ extern const struct pre_tokenizers_row { const char *name, *pattern; } pre_token
 
 enum { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_UNUSED = 5 };
 
-/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for weights_close. */
-int gguf_open(struct weights *w, const char *path);
+/* Maps a file, checks its header and adds its tensors to w. What was taken is in w, for tensors_close. */
+int gguf_open(struct tensors *w, const char *path);
 
 /* The model that the metadata of an open file describe. */
-int gguf_config(struct model_config *m, const struct weights *w, const json_t *metadata);
+int gguf_config(struct model_config *m, const struct tensors *w, const json_t *metadata);
 
 /* A pre_tokenizer of tokenizer.json, as Hugging Face writes it: the pattern if there is one, then ByteLevel. */
 json_t *pre_tokenizer_json(const char *pattern);

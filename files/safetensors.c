@@ -18,10 +18,10 @@
 #define HEADER_MAX 100000000 /* bytes; the format's own limit */
 
 /* Checks one header entry by itself and fills *t from it. data_size: bytes of tensors in the shard. */
-static int tensor_parse(struct stored *t, const struct shard *s, const char *name, const json_t *entry,
+static int tensor_parse(struct tensor *t, const struct tensor_file *s, const char *name, const json_t *entry,
 		uint64_t data_size)
 {
-	*t = (struct stored){.name = name, .shard = s, .dtype = UNKNOWN_DTYPE};
+	*t = (struct tensor){.name = name, .file = s, .dtype = UNKNOWN_DTYPE};
 	const json_t *offsets = json_object_get(entry, "data_offsets");
 	const json_t *begin = json_array_get(offsets, 0), *end = json_array_get(offsets, 1);
 	char where[PATH_LEN + 300];
@@ -61,7 +61,7 @@ static int tensor_parse(struct stored *t, const struct shard *s, const char *nam
 }
 
 /* Checks that n tensors of a shard fill its data without overlap or hole. Sorts them by offset. */
-static int tensors_fill(struct stored *t, int n, const struct shard *s, uint64_t data_size)
+static int tensors_fill(struct tensor *t, int n, const struct tensor_file *s, uint64_t data_size)
 {
 	uint64_t end = 0;
 	if (n)
@@ -81,7 +81,7 @@ static int tensors_fill(struct stored *t, int n, const struct shard *s, uint64_t
 }
 
 /* Reads the header's __metadata__ (strings only) and gives each of n tensors its checksum, where one is there. */
-static int tensors_checksums(struct stored *t, int n, const struct shard *s)
+static int tensors_checksums(struct tensor *t, int n, const struct tensor_file *s)
 {
 	json_t *metadata = json_object_get(s->header, "__metadata__"), *value;
 	const char *key;
@@ -105,9 +105,9 @@ static int tensors_checksums(struct stored *t, int n, const struct shard *s)
 	return 0;
 }
 
-int shard_open(struct weights *w, const char *path)
+int safetensors_open_file(struct tensors *w, const char *path)
 {
-	struct shard *s = shard_map(w, path);
+	struct tensor_file *s = tensor_file_map(w, path);
 	if (!s)
 		return -1;
 	if (s->size < 8)
@@ -130,7 +130,7 @@ int shard_open(struct weights *w, const char *path)
 	s->data_at = 8 + length;
 	uint64_t data_size = s->size - s->data_at;
 	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors); /* never none */
-	struct stored *mine = w->tensors + w->count;
+	struct tensor *mine = w->tensors + w->count;
 	int n = 0;
 	const char *name;
 	json_t *entry;
@@ -146,7 +146,7 @@ int shard_open(struct weights *w, const char *path)
 }
 
 /* Opens every shard that the index names, and checks that index and shards tell the same. */
-static int shards_open(struct weights *w, const char *dir, const char *index_path, const json_t *index)
+static int safetensors_open_index(struct tensors *w, const char *dir, const char *index_path, const json_t *index)
 {
 	json_t *map = json_object_get(index, "weight_map"), *value;
 	const char *name;
@@ -161,7 +161,7 @@ static int shards_open(struct weights *w, const char *dir, const char *index_pat
 			return fail("%s: tensor %.256s: \"%.256s\" is no plain file name", index_path, name, file);
 		if (path_join(path, dir, file) < 0)
 			return -1;
-		struct shard *s = w->shards;
+		struct tensor_file *s = w->files;
 		while (s && strcmp(s->path, path))
 			s = s->next;
 		if (s)
@@ -169,10 +169,10 @@ static int shards_open(struct weights *w, const char *dir, const char *index_pat
 		int there = path_exists(path);
 		if (!there)
 			fail("%s: is not there, but %s names it for tensor %.256s", path, index_path, name);
-		if (there <= 0 || shard_open(w, path) < 0)
+		if (there <= 0 || safetensors_open_file(w, path) < 0)
 			return -1;
 		for (int i = 0; i < w->count; i++) {
-			if (w->tensors[i].shard != w->shards) /* the new one is first in the list */
+			if (w->tensors[i].file != w->files) /* the new one is first in the list */
 				continue;
 			const char *owner = json_string_value(json_object_get(map, w->tensors[i].name));
 			if (!owner || strcmp(owner, file))
@@ -187,7 +187,7 @@ static int shards_open(struct weights *w, const char *dir, const char *index_pat
 	return 0;
 }
 
-static int directory_open(struct weights *w, const char *dir, const char *kind)
+static int safetensors_open_directory(struct tensors *w, const char *dir, const char *kind)
 {
 	char base[PATH_LEN], single_path[PATH_LEN], index_path[PATH_LEN];
 	if (path_join(base, dir, kind) < 0 || path_suffix(single_path, base, ".safetensors") < 0 ||
@@ -196,19 +196,19 @@ static int directory_open(struct weights *w, const char *dir, const char *kind)
 	int there = path_exists(index_path);
 	if (there > 0) {
 		json_t *index = json_read(index_path);
-		int rc = index ? shards_open(w, dir, index_path, index) : -1;
+		int rc = index ? safetensors_open_index(w, dir, index_path, index) : -1;
 		json_decref(index);
 		return rc;
 	}
 	if (there == 0 && (there = path_exists(single_path)) > 0)
-		return shard_open(w, single_path);
+		return safetensors_open_file(w, single_path);
 	if (there < 0)
 		return -1;
 	return fail("%s: no weights here; looked for %s.safetensors.index.json and %s.safetensors", dir, kind, kind);
 }
 
 /* Leaves out the buffers of old files, tables that follow from the config and that Hugging Face ignores as well. */
-static void drop_buffers(struct weights *w)
+static void drop_buffers(struct tensors *w)
 {
 	static const char buffer[] = ".rotary_emb.inv_freq";
 	int kept = 0;
@@ -222,9 +222,9 @@ static void drop_buffers(struct weights *w)
 	w->count = kept;
 }
 
-struct weights *weights_open(const char *path, const char *kind)
+struct tensors *tensors_open(const char *path, const char *kind)
 {
-	struct weights *w = allocate(sizeof *w);
+	struct tensors *w = allocate(sizeof *w);
 	struct stat st;
 	int rc;
 	if (snprintf(w->path, PATH_LEN, "%s", path) >= PATH_LEN)
@@ -232,12 +232,12 @@ struct weights *weights_open(const char *path, const char *kind)
 	else if (stat(path, &st) < 0)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
-		rc = S_ISDIR(st.st_mode) ? directory_open(w, path, kind) : shard_open(w, path);
+		rc = S_ISDIR(st.st_mode) ? safetensors_open_directory(w, path, kind) : safetensors_open_file(w, path);
 	if (rc == 0) {
 		drop_buffers(w);
 		return w;
 	}
-	weights_close(w);
+	tensors_close(w);
 	return NULL;
 }
 
@@ -249,17 +249,17 @@ static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_a
 	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
 }
 
-/* The JSON header of a file of n arrays of these types, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
-static json_t *header_make(const char *path, const struct array *arrays, const enum dtype *types, int n)
+/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
+static json_t *header_make(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();
 	json_object_set_new(metadata, "format", json_string("pt"));
 	json_object_set_new(header, "__metadata__", metadata);
 	json_int_t at = 0;
 	for (int i = 0; i < n; i++) {
-		const struct array *a = &arrays[i];
+		const struct named_tensor *a = &tensors[i];
 		char key[MAX_NAME + 32];
-		json_int_t end = at + array_size(a) * dtypes[types[i]].size;
+		json_int_t end = at + named_tensor_size(a) * dtypes[types[i]].size;
 		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
 		if (a->cols)
 			json_array_append_new(shape, json_integer(a->cols));
@@ -280,7 +280,7 @@ static json_t *header_make(const char *path, const struct array *arrays, const e
 }
 
 /* Writes the header at the front; what is written next comes behind it. */
-static int header_write(struct weights_writer *w)
+static int header_write(struct safetensors_writer *w)
 {
 	if (fseek(w->f, 0, SEEK_SET) < 0) /* not rewind(), which forgets errors */
 		return fail_write(w->path, errno);
@@ -293,7 +293,7 @@ static int header_write(struct weights_writer *w)
 }
 
 /* Closes the file, which goes when rc is an error, and frees all. */
-static int writer_close(struct weights_writer *w, int rc)
+static int safetensors_writer_close(struct safetensors_writer *w, int rc)
 {
 	rc = file_close(w->f, w->path, rc);
 	json_decref(w->header);
@@ -301,42 +301,42 @@ static int writer_close(struct weights_writer *w, int rc)
 	return rc;
 }
 
-struct weights_writer *writer_open(const char *path, const struct array *arrays, const enum dtype *types, int n)
+struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
 {
 	if (strlen(path) >= PATH_LEN) {
 		fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
 		return NULL;
 	}
-	json_t *header = header_make(path, arrays, types, n);
+	json_t *header = header_make(path, tensors, types, n);
 	FILE *f = header ? file_create(path) : NULL;
 	if (!f) {
 		json_decref(header);
 		return NULL;
 	}
-	struct weights_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
-	*w = (struct weights_writer){.f = f, .header = header, .n = n};
+	struct safetensors_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
+	*w = (struct safetensors_writer){.f = f, .header = header, .n = n};
 	snprintf(w->path, PATH_LEN, "%s", path);
 	for (int i = 0; i < n; i++) {
 		w->tensors[i].size = dtypes[types[i]].size;
-		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + array_size(&arrays[i]) * w->tensors[i].size;
+		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + named_tensor_size(&tensors[i]) * w->tensors[i].size;
 	}
 	if (header_write(w) == 0)
 		return w;
-	weights_abandon(w);
+	safetensors_abandon(w);
 	return NULL;
 }
 
-struct weights_writer *weights_create(const char *path, const struct array *arrays, int n)
+struct safetensors_writer *safetensors_create(const char *path, const struct named_tensor *tensors, int n)
 {
 	enum dtype *types = allocate(n * sizeof *types);
 	for (int i = 0; i < n; i++)
 		types[i] = REAL_DTYPE;
-	struct weights_writer *w = writer_open(path, arrays, types, n);
+	struct safetensors_writer *w = safetensors_create_typed(path, tensors, types, n);
 	free(types);
 	return w;
 }
 
-int writer_append(struct weights_writer *w, const uint8_t *data, int64_t bytes, int size)
+int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, int64_t bytes, int size)
 {
 	while (bytes > 0) {
 		while (w->current < w->n && w->tensors[w->current].end == w->written)
@@ -353,12 +353,12 @@ int writer_append(struct weights_writer *w, const uint8_t *data, int64_t bytes, 
 	return 0;
 }
 
-int weights_append(struct weights_writer *w, const real *data, int64_t count)
+int safetensors_append(struct safetensors_writer *w, const real *data, int64_t count)
 {
-	return writer_append(w, (const uint8_t *)data, count * (int64_t)sizeof *data, sizeof *data);
+	return safetensors_append_bytes(w, (const uint8_t *)data, count * (int64_t)sizeof *data, sizeof *data);
 }
 
-int weights_finish(struct weights_writer *w)
+int safetensors_finish(struct safetensors_writer *w)
 {
 	json_t *metadata = json_object_get(w->header, "__metadata__"), *entry;
 	const char *name;
@@ -372,23 +372,23 @@ int weights_finish(struct weights_writer *w)
 			json_object_set_new(metadata, key, crc_to_json(w->tensors[i].crc));
 		i++; /* the metadata come first */
 	}
-	return writer_close(w, rc < 0 ? rc : header_write(w));
+	return safetensors_writer_close(w, rc < 0 ? rc : header_write(w));
 }
 
-void weights_abandon(struct weights_writer *w)
+void safetensors_abandon(struct safetensors_writer *w)
 {
 	if (w)
-		writer_close(w, -1);
+		safetensors_writer_close(w, -1);
 }
 
-int safetensors_write(const char *path, const struct array *arrays, int n)
+int safetensors_write(const char *path, const struct named_tensor *tensors, int n)
 {
-	struct weights_writer *w = weights_create(path, arrays, n);
+	struct safetensors_writer *w = safetensors_create(path, tensors, n);
 	int rc = w ? 0 : -1;
 	for (int i = 0; i < n && !rc; i++)
-		rc = weights_append(w, arrays[i].data, array_size(&arrays[i]));
+		rc = safetensors_append(w, tensors[i].data, named_tensor_size(&tensors[i]));
 	if (!rc)
-		return weights_finish(w);
-	weights_abandon(w);
+		return safetensors_finish(w);
+	safetensors_abandon(w);
 	return -1;
 }

@@ -17,53 +17,53 @@ const struct dtype_row dtypes[NUM_DTYPES] = {
 
 int by_name(const void *a, const void *b)
 {
-	return strcmp(((const struct stored *)a)->name, ((const struct stored *)b)->name);
+	return strcmp(((const struct tensor *)a)->name, ((const struct tensor *)b)->name);
 }
 
 int by_offset(const void *a, const void *b)
 {
-	const struct stored *x = a, *y = b;
+	const struct tensor *x = a, *y = b;
 	if (x->begin != y->begin)
 		return x->begin < y->begin ? -1 : 1;
 	return (x->end > y->end) - (x->end < y->end);
 }
 
-struct shard *shard_map(struct weights *w, const char *path)
+struct tensor_file *tensor_file_map(struct tensors *w, const char *path)
 {
-	struct shard *s = allocate(sizeof *s);
-	s->next = w->shards, w->shards = s;
+	struct tensor_file *s = allocate(sizeof *s);
+	s->next = w->files, w->files = s;
 	if (snprintf(s->path, PATH_LEN, "%s", path) < PATH_LEN)
 		return map_file(path, &s->map, &s->size) < 0 ? NULL : s;
 	fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
 	return NULL;
 }
 
-const struct stored *tensor_find(const struct weights *w, const char *name)
+const struct tensor *tensor_find(const struct tensors *w, const char *name)
 {
-	struct stored key = {.name = name};
+	struct tensor key = {.name = name};
 	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
 }
 
-int weights_count(const struct weights *w)
+int tensors_count(const struct tensors *w)
 {
 	return w->count;
 }
 
-const char *weights_name(const struct weights *w, int i)
+const char *tensors_name(const struct tensors *w, int i)
 {
 	return w->tensors[i].name;
 }
 
-bool weights_has(const struct weights *w, const char *name)
+bool tensors_has(const struct tensors *w, const char *name)
 {
 	return tensor_find(w, name);
 }
 
-void weights_close(struct weights *w)
+void tensors_close(struct tensors *w)
 {
 	if (!w)
 		return;
-	for (struct shard *s = w->shards, *next; s; s = next) {
+	for (struct tensor_file *s = w->files, *next; s; s = next) {
 		next = s->next;
 		unmap_file(s->map, s->size);
 		json_decref(s->header);
@@ -74,33 +74,33 @@ void weights_close(struct weights *w)
 }
 
 /* tensor_find that fails, with the name that was perhaps meant: checkpoints differ in the "model." before a name. */
-static const struct stored *tensor_need(const struct weights *w, const char *name)
+static const struct tensor *tensor_need(const struct tensors *w, const char *name)
 {
-	const struct stored *t = tensor_find(w, name);
+	const struct tensor *t = tensor_find(w, name);
 	if (t)
 		return t;
 	char longer[MAX_NAME + 8];
 	snprintf(longer, sizeof longer, "model.%s", name);
-	const struct stored *near = tensor_find(w, strncmp(name, "model.", 6) ? longer : name + 6);
+	const struct tensor *near = tensor_find(w, strncmp(name, "model.", 6) ? longer : name + 6);
 	fail("%s: tensor %s is missing%s%s", w->path, name, near ? "; there is one named " : "", near ? near->name : "");
 	return NULL;
 }
 
-const uint8_t *tensor_bytes(const struct stored *t)
+const uint8_t *tensor_bytes(const struct tensor *t)
 {
-	return t->shard->map + t->shard->data_at + t->begin;
+	return t->file->map + t->file->data_at + t->begin;
 }
 
-int tensor_verify(const struct stored *t)
+int tensor_verify(const struct tensor *t)
 {
 	uint32_t crc = t->has_crc ? crc_of(0, tensor_bytes(t), t->end - t->begin) : t->crc;
 	if (crc != t->crc)
-		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->shard->path, t->name, (unsigned)crc,
+		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->file->path, t->name, (unsigned)crc,
 				(unsigned)t->crc);
 	return 0;
 }
 
-int weights_verify(const struct weights *w, int i)
+int tensors_verify(const struct tensors *w, int i)
 {
 	return tensor_verify(&w->tensors[i]);
 }
@@ -129,13 +129,13 @@ void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
 	}
 }
 
-const struct stored *tensor_stacked(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+const struct tensor *tensor_stacked(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
 {
-	const struct stored *t = tensor_need(w, name);
+	const struct tensor *t = tensor_need(w, name);
 	if (!t)
 		return NULL;
 	if (t->dtype < 0 || t->dtype > BF16) {
-		fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->shard->path, t->name, t->dtype_name);
+		fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->file->path, t->name, t->dtype_name);
 		return NULL;
 	}
 	char expected[96];
@@ -147,21 +147,21 @@ const struct stored *tensor_stacked(const struct weights *w, const char *name, i
 		snprintf(expected, sizeof expected, "[%lld]", (long long)rows);
 	char *found = json_text(t->shape, 0);
 	if (strcmp(found, expected)) {
-		fail("%s: tensor %s: shape %.256s; expected %s", t->shard->path, t->name, found, expected);
+		fail("%s: tensor %s: shape %.256s; expected %s", t->file->path, t->name, found, expected);
 		t = NULL;
 	}
 	free(found);
 	return t;
 }
 
-static const struct stored *tensor_shaped(const struct weights *w, const char *name, int64_t rows, int64_t cols)
+static const struct tensor *tensor_shaped(const struct tensors *w, const char *name, int64_t rows, int64_t cols)
 {
 	return tensor_stacked(w, name, rows, cols, 0);
 }
 
-int weights_read(const struct weights *w, const struct array *a)
+int tensors_read(const struct tensors *w, const struct named_tensor *a)
 {
-	const struct stored *t = tensor_shaped(w, a->name, a->rows, a->cols);
+	const struct tensor *t = tensor_shaped(w, a->name, a->rows, a->cols);
 	if (!t || tensor_verify(t) < 0)
 		return -1;
 	to_real(a->data, tensor_bytes(t), (t->end - t->begin) / dtypes[t->dtype].size, t->dtype);
@@ -169,10 +169,10 @@ int weights_read(const struct weights *w, const struct array *a)
 }
 
 /* tensor_shaped that also checks a range of elements, and says where the first one is. */
-static const struct stored *tensor_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+static const struct tensor *tensor_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
 		const uint8_t **at)
 {
-	const struct stored *t = tensor_shaped(w, name, rows, cols);
+	const struct tensor *t = tensor_shaped(w, name, rows, cols);
 	if (!t)
 		return NULL;
 	const int size = dtypes[t->dtype].size;
@@ -181,25 +181,25 @@ static const struct stored *tensor_range(const struct weights *w, const char *na
 		*at = tensor_bytes(t) + first * size;
 		return t;
 	}
-	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->shard->path, name, (long long)n, (long long)first,
+	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->file->path, name, (long long)n, (long long)first,
 			(long long)count);
 	return NULL;
 }
 
-int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
 {
 	const uint8_t *at;
-	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &at);
+	const struct tensor *t = tensor_range(w, name, rows, cols, first, n, &at);
 	if (!t)
 		return -1;
 	to_real(out, at, n, t->dtype);
 	return 0;
 }
 
-int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
+int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
 {
 	const uint8_t *bytes;
-	const struct stored *t = tensor_range(w, name, rows, cols, first, n, &bytes);
+	const struct tensor *t = tensor_range(w, name, rows, cols, first, n, &bytes);
 	if (!t)
 		return -1;
 	const bool usable = t->dtype == BF16 || t->dtype == REAL_DTYPE;
@@ -208,38 +208,38 @@ int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t
 	return 0;
 }
 
-int64_t weights_bytes(const struct weights *w)
+int64_t tensors_bytes(const struct tensors *w)
 {
 	int64_t bytes = 0;
-	for (const struct shard *s = w->shards; s; s = s->next)
+	for (const struct tensor_file *s = w->files; s; s = s->next)
 		bytes += s->size;
 	return bytes;
 }
 
-int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out)
+int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out)
 {
-	const struct stored *t = tensor_need(w, name);
+	const struct tensor *t = tensor_need(w, name);
 	if (!t)
 		return -1;
 	if (t->dtype != I32 && t->dtype != I64)
-		return fail("%s: tensor %s: dtype %.40s; expected I32 or I64", t->shard->path, name, t->dtype_name);
+		return fail("%s: tensor %s: dtype %.40s; expected I32 or I64", t->file->path, name, t->dtype_name);
 	int64_t count = (t->end - t->begin) / dtypes[t->dtype].size;
 	if (count != n)
-		return fail("%s: tensor %s: %lld elements; expected %lld", t->shard->path, name, (long long)count, (long long)n);
+		return fail("%s: tensor %s: %lld elements; expected %lld", t->file->path, name, (long long)count, (long long)n);
 	if (tensor_verify(t) < 0)
 		return -1;
 	const uint8_t *bytes = tensor_bytes(t);
 	for (int64_t i = 0; i < n; i++) {
 		int64_t v = t->dtype == I32 ? load_i32(bytes + 4 * i) : load_i64(bytes + 8 * i);
 		if (v < INT32_MIN || v > INT32_MAX)
-			return fail("%s: tensor %s: element %lld is %lld; expected 32 bits", t->shard->path, name, (long long)i,
+			return fail("%s: tensor %s: element %lld is %lld; expected 32 bits", t->file->path, name, (long long)i,
 					(long long)v);
 		out[i] = v;
 	}
 	return 0;
 }
 
-int64_t array_size(const struct array *a)
+int64_t named_tensor_size(const struct named_tensor *a)
 {
 	return a->rows * (a->cols ? a->cols : 1);
 }

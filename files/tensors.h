@@ -14,33 +14,33 @@
 
 /* -- safetensors -- */
 
-struct array {                 /* one named array of a file; the data belong to the caller */
+struct named_tensor {                 /* one named array of a file; the data belong to the caller */
 	const char *name;
 	int64_t rows, cols;          /* a vector has cols 0 */
 	real *data;
 };
 
-struct weights;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
+struct tensors;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
 
 /* Number of tensors, and the name of tensor i (0 <= i < count). */
-int weights_count(const struct weights *w);
-const char *weights_name(const struct weights *w, int i);
-bool weights_has(const struct weights *w, const char *name);
+int tensors_count(const struct tensors *w);
+const char *tensors_name(const struct tensors *w, int i);
+bool tensors_has(const struct tensors *w, const char *name);
 /* Copies tensor a->name into a->data, converted from F64, F32, BF16, F16; its shape must be a's. Checks its checksum where
  * the file holds one. */
-int weights_read(const struct weights *w, const struct array *a);
+int tensors_read(const struct tensors *w, const struct named_tensor *a);
 /* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
- * likewise. No checksum: see weights_verify. */
-int weights_read_range(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+ * likewise. No checksum: see tensors_verify. */
+int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
 /* Where elements first .. first+n-1 of such a tensor stand in the file, mapped as long as w is open: *at is NULL if they cannot be used there and must
  * be read: they can if they are bfloat16, or real, and aligned. No checksum either. */
-int weights_map(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
-int64_t weights_bytes(const struct weights *w); /* of all files */
+int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
+int64_t tensors_bytes(const struct tensors *w); /* of all files */
 /* Checks tensor i's checksum where the file holds one. */
-int weights_verify(const struct weights *w, int i);
+int tensors_verify(const struct tensors *w, int i);
 /* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
-int weights_read_int(const struct weights *w, const char *name, int64_t n, int32_t *out);
-void weights_close(struct weights *w); /* NULL is fine */
+int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out);
+void tensors_close(struct tensors *w); /* NULL is fine */
 
 #define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
 
@@ -49,8 +49,8 @@ enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 
 
 extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES];
 
-struct shard {                 /* one mapped file */
-	struct shard *next;
+struct tensor_file {                 /* one mapped file */
+	struct tensor_file *next;
 	char path[PATH_LEN];
 	const uint8_t *map;
 	size_t size;
@@ -58,9 +58,9 @@ struct shard {                 /* one mapped file */
 	json_t *header;              /* owns the names and shapes that tensors point to */
 };
 
-struct stored {
+struct tensor {
 	const char *name;
-	const struct shard *shard;
+	const struct tensor_file *file;
 	const json_t *shape;         /* checked: an array of integers >= 0 */
 	const char *dtype_name;
 	enum dtype dtype;
@@ -69,10 +69,10 @@ struct stored {
 	uint32_t crc;
 };
 
-struct weights {
+struct tensors {
 	char path[PATH_LEN];
-	struct shard *shards;
-	struct stored *tensors;      /* sorted by name */
+	struct tensor_file *files;
+	struct tensor *tensors;      /* sorted by name */
 	int count, dropped;          /* buffers that were left out */
 	size_t room;
 };
@@ -81,16 +81,16 @@ int by_name(const void *a, const void *b);
 
 int by_offset(const void *a, const void *b);
 
-/* Adds a mapped file to w, for weights_close to unmap. NULL on error. */
-struct shard *shard_map(struct weights *w, const char *path);
+/* Adds a mapped file to w, for tensors_close to unmap. NULL on error. */
+struct tensor_file *tensor_file_map(struct tensors *w, const char *path);
 
 /* The tensor of that name, or NULL. */
-const struct stored *tensor_find(const struct weights *w, const char *name);
+const struct tensor *tensor_find(const struct tensors *w, const char *name);
 
-const uint8_t *tensor_bytes(const struct stored *t);
+const uint8_t *tensor_bytes(const struct tensor *t);
 
 /* Checks the tensor's checksum, where it has one. */
-int tensor_verify(const struct stored *t);
+int tensor_verify(const struct tensor *t);
 
 static inline float bits_to_float(uint32_t bits)
 {
@@ -141,8 +141,8 @@ void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype);
 
 /* The tensor of that name, which must be of a type that to_real converts and have the shape [rows, cols] (cols 0: a vector), or, for a
  * `stack` of matrices above 0, [stack, rows / stack, cols]. NULL on error. */
-const struct stored *tensor_stacked(const struct weights *w, const char *name, int64_t rows, int64_t cols, int64_t stack);
+const struct tensor *tensor_stacked(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack);
 
-int64_t array_size(const struct array *a);
+int64_t named_tensor_size(const struct named_tensor *a);
 
 #endif

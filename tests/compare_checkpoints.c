@@ -20,24 +20,24 @@
 
 #include <math.h>
 
-static int64_t elements(const struct stored *t, int64_t *rows, int64_t *cols)
+static int64_t elements(const struct tensor *t, int64_t *rows, int64_t *cols)
 {
 	*rows = json_integer_value(json_array_get(t->shape, 0));
 	*cols = json_array_size(t->shape) > 1 ? json_integer_value(json_array_get(t->shape, 1)) : 0;
 	return *rows * (*cols ? *cols : 1);
 }
 
-static real *read_tensor(const struct weights *w, const struct stored *t, int64_t n, int64_t rows, int64_t cols)
+static real *read_tensor(const struct tensors *w, const struct tensor *t, int64_t n, int64_t rows, int64_t cols)
 {
 	real *x = malloc(n * sizeof *x);
-	if (!x || weights_read(w, &(struct array){t->name, rows, cols, x}) < 0) {
+	if (!x || tensors_read(w, &(struct named_tensor){t->name, rows, cols, x}) < 0) {
 		fprintf(stderr, "%s\n", error_text);
 		exit(1);
 	}
 	return x;
 }
 
-static int compare(const struct weights *a, const struct weights *b, const char *prefix, double tolerance)
+static int compare(const struct tensors *a, const struct tensors *b, const char *prefix, double tolerance)
 {
 	double worst = 0;
 	const char *where = "nothing";
@@ -45,7 +45,7 @@ static int compare(const struct weights *a, const struct weights *b, const char 
 	if (a->count != b->count)
 		return printf("%d and %d tensors\n", a->count, b->count), 1;
 	for (int i = 0; i < a->count; i++) {
-		const struct stored *t = &a->tensors[i];
+		const struct tensor *t = &a->tensors[i];
 		int64_t rows, cols, n = elements(t, &rows, &cols);
 		if (strncmp(t->name, prefix, strlen(prefix)))
 			continue;
@@ -85,18 +85,18 @@ static void change(const char *what, const char *name, real *x, int64_t n, int64
 
 int main(int argc, char **argv)
 {
-	struct weights *a = NULL, *b = NULL;
+	struct tensors *a = NULL, *b = NULL;
 	if (argc == 6) {
-		a = weights_open(argv[3], argv[1]);
-		b = a ? weights_open(argv[4], argv[1]) : NULL;
+		a = tensors_open(argv[3], argv[1]);
+		b = a ? tensors_open(argv[4], argv[1]) : NULL;
 		if (b)
 			return compare(a, b, argv[2], atof(argv[5]));
-	} else if (argc == 4 && (a = weights_open(argv[2], "model"))) {
-		struct array *arrays = calloc(a->count, sizeof *arrays);
+	} else if (argc == 4 && (a = tensors_open(argv[2], "model"))) {
+		struct named_tensor *arrays = calloc(a->count, sizeof *arrays);
 		char path[PATH_LEN];
 		for (int i = 0; i < a->count; i++) {
 			int64_t rows, cols, n = elements(&a->tensors[i], &rows, &cols);
-			arrays[i] = (struct array){a->tensors[i].name, rows, cols, read_tensor(a, &a->tensors[i], n, rows, cols)};
+			arrays[i] = (struct named_tensor){a->tensors[i].name, rows, cols, read_tensor(a, &a->tensors[i], n, rows, cols)};
 			change(argv[1], arrays[i].name, arrays[i].data, n, cols);
 		}
 		snprintf(path, sizeof path, "%s/model.safetensors", argv[3]);

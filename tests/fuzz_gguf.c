@@ -32,7 +32,7 @@ static void convert_file(const char *path)
 	struct model_config c;
 	struct converted result;
 	struct source *s = source_open(path, &c);
-	const struct array params[] = {
+	const struct named_tensor params[] = {
 		{"model.word_embeddings.weight", 4, 2, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", 2, 2, NULL},
 		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL}, {"lm_head.weight", 4, 2, NULL},
 	};
@@ -50,11 +50,11 @@ static void convert_file(const char *path)
 /* Every tensor of an accepted file lies within it. */
 static void read_tensors(const char *path)
 {
-	struct weights *w = allocate(sizeof *w);
+	struct tensors *w = allocate(sizeof *w);
 	if (gguf_open(w, path) == 0)
 		for (int i = 0; i < w->count; i++)
 			crc_of(0, tensor_bytes(&w->tensors[i]), w->tensors[i].end - w->tensors[i].begin);
-	weights_close(w);
+	tensors_close(w);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)

@@ -1,5 +1,5 @@
 /*
- * fuzz_safetensors.c - libFuzzer target for what weights_open, weights_read and checkpoint_read_state read.
+ * fuzz_safetensors.c - libFuzzer target for what tensors_open, tensors_read and checkpoint_read_state read.
  * The input's first byte chooses the file that the rest becomes; the others of its directory are good.
  */
 #define _GNU_SOURCE
@@ -37,27 +37,27 @@ static void remove_file(const char *name)
 static void read_weights(void)
 {
 	static real out[1 << 16];
-	struct weights *w = weights_open(dir, "model");
-	for (int i = 0; w && i < weights_count(w); i++) {
-		const struct stored *t = tensor_find(w, weights_name(w, i));
+	struct tensors *w = tensors_open(dir, "model");
+	for (int i = 0; w && i < tensors_count(w); i++) {
+		const struct tensor *t = tensor_find(w, tensors_name(w, i));
 		if (!t)
 			abort();
 		uint64_t bytes = t->end - t->begin;
-		struct array a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
+		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
 		if (json_array_size(t->shape) == 2)
 			a.cols = json_integer_value(json_array_get(t->shape, 1));
 		if (bytes < sizeof out / 8) {
-			weights_read(w, &a);
+			tensors_read(w, &a);
 			a.rows++;
-			weights_read(w, &a);
-			weights_read_range(w, t->name, a.rows - 1, a.cols, 1, bytes / 4, out);
-			weights_read_range(w, t->name, a.rows - 1, a.cols, 1, a.rows - 2, out);
-			weights_verify(w, i);
-			weights_read_int(w, t->name, bytes / 4, (int32_t *)out);
-			weights_read_int(w, t->name, bytes / 8, (int32_t *)out);
+			tensors_read(w, &a);
+			tensors_read_range(w, t->name, a.rows - 1, a.cols, 1, bytes / 4, out);
+			tensors_read_range(w, t->name, a.rows - 1, a.cols, 1, a.rows - 2, out);
+			tensors_verify(w, i);
+			tensors_read_int(w, t->name, bytes / 4, (int32_t *)out);
+			tensors_read_int(w, t->name, bytes / 8, (int32_t *)out);
 		}
 	}
-	weights_close(w);
+	tensors_close(w);
 }
 
 /* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other
@@ -99,8 +99,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		real a[2] = {1, 2};
 		char path[PATH_LEN], name[64];
 		if (!mkdtemp(dir) || path_join(path, dir, "a.safetensors") < 0 ||
-				safetensors_write(path, &(struct array){"a", 2, 0, a}, 1) < 0 || path_join(path, dir, "b.safetensors") < 0 ||
-				safetensors_write(path, &(struct array){"b", 1, 2, a}, 1) < 0)
+				safetensors_write(path, &(struct named_tensor){"a", 2, 0, a}, 1) < 0 || path_join(path, dir, "b.safetensors") < 0 ||
+				safetensors_write(path, &(struct named_tensor){"b", 1, 2, a}, 1) < 0)
 			abort();
 		for (int i = 0; checkpoint_name(name, i, 1); i++)
 			put_file(name, "any bytes", 9);

@@ -140,7 +140,7 @@ static void checksum_of_slices(void **state)
 
 enum { V = 7, H = 4, HEADS = 2, KV = 1, D = 6, E = 3, I = 5, QKV = (HEADS + 2 * KV) * D };
 
-static const struct array params[] = {
+static const struct named_tensor params[] = {
 	{"model.word_embeddings.weight", V, H, NULL},
 	{"model.layers.0.input_layernorm.weight", H, 0, NULL}, {"model.layers.0.post_attention_layernorm.weight", H, 0, NULL},
 	{"model.layers.0.mlp.gate.weight", E, H, NULL},
@@ -174,17 +174,17 @@ static void make_model(const char *dir, const char *config, const enum dtype typ
 	snprintf(path, sizeof path, "%s/config.json", dir);
 	put_string(path, config);
 	snprintf(path, sizeof path, "%s/model.safetensors", dir);
-	struct weights_writer *w = writer_open(path, params, types, N);
+	struct safetensors_writer *w = safetensors_create_typed(path, params, types, N);
 	assert_non_null(w);
 	for (int p = 0; p < N; p++)
-		for (int64_t i = 0; i < array_size(&params[p]); i++) {
+		for (int64_t i = 0; i < named_tensor_size(&params[p]); i++) {
 			const double d = element(p, i);
 			const float f = (float)d;
 			const uint16_t h = types[p] == F16 ? float_to_half(f) : float_to_bf16(f);
 			const void *number = types[p] == F64 ? (const void *)&d : types[p] == F32 ? (const void *)&f : (const void *)&h;
-			assert_int_equal(writer_append(w, number, dtypes[types[p]].size, dtypes[types[p]].size), 0);
+			assert_int_equal(safetensors_append_bytes(w, number, dtypes[types[p]].size, dtypes[types[p]].size), 0);
 		}
-	assert_int_equal(weights_finish(w), 0);
+	assert_int_equal(safetensors_finish(w), 0);
 }
 
 static void mixed_types(enum dtype types[N])
@@ -209,12 +209,12 @@ static int convert(const char *from, const char *path, enum model_format format,
 }
 
 /* All elements of a parameter; free them. */
-static real *read_all(struct weights *w, int p)
+static real *read_all(struct tensors *w, int p)
 {
-	real *data = allocate(array_size(&params[p]) * sizeof *data);
-	struct array a = params[p];
+	real *data = allocate(named_tensor_size(&params[p]) * sizeof *data);
+	struct named_tensor a = params[p];
 	a.data = data;
-	if (weights_read(w, &a) < 0)
+	if (tensors_read(w, &a) < 0)
 		fail_msg("%s", error_text);
 	return data;
 }
@@ -231,13 +231,13 @@ static double fold_of(int64_t j)
 /* A directory holds the small model's numbers, lm_head's folded or not; and of these types, if any are given. */
 static void check_model_directory(const char *dir, bool folded, const enum dtype *types)
 {
-	struct weights *w = weights_open(dir, "model");
+	struct tensors *w = tensors_open(dir, "model");
 	if (!w)
 		fail_msg("%s", error_text);
-	assert_int_equal(weights_count(w), N);
+	assert_int_equal(tensors_count(w), N);
 	for (int p = 0; p < N; p++) {
 		real *found = read_all(w, p);
-		for (int64_t i = 0; i < array_size(&params[p]); i++) {
+		for (int64_t i = 0; i < named_tensor_size(&params[p]); i++) {
 			const double expected = p == HEAD && folded ? (float)(element(p, i) / fold_of(i % H)) : element(p, i);
 			if (found[i] != expected)
 				fail_msg("%s: element %lld is %g, expected %g", params[p].name, (long long)i, (double)found[i], expected);
@@ -246,7 +246,7 @@ static void check_model_directory(const char *dir, bool folded, const enum dtype
 			assert_string_equal(tensor_find(w, params[p].name)->dtype_name, dtypes[types[p]].name);
 		free(found);
 	}
-	weights_close(w);
+	tensors_close(w);
 }
 
 static json_t *read_json(const char *path)
@@ -283,7 +283,7 @@ static void directory_to_directory(void **state)
 	assert_int_equal(json_integer_value(json_object_get(config, "eos_token_id")), 5);
 	int64_t total = 0;
 	for (int p = 0; p < N; p++)
-		total += 4 * array_size(&params[p]);
+		total += 4 * named_tensor_size(&params[p]);
 	assert_int_equal(json_integer_value(json_at(index, "metadata.total_size")), total);
 	json_decref(config);
 	json_decref(index);
@@ -297,18 +297,18 @@ static void directory_to_directory(void **state)
 	expect_error("folded: norm_head is off|folded before");
 }
 
-static struct weights *open_gguf(const char *path)
+static struct tensors *open_gguf(const char *path)
 {
-	struct weights *w = allocate(sizeof *w);
+	struct tensors *w = allocate(sizeof *w);
 	if (gguf_open(w, path) < 0)
 		fail_msg("%s", error_text);
 	return w;
 }
 
 /* Row r of a GGUF tensor against that row of a parameter. */
-static void expect_row(const struct weights *w, const char *name, int64_t r, int p, int64_t row)
+static void expect_row(const struct tensors *w, const char *name, int64_t r, int p, int64_t row)
 {
-	const struct stored *t = tensor_find(w, name);
+	const struct tensor *t = tensor_find(w, name);
 	if (!t)
 		fail_msg("no tensor %s", name);
 	const int64_t cols = params[p].cols;
@@ -333,7 +333,7 @@ static void directory_to_gguf(void **state)
 	assert_int_equal(convert(at("hf"), at("m.gguf"), FORMAT_GGUF, "f32", false, true), 0);
 
 	/* Row by row: a head's rows i and i + d/2 become rows 2i and 2i + 1; an expert's rows stand behind the one's before it. */
-	struct weights *w = open_gguf(at("m.gguf"));
+	struct tensors *w = open_gguf(at("m.gguf"));
 	assert_int_equal(w->count, 16);
 	for (int64_t head = 0; head < HEADS + KV; head++)
 		for (int64_t i = 0; i < D / 2; i++)
@@ -363,7 +363,7 @@ static void directory_to_gguf(void **state)
 	char *shape = json_text(tensor_find(w, "blk.0.ffn_down_exps.weight")->shape, 0);
 	assert_string_equal(shape, "[3, 4, 5]");
 	free(shape);
-	const json_t *metadata = json_object_get(w->shards->header, "metadata");
+	const json_t *metadata = json_object_get(w->files->header, "metadata");
 	const struct { const char *key; double value; } numbers[] = {
 		{"bailingmoe.block_count", 1}, {"bailingmoe.context_length", 16384}, {"bailingmoe.embedding_length", 4}, {"bailingmoe.attention.head_count", 2},
 		{"bailingmoe.attention.head_count_kv", 1}, {"bailingmoe.attention.key_length", 6}, {"bailingmoe.attention.value_length", 6},
@@ -377,7 +377,7 @@ static void directory_to_gguf(void **state)
 				json_number_value(json_object_get(metadata, numbers[i].key)) != numbers[i].value)
 			fail_msg("%s is %g, expected %g", numbers[i].key, json_number_value(json_object_get(metadata, numbers[i].key)), numbers[i].value);
 	assert_true(json_is_true(json_object_get(metadata, "bailingmoe.expert_weights_norm")));
-	weights_close(w);
+	tensors_close(w);
 
 	/* and back; the other types keep norms and router as they are */
 	assert_int_equal(convert(at("m.gguf"), at("back"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
@@ -394,33 +394,33 @@ static void directory_to_gguf(void **state)
 		assert_int_equal(convert(at("back"), at(half ? "h.gguf" : "b.gguf"), FORMAT_GGUF, half ? "f16" : "bf16", false, true), 0);
 		assert_int_equal(convert(at(half ? "h.gguf" : "b.gguf"), at(half ? "h" : "b"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
 		assert_int_equal(convert(at("back"), at(half ? "direct-h" : "direct-b"), FORMAT_HUGGINGFACE, half ? "f16" : "bf16", false, false), 0);
-		struct weights *a = weights_open(at(half ? "h" : "b"), "model"), *b = weights_open(at(half ? "direct-h" : "direct-b"), "model");
+		struct tensors *a = tensors_open(at(half ? "h" : "b"), "model"), *b = tensors_open(at(half ? "direct-h" : "direct-b"), "model");
 		for (int p = 0; p < N; p++) {
 			const bool single = !params[p].cols || p == ROUTER;
 			assert_string_equal(tensor_find(a, params[p].name)->dtype_name, single ? "F32" : half ? "F16" : "BF16");
 			real *x = read_all(a, p), *y = read_all(b, p);
 			if (!single)
-				assert_memory_equal(x, y, array_size(&params[p]) * sizeof *x);
+				assert_memory_equal(x, y, named_tensor_size(&params[p]) * sizeof *x);
 			free(x);
 			free(y);
 		}
-		weights_close(a);
-		weights_close(b);
+		tensors_close(a);
+		tensors_close(b);
 	}
 	/* from one GGUF file to another no row changes its place */
 	assert_int_equal(convert(at("b.gguf"), at("again.gguf"), FORMAT_GGUF, "f32", false, true), 0);
 	assert_int_equal(convert(at("b"), at("directly.gguf"), FORMAT_GGUF, "f32", false, true), 0);
 	assert_int_equal(convert(at("again.gguf"), at("again"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
 	assert_int_equal(convert(at("directly.gguf"), at("directly"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
-	struct weights *a = weights_open(at("again"), "model"), *b = weights_open(at("directly"), "model");
+	struct tensors *a = tensors_open(at("again"), "model"), *b = tensors_open(at("directly"), "model");
 	for (int p = 0; p < N; p++) {
 		real *x = read_all(a, p), *y = read_all(b, p);
-		assert_memory_equal(x, y, array_size(&params[p]) * sizeof *x);
+		assert_memory_equal(x, y, named_tensor_size(&params[p]) * sizeof *x);
 		free(x);
 		free(y);
 	}
-	weights_close(a);
-	weights_close(b);
+	tensors_close(a);
+	tensors_close(b);
 }
 
 /* A tied model has no lm_head; the same one beside it is dropped, another is refused. GGUF and folding need one of its own. */
@@ -451,10 +451,10 @@ static void ties(void **state)
 	put_file(at("contradicts/model.safetensors"), copy, size);
 	free(copy);
 	assert_int_equal(convert(at("contradicts"), at("tied"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
-	struct weights *w = weights_open(at("tied"), "model");
-	assert_int_equal(weights_count(w), N - 1);
-	assert_false(weights_has(w, "lm_head.weight"));
-	weights_close(w);
+	struct tensors *w = tensors_open(at("tied"), "model");
+	assert_int_equal(tensors_count(w), N - 1);
+	assert_false(tensors_has(w, "lm_head.weight"));
+	tensors_close(w);
 	assert_int_equal(convert(at("tied"), at("tied.gguf"), FORMAT_GGUF, NULL, false, true), 0);
 	assert_int_equal(convert(at("tied"), at("folded"), FORMAT_HUGGINGFACE, NULL, true, false), 0);
 	assert_int_equal(convert(at("tied.gguf"), at("untied"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
@@ -463,8 +463,8 @@ static void ties(void **state)
 		const char *dir = at(i ? "folded" : "untied");
 		assert_int_equal(config_from_huggingface(&c, dir), 0);
 		assert_false(c.tie_word_embeddings || c.norm_head);
-		w = weights_open(dir, "model");
-		assert_int_equal(weights_count(w), N);
+		w = tensors_open(dir, "model");
+		assert_int_equal(tensors_count(w), N);
 		real *head = read_all(w, HEAD), *embedding = read_all(w, 0);
 		double squares = 0;
 		for (int64_t v = 0; v < V; v++)
@@ -472,7 +472,7 @@ static void ties(void **state)
 		assert_true(fabs(squares - 1) < 1e-5 && embedding[0] == element(0, 0));
 		free(head);
 		free(embedding);
-		weights_close(w);
+		tensors_close(w);
 	}
 	/* without the tie the head is needed */
 	put_string(at("tied/config.json"), config_text);
@@ -507,13 +507,13 @@ static void checkpoint(void **state)
 	assert_int_equal(checkpoint_read_state(found, &asked, &s, notes), -1);
 	expect_error("model.rope_theta was 600000|found 1");
 	fclose(notes);
-	struct weights *w = weights_open(found, "optimizer");
-	assert_int_equal(weights_count(w), 2 * N);
+	struct tensors *w = tensors_open(found, "optimizer");
+	assert_int_equal(tensors_count(w), 2 * N);
 	real zeros[V * H];
-	assert_int_equal(weights_read(w, &(struct array){"exp_avg_sq.lm_head.weight", V, H, zeros}), 0);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"exp_avg_sq.lm_head.weight", V, H, zeros}), 0);
 	for (int i = 0; i < V * H; i++)
 		assert_true(zeros[i] == 0);
-	weights_close(w);
+	tensors_close(w);
 	assert_int_equal(convert(found, at("hf2"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
 	check_model_directory(at("hf2"), false, NULL);
 	put_string(at("run/step-0000000/config.json"), "{}");
@@ -621,10 +621,10 @@ static void refused_numbers(void **state)
 	for (int p = 0; p < N; p++)
 		types[p] = F32;
 	make_model(at("hf"), config_text, types);
-	struct weights *w = weights_open(at("hf"), "model");
-	const struct stored *t = tensor_find(w, "model.layers.0.attention.query_key_value.weight");
-	const long place = t->shard->data_at + t->begin + 4 * (9 * H + 2);
-	weights_close(w);
+	struct tensors *w = tensors_open(at("hf"), "model");
+	const struct tensor *t = tensor_find(w, "model.layers.0.attention.query_key_value.weight");
+	const long place = t->file->data_at + t->begin + 4 * (9 * H + 2);
+	tensors_close(w);
 	FILE *f = fopen(at("hf/model.safetensors"), "r+");
 	fseek(f, place, SEEK_SET);
 	fwrite(&(float){70000}, 4, 1, f);
@@ -672,10 +672,10 @@ static void append_tensor(struct text *out, const char *name, uint32_t dimension
 
 static int open_bytes(const struct text *bytes)
 {
-	struct weights *w = allocate(sizeof *w);
+	struct tensors *w = allocate(sizeof *w);
 	put_file(at("case.gguf"), bytes->data, bytes->size);
 	int rc = gguf_open(w, at("case.gguf"));
-	weights_close(w);
+	tensors_close(w);
 	return rc;
 }
 
@@ -823,8 +823,8 @@ static void tokenizers(void **state)
 				"\"chat_template\": [{\"name\": \"tool\", \"template\": \"T\"}, {\"name\": \"default\", \"template\": \"{{ x }}\"}]}");
 		if (convert(at("hf"), at("k%d.gguf", kind), FORMAT_GGUF, "bf16", false, false) < 0)
 			fail_msg("kind %d: %s", kind, error_text);
-		struct weights *w = open_gguf(at("k%d.gguf", kind));
-		json_t *m = json_object_get(w->shards->header, "metadata");
+		struct tensors *w = open_gguf(at("k%d.gguf", kind));
+		json_t *m = json_object_get(w->files->header, "metadata");
 		json_t *expected = json_pack("{s:[s,s,s,s,s,s,s], s:[i,i,i,i,i,i,i], s:[s], s:i, s:i, s:s, s:s, s:s, s:i, s:b}", "tokenizer.ggml.tokens", "a", "b", "ab",
 				"c", "\xc4\xa0", "<|endoftext|>", "<x>", "tokenizer.ggml.token_type", 1, 1, 1, 1, 1, 3, 4, "tokenizer.ggml.merges", "a b",
 				"tokenizer.ggml.eos_token_id", 5, "tokenizer.ggml.padding_token_id", 6, "tokenizer.ggml.model", "gpt2", "tokenizer.ggml.pre",
@@ -836,7 +836,7 @@ static void tokenizers(void **state)
 				fail_msg("kind %d: %s is %s", kind, key, json_text(json_object_get(m, key), JSON_ENCODE_ANY));
 		assert_null(json_object_get(m, "tokenizer.ggml.bos_token_id"));
 		json_decref(expected);
-		weights_close(w);
+		tensors_close(w);
 
 		assert_int_equal(convert(at("k%d.gguf", kind), at("k%d", kind), FORMAT_HUGGINGFACE, NULL, false, false), 0);
 		json_t *back = read_json(at("k%d/tokenizer.json", kind)), *config = read_json(at("k%d/tokenizer_config.json", kind));
@@ -857,13 +857,13 @@ static void tokenizers(void **state)
 	unlink(at("hf/tokenizer_config.json"));
 	put_string(at("hf/chat_template.jinja"), "{{ y }}");
 	assert_int_equal(convert(at("hf"), at("few.gguf"), FORMAT_GGUF, NULL, false, false), 0);
-	struct weights *w = open_gguf(at("few.gguf"));
-	json_t *m = json_object_get(w->shards->header, "metadata");
+	struct tensors *w = open_gguf(at("few.gguf"));
+	json_t *m = json_object_get(w->files->header, "metadata");
 	assert_string_equal(json_string_value(json_array_get(json_object_get(m, "tokenizer.ggml.tokens"), 6)), "[PAD6]");
 	assert_int_equal(json_integer_value(json_array_get(json_object_get(m, "tokenizer.ggml.token_type"), 6)), TOKEN_UNUSED);
 	assert_int_equal(json_integer_value(json_object_get(m, "tokenizer.ggml.eos_token_id")), 5);
 	assert_string_equal(json_string_value(json_object_get(m, "tokenizer.chat_template")), "{{ y }}");
-	weights_close(w);
+	tensors_close(w);
 	assert_int_equal(convert(at("few.gguf"), at("few"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
 	json_t *back = read_json(at("few/tokenizer.json"));
 	assert_int_equal(json_object_size(json_at(back, "model.vocab")), 1);

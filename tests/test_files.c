@@ -76,7 +76,7 @@ static void safetensors_round_trip(void **state)
 {
 	(void)state;
 	real a[6] = {1, -2, (real)0.1, INFINITY, -0.0, NAN}, b[3] = {4, 5, 6}, none[1], out[6];
-	struct array arrays[] = {{"model.z \"quoted\".weight", 2, 3, a}, {"a", 3, 0, b}, {"none", 0, 0, none}};
+	struct named_tensor arrays[] = {{"model.z \"quoted\".weight", 2, 3, a}, {"a", 3, 0, b}, {"none", 0, 0, none}};
 	char *path = at("model.safetensors");
 	assert_int_equal(safetensors_write(path, arrays, 3), 0);
 	size_t n;
@@ -87,38 +87,38 @@ static void safetensors_round_trip(void **state)
 	free(file);
 
 	for (int as_directory = 0; as_directory < 2; as_directory++) {
-		struct weights *w = weights_open(as_directory ? scratch : path, "model");
+		struct tensors *w = tensors_open(as_directory ? scratch : path, "model");
 		assert_non_null(w);
-		assert_int_equal(weights_count(w), 3);
-		assert_string_equal(weights_name(w, 0), "a");
-		assert_string_equal(weights_name(w, 1), arrays[0].name);
-		assert_true(weights_has(w, "none") && !weights_has(w, "nothing"));
-		assert_int_equal(weights_read(w, &(struct array){arrays[0].name, 2, 3, out}), 0);
+		assert_int_equal(tensors_count(w), 3);
+		assert_string_equal(tensors_name(w, 0), "a");
+		assert_string_equal(tensors_name(w, 1), arrays[0].name);
+		assert_true(tensors_has(w, "none") && !tensors_has(w, "nothing"));
+		assert_int_equal(tensors_read(w, &(struct named_tensor){arrays[0].name, 2, 3, out}), 0);
 		assert_memory_equal(out, a, sizeof a);
-		assert_int_equal(weights_read(w, &(struct array){"a", 3, 0, out}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"a", 3, 0, out}), 0);
 		assert_memory_equal(out, b, sizeof b);
-		assert_int_equal(weights_read(w, &(struct array){"none", 0, 0, out}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"none", 0, 0, out}), 0);
 
-		assert_int_equal(weights_read(w, &(struct array){"a", 4, 0, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"a", 4, 0, out}), -1);
 		expect_error("model.safetensors: tensor a: shape [3]; expected [4]");
-		assert_int_equal(weights_read(w, &(struct array){"a", 3, 1, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"a", 3, 1, out}), -1);
 		expect_error("shape [3]; expected [3, 1]");
-		assert_int_equal(weights_read(w, &(struct array){"model.a", 3, 0, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"model.a", 3, 0, out}), -1);
 		expect_error("tensor model.a is missing; there is one named a");
-		assert_int_equal(weights_read(w, &(struct array){"z \"quoted\".weight", 2, 3, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"z \"quoted\".weight", 2, 3, out}), -1);
 		expect_error("is missing; there is one named model.z");
-		assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"b", 3, 0, out}), -1);
 		expect_error("tensor b is missing");
 		int32_t ints[3];
-		assert_int_equal(weights_read_int(w, "a", 3, ints), -1);
+		assert_int_equal(tensors_read_int(w, "a", 3, ints), -1);
 		expect_error("tensor a: dtype F|expected I32 or I64");
-		weights_close(w);
+		tensors_close(w);
 	}
 	assert_int_equal(safetensors_write(at("none.safetensors"), NULL, 0), 0);
-	struct weights *w = weights_open(at("none.safetensors"), "model");
-	assert_int_equal(weights_count(w), 0);
-	weights_close(w);
-	weights_close(NULL);
+	struct tensors *w = tensors_open(at("none.safetensors"), "model");
+	assert_int_equal(tensors_count(w), 0);
+	tensors_close(w);
+	tensors_close(NULL);
 	arrays[1].name = arrays[0].name;
 	assert_int_equal(safetensors_write(path, arrays, 3), -1);
 	expect_error("is there twice");
@@ -130,7 +130,7 @@ static void safetensors_pieces(void **state)
 	(void)state;
 	enum { N = 11 };
 	real data[N] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, out[N];
-	const struct array arrays[] = {{"b", 2, 3, NULL}, {"empty", 0, 0, NULL}, {"a", 5, 0, NULL}, {"last", 0, 4, NULL}};
+	const struct named_tensor arrays[] = {{"b", 2, 3, NULL}, {"empty", 0, 0, NULL}, {"a", 5, 0, NULL}, {"last", 0, 4, NULL}};
 	char *path = at("pieces.safetensors"), expected[1024];
 	int length = snprintf(expected, sizeof expected, "{\"__metadata__\":{\"format\":\"pt\",\"crc32.b\":\"%08x\","
 			"\"crc32.empty\":\"00000000\",\"crc32.a\":\"%08x\",\"crc32.last\":\"00000000\"},"
@@ -142,12 +142,12 @@ static void safetensors_pieces(void **state)
 	for (; length % 8; length++)
 		strcat(expected, " ");
 	for (int piece = 1; piece <= N; piece++) {
-		struct weights_writer *writer = weights_create(path, arrays, 4);
+		struct safetensors_writer *writer = safetensors_create(path, arrays, 4);
 		assert_non_null(writer);
-		assert_int_equal(weights_append(writer, NULL, 0), 0);
+		assert_int_equal(safetensors_append(writer, NULL, 0), 0);
 		for (int i = 0; i < N; i += piece)
-			assert_int_equal(weights_append(writer, data + i, i + piece <= N ? piece : N - i), 0);
-		assert_int_equal(weights_finish(writer), 0);
+			assert_int_equal(safetensors_append(writer, data + i, i + piece <= N ? piece : N - i), 0);
+		assert_int_equal(safetensors_finish(writer), 0);
 		size_t n;
 		uint8_t *file = get_file(path, &n);
 		assert_int_equal(n, 8 + length + sizeof data);
@@ -157,30 +157,30 @@ static void safetensors_pieces(void **state)
 		free(file);
 	}
 
-	struct weights *w = weights_open(path, "model");
+	struct tensors *w = tensors_open(path, "model");
 	assert_non_null(w);
 	for (int first = 0; first <= 6; first++)
 		for (int n = 0; first + n <= 6; n++) {
 			out[n] = -1;
-			assert_int_equal(weights_read_range(w, "b", 2, 3, first, n, out), 0);
+			assert_int_equal(tensors_read_range(w, "b", 2, 3, first, n, out), 0);
 			assert_memory_equal(out, data + first, n * sizeof *out);
 			assert_same(out[n], -1);
 		}
-	assert_int_equal(weights_read_range(w, "a", 5, 0, 4, 1, out), 0);
+	assert_int_equal(tensors_read_range(w, "a", 5, 0, 4, 1, out), 0);
 	assert_same(out[0], 11);
-	assert_int_equal(weights_read_range(w, "last", 0, 4, 0, 0, out), 0);
+	assert_int_equal(tensors_read_range(w, "last", 0, 4, 0, 0, out), 0);
 	static const struct { int64_t first, n; } outside[] = {{0, 7}, {6, 1}, {7, 0}, {-1, 1}, {2, -1}, {INT64_MAX, 1}, {1, INT64_MAX}};
 	for (int i = 0; i < COUNT(outside); i++) {
-		assert_int_equal(weights_read_range(w, "b", 2, 3, outside[i].first, outside[i].n, out), -1);
+		assert_int_equal(tensors_read_range(w, "b", 2, 3, outside[i].first, outside[i].n, out), -1);
 		expect_error("pieces.safetensors: tensor b: |elements from element |it holds 6");
 	}
-	assert_int_equal(weights_read_range(w, "b", 3, 2, 0, 1, out), -1);
+	assert_int_equal(tensors_read_range(w, "b", 3, 2, 0, 1, out), -1);
 	expect_error("tensor b: shape [2, 3]; expected [3, 2]");
-	assert_int_equal(weights_read_range(w, "c", 3, 2, 0, 1, out), -1);
+	assert_int_equal(tensors_read_range(w, "c", 3, 2, 0, 1, out), -1);
 	expect_error("tensor c is missing");
-	for (int i = 0; i < weights_count(w); i++)
-		assert_int_equal(weights_verify(w, i), 0);
-	weights_close(w);
+	for (int i = 0; i < tensors_count(w); i++)
+		assert_int_equal(tensors_verify(w, i), 0);
+	tensors_close(w);
 
 	/* A range is read without a checksum, which is asked for apart. */
 	size_t n;
@@ -188,31 +188,31 @@ static void safetensors_pieces(void **state)
 	file[n - 1] ^= 1;
 	put_file(path, file, n);
 	free(file);
-	w = weights_open(path, "model");
-	assert_int_equal(weights_read_range(w, "a", 5, 0, 4, 1, out), 0);
-	for (int i = 0; i < weights_count(w); i++)
-		assert_int_equal(weights_verify(w, i), strcmp(weights_name(w, i), "a") ? 0 : -1);
+	w = tensors_open(path, "model");
+	assert_int_equal(tensors_read_range(w, "a", 5, 0, 4, 1, out), 0);
+	for (int i = 0; i < tensors_count(w); i++)
+		assert_int_equal(tensors_verify(w, i), strcmp(tensors_name(w, i), "a") ? 0 : -1);
 	expect_error("pieces.safetensors: tensor a is damaged: checksum");
-	weights_close(w);
+	tensors_close(w);
 
 	/* Too few, too many, none. */
-	struct weights_writer *writer = weights_create(path, arrays, 4);
-	assert_int_equal(weights_append(writer, data, 8), 0);
-	assert_int_equal(weights_finish(writer), -1);
+	struct safetensors_writer *writer = safetensors_create(path, arrays, 4);
+	assert_int_equal(safetensors_append(writer, data, 8), 0);
+	assert_int_equal(safetensors_finish(writer), -1);
 	expect_error("pieces.safetensors: tensor a: the last 3 of its elements were not given");
 	assert_false(exists(path));
-	writer = weights_create(path, arrays, 2);
-	assert_int_equal(weights_append(writer, data, 7), -1);
+	writer = safetensors_create(path, arrays, 2);
+	assert_int_equal(safetensors_append(writer, data, 7), -1);
 	expect_error("pieces.safetensors: 1 elements more than its 2 tensors hold");
-	weights_abandon(writer);
-	weights_abandon(NULL);
+	safetensors_abandon(writer);
+	safetensors_abandon(NULL);
 	assert_false(exists(path));
-	assert_int_equal(weights_finish(weights_create(path, NULL, 0)), 0);
+	assert_int_equal(safetensors_finish(safetensors_create(path, NULL, 0)), 0);
 	for (int i = 0; i < 2; i++) {
-		w = weights_open(path, "model");
+		w = tensors_open(path, "model");
 		assert_non_null(w);
-		assert_int_equal(weights_count(w), 0);
-		weights_close(w);
+		assert_int_equal(tensors_count(w), 0);
+		tensors_close(w);
 		put_safetensors(path, "{}", NULL, 0);
 	}
 }
@@ -222,23 +222,23 @@ static void safetensors_many(void **state)
 {
 	(void)state;
 	enum { N = 20000 };
-	struct array *arrays = allocate(N * sizeof *arrays);
+	struct named_tensor *arrays = allocate(N * sizeof *arrays);
 	char (*names)[32] = allocate(N * sizeof *names);
 	real *data = allocate(N * sizeof *data);
 	for (int i = 0; i < N; i++) {
 		snprintf(names[i], sizeof names[i], "layers.%d.w", i * 7919 % N);
 		data[i] = i;
-		arrays[i] = (struct array){names[i], 1, 0, &data[i]};
+		arrays[i] = (struct named_tensor){names[i], 1, 0, &data[i]};
 	}
 	assert_int_equal(safetensors_write(at("many.safetensors"), arrays, N), 0);
-	struct weights *w = weights_open(at("many.safetensors"), "model");
-	assert_int_equal(weights_count(w), N);
+	struct tensors *w = tensors_open(at("many.safetensors"), "model");
+	assert_int_equal(tensors_count(w), N);
 	for (int i = 0; i < N; i++) {
 		real x;
-		assert_int_equal(weights_read(w, &(struct array){names[i], 1, 0, &x}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){names[i], 1, 0, &x}), 0);
 		assert_same(x, i);
 	}
-	weights_close(w);
+	tensors_close(w);
 	free(arrays), free(names), free(data);
 }
 
@@ -275,55 +275,55 @@ static void safetensors_conversion(void **state)
 				"\"l\":{\"dtype\":\"I64\",\"shape\":[2],\"data_offsets\":[88,104]},"
 				"\"big\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[104,112]}}%*s", pad, "");
 		put_safetensors(at("c.safetensors"), header, &data, sizeof data);
-		struct weights *w = weights_open(at("c.safetensors"), "model");
+		struct tensors *w = tensors_open(at("c.safetensors"), "model");
 		assert_non_null(w);
 		real out[15];
 		int32_t ints[2];
-		assert_int_equal(weights_read(w, &(struct array){"h", 15, 0, out}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"h", 15, 0, out}), 0);
 		for (int i = 0; i < COUNT(half); i++)
 			assert_same(out[i], half[i].value);
-		assert_int_equal(weights_read_range(w, "h", 15, 0, 3, 7, out), 0);
+		assert_int_equal(tensors_read_range(w, "h", 15, 0, 3, 7, out), 0);
 		for (int i = 0; i < 7; i++)
 			assert_same(out[i], half[3 + i].value);
-		assert_int_equal(weights_read(w, &(struct array){"b", 13, 1, out}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"b", 13, 1, out}), 0);
 		for (int i = 0; i < COUNT(brain); i++)
 			assert_same(out[i], brain[i].value);
-		assert_int_equal(weights_read(w, &(struct array){"f", 2, 0, out}), 0);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"f", 2, 0, out}), 0);
 		assert_same(out[0], 0.1f), assert_same(out[1], NAN);
 		/* What can be used where it stands: bfloat16 and float32 at an address that is a multiple of their size. */
 		const void *stands;
 		bool bf16;
 		const size_t data_at = 8 + strlen(header);
-		assert_int_equal(weights_map(w, "b", 13, 1, 2, 5, &stands, &bf16), 0);
+		assert_int_equal(tensors_map_range(w, "b", 13, 1, 2, 5, &stands, &bf16), 0);
 		assert_true(bf16 && !stands == ((data_at + 30) % 2 != 0));
 		if (stands)
 			assert_memory_equal(stands, data.brain + 2, 5 * sizeof *data.brain);
-		assert_int_equal(weights_map(w, "f", 2, 0, 1, 1, &stands, &bf16), 0);
+		assert_int_equal(tensors_map_range(w, "f", 2, 0, 1, 1, &stands, &bf16), 0);
 		assert_true(!bf16 && !stands == ((data_at + 56) % 4 != 0));
 		if (stands)
 			assert_memory_equal(stands, data.f + 1, sizeof *data.f);
-		assert_int_equal(weights_map(w, "h", 15, 0, 0, 15, &stands, &bf16), 0);
+		assert_int_equal(tensors_map_range(w, "h", 15, 0, 0, 15, &stands, &bf16), 0);
 		assert_null(stands);
-		assert_int_equal(weights_map(w, "d", 2, 0, 0, 2, &stands, &bf16), 0);
+		assert_int_equal(tensors_map_range(w, "d", 2, 0, 0, 2, &stands, &bf16), 0);
 		assert_null(stands);
-		assert_int_equal(weights_map(w, "b", 13, 1, 9, 5, &stands, &bf16), -1);
+		assert_int_equal(tensors_map_range(w, "b", 13, 1, 9, 5, &stands, &bf16), -1);
 		expect_error("tensor b: |5 elements from element 9|it holds 13");
-		assert_int_equal(weights_map(w, "b", 1, 13, 0, 1, &stands, &bf16), -1);
+		assert_int_equal(tensors_map_range(w, "b", 1, 13, 0, 1, &stands, &bf16), -1);
 		expect_error("tensor b: shape [13, 1]; expected [1, 13]");
-		assert_int_equal(weights_bytes(w), data_at + sizeof data);
-		assert_int_equal(weights_read(w, &(struct array){"d", 2, 0, out}), 0);
+		assert_int_equal(tensors_bytes(w), data_at + sizeof data);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"d", 2, 0, out}), 0);
 		assert_same(out[0], (real)0.1), assert_same(out[1], -INFINITY);
-		assert_int_equal(weights_read_int(w, "i", 2, ints), 0);
+		assert_int_equal(tensors_read_int(w, "i", 2, ints), 0);
 		assert_true(ints[0] == -5 && ints[1] == INT32_MAX);
-		assert_int_equal(weights_read_int(w, "l", 2, ints), 0);
+		assert_int_equal(tensors_read_int(w, "l", 2, ints), 0);
 		assert_true(ints[0] == -7 && ints[1] == 1 << 30);
-		assert_int_equal(weights_read_int(w, "big", 1, ints), -1);
+		assert_int_equal(tensors_read_int(w, "big", 1, ints), -1);
 		expect_error("tensor big: element 0 is 2147483648");
-		assert_int_equal(weights_read_int(w, "l", 3, ints), -1);
+		assert_int_equal(tensors_read_int(w, "l", 3, ints), -1);
 		expect_error("tensor l: 2 elements; expected 3");
-		assert_int_equal(weights_read(w, &(struct array){"i", 2, 0, out}), -1);
+		assert_int_equal(tensors_read(w, &(struct named_tensor){"i", 2, 0, out}), -1);
 		expect_error("tensor i: dtype I32; expected F32");
-		weights_close(w);
+		tensors_close(w);
 	}
 }
 
@@ -377,54 +377,54 @@ static void safetensors_broken(void **state)
 	char *path = at("broken.safetensors");
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_safetensors(path, cases[i].header, "0123456789abcdef", cases[i].n);
-		assert_null(weights_open(path, "model"));
+		assert_null(tensors_open(path, "model"));
 		expect_error("broken.safetensors: ");
-		assert_null(weights_open(path, "model"));
+		assert_null(tensors_open(path, "model"));
 		expect_error(cases[i].error);
 	}
 
 	/* A dtype that nobody knows is an error only for who reads it. */
 	put_safetensors(path, "{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]},"
 			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[2,6]}}", "xx\0\0\x80?", 6);
-	struct weights *w = weights_open(path, "model");
+	struct tensors *w = tensors_open(path, "model");
 	real x[3];
 	assert_non_null(w);
-	assert_int_equal(weights_read(w, &(struct array){"b", 1, 0, x}), 0);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"b", 1, 0, x}), 0);
 	assert_same(x[0], 1);
-	assert_int_equal(weights_read(w, &(struct array){"a", 3, 0, x}), -1);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"a", 3, 0, x}), -1);
 	expect_error("tensor a: dtype F4; expected");
-	weights_close(w);
+	tensors_close(w);
 
 	uint64_t huge = UINT64_MAX;
 	put_file(path, &huge, 8);
-	assert_null(weights_open(path, "model"));
+	assert_null(tensors_open(path, "model"));
 	expect_error("header length 18446744073709551615");
 	put_string(path, "");
-	assert_null(weights_open(path, "model"));
+	assert_null(tensors_open(path, "model"));
 	expect_error("0 bytes; expected a safetensors file");
-	assert_null(weights_open(at("nowhere"), "model"));
+	assert_null(tensors_open(at("nowhere"), "model"));
 	expect_error("nowhere: cannot open");
-	assert_null(weights_open(scratch, "model"));
+	assert_null(tensors_open(scratch, "model"));
 	expect_error("looked for model.safetensors.index.json and model.safetensors");
 	assert_int_equal(mkdir(at("model.safetensors"), 0777), 0);
-	assert_null(weights_open(scratch, "model"));
+	assert_null(tensors_open(scratch, "model"));
 	expect_error("model.safetensors: expected a file, found a directory");
 }
 
 /* Opens a file and reads all that can be read, whatever the shapes: 0 or -1. */
 static int read_everything(const char *path, const char *kind)
 {
-	struct weights *w = weights_open(path, kind);
+	struct tensors *w = tensors_open(path, kind);
 	int rc = w ? 0 : -1;
-	for (int i = 0; !rc && i < weights_count(w); i++) {
+	for (int i = 0; !rc && i < tensors_count(w); i++) {
 		real out[64];
-		const struct stored *t = tensor_find(w, weights_name(w, i));
-		struct array a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
+		const struct tensor *t = tensor_find(w, tensors_name(w, i));
+		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
 		if (json_array_size(t->shape) == 2)
 			a.cols = json_integer_value(json_array_get(t->shape, 1));
-		rc = t->end - t->begin > sizeof out ? -1 : weights_read(w, &a);
+		rc = t->end - t->begin > sizeof out ? -1 : tensors_read(w, &a);
 	}
-	weights_close(w);
+	tensors_close(w);
 	return rc;
 }
 
@@ -433,7 +433,7 @@ static void safetensors_damaged(void **state)
 	(void)state;
 	real a[6] = {1, 2, 3, 4, 5, 6}, b[3] = {7, 8, 9};
 	char *path = at("d.safetensors");
-	assert_int_equal(safetensors_write(path, (struct array[]){{"a", 2, 3, a}, {"b", 3, 0, b}}, 2), 0);
+	assert_int_equal(safetensors_write(path, (struct named_tensor[]){{"a", 2, 3, a}, {"b", 3, 0, b}}, 2), 0);
 	size_t n;
 	uint8_t *file = get_file(path, &n);
 	for (size_t i = 0; i < n; i++) { /* truncated at every length */
@@ -465,24 +465,24 @@ static void safetensors_shards(void **state)
 	(void)state;
 	real a[2] = {1, 2}, b[3] = {3, 4, 5}, out[3];
 	char *index = at("model.safetensors.index.json");
-	struct array arrays[] = {{"a", 2, 0, a}, {"b", 3, 0, b}};
+	struct named_tensor arrays[] = {{"a", 2, 0, a}, {"b", 3, 0, b}};
 	assert_int_equal(safetensors_write(at("one.safetensors"), &arrays[0], 1), 0);
 	assert_int_equal(safetensors_write(at("two.safetensors"), &arrays[1], 1), 0);
 	assert_int_equal(safetensors_write(at("both.safetensors"), arrays, 2), 0);
 	put_string(at("model.safetensors"), "not looked at: the index wins");
 	put_string(index, "{\"metadata\":{\"total_size\":20},"
 			"\"weight_map\":{\"b\":\"two.safetensors\",\"a\":\"one.safetensors\"}}");
-	struct weights *w = weights_open(scratch, "model");
+	struct tensors *w = tensors_open(scratch, "model");
 	assert_non_null(w);
-	assert_int_equal(weights_count(w), 2);
-	assert_int_equal(weights_read(w, &(struct array){"b", 3, 0, out}), 0);
+	assert_int_equal(tensors_count(w), 2);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"b", 3, 0, out}), 0);
 	assert_memory_equal(out, b, sizeof b);
-	assert_int_equal(weights_read(w, &(struct array){"a", 2, 0, out}), 0);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"a", 2, 0, out}), 0);
 	assert_memory_equal(out, a, sizeof a);
-	assert_int_equal(weights_read(w, &(struct array){"c", 2, 0, out}), -1);
+	assert_int_equal(tensors_read(w, &(struct named_tensor){"c", 2, 0, out}), -1);
 	expect_error("tensor c is missing");
-	weights_close(w);
-	assert_null(weights_open(scratch, "optimizer"));
+	tensors_close(w);
+	assert_null(tensors_open(scratch, "optimizer"));
 	expect_error("looked for optimizer.safetensors.index.json and optimizer.safetensors");
 
 	static const struct { const char *index, *error; } cases[] = {
@@ -506,7 +506,7 @@ static void safetensors_shards(void **state)
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(index, cases[i].index);
-		assert_null(weights_open(scratch, "model"));
+		assert_null(tensors_open(scratch, "model"));
 		expect_error(cases[i].error);
 	}
 }
@@ -517,24 +517,24 @@ static void write_failure(void **state)
 	static real big[1 << 20];
 	limit_files(1 << 16);
 	char *path = at("big.safetensors");
-	int rc = safetensors_write(path, &(struct array){"big", 1 << 20, 0, big}, 1);
+	int rc = safetensors_write(path, &(struct named_tensor){"big", 1 << 20, 0, big}, 1);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
 	expect_error("big.safetensors: cannot write: File too large; free some space");
 	assert_false(exists(path));
 	/* Pieces that only stop fitting when they leave the buffer. */
-	struct weights_writer *w = weights_create(path, &(struct array){"big", 1 << 20, 0, NULL}, 1);
+	struct safetensors_writer *w = safetensors_create(path, &(struct named_tensor){"big", 1 << 20, 0, NULL}, 1);
 	limit_files(1 << 16);
 	for (rc = 0; !rc;)
-		rc = weights_append(w, big, 100);
+		rc = safetensors_append(w, big, 100);
 	limit_files(RLIM_INFINITY);
 	expect_error("big.safetensors: cannot write: File too large");
-	weights_abandon(w);
+	safetensors_abandon(w);
 	assert_false(exists(path));
-	w = weights_create(path, &(struct array){"small", 100, 0, NULL}, 1);
+	w = safetensors_create(path, &(struct named_tensor){"small", 100, 0, NULL}, 1);
 	limit_files(1 << 8);
-	assert_int_equal(weights_append(w, big, 100), 0);
-	assert_int_equal(weights_finish(w), -1);
+	assert_int_equal(safetensors_append(w, big, 100), 0);
+	assert_int_equal(safetensors_finish(w), -1);
 	limit_files(RLIM_INFINITY);
 	expect_error("big.safetensors: cannot write: File too large");
 	assert_false(exists(path));
@@ -563,7 +563,7 @@ struct example {               /* what a checkpoint test saves */
 	struct trainer_state state;
 	double mean[3], std[3];
 	real w[6], m[6], v[6];
-	struct array model[2], optimizer[4];
+	struct named_tensor model[2], optimizer[4];
 };
 
 static void example_init(struct example *x)
@@ -577,32 +577,32 @@ static void example_init(struct example *x)
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
 		.router_std = x->std, .num_sources = 2, .sources = {{1234567890123, 0xfedcba98, INT64_C(3) << 30, -(INT64_C(5) << 30), 17, 0},
 		{300, 1, 1 << 30, INT64_C(5) << 30, INT64_MAX / 2, 4}}};
-	x->model[0] = (struct array){"model.w", 2, 3, x->w};
-	x->model[1] = (struct array){"model.b", 2, 0, x->w + 3};
-	x->optimizer[0] = (struct array){"exp_avg.model.w", 2, 3, x->m};
-	x->optimizer[1] = (struct array){"exp_avg.model.b", 2, 0, x->m + 1};
-	x->optimizer[2] = (struct array){"exp_avg_sq.model.w", 2, 3, x->v};
-	x->optimizer[3] = (struct array){"exp_avg_sq.model.b", 2, 0, x->v + 2};
+	x->model[0] = (struct named_tensor){"model.w", 2, 3, x->w};
+	x->model[1] = (struct named_tensor){"model.b", 2, 0, x->w + 3};
+	x->optimizer[0] = (struct named_tensor){"exp_avg.model.w", 2, 3, x->m};
+	x->optimizer[1] = (struct named_tensor){"exp_avg.model.b", 2, 0, x->m + 1};
+	x->optimizer[2] = (struct named_tensor){"exp_avg_sq.model.w", 2, 3, x->v};
+	x->optimizer[3] = (struct named_tensor){"exp_avg_sq.model.b", 2, 0, x->v + 2};
 }
 
 /* Writes part `part` of a kind: of its n arrays those that are dealt to it in turn, element by element. */
-static int write_part(const char *dir, const char *kind, const struct array *arrays, int n, int part, int parts)
+static int write_part(const char *dir, const char *kind, const struct named_tensor *arrays, int n, int part, int parts)
 {
 	char path[PATH_LEN];
-	struct array mine[4];
+	struct named_tensor mine[4];
 	int count = 0, rc = 0;
 	for (int i = part; i < n; i += parts)
 		mine[count++] = arrays[i];
 	checkpoint_file(path, dir, kind, part, parts);
-	struct weights_writer *w = weights_create(path, mine, count);
+	struct safetensors_writer *w = safetensors_create(path, mine, count);
 	if (!w)
 		return -1;
 	for (int i = 0; i < count; i++)
-		for (int64_t j = 0; j < array_size(&mine[i]) && !rc; j++)
-			rc = weights_append(w, mine[i].data + j, 1);
+		for (int64_t j = 0; j < named_tensor_size(&mine[i]) && !rc; j++)
+			rc = safetensors_append(w, mine[i].data + j, 1);
 	if (!rc)
-		return weights_finish(w);
-	weights_abandon(w);
+		return safetensors_finish(w);
+	safetensors_abandon(w);
 	return -1;
 }
 
@@ -759,29 +759,29 @@ static void checkpoint_parts(void **state)
 	if (example_read(path, &x.config, &y.state) < 0)
 		fail_msg("%s", error_text);
 	real out[6];
-	struct weights *w = weights_open(path, "optimizer");
-	assert_int_equal(weights_count(w), 4);
+	struct tensors *w = tensors_open(path, "optimizer");
+	assert_int_equal(tensors_count(w), 4);
 	for (int i = 0; i < COUNT(x.optimizer); i++) {
-		const struct array *a = &x.optimizer[i];
-		assert_int_equal(weights_read(w, &(struct array){a->name, a->rows, a->cols, out}), 0);
-		assert_memory_equal(out, a->data, array_size(a) * sizeof *out);
+		const struct named_tensor *a = &x.optimizer[i];
+		assert_int_equal(tensors_read(w, &(struct named_tensor){a->name, a->rows, a->cols, out}), 0);
+		assert_memory_equal(out, a->data, named_tensor_size(a) * sizeof *out);
 	}
-	assert_int_equal(weights_read_range(w, "exp_avg_sq.model.w", 2, 3, 1, 4, out), 0);
+	assert_int_equal(tensors_read_range(w, "exp_avg_sq.model.w", 2, 3, 1, 4, out), 0);
 	assert_memory_equal(out, x.v + 1, 4 * sizeof *out);
-	weights_close(w);
+	tensors_close(w);
 	break_files(&x, &y, path, 3);
 
 	/* What no seal guards when weights are read by themselves. */
 	char *shard = at("run/step-0000005/optimizer-00002-of-00003.safetensors");
 	assert_int_equal(truncate(shard, 20), 0);
-	assert_null(weights_open(path, "optimizer"));
+	assert_null(tensors_open(path, "optimizer"));
 	expect_error("optimizer-00002-of-00003.safetensors: header of |the file is truncated");
 	assert_int_equal(write_part(path, "optimizer", x.optimizer, 2, 0, 1), 0);
 	assert_int_equal(rename(at("run/step-0000005/optimizer.safetensors"), shard), 0);
-	assert_null(weights_open(path, "optimizer"));
+	assert_null(tensors_open(path, "optimizer"));
 	expect_error("optimizer-00002-of-00003.safetensors: holds tensor exp_avg.model.w, but |it is in optimizer-00001-of-00003");
 	assert_int_equal(unlink(shard), 0);
-	assert_null(weights_open(path, "optimizer"));
+	assert_null(tensors_open(path, "optimizer"));
 	expect_error("optimizer-00002-of-00003.safetensors: is not there, but |names it for tensor exp_avg.model.b");
 }
 

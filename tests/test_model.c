@@ -44,11 +44,11 @@ static void make_trainer(struct trainer *t, const struct config *c)
 {
 	assert_done(trainer_allocate(t, c));
 	/* Nothing may depend on what gradients were before. */
-	for (int64_t i = 0; i < t->model.num_params; i++)
+	for (int64_t i = 0; i < t->model.num_elements; i++)
 		t->model.grads.memory[i] = NAN;
 }
 
-static void load_case(struct config *c, struct trainer *t, struct weights **expected, const char *name)
+static void load_case(struct config *c, struct trainer *t, struct tensors **expected, const char *name)
 {
 	char path[256];
 	snprintf(path, sizeof path, FIXTURES "%s/case.yaml", name);
@@ -57,30 +57,30 @@ static void load_case(struct config *c, struct trainer *t, struct weights **expe
 	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
 	assert_done(model_load(&t->model, path));
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
-	*expected = weights_open(path, "model");
+	*expected = tensors_open(path, "model");
 	if (!*expected)
 		fail_msg("%s", error_text);
 }
 
-static void load_step(struct trainer *t, const struct weights *expected, int step)
+static void load_step(struct trainer *t, const struct tensors *expected, int step)
 {
 	char name[32];
 	const int64_t n = (int64_t)t->config.train.batch * t->config.data.seq_len;
 	snprintf(name, sizeof name, "input.%d", step);
-	assert_done(weights_read_int(expected, name, n, t->input));
+	assert_done(tensors_read_int(expected, name, n, t->input));
 	snprintf(name, sizeof name, "target.%d", step);
-	assert_done(weights_read_int(expected, name, n, t->target));
+	assert_done(tensors_read_int(expected, name, n, t->target));
 }
 
 /* Compares found [n] with the array `name` of the file. */
-static void compare(const struct weights *w, const char *name, const real *found, int64_t rows, int64_t cols, double tolerance,
+static void compare(const struct tensors *w, const char *name, const real *found, int64_t rows, int64_t cols, double tolerance,
 		const char *where)
 {
 	const int64_t n = rows * (cols ? cols : 1);
 	real *array = calloc(n, sizeof *array);
 	double *expected = calloc(n, sizeof *expected);
 	char what[256];
-	assert_done(weights_read(w, &(struct array){name, rows, cols, array}));
+	assert_done(tensors_read(w, &(struct named_tensor){name, rows, cols, array}));
 	for (int64_t i = 0; i < n; i++)
 		expected[i] = array[i];
 	snprintf(what, sizeof what, "%s: %s", where, name);
@@ -89,7 +89,7 @@ static void compare(const struct weights *w, const char *name, const real *found
 }
 
 /* Logits of the training forward pass, micro-batch by micro-batch. */
-static void check_logits(struct trainer *t, const struct weights *expected, const char *name)
+static void check_logits(struct trainer *t, const struct tensors *expected, const char *name)
 {
 	const struct config *c = &t->config;
 	const int64_t L = c->data.seq_len, V = c->model.vocab_size;
@@ -112,7 +112,7 @@ static void test_golden(void **state)
 	const char *name = *state;
 	struct config c;
 	struct trainer t;
-	struct weights *expected;
+	struct tensors *expected;
 	load_case(&c, &t, &expected, name);
 	real parts[5][5];
 	for (int step = 1; step <= 5; step++) {
@@ -121,8 +121,8 @@ static void test_golden(void **state)
 		if (step == 1)
 			check_logits(&t, expected, name);
 		assert_done(trainer_step(&t, c.train.batch, &m));
-		for (int i = 0; step == 1 && i < t.model.num_tensors; i++) {
-			const struct tensor *x = &t.model.tensors[i];
+		for (int i = 0; step == 1 && i < t.model.num_parameters; i++) {
+			const struct parameter *x = &t.model.parameters[i];
 			char grad[MAX_NAME + 8];
 			snprintf(grad, sizeof grad, "grad.%s", x->name);
 			compare(expected, grad, t.model.grads.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
@@ -135,13 +135,13 @@ static void test_golden(void **state)
 	static const char *const names[] = {"loss", "balance_loss", "z_loss", "grad_norm", "lr"};
 	for (int i = 0; i < 5; i++)
 		compare(expected, names[i], parts[i], 5, 0, TOLERANCE, name);
-	for (int i = 0; i < t.model.num_tensors; i++) {
-		const struct tensor *x = &t.model.tensors[i];
+	for (int i = 0; i < t.model.num_parameters; i++) {
+		const struct parameter *x = &t.model.parameters[i];
 		char after[MAX_NAME + 8];
 		snprintf(after, sizeof after, "after.%s", x->name);
 		compare(expected, after, t.model.params.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
 	}
-	if (weights_has(expected, "router_mean")) {
+	if (tensors_has(expected, "router_mean")) {
 		real statistics[64];
 		for (int l = 0; l < t.state.num_layers; l++)
 			statistics[l] = (real)t.state.router_mean[l];
@@ -150,7 +150,7 @@ static void test_golden(void **state)
 			statistics[l] = (real)t.state.router_std[l];
 		compare(expected, "router_std", statistics, t.state.num_layers, 0, TOLERANCE, name);
 	}
-	weights_close(expected);
+	tensors_close(expected);
 	trainer_free(&t);
 }
 
@@ -166,11 +166,11 @@ static void test_huggingface(void **state)
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(config_from_huggingface(&c, path));
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
-	struct weights *expected = weights_open(path, "model");
+	struct tensors *expected = tensors_open(path, "model");
 	assert_non_null(expected);
 	int32_t input[4 * L], target[4 * L];
-	assert_done(weights_read_int(expected, "input", 4 * L, input));
-	assert_done(weights_read_int(expected, "target", 4 * L, target));
+	assert_done(tensors_read_int(expected, "input", 4 * L, input));
+	assert_done(tensors_read_int(expected, "target", 4 * L, target));
 	assert_done(model_init(&m, &c, &alone, 4, L, EVALUATE));
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(model_load(&m, path));
@@ -180,7 +180,7 @@ static void test_huggingface(void **state)
 		valid += target[i] >= 0;
 	real loss = (real)(model_loss(&m, target, 4, NULL) / valid);
 	compare(expected, "loss", &loss, 1, 0, TOLERANCE, name);
-	weights_close(expected);
+	tensors_close(expected);
 	model_free(&m);
 }
 
@@ -192,7 +192,7 @@ static void test_micro_batches(void **state)
 	for (int micro = 1; micro <= 4; micro++) {
 		struct config c;
 		struct trainer t;
-		struct weights *expected;
+		struct tensors *expected;
 		struct metrics m;
 		load_case(&c, &t, &expected, "scope_sequence");
 		trainer_free(&t);
@@ -202,14 +202,14 @@ static void test_micro_batches(void **state)
 		load_step(&t, expected, 1);
 		assert_done(trainer_step(&t, c.train.batch, &m));
 		if (micro == 1) {
-			gradient = calloc(t.model.num_params, sizeof *gradient);
-			for (int64_t i = 0; i < t.model.num_params; i++)
+			gradient = calloc(t.model.num_elements, sizeof *gradient);
+			for (int64_t i = 0; i < t.model.num_elements; i++)
 				gradient[i] = t.model.grads.memory[i];
 			loss = m.loss;
 		}
 		assert_true(fabs(m.loss - loss) <= 1e-6 * loss);
-		assert_close(t.model.grads.memory, gradient, t.model.num_params, sizeof(real) == 8 ? 1e-13 : 2e-6, "gradients of a micro-batch");
-		weights_close(expected);
+		assert_close(t.model.grads.memory, gradient, t.model.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6, "gradients of a micro-batch");
+		tensors_close(expected);
 		trainer_free(&t);
 	}
 	free(gradient);
@@ -225,7 +225,7 @@ static void test_recompute(void **state)
 		for (int recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 			struct config c;
 			struct trainer t;
-			struct weights *expected;
+			struct tensors *expected;
 			struct metrics m;
 			char path[256];
 			load_case(&c, &t, &expected, names[i]);
@@ -234,7 +234,7 @@ static void test_recompute(void **state)
 			make_trainer(&t, &c);
 			snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
 			assert_done(model_load(&t.model, path));
-			const size_t bytes = t.model.num_params * sizeof(real);
+			const size_t bytes = t.model.num_elements * sizeof(real);
 			for (int step = 1; step <= 3; step++) {
 				load_step(&t, expected, step);
 				assert_done(trainer_step(&t, c.train.batch, &m));
@@ -245,7 +245,7 @@ static void test_recompute(void **state)
 			}
 			assert_memory_equal(gradient, t.model.grads.memory, bytes);
 			assert_memory_equal(weights_after, t.model.params.memory, bytes);
-			weights_close(expected);
+			tensors_close(expected);
 			trainer_free(&t);
 		}
 		free(gradient), free(weights_after);
@@ -316,22 +316,22 @@ static void test_empty_micro_batch(void **state)
 	(void)state;
 	struct config c;
 	struct trainer t;
-	struct weights *expected;
+	struct tensors *expected;
 	load_case(&c, &t, &expected, "biases"); /* gradients are NaN */
 	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean, .router_std = t.state.router_std};
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
 		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
 		model_backward(&t.model, t.input, 0, &step);
-		for (int64_t j = 0; j < t.model.num_params; j++)
+		for (int64_t j = 0; j < t.model.num_elements; j++)
 			assert_true(t.model.grads.memory[j] == i);
-		for (int64_t j = 0; j < t.model.num_params; j++)
+		for (int64_t j = 0; j < t.model.num_elements; j++)
 			t.model.grads.memory[j] = 1;
 		step.accumulate = true;
 	}
 	for (int64_t j = 0; j < t.sums.size; j++)
 		assert_true(t.sums.values[j] == 0);
-	weights_close(expected);
+	tensors_close(expected);
 	trainer_free(&t);
 }
 
@@ -396,15 +396,15 @@ static void test_clip(void **state)
 	for (int i = 0; i < 2; i++) {
 		struct config c;
 		struct trainer t;
-		struct weights *expected;
+		struct tensors *expected;
 		struct metrics m;
 		load_case(&c, &t, &expected, "base");
 		t.config.train.grad_clip = i ? 1e9 : 0.125; /* far below and far above the norm */
 		load_step(&t, expected, 1);
 		assert_done(trainer_step(&t, c.train.batch, &m));
-		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.num_params)) / (1 - c.optimizer.beta1);
+		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.num_elements)) / (1 - c.optimizer.beta1);
 		assert_true(m.grad_norm > 0.5 && fabs(norm / (i ? m.grad_norm : 0.125) - 1) < 1e-6);
-		weights_close(expected);
+		tensors_close(expected);
 		trainer_free(&t);
 	}
 }
@@ -426,7 +426,7 @@ static void test_finite_differences(void **state)
 		skip();
 	struct config c;
 	struct trainer t;
-	struct weights *expected;
+	struct tensors *expected;
 	struct metrics m;
 	load_case(&c, &t, &expected, "routing_warmup");
 	trainer_free(&t);
@@ -441,7 +441,7 @@ static void test_finite_differences(void **state)
 	before.step = 1; /* alpha = 1/3 */
 	t.state = before;
 	assert_done(trainer_step(&t, c.train.batch, &m));
-	const int64_t n = t.model.num_params;
+	const int64_t n = t.model.num_elements;
 	real *gradient = malloc(n * sizeof *gradient), *w = t.model.params.memory;
 	memcpy(gradient, t.model.grads.memory, n * sizeof *gradient);
 	double difference = 0, norm = 0;
@@ -467,7 +467,7 @@ static void test_finite_differences(void **state)
 	if (!(sqrt(difference) < 1e-6 * sqrt(norm)))
 		fail_msg("gradient is off by %g of its norm", sqrt(difference / norm));
 	free(gradient);
-	weights_close(expected);
+	tensors_close(expected);
 	trainer_free(&t);
 }
 
@@ -507,7 +507,7 @@ static void test_packed_documents(void **state)
 		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
-		const int64_t n = packed.model.num_params;
+		const int64_t n = packed.model.num_elements;
 		double *expected = malloc(n * sizeof *expected);
 		for (int64_t i = 0; i < n; i++)
 			expected[i] = alone.model.grads.memory[i];
@@ -635,10 +635,10 @@ static void test_norm_head(void **state)
 	(void)state;
 	struct config c;
 	struct trainer t;
-	struct weights *expected;
+	struct tensors *expected;
 	struct metrics m;
 	load_case(&c, &t, &expected, "base");
-	const int64_t n = t.model.num_params, H = c.model.hidden_size, V = c.model.vocab_size;
+	const int64_t n = t.model.num_elements, H = c.model.hidden_size, V = c.model.vocab_size;
 	real *before = malloc(n * sizeof *before);
 	memcpy(before, t.model.params.memory, n * sizeof *before);
 	load_step(&t, expected, 1);
@@ -653,7 +653,7 @@ static void test_norm_head(void **state)
 		assert_true(fabs(t.model.head_scale[j] * (sqrt(sum) + 1e-7) - 1) < 1e-6);
 	}
 	free(before);
-	weights_close(expected);
+	tensors_close(expected);
 	trainer_free(&t);
 }
 
@@ -781,18 +781,18 @@ static void test_initial_weights(void **state)
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 	model_randomize(&m, 1);
-	real *first = malloc(m.num_params * sizeof *first);
-	memcpy(first, m.params.memory, m.num_params * sizeof *first);
+	real *first = malloc(m.num_elements * sizeof *first);
+	memcpy(first, m.params.memory, m.num_elements * sizeof *first);
 	const int threads = omp_get_max_threads();
 	omp_set_num_threads(threads + 2);
 	model_randomize(&m, 1);
 	omp_set_num_threads(threads);
-	assert_memory_equal(first, m.params.memory, m.num_params * sizeof *first);
+	assert_memory_equal(first, m.params.memory, m.num_elements * sizeof *first);
 	model_randomize(&m, 2);
-	assert_memory_not_equal(first, m.params.memory, m.num_params * sizeof *first);
+	assert_memory_not_equal(first, m.params.memory, m.num_elements * sizeof *first);
 	free(first);
-	for (int i = 0; i < m.num_tensors; i++) {
-		const struct tensor *t = &m.tensors[i];
+	for (int i = 0; i < m.num_parameters; i++) {
+		const struct parameter *t = &m.parameters[i];
 		const int64_t n = t->rows * (t->cols ? t->cols : 1);
 		double mean = 0, square = 0, largest = 0;
 		for (int64_t j = 0; j < n; j++) {
@@ -888,7 +888,7 @@ static void test_extend(void **state)
 	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
 		struct config c;
 		struct trainer t;
-		struct weights *expected;
+		struct tensors *expected;
 		struct model m;
 		char path[256];
 		load_case(&c, &t, &expected, names[i]);
@@ -905,7 +905,7 @@ static void test_extend(void **state)
 		for (uint64_t seed = 2; seed < 6; seed++)
 			check_extend(&m, t.input, B, logits, seed, L);
 		free(logits);
-		weights_close(expected);
+		tensors_close(expected);
 		trainer_free(&t);
 		model_free(&m);
 	}
@@ -949,9 +949,9 @@ static const char *put_weights(const struct model *m, int kind)
 	size_t header_size, at_data = 0;
 	FILE *h = open_memstream(&header, &header_size);
 	fprintf(h, "{");
-	for (int place = 0; place < m->num_tensors; place++) {
-		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
-		const struct tensor *t = &m->tensors[i];
+	for (int place = 0; place < m->num_parameters; place++) {
+		const int i = kind == BACKWARDS ? m->num_parameters - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
+		const struct parameter *t = &m->parameters[i];
 		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[type];
 		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type], (long long)t->rows);
 		fprintf(h, t->cols ? ",%lld]" : "]", (long long)t->cols);
@@ -969,9 +969,9 @@ static const char *put_weights(const struct model *m, int kind)
 	const uint64_t length = header_size;
 	fwrite(&length, 8, 1, f);
 	fwrite(header, 1, header_size, f);
-	for (int place = 0; place < m->num_tensors; place++) {
-		const int i = kind == BACKWARDS ? m->num_tensors - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
-		for (int64_t j = 0; j < m->tensors[i].rows * (m->tensors[i].cols ? m->tensors[i].cols : 1); j++) {
+	for (int place = 0; place < m->num_parameters; place++) {
+		const int i = kind == BACKWARDS ? m->num_parameters - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
+		for (int64_t j = 0; j < m->parameters[i].rows * (m->parameters[i].cols ? m->parameters[i].cols : 1); j++) {
 			const float value = (float)((j * 37 + i * 11) % 61 - 30) / 32;
 			uint32_t bits, half = 0;
 			memcpy(&bits, &value, 4);
@@ -1005,12 +1005,12 @@ static void check_mapped(const struct model_config *c, const char *path, int num
 		assert_done(model_load(&mapped, path));
 	assert_done(model_load(&copied, path));
 	int n = 0;
-	for (int i = 0; i < mapped.num_tensors; i++) {
-		assert_null(copied.tensors[i].mapped);
-		n += mapped.tensors[i].mapped != NULL;
+	for (int i = 0; i < mapped.num_parameters; i++) {
+		assert_null(copied.parameters[i].mapped);
+		n += mapped.parameters[i].mapped != NULL;
 	}
 	if (n != num_mapped)
-		fail_msg("%s: %d of %d tensors are mapped, expected %d", path, n, mapped.num_tensors, num_mapped);
+		fail_msg("%s: %d of %d tensors are mapped, expected %d", path, n, mapped.num_parameters, num_mapped);
 	struct model *models[2] = {&mapped, &copied};
 	for (int i = 0; i < 2; i++) {
 		model_forward(models[i], input, 2, NULL, NULL);
@@ -1050,8 +1050,8 @@ static void check_mapped_parts(const struct model_config *c, const char *path)
 		const int64_t H = c->hidden_size, I = c->moe_intermediate_size, V = mapped.config.vocab_size, d = c->head_dim;
 		const int nh = mapped.config.num_attention_heads, nkv = mapped.config.num_key_value_heads;
 		int num_mapped = 0;
-		for (int i = 0; i < mapped.num_tensors; i++)
-			num_mapped += mapped.tensors[i].mapped != NULL;
+		for (int i = 0; i < mapped.num_parameters; i++)
+			num_mapped += mapped.parameters[i].mapped != NULL;
 		assert_true(num_mapped > 0);
 		compare_weight(&mapped.embedding, copied.params.embedding, V * H, "embedding");
 		compare_weight(&mapped.lm_head, copied.params.lm_head, V * H, "lm_head");
@@ -1083,10 +1083,10 @@ static void test_mapped(void **state)
 	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_shards"));
 	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 	int matrices = 0, mixed = 0;
-	for (int i = 0; i < m.num_tensors; i++) {
-		matrices += m.tensors[i].cols > 0;
-		const bool gate = strstr(m.tensors[i].name, "gate_proj"), up = strstr(m.tensors[i].name, "up_proj");
-		mixed += m.tensors[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float)); /* gate and up never have the same type */
+	for (int i = 0; i < m.num_parameters; i++) {
+		matrices += m.parameters[i].cols > 0;
+		const bool gate = strstr(m.parameters[i].name, "gate_proj"), up = strstr(m.parameters[i].name, "up_proj");
+		mixed += m.parameters[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float)); /* gate and up never have the same type */
 	}
 	assert_true(mixed > 0 && mixed < matrices);
 	check_mapped(&c, FIXTURES "huggingface_shards", matrices);

@@ -267,7 +267,7 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 		parallel_stop(1);
 	}
 	struct model *m = &t->model;
-	for (int64_t i = 0; i < m->num_params; i++)
+	for (int64_t i = 0; i < m->num_elements; i++)
 		m->grads.memory[i] = NAN; /* nothing may depend on what they were */
 	for (int i = 0; i < 4; i++)
 		m->params.layer[0].attention_norm[i] = m->params.layer[0].ffn_norm[i] = m->params.norm[i] = 1;

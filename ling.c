@@ -53,21 +53,21 @@ struct parameter_walk {
 	const struct layout *layout;
 	struct parameter *parameters;      /* NULL while counting */
 	real *memory;                /* NULL while counting */
-	int num_parameters, bucket, expert;
+	int num_parameters, block, expert;
 	int64_t num_elements;
 };
 
 /* Elements of the part of a tensor that a rank holds. */
 static int64_t parameter_size(const struct parameter *t)
 {
-	return (t->extent.num_rows[0] + t->extent.num_rows[1] + t->extent.num_rows[2]) * t->extent.num_cols;
+	return (t->shard.num_rows[0] + t->shard.num_rows[1] + t->shard.num_rows[2]) * t->shard.num_cols;
 }
 
 /* Adds the given part of a parameter to the walk; its name is "prefix" + "name". Returns where it lies. */
 static real *add_part(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
-		enum sharing sharing, struct extent extent)
+		enum sharing sharing, struct shard shard)
 {
-	struct parameter t = {.rows = rows, .cols = cols, .extent = extent, .offset = w->num_elements, .bucket = w->bucket, .expert = w->expert,
+	struct parameter t = {.rows = rows, .cols = cols, .shard = shard, .offset = w->num_elements, .block = w->block, .expert = w->expert,
 			.init = init, .sharing = sharing};
 	if (w->parameters) {
 		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
@@ -82,7 +82,7 @@ static real *add_part(struct parameter_walk *w, const char *prefix, const char *
 static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols, enum init init,
 		enum sharing sharing)
 {
-	return add_part(w, prefix, name, rows, cols, init, sharing, (struct extent){.num_rows = {rows}, .num_cols = cols ? cols : 1});
+	return add_part(w, prefix, name, rows, cols, init, sharing, (struct shard){.num_rows = {rows}, .num_cols = cols ? cols : 1});
 }
 
 /* Adds this rank's rows of a parameter that the tensor group splits by vocabulary. */
@@ -90,7 +90,7 @@ static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t 
 {
 	const struct group *g = &w->layout->tensor;
 	const int64_t first = shard_begin(V, g->rank, g->size), end = shard_begin(V, g->rank + 1, g->size);
-	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct extent){.row = {first}, .num_rows = {end - first}, .num_cols = H});
+	return add_part(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, (struct shard){.row = {first}, .num_rows = {end - first}, .num_cols = H});
 }
 
 /* Adds one SwiGLU: gate, up and down of the given width. Gate and up lie one behind the other, as one product wants them. */
@@ -124,14 +124,14 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	/* All query heads stand before all key heads before all value heads: a rank's rows are a range of each. */
 	const int64_t rank = w->layout->tensor.rank, heads = c->num_attention_heads, kv = c->num_key_value_heads;
 	const int64_t q_rows = heads / w->layout->tensor.size * d, kv_rows = kv / w->layout->tensor.size * d;
-	struct extent qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
+	struct shard qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
 			.num_rows = {q_rows, kv_rows, kv_rows}, .num_cols = 1};
 	if (c->use_qkv_bias)
 		p->qkv_bias = add_part(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS, SHARED_BY_DATA, qkv);
 	qkv.num_cols = H;
 	p->qkv = add_part(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL, SHARED_BY_DATA, qkv);
 	p->dense = add_part(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL, SHARED_BY_DATA,
-			(struct extent){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
+			(struct shard){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
 
 	/* [experts, 2I, H] and [experts, H, I]: all the gates and ups first, then all the downs, for the grouped products. */
 	const int experts = c->num_experts / w->layout->expert.size, first = w->layout->expert.rank * experts;
@@ -156,10 +156,10 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 	p->memory = w->memory;
 	p->embedding = add_vocabulary(w, "model.word_embeddings.weight", c->vocab_size, c->hidden_size);
 	for (int l = 0; l < c->num_hidden_layers; l++) {
-		w->bucket++;
+		w->block++;
 		add_layer(w, c, l, &p->layer[l]);
 	}
-	w->bucket++;
+	w->block++;
 	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->lm_head = c->tie_word_embeddings ? p->embedding : add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
 }
@@ -204,7 +204,7 @@ static const struct group *sharing_group(const struct layout *l, enum sharing sh
 }
 
 /* The slice of a chunk that this rank keeps the moments of: returns its first element, from the chunk's own first. */
-static int64_t own_shard(const struct layout *l, const struct chunk *c, int64_t *size)
+static int64_t own_shard(const struct layout *l, const struct bucket *c, int64_t *size)
 {
 	const struct group *g = sharing_group(l, c->sharing);
 	const int64_t begin = shard_begin(c->size, g->rank, g->size);
@@ -213,23 +213,23 @@ static int64_t own_shard(const struct layout *l, const struct chunk *c, int64_t 
 }
 
 /* Cuts the parameters of a table into chunks; returns their number, and fills them in if there is room for them. */
-static int cut_chunks(struct chunk *chunks, int64_t *num_state, const struct parameter *parameters, int num_parameters, const struct layout *l)
+static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters, int num_parameters, const struct layout *l)
 {
 	int n = 0;
 	*num_state = 0;
 	for (int i = 0; i < num_parameters;) {
 		const struct parameter *first = &parameters[i];
 		int64_t size = 0;
-		for (; i < num_parameters && parameters[i].bucket == first->bucket && parameters[i].sharing == first->sharing; i++)
+		for (; i < num_parameters && parameters[i].block == first->block && parameters[i].sharing == first->sharing; i++)
 			size += parameter_size(&parameters[i]);
-		for (int64_t done = 0; done < size; done += CHUNK_SIZE) {
-			struct chunk c = {.offset = first->offset + done, .size = size - done < CHUNK_SIZE ? size - done : CHUNK_SIZE, .state = *num_state,
-					.bucket = first->bucket, .sharing = first->sharing};
+		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
+			struct bucket c = {.offset = first->offset + done, .size = size - done < BUCKET_SIZE ? size - done : BUCKET_SIZE, .state = *num_state,
+					.block = first->block, .sharing = first->sharing};
 			int64_t own;
 			own_shard(l, &c, &own);
 			*num_state += own;
-			if (chunks)
-				chunks[n] = c;
+			if (buckets)
+				buckets[n] = c;
 			n++;
 		}
 	}
@@ -246,16 +246,16 @@ struct arena {
 };
 
 /* The next `count` elements of `size` bytes, on a cache line; NULL while counting. */
-static void *carve(struct arena *a, int64_t count, size_t size)
+static void *arena_alloc(struct arena *a, int64_t count, size_t size)
 {
 	void *p = a->memory ? a->memory + a->used : NULL;
 	a->used += ((size_t)count * size + 63) / 64 * 64;
 	return p;
 }
 
-static real *carve_real(struct arena *a, int64_t count)
+static real *arena_alloc_real(struct arena *a, int64_t count)
 {
-	return carve(a, count, sizeof(real));
+	return arena_alloc(a, count, sizeof(real));
 }
 
 int64_t head_chunk(int64_t V, int tensor)
@@ -274,11 +274,11 @@ static int64_t widest_shared(const struct model_config *c)
 }
 
 /* What attention leaves for its backward pass, for T tokens. */
-static void carve_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
+static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
 {
-	x->qkv = carve_real(a, T * qkv_width(c));
-	x->attention = carve_real(a, T * attention_width(c));
-	x->lse = carve_real(a, T * c->num_attention_heads);
+	x->qkv = arena_alloc_real(a, T * qkv_width(c));
+	x->attention = arena_alloc_real(a, T * attention_width(c));
+	x->lse = arena_alloc_real(a, T * c->num_attention_heads);
 }
 
 /* The two kinds of memory for activations: what is needed for certain, and room for expert rows that may arrive, of which
@@ -292,44 +292,44 @@ static int64_t most_tokens(int64_t T, const struct layout *l)
 }
 
 /* What the rest of a layer leaves, for N tokens: with routed experts or without, and a dense SwiGLU of the given width. */
-static void carve_layer(const struct activation_memory *mem, struct layer_activations *x, const struct model_config *c, int64_t N, bool experts,
+static void alloc_layer(const struct activation_memory *mem, struct layer_activations *x, const struct model_config *c, int64_t N, bool experts,
 		int64_t width, bool noise)
 {
 	struct arena *a = mem->certain;
 	const int ranks = mem->layout->expert.size;
 	const int64_t E = c->num_experts, R = N * c->num_experts_per_tok, A = R * ranks;
-	x->attention_rstd = carve_real(a, N);
-	x->middle = carve_real(a, N * c->hidden_size);
-	x->ffn_rstd = carve_real(a, N);
-	x->shared_gate_up = carve_real(a, N * 2 * width);
+	x->attention_rstd = arena_alloc_real(a, N);
+	x->residual = arena_alloc_real(a, N * c->hidden_size);
+	x->ffn_rstd = arena_alloc_real(a, N);
+	x->shared_gate_up = arena_alloc_real(a, N * 2 * width);
 	if (!experts)
 		return;
-	x->p = carve_real(a, N * E);
-	x->p_hat = noise ? carve_real(a, N * E) : x->p;
-	x->router_lse = carve_real(a, N);
-	x->index = carve(a, R, sizeof(int32_t));
-	x->weight = carve_real(a, R);
-	x->row_weight = carve_real(a, R);
-	x->position = carve(a, R, sizeof(int32_t));
-	x->token = carve(a, R, sizeof(int32_t));
-	x->offset = carve(a, E + 1, sizeof(int64_t));
-	x->gate_up = carve_real(mem->arrivals, A * 2 * c->moe_intermediate_size);
+	x->p = arena_alloc_real(a, N * E);
+	x->p_hat = noise ? arena_alloc_real(a, N * E) : x->p;
+	x->router_lse = arena_alloc_real(a, N);
+	x->index = arena_alloc(a, R, sizeof(int32_t));
+	x->weight = arena_alloc_real(a, R);
+	x->row_weight = arena_alloc_real(a, R);
+	x->position = arena_alloc(a, R, sizeof(int32_t));
+	x->token = arena_alloc(a, R, sizeof(int32_t));
+	x->offset = arena_alloc(a, E + 1, sizeof(int64_t));
+	x->gate_up = arena_alloc_real(mem->arrivals, A * 2 * c->moe_intermediate_size);
 	x->expert_offset = x->offset;
 	x->row = x->token;
 	x->expert_weight = x->row_weight;
 	if (ranks > 1) {
-		x->expert_offset = carve(a, E / ranks + 1, sizeof(int64_t));
-		x->arrived = carve(a, E, sizeof(int64_t));
-		x->sent = carve(a, ranks, sizeof(int64_t));
-		x->received = carve(a, ranks, sizeof(int64_t));
-		x->row = carve(mem->arrivals, A, sizeof(int32_t));
-		x->expert_weight = carve_real(mem->arrivals, A);
-		x->arrivals = carve_real(mem->arrivals, A * c->hidden_size);
+		x->expert_offset = arena_alloc(a, E / ranks + 1, sizeof(int64_t));
+		x->arrived = arena_alloc(a, E, sizeof(int64_t));
+		x->sent = arena_alloc(a, ranks, sizeof(int64_t));
+		x->received = arena_alloc(a, ranks, sizeof(int64_t));
+		x->row = arena_alloc(mem->arrivals, A, sizeof(int32_t));
+		x->expert_weight = arena_alloc_real(mem->arrivals, A);
+		x->arrivals = arena_alloc_real(mem->arrivals, A * c->hidden_size);
 	}
 }
 
 /* Cuts the activations of a rank for B windows of L tokens of the whole model. acts->layer must have room for all layers. */
-static void carve_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *whole, int64_t B,
+static void alloc_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *whole, int64_t B,
 		int64_t L, enum purpose purpose)
 {
 	const struct model_config local = local_config(whole, mem->layout), *c = &local;
@@ -343,64 +343,64 @@ static void carve_activations(const struct activation_memory *mem, struct activa
 	const bool noise = training && c->router.warmup_steps > 0;
 	struct layer_activations shared = {0}; /* what all layers use in turn, since they keep nothing there: room for any of them */
 	if (purpose != TRAIN_KEEP_ALL)
-		carve_attention(a, &shared, c, T);
+		alloc_attention(a, &shared, c, T);
 	if (!own_layer)
-		carve_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
+		alloc_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
 	if (!training)
-		shared.input = carve_real(a, N * H);
+		shared.input = arena_alloc_real(a, N * H);
 	for (int l = 0; l < layers; l++) {
 		struct layer_activations *x = &acts->layer[l];
 		*x = shared;
 		if (!training)
 			continue;
-		x->input = carve_real(a, N * H);
+		x->input = arena_alloc_real(a, N * H);
 		if (has_experts(c, l))
-			x->balance_factor = carve_real(a, B * E);
+			x->balance_factor = arena_alloc_real(a, B * E);
 		if (purpose == TRAIN_KEEP_ALL)
-			carve_attention(a, x, c, T);
+			alloc_attention(a, x, c, T);
 		if (own_layer)
-			carve_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
+			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
-	acts->output = training ? carve_real(a, N * H) : acts->layer[0].input;
-	acts->rstd = carve_real(a, N);
-	acts->normed = carve_real(a, N * H);
+	acts->output = training ? arena_alloc_real(a, N * H) : acts->layer[0].input;
+	acts->rstd = arena_alloc_real(a, N);
+	acts->normed = arena_alloc_real(a, N * H);
 	if (tensor->size > 1) {
-		acts->gathered = carve_real(a, T * H);
-		acts->partial = carve_real(a, T * H);
-		acts->reduce_scatter_scratch = carve_real(a, reduce_scatter_scratch(tensor, T, H));
+		acts->gathered = arena_alloc_real(a, T * H);
+		acts->partial = arena_alloc_real(a, T * H);
+		acts->reduce_scatter_scratch = arena_alloc_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
-	acts->logits = carve_real(a, N * E);
-	acts->expert_rows = acts->rows = carve_real(a, R * H);
+	acts->logits = arena_alloc_real(a, N * E);
+	acts->expert_rows = acts->rows = arena_alloc_real(a, R * H);
 	if (mem->layout->expert.size > 1) {
-		acts->expert_rows = carve_real(mem->arrivals, A * H);
-		acts->returns = carve_real(mem->arrivals, A * H);
-		acts->arrived_weight = carve_real(mem->arrivals, A);
+		acts->expert_rows = arena_alloc_real(mem->arrivals, A * H);
+		acts->returns = arena_alloc_real(mem->arrivals, A * H);
+		acts->arrived_weight = arena_alloc_real(mem->arrivals, A);
 	}
-	acts->act = carve_real(mem->arrivals, A * I);
-	acts->shared_act = carve_real(a, N * W);
-	acts->attention_scratch = carve_real(a, attention_scratch(c->head_dim));
-	acts->expert_count = carve(a, E, sizeof(int64_t));
-	acts->sequence_count = carve(a, B * E, sizeof(double));
-	acts->sequence_p = carve(a, B * E, sizeof(double));
-	acts->router_sums = carve(a, B, sizeof(struct router_sums));
-	acts->head_logits = carve_real(a, C * c->vocab_size);
-	acts->head_input = carve_real(a, C * H);
-	acts->head_max = carve_real(a, C);
-	acts->head_loss = carve(a, 2 * C, sizeof(double));
-	acts->head_norm = carve(a, H, sizeof(double));
+	acts->act = arena_alloc_real(mem->arrivals, A * I);
+	acts->shared_act = arena_alloc_real(a, N * W);
+	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->head_dim));
+	acts->expert_count = arena_alloc(a, E, sizeof(int64_t));
+	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
+	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));
+	acts->router_sums = arena_alloc(a, B, sizeof(struct router_sums));
+	acts->head_logits = arena_alloc_real(a, C * c->vocab_size);
+	acts->head_input = arena_alloc_real(a, C * H);
+	acts->head_max = arena_alloc_real(a, C);
+	acts->head_loss = arena_alloc(a, 2 * C, sizeof(double));
+	acts->head_norm = arena_alloc(a, H, sizeof(double));
 	if (!training)
 		return;
 	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
-	acts->sum_scratch = carve_real(a, row_sum_scratch(widest));
-	acts->dstream = carve_real(a, N * H);
-	acts->dnormed = carve_real(a, N * H);
-	acts->dqkv = carve_real(a, T * qkv_width(c));
-	acts->dattention = carve_real(a, T * attention_width(c));
-	acts->dlogits = carve_real(a, N * E);
-	acts->dgate_up = carve_real(mem->arrivals, A * 2 * I);
-	acts->dexpert_weight = carve_real(mem->arrivals, A);
-	acts->dweight = carve_real(a, R);
-	acts->dshared_gate_up = carve_real(a, N * 2 * W);
+	acts->sum_scratch = arena_alloc_real(a, row_sum_scratch(widest));
+	acts->dstream = arena_alloc_real(a, N * H);
+	acts->dnormed = arena_alloc_real(a, N * H);
+	acts->dqkv = arena_alloc_real(a, T * qkv_width(c));
+	acts->dattention = arena_alloc_real(a, T * attention_width(c));
+	acts->dlogits = arena_alloc_real(a, N * E);
+	acts->dgate_up = arena_alloc_real(mem->arrivals, A * 2 * I);
+	acts->dexpert_weight = arena_alloc_real(mem->arrivals, A);
+	acts->dweight = arena_alloc_real(a, R);
+	acts->dshared_gate_up = arena_alloc_real(a, N * 2 * W);
 }
 
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
@@ -419,20 +419,20 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		free(parameters);
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
-	carve_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
+	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
 	*plan = (struct memory_plan){.num_parameters = n, .activations = certain.used, .arrivals = arrivals.used};
 	for (int i = 0; i < n; i++) {
 		/* A checkpoint is written by way of one whole tensor and one piece, see write_parameters. */
-		const size_t bytes = (parameters[i].rows * (parameters[i].cols ? parameters[i].cols : 1) + CHUNK_SIZE) * sizeof(real);
+		const size_t bytes = (parameters[i].rows * (parameters[i].cols ? parameters[i].cols : 1) + BUCKET_SIZE) * sizeof(real);
 		plan->saving = training && bytes > plan->saving ? bytes : plan->saving;
 		plan->num_elements += parameter_size(&parameters[i]);
 	}
-	plan->num_chunks = cut_chunks(NULL, &plan->num_state, parameters, n, layout);
+	plan->num_buckets = make_buckets(NULL, &plan->num_state, parameters, n, layout);
 	plan->weights = plan->num_elements * sizeof(real);
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training && layout->world.size > 1
-			? PENDING * reduce_scatter_scratch(&layout->world, plan->num_elements < CHUNK_SIZE ? plan->num_elements : CHUNK_SIZE, 1) * sizeof(real) : 0;
+			? PENDING * reduce_scatter_scratch(&layout->world, plan->num_elements < BUCKET_SIZE ? plan->num_elements : BUCKET_SIZE, 1) * sizeof(real) : 0;
 	free(parameters);
 	free(acts.layer);
 	return 0;
@@ -472,11 +472,11 @@ static struct weight weight_at(const struct model *m, const real *at, bool pair)
 	struct weight w = {.data = at};
 	int low = 0, high = m->num_parameters - 1;
 	while (at && low < high) {
-		const int middle = (low + high + 1) / 2;
-		if (m->parameters[middle].offset <= at - m->params.memory)
-			low = middle;
+		const int mid = (low + high + 1) / 2;
+		if (m->parameters[mid].offset <= at - m->params.memory)
+			low = mid;
 		else
-			high = middle - 1;
+			high = mid - 1;
 	}
 	const struct parameter *t = &m->parameters[low];
 	if (at && t->mapped)
@@ -522,7 +522,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		enum purpose purpose)
 {
 	const bool training = purpose != EVALUATE;
-	*m = (struct model){.whole = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
+	*m = (struct model){.global = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = shard_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
@@ -535,7 +535,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	bool fits = total <= machine;
 	if (fits) {
 		m->parameters = calloc(plan.num_parameters, sizeof *m->parameters);
-		m->chunks = calloc(plan.num_chunks, sizeof *m->chunks);
+		m->buckets = calloc(plan.num_buckets, sizeof *m->buckets);
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
 		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
@@ -545,7 +545,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
 		m->acts_memory = allocate_large(m->acts_bytes = plan.activations);
 		m->arrivals_memory = reserve_memory(m->arrivals_bytes = plan.arrivals);
-		fits = m->parameters && m->chunks && m->params.layer && m->grads.layer && m->acts.layer && m->weights && m->expert_weights && m->params.memory &&
+		fits = m->parameters && m->buckets && m->params.layer && m->grads.layer && m->acts.layer && m->weights && m->expert_weights && m->params.memory &&
 				place_rope(m, seq_len) == 0 && (m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
@@ -569,9 +569,9 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	if (training)
 		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
 	place_weights(m);
-	m->num_chunks = cut_chunks(m->chunks, &m->num_state, m->parameters, m->num_parameters, layout);
+	m->num_buckets = make_buckets(m->buckets, &m->num_state, m->parameters, m->num_parameters, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
-	carve_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
+	alloc_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
 			seq_len, purpose);
 	return 0;
 }
@@ -579,7 +579,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 void model_free(struct model *m)
 {
 	free(m->parameters);
-	free(m->chunks);
+	free(m->buckets);
 	free(m->params.layer);
 	free(m->weights);
 	free(m->expert_weights);
@@ -603,7 +603,7 @@ void model_free(struct model *m)
 }
 
 /* Where row `r` of the part that this rank holds stands in the whole tensor. */
-static int64_t whole_row(const struct extent *p, int64_t r)
+static int64_t whole_row(const struct shard *p, int64_t r)
 {
 	int i = 0;
 	for (; i < 2 && r >= p->num_rows[i]; i++)
@@ -615,7 +615,7 @@ static int64_t whole_row(const struct extent *p, int64_t r)
  * where it stands there. */
 static int64_t whole_run(const struct parameter *t, int64_t at, int64_t end, int64_t *first)
 {
-	const struct extent *p = &t->extent;
+	const struct shard *p = &t->shard;
 	const int64_t cols = t->cols ? t->cols : 1, row = at / p->num_cols, col = at % p->num_cols;
 	*first = whole_row(p, row) * cols + p->col + col;
 	if (p->num_cols < cols)
@@ -641,11 +641,11 @@ void model_randomize(struct model *m, uint64_t seed)
 	for (int i = 0; i < m->num_parameters; i++) {
 		const struct parameter *t = &m->parameters[i];
 		const struct random_stream stream = parameter_stream(t, seed);
-		const int64_t n = t->extent.num_cols;
+		const int64_t n = t->shard.num_cols;
 		real *w = m->params.memory + t->offset;
 		#pragma omp parallel for
 		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
-			const int64_t at = whole_row(&t->extent, r) * (t->cols ? t->cols : 1) + t->extent.col;
+			const int64_t at = whole_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
 			real *row = w + r * n;
 			if (t->init == INIT_NORMAL)
 				random_normal(row, n, &stream, at);
@@ -661,27 +661,27 @@ void model_randomize(struct model *m, uint64_t seed)
 
 /* A piece of a tensor that this rank keeps the moments of, and answers for in a checkpoint: elements from .. end of the rank's part, and
  * where their moments begin. */
-struct piece { const struct parameter *tensor; int64_t from, end, state; };
+struct optimizer_shard { const struct parameter *tensor; int64_t from, end, state; };
 
 /* The next piece in the order of memory: false after the last one. A walk begins with {0}. */
-struct piece_walk { int chunk, tensor; };
-static bool next_piece(const struct model *m, struct piece_walk *w, struct piece *p)
+struct optimizer_shard_iterator { int bucket, parameter; };
+static bool next_optimizer_shard(const struct model *m, struct optimizer_shard_iterator *w, struct optimizer_shard *p)
 {
-	for (; w->chunk < m->num_chunks; w->chunk++) {
-		const struct chunk *c = &m->chunks[w->chunk];
+	for (; w->bucket < m->num_buckets; w->bucket++) {
+		const struct bucket *c = &m->buckets[w->bucket];
 		int64_t size;
 		const int64_t begin = c->offset + own_shard(&m->layout, c, &size), end = begin + size;
-		while (w->tensor < m->num_parameters && m->parameters[w->tensor].offset + parameter_size(&m->parameters[w->tensor]) <= begin)
-			w->tensor++;
-		if (w->tensor == m->num_parameters || m->parameters[w->tensor].offset >= end)
+		while (w->parameter < m->num_parameters && m->parameters[w->parameter].offset + parameter_size(&m->parameters[w->parameter]) <= begin)
+			w->parameter++;
+		if (w->parameter == m->num_parameters || m->parameters[w->parameter].offset >= end)
 			continue;
-		const struct parameter *t = &m->parameters[w->tensor];
+		const struct parameter *t = &m->parameters[w->parameter];
 		const int64_t last = t->offset + parameter_size(t), from = t->offset > begin ? t->offset : begin, to = last < end ? last : end;
-		*p = (struct piece){t, from - t->offset, to - t->offset, c->state + from - begin};
+		*p = (struct optimizer_shard){t, from - t->offset, to - t->offset, c->state + from - begin};
 		if (last <= end)
-			w->tensor++;
+			w->parameter++;
 		if (last >= end)
-			w->chunk++;
+			w->bucket++;
 		return true;
 	}
 	return false;
@@ -692,7 +692,7 @@ static bool next_piece(const struct model *m, struct piece_walk *w, struct piece
 static struct tensors *open_tensors(const struct model *m, const char *dir, const char *kind, int num_prefixes, const char *const *prefixes)
 {
 	int n, rc = 0;
-	struct parameter *whole = global_parameters(&m->whole, &n);
+	struct parameter *whole = global_parameters(&m->global, &n);
 	struct tensors *w = whole ? tensors_open(dir, kind) : NULL;
 	char name[MAX_NAME + 16];
 	if (!w) {
@@ -799,8 +799,8 @@ static int load_moments(struct model *m, const char *dir)
 {
 	struct tensors *w = open_tensors(m, dir, "optimizer", 2, moment_prefixes);
 	int rc = w ? 0 : -1;
-	struct piece p;
-	for (struct piece_walk walk = {0}; rc == 0 && next_piece(m, &walk, &p);) {
+	struct optimizer_shard p;
+	for (struct optimizer_shard_iterator walk = {0}; rc == 0 && next_optimizer_shard(m, &walk, &p);) {
 		rc = read_part(w, moment_prefixes[0], p.tensor, p.from, p.end, m->exp_avg + p.state);
 		if (rc == 0)
 			rc = read_part(w, moment_prefixes[1], p.tensor, p.from, p.end, m->exp_avg_sq + p.state);
@@ -814,15 +814,15 @@ static int writer_of(const struct layout *l, const struct parameter *t, int numb
 {
 	if (t->sharing != SHARED_BY_EXPERT_DATA)
 		return number % l->world.size;
-	return t->bucket % l->expert_data.size * l->expert.size + t->expert / (num_experts / l->expert.size);
+	return t->block % l->expert_data.size * l->expert.size + t->expert / (num_experts / l->expert.size);
 }
 
 /* A piece on its way to the rank that writes its tensor. */
-struct parcel { struct extent extent; int64_t from, end; real data[]; };
+struct shard_message { struct shard shard; int64_t from, end; real data[]; };
 
-static void unpack(real *whole, const struct parameter *t, const struct parcel *p)
+static void place_shard(real *whole, const struct parameter *t, const struct shard_message *p)
 {
-	const struct parameter theirs = {.rows = t->rows, .cols = t->cols, .extent = p->extent};
+	const struct parameter theirs = {.rows = t->rows, .cols = t->cols, .shard = p->shard};
 	for (int64_t at = p->from, n, first; at < p->end; at += n) {
 		n = whole_run(&theirs, at, p->end, &first);
 		memcpy(whole + first, p->data + at - p->from, n * sizeof *whole);
@@ -838,10 +838,10 @@ static int write_parameters(const struct model *m, const struct parameter *whole
 	const struct group *world = &m->layout.world;
 	struct named_tensor *arrays = calloc((size_t)n * num_blocks, sizeof *arrays);
 	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
-	struct parcel *parcel = malloc(sizeof *parcel + (CHUNK_SIZE + 1) * sizeof(real));
+	struct shard_message *message = malloc(sizeof *message + (BUCKET_SIZE + 1) * sizeof(real));
 	struct safetensors_writer *w = NULL;
 	int64_t largest = 1;
-	int count = 0, rc = arrays && names && parcel ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
+	int count = 0, rc = arrays && names && message ? 0 : fail("%s: out of memory for the names of %d tensors", path, n);
 	for (int b = 0; b < num_blocks && rc == 0; b++)
 		for (int i = 0; i < n; i++)
 			if (writer_of(&m->layout, &whole[i], i, m->config.num_experts) == world->rank) {
@@ -861,29 +861,29 @@ static int write_parameters(const struct model *m, const struct parameter *whole
 	if (rc == 0 && !(w = safetensors_create(path, arrays, count)))
 		rc = -1;
 	for (int b = 0; b < num_blocks && tensor; b++) {
-		struct piece_walk walk = {0};
-		struct piece piece;
-		bool more = next_piece(m, &walk, &piece);
+		struct optimizer_shard_iterator walk = {0};
+		struct optimizer_shard piece;
+		bool more = next_optimizer_shard(m, &walk, &piece);
 		for (int i = 0; i < n; i++) {
 			const int writer = writer_of(&m->layout, &whole[i], i, m->config.num_experts), tag = b * n + i;
 			int64_t left = parameter_size(&whole[i]);
-			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_piece(m, &walk, &piece)) {
+			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_optimizer_shard(m, &walk, &piece)) {
 				const int64_t size = piece.end - piece.from;
-				parcel->extent = piece.tensor->extent;
-				parcel->from = piece.from;
-				parcel->end = piece.end;
-				memcpy(parcel->data, blocks[b] + (moments ? piece.state : piece.tensor->offset + piece.from), size * sizeof(real));
+				message->shard = piece.tensor->shard;
+				message->from = piece.from;
+				message->end = piece.end;
+				memcpy(message->data, blocks[b] + (moments ? piece.state : piece.tensor->offset + piece.from), size * sizeof(real));
 				if (writer != world->rank) {
-					send_message(world, writer, tag, parcel, sizeof *parcel + size * sizeof(real));
+					send_message(world, writer, tag, message, sizeof *message + size * sizeof(real));
 					continue;
 				}
-				unpack(tensor, &whole[i], parcel);
+				place_shard(tensor, &whole[i], message);
 				left -= size;
 			}
 			while (writer == world->rank && left > 0) {
-				receive_message(world, tag, parcel, sizeof *parcel + CHUNK_SIZE * sizeof(real));
-				unpack(tensor, &whole[i], parcel);
-				left -= parcel->end - parcel->from;
+				receive_message(world, tag, message, sizeof *message + BUCKET_SIZE * sizeof(real));
+				place_shard(tensor, &whole[i], message);
+				left -= message->end - message->from;
 			}
 			if (writer == world->rank && rc == 0)
 				rc = safetensors_append(w, tensor, parameter_size(&whole[i]));
@@ -894,7 +894,7 @@ static int write_parameters(const struct model *m, const struct parameter *whole
 	else
 		safetensors_abandon(w);
 	free(tensor);
-	free(parcel);
+	free(message);
 	free(names);
 	free(arrays);
 	return parallel_agree(rc);
@@ -904,12 +904,12 @@ static int write_parameters(const struct model *m, const struct parameter *whole
  * Time: a step is divided among its parts
  * ========================================================================================================== */
 
-void model_lap(struct model *m, enum part part)
+void model_timer(struct model *m, enum phase part)
 {
 	const double t = clock_seconds();
-	m->part_seconds[part] += t - m->lap_start;
-	m->lap_start = t;
-	for (int i = m->chunks_finished; i < m->chunks_started; i++) /* MPI moves data only when it is called */
+	m->phase_seconds[part] += t - m->phase_start;
+	m->phase_start = t;
+	for (int i = m->buckets_finished; i < m->buckets_started; i++) /* MPI moves data only when it is called */
 		reduce_scatter_progress(&m->pending[i % PENDING].scatter);
 	all_to_all_progress(&m->dispatch);
 }
@@ -1007,11 +1007,11 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const bool alone = m->layout.tensor.size == 1;
 	attention_core_forward(m, l, T, segments, n);
-	copy_array(x->middle, x->input, N * H);
-	matmul_forward(partial_sums(m, x->middle), x->attention, &m->weights[l].dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
+	copy_array(x->residual, x->input, N * H);
+	matmul_forward(partial_sums(m, x->residual), x->attention, &m->weights[l].dense, m->layout.tensor.rank == 0 ? p->dense_bias : NULL, T,
 			attention_width(&m->config), H, alone);
-	reduce_scatter_sequence(m, x->middle, true, T);
-	model_lap(m, PART_ATTENTION);
+	reduce_scatter_sequence(m, x->residual, true, T);
+	model_timer(m, PHASE_ATTENTION);
 }
 
 /* Probabilities, chosen experts and weights of normed's tokens; and, in training, what the auxiliary losses need. */
@@ -1121,13 +1121,13 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t N = own_tokens(m, T, &first), H = c->hidden_size, I = c->moe_intermediate_size, W = shared_width(c, l), all_rows[] = {0, N};
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps);
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
-		copy_array(out, x->middle, N * H);
-	model_lap(m, PART_OTHER);
+		copy_array(out, x->residual, N * H);
+	model_timer(m, PHASE_OTHER);
 	if (experts) {
 		router_forward(m, l, T, step, sums);
-		model_lap(m, PART_ROUTER);
+		model_timer(m, PHASE_ROUTER);
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
 		permute_forward(x->row_weight, x->weight, x->position, N * k);
 		x->num_rows = N * k;
@@ -1135,27 +1135,27 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			plan_arrivals(m, x);
 			dispatch_start(m, x, a->normed, x->arrivals);
 		}
-		model_lap(m, PART_PERMUTE);
+		model_timer(m, PHASE_PERMUTE);
 	}
 	if (W) { /* while the rows are on their way */
 		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, &w->shared_gate_up, NULL, all_rows, 1, H, W);
 		if (out)
 			matmul_forward(out, a->shared_act, &w->shared_down, NULL, N, W, H, true);
-		model_lap(m, PART_EXPERTS);
+		model_timer(m, PHASE_EXPERTS);
 	}
 	if (experts) {
 		if (split)
 			all_to_all_finish(&m->dispatch);
-		model_lap(m, PART_PERMUTE);
+		model_timer(m, PHASE_PERMUTE);
 		swiglu_forward(a->act, x->gate_up, split ? x->arrivals : a->normed, x->row, w->gate_up, x->expert_weight, x->expert_offset,
 				m->num_experts, H, I);
 		if (out) {
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H, false);
-			model_lap(m, PART_EXPERTS);
+			model_timer(m, PHASE_EXPERTS);
 			if (split)
 				return_rows(m, x);
 			combine_rows(out, a->rows, x->position, N, k, H, true);
-			model_lap(m, PART_PERMUTE);
+			model_timer(m, PHASE_PERMUTE);
 		}
 	}
 }
@@ -1173,7 +1173,7 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 		ffn_layer_forward(m, l, T, l + 1 < c->num_hidden_layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
-	model_lap(m, PART_OTHER);
+	model_timer(m, PHASE_OTHER);
 }
 
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
@@ -1222,7 +1222,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 {
 	struct activations *a = &m->acts;
 	const struct group *tensor = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(m->whole.vocab_size, tensor->size);
+	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size, C = head_chunk(m->global.vocab_size, tensor->size);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	double total = 0;
@@ -1248,7 +1248,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	}
 	if (step)
 		reduce_scatter_sequence(m, a->dnormed, false, T);
-	model_lap(m, PART_HEAD);
+	model_timer(m, PHASE_HEAD);
 	return total;
 }
 
@@ -1256,38 +1256,38 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
  * Gradients over the ranks: chunk by chunk while the backward pass goes on, each rank receiving the sum of its slice
  * ========================================================================================================== */
 
-static void finish_oldest_chunk(struct model *m)
+static void finish_oldest_bucket(struct model *m)
 {
-	const int slot = m->chunks_finished++ % PENDING;
-	const struct chunk *c = &m->chunks[m->pending[slot].chunk];
+	const int slot = m->buckets_finished++ % PENDING;
+	const struct bucket *c = &m->buckets[m->pending[slot].bucket];
 	int64_t size;
 	reduce_scatter_finish(&m->pending[slot].scatter, m->grads.memory + c->offset + own_shard(&m->layout, c, &size), false);
 }
 
 /* Sends a bucket's gradients on when the last micro-batch has added to them. */
-static void reduce_bucket(struct model *m, int bucket, const struct step *step)
+static void reduce_block(struct model *m, int block, const struct step *step)
 {
 	if (!step->last || m->layout.world.size == 1)
 		return;
-	for (int i = 0; i < m->num_chunks; i++) {
-		const struct chunk *c = &m->chunks[i];
+	for (int i = 0; i < m->num_buckets; i++) {
+		const struct bucket *c = &m->buckets[i];
 		const struct group *g = sharing_group(&m->layout, c->sharing);
-		if (c->bucket != bucket || g->size == 1)
+		if (c->block != block || g->size == 1)
 			continue;
-		if (m->chunks_started - m->chunks_finished == PENDING)
-			finish_oldest_chunk(m);
-		const int slot = m->chunks_started++ % PENDING;
-		m->pending[slot].chunk = i;
+		if (m->buckets_started - m->buckets_finished == PENDING)
+			finish_oldest_bucket(m);
+		const int slot = m->buckets_started++ % PENDING;
+		m->pending[slot].bucket = i;
 		reduce_scatter_start(&m->pending[slot].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + c->offset, c->size, 1,
 				m->pending_scratch + slot * m->pending_size);
 	}
 }
 
-static void finish_chunks(struct model *m)
+static void finish_buckets(struct model *m)
 {
-	while (m->chunks_finished < m->chunks_started)
-		finish_oldest_chunk(m);
-	m->chunks_started = m->chunks_finished = 0;
+	while (m->buckets_finished < m->buckets_started)
+		finish_oldest_bucket(m);
+	m->buckets_started = m->buckets_finished = 0;
 }
 
 /* ============================================================================================================
@@ -1327,19 +1327,19 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t all_rows[] = {0, N};
 	const int k = c->num_experts_per_tok, E = m->num_experts;
 	const bool add = step->accumulate, experts = has_experts(c, l), split = m->layout.expert.size > 1;
-	rmsnorm_forward(a->normed, x->ffn_rstd, x->middle, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
-	model_lap(m, PART_OTHER);
+	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps); /* not kept: cheap to make again */
+	model_timer(m, PHASE_OTHER);
 	if (experts && split) {
 		dispatch_start(m, x, a->dstream, a->returns);
-		model_lap(m, PART_PERMUTE);
+		model_timer(m, PHASE_PERMUTE);
 	}
 	if (W) {
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dstream, NULL, p->shared_down, x->shared_gate_up, NULL, all_rows, 1, H, W);
-		model_lap(m, PART_EXPERTS);
+		model_timer(m, PHASE_EXPERTS);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
 		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, N, H, 2 * W, false);
-		model_lap(m, PART_EXPERTS);
+		model_timer(m, PHASE_EXPERTS);
 	}
 	if (experts) {
 		/* y = down(w act): with z = down^T dy,  dw = z . act  and  d(act) = w z, so the expert's output itself is not needed. */
@@ -1349,12 +1349,12 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 			in = x->arrivals;
 			dy = a->returns;
 		}
-		model_lap(m, PART_PERMUTE);
+		model_timer(m, PHASE_PERMUTE);
 		swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, dy, x->row, p->down, x->gate_up, x->expert_weight, x->expert_offset, E, H, I);
 		grouped_matmul_backward_weight(g->down, dy, x->row, a->act, NULL, x->expert_offset, E, I, H, add);
 		grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, in, x->row, x->expert_offset, E, H, 2 * I, add);
 		grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, E, H, 2 * I, false);
-		model_lap(m, PART_EXPERTS);
+		model_timer(m, PHASE_EXPERTS);
 		if (split) {
 			struct all_to_all weights;
 			for (int64_t r = 0; r < x->num_rows; r++)
@@ -1365,12 +1365,12 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		}
 		combine_rows(a->dnormed, a->rows, x->position, N, k, H, W > 0);
 		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
-		model_lap(m, PART_PERMUTE);
+		model_timer(m, PHASE_PERMUTE);
 		router_backward(m, l, B, step);
-		model_lap(m, PART_ROUTER);
+		model_timer(m, PHASE_ROUTER);
 	}
-	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->middle, p->ffn_norm, x->ffn_rstd, N, H, add, a->sum_scratch);
-	model_lap(m, PART_OTHER);
+	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->residual, p->ffn_norm, x->ffn_rstd, N, H, add, a->sum_scratch);
+	model_timer(m, PHASE_OTHER);
 }
 
 static void attention_layer_backward(struct model *m, int l, int B, const struct step *step)
@@ -1400,7 +1400,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	reduce_scatter_sequence(m, a->dnormed, false, T);
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H, add,
 			a->sum_scratch);
-	model_lap(m, PART_ATTENTION);
+	model_timer(m, PHASE_ATTENTION);
 }
 
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step)
@@ -1412,7 +1412,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
-	reduce_bucket(m, 1 + c->num_hidden_layers, step);
+	reduce_block(m, 1 + c->num_hidden_layers, step);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
 		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
 			attention_layer_forward(m, l, T, NULL, 0);
@@ -1420,14 +1420,14 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		}
 		ffn_layer_backward(m, l, B, step);
 		attention_layer_backward(m, l, B, step);
-		reduce_bucket(m, 1 + l, step);
+		reduce_block(m, 1 + l, step);
 	}
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H, c->vocab_size,
 			step->accumulate || c->tie_word_embeddings);
-	reduce_bucket(m, 0, step);
-	finish_chunks(m);
-	model_lap(m, PART_OTHER);
+	reduce_block(m, 0, step);
+	finish_buckets(m);
+	model_timer(m, PHASE_OTHER);
 }
 
 struct step_sums step_sums_shape(const struct model_config *c)
@@ -1518,7 +1518,7 @@ void run_length(const struct config *c, int64_t step, int64_t token, int64_t *st
 
 volatile sig_atomic_t stop_requested;
 
-bool leads(const struct trainer *t)
+bool is_rank0(const struct trainer *t)
 {
 	return t->model.layout.world.rank == 0;
 }
@@ -1596,7 +1596,7 @@ static int resume_sources(struct trainer *t, const char *dir)
 	}
 	memcpy(s->sources, now, sizeof now);
 	s->num_sources = n;
-	if (leads(t))
+	if (is_rank0(t))
 		printf("the blend of data.train changes at step %lld\n", (long long)s->step);
 	return 0;
 }
@@ -1604,9 +1604,9 @@ static int resume_sources(struct trainer *t, const char *dir)
 /* Continues from a checkpoint: state, weights, optimizer; the config and the data must be those of the same run. */
 static int trainer_resume(struct trainer *t, const char *dir)
 {
-	FILE *notes = leads(t) ? stdout : fopen("/dev/null", "w");
+	FILE *notes = is_rank0(t) ? stdout : fopen("/dev/null", "w");
 	int rc = notes ? checkpoint_read_state(dir, &t->config, &t->state, notes) : fail("/dev/null: %s", strerror(errno));
-	if (notes && !leads(t))
+	if (notes && !is_rank0(t))
 		fclose(notes);
 	if (parallel_agree(rc) < 0)
 		return -1;
@@ -1617,7 +1617,7 @@ static int trainer_resume(struct trainer *t, const char *dir)
 	if (load_moments(&t->model, dir) < 0 || model_load(&t->model, dir) < 0)
 		return -1;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
-	if (leads(t))
+	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
 	return 0;
 }
@@ -1671,7 +1671,7 @@ static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
 	/* Rank 0 first: it may have to look at all of the files, and leaves what it found for the others. */
-	if (parallel_agree(leads(t) ? open_all(t) : 0) < 0 || parallel_agree(leads(t) ? 0 : open_all(t)) < 0)
+	if (parallel_agree(is_rank0(t) ? open_all(t) : 0) < 0 || parallel_agree(is_rank0(t) ? 0 : open_all(t)) < 0)
 		return -1;
 	for (int i = 0; i < c->data.num_train; i++)
 		if (parallel_same(t->train[i].crc32, "data.train") < 0)
@@ -1774,20 +1774,20 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 static void update_weights(struct trainer *t, const struct adamw *optimizer)
 {
 	struct model *m = &t->model;
-	struct piece_walk walk = {0};
-	struct piece p;
-	for (bool more = next_piece(m, &walk, &p); more;) {
+	struct optimizer_shard_iterator walk = {0};
+	struct optimizer_shard p;
+	for (bool more = next_optimizer_shard(m, &walk, &p); more;) {
 		const bool decay = p.tensor->cols > 0;
 		const int64_t begin = p.tensor->offset + p.from, state = p.state;
 		int64_t end = begin;
-		for (; more && p.tensor->offset + p.from == end && (p.tensor->cols > 0) == decay; more = next_piece(m, &walk, &p))
+		for (; more && p.tensor->offset + p.from == end && (p.tensor->cols > 0) == decay; more = next_optimizer_shard(m, &walk, &p))
 			end += p.end - p.from;
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
 		adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state, m->grads.memory + begin, end - begin, &o);
 	}
-	for (int i = 0; i < m->num_chunks; i++) {
-		const struct chunk *c = &m->chunks[i];
+	for (int i = 0; i < m->num_buckets; i++) {
+		const struct bucket *c = &m->buckets[i];
 		int64_t size;
 		real *chunk = m->params.memory + c->offset;
 		all_gather(sharing_group(&m->layout, c->sharing), TRAFFIC_WEIGHTS, chunk, chunk + own_shard(&m->layout, c, &size), c->size, 1);
@@ -1798,10 +1798,10 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 double gradient_square(const struct model *m)
 {
 	double sum = 0;
-	for (int i = 0; i < m->num_chunks; i++) {
+	for (int i = 0; i < m->num_buckets; i++) {
 		int64_t size;
-		const int64_t begin = own_shard(&m->layout, &m->chunks[i], &size);
-		sum += sum_of_squares(m->grads.memory + m->chunks[i].offset + begin, size);
+		const int64_t begin = own_shard(&m->layout, &m->buckets[i], &size);
+		sum += sum_of_squares(m->grads.memory + m->buckets[i].offset + begin, size);
 	}
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
@@ -1840,8 +1840,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 
 	int64_t sent[NUM_TRAFFIC];
 	parallel_bytes(sent);
-	memset(model->part_seconds, 0, sizeof model->part_seconds);
-	model->lap_start = start;
+	memset(model->phase_seconds, 0, sizeof model->phase_seconds);
+	model->phase_start = start;
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
 	const struct micro_batches mine = micro_batches_of_rank(&model->layout.data, batch, c->train.micro_batch);
 	for (int64_t i = 0; i < mine.num; i++) {
@@ -1884,8 +1884,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	for (int i = 0; i < m->num_sources; i++)
 		t->source_samples[i] = t->next_sources[i].taken;
 	m->source_samples = t->source_samples;
-	model_lap(model, PART_OPTIMIZER);
-	m->seconds = model->lap_start - start;
+	model_timer(model, PHASE_OPTIMIZER);
+	m->seconds = model->phase_start - start;
 	t->communication = parallel_seconds() - communication;
 	t->slowest = slowest_rank(&model->layout.world, m->seconds - t->communication);
 	m->tokens_per_second = num_tokens / m->seconds;
@@ -1911,7 +1911,7 @@ static int write_parts(struct trainer *t, const char *dir)
 	const struct group *world = &m->layout.world;
 	char path[PATH_LEN];
 	int n, rc = -1;
-	struct parameter *whole = global_parameters(&m->whole, &n);
+	struct parameter *whole = global_parameters(&m->global, &n);
 	if (parallel_agree(whole ? 0 : -1) == 0) {
 		checkpoint_file(path, dir, "model", world->rank, world->size);
 		rc = write_parameters(m, whole, n, path, false, 1, &m->params.memory, (const char *[]){""});
@@ -1936,7 +1936,7 @@ int trainer_save(struct trainer *t)
 				"schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (leads(t))
+	if (is_rank0(t))
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
 		return -1;
@@ -1944,7 +1944,7 @@ int trainer_save(struct trainer *t)
 	if (directory.begun == 1) /* it is there already */
 		return 0;
 	rc = write_parts(t, directory.dir);
-	if (leads(t)) {
+	if (is_rank0(t)) {
 		if (rc == 0)
 			rc = checkpoint_commit(&t->config, &t->state, directory.dir, world->size);
 		else
@@ -1985,7 +1985,7 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 /* Saves, with the metrics so far on disk before the checkpoint that counts on them. */
 static int save_progress(struct trainer *t, FILE *metrics_file)
 {
-	return parallel_agree(leads(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
+	return parallel_agree(is_rank0(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
 }
 
 /* The mean loss over all tokens of the validation files. */
@@ -2019,7 +2019,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 		if (trainer_step(t, batch, &m) < 0) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
-			if (leads(t))
+			if (is_rank0(t))
 				metrics_write(metrics_file, &m); /* shows the step that failed; its own failure matters less */
 			return fail("%s", reason);
 		}
@@ -2029,13 +2029,13 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 				return -1;
 			m.has_valid_loss = true;
 		}
-		if (leads(t) && metrics_write(metrics_file, &m) < 0)
+		if (is_rank0(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
 		if (m.has_valid_loss && !isfinite(m.valid_loss))
 			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
 					(long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = t->stop || m.step == c->train.stop_at_step;
-		if (leads(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
+		if (is_rank0(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
 			print_progress(t, &m, (clock_seconds() - start) / (m.tokens - first_token));
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) && save_progress(t, metrics_file) < 0)
 			return -1;
@@ -2043,12 +2043,12 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			char line[128];
 			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command continues", (long long)m.step,
 					(long long)t->steps);
-			if (leads(t))
+			if (is_rank0(t))
 				print_status(stdout, line, true);
 			return 0;
 		}
 	}
-	if (leads(t))
+	if (is_rank0(t))
 		printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step, (long long)t->state.tokens,
 			c->train.output_dir, (long long)t->state.step);
 	return 0;
@@ -2057,15 +2057,15 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 int trainer_run(struct trainer *t)
 {
 	if (t->state.step >= t->steps) {
-		if (leads(t))
+		if (is_rank0(t))
 			printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step, (long long)t->steps);
 		return 0;
 	}
-	FILE *f = leads(t) ? metrics_open(t->config.train.output_dir, t->state.step) : NULL;
-	if (parallel_agree(leads(t) && !f ? -1 : 0) < 0)
+	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step) : NULL;
+	if (parallel_agree(is_rank0(t) && !f ? -1 : 0) < 0)
 		return -1;
 	int rc = training_loop(t, f);
-	if (rc < 0 && leads(t) && is_terminal(stdout))
+	if (rc < 0 && is_rank0(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
 	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));

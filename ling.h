@@ -60,9 +60,9 @@ enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_EXPERT_DATA };
 struct parameter {                /* a parameter as Hugging Face names it, and the part of it that this rank holds */
 	char name[MAX_NAME];
 	int64_t rows, cols;          /* of the whole; a vector has cols 0; vectors (norms, biases) have no weight decay */
-	struct extent { int64_t row[3], num_rows[3], col, num_cols; } extent; /* up to three ranges of rows, one behind the other, and one of columns */
+	struct shard { int64_t row[3], num_rows[3], col, num_cols; } shard; /* up to three ranges of rows, one behind the other, and one of columns */
 	int64_t offset;              /* its first element in the block */
-	int bucket;                  /* 0 the embedding, 1 + l layer l, then the rest */
+	int block;                  /* 0 the embedding, 1 + l layer l, then the rest */
 	int expert;                  /* of an expert's tensor */
 	enum init init;
 	enum sharing sharing;
@@ -72,8 +72,8 @@ struct parameter {                /* a parameter as Hugging Face names it, and t
 
 /* A run of elements of one bucket that the same ranks share. Rank i of them keeps slice i of the optimizer's state, and updates that
  * slice of the weights (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054). */
-struct chunk { int64_t offset, size, state; int bucket; enum sharing sharing; }; /* state: where this rank's slice begins in its moments */
-enum { CHUNK_SIZE = 4 << 20, PENDING = 8 }; /* elements; gradient chunks under way at once */
+struct bucket { int64_t offset, size, state; int block; enum sharing sharing; }; /* state: where this rank's slice begins in its moments */
+enum { BUCKET_SIZE = 4 << 20, PENDING = 8 }; /* elements; gradient chunks under way at once */
 
 struct layer_params {
 	real *attention_norm;        /* [H] */
@@ -111,7 +111,7 @@ struct layer_activations {
 	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
 	real *attention;             /* [T, nh d] */
 	real *lse;                   /* [T, nh] */
-	real *middle;                /* [N, H] the residual stream between attention and experts */
+	real *residual;                /* [N, H] the residual stream between attention and experts */
 	real *ffn_rstd;              /* [N] */
 	real *p, *router_lse;        /* [N, E], [N] of the router's logits */
 	real *p_hat;                 /* [N, E] with routing noise; p itself where there is no routing warmup */
@@ -157,11 +157,11 @@ struct activations {
 	real *dnormed, *dqkv, *dattention, *dlogits, *dgate_up, *dexpert_weight, *dweight, *dshared_gate_up;
 };
 
-/* Where the time of a step goes; model_lap() adds the time since the last call to a part. */
-enum part { PART_ATTENTION, PART_ROUTER, PART_PERMUTE, PART_EXPERTS, PART_HEAD, PART_OPTIMIZER, PART_OTHER, NUM_PARTS };
+/* Where the time of a step goes; model_timer() adds the time since the last call to a part. */
+enum phase { PHASE_ATTENTION, PHASE_ROUTER, PHASE_PERMUTE, PHASE_EXPERTS, PHASE_HEAD, PHASE_OPTIMIZER, PHASE_OTHER, NUM_PHASES };
 
 struct model {
-	struct model_config whole, config; /* of the whole model; and with this rank's part of heads and vocab_size */
+	struct model_config global, config; /* of the whole model; and with this rank's part of heads and vocab_size */
 	int64_t first_vocab;         /* the first vocabulary entry of that part */
 	int num_experts;             /* of this rank */
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
@@ -175,14 +175,14 @@ struct model {
 	struct weight *expert_weights; /* theirs */
 	struct tensors *files;       /* open as long as weights stand in them, or NULL */
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
-	struct chunk *chunks;        /* [num_chunks] in the order of memory */
-	int num_chunks;
+	struct bucket *buckets;        /* [num_buckets] in the order of memory */
+	int num_buckets;
 	int64_t num_state;           /* elements that this rank keeps the optimizer's moments of */
 	real *exp_avg, *exp_avg_sq;  /* [num_state] */
 	struct all_to_all dispatch;    /* expert rows under way */
 	/* gradient chunks under way: number i of this backward pass in place i % PENDING */
-	struct { struct reduce_scatter scatter; int chunk; } pending[PENDING];
-	int chunks_started, chunks_finished;
+	struct { struct reduce_scatter scatter; int bucket; } pending[PENDING];
+	int buckets_started, buckets_finished;
 	real *pending_scratch;       /* [PENDING, pending_size] */
 	int64_t pending_size;
 	real *head_scale;            /* [H] NormHead's 1 / (n_j + 1e-7): the head norm cache; NULL without norm_head */
@@ -193,7 +193,7 @@ struct model {
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
 	struct layout layout;
-	double part_seconds[NUM_PARTS], lap_start; /* of the step in hand */
+	double phase_seconds[NUM_PHASES], phase_start; /* of the step in hand */
 };
 
 /* One optimizer step as the model sees it. */
@@ -245,7 +245,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step);
 /* Sum of squares of the gradient, of which each rank holds the sum over the ranks in its slices: every distinct parameter counts once. */
 double gradient_square(const struct model *m);
-void model_lap(struct model *m, enum part part);
+void model_timer(struct model *m, enum phase part);
 int step_sums_init(struct step_sums *s, const struct model_config *c); /* to be freed with free(s->values) */
 struct layer_sums *layer_sums(const struct step_sums *s, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
@@ -306,7 +306,7 @@ struct parameter *global_parameters(const struct model_config *c, int *n);
 /* Bytes that a rank takes; the same code that later cuts the memory counts it. `arrivals` is the most that expert rows can take, `saving`
  * what is taken while a checkpoint is written. */
 struct memory_plan {
-	int64_t num_elements, num_parameters, num_chunks, num_state;
+	int64_t num_elements, num_parameters, num_buckets, num_state;
 	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
 };
 
@@ -323,7 +323,7 @@ int place_rope(struct model *m, int64_t n);
 struct step_sums step_sums_shape(const struct model_config *c);
 
 /* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
-bool leads(const struct trainer *t);
+bool is_rank0(const struct trainer *t);
 
 /* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
  * them within a second. Nobody listening to the progress is no reason to stop. */

@@ -44,7 +44,7 @@ static double measure_roof(int repeats, int threads)
 int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PARTS][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
@@ -57,8 +57,8 @@ int measure_steps(struct bench *b, struct trainer *t)
 		}
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;
-		for (int p = 0; p < NUM_PARTS && i >= 0; p++)
-			part[p][i] = t->model.part_seconds[p];
+		for (int p = 0; p < NUM_PHASES && i >= 0; p++)
+			part[p][i] = t->model.phase_seconds[p];
 		if (i >= 0) {
 			step[i] = m.seconds;
 			communication[i] = t->communication;
@@ -70,8 +70,8 @@ int measure_steps(struct bench *b, struct trainer *t)
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);
 	b->ranks = t->model.layout.world.size;
-	for (int p = 0; p < NUM_PARTS; p++)
-		b->part_seconds[p] = median(part[p], BENCH_STEPS);
+	for (int p = 0; p < NUM_PHASES; p++)
+		b->phase_seconds[p] = median(part[p], BENCH_STEPS);
 	b->tokens = batch * L;
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
@@ -82,15 +82,15 @@ int measure_steps(struct bench *b, struct trainer *t)
 
 void print_bench(const struct bench *b, const char *name, bool json)
 {
-	static const char *const names[NUM_PARTS] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
+	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
 	if (json) {
 		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
 				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {",
 				name, b->ranks, kernels_threads(), blas_core(),
 				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
-		for (int p = 0; p < NUM_PARTS; p++)
-			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->part_seconds[p]);
+		for (int p = 0; p < NUM_PHASES; p++)
+			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->phase_seconds[p]);
 		printf("}}\n");
 		return;
 	}
@@ -99,8 +99,8 @@ void print_bench(const struct bench *b, const char *name, bool json)
 	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
 			rate / 1e9, 100 * rate / b->roof);
-	for (int p = 0; p < NUM_PARTS; p++)
-		printf("  %-16s %8.3f s %6.1f%%\n", names[p], b->part_seconds[p], 100 * b->part_seconds[p] / b->step_seconds);
+	for (int p = 0; p < NUM_PHASES; p++)
+		printf("  %-16s %8.3f s %6.1f%%\n", names[p], b->phase_seconds[p], 100 * b->phase_seconds[p] / b->step_seconds);
 }
 
 /* ============================================================================================================

@@ -10,7 +10,7 @@
 #include <stdbool.h>
 
 /* Of all ranks: roof in FLOP/s, flops and tokens of a step; times of this rank, of which communication is a part of the others. */
-struct bench { double roof, step_seconds, part_seconds[NUM_PARTS], communication_seconds, flops, tokens; int ranks; };
+struct bench { double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens; int ranks; };
 
 enum { BENCH_STEPS = 5 };
 

@@ -247,7 +247,7 @@ static int command_train(const struct arguments *a)
 		const struct layout alone = layout_of_rank(0, 1, 1, 1);
 		struct memory_plan whole = {0};
 		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
-		if (leads(&t)) {
+		if (is_rank0(&t)) {
 			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps, (long long)t.tokens);
 			if (l->world.size > 1)
 				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);

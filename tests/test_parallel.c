@@ -207,15 +207,15 @@ static void test_deal_batch(void)
 	check(s.num == rounds[world.size - 1] && s.first == 2 * world.rank && s.step == 2 * world.size);
 }
 
-/* The norm of a gradient whose chunks are these, with all the numbers of chunk i being values[i]. */
-static double norm_of(struct layout layout, int n, struct chunk *chunks, const double *values)
+/* The norm of a gradient whose buckets are these, with all the numbers of bucket i being values[i]. */
+static double norm_of(struct layout layout, int n, struct bucket *buckets, const double *values)
 {
 	real gradient[64];
-	struct model m = {.layout = layout, .chunks = chunks, .num_chunks = n, .grads.memory = gradient};
+	struct model m = {.layout = layout, .buckets = buckets, .num_buckets = n, .grads.memory = gradient};
 	int64_t at = 0;
 	for (int i = 0; i < n; i++) {
-		chunks[i].offset = at;
-		for (int64_t j = 0; j < chunks[i].size; j++)
+		buckets[i].offset = at;
+		for (int64_t j = 0; j < buckets[i].size; j++)
 			gradient[at++] = (real)values[i];
 	}
 	return sqrt(gradient_square(&m));
@@ -231,20 +231,20 @@ static void test_gradient_norm(void)
 	layout_connect(&copied);
 	layout_connect(&tensor);
 	/* Each rank's own experts: norms sqrt(20) and sqrt(100) on two ranks give sqrt(120). */
-	struct chunk own[] = {{.size = 5, .sharing = SHARED_BY_EXPERT_DATA}};
+	struct bucket own[] = {{.size = 5, .sharing = SHARED_BY_EXPERT_DATA}};
 	const double rank_values[] = {sqrt(20.0 / 5), sqrt(100.0 / 5), sqrt(1.0 / 5)}, expected[] = {sqrt(20), sqrt(120), sqrt(121)};
 	check(near(norm_of(split, 1, own, &rank_values[world.rank]), expected[world.size - 1]));
 	check(world.size != 2 || fabs(norm_of(split, 1, own, &rank_values[world.rank]) - 10.954) < 1e-3);
 	/* Shared parameters 4 x 3.0, and the experts' 4 x 4.0, whether they lie on one rank, apart, or on all. */
 	const double values[] = {3, 4};
-	struct chunk both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_EXPERT_DATA}};
+	struct bucket both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_EXPERT_DATA}};
 	check(near(norm_of(copied, 2, both, values), 10));
 	both[1].size = shard_begin(4, world.rank + 1, world.size) - shard_begin(4, world.rank, world.size);
 	check(near(norm_of(split, 2, both, values), 10));
 	both[1].size = world.rank == world.size - 1 ? 4 : 0;
 	check(near(norm_of(split, 2, both, values), 10));
 	/* Heads and vocabulary are every tensor rank's own, the data ranks share them. */
-	struct chunk heads[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 1, .sharing = SHARED_BY_DATA}};
+	struct bucket heads[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 1, .sharing = SHARED_BY_DATA}};
 	const double by_rank[] = {3, 8};
 	check(near(norm_of(tensor, 2, heads, by_rank), sqrt(36 + 64 * world.size)));
 	check(near(norm_of(copied, 2, heads, by_rank), 10));
@@ -298,8 +298,8 @@ static void test_valid_tokens(void)
 		/* exp_avg is (1 - beta1) times the gradient: column 0 from the first token's, column 1 from the second's. */
 		double gradient[5 * 4] = {0};
 		const struct model *model = &t.model;
-		for (int i = 0; i < model->num_chunks; i++) {
-			const struct chunk *c = &model->chunks[i];
+		for (int i = 0; i < model->num_buckets; i++) {
+			const struct bucket *c = &model->buckets[i];
 			const struct group *g = c->sharing == SHARED_BY_WORLD ? &model->layout.world : &model->layout.data;
 			const int64_t head = model->params.lm_head - model->params.memory, begin = c->offset + shard_begin(c->size, g->rank, g->size);
 			for (int64_t j = shard_begin(c->size, g->rank, g->size); c->sharing != SHARED_BY_EXPERT_DATA && j < shard_begin(c->size, g->rank + 1, g->size); j++) {

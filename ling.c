@@ -330,7 +330,7 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 
 /* Cuts the activations of a rank for B windows of L tokens of the whole model. acts->layer must have room for all layers. */
 static void alloc_activations(const struct activation_memory *mem, struct activations *acts, const struct model_config *whole, int64_t B,
-		int64_t L, enum purpose purpose)
+		int64_t L, enum model_mode mode)
 {
 	const struct model_config local = local_config(whole, mem->layout), *c = &local;
 	struct arena *a = mem->certain;
@@ -339,10 +339,10 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c);
 	const int64_t C = head_chunk(whole->vocab_size, tensor->size);
 	const int layers = c->num_hidden_layers;
-	const bool training = purpose != EVALUATE, own_layer = purpose == TRAIN_KEEP_ALL || purpose == TRAIN_RECOMPUTE_ATTENTION;
+	const bool training = mode != EVALUATE, own_layer = mode == TRAIN_KEEP_ALL || mode == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
 	struct layer_activations shared = {0}; /* what all layers use in turn, since they keep nothing there: room for any of them */
-	if (purpose != TRAIN_KEEP_ALL)
+	if (mode != TRAIN_KEEP_ALL)
 		alloc_attention(a, &shared, c, T);
 	if (!own_layer)
 		alloc_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
@@ -356,7 +356,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		x->input = arena_alloc_real(a, N * H);
 		if (has_experts(c, l))
 			x->balance_factor = arena_alloc_real(a, B * E);
-		if (purpose == TRAIN_KEEP_ALL)
+		if (mode == TRAIN_KEEP_ALL)
 			alloc_attention(a, x, c, T);
 		if (own_layer)
 			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
@@ -404,9 +404,9 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 }
 
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
-		enum purpose purpose)
+		enum model_mode mode)
 {
-	const bool training = purpose != EVALUATE, split = layout->expert.size > 1;
+	const bool training = mode != EVALUATE, split = layout->expert.size > 1;
 	if ((double)B * L * (c->num_experts_per_tok + 1) * layout->expert.size > INT32_MAX)
 		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make micro_batch or seq_len smaller",
 				(long long)B, (long long)L, c->num_experts_per_tok, layout->expert.size, INT32_MAX);
@@ -419,7 +419,7 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		free(parameters);
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
-	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, purpose);
+	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L, mode);
 	*plan = (struct memory_plan){.num_parameters = n, .activations = certain.used, .arrivals = arrivals.used};
 	for (int i = 0; i < n; i++) {
 		/* A checkpoint is written by way of one whole tensor and one piece, see write_parameters. */
@@ -519,14 +519,14 @@ int place_rope(struct model *m, int64_t n)
 }
 
 int model_init(struct model *m, const struct model_config *c, const struct layout *layout, int max_sequences, int seq_len,
-		enum purpose purpose)
+		enum model_mode mode)
 {
-	const bool training = purpose != EVALUATE;
-	*m = (struct model){.global = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .purpose = purpose,
+	const bool training = mode != EVALUATE;
+	*m = (struct model){.global = *c, .config = local_config(c, layout), .max_sequences = max_sequences, .seq_len = seq_len, .mode = mode,
 			.layout = *layout, .num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = shard_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
-	if (plan_memory(&plan, c, layout, max_sequences, seq_len, purpose) < 0)
+	if (plan_memory(&plan, c, layout, max_sequences, seq_len, mode) < 0)
 		return -1;
 	const int layers = c->num_hidden_layers;
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
@@ -572,7 +572,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	m->num_buckets = make_buckets(m->buckets, &m->num_state, m->parameters, m->num_parameters, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
 	alloc_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c, max_sequences,
-			seq_len, purpose);
+			seq_len, mode);
 	return 0;
 }
 
@@ -583,7 +583,7 @@ void model_free(struct model *m)
 	free(m->params.layer);
 	free(m->weights);
 	free(m->expert_weights);
-	if (m->purpose != EVALUATE)
+	if (m->mode != EVALUATE)
 		free(m->params.memory);
 	else if (m->params.memory)
 		munmap(m->params.memory, m->reserved_bytes);
@@ -718,9 +718,9 @@ static struct tensors *open_tensors(const struct model *m, const char *dir, cons
 		}
 	}
 	const bool fits = tensors_bytes(w) <= machine_memory();
-	if (!fits && m->purpose == EVALUATE && m->layout.world.rank == 0)
+	if (!fits && m->mode == EVALUATE && m->layout.world.rank == 0)
 		fprintf(stderr, "note: %s is larger than this machine's memory: what is read where it stands is not checked against its checksums first\n", dir);
-	for (int i = m->layout.world.rank; i < tensors_count(w) && rc == 0 && (fits || m->purpose != EVALUATE); i += m->layout.world.size)
+	for (int i = m->layout.world.rank; i < tensors_count(w) && rc == 0 && (fits || m->mode != EVALUATE); i += m->layout.world.size)
 		rc = tensors_verify(w, i);
 	free(whole);
 	if (rc < 0) {
@@ -774,7 +774,7 @@ static int map_parameters(struct model *m, const struct tensors *w, const char *
 
 int model_load(struct model *m, const char *dir)
 {
-	const bool map = m->purpose == EVALUATE;
+	const bool map = m->mode == EVALUATE;
 	struct tensors *w = open_tensors(m, dir, "model", 1, (const char *[]){""});
 	int rc = w ? 0 : -1;
 	if (rc == 0 && map)
@@ -1383,7 +1383,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
-	if (m->purpose == TRAIN_RECOMPUTE_ATTENTION)
+	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
@@ -1414,7 +1414,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 			a->sum_scratch);
 	reduce_block(m, 1 + c->num_hidden_layers, step);
 	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
-		if (m->purpose == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
+		if (m->mode == TRAIN_RECOMPUTE_LAYER && l < c->num_hidden_layers - 1) { /* the last layer's are still there */
 			attention_layer_forward(m, l, T, NULL, 0);
 			ffn_layer_forward(m, l, T, NULL, step, NULL);
 		}

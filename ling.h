@@ -102,7 +102,7 @@ struct params {
 	struct layer_params *layer;  /* [num_hidden_layers] */
 };
 
-/* What the forward pass leaves for the backward pass. Where a layer need not keep it (see enum purpose), all share the same arrays.
+/* What the forward pass leaves for the backward pass. Where a layer need not keep it (see enum model_mode), all share the same arrays.
  * Between attention and head a rank holds its slice of the micro-batch's T tokens (sequence parallel, Korthikanti et al. 2022,
  * arXiv:2205.05198): N of them, R = N k, and A >= R expert rows may arrive from the expert group. Without tensor parallel N = T, alone A = R. */
 struct layer_activations {
@@ -165,7 +165,7 @@ struct model {
 	int64_t first_vocab;         /* the first vocabulary entry of that part */
 	int num_experts;             /* of this rank */
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
-	enum purpose purpose;
+	enum model_mode mode;
 	struct parameter *parameters;      /* [num_parameters] in the order of memory */
 	int num_parameters;
 	int64_t num_elements;          /* of this rank */
@@ -219,7 +219,7 @@ struct layer_sums {
 /* Makes this rank's part of a model, with room for max_sequences windows of seq_len tokens, weights not set. The layout must be connected.
  * Fails when memory does not suffice, saying how much is needed. model_free may follow a failure. */
 int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences, int seq_len,
-		enum purpose purpose);
+		enum model_mode mode);
 void model_free(struct model *m);
 void model_randomize(struct model *m, uint64_t seed);
 /* Reads all parameters from a Hugging Face directory; a tensor that is missing, or not the model's, is an error. For evaluation, matrices
@@ -312,7 +312,7 @@ struct memory_plan {
 
 /* c is the whole model's config. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
-		enum purpose purpose);
+		enum model_mode mode);
 
 /* Bytes. */
 double machine_memory(void);

@@ -19,7 +19,7 @@
 
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or computes those of the
  * attention or of whole layers a second time there. */
-enum purpose { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
+enum model_mode { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 
@@ -64,7 +64,7 @@ struct config {
 		int64_t steps, tokens;   /* length of the run: exactly one of them is set, the other is 0 */
 		int64_t stop_at_step;    /* save and stop here, as SIGTERM would; 0 = run to the end */
 		int micro_batch, batch;  /* sequences a forward pass; sequences an optimizer step */
-		enum purpose recompute;
+		enum model_mode recompute;
 		double grad_clip;        /* 0 = no clipping */
 		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
 	} train;

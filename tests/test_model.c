@@ -477,7 +477,7 @@ static void test_packed_documents(void **state)
 	(void)state;
 	enum { L = 12, V = 30, DOCUMENTS = 5 };
 	static const int length[DOCUMENTS] = {12, 3, 5, 1, 3}; /* two windows */
-	for (enum purpose recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+	for (enum model_mode recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 		struct trainer packed, alone;
 		struct metrics m[2];
 		struct config c = {

@@ -1131,7 +1131,7 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
 	#pragma omp parallel if (work > WORTH_THREADS)
 	#pragma omp single
 	for (int64_t i = 0, row = 0; i < n; row += segments[i++].num_tokens) {
-		const struct cache *c = segments[i].cache;
+		const struct kv_cache *c = segments[i].cache;
 		const int64_t L = segments[i].num_tokens;
 		const struct query_cut cut = cut_queries(L, nh, nkv);
 		for (int kv = 0; kv < nkv; kv++)

@@ -69,8 +69,8 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 
 /* Generation: a sequence that remembers its keys and values, kv [layers, capacity, 2 nkv d] after RoPE, of `length` tokens so far; and its next
  * tokens. To take tokens back, lower length. */
-struct cache { real *kv; int64_t length, capacity; };
-struct segment { struct cache *cache; const int32_t *token; int64_t num_tokens; };
+struct kv_cache { real *kv; int64_t length, capacity; };
+struct segment { struct kv_cache *cache; const int32_t *token; int64_t num_tokens; };
 /* The same for the next tokens of n sequences, whose rows stand one segment behind the other in qkv and out; their keys and values are in
  * the caches already, from position `length` on. The bits are those of the forward pass over the whole sequence. */
 void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv, int64_t d, real *scratch);

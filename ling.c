@@ -970,7 +970,7 @@ static void attention_segments(struct model *m, int l, const struct segment *seg
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim, width = qkv_width(c), kv_width = 2 * nkv * d;
 	real *qkv = x->qkv;
 	for (int i = 0; i < n; i++) {
-		const struct cache *cache = segments[i].cache;
+		const struct kv_cache *cache = segments[i].cache;
 		real *kv = cache->kv + (l * cache->capacity + cache->length) * kv_width;
 		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv, d);
 		for (int64_t t = 0; t < segments[i].num_tokens; t++, qkv += width, kv += kv_width)

@@ -14,28 +14,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-static size_t cache_bytes(const struct model *m, int64_t capacity)
+static size_t kv_cache_bytes(const struct model *m, int64_t capacity)
 {
 	return m->config.num_hidden_layers * (size_t)capacity * 2 * m->config.num_key_value_heads * m->config.head_dim * sizeof(real);
 }
 
-int cache_init(struct cache *c, struct model *m, int64_t capacity)
+int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
 {
-	const size_t bytes = cache_bytes(m, capacity);
-	*c = (struct cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
+	const size_t bytes = kv_cache_bytes(m, capacity);
+	*c = (struct kv_cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
 	if (c->kv && place_rope(m, capacity) == 0)
 		return 0;
-	cache_free(c);
+	kv_cache_free(c);
 	return fail("out of memory for the keys and values of %lld tokens, %.1f GB", (long long)capacity, bytes / 1e9);
 }
 
-void cache_free(struct cache *c)
+void kv_cache_free(struct kv_cache *c)
 {
 	free(c->kv);
-	*c = (struct cache){0};
+	*c = (struct kv_cache){0};
 }
 
-void cache_copy(const struct model *m, struct cache *to, const struct cache *from, int64_t n)
+void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_cache *from, int64_t n)
 {
 	const int64_t width = 2 * m->config.num_key_value_heads * m->config.head_dim;
 	assert(n <= from->length && n <= to->capacity);
@@ -149,7 +149,7 @@ size_t longest_stop(const struct strings *stop)
 }
 
 /* Adds a token to a continuation, and says whether and how that ends it. */
-static void add_token(struct continuation *c, int32_t id, const struct tokenizer *t, const struct generation *g)
+static void add_token(struct request *c, int32_t id, const struct tokenizer *t, const struct generation_config *g)
 {
 	if (id == tokenizer_end(t)) {
 		c->ended = ENDED_BY_TOKEN;
@@ -168,10 +168,10 @@ static void add_token(struct continuation *c, int32_t id, const struct tokenizer
 }
 
 /* A place for a sequence that is being continued. */
-struct slot { struct continuation *c; struct cache cache; };
+struct slot { struct request *c; struct kv_cache cache; };
 
 /* The forward pass for the tokens that the slots' caches lack, as many as there is room for; then the next token of each whose prompt is read. */
-static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation *g, real *logits,
+static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation_config *g, real *logits,
 		int32_t *scratch)
 {
 	const int64_t V = m->config.vocab_size, H = m->config.hidden_size, size = tokenizer_size(t);
@@ -198,7 +198,7 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 	model_logits(m, logits, 0, ready);
 	for (int i = 0; i < ready; i++) {
 		struct slot *s = slot_of[i];
-		struct continuation *c = s->c;
+		struct request *c = s->c;
 		/* The vocabulary may be padded: only ids that the tokenizer has are drawn. */
 		const int32_t id = choose_token(&g->sampling, logits + i * V, size < V ? size : V, c->number, c->ids.count, scratch);
 		if (id < 0)
@@ -214,15 +214,15 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 	return 0;
 }
 
-int generate(struct model *m, const struct tokenizer *t, struct continuation *continuations, int n, const struct generation *g)
+int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g)
 {
 	const int64_t V = m->config.vocab_size;
 	int64_t longest = 0;
 	for (int i = 0; i < n; i++)
-		longest = continuations[i].num_prompt > longest ? continuations[i].num_prompt : longest;
+		longest = requests[i].num_prompt > longest ? requests[i].num_prompt : longest;
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
-	const double caches = (double)(g->batch < n ? g->batch : n) * cache_bytes(m, longest + g->max_tokens);
+	const double caches = (double)(g->batch < n ? g->batch : n) * kv_cache_bytes(m, longest + g->max_tokens);
 	if (caches + m->acts_bytes > machine_memory())
 		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: make batch or max_tokens smaller",
 				g->batch, (long long)(longest + g->max_tokens), caches / 1e9, machine_memory() / 1e9);
@@ -230,12 +230,12 @@ int generate(struct model *m, const struct tokenizer *t, struct continuation *co
 	int32_t *scratch = malloc(V * sizeof *scratch);
 	int rc = logits && scratch ? 0 : fail("out of memory for the logits of %d sequences", g->batch), next = 0, running = 0;
 	for (int i = 0; i < g->batch && i < n && rc == 0; i++)
-		rc = cache_init(&slots[i].cache, m, longest + g->max_tokens);
+		rc = kv_cache_init(&slots[i].cache, m, longest + g->max_tokens);
 	while (rc == 0) {
 		running = 0;
 		for (struct slot *s = slots; s < slots + g->batch; s++) {
 			while (!s->c && s->cache.kv && next < n) {
-				struct continuation *c = &continuations[next++];
+				struct request *c = &requests[next++];
 				if (!c->ended) {
 					s->c = c;
 					s->cache.length = 0;
@@ -248,7 +248,7 @@ int generate(struct model *m, const struct tokenizer *t, struct continuation *co
 		rc = generate_step(m, t, slots, g, logits, scratch);
 	}
 	for (int i = 0; i < g->batch; i++)
-		cache_free(&slots[i].cache);
+		kv_cache_free(&slots[i].cache);
 	free(logits);
 	free(scratch);
 	return rc;

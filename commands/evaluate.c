@@ -283,7 +283,7 @@ struct pass {
 	size_t hit_room;
 };
 
-static void add_segment(struct pass *p, struct cache *cache, const int32_t *token, int64_t n)
+static void add_segment(struct pass *p, struct kv_cache *cache, const int32_t *token, int64_t n)
 {
 	p->segment[p->num_segments++] = (struct segment){cache, token, n};
 	p->tokens += n;
@@ -352,7 +352,7 @@ static void run_pass(struct task_work *w, struct model *m, struct pass *p)
 
 /* The log-likelihoods of n items: what the branches of each share goes through the model once, then its branches one after the other, each in
  * place of the one before. */
-static void score_items(struct task_work *w, struct model *m, struct cache *cache, const int64_t *list, int n, struct pass *p)
+static void score_items(struct task_work *w, struct model *m, struct kv_cache *cache, const int64_t *list, int n, struct pass *p)
 {
 	int most = 0;
 	for (int i = 0; i < n; i++) {
@@ -396,7 +396,7 @@ static void show_progress(struct task_progress *p)
 	print_status(stderr, line, false);
 }
 
-static int count_reply(void *context, const struct continuation *c)
+static int count_reply(void *context, const struct request *c)
 {
 	struct task_progress *p = context;
 	p->done += c->ended != RUNNING;
@@ -409,8 +409,8 @@ static int reply_to_items(struct task_work *w, struct model *m, int batch, struc
 {
 	const struct group *data = &m->layout.data;
 	const int max_tokens = w->task->max_tokens;
-	struct generation g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch, .show = progress ? count_reply : NULL, .context = progress};
-	struct continuation *list = calloc(w->num_items, sizeof *list);
+	struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch, .show = progress ? count_reply : NULL, .context = progress};
+	struct request *list = calloc(w->num_items, sizeof *list);
 	int n = 0, rc = 0;
 	if (!list)
 		return fail("out of memory for %lld replies", (long long)w->num_items);
@@ -437,11 +437,11 @@ static int score_all_items(struct task_work *w, struct model *m, int batch, stru
 {
 	const struct group *data = &m->layout.data;
 	struct pass pass = {.segment = calloc(batch, sizeof *pass.segment), .piece = calloc(batch, sizeof *pass.piece)};
-	struct cache *cache = calloc(batch, sizeof *cache);
+	struct kv_cache *cache = calloc(batch, sizeof *cache);
 	int64_t *list = calloc(batch, sizeof *list);
 	int rc = pass.segment && pass.piece && cache && list ? 0 : fail("out of memory for a batch of %d", batch);
 	for (int i = 0; i < batch && rc == 0; i++)
-		rc = cache_init(&cache[i], m, w->longest);
+		rc = kv_cache_init(&cache[i], m, w->longest);
 	for (int64_t i = 0; rc == 0 && i < w->num_items;) {
 		int n = 0;
 		for (; i < w->num_items && n < batch; i++)
@@ -453,7 +453,7 @@ static int score_all_items(struct task_work *w, struct model *m, int batch, stru
 		show_progress(progress);
 	}
 	for (int i = 0; cache && i < batch; i++)
-		cache_free(&cache[i]);
+		kv_cache_free(&cache[i]);
 	free(cache);
 	free(list);
 	free(pass.segment);

@@ -54,7 +54,7 @@ struct arguments {
 	int num_special, vocab_size;
 	const char *tokenizer, *out, *decode, *pattern, *data, *dtype, *tasks, *prompt, *prompts;
 	bool chat, document_mask;
-	struct generation generation;
+	struct generation_config generation;
 	char *stop;
 	int document_token, seq_len, ranks, ranks_per_node;
 	int64_t max_windows;
@@ -418,9 +418,9 @@ static int command_eval(const struct arguments *a)
 	return (a->data ? eval_data : eval_tasks)(a, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
-/* What of the continuations has been printed. They are printed in the order of the prompts, a single one as it comes. */
+/* What of the requests has been printed. They are printed in the order of the prompts, a single one as it comes. */
 struct printing {
-	const struct continuation *list;
+	const struct request *list;
 	int n, next;
 	size_t shown;                /* of a single one's text */
 	int64_t tokens;
@@ -428,7 +428,7 @@ struct printing {
 	const struct arguments *arguments;
 };
 
-static void print_continuation(const struct printing *p, const struct continuation *c)
+static void print_request(const struct printing *p, const struct request *c)
 {
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop", [ENDED_BY_LENGTH] = "length"};
 	if (p->arguments->json) {
@@ -444,7 +444,7 @@ static void print_continuation(const struct printing *p, const struct continuati
 	printf("\n");
 }
 
-static int show_continuation(void *context, const struct continuation *c)
+static int show_request(void *context, const struct request *c)
 {
 	struct printing *p = context;
 	const bool streams = p->n == 1 && !p->arguments->json;
@@ -461,7 +461,7 @@ static int show_continuation(void *context, const struct continuation *c)
 			printf("\n");
 	} else
 		for (; p->next < p->n && p->list[p->next].ended; p->next++)
-			print_continuation(p, &p->list[p->next]);
+			print_request(p, &p->list[p->next]);
 	if (fflush(stdout) || ferror(stdout))
 		return fail("cannot write to standard output: %s", strerror(errno));
 	if (!(streams && is_terminal(stdout)) && clock_seconds() - p->told > (is_terminal(stderr) ? 1 : 30)) {
@@ -487,7 +487,7 @@ static int read_prompts(const struct arguments *a, const struct tokenizer *t, st
 }
 
 /* Checks that the prompts suit the model and leave room for what is asked for, whose default shrinks to fit. */
-static int check_prompts(struct generation *g, const struct model_config *c, const struct ids *ids, int n, const char *dir)
+static int check_prompts(struct generation_config *g, const struct model_config *c, const struct ids *ids, int n, const char *dir)
 {
 	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
 	g->max_tokens = asked ? asked : 256;
@@ -501,17 +501,17 @@ static int check_prompts(struct generation *g, const struct model_config *c, con
 	return 0;
 }
 
-static int run_generation(const struct arguments *a, struct generation *g, const struct model_config *c, const struct tokenizer *t,
+static int run_generation(const struct arguments *a, struct generation_config *g, const struct model_config *c, const struct tokenizer *t,
 		struct ids *ids, int n)
 {
 	enum { TOKENS_AT_A_TIME = 512 };
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct model m = {0};
-	struct continuation *list = calloc(n, sizeof *list);
+	struct request *list = calloc(n, sizeof *list);
 	int64_t together = g->batch; /* tokens of a forward pass */
 	int rc = list ? 0 : fail("out of memory for %d prompts", n);
 	for (int i = 0; i < n && rc == 0; i++) {
-		list[i] = (struct continuation){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
+		list[i] = (struct request){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
 		ids[i] = (struct ids){0};
 		together = list[i].num_prompt > together ? list[i].num_prompt : together;
 	}
@@ -521,7 +521,7 @@ static int run_generation(const struct arguments *a, struct generation *g, const
 		rc = model_load(&m, a->words[0]);
 	if (rc == 0) {
 		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .told = clock_seconds(), .arguments = a};
-		g->show = show_continuation;
+		g->show = show_request;
 		g->context = &printing;
 		rc = generate(&m, t, list, n, g);
 		if (is_terminal(stderr))
@@ -538,7 +538,7 @@ static int run_generation(const struct arguments *a, struct generation *g, const
 
 static int command_generate(const struct arguments *a)
 {
-	struct generation g = a->generation;
+	struct generation_config g = a->generation;
 	struct model_config c;
 	struct ids *ids = NULL;
 	int n = 0;

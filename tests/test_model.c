@@ -837,10 +837,10 @@ static int draw(uint64_t *state, int most)
 static void check_extend(struct model *m, const int32_t *input, int B, const real *expected, uint64_t seed, int longest)
 {
 	const int64_t L = m->seq_len, V = m->config.vocab_size;
-	struct cache caches[B];
+	struct kv_cache caches[B];
 	real *logits = malloc(m->max_sequences * L * V * sizeof *logits);
 	for (int b = 0; b < B; b++)
-		assert_done(cache_init(&caches[b], m, L));
+		assert_done(kv_cache_init(&caches[b], m, L));
 	for (int64_t done = 0; done < B * L;) {
 		struct segment segments[B];
 		int64_t first[B], T = 0, row = 0;
@@ -864,10 +864,10 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		done = 0;
 		for (int b = 0; b < B; b++) {
 			if (draw(&seed, 3) == 0) {
-				struct cache copy;
-				assert_done(cache_init(&copy, m, L + draw(&seed, 5)));
-				cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
-				cache_free(&caches[b]);
+				struct kv_cache copy;
+				assert_done(kv_cache_init(&copy, m, L + draw(&seed, 5)));
+				kv_cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
+				kv_cache_free(&caches[b]);
 				caches[b] = copy;
 			}
 			if (draw(&seed, 31) == 0)
@@ -876,7 +876,7 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		}
 	}
 	for (int b = 0; b < B; b++)
-		cache_free(&caches[b]);
+		kv_cache_free(&caches[b]);
 	free(logits);
 }
 
@@ -1177,13 +1177,13 @@ static void test_choose_token(void **state)
 
 enum { PROMPTS = 7 };
 
-static void free_continuations(struct continuation list[PROMPTS])
+static void free_continuations(struct request list[PROMPTS])
 {
 	for (int i = 0; i < PROMPTS; i++)
 		free(list[i].ids.id), free(list[i].text.data);
 }
 
-static void run_generate(struct continuation list[PROMPTS], struct model *m, const struct tokenizer *t, const struct generation *g)
+static void run_generate(struct request list[PROMPTS], struct model *m, const struct tokenizer *t, const struct generation_config *g)
 {
 	uint64_t seed = 5;
 	memset(list, 0, PROMPTS * sizeof *list);
@@ -1196,7 +1196,7 @@ static void run_generate(struct continuation list[PROMPTS], struct model *m, con
 	assert_done(generate(m, t, list, PROMPTS, g));
 }
 
-/* Greedy and drawn continuations are the same for any batch, any number of tokens in a forward pass, and without the cache; no id of a padded
+/* Greedy and drawn requests are the same for any batch, any number of tokens in a forward pass, and without the cache; no id of a padded
  * vocabulary is drawn; the greedy ones are those that the whole forward pass says. */
 static void test_generate(void **state)
 {
@@ -1211,12 +1211,12 @@ static void test_generate(void **state)
 	char stop[4] = "", *stops[] = {stop};
 	real logits[300];
 	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
-		struct continuation expected[PROMPTS], found[PROMPTS];
+		struct request expected[PROMPTS], found[PROMPTS];
 		for (int way = 0; way < 6; way++) {
 			static const struct { int batch, tokens; bool no_cache; } ways[] = {{1, 64, false}, {1, 3, false}, {3, 64, false}, {PROMPTS, 64, false},
 				{PROMPTS, 5, false}, {4, 9, true}};
 			struct model m;
-			struct generation g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
+			struct generation_config g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
 				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = {stops, kind == 2, false}};
 			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
 			model_randomize(&m, 3);
@@ -1235,7 +1235,7 @@ static void test_generate(void **state)
 		assert_done(model_init(&m, &c, &alone, 1, LONGEST, EVALUATE));
 		model_randomize(&m, 3);
 		for (int i = 0; i < PROMPTS; i++) {
-			const struct continuation *e = &expected[i];
+			const struct request *e = &expected[i];
 			int32_t input[LONGEST] = {0};
 			memcpy(input, e->ids.id, e->ids.count * sizeof *input);
 			model_forward(&m, input, 1, NULL, NULL);

@@ -73,7 +73,7 @@ int manifest_write(const struct manifest *m, const char *path)
 				crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size, "bytes", (json_int_t)m->bytes));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
 			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
-			"learned", (json_int_t)m->learned, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
+			"learned", (json_int_t)m->loss_tokens, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
 	for (int i = 0; i < NUM_STAMPS; i++)
 		json_object_set_new(files, stamp_names[i], stamp_to_json(&m->stamps[i]));
 	json_object_set_new(root, "files", files);
@@ -128,7 +128,7 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 {
 	if (manifest_check_format(path, root) < 0)
 		return -1;
-	*m = (struct manifest){.largest_id = -1, .learned = -1};
+	*m = (struct manifest){.largest_id = -1, .loss_tokens = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
 		const char *tokenizer = field_text(root, path, "tokenizer");
@@ -147,7 +147,7 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 	if (!(m->dtype = token_type(dtype)))
 		return fail("%s: `dtype` is \"%.40s\"; expected an integer type", path, dtype);
 	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
-			field_int(root, path, "learned", 0, m->tokens, &m->learned) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
+			field_int(root, path, "learned", 0, m->tokens, &m->loss_tokens) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
 		return -1;
 	for (int i = 0; i < NUM_STAMPS; i++)
 		m->stamps[i] = stamp_from_json(json_object_get(files, stamp_names[i]));
@@ -178,7 +178,7 @@ static int manifest_check(const struct manifest *claimed, const struct manifest 
 	if (claimed->crc32 != is->crc32)
 		return fail("%s: `crc32` is %08x; that of %s is %08x: it is damaged, or the manifest is of another file", path,
 				(unsigned)claimed->crc32, bin, (unsigned)is->crc32);
-	if (claimed->learned >= 0 && claimed->mask_crc32 != is->mask_crc32)
+	if (claimed->loss_tokens >= 0 && claimed->mask_crc32 != is->mask_crc32)
 		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of another file", path,
 				(unsigned)claimed->mask_crc32, bin, (unsigned)is->mask_crc32);
 	return 0;
@@ -356,7 +356,7 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 			return -1;
 		if ((int64_t)t->mask.size != t->count)
 			return fail("%s: %zu bytes; expected one for each of the %lld ids of %s", name, t->mask.size, (long long)t->count, t->path);
-		t->learned = t->mask.data;
+		t->loss_mask = t->mask.data;
 	}
 	return 0;
 }
@@ -396,7 +396,7 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 }
 
 /* What is known of a block of ids. */
-struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t learned; };
+struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t loss_tokens; };
 
 static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t end)
 {
@@ -407,10 +407,10 @@ static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t 
 		const uint64_t largest = largest_id(t, i, next);
 		s.largest = largest > s.largest ? largest : s.largest;
 		s.crc32 = crc32_z(s.crc32, t->ids + i * width, (next - i) * width);
-		if (t->learned)
-			s.mask_crc32 = crc32_z(s.mask_crc32, t->learned + i, next - i);
+		if (t->loss_mask)
+			s.mask_crc32 = crc32_z(s.mask_crc32, t->loss_mask + i, next - i);
 		for (int64_t k = i; k < next; k++)
-			s.learned += t->learned ? t->learned[k] : 1;
+			s.loss_tokens += t->loss_mask ? t->loss_mask[k] : 1;
 	}
 	return s;
 }
@@ -433,7 +433,7 @@ static struct scanned tokens_scan(const struct tokens *t)
 			all.crc32 = crc32_combine(all.crc32, block[i].crc32, ids * token_width(t));
 			all.mask_crc32 = crc32_combine(all.mask_crc32, block[i].mask_crc32, ids);
 			all.largest = block[i].largest > all.largest ? block[i].largest : all.largest;
-			all.learned += block[i].learned;
+			all.loss_tokens += block[i].loss_tokens;
 			progress(&p, ids * token_width(t));
 		}
 	}
@@ -449,11 +449,11 @@ static int tokens_examine(const struct tokens *t, const char *prefix, struct man
 		return -1;
 	const struct scanned s = tokens_scan(t);
 	found->dtype = t->dtype, found->tokens = t->count, found->documents = t->documents;
-	found->crc32 = s.crc32, found->mask_crc32 = s.mask_crc32, found->learned = s.learned;
+	found->crc32 = s.crc32, found->mask_crc32 = s.mask_crc32, found->loss_tokens = s.loss_tokens;
 	found->largest_id = s.largest < INT64_MAX ? s.largest : INT64_MAX;
-	for (int64_t i = 0; t->learned && i < t->count; i++)
-		if (t->learned[i] > 1)
-			return fail("%s.mask.bin: byte %lld is %d; expected 0 or 1", prefix, (long long)i, t->learned[i]);
+	for (int64_t i = 0; t->loss_mask && i < t->count; i++)
+		if (t->loss_mask[i] > 1)
+			return fail("%s.mask.bin: byte %lld is %d; expected 0 or 1", prefix, (long long)i, t->loss_mask[i]);
 	return 0;
 }
 
@@ -539,8 +539,8 @@ int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target)
 {
-	for (int64_t i = 0; t->learned && i < n; i++)
-		if (!t->learned[start + 1 + i])
+	for (int64_t i = 0; t->loss_mask && i < n; i++)
+		if (!t->loss_mask[start + 1 + i])
 			target[i] = -1;
 }
 

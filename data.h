@@ -22,7 +22,7 @@ struct tokens {                /* a token file, mapped */
 	int dtype;                   /* Megatron's code of the ids' type, or 9: uint32 */
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset, else -1 */
-	const uint8_t *ids, *learned; /* learned [count]: 0 where the loss does not count; NULL: it counts everywhere */
+	const uint8_t *ids, *loss_mask; /* loss_mask [count]: 0 where the loss does not count; NULL: it counts everywhere */
 	char tokenizer[PATH_LEN];    /* from the manifest; "" when it does not tell */
 	uint32_t tokenizer_hash;     /* where it tells */
 	uint32_t crc32;              /* of the ids, with the loss mask behind them */
@@ -96,7 +96,7 @@ struct manifest {
 	int64_t vocab_size, bytes;
 	int dtype;
 	int64_t tokens, documents;   /* documents -1: not told by the file */
-	int64_t largest_id, learned;
+	int64_t largest_id, loss_tokens;
 	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
 	struct stamp stamps[NUM_STAMPS];
 };

@@ -581,8 +581,8 @@ static int command_tokenize(const struct arguments *a)
 	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", !a->special_as_text, a->num_words, a->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
-	if (t.learned < t.tokens)
-		printf(", %lld tokens learned", (long long)t.learned);
+	if (t.loss_tokens < t.tokens)
+		printf(", %lld tokens learned", (long long)t.loss_tokens);
 	printf("\n");
 	return EXIT_DONE;
 }

@@ -57,13 +57,13 @@ struct token_writer {
 	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
 	size_t num_split, split_room;
 	int32_t largest_id, last_id;
-	int64_t masked, learned;     /* bytes of .mask.bin; tokens that are learned */
+	int64_t masked, loss_tokens;   /* bytes of .mask.bin; tokens that are learned */
 	uint32_t crc, mask_crc;
 };
 
 /* Appends to the loss mask. As long as all is learned it stays empty: what is left out of it is filled in when the first token comes that
  * is not. */
-static void put_mask(struct token_writer *w, const char *learned, size_t n)
+static void put_mask(struct token_writer *w, const char *loss_mask, size_t n)
 {
 	char ones[4096];
 	memset(ones, 1, sizeof ones);
@@ -73,8 +73,8 @@ static void put_mask(struct token_writer *w, const char *learned, size_t n)
 		fwrite(ones, 1, piece, w->mask);
 		w->masked += piece;
 	}
-	w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)learned, n);
-	fwrite(learned, 1, n, w->mask);
+	w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)loss_mask, n);
+	fwrite(loss_mask, 1, n, w->mask);
 	w->masked += n;
 }
 
@@ -85,8 +85,8 @@ static void end_sequence(struct token_writer *w)
 	w->sequences++, w->length = 0;
 }
 
-/* Adds a piece of the current document. learned [n], or NULL: all. */
-static void put_ids(struct token_writer *w, const int32_t *id, const char *learned, size_t n)
+/* Adds some ids of the current document. loss_mask [n], or NULL: all. */
+static void put_ids(struct token_writer *w, const int32_t *id, const char *loss_mask, size_t n)
 {
 	uint16_t narrow[8192];
 	const int width = token_types[w->dtype].size;
@@ -103,13 +103,13 @@ static void put_ids(struct token_writer *w, const int32_t *id, const char *learn
 			narrow[i] = id[at + i];
 			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
 			w->last_id = id[at + i];
-			w->learned += learned ? learned[at + i] : 1;
+			w->loss_tokens += loss_mask ? loss_mask[at + i] : 1;
 		}
 		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
 		w->crc = crc32_z(w->crc, out, piece * width);
 		fwrite(out, width, piece, w->bin);
-		if (learned)
-			put_mask(w, learned + at, piece);
+		if (loss_mask)
+			put_mask(w, loss_mask + at, piece);
 		w->tokens += piece, w->length += piece;
 	}
 }
@@ -135,7 +135,7 @@ static int put_encoded(struct token_writer *w, const struct encoded *r, bool who
 		return fail("%s", r->error);
 	for (size_t i = 0; i < r->count; i++) {
 		const struct document *d = &r->documents[i];
-		put_ids(w, d->ids.id, d->learned.size ? d->learned.data : NULL, d->ids.count);
+		put_ids(w, d->ids.id, d->loss_mask.size ? d->loss_mask.data : NULL, d->ids.count);
 		w->bytes += d->bytes;
 		if (whole_documents)
 			end_document(w);
@@ -245,7 +245,7 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
 		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files, in->num_files == 1 ? "" : "s");
-	if (!rc && w->learned < w->tokens)
+	if (!rc && w->loss_tokens < w->tokens)
 		put_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
@@ -283,7 +283,7 @@ static int tokenize_to(struct token_writer *w, const char *prefix, char temporar
 	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
 		rc = stamp_file(&m->stamps[i], temporary[i]);
 	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
-	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->learned = w->learned;
+	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
 	return rc;
 }
@@ -329,7 +329,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 		if (rc < 0)
 			unlink(temporary[k]);
 	}
-	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.learned};
+	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.loss_tokens};
 	input_close(&in);
 	tokenizer_close(t);
 	free(w.split);

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-struct tokenized { int64_t documents, tokens, bytes, learned; }; /* learned: tokens that the loss counts */
+struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tokens: those that the loss counts */
 /* Turns text and JSONL files into PREFIX.bin, .idx and .json, with all processors and in bounded memory: a text file may be of any size. With `special`,
  * as Hugging Face does, the text of a special token becomes that token, but not in messages: a user's words cannot pass for a role.
  * A text file is one document; so is a .jsonl line, which has a `text`, the `messages` of a conversation ([{"role": ..., "content": ...}]), or a

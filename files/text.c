@@ -278,7 +278,7 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
 	int n = 2, rc = 0;
-	d->ids.count = d->learned.size = 0;
+	d->ids.count = d->loss_mask.size = 0;
 	if (!json_is_object(root))
 		return fail("%s: is %s; expected an object", where, json_kind(root));
 	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
@@ -301,15 +301,15 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)
-			rc = chat_encode(e, messages, n, false, &d->ids, &d->learned);
+			rc = chat_encode(e, messages, n, false, &d->ids, &d->loss_mask);
 		if (messages != m)
 			free(messages);
 	}
 	const int32_t end = tokenizer_end(e->t);
 	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation whose last word is not the assistant's */
 		put_id(&d->ids, end);
-		if (d->learned.size)
-			mark_learned(&d->learned, &d->ids, false);
+		if (d->loss_mask.size)
+			append_loss_mask(&d->loss_mask, &d->ids, false);
 	}
 	d->bytes = text_bytes(e->t, &d->ids);
 	return rc;
@@ -330,7 +330,7 @@ static int parse_line(struct encoder *e, const char *path, long line, const char
 void encoded_free(struct encoded *r)
 {
 	for (size_t i = 0; i < r->count; i++)
-		free(r->documents[i].ids.id), free(r->documents[i].learned.data);
+		free(r->documents[i].ids.id), free(r->documents[i].loss_mask.data);
 	free(r->documents), free(r->error);
 	*r = (struct encoded){0};
 }

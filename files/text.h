@@ -60,10 +60,10 @@ void encoder_give(struct encoders *all, struct encoder *e);
 
 void encoders_close(struct encoders *all);
 
-/* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; learned.size 0: everywhere. */
+/* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; loss_mask.size 0: everywhere. */
 struct document {
 	struct ids ids;
-	struct text learned;
+	struct text loss_mask;
 	int64_t bytes;               /* of text, see manifest.bytes */
 };
 

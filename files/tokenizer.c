@@ -1410,16 +1410,16 @@ static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
 }
 
-void mark_learned(struct text *learned, const struct ids *out, bool value)
+void append_loss_mask(struct text *loss_mask, const struct ids *out, bool value)
 {
-	for (const char byte = value; learned && learned->size < (size_t)out->count;)
-		text_append(learned, &byte, 1);
+	for (const char byte = value; loss_mask && loss_mask->size < (size_t)out->count;)
+		text_append(loss_mask, &byte, 1);
 }
 
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned)
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask)
 {
 	const char *role = "";
-	mark_learned(learned, out, false);
+	append_loss_mask(loss_mask, out, false);
 	for (int i = 0; i < n; i++) {
 		char shown[64];
 		if (!(role = chat_role(messages[i].role)))
@@ -1427,20 +1427,20 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 					printable(shown, messages[i].role));
 		if (chat_opening(e, role, out) < 0)
 			return -1;
-		mark_learned(learned, out, false);
+		append_loss_mask(loss_mask, out, false);
 		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
 			return -1;
-		mark_learned(learned, out, !strcmp(role, "ASSISTANT"));
+		append_loss_mask(loss_mask, out, !strcmp(role, "ASSISTANT"));
 	}
 	if (reply) {
 		if (chat_opening(e, "ASSISTANT", out) < 0)
 			return -1;
-		mark_learned(learned, out, false);
+		append_loss_mask(loss_mask, out, false);
 	} else if (!strcmp(role, "ASSISTANT")) {
 		if (tokenizer_end(e->t) < 0)
 			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
 		put_id(out, tokenizer_end(e->t));
-		mark_learned(learned, out, true);
+		append_loss_mask(loss_mask, out, true);
 	}
 	return 0;
 }

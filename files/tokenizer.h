@@ -53,9 +53,9 @@ void encoder_close(struct encoder *e); /* NULL is fine */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
 struct message { const char *role, *content; size_t content_size; }; /* role: system, user, human, assistant or tool, in any case */
-/* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `learned` (or NULL) one
+/* Appends the ids of a conversation in Ling's chat form; with `reply`, also the opening of the assistant's reply. With `loss_mask` (or NULL) one
  * byte an id: 1 where the loss counts, which is in the assistant's replies and the end token behind the last one. */
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *learned);
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask);
 
 /* The tokenizer of a model's directory: by name, if one is given; else DIR/tokenizer.json; else what DIR/trainer.json says of data.tokenizer. */
 struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
@@ -226,8 +226,8 @@ int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, 
 /* A role as the form spells it; NULL when there is no such role. */
 const char *chat_role(const char *role);
 
-/* Brings `learned` to one byte an id: `value` for those that are new. */
-void mark_learned(struct text *learned, const struct ids *out, bool value);
+/* Brings `loss_mask` to one byte an id: `value` for those that are new. */
+void append_loss_mask(struct text *loss_mask, const struct ids *out, bool value);
 
 #define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 

@@ -30,12 +30,12 @@ static void tokenize(char *path)
 	struct tokenized result;
 	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", false, 1, &path, &result) < 0)
 		return;
-	int64_t learned = 0;
+	int64_t loss_tokens = 0;
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)
 		abort();
 	for (int64_t i = 0; i < t.count; i++)
-		learned += t.learned ? t.learned[i] : 1;
-	if (learned != result.learned || (learned == t.count) != !t.learned)
+		loss_tokens += t.loss_mask ? t.loss_mask[i] : 1;
+	if (loss_tokens != result.loss_tokens || (loss_tokens == t.count) != !t.loss_mask)
 		abort();
 	tokens_close(&t);
 }

@@ -1247,7 +1247,7 @@ static const char *show_tokens(const char *prefix)
 		fail_msg("%s", error_text);
 	assert_true(t.count < 400);
 	for (int64_t i = 0; i < t.count; i++) {
-		const bool is = !t.learned || t.learned[i], was = i && (!t.learned || t.learned[i - 1]);
+		const bool is = !t.loss_mask || t.loss_mask[i], was = i && (!t.loss_mask || t.loss_mask[i - 1]);
 		if (is != was)
 			out[n++] = is ? '[' : ']';
 		out[n++] = id_at(&t, i) == 256 ? '|' : id_at(&t, i);
@@ -1284,7 +1284,7 @@ static void tokenize_chat(void **state)
 		if (tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result) < 0)
 			fail_msg("%s", error_text);
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
-		assert_true(result.learned < result.tokens && exists(at("t.mask.bin")));
+		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
 	}
 	struct tokens t;
 	size_t n;
@@ -1319,7 +1319,7 @@ static void tokenize_chat(void **state)
 	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
-	assert_int_equal(result.learned, 6);
+	assert_int_equal(result.loss_tokens, 6);
 }
 
 /* Longer than a piece that is written at once, and than a sequence: the mask is a byte a token throughout. */
@@ -1331,20 +1331,20 @@ static void tokenize_long_chat(void **state)
 	const int n = SEQUENCE_MAX + 9000;
 	char b[PATH_LEN], *line = allocate(2 * n + 100);
 	strcpy(b, at("b.jsonl"));
-	for (int learned = 0; learned < 2; learned++) {
+	for (int all = 0; all < 2; all++) {
 		int size = sprintf(line, "{\"text\":\"12345\"}\n{\"prompt\":\"");
-		memset(line + size, 'p', learned ? 1 : n);
-		size += learned ? 1 : n;
+		memset(line + size, 'p', all ? 1 : n);
+		size += all ? 1 : n;
 		size += sprintf(line + size, "\",\"completion\":\"");
-		memset(line + size, 'c', learned ? n : 1);
-		size += learned ? n : 1;
+		memset(line + size, 'c', all ? n : 1);
+		size += all ? n : 1;
 		size += sprintf(line + size, "\"}");
 		put_file(b, line, size);
 		assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
-		assert_int_equal(result.learned, 6 + (learned ? n : 1) + 1);
+		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
 		for (int64_t i = 0; i < t.count; i++)
-			assert_int_equal(t.learned[i], i < 6 || i >= t.count - 1 - (learned ? n : 1));
+			assert_int_equal(t.loss_mask[i], i < 6 || i >= t.count - 1 - (all ? n : 1));
 		tokens_close(&t);
 	}
 	free(line);
@@ -1357,23 +1357,23 @@ static void chat_prompt(void **state)
 	struct tokenizer *t = tokenizer_open("byte");
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
-	struct text learned = {0};
+	struct text loss_mask = {0};
 	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1}, {"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
-	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &learned), 0);
+	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] = "xy<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a<role>HUMAN</role>h<role>ASSISTANT</role>";
 	assert_int_equal(ids.count, sizeof expected - 1);
-	assert_int_equal(learned.size, ids.count);
+	assert_int_equal(loss_mask.size, ids.count);
 	for (int64_t i = 0; i < ids.count; i++) {
 		assert_int_equal(ids.id[i], (uint8_t)expected[i]);
-		assert_int_equal(learned.data[i], expected[i] == 'a');
+		assert_int_equal(loss_mask.data[i], expected[i] == 'a');
 	}
 	ids.count = 0;
 	assert_int_equal(chat_encode(e, messages, 2, false, &ids, NULL), 0);
 	assert_true(ids.id[ids.count - 1] == 256 && ids.id[ids.count - 2] == 'a');
 	assert_int_equal(chat_encode(e, bad, 1, true, &ids, NULL), -1);
 	expect_error("message 1: the role is `boss`");
-	free(ids.id), free(learned.data);
+	free(ids.id), free(loss_mask.data);
 	encoder_close(e);
 	tokenizer_close(t);
 }
@@ -1391,7 +1391,7 @@ static void tokens_formats(void **state)
 	put_file(at("gpt.bin"), &file, 1024 + sizeof u16);
 	for (int i = 0; i < 2; i++) { /* the second time by the manifest */
 		assert_int_equal(tokens_open(&t, at("gpt.bin"), "none", 65536), 0);
-		assert_true(t.count == 4 && t.documents == -1 && !t.learned);
+		assert_true(t.count == 4 && t.documents == -1 && !t.loss_mask);
 		assert_int_equal(tokens_read(&t, 1, 3, out), 0);
 		assert_true(out[0] == 300 && out[1] == 65535 && out[2] == 0);
 		tokens_close(&t);
@@ -1494,7 +1494,7 @@ static void tokens_large(void **state)
 {
 	(void)state;
 	const int64_t count = INT64_C(5) << 29; /* 5 GiB */
-	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000, .learned = count / 2};
+	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000, .loss_tokens = count / 2};
 	struct tokens t;
 	int32_t out[4];
 	char path[PATH_LEN];

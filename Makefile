@@ -11,7 +11,7 @@ endif
 # multiply-add.
 OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).
-WARNINGS := -Wall -Wextra -Werror -Wno-pass-failed
+WARNINGS := -Wall -Wextra -Wshadow -Werror -Wno-pass-failed
 # What mpicc would add, so that any compiler can be used.
 MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null)
 MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)

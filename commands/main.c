@@ -17,7 +17,7 @@
 #include "ling.h"
 #include "commands/engine.h"
 #include "commands/tasks.h"
-#include "commands/evaluate.h"
+#include "commands/scoring.h"
 #include "commands/info.h"
 #include "commands/doctor.h"
 #include "commands/tokenize.h"

@@ -548,9 +548,9 @@ static int write_png(const char *path, const uint8_t *rgb)
 {
 	char temporary[PATH_LEN];
 	struct stat st;
-	char *real = realpath(path, NULL); /* NULL: not there, or a link to nowhere */
-	const char *target = real ? real : path;
-	bool in_place = real ? stat(real, &st) == 0 && !S_ISREG(st.st_mode) : lstat(path, &st) == 0;
+	char *resolved = realpath(path, NULL); /* NULL: not there, or a link to nowhere */
+	const char *target = resolved ? resolved : path;
+	bool in_place = resolved ? stat(resolved, &st) == 0 && !S_ISREG(st.st_mode) : lstat(path, &st) == 0;
 	FILE *f = NULL;
 	int rc = path_suffix(temporary, target, in_place ? "" : ".tmp");
 	if (rc == 0 && (f = file_create(temporary))) {
@@ -564,7 +564,7 @@ static int write_png(const char *path, const uint8_t *rgb)
 			unlink(temporary);
 		}
 	}
-	free(real);
+	free(resolved);
 	return f ? rc : -1;
 }
 

@@ -273,11 +273,11 @@ static int task_path(const struct loader *l, char path[PATH_LEN])
 /* Checks what one key alone cannot tell of a task that begins at `start`. */
 static int check_task(const struct loader *l, struct task *t, struct place start)
 {
-	const int kinds = OF_CHOICE | OF_PERPLEXITY | OF_MATCH;
+	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH;
 	const int kind = t->type == TASK_MULTIPLE_CHOICE ? OF_CHOICE : t->type == TASK_PERPLEXITY ? OF_PERPLEXITY : OF_MATCH;
 	for (int i = 0; i < task_table.num_keys; i++) {
 		const struct key *k = &task_keys[i];
-		if (l->places[i].source && k->flags & kinds && !(k->flags & kind))
+		if (l->places[i].source && k->flags & types && !(k->flags & kind))
 			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away", task_types[t->type]);
 		if (!l->places[i].source && k->flags & REQUIRED && k->flags & kind)
 			return fail_at(start, "the key %s is missing here: %s", k->name, k->help);
@@ -330,14 +330,14 @@ static int load_tasks(struct loader *l)
 
 void tasks_print_keys(FILE *out)
 {
-	static const int kinds[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
+	static const int types[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
 	char type[256];
 	for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
 		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
 		const char *separator = "; of ";
 		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe(type, k));
 		for (int i = 0; i < 3; i++)
-			if (k->flags & kinds[i])
+			if (k->flags & types[i])
 				fprintf(out, "%s%s", separator, task_types[i]), separator = ", ";
 		fprintf(out, ")\n");
 	}

@@ -28,7 +28,7 @@
 #define TRAINER_FORMAT "ling-trainer"
 #define TRAINER_VERSION 2
 
-const char *const kinds[] = {"model", "optimizer"};
+const char *const tensor_kinds[] = {"model", "optimizer"};
 
 static void part_name(char name[64], const char *kind, int part, int parts)
 {
@@ -43,9 +43,9 @@ bool checkpoint_name(char name[64], int i, int parts)
 	if (i == 0)
 		strcpy(name, "config.json");
 	else if (i <= 2 * parts)
-		part_name(name, kinds[(i - 1) / parts], (i - 1) % parts, parts);
+		part_name(name, tensor_kinds[(i - 1) / parts], (i - 1) % parts, parts);
 	else if (parts > 1 && i <= 2 * parts + 2)
-		snprintf(name, 64, "%s.safetensors.index.json", kinds[i - 2 * parts - 1]);
+		snprintf(name, 64, "%s.safetensors.index.json", tensor_kinds[i - 2 * parts - 1]);
 	else
 		return false;
 	return true;
@@ -274,7 +274,7 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	if (path_join(path, dir, "config.json") < 0 || config_to_huggingface(&c->model, path) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
-		if (parts_finish(dir, kinds[i], parts) < 0)
+		if (parts_finish(dir, tensor_kinds[i], parts) < 0)
 			return -1;
 	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
 }

@@ -52,7 +52,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 
 #define MAX_PARTS 99999 /* what the five digits in their names can tell */
 
-extern const char *const kinds[];
+extern const char *const tensor_kinds[];
 
 /* The name of file i of a checkpoint, trainer.json left out. Returns whether there is one. */
 bool checkpoint_name(char name[64], int i, int parts);

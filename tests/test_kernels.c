@@ -36,13 +36,13 @@ static void test_self_check(void **state)
 {
 	(void)state;
 	struct check checks[MAX_CHECKS];
-	double *scratch = take(self_check_scratch(), sizeof *scratch);
-	const int n = self_check(checks, scratch);
+	double *work = take(self_check_scratch(), sizeof *work);
+	const int n = self_check(checks, work);
 	for (int i = 0; i < n; i++)
 		if (!(checks[i].forward <= (sizeof(real) == 8 ? 1e-12 : CHECK_BOUND) && checks[i].backward <= CHECK_BOUND))
 			fail_msg("%s: relative error %g forward, %g backward", checks[i].operation, checks[i].forward, checks[i].backward);
 	assert_in_range(n, 14, MAX_CHECKS);
-	free(scratch);
+	free(work);
 }
 
 /* ------------------------------------------------------------------------------------------------------------
@@ -233,10 +233,10 @@ static void test_attention_large_scores(void **state)
 	(void)state;
 	const real qkv[3][6] = {{1000, 0, 1000, 0, 1, 2}, {0, 1000, 0, 1000, 3, 4}, {1000, 0, 500, 500, 5, 6}};
 	const real expected[3][2] = {{1, 2}, {3, 4}, {1, 2}};
-	real out[3][2], lse[3], *scratch = garbage(attention_scratch(2));
-	attention_forward(out[0], lse, qkv[0], NULL, 1, 3, 1, 1, 2, scratch);
+	real out[3][2], lse[3], *work = garbage(attention_scratch(2));
+	attention_forward(out[0], lse, qkv[0], NULL, 1, 3, 1, 1, 2, work);
 	assert_memory_equal(out, expected, sizeof out);
-	free(scratch);
+	free(work);
 }
 
 /* ------------------------------------------------------------------------------------------------------------
@@ -540,9 +540,9 @@ static void test_threads(void **state)
 	random_normal(w, H * H, &s, T * H);
 	for (int threads = 1; threads <= 3; threads++) {
 		omp_set_num_threads(threads);
-		real *y = out[threads - 1] = take(2 * T * H, sizeof *y), *scratch = take(row_sum_scratch(H), sizeof *scratch);
+		real *y = out[threads - 1] = take(2 * T * H, sizeof *y), *work = take(row_sum_scratch(H), sizeof *work);
 		rmsnorm_forward(y, rstd, x, w, T, H, 1e-5);
-		rmsnorm_backward(y + T * H, y, x, x, w, rstd, T, H, true, scratch);
+		rmsnorm_backward(y + T * H, y, x, x, w, rstd, T, H, true, work);
 		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 0, 5, H, 3, true);
 		y[0] = (real)sum_of_squares(x, T * H);
 		for (int i = 0; i < 2; i++) {
@@ -550,7 +550,7 @@ static void test_threads(void **state)
 			matmul_forward(product[i], x, &(struct weight){.data = w}, w, T, H, H, false);
 		}
 		assert_memory_equal(product[0], product[1], T * H * sizeof *product[0]);
-		free(scratch), free(product[0]), free(product[1]);
+		free(work), free(product[0]), free(product[1]);
 	}
 	omp_set_num_threads(before);
 	for (int i = 1; i < 3; i++) {

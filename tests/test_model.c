@@ -1107,19 +1107,19 @@ static void test_mapped(void **state)
 static void test_choose_token(void **state)
 {
 	(void)state;
-	int32_t scratch[8];
+	int32_t ids[8];
 	struct sampling s = {.top_p = 1};
 	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2}, none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
-	assert_int_equal(choose_token(&s, ties, 5, 0, 0, scratch), 1);
+	assert_int_equal(choose_token(&s, ties, 5, 0, 0, ids), 1);
 	for (int t = 0; t < 2; t++) {
 		s.temperature = t;
-		assert_int_equal(choose_token(&s, wrong, 3, 0, 0, scratch), -1);
-		assert_int_equal(choose_token(&s, none, 2, 0, 0, scratch), -1);
-		assert_int_equal(choose_token(&s, one, 3, 0, 0, scratch), 1);
+		assert_int_equal(choose_token(&s, wrong, 3, 0, 0, ids), -1);
+		assert_int_equal(choose_token(&s, none, 2, 0, 0, ids), -1);
+		assert_int_equal(choose_token(&s, one, 3, 0, 0, ids), 1);
 	}
 	/* Draws have the probabilities that the settings say, and are the same again. */
 	enum { V = 6, DRAWS = 20000 };
-	static const struct { double temperature, top_p; int top_k; double expected[V]; } cases[] = {
+	static const struct { double temperature, top_p; int top_k; double expected[V]; } draws[] = {
 		{1, 1, 0, {.1, .3, .2, .3, .05, .05}},
 		{1, 1, V, {.1, .3, .2, .3, .05, .05}},
 		{0.5, 1, 0, {.01 / .235, .09 / .235, .04 / .235, .09 / .235, .0025 / .235, .0025 / .235}},
@@ -1136,17 +1136,17 @@ static void test_choose_token(void **state)
 	for (int v = 0; v < V; v++)
 		logits[v] = (real)log(p[v]);
 	logits[3] = logits[1], logits[5] = logits[4];
-	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+	for (size_t i = 0; i < sizeof draws / sizeof *draws; i++) {
 		int count[V] = {0};
-		s = (struct sampling){cases[i].temperature, cases[i].top_p, cases[i].top_k, 7};
+		s = (struct sampling){draws[i].temperature, draws[i].top_p, draws[i].top_k, 7};
 		for (int j = 0; j < DRAWS; j++) {
-			const int32_t v = choose_token(&s, logits, V, j % 10, j / 10, scratch);
+			const int32_t v = choose_token(&s, logits, V, j % 10, j / 10, ids);
 			assert_in_range(v, 0, V - 1);
-			assert_int_equal(choose_token(&s, logits, V, j % 10, j / 10, scratch), v);
+			assert_int_equal(choose_token(&s, logits, V, j % 10, j / 10, ids), v);
 			count[v]++;
 		}
 		for (int v = 0; v < V; v++) {
-			const double e = cases[i].expected[v];
+			const double e = draws[i].expected[v];
 			if (fabs(count[v] - DRAWS * e) > 5 * sqrt(DRAWS * e * (1 - e)))
 				fail_msg("case %zu: token %d came %d times of %d, expected %g", i, v, count[v], DRAWS, DRAWS * e);
 		}

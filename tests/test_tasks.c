@@ -10,7 +10,7 @@
 #include "files/tokenizer.h"
 #include "ling.h"
 #include "commands/tasks.h"
-#include "commands/evaluate.h"
+#include "commands/scoring.h"
 
 #include <math.h>
 #include <stdbool.h>

@@ -1,8 +1,8 @@
 /*
- * commands/evaluate.h - scored evaluation: a task is encoded, run through the model, and counted.
+ * commands/scoring.h - scored evaluation: a task is encoded, run through the model, and counted.
  */
-#ifndef LING_COMMANDS_EVALUATE_H
-#define LING_COMMANDS_EVALUATE_H
+#ifndef LING_COMMANDS_SCORING_H
+#define LING_COMMANDS_SCORING_H
 
 #include "files/tokenizer.h"
 #include "ling.h"

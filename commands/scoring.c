@@ -1,8 +1,8 @@
 /*
- * commands/evaluate.c - scored evaluation: a task is encoded, run through the model, and counted.
+ * commands/scoring.c - scored evaluation: a task is encoded, run through the model, and counted.
  */
 #define _GNU_SOURCE
-#include "commands/evaluate.h"
+#include "commands/scoring.h"
 
 #include "files/base.h"
 #include "kernels.h"

@@ -785,7 +785,7 @@ static void test_keys(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_spellings),
+		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_sources), cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),

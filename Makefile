@@ -96,15 +96,15 @@ $(BUILD)/fuzz/%.o: %.c $(BUILD)/fuzz/flags
 
 # ---- tests ----
 
-# Each test program is linked with one of the builds.
+# tests/test_*.c are programs, each linked with one of the builds, and tests/test_*.sh scripts, which run TEST_TOOLS.
 RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model)
 DOUBLE_TESTS := $(RELEASE_TESTS:%=%_double)
-SANITIZE_TESTS := $(addprefix $(BUILD)/,test_config test_files test_tokenizer test_convert test_tasks test_plot)
+SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
-# What test scripts run.
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
-# The number of cores behind a colon is for tests/run.sh. The longest come first.
-TEST_SCRIPTS := $(addprefix tests/,test_parallel.sh:8 test_plan.sh:4 test_cli.sh test_generate.sh test_convert.sh test_tasks.sh)
+# What tests/run.sh runs, the longest first. The number behind a colon is of cores.
+LONG_TESTS := tests/test_parallel.sh:8 tests/test_plan.sh:4 tests/test_cli.sh tests/test_generate.sh tests/test_convert.sh tests/test_tasks.sh
+SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
 
 $(RELEASE_TESTS) $(addprefix $(BUILD)/,test_parallel compare_checkpoints): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)
 	$(CC) $(RELEASE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
@@ -131,7 +131,7 @@ test: test-deps
 	$(MAKE) --no-print-directory $(if $(findstring -j,$(MAKEFLAGS)),,-j$$(nproc)) run-tests
 
 run-tests: ling $(TEST_PROGRAMS) $(TEST_TOOLS)
-	tests/run.sh $(TEST_SCRIPTS) $(TEST_PROGRAMS)
+	tests/run.sh $(LONG_TESTS) $(TEST_PROGRAMS) $(SHORT_TESTS)
 
 # clang's view of every source and test: errors and warnings, no code. What passed is not looked at again until it changes.
 $(BUILD)/clang/%.passed: %.c $(BUILD)/clang/flags

@@ -25,14 +25,6 @@
 
 #include "test.h"
 
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
-
-static bool exists(const char *path)
-{
-	struct stat st;
-	return lstat(path, &st) == 0;
-}
-
 /* ---- numbers ---- */
 
 /* The value of a number of `bits` fraction bits and an exponent above them, by the definition. */
@@ -912,14 +904,12 @@ static void refused_tokenizers(void **state)
 	expect_error("ignore_merges");
 }
 
-#define CASE(f) cmocka_unit_test_setup_teardown(f, make_scratch, drop_scratch)
-
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(numbers_read), cmocka_unit_test(numbers_round), cmocka_unit_test(numbers_convert), cmocka_unit_test(checksum_of_slices),
-		CASE(directory_to_directory), CASE(directory_to_gguf), CASE(ties), CASE(checkpoint), CASE(refused_directories), CASE(refused_numbers),
-		CASE(full_disk), CASE(refused_headers), CASE(refused_metadata), CASE(tokenizers), CASE(refused_tokenizers),
+		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories), TEST(refused_numbers),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(tokenizers), TEST(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

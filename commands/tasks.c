@@ -438,15 +438,10 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json, size_t n)
 {
 	char where[PATH_LEN + 24];
-	json_error_t error;
 	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
-	json_t *object = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
-	int rc;
-	if (!object)
-		rc = fail("%s: bad JSON: %s", where, error.text);
-	else if (!json_is_object(object))
-		rc = fail("%s: is %s; expected an object, one sample", where, json_kind(object));
-	else {
+	json_t *object = json_line(where, json, n);
+	int rc = -1;
+	if (object) {
 		samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
 		struct sample *s = &samples->sample[samples->count++];
 		*s = (struct sample){.line = line};
@@ -472,7 +467,7 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 	int rc = 0;
 	errno = 0;
 	for (int64_t line = 1; !rc && (!limit || samples->count < limit) && (n = getline(&json, &capacity, f)) >= 0; line++) {
-		if (strspn(json, " \t\r\n") < (size_t)n)
+		if (!is_blank_line(json, n))
 			rc = add_sample(t, samples, path, line, json, n);
 		errno = 0;
 	}
@@ -541,27 +536,23 @@ static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "by
 
 struct results *results_open(const char *dir)
 {
+	static const char *const names[NUM_RESULT_FILES] = {"samples.jsonl", "results.json"};
 	struct results *r = allocate(sizeof *r);
-	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN && path_join(r->samples, dir, "samples.jsonl") == 0 &&
-			path_suffix(r->temporary, r->samples, ".tmp") == 0 && (r->f = file_create(r->temporary)))
+	char path[PATH_LEN];
+	int rc = make_directories(dir);
+	for (int i = 0; i < NUM_RESULT_FILES && rc == 0; i++)
+		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_file_begin(&r->file[i], path);
+	if (rc == 0)
 		return r;
+	for (int i = 0; i < NUM_RESULT_FILES; i++)
+		new_file_abandon(&r->file[i]);
 	free(r);
 	return NULL;
 }
 
-/* A text as a JSON string; bytes that are not UTF-8, as a model's reply may hold, become U+FFFD. */
 static json_t *text_to_json(const struct text *t)
 {
-	struct text clean = {0};
-	int32_t code;
-	for (size_t i = 0, size; i < t->size; i += size) {
-		const int whole = utf8_decode(t->data + i, t->size - i, &code);
-		text_append(&clean, whole ? t->data + i : "\xef\xbf\xbd", whole ? whole : 3);
-		size = whole ? whole : 1;
-	}
-	json_t *json = json_stringn(clean.data ? clean.data : "", clean.size);
-	free(clean.data);
-	return json;
+	return json_bytes(t->data, t->size);
 }
 
 static json_t *tokens_to_json(const int32_t *token, int64_t n)
@@ -607,7 +598,7 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 		json_object_set_new(line, "correct", json_boolean(s->correct));
 	}
 	char *text = json_text(line, JSON_COMPACT);
-	fprintf(r->f, "%s\n", text);
+	fprintf(r->file[RESULT_SAMPLES].stream, "%s\n", text);
 	free(text);
 	json_decref(line);
 }
@@ -621,7 +612,7 @@ static json_t *result_to_json(const struct task_result *result)
 		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}", "value", isfinite(s->value) ? json_real(s->value) : json_null(),
 				"standard_error", isfinite(s->standard_error) ? json_real(s->standard_error) : json_null()));
 	}
-	json_t *json = json_pack("{s:s, s:s, s:s, s:I, s:o}", "name", t->name, "type", task_types[t->type], "data", t->data,
+	json_t *json = json_pack("{s:s, s:s, s:o, s:I, s:o}", "name", t->name, "type", task_types[t->type], "data", json_cstring(t->data),
 			"samples", (json_int_t)t->num_samples, "scores", scores);
 	if (t->type == TASK_PERPLEXITY) {
 		json_object_set_new(json, "tokens", json_integer(result->tokens));
@@ -648,7 +639,7 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
 		json_array_append_new(tasks, result_to_json(&result[i]));
-	return json_pack("{s:s, s:s, s:o, s:I, s:o}", "model", facts->model, "tasks_file", facts->tasks, "tokenizer_hash",
+	return json_pack("{s:o, s:o, s:o, s:I, s:o}", "model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks), "tokenizer_hash",
 			crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
 }
 
@@ -662,19 +653,12 @@ char *results_text(const struct evaluation_facts *facts, const struct task_resul
 
 int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed)
 {
-	char path[PATH_LEN], temporary[PATH_LEN];
-	int rc = file_close(r->f, r->temporary, failed ? -1 : 0);
-	if (rc == 0 && (rc = path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0 ? -1 : 0) == 0) {
+	if (!failed) {
 		json_t *json = results_to_json(facts, result, count);
-		rc = json_write(temporary, json);
+		json_print(r->file[RESULT_SUMMARY].stream, json);
 		json_decref(json);
-		if (rc == 0 && (rename(r->temporary, r->samples) < 0 || rename(temporary, path) < 0))
-			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
 	}
-	if (rc == 0)
-		rc = sync_path(r->dir);
-	else if (!failed)
-		unlink(r->temporary);
+	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, failed ? -1 : 0);
 	free(r);
 	return rc;
 }

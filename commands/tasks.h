@@ -91,9 +91,7 @@ int results_finish(struct results *r, const struct evaluation_facts *facts, cons
 /* The text of results.json; the caller frees it. */
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
 
-struct results {
-	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN];
-	FILE *f;
-};
+enum { RESULT_SAMPLES, RESULT_SUMMARY, NUM_RESULT_FILES };
+struct results { struct new_file file[NUM_RESULT_FILES]; };
 
 #endif

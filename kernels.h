@@ -36,11 +36,11 @@ void matmul_backward_weight(real *dw, const real *dy, const real *x, int64_t T, 
 void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accumulate, real *scratch);
 /* The same for G weights w[G], in memory w [G, N, K]: rows offset[g] .. offset[g+1]-1 belong to group g, which may be empty. With a list `row` [R] row r of
  * that operand is its row[r]: a gather without a copy. */
-void grouped_matmul_forward(real *y, const real *x, const int32_t *row, const struct weight *w, const int64_t *offset, int G, int64_t K,
+void grouped_matmul_forward(real *y, const real *x, const int32_t *row_index, const struct weight *w, const int64_t *offset, int G, int64_t K,
 		int64_t N, bool accumulate);
-void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row, const real *w, const int64_t *offset, int G, int64_t K,
+void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row_index, const real *w, const int64_t *offset, int G, int64_t K,
 		int64_t N, bool accumulate);
-void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row, const real *x, const int32_t *x_row,
+void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row_index, const real *x, const int32_t *x_row_index,
 		const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate);
 
 /* -- embedding: out [T, H] = w[token[t] - first], w [V, H] the part of the vocabulary from `first` on; 0 for a token of another part -- */
@@ -79,9 +79,9 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
  *    act [R, I] = weight[r] silu(gate) up; weight [R], or NULL for 1. The backward pass begins with the product behind it: dout are the gradients
  *    of that product's outputs without the weight, w_down [G, H, I]. It also gives act again (it is not kept from the forward pass) and
  *    dweight [R] (or NULL). A list `row` is that of x, or of dout. -- */
-void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row, const struct weight *w, const real *weight,
+void swiglu_forward(real *act, real *gate_up, const real *x, const int32_t *row_index, const struct weight *w, const real *weight,
 		const int64_t *offset, int G, int64_t H, int64_t I);
-void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row, const real *w_down, const real *gate_up,
+void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout, const int32_t *row_index, const real *w_down, const real *gate_up,
 		const real *weight, const int64_t *offset, int G, int64_t H, int64_t I);
 
 /* -- random numbers: a value depends on (seed, purpose, step, position) alone -- */

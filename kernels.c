@@ -1634,8 +1634,8 @@ void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *tar
 
 void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
 {
-	const real beta1 = (real)o->beta1, one_minus_beta1 = (real)(1 - o->beta1);
-	const real beta2 = (real)o->beta2, one_minus_beta2 = (real)(1 - o->beta2);
+	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2;
+	const real one_minus_beta1 = (real)(1 - o->beta1), one_minus_beta2 = (real)(1 - o->beta2);
 	const real eps = (real)o->eps, grad_scale = (real)o->grad_scale;
 	const real decay = (real)(1 - o->lr * o->weight_decay);
 	const real step_size = (real)(o->lr / (1 - pow(o->beta1, (double)o->step)));

@@ -1065,12 +1065,13 @@ int64_t attention_scratch(int64_t d)
 	return block_scratch(d) * kernels_threads();
 }
 
-/* A block of queries: `heads` heads from `head` on, which share key-value head `kv`, at `positions` positions of the
+/* A block of queries: `heads` heads from `head` on, which share a key-value head, at `positions` positions of the
  * sequence from `first` on. Its rows are ordered by head, then by position. */
 struct query_block {
-	int kv, head;
+	int head;
 	int64_t heads, first, positions, rows;
-	/* [rows] where each row is in qkv and in out, from position `first` on */
+	/* [rows] where each row is in qkv and in out, counted from position `first`: so an int is enough, however long the
+	 * sequence */
 	int32_t qkv_row[QUERY_BLOCK], out_row[QUERY_BLOCK];
 	const int32_t *document;     /* [positions] the position where the document of each begins; NULL: 0 for all */
 };
@@ -1095,12 +1096,12 @@ static struct query_block make_query_block(const struct query_blocking *cut, int
 		int64_t past, const int32_t *document, int64_t L, int nh, int nkv)
 {
 	const int64_t first = block * cut->positions;
-	struct query_block q = {.kv = kv, .head = kv * (nh / nkv) + group * cut->heads, .first = past + first};
+	struct query_block q = {.head = kv * (nh / nkv) + group * cut->heads, .first = past + first};
 	q.document = document ? document + first : NULL;
 	q.heads = min64(cut->heads, (kv + 1) * (nh / nkv) - q.head);
 	q.positions = min64(cut->positions, L - first);
 	for (int64_t h = 0; h < q.heads; h++)
-		for (int64_t i = first; i < first + q.positions; i++, q.rows++) {
+		for (int64_t i = 0; i < q.positions; i++, q.rows++) {
 			q.qkv_row[q.rows] = i * (nh + 2 * nkv) + q.head + h;
 			q.out_row[q.rows] = i * nh + q.head + h;
 		}
@@ -1142,9 +1143,9 @@ static struct key_range unmasked_keys(const struct query_block *q, int64_t r, in
 	return (struct key_range){min64(max64(first_key_of_row(q, r) - key, 0), to), to};
 }
 
-/* One block's rows of out, and of lse if it is not NULL. qkv, out and lse begin where the rows of the block are
- * counted from. k and v are those of the key-value head at position 0, rows ld apart. Key blocks begin at multiples of
- * KEY_BLOCK, so that the bits of a row do not depend on the block that it is in. */
+/* One block's rows of out, and of lse if it is not NULL. qkv, out and lse begin at the block's first position. k and v
+ * are those of the key-value head at position 0, rows ld apart. Key blocks begin at multiples of KEY_BLOCK, so that
+ * the bits of a row do not depend on the block that it is in. */
 static void attention_block_forward(real *out, real *lse, const struct query_block *q, const real *qkv, const real *k,
 		const real *v, int64_t ld, int64_t d, real *scratch)
 {
@@ -1196,8 +1197,9 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
 					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
 					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
-					attention_block_forward(out + b * L * nh * d, lse + b * L * nh, &q, sequence, k, k + nkv * d,
-							stride, d, scratch + omp_get_thread_num() * block_scratch(d));
+					attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
+							sequence + q.first * stride, k, k + nkv * d, stride, d,
+							scratch + omp_get_thread_num() * block_scratch(d));
 				}
 }
 
@@ -1222,25 +1224,26 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
 						const struct query_block q = make_query_block(&cut, kv, group, block, c->length, NULL, L, nh,
 								nkv);
 						const real *k = c->kv + layer * c->capacity * stride + kv * d;
-						attention_block_forward(out + row * nh * d, NULL, &q, qkv + row * (nh + 2 * nkv) * d, k,
+						const int64_t first = row + q.first - c->length; /* of the block, in all segments */
+						attention_block_forward(out + first * nh * d, NULL, &q, qkv + first * (nh + 2 * nkv) * d, k,
 								k + nkv * d, stride, d, scratch + omp_get_thread_num() * block_scratch(d));
 					}
 				}
 	}
 }
 
-/* One block's part of the backward pass of a sequence, all of whose arrays begin at position 0. Writes the block's
- * rows of dsequence, and adds to the gradients of its key-value head's keys and values there. */
-static void attention_block_backward(real *dsequence, const struct query_block *q, const real *dout, const real *out,
-		const real *lse, const real *sequence, int64_t nh, int64_t nkv, int64_t d, real *scratch)
+/* One block's part of the backward pass: writes its rows of dqkv, and adds to dk and dv, the gradients of its
+ * key-value head's keys and values. dqkv, dout, out, lse and qkv begin at the block's first position; dk, dv, k and v
+ * at position 0, rows ld apart. */
+static void attention_block_backward(real *dqkv, real *dk, real *dv, const struct query_block *q, const real *dout,
+		const real *out, const real *lse, const real *qkv, const real *k, const real *v, int64_t ld, int64_t d,
+		real *scratch)
 {
 	/* With scores S = Q K^T / sqrt(d), P = softmax(S) = e^(S - lse) and O = P V, by rows:
 	 *   dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP_j P_j), where that sum is dO . O;
 	 *   dQ = dS K / sqrt(d);  dK = dS^T Q / sqrt(d).
 	 * `dp` becomes dS / sqrt(d). */
-	const int64_t stride = (nh + 2 * nkv) * d;
-	const real *k = sequence + (nh + q->kv) * d, *v = k + nkv * d, scale = (real)(1 / sqrt((double)d));
-	real *dk = dsequence + (nh + q->kv) * d, *dv = dk + nkv * d;
+	const real scale = (real)(1 / sqrt((double)d));
 	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = dp + QUERY_BLOCK * KEY_BLOCK, dot[QUERY_BLOCK];
 	for (int64_t r = 0; r < q->rows; r++) {
 		const real *o = out + q->out_row[r] * d, *d_o = dout + q->out_row[r] * d;
@@ -1251,9 +1254,9 @@ static void attention_block_backward(real *dsequence, const struct query_block *
 		dot[r] = sum;
 	}
 	for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
-		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * stride;
-		attention_scores(p, q, sequence, k + offset, keys, stride, d);
-		gemm(q->rows, keys, d, 1, block_rows(dout, q->out_row, d), transposed(v + offset, stride), false, dp,
+		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * ld;
+		attention_scores(p, q, qkv, k + offset, keys, ld, d);
+		gemm(q->rows, keys, d, 1, block_rows(dout, q->out_row, d), transposed(v + offset, ld), false, dp,
 				KEY_BLOCK);
 		for (int64_t r = 0; r < q->rows; r++) {
 			real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
@@ -1270,14 +1273,14 @@ static void attention_block_backward(real *dsequence, const struct query_block *
 			memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
 		}
 		gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(dout, q->out_row, d), true, dv + offset,
-				stride);
-		gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + offset, stride), key > first_key_of_block(q),
+				ld);
+		gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + offset, ld), key > first_key_of_block(q),
 				dq, d);
-		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(sequence, q->qkv_row, d), true, dk + offset,
-				stride);
+		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(qkv, q->qkv_row, d), true, dk + offset,
+				ld);
 	}
 	for (int64_t r = 0; r < q->rows; r++)
-		memcpy(dsequence + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
+		memcpy(dqkv + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
 }
 
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
@@ -1289,7 +1292,9 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 	for (int64_t b = 0; b < B; b++)
 		/* one thread for all of a key-value head: its query heads add to the same dK and dV */
 		for (int kv = 0; kv < nkv; kv++) {
-			real *dsequence = dqkv + b * L * stride, *dk = dsequence + (nh + kv) * d, *dv = dk + nkv * d;
+			const int64_t keys = b * L * stride + (nh + kv) * d; /* where the keys of this head begin in qkv */
+			const real *k = qkv + keys;
+			real *dk = dqkv + keys, *dv = dk + nkv * d;
 			for (int64_t t = 0; t < L; t++) {
 				memset(dk + t * stride, 0, d * sizeof *dk);
 				memset(dv + t * stride, 0, d * sizeof *dv);
@@ -1298,8 +1303,9 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 				for (int64_t block = 0; block < cut.num_blocks; block++) {
 					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
 					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
-					attention_block_backward(dsequence, &q, dout + b * L * nh * d, out + b * L * nh * d,
-							lse + b * L * nh, qkv + b * L * stride, nh, nkv, d,
+					const int64_t first = b * L + q.first; /* of the block, in all sequences */
+					attention_block_backward(dqkv + first * stride, dk, dv, &q, dout + first * nh * d,
+							out + first * nh * d, lse + first * nh, qkv + first * stride, k, k + nkv * d, stride, d,
 							scratch + omp_get_thread_num() * block_scratch(d));
 				}
 		}

@@ -518,16 +518,49 @@ static void gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, s
 }
 
 /* ============================================================================================================
- * The machine: OpenBLAS as the yardstick and the second opinion, memory, threads
+ * OpenBLAS, and the number of threads
  * ========================================================================================================== */
+
+/* Sets the number of OpenBLAS's own threads. A library that was built with OpenMP would change ling's too. */
+static void set_openblas_threads(int n)
+{
+	const int threads = omp_get_max_threads();
+	openblas_set_num_threads(n);
+	omp_set_num_threads(threads);
+}
+
+void kernels_init(bool openblas)
+{
+	use_openblas = openblas;
+	set_openblas_threads(1);
+}
+
+int kernels_threads(void)
+{
+	return omp_get_max_threads();
+}
+
+void single_gemm(real *c, const real *a, bool transpose_a, const real *b, bool transpose_b, int64_t m, int64_t n,
+		int64_t k, int openblas_threads)
+{
+	const int own = omp_get_max_threads();
+	if (openblas_threads > 0) {
+		set_openblas_threads(openblas_threads);
+		omp_set_num_threads(openblas_threads); /* a library that was built with OpenMP takes no more than these */
+	}
+	(openblas_threads > 0 ? openblas_gemm : ling_gemm)(m, n, k, 1, transpose_a ? transposed(a, m) : as_stored(a, k),
+			transpose_b ? transposed(b, k) : as_stored(b, n), false, c, n, NULL);
+	set_openblas_threads(1);
+	omp_set_num_threads(own);
+}
 
 const char *blas_core(void)
 {
 	return openblas_get_corename();
 }
 
-/* How far a kernel of that name uses the processor: 0 SSE, 1 AVX, 2 AVX2 with FMA, 3 AVX-512 or a name that is not
- * known here, which a newer library may have chosen for good reason. */
+/* Which instructions the OpenBLAS kernel of that name uses: 0 SSE, 1 AVX, 2 AVX2 with FMA, 3 AVX-512. A name that is
+ * not known here counts as 3: a newer library may have chosen it for a good reason. */
 static int core_level(const char *name)
 {
 	static const char *const levels[3][16] = {
@@ -554,100 +587,7 @@ const char *blas_better_core(void)
 	else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 		best = "Haswell";
 #endif
-	return best && core_level(blas_core()) < core_level(best) ? best : NULL; /* SkylakeX counts as 3 */
-}
-
-const char *cpu_features(char out[256])
-{
-	*out = 0;
-#ifdef __x86_64__
-	static const char *const names[] = {"sse4.2", "avx", "fma", "avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"};
-	const bool has[] = {__builtin_cpu_supports("sse4.2"), __builtin_cpu_supports("avx"), __builtin_cpu_supports("fma"),
-			__builtin_cpu_supports("avx2"), __builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
-			__builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl")};
-	for (size_t i = 0, n = 0; i < sizeof has / sizeof *has; i++)
-		if (has[i])
-			n += snprintf(out + n, 256 - n, "%s%s", n ? " " : "", names[i]);
-#endif
-	return out;
-}
-
-double worse(double a, double b)
-{
-	return a > b || isnan(a) ? a : b;
-}
-
-double product_error(bool openblas)
-{
-	/* The three forms that training uses, at sizes that meet the kernels' main loops and their edges. */
-	enum { M = 67, N = 101, K = 389 };
-	static const bool forms[3][2] = {{false, true}, {false, false}, {true, false}};
-	real a[M * K], b[N * K], c[M * N];
-	double worst = 0;
-	random_normal(a, M * K, &(struct random_stream){.seed = 1}, 0);
-	random_normal(b, N * K, &(struct random_stream){.seed = 2}, 0);
-	for (int f = 0; f < 3; f++) {
-		const bool ta = forms[f][0], tb = forms[f][1];
-		double difference = 0, norm = 0;
-		(openblas ? openblas_gemm : ling_gemm)(M, N, K, 1, ta ? transposed(a, M) : as_stored(a, K), tb ? transposed(b,
-				K) : as_stored(b, N), false, c, N, NULL);
-		for (int i = 0; i < M; i++)
-			for (int j = 0; j < N; j++) {
-				double sum = 0;
-				for (int k = 0; k < K; k++)
-					sum += (double)a[ta ? k * M + i : i * K + k] * b[tb ? j * K + k : k * N + j];
-				difference += (c[i * N + j] - sum) * (c[i * N + j] - sum);
-				norm += sum * sum;
-			}
-		worst = worse(worst, sqrt(difference / norm));
-	}
-	return worst;
-}
-
-double memory_bandwidth(real *out, const real *in, int64_t n)
-{
-	double best = INFINITY;
-	for (int i = 0; i < 5; i++) {
-		double start = omp_get_wtime();
-		copy_array(out, in, n);
-		best = fmin(best, omp_get_wtime() - start);
-	}
-	return 2.0 * n * sizeof *out / best;
-}
-
-/* A library that was built with OpenMP changes the number of ling's own threads too. */
-static void set_blas_threads(int n)
-{
-	const int threads = omp_get_max_threads();
-	openblas_set_num_threads(n);
-	omp_set_num_threads(threads);
-}
-
-double blas_roof(real *a, real *b, real *c, int64_t n, int repeats, int threads)
-{
-	double best = INFINITY;
-	const int own = omp_get_max_threads();
-	set_blas_threads(threads);
-	omp_set_num_threads(threads);
-	for (int i = 0; i < repeats; i++) {
-		double start = omp_get_wtime();
-		openblas_gemm(n, n, n, 1, as_stored(a, n), transposed(b, n), false, c, n, NULL);
-		best = fmin(best, omp_get_wtime() - start);
-	}
-	set_blas_threads(1);
-	omp_set_num_threads(own);
-	return best;
-}
-
-void kernels_init(bool openblas)
-{
-	use_openblas = openblas;
-	set_blas_threads(1);
-}
-
-int kernels_threads(void)
-{
-	return omp_get_max_threads();
+	return best && core_level(blas_core()) < core_level(best) ? best : NULL; /* SkylakeX's is 3 */
 }
 
 /* ============================================================================================================
@@ -1376,6 +1316,84 @@ void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout,
 }
 
 /* ============================================================================================================
+ * Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+ * ========================================================================================================== */
+
+void philox(uint32_t out[4], const uint32_t counter[4], const uint32_t key[2])
+{
+	uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3], k0 = key[0], k1 = key[1];
+	for (int round = 0; round < 10; round++) {
+		uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
+		c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+		c1 = (uint32_t)b;
+		c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+		c3 = (uint32_t)a;
+		k0 += 0x9E3779B9u;
+		k1 += 0xBB67AE85u;
+	}
+	out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+/* Words 4 block .. 4 block + 3 of a stream. */
+static void random_block(uint32_t out[4], const struct random_stream *s, uint64_t block)
+{
+	philox(out, (uint32_t[]){(uint32_t)block, (uint32_t)(block >> 32), s->step, s->purpose},
+			(uint32_t[]){(uint32_t)s->seed, (uint32_t)(s->seed >> 32)});
+}
+
+void random_normal(real *out, int64_t n, const struct random_stream *s, uint64_t position)
+{
+	position += s->first;
+	for (int64_t i = 0; i < n;) {
+		uint32_t word[4];
+		double normal[4];
+		random_block(word, s, (position + i) / 4);
+		for (int pair = 0; pair < 4; pair += 2) { /* Box & Muller 1958; the +1 keeps the logarithm finite */
+			double radius = sqrt(-2 * log((word[pair] + 1.0) / 4294967296.0));
+			double angle = 2 * M_PI * word[pair + 1] / 4294967296.0;
+			normal[pair] = radius * cos(angle);
+			normal[pair + 1] = radius * sin(angle);
+		}
+		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
+			out[i++] = (real)normal[lane];
+	}
+}
+
+void random_uniform(real *out, int64_t n, const struct random_stream *s, uint64_t position)
+{
+	position += s->first;
+	for (int64_t i = 0; i < n;) {
+		uint32_t word[4];
+		random_block(word, s, (position + i) / 4);
+		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
+			out[i++] = (real)((word[lane] + 0.5) / 4294967296.0);
+	}
+}
+
+uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
+{
+	/* A Feistel network of 6 rounds is a bijection of [0, 4^half), the smallest of these that holds [0, n). Applied
+	 * again until the result is beneath n ("cycle walking"), it is a bijection of [0, n). */
+	int half = 1;
+	while (half < 32 && (uint64_t)1 << 2 * half < n)
+		half++;
+	const uint64_t mask = ((uint64_t)1 << half) - 1;
+	assert(i < n);
+	do {
+		uint64_t left = i >> half, right = i & mask;
+		for (uint64_t round = 0; round < 6; round++) {
+			uint32_t word[4];
+			random_block(word, s, round << 32 | right);
+			uint64_t next = left ^ (word[0] & mask);
+			left = right;
+			right = next;
+		}
+		i = left << half | right;
+	} while (i >= n);
+	return i;
+}
+
+/* ============================================================================================================
  * Router
  * ========================================================================================================== */
 
@@ -1655,82 +1673,4 @@ void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, in
 		real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + one_minus_beta2 * g * g;
 		w[i] = w[i] * decay - step_size * m / ((real)sqrt(v) * v_correction + eps);
 	}
-}
-
-/* ============================================================================================================
- * Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
- * ========================================================================================================== */
-
-void philox(uint32_t out[4], const uint32_t counter[4], const uint32_t key[2])
-{
-	uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3], k0 = key[0], k1 = key[1];
-	for (int round = 0; round < 10; round++) {
-		uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
-		c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-		c1 = (uint32_t)b;
-		c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-		c3 = (uint32_t)a;
-		k0 += 0x9E3779B9u;
-		k1 += 0xBB67AE85u;
-	}
-	out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
-
-/* Words 4 block .. 4 block + 3 of a stream. */
-static void random_block(uint32_t out[4], const struct random_stream *s, uint64_t block)
-{
-	philox(out, (uint32_t[]){(uint32_t)block, (uint32_t)(block >> 32), s->step, s->purpose},
-			(uint32_t[]){(uint32_t)s->seed, (uint32_t)(s->seed >> 32)});
-}
-
-void random_normal(real *out, int64_t n, const struct random_stream *s, uint64_t position)
-{
-	position += s->first;
-	for (int64_t i = 0; i < n;) {
-		uint32_t word[4];
-		double normal[4];
-		random_block(word, s, (position + i) / 4);
-		for (int pair = 0; pair < 4; pair += 2) { /* Box & Muller 1958; the +1 keeps the logarithm finite */
-			double radius = sqrt(-2 * log((word[pair] + 1.0) / 4294967296.0));
-			double angle = 2 * M_PI * word[pair + 1] / 4294967296.0;
-			normal[pair] = radius * cos(angle);
-			normal[pair + 1] = radius * sin(angle);
-		}
-		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
-			out[i++] = (real)normal[lane];
-	}
-}
-
-void random_uniform(real *out, int64_t n, const struct random_stream *s, uint64_t position)
-{
-	position += s->first;
-	for (int64_t i = 0; i < n;) {
-		uint32_t word[4];
-		random_block(word, s, (position + i) / 4);
-		for (int lane = (position + i) % 4; lane < 4 && i < n; lane++)
-			out[i++] = (real)((word[lane] + 0.5) / 4294967296.0);
-	}
-}
-
-uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
-{
-	/* A Feistel network of 6 rounds is a bijection of [0, 4^half), the smallest of these that holds [0, n). Applied
-	 * again until the result is beneath n ("cycle walking"), it is a bijection of [0, n). */
-	int half = 1;
-	while (half < 32 && (uint64_t)1 << 2 * half < n)
-		half++;
-	const uint64_t mask = ((uint64_t)1 << half) - 1;
-	assert(i < n);
-	do {
-		uint64_t left = i >> half, right = i & mask;
-		for (uint64_t round = 0; round < 6; round++) {
-			uint32_t word[4];
-			random_block(word, s, round << 32 | right);
-			uint64_t next = left ^ (word[0] & mask);
-			left = right;
-			right = next;
-		}
-		i = left << half | right;
-	} while (i >= n);
-	return i;
 }

@@ -322,7 +322,7 @@ static void test_questions(void **state)
 	make_model(&m);
 	load_ok(&tasks, CHOICE "}", QUESTIONS);
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
-	assert_int_equal(w.num_items, 7);
+	assert_int_equal(w.num_contexts, 7);
 	assert_int_equal(w.longest, WINDOW);
 	assert_done(task_run(&w, &m, BATCH));
 	const struct samples *s = &tasks.task[0].samples;
@@ -332,13 +332,13 @@ static void test_questions(void **state)
 		/* what is left of a context that does not fit: 48 inputs, and the last byte of the longest option */
 		const char *context = i == 4 ? x->prompt.data + x->prompt.size - (WINDOW + 1 - strlen(" longer")) : x->prompt.data ? x->prompt.data : "";
 		double score[NUM_ACCURACIES][4];
-		assert_int_equal(w.item[i].cut, i == 4);
+		assert_int_equal(w.contexts[i].cut, i == 4);
 		for (int c = 0; c < x->num_choices; c++, b++) {
 			const double expected = plain_option(&m, i == 1, context, x->choice[c].data);
-			if (!(fabs(w.value[b] - expected) < 1e-4))
-				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.value[b], expected);
-			score[0][c] = w.value[b];
-			score[1][c] = score[2][c] = w.value[b] / x->choice[c].size;
+			if (!(fabs(w.log_likelihood[b] - expected) < 1e-4))
+				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.log_likelihood[b], expected);
+			score[0][c] = w.log_likelihood[b];
+			score[1][c] = score[2][c] = w.log_likelihood[b] / x->choice[c].size;
 		}
 		for (int k = 0; k < NUM_ACCURACIES; k++) {
 			int top = 0;
@@ -347,7 +347,7 @@ static void test_questions(void **state)
 			best[k] += top == x->answer;
 		}
 	}
-	assert_true(w.value[w.item[3].first_branch] == w.value[w.item[3].first_branch + 1]);
+	assert_true(w.log_likelihood[w.contexts[3].first_continuation] == w.log_likelihood[w.contexts[3].first_continuation + 1]);
 	task_score(&w, &result, NULL);
 	assert_int_equal(result.cut, 1);
 	for (int k = 0; k < NUM_ACCURACIES; k++) {
@@ -405,18 +405,18 @@ static void test_merges(void **state)
 		load_ok(&tasks, CHOICE "}", line);
 		assert_done(task_encode(&w, &tasks.task[0], t, WINDOW));
 		assert_done(task_run(&w, &m, BATCH));
-		for (int c = 0; c < 3; c++) {
-			const struct task_item *x = w.item;
-			const struct task_branch *b = &w.branch[c];
+		for (int option = 0; option < 3; option++) {
+			const struct task_context *x = w.contexts;
+			const struct task_continuation *c = &w.continuations[option];
 			double score[8], sum = 0;
-			assert_int_equal(x->num_shared + b->num_rest, cases[i + c].num);
-			for (int j = 0; j < cases[i + c].num; j++)
-				assert_int_equal(w.ids.id[j < x->num_shared ? x->shared + j : b->rest + j - x->num_shared], cases[i + c].token[j]);
-			assert_int_equal(b->scored, cases[i + c].scored);
-			plain_scores(&m, cases[i + c].token, cases[i + c].num, score);
-			for (int j = cases[i + c].scored; j < cases[i + c].num; j++)
+			assert_int_equal(x->num_tokens + c->num_tokens, cases[i + option].num);
+			for (int j = 0; j < cases[i + option].num; j++)
+				assert_int_equal(w.ids.id[j < x->num_tokens ? x->begin + j : c->begin + j - x->num_tokens], cases[i + option].token[j]);
+			assert_int_equal(c->first_scored, cases[i + option].scored);
+			plain_scores(&m, cases[i + option].token, cases[i + option].num, score);
+			for (int j = cases[i + option].scored; j < cases[i + option].num; j++)
 				sum += score[j];
-			assert_true(fabs(w.value[c] - sum) < 1e-4);
+			assert_true(fabs(w.log_likelihood[option] - sum) < 1e-4);
 		}
 		task_work_free(&w);
 		tasks_free(&tasks);
@@ -426,10 +426,10 @@ static void test_merges(void **state)
 	struct task_work w;
 	load_ok(&tasks, CHOICE ", chat: true}", "{\"q\": \"a\", \"o\": [\"b\", \"<|endoftext|>\"], \"a\": 0}");
 	assert_done(task_encode(&w, &tasks.task[0], t, 60));
-	assert_int_equal(w.item[0].num_shared, strlen("<role>HUMAN</role>a<role>ASSISTANT</role>"));
-	assert_int_equal(w.branch[0].num_rest, 1);
-	assert_int_equal(w.branch[1].num_rest, strlen("<|endoftext|>")); /* ordinary text */
-	assert_int_equal(w.branch[1].scored, w.item[0].num_shared);
+	assert_int_equal(w.contexts[0].num_tokens, strlen("<role>HUMAN</role>a<role>ASSISTANT</role>"));
+	assert_int_equal(w.continuations[0].num_tokens, 1);
+	assert_int_equal(w.continuations[1].num_tokens, strlen("<|endoftext|>")); /* ordinary text */
+	assert_int_equal(w.continuations[1].first_scored, w.contexts[0].num_tokens);
 	task_work_free(&w);
 	tasks_free(&tasks);
 	model_free(&m);
@@ -450,7 +450,7 @@ static void test_bits(void **state)
 	for (int batch = 1; batch < BATCH; batch++) {
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&alone, &m, batch));
-		assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 	}
 	for (int tokens = 7; tokens < 500; tokens *= 8) { /* at a time: segments are cut, or all are together */
@@ -458,34 +458,32 @@ static void test_bits(void **state)
 		make_model_for(&other, tokens);
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&alone, &other, BATCH));
-		assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 		model_free(&other);
 	}
-	/* each option as an item of its own, from the first token on */
+	/* each option with a context of its own, which is all of its sequence but the last token */
 	int shared = 0;
 	alone = (struct task_work){.task = w.task, .tokenizer = w.tokenizer};
-	for (const struct task_item *x = w.item; x < w.item + w.num_items; x++)
-		for (int c = 0; c < x->num_branches; c++) {
-			const struct task_branch *b = &w.branch[x->first_branch + c];
-			const int64_t n = x->num_shared + b->num_rest, begin = alone.ids.count;
-			alone.ids.id = grow(alone.ids.id, begin, &alone.ids.capacity, n, sizeof *alone.ids.id);
-			memcpy(alone.ids.id + begin, w.ids.id + x->shared, x->num_shared * sizeof *w.ids.id);
-			memcpy(alone.ids.id + begin + x->num_shared, w.ids.id + b->rest, b->num_rest * sizeof *w.ids.id);
-			alone.ids.count += n;
-			alone.item = grow(alone.item, alone.num_items, &alone.item_room, 1, sizeof *alone.item);
-			alone.item[alone.num_items++] = (struct task_item){.shared = begin, .num_shared = n - 1, .first_branch = alone.num_branches, .num_branches = 1};
-			alone.branch = grow(alone.branch, alone.num_branches, &alone.branch_room, 1, sizeof *alone.branch);
-			alone.branch[alone.num_branches++] = (struct task_branch){begin + n - 1, 1, b->scored};
-			shared += x->num_branches > 1 && x->num_shared > 1;
+	alone.contexts = calloc(w.num_continuations, sizeof *alone.contexts);
+	alone.continuations = calloc(w.num_continuations, sizeof *alone.continuations);
+	alone.log_likelihood = calloc(w.num_continuations, sizeof *alone.log_likelihood);
+	for (const struct task_context *x = w.contexts; x < w.contexts + w.num_contexts; x++)
+		for (int i = 0; i < x->num_continuations; i++) {
+			const struct task_continuation *c = &w.continuations[x->first_continuation + i];
+			const int64_t n = x->num_tokens + c->num_tokens, begin = alone.ids.count;
+			append_ids(&alone.ids, w.ids.id + x->begin, x->num_tokens);
+			append_ids(&alone.ids, w.ids.id + c->begin, c->num_tokens);
+			alone.contexts[alone.num_contexts++] = (struct task_context){.begin = begin, .num_tokens = n - 1,
+				.first_continuation = alone.num_continuations, .num_continuations = 1};
+			alone.continuations[alone.num_continuations++] = (struct task_continuation){begin + n - 1, 1, c->first_scored};
+			shared += x->num_continuations > 1 && x->num_tokens > 1;
 		}
-	assert_int_equal(alone.num_branches, w.num_branches);
+	assert_int_equal(alone.num_continuations, w.num_continuations);
 	assert_int_equal(shared, 4 + 3 + 3 + 2 + 2);
-	alone.value = calloc(w.num_values, sizeof *alone.value);
 	alone.longest = w.longest;
-	alone.num_values = w.num_values;
 	assert_done(task_run(&alone, &m, 3));
-	assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+	assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 	task_work_free(&alone);
 	task_work_free(&w);
 	tasks_free(&tasks);
@@ -500,9 +498,9 @@ static void test_windows(void **state)
 	struct task_work w;
 	load_ok(&tasks, CHOICE "}", QUESTION "{\"q\": \"ab\", \"o\": [\"123456789\", \"1\"], \"a\": 0}\n");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), 9)); /* b12345678 foretells 123456789 */
-	assert_true(w.item[1].cut);
-	assert_int_equal(w.item[1].num_shared, 1);
-	assert_int_equal(w.branch[w.item[1].first_branch].scored, 1);
+	assert_true(w.contexts[1].cut);
+	assert_int_equal(w.contexts[1].num_tokens, 1);
+	assert_int_equal(w.continuations[w.contexts[1].first_continuation].first_scored, 1);
 	task_work_free(&w);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), 8), -1);
 	assert_non_null(strstr(error_text, "d.jsonl:2"));
@@ -512,9 +510,9 @@ static void test_windows(void **state)
 
 	load_ok(&tasks, MATCH ", max_tokens: 6}", "{\"q\": \"abcdefgh\", \"a\": 1}");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), 10));
-	assert_true(w.item[0].cut);
-	assert_int_equal(w.item[0].num_shared, 4);
-	assert_int_equal(w.ids.id[w.item[0].shared], 'e');
+	assert_true(w.contexts[0].cut);
+	assert_int_equal(w.contexts[0].num_tokens, 4);
+	assert_int_equal(w.ids.id[w.contexts[0].begin], 'e');
 	task_work_free(&w);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), 6), -1);
 	assert_non_null(strstr(error_text, "max_tokens is 6"));
@@ -600,13 +598,13 @@ static void test_examples(void **state)
 		assert_int_equal(tasks.task[0].num_samples, 3);
 		assert_int_equal(tasks.task[0].samples.count, 4);
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
-		assert_int_equal(w.num_items, 3);
+		assert_int_equal(w.num_contexts, 3);
 		for (int i = 0; i < 3; i++) {
 			char text[32] = "";
-			const struct task_item *x = &w.item[i];
-			assert_int_equal(x->num_shared, 11);
+			const struct task_context *x = &w.contexts[i];
+			assert_int_equal(x->num_tokens, 11);
 			for (int j = 0; j < 11; j++)
-				text[j] = (char)w.ids.id[x->shared + j];
+				text[j] = (char)w.ids.id[x->begin + j];
 			/* two examples x=n;| and the prompt */
 			for (int j = 0; j < 10; j += 5) {
 				assert_memory_equal(text + j + 1, "=", 1);
@@ -665,36 +663,36 @@ static void test_generation(void **state)
 	const int64_t V = m.config.vocab_size;
 	real *logits = calloc(WINDOW * V, sizeof *logits);
 	for (int i = 0; i < 4; i++) {
-		const double *value = w.value + i * (1 + MOST);
+		const double *reply = w.reply + i * (1 + MOST);
 		int32_t token[WINDOW] = {0};
-		const struct task_item *x = &w.item[i];
-		memcpy(token, w.ids.id + x->shared, x->num_shared * sizeof *token);
+		const struct task_context *x = &w.contexts[i];
+		memcpy(token, w.ids.id + x->begin, x->num_tokens * sizeof *token);
 		int n = 0;
 		for (; n < MOST; n++) {
 			model_forward(&m, token, 1, NULL, NULL);
 			model_logits(&m, logits, 0, WINDOW);
-			const real *row = logits + (x->num_shared + n - 1) * V;
+			const real *row = logits + (x->num_tokens + n - 1) * V;
 			int best = 0;
 			for (int v = 1; v < BYTES; v++) /* never an id of the padding */
 				best = row[v] > row[best] ? v : best;
 			if (best == 256)
 				break;
-			assert_int_equal((int)value[1 + n], best);
-			token[x->num_shared + n] = best;
+			assert_int_equal((int)reply[1 + n], best);
+			token[x->num_tokens + n] = best;
 		}
-		assert_int_equal((int)value[0], n);
+		assert_int_equal((int)reply[0], n);
 	}
 	free(logits);
 	for (int batch = 1; batch <= 4; batch++) {
 		assert_done(task_encode(&again, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&again, &m, batch));
-		assert_memory_equal(again.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(again.reply, w.reply, w.num_contexts * (1 + MOST) * sizeof *w.reply);
 		task_work_free(&again);
 	}
 	/* the first two bytes of a reply as a stop: it ends there and nothing is left of it */
 	struct text stop = {0};
 	for (int i = 1; i <= 2; i++)
-		tokenizer_decode(byte_tokenizer(), (int32_t)w.value[i], true, &stop);
+		tokenizer_decode(byte_tokenizer(), (int32_t)w.reply[i], true, &stop);
 	task_work_free(&w);
 	if (memchr(stop.data, 0, 2))
 		fail_msg("choose another model: its reply cannot be a stop");
@@ -704,7 +702,7 @@ static void test_generation(void **state)
 	t->samples.sample[0].choice[0].size = 0; /* the right answer is none */
 	assert_done(task_encode(&w, t, byte_tokenizer(), WINDOW));
 	assert_done(task_run(&w, &m, 3));
-	assert_int_equal((int)w.value[0], 2);
+	assert_int_equal((int)w.reply[0], 2);
 	task_score(&w, &result, NULL);
 	assert_true(fabs(result.score[0].value - 0.25) < 1e-12);
 	task_work_free(&w);

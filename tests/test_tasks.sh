@@ -93,6 +93,21 @@ test_ranks() {
 	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line: $(cat err.txt)"
 }
 
+# Paths that are not UTF-8, as a disk may hold: the results are written, and are JSON.
+test_foreign_paths() {
+	local odd=$'odd\xe9\xff' file
+	rm -rf "$odd" && mkdir "$odd" && cp ./*.jsonl all.yaml "$odd" && cp -r $model "$odd/model"
+	expect 0 "" "$ling" eval "$odd/model" --tasks "$odd/all.yaml" --out "$odd/results"
+	for file in results.json samples.jsonl; do
+		[ -s "$odd/results/$file" ] || problem "$file: $(ls "$odd")"
+	done
+	perl -MJSON::PP -0777 -ne 'my $r = decode_json($_); $r->{model} eq "odd\x{fffd}\x{fffd}/model" && $r->{tasks}[0]{data} eq "odd\x{fffd}\x{fffd}/choice.jsonl"
+			or die "found $r->{model}"' "$odd/results/results.json" 2>err.txt || problem "results.json: $(cat err.txt)"
+	cmp "$odd/results/samples.jsonl" results/samples.jsonl || problem "the path changes the samples"
+	expect 0 "" "$ling" eval "$odd/model" --tasks "$odd/all.yaml" --json
+	perl -MJSON::PP -ne 'decode_json($_)' out.txt || problem "not JSON: $(cat out.txt)"
+}
+
 # A model with a vocabulary of its own: tokens are those of its tokenizer.json, and options of the same bytes have fewer of them.
 test_vocabulary() {
 	expect 0 "" "$ling" train-tokenizer --vocab-size 300 --out bpe.json text.txt
@@ -136,7 +151,7 @@ test_bad_tasks() {
 	[ "$(cat old/results.json)" = old ] && [ "$(ls old)" = results.json ] || problem "old: $(ls old)"
 }
 
-for name in results ranks vocabulary bad_use bad_tasks; do
+for name in results foreign_paths ranks vocabulary bad_use bad_tasks; do
 	check $name
 done
 exit $failures

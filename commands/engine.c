@@ -47,8 +47,9 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
 
 /* ------------------------------------------------------------------------------------------------ sampling */
 
-/* Token ids in the order of falling logits, the lower id first among equals; sorted only as far as they are asked for. The first size - taken
- * entries of `id` are a heap with the highest rank on top; behind it stand the ids that were taken from it, the first one last. */
+/* Token ids in the order of falling logits, the lower id first among equals; sorted only as far as they are asked for.
+ * The first size - taken entries of `id` are a heap with the highest rank on top; behind it stand the ids that were
+ * taken from it, the first one last. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 
 static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
@@ -173,8 +174,8 @@ static void add_token(struct request *r, int32_t id, const struct tokenizer *t, 
 /* One of the places of a batch: the request that runs there, or NULL, and the cache of its sequence. */
 struct slot { struct request *request; struct kv_cache cache; };
 
-/* One forward pass over the tokens that the caches of the slots lack, as many as the model takes at a time; then the next token of each
- * request whose cache is complete. logits [batch, V], scratch [V]. */
+/* One forward pass over the tokens that the caches of the slots lack, as many as the model takes at a time; then the
+ * next token of each request whose cache is complete. logits [batch, V], scratch [V]. */
 static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation_config *g, real *logits,
 		int32_t *scratch)
 {

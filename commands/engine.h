@@ -1,6 +1,6 @@
 /*
- * commands/engine.h - text generation: key-value caches, batches of requests, sampling. Beneath `ling generate` and the exact-match tasks
- * of `ling eval`.
+ * commands/engine.h - text generation: key-value caches, batches of requests, sampling. Beneath `ling generate` and
+ * the exact-match tasks of `ling eval`.
  */
 #ifndef LING_COMMANDS_ENGINE_H
 #define LING_COMMANDS_ENGINE_H
@@ -14,19 +14,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Makes the empty cache of a sequence (struct kv_cache, kernels.h), with room for `capacity` tokens. That may be more than m->seq_len: the
- * model's RoPE table is made long enough. Fails with the size when memory is short, and then leaves nothing to free. */
+/* Makes the empty cache of a sequence (struct kv_cache, kernels.h), with room for `capacity` tokens. That may be more
+ * than m->seq_len: the model's RoPE table is made long enough. Fails with the size when memory is short, and then
+ * leaves nothing to free. */
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity);
 void kv_cache_free(struct kv_cache *c); /* a cache of zeros is fine */
 /* Makes `to` hold the first n tokens of `from` and nothing else. n is at most from->length and to->capacity. */
 void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_cache *from, int64_t n);
 
-/* How the next token is chosen. Temperature 0: the most likely token, the lowest id among equals. Above 0: a draw with the probabilities
- * softmax(logits / temperature) from the top_k most likely tokens (0: from all), and of these from the fewest, most likely first, whose
- * probabilities add up to top_p of the total (1: from all). */
+/* How the next token is chosen. Temperature 0: the most likely token, the lowest id among equals. Above 0: a draw with
+ * the probabilities softmax(logits / temperature) from the top_k most likely tokens (0: from all), and of these from
+ * the fewest, most likely first, whose probabilities add up to top_p of the total (1: from all). */
 struct sampling { double temperature, top_p; int top_k; uint64_t seed; };
-/* The token at `position` of the sequence of request `number`, from its logits [V]. A draw depends on the seed, the number, the position and
- * the logits alone. scratch [V]. Returns -1 when a logit is NaN or the largest one is infinite. */
+/* The token at `position` of the sequence of request `number`, from its logits [V]. A draw depends on the seed, the
+ * number, the position and the logits alone. scratch [V]. Returns -1 when a logit is NaN or the largest one is
+ * infinite. */
 int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch);
 
 struct request {               /* a prompt, and what is generated after it. The caller frees ids.id and text.data. */
@@ -45,12 +47,13 @@ struct generation_config {
 	int (*on_token)(void *data, const struct request *r); /* called after each token; -1 ends everything. NULL: nothing is called */
 	void *on_token_data;         /* its first argument */
 };
-/* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the batch nor on the cache.
- * Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into memory, when logits are not finite, and when
- * on_token fails; the requests then hold what was generated so far. */
+/* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the
+ * batch nor on the cache. Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into
+ * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. */
 int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g);
 
-/* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there is none. */
+/* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there
+ * is none. */
 size_t find_stop(const struct text *text, size_t from, const struct strings *stop);
 /* Bytes of the longest stop text; 0 without one. */
 size_t longest_stop(const struct strings *stop);

@@ -1,5 +1,6 @@
 /*
- * commands/scoring.c - scored evaluation: encodes a task's samples, runs them through the model, and computes the scores.
+ * commands/scoring.c - scored evaluation: encodes a task's samples, runs them through the model, and computes the
+ * scores.
  */
 #define _GNU_SOURCE
 #include "commands/scoring.h"
@@ -50,7 +51,8 @@ static int fail_sample(const struct task *t, const struct sample *s, const char 
 	return fail("%s:%lld: task %s: %s", t->data, (long long)s->line, t->name, text);
 }
 
-/* Memory of zeros for n elements, a number that the sizes of the task decide. NULL, with the error set, when there is none. */
+/* Memory of zeros for n elements, a number that the sizes of the task decide. NULL, with the error set, when there is
+ * none. */
 static void *task_memory(const struct task *t, const char *what, int64_t n, size_t size)
 {
 	void *memory = calloc(n ? n : 1, size);
@@ -61,8 +63,8 @@ static void *task_memory(const struct task *t, const char *what, int64_t n, size
 
 /* ------------------------------------------------------------------------------- samples as tokens */
 
-/* chosen[examples.count] = the examples of sample i. They are drawn at random, by the seed and i alone, and none has the same prompt and target
- * as the sample itself. */
+/* chosen[examples.count] = the examples of sample i. They are drawn at random, by the seed and i alone, and none has
+ * the same prompt and target as the sample itself. */
 static int choose_examples(const struct task *t, int64_t i, const struct sample **chosen)
 {
 	const struct samples *pool = t->pool.count ? &t->pool : &t->samples;
@@ -105,8 +107,9 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 	return rc;
 }
 
-/* The ids of a context, given as text and as ids, and an option after it. The two are encoded as one text, so tokens may span the border between
- * them; in chat form the option is a message of its own and is encoded alone, as in training. */
+/* The ids of a context, given as text and as ids, and an option after it. The two are encoded as one text, so tokens
+ * may span the border between them; in chat form the option is a message of its own and is encoded alone, as in
+ * training. */
 static int encode_option(const struct task *t, const struct text *option, struct encoder *e, struct text *text, const struct ids *context,
 		struct ids *out)
 {
@@ -147,8 +150,8 @@ static int begin_token(const struct task_work *w, const struct sample *s, int32_
 	return *id >= 0 ? 0 : fail_sample(w->task, s, "its first token has nothing before it, and the tokenizer has no end token to begin with");
 }
 
-/* Adds sample i, a question: `context` are the ids of its context encoded alone, full[n] those of the context and each option. The ids of an
- * option are those of full[c] from where it first differs from `context`. */
+/* Adds sample i, a question: `context` are the ids of its context encoded alone, full[n] those of the context and each
+ * option. The ids of an option are those of full[c] from where it first differs from `context`. */
 static int add_question(struct task_work *w, int64_t i, const struct ids *context, const struct ids *full, int n, int64_t L)
 {
 	const struct sample *s = &w->task->samples.sample[i];
@@ -204,8 +207,9 @@ static int encode_question(struct task_work *w, int64_t i, struct encoder *e, in
 	return rc;
 }
 
-/* Encodes sample i of a perplexity task: the end token, then the document's tokens, each of which is scored once. The first window has L inputs
- * and scores all its tokens; each further window has L inputs too, ends `stride` tokens later, and scores only these. */
+/* Encodes sample i of a perplexity task: the end token, then the document's tokens, each of which is scored once. The
+ * first window has L inputs and scores all its tokens; each further window has L inputs too, ends `stride` tokens
+ * later, and scores only these. */
 static int encode_document(struct task_work *w, int64_t i, struct encoder *e, int64_t L)
 {
 	const struct text *text = &w->task->samples.sample[i].prompt;
@@ -229,7 +233,8 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	return 0;
 }
 
-/* Encodes sample i of an exact match task. A prompt that leaves no room for max_tokens in the window loses its first tokens. */
+/* Encodes sample i of an exact match task. A prompt that leaves no room for max_tokens in the window loses its first
+ * tokens. */
 static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int64_t L)
 {
 	struct text text = {0};
@@ -295,8 +300,8 @@ static int32_t sequence_token(const struct task_work *w, const struct task_conte
 
 /* ---------------------------------------------------------------------------------- log-likelihoods */
 
-/* The next tokens of some sequences, one segment behind the other, and those rows of the model's results [num_tokens, H] for them from which
- * scored tokens are predicted. */
+/* The next tokens of some sequences, one segment behind the other, and those rows of the model's results [num_tokens,
+ * H] for them from which scored tokens are predicted. */
 struct score_batch {
 	struct segment *segments, *parts; /* [batch]; parts: what of the segments goes into one forward pass */
 	int num_segments;
@@ -319,7 +324,8 @@ static void add_segment(struct score_batch *b, struct kv_cache *cache, const int
 	b->num_tokens += n;
 }
 
-/* Adds the rows of the tokens at positions from .. end-1 of a sequence. The last segment ends with the token at end-1. */
+/* Adds the rows of the tokens at positions from .. end-1 of a sequence. The last segment ends with the token at
+ * end-1. */
 static void add_rows(struct score_batch *b, const struct task_context *x, int continuation, int64_t from, int64_t end)
 {
 	b->rows = grow(b->rows, b->num_rows, &b->rows_capacity, end > from ? end - from : 0, sizeof *b->rows);
@@ -327,8 +333,8 @@ static void add_rows(struct score_batch *b, const struct task_context *x, int co
 		b->rows[b->num_rows++] = (struct scored_row){b->num_tokens - (end - position), position, x, continuation};
 }
 
-/* Adds the log-probabilities of the scored tokens that n rows predict to the log-likelihoods. The results of the rows are acts.normed from row
- * `first` on; n <= head_chunk(). */
+/* Adds the log-probabilities of the scored tokens that n rows predict to the log-likelihoods. The results of the rows
+ * are acts.normed from row `first` on; n <= head_chunk(). */
 static void score_rows(struct task_work *w, struct model *m, struct score_batch *b, const struct scored_row *rows, int64_t n, int64_t first)
 {
 	struct activations *a = &m->acts;
@@ -382,8 +388,9 @@ static void run_batch(struct task_work *w, struct model *m, struct score_batch *
 	b->num_segments = 0, b->num_rows = b->num_tokens = 0;
 }
 
-/* The log-likelihoods of the continuations of n contexts, list[n]. First the tokens of all contexts go through the model, then the first
- * continuation of each, then the second, each in place of the one before in the context's cache. */
+/* The log-likelihoods of the continuations of n contexts, list[n]. First the tokens of all contexts go through the
+ * model, then the first continuation of each, then the second, each in place of the one before in the context's
+ * cache. */
 static void score_contexts(struct task_work *w, struct model *m, struct kv_cache *caches, const int64_t *list, int n, struct score_batch *b)
 {
 	int most = 0;
@@ -417,7 +424,8 @@ static void score_contexts(struct task_work *w, struct model *m, struct kv_cache
 	}
 }
 
-/* What task_run shows: how many of `total` contexts are done; when it began, and when it showed a line last, in seconds. */
+/* What task_run shows: how many of `total` contexts are done; when it began, and when it showed a line last, in
+ * seconds. */
 struct task_progress { const struct task *task; int64_t done, total; double start, shown; };
 
 /* Shows a line, on a terminal at most every second, elsewhere every 30 seconds. NULL: shows nothing. */
@@ -531,7 +539,8 @@ int task_run(struct task_work *w, struct model *m, int batch)
 
 /* ------------------------------------------------------------------------------------------- scores */
 
-/* The mean of n values, from their sum and their sum of squares. Its standard error is sqrt(sum (x - mean)^2 / (n - 1) / n). */
+/* The mean of n values, from their sum and their sum of squares. Its standard error is sqrt(sum (x - mean)^2 / (n - 1)
+ * / n). */
 static struct score mean_score(const char *name, double sum, double squares, int64_t n)
 {
 	const double mean = sum / n;
@@ -598,9 +607,9 @@ static int64_t count_words(const struct text *t)
 	return n;
 }
 
-/* A perplexity, e^r, or with `bits` r / ln 2, where r = sum loss / sum unit over n documents, and unit[i] counts the tokens, words or bytes of
- * document i. The standard error of r is sqrt(n / (n - 1) sum (loss[i] - r unit[i])^2) / sum unit; that of e^r is e^r times as large (delta
- * method). */
+/* A perplexity, e^r, or with `bits` r / ln 2, where r = sum loss / sum unit over n documents, and unit[i] counts the
+ * tokens, words or bytes of document i. The standard error of r is sqrt(n / (n - 1) sum (loss[i] - r unit[i])^2) / sum
+ * unit; that of e^r is e^r times as large (delta method). */
 static struct score ratio_score(const char *name, const double *loss, const double *unit, int64_t n, bool bits)
 {
 	double losses = 0, units = 0, squares = 0;

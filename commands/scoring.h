@@ -1,5 +1,6 @@
 /*
- * commands/scoring.h - scored evaluation: encodes a task's samples, runs them through the model, and computes the scores.
+ * commands/scoring.h - scored evaluation: encodes a task's samples, runs them through the model, and computes the
+ * scores.
  *
  * The words are those of lm-evaluation-harness: a context, its continuations, and the log-likelihood of each.
  *   multiple choice   a sample is one context, and each of its options a continuation
@@ -17,8 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A sequence is the tokens of a context and then those of one of its continuations. What the model computes for the context serves all of them,
- * so the context holds all tokens that they share, also where options begin alike. */
+/* A sequence is the tokens of a context and then those of one of its continuations. What the model computes for the
+ * context serves all of them, so the context holds all tokens that they share, also where options begin alike. */
 struct task_context {
 	int64_t sample;              /* index in task->samples */
 	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. Exact match: the prompt */
@@ -44,13 +45,15 @@ struct task_work {             /* a task as tokens, and what the model made of i
 	double *documents;           /* perplexity: [4, num_samples] work space of task_score */
 };
 
-/* Encodes the samples of a task that are to be scored, for windows of at most L tokens of input. Keeps `task` and `tokenizer`. Fails, naming the
- * sample, when one does not fit into the window; also when memory is short. task_work_free may follow in any case. */
+/* Encodes the samples of a task that are to be scored, for windows of at most L tokens of input. Keeps `task` and
+ * `tokenizer`. Fails, naming the sample, when one does not fit into the window; also when memory is short.
+ * task_work_free may follow in any case. */
 int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L);
 void task_work_free(struct task_work *w);
-/* Fills log_likelihood, or reply. All ranks call it together; each computes a part of the samples, up to `batch` contexts at a time, and all get
- * all results. These are the same, bit for bit, whatever the batch, the ranks and m->seq_len. Rank 0 shows the progress on standard error. Fails
- * when memory is short or a log-likelihood is not finite. Call it once after task_encode. */
+/* Fills log_likelihood, or reply. All ranks call it together; each computes a part of the samples, up to `batch`
+ * contexts at a time, and all get all results. These are the same, bit for bit, whatever the batch, the ranks and
+ * m->seq_len. Rank 0 shows the progress on standard error. Fails when memory is short or a log-likelihood is not
+ * finite. Call it once after task_encode. */
 int task_run(struct task_work *w, struct model *m, int batch);
 /* The scores of a task that was run; with `results` (or NULL) also a line of samples.jsonl for each sample. */
 void task_score(struct task_work *w, struct task_result *result, struct results *results);

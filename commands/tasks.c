@@ -1,5 +1,6 @@
 /*
- * commands/tasks.c - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with answers, and the reports.
+ * commands/tasks.c - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with
+ * answers, and the reports.
  */
 #define _GNU_SOURCE
 #include "commands/tasks.h"
@@ -71,8 +72,8 @@ static const struct key tasks_key = {.name = "tasks", .type = T_TASKS};
 /* A part of a template: text as it is, and the name of the field behind it, or NULL. */
 struct template_part { const char *text, *field; size_t text_size, field_size; };
 
-/* Reads the next part of a template: text up to and with a field, or up to a doubled brace, of which one is text. Moves *at behind it. False at
- * the end; and where a brace is wrong, which *wrong then says. */
+/* Reads the next part of a template: text up to and with a field, or up to a doubled brace, of which one is text.
+ * Moves *at behind it. False at the end; and where a brace is wrong, which *wrong then says. */
 static bool next_part(const char **at, struct template_part *p, const char **wrong)
 {
 	*p = (struct template_part){.text = *at, .text_size = strcspn(*at, "{}")};
@@ -96,8 +97,8 @@ static bool next_part(const char **at, struct template_part *p, const char **wro
 	return true;
 }
 
-/* Appends the value of a field, a string, a number, true or false. Anything else, and a field that is missing (NULL), is an error, which begins
- * with `where` and names the field. */
+/* Appends the value of a field, a string, a number, true or false. Anything else, and a field that is missing (NULL),
+ * is an error, which begins with `where` and names the field. */
 static int value_append(const json_t *value, const char *field, size_t n, const char *where, struct text *out)
 {
 	char number[40];
@@ -120,8 +121,8 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 	return 0;
 }
 
-/* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the list of options, {option} is
- * the item and {option.x} a field of it. */
+/* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the
+ * list of options, {option} is the item and {option.x} a field of it. */
 static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where, struct text *out)
 {
 	static const char option[] = "option";
@@ -165,8 +166,8 @@ static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
 	return NULL;
 }
 
-/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or matching takes more than PCRE2's limit of
- * steps. */
+/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or matching takes
+ * more than PCRE2's limit of steps. */
 static bool pattern_extract(const char *pattern, enum which_match which, const struct text *in, struct text *out)
 {
 	char wrong[160];

@@ -1,5 +1,6 @@
 /*
- * commands/tasks.h - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with answers, and the reports.
+ * commands/tasks.h - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with
+ * answers, and the reports.
  */
 #ifndef LING_COMMANDS_TASKS_H
 #define LING_COMMANDS_TASKS_H
@@ -11,7 +12,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* -- the task file: a YAML list of tasks, each with a JSON lines file of samples. docs/evaluation.md says what the keys mean. -- */
+/* -- the task file: a YAML list of tasks, each with a JSON lines file of samples. docs/evaluation.md says what the
+ * keys mean. -- */
 
 enum task_type { TASK_MULTIPLE_CHOICE, TASK_PERPLEXITY, TASK_EXACT_MATCH };
 enum answer_form { ANSWER_INDEX, ANSWER_NUMBER, ANSWER_LETTER, ANSWER_TEXT };
@@ -48,16 +50,16 @@ struct task {                  /* the values of the keys (task_keys in tasks.c),
 };
 struct tasks { struct task *task; int64_t count; size_t capacity; };
 
-/* Reads a task file and the samples of all its tasks: at least one task, each with at least one sample. Errors name the file, the line, and the
- * key or field. tasks_free may follow in any case. */
+/* Reads a task file and the samples of all its tasks: at least one task, each with at least one sample. Errors name
+ * the file, the line, and the key or field. tasks_free may follow in any case. */
 int tasks_load(struct tasks *t, const char *path);
 void tasks_free(struct tasks *t);
 /* Prints every key of a task file with its default and meaning. */
 void tasks_print_keys(FILE *out);
 
-/* Whether the reply to a sample of an exact match task is right: appends to `extracted` what the pattern `extract` takes from the reply (without
- * a pattern, all of it), normalizes that, and compares it with the answers. Where the pattern does not match, *matched is false, nothing is
- * appended, and the reply is wrong. */
+/* Whether the reply to a sample of an exact match task is right: appends to `extracted` what the pattern `extract`
+ * takes from the reply (without a pattern, all of it), normalizes that, and compares it with the answers. Where the
+ * pattern does not match, *matched is false, nothing is appended, and the reply is wrong. */
 bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *matched);
 
 /* -- results -- */
@@ -93,14 +95,15 @@ struct task_result {
 /* What else results.json says: paths as the user gave them, and the window in tokens. */
 struct evaluation_facts { const char *model, *tasks; uint32_t tokenizer_hash; int64_t seq_len; };
 
-/* The files dir/samples.jsonl, a line for each sample, and dir/results.json. They take the place of older ones only when both are whole. In
- * both, bytes that are not UTF-8 (of paths, of replies) are U+FFFD. */
+/* The files dir/samples.jsonl, a line for each sample, and dir/results.json. They take the place of older ones only
+ * when both are whole. In both, bytes that are not UTF-8 (of paths, of replies) are U+FFFD. */
 struct results;
 /* Makes the directory and begins samples.jsonl. NULL on error; else results_finish must follow. */
 struct results *results_open(const char *dir);
 /* Adds the line of a sample. A write error is told by results_finish. */
 void results_add(struct results *r, const struct task *t, const struct sample_result *s);
-/* Writes results.json, brings both files to disk, and frees r; on error, and with `failed`, leaves neither file. result [count]. */
+/* Writes results.json, brings both files to disk, and frees r; on error, and with `failed`, leaves neither file.
+ * result [count]. */
 int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed);
 /* The text of results.json on one line; the caller frees it. */
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);

@@ -1,6 +1,6 @@
 /*
- * test_tasks.c - scored evaluation: what a task file may say and with which words it is refused, how samples become token sequences, and that
- * their scores are those of plain loops, the same to the last bit however the work is cut.
+ * test_tasks.c - scored evaluation: what a task file may say and with which words it is refused, how samples become
+ * token sequences, and that their scores are those of plain loops, the same to the last bit however the work is cut.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -360,7 +360,8 @@ static void test_questions(void **state)
 	model_free(&m);
 }
 
-/* A byte-level BPE tokenizer without a regular expression, so that any pair may merge: 256 bytes, three merges, <|endoftext|> as 259. */
+/* A byte-level BPE tokenizer without a regular expression, so that any pair may merge: 256 bytes, three merges,
+ * <|endoftext|> as 259. */
 static struct tokenizer *pair_tokenizer(void)
 {
 	char json[16384];
@@ -380,7 +381,8 @@ static struct tokenizer *pair_tokenizer(void)
 	return t;
 }
 
-/* Where an option's first bytes merge with the context's last ones, its tokens are those that the context alone does not begin with. */
+/* Where an option's first bytes merge with the context's last ones, its tokens are those that the context alone does
+ * not begin with. */
 static void test_merges(void **state)
 {
 	(void)state;
@@ -526,7 +528,8 @@ static void test_windows(void **state)
 	tasks_free(&tasks);
 }
 
-/* Documents: each token is scored once, with at least L - stride tokens before it but at the beginning; perplexities and their errors by hand. */
+/* Documents: each token is scored once, with at least L - stride tokens before it but at the beginning; perplexities
+ * and their errors by hand. */
 static void test_documents(void **state)
 {
 	(void)state;
@@ -582,7 +585,8 @@ static void test_documents(void **state)
 	model_free(&m);
 }
 
-/* Examples: as many as asked for, each once, never the sample itself, the same for the same seed; and how they are put together. */
+/* Examples: as many as asked for, each once, never the sample itself, the same for the same seed; and how they are put
+ * together. */
 static void test_examples(void **state)
 {
 	(void)state;

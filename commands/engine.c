@@ -17,7 +17,8 @@
 /* Of the keys and values of `capacity` tokens in all layers. */
 static size_t kv_cache_bytes(const struct model *m, int64_t capacity)
 {
-	return m->config.num_hidden_layers * (size_t)capacity * 2 * m->config.num_key_value_heads * m->config.head_dim * sizeof(real);
+	const size_t width = 2 * (size_t)m->config.num_key_value_heads * m->config.head_dim;
+	return m->config.num_hidden_layers * (size_t)capacity * width * sizeof(real);
 }
 
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
@@ -91,7 +92,8 @@ static double uniform_number(const struct sampling *s, uint32_t number, int64_t 
 	return (word[0] + (word[1] >> 11) * 0x1p-21) * 0x1p-32;
 }
 
-int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch)
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position,
+		int32_t *scratch)
 {
 	int64_t best = 0;
 	for (int64_t v = 0; v < V; v++) {
@@ -176,16 +178,19 @@ struct slot { struct request *request; struct kv_cache cache; };
 
 /* One forward pass over the tokens that the caches of the slots lack, as many as the model takes at a time; then the
  * next token of each request whose cache is complete. logits [batch, V], scratch [V]. */
-static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation_config *g, real *logits,
-		int32_t *scratch)
+static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots,
+		const struct generation_config *g, real *logits, int32_t *scratch)
 {
-	const int64_t V = m->config.vocab_size, H = m->config.hidden_size, size = tokenizer_size(t);
+	const int64_t V = m->config.vocab_size, H = m->config.hidden_size;
+	/* The vocabulary may be padded: only ids that the tokenizer has may be chosen. */
+	const int64_t num_ids = tokenizer_size(t) < V ? tokenizer_size(t) : V;
 	int64_t room = (int64_t)m->max_sequences * m->seq_len, row = 0;
 	struct segment segments[g->batch];
 	struct slot *slot_of[g->batch];
 	int n = 0, ready = 0;
 	for (struct slot *s = slots; s < slots + g->batch; s++) {
-		const int64_t missing = s->request ? s->request->ids.count - s->cache.length : 0, num = missing < room ? missing : room;
+		const int64_t missing = s->request ? s->request->ids.count - s->cache.length : 0;
+		const int64_t num = missing < room ? missing : room;
 		if (num == 0)
 			continue;
 		slot_of[n] = s;
@@ -204,10 +209,10 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 	for (int i = 0; i < ready; i++) {
 		struct slot *s = slot_of[i];
 		struct request *r = s->request;
-		/* The vocabulary may be padded: only ids that the tokenizer has may be chosen. */
-		const int32_t id = choose_token(&g->sampling, logits + i * V, size < V ? size : V, r->number, r->ids.count, scratch);
+		const int32_t id = choose_token(&g->sampling, logits + i * V, num_ids, r->number, r->ids.count, scratch);
 		if (id < 0)
-			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)r->ids.count, r->number + 1);
+			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)r->ids.count,
+					r->number + 1);
 		add_token(r, id, t, g);
 		if (g->no_cache)
 			s->cache.length = 0;
@@ -219,7 +224,8 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 	return 0;
 }
 
-int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g)
+int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
+		const struct generation_config *g)
 {
 	const int64_t V = m->config.vocab_size;
 	const int num_slots = g->batch < n ? g->batch : n;
@@ -231,11 +237,15 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 	memset(slots, 0, sizeof slots);
 	const double bytes = (double)num_slots * kv_cache_bytes(m, capacity);
 	if (bytes + m->acts_bytes > machine_memory())
-		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: make batch or max_tokens smaller", num_slots,
-				(long long)capacity, bytes / 1e9, machine_memory() / 1e9);
+		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: "
+				"make batch or max_tokens smaller", num_slots, (long long)capacity, bytes / 1e9,
+				machine_memory() / 1e9);
 	real *logits = malloc(g->batch * V * sizeof *logits);
 	int32_t *scratch = malloc(V * sizeof *scratch);
-	int rc = logits && scratch ? 0 : fail("out of memory for the logits of %d sequences, %.1f GB", g->batch, g->batch * V * sizeof *logits / 1e9);
+	int rc = 0;
+	if (!logits || !scratch)
+		rc = fail("out of memory for the logits of %d sequences, %.1f GB", g->batch,
+				g->batch * V * sizeof *logits / 1e9);
 	for (int i = 0; i < num_slots && rc == 0; i++)
 		rc = kv_cache_init(&slots[i].cache, m, capacity);
 	for (int next = 0; rc == 0;) {

@@ -29,14 +29,16 @@ struct sampling { double temperature, top_p; int top_k; uint64_t seed; };
 /* The token at `position` of the sequence of request `number`, from its logits [V]. A draw depends on the seed, the
  * number, the position and the logits alone. scratch [V]. Returns -1 when a logit is NaN or the largest one is
  * infinite. */
-int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch);
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position,
+		int32_t *scratch);
 
 struct request {               /* a prompt, and what is generated after it. The caller frees ids.id and text.data. */
-	struct ids ids;              /* the num_prompt ids of the prompt, at least one; then the generated ids, the end token left out */
+	struct ids ids;              /* the prompt's num_prompt ids, at least one; then the generated ones, less the end token */
 	int64_t num_prompt;
 	uint32_t number;             /* from 0, see choose_token; messages count from 1 */
 	struct text text;            /* of the generated ids, up to the first stop text */
-	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended; /* by the end token, a stop text, max_tokens */
+	/* ended by the end token, by a stop text, by max_tokens */
+	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended;
 };
 struct generation_config {
 	struct sampling sampling;
@@ -44,13 +46,14 @@ struct generation_config {
 	struct strings stop;         /* a request ends before the first of these texts */
 	int batch;                   /* requests that run at the same time */
 	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
-	int (*on_token)(void *data, const struct request *r); /* called after each token; -1 ends everything. NULL: nothing is called */
+	int (*on_token)(void *data, const struct request *r); /* called after each token, -1 ends everything; or NULL */
 	void *on_token_data;         /* its first argument */
 };
 /* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the
  * batch nor on the cache. Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into
  * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. */
-int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g);
+int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
+		const struct generation_config *g);
 
 /* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there
  * is none. */

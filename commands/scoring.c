@@ -77,7 +77,8 @@ static int choose_examples(const struct task *t, int64_t i, const struct sample 
 			chosen[n++] = s;
 	}
 	if (n < t->examples.count)
-		return fail_sample(t, own, "there are only %d other samples; expected at least examples.count, %d", n, t->examples.count);
+		return fail_sample(t, own, "there are only %d other samples; expected at least examples.count, %d", n,
+				t->examples.count);
 	return 0;
 }
 
@@ -100,7 +101,8 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 			text_append(text, s->target.data, s->target.size);
 			text_append(text, t->separator, strlen(t->separator));
 		}
-		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL) : encode(e, text_bytes(text), text->size, true, out);
+		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL)
+				: encode(e, text_bytes(text), text->size, true, out);
 	}
 	free(example);
 	free(message);
@@ -110,8 +112,8 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 /* The ids of a context, given as text and as ids, and an option after it. The two are encoded as one text, so tokens
  * may span the border between them; in chat form the option is a message of its own and is encoded alone, as in
  * training. */
-static int encode_option(const struct task *t, const struct text *option, struct encoder *e, struct text *text, const struct ids *context,
-		struct ids *out)
+static int encode_option(const struct task *t, const struct text *option, struct encoder *e, struct text *text,
+		const struct ids *context, struct ids *out)
 {
 	if (t->chat) {
 		append_ids(out, context->id, context->count);
@@ -137,7 +139,8 @@ static struct task_context *add_context(struct task_work *w, int64_t sample)
 static void add_continuation(struct task_work *w, struct task_context *x, struct task_continuation c)
 {
 	const int64_t inputs = x->num_tokens + c.num_tokens - 1;
-	w->continuations = grow(w->continuations, w->num_continuations, &w->continuations_capacity, 1, sizeof *w->continuations);
+	w->continuations = grow(w->continuations, w->num_continuations, &w->continuations_capacity, 1,
+			sizeof *w->continuations);
 	w->continuations[w->num_continuations++] = c;
 	x->num_continuations++;
 	w->longest = inputs > w->longest ? inputs : w->longest;
@@ -147,15 +150,19 @@ static void add_continuation(struct task_work *w, struct task_context *x, struct
 static int begin_token(const struct task_work *w, const struct sample *s, int32_t *id)
 {
 	*id = tokenizer_end(w->tokenizer);
-	return *id >= 0 ? 0 : fail_sample(w->task, s, "its first token has nothing before it, and the tokenizer has no end token to begin with");
+	if (*id < 0)
+		return fail_sample(w->task, s, "its first token has nothing before it, and the tokenizer has no end token");
+	return 0;
 }
 
 /* Adds sample i, a question: `context` are the ids of its context encoded alone, full[n] those of the context and each
  * option. The ids of an option are those of full[c] from where it first differs from `context`. */
-static int add_question(struct task_work *w, int64_t i, const struct ids *context, const struct ids *full, int n, int64_t L)
+static int add_question(struct task_work *w, int64_t i, const struct ids *context, const struct ids *full, int n,
+		int64_t L)
 {
 	const struct sample *s = &w->task->samples.sample[i];
-	int64_t first = INT64_MAX, longest = 0, shared = INT64_MAX; /* first scored id of all options; ids that all of full[] begin with */
+	int64_t first = INT64_MAX, longest = 0; /* the first place of a scored id; ids of the longest sequence */
+	int64_t shared = INT64_MAX; /* ids that all sequences begin with, but at least one less than each has */
 	for (int c = 0; c < n; c++) {
 		const int64_t scored = common_prefix(context, &full[c]), alike = common_prefix(&full[0], &full[c]);
 		if (scored == full[c].count)
@@ -163,7 +170,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 		first = scored < first ? scored : first;
 		longest = full[c].count > longest ? full[c].count : longest;
 		shared = alike < shared ? alike : shared;
-		shared = full[c].count - 1 < shared ? full[c].count - 1 : shared; /* at least one token is the continuation's */
+		shared = full[c].count - 1 < shared ? full[c].count - 1 : shared;
 	}
 	/* Where an option's ids begin the sequence, the end token stands before all sequences of the question. */
 	int32_t begin;
@@ -172,8 +179,9 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 		return -1;
 	const int64_t inputs = longest - 1 + bare, cut = inputs > L ? inputs - L : 0;
 	if (first + bare - cut < 1)
-		return fail_sample(w->task, s, "its options need %lld tokens from where they begin to differ from the context; the window has %lld: shorten them, "
-				"or raise --seq-len", (long long)(longest - first), (long long)L);
+		return fail_sample(w->task, s,
+				"its options need %lld tokens from where they begin to differ from the context; "
+				"the window has %lld: shorten them, or raise --seq-len", (long long)(longest - first), (long long)L);
 	struct task_context *x = add_context(w, i);
 	x->cut = cut > 0;
 	x->num_tokens = shared + bare - cut;
@@ -181,7 +189,8 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 		put_id(&w->ids, begin);
 	append_ids(&w->ids, full[0].id + cut, shared - cut);
 	for (int c = 0; c < n; c++) {
-		add_continuation(w, x, (struct task_continuation){w->ids.count, full[c].count - shared, common_prefix(context, &full[c]) + bare - cut});
+		const int64_t first_scored = common_prefix(context, &full[c]) + bare - cut;
+		add_continuation(w, x, (struct task_continuation){w->ids.count, full[c].count - shared, first_scored});
 		append_ids(&w->ids, full[c].id + shared, full[c].count - shared);
 	}
 	return 0;
@@ -260,13 +269,17 @@ static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int6
 int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L)
 {
 	static int (*const encode_sample[])(struct task_work *, int64_t, struct encoder *, int64_t) = {
-		[TASK_MULTIPLE_CHOICE] = encode_question, [TASK_PERPLEXITY] = encode_document, [TASK_EXACT_MATCH] = encode_prompt};
+		[TASK_MULTIPLE_CHOICE] = encode_question,
+		[TASK_PERPLEXITY] = encode_document,
+		[TASK_EXACT_MATCH] = encode_prompt,
+	};
 	*w = (struct task_work){.task = task, .tokenizer = tokenizer};
 	if (task->stride > L)
-		return fail("task %s: stride is %lld; expected at most the window, %lld tokens", task->name, (long long)task->stride, (long long)L);
+		return fail("task %s: stride is %lld; expected at most the window, %lld tokens", task->name,
+				(long long)task->stride, (long long)L);
 	if (task->type == TASK_EXACT_MATCH && task->max_tokens >= L)
-		return fail("task %s: max_tokens is %d; expected less than the window, %lld tokens, to leave room for the prompt", task->name, task->max_tokens,
-				(long long)L);
+		return fail("task %s: max_tokens is %d; expected less than the window, %lld tokens, to leave room for the "
+				"prompt", task->name, task->max_tokens, (long long)L);
 	struct encoder *e = encoder_open(tokenizer);
 	int rc = 0;
 	for (int64_t i = 0; i < task->num_samples && rc == 0; i++)
@@ -274,11 +287,16 @@ int task_encode(struct task_work *w, const struct task *task, const struct token
 	encoder_close(e);
 	if (rc < 0)
 		return -1;
-	if (task->type == TASK_EXACT_MATCH)
-		return (w->reply = task_memory(task, "the replies", w->num_contexts, (1 + task->max_tokens) * sizeof *w->reply)) ? 0 : -1;
-	if (task->type == TASK_PERPLEXITY && !(w->documents = task_memory(task, "the sums of the documents", task->num_samples, 4 * sizeof *w->documents)))
-		return -1;
-	return (w->log_likelihood = task_memory(task, "the log-likelihoods", w->num_continuations, sizeof *w->log_likelihood)) ? 0 : -1;
+	if (task->type == TASK_EXACT_MATCH) {
+		w->reply = task_memory(task, "the replies", w->num_contexts, (1 + task->max_tokens) * sizeof *w->reply);
+		return w->reply ? 0 : -1;
+	}
+	w->log_likelihood = task_memory(task, "the log-likelihoods", w->num_continuations, sizeof *w->log_likelihood);
+	if (w->log_likelihood && task->type == TASK_PERPLEXITY) {
+		w->documents = task_memory(task, "the losses of the documents", task->num_samples, 4 * sizeof *w->documents);
+		return w->documents ? 0 : -1;
+	}
+	return w->log_likelihood ? 0 : -1;
 }
 
 void task_work_free(struct task_work *w)
@@ -293,7 +311,8 @@ void task_work_free(struct task_work *w)
 }
 
 /* The token at a position, from 0, of the sequence of context x and its continuation c. */
-static int32_t sequence_token(const struct task_work *w, const struct task_context *x, const struct task_continuation *c, int64_t position)
+static int32_t sequence_token(const struct task_work *w, const struct task_context *x,
+		const struct task_continuation *c, int64_t position)
 {
 	return w->ids.id[position < x->num_tokens ? x->begin + position : c->begin + position - x->num_tokens];
 }
@@ -307,14 +326,15 @@ struct score_batch {
 	int num_segments;
 	int64_t num_tokens;          /* of the segments */
 	struct scored_row {
-		int64_t row;               /* rising */
-		int64_t position;          /* in the sequence, of the token that the row belongs to; it predicts the next one */
+		int64_t row;               /* in the results; rising */
+		int64_t position;          /* of the row's token in its sequence; the row predicts the next token */
 		const struct task_context *context;
-		int continuation;          /* number of the continuation whose token it is; -1: the token is the context's, which serves all */
+		int continuation;          /* whose token it is, from 0; -1: the context's, which serves all */
 	} *rows;                     /* [num_rows] */
 	int64_t num_rows;
 	size_t rows_capacity;
-	struct target { int64_t row, continuation; double logit; } *targets; /* a scored token, in score_rows; logit: less the row's largest */
+	/* work space of score_rows, a scored token each; logit: that of the token less the largest of its row */
+	struct target { int64_t row, continuation; double logit; } *targets;
 	size_t targets_capacity;
 };
 
@@ -335,12 +355,13 @@ static void add_rows(struct score_batch *b, const struct task_context *x, int co
 
 /* Adds the log-probabilities of the scored tokens that n rows predict to the log-likelihoods. The results of the rows
  * are acts.normed from row `first` on; n <= head_chunk(). */
-static void score_rows(struct task_work *w, struct model *m, struct score_batch *b, const struct scored_row *rows, int64_t n, int64_t first)
+static void score_rows(struct task_work *w, struct model *m, struct score_batch *b, const struct scored_row *rows,
+		int64_t n, int64_t first)
 {
 	struct activations *a = &m->acts;
 	const int64_t V = m->config.vocab_size;
 	double *loss = a->head_loss, *sum = loss + n;
-	int32_t any[n]; /* cross_entropy_forward makes the sums of those rows that have a target; which one does not matter */
+	int32_t any[n]; /* cross_entropy_forward computes the sum of a row only where it has a target; any will do */
 	int64_t num_targets = 0;
 	memset(any, 0, sizeof any);
 	model_logits(m, a->head_logits, first, n);
@@ -364,7 +385,8 @@ static void score_rows(struct task_work *w, struct model *m, struct score_batch 
 /* Runs a batch, in as many forward passes as its tokens need, and empties it. */
 static void run_batch(struct task_work *w, struct model *m, struct score_batch *b)
 {
-	const int64_t room = (int64_t)m->max_sequences * m->seq_len, H = m->config.hidden_size, C = head_chunk(m->config.vocab_size, 1);
+	const int64_t H = m->config.hidden_size, C = head_chunk(m->config.vocab_size, 1);
+	const int64_t room = (int64_t)m->max_sequences * m->seq_len; /* tokens of a forward pass */
 	struct scored_row *row = b->rows, *end = b->rows + b->num_rows;
 	int64_t done = 0, used = 0; /* tokens of the batch; of segment i */
 	for (int i = 0; done < b->num_tokens;) {
@@ -379,7 +401,8 @@ static void run_batch(struct task_work *w, struct model *m, struct score_batch *
 				i++, used = 0;
 		}
 		model_extend(m, b->parts, num_parts);
-		for (; row + n < end && row[n].row < done + tokens; n++) /* the scored rows move together: few matrix products of many rows */
+		/* The scored rows move together, so that score_rows makes the logits of many at a time. */
+		for (; row + n < end && row[n].row < done + tokens; n++)
 			memmove(m->acts.normed + n * H, m->acts.normed + (row[n].row - done) * H, H * sizeof *m->acts.normed);
 		for (int64_t first = 0; first < n; first += C)
 			score_rows(w, m, b, row + first, n - first < C ? n - first : C, first);
@@ -391,7 +414,8 @@ static void run_batch(struct task_work *w, struct model *m, struct score_batch *
 /* The log-likelihoods of the continuations of n contexts, list[n]. First the tokens of all contexts go through the
  * model, then the first continuation of each, then the second, each in place of the one before in the context's
  * cache. */
-static void score_contexts(struct task_work *w, struct model *m, struct kv_cache *caches, const int64_t *list, int n, struct score_batch *b)
+static void score_contexts(struct task_work *w, struct model *m, struct kv_cache *caches, const int64_t *list, int n,
+		struct score_batch *b)
 {
 	int most = 0;
 	for (int i = 0; i < n; i++) {
@@ -436,8 +460,8 @@ static void show_progress(struct task_progress *p)
 	char line[192], left[32];
 	p->shown = clock_seconds();
 	const double share = (double)p->done / p->total, seconds = p->shown - p->start;
-	snprintf(line, sizeof line, "%.60s %.0f%%  %.3g samples/s  %s left", p->task->name, 100 * share, share * p->task->num_samples / seconds,
-			p->done ? format_duration(left, seconds / share - seconds) : "?");
+	snprintf(line, sizeof line, "%.60s %.0f%%  %.3g samples/s  %s left", p->task->name, 100 * share,
+			share * p->task->num_samples / seconds, p->done ? format_duration(left, seconds / share - seconds) : "?");
 	print_status(stderr, line, false);
 }
 
@@ -445,7 +469,9 @@ static void show_progress(struct task_progress *p)
 static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct task_progress *progress)
 {
 	const struct group *data = &m->layout.data;
-	struct score_batch b = {.segments = allocate(batch * sizeof *b.segments), .parts = allocate(batch * sizeof *b.parts)};
+	struct score_batch b = {0};
+	b.segments = allocate(batch * sizeof *b.segments);
+	b.parts = allocate(batch * sizeof *b.parts);
 	struct kv_cache *caches = allocate(batch * sizeof *caches);
 	int64_t *list = allocate(batch * sizeof *list);
 	int rc = 0;
@@ -487,8 +513,8 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 {
 	const struct group *data = &m->layout.data;
 	const int max_tokens = w->task->max_tokens;
-	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch, .on_token = progress ? count_reply : NULL,
-		.on_token_data = progress};
+	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch,
+		.on_token = progress ? count_reply : NULL, .on_token_data = progress};
 	struct request *requests = task_memory(w->task, "the prompts", w->num_contexts, sizeof *requests);
 	int n = 0;
 	if (!requests)
@@ -515,7 +541,8 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 
 int task_run(struct task_work *w, struct model *m, int batch)
 {
-	struct task_progress progress = {.task = w->task, .total = w->num_contexts, .start = clock_seconds(), .shown = clock_seconds()};
+	const double start = clock_seconds();
+	struct task_progress progress = {.task = w->task, .total = w->num_contexts, .start = start, .shown = start};
 	const bool replies = w->task->type == TASK_EXACT_MATCH, shows = m->layout.world.rank == 0;
 	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &progress : NULL);
 	if (shows && is_terminal(stderr) && progress.shown > progress.start)
@@ -560,8 +587,8 @@ static int best_option(const double *score, int n, int64_t *ties)
 }
 
 /* The result of a question. Adds 1 to right[k] where the prediction of accuracy k is right. */
-static void question_result(const struct task_work *w, const struct task_context *x, struct task_result *result, struct results *results,
-		int64_t right[NUM_ACCURACIES])
+static void question_result(const struct task_work *w, const struct task_context *x, struct task_result *result,
+		struct results *results, int64_t right[NUM_ACCURACIES])
 {
 	const struct sample *s = &w->task->samples.sample[x->sample];
 	struct sample_result r = {.sample = s, .cut = x->cut};
@@ -580,7 +607,8 @@ static void question_result(const struct task_work *w, const struct task_context
 		option[i].id = id;
 	for (int k = 0; k < NUM_ACCURACIES; k++) {
 		for (int i = 0; i < s->num_choices; i++) {
-			const size_t units = k == ACCURACY_BYTES ? s->choice[i].size : k == ACCURACY_TOKENS ? (size_t)option[i].num_tokens : 1;
+			const size_t units = k == ACCURACY_BYTES ? s->choice[i].size
+					: k == ACCURACY_TOKENS ? (size_t)option[i].num_tokens : 1;
 			score[i] = option[i].log_likelihood / units;
 		}
 		r.prediction[k] = best_option(score, s->num_choices, &result->ties[k]);
@@ -619,7 +647,9 @@ static struct score ratio_score(const char *name, const double *loss, const doub
 	for (int64_t i = 0; i < n; i++)
 		squares += (loss[i] - ratio * unit[i]) * (loss[i] - ratio * unit[i]);
 	const double error = n > 1 ? sqrt((double)n / (n - 1) * squares) / units : NAN;
-	return bits ? (struct score){name, ratio / M_LN2, error / M_LN2} : (struct score){name, exp(ratio), exp(ratio) * error};
+	if (bits)
+		return (struct score){name, ratio / M_LN2, error / M_LN2};
+	return (struct score){name, exp(ratio), exp(ratio) * error};
 }
 
 /* The results of a perplexity task. */
@@ -654,7 +684,8 @@ static void documents_result(struct task_work *w, struct task_result *result, st
 }
 
 /* The result of an exact match sample. Adds 1 to *right where the reply is right. */
-static void reply_result(const struct task_work *w, const struct task_context *x, struct task_result *result, struct results *results, int64_t *right)
+static void reply_result(const struct task_work *w, const struct task_context *x, struct task_result *result,
+		struct results *results, int64_t *right)
 {
 	const double *reply = w->reply + (x - w->contexts) * (1 + w->task->max_tokens);
 	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .cut = x->cut};

@@ -25,11 +25,11 @@ struct task_context {
 	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. Exact match: the prompt */
 	int64_t first_continuation;  /* in task_work.continuations */
 	int num_continuations;       /* exact match: 0 */
-	bool cut;                    /* its first tokens were left out, to fit into the window; perplexity: the document takes several windows */
+	bool cut;                    /* lost its first tokens to fit into the window; perplexity: one of several windows */
 };
 struct task_continuation {
-	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. The last one is predicted, but never an input */
-	int64_t first_scored;        /* position in the sequence, from 0, of the first token that is scored: at least 1, maybe one of the context's */
+	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. The last one is predicted, never an input */
+	int64_t first_scored;        /* position in the sequence, from 0, of the first scored token: 1 or more, maybe in the context */
 };
 struct task_work {             /* a task as tokens, and what the model made of it */
 	const struct task *task;
@@ -39,9 +39,10 @@ struct task_work {             /* a task as tokens, and what the model made of i
 	struct task_continuation *continuations; /* [num_continuations] */
 	int64_t num_contexts, num_continuations;
 	size_t contexts_capacity, continuations_capacity;
-	int64_t longest;             /* inputs of the longest sequence, a whole reply included: what a cache must have room for */
+	int64_t longest;             /* inputs of the longest sequence, with a whole reply: the room that a cache needs */
 	double *log_likelihood;      /* [num_continuations] in nats, summed over the scored tokens */
-	double *reply;               /* exact match: [num_contexts, 1 + max_tokens] the number of generated ids, then these; all_reduce_sum adds doubles */
+	/* exact match: [num_contexts, 1 + max_tokens] number of generated ids, and these; doubles for all_reduce_sum */
+	double *reply;
 	double *documents;           /* perplexity: [4, num_samples] work space of task_score */
 };
 

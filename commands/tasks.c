@@ -111,19 +111,22 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 	else if (json_is_real(value)) {
 		/* the fewest digits that give the same number */
 		for (int digits = 15; digits <= 17; digits++)
-			if (snprintf(number, sizeof number, "%.*g", digits, json_real_value(value)), strtod(number, NULL) == json_real_value(value))
+			if (snprintf(number, sizeof number, "%.*g", digits, json_real_value(value)),
+					strtod(number, NULL) == json_real_value(value))
 				break;
 	} else if (json_is_boolean(value))
 		strcpy(number, json_is_true(value) ? "true" : "false");
 	else
-		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where, n < 100 ? (int)n : 100, field, json_kind(value));
+		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where,
+				n < 100 ? (int)n : 100, field, json_kind(value));
 	append_string(out, number);
 	return 0;
 }
 
 /* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the
  * list of options, {option} is the item and {option.x} a field of it. */
-static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where, struct text *out)
+static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where,
+		struct text *out)
 {
 	static const char option[] = "option";
 	const size_t length = sizeof option - 1;
@@ -133,10 +136,14 @@ static int template_append(const char *template, const json_t *sample, const jso
 		if (!p.field)
 			continue;
 		const json_t *value;
-		if (item && p.field_size >= length && !memcmp(p.field, option, length) && (p.field_size == length || p.field[length] == '.'))
-			value = p.field_size == length ? item : json_at_part(item, p.field + length + 1, p.field_size - length - 1);
-		else
+		const bool of_item = item && p.field_size >= length && !memcmp(p.field, option, length) &&
+				(p.field_size == length || p.field[length] == '.');
+		if (!of_item)
 			value = json_at_part(sample, p.field, p.field_size);
+		else if (p.field_size == length)
+			value = item;
+		else
+			value = json_at_part(item, p.field + length + 1, p.field_size - length - 1);
 		if (value_append(value, p.field, p.field_size, where, out) < 0)
 			return -1;
 	}
@@ -151,7 +158,8 @@ static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
 	int error;
 	uint32_t groups = 0;
 	PCRE2_SIZE offset;
-	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF, &error, &offset, NULL);
+	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF,
+			&error, &offset, NULL);
 	if (!code) {
 		PCRE2_UCHAR message[120];
 		pcre2_get_error_message(error, message, sizeof message);
@@ -226,7 +234,8 @@ static void normalize(const struct task *t, struct text *text)
 	text->size = n - begin;
 }
 
-bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *matched)
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply,
+		struct text *extracted, bool *matched)
 {
 	*matched = true;
 	if (t->extract)
@@ -339,7 +348,9 @@ void tasks_print_keys(FILE *out)
 	static const int types[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
 	char type[256];
 	for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
-		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
+		const char *standard = k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
+		if (k->flags & (REQUIRED | NEEDED))
+			standard = "required";
 		const char *separator = "; of ";
 		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe(type, k));
 		for (int i = 0; i < 3; i++)
@@ -379,11 +390,13 @@ static int find_answer(const struct task *t, const json_t *value, const char *wh
 		if (t->answer_form == ANSWER_TEXT)
 			snprintf(expected, sizeof expected, "the text of one of the %d options", s->num_choices);
 		else if (t->answer_form == ANSWER_LETTER)
-			snprintf(expected, sizeof expected, "a letter from A to %c", 'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
+			snprintf(expected, sizeof expected, "a letter from A to %c",
+					'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
 		else
-			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER, s->num_choices - (t->answer_form == ANSWER_INDEX));
-		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word), expected,
-				answer_forms[t->answer_form]);
+			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER,
+					s->num_choices - (t->answer_form == ANSWER_INDEX));
+		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word),
+				expected, answer_forms[t->answer_form]);
 	}
 	free(text.data);
 	return rc;
@@ -394,14 +407,16 @@ static int make_options(const struct task *t, const json_t *object, const char *
 {
 	const json_t *list = t->options.list ? NULL : json_at(object, *t->options.text);
 	if (!t->options.list && !json_is_array(list))
-		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text, json_kind(list));
+		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text,
+				json_kind(list));
 	const size_t n = list ? json_array_size(list) : (size_t)t->options.count;
 	if (n < 2 || n > 1000)
 		return fail("%s: found %zu option%s; expected 2 to 1000", where, n, n == 1 ? "" : "s");
 	s->choice = allocate(n * sizeof *s->choice);
 	s->num_choices = (int)n;
 	for (size_t i = 0; i < n; i++) {
-		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where, &s->choice[i]) < 0)
+		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where,
+				&s->choice[i]) < 0)
 			return -1;
 		if (!s->choice[i].size)
 			return fail("%s: option %zu is empty; expected text to score", where, i + 1);
@@ -423,7 +438,8 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 	s->num_choices = n;
 	for (int i = 0; i < n; i++) {
 		struct text *answer = &s->choice[i], whole = {0};
-		if (value_append(json_is_array(value) ? json_array_get(value, i) : value, t->answer, strlen(t->answer), where, &whole) < 0)
+		const json_t *item = json_is_array(value) ? json_array_get(value, i) : value;
+		if (value_append(item, t->answer, strlen(t->answer), where, &whole) < 0)
 			return -1;
 		if (i == 0 && !t->target)
 			text_append(&s->target, whole.data, whole.size);
@@ -456,7 +472,8 @@ static json_t *parse_line(const char *where, const char *json, size_t n)
 }
 
 /* Adds the sample of a line of JSON lines. */
-static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json, size_t n)
+static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json,
+		size_t n)
 {
 	char where[PATH_LEN + 24];
 	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
@@ -486,7 +503,9 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 	ssize_t n = 0;
 	int rc = 0;
 	errno = 0;
-	for (int64_t line = 1; !rc && (!limit || samples->count < limit) && (n = getline(&json, &capacity, f)) >= 0; line++) {
+	for (int64_t line = 1; !rc && (!limit || samples->count < limit); line++) {
+		if ((n = getline(&json, &capacity, f)) < 0)
+			break;
 		if (strspn(json, " \t\r\n") < (size_t)n)
 			rc = add_sample(t, samples, path, line, json, n);
 		errno = 0;
@@ -504,7 +523,8 @@ int tasks_load(struct tasks *tasks, const char *path)
 {
 	struct loader l = {.table = &task_table, .structure = tasks, .path = path, .source = path};
 	*tasks = (struct tasks){0};
-	int rc = strlen(path) < PATH_LEN ? load_file(&l, &tasks_key) : fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	int rc = strlen(path) < PATH_LEN ? load_file(&l, &tasks_key)
+			: fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
 	for (int64_t i = 0; rc == 0 && i < tasks->count; i++) {
 		struct task *t = &tasks->task[i];
 		const bool own_pool = *t->examples.data;
@@ -562,7 +582,8 @@ struct results {
 struct results *results_open(const char *dir)
 {
 	struct results *r = allocate(sizeof *r);
-	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN && path_join(r->samples, dir, "samples.jsonl") == 0 &&
+	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN &&
+			path_join(r->samples, dir, "samples.jsonl") == 0 &&
 			path_suffix(r->temporary, r->samples, ".tmp") == 0 && (r->f = file_create(r->temporary)))
 		return r;
 	free(r);
@@ -604,13 +625,15 @@ static json_t *tokens_to_json(const int32_t *id, int64_t n)
 
 void results_add(struct results *r, const struct task *t, const struct sample_result *s)
 {
-	json_t *line = json_pack("{s:o, s:I, s:o, s:b}", "task", json_cstring(t->name), "line", (json_int_t)s->sample->line,
+	json_t *line = json_pack("{s:o, s:I, s:o, s:b}", "task", json_cstring(t->name),
+			"line", (json_int_t)s->sample->line,
 			t->type == TASK_PERPLEXITY ? "text" : "prompt", text_to_json(&s->sample->prompt),
 			t->type == TASK_PERPLEXITY ? "several_windows" : "context_cut", s->cut);
 	if (t->type == TASK_MULTIPLE_CHOICE) {
 		json_t *options = json_array(), *prediction = json_object(), *correct = json_object();
 		for (int i = 0; i < s->sample->num_choices; i++)
-			json_array_append_new(options, json_pack("{s:o, s:f, s:I, s:o}", "text", text_to_json(&s->sample->choice[i]),
+			json_array_append_new(options, json_pack("{s:o, s:f, s:I, s:o}",
+					"text", text_to_json(&s->sample->choice[i]),
 					"log_likelihood", s->scored[i].log_likelihood, "bytes", (json_int_t)s->sample->choice[i].size,
 					"tokens", tokens_to_json(s->scored[i].id, s->scored[i].num_tokens)));
 		for (int i = 0; i < NUM_ACCURACIES; i++) {
@@ -648,10 +671,12 @@ static json_t *result_to_json(const struct task_result *result)
 	json_t *scores = json_object();
 	for (int i = 0; i < result->num_scores; i++) {
 		const struct score *s = &result->score[i];
-		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}", "value", isfinite(s->value) ? json_real(s->value) : json_null(),
+		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}",
+				"value", isfinite(s->value) ? json_real(s->value) : json_null(),
 				"standard_error", isfinite(s->standard_error) ? json_real(s->standard_error) : json_null()));
 	}
-	json_t *json = json_pack("{s:o, s:s, s:o, s:I, s:o}", "name", json_cstring(t->name), "type", task_types[t->type], "data", json_cstring(t->data),
+	json_t *json = json_pack("{s:o, s:s, s:o, s:I, s:o}",
+			"name", json_cstring(t->name), "type", task_types[t->type], "data", json_cstring(t->data),
 			"samples", (json_int_t)t->num_samples, "scores", scores);
 	if (t->type == TASK_PERPLEXITY) {
 		json_object_set_new(json, "tokens", json_integer(result->tokens));
@@ -678,8 +703,9 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
 		json_array_append_new(tasks, result_to_json(&result[i]));
-	return json_pack("{s:o, s:o, s:o, s:I, s:o}", "model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks), "tokenizer_hash",
-			crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
+	return json_pack("{s:o, s:o, s:o, s:I, s:o}",
+			"model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks),
+			"tokenizer_hash", crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
 }
 
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
@@ -690,11 +716,14 @@ char *results_text(const struct evaluation_facts *facts, const struct task_resul
 	return text;
 }
 
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed)
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
+		int64_t count, bool failed)
 {
 	char path[PATH_LEN], temporary[PATH_LEN];
 	int rc = file_close(r->f, r->temporary, failed ? -1 : 0);
-	if (rc == 0 && (rc = path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0 ? -1 : 0) == 0) {
+	if (rc == 0 && (path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0))
+		rc = -1;
+	if (rc == 0) {
 		json_t *json = results_to_json(facts, result, count);
 		rc = json_write(temporary, json);
 		json_decref(json);
@@ -728,8 +757,8 @@ void print_results(const struct task_result *result, int64_t count)
 				printf("%12s\n", "-");
 		}
 		if (r->cut)
-			printf("  %s: %lld\n", r->task->type == TASK_PERPLEXITY ? "documents in several windows" : "contexts cut from the left to fit into the window",
-					(long long)r->cut);
+			printf("  %s: %lld\n", r->task->type == TASK_PERPLEXITY ? "documents in several windows"
+					: "contexts cut from the left to fit into the window", (long long)r->cut);
 		if (r->unmatched)
 			printf("  replies that the pattern of extract does not match: %lld\n", (long long)r->unmatched);
 	}

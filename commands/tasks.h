@@ -23,13 +23,13 @@ struct sample {                /* one line of a task's data, its fields put into
 	int64_t line;                /* its number in the file, from 1 */
 	struct text prompt;          /* perplexity: the document */
 	struct text target;          /* what follows the prompt where the sample is an example; perplexity: empty */
-	struct text *choice;         /* [num_choices] the options; exact match: the right answers, normalized; perplexity: NULL */
+	struct text *choice;         /* [num_choices] the options; exact match: the right answers, normalized */
 	int num_choices;             /* options: 2 to 1000 */
 	int answer;                  /* multiple choice: index of the right option, from 0 */
 };
 struct samples { struct sample *sample; int64_t count; size_t capacity; };
 
-struct task {                  /* the values of the keys (task_keys in tasks.c), NULL or 0 where a key is off; and the samples */
+struct task {                  /* the values of the keys (task_keys in tasks.c), NULL or 0: off; the samples */
 	char name[MAX_NAME];
 	enum task_type type;
 	char data[PATH_LEN];         /* a path from where ling was started, as the one of examples.data */
@@ -60,7 +60,8 @@ void tasks_print_keys(FILE *out);
 /* Whether the reply to a sample of an exact match task is right: appends to `extracted` what the pattern `extract`
  * takes from the reply (without a pattern, all of it), normalizes that, and compares it with the answers. Where the
  * pattern does not match, *matched is false, nothing is appended, and the reply is wrong. */
-bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *matched);
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply,
+		struct text *extracted, bool *matched);
 
 /* -- results -- */
 
@@ -72,14 +73,16 @@ struct scored_tokens { double log_likelihood; const int32_t *id; int64_t num_tok
 struct sample_result {
 	const struct sample *sample;
 	bool cut;                    /* the context lost its first tokens; perplexity: the document took several windows */
-	const struct scored_tokens *scored; /* [num_choices] the options; perplexity: the document, id NULL; exact match: the reply, log_likelihood 0 */
+	/* [num_choices] the options; perplexity: the document, id NULL; exact match: the reply, log_likelihood 0 */
+	const struct scored_tokens *scored;
 	int prediction[NUM_ACCURACIES]; /* multiple choice: index of the option, from 0 */
 	int64_t words;               /* perplexity: of the document */
 	struct text reply, extracted; /* exact match, see task_reply_is_right */
 	bool matched, correct;
 };
 
-struct score { const char *name; double value, standard_error; }; /* a standard error of one sample is NaN; a perplexity may be infinite */
+/* The standard error of a single sample is NaN; a perplexity may be infinite. */
+struct score { const char *name; double value, standard_error; };
 enum { MAX_SCORES = 4 };
 
 struct task_result {
@@ -104,7 +107,8 @@ struct results *results_open(const char *dir);
 void results_add(struct results *r, const struct task *t, const struct sample_result *s);
 /* Writes results.json, brings both files to disk, and frees r; on error, and with `failed`, leaves neither file.
  * result [count]. */
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed);
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
+		int64_t count, bool failed);
 /* The text of results.json on one line; the caller frees it. */
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
 /* Prints the scores as a table to standard output. */

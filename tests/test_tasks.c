@@ -238,9 +238,10 @@ enum { WINDOW = 48, BATCH = 5, BYTES = 257 };
 /* A model over bytes whose every part matters, and whose tokens depend on all before them. */
 static void make_model_for(struct model *m, int tokens)
 {
-	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2, .head_dim = 6,
-		.vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2, .num_shared_experts = 1, .moe_intermediate_size = 8,
-		.max_position_embeddings = 64, .norm_topk_prob = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.4};
+	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4,
+		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2,
+		.num_shared_experts = 1, .moe_intermediate_size = 8, .max_position_embeddings = 64, .norm_topk_prob = true, .norm_head = true, .rope_theta = 1e4,
+		.rms_norm_eps = 1e-5, .initializer_range = 0.4};
 	struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(m, &c, &alone, 1, tokens, EVALUATE));
 	model_randomize(m, 7);
@@ -330,7 +331,9 @@ static void test_questions(void **state)
 	for (int64_t i = 0, b = 0; i < s->count; i++) {
 		const struct sample *x = &s->sample[i];
 		/* what is left of a context that does not fit: 48 inputs, and the last byte of the longest option */
-		const char *context = i == 4 ? x->prompt.data + x->prompt.size - (WINDOW + 1 - strlen(" longer")) : x->prompt.data ? x->prompt.data : "";
+		const char *context = x->prompt.data ? x->prompt.data : "";
+		if (i == 4)
+			context += x->prompt.size - (WINDOW + 1 - strlen(" longer"));
 		double score[NUM_ACCURACIES][4];
 		assert_int_equal(w.contexts[i].cut, i == 4);
 		for (int c = 0; c < x->num_choices; c++, b++) {
@@ -347,7 +350,8 @@ static void test_questions(void **state)
 			best[k] += top == x->answer;
 		}
 	}
-	assert_true(w.log_likelihood[w.contexts[3].first_continuation] == w.log_likelihood[w.contexts[3].first_continuation + 1]);
+	const double *alike = w.log_likelihood + w.contexts[3].first_continuation;
+	assert_true(alike[0] == alike[1]);
 	task_score(&w, &result, NULL);
 	assert_int_equal(result.cut, 1);
 	for (int k = 0; k < NUM_ACCURACIES; k++) {
@@ -390,9 +394,11 @@ static void test_merges(void **state)
 	static const struct { const char *context, *option; int num, scored; int32_t token[8]; } cases[] = {
 		{"xa", "b", 2, 1, {'x', AB}}, {"xa", "d", 3, 2, {'x', 'a', 'd'}}, {"xa", "bb", 3, 1, {'x', AB, 'b'}},
 		/* a space at the end of the context */
-		{"x ", "cd", 3, 1, {'x', SPACE_C, 'd'}}, {"x ", "d", 3, 2, {'x', ' ', 'd'}}, {"x ", "cc", 3, 1, {'x', SPACE_C, 'c'}},
+		{"x ", "cd", 3, 1, {'x', SPACE_C, 'd'}}, {"x ", "d", 3, 2, {'x', ' ', 'd'}},
+		{"x ", "cc", 3, 1, {'x', SPACE_C, 'c'}},
 		/* all of the context becomes a part of one token: then the end of a text stands before it */
-		{"ab", " c", 2, 1, {END, AB_SPACE_C}}, {"ab", " d", 4, 2, {END, AB, ' ', 'd'}}, {"ab", "b", 3, 2, {END, AB, 'b'}},
+		{"ab", " c", 2, 1, {END, AB_SPACE_C}}, {"ab", " d", 4, 2, {END, AB, ' ', 'd'}},
+		{"ab", "b", 3, 2, {END, AB, 'b'}},
 		{"", "ab", 2, 1, {END, AB}}, {"", "b", 2, 1, {END, 'b'}}, {"", "ba", 3, 1, {END, 'b', 'a'}},
 	};
 	struct tokenizer *t = pair_tokenizer();
@@ -402,7 +408,8 @@ static void test_merges(void **state)
 		struct tasks tasks;
 		struct task_work w;
 		char line[256];
-		snprintf(line, sizeof line, "{\"o\": [\"%s\", \"%s\", \"%s\"], \"q\": \"%s\", \"a\": 0}", cases[i].option, cases[i + 1].option, cases[i + 2].option,
+		snprintf(line, sizeof line, "{\"o\": [\"%s\", \"%s\", \"%s\"], \"q\": \"%s\", \"a\": 0}", cases[i].option,
+				cases[i + 1].option, cases[i + 2].option,
 				cases[i].context);
 		load_ok(&tasks, CHOICE "}", line);
 		assert_done(task_encode(&w, &tasks.task[0], t, WINDOW));
@@ -413,7 +420,8 @@ static void test_merges(void **state)
 			double score[8], sum = 0;
 			assert_int_equal(x->num_tokens + c->num_tokens, cases[i + option].num);
 			for (int j = 0; j < cases[i + option].num; j++)
-				assert_int_equal(w.ids.id[j < x->num_tokens ? x->begin + j : c->begin + j - x->num_tokens], cases[i + option].token[j]);
+				assert_int_equal(w.ids.id[j < x->num_tokens ? x->begin + j : c->begin + j - x->num_tokens],
+						cases[i + option].token[j]);
 			assert_int_equal(c->first_scored, cases[i + option].scored);
 			plain_scores(&m, cases[i + option].token, cases[i + option].num, score);
 			for (int j = cases[i + option].scored; j < cases[i + option].num; j++)
@@ -478,7 +486,8 @@ static void test_bits(void **state)
 			append_ids(&alone.ids, w.ids.id + c->begin, c->num_tokens);
 			alone.contexts[alone.num_contexts++] = (struct task_context){.begin = begin, .num_tokens = n - 1,
 				.first_continuation = alone.num_continuations, .num_continuations = 1};
-			alone.continuations[alone.num_continuations++] = (struct task_continuation){begin + n - 1, 1, c->first_scored};
+			alone.continuations[alone.num_continuations++] = (struct task_continuation){begin + n - 1, 1,
+					c->first_scored};
 			shared += x->num_continuations > 1 && x->num_tokens > 1;
 		}
 	assert_int_equal(alone.num_continuations, w.num_continuations);
@@ -533,7 +542,8 @@ static void test_windows(void **state)
 static void test_documents(void **state)
 {
 	(void)state;
-	static const char *const documents[] = {"One two  three.\n", "A longer document, which takes some windows of twenty tokens each.", "x"};
+	static const char *const documents[] = {"One two  three.\n",
+			"A longer document, which takes some windows of twenty tokens each.", "x"};
 	static const int words[] = {3, 11, 1};
 	enum { L = 20, N = 3 };
 	struct model m;
@@ -544,8 +554,8 @@ static void test_documents(void **state)
 	for (int stride = 20; stride >= 7; stride -= 13) {
 		char yaml[128];
 		snprintf(yaml, sizeof yaml, TEXT ", stride: %d}", stride);
-		load_ok(&tasks, yaml, "{\"text\": \"One two  three.\\n\"}\n{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n"
-				"{\"text\": \"x\"}\n");
+		load_ok(&tasks, yaml, "{\"text\": \"One two  three.\\n\"}\n"
+				"{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n{\"text\": \"x\"}\n");
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), L));
 		assert_done(task_run(&w, &m, BATCH));
 		task_score(&w, &result, NULL);
@@ -571,7 +581,8 @@ static void test_documents(void **state)
 		for (int k = 0; k < 3; k++) {
 			double squares = 0;
 			for (int i = 0; i < N; i++) {
-				const double unit = k == 1 ? (double)words[i] : (double)strlen(documents[i]), d = loss[i] - ratio[k] * unit;
+				const double unit = k == 1 ? (double)words[i] : (double)strlen(documents[i]),
+						d = loss[i] - ratio[k] * unit;
 				squares += d * d;
 			}
 			const double error = sqrt(N / (N - 1.0) * squares) / sum[k];
@@ -597,7 +608,8 @@ static void test_examples(void **state)
 	int differ = 0;
 	for (int seed = 1; seed <= 20; seed++) {
 		char yaml[256], *all = calloc(1, 256);
-		snprintf(yaml, sizeof yaml, MATCH ", target: \"={a};\", separator: \"|\", examples: {count: 2, seed: %d}, max_tokens: 1, limit: 3}", seed);
+		snprintf(yaml, sizeof yaml, MATCH ", target: \"={a};\", separator: \"|\", max_tokens: 1, limit: 3, "
+				"examples: {count: 2, seed: %d}}", seed);
 		load_ok(&tasks, yaml, lines);
 		assert_int_equal(tasks.task[0].num_samples, 3);
 		assert_int_equal(tasks.task[0].samples.count, 4);
@@ -660,7 +672,9 @@ static void test_generation(void **state)
 	struct task_work w, again;
 	struct task_result result;
 	make_model(&m);
-	load_ok(&tasks, MATCH ", max_tokens: 12}", "{\"q\": \"abc\", \"a\": 1}\n{\"q\": \"\", \"a\": 1}\n{\"q\": \"Once upon\", \"a\": 1}\n{\"q\": \"z\", \"a\": 1}\n");
+	load_ok(&tasks, MATCH ", max_tokens: 12}",
+			"{\"q\": \"abc\", \"a\": 1}\n{\"q\": \"\", \"a\": 1}\n"
+			"{\"q\": \"Once upon\", \"a\": 1}\n{\"q\": \"z\", \"a\": 1}\n");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
 	assert_int_equal(w.longest, 9 + MOST);
 	assert_done(task_run(&w, &m, 3));
@@ -718,8 +732,10 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_bad_files), cmocka_unit_test(test_paths),
-		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges), cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
+		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_bad_files),
+		cmocka_unit_test(test_paths),
+		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
+		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);

@@ -33,7 +33,7 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 		int32_t *scratch);
 
 struct request {               /* a prompt, and what is generated after it. The caller frees ids.id and text.data. */
-	struct ids ids;              /* the prompt's num_prompt ids, at least one; then the generated ones, less the end token */
+	struct ids ids;              /* the prompt's num_prompt ids, at least one; then the generated ids, no end token */
 	int64_t num_prompt;
 	uint32_t number;             /* from 0, see choose_token; messages count from 1 */
 	struct text text;            /* of the generated ids, up to the first stop text */

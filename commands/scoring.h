@@ -29,7 +29,7 @@ struct task_context {
 };
 struct task_continuation {
 	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. The last one is predicted, never an input */
-	int64_t first_scored;        /* position in the sequence, from 0, of the first scored token: 1 or more, maybe in the context */
+	int64_t first_scored;        /* position in the sequence, from 0, of the first scored token: at least 1 */
 };
 struct task_work {             /* a task as tokens, and what the model made of it */
 	const struct task *task;

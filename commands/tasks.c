@@ -705,7 +705,8 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 		json_array_append_new(tasks, result_to_json(&result[i]));
 	return json_pack("{s:o, s:o, s:o, s:I, s:o}",
 			"model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks),
-			"tokenizer_hash", crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
+			"tokenizer_hash", crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len,
+			"tasks", tasks);
 }
 
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)

@@ -26,6 +26,7 @@
 
 #define QUESTION "{\"q\": \"2+2=\", \"o\": [\" 3\", \" 4\"], \"a\": 1}\n"
 #define CHOICE "- {name: c, type: multiple_choice, data: d.jsonl, prompt: \"{q}\", options: o, answer: a"
+#define PROMPT "- {name: x, type: multiple_choice, data: d.jsonl, prompt: "
 #define MATCH "- {name: m, type: exact_match, data: d.jsonl, prompt: \"{q}\", answer: a"
 #define TEXT "- {name: p, type: perplexity, data: d.jsonl"
 
@@ -51,9 +52,11 @@ static void test_templates(void **state)
 {
 	(void)state;
 	struct tasks tasks;
-	load_ok(&tasks, "- name: c\n  type: multiple_choice\n  data: d.jsonl\n  prompt: \"{{{q}}} {n} {r} {b}, {deep.list.1.x}{zero}:\"\n"
+	load_ok(&tasks, "- name: c\n  type: multiple_choice\n  data: d.jsonl\n"
+			"  prompt: \"{{{q}}} {n} {r} {b}, {deep.list.1.x}{zero}:\"\n"
 			"  options: deep.words\n  option: \" {option.t}/{q}\"\n  answer: deep.right\n  answer_form: number\n",
-			"{\"q\": \"a\\u00e9\\nb\", \"n\": -7, \"r\": 0.1, \"b\": true, \"zero\": \"x\\u0000y\", \"deep\": {\"list\": [0, {\"x\": 3.0}], \"right\": \"2\","
+			"{\"q\": \"a\\u00e9\\nb\", \"n\": -7, \"r\": 0.1, \"b\": true, \"zero\": \"x\\u0000y\", "
+			"\"deep\": {\"list\": [0, {\"x\": 3.0}], \"right\": \"2\","
 			" \"words\": [{\"t\": \"A\"}, {\"t\": \"B\"}]}}\n");
 	const struct sample *s = tasks.task[0].samples.sample;
 	const char prompt[] = "{a\xc3\xa9\nb} -7 0.1 true, 3x\0y:";
@@ -71,7 +74,8 @@ static void test_answers(void **state)
 {
 	(void)state;
 	static const struct { const char *form, *value; int answer; } cases[] = {
-		{"index", "1", 1}, {"index", "\"0\"", 0}, {"number", "1", 0}, {"number", "2", 1}, {"letter", "\"B\"", 1}, {"letter", "\" a \"", 0},
+		{"index", "1", 1}, {"index", "\"0\"", 0}, {"number", "1", 0}, {"number", "2", 1}, {"letter", "\"B\"", 1},
+		{"letter", "\" a \"", 0},
 		{"text", "\"4\"", 1}, {"text", "\" 3\"", 0},
 	};
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -85,7 +89,7 @@ static void test_answers(void **state)
 	}
 	/* Templates as options: the answer's text may be among them. */
 	struct tasks tasks;
-	load_ok(&tasks, "- {name: c, type: multiple_choice, data: d.jsonl, prompt: x, options: [\" {good}\", ' no'], answer: a, answer_form: text}",
+	load_ok(&tasks, PROMPT "x, options: [\" {good}\", ' no'], answer: a, answer_form: text}",
 			"{\"good\": \"yes\", \"a\": \"no\"}\n\n{\"good\": \"no\", \"a\": \"no\"}");
 	assert_int_equal(tasks.task[0].samples.count, 2);
 	assert_int_equal(tasks.task[0].samples.sample[0].answer, 1);
@@ -115,17 +119,19 @@ static void test_bad_files(void **state)
 		{CHOICE ", chat: true, separator: x}", QUESTION, {"separator", "chat"}},
 		{"- {type: perplexity, data: d.jsonl}", QUESTION, {"t.yaml:1", "name", "missing"}},
 		{"- {name: x, data: d.jsonl}", QUESTION, {"type", "missing"}},
-		{"- {name: x, type: words, data: d.jsonl}", QUESTION, {"type", "words", "multiple_choice | perplexity | exact_match"}},
-		{"\n- {name: x, type: multiple_choice, data: d.jsonl, options: o, answer: a}", QUESTION, {"t.yaml:2", "prompt", "missing"}},
+		{"- {name: x, type: words, data: d.jsonl}", QUESTION,
+			{"type", "words", "multiple_choice | perplexity | exact_match"}},
+		{"\n- {name: x, type: multiple_choice, data: d.jsonl, options: o, answer: a}", QUESTION,
+			{"t.yaml:2", "prompt", "missing"}},
 		{"- {name: x, type: exact_match, data: d.jsonl, prompt: o}", QUESTION, {"answer", "missing"}},
 		{CHOICE "}\n" CHOICE "}", QUESTION, {"t.yaml:2", "name", "twice"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"{q\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"q}\", options: o, answer: a}", QUESTION, {"prompt", "}}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"{}\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, '{'], answer: a}", QUESTION, {"options", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, {y: z}], answer: a}", QUESTION, {"options", "mapping"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [], answer: a}", QUESTION, {"options", "empty list"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, y], option: z, answer: a}", QUESTION, {"option", "list of templates"}},
+		{PROMPT "\"{q\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
+		{PROMPT "\"q}\", options: o, answer: a}", QUESTION, {"prompt", "}}"}},
+		{PROMPT "\"{}\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
+		{PROMPT "q, options: [x, '{'], answer: a}", QUESTION, {"options", "{field}"}},
+		{PROMPT "q, options: [x, {y: z}], answer: a}", QUESTION, {"options", "mapping"}},
+		{PROMPT "q, options: [], answer: a}", QUESTION, {"options", "empty list"}},
+		{PROMPT "q, options: [x, y], option: z, answer: a}", QUESTION, {"option", "list of templates"}},
 		{MATCH ", extract: \"(\"}", QUESTION, {"extract", "byte 1"}},
 		{MATCH ", extract: \"a+\"}", QUESTION, {"extract", "group"}},
 		{MATCH ", match: last}", QUESTION, {"match", "extract"}},
@@ -146,8 +152,10 @@ static void test_bad_files(void **state)
 		{CHOICE "}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"\"}", {"d.jsonl:1", "`a`"}},
 		{CHOICE "}", "{\"q\": \"\", \"o\": [\"x\", \"y\"]}", {"d.jsonl:1", "`a`", "missing"}},
 		{CHOICE ", answer_form: number}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": 0}", {"d.jsonl:1", "1 to 2"}},
-		{CHOICE ", answer_form: letter}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"c\"}", {"d.jsonl:1", "A to B"}},
-		{CHOICE ", answer_form: text}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"z\"}", {"d.jsonl:1", "\"z\"", "text of one of the 2"}},
+		{CHOICE ", answer_form: letter}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"c\"}",
+			{"d.jsonl:1", "A to B"}},
+		{CHOICE ", answer_form: text}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"z\"}",
+			{"d.jsonl:1", "\"z\"", "text of one of the 2"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": []}", {"d.jsonl:1", "empty list"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": [\"x\", null]}", {"d.jsonl:1", "null"}},
 		{MATCH ", extract_answer: \"#(.)\"}", "{\"q\": \"\", \"a\": \"x\"}", {"d.jsonl:1", "extract_answer"}},
@@ -222,13 +230,15 @@ static void test_replies(void **state)
 	assert_true(is_right(", extract: \"is (\\\\d+)\"", "5", "one is 5, two is 6", "5"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\", match: last", "6", "one is 5, two is 6", "6"));
 	assert_false(is_right(", extract: \"is (\\\\d+)\"", "5", "5", NULL));
-	assert_true(is_right(", extract: \"#### (.*)\", extract_answer: \"#### (.*)\"", "\"2 and 3 #### 5\"", "so #### 5", "5"));
+	assert_true(is_right(", extract: \"#### (.*)\", extract_answer: \"#### (.*)\"",
+			"\"2 and 3 #### 5\"", "so #### 5", "5"));
 	/* a group that takes no part, an empty match, bytes that are no UTF-8 */
 	assert_true(is_right(", extract: \"x|(y)\"", "\"y\"", "x y", "y"));
 	assert_true(is_right(", extract: \"(z*)\", match: last", "\"\"", "\xe4\xbd\xa0zz", ""));
 	assert_true(is_right(", extract: \"a(.)\"", "\"b\"", "\xff" "ab\x80", "b"));
 	/* a pattern that would take for ever is one that does not match */
-	assert_false(is_right(", extract: \"((a+)+)$\"", "\"a\"", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL));
+	assert_false(is_right(", extract: \"((a+)+)$\"", "\"a\"",
+			"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL));
 }
 
 /* --------------------------------------------------------------------------------------------------- models */
@@ -240,7 +250,8 @@ static void make_model_for(struct model *m, int tokens)
 {
 	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4,
 		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2,
-		.num_shared_experts = 1, .moe_intermediate_size = 8, .max_position_embeddings = 64, .norm_topk_prob = true, .norm_head = true, .rope_theta = 1e4,
+		.num_shared_experts = 1, .moe_intermediate_size = 8, .max_position_embeddings = 64, .norm_topk_prob = true,
+		.norm_head = true, .rope_theta = 1e4,
 		.rms_norm_eps = 1e-5, .initializer_range = 0.4};
 	struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(m, &c, &alone, 1, tokens, EVALUATE));
@@ -369,11 +380,12 @@ static void test_questions(void **state)
 static struct tokenizer *pair_tokenizer(void)
 {
 	char json[16384];
-	int n = sprintf(json, "{\"added_tokens\": [{\"id\": 259, \"content\": \"<|endoftext|>\", \"special\": true, \"single_word\": false, \"lstrip\": false, "
-			"\"rstrip\": false, \"normalized\": false}], \"normalizer\": null, \"post_processor\": null, \"decoder\": {\"type\": \"ByteLevel\", "
-			"\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}, \"pre_tokenizer\": {\"type\": \"ByteLevel\", "
-			"\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}, \"model\": {\"type\": \"BPE\", \"merges\": "
-			"[\"a b\", \"\\u0120 c\", \"ab \\u0120c\"], \"vocab\": {\"ab\": 256, \"\\u0120c\": 257, \"ab\\u0120c\": 258");
+#define BYTE_LEVEL "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}"
+	int n = sprintf(json, "{\"added_tokens\": [{\"id\": 259, \"content\": \"<|endoftext|>\", \"special\": true, "
+			"\"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false}], \"normalizer\": null, "
+			"\"post_processor\": null, \"decoder\": " BYTE_LEVEL ", \"pre_tokenizer\": " BYTE_LEVEL ", "
+			"\"model\": {\"type\": \"BPE\", \"merges\": [\"a b\", \"\\u0120 c\", \"ab \\u0120c\"], "
+			"\"vocab\": {\"ab\": 256, \"\\u0120c\": 257, \"ab\\u0120c\": 258");
 	for (int byte = 0, other = 256; byte < 256; byte++) { /* bytes that are no visible character stand as others */
 		const bool visible = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
 		n += sprintf(json + n, ", \"\\u%04x\": %d", visible ? byte : other++, byte);
@@ -555,7 +567,8 @@ static void test_documents(void **state)
 		char yaml[128];
 		snprintf(yaml, sizeof yaml, TEXT ", stride: %d}", stride);
 		load_ok(&tasks, yaml, "{\"text\": \"One two  three.\\n\"}\n"
-				"{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n{\"text\": \"x\"}\n");
+				"{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n"
+				"{\"text\": \"x\"}\n");
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), L));
 		assert_done(task_run(&w, &m, BATCH));
 		task_score(&w, &result, NULL);
@@ -603,7 +616,8 @@ static void test_examples(void **state)
 	(void)state;
 	struct tasks tasks;
 	struct task_work w;
-	static const char lines[] = "{\"q\": \"a\", \"a\": 1}\n{\"q\": \"b\", \"a\": 2}\n{\"q\": \"c\", \"a\": 3}\n{\"q\": \"d\", \"a\": 4}\n";
+	static const char lines[] = "{\"q\": \"a\", \"a\": 1}\n{\"q\": \"b\", \"a\": 2}\n"
+			"{\"q\": \"c\", \"a\": 3}\n{\"q\": \"d\", \"a\": 4}\n";
 	char *before = NULL;
 	int differ = 0;
 	for (int seed = 1; seed <= 20; seed++) {

@@ -590,26 +590,6 @@ struct results *results_open(const char *dir)
 	return NULL;
 }
 
-/* n bytes as a JSON string; each byte that is not UTF-8 becomes U+FFFD. */
-static json_t *json_bytes(const char *bytes, size_t n)
-{
-	struct text valid = {0};
-	int32_t code;
-	for (size_t i = 0; i < n;) {
-		const int size = utf8_decode(bytes + i, n - i, &code);
-		text_append(&valid, size ? bytes + i : "\xef\xbf\xbd", size ? size : 3);
-		i += size ? size : 1;
-	}
-	json_t *json = json_stringn(valid.data ? valid.data : "", valid.size);
-	free(valid.data);
-	return json;
-}
-
-static json_t *json_cstring(const char *text)
-{
-	return json_bytes(text, strlen(text));
-}
-
 static json_t *text_to_json(const struct text *t)
 {
 	return json_bytes(t->data, t->size);

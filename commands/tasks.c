@@ -7,10 +7,7 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/tokenizer.h"
-#include "files/checkpoint.h"
 
-#include <argp.h>
 #include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -119,7 +116,7 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 	else
 		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where,
 				n < 100 ? (int)n : 100, field, json_kind(value));
-	append_string(out, number);
+	text_append(out, number, strlen(number));
 	return 0;
 }
 

@@ -384,7 +384,8 @@ static struct tokenizer *pair_tokenizer(void)
 	"\"use_regex\": false}"
 	int n = sprintf(json, "{\"added_tokens\": [{\"id\": 259, \"content\": \"<|endoftext|>\", \"special\": true, "
 			"\"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false}], "
-			"\"normalizer\": null, \"post_processor\": null, \"decoder\": " BYTE_LEVEL ", \"pre_tokenizer\": " BYTE_LEVEL ", "
+			"\"normalizer\": null, \"post_processor\": null, \"decoder\": " BYTE_LEVEL ", "
+			"\"pre_tokenizer\": " BYTE_LEVEL ", "
 			"\"model\": {\"type\": \"BPE\", \"merges\": [\"a b\", \"\\u0120 c\", \"ab \\u0120c\"], "
 			"\"vocab\": {\"ab\": 256, \"\\u0120c\": 257, \"ab\\u0120c\": 258");
 	for (int byte = 0, other = 256; byte < 256; byte++) { /* bytes that are no visible character stand as others */

@@ -453,28 +453,13 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 	return t->target ? template_append(t->target, object, NULL, where, &s->target) : 0;
 }
 
-/* Parses a line of JSON lines, an object. NULL on error; `where` (file:line) begins the message. */
-static json_t *parse_line(const char *where, const char *json, size_t n)
-{
-	json_error_t error;
-	json_t *object = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
-	if (json_is_object(object))
-		return object;
-	if (object)
-		set_error("%s: is %s; expected an object, one sample", where, json_kind(object));
-	else
-		set_error("%s: bad JSON: %s", where, error.text);
-	json_decref(object);
-	return NULL;
-}
-
 /* Adds the sample of a line of JSON lines. */
 static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json,
 		size_t n)
 {
 	char where[PATH_LEN + 24];
 	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
-	json_t *object = parse_line(where, json, n);
+	json_t *object = json_line(where, json, n);
 	if (!object)
 		return -1;
 	samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
@@ -503,7 +488,7 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 	for (int64_t line = 1; !rc && (!limit || samples->count < limit); line++) {
 		if ((n = getline(&json, &capacity, f)) < 0)
 			break;
-		if (strspn(json, " \t\r\n") < (size_t)n)
+		if (!is_blank_line(json, n))
 			rc = add_sample(t, samples, path, line, json, n);
 		errno = 0;
 	}
@@ -571,18 +556,21 @@ void tasks_free(struct tasks *tasks)
 
 static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens"};
 
-struct results {
-	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN]; /* samples.jsonl is written to `temporary` */
-	FILE *f;
-};
+enum { RESULT_SAMPLES, RESULT_SUMMARY, NUM_RESULT_FILES };
+struct results { struct new_file file[NUM_RESULT_FILES]; };
 
 struct results *results_open(const char *dir)
 {
+	static const char *const names[NUM_RESULT_FILES] = {"samples.jsonl", "results.json"};
 	struct results *r = allocate(sizeof *r);
-	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN &&
-			path_join(r->samples, dir, "samples.jsonl") == 0 &&
-			path_suffix(r->temporary, r->samples, ".tmp") == 0 && (r->f = file_create(r->temporary)))
+	char path[PATH_LEN];
+	int rc = make_directories(dir);
+	for (int i = 0; i < NUM_RESULT_FILES && rc == 0; i++)
+		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_file_begin(&r->file[i], path);
+	if (rc == 0)
 		return r;
+	for (int i = 0; i < NUM_RESULT_FILES; i++)
+		new_file_abandon(&r->file[i]);
 	free(r);
 	return NULL;
 }
@@ -637,7 +625,7 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 		json_object_set_new(line, "correct", json_boolean(s->correct));
 	}
 	char *text = json_text(line, JSON_COMPACT);
-	fprintf(r->f, "%s\n", text);
+	fprintf(r->file[RESULT_SAMPLES].stream, "%s\n", text);
 	free(text);
 	json_decref(line);
 }
@@ -697,23 +685,12 @@ char *results_text(const struct evaluation_facts *facts, const struct task_resul
 int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
 		int64_t count, bool failed)
 {
-	char path[PATH_LEN], temporary[PATH_LEN];
-	int rc = file_close(r->f, r->temporary, failed ? -1 : 0);
-	if (rc == 0 && (path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0))
-		rc = -1;
-	if (rc == 0) {
+	if (!failed) {
 		json_t *json = results_to_json(facts, result, count);
-		rc = json_write(temporary, json);
+		json_print(r->file[RESULT_SUMMARY].stream, json);
 		json_decref(json);
-		if (rc == 0 && (rename(r->temporary, r->samples) < 0 || rename(temporary, path) < 0)) {
-			rc = fail("%s: cannot replace results.json and samples.jsonl: %s", r->dir, strerror(errno));
-			unlink(temporary);
-		}
 	}
-	if (rc == 0)
-		rc = sync_path(r->dir);
-	else if (!failed)
-		unlink(r->temporary);
+	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, failed ? -1 : 0);
 	free(r);
 	return rc;
 }

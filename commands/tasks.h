@@ -105,7 +105,7 @@ struct results;
 struct results *results_open(const char *dir);
 /* Adds the line of a sample. A write error is told by results_finish. */
 void results_add(struct results *r, const struct task *t, const struct sample_result *s);
-/* Writes results.json, brings both files to disk, and frees r; on error, and with `failed`, leaves neither file.
+/* Writes results.json, brings both files to disk, and frees r. On error, and with `failed`, makes neither file.
  * result [count]. */
 int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
 		int64_t count, bool failed);

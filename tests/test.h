@@ -5,6 +5,7 @@
 #include "files/base.h"
 #include "files/safetensors.h"
 
+#include <dirent.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -144,6 +145,18 @@ static inline int read_everything(const char *path, const char *kind)
 	}
 	tensors_close(w);
 	return rc;
+}
+
+/* Whether a directory holds the temporary file of a struct new_file. */
+static inline bool holds_temporary(const char *dir)
+{
+	bool found = false;
+	DIR *d = opendir(dir);
+	assert_non_null(d);
+	for (struct dirent *e; (e = readdir(d));)
+		found = found || strstr(e->d_name, ".tmp-");
+	closedir(d);
+	return found;
 }
 
 /* The error must be there and hold every part, parts separated by '|'. */

@@ -648,11 +648,15 @@ static void test_huggingface_round_trip(void **state)
 	json_decref(root);
 	expect_words("no folder", config_to_huggingface(&c.model, "/nowhere/config.json"),
 			(const char *const[3]){"/nowhere/config.json", "cannot create"});
+	char *before = strdup(get(path));
+	c.model.hidden_size = 128;
 	limit_files(100);
 	int rc = config_to_huggingface(&c.model, path);
 	limit_files(RLIM_INFINITY);
 	expect_words("full disk", rc, (const char *const[3]){path, "File too large"});
-	assert_int_equal(access(path, F_OK), -1);
+	assert_string_equal(get(path), before); /* the old file stays */
+	assert_false(holds_temporary(scratch));
+	free(before);
 }
 
 /* Compares the config of a checkpoint, after its way through JSON text, with the one of `full` and overrides. */

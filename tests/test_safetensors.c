@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "tests/test.h"
 
-
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>

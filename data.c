@@ -24,7 +24,6 @@
 #include "files/config.h"
 #include "files/tokenizer.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <math.h>
 #include <stddef.h>

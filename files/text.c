@@ -10,7 +10,6 @@
 #include "files/base.h"
 #include "files/tokenizer.h"
 
-#include <argp.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>

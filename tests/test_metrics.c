@@ -24,8 +24,7 @@ static void write_metrics(int64_t after, int64_t first, int64_t last)
 		struct metrics m = example_metrics(step, load);
 		assert_int_equal(metrics_write(f, &m), 0);
 	}
-	assert_int_equal(metrics_sync(f), 0);
-	fclose(f);
+	assert_int_equal(fclose(f), 0);
 }
 
 /* The file must hold the steps 1 to last, exactly as written. */
@@ -53,14 +52,14 @@ static void metrics_resume(void **state)
 {
 	(void)state;
 	char *path = at("metrics.jsonl");
-	write_metrics(0, 1, 5);
-	check_metrics(5);
+	write_metrics(0, 1, 3);
+	check_metrics(3);
 	size_t n, whole;
 	uint8_t *good = get_file(path, &n), *text;
 	assert_int_equal(strncmp((char *)good, "{\"step\": 1, \"samples\": 8, \"tokens\": 2, \"batch\": 8, \"loss\": 1.25, "
 			"\"balance_loss\": 1.1000000000000001, \"z_loss\": ", 110), 0);
 	/* Resumed after any step, with the file torn at any byte: each step once, and the same bytes as never stopped. */
-	for (int64_t step = 0; step <= 5; step++) {
+	for (int64_t step = 0; step <= 3; step++) {
 		for (size_t cut = 0; cut <= n; cut++) {
 			put_file(path, good, cut);
 			size_t kept = 0, lines = 0;
@@ -75,7 +74,7 @@ static void metrics_resume(void **state)
 				expect_error(ends);
 				continue;
 			}
-			write_metrics(step, kept + 1, 5);
+			write_metrics(step, kept + 1, 3);
 			text = get_file(path, &whole);
 			if (whole != n || memcmp(text, good, n))
 				fail_msg("step %d, cut %zu: %s", (int)step, cut, text);
@@ -111,6 +110,7 @@ static void metrics_nonfinite(void **state)
 	x.loss = NAN, x.grad_norm = INFINITY, x.valid_loss = -INFINITY, load[0] = NAN, load[1] = INFINITY;
 	FILE *f = metrics_open(scratch, 0);
 	assert_int_equal(metrics_write(f, &x), 0);
+	assert_int_equal(metrics_sync(f), 0);
 	fclose(f);
 	json_t *root = json_read(at("metrics.jsonl"));
 	char *text = json_dumps(json_object_get(root, "nonfinite"), JSON_COMPACT);

@@ -325,10 +325,6 @@ struct step_sums step_sums_shape(const struct model_config *c);
 /* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
 bool is_rank0(const struct trainer *t);
 
-/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
- * them within a second. Nobody listening to the progress is no reason to stop. */
-void catch_signals(void);
-
 /* The parts that parameters are counted in; a tensor belongs to the first one whose pattern is in its name. */
 enum { NUM_PARAMETER_PARTS = 7 };
 extern const struct parameter_parts_row { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];

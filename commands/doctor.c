@@ -241,3 +241,37 @@ int judge_machine(const struct examination *x)
 					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
 	return check_products(false) < 0 ? -1 : check_products(true);
 }
+
+int command_bench(const struct arguments *a)
+{
+	const bool named = a->num_words && !strchr(a->words[0], '=');
+	const char *path = named ? a->words[0] : "configs/bench.yaml";
+	struct config c;
+	struct trainer t;
+	struct bench b = {0};
+	if (config_load(&c, path, a->num_words - named, a->words + named, true) < 0)
+		return EXIT_WRONG_USE;
+	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
+		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
+		return EXIT_WRONG_USE;
+	}
+	c.train.steps = BENCH_STEPS + 1;
+	c.train.batch_warmup.tokens = 0;
+	int rc = trainer_allocate(&t, &c);
+	if (rc == 0) {
+		rc = measure_steps(&b, &t);
+		trainer_free(&t);
+	}
+	if (rc == 0 && parallel_rank() == 0)
+		print_bench(&b, path, a->json);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+int command_doctor(const struct arguments *a)
+{
+	struct examination x = {0};
+	if (examine_machine(&x) < 0)
+		return EXIT_WORK_FAILED;
+	(a->json ? print_examination_json : print_examination)(&x);
+	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}

@@ -5,6 +5,7 @@
 #define LING_COMMANDS_DOCTOR_H
 
 #include "ling.h"
+#include "commands/command.h"
 #include "commands/self_check.h"
 
 #include <stdbool.h>
@@ -41,5 +42,8 @@ void print_examination_json(const struct examination *x);
 
 /* Fails when an operation or a product is wrong, naming it. */
 int judge_machine(const struct examination *x);
+
+int command_bench(const struct arguments *a);
+int command_doctor(const struct arguments *a);
 
 #endif

@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
 void usual_sizes(struct config *c, int ranks)
 {
@@ -222,4 +223,27 @@ int print_plan(const struct config *c, int ranks, double room, bool json)
 				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
 	free(plans);
 	return 0;
+}
+
+int command_info(const struct arguments *a)
+{
+	struct config c = {.parallel = {1, 1}};
+	struct stat st;
+	if ((a->memory_per_node || a->ranks_per_node) && !a->ranks) {
+		fail("--memory-per-node and --ranks-per-node go with --ranks");
+		return EXIT_WRONG_USE;
+	}
+	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
+		if (a->num_words > 1) {
+			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
+			return EXIT_WRONG_USE;
+		}
+		if (config_from_huggingface(&c.model, a->words[0]) < 0)
+			return EXIT_WORK_FAILED;
+	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
+		return EXIT_WRONG_USE;
+	usual_sizes(&c, a->ranks ? a->ranks : 1);
+	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
+	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

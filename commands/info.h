@@ -5,6 +5,7 @@
 #define LING_COMMANDS_INFO_H
 
 #include "files/config.h"
+#include "commands/command.h"
 
 #include <stdbool.h>
 
@@ -16,5 +17,7 @@ int print_info(const struct config *config, bool json);
 
 /* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
 int print_plan(const struct config *c, int ranks, double room, bool json);
+
+int command_info(const struct arguments *a);
 
 #endif

@@ -624,3 +624,13 @@ int plot_run(const char *run_dir, const char *png_path)
 	free(full), free(m);
 	return rc;
 }
+
+int command_plot(const struct arguments *a)
+{
+	char path[PATH_LEN + 16];
+	snprintf(path, sizeof path, "%s/metrics.png", a->words[0]);
+	if (plot_run(a->words[0], a->out ? a->out : path) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s\n", a->out ? a->out : path);
+	return EXIT_DONE;
+}

@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "files/tokenizer.h"
 #include "files/text.h"
+#include "files/tokenizer_training.h"
 #include "data.h"
 
 #include <errno.h>
@@ -334,4 +335,31 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	tokenizer_close(t);
 	free(w.split);
 	return rc < 0 ? -1 : sync_path(dir);
+}
+
+int command_tokenize(const struct arguments *a)
+{
+	struct tokenized t;
+	if (a->decode)
+		return tokens_print(a->decode, a->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	if (tokenize_files(a->out, a->tokenizer ? a->tokenizer : "byte", !a->special_as_text, a->num_words, a->words, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
+	if (t.loss_tokens < t.tokens)
+		printf(", %lld tokens learned", (long long)t.loss_tokens);
+	printf("\n");
+	return EXIT_DONE;
+}
+
+int command_train_tokenizer(const struct arguments *a)
+{
+	const struct tokenizer_training how = {a->vocab_size, a->pattern, (const char **)a->special_tokens, a->num_special, a->num_words, a->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(a->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", a->out, t.vocab_size, (long long)t.merges, (long long)t.bytes,
+			(long long)t.words);
+	if (t.vocab_size < a->vocab_size)
+		printf("the text has no more pairs to merge\n");
+	return EXIT_DONE;
 }

@@ -12,7 +12,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -463,20 +462,6 @@ const char *format_duration(char out[32], double seconds)
 	else
 		snprintf(out, 32, "%lld:%02lld", (long long)(s / 60), (long long)(s % 60));
 	return out;
-}
-
-int lock_directory(const char *dir)
-{
-	if (make_directories(dir) < 0)
-		return -1;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-		close(fd);
-		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
-	}
-	return fd;
 }
 
 int compare_doubles(const void *a, const void *b)

@@ -157,9 +157,6 @@ void print_status(FILE *out, const char *line, bool keep);
 /* Seconds as 1:02:03 or 2:03. */
 const char *format_duration(char out[32], double seconds);
 
-/* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
-int lock_directory(const char *dir);
-
 int compare_doubles(const void *a, const void *b);
 
 #endif

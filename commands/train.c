@@ -1,0 +1,97 @@
+/*
+ * commands/train.c - `ling train`.
+ */
+#define _GNU_SOURCE
+#include "commands/train.h"
+
+#include "files/base.h"
+#include "files/config.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "ling.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+/* Takes a run's output directory for this process alone, as long as the descriptor that it returns is open. -1 on error. */
+static int lock_directory(const char *dir)
+{
+	if (make_directories(dir) < 0)
+		return -1;
+	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", dir, strerror(errno));
+	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
+		const int error = errno;
+		close(fd);
+		return error != EWOULDBLOCK ? fail("%s: cannot lock: %s", dir, strerror(error)) : fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+	}
+	return fd;
+}
+
+static void request_stop(int signal)
+{
+	(void)signal;
+	stop_requested = 1;
+}
+
+/* A first signal stops the run after the step in hand, which is saved; a second one ends the program at once. mpirun passes USR1 on to its
+ * ranks; after TERM and INT it kills them within a second. SIGPIPE is ignored: a run goes on when nobody reads its progress. */
+static void catch_signals(void)
+{
+	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
+	sigaction(SIGTERM, &stop, NULL);
+	sigaction(SIGINT, &stop, NULL);
+	sigaction(SIGHUP, &stop, NULL);
+	sigaction(SIGUSR1, &stop, NULL);
+	signal(SIGPIPE, SIG_IGN);
+}
+
+/* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
+static void warn_of_oversubscription(void)
+{
+	const struct oversubscription c = parallel_oversubscription(kernels_threads());
+	const int threads = c.cores / c.ranks;
+	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
+	if (c.first)
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks,
+				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
+}
+
+int command_train(const struct arguments *a)
+{
+	struct config c;
+	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
+		return EXIT_WRONG_USE;
+	warn_of_oversubscription();
+	catch_signals();
+	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
+	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
+		return EXIT_WORK_FAILED;
+	struct trainer t;
+	int rc = trainer_init(&t, &c);
+	if (rc == 0) {
+		const struct layout *l = &t.model.layout;
+		const struct layout alone = layout_of_rank(0, 1, 1, 1);
+		struct memory_plan whole = {0};
+		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
+		if (is_rank0(&t)) {
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps, (long long)t.tokens);
+			if (l->world.size > 1)
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+			printf("%d threads\n", kernels_threads());
+			fflush(stdout);
+		}
+		rc = trainer_run(&t);
+		trainer_free(&t);
+	}
+	if (parallel_rank() == 0)
+		close(lock);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}

@@ -17,6 +17,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <utf8proc.h>
 #include <zlib.h>
 
 _Thread_local char error_text[4096];
@@ -137,6 +138,32 @@ char *json_text(const json_t *value, size_t flags)
 		exit(1);
 	}
 	return text;
+}
+
+json_t *json_bytes(const char *bytes, size_t n)
+{
+	struct text valid = {0};
+	utf8proc_int32_t code;
+	for (size_t i = 0; i < n;) {
+		const utf8proc_ssize_t size = utf8proc_iterate((const uint8_t *)bytes + i, n - i, &code);
+		if (size > 0)
+			text_append(&valid, bytes + i, size);
+		else
+			text_append(&valid, "\xef\xbf\xbd", 3);
+		i += size > 0 ? size : 1;
+	}
+	json_t *string = json_stringn(valid.data ? valid.data : "", valid.size);
+	free(valid.data);
+	if (!string) {
+		fprintf(stderr, "ling: out of memory while writing JSON\n");
+		exit(1);
+	}
+	return string;
+}
+
+json_t *json_cstring(const char *text)
+{
+	return json_bytes(text, strlen(text));
 }
 
 FILE *file_create(const char *path)

@@ -66,6 +66,13 @@ json_t *json_read(const char *path);
 /* json_dumps that cannot return NULL, for values made or read here; the caller frees it. */
 char *json_text(const json_t *value, size_t flags);
 
+/* n bytes as a JSON string. Bytes that are not UTF-8, as a path or a model's reply may hold, become U+FFFD each: json_string() would return
+ * NULL for them. The caller owns the result, which is never NULL. */
+json_t *json_bytes(const char *bytes, size_t n);
+
+/* The same for a string that ends with a 0. */
+json_t *json_cstring(const char *text);
+
 /* Creates a file for writing, or empties it. NULL on error. */
 FILE *file_create(const char *path);
 

@@ -1907,6 +1907,10 @@ static void text_as_json(void **state)
 		assert_int_equal(fclose(f), 0);
 		assert_string_equal(written, cases[i].json);
 		assert_int_equal(utf8_whole(cases[i].text, cases[i].size), cases[i].whole);
+		json_t *read = json_loads(written, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL), *made = json_bytes(cases[i].text, cases[i].size);
+		assert_true(read && json_equal(read, made));
+		json_decref(read);
+		json_decref(made);
 		free(written);
 	}
 }

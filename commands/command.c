@@ -4,26 +4,34 @@
 #define _GNU_SOURCE
 #include "commands/command.h"
 
-#include "files/base.h"
 #include "files/config.h"
 
-#include <stdio.h>
+#include <assert.h>
+#include <string.h>
 #include <unistd.h>
 
-const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
+bool option_given(const struct command_line *line, const char *name)
+{
+	const struct command *c = line->command;
+	int i = 0;
+	while (i < c->num_options && strcmp(c->options[i].name, name))
+		i++;
+	assert(i < c->num_options);
+	return line->given[i];
+}
 
-void explain_run(const char *dir)
+void explain_run_directory(const char *dir)
 {
 	char path[PATH_LEN + 32];
 	snprintf(path, sizeof path, "%s/metrics.jsonl", dir);
 	if (access(path, F_OK) == 0)
-		fail("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
+		set_error("%s is the directory of a run; give one of its checkpoints, %s/step-NNNNNNN", dir, dir);
 }
 
-int model_of_directory(struct model_config *c, const char *dir)
+int read_model_config(struct model_config *c, const char *dir)
 {
 	if (config_from_huggingface(c, dir) == 0)
 		return 0;
-	explain_run(dir);
+	explain_run_directory(dir);
 	return -1;
 }

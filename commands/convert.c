@@ -12,37 +12,42 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What the conversion's options cannot mean together. */
-static int check_conversion_usage(const struct arguments *a, enum model_format format)
+struct convert_options {
+	int to, dtype;               /* of format_names, of output_dtypes */
+	double max_shard_size;       /* bytes; 0: not given */
+	bool fold_norm_head, no_tokenizer, json;
+};
+
+static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
+static const char *const output_dtypes[] = {"f32", "bf16", "f16", NULL};
+
+/* Fails where options do not go together. dtype: NULL where none is given. */
+static int check_conversion(const struct convert_options *o, enum model_format format, const char *dtype)
 {
-	if (format == FORMAT_CHECKPOINT && a->weight_type && strcmp(a->weight_type, "f32"))
-		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", a->weight_type);
-	if (format == FORMAT_CHECKPOINT && a->fold_norm_head)
+	if (format == FORMAT_CHECKPOINT && dtype && strcmp(dtype, "f32"))
+		return fail("--dtype %s: a checkpoint holds f32, for training computes in it", dtype);
+	if (format == FORMAT_CHECKPOINT && o->fold_norm_head)
 		return fail("--fold-norm-head is for inference: expected --to hf");
-	if (format != FORMAT_HUGGINGFACE && a->max_shard_size)
+	if (format != FORMAT_HUGGINGFACE && o->max_shard_size)
 		return fail("--max-shard-size goes with --to hf; other formats are one file");
-	if (a->max_shard_size > 1e18)
-		return fail("--max-shard-size: expected at most 1000000 TB");
 	return 0;
 }
 
-int command_convert(const struct arguments *a)
+static int run_convert(const struct command_line *line)
 {
-	const char *source_path = a->words[0], *path = a->words[1];
-	const size_t length = strlen(path);
-	int format = length > 5 && !strcmp(path + length - 5, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
-	for (int i = 0; a->to && format_names[i]; i++)
-		if (!strcmp(a->to, format_names[i]))
-			format = i;
-	if (check_conversion_usage(a, format) < 0)
+	const struct convert_options *o = line->options;
+	const char *source_path = line->words[0], *path = line->words[1];
+	const int format = option_given(line, "to") ? o->to : has_suffix(path, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
+	const char *dtype = option_given(line, "dtype") ? output_dtypes[o->dtype] : NULL;
+	if (check_conversion(o, format, dtype) < 0)
 		return EXIT_WRONG_USE;
-	const struct conversion to = {.path = path, .format = format, .dtype = a->weight_type, .fold_norm_head = a->fold_norm_head,
-			.max_shard_size = a->max_shard_size ? (int64_t)a->max_shard_size : 5000000000, .no_tokenizer = a->no_tokenizer};
+	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .fold_norm_head = o->fold_norm_head,
+			.max_shard_size = o->max_shard_size ? (int64_t)o->max_shard_size : 5000000000, .no_tokenizer = o->no_tokenizer};
 
 	struct model_config c;
 	struct source *source = source_open(source_path, &c);
 	if (!source) {
-		explain_run(source_path);
+		explain_run_directory(source_path);
 		return EXIT_WORK_FAILED;
 	}
 	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
@@ -55,7 +60,7 @@ int command_convert(const struct arguments *a)
 		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows, .cols = parameters[i].cols};
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
-	if (rc == 0 && a->json)
+	if (rc == 0 && o->json)
 		printf("{\"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", format_names[format], (long long)result.tensors,
 				(long long)result.bytes);
 	else if (rc == 0)
@@ -65,3 +70,20 @@ int command_convert(const struct arguments *a)
 	source_close(source);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+static const struct command_option options[] = {
+	CHOICE_OPTION(convert_options, to, "to", "FORMAT", format_names,
+			"hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (the default for a DST.gguf); checkpoint: "
+			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN"),
+	CHOICE_OPTION(convert_options, dtype, "dtype", "TYPE", output_dtypes, "f32, bf16 or f16 (default: as each tensor is in SRC)"),
+	SIZE_OPTION(convert_options, max_shard_size, "max-shard-size", "Most bytes of a file of weights, such as 500MB (default: 5GB)"),
+	FLAG_OPTION(convert_options, fold_norm_head, "fold-norm-head", "Divide lm_head by its columns' norms, and set norm_head to false"),
+	FLAG_OPTION(convert_options, no_tokenizer, "no-tokenizer", "Leave the tokenizer out of a GGUF file, or of what is made from one"),
+	FLAG_OPTION(convert_options, json, "json", "Print one JSON object"),
+};
+
+const struct command convert_command = {
+	.name = "convert-checkpoint", .usage = "SRC DST [--to hf|checkpoint|gguf]", .min_words = 2, .max_words = 2,
+	.help = "Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
+	.run = run_convert, COMMAND_OPTIONS(convert_options, options), .has_threads = true,
+};

@@ -6,6 +6,6 @@
 
 #include "commands/command.h"
 
-int command_convert(const struct arguments *a);
+extern const struct command convert_command;
 
 #endif

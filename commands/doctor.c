@@ -242,14 +242,21 @@ int judge_machine(const struct examination *x)
 	return check_products(false) < 0 ? -1 : check_products(true);
 }
 
-int command_bench(const struct arguments *a)
+struct report_options { bool json; };
+
+static const struct command_option options[] = {
+	FLAG_OPTION(report_options, json, "json", "Print one JSON object"),
+};
+
+static int run_bench(const struct command_line *line)
 {
-	const bool named = a->num_words && !strchr(a->words[0], '=');
-	const char *path = named ? a->words[0] : "configs/bench.yaml";
+	const struct report_options *o = line->options;
+	const bool named = line->num_words && !strchr(line->words[0], '=');
+	const char *path = named ? line->words[0] : "configs/bench.yaml";
 	struct config c;
 	struct trainer t;
 	struct bench b = {0};
-	if (config_load(&c, path, a->num_words - named, a->words + named, true) < 0)
+	if (config_load(&c, path, line->num_words - named, line->words + named, true) < 0)
 		return EXIT_WRONG_USE;
 	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
 		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
@@ -263,15 +270,29 @@ int command_bench(const struct arguments *a)
 		trainer_free(&t);
 	}
 	if (rc == 0 && parallel_rank() == 0)
-		print_bench(&b, path, a->json);
+		print_bench(&b, path, o->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
-int command_doctor(const struct arguments *a)
+const struct command bench_command = {
+	.name = "bench", .usage = "[CONFIG.yaml] [key.path=value ...]", .max_words = ANY_NUMBER,
+	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
+	.run = run_bench, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
+};
+
+static int run_doctor(const struct command_line *line)
 {
+	const struct report_options *o = line->options;
 	struct examination x = {0};
 	if (examine_machine(&x) < 0)
 		return EXIT_WORK_FAILED;
-	(a->json ? print_examination_json : print_examination)(&x);
+	(o->json ? print_examination_json : print_examination)(&x);
 	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+const struct command doctor_command = {
+	.name = "doctor", .usage = "",
+	.help = "Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain "
+		"form does.",
+	.run = run_doctor, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true, .checks_products = true,
+};

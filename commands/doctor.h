@@ -43,7 +43,7 @@ void print_examination_json(const struct examination *x);
 /* Fails when an operation or a product is wrong, naming it. */
 int judge_machine(const struct examination *x);
 
-int command_bench(const struct arguments *a);
-int command_doctor(const struct arguments *a);
+extern const struct command bench_command;
+extern const struct command doctor_command;
 
 #endif

@@ -17,6 +17,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+struct eval_options {
+	const char *data, *dtype, *tasks, *out, *tokenizer;
+	bool document_mask, json;
+	int document_token, seq_len, batch;
+	int64_t max_windows;
+};
+
 /* What made the ids of a token file, if that is the byte tokenizer or the model's own; else NULL. */
 static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
 {
@@ -27,31 +34,34 @@ static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char
 	return NULL;
 }
 
-static int eval_data(const struct arguments *a, const struct model_config *c)
+static int eval_data(const struct command_line *line, const struct model_config *c)
 {
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0], *dtype = o->dtype ? o->dtype : "none";
+	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
 	struct tokens data;
 	struct model m;
 	struct evaluation e;
 	struct data_source source = {0};
-	if (snprintf(source.path, sizeof source.path, "%s", a->data) >= (int)sizeof source.path ||
-			snprintf(source.dtype, sizeof source.dtype, "%s", a->dtype) >= (int)sizeof source.dtype)
-		return fail("--data %s --dtype %s: too long", a->data, a->dtype);
-	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}, a->max_windows) < 0)
+	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
+			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
+		return fail("--data %s --dtype %s: too long", o->data, dtype);
+	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token}, o->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
-	int rc = model_init(&m, c, &layout, 1, a->seq_len, EVALUATE);
+	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
 	if (rc == 0) {
-		struct tokenizer *tokenizer = tokenizer_of_data(&data, a->words[0]);
-		rc = model_load(&m, a->words[0]) < 0 || evaluate(&m, &data, tokenizer, a->document_mask, a->max_windows, &e) < 0 ? -1 : 0;
+		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
+		rc = model_load(&m, dir) < 0 || evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e) < 0 ? -1 : 0;
 		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
 	if (rc == 0 && !isfinite(e.loss))
-		rc = fail("%s: the loss on %s is %g", a->words[0], a->data, e.loss);
+		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
 	if (rc == 0 && layout.world.rank == 0) {
 		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
-		if (a->json) {
+		if (o->json) {
 			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
 			if (e.bytes)
 				printf(", \"bytes\": %lld, \"bits_per_byte\": %.12g", (long long)e.bytes, bits);
@@ -68,18 +78,18 @@ static int eval_data(const struct arguments *a, const struct model_config *c)
 }
 
 /* Encodes all tasks for windows of L tokens, so that what is wrong in them is found before anything is computed, then makes a model. */
-static int prepare_tasks(const struct arguments *a, const struct model_config *c, const struct tasks *tasks, const struct tokenizer *tokenizer, int L,
-		struct task_work *work, struct model *m)
+static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c, const struct tasks *tasks,
+		const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
 {
 	enum { TOKENS_AT_A_TIME = 4096 };
 	int64_t together = 1; /* tokens of a forward pass */
 	if (tokenizer_size(tokenizer) > c->vocab_size)
-		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model was trained with", a->words[0],
+		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model was trained with", dir,
 				tokenizer_size(tokenizer), c->vocab_size);
 	for (int64_t i = 0; i < tasks->count; i++) {
 		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
 			return -1;
-		const int64_t batch = work[i].num_items < a->generation.batch ? work[i].num_items : a->generation.batch;
+		const int64_t batch = work[i].num_items < o->batch ? work[i].num_items : o->batch;
 		together = batch * work[i].longest > together ? batch * work[i].longest : together;
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
@@ -87,35 +97,37 @@ static int prepare_tasks(const struct arguments *a, const struct model_config *c
 	return model_init(m, c, &layout, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
 }
 
-static int eval_tasks(const struct arguments *a, const struct model_config *c)
+static int eval_tasks(const struct command_line *line, const struct model_config *c)
 {
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0];
 	const bool first = parallel_rank() == 0;
 	struct tasks tasks;
 	struct model m = {0};
 	struct results *results = NULL;
 	struct task_work *work = NULL;
 	struct task_result *result = NULL;
-	const int L = a->seq_len ? a->seq_len : c->max_position_embeddings;
-	int rc = tasks_load(&tasks, a->tasks);
-	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(a->words[0], a->tokenizer) : NULL;
+	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
+	int rc = tasks_load(&tasks, o->tasks);
+	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
 	if (tokenizer) {
 		work = calloc(tasks.count, sizeof *work);
 		result = calloc(tasks.count, sizeof *result);
-		rc = work && result ? prepare_tasks(a, c, &tasks, tokenizer, L, work, &m) : fail("out of memory for %lld tasks", (long long)tasks.count);
+		rc = work && result ? prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m) : fail("out of memory for %lld tasks", (long long)tasks.count);
 	} else
 		rc = -1;
 	if (parallel_agree(rc) == 0)
-		rc = model_load(&m, a->words[0]);
-	if (rc == 0 && a->out && first && !(results = results_open(a->out)))
+		rc = model_load(&m, dir);
+	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
 	for (int64_t i = 0; i < tasks.count && rc == 0; i++)
-		if ((rc = task_run(&work[i], &m, a->generation.batch)) == 0 && first)
+		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
 			task_score(&work[i], &result[i], results);
-	const struct evaluation_facts facts = {a->words[0], a->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
+	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
 	if (results && results_finish(results, &facts, result, tasks.count, rc < 0) < 0)
 		rc = -1;
-	if (rc == 0 && first && a->json) {
+	if (rc == 0 && first && o->json) {
 		char *text = results_text(&facts, result, tasks.count);
 		printf("%s\n", text);
 		free(text);
@@ -131,26 +143,53 @@ static int eval_tasks(const struct arguments *a, const struct model_config *c)
 	return rc;
 }
 
-int command_eval(const struct arguments *a)
+static int run_eval(const struct command_line *line)
 {
-	const uint64_t for_data = OPTION_BIT(OPTION_MAX_WINDOWS) | OPTION_BIT(OPTION_DTYPE) | OPTION_BIT(OPTION_DOCUMENT_MASK) |
-			OPTION_BIT(OPTION_DOCUMENT_TOKEN);
-	const uint64_t for_tasks = OPTION_BIT(OPTION_BATCH) | OPTION_BIT(OPTION_OUT) | OPTION_BIT(OPTION_TOKENIZER);
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0];
 	struct model_config c;
 	int rc = 0;
-	if (!a->data == !a->tasks)
-		rc = a->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
-	else if (a->data && !a->seq_len)
+	if (!o->data == !o->tasks)
+		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
+	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (a->given & (a->data ? for_tasks : for_data))
-		rc = a->data ? fail("--batch, --out and --tokenizer go with --tasks") : fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
+	else if (o->data && (option_given(line, "batch") || option_given(line, "out") || option_given(line, "tokenizer")))
+		rc = fail("--batch, --out and --tokenizer go with --tasks");
+	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") || option_given(line, "document-mask") ||
+			option_given(line, "document-token")))
+		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	if (model_of_directory(&c, a->words[0]) < 0)
+	if (read_model_config(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
-	if (a->seq_len > c.max_position_embeddings) {
-		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", a->words[0], a->seq_len, c.max_position_embeddings);
+	if (o->seq_len > c.max_position_embeddings) {
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len, c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
 	}
-	return (a->data ? eval_data : eval_tasks)(a, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	return (o->data ? eval_data : eval_tasks)(line, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+static const struct command_option options[] = {
+	TEXT_OPTION(eval_options, data, "data", "PREFIX", "Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
+	TEXT_OPTION(eval_options, dtype, "dtype", "TYPE", "Type of bare ids, such as uint16"),
+	FLAG_OPTION(eval_options, document_mask, "document-mask", "Attention and positions begin anew at each document"),
+	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
+			"The id that separates documents where there is no index"),
+	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,
+			"Tokens of a window (required with --data; for tasks, by default the model's max_position_embeddings)"),
+	WHOLE_OPTION(eval_options, max_windows, "max-windows", "N", 1, INT64_MAX, "Only the first N windows"),
+	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
+	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),
+	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
+			"Samples of a task that are computed together; changes no score", .initial = "8"),
+	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
+	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
+	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
+};
+
+const struct command eval_command = {
+	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml", .min_words = 1, .max_words = 1,
+	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is a checkpoint or a "
+		"Hugging Face directory.",
+	.run = run_eval, COMMAND_OPTIONS(eval_options, options), .computes = true,
+};

@@ -6,6 +6,6 @@
 
 #include "commands/command.h"
 
-int command_eval(const struct arguments *a);
+extern const struct command eval_command;
 
 #endif

@@ -16,6 +16,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+struct generate_options {
+	const char *prompt, *prompts, *stop, *tokenizer;
+	bool chat, json, no_cache;
+	struct sampling sampling;
+	int64_t max_tokens;
+	int batch;
+};
+
 /* What of the requests has been printed. They are printed in the order of the prompts, a single one as it comes. */
 struct printing {
 	const struct request *list;
@@ -23,13 +31,14 @@ struct printing {
 	size_t shown;                /* of a single one's text */
 	int64_t tokens;
 	double start, told;          /* when the last line of progress was */
-	const struct arguments *arguments;
+	const struct generate_options *options;
+	size_t wait;                 /* bytes at the end of a text that may yet become the stop text */
 };
 
 static void print_request(const struct printing *p, const struct request *c)
 {
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop", [ENDED_BY_LENGTH] = "length"};
-	if (p->arguments->json) {
+	if (p->options->json) {
 		printf("{\"prompt\": %u, \"text\": ", c->number);
 		json_write_text(stdout, c->text.data, c->text.size);
 		printf(", \"prompt_tokens\": %lld, \"tokens\": %lld, \"finish\": \"%s\"}\n", (long long)c->num_prompt,
@@ -45,12 +54,11 @@ static void print_request(const struct printing *p, const struct request *c)
 static int show_request(void *context, const struct request *c)
 {
 	struct printing *p = context;
-	const bool streams = p->n == 1 && !p->arguments->json;
+	const bool streams = p->n == 1 && !p->options->json;
 	p->tokens++;
 	if (streams) {
 		/* What may yet turn out to be the stop text waits, and so does a character that is not whole. */
-		const size_t stop = longest_stop(&p->arguments->generation.stop), wait = stop ? stop - 1 : 0;
-		const size_t size = c->ended ? c->text.size : c->text.size > wait ? utf8_whole(c->text.data, c->text.size - wait) : 0;
+		const size_t size = c->ended ? c->text.size : c->text.size > p->wait ? utf8_whole(c->text.data, c->text.size - p->wait) : 0;
 		if (size > p->shown) {
 			fwrite(c->text.data + p->shown, 1, size - p->shown, stdout);
 			p->shown = size;
@@ -72,14 +80,14 @@ static int show_request(void *context, const struct request *c)
 }
 
 /* The prompts of the command line as ids, (*out)[n]. */
-static int read_prompts(const struct arguments *a, const struct tokenizer *t, struct ids **out, int *n)
+static int read_prompts(const struct generate_options *o, const struct tokenizer *t, struct ids **out, int *n)
 {
-	if (a->prompts)
-		return prompts_read(a->prompts, t, a->chat, out, n);
+	if (o->prompts)
+		return prompts_read(o->prompts, t, o->chat, out, n);
 	*n = 1;
 	*out = calloc(1, sizeof **out);
 	struct encoder *e = encoder_open(t);
-	const int rc = *out && e ? prompt_encode(e, a->prompt, strlen(a->prompt), a->chat, *out) : fail("out of memory for the prompt");
+	const int rc = *out && e ? prompt_encode(e, o->prompt, strlen(o->prompt), o->chat, *out) : fail("out of memory for the prompt");
 	encoder_close(e);
 	return rc;
 }
@@ -99,7 +107,7 @@ static int check_prompts(struct generation_config *g, const struct model_config 
 	return 0;
 }
 
-static int run_generation(const struct arguments *a, struct generation_config *g, const struct model_config *c, const struct tokenizer *t,
+static int run_requests(const struct generate_options *o, const char *dir, struct generation_config *g, const struct model_config *c, const struct tokenizer *t,
 		struct ids *ids, int n)
 {
 	enum { TOKENS_AT_A_TIME = 512 };
@@ -116,9 +124,11 @@ static int run_generation(const struct arguments *a, struct generation_config *g
 	if (rc == 0)
 		rc = model_init(&m, c, &alone, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
 	if (rc == 0)
-		rc = model_load(&m, a->words[0]);
+		rc = model_load(&m, dir);
 	if (rc == 0) {
-		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .told = clock_seconds(), .arguments = a};
+		const size_t stop = longest_stop(&g->stop);
+		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .told = clock_seconds(), .options = o,
+				.wait = stop ? stop - 1 : 0};
 		g->show = show_request;
 		g->context = &printing;
 		rc = generate(&m, t, list, n, g);
@@ -134,39 +144,67 @@ static int run_generation(const struct arguments *a, struct generation_config *g
 	return rc;
 }
 
-int command_generate(const struct arguments *a)
+static int run_generate(const struct command_line *line)
 {
-	struct generation_config g = a->generation;
+	const struct generate_options *o = line->options;
+	const char *dir = line->words[0];
+	struct generation_config g = {.sampling = o->sampling, .max_tokens = o->max_tokens, .batch = o->batch, .no_cache = o->no_cache,
+			.stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
 	struct model_config c;
 	struct ids *ids = NULL;
-	int n = 0;
-	if (!a->prompt == !a->prompts) {
-		fail("give either --prompt TEXT or --prompts FILE");
+	int n = 0, rc = 0;
+	if (!o->prompt == !o->prompts)
+		rc = fail("give either --prompt TEXT or --prompts FILE");
+	else if (o->sampling.temperature == 0 && (option_given(line, "top-k") || option_given(line, "top-p") || option_given(line, "seed")))
+		rc = fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is taken");
+	else if (parallel_size() > 1)
+		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
+	if (rc < 0)
 		return EXIT_WRONG_USE;
-	}
-	if (g.sampling.temperature == 0 && a->given & (OPTION_BIT(OPTION_TOP_K) | OPTION_BIT(OPTION_TOP_P) | OPTION_BIT(OPTION_SEED))) {
-		fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is taken");
-		return EXIT_WRONG_USE;
-	}
-	if (parallel_size() > 1) {
-		fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
-		return EXIT_WRONG_USE;
-	}
-	if (model_of_directory(&c, a->words[0]) < 0)
+	if (read_model_config(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
-	struct tokenizer *t = tokenizer_of_model(a->words[0], a->tokenizer);
-	int rc = t ? 0 : -1;
-	if (rc == 0 && tokenizer_size(t) > c.vocab_size)
-		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", a->words[0], tokenizer_size(t), c.vocab_size);
+	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
+	if (!t)
+		rc = -1;
+	else if (tokenizer_size(t) > c.vocab_size)
+		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", dir, tokenizer_size(t), c.vocab_size);
 	if (rc == 0)
-		rc = read_prompts(a, t, &ids, &n);
+		rc = read_prompts(o, t, &ids, &n);
 	if (rc == 0)
-		rc = check_prompts(&g, &c, ids, n, a->words[0]);
+		rc = check_prompts(&g, &c, ids, n, dir);
 	if (rc == 0)
-		rc = run_generation(a, &g, &c, t, ids, n);
+		rc = run_requests(o, dir, &g, &c, t, ids, n);
 	for (int i = 0; ids && i < n; i++)
 		free(ids[i].id);
 	free(ids);
 	tokenizer_close(t);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+static const struct command_option options[] = {
+	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT", "Continue this text; an empty one is the beginning of a document"),
+	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
+			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`"),
+	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
+	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
+			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
+	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,
+			"Draw from softmax(logits / T); 0: take the most likely token", .initial = "0"),
+	WHOLE_OPTION(generate_options, sampling.top_k, "top-k", "K", 1, INT32_MAX, "Draw from the K most likely tokens"),
+	NUMBER_OPTION(generate_options, sampling.top_p, "top-p", "P", 0, 1,
+			"Draw from the fewest tokens that have P of the probability", .above = true, .initial = "1"),
+	WHOLE_OPTION(generate_options, sampling.seed, "seed", "S", 0, INT64_MAX,
+			"Seed of the draws, which depend on it, the prompt's number and the position alone", .initial = "0"),
+	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH, "Prompts that are computed together; changes no result", .initial = "8"),
+	TEXT_OPTION(generate_options, stop, "stop", "TEXT", "End before this text"),
+	FLAG_OPTION(generate_options, no_cache, "no-cache", "Compute the whole sequence again for each token: slow, to check"),
+	TEXT_OPTION(generate_options, tokenizer, "tokenizer", "NAME", "byte, a tokenizer.json, or its directory (default: the model's own)"),
+	FLAG_OPTION(generate_options, json, "json", "Print a JSON object on a line for each prompt; its field `prompt` counts the prompts from 0"),
+};
+
+const struct command generate_command = {
+	.name = "generate", .usage = "MODEL_DIR (--prompt TEXT | --prompts FILE)", .min_words = 1, .max_words = 1,
+	.help = "Continue text. MODEL_DIR is a checkpoint or a Hugging Face directory. At temperature 0, the default, the most likely token is "
+		"taken each time. The output depends neither on the batch nor on the cache.",
+	.run = run_generate, COMMAND_OPTIONS(generate_options, options), .computes = true,
+};

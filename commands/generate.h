@@ -6,6 +6,6 @@
 
 #include "commands/command.h"
 
-int command_generate(const struct arguments *a);
+extern const struct command generate_command;
 
 #endif

@@ -225,25 +225,47 @@ int print_plan(const struct config *c, int ranks, double room, bool json)
 	return 0;
 }
 
-int command_info(const struct arguments *a)
+struct info_options {
+	int ranks, ranks_per_node;   /* ranks 0: not given */
+	double memory_per_node;      /* bytes; 0: not given */
+	bool json;
+};
+
+static int run_info(const struct command_line *line)
 {
+	const struct info_options *o = line->options;
+	const char *path = line->words[0];
 	struct config c = {.parallel = {1, 1}};
 	struct stat st;
-	if ((a->memory_per_node || a->ranks_per_node) && !a->ranks) {
+	if (!o->ranks && (option_given(line, "memory-per-node") || option_given(line, "ranks-per-node"))) {
 		fail("--memory-per-node and --ranks-per-node go with --ranks");
 		return EXIT_WRONG_USE;
 	}
-	if (stat(a->words[0], &st) == 0 && S_ISDIR(st.st_mode)) {
-		if (a->num_words > 1) {
-			fail("%s: key=value goes with a config file, not with a model directory", a->words[1]);
+	if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+		if (line->num_words > 1) {
+			fail("%s: key=value goes with a config file, not with a model directory", line->words[1]);
 			return EXIT_WRONG_USE;
 		}
-		if (config_from_huggingface(&c.model, a->words[0]) < 0)
+		if (read_model_config(&c.model, path) < 0)
 			return EXIT_WORK_FAILED;
-	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
+	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
-	usual_sizes(&c, a->ranks ? a->ranks : 1);
-	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
-	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
+	usual_sizes(&c, o->ranks ? o->ranks : 1);
+	const double node = o->memory_per_node ? o->memory_per_node : machine_memory();
+	const int rc = o->ranks ? print_plan(&c, o->ranks, node / o->ranks_per_node, o->json) : print_info(&c, o->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+static const struct command_option options[] = {
+	WHOLE_OPTION(info_options, ranks, "ranks", "N", 1, 1000000, "Plan for N ranks"),
+	WHOLE_OPTION(info_options, ranks_per_node, "ranks-per-node", "R", 1, 1000000, "Ranks that share the memory of a node", .initial = "1"),
+	SIZE_OPTION(info_options, memory_per_node, "memory-per-node", "Memory of a node, such as 256GB (default: this machine's)"),
+	FLAG_OPTION(info_options, json, "json", "Print one JSON object"),
+};
+
+const struct command info_command = {
+	.name = "info", .usage = "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's directory. With --ranks: "
+		"memory of a rank and what it sends in a step, for parallel.tensor and parallel.expert, and the layouts that fit.",
+	.run = run_info, COMMAND_OPTIONS(info_options, options),
+};

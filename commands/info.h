@@ -18,6 +18,6 @@ int print_info(const struct config *config, bool json);
 /* Prints the config's layout for this many ranks, and all others that fit `room` bytes a rank while experts are balanced. */
 int print_plan(const struct config *c, int ranks, double room, bool json);
 
-int command_info(const struct arguments *a);
+extern const struct command info_command;
 
 #endif

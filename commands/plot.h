@@ -57,6 +57,6 @@ uint32_t heat_colour(double t);
 /* Draws n > 0 steps as one picture with a title. */
 int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path);
 
-int command_plot(const struct arguments *a);
+extern const struct command plot_command;
 
 #endif

@@ -20,7 +20,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 /* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
 
-int command_tokenize(const struct arguments *a);
-int command_train_tokenizer(const struct arguments *a);
+extern const struct command tokenize_command;
+extern const struct command train_tokenizer_command;
 
 #endif

@@ -29,7 +29,9 @@ static int lock_directory(const char *dir)
 	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
 		const int error = errno;
 		close(fd);
-		return error != EWOULDBLOCK ? fail("%s: cannot lock: %s", dir, strerror(error)) : fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+		return error == EWOULDBLOCK
+				? fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir)
+				: fail("%s: cannot lock: %s", dir, strerror(error));
 	}
 	return fd;
 }
@@ -64,10 +66,10 @@ static void warn_of_oversubscription(void)
 				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
 }
 
-int command_train(const struct arguments *a)
+static int run_train(const struct command_line *line)
 {
 	struct config c;
-	if (parallel_agree(config_load(&c, a->words[0], a->num_words - 1, a->words + 1, false)) < 0)
+	if (parallel_agree(config_load(&c, line->words[0], line->num_words - 1, line->words + 1, false)) < 0)
 		return EXIT_WRONG_USE;
 	warn_of_oversubscription();
 	catch_signals();
@@ -95,3 +97,13 @@ int command_train(const struct arguments *a)
 		close(lock);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
+
+static const struct command_option options[] = {
+	PRINT_OPTION("keys", config_print_keys, "Print every key of a config with its default and meaning"),
+};
+
+const struct command train_command = {
+	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
+	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true, .prints_progress = true,
+};

@@ -6,6 +6,6 @@
 
 #include "commands/command.h"
 
-int command_train(const struct arguments *a);
+extern const struct command train_command;
 
 #endif

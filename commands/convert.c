@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "files/convert.h"
 #include "ling.h"
+#include "commands/report.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,6 +32,12 @@ static int check_conversion(const struct convert_options *o, enum model_format f
 	if (format != FORMAT_HUGGINGFACE && o->max_shard_size)
 		return fail("--max-shard-size goes with --to hf; other formats are one file");
 	return 0;
+}
+
+static void print_conversion(const json_t *report)
+{
+	printf("%s: %lld tensors, %.3g GB\n", report_text(report, "path"), (long long)report_integer(report, "tensors"),
+			report_double(report, "bytes") / 1e9);
 }
 
 static int run_convert(const struct command_line *line)
@@ -60,11 +67,9 @@ static int run_convert(const struct command_line *line)
 		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows, .cols = parameters[i].cols};
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
-	if (rc == 0 && o->json)
-		printf("{\"format\": \"%s\", \"tensors\": %lld, \"bytes\": %lld}\n", format_names[format], (long long)result.tensors,
-				(long long)result.bytes);
-	else if (rc == 0)
-		printf("%s: %lld tensors, %.3g GB\n", path, (long long)result.tensors, result.bytes / 1e9);
+	if (rc == 0)
+		report_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format], "tensors", (json_int_t)result.tensors,
+				"bytes", (json_int_t)result.bytes, "path", json_cstring(path)), o->json, print_conversion);
 	free(params);
 	free(parameters);
 	source_close(source);

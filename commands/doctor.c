@@ -9,6 +9,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/report.h"
 #include "commands/self_check.h"
 
 #include <math.h>
@@ -20,6 +21,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+/* What a benchmark measures. roof (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in seconds, are of this rank;
+ * communication is contained in the step and its phases. */
+struct bench { double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens; int ranks; };
+
+enum { BENCH_STEPS = 5 };
 
 static double median(double *x, int n)
 {
@@ -41,7 +48,8 @@ static double measure_roof(int repeats, int threads)
 	return 2.0 * n * n * n / seconds;
 }
 
-int measure_steps(struct bench *b, struct trainer *t)
+/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The roof is measured before and after, and the better one counts. */
+static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
@@ -80,27 +88,33 @@ int measure_steps(struct bench *b, struct trainer *t)
 	return 0;
 }
 
-void print_bench(const struct bench *b, const char *name, bool json)
+static json_t *bench_report(const struct bench *b, const char *path)
 {
 	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
-	if (json) {
-		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {",
-				name, b->ranks, kernels_threads(), blas_core(),
-				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
-		for (int p = 0; p < NUM_PHASES; p++)
-			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->phase_seconds[p]);
-		printf("}}\n");
-		return;
-	}
-	if (b->ranks > 1)
-		printf("%d ranks, communication %.3f s of a step, ", b->ranks, b->communication_seconds);
-	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
-	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
-			rate / 1e9, 100 * rate / b->roof);
+	json_t *parts = json_object();
 	for (int p = 0; p < NUM_PHASES; p++)
-		printf("  %-16s %8.3f s %6.1f%%\n", names[p], b->phase_seconds[p], 100 * b->phase_seconds[p] / b->step_seconds);
+		json_object_set_new(parts, names[p], report_number(b->phase_seconds[p]));
+	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path), "ranks", b->ranks,
+			"threads", kernels_threads(), "blas_core", json_cstring(blas_core()), "roof_gflops", report_number(b->roof / 1e9),
+			"step_seconds", report_number(b->step_seconds), "tokens_per_second", report_number(b->tokens / b->step_seconds),
+			"gflops", report_number(rate / 1e9), "roof_percent", report_number(100 * rate / b->roof),
+			"communication_seconds", report_number(b->communication_seconds), "parts", parts);
+}
+
+static void print_bench(const json_t *report)
+{
+	const double seconds = report_double(report, "step_seconds");
+	const char *name;
+	json_t *part;
+	if (report_integer(report, "ranks") > 1)
+		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"), report_double(report, "communication_seconds"));
+	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", report_text(report, "config"), (int)report_integer(report, "threads"),
+			report_text(report, "blas_core"), report_double(report, "roof_gflops"));
+	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", seconds, report_double(report, "tokens_per_second"),
+			report_double(report, "gflops"), report_double(report, "roof_percent"));
+	json_object_foreach(json_object_get(report, "parts"), name, part)
+		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(part), 100 * json_number_value(part) / seconds);
 }
 
 /* ============================================================================================================
@@ -126,6 +140,17 @@ int check_before_work(bool openblas)
 		fprintf(stderr, "warning: %s\n", error_text);
 	return check_products(openblas);
 }
+
+/* What the doctor finds. */
+struct examination {
+	char features[256];          /* of the processor */
+	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine; threads: of this process */
+	double own_error, library_error; /* of matrix products, see product_error */
+	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
+	struct check checks[MAX_CHECKS];
+	int num_checks, num_warnings;
+	char warnings[8][256];       /* each says what to change, and how */
+};
 
 __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
 {
@@ -157,7 +182,7 @@ static void examine_threads(struct examination *x)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
-int examine_machine(struct examination *x)
+static int examine_machine(struct examination *x)
 {
 	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
 	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
@@ -181,59 +206,53 @@ int examine_machine(struct examination *x)
 	return 0;
 }
 
-void print_examination(const struct examination *x)
+static json_t *machine_report(const struct examination *x)
 {
-	printf("processor       %s\n", x->features);
-	printf("cores           %d for this process, %d threads", x->cores, x->threads);
-	if (x->ranks > 1)
-		printf("; %d ranks x %d threads on the machine's %d cores", x->ranks, x->threads, x->machine_cores);
-	printf("\nOpenBLAS        %s\n", blas_core());
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(x->own_error), plain_nan(x->library_error));
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", x->one_core / 1e9, x->all_threads / 1e9, x->threads,
-			100 * x->all_threads / (x->threads * x->one_core), x->threads);
-	printf("memory          %.1f GB/s for a copy by all threads\n", x->bandwidth / 1e9);
-	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n", CHECK_BOUND,
-			"operation", "forward", "backward");
-	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+	json_t *operations = json_array(), *warnings = json_array();
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
+		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation, "ok", is_right(c),
+				"forward", report_number(c->forward), "has_backward", c->has_backward,
+				"backward", c->has_backward ? report_number(c->backward) : json_null()));
+	for (int i = 0; i < x->num_warnings; i++)
+		json_array_append_new(warnings, json_cstring(x->warnings[i]));
+	return json_pack("{s:o, s:o, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:f, s:o, s:o}", "processor", json_cstring(x->features),
+			"blas_core", json_cstring(blas_core()), "cores", x->cores, "machine_cores", x->machine_cores, "ranks", x->ranks, "threads", x->threads,
+			"products_error", report_number(x->own_error), "blas_products_error", report_number(x->library_error),
+			"one_core_gflops", report_number(x->one_core / 1e9), "gflops", report_number(x->all_threads / 1e9),
+			"memory_gb_per_second", report_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND, "operations", operations, "warnings", warnings);
+}
+
+static void print_machine(const json_t *report)
+{
+	const int threads = (int)report_integer(report, "threads"), ranks = (int)report_integer(report, "ranks");
+	const double one_core = report_double(report, "one_core_gflops"), all_threads = report_double(report, "gflops");
+	size_t i;
+	json_t *value;
+	printf("processor       %s\n", report_text(report, "processor"));
+	printf("cores           %d for this process, %d threads", (int)report_integer(report, "cores"), threads);
+	if (ranks > 1)
+		printf("; %d ranks x %d threads on the machine's %d cores", ranks, threads, (int)report_integer(report, "machine_cores"));
+	printf("\nOpenBLAS        %s\n", report_text(report, "blas_core"));
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", report_double(report, "products_error"),
+			report_double(report, "blas_products_error"));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one_core, all_threads, threads,
+			100 * all_threads / (threads * one_core), threads);
+	printf("memory          %.1f GB/s for a copy by all threads\n", report_double(report, "memory_gb_per_second"));
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n",
+			report_double(report, "error_bound"), "operation", "forward", "backward");
+	json_array_foreach(json_object_get(report, "operations"), i, value) {
 		char backward[32] = "-";
-		if (c->has_backward)
-			snprintf(backward, sizeof backward, "%.1e", plain_nan(c->backward));
-		printf("%-24s %8.1e %9s  %s\n", c->operation, plain_nan(c->forward), backward, is_right(c) ? "ok" : "! wrong");
+		if (json_is_true(json_object_get(value, "has_backward")))
+			snprintf(backward, sizeof backward, "%.1e", plain_nan(report_double(value, "backward")));
+		printf("%-24s %8.1e %9s  %s\n", report_text(value, "name"), plain_nan(report_double(value, "forward")), backward,
+				json_is_true(json_object_get(value, "ok")) ? "ok" : "! wrong");
 	}
-	for (int i = 0; i < x->num_warnings; i++)
-		printf("! %s\n", x->warnings[i]);
+	json_array_foreach(json_object_get(report, "warnings"), i, value)
+		printf("! %s\n", json_string_value(value));
 }
 
-/* A number of a JSON object, behind a comma: null if it is not finite. */
-static void print_json(const char *name, double value)
-{
-	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
-}
-
-void print_examination_json(const struct examination *x)
-{
-	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
-			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
-	print_json("products_error", x->own_error);
-	print_json("blas_products_error", x->library_error);
-	print_json("one_core_gflops", x->one_core / 1e9);
-	print_json("gflops", x->all_threads / 1e9);
-	print_json("memory_gb_per_second", x->bandwidth / 1e9);
-	print_json("error_bound", CHECK_BOUND);
-	printf(", \"operations\": [");
-	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
-		printf("%s{\"name\": \"%s\", \"ok\": %s", c == x->checks ? "" : ", ", c->operation, is_right(c) ? "true" : "false");
-		print_json("forward", c->forward);
-		print_json("backward", c->has_backward ? c->backward : NAN);
-		printf("}");
-	}
-	printf("], \"warnings\": [");
-	for (int i = 0; i < x->num_warnings; i++)
-		printf("%s\"%s\"", i ? ", " : "", x->warnings[i]);
-	printf("]}\n");
-}
-
-int judge_machine(const struct examination *x)
+/* Fails when an operation or a product is wrong, and names it. */
+static int judge_machine(const struct examination *x)
 {
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
 		if (!is_right(c))
@@ -270,7 +289,7 @@ static int run_bench(const struct command_line *line)
 		trainer_free(&t);
 	}
 	if (rc == 0 && parallel_rank() == 0)
-		print_bench(&b, path, o->json);
+		report_print(bench_report(&b, path), o->json, print_bench);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
@@ -286,7 +305,7 @@ static int run_doctor(const struct command_line *line)
 	struct examination x = {0};
 	if (examine_machine(&x) < 0)
 		return EXIT_WORK_FAILED;
-	(o->json ? print_examination_json : print_examination)(&x);
+	report_print(machine_report(&x), o->json, print_machine);
 	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 

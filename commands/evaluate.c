@@ -9,6 +9,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/report.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
 
@@ -32,6 +33,26 @@ static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char
 		return t;
 	tokenizer_close(t);
 	return NULL;
+}
+
+static json_t *loss_report(const struct evaluation *e)
+{
+	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", report_number(e->loss), "perplexity", report_number(exp(e->loss)),
+			"tokens", (json_int_t)e->tokens);
+	if (e->bytes) {
+		json_object_set_new(report, "bytes", json_integer(e->bytes));
+		json_object_set_new(report, "bits_per_byte", report_number(e->loss * e->tokens / M_LN2 / e->bytes));
+	}
+	return report;
+}
+
+static void print_loss(const json_t *report)
+{
+	printf("loss %.12g  perplexity %.9g  tokens %lld", report_double(report, "loss"), exp(report_double(report, "loss")),
+			(long long)report_integer(report, "tokens"));
+	if (json_object_get(report, "bytes"))
+		printf("  bits per byte %.6f", report_double(report, "bits_per_byte"));
+	printf("\n");
 }
 
 static int eval_data(const struct command_line *line, const struct model_config *c)
@@ -59,20 +80,8 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	}
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
-	if (rc == 0 && layout.world.rank == 0) {
-		const double bits = e.bytes ? e.loss * e.tokens / M_LN2 / e.bytes : 0;
-		if (o->json) {
-			printf("{\"loss\": %.12g, \"perplexity\": %.12g, \"tokens\": %lld", e.loss, exp(e.loss), (long long)e.tokens);
-			if (e.bytes)
-				printf(", \"bytes\": %lld, \"bits_per_byte\": %.12g", (long long)e.bytes, bits);
-			printf("}\n");
-		} else {
-			printf("loss %.12g  perplexity %.9g  tokens %lld", e.loss, exp(e.loss), (long long)e.tokens);
-			if (e.bytes)
-				printf("  bits per byte %.6f", bits);
-			printf("\n");
-		}
-	}
+	if (rc == 0 && layout.world.rank == 0)
+		report_print(loss_report(&e), o->json, print_loss);
 	tokens_close(&data);
 	return rc;
 }

@@ -10,6 +10,7 @@
 #include "parallel.h"
 #include "ling.h"
 #include "commands/engine.h"
+#include "commands/report.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -39,14 +40,13 @@ static void print_request(const struct printing *p, const struct request *c)
 {
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop", [ENDED_BY_LENGTH] = "length"};
 	if (p->options->json) {
-		printf("{\"prompt\": %u, \"text\": ", c->number);
-		json_write_text(stdout, c->text.data, c->text.size);
-		printf(", \"prompt_tokens\": %lld, \"tokens\": %lld, \"finish\": \"%s\"}\n", (long long)c->num_prompt,
-				(long long)(c->ids.count - c->num_prompt), finish[c->ended]);
+		report_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number, "text", json_bytes(c->text.data, c->text.size),
+				"prompt_tokens", (json_int_t)c->num_prompt, "tokens", (json_int_t)(c->ids.count - c->num_prompt),
+				"finish", finish[c->ended]), true, NULL);
 		return;
 	}
 	if (p->n > 1)
-		printf("%s==> prompt %u <==\n", c->number ? "\n" : "", c->number);
+		printf("%s==> prompt %lld <==\n", c->number ? "\n" : "", (long long)c->number + 1);
 	fwrite(c->text.data, 1, c->text.size, stdout);
 	printf("\n");
 }
@@ -99,7 +99,7 @@ static int check_prompts(struct generation_config *g, const struct model_config 
 	g->max_tokens = asked ? asked : 256;
 	for (int i = 0; i < n; i++) {
 		if (ids[i].count + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's max_position_embeddings is %lld", dir, i,
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's max_position_embeddings is %lld", dir, i + 1,
 					(long long)ids[i].count, (long long)(asked ? asked : 1), (long long)most);
 		if (ids[i].count + g->max_tokens > most)
 			g->max_tokens = most - ids[i].count;

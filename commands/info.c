@@ -8,14 +8,17 @@
 #include "parallel.h"
 #include "files/config.h"
 #include "ling.h"
+#include "commands/report.h"
 
+#include <jansson.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 
-void usual_sizes(struct config *c, int ranks)
+/* Sets usual sizes where a config has none: those of configs/ that describe only a model, and model directories. */
+static void usual_sizes(struct config *c, int ranks)
 {
 	const int longest = c->model.max_position_embeddings;
 	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
@@ -23,7 +26,8 @@ void usual_sizes(struct config *c, int ranks)
 	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;
 }
 
-int print_info(const struct config *config, bool json)
+/* The report of a model, for the config's seq_len and micro_batch. NULL on error. */
+static json_t *model_report(const struct config *config)
 {
 	const struct model_config *c = &config->model;
 	const int L = config->data.seq_len, B = config->train.micro_batch;
@@ -32,31 +36,35 @@ int print_info(const struct config *config, bool json)
 	double flops;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, L) < 0)
-		return -1;
+		return NULL;
+	json_t *parts = json_object();
+	for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
+		json_object_set_new(parts, parameter_parts[i].name, json_pack("{s:I, s:I}", "parameters", (json_int_t)count[i].total,
+				"active", (json_int_t)count[i].active));
+	json_t *memory = json_pack("{s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)plan.weights, "gradients", (json_int_t)plan.gradients,
+			"optimizer", (json_int_t)plan.optimizer, "activations", (json_int_t)plan.activations,
+			"total", (json_int_t)(plan.weights + plan.gradients + plan.optimizer + plan.activations));
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
-	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
-			{"optimizer", plan.optimizer}, {"activations", plan.activations},
-			{"total", plan.weights + plan.gradients + plan.optimizer + plan.activations}};
-	if (json) {
-		printf("{\"parameters\": %lld, \"active_parameters\": %lld, \"parts\": {", (long long)all->total, (long long)all->active);
-		for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
-			printf("%s\"%s\": {\"parameters\": %lld, \"active\": %lld}", i ? ", " : "", parameter_parts[i].name,
-					(long long)count[i].total, (long long)count[i].active);
-		printf("}, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {", B, L);
-		for (int i = 0; i < 5; i++)
-			printf("%s\"%s\": %zu", i ? ", " : "", memory[i].name, memory[i].bytes);
-		printf("}, \"flops_per_token\": %.0f}\n", flops);
-		return 0;
-	}
+	return json_pack("{s:I, s:I, s:o, s:i, s:i, s:o, s:o}", "parameters", (json_int_t)all->total, "active_parameters", (json_int_t)all->active,
+			"parts", parts, "micro_batch", B, "seq_len", L, "memory_bytes", memory, "flops_per_token", report_whole(flops));
+}
+
+static void print_model(const json_t *report)
+{
+	const char *name;
+	json_t *part, *bytes;
 	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
-	for (int i = 0; i <= NUM_PARAMETER_PARTS; i++)
-		printf("%-18s %18lld %18lld\n", i < NUM_PARAMETER_PARTS ? parameter_parts[i].name : "total", (long long)count[i].total,
-				(long long)count[i].active);
-	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", B, L);
-	for (int i = 0; i < 5; i++)
-		printf("%-18s %15.3f %s\n", memory[i].name, memory[i].bytes / (plan.weights > 1e8 ? 1e9 : 1e6), plan.weights > 1e8 ? "GB" : "MB");
-	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", L, flops);
-	return 0;
+	json_object_foreach(json_object_get(report, "parts"), name, part)
+		printf("%-18s %18lld %18lld\n", name, (long long)report_integer(part, "parameters"), (long long)report_integer(part, "active"));
+	printf("%-18s %18lld %18lld\n", "total", (long long)report_integer(report, "parameters"),
+			(long long)report_integer(report, "active_parameters"));
+	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", (int)report_integer(report, "micro_batch"),
+			(int)report_integer(report, "seq_len"));
+	const bool large = report_double(report, "memory_bytes.weights") > 1e8;
+	json_object_foreach(json_object_get(report, "memory_bytes"), name, bytes)
+		printf("%-18s %15.3f %s\n", name, json_number_value(bytes) / (large ? 1e9 : 1e6), large ? "GB" : "MB");
+	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", (int)report_integer(report, "seq_len"),
+			report_double(report, "flops_per_token"));
 }
 
 /* What a layout of ranks costs: the memory of the last rank, which holds most, since the last slice of anything is never the smaller one; and
@@ -149,12 +157,21 @@ static const char *format_bytes(char out[32], double bytes)
 	return out;
 }
 
-int print_plan(const struct config *c, int ranks, double room, bool json)
+static json_t *layout_to_json(const struct layout_plan *p)
+{
+	return json_pack("{s:i, s:i, s:i, s:o, s:o, s:o}", "data", p->layout.data.size, "tensor", p->layout.tensor.size, "expert", p->layout.expert.size,
+			"memory_bytes", report_whole(p->certain + p->rows), "memory_bytes_at_most", report_whole(p->certain + p->memory.arrivals),
+			"bytes_sent", report_whole(p->sent[NUM_TRAFFIC]));
+}
+
+/* The report of the config's layout for this many ranks, and of all others that fit `room` bytes a rank while experts are balanced, those that
+ * send least first. NULL on error. */
+static json_t *plan_report(const struct config *c, int ranks, double room)
 {
 	struct layout_plan asked, smallest = {0}, *plans = NULL;
-	int n = 0;
+	size_t n = 0, capacity = 0;
 	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert) < 0)
-		return -1;
+		return NULL;
 	for (int tensor = 1; tensor <= ranks && tensor <= c->model.num_key_value_heads; tensor++)
 		for (int expert = 1; expert <= ranks && expert <= (c->model.num_experts ? c->model.num_experts : 1); expert++) {
 			struct layout_plan p;
@@ -164,65 +181,71 @@ int print_plan(const struct config *c, int ranks, double room, bool json)
 				smallest = p;
 			if (p.certain + p.rows > room)
 				continue;
-			struct layout_plan *more = realloc(plans, (n + 1) * sizeof *plans);
-			if (!more) {
-				free(plans);
-				return fail("out of memory for %d layouts", n + 1);
-			}
-			plans = more;
+			plans = grow(plans, n, &capacity, 1, sizeof *plans);
 			plans[n++] = p;
 		}
 	if (n)
 		qsort(plans, n, sizeof *plans, compare_sent);
 
-	const struct layout *l = &asked.layout;
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
 			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
 			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals},
 			{"total at most", asked.certain + m->arrivals}};
-	const int num_memory = sizeof memory / sizeof *memory;
-	if (json) {
-		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
-				ranks, l->data.size, l->tensor.size, l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
-		for (int i = 0; i < num_memory; i++)
-			printf("%s\"%s\": %.0f", i ? ", " : "", memory[i].name, memory[i].bytes);
-		printf("}, \"bytes_sent\": {");
-		for (int i = 0; i <= NUM_TRAFFIC; i++)
-			printf("%s\"%s\": %.0f", i ? ", " : "", i < NUM_TRAFFIC ? traffic_names[i] : "total", asked.sent[i]);
-		printf("}, \"memory_of_a_rank\": %.0f, \"layouts\": [", room);
-		for (int i = 0; i < n; i++)
-			printf("%s{\"tensor\": %d, \"expert\": %d, \"memory_bytes\": %.0f, \"memory_bytes_at_most\": %.0f, \"bytes_sent\": %.0f}", i ? ", " : "",
-					plans[i].layout.tensor.size, plans[i].layout.expert.size, plans[i].certain + plans[i].rows,
-					plans[i].certain + plans[i].memory.arrivals, plans[i].sent[NUM_TRAFFIC]);
-		printf("]}\n");
-		free(plans);
-		return 0;
-	}
-	char size[3][32];
-	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n", ranks, l->data.size, l->tensor.size,
-			l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
-	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
-	for (int i = 0; i < num_memory; i++)
-		if (memory[i].bytes)
-			printf("%-20s %13s\n", memory[i].name, format_bytes(size[0], memory[i].bytes));
-	printf("\nsent by a rank in a step\n");
+	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
+	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
+		json_object_set_new(memory_bytes, memory[i].name, report_whole(memory[i].bytes));
 	for (int i = 0; i <= NUM_TRAFFIC; i++)
-		if (asked.sent[i])
-			printf("%-20s %13s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", format_bytes(size[0], asked.sent[i]));
-	if (n)
-		printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", format_bytes(size[0], room), "data", "tensor", "expert", "memory",
-				"at most", "sent");
-	else
-		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
-				"seq_len, or train.recompute=layer\n", format_bytes(size[0], room), smallest.layout.tensor.size, smallest.layout.expert.size,
-				format_bytes(size[1], smallest.certain + smallest.rows));
-	for (int i = 0; i < n; i++)
-		printf("%6d %6d %6d %12s %12s %12s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
-				format_bytes(size[0], plans[i].certain + plans[i].rows), format_bytes(size[1], plans[i].certain + plans[i].memory.arrivals),
-				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
+		json_object_set_new(bytes_sent, i < NUM_TRAFFIC ? traffic_names[i] : "total", report_whole(asked.sent[i]));
+	for (size_t i = 0; i < n; i++)
+		json_array_append_new(layouts, layout_to_json(&plans[i]));
 	free(plans);
-	return 0;
+	const struct layout *l = &asked.layout;
+	return json_pack("{s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks, "data", l->data.size, "tensor", l->tensor.size,
+			"expert", l->expert.size, "batch", c->train.batch, "micro_batch", c->train.micro_batch, "seq_len", c->data.seq_len,
+			"memory_bytes", memory_bytes, "bytes_sent", bytes_sent, "memory_of_a_rank", report_whole(room), "layouts", layouts,
+			"smallest_layout", layout_to_json(&smallest));
+}
+
+/* The members of an object of bytes, a line each, those that are 0 left out. */
+static void print_bytes(json_t *object)
+{
+	const char *name;
+	json_t *bytes;
+	char size[32];
+	json_object_foreach(object, name, bytes)
+		if (json_number_value(bytes))
+			printf("%-20s %13s\n", name, format_bytes(size, json_number_value(bytes)));
+}
+
+static void print_plan(const json_t *report)
+{
+	char size[3][32];
+	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n",
+			(int)report_integer(report, "ranks"), (int)report_integer(report, "data"), (int)report_integer(report, "tensor"),
+			(int)report_integer(report, "expert"), (int)report_integer(report, "batch"), (int)report_integer(report, "micro_batch"),
+			(int)report_integer(report, "seq_len"));
+	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
+	print_bytes(json_object_get(report, "memory_bytes"));
+	printf("\nsent by a rank in a step\n");
+	print_bytes(json_object_get(report, "bytes_sent"));
+
+	const json_t *layouts = json_object_get(report, "layouts");
+	format_bytes(size[0], report_double(report, "memory_of_a_rank"));
+	if (!json_array_size(layouts)) {
+		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
+				"seq_len, or train.recompute=layer\n", size[0], (int)report_integer(report, "smallest_layout.tensor"),
+				(int)report_integer(report, "smallest_layout.expert"),
+				format_bytes(size[1], report_double(report, "smallest_layout.memory_bytes")));
+		return;
+	}
+	printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", size[0], "data", "tensor", "expert", "memory", "at most", "sent");
+	for (size_t i = 0; i < json_array_size(layouts); i++) {
+		const json_t *l = json_array_get(layouts, i);
+		printf("%6d %6d %6d %12s %12s %12s\n", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"), (int)report_integer(l, "expert"),
+				format_bytes(size[0], report_double(l, "memory_bytes")), format_bytes(size[1], report_double(l, "memory_bytes_at_most")),
+				format_bytes(size[2], report_double(l, "bytes_sent")));
+	}
 }
 
 struct info_options {
@@ -252,8 +275,11 @@ static int run_info(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	usual_sizes(&c, o->ranks ? o->ranks : 1);
 	const double node = o->memory_per_node ? o->memory_per_node : machine_memory();
-	const int rc = o->ranks ? print_plan(&c, o->ranks, node / o->ranks_per_node, o->json) : print_info(&c, o->json);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	json_t *report = o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
+	if (!report)
+		return EXIT_WORK_FAILED;
+	report_print(report, o->json, o->ranks ? print_plan : print_model);
+	return EXIT_DONE;
 }
 
 static const struct command_option options[] = {

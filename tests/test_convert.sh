@@ -1,23 +1,9 @@
 #!/bin/bash
 # ling convert-checkpoint as its user meets it, built with sanitizers: round trips, what the converted models compute, what is refused.
-# Prints cmocka's lines for tests/run.sh.
-set -u
-ling=$PWD/build/sanitize/ling
-dir=build/convert
-export OMP_NUM_THREADS=2
-export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
-root=$PWD
-. tests/check.sh
-rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+. "$(dirname "$0")/check.sh"
 
 head -c 3000 "$root/LICENSE" >text.txt
-cat >tiny.yaml <<'YAML'
-model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 6, vocab_size: 270,
-         num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 8, rope_theta: 1e4, initializer_range: 0.05 }
-data: { train: text, valid: text, tokenizer: byte, seq_len: 16 }
-train: { output_dir: run, seed: 3, steps: 4, micro_batch: 2, batch: 4 }
-schedule: { peak_lr: 1e-2 }
-YAML
+tiny model.vocab_size=270 model.num_shared_experts=2 data.valid=text train.steps=4 train.batch=4
 "$ling" tokenize --out text text.txt >/dev/null && "$ling" train tiny.yaml >/dev/null || exit 1
 checkpoint=run/step-0000004
 
@@ -213,7 +199,5 @@ test_full_disk() {
 	done
 }
 
-for name in directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk; do
-	check $name
-done
-exit $failures
+check directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk
+finish

@@ -1,26 +1,12 @@
 #!/bin/bash
 # ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of output, wrong use.
-# Prints cmocka's lines for tests/run.sh.
-set -u
-ling=$PWD/build/sanitize/ling
-root=$PWD
-dir=build/generate
-export OMP_NUM_THREADS=2
-export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
-. tests/check.sh
-rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
-
-same() { cmp -s "$1" "$2" || problem "$1 and $2 differ"; }
+. "$(dirname "$0")/check.sh"
 
 # ---- a model that has learned one line, in which no character comes twice, and a vocabulary with ids that no token has ----
 for _ in {1..41}; do printf 'abcdef "ghijk\n'; done >text.txt
-cat >tiny.yaml <<'YAML'
-model: { hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 270, max_position_embeddings: 64,
-         num_experts: 4, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 16, initializer_range: 0.05 }
-data: { train: text, tokenizer: byte, seq_len: 40, shuffle: off }
-train: { output_dir: run, seed: 3, steps: 100, micro_batch: 4, batch: 8 }
-schedule: { peak_lr: 1e-2, warmup_steps: 5, decay: { steps: 40, shape: linear, final_lr: 1e-4 } }
-YAML
+tiny model.hidden_size=32 model.head_dim=8 model.vocab_size=270 model.max_position_embeddings=64 model.num_experts=4 \
+	model.moe_intermediate_size=16 model.rope_theta=600000 data.seq_len=40 data.shuffle=off train.steps=100 train.micro_batch=4 train.batch=8 \
+	schedule.warmup_steps=5 schedule.decay='{ steps: 40, shape: linear, final_lr: 1e-4 }'
 model=run/step-0000100
 printf 'abc\nf "gh\r\n\nabcdef "ghijk\ng\n' >prompts.txt
 printf '{"prompt": "abc"}\n{"prompt": "f \\"gh", "id": 7}\n\n{"prompt": "abcdef \\"ghijk"}\n{"prompt": "g"}\n' >prompts.jsonl
@@ -71,7 +57,7 @@ test_batches() {
 	# Ids that no token has are never drawn, however flat the distribution: each draw gives a byte, or ends.
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --json
 	[ "$(wc -l <out.txt)" = 4 ] || problem "found: $(cat out.txt)"
-	perl -MJSON::PP -ne 'decode_json($_)' out.txt || problem "not JSON: $(cat out.txt)"
+	json out.txt
 }
 
 test_wrong_use() {
@@ -126,7 +112,5 @@ test_chat() {
 	same out.txt chat.txt
 }
 
-for name in generate batches wrong_use chat; do
-	check $name
-done
-exit $failures
+check generate batches wrong_use chat
+finish

@@ -1,5 +1,5 @@
 /*
- * commands/doctor.c - `ling doctor` and `ling bench`: is this machine, and what runs on it, fit to train, and how fast.
+ * commands/doctor.c - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and how fast it trains.
  */
 #define _GNU_SOURCE
 #include "commands/doctor.h"
@@ -34,7 +34,7 @@ static double median(double *x, int n)
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-/* FLOP/s of the best of several products of 2048 x 2048 matrices; 0 when memory is short. */
+/* The roof: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
 static double measure_roof(int repeats, int threads)
 {
 	const int64_t n = 2048;
@@ -55,7 +55,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
-	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
+	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measure at the same time */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -117,10 +117,6 @@ static void print_bench(const json_t *report)
 		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(part), 100 * json_number_value(part) / seconds);
 }
 
-/* ============================================================================================================
- * ling doctor: is this machine, and what runs on it, fit to train
- * ========================================================================================================== */
-
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
 static int check_products(bool openblas)
 {
@@ -152,6 +148,7 @@ struct examination {
 	char warnings[8][256];       /* each says what to change, and how */
 };
 
+/* Adds a warning. */
 __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
 {
 	va_list args;
@@ -160,11 +157,13 @@ __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, co
 	va_end(args);
 }
 
+/* Whether an operation computes what its plain form does, up to rounding. A NaN is not right. */
 static bool is_right(const struct check *c)
 {
-	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
+	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND;
 }
 
+/* Counts cores, ranks and threads, and warns where they do not suit each other. */
 static void examine_threads(struct examination *x)
 {
 	cpu_set_t cpus;
@@ -182,9 +181,10 @@ static void examine_threads(struct examination *x)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
+/* Measures the machine and checks every operation. Fails when memory is short. */
 static int examine_machine(struct examination *x)
 {
-	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	const int64_t n = 64 << 20; /* elements; in float 256 MB, more than any cache holds */
 	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
 	void *memory = malloc(bytes > scratch ? bytes : scratch);
 	if (!memory)
@@ -243,8 +243,8 @@ static void print_machine(const json_t *report)
 	json_array_foreach(json_object_get(report, "operations"), i, value) {
 		char backward[32] = "-";
 		if (json_is_true(json_object_get(value, "has_backward")))
-			snprintf(backward, sizeof backward, "%.1e", plain_nan(report_double(value, "backward")));
-		printf("%-24s %8.1e %9s  %s\n", report_text(value, "name"), plain_nan(report_double(value, "forward")), backward,
+			snprintf(backward, sizeof backward, "%.1e", report_double(value, "backward"));
+		printf("%-24s %8.1e %9s  %s\n", report_text(value, "name"), report_double(value, "forward"), backward,
 				json_is_true(json_object_get(value, "ok")) ? "ok" : "! wrong");
 	}
 	json_array_foreach(json_object_get(report, "warnings"), i, value)

@@ -25,10 +25,15 @@ struct eval_options {
 	int64_t max_windows;
 };
 
-/* What made the ids of a token file, if that is the byte tokenizer or the model's own; else NULL. */
+/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer or the model's own; else
+ * NULL. */
 static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
 {
-	struct tokenizer *t = !*data->tokenizer ? NULL : !strcmp(data->tokenizer, "byte") ? tokenizer_open("byte") : tokenizer_of_model(model_dir, NULL);
+	struct tokenizer *t = NULL;
+	if (!strcmp(data->tokenizer, "byte"))
+		t = tokenizer_open("byte");
+	else if (*data->tokenizer)
+		t = tokenizer_of_model(model_dir, NULL);
 	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
 		return t;
 	tokenizer_close(t);
@@ -67,7 +72,8 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token}, o->max_windows) < 0)
+	const struct reading reading = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	if (open_data(&data, &source, &reading, o->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
@@ -86,12 +92,13 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	return rc;
 }
 
-/* Encodes all tasks for windows of L tokens, so that what is wrong in them is found before anything is computed, then makes a model. */
+/* Encodes all tasks for windows of L tokens, work[tasks->count], and makes a model. All errors in tasks are found here, before anything is
+ * computed. */
 static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c, const struct tasks *tasks,
 		const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
 {
-	enum { TOKENS_AT_A_TIME = 4096 };
-	int64_t together = 1; /* tokens of a forward pass */
+	enum { MAX_FORWARD_TOKENS = 4096 };
+	int64_t forward_tokens = 1; /* most tokens of a forward pass */
 	if (tokenizer_size(tokenizer) > c->vocab_size)
 		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model was trained with", dir,
 				tokenizer_size(tokenizer), c->vocab_size);
@@ -99,11 +106,11 @@ static int prepare_tasks(const struct eval_options *o, const char *dir, const st
 		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
 			return -1;
 		const int64_t batch = work[i].num_items < o->batch ? work[i].num_items : o->batch;
-		together = batch * work[i].longest > together ? batch * work[i].longest : together;
+		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
 	layout_connect(&layout);
-	return model_init(m, c, &layout, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
+	return model_init(m, c, &layout, 1, forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS, EVALUATE);
 }
 
 static int eval_tasks(const struct command_line *line, const struct model_config *c)
@@ -122,7 +129,8 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 	if (tokenizer) {
 		work = calloc(tasks.count, sizeof *work);
 		result = calloc(tasks.count, sizeof *result);
-		rc = work && result ? prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m) : fail("out of memory for %lld tasks", (long long)tasks.count);
+		rc = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
+				: prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m);
 	} else
 		rc = -1;
 	if (parallel_agree(rc) == 0)

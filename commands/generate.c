@@ -1,5 +1,5 @@
 /*
- * commands/generate.c - `ling generate`: continues prompts.
+ * commands/generate.c - `ling generate`: continues prompts, and prints the continuations.
  */
 #define _GNU_SOURCE
 #include "commands/generate.h"
@@ -25,15 +25,15 @@ struct generate_options {
 	int batch;
 };
 
-/* What of the requests has been printed. They are printed in the order of the prompts, a single one as it comes. */
+/* How far the results have been printed. Several requests are printed in the order of the prompts, each when it and all before it have
+ * ended. The text of a single one is printed as it is generated. */
 struct printing {
-	const struct request *list;
-	int n, next;
-	size_t shown;                /* of a single one's text */
-	int64_t tokens;
-	double start, told;          /* when the last line of progress was */
 	const struct generate_options *options;
-	size_t wait;                 /* bytes at the end of a text that may yet become the stop text */
+	const struct request *list;  /* [n] */
+	int n, next;                 /* next: the first one that is not printed yet */
+	size_t printed, held;        /* bytes of a single one's text: printed; held back at its end, which may become the stop text */
+	int64_t tokens;              /* generated so far */
+	double start, last_status;   /* seconds of the clock: of the start, of the last line of progress */
 };
 
 static void print_request(const struct printing *p, const struct request *c)
@@ -51,17 +51,18 @@ static void print_request(const struct printing *p, const struct request *c)
 	printf("\n");
 }
 
+/* Called after each token of each request, see generation_config. */
 static int show_request(void *context, const struct request *c)
 {
 	struct printing *p = context;
 	const bool streams = p->n == 1 && !p->options->json;
 	p->tokens++;
 	if (streams) {
-		/* What may yet turn out to be the stop text waits, and so does a character that is not whole. */
-		const size_t size = c->ended ? c->text.size : c->text.size > p->wait ? utf8_whole(c->text.data, c->text.size - p->wait) : 0;
-		if (size > p->shown) {
-			fwrite(c->text.data + p->shown, 1, size - p->shown, stdout);
-			p->shown = size;
+		/* The end of a text that goes on is held back: it may be a part of the stop text or of a character. */
+		const size_t size = c->ended ? c->text.size : c->text.size > p->held ? utf8_whole(c->text.data, c->text.size - p->held) : 0;
+		if (size > p->printed) {
+			fwrite(c->text.data + p->printed, 1, size - p->printed, stdout);
+			p->printed = size;
 		}
 		if (c->ended)
 			printf("\n");
@@ -70,16 +71,17 @@ static int show_request(void *context, const struct request *c)
 			print_request(p, &p->list[p->next]);
 	if (fflush(stdout) || ferror(stdout))
 		return fail("cannot write to standard output: %s", strerror(errno));
-	if (!(streams && is_terminal(stdout)) && clock_seconds() - p->told > (is_terminal(stderr) ? 1 : 30)) {
+	if (!(streams && is_terminal(stdout)) && clock_seconds() - p->last_status > (is_terminal(stderr) ? 1 : 30)) {
 		char line[128];
-		p->told = clock_seconds();
-		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n, p->tokens / (p->told - p->start));
+		p->last_status = clock_seconds();
+		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n,
+				p->tokens / (p->last_status - p->start));
 		print_status(stderr, line, false);
 	}
 	return 0;
 }
 
-/* The prompts of the command line as ids, (*out)[n]. */
+/* Encodes the prompts that the command line names: (*out)[n], which the caller frees, each id and *out, also after an error. */
 static int read_prompts(const struct generate_options *o, const struct tokenizer *t, struct ids **out, int *n)
 {
 	if (o->prompts)
@@ -92,7 +94,8 @@ static int read_prompts(const struct generate_options *o, const struct tokenizer
 	return rc;
 }
 
-/* Checks that the prompts suit the model and leave room for what is asked for, whose default shrinks to fit. */
+/* Fails when a prompt and the tokens asked for are more than the model has positions for. Where no number was asked for, sets max_tokens to what
+ * all prompts leave room for, at most 256. */
 static int check_prompts(struct generation_config *g, const struct model_config *c, const struct ids *ids, int n, const char *dir)
 {
 	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
@@ -107,33 +110,35 @@ static int check_prompts(struct generation_config *g, const struct model_config 
 	return 0;
 }
 
-static int run_requests(const struct generate_options *o, const char *dir, struct generation_config *g, const struct model_config *c, const struct tokenizer *t,
-		struct ids *ids, int n)
+/* Loads the model, generates for n prompts, whose ids it takes, and prints the results. */
+static int run_requests(const struct generate_options *o, const char *dir, struct generation_config *g, const struct model_config *c,
+		const struct tokenizer *t, struct ids *ids, int n)
 {
-	enum { TOKENS_AT_A_TIME = 512 };
+	enum { MAX_FORWARD_TOKENS = 512 };
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct model m = {0};
 	struct request *list = calloc(n, sizeof *list);
-	int64_t together = g->batch; /* tokens of a forward pass */
+	int64_t forward_tokens = g->batch; /* most tokens of a forward pass */
 	int rc = list ? 0 : fail("out of memory for %d prompts", n);
 	for (int i = 0; i < n && rc == 0; i++) {
 		list[i] = (struct request){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
 		ids[i] = (struct ids){0};
-		together = list[i].num_prompt > together ? list[i].num_prompt : together;
+		forward_tokens = list[i].num_prompt > forward_tokens ? list[i].num_prompt : forward_tokens;
 	}
 	if (rc == 0)
-		rc = model_init(&m, c, &alone, 1, together < TOKENS_AT_A_TIME ? (int)together : TOKENS_AT_A_TIME, EVALUATE);
+		rc = model_init(&m, c, &alone, 1, forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS, EVALUATE);
 	if (rc == 0)
 		rc = model_load(&m, dir);
 	if (rc == 0) {
 		const size_t stop = longest_stop(&g->stop);
-		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .told = clock_seconds(), .options = o,
-				.wait = stop ? stop - 1 : 0};
+		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(), .options = o,
+				.held = stop ? stop - 1 : 0};
 		g->show = show_request;
 		g->context = &printing;
 		rc = generate(&m, t, list, n, g);
 		if (is_terminal(stderr))
-			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens, printing.tokens / (clock_seconds() - printing.start));
+			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens,
+					printing.tokens / (clock_seconds() - printing.start));
 	}
 	for (int i = 0; list && i < n; i++) {
 		free(list[i].ids.id);

@@ -1,5 +1,5 @@
 /*
- * commands/info.c - `ling info`: parameters, memory, FLOPs, and the plan of a layout.
+ * commands/info.c - `ling info`: parameters, memory and FLOPs of a model; with --ranks, memory and traffic of each layout of ranks.
  */
 #define _GNU_SOURCE
 #include "commands/info.h"

@@ -41,7 +41,7 @@ static void print_usage(FILE *out)
 
 enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
 
-/* The blocks of a matrix product stand on the stack: makes the first thread's large enough. */
+/* Makes the first thread's stack large enough for the blocks of a matrix product, which are on it. */
 static int widen_stack(void)
 {
 	struct rlimit stack;
@@ -54,11 +54,11 @@ static int widen_stack(void)
 			STACK_NEEDED >> 10, STACK_BYTES >> 10);
 }
 
-/* Libraries read the environment only while they are loaded, so what suits them is set and the program started again, once. A value
- * that the user has set is respected.
- * An old OpenBLAS does not know a new processor and takes a kernel several times too slow; this matters where it computes.
- * OpenMP's idle threads spin for milliseconds, which on a machine that has other work to do takes the cores from those that compute; and
- * their stacks need the room that widen_stack gives the first one. */
+/* Sets environment variables that OpenBLAS and OpenMP read while they are loaded, and starts the program again, once, so that they do. A
+ * variable that the user has set keeps its value.
+ * - OPENBLAS_CORETYPE, with `openblas`: an old OpenBLAS does not know a new processor, and takes a kernel that is several times too slow.
+ * - GOMP_SPINCOUNT: OpenMP's idle threads spin for milliseconds, which on a machine with other work takes cores from those that compute.
+ * - OMP_STACKSIZE: the other threads need the same stack as the first one, see widen_stack(). */
 static void use_best_environment(char **argv, bool openblas)
 {
 	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
@@ -79,7 +79,8 @@ static void use_best_environment(char **argv, bool openblas)
 	fprintf(stderr, "note: could not start again (%s): slower than it could be\n", strerror(errno));
 }
 
-/* Opens standard input, output and error where they are closed: files opened later must not take their place. */
+/* Opens /dev/null in place of standard input, output and error where they are closed. Else the next file that is opened would get one of
+ * their descriptors, and messages would be written into it. */
 static void open_standard_files(void)
 {
 	int fd;
@@ -90,6 +91,32 @@ static void open_standard_files(void)
 		close(fd);
 }
 
+/* Handles a command line whose first word names no command. Returns the exit status. */
+static int run_without_command(const char *word)
+{
+	if (word && (!strcmp(word, "--version") || !strcmp(word, "-V"))) {
+		printf("ling %s\n", LING_VERSION);
+		return EXIT_DONE;
+	}
+	const bool help = word && (!strcmp(word, "--help") || !strcmp(word, "-?") || !strcmp(word, "help"));
+	if (word && !help)
+		fprintf(stderr, "ling: unknown command '%s'\n\n", word);
+	print_usage(help ? stdout : stderr);
+	return help ? EXIT_DONE : EXIT_WRONG_USE;
+}
+
+/* Prints error_text, once if all ranks have failed, else on each rank that has, with its name. Returns whether all have. */
+static bool print_error(void)
+{
+	if (!parallel_all_failed()) {
+		fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), parallel_host(), error_text);
+		return false;
+	}
+	if (parallel_rank() == 0)
+		fprintf(stderr, "ling: %s\n", error_text);
+	return true;
+}
+
 int main(int argc, char **argv)
 {
 	open_standard_files();
@@ -97,17 +124,8 @@ int main(int argc, char **argv)
 	for (int i = 0; argc > 1 && i < NUM_COMMANDS; i++)
 		if (!strcmp(argv[1], commands[i]->name))
 			command = commands[i];
-	if (!command) {
-		const bool help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?") || !strcmp(argv[1], "help"));
-		if (argc > 1 && (!strcmp(argv[1], "--version") || !strcmp(argv[1], "-V"))) {
-			printf("ling %s\n", LING_VERSION);
-			return EXIT_DONE;
-		}
-		if (argc > 1 && !help)
-			fprintf(stderr, "ling: unknown command '%s'\n\n", argv[1]);
-		print_usage(help ? stdout : stderr);
-		return help ? EXIT_DONE : EXIT_WRONG_USE;
-	}
+	if (!command)
+		return run_without_command(argc > 1 ? argv[1] : NULL);
 	if (command->computes && widen_stack() < 0) {
 		fprintf(stderr, "ling: %s\n", error_text);
 		return EXIT_WORK_FAILED;
@@ -124,27 +142,22 @@ int main(int argc, char **argv)
 
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);
-	argv[1] = name; /* the program's name in messages */
+	argv[1] = name; /* the program's name in messages about options */
 	struct command_line line;
 	command_line_read(&line, command, argc - 1, argv + 1);
 	if (command->computes)
 		parallel_start();
-	const bool checks = command->computes && !command->checks_products;
-	int status = checks && parallel_agree(check_before_work(openblas)) < 0 ? EXIT_WORK_FAILED : command->run(&line);
+	int status = EXIT_DONE;
+	if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
+		status = EXIT_WORK_FAILED;
+	if (status == EXIT_DONE)
+		status = command->run(&line);
 	command_line_free(&line);
 	if (status == EXIT_DONE && !command->prints_progress && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
-	bool together = status == EXIT_DONE;
-	if (status != EXIT_DONE) {
-		/* Trouble that all ranks found is told by the first; trouble of one rank, by that rank, with its name. */
-		together = parallel_all_failed();
-		if (!together)
-			fprintf(stderr, "ling: rank %d on %s: %s\n", parallel_rank(), parallel_host(), error_text);
-		else if (parallel_rank() == 0)
-			fprintf(stderr, "ling: %s\n", error_text);
-	}
+	const bool together = status == EXIT_DONE || print_error(); /* all ranks end here, and none needs to be stopped */
 	fflush(NULL);
 	parallel_stop(together ? 0 : status);
 	return status;

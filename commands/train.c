@@ -1,5 +1,5 @@
 /*
- * commands/train.c - `ling train`.
+ * commands/train.c - `ling train`: the command around a training run (ling.c): the lock of its directory, and signals.
  */
 #define _GNU_SOURCE
 #include "commands/train.h"
@@ -18,7 +18,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* Takes a run's output directory for this process alone, as long as the descriptor that it returns is open. -1 on error. */
+/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or -1. */
 static int lock_directory(const char *dir)
 {
 	if (make_directories(dir) < 0)
@@ -54,16 +54,17 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
-/* Says once, for the first machine that has them, that there are more threads than cores: a run several times slower than it could be. */
+/* Warns when a machine has more threads than cores, which makes a run several times slower. If several have, the first one is named. */
 static void warn_of_oversubscription(void)
 {
 	const struct oversubscription c = parallel_oversubscription(kernels_threads());
 	const int threads = c.cores / c.ranks;
 	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
 	if (c.first)
-		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks,
-				c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
-				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)" : threads ? "" : " and start fewer ranks on a machine");
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(),
+				c.ranks, c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)"
+				: threads ? "" : " and start fewer ranks on a machine");
 }
 
 static int run_train(const struct command_line *line)
@@ -104,6 +105,7 @@ static const struct command_option options[] = {
 
 const struct command train_command = {
 	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
-	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and stop.",
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and "
+		"stop.",
 	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true, .prints_progress = true,
 };

@@ -1,5 +1,5 @@
 /*
- * commands/train.h - `ling train`.
+ * commands/train.h - `ling train`: trains a model.
  */
 #ifndef LING_COMMANDS_TRAIN_H
 #define LING_COMMANDS_TRAIN_H

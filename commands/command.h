@@ -1,8 +1,9 @@
 /*
- * commands/command.h - what a command is: its name, its options as a table, and the function that runs it; and what several commands share.
+ * commands/command.h - what a command is: its name, its options as a table, and the function that runs it; and what
+ * several commands share.
  *
- * Each command defines one struct command. main.c has the list of them, and options.c reads a command line into the command's own struct of
- * options. All of it is constant data, from which help texts and manual pages can be made.
+ * Each command defines one struct command. main.c has the list of them, and options.c reads a command line into the
+ * command's own struct of options. All of it is constant data, from which help texts and manual pages can be made.
  */
 #ifndef LING_COMMANDS_COMMAND_H
 #define LING_COMMANDS_COMMAND_H
@@ -14,7 +15,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* The exit statuses of the program, and what a command's run() returns. Unless it is EXIT_DONE, error_text says why. */
+/* The exit statuses of the program, and what a command's run() returns. Unless it is EXIT_DONE, error_text says why.
+ * */
 enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
 
 enum option_type {
@@ -43,23 +45,26 @@ struct command_option {
 	void (*print)(FILE *out);    /* of OPTION_PRINT */
 };
 
-/* One row of a table of options for each type: s is the tag of the command's struct of options, field the value's place in it. More members
- * may follow, such as .initial = "8". A field of a wrong C type does not compile. */
+/* One row of a table of options for each type: s is the tag of the command's struct of options, field the value's
+ * place in it. More members may follow, such as .initial = "8". A field of a wrong C type does not compile. */
 #define OPTION_ROW(s, field, value_size, option_name, option_argument, option_type, option_help, ...) \
-	{.name = option_name, .argument = option_argument, .type = option_type, .offset = offsetof(struct s, field), .size = value_size, \
-	.help = option_help, __VA_ARGS__}
+	{.name = option_name, .argument = option_argument, .type = option_type, .offset = offsetof(struct s, field), \
+	.size = value_size, .help = option_help, __VA_ARGS__}
 #define OPTION_SIZE_OF(s, field, type) _Generic(((struct s *)0)->field, type: sizeof(type))
 #define FLAG_OPTION(s, field, name, help, ...) \
 	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, bool), name, NULL, OPTION_FLAG, help, __VA_ARGS__)
 #define WHOLE_OPTION(s, field, name, argument, from, to, help, ...) \
-	OPTION_ROW(s, field, _Generic(((struct s *)0)->field, int: sizeof(int), int64_t: sizeof(int64_t), uint64_t: sizeof(uint64_t)), \
+	OPTION_ROW(s, field, \
+	_Generic(((struct s *)0)->field, int: sizeof(int), int64_t: sizeof(int64_t), uint64_t: sizeof(uint64_t)), \
 	name, argument, OPTION_WHOLE, help, .min = from, .max = to, __VA_ARGS__)
 #define NUMBER_OPTION(s, field, name, argument, from, to, help, ...) \
-	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, double), name, argument, OPTION_NUMBER, help, .low = from, .high = to, __VA_ARGS__)
+	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, double), name, argument, OPTION_NUMBER, help, \
+	.low = from, .high = to, __VA_ARGS__)
 #define SIZE_OPTION(s, field, name, help, ...) \
 	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, double), name, "SIZE", OPTION_SIZE, help, __VA_ARGS__)
 #define CHOICE_OPTION(s, field, name, argument, names, help, ...) \
-	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, int), name, argument, OPTION_CHOICE, help, .choices = names, __VA_ARGS__)
+	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, int), name, argument, OPTION_CHOICE, help, .choices = names, \
+	__VA_ARGS__)
 #define TEXT_OPTION(s, field, name, argument, help, ...) \
 	OPTION_ROW(s, field, OPTION_SIZE_OF(s, field, const char *), name, argument, OPTION_TEXT, help, __VA_ARGS__)
 #define TEXTS_OPTION(s, field, name, argument, help, ...) \
@@ -88,7 +93,8 @@ struct command {
 	bool checks_products;        /* run() itself does */
 	bool prints_progress;        /* its standard output is only progress: it need not be written */
 };
-#define COMMAND_OPTIONS(s, table) .options_size = sizeof(struct s), .options = table, .num_options = sizeof table / sizeof *(table)
+#define COMMAND_OPTIONS(s, table) \
+	.options_size = sizeof(struct s), .options = table, .num_options = sizeof table / sizeof *(table)
 
 /* A command line that has been read. */
 struct command_line {
@@ -107,7 +113,8 @@ enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute toget
 /* Reads the config of a model's directory. The error for the directory of a run says where the models are. */
 int read_model_config(struct model_config *c, const char *dir);
 
-/* After a failure to open `dir` as a model: if it is the directory of a run, the error becomes one that says where the models are. */
+/* After a failure to open `dir` as a model: if it is the directory of a run, the error becomes one that says where
+ * the models are. */
 void explain_run_directory(const char *dir);
 
 #endif

@@ -44,12 +44,14 @@ static int run_convert(const struct command_line *line)
 {
 	const struct convert_options *o = line->options;
 	const char *source_path = line->words[0], *path = line->words[1];
-	const int format = option_given(line, "to") ? o->to : has_suffix(path, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
+	const int format = option_given(line, "to") ? o->to
+			: has_suffix(path, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
 	const char *dtype = option_given(line, "dtype") ? output_dtypes[o->dtype] : NULL;
 	if (check_conversion(o, format, dtype) < 0)
 		return EXIT_WRONG_USE;
 	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .fold_norm_head = o->fold_norm_head,
-			.max_shard_size = o->max_shard_size ? (int64_t)o->max_shard_size : 5000000000, .no_tokenizer = o->no_tokenizer};
+			.max_shard_size = o->max_shard_size ? (int64_t)o->max_shard_size : 5000000000,
+			.no_tokenizer = o->no_tokenizer};
 
 	struct model_config c;
 	struct source *source = source_open(source_path, &c);
@@ -64,12 +66,14 @@ static int run_convert(const struct command_line *line)
 	struct converted result;
 	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
 	for (int i = 0; i < n && rc == 0; i++)
-		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows, .cols = parameters[i].cols};
+		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows,
+				.cols = parameters[i].cols};
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
 	if (rc == 0)
-		report_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format], "tensors", (json_int_t)result.tensors,
-				"bytes", (json_int_t)result.bytes, "path", json_cstring(path)), o->json, print_conversion);
+		report_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format],
+				"tensors", (json_int_t)result.tensors, "bytes", (json_int_t)result.bytes,
+				"path", json_cstring(path)), o->json, print_conversion);
 	free(params);
 	free(parameters);
 	source_close(source);
@@ -78,17 +82,23 @@ static int run_convert(const struct command_line *line)
 
 static const struct command_option options[] = {
 	CHOICE_OPTION(convert_options, to, "to", "FORMAT", format_names,
-			"hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (the default for a DST.gguf); checkpoint: "
-			"DST is RUN/step-0000000, from which ling train continues with train.output_dir=RUN"),
-	CHOICE_OPTION(convert_options, dtype, "dtype", "TYPE", output_dtypes, "f32, bf16 or f16 (default: as each tensor is in SRC)"),
-	SIZE_OPTION(convert_options, max_shard_size, "max-shard-size", "Most bytes of a file of weights, such as 500MB (default: 5GB)"),
-	FLAG_OPTION(convert_options, fold_norm_head, "fold-norm-head", "Divide lm_head by its columns' norms, and set norm_head to false"),
-	FLAG_OPTION(convert_options, no_tokenizer, "no-tokenizer", "Leave the tokenizer out of a GGUF file, or of what is made from one"),
+			"hf, a Hugging Face directory (the default); gguf, a file that llama.cpp loads (the default for a "
+			"DST.gguf); checkpoint: DST is RUN/step-0000000, from which ling train continues with "
+			"train.output_dir=RUN"),
+	CHOICE_OPTION(convert_options, dtype, "dtype", "TYPE", output_dtypes,
+			"f32, bf16 or f16 (default: as each tensor is in SRC)"),
+	SIZE_OPTION(convert_options, max_shard_size, "max-shard-size",
+			"Most bytes of a file of weights, such as 500MB (default: 5GB)"),
+	FLAG_OPTION(convert_options, fold_norm_head, "fold-norm-head",
+			"Divide lm_head by its columns' norms, and set norm_head to false"),
+	FLAG_OPTION(convert_options, no_tokenizer, "no-tokenizer",
+			"Leave the tokenizer out of a GGUF file, or of what is made from one"),
 	FLAG_OPTION(convert_options, json, "json", "Print one JSON object"),
 };
 
 const struct command convert_command = {
 	.name = "convert-checkpoint", .usage = "SRC DST [--to hf|checkpoint|gguf]", .min_words = 2, .max_words = 2,
-	.help = "Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST must not exist.",
+	.help = "Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST "
+		"must not exist.",
 	.run = run_convert, COMMAND_OPTIONS(convert_options, options), .has_threads = true,
 };

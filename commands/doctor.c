@@ -1,5 +1,6 @@
 /*
- * commands/doctor.c - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and how fast it trains.
+ * commands/doctor.c - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and
+ * how fast it trains.
  */
 #define _GNU_SOURCE
 #include "commands/doctor.h"
@@ -22,9 +23,12 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What a benchmark measures. roof (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in seconds, are of this rank;
- * communication is contained in the step and its phases. */
-struct bench { double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens; int ranks; };
+/* What a benchmark measures. roof (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
+ * seconds, are of this rank; communication is contained in the step and its phases. */
+struct bench {
+	double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
+	int ranks;
+};
 
 enum { BENCH_STEPS = 5 };
 
@@ -48,7 +52,8 @@ static double measure_roof(int repeats, int threads)
 	return 2.0 * n * n * n / seconds;
 }
 
-/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The roof is measured before and after, and the better one counts. */
+/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The roof is measured before and after, and
+ * the better one counts. */
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
@@ -90,15 +95,17 @@ static int measure_steps(struct bench *b, struct trainer *t)
 
 static json_t *bench_report(const struct bench *b, const char *path)
 {
-	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
+	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head",
+			"optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
 	json_t *parts = json_object();
 	for (int p = 0; p < NUM_PHASES; p++)
 		json_object_set_new(parts, names[p], report_number(b->phase_seconds[p]));
-	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path), "ranks", b->ranks,
-			"threads", kernels_threads(), "blas_core", json_cstring(blas_core()), "roof_gflops", report_number(b->roof / 1e9),
-			"step_seconds", report_number(b->step_seconds), "tokens_per_second", report_number(b->tokens / b->step_seconds),
-			"gflops", report_number(rate / 1e9), "roof_percent", report_number(100 * rate / b->roof),
+	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
+			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
+			"roof_gflops", report_number(b->roof / 1e9), "step_seconds", report_number(b->step_seconds),
+			"tokens_per_second", report_number(b->tokens / b->step_seconds), "gflops", report_number(rate / 1e9),
+			"roof_percent", report_number(100 * rate / b->roof),
 			"communication_seconds", report_number(b->communication_seconds), "parts", parts);
 }
 
@@ -108,11 +115,14 @@ static void print_bench(const json_t *report)
 	const char *name;
 	json_t *part;
 	if (report_integer(report, "ranks") > 1)
-		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"), report_double(report, "communication_seconds"));
-	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", report_text(report, "config"), (int)report_integer(report, "threads"),
-			report_text(report, "blas_core"), report_double(report, "roof_gflops"));
-	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", seconds, report_double(report, "tokens_per_second"),
-			report_double(report, "gflops"), report_double(report, "roof_percent"));
+		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"),
+				report_double(report, "communication_seconds"));
+	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", report_text(report, "config"),
+			(int)report_integer(report, "threads"), report_text(report, "blas_core"),
+			report_double(report, "roof_gflops"));
+	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", seconds,
+			report_double(report, "tokens_per_second"), report_double(report, "gflops"),
+			report_double(report, "roof_percent"));
 	json_object_foreach(json_object_get(report, "parts"), name, part)
 		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(part), 100 * json_number_value(part) / seconds);
 }
@@ -124,10 +134,11 @@ static int check_products(bool openblas)
 	if (error < 1e-5)
 		return 0;
 	if (openblas)
-		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
-				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
-	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine with "
-			"make clean && make", plain_nan(error));
+		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against "
+				"plain loops); choose another with OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer "
+				"OpenBLAS", blas_core(), plain_nan(error));
+	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it "
+			"again on this machine with make clean && make", plain_nan(error));
 }
 
 int check_before_work(bool openblas)
@@ -140,7 +151,8 @@ int check_before_work(bool openblas)
 /* What the doctor finds. */
 struct examination {
 	char features[256];          /* of the processor */
-	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine; threads: of this process */
+	int cores, threads;          /* of this process */
+	int machine_cores, ranks;    /* of and on this machine */
 	double own_error, library_error; /* of matrix products, see product_error */
 	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
 	struct check checks[MAX_CHECKS];
@@ -173,8 +185,8 @@ static void examine_threads(struct examination *x)
 	x->threads = kernels_threads();
 	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
 	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
-		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d ling ...", x->ranks, x->threads,
-				ranks, x->machine_cores / ranks);
+		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d "
+				"ling ...", x->ranks, x->threads, ranks, x->machine_cores / ranks);
 	else if (x->threads > x->cores)
 		warn(x, "more threads than cores: set OMP_NUM_THREADS=%d", x->cores);
 	else if (x->ranks == 1 && x->threads < x->cores)
@@ -192,13 +204,15 @@ static int examine_machine(struct examination *x)
 	cpu_features(x->features);
 	examine_threads(x);
 	if (blas_better_core())
-		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
+		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(),
+				blas_better_core());
 	x->own_error = product_error(false);
 	x->library_error = product_error(true);
 	x->one_core = measure_roof(5, 1);
 	x->all_threads = measure_roof(5, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
-		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)");
+		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core "
+				"(hyper-threading)");
 	memset(memory, 0, bytes);
 	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
 	x->num_checks = self_check(x->checks, memory);
@@ -210,16 +224,18 @@ static json_t *machine_report(const struct examination *x)
 {
 	json_t *operations = json_array(), *warnings = json_array();
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
-		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation, "ok", is_right(c),
-				"forward", report_number(c->forward), "has_backward", c->has_backward,
+		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
+				"ok", is_right(c), "forward", report_number(c->forward), "has_backward", c->has_backward,
 				"backward", c->has_backward ? report_number(c->backward) : json_null()));
 	for (int i = 0; i < x->num_warnings; i++)
 		json_array_append_new(warnings, json_cstring(x->warnings[i]));
-	return json_pack("{s:o, s:o, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:f, s:o, s:o}", "processor", json_cstring(x->features),
-			"blas_core", json_cstring(blas_core()), "cores", x->cores, "machine_cores", x->machine_cores, "ranks", x->ranks, "threads", x->threads,
+	return json_pack("{s:o, s:o, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:f, s:o, s:o}",
+			"processor", json_cstring(x->features), "blas_core", json_cstring(blas_core()), "cores", x->cores,
+			"machine_cores", x->machine_cores, "ranks", x->ranks, "threads", x->threads,
 			"products_error", report_number(x->own_error), "blas_products_error", report_number(x->library_error),
 			"one_core_gflops", report_number(x->one_core / 1e9), "gflops", report_number(x->all_threads / 1e9),
-			"memory_gb_per_second", report_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND, "operations", operations, "warnings", warnings);
+			"memory_gb_per_second", report_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
+			"operations", operations, "warnings", warnings);
 }
 
 static void print_machine(const json_t *report)
@@ -231,15 +247,16 @@ static void print_machine(const json_t *report)
 	printf("processor       %s\n", report_text(report, "processor"));
 	printf("cores           %d for this process, %d threads", (int)report_integer(report, "cores"), threads);
 	if (ranks > 1)
-		printf("; %d ranks x %d threads on the machine's %d cores", ranks, threads, (int)report_integer(report, "machine_cores"));
+		printf("; %d ranks x %d threads on the machine's %d cores", ranks, threads,
+				(int)report_integer(report, "machine_cores"));
 	printf("\nOpenBLAS        %s\n", report_text(report, "blas_core"));
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", report_double(report, "products_error"),
-			report_double(report, "blas_products_error"));
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one_core, all_threads, threads,
-			100 * all_threads / (threads * one_core), threads);
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n",
+			report_double(report, "products_error"), report_double(report, "blas_products_error"));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one_core, all_threads,
+			threads, 100 * all_threads / (threads * one_core), threads);
 	printf("memory          %.1f GB/s for a copy by all threads\n", report_double(report, "memory_gb_per_second"));
-	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n",
-			report_double(report, "error_bound"), "operation", "forward", "backward");
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is "
+			"expected.\n%-24s %8s %9s\n", report_double(report, "error_bound"), "operation", "forward", "backward");
 	json_array_foreach(json_object_get(report, "operations"), i, value) {
 		char backward[32] = "-";
 		if (json_is_true(json_object_get(value, "has_backward")))
@@ -256,8 +273,9 @@ static int judge_machine(const struct examination *x)
 {
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
 		if (!is_right(c))
-			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
-					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
+			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain "
+					"loops, expected at most %.0e; build ling again here with make clean && make, or with another "
+					"compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
 	return check_products(false) < 0 ? -1 : check_products(true);
 }
 
@@ -295,7 +313,8 @@ static int run_bench(const struct command_line *line)
 
 const struct command bench_command = {
 	.name = "bench", .usage = "[CONFIG.yaml] [key.path=value ...]", .max_words = ANY_NUMBER,
-	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products (configs/bench.yaml).",
+	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products "
+		"(configs/bench.yaml).",
 	.run = run_bench, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
 };
 
@@ -311,7 +330,8 @@ static int run_doctor(const struct command_line *line)
 
 const struct command doctor_command = {
 	.name = "doctor", .usage = "",
-	.help = "Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation computes what its plain "
-		"form does.",
-	.run = run_doctor, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true, .checks_products = true,
+	.help = "Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation "
+		"computes what its plain form does.",
+	.run = run_doctor, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
+	.checks_products = true,
 };

@@ -1,5 +1,6 @@
 /*
- * commands/doctor.h - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and how fast it trains.
+ * commands/doctor.h - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and
+ * how fast it trains.
  */
 #ifndef LING_COMMANDS_DOCTOR_H
 #define LING_COMMANDS_DOCTOR_H
@@ -8,8 +9,8 @@
 
 extern const struct command bench_command, doctor_command;
 
-/* Fails when the matrix products that will be used, OpenBLAS's or ling's own, are wrong on this machine. Without `openblas`, OpenBLAS is tested
- * too and only warned of, since other programs on this machine may use it. */
+/* Fails when the matrix products that will be used, OpenBLAS's or ling's own, are wrong on this machine. Without
+ * `openblas`, OpenBLAS is tested too and only warned of, since other programs on this machine may use it. */
 int check_before_work(bool openblas);
 
 #endif

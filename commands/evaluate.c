@@ -25,8 +25,8 @@ struct eval_options {
 	int64_t max_windows;
 };
 
-/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer or the model's own; else
- * NULL. */
+/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer
+ * or the model's own; else NULL. */
 static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
 {
 	struct tokenizer *t = NULL;
@@ -42,8 +42,8 @@ static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char
 
 static json_t *loss_report(const struct evaluation *e)
 {
-	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", report_number(e->loss), "perplexity", report_number(exp(e->loss)),
-			"tokens", (json_int_t)e->tokens);
+	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", report_number(e->loss),
+			"perplexity", report_number(exp(e->loss)), "tokens", (json_int_t)e->tokens);
 	if (e->bytes) {
 		json_object_set_new(report, "bytes", json_integer(e->bytes));
 		json_object_set_new(report, "bits_per_byte", report_number(e->loss * e->tokens / M_LN2 / e->bytes));
@@ -53,8 +53,8 @@ static json_t *loss_report(const struct evaluation *e)
 
 static void print_loss(const json_t *report)
 {
-	printf("loss %.12g  perplexity %.9g  tokens %lld", report_double(report, "loss"), exp(report_double(report, "loss")),
-			(long long)report_integer(report, "tokens"));
+	printf("loss %.12g  perplexity %.9g  tokens %lld", report_double(report, "loss"),
+			exp(report_double(report, "loss")), (long long)report_integer(report, "tokens"));
 	if (json_object_get(report, "bytes"))
 		printf("  bits per byte %.6f", report_double(report, "bits_per_byte"));
 	printf("\n");
@@ -80,7 +80,9 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
 	if (rc == 0) {
 		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
-		rc = model_load(&m, dir) < 0 || evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e) < 0 ? -1 : 0;
+		rc = model_load(&m, dir);
+		if (rc == 0)
+			rc = evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e);
 		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
@@ -92,16 +94,16 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	return rc;
 }
 
-/* Encodes all tasks for windows of L tokens, work[tasks->count], and makes a model. All errors in tasks are found here, before anything is
- * computed. */
-static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c, const struct tasks *tasks,
-		const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
+/* Encodes all tasks for windows of L tokens, work[tasks->count], and makes a model. All errors in tasks are found
+ * here, before anything is computed. */
+static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
+		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
 {
 	enum { MAX_FORWARD_TOKENS = 4096 };
 	int64_t forward_tokens = 1; /* most tokens of a forward pass */
 	if (tokenizer_size(tokenizer) > c->vocab_size)
-		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model was trained with", dir,
-				tokenizer_size(tokenizer), c->vocab_size);
+		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model "
+				"was trained with", dir, tokenizer_size(tokenizer), c->vocab_size);
 	for (int64_t i = 0; i < tasks->count; i++) {
 		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
 			return -1;
@@ -110,7 +112,9 @@ static int prepare_tasks(const struct eval_options *o, const char *dir, const st
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
 	layout_connect(&layout);
-	return model_init(m, c, &layout, 1, forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS, EVALUATE);
+	if (forward_tokens > MAX_FORWARD_TOKENS)
+		forward_tokens = MAX_FORWARD_TOKENS;
+	return model_init(m, c, &layout, 1, (int)forward_tokens, EVALUATE);
 }
 
 static int eval_tasks(const struct command_line *line, const struct model_config *c)
@@ -172,22 +176,24 @@ static int run_eval(const struct command_line *line)
 		rc = fail("--seq-len is required with --data");
 	else if (o->data && (option_given(line, "batch") || option_given(line, "out") || option_given(line, "tokenizer")))
 		rc = fail("--batch, --out and --tokenizer go with --tasks");
-	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") || option_given(line, "document-mask") ||
-			option_given(line, "document-token")))
+	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
+			option_given(line, "document-mask") || option_given(line, "document-token")))
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
 	if (read_model_config(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
 	if (o->seq_len > c.max_position_embeddings) {
-		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len, c.max_position_embeddings);
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
+				c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
 	}
 	return (o->data ? eval_data : eval_tasks)(line, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static const struct command_option options[] = {
-	TEXT_OPTION(eval_options, data, "data", "PREFIX", "Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
+	TEXT_OPTION(eval_options, data, "data", "PREFIX",
+			"Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
 	TEXT_OPTION(eval_options, dtype, "dtype", "TYPE", "Type of bare ids, such as uint16"),
 	FLAG_OPTION(eval_options, document_mask, "document-mask", "Attention and positions begin anew at each document"),
 	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
@@ -205,8 +211,9 @@ static const struct command_option options[] = {
 };
 
 const struct command eval_command = {
-	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml", .min_words = 1, .max_words = 1,
-	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is a checkpoint or a "
-		"Hugging Face directory.",
+	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml",
+	.min_words = 1, .max_words = 1,
+	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is "
+		"a checkpoint or a Hugging Face directory.",
 	.run = run_eval, COMMAND_OPTIONS(eval_options, options), .computes = true,
 };

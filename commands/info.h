@@ -1,5 +1,6 @@
 /*
- * commands/info.h - `ling info`: parameters, memory and FLOPs of a model; with --ranks, memory and traffic of each layout of ranks.
+ * commands/info.h - `ling info`: parameters, memory and FLOPs of a model; with --ranks, memory and traffic of
+ * each layout of ranks.
  */
 #ifndef LING_COMMANDS_INFO_H
 #define LING_COMMANDS_INFO_H

@@ -25,15 +25,16 @@
 #include <unistd.h>
 
 static const struct command *const commands[] = {
-	&train_command, &eval_command, &generate_command, &tokenize_command, &train_tokenizer_command, &convert_command, &info_command,
-	&bench_command, &doctor_command, &plot_command,
+	&train_command, &eval_command, &generate_command, &tokenize_command, &train_tokenizer_command, &convert_command,
+	&info_command, &bench_command, &doctor_command, &plot_command,
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_usage(FILE *out)
 {
-	fprintf(out, "usage: ling COMMAND ...\n\nTrains and evaluates Ling-style mixture-of-experts language models on CPUs.\n\n");
+	fprintf(out, "usage: ling COMMAND ...\n\nTrains and evaluates Ling-style mixture-of-experts language models on "
+			"CPUs.\n\n");
 	for (int i = 0; i < NUM_COMMANDS; i++)
 		fprintf(out, "  ling %s %s\n      %s\n", commands[i]->name, commands[i]->usage, commands[i]->help);
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
@@ -50,14 +51,16 @@ static int widen_stack(void)
 	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
 	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
 		return 0;
-	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d", (long long)stack.rlim_cur >> 10,
-			STACK_NEEDED >> 10, STACK_BYTES >> 10);
+	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d",
+			(long long)stack.rlim_cur >> 10, STACK_NEEDED >> 10, STACK_BYTES >> 10);
 }
 
-/* Sets environment variables that OpenBLAS and OpenMP read while they are loaded, and starts the program again, once, so that they do. A
- * variable that the user has set keeps its value.
- * - OPENBLAS_CORETYPE, with `openblas`: an old OpenBLAS does not know a new processor, and takes a kernel that is several times too slow.
- * - GOMP_SPINCOUNT: OpenMP's idle threads spin for milliseconds, which on a machine with other work takes cores from those that compute.
+/* Sets environment variables that OpenBLAS and OpenMP read while they are loaded, and starts the program again, once,
+ * so that they do. A variable that the user has set keeps its value.
+ * - OPENBLAS_CORETYPE, with `openblas`: an old OpenBLAS does not know a new processor, and takes a kernel that is
+ *   several times too slow.
+ * - GOMP_SPINCOUNT: OpenMP's idle threads spin for milliseconds, which on a machine with other work takes cores from
+ *   the threads that compute.
  * - OMP_STACKSIZE: the other threads need the same stack as the first one, see widen_stack(). */
 static void use_best_environment(char **argv, bool openblas)
 {
@@ -71,16 +74,16 @@ static void use_best_environment(char **argv, bool openblas)
 		setenv("OMP_STACKSIZE", "8M", 1);
 	if (core) {
 		if (parallel_rank() == 0)
-			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with OPENBLAS_CORETYPE=%s\n",
-					blas_core(), core, core);
+			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with "
+					"OPENBLAS_CORETYPE=%s\n", blas_core(), core, core);
 		setenv("OPENBLAS_CORETYPE", core, 1);
 	}
 	execv("/proc/self/exe", argv);
 	fprintf(stderr, "note: could not start again (%s): slower than it could be\n", strerror(errno));
 }
 
-/* Opens /dev/null in place of standard input, output and error where they are closed. Else the next file that is opened would get one of
- * their descriptors, and messages would be written into it. */
+/* Opens /dev/null in place of standard input, output and error where they are closed. Else the next file that is
+ * opened would get one of their descriptors, and messages would be written into it. */
 static void open_standard_files(void)
 {
 	int fd;
@@ -105,7 +108,8 @@ static int run_without_command(const char *word)
 	return help ? EXIT_DONE : EXIT_WRONG_USE;
 }
 
-/* Prints error_text, once if all ranks have failed, else on each rank that has, with its name. Returns whether all have. */
+/* Prints error_text, once if all ranks have failed, else on each rank that has, with its name. Returns whether all
+ * have. */
 static bool print_error(void)
 {
 	if (!parallel_all_failed()) {
@@ -132,7 +136,8 @@ int main(int argc, char **argv)
 	}
 	const char *products = getenv("LING_PRODUCTS");
 	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
-		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or openblas\n", products);
+		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or "
+				"openblas\n", products);
 		return EXIT_WRONG_USE;
 	}
 	const bool openblas = products && !strcmp(products, "openblas");

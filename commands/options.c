@@ -1,6 +1,6 @@
 /*
- * commands/options.c - reads a command line by the command's table of options. argp, which the C library has for this, takes the options
- * apart and prints the help; its tables are made here.
+ * commands/options.c - reads a command line by the command's table of options. argp, a part of the C library, takes
+ * the options apart and prints the help; its tables are made here.
  */
 #define _GNU_SOURCE
 #include "commands/options.h"
@@ -15,9 +15,10 @@
 
 const char *argp_program_version = "ling " LING_VERSION; /* argp's own variable: what --version prints */
 
-enum { FIRST_KEY = 256 };      /* argp's key of option i is FIRST_KEY + i; a key below 256 would be a short option, -x */
+enum { FIRST_KEY = 256 };      /* argp's key of option i is FIRST_KEY + i; a smaller key would be a short option, -x */
 
-/* The set_ functions below read one value. Each returns false when the value does not suit the option; error_text then says what would. */
+/* The functions set_... read one value. They return false when the value does not suit the option, and error_text then
+ * says what would. */
 
 static bool set_whole(const struct command_option *o, void *place, const char *value)
 {
@@ -43,7 +44,8 @@ static bool set_number(const struct command_option *o, double *place, const char
 	char *end;
 	const double number = strtod(value, &end);
 	*place = number;
-	if (end > value && !*end && (o->above ? number > o->low : number >= o->low) && number <= o->high) /* a NaN is not */
+	const bool in_range = (o->above ? number > o->low : number >= o->low) && number <= o->high; /* a NaN is not */
+	if (end > value && !*end && in_range)
 		return true;
 	set_error(o->above ? "a number above %g and up to %g" : "a number from %g to %g", o->low, o->high);
 	return false;
@@ -51,8 +53,8 @@ static bool set_number(const struct command_option *o, double *place, const char
 
 static bool set_size(double *place, const char *value)
 {
-	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12},
-			{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9},
+			{"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
 	char *end;
 	const double number = strtod(value, &end);
 	for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
@@ -78,7 +80,8 @@ static bool set_choice(const struct command_option *o, int *place, const char *v
 	return false;
 }
 
-/* Gives option o the value in the struct of options. False when the value does not suit it; error_text then says what would. */
+/* Gives option o the value in the struct of options. False when the value does not suit it; error_text then says what
+ * would. */
 static bool set_option(const struct command_option *o, void *options, const char *value)
 {
 	void *place = (char *)options + o->offset;
@@ -114,7 +117,7 @@ static void check_use(const struct command_line *line, struct argp_state *state)
 		argp_error(state, "unexpected '%s'", line->words[c->max_words]);
 }
 
-/* argp calls this for each option, with its key and its argument, then with the words that are left, and at the end. */
+/* argp calls this for each option, with its key and argument, then for the words that are left, and at the end. */
 static error_t read_key(int key, char *value, struct argp_state *state)
 {
 	struct command_line *line = state->input;
@@ -155,7 +158,8 @@ void command_line_read(struct command_line *line, const struct command *command,
 {
 	const int n = command->num_options;
 	struct argp_option *table = allocate((n + 1) * sizeof *table);
-	*line = (struct command_line){.command = command, .options = allocate(command->options_size), .given = allocate(n * sizeof *line->given)};
+	*line = (struct command_line){.command = command, .options = allocate(command->options_size)};
+	line->given = allocate(n * sizeof *line->given);
 	for (int i = 0; i < n; i++) {
 		const struct command_option *o = &command->options[i];
 		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = help_of(o)};
@@ -163,7 +167,8 @@ void command_line_read(struct command_line *line, const struct command *command,
 		assert(suits);
 		(void)suits;
 	}
-	const struct argp argp = {.options = n ? table : NULL, .parser = read_key, .args_doc = command->usage, .doc = command->help};
+	const struct argp argp = {.options = n ? table : NULL, .parser = read_key, .args_doc = command->usage,
+			.doc = command->help};
 	argp_err_exit_status = EXIT_WRONG_USE;
 	argp_parse(&argp, argc, argv, 0, NULL, line);
 	for (int i = 0; i < n; i++)

@@ -18,7 +18,8 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or -1. */
+/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or
+ * -1. */
 static int lock_directory(const char *dir)
 {
 	if (make_directories(dir) < 0)
@@ -42,8 +43,9 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops the run after the step in hand, which is saved; a second one ends the program at once. mpirun passes USR1 on to its
- * ranks; after TERM and INT it kills them within a second. SIGPIPE is ignored: a run goes on when nobody reads its progress. */
+/* A first signal stops the run after the step in hand, which is saved; a second one ends the program at once. mpirun
+ * passes USR1 on to its ranks; after TERM and INT it kills them within a second. SIGPIPE is ignored: a run goes on
+ * when nobody reads its progress. */
 static void catch_signals(void)
 {
 	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
@@ -54,15 +56,17 @@ static void catch_signals(void)
 	signal(SIGPIPE, SIG_IGN);
 }
 
-/* Warns when a machine has more threads than cores, which makes a run several times slower. If several have, the first one is named. */
+/* Warns when a machine has more threads than cores, which makes a run several times slower. If several have, the
+ * first one is named. */
 static void warn_of_oversubscription(void)
 {
 	const struct oversubscription c = parallel_oversubscription(kernels_threads());
 	const int threads = c.cores / c.ranks;
 	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
 	if (c.first)
-		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set OMP_NUM_THREADS=%d%s\n", parallel_host(),
-				c.ranks, c.ranks > 1 ? "s" : "", c.threads, c.cores, c.cores > 1 ? "s" : "", threads ? threads : 1,
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set "
+				"OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks, c.ranks > 1 ? "s" : "", c.threads, c.cores,
+				c.cores > 1 ? "s" : "", threads ? threads : 1,
 				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)"
 				: threads ? "" : " and start fewer ranks on a machine");
 }
@@ -85,9 +89,11 @@ static int run_train(const struct command_line *line)
 		struct memory_plan whole = {0};
 		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
 		if (is_rank0(&t)) {
-			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps, (long long)t.tokens);
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps,
+					(long long)t.tokens);
 			if (l->world.size > 1)
-				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size, l->expert.size);
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size,
+						l->expert.size);
 			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
 		}
@@ -105,7 +111,8 @@ static const struct command_option options[] = {
 
 const struct command train_command = {
 	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
-	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM and SIGINT save and "
-		"stop.",
-	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true, .prints_progress = true,
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM "
+		"and SIGINT save and stop.",
+	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true,
+	.prints_progress = true,
 };

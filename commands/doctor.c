@@ -47,7 +47,7 @@ static double measure_roof(int repeats, int threads)
 		return 0;
 	for (int64_t i = 0; i < 2 * n * n; i++)
 		a[i] = (real)(i % 17 - 8);
-	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats, threads);
+	double seconds = gemm_seconds(a, a + n * n, a + 2 * n * n, n, repeats, threads);
 	free(a);
 	return 2.0 * n * n * n / seconds;
 }
@@ -130,7 +130,7 @@ static void print_bench(const json_t *report)
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
 static int check_products(bool openblas)
 {
-	const double error = product_error(openblas);
+	const double error = gemm_error(openblas);
 	if (error < 1e-5)
 		return 0;
 	if (openblas)
@@ -153,7 +153,7 @@ struct examination {
 	char features[256];          /* of the processor */
 	int cores, threads;          /* of this process */
 	int machine_cores, ranks;    /* of and on this machine */
-	double own_error, library_error; /* of matrix products, see product_error */
+	double own_error, library_error; /* of matrix products, see gemm_error */
 	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
 	struct check checks[MAX_CHECKS];
 	int num_checks, num_warnings;
@@ -206,8 +206,8 @@ static int examine_machine(struct examination *x)
 	if (blas_better_core())
 		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(),
 				blas_better_core());
-	x->own_error = product_error(false);
-	x->library_error = product_error(true);
+	x->own_error = gemm_error(false);
+	x->library_error = gemm_error(true);
 	x->one_core = measure_roof(5, 1);
 	x->all_threads = measure_roof(5, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)

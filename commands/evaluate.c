@@ -107,7 +107,7 @@ static int prepare_tasks(const struct eval_options *o, const char *dir, const st
 	for (int64_t i = 0; i < tasks->count; i++) {
 		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
 			return -1;
-		const int64_t batch = work[i].num_items < o->batch ? work[i].num_items : o->batch;
+		const int64_t batch = work[i].num_contexts < o->batch ? work[i].num_contexts : o->batch;
 		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */

@@ -54,9 +54,9 @@ static void print_request(const struct printing *p, const struct request *c)
 }
 
 /* Called after each token of each request, see generation_config. */
-static int show_request(void *context, const struct request *c)
+static int show_request(void *data, const struct request *c)
 {
-	struct printing *p = context;
+	struct printing *p = data;
 	const bool streams = p->n == 1 && !p->options->json;
 	p->tokens++;
 	if (streams) {
@@ -141,8 +141,8 @@ static int run_requests(const struct generate_options *o, const char *dir, struc
 		const size_t stop = longest_stop(&g->stop);
 		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(),
 				.options = o, .held = stop ? stop - 1 : 0};
-		g->show = show_request;
-		g->context = &printing;
+		g->on_token = show_request;
+		g->on_token_data = &printing;
 		rc = generate(&m, t, list, n, g);
 		if (is_terminal(stderr))
 			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens,

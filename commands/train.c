@@ -27,14 +27,13 @@ static int lock_directory(const char *dir)
 	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (fd < 0)
 		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-		const int error = errno;
-		close(fd);
-		return error == EWOULDBLOCK
-				? fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir)
-				: fail("%s: cannot lock: %s", dir, strerror(error));
-	}
-	return fd;
+	if (flock(fd, LOCK_EX | LOCK_NB) == 0)
+		return fd;
+	const int error = errno;
+	close(fd);
+	if (error == EWOULDBLOCK)
+		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+	return fail("%s: cannot lock: %s; choose a train.output_dir on a file system that has locks", dir, strerror(error));
 }
 
 static void request_stop(int signal)

@@ -1,15 +1,17 @@
 #!/bin/bash
-# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of output, wrong use.
+# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of
+# output, wrong use.
 . "$(dirname "$0")/check.sh"
 
-# ---- a model that has learned one line, in which no character comes twice, and a vocabulary with ids that no token has ----
+# ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without a token ----
 for _ in {1..41}; do printf 'abcdef "ghijk\n'; done >text.txt
 tiny model.hidden_size=32 model.head_dim=8 model.vocab_size=270 model.max_position_embeddings=64 model.num_experts=4 \
 	model.moe_intermediate_size=16 model.rope_theta=600000 data.seq_len=40 data.shuffle=off train.steps=100 train.micro_batch=4 train.batch=8 \
 	schedule.warmup_steps=5 schedule.decay='{ steps: 40, shape: linear, final_lr: 1e-4 }'
 model=run/step-0000100
 printf 'abc\nf "gh\r\n\nabcdef "ghijk\ng\n' >prompts.txt
-printf '{"prompt": "abc"}\n{"prompt": "f \\"gh", "id": 7}\n\n{"prompt": "abcdef \\"ghijk"}\n{"prompt": "g"}\n' >prompts.jsonl
+printf '{"prompt": "abc"}\n{"prompt": "f \\"gh", "id": 7}\n\n{"prompt": "abcdef \\"ghijk"}\n{"prompt": "g"}\n' \
+	>prompts.jsonl
 
 test_generate() {
 	expect 0 "" "$ling" tokenize --out text text.txt
@@ -17,10 +19,12 @@ test_generate() {
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12
 	[ "$(cat out.txt)" = "$(printf 'def "ghijk\na')" ] || problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12 --json
-	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"ghijk\na", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
+	[ "$(cat out.txt)" = \
+		'{"prompt": 0, "text": "def \"ghijk\na", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
 		problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
-	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] || problem "found: $(cat out.txt)"
+	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
+		problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi'
 	[ "$(cat out.txt)" = 'def "g' ] || problem "found: $(cat out.txt)"
 	# The whole room that the model has, by default.
@@ -32,17 +36,17 @@ test_generate() {
 }
 
 test_batches() {
-	local way
+	local way drawn="--temperature 1.5 --seed 4"
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json
 	cp out.txt greedy.txt
 	[ "$(wc -l <greedy.txt)" = 4 ] || problem "expected 4 lines: $(cat greedy.txt)"
-	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json --temperature 1.5 --seed 4
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json $drawn
 	cp out.txt drawn.txt
 	! cmp -s greedy.txt drawn.txt || problem "draws at temperature 1.5 are the most likely tokens"
 	for way in "--batch 2" "--batch 3 --no-cache" "--batch 200"; do
 		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way
 		same out.txt greedy.txt
-		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way --temperature 1.5 --seed 4
+		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way $drawn
 		same out.txt drawn.txt
 	done
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --json --temperature 1.5
@@ -58,6 +62,12 @@ test_batches() {
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --json
 	[ "$(wc -l <out.txt)" = 4 ] || problem "found: $(cat out.txt)"
 	json out.txt
+}
+
+# refuse TEXT LINES: JSON lines as prompts, which are an error with that text
+refuse() {
+	printf "$2" >bad.jsonl
+	expect 1 "$1" "$ling" generate $model --prompts bad.jsonl
 }
 
 test_wrong_use() {
@@ -79,18 +89,12 @@ test_wrong_use() {
 	expect 1 "prompt 1 has 64 tokens and 1 more" "$ling" generate $model --prompt "$(head -c 64 text.txt)"
 	: >empty.txt
 	expect 1 "no prompts" "$ling" generate $model --prompts empty.txt
-	printf '{"prompt": "a"}\n{"prompt": 3}\n' >bad.jsonl
-	expect 1 "bad.jsonl:2: \`prompt\` is" "$ling" generate $model --prompts bad.jsonl
-	printf '{"prompt": "a", "messages": []}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": []}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": [{"role": "user"}]}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1: message 1: \`content\` is missing" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": [{"role": "nobody", "content": "x"}]}\n' >bad.jsonl
-	expect 1 "nobody" "$ling" generate $model --prompts bad.jsonl
-	printf '{"prompt": "a"\n' >bad.jsonl
-	expect 1 "bad.jsonl:1: bad JSON" "$ling" generate $model --prompts bad.jsonl
+	refuse "bad.jsonl:2: \`prompt\` is" '{"prompt": "a"}\n{"prompt": 3}\n'
+	refuse "bad.jsonl:1" '{"prompt": "a", "messages": []}\n'
+	refuse "bad.jsonl:1" '{"messages": []}\n'
+	refuse "bad.jsonl:1: message 1: \`content\` is missing" '{"messages": [{"role": "user"}]}\n'
+	refuse "nobody" '{"messages": [{"role": "nobody", "content": "x"}]}\n'
+	refuse "bad.jsonl:1: bad JSON" '{"prompt": "a"\n'
 	[ ! -s out.txt ] || problem "something was printed: $(cat out.txt)"
 	# A directory without a word about its tokenizer, and a tokenizer with more ids than the model.
 	rm -rf bare && mkdir bare && cp $model/config.json $model/model.safetensors bare

@@ -6,7 +6,8 @@
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   kernels                    arithmetic on arrays: each operation as a forward and backward pair; optimizer; random numbers
  *   parallel                   ranks: process groups, collectives, layouts
- *   files/config               the table of all keys of a config; YAML and config.json
+ *   files/keys                 tables of keys: structures whose fields a user sets in YAML or on the command line
+ *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
  *   files/tokenizer            encoding, decoding, the chat form

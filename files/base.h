@@ -151,8 +151,11 @@ bool has_suffix(const char *text, const char *suffix);
 /* For messages: a NaN prints without its sign. */
 double plain_nan(double x);
 
-/* The ranks that a launcher (mpirun, srun) started together, as its environment says; 1 without one. */
-int launched_ranks(void);
+/* What the environment says of the launcher (mpirun, srun) that started this process as one of several ranks. The rank
+ * of this process, from 0; -1 without a launcher. */
+int launcher_rank(void);
+/* The number of ranks; 1 without a launcher, 0 if the launcher does not tell. */
+int launcher_size(void);
 
 /* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
 bool is_terminal(FILE *f);

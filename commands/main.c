@@ -342,7 +342,7 @@ static int prepare_tasks(const struct arguments *a, const struct model_config *c
 	for (int64_t i = 0; i < tasks->count; i++) {
 		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
 			return -1;
-		const int64_t batch = work[i].num_items < a->generation.batch ? work[i].num_items : a->generation.batch;
+		const int64_t batch = work[i].num_contexts < a->generation.batch ? work[i].num_contexts : a->generation.batch;
 		together = batch * work[i].longest > together ? batch * work[i].longest : together;
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
@@ -444,9 +444,9 @@ static void print_request(const struct printing *p, const struct request *c)
 	printf("\n");
 }
 
-static int show_request(void *context, const struct request *c)
+static int show_request(void *data, const struct request *c)
 {
-	struct printing *p = context;
+	struct printing *p = data;
 	const bool streams = p->n == 1 && !p->arguments->json;
 	p->tokens++;
 	if (streams) {
@@ -521,8 +521,8 @@ static int run_generation(const struct arguments *a, struct generation_config *g
 		rc = model_load(&m, a->words[0]);
 	if (rc == 0) {
 		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .told = clock_seconds(), .arguments = a};
-		g->show = show_request;
-		g->context = &printing;
+		g->on_token = show_request;
+		g->on_token_data = &printing;
 		rc = generate(&m, t, list, n, g);
 		if (is_terminal(stderr))
 			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens, printing.tokens / (clock_seconds() - printing.start));

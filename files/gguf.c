@@ -215,6 +215,7 @@ static int take_entry(struct cursor *c, json_t *metadata)
 /* The place of one tensor. Its name and shape go into `shapes`. */
 static int take_tensor(struct cursor *c, struct tensor *t, json_t *shapes, const struct tensor_file *s)
 {
+	*t = (struct tensor){0};
 	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
 	const char *text = json_string_value(name);
 	uint32_t dimensions, type;
@@ -486,8 +487,11 @@ static void entry_bool(struct metadata *m, const char *key, bool value)
 
 void entry_text(struct metadata *m, const char *key, const char *value)
 {
+	struct text valid = {0};
+	text_append_utf8(&valid, value, strlen(value));
 	begin_entry(m, key, GGUF_TEXT);
-	append_text(&m->bytes, value);
+	append_text(&m->bytes, valid.data ? valid.data : "");
+	free(valid.data);
 }
 
 static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of output, wrong use.
-# Prints cmocka's lines for tests/run.sh.
+# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of
+# output, wrong use. Prints cmocka's lines for tests/run.sh.
 set -u
 ling=$PWD/build/sanitize/ling
 root=$PWD
@@ -12,7 +12,7 @@ rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
 
 same() { cmp -s "$1" "$2" || problem "$1 and $2 differ"; }
 
-# ---- a model that has learned one line, in which no character comes twice, and a vocabulary with ids that no token has ----
+# ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without a token ----
 for _ in {1..41}; do printf 'abcdef "ghijk\n'; done >text.txt
 cat >tiny.yaml <<'YAML'
 model: { hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 270, max_position_embeddings: 64,
@@ -23,7 +23,8 @@ schedule: { peak_lr: 1e-2, warmup_steps: 5, decay: { steps: 40, shape: linear, f
 YAML
 model=run/step-0000100
 printf 'abc\nf "gh\r\n\nabcdef "ghijk\ng\n' >prompts.txt
-printf '{"prompt": "abc"}\n{"prompt": "f \\"gh", "id": 7}\n\n{"prompt": "abcdef \\"ghijk"}\n{"prompt": "g"}\n' >prompts.jsonl
+printf '{"prompt": "abc"}\n{"prompt": "f \\"gh", "id": 7}\n\n{"prompt": "abcdef \\"ghijk"}\n{"prompt": "g"}\n' \
+	>prompts.jsonl
 
 test_generate() {
 	expect 0 "" "$ling" tokenize --out text text.txt
@@ -31,10 +32,12 @@ test_generate() {
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12
 	[ "$(cat out.txt)" = "$(printf 'def "ghijk\na')" ] || problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12 --json
-	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"ghijk\u000aa", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
+	[ "$(cat out.txt)" = \
+		'{"prompt": 0, "text": "def \"ghijk\u000aa", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
 		problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
-	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] || problem "found: $(cat out.txt)"
+	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
+		problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi'
 	[ "$(cat out.txt)" = 'def "g' ] || problem "found: $(cat out.txt)"
 	# The whole room that the model has, by default.
@@ -46,17 +49,17 @@ test_generate() {
 }
 
 test_batches() {
-	local way
+	local way drawn="--temperature 1.5 --seed 4"
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json
 	cp out.txt greedy.txt
 	[ "$(wc -l <greedy.txt)" = 4 ] || problem "expected 4 lines: $(cat greedy.txt)"
-	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json --temperature 1.5 --seed 4
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json $drawn
 	cp out.txt drawn.txt
 	! cmp -s greedy.txt drawn.txt || problem "draws at temperature 1.5 are the most likely tokens"
 	for way in "--batch 2" "--batch 3 --no-cache" "--batch 200"; do
 		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way
 		same out.txt greedy.txt
-		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way --temperature 1.5 --seed 4
+		expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --json $way $drawn
 		same out.txt drawn.txt
 	done
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --json --temperature 1.5
@@ -72,6 +75,12 @@ test_batches() {
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --json
 	[ "$(wc -l <out.txt)" = 4 ] || problem "found: $(cat out.txt)"
 	perl -MJSON::PP -ne 'decode_json($_)' out.txt || problem "not JSON: $(cat out.txt)"
+}
+
+# refuse TEXT LINES: JSON lines as prompts, which are an error with that text
+refuse() {
+	printf "$2" >bad.jsonl
+	expect 1 "$1" "$ling" generate $model --prompts bad.jsonl
 }
 
 test_wrong_use() {
@@ -91,18 +100,12 @@ test_wrong_use() {
 	expect 1 "64 tokens and 1 more" "$ling" generate $model --prompt "$(head -c 64 text.txt)"
 	: >empty.txt
 	expect 1 "no prompts" "$ling" generate $model --prompts empty.txt
-	printf '{"prompt": "a"}\n{"prompt": 3}\n' >bad.jsonl
-	expect 1 "bad.jsonl:2: \`prompt\` is" "$ling" generate $model --prompts bad.jsonl
-	printf '{"prompt": "a", "messages": []}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": []}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": [{"role": "user"}]}\n' >bad.jsonl
-	expect 1 "bad.jsonl:1: message 1: \`content\` is missing" "$ling" generate $model --prompts bad.jsonl
-	printf '{"messages": [{"role": "nobody", "content": "x"}]}\n' >bad.jsonl
-	expect 1 "nobody" "$ling" generate $model --prompts bad.jsonl
-	printf '{"prompt": "a"\n' >bad.jsonl
-	expect 1 "bad.jsonl:1: bad JSON" "$ling" generate $model --prompts bad.jsonl
+	refuse "bad.jsonl:2: \`prompt\` is" '{"prompt": "a"}\n{"prompt": 3}\n'
+	refuse "bad.jsonl:1" '{"prompt": "a", "messages": []}\n'
+	refuse "bad.jsonl:1" '{"messages": []}\n'
+	refuse "bad.jsonl:1: message 1: \`content\` is missing" '{"messages": [{"role": "user"}]}\n'
+	refuse "nobody" '{"messages": [{"role": "nobody", "content": "x"}]}\n'
+	refuse "bad.jsonl:1: bad JSON" '{"prompt": "a"\n'
 	[ ! -s out.txt ] || problem "something was printed: $(cat out.txt)"
 	# A directory without a word about its tokenizer, and a tokenizer with more ids than the model.
 	rm -rf bare && mkdir bare && cp $model/config.json $model/model.safetensors bare

@@ -475,6 +475,37 @@ test_info() {
 	expect 1 "GB" "$ling" train tiny.yaml model="$root/configs/ling-plus.yaml" train.output_dir=huge data.train=few data.valid=off data.tokenizer=none
 }
 
+# report PROGRAM WORDS...: the command works, and what it prints with --json is JSON for another reader too.
+report() {
+	expect 0 "" "$@" --json
+	json out.txt
+}
+
+# Reports with any bytes in a path: a quote, a backslash, a line break, and one that is not UTF-8.
+test_reports() {
+	local odd=$'odd "\\\n\351' shown='odd \"\\\n�'
+	mkdir -p "$odd" && cp -r run/step-0000020 "$odd/model" && cp tiny.yaml "$odd/tiny.yaml" || problem "no $odd"
+	printf '{"q": "a", "a": "b"}\n' >"$odd/a.jsonl"
+	printf '%s\n' '- { name: task, type: exact_match, data: a.jsonl, prompt: "{q}", answer: a, max_tokens: 2 }' >"$odd/tasks.yaml"
+	report "$ling" info "$odd/model"
+	report "$ling" info "$odd/tiny.yaml"
+	report "$ling" info "$odd/tiny.yaml" --ranks 2
+	has out.txt '"layouts": [{"data": 2, "tensor": 1, "expert": 1,' '"smallest_layout": {'
+	report "$ling" info "$odd/tiny.yaml" --ranks 2 --memory-per-node 1kB
+	has out.txt '"layouts": [], "smallest_layout": {'
+	report "$ling" eval "$odd/model" --data valid --seq-len 16
+	report "$ling" eval "$odd/model" --tasks "$odd/tasks.yaml" --seq-len 16
+	has out.txt "\"model\": \"$shown/model\"" "\"tasks_file\": \"$shown/tasks.yaml\""
+	report "$ling" generate "$odd/model" --prompt a
+	report "$ling" convert-checkpoint "$odd/model" "$odd/hf"
+	has out.txt "\"path\": \"$shown/hf\""
+	report "$ling" convert-checkpoint "$odd/model" "$odd/model.gguf" --no-tokenizer
+	report "$ling" info "$odd/hf"
+	report "$root/ling" bench "$odd/tiny.yaml"
+	has out.txt "\"config\": \"$shown/tiny.yaml\""
+	report "$root/ling" doctor
+}
+
 test_plot() {
 	expect 0 "" "$ling" plot run
 	[ "$(head -c 4 run/metrics.png | tail -c 3)" = PNG ] || problem "run/metrics.png is no PNG"
@@ -485,7 +516,7 @@ test_plot() {
 }
 
 check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats \
-	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info plot
+	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info reports plot
 
 # What a user runs is the optimised program.
 ling=$root/ling

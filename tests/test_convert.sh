@@ -53,7 +53,7 @@ test_directory_and_checkpoint() {
 	convert begun/step-0000000 bf16-again --dtype bf16
 	same_weights bf16 bf16-again
 	convert hf f16 --dtype f16 --json
-	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*}$' out.txt || problem "--json: $(cat out.txt)"
+	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*, "path": "f16"}$' out.txt || problem "--json: $(cat out.txt)"
 	close_to "$(loss hf)" "$(loss f16)" 1e-3 "loss in float16"
 }
 
@@ -80,7 +80,9 @@ test_shards() {
 	convert shards joined
 	same_weights hf joined
 	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x.gguf --max-shard-size 20kB
-	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x --max-shard-size 20
+	expect 2 "--max-shard-size 20: expected a size" "$ling" convert-checkpoint hf x --max-shard-size 20
+	expect 2 "at most 1000000TB" "$ling" convert-checkpoint hf x --max-shard-size 1000001TB
+	expect 2 "--to hg: expected one of hf, checkpoint, gguf" "$ling" convert-checkpoint hf x --to hg
 }
 
 test_fold() {

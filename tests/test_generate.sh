@@ -1,5 +1,7 @@
 #!/bin/bash
-# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of output, wrong use.
+# ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of
+# output, wrong use.
+. "$(dirname "$0")/check.sh"
 . "$(dirname "$0")/check.sh"
 
 # ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without a token ----
@@ -19,7 +21,7 @@ test_generate() {
 	[ "$(cat out.txt)" = "$(printf 'def "ghijk\na')" ] || problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12 --json
 	[ "$(cat out.txt)" = \
-		'{"prompt": 0, "text": "def \"ghijk\u000aa", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
+		'{"prompt": 0, "text": "def \"ghijk\na", "prompt_tokens": 3, "tokens": 12, "finish": "length"}' ] ||
 		problem "found: $(cat out.txt)"
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
 	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
@@ -56,7 +58,7 @@ test_batches() {
 	same out.txt greedy.txt
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 3
 	[ "$(sed -n 2p out.txt)$(sed -n 5p out.txt)" = defijk ] || problem "found: $(cat out.txt)"
-	[ "$(grep -c '^==> prompt [0-3] <==$' out.txt)" = 4 ] || problem "found: $(cat out.txt)"
+	[ "$(grep -c '^==> prompt [1-4] <==$' out.txt)" = 4 ] || problem "found: $(cat out.txt)"
 	# Ids that no token has are never drawn, however flat the distribution: each draw gives a byte, or ends.
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --json
 	[ "$(wc -l <out.txt)" = 4 ] || problem "found: $(cat out.txt)"
@@ -73,17 +75,19 @@ test_wrong_use() {
 	expect 2 "--prompt" "$ling" generate $model
 	expect 2 "--prompt" "$ling" generate $model --prompt a --prompts prompts.txt
 	expect 2 "--temperature" "$ling" generate $model --prompt a --top-k 3
-	expect 2 "--temperature -1" "$ling" generate $model --prompt a --temperature -1
+	expect 2 "--temperature -1: expected a number from 0 to 100" "$ling" generate $model --prompt a --temperature -1
+	expect 0 "" "$ling" generate $model --prompt a --temperature 0.0 --max-tokens 1
 	expect 2 "--temperature nan" "$ling" generate $model --prompt a --temperature nan
+	expect 2 "--top-p 0: expected a number above 0 and up to 1" "$ling" generate $model --prompt a --temperature 1 --top-p 0
 	expect 2 "--top-p 1.5" "$ling" generate $model --prompt a --temperature 1 --top-p 1.5
 	expect 2 "--batch 0" "$ling" generate $model --prompt a --batch 0
-	expect 2 "--seed -1" "$ling" generate $model --prompt a --temperature 1 --seed -1
+	expect 2 "--seed -1: expected a whole number, at least 0" "$ling" generate $model --prompt a --temperature 1 --seed -1
 	expect 1 "step-NNNNNNN" "$ling" generate run --prompt a
 	expect 1 "nothere" "$ling" generate nothere --prompt a
 	expect 1 "nothere.txt" "$ling" generate $model --prompts nothere.txt
 	expect 1 "max_position_embeddings is 64" "$ling" generate $model --prompt "abc" --max-tokens 62
 	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 61
-	expect 1 "64 tokens and 1 more" "$ling" generate $model --prompt "$(head -c 64 text.txt)"
+	expect 1 "prompt 1 has 64 tokens and 1 more" "$ling" generate $model --prompt "$(head -c 64 text.txt)"
 	: >empty.txt
 	expect 1 "no prompts" "$ling" generate $model --prompts empty.txt
 	refuse "bad.jsonl:2: \`prompt\` is" '{"prompt": "a"}\n{"prompt": 3}\n'

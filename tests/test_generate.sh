@@ -2,7 +2,6 @@
 # ling generate as its user meets it, built with sanitizers: prompts from the command line and from files, its forms of
 # output, wrong use.
 . "$(dirname "$0")/check.sh"
-. "$(dirname "$0")/check.sh"
 
 # ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without a token ----
 for _ in {1..41}; do printf 'abcdef "ghijk\n'; done >text.txt

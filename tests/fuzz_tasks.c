@@ -3,7 +3,8 @@
  * accepted must be sound, and give results that are JSON whatever the replies are.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "commands/tasks.h"
 
 #include <jansson.h>
@@ -21,13 +22,6 @@ static const char yaml[] =
 	replies[] = "- {name: d, type: exact_match, data: d.jsonl, prompt: '{q}', answer: a, extract: '(\\w*?)\\b', extract_answer: '(.+)', match: last,\n"
 	"   stop: [x, \"\\n\"], normalize: {lowercase: true, punctuation: false}}\n",
 	lines[] = "{\"q\": \"sky\", \"o\": [\"blue\", \"green\"], \"a\": 1, \"text\": \"t\", \"list\": [{\"x\": \"B\"}]}\n";
-
-static void put(const char *path, const void *data, size_t size)
-{
-	FILE *f = fopen(path, "w");
-	if (!f || fwrite(data, 1, size, f) != size || fclose(f))
-		abort();
-}
 
 static void check_result(struct results *r, const struct task *t, const struct sample *s, const struct text *reply)
 {
@@ -48,17 +42,13 @@ static void check_result(struct results *r, const struct task *t, const struct s
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-	static char directory[] = "/tmp/ling-fuzz-tasks-XXXXXX", task_file[PATH_LEN], line_file[PATH_LEN], samples[PATH_LEN];
-	if (!*task_file && (!mkdtemp(directory) || path_join(task_file, directory, "t.yaml") < 0 || path_join(line_file, directory, "d.jsonl") < 0 ||
-			path_join(samples, directory, "samples.jsonl") < 0))
-		abort();
 	if (size < 1)
 		return 0;
 	const int mode = *data++ % 4;
 	size--;
-	put(task_file, mode == 0 ? yaml : mode == 1 ? texts : mode == 2 ? replies : (const char *)data,
+	const char *task_file = fuzz_file("t.yaml", mode == 0 ? yaml : mode == 1 ? texts : mode == 2 ? replies : (const char *)data,
 			mode == 0 ? sizeof yaml - 1 : mode == 1 ? sizeof texts - 1 : mode == 2 ? sizeof replies - 1 : size);
-	put(line_file, mode == 3 ? (const uint8_t *)lines : data, mode == 3 ? sizeof lines - 1 : size);
+	fuzz_file("d.jsonl", mode == 3 ? (const uint8_t *)lines : data, mode == 3 ? sizeof lines - 1 : size);
 	struct tasks tasks;
 	error_text[0] = 0;
 	if (tasks_load(&tasks, task_file) < 0) {
@@ -69,7 +59,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	}
 	struct text reply = {0};
 	struct task_result *result = calloc(tasks.count, sizeof *result);
-	struct results *r = results_open(directory);
+	struct results *r = results_open(fuzz_path(""));
 	int64_t count = 0;
 	text_append(&reply, (const char *)data, size);
 	for (int64_t i = 0; i < tasks.count; i++) {
@@ -83,7 +73,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	const struct evaluation_facts facts = {"m", "t", 0, 1};
 	if (results_finish(r, &facts, result, tasks.count, false) < 0)
 		abort();
-	FILE *f = fopen(samples, "r");
+	FILE *f = fopen(fuzz_path("samples.jsonl"), "r");
 	json_t *line;
 	while (f && (line = json_loadf(f, JSON_DISABLE_EOF_CHECK | JSON_ALLOW_NUL, NULL)))
 		json_decref(line), count--;

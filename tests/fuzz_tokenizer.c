@@ -3,7 +3,8 @@
  * those of the tests' own, of `model` too; a pattern; or a text, which is encoded whole and in two pieces, and decoded. Runs in the project's folder.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/tokenizer.h"
 
 #include <jansson.h>
@@ -14,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static char dir[] = "/tmp/fuzz_tokenizer.XXXXXX";
 static const char sample[] = "The quick fox's 123 \xe5\xa4\xa9\xe6\xb0\x94 e\xcc\x81  \r\n\n <role>\xff<|endoftext|>";
 
 /* Encodes a text whole and in pieces, which must be the same, and decodes it, which must give it back. */
@@ -40,11 +40,7 @@ static void encode_and_compare(const struct tokenizer *t, const char *text, size
 
 static struct tokenizer *open_file(const void *data, size_t n)
 {
-	char path[PATH_LEN];
-	FILE *f = path_join(path, dir, "tokenizer.json") < 0 ? NULL : fopen(path, "w");
-	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-	return tokenizer_open(path);
+	return tokenizer_open(fuzz_file("tokenizer.json", data, n));
 }
 
 /* The tests' tokenizer with the members of a patch. */
@@ -74,7 +70,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		const char *key;
 		json_t *list = json_read("tests/fixtures/tokenizer/variants.json"), *patch;
 		int i = 0;
-		if (!mkdtemp(dir) || !list)
+		if (!list)
 			abort();
 		json_object_foreach(list, key, patch)
 			if (strcmp(key, "added") && !(variants[i++] = open_patched(json_deep_copy(patch))))

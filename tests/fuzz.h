@@ -1,4 +1,5 @@
-/* What the fuzz programs share: a folder of their own in /tmp, and files in it. A failure ends the program, which is a finding. */
+/* What the fuzz programs share: a folder of their own in /tmp, and files in it. A failure ends the program, which is a
+ * finding. */
 #ifndef LING_FUZZ_H
 #define LING_FUZZ_H
 
@@ -9,7 +10,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* The path of a file in the folder, or of the folder itself if name is empty. It stays until eight more were asked for. */
+/* The path of a file in the folder, or of the folder itself if name is empty. It stays until eight more were asked
+ * for. */
 static inline char *fuzz_path(const char *name)
 {
 	static char folder[] = "/tmp/ling-fuzz-XXXXXX", paths[8][PATH_LEN];

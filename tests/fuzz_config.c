@@ -1,6 +1,6 @@
 /*
- * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of a
- * valid file, a Hugging Face config.json. What is accepted must survive a round trip.
+ * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of
+ * a valid file, a Hugging Face config.json. What is accepted must survive a round trip.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"
@@ -18,7 +18,8 @@ static const char base[] =
 	"model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300, num_experts: 8,\n"
 	"  num_experts_per_tok: 2, moe_intermediate_size: 16}\n"
 	"data: {train: a, seq_len: 128}\n"
-	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: 99}}\n"
+	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: "
+			"99}}\n"
 	"schedule: {peak_lr: 1e-3, drops: [{at: 0.5, factor: 0.1}, {at: 0.6, factor: 0.1}]}\n";
 
 /* An accepted config must be equal to itself in a checkpoint. */
@@ -64,7 +65,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		json_t *theirs = rc ? NULL : json_read(json);
 		for (int i = 0; i < 2 && !rc; i++) { /* alone, and over what it came with, as a conversion writes it */
 			struct model_config back;
-			if (config_write(json, &m, "bfloat16", i ? theirs : NULL) < 0 || config_from_huggingface(&back, directory) < 0 ||
+			if (config_write(json, &m, "bfloat16", i ? theirs : NULL) < 0 ||
+					config_from_huggingface(&back, directory) < 0 ||
 					memcmp(&m, &back, sizeof m))
 				abort();
 		}

@@ -1,7 +1,7 @@
 /*
- * fuzz_gguf.c - libFuzzer target for what is read of a GGUF file, and of a tokenizer.json on its way into one. The first byte chooses:
- * a file as it is; a file behind a magic and counts that fit, so that its metadata are looked at; a tokenizer.json. A model that is
- * accepted must come out of a conversion, and its tensors be readable.
+ * fuzz_gguf.c - libFuzzer target for what is read of a GGUF file, and of a tokenizer.json on its way into one. The
+ * first byte chooses: a file as it is; a file behind a magic and counts that fit, so that its metadata are looked at;
+ * a tokenizer.json. A model that is accepted must come out of a conversion, and its tensors be readable.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"
@@ -26,7 +26,8 @@ static void convert_file(const char *path)
 	struct source *s = source_open(path, &c);
 	const struct named_tensor params[] = {
 		{"model.word_embeddings.weight", 4, 2, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", 2, 2, NULL},
-		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL}, {"lm_head.weight", 4, 2, NULL},
+		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL},
+		{"lm_head.weight", 4, 2, NULL},
 	};
 	directory_remove(to);
 	for (int n = s ? 1 : 6; n <= 5; n++) {

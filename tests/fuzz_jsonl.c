@@ -1,6 +1,6 @@
 /*
- * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first byte
- * chooses; the rest is the file.
+ * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first
+ * byte chooses; the rest is the file.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"
@@ -32,7 +32,8 @@ static void tokenize(char *path)
 	tokens_close(&t);
 }
 
-/* What could be read must be readable after lines are cut off too, unless lines are missing; nothing else can be opened. */
+/* What could be read must be readable after lines are cut off too, unless lines are missing; nothing else can be
+ * opened. */
 static void read_metrics(int64_t step, bool empty)
 {
 	const char *dir = fuzz_path("");

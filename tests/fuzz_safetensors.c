@@ -44,7 +44,8 @@ static void read_weights(void)
 	tensors_close(w);
 }
 
-/* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other files too when asked for. */
+/* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other files
+ * too when asked for. */
 static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 {
 	static struct config c;
@@ -60,7 +61,8 @@ static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 			uint32_t crc;
 			if (file_seal(fuzz_path(""), name, &size, &crc) < 0)
 				abort();
-			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32",
+					crc_to_json(crc)));
 		}
 		if (seal_files)
 			json_object_set(root, "files", files);

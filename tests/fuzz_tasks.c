@@ -1,6 +1,6 @@
 /*
- * fuzz_tasks.c - libFuzzer target for tasks. The first byte chooses: JSON lines for three fixed tasks, or a task file for fixed lines. What is
- * accepted must be sound, and give results that are JSON whatever the replies are.
+ * fuzz_tasks.c - libFuzzer target for tasks. The first byte chooses: JSON lines for three fixed tasks, or a task file
+ * for fixed lines. What is accepted must be sound, and give results that are JSON whatever the replies are.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"
@@ -15,19 +15,25 @@
 #include <stdlib.h>
 
 static const char yaml[] =
-	"- {name: a, type: multiple_choice, data: d.jsonl, prompt: '{q.0.x}{n}', options: o, option: ' {option}{q}', answer: a, answer_form: letter,\n"
+	"- {name: a, type: multiple_choice, data: d.jsonl, prompt: '{q.0.x}{n}', options: o, option: ' {option}{q}', "
+			"answer: a, answer_form: letter,\n"
 	"   examples: {count: 1}}\n"
-	"- {name: b, type: multiple_choice, data: d.jsonl, prompt: '{q}', options: ['{x}', y], answer: a, answer_form: text}\n",
+	"- {name: b, type: multiple_choice, data: d.jsonl, prompt: '{q}', options: ['{x}', y], answer: a, answer_form: "
+			"text}\n",
 	texts[] = "- {name: c, type: perplexity, data: d.jsonl, text: '{{{text}}}'}\n",
-	replies[] = "- {name: d, type: exact_match, data: d.jsonl, prompt: '{q}', answer: a, extract: '(\\w*?)\\b', extract_answer: '(.+)', match: last,\n"
+	replies[] =
+			"- {name: d, type: exact_match, data: d.jsonl, prompt: '{q}', answer: a, extract: '(\\w*?)\\b', "
+			"extract_answer: '(.+)', match: last,\n"
 	"   stop: [x, \"\\n\"], normalize: {lowercase: true, punctuation: false}}\n",
-	lines[] = "{\"q\": \"sky\", \"o\": [\"blue\", \"green\"], \"a\": 1, \"text\": \"t\", \"list\": [{\"x\": \"B\"}]}\n";
+	lines[] = "{\"q\": \"sky\", \"o\": [\"blue\", \"green\"], \"a\": 1, \"text\": \"t\", \"list\": [{\"x\": "
+			"\"B\"}]}\n";
 
 static void check_result(struct results *r, const struct task *t, const struct sample *s, const struct text *reply)
 {
 	struct scored_tokens *scored = calloc(s->num_choices + 1, sizeof *scored);
 	struct sample_result result = {.sample = s, .scored = scored};
-	if (t->type == TASK_MULTIPLE_CHOICE && (s->answer < 0 || s->answer >= s->num_choices || s->num_choices < 2 || !s->target.size))
+	if (t->type == TASK_MULTIPLE_CHOICE && (s->answer < 0 || s->answer >= s->num_choices || s->num_choices < 2 ||
+			!s->target.size))
 		abort();
 	if (t->type == TASK_EXACT_MATCH) {
 		result.reply = *reply;
@@ -46,7 +52,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		return 0;
 	const int mode = *data++ % 4;
 	size--;
-	const char *task_file = fuzz_file("t.yaml", mode == 0 ? yaml : mode == 1 ? texts : mode == 2 ? replies : (const char *)data,
+	const char *task_file = fuzz_file("t.yaml", mode == 0 ? yaml : mode == 1 ? texts : mode == 2 ? replies :
+			(const char *)data,
 			mode == 0 ? sizeof yaml - 1 : mode == 1 ? sizeof texts - 1 : mode == 2 ? sizeof replies - 1 : size);
 	fuzz_file("d.jsonl", mode == 3 ? (const uint8_t *)lines : data, mode == 3 ? sizeof lines - 1 : size);
 	struct tasks tasks;

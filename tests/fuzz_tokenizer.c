@@ -1,6 +1,7 @@
 /*
- * fuzz_tokenizer.c - libFuzzer target for tokenizers. The input's first byte chooses what the rest is: a whole tokenizer.json; members that replace
- * those of the tests' own, of `model` too; a pattern; or a text, which is encoded whole and in two pieces, and decoded. Runs in the project's folder.
+ * fuzz_tokenizer.c - libFuzzer target for tokenizers. The input's first byte chooses what the rest is: a whole
+ * tokenizer.json; members that replace those of the tests' own, of `model` too; a pattern; or a text, which is encoded
+ * whole and in two pieces, and decoded. Runs in the project's folder.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"
@@ -18,7 +19,8 @@
 static const char sample[] = "The quick fox's 123 \xe5\xa4\xa9\xe6\xb0\x94 e\xcc\x81  \r\n\n <role>\xff<|endoftext|>";
 
 /* Encodes a text whole and in pieces, which must be the same, and decodes it, which must give it back. */
-static void encode_and_compare(const struct tokenizer *t, const char *text, size_t n, size_t known, size_t stop, bool special, bool inverse)
+static void encode_and_compare(const struct tokenizer *t, const char *text, size_t n, size_t known, size_t stop,
+		bool special, bool inverse)
 {
 	struct encoder *e = encoder_open(t);
 	struct ids whole = {0}, pieces = {0};
@@ -27,7 +29,8 @@ static void encode_and_compare(const struct tokenizer *t, const char *text, size
 		int64_t done = encode_part(e, text, known, stop, known < n, special, &pieces);
 		if (done < 0 || (size_t)done > known || encode(e, text + done, n - done, special, &pieces) < 0)
 			abort();
-		if (whole.count != pieces.count || (whole.count && memcmp(whole.id, pieces.id, whole.count * sizeof *whole.id)))
+		if (whole.count != pieces.count || (whole.count && memcmp(whole.id, pieces.id,
+				whole.count * sizeof *whole.id)))
 			abort();
 		for (int64_t i = 0; i < whole.count; i++)
 			tokenizer_decode(t, whole.id[i], true, &back);
@@ -92,8 +95,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	} else if (kind == 2) {
 		json_t *pattern = json_stringn(rest, n);
 		if (pattern)
-			t = open_patched(json_pack("{s:{s:s, s:[{s:s, s:{s:o}, s:s}, {s:s, s:b, s:b}]}}", "pre_tokenizer", "type", "Sequence", "pretokenizers", "type",
-					"Split", "pattern", "Regex", pattern, "behavior", "Isolated", "type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0));
+			t = open_patched(json_pack("{s:{s:s, s:[{s:s, s:{s:o}, s:s}, {s:s, s:b, s:b}]}}", "pre_tokenizer", "type",
+					"Sequence", "pretokenizers", "type",
+					"Split", "pattern", "Regex", pattern, "behavior", "Isolated", "type", "ByteLevel",
+							"add_prefix_space", 0, "use_regex", 0));
 	} else {
 		const struct tokenizer *v = variants[data[1] % (VARIANTS - 1)];
 		const size_t known = data[2] * n / 255;

@@ -1,7 +1,7 @@
 /*
- * fuzz_tokens.c - libFuzzer target for token files. The input: one byte of flags, one byte n, n bytes of a first file, and the rest, a second
- * file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good pair, or a file given alone, an llm.c file or bare
- * ids, and its mask.
+ * fuzz_tokens.c - libFuzzer target for token files. The input: one byte of flags, one byte n, n bytes of a first file,
+ * and the rest, a second file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good
+ * pair, or a file given alone, an llm.c file or bare ids, and its mask.
  */
 #define _GNU_SOURCE
 #include "tests/fuzz.h"

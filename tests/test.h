@@ -34,7 +34,8 @@ static inline void assert_same(double a, double b)
 }
 
 /* Fails unless |found - expected| <= tolerance |expected|, by the L2 norms of the whole arrays; NaN never passes. */
-static inline void assert_close(const real *found, const double *expected, int64_t n, double tolerance, const char *what)
+static inline void assert_close(const real *found, const double *expected, int64_t n, double tolerance,
+		const char *what)
 {
 	double difference = 0, norm = 0;
 	for (int64_t i = 0; i < n; i++) {

@@ -1,6 +1,6 @@
 /*
- * Token files: made from text and JSON lines, read in every format. Good files must come back as they were; broken ones, made here by patching
- * good ones, must give the error that names the place.
+ * Token files: made from text and JSON lines, read in every format. Good files must come back as they were; broken
+ * ones, made here by patching good ones, must give the error that names the place.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -90,7 +90,8 @@ static void tokens_types(void **state)
 	}
 	/* Negative ids, and ids beyond 32 bits. */
 	static const struct { int dtype; int64_t id; const char *error; } bad[] = {
-		{2, -1, "token 4: id -1 "}, {3, -300, "token 4: id -300 "}, {4, -5, "token 4: id -5 "}, {5, -5, "token 4: id -5 "},
+		{2, -1, "token 4: id -1 "}, {3, -300, "token 4: id -300 "}, {4, -5, "token 4: id -5 "},
+		{5, -5, "token 4: id -5 "},
 		{5, INT64_MIN, "token 4: id -9223372036854775808 "}, {5, INT64_C(1) << 32, "token 4: id 4294967296 "},
 	};
 	for (int i = 0; i < COUNT(bad); i++) {
@@ -132,7 +133,8 @@ static void tokens_broken(void **state)
 		{42, INT32_MAX, 4, "reach beyond"}, {46, 2, 8, "sequence 0: begins at byte 2; expected 0"},
 		{62, -4, 8, "sequence 2: begins at byte -4"}, {70, 1, 8, "document entry 0 is 1"},
 		{70, -1, 8, "document entry 0 is -1"},
-		{78, 4, 8, "document entry 1 is 4"}, {78, -1, 8, "document entry 1 is -1"}, {86, 0, 8, "document entry 2 is 0"},
+		{78, 4, 8, "document entry 1 is 4"}, {78, -1, 8, "document entry 1 is -1"},
+		{86, 0, 8, "document entry 2 is 0"},
 		{86, 2, 8, "document entry 2 is 2"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
@@ -236,7 +238,8 @@ static void tokenize_progress(void **state)
 {
 	(void)state;
 	double now = clock_seconds();
-	struct progress p = {.what = "tokenize", .total = 400, .scale = 0.01, .unit = "hundreds", .started = now - 40, .shown = now - 40};
+	struct progress p = {.what = "tokenize", .total = 400, .scale = 0.01, .unit = "hundreds", .started = now - 40,
+			.shown = now - 40};
 	fflush(stderr);
 	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
 	dup2(file, 2);
@@ -282,7 +285,8 @@ static const char *show_tokens(const char *prefix)
 #define USER "{\"role\":\"user\",\"content\":\"u\"}"
 #define SAYS(role, content) "{\"role\":\"" role "\",\"content\":\"" content "\"}"
 
-/* Conversations in Ling's chat form, of which only the assistant's words are learned; beside a plain text, all of which is. */
+/* Conversations in Ling's chat form, of which only the assistant's words are learned; beside a plain text, all of
+ * which is. */
 static void tokenize_chat(void **state)
 {
 	(void)state;
@@ -292,11 +296,13 @@ static void tokenize_chat(void **state)
 	static const struct { const char *lines, *expected; } cases[] = {
 		{"{\"prompt\":\"p\",\"completion\":\"c\"}", "<role>HUMAN</role>p<role>ASSISTANT</role>[c|"},
 		{"{\"prompt\":\"\",\"completion\":\"\",\"id\":1}", "<role>HUMAN</role><role>ASSISTANT</role>[|"},
-		{"{\"text\":\"t\",\"prompt\":5}\n{\"messages\":[" SAYS("system", "s") "," SAYS("User", " u ") "," SAYS("assistant", "a") "]}\n{\"text\":\"v\"}",
+		{"{\"text\":\"t\",\"prompt\":5}\n{\"messages\":[" SAYS("system", "s") "," SAYS("User",
+			" u ") "," SAYS("assistant", "a") "]}\n{\"text\":\"v\"}",
 			"[t|]<role>SYSTEM</role>s<role>HUMAN</role> u <role>ASSISTANT</role>[a|v|"},
 		{"{\"messages\":[" USER "," SAYS("ASSISTANT", "a") "," USER "," SAYS("assistant", "b") "]}",
 			"<role>HUMAN</role>u<role>ASSISTANT</role>[a]<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
-		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever they look like */
+		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever
+		 * they look like */
 		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
 			"<role>ASSISTANT</role>[a]<role>TOOL</role><role>ASSISTANT</role>|"},
 	};
@@ -379,10 +385,12 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1}, {"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1},
+			{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
-	static const char expected[] = "xy<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a<role>HUMAN</role>h<role>ASSISTANT</role>";
+	static const char expected[] =
+			"xy<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a<role>HUMAN</role>h<role>ASSISTANT</role>";
 	assert_int_equal(ids.count, sizeof expected - 1);
 	assert_int_equal(loss_mask.size, ids.count);
 	for (int64_t i = 0; i < ids.count; i++) {
@@ -431,8 +439,10 @@ static void tokens_formats(void **state)
 	assert_true(exists(at("llama.json")));
 
 	static const struct { int at; int32_t value; size_t size; const char *error; } bad[] = {
-		{1, 1, 1040, "an llm.c file of version 1; expected 7"}, {0, 20240520, 1040, "version 7; expected 1"}, {2, 5, 1040, "tells of 5 ids of 4 bytes; 16 bytes"},
-		{2, -1, 1040, "tells of -1 ids"}, {2, 4, 1036, "tells of 4 ids"}, {0, 20240802, 1040, "found neither an index"}, {2, 4, 1023, "found neither an index"},
+		{1, 1, 1040, "an llm.c file of version 1; expected 7"}, {0, 20240520, 1040, "version 7; expected 1"},
+		{2, 5, 1040, "tells of 5 ids of 4 bytes; 16 bytes"},
+		{2, -1, 1040, "tells of -1 ids"}, {2, 4, 1036, "tells of 4 ids"},
+		{0, 20240802, 1040, "found neither an index"}, {2, 4, 1023, "found neither an index"},
 		{2, 4, 0, "found neither an index"},
 	};
 	for (int i = 0; i < COUNT(bad); i++) {
@@ -462,7 +472,8 @@ static void tokens_formats(void **state)
 	expect_error("bare.bin: its 7 bytes are no whole number of uint16 ids");
 }
 
-/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are checked. */
+/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are
+ * checked. */
 static void manifest_vouches(void **state)
 {
 	(void)state;
@@ -515,7 +526,8 @@ static void tokens_large(void **state)
 {
 	(void)state;
 	const int64_t count = INT64_C(5) << 29; /* 5 GiB */
-	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000, .loss_tokens = count / 2};
+	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000,
+			.loss_tokens = count / 2};
 	struct tokens t;
 	int32_t out[4];
 	char path[PATH_LEN];
@@ -551,7 +563,8 @@ static void check_documents(const struct tokens *t, const bool *first, const boo
 			for (int64_t i = 0; i < n; i++) {
 				begin = first[start + i] ? i : begin;
 				if (document[i] != begin || target[i] != (ends[start + i] ? -1 : 0))
-					fail_msg("window %d + %d, token %d: document %d, target %d", (int)start, (int)n, (int)i, document[i], target[i]);
+					fail_msg("window %d + %d, token %d: document %d, target %d", (int)start, (int)n, (int)i,
+							document[i], target[i]);
 			}
 		}
 }
@@ -620,15 +633,18 @@ static void tokenize_bad(void **state)
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
-		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found several of `text`"}, {"{\"messages\":[],\"completion\":1}", "found several"},
+		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found several of `text`"},
+		{"{\"messages\":[],\"completion\":1}", "found several"},
 		{"{\"prompt\":\"a\"}", "found none of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
-		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"}, {"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
+		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"},
+		{"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
 		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
 		{"{\"messages\":[5]}", "b.jsonl:1: message 1: is an integer"},
 		{"{\"messages\":[" USER ",{\"content\":\"a\"}]}", "b.jsonl:1: message 2: `role` is missing"},
 		{"{\"messages\":[{\"role\":\"user\"}]}", "message 1: `content` is missing"},
 		{"{\"messages\":[{\"role\":\"user\",\"content\":[\"a\"]}]}", "message 1: `content` is an array"},
-		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}", "message 1: `role` is \"assistent\"; expected system, user,"},
+		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}",
+			"message 1: `role` is \"assistent\"; expected system, user,"},
 		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
 	};
 	struct tokenized result;
@@ -642,14 +658,16 @@ static void tokenize_bad(void **state)
 		assert_false(holds_temporary(scratch));
 	}
 	assert_int_equal(tokenize_files(at("t"), "gpt2", false, 1, (char *[]){b}, &result), -1);
-	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that holds one");
+	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
+			"holds one");
 	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){none}, &result), -1);
 	expect_error("none.txt: cannot open");
 	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){dir}, &result), -1);
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
-		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false, 1, (char *[]){b},
+		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false, 1,
+				(char *[]){b},
 				&result), -1);
 		expect_error("has no name in it; expected a prefix");
 	}
@@ -734,10 +752,13 @@ static void text_as_json(void **state)
 {
 	(void)state;
 	static const struct { const char *text; size_t size; const char *json; size_t whole; } cases[] = {
-		{"", 0, "\"\"", 0}, {"a\"b\\c/", 6, "\"a\\\"b\\\\c/\"", 6}, {"\n\t\0\x1f\x7f", 5, "\"\\u000a\\u0009\\u0000\\u001f\x7f\"", 5},
+		{"", 0, "\"\"", 0}, {"a\"b\\c/", 6, "\"a\\\"b\\\\c/\"", 6},
+		{"\n\t\0\x1f\x7f", 5, "\"\\u000a\\u0009\\u0000\\u001f\x7f\"", 5},
 		{"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80", 9, "\"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80\"", 9},
-		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\"", 1}, {"x\xf0\x9f\x98", 4, "\"x\\ufffd\\ufffd\\ufffd\"", 1}, {"x\xc3", 2, "\"x\\ufffd\"", 1},
-		{"\xff\x80y", 3, "\"\\ufffd\\ufffdy\"", 3}, {"\xed\xa0\x80", 3, "\"\\ufffd\\ufffd\\ufffd\"", 3}, {"\xc0\xaf", 2, "\"\\ufffd\\ufffd\"", 2},
+		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\"", 1}, {"x\xf0\x9f\x98", 4, "\"x\\ufffd\\ufffd\\ufffd\"", 1},
+		{"x\xc3", 2, "\"x\\ufffd\"", 1},
+		{"\xff\x80y", 3, "\"\\ufffd\\ufffdy\"", 3}, {"\xed\xa0\x80", 3, "\"\\ufffd\\ufffd\\ufffd\"", 3},
+		{"\xc0\xaf", 2, "\"\\ufffd\\ufffd\"", 2},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		char *written = NULL;
@@ -747,7 +768,8 @@ static void text_as_json(void **state)
 		assert_int_equal(fclose(f), 0);
 		assert_string_equal(written, cases[i].json);
 		assert_int_equal(utf8_whole(cases[i].text, cases[i].size), cases[i].whole);
-		json_t *read = json_loads(written, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL), *made = json_bytes(cases[i].text, cases[i].size);
+		json_t *read = json_loads(written, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL), *made = json_bytes(cases[i].text,
+				cases[i].size);
 		assert_true(read && json_equal(read, made));
 		json_decref(read);
 		json_decref(made);

@@ -9,8 +9,10 @@
 static struct metrics example_metrics(int64_t step, double *load)
 {
 	load[0] = 1.0 / 3 + step, load[1] = 2;
-	return (struct metrics){.step = step, .samples = 8 * step, .tokens = 1 << step, .batch = 8, .loss = 5.0 / (3 + step),
-		.balance_loss = 1.1, .z_loss = 1e-300, .lr = 1e-4 / 3, .grad_norm = 0.1, .seconds = 1, .tokens_per_second = 1e6 / 7,
+	return (struct metrics){.step = step, .samples = 8 * step, .tokens = 1 << step, .batch = 8,
+			.loss = 5.0 / (3 + step),
+		.balance_loss = 1.1, .z_loss = 1e-300, .lr = 1e-4 / 3, .grad_norm = 0.1, .seconds = 1,
+				.tokens_per_second = 1e6 / 7,
 		.num_layers = 2, .expert_load = load, .has_valid_loss = step == 2, .valid_loss = step == 2 ? 0.7 : 0};
 }
 
@@ -40,8 +42,10 @@ static void check_metrics(int last)
 		struct metrics e = example_metrics(i + 1, load);
 		assert_memory_equal(m[i].expert_load, load, sizeof load);
 		e.expert_load = m[i].expert_load;
-		assert_true(m[i].step == e.step && m[i].samples == e.samples && m[i].tokens == e.tokens && m[i].batch == e.batch);
-		assert_memory_equal(&m[i].loss, &e.loss, offsetof(struct metrics, num_layers) - offsetof(struct metrics, loss));
+		assert_true(m[i].step == e.step && m[i].samples == e.samples && m[i].tokens == e.tokens &&
+				m[i].batch == e.batch);
+		assert_memory_equal(&m[i].loss, &e.loss, offsetof(struct metrics, num_layers) - offsetof(struct metrics,
+				loss));
 		assert_int_equal(m[i].has_valid_loss, e.has_valid_loss);
 		assert_same(m[i].valid_loss, e.valid_loss);
 	}
@@ -56,7 +60,8 @@ static void metrics_resume(void **state)
 	check_metrics(3);
 	size_t n, whole;
 	uint8_t *good = get_file(path, &n), *text;
-	assert_int_equal(strncmp((char *)good, "{\"step\": 1, \"samples\": 8, \"tokens\": 2, \"batch\": 8, \"loss\": 1.25, "
+	assert_int_equal(strncmp((char *)good,
+			"{\"step\": 1, \"samples\": 8, \"tokens\": 2, \"batch\": 8, \"loss\": 1.25, "
 			"\"balance_loss\": 1.1000000000000001, \"z_loss\": ", 110), 0);
 	/* Resumed after any step, with the file torn at any byte: each step once, and the same bytes as never stopped. */
 	for (int64_t step = 0; step <= 3; step++) {
@@ -68,7 +73,8 @@ static void metrics_resume(void **state)
 					kept = lines;
 			if (cut && kept < (size_t)step) { /* lines are missing */
 				char ends[128];
-				snprintf(ends, sizeof ends, "metrics.jsonl: ends at step %zu, but the run goes on after step %lld", kept,
+				snprintf(ends, sizeof ends, "metrics.jsonl: ends at step %zu, but the run goes on after step %lld",
+						kept,
 						(long long)step);
 				assert_null(metrics_open(scratch, step));
 				expect_error(ends);

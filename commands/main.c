@@ -376,14 +376,16 @@ static int eval_tasks(const struct arguments *a, const struct model_config *c)
 		if ((rc = task_run(&work[i], &m, a->generation.batch)) == 0 && first)
 			task_score(&work[i], &result[i], results);
 	const struct evaluation_facts facts = {a->words[0], a->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
-	if (results && results_finish(results, &facts, result, tasks.count, rc < 0) < 0)
+	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
+	if (results && results_finish(results, report) < 0)
 		rc = -1;
 	if (rc == 0 && first && a->json) {
-		char *text = results_text(&facts, result, tasks.count);
+		char *text = json_text(report, 0);
 		printf("%s\n", text);
 		free(text);
 	} else if (rc == 0 && first)
-		print_results(result, tasks.count);
+		print_results(report);
+	json_decref(report);
 	for (int64_t i = 0; work && i < tasks.count; i++)
 		task_work_free(&work[i]);
 	free(work);

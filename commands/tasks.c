@@ -663,7 +663,7 @@ static json_t *result_to_json(const struct task_result *result)
 	return json;
 }
 
-static json_t *results_to_json(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+json_t *results_report(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
 {
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
@@ -674,47 +674,56 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 			"tasks", tasks);
 }
 
-char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+int results_finish(struct results *r, const json_t *report)
 {
-	json_t *json = results_to_json(facts, result, count);
-	char *text = json_text(json, 0);
-	json_decref(json);
-	return text;
-}
-
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
-		int64_t count, bool failed)
-{
-	if (!failed) {
-		json_t *json = results_to_json(facts, result, count);
-		json_print(r->file[RESULT_SUMMARY].stream, json);
-		json_decref(json);
-	}
-	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, failed ? -1 : 0);
+	if (report)
+		json_print(r->file[RESULT_SUMMARY].stream, report);
+	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, report ? 0 : -1);
 	free(r);
 	return rc;
 }
 
-void print_results(const struct task_result *result, int64_t count)
+/* Prints a score right-aligned, with so many digits; null as a dash. */
+static void print_number(const json_t *value, int digits)
 {
+	if (json_is_null(value))
+		printf(" %12s", "-");
+	else
+		printf(" %12.*g", digits, json_number_value(value));
+}
+
+/* Prints how many samples of a task something was the case with, if any. */
+static void print_count(const json_t *task, const char *key, const char *what)
+{
+	const json_int_t n = json_integer_value(json_object_get(task, key));
+	if (n)
+		printf("  %s: %" JSON_INTEGER_FORMAT "\n", what, n);
+}
+
+void print_results(const json_t *report)
+{
+	size_t i;
+	const json_t *task;
 	printf("%-28s %-16s %8s  %-17s %12s %12s\n", "task", "type", "samples", "score", "value", "std. error");
-	for (const struct task_result *r = result; r < result + count; r++) {
-		static const char *const types[] = {"multiple choice", "perplexity", "exact match"};
-		for (int k = 0; k < r->num_scores; k++) {
-			if (k == 0)
-				printf("%-28s %-16s %8lld  ", r->task->name, types[r->task->type], (long long)r->task->num_samples);
-			else
-				printf("%-28s %-16s %8s  ", "", "", "");
-			printf("%-17s %12.6g ", r->score[k].name, r->score[k].value);
-			if (isfinite(r->score[k].standard_error))
-				printf("%12.3g\n", r->score[k].standard_error);
-			else
-				printf("%12s\n", "-");
+	json_array_foreach(json_object_get(report, "tasks"), i, task) {
+		char name[MAX_NAME * 3], type[32], samples[32]; /* of the first line only; * 3: see json_cstring */
+		snprintf(name, sizeof name, "%s", json_string_value(json_object_get(task, "name")));
+		snprintf(type, sizeof type, "%s", json_string_value(json_object_get(task, "type")));
+		for (char *c = type; (c = strchr(c, '_'));)
+			*c = ' ';
+		snprintf(samples, sizeof samples, "%" JSON_INTEGER_FORMAT,
+				json_integer_value(json_object_get(task, "samples")));
+		const char *key;
+		json_t *score;
+		json_object_foreach(json_object_get(task, "scores"), key, score) {
+			printf("%-28s %-16s %8s  %-17s", name, type, samples, key);
+			print_number(json_object_get(score, "value"), 6);
+			print_number(json_object_get(score, "standard_error"), 3);
+			printf("\n");
+			*name = *type = *samples = 0;
 		}
-		if (r->cut)
-			printf("  %s: %lld\n", r->task->type == TASK_PERPLEXITY ? "documents in several windows"
-					: "contexts cut from the left to fit into the window", (long long)r->cut);
-		if (r->unmatched)
-			printf("  replies that the pattern of extract does not match: %lld\n", (long long)r->unmatched);
+		print_count(task, "documents_in_several_windows", "documents in several windows");
+		print_count(task, "contexts_cut", "contexts cut from the left to fit into the window");
+		print_count(task, "unmatched", "replies that the pattern of extract does not match");
 	}
 }

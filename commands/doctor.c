@@ -36,7 +36,7 @@ static double measure_roof(int repeats, int threads)
 		return 0;
 	for (int64_t i = 0; i < 2 * n * n; i++)
 		a[i] = (real)(i % 17 - 8);
-	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats, threads);
+	double seconds = gemm_seconds(a, a + n * n, a + 2 * n * n, n, repeats, threads);
 	free(a);
 	return 2.0 * n * n * n / seconds;
 }
@@ -110,7 +110,7 @@ void print_bench(const struct bench *b, const char *name, bool json)
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
 static int check_products(bool openblas)
 {
-	const double error = product_error(openblas);
+	const double error = gemm_error(openblas);
 	if (error < 1e-5)
 		return 0;
 	if (openblas)
@@ -168,8 +168,8 @@ int examine_machine(struct examination *x)
 	examine_threads(x);
 	if (blas_better_core())
 		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
-	x->own_error = product_error(false);
-	x->library_error = product_error(true);
+	x->own_error = gemm_error(false);
+	x->library_error = gemm_error(true);
 	x->one_core = measure_roof(5, 1);
 	x->all_threads = measure_roof(5, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)

@@ -25,7 +25,7 @@ int check_before_work(bool openblas);
 struct examination {
 	char features[256];
 	int cores, machine_cores, ranks, threads; /* cores: of this process; ranks: on this machine */
-	double own_error, library_error; /* of the products, see product_error */
+	double own_error, library_error; /* of the products, see gemm_error */
 	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
 	struct check checks[MAX_CHECKS];
 	int num_checks, num_warnings;

@@ -1,9 +1,6 @@
 #!/bin/bash
-# The documents against the sources: links, names of files, functions, keys and options, and the table of files in README.md. Prints cmocka's
-# lines for tests/run.sh.
-set -u
-root=$PWD
-. tests/check.sh
+# The documents against the sources: links, names of files, functions, keys and options, and the table of files in README.md.
+. "$(dirname "$0")/check.sh"
 cd "$root" || exit 1
 documents=(README.md CONTRIBUTING.md docs/*.md)
 sources=(./*.c ./*.h files/*.[ch] commands/*.[ch])
@@ -39,17 +36,16 @@ test_files() {
 # Every `name_with_underscores` is a word of the sources (or Hugging Face's), every `section.key` a key of a config.
 test_names() {
 	local document name
-	./ling train --keys >keys.txt && ./ling eval --keys >>keys.txt || problem "no keys"
+	./ling train --keys >"$folder/keys.txt" && ./ling eval --keys >>"$folder/keys.txt" || problem "no keys"
 	for document in "${documents[@]}"; do
 		while read -r name; do
 			grep -qwF -- "$name" "${sources[@]}" scripts/* configs/* || [ "$name" = trust_remote_code ] || problem "$document: \`$name\` is not in the sources"
 		done < <(grep -oE '`[a-z0-9]+(_[a-z0-9]+)+`' "$document" | tr -d '`' | sort -u)
 		while read -r name; do
-			grep -qE "^ *$name[ .]" keys.txt || problem "$document: \`$name\` is no key of a config"
+			grep -qE "^ *$name[ .]" "$folder/keys.txt" || problem "$document: \`$name\` is no key of a config"
 		done < <(grep -oE '\b(model|data|train|optimizer|schedule|checkpoint|eval|log|parallel)\.[a-z]+[a-z0-9_.]*\b' "$document" |
 			grep -vE '\.(c|h|md|txt|bin|idx|yaml|jsonl?|safetensors)$' | sort -u)
 	done
-	rm -f keys.txt
 }
 
 # Every command that is shown exists, and so does every option of it.
@@ -58,13 +54,12 @@ test_commands() {
 	for document in "${documents[@]}"; do
 		while read -r line; do
 			command=$(sed -E 's/^[^a-z]*ling ([a-z-]+).*/\1/' <<<"$line")
-			./ling "$command" --help >help.txt 2>&1 || problem "$document: ling $command"
+			./ling "$command" --help >"$folder/help.txt" 2>&1 || problem "$document: ling $command"
 			for option in $(grep -oE -- ' --[a-z-]+' <<<"${line#*ling "$command"}"); do
-				grep -qE -- "$option\b" help.txt || problem "$document: ling $command has no $option"
+				grep -qE -- "$option\b" "$folder/help.txt" || problem "$document: ling $command has no $option"
 			done
 		done < <(sed -e ':more' -e '/\\$/{N;s/\\\n//;b more' -e '}' "$document" | grep -oE '(^    |`|\./)ling [a-z][a-z-]+ [^`#|]*')
 	done
-	rm -f help.txt
 }
 
 # In the table of docs/moe.md every function is defined in the file beside it; the lines that the exercise changes are in kernels.c.
@@ -100,7 +95,5 @@ test_file_table() {
 	done
 }
 
-for name in links files names commands moe_table file_table; do
-	check $name
-done
-exit $failures
+check links files names commands moe_table file_table
+finish

@@ -303,3 +303,28 @@ int plot_run(const char *run_dir, const char *png_path)
 	free(full), free(m);
 	return rc;
 }
+
+struct plot_options { const char *out; };
+
+static int run_plot(const struct command_line *line)
+{
+	const struct plot_options *o = line->options;
+	char path[PATH_LEN];
+	if (!o->out && path_join(path, line->words[0], "metrics.png") < 0)
+		return EXIT_WORK_FAILED;
+	const char *out = o->out ? o->out : path;
+	if (plot_run(line->words[0], out) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s\n", out);
+	return EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture (default: RUN_DIR/metrics.png)"),
+};
+
+const struct command plot_command = {
+	.name = "plot", .usage = "RUN_DIR", .min_words = 1, .max_words = 1,
+	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG.",
+	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
+};

@@ -4,6 +4,7 @@
 #ifndef LING_COMMANDS_PLOT_H
 #define LING_COMMANDS_PLOT_H
 
+#include "commands/command.h"
 #include "data.h"
 
 /* Draws the metrics of RUN_DIR as a PNG file: training and validation loss, learning rate and batch size, and the
@@ -15,5 +16,7 @@ enum { PLOT_LEFT = 120, PLOT_RIGHT = 1280 };
 
 /* Draws n > 0 steps as one picture with a title. */
 int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path);
+
+extern const struct command plot_command;
 
 #endif

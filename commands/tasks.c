@@ -6,7 +6,7 @@
 #include "commands/tasks.h"
 
 #include "files/base.h"
-#include "files/config.h"
+#include "files/keys.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -25,7 +25,9 @@ static const char *const task_types[] = {"multiple_choice", "perplexity", "exact
 static const char *const answer_forms[] = {"index", "number", "letter", "text", NULL};
 static const char *const match_names[] = {"first", "last", NULL};
 
-/* REQUIRED: by each task whose type the key is of. */
+enum { OF_CHOICE = OWN_FLAG, OF_PERPLEXITY = OWN_FLAG << 1, OF_MATCH = OWN_FLAG << 2 }; /* keys of tasks of these types only */
+
+/* A key of a type that is REQUIRED must be given in each task of the type. */
 static const struct key task_keys[] = {
 	TASK_KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what the results call it"),
 	TASK_KEY(type, T_ENUM, 0, 0, NEEDED, NULL, "how it is scored", .names = task_types),
@@ -58,11 +60,9 @@ static const struct key task_keys[] = {
 	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false", "prompts are a user's messages, targets and replies the assistant's"),
 };
 
-static int load_tasks(struct loader *l);
-static const struct table task_table = {task_keys, sizeof task_keys / sizeof *task_keys, load_tasks};
-_Static_assert(sizeof task_keys / sizeof *task_keys <= MAX_KEYS, "the places of all keys must fit");
-
-static const struct key tasks_key = {.name = "tasks", .type = T_TASKS};
+enum { NUM_TASK_KEYS = sizeof task_keys / sizeof *task_keys };
+static const struct key_table task_table = {.keys = task_keys, .num_keys = NUM_TASK_KEYS, .whole = "task"};
+_Static_assert((int)NUM_TASK_KEYS <= (int)MAX_KEYS, "the places of all keys must fit");
 
 /* ------------------------------------------------------------------------------------------------ templates */
 
@@ -285,20 +285,19 @@ static int task_path(const struct loader *l, char path[PATH_LEN])
 /* Checks what one key alone cannot tell of a task that begins at `start`. */
 static int check_task(const struct loader *l, struct task *t, struct place start)
 {
-	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH;
-	const int kind = t->type == TASK_MULTIPLE_CHOICE ? OF_CHOICE : t->type == TASK_PERPLEXITY ? OF_PERPLEXITY : OF_MATCH;
-	for (int i = 0; i < task_table.num_keys; i++) {
-		const struct key *k = &task_keys[i];
-		if (l->places[i].source && k->flags & types && !(k->flags & kind))
+	static const int flags[] = {[TASK_MULTIPLE_CHOICE] = OF_CHOICE, [TASK_PERPLEXITY] = OF_PERPLEXITY, [TASK_EXACT_MATCH] = OF_MATCH};
+	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH, type = flags[t->type];
+	for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
+		if (key_given(l, k->name) && k->flags & types && !(k->flags & type))
 			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away", task_types[t->type]);
-		if (!l->places[i].source && k->flags & REQUIRED && k->flags & kind)
+		if (!key_given(l, k->name) && k->flags & REQUIRED && k->flags & type)
 			return fail_at(start, "the key %s is missing here: %s", k->name, k->help);
 	}
-	if (!t->options.list && l->places[find_in(l->table, "options") - task_keys].source && !t->options.count)
+	if (!t->options.list && key_given(l, "options") && !t->options.count)
 		return fail_key(l, "options", "found nothing; expected a field's name or a list of templates");
-	if (t->options.list && l->places[find_in(l->table, "option") - task_keys].source)
+	if (t->options.list && key_given(l, "option"))
 		return fail_key(l, "option", "found beside a list of templates; expected it where options is the name of a field");
-	if (t->chat && l->places[find_in(l->table, "separator") - task_keys].source)
+	if (t->chat && key_given(l, "separator"))
 		return fail_key(l, "separator", "found beside chat: true, where messages are kept apart by their roles: take it away");
 	if (t->answer && !*t->answer)
 		return fail_key(l, "answer", "found nothing; expected the name of a field");
@@ -314,42 +313,38 @@ static int check_task(const struct loader *l, struct task *t, struct place start
 	return task_path(l, t->data) < 0 || task_path(l, t->examples.data) < 0 ? -1 : 0;
 }
 
-/* Reads the items of the list of tasks up to its end; it has begun. */
-static int load_tasks(struct loader *l)
+static void *add_task(void *list)
 {
-	struct tasks *tasks = l->structure;
-	while (advance(l) == 0) {
-		if (l->event.type == YAML_SEQUENCE_END_EVENT)
-			return tasks->count ? 0 : fail_at(here(l), "found an empty list; expected at least one task");
-		if (l->event.type != YAML_MAPPING_START_EVENT)
-			return fail_value(l, &tasks_key, "as an item");
-		tasks->task = grow(tasks->task, tasks->count, &tasks->capacity, 1, sizeof *tasks->task);
-		struct task *t = &tasks->task[tasks->count++];
-		*t = (struct task){0};
-		memset(l->places, 0, sizeof l->places);
-		l->structure = t;
-		for (int i = 0; i < task_table.num_keys; i++)
-			set_default(t, &task_keys[i], false);
-		const struct place start = here(l);
-		if (load_mapping(l, &root_key) < 0 || check_task(l, t, start) < 0)
-			return -1;
-		for (const struct task *other = tasks->task; other < t; other++)
-			if (!strcmp(other->name, t->name))
-				return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
-	}
-	return -1;
+	struct tasks *tasks = list;
+	tasks->task = grow(tasks->task, tasks->count, &tasks->capacity, 1, sizeof *tasks->task);
+	struct task *t = &tasks->task[tasks->count++];
+	*t = (struct task){0};
+	return t;
+}
+
+/* check_task for the last one of the list, which must have a name of its own. */
+static int check_added_task(const struct loader *l, void *list, void *added, struct place start)
+{
+	const struct tasks *tasks = list;
+	struct task *t = added;
+	if (check_task(l, t, start) < 0)
+		return -1;
+	for (const struct task *other = tasks->task; other < t; other++)
+		if (!strcmp(other->name, t->name))
+			return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
+	return 0;
 }
 
 void tasks_print_keys(FILE *out)
 {
 	static const int types[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
 	char type[256];
-	for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
+	for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
 		const char *standard = k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
 		if (k->flags & (REQUIRED | NEEDED))
 			standard = "required";
 		const char *separator = "; of ";
-		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe(type, k));
+		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe_key(type, &task_table, k));
 		for (int i = 0; i < 3; i++)
 			if (k->flags & types[i])
 				fprintf(out, "%s%s", separator, task_types[i]), separator = ", ";
@@ -503,10 +498,10 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 
 int tasks_load(struct tasks *tasks, const char *path)
 {
-	struct loader l = {.table = &task_table, .structure = tasks, .path = path, .source = path};
+	const struct list_reader reader = {.items = "tasks", .item = "task", .add = add_task, .check = check_added_task, .list = tasks};
+	char copy[PATH_LEN];
 	*tasks = (struct tasks){0};
-	int rc = strlen(path) < PATH_LEN ? load_file(&l, &tasks_key)
-			: fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	int rc = path_copy(copy, path) < 0 ? -1 : load_list_file(&task_table, path, &reader);
 	for (int64_t i = 0; rc == 0 && i < tasks->count; i++) {
 		struct task *t = &tasks->task[i];
 		const bool own_pool = *t->examples.data;
@@ -535,7 +530,7 @@ void tasks_free(struct tasks *tasks)
 {
 	for (int64_t n = 0; n < tasks->count; n++) {
 		struct task *t = &tasks->task[n];
-		for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
+		for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
 			char *field = (char *)t + k->offset;
 			struct strings *s = (struct strings *)field;
 			if (k->type == T_STRING)
@@ -663,7 +658,7 @@ static json_t *result_to_json(const struct task_result *result)
 	return json;
 }
 
-static json_t *results_to_json(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+json_t *results_report(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
 {
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
@@ -674,47 +669,56 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 			"tasks", tasks);
 }
 
-char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
+int results_finish(struct results *r, const json_t *report)
 {
-	json_t *json = results_to_json(facts, result, count);
-	char *text = json_text(json, 0);
-	json_decref(json);
-	return text;
-}
-
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
-		int64_t count, bool failed)
-{
-	if (!failed) {
-		json_t *json = results_to_json(facts, result, count);
-		json_print(r->file[RESULT_SUMMARY].stream, json);
-		json_decref(json);
-	}
-	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, failed ? -1 : 0);
+	if (report)
+		json_print(r->file[RESULT_SUMMARY].stream, report);
+	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, report ? 0 : -1);
 	free(r);
 	return rc;
 }
 
-void print_results(const struct task_result *result, int64_t count)
+/* Prints a score right-aligned, with so many digits; null as a dash. */
+static void print_number(const json_t *value, int digits)
 {
+	if (json_is_null(value))
+		printf(" %12s", "-");
+	else
+		printf(" %12.*g", digits, json_number_value(value));
+}
+
+/* Prints how many samples of a task something was the case with, if any. */
+static void print_count(const json_t *task, const char *key, const char *what)
+{
+	const json_int_t n = json_integer_value(json_object_get(task, key));
+	if (n)
+		printf("  %s: %" JSON_INTEGER_FORMAT "\n", what, n);
+}
+
+void print_results(const json_t *report)
+{
+	size_t i;
+	const json_t *task;
 	printf("%-28s %-16s %8s  %-17s %12s %12s\n", "task", "type", "samples", "score", "value", "std. error");
-	for (const struct task_result *r = result; r < result + count; r++) {
-		static const char *const types[] = {"multiple choice", "perplexity", "exact match"};
-		for (int k = 0; k < r->num_scores; k++) {
-			if (k == 0)
-				printf("%-28s %-16s %8lld  ", r->task->name, types[r->task->type], (long long)r->task->num_samples);
-			else
-				printf("%-28s %-16s %8s  ", "", "", "");
-			printf("%-17s %12.6g ", r->score[k].name, r->score[k].value);
-			if (isfinite(r->score[k].standard_error))
-				printf("%12.3g\n", r->score[k].standard_error);
-			else
-				printf("%12s\n", "-");
+	json_array_foreach(json_object_get(report, "tasks"), i, task) {
+		char name[MAX_NAME * 3], type[32], samples[32]; /* of the first line only; * 3: see json_cstring */
+		snprintf(name, sizeof name, "%s", json_string_value(json_object_get(task, "name")));
+		snprintf(type, sizeof type, "%s", json_string_value(json_object_get(task, "type")));
+		for (char *c = type; (c = strchr(c, '_'));)
+			*c = ' ';
+		snprintf(samples, sizeof samples, "%" JSON_INTEGER_FORMAT,
+				json_integer_value(json_object_get(task, "samples")));
+		const char *key;
+		json_t *score;
+		json_object_foreach(json_object_get(task, "scores"), key, score) {
+			printf("%-28s %-16s %8s  %-17s", name, type, samples, key);
+			print_number(json_object_get(score, "value"), 6);
+			print_number(json_object_get(score, "standard_error"), 3);
+			printf("\n");
+			*name = *type = *samples = 0;
 		}
-		if (r->cut)
-			printf("  %s: %lld\n", r->task->type == TASK_PERPLEXITY ? "documents in several windows"
-					: "contexts cut from the left to fit into the window", (long long)r->cut);
-		if (r->unmatched)
-			printf("  replies that the pattern of extract does not match: %lld\n", (long long)r->unmatched);
+		print_count(task, "documents_in_several_windows", "documents in several windows");
+		print_count(task, "contexts_cut", "contexts cut from the left to fit into the window");
+		print_count(task, "unmatched", "replies that the pattern of extract does not match");
 	}
 }

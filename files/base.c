@@ -11,7 +11,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -277,21 +276,6 @@ int sync_path(const char *path)
 	if (fd >= 0)
 		close(fd);
 	return rc;
-}
-
-int lock_directory(const char *dir)
-{
-	if (make_directories(dir) < 0)
-		return -1;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) == 0)
-		return fd;
-	const int error = errno;
-	close(fd);
-	return error == EWOULDBLOCK ? fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir)
-		: fail("%s: cannot lock: %s; choose a train.output_dir on a file system that has locks", dir, strerror(error));
 }
 
 /* ------------------------------------------------------------------------- new files, which appear whole or not at all */

@@ -104,9 +104,6 @@ int make_directories(const char *dir);
 /* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
 int sync_path(const char *path);
 
-/* Creates a directory if need be, and locks it for this process. Returns a descriptor, which holds the lock until it is closed, or -1. */
-int lock_directory(const char *dir);
-
 /* ------------------------------------------------------------------------- new files, which appear whole or not at all */
 
 /* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and gets its own name when it

@@ -24,7 +24,8 @@
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     engine                   generation: key-value caches, batches, sampling
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
- *     self_check               each kernel beside its plain form
+ *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
+ *     canvas                   drawing, PNG
  *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
  *                              too, and doctor has bench
  *

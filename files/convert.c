@@ -168,6 +168,14 @@ static int cut_strips(struct strip *strips, const struct named_tensor *params, i
 	return count;
 }
 
+/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack, rows / stack, cols]. */
+static const struct tensor *find_tensor(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+{
+	if (stack)
+		return tensor_of_shape(w, name, (int64_t[]){stack, rows / stack, cols}, 3);
+	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, cols ? 2 : 1);
+}
+
 /* Finds each strip's tensor in the source, and checks that all of the source's tensors are needed. */
 static int find_strips(struct plan *p)
 {
@@ -182,7 +190,7 @@ static int find_strips(struct plan *p)
 			: from->name;
 		if (s->metadata && !*name)
 			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, strip->huggingface.name);
-		else if (!(strip->from = tensor_stacked(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
+		else if (!(strip->from = find_tensor(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
 			rc = -1;
 		else
 			needed[strip->from - w->tensors] = true;
@@ -211,7 +219,7 @@ static int check_tie(const struct source *s)
 		return 0;
 	const struct tensor *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
 	const uint64_t bytes = head->end - head->begin;
-	bool same = head->dtype == embedding->dtype && json_equal(head->shape, embedding->shape);
+	bool same = head->dtype == embedding->dtype && has_shape(head, embedding->shape, embedding->num_dims);
 	for (uint64_t at = 0; same && at < bytes; at += BLOCK_BYTES) {
 		const uint64_t n = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
 		const uint8_t *a = tensor_bytes(head) + at, *b = tensor_bytes(embedding) + at;

@@ -34,16 +34,18 @@ static int tensor_parse(struct tensor *t, const struct tensor_file *s, const cha
 		if (!strcmp(t->dtype_name, dtypes[i].name))
 			t->dtype = i;
 
-	t->shape = json_object_get(entry, "shape");
-	if (!json_is_array(t->shape))
-		return fail("%s: `shape` is %s; expected an array", where, json_kind(t->shape));
+	const json_t *shape = json_object_get(entry, "shape");
+	if (!json_is_array(shape) || json_array_size(shape) > MAX_DIMS)
+		return fail("%s: `shape` is %s; expected an array of at most %d integers", where, json_is_array(shape) ? "longer" : json_kind(shape), MAX_DIMS);
+	t->num_dims = json_array_size(shape);
 	uint64_t bytes = t->dtype == UNKNOWN_DTYPE ? 0 : dtypes[t->dtype].size;
-	for (size_t i = 0; i < json_array_size(t->shape); i++) {
-		const json_t *size = json_array_get(t->shape, i);
+	for (int i = 0; i < t->num_dims; i++) {
+		const json_t *size = json_array_get(shape, i);
 		if (!json_is_integer(size) || json_integer_value(size) < 0)
-			return fail("%s: `shape` entry %zu is %s; expected an integer of at least 0", where, i,
+			return fail("%s: `shape` entry %d is %s; expected an integer of at least 0", where, i,
 					json_is_integer(size) ? "negative" : json_kind(size));
-		if (__builtin_mul_overflow(bytes, (uint64_t)json_integer_value(size), &bytes))
+		t->shape[i] = json_integer_value(size);
+		if (__builtin_mul_overflow(bytes, (uint64_t)t->shape[i], &bytes))
 			return fail("%s: `shape` is too large for any file", where);
 	}
 

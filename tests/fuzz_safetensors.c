@@ -43,9 +43,9 @@ static void read_weights(void)
 		if (!t)
 			abort();
 		uint64_t bytes = t->end - t->begin;
-		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
-		if (json_array_size(t->shape) == 2)
-			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
 		if (bytes < sizeof out / 8) {
 			tensors_read(w, &a);
 			a.rows++;

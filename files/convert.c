@@ -76,7 +76,7 @@ struct source *source_open(const char *path, struct model_config *config)
 			|| !(s->config_json = json_read(file)) ? -1 : path_exists(trainer);
 		if (rc > 0) { /* a checkpoint, whose files have checksums */
 			json_t *root = json_read(trainer);
-			rc = root && trainer_check(root, trainer) == 0 ? files_check(path, trainer, root) : -1;
+			rc = root && trainer_check(root, trainer) == 0 ? checkpoint_check_files(path, trainer, root) : -1;
 			json_decref(root);
 		}
 		if (rc == 0)
@@ -543,14 +543,14 @@ static int write_huggingface(struct plan *p, const struct conversion *to, const 
 		bytes += product_bytes(&p->products[i]);
 	}
 	first[++parts] = p->num_products;
-	int rc = parts > MAX_PARTS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_PARTS) : 0;
+	int rc = parts > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_SHARDS) : 0;
 	for (int part = 0; part < parts && !rc; part++) {
-		checkpoint_file(path, dir, "model", part, parts);
+		shard_path(path, dir, "model", part, parts);
 		rc = write_shard(p, first[part], first[part + 1] - first[part], path);
 	}
 	free(first);
 	if (rc == 0)
-		rc = parts_finish(dir, "model", parts);
+		rc = shards_finish(dir, "model", parts);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
 			: config_write(path, &p->config, huggingface_dtypes[p->products[0].dtype], p->source->config_json);
@@ -601,9 +601,9 @@ static int write_checkpoint(struct plan *p, const struct conversion *to)
 	if (rc > 0)
 		rc = fail("%s: is there already; remove it, or choose another name", to->path);
 	else if (rc == 0) {
-		checkpoint_file(path, dir, "model", 0, 1);
+		shard_path(path, dir, "model", 0, 1);
 		rc = write_shard(p, 0, p->num_products, path);
-		checkpoint_file(path, dir, "optimizer", 0, 1);
+		shard_path(path, dir, "optimizer", 0, 1);
 		if (rc == 0)
 			rc = write_zero_moments(p, path);
 		if (rc == 0)

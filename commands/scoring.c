@@ -448,25 +448,8 @@ static void score_contexts(struct task_work *w, struct model *m, struct kv_cache
 	}
 }
 
-/* What task_run shows: how many of `total` contexts are done; when it began, and when it showed a line last, in
- * seconds. */
-struct task_progress { const struct task *task; int64_t done, total; double start, shown; };
-
-/* Shows a line, on a terminal at most every second, elsewhere every 30 seconds. NULL: shows nothing. */
-static void show_progress(struct task_progress *p)
-{
-	if (!p || clock_seconds() - p->shown < (is_terminal(stderr) ? 1 : 30))
-		return;
-	char line[192], left[32];
-	p->shown = clock_seconds();
-	const double share = (double)p->done / p->total, seconds = p->shown - p->start;
-	snprintf(line, sizeof line, "%.60s %.0f%%  %.3g samples/s  %s left", p->task->name, 100 * share,
-			share * p->task->num_samples / seconds, p->done ? format_duration(left, seconds / share - seconds) : "?");
-	print_status(stderr, line, false);
-}
-
 /* The log-likelihoods of this rank's contexts, batch by batch. */
-static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct task_progress *progress)
+static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct progress *p)
 {
 	const struct group *data = &m->layout.data;
 	struct score_batch b = {0};
@@ -478,14 +461,13 @@ static int score_all_contexts(struct task_work *w, struct model *m, int batch, s
 	for (int i = 0; i < batch && rc == 0; i++)
 		rc = kv_cache_init(&caches[i], m, w->longest);
 	for (int64_t i = 0; rc == 0 && i < w->num_contexts;) {
+		const int64_t before = i;
 		int n = 0;
 		for (; i < w->num_contexts && n < batch; i++)
 			if (w->contexts[i].sample % data->size == data->rank)
 				list[n++] = i;
 		score_contexts(w, m, caches, list, n, &b);
-		if (progress)
-			progress->done = i;
-		show_progress(progress);
+		progress(p, i - before);
 	}
 	for (int i = 0; i < batch; i++)
 		kv_cache_free(&caches[i]);
@@ -502,19 +484,17 @@ static int score_all_contexts(struct task_work *w, struct model *m, int batch, s
 
 static int count_reply(void *data, const struct request *r)
 {
-	struct task_progress *progress = data;
-	progress->done += r->ended != RUNNING;
-	show_progress(progress);
+	progress(data, r->ended != RUNNING);
 	return 0;
 }
 
 /* The replies to this rank's prompts, greedy. */
-static int generate_replies(struct task_work *w, struct model *m, int batch, struct task_progress *progress)
+static int generate_replies(struct task_work *w, struct model *m, int batch, struct progress *p)
 {
 	const struct group *data = &m->layout.data;
 	const int max_tokens = w->task->max_tokens;
 	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch,
-		.on_token = progress ? count_reply : NULL, .on_token_data = progress};
+		.on_token = count_reply, .on_token_data = p};
 	struct request *requests = task_memory(w->task, "the prompts", w->num_contexts, sizeof *requests);
 	int n = 0;
 	if (!requests)
@@ -524,8 +504,10 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 		requests[n].num_prompt = w->contexts[i].num_tokens;
 		requests[n].number = (uint32_t)i;
 	}
-	if (progress)
-		progress->total = n;
+	if (p && n) { /* the other ranks have the rest, and are as fast */
+		p->scale *= (double)p->total / n;
+		p->total = n;
+	}
 	const int rc = generate(m, w->tokenizer, requests, n, &g);
 	for (struct request *r = requests; r < requests + n; r++) {
 		double *reply = w->reply + r->number * (int64_t)(1 + max_tokens);
@@ -541,12 +523,12 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 
 int task_run(struct task_work *w, struct model *m, int batch)
 {
-	const double start = clock_seconds();
-	struct task_progress progress = {.task = w->task, .total = w->num_contexts, .start = start, .shown = start};
+	const double samples = w->num_contexts ? (double)w->task->num_samples / w->num_contexts : 0; /* in a context */
+	struct progress p = progress_start(w->task->name, w->num_contexts, samples, "samples");
 	const bool replies = w->task->type == TASK_EXACT_MATCH, shows = m->layout.world.rank == 0;
-	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &progress : NULL);
-	if (shows && is_terminal(stderr) && progress.shown > progress.start)
-		fprintf(stderr, "\r\033[K");
+	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &p : NULL);
+	if (shows)
+		progress_end(&p);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	/* Every value is that of one rank, and 0 on the others. */

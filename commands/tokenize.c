@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "files/tokenizer.h"
 #include "files/text.h"
+#include "files/tokenizer_training.h"
 #include "data.h"
 
 #include <errno.h>
@@ -329,3 +330,91 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	free(w.split);
 	return rc;
 }
+
+struct tokenize_options {
+	const char *tokenizer, *out, *decode;
+	bool special_as_text;
+};
+
+static int run_tokenize(const struct command_line *line)
+{
+	const struct tokenize_options *o = line->options;
+	struct tokenized t;
+	int rc = 0;
+	if (o->decode)
+		rc = o->out || line->num_words || o->special_as_text ? fail("--decode goes with --tokenizer alone") : 0;
+	else if (!o->out)
+		rc = fail("--out is required");
+	else if (!line->num_words)
+		rc = fail("too few arguments");
+	if (rc < 0)
+		return EXIT_WRONG_USE;
+	if (o->decode)
+		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", !o->special_as_text, line->num_words,
+			line->words, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
+			(long long)t.bytes);
+	if (t.loss_tokens < t.tokens)
+		printf(", %lld tokens learned", (long long)t.loss_tokens);
+	printf("\n");
+	return EXIT_DONE;
+}
+
+static const struct command_option tokenize_table[] = {
+	TEXT_OPTION(tokenize_options, tokenizer, "tokenizer", "NAME",
+			"byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level BPE, or a "
+			"directory with one"),
+	TEXT_OPTION(tokenize_options, out, "out", "PREFIX", "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)"),
+	FLAG_OPTION(tokenize_options, special_as_text, "special-as-text",
+			"What looks like a special token in a text is text, and not that token"),
+	TEXT_OPTION(tokenize_options, decode, "decode", "PREFIX",
+			"Print the text of a token file instead, special tokens included"),
+};
+
+const struct command tokenize_command = {
+	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
+	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a "
+		"conversation, or a `prompt` and its `completion`; of the latter two only the assistant's replies are learned).",
+	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
+};
+
+struct train_tokenizer_options {
+	int vocab_size;
+	const char *out, *pattern;
+	struct strings special;
+};
+
+static int run_train_tokenizer(const struct command_line *line)
+{
+	const struct train_tokenizer_options *o = line->options;
+	const struct tokenizer_training how = {o->vocab_size, o->pattern, (const char **)o->special.text,
+			(int)o->special.count, line->num_words, line->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(o->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", o->out, t.vocab_size,
+			(long long)t.merges, (long long)t.bytes, (long long)t.words);
+	if (t.vocab_size < o->vocab_size)
+		printf("the text has no more pairs to merge\n");
+	return EXIT_DONE;
+}
+
+static const struct command_option train_tokenizer_table[] = {
+	WHOLE_OPTION(train_tokenizer_options, vocab_size, "vocab-size", "N", 1, 10000000,
+			"Tokens, the 256 bytes and the special ones included", .required = true),
+	TEXT_OPTION(train_tokenizer_options, out, "out", "FILE", "The tokenizer.json", .required = true),
+	TEXT_OPTION(train_tokenizer_options, pattern, "pattern", "REGEX",
+			"What cuts text into words, beyond which nothing is merged (default: Ling's)"),
+	TEXTS_OPTION(train_tokenizer_options, special, "special", "TOKEN",
+			"A special token beside <|endoftext|>, <role> and </role>; may be given several times"),
+};
+
+const struct command train_tokenizer_command = {
+	.name = "train-tokenizer", .usage = "--vocab-size N --out FILE.json FILE...",
+	.min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for "
+		"Hugging Face's tools.",
+	.run = run_train_tokenizer, COMMAND_OPTIONS(train_tokenizer_options, train_tokenizer_table),
+};

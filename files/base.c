@@ -11,7 +11,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -277,21 +276,6 @@ int sync_path(const char *path)
 	if (fd >= 0)
 		close(fd);
 	return rc;
-}
-
-int lock_directory(const char *dir)
-{
-	if (make_directories(dir) < 0)
-		return -1;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) == 0)
-		return fd;
-	const int error = errno;
-	close(fd);
-	return error == EWOULDBLOCK ? fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir)
-		: fail("%s: cannot lock: %s; choose a train.output_dir on a file system that has locks", dir, strerror(error));
 }
 
 /* ------------------------------------------------------------------------- new files, which appear whole or not at all */
@@ -696,18 +680,33 @@ const char *format_duration(char out[32], double seconds)
 	return out;
 }
 
-int launched_ranks(void)
+/* The number in the first of these environment variables that is set, or `otherwise`. */
+static int environment_int(const char *const *names, int n, int otherwise)
 {
-	static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+	for (int i = 0; i < n; i++)
 		if (getenv(names[i]))
 			return atoi(getenv(names[i]));
-	return 1;
+	return otherwise;
+}
+
+/* Open MPI's mpirun sets OMPI_COMM_WORLD_...; MPICH, Intel MPI and srun --mpi=pmi2 set PMI_...; srun --mpi=pmix sets
+ * PMIX_RANK, and Slurm's number of tasks is then that of the ranks. SLURM_PROCID is no sign of MPI: a batch script has
+ * it too. */
+int launcher_rank(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+	return environment_int(names, 3, -1);
+}
+
+int launcher_size(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+	return launcher_rank() < 0 ? 1 : environment_int(names, 3, 0);
 }
 
 bool is_terminal(FILE *f)
 {
-	return launched_ranks() == 1 && isatty(fileno(f));
+	return launcher_size() == 1 && isatty(fileno(f));
 }
 
 void print_status(FILE *out, const char *line, bool keep)

@@ -104,9 +104,6 @@ int make_directories(const char *dir);
 /* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
 int sync_path(const char *path);
 
-/* Creates a directory if need be, and locks it for this process. Returns a descriptor, which holds the lock until it is closed, or -1. */
-int lock_directory(const char *dir);
-
 /* ------------------------------------------------------------------------- new files, which appear whole or not at all */
 
 /* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and gets its own name when it
@@ -208,8 +205,11 @@ double clock_seconds(void);
 /* Seconds as 1:02:03 or 2:03. */
 const char *format_duration(char out[32], double seconds);
 
-/* The number of ranks that a launcher (mpirun, srun) has started together, as its environment says; 1 without a launcher. */
-int launched_ranks(void);
+/* What the environment says of the launcher (mpirun, srun) that started this process as one of several ranks. The rank
+ * of this process, from 0; -1 without a launcher. */
+int launcher_rank(void);
+/* The number of ranks; 1 without a launcher, 0 if the launcher does not tell. */
+int launcher_size(void);
 
 /* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it: that does not count. */
 bool is_terminal(FILE *f);

@@ -1913,11 +1913,11 @@ static int write_parts(struct trainer *t, const char *dir)
 	int n, rc = -1;
 	struct parameter *whole = global_parameters(&m->global, &n);
 	if (parallel_agree(whole ? 0 : -1) == 0) {
-		checkpoint_file(path, dir, "model", world->rank, world->size);
+		shard_path(path, dir, "model", world->rank, world->size);
 		rc = write_parameters(m, whole, n, path, false, 1, &m->params.memory, (const char *[]){""});
 	}
 	if (rc == 0) {
-		checkpoint_file(path, dir, "optimizer", world->rank, world->size);
+		shard_path(path, dir, "optimizer", world->rank, world->size);
 		rc = write_parameters(m, whole, n, path, true, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, moment_prefixes);
 	}
 	free(whole);

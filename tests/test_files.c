@@ -22,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -343,6 +344,7 @@ static void safetensors_broken(void **state)
 		{"{\"a\":{\"dtype\":32,\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "tensor a: `dtype` is an integer"},
 		{"{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is missing"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":1,\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is an integer"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", 4, "`shape` is longer; expected an array of at most 8"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is negative"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is a real number"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", 0, "too large"},
@@ -419,9 +421,9 @@ static int read_everything(const char *path, const char *kind)
 	for (int i = 0; !rc && i < tensors_count(w); i++) {
 		real out[64];
 		const struct tensor *t = tensor_find(w, tensors_name(w, i));
-		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
-		if (json_array_size(t->shape) == 2)
-			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
 		rc = t->end - t->begin > sizeof out ? -1 : tensors_read(w, &a);
 	}
 	tensors_close(w);
@@ -593,7 +595,7 @@ static int write_part(const char *dir, const char *kind, const struct named_tens
 	int count = 0, rc = 0;
 	for (int i = part; i < n; i += parts)
 		mine[count++] = arrays[i];
-	checkpoint_file(path, dir, kind, part, parts);
+	shard_path(path, dir, kind, part, parts);
 	struct safetensors_writer *w = safetensors_create(path, mine, count);
 	if (!w)
 		return -1;
@@ -644,7 +646,7 @@ static int example_read(const char *dir, const struct config *c, struct trainer_
 static void break_files(const struct example *x, struct example *y, const char *dir, int parts)
 {
 	char name[64], file_path[PATH_LEN];
-	for (int k = -1; k < 0 || checkpoint_name(name, k, parts); k++) {
+	for (int k = -1; k < 0 || checkpoint_file_name(name, k, parts); k++) {
 		if (k < 0)
 			strcpy(name, "trainer.json");
 		assert_int_equal(path_join(file_path, dir, name), 0);
@@ -797,8 +799,8 @@ static void checkpoint_refused(void **state)
 		assert_int_equal(checkpoint_begin(&x.config, &x.state, dir), 0);
 		assert_string_equal(dir, at("run/.tmp-step-0000005"));
 		assert_int_equal(write_parts(&x, dir, 3), 0);
-		checkpoint_file(second, dir, i == 6 ? "optimizer" : "model", 1, 3);
-		checkpoint_file(third, dir, "model", 2, 3);
+		shard_path(second, dir, i == 6 ? "optimizer" : "model", 1, 3);
+		shard_path(third, dir, "model", 2, 3);
 		size_t n;
 		free(get_file(second, &n));
 		if (i == 0)
@@ -813,7 +815,7 @@ static void checkpoint_refused(void **state)
 			"model-00002-of-00003.safetensors: cannot open: No such file",
 			"model-00002-of-00003.safetensors: tensor model.b: data_offsets are [0, 8]; expected a range within the file's 7",
 			"of-00003.safetensors: tensor model.b is in |of-00003.safetensors as well; expected it once",
-			"model-00001-of-00004.safetensors: cannot open", ".tmp-step-0000005: 0 parts; expected 1 to 99999",
+			"model-00001-of-00004.safetensors: cannot open", ".tmp-step-0000005: 0 shards; expected 1 to 99999",
 			"model.safetensors: cannot open", "optimizer-00002-of-00003.safetensors: header of |truncated",
 		};
 		assert_int_equal(checkpoint_commit(&x.config, &x.state, dir, parts), -1);
@@ -888,6 +890,34 @@ static void checkpoint_wrong_fields(void **state)
 	expect_error("trainer.json:");
 }
 
+/* The order of some system calls, while they are recorded: r rename, s fsync, u unlinkat. */
+static char calls[4096];
+static int num_calls = -1;
+
+static void record_call(char call)
+{
+	if (num_calls >= 0 && num_calls < (int)sizeof calls - 1)
+		calls[num_calls++] = call;
+}
+
+int fsync(int fd)
+{
+	record_call('s');
+	return syscall(SYS_fsync, fd);
+}
+
+int rename(const char *from, const char *to)
+{
+	record_call('r');
+	return syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
+}
+
+int unlinkat(int dir, const char *name, int flags)
+{
+	record_call('u');
+	return syscall(SYS_unlinkat, dir, name, flags);
+}
+
 static void checkpoint_prunes(void **state)
 {
 	(void)state;
@@ -905,7 +935,10 @@ static void checkpoint_prunes(void **state)
 	for (int i = 0; i < COUNT(others); i++)
 		assert_int_equal(mkdir(at("run/%s", others[i]), 0777), 0);
 	x.config.checkpoint.keep = 2;
+	num_calls = 0;
 	assert_int_equal(example_save(&x, 12345678), 0);
+	assert_non_null(strstr(calls, "srsrsu")); /* saved; renamed; old one renamed, and that is on disk before it is removed */
+	num_calls = -1;
 	assert_false(exists(at("run/step-0000001")) || exists(at("run/step-0000002")));
 	assert_true(exists(at("run/step-0000003")) && exists(at("run/step-12345678")));
 	for (int i = 0; i < COUNT(others); i++)

@@ -418,6 +418,11 @@ void text_append(struct text *out, const char *bytes, size_t n)
 	out->data[out->size] = 0;
 }
 
+void text_append_string(struct text *out, const char *string)
+{
+	text_append(out, string, strlen(string));
+}
+
 bool has_suffix(const char *text, const char *suffix)
 {
 	const size_t n = strlen(text), m = strlen(suffix);

@@ -35,6 +35,8 @@ struct text { char *data; size_t size, capacity; }; /* free(data); always ends w
 
 void text_append(struct text *out, const char *bytes, size_t n);
 
+void text_append_string(struct text *out, const char *string);
+
 struct strings { char **text; int64_t count; bool list; }; /* list: written as one */
 
 struct file_map { const uint8_t *data; size_t size; };

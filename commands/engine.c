@@ -5,6 +5,7 @@
 #include "commands/engine.h"
 
 #include "files/base.h"
+#include "files/collections.h"
 #include "kernels.h"
 #include "files/tokenizer.h"
 #include "ling.h"
@@ -51,32 +52,28 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
 /* Token ids by falling logit, the lower id first among equals, as far as they are asked for: a heap, behind which those taken from it stand. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 
-static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
+/* A heap_order of ids; the context is the logits. */
+static bool ranks_before(const void *a, const void *b, const void *context)
 {
-	return r->logits[a] > r->logits[b] || (r->logits[a] == r->logits[b] && a < b);
+	const real *logits = context;
+	const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+	return logits[x] > logits[y] || (logits[x] == logits[y] && x < y);
 }
 
-/* Lets entry i of the first n sink to its place in the heap. */
-static void sink(struct ranking *r, int64_t i, int64_t n)
+/* Puts an id in its place at or below entry i of a heap of n. */
+static void sink(struct ranking *r, int64_t i, int64_t n, int32_t id)
 {
-	const int32_t id = r->id[i];
-	for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-		child += child + 1 < n && ranks_before(r, r->id[child + 1], r->id[child]);
-		if (!ranks_before(r, r->id[child], id))
-			break;
-		r->id[i] = r->id[child];
-	}
-	r->id[i] = id;
+	heap_sink(r->id, i, n, sizeof id, &id, ranks_before, r->logits);
 }
 
 /* The id of rank i, from 0. */
 static int32_t ranked(struct ranking *r, int64_t i)
 {
-	for (int64_t last; r->taken <= i; sink(r, 0, last)) {
-		last = r->size - 1 - r->taken++;
+	while (r->taken <= i) {
+		const int64_t last = r->size - 1 - r->taken++;
 		const int32_t id = r->id[last];
 		r->id[last] = r->id[0];
-		r->id[0] = id;
+		sink(r, 0, last, id);
 	}
 	return r->id[r->size - 1 - i];
 }
@@ -110,7 +107,7 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 	for (int64_t v = 0; v < V; v++)
 		scratch[v] = (int32_t)v;
 	for (int64_t i = V / 2 - 1; i >= 0 && !all; i--)
-		sink(&r, i, V);
+		sink(&r, i, V, scratch[i]);
 	double total = 0, sum = 0;
 	for (int64_t i = 0; i < most; i++)
 		total += LIKELIHOOD(most == V ? i : ranked(&r, i));
@@ -156,7 +153,7 @@ static void add_token(struct request *c, int32_t id, const struct tokenizer *t, 
 		return;
 	}
 	const size_t stop = longest_stop(&g->stop), from = c->text.size < stop ? 0 : c->text.size - stop; /* it may have begun before */
-	put_id(&c->ids, id);
+	append_id(&c->ids, id);
 	tokenizer_decode(t, id, false, &c->text);
 	const size_t end = find_stop(&c->text, from, &g->stop);
 	if (end < c->text.size) {

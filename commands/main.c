@@ -10,6 +10,7 @@
 #include "files/config.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
+#include "files/unicode.h"
 #include "files/text.h"
 #include "files/tokenizer_training.h"
 #include "files/convert.h"
@@ -582,7 +583,7 @@ static int command_tokenize(const struct arguments *a)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", a->out, (long long)t.documents, (long long)t.tokens, (long long)t.bytes);
 	if (t.loss_tokens < t.tokens)
-		printf(", %lld tokens learned", (long long)t.loss_tokens);
+		printf(", loss on %lld tokens", (long long)t.loss_tokens);
 	printf("\n");
 	return EXIT_DONE;
 }
@@ -759,7 +760,7 @@ static const struct command commands[] = {
 		{"json", OPTION_JSON, NULL, 0, "Print a JSON object on a line for each prompt", 0}}},
 	{"tokenize", command_tokenize, false, 1, ANY_NUMBER, OPTION_BIT(OPTION_OUT), "--out PREFIX FILE...\n--decode PREFIX",
 		"Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a conversation, or a `prompt` and its "
-		"`completion`; of the latter two only the assistant's replies are learned).",
+		"`completion`; in the latter two the loss counts only the assistant's replies).",
 		{{"tokenizer", OPTION_TOKENIZER, "NAME", 0, "byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level "
 			"BPE, or a directory with one", 0},
 		{"out", OPTION_OUT, "PREFIX", 0, "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)", 0},

@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "ling.h"
 #include "commands/engine.h"
@@ -161,7 +162,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 	x->cut = cut > 0;
 	x->num_shared = shared + bare - cut;
 	if (bare)
-		put_id(&w->ids, begin);
+		append_id(&w->ids, begin);
 	append_ids(&w->ids, full[0].id + cut, shared - cut);
 	for (int c = 0; c < n; c++) {
 		add_branch(w, x, (struct task_branch){w->ids.count, full[c].count - shared, common_prefix(context, &full[c]) + bare - cut});
@@ -198,7 +199,7 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	int32_t before;
 	if (begin_token(w, &w->task->samples.sample[i], &before) < 0)
 		return -1;
-	put_id(&w->ids, before);
+	append_id(&w->ids, before);
 	if (encode(e, text->data, text->size, true, &w->ids) < 0)
 		return -1;
 	const int64_t n = w->ids.count - begin - 1; /* tokens to score */
@@ -221,7 +222,7 @@ static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int6
 	int rc = encode_context(w->task, i, e, &text, &context);
 	int32_t begin;
 	if (rc == 0 && !context.count && (rc = begin_token(w, &w->task->samples.sample[i], &begin)) == 0)
-		put_id(&context, begin);
+		append_id(&context, begin);
 	if (rc == 0) {
 		struct task_item *x = add_item(w, i);
 		const int64_t room = L - w->task->max_tokens, cut = context.count > room ? context.count - room : 0;
@@ -503,7 +504,7 @@ static int best_option(const double *score, int n, int64_t *ties)
 static void copy_tokens(const struct task_work *w, const struct task_item *x, const struct task_branch *b, struct ids *out)
 {
 	for (int64_t at = b->scored; at < x->num_shared + b->num_rest; at++)
-		put_id(out, sequence_token(w, x, b, at));
+		append_id(out, sequence_token(w, x, b, at));
 }
 
 static void question_result(const struct task_work *w, const struct task_item *x, struct task_result *result, struct results *results, int64_t right[NUM_ACCURACIES])
@@ -597,7 +598,7 @@ static void reply_result(const struct task_work *w, const struct task_item *x, s
 	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .cut = x->cut};
 	struct ids ids = {0};
 	for (int i = 0; i < value[0]; i++) {
-		put_id(&ids, (int32_t)value[1 + i]);
+		append_id(&ids, (int32_t)value[1 + i]);
 		tokenizer_decode(w->tokenizer, ids.id[i], false, &r.reply);
 	}
 	r.reply.size = find_stop(&r.reply, 0, &w->task->stop);

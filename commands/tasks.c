@@ -6,7 +6,7 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/tokenizer.h"
+#include "files/unicode.h"
 #include "files/checkpoint.h"
 
 #include <argp.h>
@@ -114,7 +114,7 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 		strcpy(number, json_is_true(value) ? "true" : "false");
 	else
 		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where, n < 100 ? (int)n : 100, field, json_kind(value));
-	append_string(out, number);
+	text_append_string(out, number);
 	return 0;
 }
 

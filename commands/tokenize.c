@@ -261,7 +261,7 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 }
 
 /* A token file's files. The manifest vouches for the others: it comes last. */
-enum { NUM_OUTPUTS = NUM_STAMPS + 1, MANIFEST_OUTPUT = NUM_STAMPS };
+enum { NUM_OUTPUTS = NUM_TOKEN_FILES + 1, MANIFEST_OUTPUT = NUM_TOKEN_FILES };
 
 /* Fails when the manifest would replace a file that is not a manifest, such as a tokenizer.json. */
 static int output_check(const char *path)
@@ -279,19 +279,19 @@ static int output_check(const char *path)
 static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
 		struct manifest *m)
 {
-	FILE **const file[NUM_STAMPS] = {&w->bin, &w->idx, &w->mask};
+	FILE **const file[NUM_TOKEN_FILES] = {&w->bin, &w->idx, &w->mask};
 	int rc = 0;
-	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
+	for (int i = 0; i < NUM_TOKEN_FILES && rc == 0; i++)
 		rc = (*file[i] = file_create(temporary[i])) ? 0 : -1;
 	if (rc == 0)
-		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], special, in);
-	for (int i = 0; i < NUM_STAMPS; i++)
+		rc = tokenize_all(w, prefix, temporary[TOKEN_FILE_IDX], special, in);
+	for (int i = 0; i < NUM_TOKEN_FILES; i++)
 		if (*file[i])
 			rc = file_close(*file[i], temporary[i], rc);
 	if (rc == 0 && !w->mask_bytes)
-		unlink(temporary[STAMP_MASK]);
-	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
-		rc = stamp_file(&m->stamps[i], temporary[i]);
+		unlink(temporary[TOKEN_FILE_MASK]);
+	for (int i = 0; i < NUM_TOKEN_FILES && rc == 0; i++)
+		rc = file_state_read(&m->files[i], temporary[i]);
 	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
 	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
@@ -306,7 +306,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
 				".idx and .json are made", prefix);
 	for (int k = 0; k < NUM_OUTPUTS; k++)
-		if (path_suffix(outputs[k], prefix, k == MANIFEST_OUTPUT ? ".json" : stamp_suffixes[k]) < 0 ||
+		if (path_suffix(outputs[k], prefix, k == MANIFEST_OUTPUT ? ".json" : token_file_suffixes[k]) < 0 ||
 				path_suffix(temporary[k], outputs[k], ".tmp") < 0)
 			return -1;
 	int64_t total = 0;
@@ -331,7 +331,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	if (rc == 0)
 		rc = manifest_write(&m, temporary[MANIFEST_OUTPUT]);
 	for (int k = 0; k < NUM_OUTPUTS; k++) {
-		if (k == STAMP_MASK && rc == 0 && !w.mask_bytes) {
+		if (k == TOKEN_FILE_MASK && rc == 0 && !w.mask_bytes) {
 			if (unlink(outputs[k]) < 0 && errno != ENOENT) /* of the token file that is replaced */
 				rc = fail("%s: cannot remove: %s", outputs[k], strerror(errno));
 		} else if (rc == 0 && rename(temporary[k], outputs[k]) < 0)

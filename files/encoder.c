@@ -265,9 +265,10 @@ static const struct added_token *added_at(const struct encoder *e, int k, const 
  * there is one, else 0. */
 static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done, bool partial, struct match *m)
 {
+	const bool *begins = e->tokenizer->added_begin[k];
 	int32_t c;
 	for (size_t i = from; i < n; i++) {
-		if (!e->tokenizer->added_begin[k][(uint8_t)text[i]])
+		if (!begins[(uint8_t)text[i]])
 			continue;
 		bool more;
 		const struct added_token *a = added_at(e, k, text + i, n - i, &more);

@@ -34,7 +34,7 @@ struct pair {
 struct candidate { uint64_t count; int32_t left, right; size_t pair; }; /* count: that of the pair when it was put into the heap */
 
 struct pairs {
-	struct string_table numbers; /* of the 8 bytes of left and right: the number of the pair */
+	struct hash_table numbers;   /* of the pairs */
 	struct pair *pair;           /* [count] */
 	size_t count, capacity;
 	struct candidate *heap;      /* [num_candidates] the best first; one whose count is out of date is replaced when it comes up */
@@ -68,16 +68,25 @@ static struct candidate pop_candidate(struct pairs *p)
 	return best;
 }
 
+static uint64_t hash_of_pair(const void *pairs, size_t number)
+{
+	const struct pair *pair = (const struct pair *)pairs + number;
+	return hash_bytes((int32_t[]){pair->left, pair->right}, 8);
+}
+
+static bool same_pair(const void *pairs, size_t number, const void *symbols)
+{
+	const struct pair *pair = (const struct pair *)pairs + number;
+	const int32_t *s = symbols;
+	return pair->left == s[0] && pair->right == s[1];
+}
+
 /* The number of a pair, which is added if it is new. */
 static size_t pair_number(struct pairs *p, int32_t left, int32_t right)
 {
 	const int32_t symbols[2] = {left, right};
-	const int64_t number = string_table_add(&p->numbers, (const char *)symbols, sizeof symbols, 0);
-	if (number < 0) {
-		fprintf(stderr, "ling: train-tokenizer: more than 2^31 distinct pairs\n");
-		exit(1);
-	}
-	if ((size_t)number == p->count) {
+	const size_t number = hash_table_add(&p->numbers, hash_bytes(symbols, sizeof symbols), symbols, p->pair, same_pair, hash_of_pair);
+	if (number == p->count) {
 		p->pair = grow(p->pair, p->count, &p->capacity, 1, sizeof *p->pair);
 		p->pair[p->count++] = (struct pair){.left = left, .right = right};
 	}
@@ -202,8 +211,7 @@ static void learn_merges(struct string_table *tokens, const struct string_table 
 		fprintf(stderr, "\r%70s\r", "");
 	for (size_t i = 0; i < p.count; i++)
 		free(p.pair[i].word);
-	string_table_free(&p.numbers);
-	free(p.pair), free(p.heap), free(p.risen), free(words), free(symbols), free(merged.data);
+	free(p.numbers.slot), free(p.pair), free(p.heap), free(p.risen), free(words), free(symbols), free(merged.data);
 }
 
 /* A tokenizer.json as Hugging Face's library writes it. NULL when a special token or the pattern is not UTF-8. */

@@ -8,6 +8,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <utf8proc.h>
 
 size_t utf8_valid(const char *text, size_t n)
 {
@@ -97,7 +98,7 @@ bool nfc_begins(int32_t c)
 size_t nfc_plain(const char *text, size_t n)
 {
 	size_t i = 0;
-	int32_t c;
+	int32_t c = 0;
 	for (int size; i < n; i += size) {
 		size = 1;
 		if ((uint8_t)text[i] >= 0xCC) { /* U+0300 and beyond */
@@ -111,7 +112,7 @@ size_t nfc_plain(const char *text, size_t n)
 
 size_t nfc_last_cut(const char *text, size_t n)
 {
-	int32_t c;
+	int32_t c = 0;
 	for (size_t end = n; end; end = n) {
 		n = utf8_last(text, end);
 		if (utf8_decode(text + n, end - n, &c) && nfc_begins(c))

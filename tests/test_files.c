@@ -1448,7 +1448,7 @@ static void manifest_vouches(void **state)
 	static uint16_t ids[1000];
 	struct tokens t;
 	int32_t out[2];
-	struct stamp before;
+	struct file_state before;
 	char path[PATH_LEN];
 	strcpy(path, at("t.bin"));
 	put_file(path, ids, sizeof ids);
@@ -1456,7 +1456,7 @@ static void manifest_vouches(void **state)
 	const uint32_t crc = t.crc32;
 	assert_int_equal(crc, crc32_z(0, (uint8_t *)ids, sizeof ids));
 	tokens_close(&t);
-	assert_int_equal(stamp_file(&before, path), 0);
+	assert_int_equal(file_state_read(&before, path), 0);
 	ids[500] = 11;
 	put_file(path, ids, sizeof ids);
 	set_time(path, before.modified);
@@ -1504,7 +1504,7 @@ static void tokens_large(void **state)
 	assert_int_equal(ftruncate(fd, 2 * count), 0);
 	assert_int_equal(pwrite(fd, ids, sizeof ids, 2 * count - sizeof ids), sizeof ids);
 	close(fd);
-	assert_int_equal(stamps_take(m.stamps, path, at("t"), BARE_IDS), 0);
+	assert_int_equal(token_file_states(m.files, path, at("t"), BARE_IDS), 0);
 	assert_int_equal(manifest_write(&m, at("t.json")), 0);
 	assert_int_equal(tokens_open(&t, path, "uint32", 70001), 0);
 	assert_int_equal(t.count, count / 2);
@@ -1557,11 +1557,11 @@ static void tokens_documents_all(void **state)
 	check_documents(&t, first, ends, COUNT_IDS);
 	/* An index that changes under the reader's hands is an error. */
 	tokens_close(&t);
-	struct stamp stamp;
-	assert_int_equal(stamp_file(&stamp, at("t.idx")), 0);
+	struct file_state unchanged;
+	assert_int_equal(file_state_read(&unchanged, at("t.idx")), 0);
 	memset(idx.bytes + 34 + 12 * 8 + 8 * 3, 0xff, 8);
 	put_file(at("t.idx"), idx.bytes, idx.n);
-	set_time(at("t.idx"), stamp.modified);
+	set_time(at("t.idx"), unchanged.modified);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
 	int32_t document[19], target[19];
 	assert_int_equal(tokens_documents(&t, 0, 19, document, target), -1);

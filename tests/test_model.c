@@ -1191,7 +1191,7 @@ static void run_generate(struct request list[PROMPTS], struct model *m, const st
 		list[i].number = i;
 		list[i].num_prompt = 1 + 9 * i % PROMPTS;
 		for (int j = 0; j < list[i].num_prompt; j++)
-			put_id(&list[i].ids, draw(&seed, 256));
+			append_id(&list[i].ids, draw(&seed, 256));
 	}
 	assert_done(generate(m, t, list, PROMPTS, g));
 }

@@ -498,8 +498,8 @@ static void cutting(void **state)
 static void blocks(void **state)
 {
 	(void)state;
-	enum { FILES = 6 };
-	static const size_t sizes[FILES] = {100, TEXT_BLOCK + LOOK_AHEAD, 0, 40000, 20000, 3 * TEXT_BLOCK};
+	enum { FILES = 7 };
+	static const size_t sizes[FILES] = {100, TEXT_BLOCK + LOOK_AHEAD, 0, 40000, 20000, 3 * TEXT_BLOCK, 5000};
 	static const char *const names[] = {"ling", "gpt2", "qwen", "deepseek", "added"};
 	uint64_t random = 5;
 	char *text = allocate(100000), paths[FILES][PATH_LEN], *files[FILES];
@@ -515,6 +515,9 @@ static void blocks(void **state)
 			if (i == 4) /* no line, no space */
 				for (size_t k = 0; k < sizes[i]; k++)
 					text[k] = "\xe5\xa4\xa9\xe6\xb0\x94" [k % 6];
+			if (i == 6) /* no line, no space, and words: blocks begin within a word, and the one before ends a little behind that */
+				for (size_t k = 0; k < sizes[i]; k++)
+					text[k] = k % 37 ? 'a' + k % 23 : '1';
 			snprintf(paths[i], PATH_LEN, "%s", put_file(at("in%d.txt", i), text, sizes[i]));
 			files[i] = paths[i];
 			assert_int_equal(encode(e, text, sizes[i], false, &whole), 0);

@@ -1953,22 +1953,6 @@ int trainer_save(struct trainer *t)
 	return parallel_agree(rc);
 }
 
-static void request_stop(int signal)
-{
-	(void)signal;
-	stop_requested = 1;
-}
-
-void catch_signals(void)
-{
-	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
-	sigaction(SIGTERM, &stop, NULL);
-	sigaction(SIGINT, &stop, NULL);
-	sigaction(SIGHUP, &stop, NULL);
-	sigaction(SIGUSR1, &stop, NULL);
-	signal(SIGPIPE, SIG_IGN);
-}
-
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
 	char line[320], left[32], valid[32] = "", ranks[64] = "";

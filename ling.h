@@ -6,7 +6,8 @@
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   kernels                    arithmetic on arrays: each operation as a forward and backward pair; optimizer; random numbers
  *   parallel                   ranks: process groups, collectives, layouts
- *   files/config               the table of all keys of a config; YAML and config.json
+ *   files/keys                 tables of keys: structures whose fields a user sets in YAML or on the command line
+ *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
  *   files/collections          a hash table of strings; heaps
@@ -20,7 +21,15 @@
  *   files/convert              from one format of a model to another
  *   data                       what a run reads and leaves behind: token files, windows, loss masks, metrics
  *   ling                       the model (parameters, forward, loss, backward) and one training run
- *   commands/                  main, and a file for each command or family of commands
+ *   commands/                  what follows; main.c has the list of the commands
+ *     command                  what a command is: a table of options and a function; what several commands share
+ *     options                  reads a command line by such a table
+ *     report                   the result of a command, built once as JSON, printed as JSON or as text
+ *     engine                   generation: key-value caches, batches, sampling
+ *     tasks, scoring           the task files of `ling eval`, and how they are scored
+ *     self_check               each kernel beside its plain form
+ *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
+ *                              too, and doctor has bench
  *
  * Letters used for sizes, in every file:
  *   B sequences, L tokens of a sequence, T = B*L tokens, H hidden_size, V vocab_size,
@@ -327,10 +336,6 @@ struct step_sums step_sums_shape(const struct model_config *c);
 
 /* Whether this rank speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
 bool is_rank0(const struct trainer *t);
-
-/* A first signal stops and saves, a second one ends the program at once. USR1 is what mpirun passes on to its ranks; at TERM and INT it kills
- * them within a second. Nobody listening to the progress is no reason to stop. */
-void catch_signals(void);
 
 /* The parts that parameters are counted in; a tensor belongs to the first one whose pattern is in its name. */
 enum { NUM_PARAMETER_PARTS = 7 };

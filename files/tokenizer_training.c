@@ -14,14 +14,12 @@
 #include "files/text.h"
 #include "files/tokenizer.h"
 
-#include <errno.h>
 #include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 struct pair {
 	int32_t left, right;         /* symbols, which are token ids */
@@ -182,8 +180,7 @@ static void learn_merges(struct string_table *tokens, const struct string_table 
 		}
 	}
 	push_risen(&p);
-	const bool terminal = isatty(2);
-	double shown = clock_seconds();
+	struct progress shown = progress_start("train-tokenizer: merging", size > tokens->count ? size - tokens->count : 0, 1, "tokens");
 	struct text merged = {0};
 	while (tokens->count < size && p.num_candidates) {
 		const struct candidate best = pop_candidate(&p);
@@ -202,13 +199,9 @@ static void learn_merges(struct string_table *tokens, const struct string_table 
 		}
 		append_id(merges, best.left), append_id(merges, best.right);
 		merge_pair(&p, best.pair, string_table_add(tokens, merged.data, merged.size, 0), words, symbols);
-		if (clock_seconds() - shown >= (terminal ? 0.2 : 10)) {
-			shown = clock_seconds();
-			fprintf(stderr, "%strain-tokenizer: %zu of %zu tokens%s", terminal ? "\r" : "", tokens->count, size, terminal ? "  " : "\n");
-		}
+		progress(&shown, 1);
 	}
-	if (terminal)
-		fprintf(stderr, "\r%70s\r", "");
+	progress_end(&shown);
 	for (size_t i = 0; i < p.count; i++)
 		free(p.pair[i].word);
 	free(p.numbers.slot), free(p.pair), free(p.heap), free(p.risen), free(words), free(symbols), free(merged.data);
@@ -305,7 +298,7 @@ static int count_words(const struct tokenizer *t, struct input *in, struct strin
 
 int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result)
 {
-	char output[1][PATH_LEN], temporary[PATH_LEN], dir[PATH_LEN];
+	char output[1][PATH_LEN], dir[PATH_LEN];
 	struct string_table tokens = {0}, all = {0};
 	struct ids merges = {0};
 	int64_t total = 0;
@@ -313,7 +306,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	if (how->vocab_size < smallest || how->vocab_size > MAX_VOCAB)
 		return fail("a vocabulary of %d tokens: expected %d, of which 256 are bytes and %d are special, to %d", how->vocab_size, smallest,
 				3 + how->num_special, MAX_VOCAB);
-	if (path_suffix(output[0], path, "") < 0 || path_suffix(temporary, path, ".tmp") < 0)
+	if (path_copy(output[0], path) < 0)
 		return -1;
 	parent_of(dir, path);
 	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
@@ -323,7 +316,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	json_t *root = tokenizer_to_json(how, &tokens, &merges);
 	struct tokenizer *t = root ? tokenizer_from_json(path, root) : NULL;
 	int rc = t ? 0 : root ? -1 : fail("a special token or the pattern is not UTF-8");
-	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total)};
+	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
 		rc = count_words(t, &in, &all);
 	if (!rc && !all.count)
@@ -335,16 +328,12 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 		root = tokenizer_to_json(how, &tokens, &merges);
 		tokenizer_close(t);
 		t = tokenizer_from_json(path, root); /* fails when merges made a token that is also a special one */
-		rc = t ? json_write(temporary, root) : -1;
-		if (!rc && rename(temporary, path) < 0)
-			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
-		if (rc < 0)
-			unlink(temporary);
+		rc = t ? json_write(path, root) : -1;
 	}
 	*result = (struct tokenizer_trained){(int)tokens.count + 3 + how->num_special, in.progress.done, (int64_t)all.count, merges.count / 2};
 	json_decref(root);
 	input_close(&in);
 	tokenizer_close(t);
 	string_table_free(&tokens), string_table_free(&all), free(merges.id);
-	return rc < 0 ? -1 : sync_path(dir);
+	return rc;
 }

@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <utf8proc.h>
@@ -41,26 +42,6 @@ size_t utf8_last(const char *text, size_t n)
 	while (n && ((uint8_t)text[--n] & 0xC0) == 0x80)
 		;
 	return n;
-}
-
-void json_write_text(FILE *f, const char *text, size_t n)
-{
-	int32_t code;
-	fputc('"', f);
-	for (size_t i = 0; i < n;) {
-		const int size = utf8_decode(text + i, n - i, &code);
-		if (size == 0)
-			fputs("\\ufffd", f);
-		else if (code < ' ')
-			fprintf(f, "\\u%04x", (unsigned)code);
-		else {
-			if (code == '"' || code == '\\')
-				fputc('\\', f);
-			fwrite(text + i, 1, size, f);
-		}
-		i += size ? size : 1;
-	}
-	fputc('"', f);
 }
 
 bool is_space(int32_t c)

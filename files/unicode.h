@@ -9,7 +9,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
 
 /* Decodes the first character of n bytes: *code becomes its code point. Returns its bytes, 1 to 4; 0 when n is 0 or no well-formed UTF-8 begins
  * there (overlong forms, surrogates and code points above U+10FFFF are not). Not utf8proc_iterate, which does the same: a call into a shared library for
@@ -42,8 +41,6 @@ size_t utf8_valid(const char *text, size_t n);
 size_t utf8_whole(const char *text, size_t n);
 /* The last character of text[0 .. n): where it begins; 0 when n is 0. */
 size_t utf8_last(const char *text, size_t n);
-/* Writes text as a JSON string; each byte that is not UTF-8 becomes U+FFFD. */
-void json_write_text(FILE *f, const char *text, size_t n);
 
 /* Unicode's White_Space, which \s means in Hugging Face's regular expressions. */
 bool is_space(int32_t code);

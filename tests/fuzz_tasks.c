@@ -31,19 +31,19 @@ static void put(const char *path, const void *data, size_t size)
 
 static void check_result(struct results *r, const struct task *t, const struct sample *s, const struct text *reply)
 {
-	struct scored_text *text = calloc(s->num_choices + 1, sizeof *text);
-	struct sample_result result = {.sample = s, .text = text};
+	struct scored_tokens *scored = calloc(s->num_choices + 1, sizeof *scored);
+	struct sample_result result = {.sample = s, .scored = scored};
 	if (t->type == TASK_MULTIPLE_CHOICE && (s->answer < 0 || s->answer >= s->num_choices || s->num_choices < 2 || !s->target.size))
 		abort();
 	if (t->type == TASK_EXACT_MATCH) {
 		result.reply = *reply;
-		result.correct = task_reply_is_right(t, s, &result.reply, &result.extracted, &result.found);
-		if (result.correct && !result.found)
+		result.correct = task_reply_is_right(t, s, &result.reply, &result.extracted, &result.matched);
+		if (result.correct && !result.matched)
 			abort();
 	}
 	results_add(r, t, &result);
 	free(result.extracted.data);
-	free(text);
+	free(scored);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
@@ -81,8 +81,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		result[i] = (struct task_result){.task = t, .num_scores = 1, .score = {{"x", NAN, 0}}};
 	}
 	const struct evaluation_facts facts = {"m", "t", 0, 1};
-	if (results_finish(r, &facts, result, tasks.count, false) < 0)
+	json_t *report = results_report(&facts, result, tasks.count);
+	if (!report || results_finish(r, report) < 0)
 		abort();
+	json_decref(report);
 	FILE *f = fopen(samples, "r");
 	json_t *line;
 	while (f && (line = json_loadf(f, JSON_DISABLE_EOF_CHECK | JSON_ALLOW_NUL, NULL)))

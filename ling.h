@@ -10,7 +10,10 @@
  *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
- *   files/tokenizer            encoding, decoding, the chat form
+ *   files/collections          a hash table of strings; heaps
+ *   files/unicode              UTF-8, classes of characters, NFC
+ *   files/tokenizer            vocabularies: reading a tokenizer.json (its patterns in files/tokenizer_pattern), decoding
+ *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all
  *   files/text                 text and JSON lines as input

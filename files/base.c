@@ -93,6 +93,11 @@ void text_append(struct text *out, const char *bytes, size_t n)
 	out->data[out->size] = 0;
 }
 
+void text_append_string(struct text *out, const char *string)
+{
+	text_append(out, string, strlen(string));
+}
+
 void text_append_utf8(struct text *out, const char *bytes, size_t n)
 {
 	utf8proc_int32_t code;

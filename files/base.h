@@ -54,6 +54,7 @@ struct strings { char **text; int64_t count; bool list; }; /* list: it was writt
 struct text { char *data; size_t size, capacity; };
 
 void text_append(struct text *out, const char *bytes, size_t n);
+void text_append_string(struct text *out, const char *string);
 
 /* Appends n bytes of unknown origin as valid UTF-8: each byte that belongs to no UTF-8 character becomes U+FFFD. */
 void text_append_utf8(struct text *out, const char *bytes, size_t n);

@@ -1193,7 +1193,7 @@ static void run_generate(struct request requests[PROMPTS], struct model *m, cons
 		requests[i].number = i;
 		requests[i].num_prompt = 1 + 9 * i % PROMPTS;
 		for (int j = 0; j < requests[i].num_prompt; j++)
-			put_id(&requests[i].ids, draw(&seed, 256));
+			append_id(&requests[i].ids, draw(&seed, 256));
 	}
 	assert_done(generate(m, t, requests, PROMPTS, g));
 }

@@ -438,11 +438,6 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	return 0;
 }
 
-double machine_memory(void)
-{
-	return (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-}
-
 /* `bytes` of zeros for a large array, or NULL: on huge pages where the system has them, since products stride over all of it, and
  * touched first by the threads, so that each page lies near one of them. */
 static void *allocate_large(size_t bytes)
@@ -531,7 +526,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const int layers = c->num_hidden_layers;
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction + plan.saving;
-	const double machine = machine_memory() / parallel_local_ranks();
+	const double machine = usable_memory("") / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
 		m->parameters = calloc(plan.num_parameters, sizeof *m->parameters);
@@ -558,7 +553,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	if (!fits) {
 		model_free(m);
 		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, optimizer %.1f, "
-				"activations %.1f); this machine has %.1f GB: make the model, micro_batch or seq_len smaller",
+				"activations %.1f); %.1f GB may be used here: make the model, micro_batch or seq_len smaller",
 				(long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9, plan.gradients / 1e9,
 				plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
@@ -717,7 +712,7 @@ static struct tensors *open_tensors(const struct model *m, const char *dir, cons
 				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir, tensors_name(w, i));
 		}
 	}
-	const bool fits = tensors_bytes(w) <= machine_memory();
+	const bool fits = tensors_bytes(w) <= usable_memory("");
 	if (!fits && m->mode == EVALUATE && m->layout.world.rank == 0)
 		fprintf(stderr, "note: %s is larger than this machine's memory: what is read where it stands is not checked against its checksums first\n", dir);
 	for (int i = m->layout.world.rank; i < tensors_count(w) && rc == 0 && (fits || m->mode != EVALUATE); i += m->layout.world.size)
@@ -763,9 +758,9 @@ static int map_parameters(struct model *m, const struct tensors *w, const char *
 		if (!t->mapped)
 			bytes += parameter_size(t) * sizeof(real);
 	}
-	const double machine = machine_memory() / parallel_local_ranks(), total = bytes + m->acts_bytes;
+	const double machine = usable_memory("") / parallel_local_ranks(), total = bytes + m->acts_bytes;
 	if (total > machine)
-		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; this machine has %.1f GB: bring them to "
+		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; %.1f GB may be used here: bring them to "
 				"bfloat16 with ling convert-checkpoint, or make the windows shorter", dir, bytes / 1e9, m->acts_bytes / 1e9, machine / 1e9);
 	/* Scattered norms would take a whole huge page each. */
 	madvise(m->params.memory, m->reserved_bytes, bytes > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
@@ -820,6 +815,12 @@ static int writer_of(const struct layout *l, const struct parameter *t, int numb
 /* A piece on its way to the rank that writes its tensor. */
 struct shard_message { struct shard shard; int64_t from, end; real data[]; };
 
+/* A message's tag tells its tensor. MPI promises tags up to 32767 only, and a model may have more tensors. The double build has fewer, so
+ * that small models need them again. */
+#ifndef CHECKPOINT_TAGS
+#define CHECKPOINT_TAGS 32768
+#endif
+
 static void place_shard(real *whole, const struct parameter *t, const struct shard_message *p)
 {
 	const struct parameter theirs = {.rows = t->rows, .cols = t->cols, .shard = p->shard};
@@ -865,7 +866,10 @@ static int write_parameters(const struct model *m, const struct parameter *whole
 		struct optimizer_shard piece;
 		bool more = next_optimizer_shard(m, &walk, &piece);
 		for (int i = 0; i < n; i++) {
-			const int writer = writer_of(&m->layout, &whole[i], i, m->config.num_experts), tag = b * n + i;
+			const int writer = writer_of(&m->layout, &whole[i], i, m->config.num_experts), tag = (b * n + i) % CHECKPOINT_TAGS;
+			/* A tag is used again when every rank has received all messages that had it before. */
+			if (tag == 0)
+				parallel_agree(0);
 			int64_t left = parameter_size(&whole[i]);
 			for (; more && !strcmp(piece.tensor->name, whole[i].name); more = next_optimizer_shard(m, &walk, &piece)) {
 				const int64_t size = piece.end - piece.from;

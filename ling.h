@@ -314,9 +314,6 @@ struct memory_plan {
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B, int64_t L,
 		enum model_mode mode);
 
-/* Bytes. */
-double machine_memory(void);
-
 /* Makes the rotary embedding's table at least n positions long; -1 when memory is short. */
 int place_rope(struct model *m, int64_t n);
 

@@ -223,9 +223,9 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
 	const double caches = (double)(g->batch < n ? g->batch : n) * kv_cache_bytes(m, longest + g->max_tokens);
-	if (caches + m->acts_bytes > machine_memory())
-		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: make batch or max_tokens smaller",
-				g->batch, (long long)(longest + g->max_tokens), caches / 1e9, machine_memory() / 1e9);
+	if (caches + m->acts_bytes > usable_memory(""))
+		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: make batch or max_tokens smaller",
+				g->batch, (long long)(longest + g->max_tokens), caches / 1e9, usable_memory("") / 1e9);
 	real *logits = malloc(g->batch * V * sizeof *logits);
 	int32_t *scratch = malloc(V * sizeof *scratch);
 	int rc = logits && scratch ? 0 : fail("out of memory for the logits of %d sequences", g->batch), next = 0, running = 0;

@@ -672,7 +672,7 @@ static int command_info(const struct arguments *a)
 	} else if (config_load(&c, a->words[0], a->num_words - 1, a->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
 	usual_sizes(&c, a->ranks ? a->ranks : 1);
-	const double node = a->memory_per_node ? a->memory_per_node : machine_memory();
+	const double node = a->memory_per_node ? a->memory_per_node : usable_memory("");
 	int rc = a->ranks ? print_plan(&c, a->ranks, node / (a->ranks_per_node ? a->ranks_per_node : 1), a->json) : print_info(&c, a->json);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

@@ -473,10 +473,53 @@ int lock_directory(const char *dir)
 	if (fd < 0)
 		return fail("%s: cannot open: %s", dir, strerror(errno));
 	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
+		const int error = errno;
 		close(fd);
-		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+		return error == EWOULDBLOCK ?
+				fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir) :
+				fail("%s: cannot lock the directory: %s", dir, strerror(error));
 	}
 	return fd;
+}
+
+/* The smallest number in the files `name` of a control group and of the groups that it is in, from ROOT + mount + group up
+ * to ROOT + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge number. */
+static double group_limit(double least, const char *root, const char *mount, const char *group, const char *name)
+{
+	char path[PATH_LEN], up[PATH_LEN];
+	if (snprintf(up, sizeof up, "%s", group) >= PATH_LEN)
+		return least;
+	for (char *end = up + strlen(up);; *end = 0) {
+		double bytes;
+		FILE *f = snprintf(path, sizeof path, "%s%s%s/%s", root, mount, up, name) < PATH_LEN ? fopen(path, "re") : NULL;
+		if (f && fscanf(f, "%lf", &bytes) == 1 && bytes < least)
+			least = bytes;
+		if (f)
+			fclose(f);
+		if (!(end = strrchr(up, '/')))
+			return least;
+	}
+}
+
+double usable_memory(const char *root)
+{
+	double least = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+	char path[PATH_LEN], line[2 * PATH_LEN];
+	FILE *f = snprintf(path, sizeof path, "%s/proc/self/cgroup", root) < PATH_LEN ? fopen(path, "re") : NULL;
+	while (f && fgets(line, sizeof line, f)) { /* NUMBER:CONTROLLERS:GROUP; version 2 has one line, 0::GROUP */
+		line[strcspn(line, "\n")] = 0;
+		char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
+		if (!group)
+			continue;
+		*controllers++ = ',', *group++ = 0;
+		if (!*controllers)
+			least = group_limit(least, root, "/sys/fs/cgroup", group, "memory.max");
+		else if (strstr(line, ",memory"))
+			least = group_limit(least, root, "/sys/fs/cgroup/memory", group, "memory.limit_in_bytes");
+	}
+	if (f)
+		fclose(f);
+	return least;
 }
 
 int compare_doubles(const void *a, const void *b)

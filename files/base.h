@@ -160,6 +160,10 @@ const char *format_duration(char out[32], double seconds);
 /* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
 int lock_directory(const char *dir);
 
+/* Bytes of memory that this process may use: the machine's, or less where the control group that it runs in (a container's, say), or
+ * one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
+double usable_memory(const char *root);
+
 int compare_doubles(const void *a, const void *b);
 
 #endif

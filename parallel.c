@@ -35,6 +35,7 @@ static struct {
 	MPI_Comm control;            /* apart from the model's traffic: notices of ranks that wait, and the end */
 	char (*hosts)[HOST_LEN];     /* of each rank */
 	int local_ranks;             /* on this machine */
+	int under_way;               /* collectives that were started and are not finished */
 	double *heard, taken;        /* when each rank's last notice came, on the first two ranks; when these last looked */
 } mpi;
 
@@ -179,6 +180,13 @@ const char *parallel_host(void)
 	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
 }
 
+void parallel_progress(void)
+{
+	/* Whatever MPI is asked, it moves all that is under way, a little at a time; no message with this tag ever comes. */
+	for (int i = 0, found; i < mpi.under_way; i++)
+		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
+}
+
 double parallel_seconds(void)
 {
 	return mpi.seconds;
@@ -300,7 +308,19 @@ struct micro_batches micro_batches_of_rank(const struct group *data, int64_t bat
 {
 	const int64_t pieces = (batch + micro_batch - 1) / micro_batch;
 	return (struct micro_batches){.num = (pieces + data->size - 1) / data->size, .first = (int64_t)data->rank * micro_batch,
-			.step = (int64_t)data->size * micro_batch};
+			.step = (int64_t)data->size * micro_batch, .size = micro_batch, .batch = batch};
+}
+
+int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
+{
+	const int64_t left = m->batch - m->first - i * m->step;
+	return left < 0 ? 0 : left < m->size ? left : m->size;
+}
+
+int64_t micro_batch_place(const struct micro_batches *m, int64_t i)
+{
+	const int64_t from_first = i - m->first;
+	return from_first < 0 || from_first % m->step >= m->size ? -1 : from_first / m->step * m->size + from_first % m->step;
 }
 
 /* ============================================================================================================
@@ -406,14 +426,8 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 		MPI_Isend(in + begin * width, (int)(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
+	mpi.under_way++;
 	mpi.seconds += clock_seconds() - start;
-}
-
-void reduce_scatter_progress(struct reduce_scatter *s)
-{
-	int done;
-	if (s->num_requests)
-		MPI_Testall(s->num_requests, s->requests, &done, MPI_STATUSES_IGNORE);
 }
 
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
@@ -422,8 +436,10 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 	const int64_t begin = shard_begin(s->rows, g->rank, g->size), mine = shard_begin(s->rows, g->rank + 1, g->size) - begin;
 	const int64_t n = mine * s->width;
 	const real *own = s->in + begin * s->width;
-	if (s->num_requests)
+	if (s->num_requests) {
+		mpi.under_way--;
 		finish(s->requests, s->num_requests, traffic_names[s->traffic]);
+	}
 	free(s->requests);
 	s->requests = NULL;
 	s->num_requests = 0;
@@ -488,20 +504,15 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
+	mpi.under_way++;
 	mpi.seconds += clock_seconds() - start;
-}
-
-void all_to_all_progress(struct all_to_all *e)
-{
-	int done;
-	if (e->request)
-		MPI_Test(e->request, &done, MPI_STATUS_IGNORE);
 }
 
 void all_to_all_finish(struct all_to_all *e)
 {
 	if (e->request) {
 		MPI_Datatype type = MPI_Type_f2c(e->type);
+		mpi.under_way--;
 		finish(e->request, 1, traffic_names[e->traffic]);
 		MPI_Type_free(&type);
 	}

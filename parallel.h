@@ -36,6 +36,9 @@ int parallel_rank(void); /* before the start, what the launcher says */
 int parallel_size(void);
 int parallel_local_ranks(void); /* on this machine */
 const char *parallel_host(void); /* the name of this rank's machine */
+/* Moves on the collectives that were started and are not finished: MPI sends and receives only while it is called, so whoever computes
+ * between start and finish calls this now and then. Does nothing when none is under way. */
+void parallel_progress(void);
 double parallel_seconds(void); /* spent in communication so far */
 /* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
 void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
@@ -57,8 +60,12 @@ void layout_connect(struct layout *l);
 int64_t shard_begin(int64_t n, int i, int parts);
 /* A rank's part of a global batch: the batch is cut into micro-batches in order, the last one short, and these are dealt out in turn, so
  * that every layout has the same ones. Micro-batch i of a rank begins with sequence first + i * step; beyond the batch it is empty. */
-struct micro_batches { int64_t num, first, step; };
+struct micro_batches { int64_t num, first, step, size, batch; }; /* size: sequences of a whole one; batch: of the global batch */
 struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch);
+/* Sequences of micro-batch i, 0 .. size. */
+int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i);
+/* Which of the rank's sequences, micro-batch after micro-batch, sequence i of the global batch is; -1 when another rank has it. */
+int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
 
 /* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at shard_begin(rows, r, size). */
 /* The sum, or the largest, of x over the ranks, in place on every one. */
@@ -67,14 +74,13 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 /* out [rows, width] from every rank's slice, which may stand in its place in out already. A group of one leaves out as it is. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
 /* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [reduce_scatter_scratch()].
- * Between start and finish, `in` must not change; reduce_scatter_progress may be called. */
+ * Between start and finish, `in` must not change. */
 struct reduce_scatter { struct group group; enum traffic traffic; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width);
 void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
 		real *scratch);
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in, int64_t rows, int64_t width,
 		real *scratch);
-void reduce_scatter_progress(struct reduce_scatter *s);
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate);
 /* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
 void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out, const int64_t *in, int n);
@@ -83,7 +89,6 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 struct all_to_all { void *request; int *counts, type; enum traffic traffic; };
 void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out, const int64_t *receive, const real *in,
 		const int64_t *send, int64_t width);
-void all_to_all_progress(struct all_to_all *e);
 void all_to_all_finish(struct all_to_all *e);
 /* One message; a received one may come from any rank, and takes up to `bytes`. */
 void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);

@@ -112,7 +112,8 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
 	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
-	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double);
+	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double) +
+			(l->data.size - 1) * sizeof(double); /* the last one: the number of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 }

@@ -299,7 +299,7 @@ static int eval_data(const struct arguments *a, const struct model_config *c)
 	if (snprintf(source.path, sizeof source.path, "%s", a->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", a->dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", a->data, a->dtype);
-	if (open_data(&data, &source, &(struct reading){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}, a->max_windows) < 0)
+	if (open_data(&data, &source, &(struct data_options){"none", 0, c->vocab_size, a->seq_len, a->document_mask, a->document_token}, a->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);

@@ -265,6 +265,20 @@ test_ranks_that_disagree() {
 	unset CHANGE
 }
 
+# A token file goes bad while it is in use. Each rank reads only its own sequences: of every 8, rank 0 has 0 to 1, 4 to 5, rank 1 the others.
+test_reading_error() {
+	local pid tries=0
+	rm -rf bad* && cp text.bin bad.bin && cp text.idx bad.idx
+	ranks 2 "$ling" train tiny.yaml data.train=bad train.output_dir=bad-run train.micro_batch=2 train.batch=8 train.steps=100000 \
+		checkpoint.every=0 >out.txt 2>err.txt &
+	pid=$!
+	wait_for_lines bad-run/metrics.jsonl 3
+	perl -e 'open F, "+<", "bad.bin" or die; seek F, 2 * 16 * 6, 0; print F "\xff\xff"' # 40 windows: 6 is the first of rank 1's in its second micro-batch
+	wait $pid && problem "exit status 0 with an id outside the vocabulary"
+	grep -q '^ling: rank 1 on .*bad.bin: token 96: id 65535 is outside the vocabulary' err.txt || problem "$(head -c 600 err.txt)"
+	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 600 err.txt)"
+}
+
 # Rank numbers come with their process numbers: pid.RANK.
 cat >launch.sh <<END
 #!/bin/bash
@@ -341,7 +355,7 @@ test_sigterm() {
 }
 
 for name in ${TESTS:-values micro_batches_of_4 accumulation variants blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
-	ranks_that_disagree kill_in_a_step kill_in_a_save signals sigterm}; do
+	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm}; do
 	check $name
 done
 exit $failures

@@ -34,7 +34,7 @@ RELEASE := $(LIBRARY:%=$(BUILD)/release/%)
 DOUBLE := $(LIBRARY:%=$(BUILD)/double/%)
 SANITIZE := $(LIBRARY:%=$(BUILD)/sanitize/%)
 
-TEST_PROGRAMS := $(addprefix $(BUILD)/,test_kernels test_kernels_double test_model test_model_double test_config test_files test_tokenizer \
+TEST_PROGRAMS := $(addprefix $(BUILD)/,test_kernels test_kernels_double test_model test_model_double test_config test_base test_files test_tokenizer \
 	test_convert test_tasks test_plot)
 TEST_SCRIPTS := $(addprefix tests/,test_cli.sh test_convert.sh test_generate.sh test_tasks.sh test_parallel.sh test_plan.sh)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
@@ -75,7 +75,7 @@ $(addprefix $(BUILD)/,test_kernels test_model test_parallel compare_checkpoints)
 $(addprefix $(BUILD)/,test_kernels_double test_model_double compare_checkpoints_double): $(BUILD)/%_double: $(BUILD)/double/tests/%.o $(DOUBLE)
 	$(CC) $(DOUBLE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-$(addprefix $(BUILD)/,test_config test_files test_tokenizer test_convert test_tasks test_plot): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
+$(addprefix $(BUILD)/,test_config test_base test_files test_tokenizer test_convert test_tasks test_plot): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
 	$(CC) $(SANITIZE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
 $(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)

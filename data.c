@@ -66,11 +66,11 @@ static json_t *stamp_to_json(const struct stamp *s)
 			json_sprintf("%lld.%09ld", (long long)s->modified.tv_sec, s->modified.tv_nsec));
 }
 
-int manifest_write(const struct manifest *m, const char *path)
+json_t *manifest_to_json(const struct manifest *m)
 {
 	json_t *root = json_pack("{s:s}", "format", MANIFEST_FORMAT), *files = json_object();
 	if (*m->tokenizer)
-		json_object_update_new(root, json_pack("{s:s, s:o, s:I, s:I}", "tokenizer", m->tokenizer, "tokenizer_hash",
+		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer), "tokenizer_hash",
 				crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size, "bytes", (json_int_t)m->bytes));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
 			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
@@ -78,9 +78,7 @@ int manifest_write(const struct manifest *m, const char *path)
 	for (int i = 0; i < NUM_STAMPS; i++)
 		json_object_set_new(files, stamp_names[i], stamp_to_json(&m->stamps[i]));
 	json_object_set_new(root, "files", files);
-	int rc = json_write(path, root);
-	json_decref(root);
-	return rc;
+	return root;
 }
 
 /* A stamp that cannot be read, as that of an older manifest, is one that no file has. */
@@ -326,9 +324,9 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 	char name[PATH_LEN];
 	const size_t n = strlen(path);
 	struct stat st;
-	if (path_suffix(t->path, path, "") < 0 || path_suffix(prefix, path, "") < 0)
+	if (path_copy(t->path, path) < 0 || path_copy(prefix, path) < 0)
 		return -1;
-	if (n > 4 && !strcmp(path + n - 4, ".bin"))
+	if (has_suffix(path, ".bin"))
 		prefix[n - 4] = 0;
 	if (path_suffix(name, prefix, ".idx") < 0)
 		return -1;
@@ -421,7 +419,7 @@ static struct scanned tokens_scan(const struct tokens *t)
 {
 	enum { ROUND = 64 };           /* blocks between two looks at the clock */
 	struct scanned all = {0}, block[ROUND];
-	struct progress p = progress_start("checking the tokens", t->count * token_width(t));
+	struct progress p = progress_start("checking the tokens", t->count * token_width(t), 1e-6, "MB");
 	for (int64_t first = 0; first < t->count; first += (int64_t)ROUND * SCAN_BLOCK) {
 		const int64_t left = (t->count - first + SCAN_BLOCK - 1) / SCAN_BLOCK, n = left < ROUND ? left : ROUND;
 		#pragma omp parallel for schedule(dynamic)
@@ -461,12 +459,12 @@ static int tokens_examine(const struct tokens *t, const char *prefix, struct man
 /* Leaves what was found for the next time. A folder that cannot be written to is no error. */
 static void manifest_leave(const struct manifest *m, const char *path)
 {
-	char temporary[PATH_LEN], suffix[32], kept[sizeof error_text];
+	char kept[sizeof error_text];
+	json_t *json = manifest_to_json(m);
 	memcpy(kept, error_text, sizeof kept);
-	snprintf(suffix, sizeof suffix, ".tmp-%ld", (long)getpid()); /* several processes may open the file at once */
-	if (path_suffix(temporary, path, suffix) == 0 && manifest_write(m, temporary) == 0 && rename(temporary, path) < 0)
-		unlink(temporary);
+	json_write(path, json);
 	memcpy(error_text, kept, sizeof kept);
+	json_decref(json);
 }
 
 /* tokens_open, without the clean-up on error. */
@@ -740,17 +738,10 @@ static int metrics_next(struct metrics_reader *r)
 	size_t n = newline ? (size_t)(newline + 1 - text) : r->size - r->at;
 	char where[PATH_LEN + 32];
 	snprintf(where, sizeof where, "%s:%lld", r->path, (long long)++r->line);
-	json_error_t error;
-	json_t *line = json_loadb(text, n, JSON_REJECT_DUPLICATES, &error);
+	json_t *line = json_line(where, text, n);
 	if (!line && !newline)
 		return 0;
-	int rc;
-	if (!line)
-		rc = fail("%s: bad JSON: %s", where, error.text);
-	else if (!json_is_object(line))
-		rc = fail("%s: is %s; expected an object", where, json_kind(line));
-	else
-		rc = metrics_parse(r, line, where);
+	const int rc = line ? metrics_parse(r, line, where) : -1;
 	json_decref(line);
 	r->at += n;
 	return rc < 0 ? -1 : 1;

@@ -101,7 +101,8 @@ struct manifest {
 	struct stamp stamps[NUM_STAMPS];
 };
 
-int manifest_write(const struct manifest *m, const char *path);
+/* The manifest as JSON, which the caller owns. */
+json_t *manifest_to_json(const struct manifest *m);
 
 int manifest_check_format(const char *path, const json_t *root);
 

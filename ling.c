@@ -17,6 +17,7 @@
  *   Sharded optimizer state             buckets, and which shard of each a rank updates
  *   Checkpoints                         read and written by all ranks together
  *   Making a trainer                    new, or continued from a checkpoint
+ * In comments, "alone" means: with one process, where every group of ranks has size 1.
  */
 #define _GNU_SOURCE
 #include "ling.h"
@@ -1046,22 +1047,6 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
  * The loop
  * ========================================================================================================== */
 
-static void request_stop(int signal)
-{
-	(void)signal;
-	stop_requested = 1;
-}
-
-void catch_signals(void)
-{
-	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
-	sigaction(SIGTERM, &stop, NULL);
-	sigaction(SIGINT, &stop, NULL);
-	sigaction(SIGHUP, &stop, NULL);
-	sigaction(SIGUSR1, &stop, NULL);
-	signal(SIGPIPE, SIG_IGN);
-}
-
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask,
 		int64_t max_windows, struct evaluation *e)
 {
@@ -1071,37 +1056,31 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
-	double sums[3] = {0}, start = clock_seconds(), shown = start; /* loss, its tokens, bytes */
+	double sums[3] = {0}; /* loss, its tokens, bytes */
 	int rc = 0;
-	const bool terminal = is_terminal(stderr);
+	struct progress p = progress_start("evaluating", windows * L, 1, "tokens");
+	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in what the ranks do together */
-		/* long ones show how far they are */
-		if (m->layout.world.rank == 0 && clock_seconds() - shown > (terminal ? 1 : 30)) {
-			char line[128], left[32];
-			shown = clock_seconds();
-			snprintf(line, sizeof line, "evaluating %.0f%%  %.0f tokens/s  %s left", 100.0 * i / windows,
-					i * L / (shown - start), format_duration(left, (windows - i) * (shown - start) / (i + 1)));
-			print_status(stderr, line, false);
-		}
 		if (B && rc == 0 && (rc = read_window(data, i, L, input, target, document)) < 0)
 			memset(input, 0, 3 * L * sizeof *input); /* what the other ranks compute with this one needs no bad ids */
 		m->document = document;
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
-		sums[0] += m->layout.tensor.rank == 0 ? loss : 0;
+		sums[0] += m->layout.tensor.rank == 0 ? loss : 0; /* the ranks of a tensor group have the same tokens */
 		for (int64_t t = 0; B && m->layout.tensor.rank == 0 && t < L; t++) {
 			sums[1] += target[t] >= 0;
 			sums[2] += tokenizer && target[t] >= 0 ? tokenizer_bytes(tokenizer, target[t]) : 0;
 		}
+		const int64_t left = windows - first;
+		progress(shown, (left < data_group->size ? left : data_group->size) * L);
 	}
+	progress_end(shown);
 	m->document = NULL;
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
 	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
-	if (terminal && shown > start)
-		fprintf(stderr, "\r\033[K");
 	free(input);
 	e->loss = sums[0] / e->tokens;
 	return parallel_agree(rc);

@@ -6,7 +6,8 @@
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
- *   files/config               the table of all keys of a config; YAML and config.json
+ *   files/keys                 tables of keys: structures whose fields a user sets in YAML or on the command line
+ *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
  *   files/tokenizer            encoding, decoding, the chat form
@@ -17,7 +18,15 @@
  *   files/convert              from one format of a model to another
  *   data                       what a run reads and leaves behind: token files, windows, blends, loss masks, metrics
  *   ling                       the model (parameters, forward, loss, backward) and one training run
- *   commands/                  main, and a file for each command or family of commands
+ *   commands/                  what follows; main.c has the list of the commands
+ *     command                  what a command is: a table of options and a function; what several commands share
+ *     options                  reads a command line by such a table
+ *     report                   the result of a command, built once as JSON, printed as JSON or as text
+ *     engine                   generation: key-value caches, batches, sampling
+ *     tasks, scoring           the task files of `ling eval`, and how they are scored
+ *     self_check               each kernel beside its plain form
+ *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
+ *                              too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -419,12 +428,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		int64_t max_windows,
 		struct evaluation *e);
 
-/* Set by the signals that ask for a stop: the step in hand is finished and saved. Global because a signal handler has
- * no arguments. */
+/* Set by the signals that ask for a stop (commands/train.c): the step in hand is finished and saved. Global because a
+ * signal handler has no arguments. */
 extern volatile sig_atomic_t stop_requested;
-/* A first SIGTERM, SIGINT, SIGHUP or SIGUSR1 sets stop_requested, a second one ends the program at once. (mpirun
- * passes USR1 on to its ranks; at TERM and INT it kills them within a second.) SIGPIPE is ignored: that nobody reads
- * the progress is no reason to stop. */
-void catch_signals(void);
 
 #endif

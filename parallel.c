@@ -1,9 +1,10 @@
 /*
- * parallel.c - ranks: process groups, sums and exchanges over them, and who computes which part of a batch. The one door to MPI.
+ * parallel.c - ranks: process groups, collectives over them, and which rank computes which part of a batch. Only this
+ * file calls MPI. Contracts are in parallel.h.
  *
- * Every sum is taken in the order of the ranks, so that a layout gives the same bits each time. Large ones travel as pieces: each rank
- * receives its slice from all the others and adds them up itself, which moves no more bytes than a reduce-scatter.
- * Without a launcher there is one rank, and no call reaches MPI.
+ * Every sum is taken in the order of the ranks, so that a layout gives the same bits each time. MPI's own reductions
+ * do not promise that. So all_reduce_sum gathers all ranks' numbers and adds them on each rank; reduce_scatter sends
+ * each rank its shard from all others, which moves no more bytes than any reduce-scatter, and adds them there.
  */
 #define _GNU_SOURCE
 #include "parallel.h"
@@ -27,38 +28,29 @@ enum { HOST_LEN = 64 };
 #define MPI_REAL_TYPE MPI_FLOAT
 #endif
 
-/* What this process knows of MPI: see the globals in ling.h. */
+/* The state of this process in MPI, of which there is one: see the globals in ling.h. */
 static struct {
 	bool running;
-	double seconds;              /* spent in calls since the start */
+	double seconds;              /* spent in communication since the start */
 	int64_t bytes[NUM_TRAFFIC];  /* sent since the start */
-	MPI_Comm control;            /* apart from the model's traffic: notices of ranks that wait, and the end */
-	char (*hosts)[HOST_LEN];     /* of each rank */
+	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
+	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
-	double *heard, taken;        /* when each rank's last notice came, on the first two ranks; when these last looked */
+	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice came; on ranks 0 and 1 */
+	double notices_read;         /* when this rank last read its notices */
 } mpi;
 
-const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch", "expert return", "gradients",
-	"weights", "head", "statistics"};
+const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch",
+	"expert return", "gradients", "weights", "head", "statistics"};
 
 /* ============================================================================================================
  * Starting and ending
  * ========================================================================================================== */
 
-/* The rank that a launcher gave this process, or -1: without one MPI would start a daemon of its own. */
-static int launched_rank(void)
-{
-	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-		if (getenv(names[i]))
-			return atoi(getenv(names[i]));
-	return -1;
-}
-
 void parallel_start(void)
 {
-	if (launched_rank() < 0)
+	if (launcher_rank() < 0) /* without a launcher, MPI would start a daemon of its own */
 		return;
 	int provided;
 	char host[HOST_LEN] = "";
@@ -66,8 +58,8 @@ void parallel_start(void)
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
 	mpi.hosts = calloc(parallel_size(), sizeof *mpi.hosts);
-	mpi.heard = calloc(parallel_size(), sizeof *mpi.heard);
-	if (!mpi.hosts || !mpi.heard)
+	mpi.last_notice = calloc(parallel_size(), sizeof *mpi.last_notice);
+	if (!mpi.hosts || !mpi.last_notice)
 		MPI_Abort(MPI_COMM_WORLD, 1);
 	gethostname(host, sizeof host - 1);
 	MPI_Allgather(host, HOST_LEN, MPI_CHAR, mpi.hosts, HOST_LEN, MPI_CHAR, MPI_COMM_WORLD);
@@ -78,13 +70,15 @@ void parallel_start(void)
 }
 
 /* ============================================================================================================
- * Waiting. MPI waits for ever for a rank that is stopped or cut off, and does not say for which one. So a rank that has waited for a
- * while sends a notice to the first two ranks every few seconds, and these, when they wait long too, tell whom they did not hear.
+ * Waiting. If a rank is stopped or its machine cannot be reached, MPI waits for ever and does not tell which one it
+ * is. So a rank that waits sends a notice, an empty message, to ranks 0 and 1 every NOTICE_SECONDS. When rank 0 has
+ * itself waited for REPORT_SECONDS, it names the ranks from which no notice came; rank 1 does so if rank 0 is one of
+ * them.
  * ========================================================================================================== */
 
 enum { NOTICE_SECONDS = 5, REPORT_SECONDS = 30 };
 
-/* Tells the first two ranks that this one waits. */
+/* Tells ranks 0 and 1 that this rank waits. */
 static void send_notices(void)
 {
 	for (int to = 0; to < 2 && to < parallel_size(); to++) {
@@ -96,46 +90,51 @@ static void send_notices(void)
 	}
 }
 
-static void take_notices(void)
+/* Reads the notices that have come. */
+static void read_notices(void)
 {
 	MPI_Status status;
 	for (int more = 1; more;) {
 		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.control, &more, &status);
 		if (more) {
 			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.control, MPI_STATUS_IGNORE);
-			mpi.heard[status.MPI_SOURCE] = clock_seconds();
+			mpi.last_notice[status.MPI_SOURCE] = clock_seconds();
 		}
 	}
 }
 
-/* Names the ranks of which no notice has come; rank 1 speaks only when rank 0 is one of them. */
-static void report_silence(const char *what, double waited)
+/* Names the ranks from which no notice came lately. */
+static void report_silent_ranks(const char *what, double waited)
 {
 	const int rank = parallel_rank(), size = parallel_size();
 	const double since = clock_seconds() - 3 * NOTICE_SECONDS;
 	char names[1024] = "";
 	int silent = 0;
-	mpi.heard[rank] = clock_seconds();
+	mpi.last_notice[rank] = clock_seconds();
 	for (int r = 0, n = 0; r < size; r++)
-		if (mpi.heard[r] < since) {
+		if (mpi.last_notice[r] < since) {
 			if (n < (int)sizeof names - 100)
-				n += snprintf(names + n, sizeof names - n, "%s%d on %.*s", silent ? ", " : "", r, HOST_LEN, mpi.hosts[r]);
+				n += snprintf(names + n, sizeof names - n, "%s%d on %.*s", silent ? ", " : "", r, HOST_LEN,
+						mpi.hosts[r]);
 			silent++;
 		}
-	if (silent && (rank == 0 || mpi.heard[0] < since))
-		fprintf(stderr, "\nling: waiting for %.0f s (%s): nothing is heard of rank %s. It computes for long, is stopped, or its machine is cut off; "
-				"if so, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n", waited, what, names);
+	if (silent && (rank == 0 || mpi.last_notice[0] < since))
+		fprintf(stderr, "\nling: waiting for %.0f s (%s): no sign of rank %s. It is still computing, or it is "
+				"stopped, or its machine cannot be reached. If it does not come back, end the run (Ctrl-C) and start "
+				"it again: it continues from its last checkpoint\n", waited, what, names);
 }
 
-/* Waits for requests, with the time on the account of communication. */
-static void finish(MPI_Request *requests, int n, const char *what)
+/* Waits until all n requests are done, and counts the time as communication. `what` names the collective in
+ * messages. */
+static void wait_for(MPI_Request *requests, int n, const char *what)
 {
 	const double start = clock_seconds();
 	double noticed = start, reported = start, t = start;
 	int done = 0;
-	if (start - mpi.taken > NOTICE_SECONDS) { /* so that they do not pile up on ranks that others wait for */
-		mpi.taken = start;
-		take_notices();
+	/* a rank for which others wait must read them too, or they would pile up */
+	if (start - mpi.notices_read > NOTICE_SECONDS) {
+		mpi.notices_read = start;
+		read_notices();
 	}
 	for (;; t = clock_seconds()) {
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
@@ -145,10 +144,10 @@ static void finish(MPI_Request *requests, int n, const char *what)
 			continue;
 		noticed = t;
 		send_notices();
-		take_notices();
+		read_notices();
 		if (t - reported >= REPORT_SECONDS && parallel_rank() < 2) {
 			reported = t;
-			report_silence(what, t - start);
+			report_silent_ranks(what, t - start);
 		}
 	}
 	mpi.seconds += t - start;
@@ -156,7 +155,7 @@ static void finish(MPI_Request *requests, int n, const char *what)
 
 int parallel_rank(void)
 {
-	int rank = launched_rank() < 0 ? 0 : launched_rank();
+	int rank = launcher_rank() < 0 ? 0 : launcher_rank();
 	if (mpi.running)
 		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 	return rank;
@@ -180,13 +179,6 @@ const char *parallel_host(void)
 	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
 }
 
-void parallel_progress(void)
-{
-	/* Whatever MPI is asked, it moves all that is under way, a little at a time; no message with this tag ever comes. */
-	for (int i = 0, found; i < mpi.under_way; i++)
-		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
-}
-
 double parallel_seconds(void)
 {
 	return mpi.seconds;
@@ -199,7 +191,7 @@ void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
 
 struct oversubscription parallel_oversubscription(int threads)
 {
-	cpu_set_t cores; /* a machine with more than CPU_SETSIZE of them gives none, and counts as roomy enough */
+	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
 	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
 		memset(&cores, 0xff, sizeof cores);
 	if (!mpi.running)
@@ -222,19 +214,19 @@ int parallel_agree(int rc)
 {
 	if (!mpi.running)
 		return rc;
-	int failed = rc < 0, any, first = failed ? parallel_rank() : INT32_MAX, least;
+	int failed = rc < 0, num_failed, rank = failed ? parallel_rank() : INT32_MAX, first;
 	MPI_Request request;
-	MPI_Iallreduce(&failed, &any, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
-	finish(&request, 1, "agreement");
-	if (!any)
+	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
+	wait_for(&request, 1, "agreement");
+	if (num_failed == 0)
 		return rc;
 	char error[sizeof error_text];
 	memcpy(error, error_text, sizeof error);
-	MPI_Allreduce(&first, &least, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-	MPI_Bcast(error, sizeof error, MPI_BYTE, least, MPI_COMM_WORLD);
-	if (any == parallel_size())
+	MPI_Allreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+	MPI_Bcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD);
+	if (num_failed == parallel_size())
 		return fail("%s", error);
-	return fail("rank %d on %s%s: %.3500s", least, mpi.hosts[least], any > 1 ? " and others" : "", error);
+	return fail("rank %d on %s%s: %.3500s", first, mpi.hosts[first], num_failed > 1 ? " and others" : "", error);
 }
 
 int parallel_same(uint64_t value, const char *what)
@@ -253,13 +245,14 @@ void parallel_stop(int status)
 		MPI_Abort(MPI_COMM_WORLD, status);
 	MPI_Finalize();
 	free(mpi.hosts);
-	free(mpi.heard);
+	free(mpi.last_notice);
 	mpi.running = false;
 }
 
 bool parallel_all_failed(void)
 {
-	/* All ranks that find the same trouble come here within moments; a single one waits in vain. */
+	/* Ranks that all met the same error come here almost at once. If only some did, the barrier is not complete in
+	 * time. */
 	MPI_Request request;
 	int done = 0;
 	if (!mpi.running)
@@ -290,7 +283,8 @@ void layout_connect(struct layout *l)
 	if (!mpi.running)
 		return;
 	const struct { struct group *group; int color; } groups[] = {
-		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank}, {&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
+		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank},
+		{&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
 	};
 	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
 		MPI_Comm comm;
@@ -299,16 +293,17 @@ void layout_connect(struct layout *l)
 	}
 }
 
-int64_t shard_begin(int64_t n, int i, int parts)
+int64_t shard_begin(int64_t n, int i, int shards)
 {
-	return (int64_t)((__int128)n * i / parts);
+	return (int64_t)((__int128)n * i / shards);
 }
 
 struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch)
 {
-	const int64_t pieces = (batch + micro_batch - 1) / micro_batch;
-	return (struct micro_batches){.num = (pieces + data->size - 1) / data->size, .first = (int64_t)data->rank * micro_batch,
-			.step = (int64_t)data->size * micro_batch, .size = micro_batch, .batch = batch};
+	const int64_t all = (batch + micro_batch - 1) / micro_batch; /* micro-batches of the global batch */
+	return (struct micro_batches){.num = (all + data->size - 1) / data->size,
+			.first = (int64_t)data->rank * micro_batch, .step = (int64_t)data->size * micro_batch,
+			.size = micro_batch, .batch = batch};
 }
 
 int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
@@ -319,20 +314,33 @@ int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
 
 int64_t micro_batch_place(const struct micro_batches *m, int64_t i)
 {
-	const int64_t from_first = i - m->first;
-	return from_first < 0 || from_first % m->step >= m->size ? -1 : from_first / m->step * m->size + from_first % m->step;
+	const int64_t after = i - m->first; /* sequences after the rank's first one */
+	return after < 0 || after % m->step >= m->size ? -1 : after / m->step * m->size + after % m->step;
 }
 
 /* ============================================================================================================
- * Sums, gathers, exchanges. A group of one has nothing to do.
+ * Collectives
  * ========================================================================================================== */
+
+/* A count as MPI takes it, an int. Rows of a micro-batch and of an expert group are fewer than 2^31 (model_init checks
+ * that), a gradient bucket, a checkpoint message and what else is sent have far fewer elements: a larger count is an
+ * error in ling. */
+static int mpi_count(int64_t n)
+{
+	if (n > INT32_MAX) {
+		fprintf(stderr, "ling: rank %d has %lld rows or bytes to send at once, and MPI can count %d: make "
+				"train.micro_batch smaller\n", parallel_rank(), (long long)n, INT32_MAX);
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	}
+	return (int)n;
+}
 
 static MPI_Comm comm_of(const struct group *g)
 {
 	return MPI_Comm_f2c(g->comm);
 }
 
-/* Notes that this rank sends `elements` of `size` bytes. */
+/* Counts `elements` elements of `size` bytes as sent by this rank. */
 static void count_sent(enum traffic traffic, int64_t elements, int64_t size)
 {
 	mpi.bytes[traffic] += elements * size;
@@ -340,18 +348,18 @@ static void count_sent(enum traffic traffic, int64_t elements, int64_t size)
 
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n)
 {
-	enum { PIECE = 4096 };
+	enum { CHUNK = 4096 }; /* elements at a time, of each rank */
 	if (g->size == 1)
 		return;
-	double *all = malloc((size_t)PIECE * g->size * sizeof *all);
+	double *all = malloc((size_t)CHUNK * g->size * sizeof *all);
 	if (!all)
 		MPI_Abort(MPI_COMM_WORLD, 1);
 	count_sent(traffic, n * (g->size - 1), sizeof *x);
-	for (int64_t first = 0; first < n; first += PIECE) {
-		const int count = (int)(n - first < PIECE ? n - first : PIECE);
+	for (int64_t first = 0; first < n; first += CHUNK) {
+		const int count = (int)(n - first < CHUNK ? n - first : CHUNK);
 		MPI_Request request;
 		MPI_Iallgather(x + first, count, MPI_DOUBLE, all, count, MPI_DOUBLE, comm_of(g), &request);
-		finish(&request, 1, traffic_names[traffic]);
+		wait_for(&request, 1, traffic_names[traffic]);
 		for (int i = 0; i < count; i++) {
 			double sum = 0;
 			for (int r = 0; r < g->size; r++)
@@ -368,15 +376,15 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 		return;
 	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	MPI_Request request;
-	MPI_Iallreduce(MPI_IN_PLACE, x, (int)n, MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
-	finish(&request, 1, traffic_names[traffic]);
+	MPI_Iallreduce(MPI_IN_PLACE, x, mpi_count(n), MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
+	wait_for(&request, 1, traffic_names[traffic]);
 }
 
-/* `width` reals as one element: counts of rows fit an int where counts of reals may not. */
+/* MPI's type of a row, `width` reals. MPI counts in int: of rows it can count more than of reals. */
 static MPI_Datatype row_type(int64_t width)
 {
 	MPI_Datatype type;
-	MPI_Type_contiguous((int)width, MPI_REAL_TYPE, &type);
+	MPI_Type_contiguous(mpi_count(width), MPI_REAL_TYPE, &type);
 	MPI_Type_commit(&type);
 	return type;
 }
@@ -387,15 +395,15 @@ void all_gather(const struct group *g, enum traffic traffic, real *out, const re
 		return;
 	int counts[g->size], begins[g->size];
 	for (int r = 0; r < g->size; r++) {
-		begins[r] = (int)shard_begin(rows, r, g->size);
-		counts[r] = (int)shard_begin(rows, r + 1, g->size) - begins[r];
+		begins[r] = mpi_count(shard_begin(rows, r, g->size));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
 	}
 	count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in);
 	MPI_Datatype type = row_type(width);
 	MPI_Request request;
-	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts, begins, type, comm_of(g),
-			&request);
-	finish(&request, 1, traffic_names[traffic]);
+	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts,
+			begins, type, comm_of(g), &request);
+	wait_for(&request, 1, traffic_names[traffic]);
 	MPI_Type_free(&type);
 }
 
@@ -404,11 +412,12 @@ int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t widt
 	return g->size == 1 ? 0 : g->size * (rows / g->size + 1) * width;
 }
 
-void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in, int64_t rows, int64_t width,
-		real *scratch)
+void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
+		int64_t rows, int64_t width, real *scratch)
 {
 	const int n = g->size;
-	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width, .scratch = scratch};
+	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width,
+			.scratch = scratch};
 	if (n == 1)
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
@@ -418,12 +427,13 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 	count_sent(traffic, (rows - mine) * width, sizeof *in);
 	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
-	/* Point to point, each rank beginning with its neighbour, so that no rank is waited for by all at once. */
+	/* Each rank begins with the rank after it, so that not all send to the same one first. */
 	for (int i = 1; i < n; i++) {
 		const int from = (g->rank + n - i) % n, to = (g->rank + i) % n;
 		const int64_t begin = shard_begin(rows, to, n), end = shard_begin(rows, to + 1, n);
-		MPI_Irecv(scratch + from * mine * width, (int)mine, type, from, 1, comm_of(g), &requests[s->num_requests++]);
-		MPI_Isend(in + begin * width, (int)(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
+		MPI_Irecv(scratch + from * mine * width, mpi_count(mine), type, from, 1, comm_of(g),
+				&requests[s->num_requests++]);
+		MPI_Isend(in + begin * width, mpi_count(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
 	mpi.under_way++;
@@ -433,12 +443,13 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 {
 	const struct group *g = &s->group;
-	const int64_t begin = shard_begin(s->rows, g->rank, g->size), mine = shard_begin(s->rows, g->rank + 1, g->size) - begin;
+	const int64_t begin = shard_begin(s->rows, g->rank, g->size);
+	const int64_t mine = shard_begin(s->rows, g->rank + 1, g->size) - begin; /* rows */
 	const int64_t n = mine * s->width;
 	const real *own = s->in + begin * s->width;
 	if (s->num_requests) {
 		mpi.under_way--;
-		finish(s->requests, s->num_requests, traffic_names[s->traffic]);
+		wait_for(s->requests, s->num_requests, traffic_names[s->traffic]);
 	}
 	free(s->requests);
 	s->requests = NULL;
@@ -457,8 +468,8 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 	}
 }
 
-void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
-		real *scratch)
+void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in,
+		int64_t rows, int64_t width, real *scratch)
 {
 	struct reduce_scatter s;
 	reduce_scatter_start(&s, g, traffic, in, rows, width, scratch);
@@ -474,35 +485,37 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 	count_sent(traffic, (g->size - 1) * n, sizeof *in);
 	MPI_Request request;
 	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
-	finish(&request, 1, traffic_names[traffic]);
+	wait_for(&request, 1, traffic_names[traffic]);
 }
 
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out, const int64_t *receive, const real *in,
-		const int64_t *send, int64_t width)
+void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width)
 {
 	const int n = g->size;
 	*e = (struct all_to_all){.traffic = traffic};
 	if (n == 1) {
-		copy_array(out, in, send[0] * width);
+		copy_array(out, in, send_rows[0] * width);
 		return;
 	}
 	e->counts = malloc(4 * n * sizeof(int));
 	MPI_Request *request = e->request = malloc(sizeof *request);
 	if (!e->counts || !request)
 		MPI_Abort(MPI_COMM_WORLD, 1);
-	int *sends = e->counts, *send_at = sends + n, *receives = send_at + n, *receive_at = receives + n;
-	for (int r = 0, s = 0, t = 0; r < n; r++) {
-		sends[r] = (int)send[r];
-		receives[r] = (int)receive[r];
-		send_at[r] = s;
-		receive_at[r] = t;
-		s += sends[r];
-		count_sent(traffic, r == g->rank ? 0 : send[r] * width, sizeof *in);
-		t += receives[r];
+	int *send_counts = e->counts, *send_begins = send_counts + n;
+	int *receive_counts = send_begins + n, *receive_begins = receive_counts + n;
+	int64_t sent = 0, received = 0; /* rows to and from the ranks before r */
+	for (int r = 0; r < n; r++) {
+		send_counts[r] = mpi_count(send_rows[r]);
+		receive_counts[r] = mpi_count(receive_rows[r]);
+		send_begins[r] = mpi_count(sent);
+		receive_begins[r] = mpi_count(received);
+		sent += send_rows[r];
+		received += receive_rows[r];
+		count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
 	}
 	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
-	MPI_Ialltoallv(in, sends, send_at, type, out, receives, receive_at, type, comm_of(g), request);
+	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
 	mpi.under_way++;
 	mpi.seconds += clock_seconds() - start;
@@ -513,7 +526,7 @@ void all_to_all_finish(struct all_to_all *e)
 	if (e->request) {
 		MPI_Datatype type = MPI_Type_f2c(e->type);
 		mpi.under_way--;
-		finish(e->request, 1, traffic_names[e->traffic]);
+		wait_for(e->request, 1, traffic_names[e->traffic]);
 		MPI_Type_free(&type);
 	}
 	free(e->request);
@@ -521,18 +534,20 @@ void all_to_all_finish(struct all_to_all *e)
 	*e = (struct all_to_all){0};
 }
 
-void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes)
+void parallel_progress(void)
 {
-	MPI_Request request;
-	MPI_Isend(x, (int)bytes, MPI_BYTE, to, tag, comm_of(g), &request);
-	finish(&request, 1, "checkpoint");
+	/* Whatever it is asked, MPI moves a little of all that is under way. No message with this tag ever comes. */
+	for (int i = 0, found; i < mpi.under_way; i++)
+		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
 }
 
-void receive_message(const struct group *g, int tag, void *x, int64_t bytes)
+void broadcast(const struct group *g, void *x, int64_t bytes)
 {
+	if (g->size == 1)
+		return;
 	MPI_Request request;
-	MPI_Irecv(x, (int)bytes, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
-	finish(&request, 1, "checkpoint");
+	MPI_Ibcast(x, mpi_count(bytes), MPI_BYTE, 0, comm_of(g), &request);
+	wait_for(&request, 1, "start");
 }
 
 int slowest_rank(const struct group *g, double seconds)
@@ -543,15 +558,20 @@ int slowest_rank(const struct group *g, double seconds)
 	MPI_Request request;
 	count_sent(TRAFFIC_STATISTICS, g->size - 1, sizeof mine);
 	MPI_Iallreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g), &request);
-	finish(&request, 1, traffic_names[TRAFFIC_STATISTICS]);
+	wait_for(&request, 1, traffic_names[TRAFFIC_STATISTICS]);
 	return slowest.rank;
 }
 
-void broadcast(const struct group *g, void *x, int64_t bytes)
+void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes)
 {
-	if (g->size == 1)
-		return;
 	MPI_Request request;
-	MPI_Ibcast(x, (int)bytes, MPI_BYTE, 0, comm_of(g), &request);
-	finish(&request, 1, "start");
+	MPI_Isend(x, mpi_count(bytes), MPI_BYTE, to, tag, comm_of(g), &request);
+	wait_for(&request, 1, "checkpoint");
+}
+
+void receive_message(const struct group *g, int tag, void *x, int64_t bytes)
+{
+	MPI_Request request;
+	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
+	wait_for(&request, 1, "checkpoint");
 }

@@ -1,5 +1,9 @@
 /*
- * parallel.h - ranks: process groups, collectives over them, layouts, and who computes which part of a batch. The only file that calls MPI.
+ * parallel.h - ranks: process groups, collectives, layouts, and which rank computes which part of a batch. Only
+ * parallel.c calls MPI.
+ *
+ * A rank is one process; a launcher (mpirun, srun) starts several. Without a launcher there is one rank, every group
+ * has size 1, and MPI is not started. The names of the collectives are those of MPI and PyTorch.
  */
 #ifndef LING_PARALLEL_H
 #define LING_PARALLEL_H
@@ -9,93 +13,153 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-struct group { int rank, size, comm; }; /* comm: MPI's handle */
+/* -- start and end -- */
+
+/* Starts MPI if a launcher started this process. Call once, before everything below but parallel_rank. */
+void parallel_start(void);
+/* Ends MPI: with status 0 when all ranks come here; with any other status it ends all ranks at once, and does not
+ * return. */
+void parallel_stop(int status);
+/* The rank of this process, from 0. Before parallel_start, what the launcher's environment says. */
+int parallel_rank(void);
+int parallel_size(void);
+/* Ranks on this machine. */
+int parallel_local_ranks(void);
+/* The name of this rank's machine. */
+const char *parallel_host(void);
+
+/* The ranks, their threads and the cores that they may run on, of this machine. `first`: this rank is the first of all
+ * ranks whose machine has more threads than cores. Collective: all ranks call it, each with its number of threads. */
+struct oversubscription { int ranks, threads, cores; bool first; };
+struct oversubscription parallel_oversubscription(int threads);
+
+/* -- errors: what one rank finds, all must know -- */
+
+/* Collective. Returns rc if every rank's is at least 0. Else it fails on every rank, with the message of the first
+ * rank whose rc is -1, which it names unless all failed. */
+int parallel_agree(int rc);
+/* Collective. Fails on every rank if some rank's value is not that of rank 0; `what` names it in the message. */
+int parallel_same(uint64_t value, const char *what);
+/* True if every rank calls this within a second: then all failed in the same way, and one message is enough. */
+bool parallel_all_failed(void);
+
+/* -- groups and layouts -- */
+
+/* A group of ranks, in which this process is number `rank` of `size`; comm is MPI's handle. */
+struct group { int rank, size, comm; };
+
+/* The groups that a rank is in. World = data x tensor; expert and expert_data divide the world in another way. */
 struct layout {
 	struct group world;
-	struct group data;           /* ranks with the same part of heads and vocabulary, which split the batch */
-	struct group tensor;         /* ranks that split heads, vocabulary and, between them, the tokens of a micro-batch */
-	struct group expert;         /* ranks that split the experts */
-	struct group expert_data;         /* ranks with the same experts */
+	struct group data;           /* ranks with the same shard of heads and vocabulary, which divide the batch */
+	struct group tensor;         /* ranks that divide heads, vocabulary and, in between, the tokens of a micro-batch */
+	struct group expert;         /* ranks that divide the experts */
+	struct group expert_data;    /* ranks with the same experts */
 };
 
-/* What the ranks of a group exchange something for: a collective's name, and the account on which the bytes go that this rank sends. */
+/* The layout of rank `rank` of `ranks`, tensor ranks in a tensor group and `expert` in an expert group. It is not
+ * connected: good to plan with, not to send. */
+struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
+/* Collective. Makes MPI's communicators, so that the collectives can be used. */
+void layout_connect(struct layout *l);
+
+/* Where shard i of n elements in `shards` contiguous shards begins, 0 <= i <= shards: sizes differ by at most 1. */
+int64_t shard_begin(int64_t n, int i, int shards);
+
+/* The micro-batches of a rank. The global batch is cut into micro-batches in order, of which the last may be short;
+ * data ranks take them in turn. So every layout has the same micro-batches. Number i of this rank, 0 <= i < num,
+ * begins with sequence first + i * step of the global batch; it is empty if that is beyond the batch. */
+struct micro_batches {
+	int64_t num, first, step;
+	int64_t size, batch;         /* sequences of a whole micro-batch, and of the global batch */
+};
+struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch);
+/* Sequences of micro-batch i of the rank, 0 .. size. */
+int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i);
+/* The place of sequence i of the global batch among the sequences of the rank, which stand one micro-batch after the
+ * other; -1 when another rank has it. */
+int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
+
+/* -- collectives -- All ranks of a group call these together, in the same order. A group of size 1 needs no MPI.
+ * Results are the same bits each time: sums are taken in the order of the ranks. A matrix [rows, width] of reals is
+ * divided by rows: the shard of rank r has the rows from shard_begin(rows, r, size) to shard_begin(rows, r + 1, size)
+ * - 1. Counts of rows, and of what is sent at once, must be less than 2^31; a larger one ends all ranks with a
+ * message. */
+
+/* What a collective is for: its name in messages, and the account on which the bytes go that this rank sends. */
 enum traffic {
-	TRAFFIC_GATHER, TRAFFIC_SUM, /* of tokens, over the tensor group: slices, and partial_sums of a sum */
-	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: how many there will be, on their way, and back; forward and backward */
+	TRAFFIC_GATHER, TRAFFIC_SUM, /* activations over the tensor group: all_gather and reduce_scatter */
+	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: their numbers; to the experts; back. Both passes */
 	TRAFFIC_GRADIENTS, TRAFFIC_WEIGHTS,
-	TRAFFIC_HEAD,                /* the sums of a split vocabulary */
+	TRAFFIC_HEAD,                /* the sums of a vocabulary in shards */
 	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
 	NUM_TRAFFIC
 };
 extern const char *const traffic_names[NUM_TRAFFIC];
 
-/* Starts MPI if a launcher started this process; parallel_stop(0) ends it, any other status ends all ranks at once. */
-void parallel_start(void);
-void parallel_stop(int status);
-int parallel_rank(void); /* before the start, what the launcher says */
-int parallel_size(void);
-int parallel_local_ranks(void); /* on this machine */
-const char *parallel_host(void); /* the name of this rank's machine */
-/* Moves on the collectives that were started and are not finished: MPI sends and receives only while it is called, so whoever computes
- * between start and finish calls this now and then. Does nothing when none is under way. */
-void parallel_progress(void);
-double parallel_seconds(void); /* spent in communication so far */
-/* Bytes that this rank has sent so far. A block that several ranks get counts once for each, whatever way MPI takes. */
+/* Seconds that this rank has spent in communication since the start. */
+double parallel_seconds(void);
+/* Bytes that this rank has sent since the start. What goes to several ranks counts once for each, whatever way MPI
+ * sends it. */
 void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
-/* The ranks on this machine, their threads, and the cores they may run on. On all ranks together. `first` says whether this rank is the
- * first of all that have more threads than cores. */
-struct oversubscription { int ranks, threads, cores; bool first; };
-struct oversubscription parallel_oversubscription(int threads);
-/* On all ranks together: -1 on every one if one of them brings -1, and error_text then names the first such rank. */
-int parallel_agree(int rc);
-/* On all ranks together: fails on those whose value is not rank 0's, and then on all. `what` names it. */
-int parallel_same(uint64_t value, const char *what);
-/* Whether every rank comes here within a second: then one message will do for all. */
-bool parallel_all_failed(void);
 
-/* The groups of a rank, not yet connected: enough to plan with. */
-struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
-void layout_connect(struct layout *l);
-/* n elements in `parts` contiguous slices: where slice i begins. */
-int64_t shard_begin(int64_t n, int i, int parts);
-/* A rank's part of a global batch: the batch is cut into micro-batches in order, the last one short, and these are dealt out in turn, so
- * that every layout has the same ones. Micro-batch i of a rank begins with sequence first + i * step; beyond the batch it is empty. */
-struct micro_batches { int64_t num, first, step, size, batch; }; /* size: sequences of a whole one; batch: of the global batch */
-struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch);
-/* Sequences of micro-batch i, 0 .. size. */
-int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i);
-/* Which of the rank's sequences, micro-batch after micro-batch, sequence i of the global batch is; -1 when another rank has it. */
-int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
-
-/* All ranks of the group call these together. Rows are `width` reals; rank r's slice of `rows` rows begins at shard_begin(rows, r, size). */
-/* The sum, or the largest, of x over the ranks, in place on every one. */
+/* x [n]: the sum over the ranks, or the largest of any rank, in place on every rank. */
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n);
 void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_t n);
-/* out [rows, width] from every rank's slice, which may stand in its place in out already. A group of one leaves out as it is. */
+
+/* out [rows, width] from the shards of all ranks. in: this rank's shard, which may be in its place in out already.
+ * With a group of size 1 nothing is done: the shard must be in its place. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
-/* out = this rank's slice of the sum over the ranks of in [rows, width]: out may be the slice of `in`. scratch [reduce_scatter_scratch()].
- * Between start and finish, `in` must not change. */
-struct reduce_scatter { struct group group; enum traffic traffic; const real *in; int64_t rows, width; real *scratch; void *requests; int num_requests; };
+
+/* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
+ * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
+ * may be changed. */
+struct reduce_scatter {
+	struct group group;
+	enum traffic traffic;
+	const real *in;              /* [rows, width] */
+	int64_t rows, width;
+	real *scratch;               /* [size, rows of the shard, width] what came from each rank */
+	void *requests;              /* [num_requests] MPI_Request */
+	int num_requests;
+};
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width);
-void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in, int64_t rows, int64_t width,
-		real *scratch);
-void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in, int64_t rows, int64_t width,
-		real *scratch);
+void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in,
+		int64_t rows, int64_t width, real *scratch);
+void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
+		int64_t rows, int64_t width, real *scratch);
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate);
-/* out [size, n]: what each rank has for this one in its own `in` [size, n]. */
+
+/* out [size, n]: out[r] is what rank r has in its in[this rank]; in [size, n]. */
 void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out, const int64_t *in, int n);
-/* Sends send[r] rows of `in` to each rank r and takes receive[r] rows from it into out, both in rank order. Until it is finished, `in` must not
- * change nor out be read. */
-struct all_to_all { void *request; int *counts, type; enum traffic traffic; };
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out, const int64_t *receive, const real *in,
-		const int64_t *send, int64_t width);
+
+/* Sends send_rows[r] rows of `in` to each rank r, and receives receive_rows[r] rows from it into `out`; both arrays
+ * are in the order of the ranks, [sum of rows, width]. From start to finish, `in` must not be changed and `out` not be
+ * read. */
+struct all_to_all {
+	void *request;               /* MPI_Request */
+	int *counts, type;           /* [4, size] what MPI reads meanwhile; MPI's handle of the type of a row */
+	enum traffic traffic;
+};
+void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);
 void all_to_all_finish(struct all_to_all *e);
-/* One message; a received one may come from any rank, and takes up to `bytes`. */
-void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);
-void receive_message(const struct group *g, int tag, void *x, int64_t bytes);
-/* The rank with the largest value. */
-int slowest_rank(const struct group *g, double seconds);
-/* Rank 0's bytes to all. */
+
+/* Moves on the collectives that were started and are not finished. MPI moves data only while it is called, so call this
+ * now and then between start and finish. Does nothing when none is under way; not collective. */
+void parallel_progress(void);
+
+/* The bytes of rank 0 to all ranks. */
 void broadcast(const struct group *g, void *x, int64_t bytes);
+
+/* The rank whose `seconds` are largest, the first among equals. */
+int slowest_rank(const struct group *g, double seconds);
+
+/* -- messages from one rank to another -- */
+
+/* Sends x to rank `to`; tag, 0 .. 32767, is what the receiver asks for. */
+void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);
+/* Receives the next message with this tag from any rank, of at most `bytes`. */
+void receive_message(const struct group *g, int tag, void *x, int64_t bytes);
 
 #endif

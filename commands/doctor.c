@@ -1,5 +1,6 @@
 /*
- * commands/doctor.c - `ling doctor` and `ling bench`: is this machine, and what runs on it, fit to train, and how fast.
+ * commands/doctor.c - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and
+ * how fast it trains.
  */
 #define _GNU_SOURCE
 #include "commands/doctor.h"
@@ -9,6 +10,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/report.h"
 #include "commands/self_check.h"
 
 #include <math.h>
@@ -21,13 +23,22 @@
 #include <string.h>
 #include <unistd.h>
 
+/* What a benchmark measures. roof (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
+ * seconds, are of this rank; communication is contained in the step and its phases. */
+struct bench {
+	double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
+	int ranks;
+};
+
+enum { BENCH_STEPS = 5 };
+
 static double median(double *x, int n)
 {
 	qsort(x, n, sizeof *x, compare_doubles);
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-/* FLOP/s of the best of several products of 2048 x 2048 matrices; 0 when memory is short. */
+/* The roof: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
 static double measure_roof(int repeats, int threads)
 {
 	const int64_t n = 2048;
@@ -36,19 +47,21 @@ static double measure_roof(int repeats, int threads)
 		return 0;
 	for (int64_t i = 0; i < 2 * n * n; i++)
 		a[i] = (real)(i % 17 - 8);
-	double seconds = blas_roof(a, a + n * n, a + 2 * n * n, n, repeats, threads);
+	double seconds = gemm_seconds(a, a + n * n, a + 2 * n * n, n, repeats, threads);
 	free(a);
 	return 2.0 * n * n * n / seconds;
 }
 
-int measure_steps(struct bench *b, struct trainer *t)
+/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The roof is measured before and after, and
+ * the better one counts. */
+static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
 	b->roof = measure_roof(10, kernels_threads());
-	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measured at once */
+	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measure at the same time */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
@@ -84,44 +97,52 @@ int measure_steps(struct bench *b, struct trainer *t)
 	return 0;
 }
 
-void print_bench(const struct bench *b, const char *name, bool json)
+static json_t *bench_report(const struct bench *b, const char *path)
 {
-	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head", "optimizer", "other"};
+	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head",
+			"optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
-	if (json) {
-		printf("{\"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"blas_core\": \"%s\", \"roof_gflops\": %.2f, \"step_seconds\": %.5f, "
-				"\"tokens_per_second\": %.2f, \"gflops\": %.2f, \"roof_percent\": %.2f, \"communication_seconds\": %.5f, \"parts\": {",
-				name, b->ranks, kernels_threads(), blas_core(),
-				b->roof / 1e9, b->step_seconds, b->tokens / b->step_seconds, rate / 1e9, 100 * rate / b->roof, b->communication_seconds);
-		for (int p = 0; p < NUM_PHASES; p++)
-			printf("%s\"%s\": %.5f", p ? ", " : "", names[p], b->phase_seconds[p]);
-		printf("}}\n");
-		return;
-	}
-	if (b->ranks > 1)
-		printf("%d ranks, communication %.3f s of a step, ", b->ranks, b->communication_seconds);
-	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", name, kernels_threads(), blas_core(), b->roof / 1e9);
-	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", b->step_seconds, b->tokens / b->step_seconds,
-			rate / 1e9, 100 * rate / b->roof);
+	json_t *parts = json_object();
 	for (int p = 0; p < NUM_PHASES; p++)
-		printf("  %-16s %8.3f s %6.1f%%\n", names[p], b->phase_seconds[p], 100 * b->phase_seconds[p] / b->step_seconds);
+		json_object_set_new(parts, names[p], report_number(b->phase_seconds[p]));
+	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
+			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
+			"roof_gflops", report_number(b->roof / 1e9), "step_seconds", report_number(b->step_seconds),
+			"tokens_per_second", report_number(b->tokens / b->step_seconds), "gflops", report_number(rate / 1e9),
+			"roof_percent", report_number(100 * rate / b->roof),
+			"communication_seconds", report_number(b->communication_seconds), "parts", parts);
 }
 
-/* ============================================================================================================
- * ling doctor: is this machine, and what runs on it, fit to train
- * ========================================================================================================== */
+static void print_bench(const json_t *report)
+{
+	const double seconds = report_double(report, "step_seconds");
+	const char *name;
+	json_t *part;
+	if (report_integer(report, "ranks") > 1)
+		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"),
+				report_double(report, "communication_seconds"));
+	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", report_text(report, "config"),
+			(int)report_integer(report, "threads"), report_text(report, "blas_core"),
+			report_double(report, "roof_gflops"));
+	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", seconds,
+			report_double(report, "tokens_per_second"), report_double(report, "gflops"),
+			report_double(report, "roof_percent"));
+	json_object_foreach(json_object_get(report, "parts"), name, part)
+		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(part), 100 * json_number_value(part) / seconds);
+}
 
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
 static int check_products(bool openblas)
 {
-	const double error = product_error(openblas);
+	const double error = gemm_error(openblas);
 	if (error < 1e-5)
 		return 0;
 	if (openblas)
-		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against plain loops); choose another with "
-				"OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer OpenBLAS", blas_core(), plain_nan(error));
-	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it again on this machine with "
-			"make clean && make", plain_nan(error));
+		return fail("OpenBLAS's %s kernel computes wrong products on this processor (relative error %.2g against "
+				"plain loops); choose another with OPENBLAS_CORETYPE=Haswell or =Nehalem, or install a newer "
+				"OpenBLAS", blas_core(), plain_nan(error));
+	return fail("ling's products are wrong on this processor (relative error %.2g against plain loops); build it "
+			"again on this machine with make clean && make", plain_nan(error));
 }
 
 int check_before_work(bool openblas)
@@ -131,6 +152,19 @@ int check_before_work(bool openblas)
 	return check_products(openblas);
 }
 
+/* What the doctor finds. */
+struct examination {
+	char features[256];          /* of the processor */
+	int cores, threads;          /* of this process */
+	int machine_cores, ranks;    /* of and on this machine */
+	double own_error, library_error; /* of matrix products, see gemm_error */
+	double one_core, all_threads, bandwidth; /* FLOP/s, FLOP/s, bytes/s */
+	struct check checks[MAX_CHECKS];
+	int num_checks, num_warnings;
+	char warnings[8][256];       /* each says what to change, and how */
+};
+
+/* Adds a warning. */
 __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, const char *format, ...)
 {
 	va_list args;
@@ -139,11 +173,13 @@ __attribute__((format(printf, 2, 3))) static void warn(struct examination *x, co
 	va_end(args);
 }
 
+/* Whether an operation computes what its plain form does, up to rounding. A NaN is not right. */
 static bool is_right(const struct check *c)
 {
-	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND; /* a NaN is not */
+	return c->forward <= CHECK_BOUND && c->backward <= CHECK_BOUND;
 }
 
+/* Counts cores, ranks and threads, and warns where they do not suit each other. */
 static void examine_threads(struct examination *x)
 {
 	cpu_set_t cpus;
@@ -153,17 +189,18 @@ static void examine_threads(struct examination *x)
 	x->threads = kernels_threads();
 	const int ranks = x->ranks < x->machine_cores ? x->ranks : x->machine_cores;
 	if (x->ranks > 1 && (x->threads > x->cores || (int64_t)x->ranks * x->threads > x->machine_cores))
-		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d ling ...", x->ranks, x->threads,
-				ranks, x->machine_cores / ranks);
+		warn(x, "%d ranks x %d threads are more than the cores: mpirun --bind-to none -n %d env OMP_NUM_THREADS=%d "
+				"ling ...", x->ranks, x->threads, ranks, x->machine_cores / ranks);
 	else if (x->threads > x->cores)
 		warn(x, "more threads than cores: set OMP_NUM_THREADS=%d", x->cores);
 	else if (x->ranks == 1 && x->threads < x->cores)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
-int examine_machine(struct examination *x)
+/* Measures the machine and checks every operation. Fails when memory is short. */
+static int examine_machine(struct examination *x)
 {
-	const int64_t n = 64 << 20; /* 256 MB: beyond any cache */
+	const int64_t n = 64 << 20; /* elements; in float 256 MB, more than any cache holds */
 	const size_t bytes = 2 * n * sizeof(real), scratch = self_check_scratch() * sizeof(double);
 	void *memory = malloc(bytes > scratch ? bytes : scratch);
 	if (!memory)
@@ -171,13 +208,15 @@ int examine_machine(struct examination *x)
 	cpu_features(x->features);
 	examine_threads(x);
 	if (blas_better_core())
-		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(), blas_better_core());
-	x->own_error = product_error(false);
-	x->library_error = product_error(true);
+		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(),
+				blas_better_core());
+	x->own_error = gemm_error(false);
+	x->library_error = gemm_error(true);
 	x->one_core = measure_roof(5, 1);
 	x->all_threads = measure_roof(5, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
-		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core (hyper-threading)");
+		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core "
+				"(hyper-threading)");
 	memset(memory, 0, bytes);
 	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
 	x->num_checks = self_check(x->checks, memory);
@@ -185,63 +224,118 @@ int examine_machine(struct examination *x)
 	return 0;
 }
 
-void print_examination(const struct examination *x)
+static json_t *machine_report(const struct examination *x)
 {
-	printf("processor       %s\n", x->features);
-	printf("cores           %d for this process, %d threads", x->cores, x->threads);
-	if (x->ranks > 1)
-		printf("; %d ranks x %d threads on the machine's %d cores", x->ranks, x->threads, x->machine_cores);
-	printf("\nOpenBLAS        %s\n", blas_core());
-	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n", plain_nan(x->own_error), plain_nan(x->library_error));
-	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", x->one_core / 1e9, x->all_threads / 1e9, x->threads,
-			100 * x->all_threads / (x->threads * x->one_core), x->threads);
-	printf("memory          %.1f GB/s for a copy by all threads\n", x->bandwidth / 1e9);
-	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is expected.\n%-24s %8s %9s\n", CHECK_BOUND,
-			"operation", "forward", "backward");
-	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
+	json_t *operations = json_array(), *warnings = json_array();
+	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
+		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
+				"ok", is_right(c), "forward", report_number(c->forward), "has_backward", c->has_backward,
+				"backward", c->has_backward ? report_number(c->backward) : json_null()));
+	for (int i = 0; i < x->num_warnings; i++)
+		json_array_append_new(warnings, json_cstring(x->warnings[i]));
+	return json_pack("{s:o, s:o, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:f, s:o, s:o}",
+			"processor", json_cstring(x->features), "blas_core", json_cstring(blas_core()), "cores", x->cores,
+			"machine_cores", x->machine_cores, "ranks", x->ranks, "threads", x->threads,
+			"products_error", report_number(x->own_error), "blas_products_error", report_number(x->library_error),
+			"one_core_gflops", report_number(x->one_core / 1e9), "gflops", report_number(x->all_threads / 1e9),
+			"memory_gb_per_second", report_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
+			"operations", operations, "warnings", warnings);
+}
+
+static void print_machine(const json_t *report)
+{
+	const int threads = (int)report_integer(report, "threads"), ranks = (int)report_integer(report, "ranks");
+	const double one_core = report_double(report, "one_core_gflops"), all_threads = report_double(report, "gflops");
+	size_t i;
+	json_t *value;
+	printf("processor       %s\n", report_text(report, "processor"));
+	printf("cores           %d for this process, %d threads", (int)report_integer(report, "cores"), threads);
+	if (ranks > 1)
+		printf("; %d ranks x %d threads on the machine's %d cores", ranks, threads,
+				(int)report_integer(report, "machine_cores"));
+	printf("\nOpenBLAS        %s\n", report_text(report, "blas_core"));
+	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n",
+			report_double(report, "products_error"), report_double(report, "blas_products_error"));
+	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one_core, all_threads,
+			threads, 100 * all_threads / (threads * one_core), threads);
+	printf("memory          %.1f GB/s for a copy by all threads\n", report_double(report, "memory_gb_per_second"));
+	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is "
+			"expected.\n%-24s %8s %9s\n", report_double(report, "error_bound"), "operation", "forward", "backward");
+	json_array_foreach(json_object_get(report, "operations"), i, value) {
 		char backward[32] = "-";
-		if (c->has_backward)
-			snprintf(backward, sizeof backward, "%.1e", plain_nan(c->backward));
-		printf("%-24s %8.1e %9s  %s\n", c->operation, plain_nan(c->forward), backward, is_right(c) ? "ok" : "! wrong");
+		if (json_is_true(json_object_get(value, "has_backward")))
+			snprintf(backward, sizeof backward, "%.1e", report_double(value, "backward"));
+		printf("%-24s %8.1e %9s  %s\n", report_text(value, "name"), report_double(value, "forward"), backward,
+				json_is_true(json_object_get(value, "ok")) ? "ok" : "! wrong");
 	}
-	for (int i = 0; i < x->num_warnings; i++)
-		printf("! %s\n", x->warnings[i]);
+	json_array_foreach(json_object_get(report, "warnings"), i, value)
+		printf("! %s\n", json_string_value(value));
 }
 
-/* A number of a JSON object, behind a comma: null if it is not finite. */
-static void print_json(const char *name, double value)
-{
-	printf(isfinite(value) ? ", \"%s\": %.6g" : ", \"%s\": null", name, value);
-}
-
-void print_examination_json(const struct examination *x)
-{
-	printf("{\"processor\": \"%s\", \"blas_core\": \"%s\", \"cores\": %d, \"machine_cores\": %d, \"ranks\": %d, \"threads\": %d", x->features,
-			blas_core(), x->cores, x->machine_cores, x->ranks, x->threads);
-	print_json("products_error", x->own_error);
-	print_json("blas_products_error", x->library_error);
-	print_json("one_core_gflops", x->one_core / 1e9);
-	print_json("gflops", x->all_threads / 1e9);
-	print_json("memory_gb_per_second", x->bandwidth / 1e9);
-	print_json("error_bound", CHECK_BOUND);
-	printf(", \"operations\": [");
-	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++) {
-		printf("%s{\"name\": \"%s\", \"ok\": %s", c == x->checks ? "" : ", ", c->operation, is_right(c) ? "true" : "false");
-		print_json("forward", c->forward);
-		print_json("backward", c->has_backward ? c->backward : NAN);
-		printf("}");
-	}
-	printf("], \"warnings\": [");
-	for (int i = 0; i < x->num_warnings; i++)
-		printf("%s\"%s\"", i ? ", " : "", x->warnings[i]);
-	printf("]}\n");
-}
-
-int judge_machine(const struct examination *x)
+/* Fails when an operation or a product is wrong, and names it. */
+static int judge_machine(const struct examination *x)
 {
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
 		if (!is_right(c))
-			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain loops, expected at most %.0e; build ling "
-					"again here with make clean && make, or with another compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
+			return fail("%s is wrong on this machine: relative error %.2g forward, %.2g backward against plain "
+					"loops, expected at most %.0e; build ling again here with make clean && make, or with another "
+					"compiler", c->operation, plain_nan(c->forward), plain_nan(c->backward), CHECK_BOUND);
 	return check_products(false) < 0 ? -1 : check_products(true);
 }
+
+struct report_options { bool json; };
+
+static const struct command_option options[] = {
+	FLAG_OPTION(report_options, json, "json", "Print one JSON object"),
+};
+
+static int run_bench(const struct command_line *line)
+{
+	const struct report_options *o = line->options;
+	const bool named = line->num_words && !strchr(line->words[0], '=');
+	const char *path = named ? line->words[0] : "configs/bench.yaml";
+	struct config c;
+	struct trainer t;
+	struct bench b = {0};
+	if (config_load(&c, path, line->num_words - named, line->words + named, true) < 0)
+		return EXIT_WRONG_USE;
+	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
+		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
+		return EXIT_WRONG_USE;
+	}
+	c.train.steps = BENCH_STEPS + 1;
+	c.train.batch_warmup.tokens = 0;
+	int rc = trainer_allocate(&t, &c);
+	if (rc == 0) {
+		rc = measure_steps(&b, &t);
+		trainer_free(&t);
+	}
+	if (rc == 0 && parallel_rank() == 0)
+		report_print(bench_report(&b, path), o->json, print_bench);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+const struct command bench_command = {
+	.name = "bench", .usage = "[CONFIG.yaml] [key.path=value ...]", .max_words = ANY_NUMBER,
+	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products "
+		"(configs/bench.yaml).",
+	.run = run_bench, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
+};
+
+static int run_doctor(const struct command_line *line)
+{
+	const struct report_options *o = line->options;
+	struct examination x = {0};
+	if (examine_machine(&x) < 0)
+		return EXIT_WORK_FAILED;
+	report_print(machine_report(&x), o->json, print_machine);
+	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+const struct command doctor_command = {
+	.name = "doctor", .usage = "",
+	.help = "Examine the machine: processor, OpenBLAS kernel, rates, bandwidth, threads, and whether every operation "
+		"computes what its plain form does.",
+	.run = run_doctor, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
+	.checks_products = true,
+};

@@ -1,5 +1,5 @@
 /*
- * commands/engine.c - generation: KV caches, batches of sequences, sampling.
+ * commands/engine.c - text generation: key-value caches, batches of requests, sampling.
  */
 #define _GNU_SOURCE
 #include "commands/engine.h"
@@ -14,9 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Of the keys and values of `capacity` tokens in all layers. */
 static size_t kv_cache_bytes(const struct model *m, int64_t capacity)
 {
-	return m->config.num_hidden_layers * (size_t)capacity * 2 * m->config.num_key_value_heads * m->config.head_dim * sizeof(real);
+	const size_t width = 2 * (size_t)m->config.num_key_value_heads * m->config.head_dim;
+	return m->config.num_hidden_layers * (size_t)capacity * width * sizeof(real);
 }
 
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
@@ -44,11 +46,11 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
 	to->length = n;
 }
 
-/* ============================================================================================================
- * Generation
- * ========================================================================================================== */
+/* ------------------------------------------------------------------------------------------------ sampling */
 
-/* Token ids by falling logit, the lower id first among equals, as far as they are asked for: a heap, behind which those taken from it stand. */
+/* Token ids in the order of falling logits, the lower id first among equals; sorted only as far as they are asked for.
+ * The first size - taken entries of `id` are a heap with the highest rank on top; behind it stand the ids that were
+ * taken from it, the first one last. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 
 static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
@@ -56,8 +58,8 @@ static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
 	return r->logits[a] > r->logits[b] || (r->logits[a] == r->logits[b] && a < b);
 }
 
-/* Lets entry i of the first n sink to its place in the heap. */
-static void sink(struct ranking *r, int64_t i, int64_t n)
+/* Moves entry i of a heap of n entries down to its place. */
+static void sift_down(struct ranking *r, int64_t i, int64_t n)
 {
 	const int32_t id = r->id[i];
 	for (int64_t child; (child = 2 * i + 1) < n; i = child) {
@@ -69,10 +71,10 @@ static void sink(struct ranking *r, int64_t i, int64_t n)
 	r->id[i] = id;
 }
 
-/* The id of rank i, from 0. */
-static int32_t ranked(struct ranking *r, int64_t i)
+/* The id of rank i, counted from 0. */
+static int32_t id_of_rank(struct ranking *r, int64_t i)
 {
-	for (int64_t last; r->taken <= i; sink(r, 0, last)) {
+	for (int64_t last; r->taken <= i; sift_down(r, 0, last)) {
 		last = r->size - 1 - r->taken++;
 		const int32_t id = r->id[last];
 		r->id[last] = r->id[0];
@@ -82,7 +84,7 @@ static int32_t ranked(struct ranking *r, int64_t i)
 }
 
 /* A number in [0, 1) that depends on (seed, number, position) alone. */
-static double sampling_number(const struct sampling *s, uint32_t number, int64_t position)
+static double uniform_number(const struct sampling *s, uint32_t number, int64_t position)
 {
 	uint32_t word[4];
 	philox(word, (uint32_t[]){(uint32_t)position, (uint32_t)(position >> 32), number, RANDOM_SAMPLING},
@@ -90,7 +92,8 @@ static double sampling_number(const struct sampling *s, uint32_t number, int64_t
 	return (word[0] + (word[1] >> 11) * 0x1p-21) * 0x1p-32;
 }
 
-int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch)
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position,
+		int32_t *scratch)
 {
 	int64_t best = 0;
 	for (int64_t v = 0; v < V; v++) {
@@ -103,31 +106,33 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 	if (s->temperature == 0)
 		return (int32_t)best;
 
-#define LIKELIHOOD(v) exp(((double)logits[v] - logits[best]) / s->temperature)
-	const int64_t most = s->top_k > 0 && s->top_k < V ? s->top_k : V;
-	const bool all = most == V && s->top_p >= 1; /* then any order will do */
+#define PROBABILITY(v) exp(((double)logits[v] - logits[best]) / s->temperature) /* times a constant */
+	const int64_t k = s->top_k > 0 && s->top_k < V ? s->top_k : V;
+	const bool all = k == V && s->top_p >= 1; /* then the order of the ids need not be known */
 	struct ranking r = {.logits = logits, .id = scratch, .size = V};
 	for (int64_t v = 0; v < V; v++)
 		scratch[v] = (int32_t)v;
 	for (int64_t i = V / 2 - 1; i >= 0 && !all; i--)
-		sink(&r, i, V);
+		sift_down(&r, i, V);
 	double total = 0, sum = 0;
-	for (int64_t i = 0; i < most; i++)
-		total += LIKELIHOOD(most == V ? i : ranked(&r, i));
-	int64_t n = 0; /* those to draw from */
-	for (; n < most && (n == 0 || all || sum < s->top_p * total); n++)
-		sum += LIKELIHOOD(all ? n : ranked(&r, n));
-	const double target = sum * sampling_number(s, number, position);
+	for (int64_t i = 0; i < k; i++)
+		total += PROBABILITY(k == V ? i : id_of_rank(&r, i));
+	int64_t n = 0; /* tokens to draw from */
+	for (; n < k && (n == 0 || all || sum < s->top_p * total); n++)
+		sum += PROBABILITY(all ? n : id_of_rank(&r, n));
+	const double target = sum * uniform_number(s, number, position);
 	double passed = 0;
 	for (int64_t i = 0; i < n; i++) {
-		const int32_t v = (int32_t)(all ? i : ranked(&r, i));
-		passed += LIKELIHOOD(v);
+		const int32_t v = (int32_t)(all ? i : id_of_rank(&r, i));
+		passed += PROBABILITY(v);
 		if (passed > target)
 			return v;
 	}
-#undef LIKELIHOOD
-	return (int32_t)best; /* rounding: the number was all but 1 */
+#undef PROBABILITY
+	return (int32_t)best; /* by rounding, `passed` stayed below a target that is almost the whole sum */
 }
+
+/* ---------------------------------------------------------------------------------------------- generation */
 
 size_t find_stop(const struct text *text, size_t from, const struct strings *stop)
 {
@@ -148,49 +153,54 @@ size_t longest_stop(const struct strings *stop)
 	return longest;
 }
 
-/* Adds a token to a continuation, and says whether and how that ends it. */
-static void add_token(struct request *c, int32_t id, const struct tokenizer *t, const struct generation_config *g)
+/* Adds a token to a request, and sets `ended` if that ends it. */
+static void add_token(struct request *r, int32_t id, const struct tokenizer *t, const struct generation_config *g)
 {
 	if (id == tokenizer_end(t)) {
-		c->ended = ENDED_BY_TOKEN;
+		r->ended = ENDED_BY_TOKEN;
 		return;
 	}
-	const size_t stop = longest_stop(&g->stop), from = c->text.size < stop ? 0 : c->text.size - stop; /* it may have begun before */
-	put_id(&c->ids, id);
-	tokenizer_decode(t, id, false, &c->text);
-	const size_t end = find_stop(&c->text, from, &g->stop);
-	if (end < c->text.size) {
-		c->text.size = end;
-		c->text.data[end] = 0;
-		c->ended = ENDED_BY_STOP;
-	} else if (c->ids.count - c->num_prompt == g->max_tokens)
-		c->ended = ENDED_BY_LENGTH;
+	/* A stop text may have begun in the tokens before. */
+	const size_t longest = longest_stop(&g->stop), from = r->text.size < longest ? 0 : r->text.size - longest;
+	put_id(&r->ids, id);
+	tokenizer_decode(t, id, false, &r->text);
+	const size_t end = find_stop(&r->text, from, &g->stop);
+	if (end < r->text.size) {
+		r->text.size = end;
+		r->text.data[end] = 0;
+		r->ended = ENDED_BY_STOP;
+	} else if (r->ids.count - r->num_prompt == g->max_tokens)
+		r->ended = ENDED_BY_LENGTH;
 }
 
-/* A place for a sequence that is being continued. */
-struct slot { struct request *c; struct kv_cache cache; };
+/* One of the places of a batch: the request that runs there, or NULL, and the cache of its sequence. */
+struct slot { struct request *request; struct kv_cache cache; };
 
-/* The forward pass for the tokens that the slots' caches lack, as many as there is room for; then the next token of each whose prompt is read. */
-static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots, const struct generation_config *g, real *logits,
-		int32_t *scratch)
+/* One forward pass over the tokens that the caches of the slots lack, as many as the model takes at a time; then the
+ * next token of each request whose cache is complete. logits [batch, V], scratch [V]. */
+static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots,
+		const struct generation_config *g, real *logits, int32_t *scratch)
 {
-	const int64_t V = m->config.vocab_size, H = m->config.hidden_size, size = tokenizer_size(t);
+	const int64_t V = m->config.vocab_size, H = m->config.hidden_size;
+	/* The vocabulary may be padded: only ids that the tokenizer has may be chosen. */
+	const int64_t num_ids = tokenizer_size(t) < V ? tokenizer_size(t) : V;
 	int64_t room = (int64_t)m->max_sequences * m->seq_len, row = 0;
 	struct segment segments[g->batch];
 	struct slot *slot_of[g->batch];
 	int n = 0, ready = 0;
 	for (struct slot *s = slots; s < slots + g->batch; s++) {
-		const int64_t lacking = s->c ? s->c->ids.count - s->cache.length : 0, num = lacking < room ? lacking : room;
+		const int64_t missing = s->request ? s->request->ids.count - s->cache.length : 0;
+		const int64_t num = missing < room ? missing : room;
 		if (num == 0)
 			continue;
 		slot_of[n] = s;
-		segments[n++] = (struct segment){&s->cache, s->c->ids.id + s->cache.length, num};
+		segments[n++] = (struct segment){&s->cache, s->request->ids.id + s->cache.length, num};
 		room -= num;
 	}
 	model_extend(m, segments, n);
-	for (int i = 0; i < n; i++) { /* one product for all: their last rows come to the front */
+	for (int i = 0; i < n; i++) { /* the last row of each sequence moves to the front: one matrix product for all */
 		row += segments[i].num_tokens;
-		if (slot_of[i]->cache.length < slot_of[i]->c->ids.count)
+		if (slot_of[i]->cache.length < slot_of[i]->request->ids.count)
 			continue;
 		memmove(m->acts.normed + ready * H, m->acts.normed + (row - 1) * H, H * sizeof(real));
 		slot_of[ready++] = slot_of[i];
@@ -198,56 +208,63 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 	model_logits(m, logits, 0, ready);
 	for (int i = 0; i < ready; i++) {
 		struct slot *s = slot_of[i];
-		struct request *c = s->c;
-		/* The vocabulary may be padded: only ids that the tokenizer has are drawn. */
-		const int32_t id = choose_token(&g->sampling, logits + i * V, size < V ? size : V, c->number, c->ids.count, scratch);
+		struct request *r = s->request;
+		const int32_t id = choose_token(&g->sampling, logits + i * V, num_ids, r->number, r->ids.count, scratch);
 		if (id < 0)
-			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)c->ids.count, c->number + 1);
-		add_token(c, id, t, g);
+			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)r->ids.count,
+					r->number + 1);
+		add_token(r, id, t, g);
 		if (g->no_cache)
 			s->cache.length = 0;
-		if (c->ended)
-			s->c = NULL;
-		if (g->show && g->show(g->context, c) < 0)
+		if (r->ended)
+			s->request = NULL;
+		if (g->on_token && g->on_token(g->on_token_data, r) < 0)
 			return -1;
 	}
 	return 0;
 }
 
-int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g)
+int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
+		const struct generation_config *g)
 {
 	const int64_t V = m->config.vocab_size;
-	int64_t longest = 0;
+	const int num_slots = g->batch < n ? g->batch : n;
+	int64_t capacity = 0;
 	for (int i = 0; i < n; i++)
-		longest = requests[i].num_prompt > longest ? requests[i].num_prompt : longest;
+		capacity = requests[i].num_prompt > capacity ? requests[i].num_prompt : capacity;
+	capacity += g->max_tokens;
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
-	const double caches = (double)(g->batch < n ? g->batch : n) * kv_cache_bytes(m, longest + g->max_tokens);
-	if (caches + m->acts_bytes > usable_memory(""))
-		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: make batch or max_tokens smaller",
-				g->batch, (long long)(longest + g->max_tokens), caches / 1e9, usable_memory("") / 1e9);
+	const double bytes = (double)num_slots * kv_cache_bytes(m, capacity);
+	if (bytes + m->acts_bytes > usable_memory(""))
+		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: "
+				"make batch or max_tokens smaller", num_slots, (long long)capacity, bytes / 1e9,
+				usable_memory("") / 1e9);
 	real *logits = malloc(g->batch * V * sizeof *logits);
 	int32_t *scratch = malloc(V * sizeof *scratch);
-	int rc = logits && scratch ? 0 : fail("out of memory for the logits of %d sequences", g->batch), next = 0, running = 0;
-	for (int i = 0; i < g->batch && i < n && rc == 0; i++)
-		rc = kv_cache_init(&slots[i].cache, m, longest + g->max_tokens);
-	while (rc == 0) {
-		running = 0;
-		for (struct slot *s = slots; s < slots + g->batch; s++) {
-			while (!s->c && s->cache.kv && next < n) {
-				struct request *c = &requests[next++];
-				if (!c->ended) {
-					s->c = c;
+	int rc = 0;
+	if (!logits || !scratch)
+		rc = fail("out of memory for the logits of %d sequences, %.1f GB", g->batch,
+				g->batch * V * sizeof *logits / 1e9);
+	for (int i = 0; i < num_slots && rc == 0; i++)
+		rc = kv_cache_init(&slots[i].cache, m, capacity);
+	for (int next = 0; rc == 0;) {
+		int running = 0;
+		for (struct slot *s = slots; s < slots + num_slots; s++) {
+			while (!s->request && next < n) {
+				struct request *r = &requests[next++];
+				if (!r->ended) {
+					s->request = r;
 					s->cache.length = 0;
 				}
 			}
-			running += s->c != NULL;
+			running += s->request != NULL;
 		}
 		if (running == 0)
 			break;
 		rc = generate_step(m, t, slots, g, logits, scratch);
 	}
-	for (int i = 0; i < g->batch; i++)
+	for (int i = 0; i < num_slots; i++)
 		kv_cache_free(&slots[i].cache);
 	free(logits);
 	free(scratch);

@@ -1,5 +1,6 @@
 /*
- * commands/engine.h - generation: KV caches, batches of sequences, sampling.
+ * commands/engine.h - text generation: key-value caches, batches of requests, sampling. Beneath `ling generate` and
+ * the exact-match tasks of `ling eval`.
  */
 #ifndef LING_COMMANDS_ENGINE_H
 #define LING_COMMANDS_ENGINE_H
@@ -13,42 +14,51 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A sequence that remembers its keys and values, see struct kv_cache: an empty one, with room for `capacity` tokens, which may be more than
- * m->seq_len. */
+/* Makes the empty cache of a sequence (struct kv_cache, kernels.h), with room for `capacity` tokens. That may be more
+ * than m->seq_len: the model's RoPE table is made long enough. Fails with the size when memory is short, and then
+ * leaves nothing to free. */
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity);
-void kv_cache_free(struct kv_cache *c);
-/* Makes `to` the first n tokens of `from`. */
+void kv_cache_free(struct kv_cache *c); /* a cache of zeros is fine */
+/* Makes `to` hold the first n tokens of `from` and nothing else. n is at most from->length and to->capacity. */
 void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_cache *from, int64_t n);
 
-/* How a token is chosen. At temperature 0: the most likely one, the lower id among equals. Else it is drawn with the probabilities
- * softmax(logits / temperature) among the top_k most likely (0: all), and of these among the fewest that have top_p of their probability (1: all). */
+/* How the next token is chosen. Temperature 0: the most likely token, the lowest id among equals. Above 0: a draw with
+ * the probabilities softmax(logits / temperature) from the top_k most likely tokens (0: from all), and of these from
+ * the fewest, most likely first, whose probabilities add up to top_p of the total (1: from all). */
 struct sampling { double temperature, top_p; int top_k; uint64_t seed; };
-/* The token at `position` of sequence `number` from its logits [V]: of nothing else than these does it depend. -1 when they are not finite.
- * scratch [V]. */
-int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position, int32_t *scratch);
+/* The token at `position` of the sequence of request `number`, from its logits [V]. A draw depends on the seed, the
+ * number, the position and the logits alone. scratch [V]. Returns -1 when a logit is NaN or the largest one is
+ * infinite. */
+int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, uint32_t number, int64_t position,
+		int32_t *scratch);
 
-struct request {          /* of one prompt */
-	struct ids ids;              /* the prompt's num_prompt, at least one, and then its own, less the end token */
+struct request {               /* a prompt, and what is generated after it. The caller frees ids.id and text.data. */
+	struct ids ids;              /* the prompt's num_prompt ids, at least one; then the generated ids, no end token */
 	int64_t num_prompt;
-	uint32_t number;             /* its draws are its own */
-	struct text text;            /* of its own tokens, less the stop text and what came behind it */
-	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended; /* by the end token, the stop text, max_tokens */
+	uint32_t number;             /* from 0, see choose_token; messages count from 1 */
+	struct text text;            /* of the generated ids, up to the first stop text */
+	/* ended by the end token, by a stop text, by max_tokens */
+	enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH } ended;
 };
 struct generation_config {
 	struct sampling sampling;
-	int64_t max_tokens;          /* of a continuation, at least 1 */
-	struct strings stop;         /* a continuation ends before the first of these */
-	int batch;                   /* sequences at a time */
-	bool no_cache;               /* compute every sequence anew for each of its tokens: a check, and slow */
-	int (*show)(void *context, const struct request *c); /* NULL, or called after each token; -1 ends all */
-	void *context;
+	int64_t max_tokens;          /* most tokens to generate for a request, at least 1 */
+	struct strings stop;         /* a request ends before the first of these texts */
+	int batch;                   /* requests that run at the same time */
+	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
+	int (*on_token)(void *data, const struct request *r); /* called after each token, -1 ends everything; or NULL */
+	void *on_token_data;         /* its first argument */
 };
-/* Continues n prompts, those that are finished already left out. The result is the same for any batch, with the cache and without. */
-int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n, const struct generation_config *g);
+/* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the
+ * batch nor on the cache. Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into
+ * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. */
+int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
+		const struct generation_config *g);
 
-/* Where the first of some stop texts begins in a text, which has none before `from`; its size where there is none. */
+/* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there
+ * is none. */
 size_t find_stop(const struct text *text, size_t from, const struct strings *stop);
-
+/* Bytes of the longest stop text; 0 without one. */
 size_t longest_stop(const struct strings *stop);
 
 #endif

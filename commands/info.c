@@ -1,5 +1,6 @@
 /*
- * commands/info.c - `ling info`: parameters, memory, FLOPs, and the plan of a layout.
+ * commands/info.c - `ling info`: parameters, memory and FLOPs of a model; with --ranks, memory and traffic of
+ * each layout of ranks.
  */
 #define _GNU_SOURCE
 #include "commands/info.h"
@@ -8,13 +9,17 @@
 #include "parallel.h"
 #include "files/config.h"
 #include "ling.h"
+#include "commands/report.h"
 
+#include <jansson.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
-void usual_sizes(struct config *c, int ranks)
+/* Sets usual sizes where a config has none: those of configs/ that describe only a model, and model directories. */
+static void usual_sizes(struct config *c, int ranks)
 {
 	const int longest = c->model.max_position_embeddings;
 	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
@@ -22,7 +27,8 @@ void usual_sizes(struct config *c, int ranks)
 	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;
 }
 
-int print_info(const struct config *config, bool json)
+/* The report of a model, for the config's seq_len and micro_batch. NULL on error. */
+static json_t *model_report(const struct config *config)
 {
 	const struct model_config *c = &config->model;
 	const int L = config->data.seq_len, B = config->train.micro_batch;
@@ -31,94 +37,114 @@ int print_info(const struct config *config, bool json)
 	double flops;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	if (plan_memory(&plan, c, &alone, B, L, config->train.recompute) < 0 || count_parameters(count, &flops, c, L) < 0)
-		return -1;
+		return NULL;
+	json_t *parts = json_object();
+	for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
+		json_object_set_new(parts, parameter_parts[i].name, json_pack("{s:I, s:I}",
+				"parameters", (json_int_t)count[i].total, "active", (json_int_t)count[i].active));
+	json_t *memory = json_pack("{s:I, s:I, s:I, s:I, s:I}", "weights", (json_int_t)plan.weights,
+			"gradients", (json_int_t)plan.gradients, "optimizer", (json_int_t)plan.optimizer,
+			"activations", (json_int_t)plan.activations,
+			"total", (json_int_t)(plan.weights + plan.gradients + plan.optimizer + plan.activations));
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
-	const struct { const char *name; size_t bytes; } memory[] = {{"weights", plan.weights}, {"gradients", plan.gradients},
-			{"optimizer", plan.optimizer}, {"activations", plan.activations},
-			{"total", plan.weights + plan.gradients + plan.optimizer + plan.activations}};
-	if (json) {
-		printf("{\"parameters\": %lld, \"active_parameters\": %lld, \"parts\": {", (long long)all->total, (long long)all->active);
-		for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
-			printf("%s\"%s\": {\"parameters\": %lld, \"active\": %lld}", i ? ", " : "", parameter_parts[i].name,
-					(long long)count[i].total, (long long)count[i].active);
-		printf("}, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {", B, L);
-		for (int i = 0; i < 5; i++)
-			printf("%s\"%s\": %zu", i ? ", " : "", memory[i].name, memory[i].bytes);
-		printf("}, \"flops_per_token\": %.0f}\n", flops);
-		return 0;
-	}
-	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
-	for (int i = 0; i <= NUM_PARAMETER_PARTS; i++)
-		printf("%-18s %18lld %18lld\n", i < NUM_PARAMETER_PARTS ? parameter_parts[i].name : "total", (long long)count[i].total,
-				(long long)count[i].active);
-	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", B, L);
-	for (int i = 0; i < 5; i++)
-		printf("%-18s %15.3f %s\n", memory[i].name, memory[i].bytes / (plan.weights > 1e8 ? 1e9 : 1e6), plan.weights > 1e8 ? "GB" : "MB");
-	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", L, flops);
-	return 0;
+	return json_pack("{s:I, s:I, s:o, s:i, s:i, s:o, s:o}", "parameters", (json_int_t)all->total,
+			"active_parameters", (json_int_t)all->active, "parts", parts, "micro_batch", B, "seq_len", L,
+			"memory_bytes", memory, "flops_per_token", report_whole(flops));
 }
 
-/* What a layout of ranks costs: the memory of the last rank, which holds most, since the last slice of anything is never the smaller one; and
- * the bytes that rank 0 sends in a step, which has the most micro-batches, if every expert gets as many tokens. */
+static void print_model(const json_t *report)
+{
+	const char *name;
+	json_t *part, *bytes;
+	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
+	json_object_foreach(json_object_get(report, "parts"), name, part)
+		printf("%-18s %18lld %18lld\n", name, (long long)report_integer(part, "parameters"),
+				(long long)report_integer(part, "active"));
+	printf("%-18s %18lld %18lld\n", "total", (long long)report_integer(report, "parameters"),
+			(long long)report_integer(report, "active_parameters"));
+	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", (int)report_integer(report, "micro_batch"),
+			(int)report_integer(report, "seq_len"));
+	const bool large = report_double(report, "memory_bytes.weights") > 1e8;
+	json_object_foreach(json_object_get(report, "memory_bytes"), name, bytes)
+		printf("%-18s %15.3f %s\n", name, json_number_value(bytes) / (large ? 1e9 : 1e6), large ? "GB" : "MB");
+	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", (int)report_integer(report, "seq_len"),
+			report_double(report, "flops_per_token"));
+}
+
+/* What a layout of ranks costs: the memory of the last rank, which holds most, because the last slice of anything is
+ * never smaller than the others; and the bytes that rank 0, which has most micro-batches, sends in a step, if all
+ * experts get the same number of tokens. */
 struct layout_plan {
 	struct layout layout;
 	struct memory_plan memory;
-	double certain, rows;        /* bytes without expert rows; of those, when balanced */
-	double sent[NUM_TRAFFIC + 1]; /* the last one is the sum */
+	double certain, rows;        /* bytes: all but the expert rows; expert rows when balanced */
+	double sent[NUM_TRAFFIC + 1]; /* bytes; the last one is the sum of the others */
 };
 
-/* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention and head. */
+/* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention
+ * and head. */
 struct work { int64_t micro_batches, sequences, tokens; };
 static struct work plan_work(const struct config *c, const struct layout *l)
 {
 	const struct micro_batches mine = micro_batches_of_rank(&l->data, c->train.batch, c->train.micro_batch);
 	struct work w = {.micro_batches = mine.num};
 	for (int64_t i = 0; i < mine.num; i++) {
-		const int64_t left = c->train.batch - mine.first - i * mine.step;
-		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch, T = B * c->data.seq_len;
+		const int64_t B = micro_batch_sequences(&mine, i);
+		const int64_t T = B * c->data.seq_len;
 		w.sequences += B;
-		w.tokens += shard_begin(T, l->tensor.rank + 1, l->tensor.size) - shard_begin(T, l->tensor.rank, l->tensor.size);
+		w.tokens += shard_begin(T, l->tensor.rank + 1, l->tensor.size) -
+				shard_begin(T, l->tensor.rank, l->tensor.size);
 	}
 	return w;
 }
 
-/* Adds up what the calls of a training step send. */
+/* Fills p->sent: the bytes that rank 0 sends in a training step, added up over the collectives that the step calls. */
 static void plan_traffic(struct layout_plan *p, const struct config *config)
 {
 	const struct model_config *c = &config->model;
 	const struct layout *l = &p->layout;
-	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace, E = c->num_experts, e = l->expert.size;
+	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace; /* moe: layers with experts */
+	const int E = c->num_experts, e = l->expert.size;
 	const double H = c->hidden_size, others = l->tensor.size - 1, world = l->world.size - 1;
-	/* The layers, and those with experts, that the backward pass computes again: the last one's activations are still there. */
-	const int again = config->train.recompute == TRAIN_RECOMPUTE_LAYER ? layers - 1 : 0, moe_again = again && moe ? moe - 1 : 0;
+	/* Layers, and layers with experts, whose forward pass is computed again in the backward pass: all but the last
+	 * one, whose activations are still there. */
+	const int again = config->train.recompute == TRAIN_RECOMPUTE_LAYER ? layers - 1 : 0;
+	const int moe_again = again && moe ? moe - 1 : 0;
 	const int attention_again = config->train.recompute == TRAIN_RECOMPUTE_ATTENTION ? layers : again;
 	const struct work w = plan_work(config, l);
 	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
-	double group = 0;            /* tokens of the whole expert group: a share of 1/e of their rows comes to each rank */
+	double group = 0;            /* tokens of the whole expert group: each rank computes 1/e of their rows */
 	for (int i = 0; i < e; i++) {
 		const struct layout member = layout_of_rank(l->expert_data.rank * e + i, l->world.size, l->tensor.size, e);
 		group += plan_work(config, &member).tokens;
 	}
-	const double rows = own * c->num_experts_per_tok * (e - 1) / e, foreign_rows = (group - own) * c->num_experts_per_tok / e;
+	/* expert rows that leave this rank in a forward pass, and that come to it from other ranks */
+	const double rows = own * c->num_experts_per_tok * (e - 1) / e;
+	const double foreign_rows = (group - own) * c->num_experts_per_tok / e;
 	double *sent = p->sent;
-	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product; it sums after the output
-	 * product and after the backward pass of the first. Head and embedding have a gather and a sum each. */
+	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product;
+	 * it sums after the output product and after the backward pass of the first. Head and embedding have a gather and
+	 * a sum each. */
 	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
 	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
 	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
 	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
 	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
 	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
-	/* Of each chunk a rank sends all but its own slice, and later that slice to all others. */
-	sent[TRAFFIC_GRADIENTS] = sent[TRAFFIC_WEIGHTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
-	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + (c->norm_head ? H * sizeof(double) : 0));
-	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) + world * (step_sums_shape(c).size + 3) * sizeof(double) +
+	/* A rank sends all gradients but its own slice of each bucket, and later that slice of the weights to all other
+	 * ranks of its group, which is as much. */
+	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
+	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
+	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
+	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
+	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) +
+			world * (step_sums_shape(c).size + 3) * sizeof(double) +
 			(l->data.size - 1) * sizeof(double); /* the last one: the number of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 }
 
-/* Fails for a layout that the model cannot have. */
+/* Plans a layout. Fails when the model cannot have it. */
 static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert)
 {
 	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
@@ -135,10 +161,11 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 
 static int compare_sent(const void *a, const void *b)
 {
-	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC], &((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
+	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC],
+			&((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
 }
 
-/* Such as 1.234 GB. */
+/* Writes bytes as, for example, 1.234 GB. Returns `out`. */
 static const char *format_bytes(char out[32], double bytes)
 {
 	static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB"};
@@ -149,14 +176,25 @@ static const char *format_bytes(char out[32], double bytes)
 	return out;
 }
 
-int print_plan(const struct config *c, int ranks, double room, bool json)
+static json_t *layout_to_json(const struct layout_plan *p)
+{
+	return json_pack("{s:i, s:i, s:i, s:o, s:o, s:o}", "data", p->layout.data.size, "tensor", p->layout.tensor.size,
+			"expert", p->layout.expert.size, "memory_bytes", report_whole(p->certain + p->rows),
+			"memory_bytes_at_most", report_whole(p->certain + p->memory.arrivals),
+			"bytes_sent", report_whole(p->sent[NUM_TRAFFIC]));
+}
+
+/* The report of the config's layout for this many ranks, and of all others that fit `room` bytes a rank while experts
+ * are balanced, those that send least first. NULL on error. */
+static json_t *plan_report(const struct config *c, int ranks, double room)
 {
 	struct layout_plan asked, smallest = {0}, *plans = NULL;
-	int n = 0;
+	size_t n = 0, capacity = 0;
+	const int max_expert = c->model.num_experts ? c->model.num_experts : 1;
 	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert) < 0)
-		return -1;
+		return NULL;
 	for (int tensor = 1; tensor <= ranks && tensor <= c->model.num_key_value_heads; tensor++)
-		for (int expert = 1; expert <= ranks && expert <= (c->model.num_experts ? c->model.num_experts : 1); expert++) {
+		for (int expert = 1; expert <= ranks && expert <= max_expert; expert++) {
 			struct layout_plan p;
 			if (ranks % tensor || ranks % expert || plan_layout(&p, c, ranks, tensor, expert) < 0)
 				continue;
@@ -164,63 +202,126 @@ int print_plan(const struct config *c, int ranks, double room, bool json)
 				smallest = p;
 			if (p.certain + p.rows > room)
 				continue;
-			struct layout_plan *more = realloc(plans, (n + 1) * sizeof *plans);
-			if (!more) {
-				free(plans);
-				return fail("out of memory for %d layouts", n + 1);
-			}
-			plans = more;
+			plans = grow(plans, n, &capacity, 1, sizeof *plans);
 			plans[n++] = p;
 		}
 	if (n)
 		qsort(plans, n, sizeof *plans, compare_sent);
 
-	const struct layout *l = &asked.layout;
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
-			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction}, {"saving", m->saving},
-			{"expert rows", asked.rows}, {"total", asked.certain + asked.rows}, {"expert rows at most", m->arrivals},
-			{"total at most", asked.certain + m->arrivals}};
-	const int num_memory = sizeof memory / sizeof *memory;
-	if (json) {
-		printf("{\"ranks\": %d, \"data\": %d, \"tensor\": %d, \"expert\": %d, \"batch\": %d, \"micro_batch\": %d, \"seq_len\": %d, \"memory_bytes\": {",
-				ranks, l->data.size, l->tensor.size, l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
-		for (int i = 0; i < num_memory; i++)
-			printf("%s\"%s\": %.0f", i ? ", " : "", memory[i].name, memory[i].bytes);
-		printf("}, \"bytes_sent\": {");
-		for (int i = 0; i <= NUM_TRAFFIC; i++)
-			printf("%s\"%s\": %.0f", i ? ", " : "", i < NUM_TRAFFIC ? traffic_names[i] : "total", asked.sent[i]);
-		printf("}, \"memory_of_a_rank\": %.0f, \"layouts\": [", room);
-		for (int i = 0; i < n; i++)
-			printf("%s{\"tensor\": %d, \"expert\": %d, \"memory_bytes\": %.0f, \"memory_bytes_at_most\": %.0f, \"bytes_sent\": %.0f}", i ? ", " : "",
-					plans[i].layout.tensor.size, plans[i].layout.expert.size, plans[i].certain + plans[i].rows,
-					plans[i].certain + plans[i].memory.arrivals, plans[i].sent[NUM_TRAFFIC]);
-		printf("]}\n");
-		free(plans);
-		return 0;
-	}
-	char size[3][32];
-	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n", ranks, l->data.size, l->tensor.size,
-			l->expert.size, c->train.batch, c->train.micro_batch, c->data.seq_len);
-	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
-	for (int i = 0; i < num_memory; i++)
-		if (memory[i].bytes)
-			printf("%-20s %13s\n", memory[i].name, format_bytes(size[0], memory[i].bytes));
-	printf("\nsent by a rank in a step\n");
+			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction},
+			{"saving", m->saving}, {"expert rows", asked.rows}, {"total", asked.certain + asked.rows},
+			{"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
+	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
+	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
+		json_object_set_new(memory_bytes, memory[i].name, report_whole(memory[i].bytes));
 	for (int i = 0; i <= NUM_TRAFFIC; i++)
-		if (asked.sent[i])
-			printf("%-20s %13s\n", i < NUM_TRAFFIC ? traffic_names[i] : "total", format_bytes(size[0], asked.sent[i]));
-	if (n)
-		printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", format_bytes(size[0], room), "data", "tensor", "expert", "memory",
-				"at most", "sent");
-	else
-		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, a smaller micro_batch or "
-				"seq_len, or train.recompute=layer\n", format_bytes(size[0], room), smallest.layout.tensor.size, smallest.layout.expert.size,
-				format_bytes(size[1], smallest.certain + smallest.rows));
-	for (int i = 0; i < n; i++)
-		printf("%6d %6d %6d %12s %12s %12s\n", plans[i].layout.data.size, plans[i].layout.tensor.size, plans[i].layout.expert.size,
-				format_bytes(size[0], plans[i].certain + plans[i].rows), format_bytes(size[1], plans[i].certain + plans[i].memory.arrivals),
-				format_bytes(size[2], plans[i].sent[NUM_TRAFFIC]));
+		json_object_set_new(bytes_sent, i < NUM_TRAFFIC ? traffic_names[i] : "total", report_whole(asked.sent[i]));
+	for (size_t i = 0; i < n; i++)
+		json_array_append_new(layouts, layout_to_json(&plans[i]));
 	free(plans);
-	return 0;
+	const struct layout *l = &asked.layout;
+	return json_pack("{s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks,
+			"data", l->data.size, "tensor", l->tensor.size, "expert", l->expert.size, "batch", c->train.batch,
+			"micro_batch", c->train.micro_batch, "seq_len", c->data.seq_len, "memory_bytes", memory_bytes,
+			"bytes_sent", bytes_sent, "memory_of_a_rank", report_whole(room), "layouts", layouts,
+			"smallest_layout", layout_to_json(&smallest));
 }
+
+/* The members of an object of bytes, a line each, those that are 0 left out. */
+static void print_bytes(json_t *object)
+{
+	const char *name;
+	json_t *bytes;
+	char size[32];
+	json_object_foreach(object, name, bytes)
+		if (json_number_value(bytes))
+			printf("%-20s %13s\n", name, format_bytes(size, json_number_value(bytes)));
+}
+
+static void print_plan(const json_t *report)
+{
+	char size[3][32];
+	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n",
+			(int)report_integer(report, "ranks"), (int)report_integer(report, "data"),
+			(int)report_integer(report, "tensor"), (int)report_integer(report, "expert"),
+			(int)report_integer(report, "batch"), (int)report_integer(report, "micro_batch"),
+			(int)report_integer(report, "seq_len"));
+	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
+	print_bytes(json_object_get(report, "memory_bytes"));
+	printf("\nsent by a rank in a step\n");
+	print_bytes(json_object_get(report, "bytes_sent"));
+
+	const json_t *layouts = json_object_get(report, "layouts");
+	format_bytes(size[0], report_double(report, "memory_of_a_rank"));
+	if (!json_array_size(layouts)) {
+		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, "
+				"a smaller micro_batch or seq_len, or train.recompute=layer\n", size[0],
+				(int)report_integer(report, "smallest_layout.tensor"),
+				(int)report_integer(report, "smallest_layout.expert"),
+				format_bytes(size[1], report_double(report, "smallest_layout.memory_bytes")));
+		return;
+	}
+	printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", size[0], "data", "tensor", "expert",
+			"memory", "at most", "sent");
+	for (size_t i = 0; i < json_array_size(layouts); i++) {
+		const json_t *l = json_array_get(layouts, i);
+		printf("%6d %6d %6d %12s %12s %12s\n", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
+				(int)report_integer(l, "expert"), format_bytes(size[0], report_double(l, "memory_bytes")),
+				format_bytes(size[1], report_double(l, "memory_bytes_at_most")),
+				format_bytes(size[2], report_double(l, "bytes_sent")));
+	}
+}
+
+struct info_options {
+	int ranks, ranks_per_node;   /* ranks 0: not given */
+	double memory_per_node;      /* bytes; 0: not given */
+	bool json;
+};
+
+static int run_info(const struct command_line *line)
+{
+	const struct info_options *o = line->options;
+	const char *path = line->words[0];
+	struct config c = {.parallel = {1, 1}};
+	struct stat st;
+	if (!o->ranks && (option_given(line, "memory-per-node") || option_given(line, "ranks-per-node"))) {
+		fail("--memory-per-node and --ranks-per-node go with --ranks");
+		return EXIT_WRONG_USE;
+	}
+	if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+		if (line->num_words > 1) {
+			fail("%s: key=value goes with a config file, not with a model directory", line->words[1]);
+			return EXIT_WRONG_USE;
+		}
+		if (read_model_config(&c.model, path) < 0)
+			return EXIT_WORK_FAILED;
+	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
+		return EXIT_WRONG_USE;
+	usual_sizes(&c, o->ranks ? o->ranks : 1);
+	const double node = o->memory_per_node ? o->memory_per_node : usable_memory("");
+	json_t *report = o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
+	if (!report)
+		return EXIT_WORK_FAILED;
+	report_print(report, o->json, o->ranks ? print_plan : print_model);
+	return EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	WHOLE_OPTION(info_options, ranks, "ranks", "N", 1, 1000000, "Plan for N ranks"),
+	WHOLE_OPTION(info_options, ranks_per_node, "ranks-per-node", "R", 1, 1000000,
+			"Ranks that share the memory of a node", .initial = "1"),
+	SIZE_OPTION(info_options, memory_per_node, "memory-per-node",
+			"Memory of a node, such as 256GB (default: this machine's)"),
+	FLAG_OPTION(info_options, json, "json", "Print one JSON object"),
+};
+
+const struct command info_command = {
+	.name = "info", .usage = "CONFIG.yaml|MODEL_DIR [--ranks N] [key.path=value ...]",
+	.min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Parameters, memory of a training step and FLOPs a token, of a config (with key=value) or of a model's "
+		"directory. With --ranks: memory of a rank and what it sends in a step, for parallel.tensor and "
+		"parallel.expert, and the layouts that fit.",
+	.run = run_info, COMMAND_OPTIONS(info_options, options),
+};

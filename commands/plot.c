@@ -542,30 +542,17 @@ static void load_panel(struct canvas *c, const struct metrics *m, int n, int lay
 	draw_heading(c, top, heading, NULL, 0);
 }
 
-/* Writes the picture under a temporary name and renames it. A link stays what it is: what it points to is replaced, or
- * made. A device or a pipe is written to. */
 static int write_png(const char *path, const uint8_t *rgb)
 {
-	char temporary[PATH_LEN];
-	struct stat st;
-	char *resolved = realpath(path, NULL); /* NULL: not there, or a link to nowhere */
-	const char *target = resolved ? resolved : path;
-	bool in_place = resolved ? stat(resolved, &st) == 0 && !S_ISREG(st.st_mode) : lstat(path, &st) == 0;
-	FILE *f = NULL;
-	int rc = path_suffix(temporary, target, in_place ? "" : ".tmp");
-	if (rc == 0 && (f = file_create(temporary))) {
-		png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
-		image.width = PLOT_WIDTH, image.height = PLOT_HEIGHT;
-		if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL))
-			rc = fail("%s: cannot write the picture: %s", temporary, image.message);
-		rc = file_close(f, temporary, rc);
-		if (rc == 0 && !in_place && rename(temporary, target) < 0) {
-			rc = fail("%s: cannot rename %s to this name: %s", target, temporary, strerror(errno));
-			unlink(temporary);
-		}
-	}
-	free(resolved);
-	return f ? rc : -1;
+	struct new_file file;
+	if (new_file_begin(&file, path) < 0)
+		return -1;
+	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
+	image.width = PLOT_WIDTH, image.height = PLOT_HEIGHT;
+	int rc = 0;
+	if (!png_image_write_to_stdio(&image, file.stream, 0, rgb, 0, NULL))
+		rc = fail("%s: cannot write the picture: %s", path, image.message);
+	return new_file_publish(&file, rc);
 }
 
 int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path)
@@ -618,9 +605,34 @@ int plot_run(const char *run_dir, const char *png_path)
 		rc = fail("%s/metrics.jsonl: no steps to draw; expected a line for each step; let `ling train` do its first step",
 				run_dir);
 	else {
-		const char *slash = strrchr(full ? full : run_dir, '/');
-		rc = plot_metrics(m, n, slash && slash[1] ? slash + 1 : run_dir, png_path);
+		const char *name = file_name(full ? full : run_dir);
+		rc = plot_metrics(m, n, *name ? name : run_dir, png_path);
 	}
 	free(full), free(m);
 	return rc;
 }
+
+struct plot_options { const char *out; };
+
+static int run_plot(const struct command_line *line)
+{
+	const struct plot_options *o = line->options;
+	char path[PATH_LEN];
+	if (!o->out && path_join(path, line->words[0], "metrics.png") < 0)
+		return EXIT_WORK_FAILED;
+	const char *out = o->out ? o->out : path;
+	if (plot_run(line->words[0], out) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s\n", out);
+	return EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture (default: RUN_DIR/metrics.png)"),
+};
+
+const struct command plot_command = {
+	.name = "plot", .usage = "RUN_DIR", .min_words = 1, .max_words = 1,
+	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG.",
+	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
+};

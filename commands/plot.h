@@ -4,6 +4,7 @@
 #ifndef LING_COMMANDS_PLOT_H
 #define LING_COMMANDS_PLOT_H
 
+#include "commands/command.h"
 #include "data.h"
 
 #include <png.h>
@@ -55,5 +56,7 @@ uint32_t heat_colour(double t);
 
 /* Draws n > 0 steps as one picture with a title. */
 int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path);
+
+extern const struct command plot_command;
 
 #endif

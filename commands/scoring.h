@@ -1,5 +1,11 @@
 /*
- * commands/scoring.h - scored evaluation: a task is encoded, run through the model, and counted.
+ * commands/scoring.h - scored evaluation: encodes a task's samples, runs them through the model, and computes the
+ * scores.
+ *
+ * The words are those of lm-evaluation-harness: a context, its continuations, and the log-likelihood of each.
+ *   multiple choice   a sample is one context, and each of its options a continuation
+ *   perplexity        each window of a document is a context with one continuation
+ *   exact match       a sample is one context without continuations: the model generates a reply to it
  */
 #ifndef LING_COMMANDS_SCORING_H
 #define LING_COMMANDS_SCORING_H
@@ -12,39 +18,45 @@
 #include <stddef.h>
 #include <stdint.h>
 
-struct task_branch {
-	int64_t rest, num_rest;      /* the sequence's tokens behind what the branches share, in task_work.ids; the last one is only a target */
-	int64_t scored;              /* where in the sequence the scored tokens begin: never at 0 */
+/* A sequence is the tokens of a context and then those of one of its continuations. What the model computes for the
+ * context serves all of them, so the context holds all tokens that they share, also where options begin alike. */
+struct task_context {
+	int64_t sample;              /* index in task->samples */
+	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. Exact match: the prompt */
+	int64_t first_continuation;  /* in task_work.continuations */
+	int num_continuations;       /* exact match: 0 */
+	bool cut;                    /* lost its first tokens to fit into the window; perplexity: one of several windows */
 };
-struct task_item {
-	int64_t sample;
-	int64_t shared, num_shared;  /* in task_work.ids; at least one token */
-	int64_t first_branch;
-	int num_branches;            /* exact match: 0, the shared tokens are the prompt */
-	bool cut;
+struct task_continuation {
+	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. The last one is predicted, never an input */
+	int64_t first_scored;        /* position in the sequence, from 0, of the first scored token: at least 1 */
 };
-struct task_work {             /* a task in tokens */
+struct task_work {             /* a task as tokens, and what the model made of it */
 	const struct task *task;
 	const struct tokenizer *tokenizer;
-	struct ids ids;
-	struct task_item *item;
-	struct task_branch *branch;
-	int64_t num_items, num_branches;
-	size_t item_room, branch_room;
-	int64_t longest;             /* tokens of the longest sequence that must fit into the model's window */
-	/* what the model makes of it: each branch's log-likelihood; exact match: each item's reply, as its length and max_tokens ids */
-	double *value;
-	int64_t num_values;
+	struct ids ids;              /* of all contexts and continuations */
+	struct task_context *contexts;           /* [num_contexts] in the order of the samples */
+	struct task_continuation *continuations; /* [num_continuations] */
+	int64_t num_contexts, num_continuations;
+	size_t contexts_capacity, continuations_capacity;
+	int64_t longest;             /* inputs of the longest sequence, with a whole reply: the room that a cache needs */
+	double *log_likelihood;      /* [num_continuations] in nats, summed over the scored tokens */
+	/* exact match: [num_contexts, 1 + max_tokens] number of generated ids, and these; doubles for all_reduce_sum */
+	double *reply;
+	double *documents;           /* perplexity: [4, num_samples] work space of task_score */
 };
-/* Encodes a task for windows of up to L tokens. task_work_free in any case. */
+
+/* Encodes the samples of a task that are to be scored, for windows of at most L tokens of input. Keeps `task` and
+ * `tokenizer`. Fails, naming the sample, when one does not fit into the window; also when memory is short.
+ * task_work_free may follow in any case. */
 int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L);
 void task_work_free(struct task_work *w);
-/* Runs the items of the samples that are this rank's, up to `batch` at a time; on all ranks together, which then have all values. The bits of a value
- * depend neither on batch or ranks nor on how many tokens the model takes at a time. */
+/* Fills log_likelihood, or reply. All ranks call it together; each computes a part of the samples, up to `batch`
+ * contexts at a time, and all get all results. These are the same, bit for bit, whatever the batch, the ranks and
+ * m->seq_len. Rank 0 shows the progress on standard error. Fails when memory is short or a log-likelihood is not
+ * finite. Call it once after task_encode. */
 int task_run(struct task_work *w, struct model *m, int batch);
-/* The scores; with `results`, a line of each sample. */
-void task_score(const struct task_work *w, struct task_result *result, struct results *results);
-
-void print_results(const struct task_result *result, int64_t count);
+/* The scores of a task that was run; with `results` (or NULL) also a line of samples.jsonl for each sample. */
+void task_score(struct task_work *w, struct task_result *result, struct results *results);
 
 #endif

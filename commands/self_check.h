@@ -1,5 +1,6 @@
 /*
- * commands/self_check.h - each kernel beside its plain form: what `ling doctor` and the tests compare.
+ * commands/self_check.h - is this machine, with this build, right and fast: each kernel beside a reference, the matrix
+ * products beside plain loops, and a few measurements. `ling doctor`, `ling bench` and the tests use it.
  */
 #ifndef LING_COMMANDS_SELF_CHECK_H
 #define LING_COMMANDS_SELF_CHECK_H
@@ -9,16 +10,35 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* -- self-check: each operation beside its plain form, loops in double straight from the formula -- */
+/* The relative error |actual - expected| / |expected| of an operation of kernels.h, by L2 norms of whole arrays. It is
+ * the largest of several sizes and, in the backward pass, of several gradients. NaN: a result was NaN. */
 struct check {
 	const char *operation;
 	bool has_backward;
-	double forward, backward;    /* relative errors, by norm: the worst of several sizes and gradients */
+	double forward, backward;
 };
-/* Rounding gives errors of up to about 1e-6 in float, and in double of 1e-9, the central differences' own: what is beyond ten times that is wrong. */
+/* The largest error that counts as right: ten times what is usual. Rounding gives up to about 1e-6 in float; in double
+ * the central differences that gradients are compared with give up to about 1e-9. */
 #define CHECK_BOUND (sizeof(real) == 4 ? 1e-5 : 1e-8)
 enum { MAX_CHECKS = 16 };
-int self_check(struct check checks[MAX_CHECKS], double *scratch); /* returns their number */
-int64_t self_check_scratch(void); /* doubles of `scratch` */
+
+/* Checks every operation. Writes a row for each and returns their number. scratch [self_check_scratch()] doubles. */
+int self_check(struct check checks[MAX_CHECKS], double *scratch);
+int64_t self_check_scratch(void);
+
+/* The relative error of matrix products, by OpenBLAS or by ling's own kernel, against plain loops: the largest of the
+ * three forms that training uses. Some builds of OpenBLAS give wrong products on newer processors. */
+double gemm_error(bool openblas);
+
+/* The names of the processor's features that decide which kernels it can run, with spaces between; "" where that is
+ * not known. Returns out. */
+const char *cpu_features(char out[256]);
+
+/* Seconds of the fastest of `repeats` products of n x n matrices by OpenBLAS with `threads` threads; a, b, c [n, n].
+ * Its FLOP/s, 2 n^3 over the seconds, are the peak that training is measured against. */
+double gemm_seconds(real *a, real *b, real *c, int64_t n, int repeats, int threads);
+
+/* Bytes a second, read and written, of the fastest of some copies of in [n] to out [n] by all threads. */
+double memory_bandwidth(real *out, const real *in, int64_t n);
 
 #endif

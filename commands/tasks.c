@@ -1,15 +1,13 @@
 /*
- * commands/tasks.c - tasks of `ling eval --tasks`: the task file, its samples, and the files of results.
+ * commands/tasks.c - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with
+ * answers, and the reports.
  */
 #define _GNU_SOURCE
 #include "commands/tasks.h"
 
 #include "files/base.h"
-#include "files/config.h"
-#include "files/tokenizer.h"
-#include "files/checkpoint.h"
+#include "files/keys.h"
 
-#include <argp.h>
 #include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -27,7 +25,9 @@ static const char *const task_types[] = {"multiple_choice", "perplexity", "exact
 static const char *const answer_forms[] = {"index", "number", "letter", "text", NULL};
 static const char *const match_names[] = {"first", "last", NULL};
 
-/* REQUIRED: by each task whose type the key is of. */
+enum { OF_CHOICE = OWN_FLAG, OF_PERPLEXITY = OWN_FLAG << 1, OF_MATCH = OWN_FLAG << 2 }; /* keys of tasks of these types only */
+
+/* A key of a type that is REQUIRED must be given in each task of the type. */
 static const struct key task_keys[] = {
 	TASK_KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what the results call it"),
 	TASK_KEY(type, T_ENUM, 0, 0, NEEDED, NULL, "how it is scored", .names = task_types),
@@ -60,25 +60,25 @@ static const struct key task_keys[] = {
 	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false", "prompts are a user's messages, targets and replies the assistant's"),
 };
 
-static int load_tasks(struct loader *l);
-static const struct table task_table = {task_keys, sizeof task_keys / sizeof *task_keys, load_tasks};
-_Static_assert(sizeof task_keys / sizeof *task_keys <= MAX_KEYS, "the places of all keys must fit");
-
-static const struct key tasks_key = {.name = "tasks", .type = T_TASKS};
+enum { NUM_TASK_KEYS = sizeof task_keys / sizeof *task_keys };
+static const struct key_table task_table = {.keys = task_keys, .num_keys = NUM_TASK_KEYS, .whole = "task"};
+_Static_assert((int)NUM_TASK_KEYS <= (int)MAX_KEYS, "the places of all keys must fit");
 
 /* ------------------------------------------------------------------------------------------------ templates */
 
-/* The next piece of a template: text as it stands, up to a field, {{ or }}; and the field's name, or NULL. False at the end, and at what is no
- * template, which is told in *wrong. */
-struct piece_of_template { const char *text, *field; size_t text_size, field_size; };
-static bool next_piece(const char **at, struct piece_of_template *p, const char **wrong)
+/* A part of a template: text as it is, and the name of the field behind it, or NULL. */
+struct template_part { const char *text, *field; size_t text_size, field_size; };
+
+/* Reads the next part of a template: text up to and with a field, or up to a doubled brace, of which one is text.
+ * Moves *at behind it. False at the end; and where a brace is wrong, which *wrong then says. */
+static bool next_part(const char **at, struct template_part *p, const char **wrong)
 {
-	*p = (struct piece_of_template){.text = *at, .text_size = strcspn(*at, "{}")};
+	*p = (struct template_part){.text = *at, .text_size = strcspn(*at, "{}")};
 	*at += p->text_size;
 	const char brace = **at;
 	if (!brace)
 		return p->text_size > 0;
-	if ((*at)[1] == brace) { /* doubled, it stands for itself */
+	if ((*at)[1] == brace) {
 		p->text_size++;
 		*at += 2;
 		return true;
@@ -94,8 +94,8 @@ static bool next_piece(const char **at, struct piece_of_template *p, const char 
 	return true;
 }
 
-/* Appends a value that is a text, number, true or false. Where it is none, or missing (NULL), that is an error, which begins with `where` and
- * names the field. */
+/* Appends the value of a field, a string, a number, true or false. Anything else, and a field that is missing (NULL),
+ * is an error, which begins with `where` and names the field. */
 static int value_append(const json_t *value, const char *field, size_t n, const char *where, struct text *out)
 {
 	char number[40];
@@ -106,33 +106,41 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 	if (json_is_integer(value))
 		snprintf(number, sizeof number, "%" JSON_INTEGER_FORMAT, json_integer_value(value));
 	else if (json_is_real(value)) {
-		/* the shortest that gives the same number */
+		/* the fewest digits that give the same number */
 		for (int digits = 15; digits <= 17; digits++)
-			if (snprintf(number, sizeof number, "%.*g", digits, json_real_value(value)), strtod(number, NULL) == json_real_value(value))
+			if (snprintf(number, sizeof number, "%.*g", digits, json_real_value(value)),
+					strtod(number, NULL) == json_real_value(value))
 				break;
 	} else if (json_is_boolean(value))
 		strcpy(number, json_is_true(value) ? "true" : "false");
 	else
-		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where, n < 100 ? (int)n : 100, field, json_kind(value));
-	append_string(out, number);
+		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where,
+				n < 100 ? (int)n : 100, field, json_kind(value));
+	text_append(out, number, strlen(number));
 	return 0;
 }
 
-/* Appends a template, which check_template has passed, in the words of a sample. The field {option} is the item, if there is one. */
-static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where, struct text *out)
+/* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the
+ * list of options, {option} is the item and {option.x} a field of it. */
+static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where,
+		struct text *out)
 {
 	static const char option[] = "option";
 	const size_t length = sizeof option - 1;
 	const char *wrong;
-	for (struct piece_of_template p; next_piece(&template, &p, &wrong);) {
+	for (struct template_part p; next_part(&template, &p, &wrong);) {
 		text_append(out, p.text, p.text_size);
 		if (!p.field)
 			continue;
 		const json_t *value;
-		if (item && p.field_size >= length && !memcmp(p.field, option, length) && (p.field_size == length || p.field[length] == '.'))
-			value = p.field_size == length ? item : json_at_part(item, p.field + length + 1, p.field_size - length - 1);
-		else
+		const bool of_item = item && p.field_size >= length && !memcmp(p.field, option, length) &&
+				(p.field_size == length || p.field[length] == '.');
+		if (!of_item)
 			value = json_at_part(sample, p.field, p.field_size);
+		else if (p.field_size == length)
+			value = item;
+		else
+			value = json_at_part(item, p.field + length + 1, p.field_size - length - 1);
 		if (value_append(value, p.field, p.field_size, where, out) < 0)
 			return -1;
 	}
@@ -141,13 +149,14 @@ static int template_append(const char *template, const json_t *sample, const jso
 
 /* ------------------------------------------------------------------------------------------------- patterns */
 
-/* Compiles a pattern. NULL with what is wrong with it. */
+/* Compiles a pattern. NULL on error, with what is wrong, a text that goes behind "a pattern ". */
 static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
 {
 	int error;
 	uint32_t groups = 0;
 	PCRE2_SIZE offset;
-	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF, &error, &offset, NULL);
+	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF,
+			&error, &offset, NULL);
 	if (!code) {
 		PCRE2_UCHAR message[120];
 		pcre2_get_error_message(error, message, sizeof message);
@@ -162,29 +171,30 @@ static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
 	return NULL;
 }
 
-/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or takes too long to. */
+/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or matching takes
+ * more than PCRE2's limit of steps. */
 static bool pattern_extract(const char *pattern, enum which_match which, const struct text *in, struct text *out)
 {
 	char wrong[160];
-	pcre2_code *code = pattern_compile(pattern, wrong); /* check_pattern has passed it */
+	pcre2_code *code = pattern_compile(pattern, wrong); /* check_pattern has accepted it */
 	pcre2_match_data *match = code ? pcre2_match_data_create_from_pattern(code, NULL) : NULL;
 	size_t begin = 0, size = 0;
-	bool is_found = false;
-	for (size_t at = 0; match && at <= in->size && !(is_found && which == MATCH_FIRST);) {
+	bool matched = false;
+	for (size_t at = 0; match && at <= in->size && !(matched && which == MATCH_FIRST);) {
 		if (pcre2_match(code, (PCRE2_SPTR)(in->data ? in->data : ""), in->size, at, 0, match, NULL) < 0)
 			break;
 		const PCRE2_SIZE *v = pcre2_get_ovector_pointer(match);
 		if (v[2] != PCRE2_UNSET && v[3] >= v[2])
-			is_found = true, begin = v[2], size = v[3] - v[2];
-		at = v[1] > at ? v[1] : at + 1; /* an empty match, or one that \K moved: on by a character */
+			matched = true, begin = v[2], size = v[3] - v[2];
+		at = v[1] > at ? v[1] : at + 1; /* behind an empty match, or one that \K moved: the next character */
 		while (at < in->size && ((uint8_t)in->data[at] & 0xc0) == 0x80)
 			at++;
 	}
-	if (is_found)
+	if (matched)
 		text_append(out, in->data ? in->data + begin : "", size);
 	pcre2_match_data_free(match);
 	pcre2_code_free(code);
-	return is_found;
+	return matched;
 }
 
 static bool is_ascii_space(char c)
@@ -192,7 +202,7 @@ static bool is_ascii_space(char c)
 	return c == ' ' || (c >= '\t' && c <= '\r');
 }
 
-/* The bounds of a text without white space at both ends. */
+/* Where a text without the white space at both ends begins and ends. */
 static void strip(const struct text *t, size_t *begin, size_t *end)
 {
 	*begin = 0, *end = t->size;
@@ -202,7 +212,7 @@ static void strip(const struct text *t, size_t *begin, size_t *end)
 		--*end;
 }
 
-/* Makes a text plain, in place: punctuation, letters, then the ends. */
+/* Normalizes a text in place, as the keys under normalize say: punctuation, letters, then white space at the ends. */
 static void normalize(const struct task *t, struct text *text)
 {
 	size_t n = 0, begin = 0;
@@ -221,15 +231,16 @@ static void normalize(const struct task *t, struct text *text)
 	text->size = n - begin;
 }
 
-bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *found)
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply,
+		struct text *extracted, bool *matched)
 {
-	*found = true;
+	*matched = true;
 	if (t->extract)
-		*found = pattern_extract(t->extract, t->match, reply, extracted);
+		*matched = pattern_extract(t->extract, t->match, reply, extracted);
 	else
-		text_append(extracted, reply->data ? reply->data : "", reply->size);
+		text_append(extracted, reply->data, reply->size);
 	normalize(t, extracted);
-	for (int i = 0; *found && i < s->num_choices; i++)
+	for (int i = 0; *matched && i < s->num_choices; i++)
 		if (s->choice[i].size == extracted->size && !memcmp(s->choice[i].data, extracted->data, extracted->size))
 			return true;
 	return false;
@@ -237,18 +248,19 @@ bool task_reply_is_right(const struct task *t, const struct sample *s, const str
 
 /* ------------------------------------------------------------------------------------------- the task file */
 
-/* Fails when a template or pattern that a key holds is none. */
+/* Fails when the value of a key is not a template. NULL is fine. */
 static int check_template(const struct loader *l, const char *key, const char *template)
 {
 	const char *wrong = NULL;
-	struct piece_of_template p;
+	struct template_part p;
 	if (!template)
 		return 0;
-	while (next_piece(&template, &p, &wrong))
+	while (next_part(&template, &p, &wrong))
 		continue;
 	return wrong ? fail_key(l, key, "found %s", wrong) : 0;
 }
 
+/* Fails when the value of a key is not a pattern with a group. NULL is fine. */
 static int check_pattern(const struct loader *l, const char *key, const char *pattern)
 {
 	char wrong[160];
@@ -273,20 +285,19 @@ static int task_path(const struct loader *l, char path[PATH_LEN])
 /* Checks what one key alone cannot tell of a task that begins at `start`. */
 static int check_task(const struct loader *l, struct task *t, struct place start)
 {
-	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH;
-	const int kind = t->type == TASK_MULTIPLE_CHOICE ? OF_CHOICE : t->type == TASK_PERPLEXITY ? OF_PERPLEXITY : OF_MATCH;
-	for (int i = 0; i < task_table.num_keys; i++) {
-		const struct key *k = &task_keys[i];
-		if (l->places[i].source && k->flags & types && !(k->flags & kind))
+	static const int flags[] = {[TASK_MULTIPLE_CHOICE] = OF_CHOICE, [TASK_PERPLEXITY] = OF_PERPLEXITY, [TASK_EXACT_MATCH] = OF_MATCH};
+	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH, type = flags[t->type];
+	for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
+		if (key_given(l, k->name) && k->flags & types && !(k->flags & type))
 			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away", task_types[t->type]);
-		if (!l->places[i].source && k->flags & REQUIRED && k->flags & kind)
+		if (!key_given(l, k->name) && k->flags & REQUIRED && k->flags & type)
 			return fail_at(start, "the key %s is missing here: %s", k->name, k->help);
 	}
-	if (!t->options.list && l->places[find_in(l->table, "options") - task_keys].source && !t->options.count)
+	if (!t->options.list && key_given(l, "options") && !t->options.count)
 		return fail_key(l, "options", "found nothing; expected a field's name or a list of templates");
-	if (t->options.list && l->places[find_in(l->table, "option") - task_keys].source)
+	if (t->options.list && key_given(l, "option"))
 		return fail_key(l, "option", "found beside a list of templates; expected it where options is the name of a field");
-	if (t->chat && l->places[find_in(l->table, "separator") - task_keys].source)
+	if (t->chat && key_given(l, "separator"))
 		return fail_key(l, "separator", "found beside chat: true, where messages are kept apart by their roles: take it away");
 	if (t->answer && !*t->answer)
 		return fail_key(l, "answer", "found nothing; expected the name of a field");
@@ -302,40 +313,38 @@ static int check_task(const struct loader *l, struct task *t, struct place start
 	return task_path(l, t->data) < 0 || task_path(l, t->examples.data) < 0 ? -1 : 0;
 }
 
-/* Reads the items of the list of tasks up to its end; it has begun. */
-static int load_tasks(struct loader *l)
+static void *add_task(void *list)
 {
-	struct tasks *tasks = l->structure;
-	while (advance(l) == 0) {
-		if (l->event.type == YAML_SEQUENCE_END_EVENT)
-			return tasks->count ? 0 : fail_at(here(l), "found an empty list; expected at least one task");
-		if (l->event.type != YAML_MAPPING_START_EVENT)
-			return fail_value(l, &tasks_key, "as an item");
-		tasks->task = grow(tasks->task, tasks->count, &tasks->capacity, 1, sizeof *tasks->task);
-		struct task *t = &tasks->task[tasks->count++];
-		*t = (struct task){0};
-		memset(l->places, 0, sizeof l->places);
-		l->structure = t;
-		for (int i = 0; i < task_table.num_keys; i++)
-			set_default(t, &task_keys[i], false);
-		const struct place start = here(l);
-		if (load_mapping(l, &root_key) < 0 || check_task(l, t, start) < 0)
-			return -1;
-		for (const struct task *other = tasks->task; other < t; other++)
-			if (!strcmp(other->name, t->name))
-				return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
-	}
-	return -1;
+	struct tasks *tasks = list;
+	tasks->task = grow(tasks->task, tasks->count, &tasks->capacity, 1, sizeof *tasks->task);
+	struct task *t = &tasks->task[tasks->count++];
+	*t = (struct task){0};
+	return t;
+}
+
+/* check_task for the last one of the list, which must have a name of its own. */
+static int check_added_task(const struct loader *l, void *list, void *added, struct place start)
+{
+	const struct tasks *tasks = list;
+	struct task *t = added;
+	if (check_task(l, t, start) < 0)
+		return -1;
+	for (const struct task *other = tasks->task; other < t; other++)
+		if (!strcmp(other->name, t->name))
+			return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
+	return 0;
 }
 
 void tasks_print_keys(FILE *out)
 {
 	static const int types[] = {OF_CHOICE, OF_PERPLEXITY, OF_MATCH};
 	char type[256];
-	for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
-		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
+	for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
+		const char *standard = k->fallback && *k->fallback == '\n' ? "\\n\\n" : k->fallback;
+		if (k->flags & (REQUIRED | NEEDED))
+			standard = "required";
 		const char *separator = "; of ";
-		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe(type, k));
+		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe_key(type, &task_table, k));
 		for (int i = 0; i < 3; i++)
 			if (k->flags & types[i])
 				fprintf(out, "%s%s", separator, task_types[i]), separator = ", ";
@@ -345,7 +354,7 @@ void tasks_print_keys(FILE *out)
 
 /* --------------------------------------------------------------------------------------------------- samples */
 
-/* The right option, as the answer's field says it. */
+/* Sets s->answer from the value of the answer's field. */
 static int find_answer(const struct task *t, const json_t *value, const char *where, struct sample *s)
 {
 	struct text text = {0};
@@ -373,29 +382,33 @@ static int find_answer(const struct task *t, const json_t *value, const char *wh
 		if (t->answer_form == ANSWER_TEXT)
 			snprintf(expected, sizeof expected, "the text of one of the %d options", s->num_choices);
 		else if (t->answer_form == ANSWER_LETTER)
-			snprintf(expected, sizeof expected, "a letter from A to %c", 'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
+			snprintf(expected, sizeof expected, "a letter from A to %c",
+					'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
 		else
-			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER, s->num_choices - (t->answer_form == ANSWER_INDEX));
-		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word), expected,
-				answer_forms[t->answer_form]);
+			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER,
+					s->num_choices - (t->answer_form == ANSWER_INDEX));
+		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word),
+				expected, answer_forms[t->answer_form]);
 	}
 	free(text.data);
 	return rc;
 }
 
-/* The options of a sample, and which is right. */
+/* Sets the options of a sample, which of them is right, and the target. */
 static int make_options(const struct task *t, const json_t *object, const char *where, struct sample *s)
 {
 	const json_t *list = t->options.list ? NULL : json_at(object, *t->options.text);
 	if (!t->options.list && !json_is_array(list))
-		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text, json_kind(list));
+		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text,
+				json_kind(list));
 	const size_t n = list ? json_array_size(list) : (size_t)t->options.count;
 	if (n < 2 || n > 1000)
 		return fail("%s: found %zu option%s; expected 2 to 1000", where, n, n == 1 ? "" : "s");
 	s->choice = allocate(n * sizeof *s->choice);
 	s->num_choices = (int)n;
 	for (size_t i = 0; i < n; i++) {
-		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where, &s->choice[i]) < 0)
+		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where,
+				&s->choice[i]) < 0)
 			return -1;
 		if (!s->choice[i].size)
 			return fail("%s: option %zu is empty; expected text to score", where, i + 1);
@@ -406,7 +419,7 @@ static int make_options(const struct task *t, const json_t *object, const char *
 	return 0;
 }
 
-/* The answers of a sample that are right, made plain, and its reply as an example. */
+/* Sets the right answers of a sample, normalized, and the target. */
 static int make_answers(const struct task *t, const json_t *object, const char *where, struct sample *s)
 {
 	const json_t *value = json_at(object, t->answer);
@@ -417,16 +430,17 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 	s->num_choices = n;
 	for (int i = 0; i < n; i++) {
 		struct text *answer = &s->choice[i], whole = {0};
-		if (value_append(json_is_array(value) ? json_array_get(value, i) : value, t->answer, strlen(t->answer), where, &whole) < 0)
+		const json_t *item = json_is_array(value) ? json_array_get(value, i) : value;
+		if (value_append(item, t->answer, strlen(t->answer), where, &whole) < 0)
 			return -1;
 		if (i == 0 && !t->target)
 			text_append(&s->target, whole.data, whole.size);
 		if (!t->extract_answer) {
 			*answer = whole;
 		} else {
-			const bool is_found = pattern_extract(t->extract_answer, MATCH_FIRST, &whole, answer);
+			const bool matched = pattern_extract(t->extract_answer, MATCH_FIRST, &whole, answer);
 			free(whole.data);
-			if (!is_found)
+			if (!matched)
 				return fail("%s: extract_answer does not match what `%s` holds", where, t->answer);
 		}
 		normalize(t, answer);
@@ -434,28 +448,23 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 	return t->target ? template_append(t->target, object, NULL, where, &s->target) : 0;
 }
 
-/* Adds the sample that a line holds. */
-static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json, size_t n)
+/* Adds the sample of a line of JSON lines. */
+static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json,
+		size_t n)
 {
 	char where[PATH_LEN + 24];
-	json_error_t error;
 	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
-	json_t *object = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
-	int rc;
+	json_t *object = json_line(where, json, n);
 	if (!object)
-		rc = fail("%s: bad JSON: %s", where, error.text);
-	else if (!json_is_object(object))
-		rc = fail("%s: is %s; expected an object, one sample", where, json_kind(object));
-	else {
-		samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
-		struct sample *s = &samples->sample[samples->count++];
-		*s = (struct sample){.line = line};
-		rc = template_append(t->type == TASK_PERPLEXITY ? t->text : t->prompt, object, NULL, where, &s->prompt);
-		if (rc == 0 && t->type == TASK_PERPLEXITY && !s->prompt.size)
-			rc = fail("%s: the document is empty; expected text", where);
-		if (rc == 0 && t->type != TASK_PERPLEXITY)
-			rc = t->type == TASK_MULTIPLE_CHOICE ? make_options(t, object, where, s) : make_answers(t, object, where, s);
-	}
+		return -1;
+	samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
+	struct sample *s = &samples->sample[samples->count++];
+	*s = (struct sample){.line = line};
+	int rc = template_append(t->type == TASK_PERPLEXITY ? t->text : t->prompt, object, NULL, where, &s->prompt);
+	if (rc == 0 && t->type == TASK_PERPLEXITY && !s->prompt.size)
+		rc = fail("%s: the document is empty; expected text", where);
+	if (rc == 0 && t->type != TASK_PERPLEXITY)
+		rc = t->type == TASK_MULTIPLE_CHOICE ? make_options(t, object, where, s) : make_answers(t, object, where, s);
 	json_decref(object);
 	return rc;
 }
@@ -471,8 +480,10 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 	ssize_t n = 0;
 	int rc = 0;
 	errno = 0;
-	for (int64_t line = 1; !rc && (!limit || samples->count < limit) && (n = getline(&json, &capacity, f)) >= 0; line++) {
-		if (strspn(json, " \t\r\n") < (size_t)n)
+	for (int64_t line = 1; !rc && (!limit || samples->count < limit); line++) {
+		if ((n = getline(&json, &capacity, f)) < 0)
+			break;
+		if (!is_blank_line(json, n))
 			rc = add_sample(t, samples, path, line, json, n);
 		errno = 0;
 	}
@@ -487,9 +498,10 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 
 int tasks_load(struct tasks *tasks, const char *path)
 {
-	struct loader l = {.table = &task_table, .structure = tasks, .path = path, .source = path};
+	const struct list_reader reader = {.items = "tasks", .item = "task", .add = add_task, .check = check_added_task, .list = tasks};
+	char copy[PATH_LEN];
 	*tasks = (struct tasks){0};
-	int rc = strlen(path) < PATH_LEN ? load_file(&l, &tasks_key) : fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	int rc = path_copy(copy, path) < 0 ? -1 : load_list_file(&task_table, path, &reader);
 	for (int64_t i = 0; rc == 0 && i < tasks->count; i++) {
 		struct task *t = &tasks->task[i];
 		const bool own_pool = *t->examples.data;
@@ -518,7 +530,7 @@ void tasks_free(struct tasks *tasks)
 {
 	for (int64_t n = 0; n < tasks->count; n++) {
 		struct task *t = &tasks->task[n];
-		for (const struct key *k = task_keys; k < task_keys + task_table.num_keys; k++) {
+		for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
 			char *field = (char *)t + k->offset;
 			struct strings *s = (struct strings *)field;
 			if (k->type == T_STRING)
@@ -539,50 +551,51 @@ void tasks_free(struct tasks *tasks)
 
 static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens"};
 
+enum { RESULT_SAMPLES, RESULT_SUMMARY, NUM_RESULT_FILES };
+struct results { struct new_file file[NUM_RESULT_FILES]; };
+
 struct results *results_open(const char *dir)
 {
+	static const char *const names[NUM_RESULT_FILES] = {"samples.jsonl", "results.json"};
 	struct results *r = allocate(sizeof *r);
-	if (make_directories(dir) == 0 && snprintf(r->dir, PATH_LEN, "%s", dir) < PATH_LEN && path_join(r->samples, dir, "samples.jsonl") == 0 &&
-			path_suffix(r->temporary, r->samples, ".tmp") == 0 && (r->f = file_create(r->temporary)))
+	char path[PATH_LEN];
+	int rc = make_directories(dir);
+	for (int i = 0; i < NUM_RESULT_FILES && rc == 0; i++)
+		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_file_begin(&r->file[i], path);
+	if (rc == 0)
 		return r;
+	for (int i = 0; i < NUM_RESULT_FILES; i++)
+		new_file_abandon(&r->file[i]);
 	free(r);
 	return NULL;
 }
 
-/* A text as a JSON string; bytes that are not UTF-8, as a model's reply may hold, become U+FFFD. */
 static json_t *text_to_json(const struct text *t)
 {
-	struct text clean = {0};
-	int32_t code;
-	for (size_t i = 0, size; i < t->size; i += size) {
-		const int whole = utf8_decode(t->data + i, t->size - i, &code);
-		text_append(&clean, whole ? t->data + i : "\xef\xbf\xbd", whole ? whole : 3);
-		size = whole ? whole : 1;
-	}
-	json_t *json = json_stringn(clean.data ? clean.data : "", clean.size);
-	free(clean.data);
-	return json;
+	return json_bytes(t->data, t->size);
 }
 
-static json_t *tokens_to_json(const int32_t *token, int64_t n)
+static json_t *tokens_to_json(const int32_t *id, int64_t n)
 {
 	json_t *list = json_array();
 	for (int64_t i = 0; i < n; i++)
-		json_array_append_new(list, json_integer(token[i]));
+		json_array_append_new(list, json_integer(id[i]));
 	return list;
 }
 
 void results_add(struct results *r, const struct task *t, const struct sample_result *s)
 {
-	json_t *line = json_pack("{s:s, s:I, s:o, s:b}", "task", t->name, "line", (json_int_t)s->sample->line,
+	json_t *line = json_pack("{s:o, s:I, s:o, s:b}", "task", json_cstring(t->name),
+			"line", (json_int_t)s->sample->line,
 			t->type == TASK_PERPLEXITY ? "text" : "prompt", text_to_json(&s->sample->prompt),
 			t->type == TASK_PERPLEXITY ? "several_windows" : "context_cut", s->cut);
 	if (t->type == TASK_MULTIPLE_CHOICE) {
 		json_t *options = json_array(), *prediction = json_object(), *correct = json_object();
 		for (int i = 0; i < s->sample->num_choices; i++)
-			json_array_append_new(options, json_pack("{s:o, s:f, s:I, s:o}", "text", text_to_json(&s->sample->choice[i]),
-					"log_likelihood", s->text[i].log_likelihood, "bytes", (json_int_t)s->sample->choice[i].size,
-					"tokens", tokens_to_json(s->text[i].token, s->text[i].num_tokens)));
+			json_array_append_new(options, json_pack("{s:o, s:f, s:I, s:o}",
+					"text", text_to_json(&s->sample->choice[i]),
+					"log_likelihood", s->scored[i].log_likelihood, "bytes", (json_int_t)s->sample->choice[i].size,
+					"tokens", tokens_to_json(s->scored[i].id, s->scored[i].num_tokens)));
 		for (int i = 0; i < NUM_ACCURACIES; i++) {
 			json_object_set_new(prediction, accuracy_names[i], json_integer(s->prediction[i]));
 			json_object_set_new(correct, accuracy_names[i], json_boolean(s->prediction[i] == s->sample->answer));
@@ -592,8 +605,8 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 		json_object_set_new(line, "prediction", prediction);
 		json_object_set_new(line, "correct", correct);
 	} else if (t->type == TASK_PERPLEXITY) {
-		json_object_set_new(line, "log_likelihood", json_real(s->text->log_likelihood));
-		json_object_set_new(line, "tokens", json_integer(s->text->num_tokens));
+		json_object_set_new(line, "log_likelihood", json_real(s->scored->log_likelihood));
+		json_object_set_new(line, "tokens", json_integer(s->scored->num_tokens));
 		json_object_set_new(line, "words", json_integer(s->words));
 		json_object_set_new(line, "bytes", json_integer((json_int_t)s->sample->prompt.size));
 	} else {
@@ -602,12 +615,12 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 			json_array_append_new(answers, text_to_json(&s->sample->choice[i]));
 		json_object_set_new(line, "answers", answers);
 		json_object_set_new(line, "reply", text_to_json(&s->reply));
-		json_object_set_new(line, "tokens", tokens_to_json(s->text->token, s->text->num_tokens));
-		json_object_set_new(line, "prediction", s->found ? text_to_json(&s->extracted) : json_null());
+		json_object_set_new(line, "tokens", tokens_to_json(s->scored->id, s->scored->num_tokens));
+		json_object_set_new(line, "prediction", s->matched ? text_to_json(&s->extracted) : json_null());
 		json_object_set_new(line, "correct", json_boolean(s->correct));
 	}
 	char *text = json_text(line, JSON_COMPACT);
-	fprintf(r->f, "%s\n", text);
+	fprintf(r->file[RESULT_SAMPLES].stream, "%s\n", text);
 	free(text);
 	json_decref(line);
 }
@@ -618,10 +631,12 @@ static json_t *result_to_json(const struct task_result *result)
 	json_t *scores = json_object();
 	for (int i = 0; i < result->num_scores; i++) {
 		const struct score *s = &result->score[i];
-		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}", "value", isfinite(s->value) ? json_real(s->value) : json_null(),
+		json_object_set_new(scores, s->name, json_pack("{s:o, s:o}",
+				"value", isfinite(s->value) ? json_real(s->value) : json_null(),
 				"standard_error", isfinite(s->standard_error) ? json_real(s->standard_error) : json_null()));
 	}
-	json_t *json = json_pack("{s:s, s:s, s:s, s:I, s:o}", "name", t->name, "type", task_types[t->type], "data", t->data,
+	json_t *json = json_pack("{s:o, s:s, s:o, s:I, s:o}",
+			"name", json_cstring(t->name), "type", task_types[t->type], "data", json_cstring(t->data),
 			"samples", (json_int_t)t->num_samples, "scores", scores);
 	if (t->type == TASK_PERPLEXITY) {
 		json_object_set_new(json, "tokens", json_integer(result->tokens));
@@ -648,8 +663,10 @@ static json_t *results_to_json(const struct evaluation_facts *facts, const struc
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
 		json_array_append_new(tasks, result_to_json(&result[i]));
-	return json_pack("{s:s, s:s, s:o, s:I, s:o}", "model", facts->model, "tasks_file", facts->tasks, "tokenizer_hash",
-			crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len, "tasks", tasks);
+	return json_pack("{s:o, s:o, s:o, s:I, s:o}",
+			"model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks),
+			"tokenizer_hash", crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len,
+			"tasks", tasks);
 }
 
 char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
@@ -660,21 +677,39 @@ char *results_text(const struct evaluation_facts *facts, const struct task_resul
 	return text;
 }
 
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed)
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
+		int64_t count, bool failed)
 {
-	char path[PATH_LEN], temporary[PATH_LEN];
-	int rc = file_close(r->f, r->temporary, failed ? -1 : 0);
-	if (rc == 0 && (rc = path_join(path, r->dir, "results.json") < 0 || path_suffix(temporary, path, ".tmp") < 0 ? -1 : 0) == 0) {
+	if (!failed) {
 		json_t *json = results_to_json(facts, result, count);
-		rc = json_write(temporary, json);
+		json_print(r->file[RESULT_SUMMARY].stream, json);
 		json_decref(json);
-		if (rc == 0 && (rename(r->temporary, r->samples) < 0 || rename(temporary, path) < 0))
-			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
 	}
-	if (rc == 0)
-		rc = sync_path(r->dir);
-	else if (!failed)
-		unlink(r->temporary);
+	const int rc = new_files_publish(r->file, NUM_RESULT_FILES, failed ? -1 : 0);
 	free(r);
 	return rc;
+}
+
+void print_results(const struct task_result *result, int64_t count)
+{
+	printf("%-28s %-16s %8s  %-17s %12s %12s\n", "task", "type", "samples", "score", "value", "std. error");
+	for (const struct task_result *r = result; r < result + count; r++) {
+		static const char *const types[] = {"multiple choice", "perplexity", "exact match"};
+		for (int k = 0; k < r->num_scores; k++) {
+			if (k == 0)
+				printf("%-28s %-16s %8lld  ", r->task->name, types[r->task->type], (long long)r->task->num_samples);
+			else
+				printf("%-28s %-16s %8s  ", "", "", "");
+			printf("%-17s %12.6g ", r->score[k].name, r->score[k].value);
+			if (isfinite(r->score[k].standard_error))
+				printf("%12.3g\n", r->score[k].standard_error);
+			else
+				printf("%12s\n", "-");
+		}
+		if (r->cut)
+			printf("  %s: %lld\n", r->task->type == TASK_PERPLEXITY ? "documents in several windows"
+					: "contexts cut from the left to fit into the window", (long long)r->cut);
+		if (r->unmatched)
+			printf("  replies that the pattern of extract does not match: %lld\n", (long long)r->unmatched);
+	}
 }

@@ -1,5 +1,6 @@
 /*
- * commands/tasks.h - tasks of `ling eval --tasks`: the task file, its samples, and the files of results.
+ * commands/tasks.h - the tasks of `ling eval --tasks`: the task file and its samples, the comparison of replies with
+ * answers, and the reports.
  */
 #ifndef LING_COMMANDS_TASKS_H
 #define LING_COMMANDS_TASKS_H
@@ -11,25 +12,27 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* -- tasks: what `ling eval --tasks` asks a model, and what came of it -- */
+/* -- the task file: a YAML list of tasks, each with a JSON lines file of samples. docs/evaluation.md says what the
+ * keys mean. -- */
 
 enum task_type { TASK_MULTIPLE_CHOICE, TASK_PERPLEXITY, TASK_EXACT_MATCH };
 enum answer_form { ANSWER_INDEX, ANSWER_NUMBER, ANSWER_LETTER, ANSWER_TEXT };
 enum which_match { MATCH_FIRST, MATCH_LAST };
 
-struct sample {                /* one line of a JSONL file, in the words of its task's templates */
-	int64_t line;
+struct sample {                /* one line of a task's data, its fields put into the templates of the task */
+	int64_t line;                /* its number in the file, from 1 */
 	struct text prompt;          /* perplexity: the document */
-	struct text target;          /* what follows the prompt where the sample is an example; perplexity: none */
-	struct text *choice;         /* [num_choices] the options; exact match: the answers that are right */
-	int num_choices, answer;     /* the right option */
+	struct text target;          /* what follows the prompt where the sample is an example; perplexity: empty */
+	struct text *choice;         /* [num_choices] the options; exact match: the right answers, normalized */
+	int num_choices;             /* options: 2 to 1000 */
+	int answer;                  /* multiple choice: index of the right option, from 0 */
 };
 struct samples { struct sample *sample; int64_t count; size_t capacity; };
 
-struct task {                  /* the keys of a task file (see task_keys in data.c), what is off is NULL or 0; and the samples */
+struct task {                  /* the values of the keys (task_keys in tasks.c), NULL or 0: off; the samples */
 	char name[MAX_NAME];
 	enum task_type type;
-	char data[PATH_LEN];
+	char data[PATH_LEN];         /* a path from where ling was started, as the one of examples.data */
 	int64_t limit;
 	char *prompt, *text, *option, *target, *separator;
 	struct strings options, stop;
@@ -41,59 +44,74 @@ struct task {                  /* the keys of a task file (see task_keys in data
 	bool chat;
 	int max_tokens;
 	int64_t stride;
-	struct samples samples;      /* of `data`; the first num_samples are scored */
+	struct samples samples;      /* of `data`; only the first num_samples are scored, the others serve as examples */
 	int64_t num_samples;
-	struct samples pool;         /* of examples.data; empty when the examples are from samples */
+	struct samples pool;         /* of examples.data; empty when the examples come from `samples` */
 };
 struct tasks { struct task *task; int64_t count; size_t capacity; };
 
-/* Reads a task file and the samples of all its tasks. Errors name the file, the line and the key or field. tasks_free in any case. */
+/* Reads a task file and the samples of all its tasks: at least one task, each with at least one sample. Errors name
+ * the file, the line, and the key or field. tasks_free may follow in any case. */
 int tasks_load(struct tasks *t, const char *path);
 void tasks_free(struct tasks *t);
-/* Prints every key of a task file with default and meaning. */
+/* Prints every key of a task file with its default and meaning. */
 void tasks_print_keys(FILE *out);
-/* Whether a reply is right: what is extracted from it and made plain is equal to one of the answers made plain. `extracted` gets that text, and
- * is left empty, with *found false, where the pattern does not match. */
-bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply, struct text *extracted, bool *found);
 
+/* Whether the reply to a sample of an exact match task is right: appends to `extracted` what the pattern `extract`
+ * takes from the reply (without a pattern, all of it), normalizes that, and compares it with the answers. Where the
+ * pattern does not match, *matched is false, nothing is appended, and the reply is wrong. */
+bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply,
+		struct text *extracted, bool *matched);
+
+/* -- results -- */
+
+/* What a multiple choice prediction is made by: the log-likelihood, or that over the option's bytes or tokens. */
 enum { ACCURACY_RAW, ACCURACY_BYTES, ACCURACY_TOKENS, NUM_ACCURACIES };
 
-struct scored_text { double log_likelihood; const int32_t *token; int64_t num_tokens; }; /* the tokens that it is the sum over */
+struct scored_tokens { double log_likelihood; const int32_t *id; int64_t num_tokens; }; /* in nats; id [num_tokens] */
 
 struct sample_result {
 	const struct sample *sample;
-	bool cut;                    /* the context did not fit into the window */
-	const struct scored_text *text; /* [num_choices] the options; perplexity: the document; exact match: the reply, which has no likelihood */
-	int prediction[NUM_ACCURACIES]; /* by log-likelihood, over bytes, over tokens */
-	int64_t words;               /* of the document */
-	struct text reply, extracted;
-	bool found, correct;         /* exact match */
+	bool cut;                    /* the context lost its first tokens; perplexity: the document took several windows */
+	/* [num_choices] the options; perplexity: the document, id NULL; exact match: the reply, log_likelihood 0 */
+	const struct scored_tokens *scored;
+	int prediction[NUM_ACCURACIES]; /* multiple choice: index of the option, from 0 */
+	int64_t words;               /* perplexity: of the document */
+	struct text reply, extracted; /* exact match, see task_reply_is_right */
+	bool matched, correct;
 };
 
-struct score { const char *name; double value, standard_error; }; /* NaN: cannot be told from one sample */
+/* The standard error of a single sample is NaN; a perplexity may be infinite. */
+struct score { const char *name; double value, standard_error; };
 enum { MAX_SCORES = 4 };
 
 struct task_result {
 	const struct task *task;
 	int num_scores;
 	struct score score[MAX_SCORES];
-	int64_t cut;                 /* samples whose context was cut; perplexity: documents in several windows */
-	int64_t ties[NUM_ACCURACIES], unmatched;
+	int64_t cut;                 /* samples whose sample_result.cut is true */
+	int64_t ties[NUM_ACCURACIES]; /* multiple choice: samples with several best options */
+	int64_t unmatched;           /* exact match: replies that `extract` does not match */
 	int64_t tokens, words, bytes; /* perplexity: of all documents */
 };
 
-/* DIR/samples.jsonl and DIR/results.json appear when both are whole. NULL on error. */
-struct results *results_open(const char *dir);
-void results_add(struct results *r, const struct task *t, const struct sample_result *s);
+/* What else results.json says: paths as the user gave them, and the window in tokens. */
 struct evaluation_facts { const char *model, *tasks; uint32_t tokenizer_hash; int64_t seq_len; };
-/* r is gone whatever the result; with failed, so are the files. */
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result, int64_t count, bool failed);
-/* The text of results.json; the caller frees it. */
-char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
 
-struct results {
-	char dir[PATH_LEN], samples[PATH_LEN], temporary[PATH_LEN];
-	FILE *f;
-};
+/* The files dir/samples.jsonl, a line for each sample, and dir/results.json. They take the place of older ones only
+ * when both are whole. In both, bytes that are not UTF-8 (of paths, of replies) are U+FFFD. */
+struct results;
+/* Makes the directory and begins samples.jsonl. NULL on error; else results_finish must follow. */
+struct results *results_open(const char *dir);
+/* Adds the line of a sample. A write error is told by results_finish. */
+void results_add(struct results *r, const struct task *t, const struct sample_result *s);
+/* Writes results.json, brings both files to disk, and frees r. On error, and with `failed`, makes neither file.
+ * result [count]. */
+int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
+		int64_t count, bool failed);
+/* The text of results.json on one line; the caller frees it. */
+char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
+/* Prints the scores as a table to standard output. */
+void print_results(const struct task_result *result, int64_t count);
 
 #endif

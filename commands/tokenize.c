@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "files/tokenizer.h"
 #include "files/text.h"
+#include "files/tokenizer_training.h"
 #include "data.h"
 
 #include <errno.h>
@@ -250,8 +251,9 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
-/* A token file's files. The manifest vouches for the others: it comes last. */
-enum { NUM_OUTPUTS = NUM_STAMPS + 1, MANIFEST_OUTPUT = NUM_STAMPS };
+/* A token file's files, in the order in which they are published: the index comes last, without which nothing opens. */
+enum { OUTPUT_BIN, OUTPUT_MASK, OUTPUT_MANIFEST, OUTPUT_IDX, NUM_OUTPUTS };
+static const char *const output_suffixes[NUM_OUTPUTS] = {".bin", ".mask.bin", ".json", ".idx"};
 
 /* Fails when the manifest would replace what is none, such as a tokenizer of the same name. */
 static int output_check(const char *path)
@@ -265,46 +267,46 @@ static int output_check(const char *path)
 	return rc;
 }
 
-/* Makes the files under their temporary names, all but the manifest; *m is what it will say. */
-static int tokenize_to(struct token_writer *w, const char *prefix, char temporary[NUM_OUTPUTS][PATH_LEN], bool special, struct input *in,
-		struct manifest *m)
+/* Writes the files; `name` is what the manifest calls the tokenizer. A mask that masks nothing is left out. */
+static int tokenize_to(struct token_writer *w, const char *prefix, const char *name, struct new_file file[NUM_OUTPUTS], bool special, struct input *in)
 {
-	FILE **const file[NUM_STAMPS] = {&w->bin, &w->idx, &w->mask};
-	int rc = 0;
-	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
-		rc = (*file[i] = file_create(temporary[i])) ? 0 : -1;
-	if (rc == 0)
-		rc = tokenize_all(w, prefix, temporary[STAMP_IDX], special, in);
+	static const int stamped[NUM_STAMPS] = {[STAMP_BIN] = OUTPUT_BIN, [STAMP_IDX] = OUTPUT_IDX, [STAMP_MASK] = OUTPUT_MASK};
+	struct manifest made = {0}, *m = &made;
+	w->bin = file[OUTPUT_BIN].stream, w->idx = file[OUTPUT_IDX].stream, w->mask = file[OUTPUT_MASK].stream;
+	int rc = tokenize_all(w, prefix, file[OUTPUT_IDX].temporary, special, in);
 	for (int i = 0; i < NUM_STAMPS; i++)
-		if (*file[i])
-			rc = file_close(*file[i], temporary[i], rc);
-	if (rc == 0 && !w->masked)
-		unlink(temporary[STAMP_MASK]);
+		rc = new_file_close(&file[stamped[i]], rc);
+	if (!w->masked)
+		new_file_abandon(&file[OUTPUT_MASK]);
 	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
-		rc = stamp_file(&m->stamps[i], temporary[i]);
+		rc = stamp_file(&m->stamps[i], file[stamped[i]].temporary);
+	snprintf(m->tokenizer, sizeof m->tokenizer, "%s", name);
 	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
 	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
+	json_t *json = rc == 0 ? manifest_to_json(m) : NULL;
+	if (json)
+		json_print(file[OUTPUT_MANIFEST].stream, json);
+	json_decref(json);
 	return rc;
 }
 
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result)
 {
-	char outputs[NUM_OUTPUTS][PATH_LEN], temporary[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
-	const char *slash = strrchr(prefix, '/'), *name = slash ? slash + 1 : prefix;
+	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
+	const char *name = file_name(prefix);
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
 		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
 				".idx and .json are made", prefix);
 	for (int k = 0; k < NUM_OUTPUTS; k++)
-		if (path_suffix(outputs[k], prefix, k == MANIFEST_OUTPUT ? ".json" : stamp_suffixes[k]) < 0 ||
-				path_suffix(temporary[k], outputs[k], ".tmp") < 0)
+		if (path_suffix(outputs[k], prefix, output_suffixes[k]) < 0)
 			return -1;
 	int64_t total = 0;
 	parent_of(dir, prefix);
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || output_check(outputs[MANIFEST_OUTPUT]) < 0 ||
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || output_check(outputs[OUTPUT_MANIFEST]) < 0 ||
 			make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
@@ -314,24 +316,105 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	}
 
 	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
-	struct input in = {.files = files, .num_files = num_files, .fd = -1, .progress = progress_start("tokenize", total)};
-	struct manifest m = {0};
-	snprintf(m.tokenizer, sizeof m.tokenizer, "%s", tokenizer);
-	int rc = tokenize_to(&w, prefix, temporary, special, &in, &m);
+	struct input in = {.files = files, .num_files = num_files, .fd = -1, .progress = progress_start("tokenize", total, 1e-6, "MB")};
+	struct new_file file[NUM_OUTPUTS] = {0};
+	int rc = 0;
+	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
+		rc = new_file_begin(&file[k], outputs[k]);
 	if (rc == 0)
-		rc = manifest_write(&m, temporary[MANIFEST_OUTPUT]);
-	for (int k = 0; k < NUM_OUTPUTS; k++) {
-		if (k == STAMP_MASK && rc == 0 && !w.masked) {
-			if (unlink(outputs[k]) < 0 && errno != ENOENT) /* of the token file that is replaced */
-				rc = fail("%s: cannot remove: %s", outputs[k], strerror(errno));
-		} else if (rc == 0 && rename(temporary[k], outputs[k]) < 0)
-			rc = fail("%s: cannot rename to %s: %s", temporary[k], outputs[k], strerror(errno));
-		if (rc < 0)
-			unlink(temporary[k]);
-	}
+		rc = tokenize_to(&w, prefix, tokenizer, file, special, &in);
+	rc = new_files_publish(file, NUM_OUTPUTS, rc);
 	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.loss_tokens};
 	input_close(&in);
 	tokenizer_close(t);
 	free(w.split);
-	return rc < 0 ? -1 : sync_path(dir);
+	return rc;
 }
+
+struct tokenize_options {
+	const char *tokenizer, *out, *decode;
+	bool special_as_text;
+};
+
+static int run_tokenize(const struct command_line *line)
+{
+	const struct tokenize_options *o = line->options;
+	struct tokenized t;
+	int rc = 0;
+	if (o->decode)
+		rc = o->out || line->num_words || o->special_as_text ? fail("--decode goes with --tokenizer alone") : 0;
+	else if (!o->out)
+		rc = fail("--out is required");
+	else if (!line->num_words)
+		rc = fail("too few arguments");
+	if (rc < 0)
+		return EXIT_WRONG_USE;
+	if (o->decode)
+		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", !o->special_as_text, line->num_words,
+			line->words, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
+			(long long)t.bytes);
+	if (t.loss_tokens < t.tokens)
+		printf(", %lld tokens learned", (long long)t.loss_tokens);
+	printf("\n");
+	return EXIT_DONE;
+}
+
+static const struct command_option tokenize_table[] = {
+	TEXT_OPTION(tokenize_options, tokenizer, "tokenizer", "NAME",
+			"byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level BPE, or a "
+			"directory with one"),
+	TEXT_OPTION(tokenize_options, out, "out", "PREFIX", "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)"),
+	FLAG_OPTION(tokenize_options, special_as_text, "special-as-text",
+			"What looks like a special token in a text is text, and not that token"),
+	TEXT_OPTION(tokenize_options, decode, "decode", "PREFIX",
+			"Print the text of a token file instead, special tokens included"),
+};
+
+const struct command tokenize_command = {
+	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
+	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a "
+		"conversation, or a `prompt` and its `completion`; of the latter two only the assistant's replies are learned).",
+	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
+};
+
+struct train_tokenizer_options {
+	int vocab_size;
+	const char *out, *pattern;
+	struct strings special;
+};
+
+static int run_train_tokenizer(const struct command_line *line)
+{
+	const struct train_tokenizer_options *o = line->options;
+	const struct tokenizer_training how = {o->vocab_size, o->pattern, (const char **)o->special.text,
+			(int)o->special.count, line->num_words, line->words};
+	struct tokenizer_trained t;
+	if (tokenizer_train(o->out, &how, &t) < 0)
+		return EXIT_WORK_FAILED;
+	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", o->out, t.vocab_size,
+			(long long)t.merges, (long long)t.bytes, (long long)t.words);
+	if (t.vocab_size < o->vocab_size)
+		printf("the text has no more pairs to merge\n");
+	return EXIT_DONE;
+}
+
+static const struct command_option train_tokenizer_table[] = {
+	WHOLE_OPTION(train_tokenizer_options, vocab_size, "vocab-size", "N", 1, 10000000,
+			"Tokens, the 256 bytes and the special ones included", .required = true),
+	TEXT_OPTION(train_tokenizer_options, out, "out", "FILE", "The tokenizer.json", .required = true),
+	TEXT_OPTION(train_tokenizer_options, pattern, "pattern", "REGEX",
+			"What cuts text into words, beyond which nothing is merged (default: Ling's)"),
+	TEXTS_OPTION(train_tokenizer_options, special, "special", "TOKEN",
+			"A special token beside <|endoftext|>, <role> and </role>; may be given several times"),
+};
+
+const struct command train_tokenizer_command = {
+	.name = "train-tokenizer", .usage = "--vocab-size N --out FILE.json FILE...",
+	.min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Train a byte-level BPE on text files and JSON lines, and write it as a tokenizer.json, for ling and for "
+		"Hugging Face's tools.",
+	.run = run_train_tokenizer, COMMAND_OPTIONS(train_tokenizer_options, train_tokenizer_table),
+};

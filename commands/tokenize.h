@@ -4,6 +4,8 @@
 #ifndef LING_COMMANDS_TOKENIZE_H
 #define LING_COMMANDS_TOKENIZE_H
 
+#include "commands/command.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,5 +19,8 @@ struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tok
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included; tokenizer NULL: the one that made it, by its name. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
+
+extern const struct command tokenize_command;
+extern const struct command train_tokenizer_command;
 
 #endif

@@ -1,10 +1,9 @@
 /*
- * files/base.c - errors, memory, paths, files, checked JSON, checksums, progress and the clock: what every other file stands on.
+ * files/base.c - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
 
-#include <argp.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -12,13 +11,18 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <utf8proc.h>
 #include <zlib.h>
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
+
+/* ---------------------------------------------------------------------------------------------------- errors */
 
 _Thread_local char error_text[4096];
 
@@ -33,26 +37,35 @@ void set_error(const char *format, ...)
 			*p = '?';
 }
 
+const char *printable(char out[64], const char *text)
+{
+	int n = 0;
+	for (; text[n] && n < 60; n++)
+		out[n] = iscntrl((unsigned char)text[n]) ? '?' : text[n];
+	if (text[n]) {
+		while (n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80)
+			n--;
+		memcpy(out + n, "...", 3);
+		n += 3;
+	}
+	out[n] = 0;
+	return out;
+}
+
+/* ---------------------------------------------------------------------------------------------------- memory */
+
+__attribute__((noreturn)) static void out_of_memory(size_t n)
+{
+	fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
+	exit(1);
+}
+
 void *allocate(size_t n)
 {
 	void *p = calloc(1, n ? n : 1);
-	if (!p) {
-		fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
-		exit(1);
-	}
+	if (!p)
+		out_of_memory(n);
 	return p;
-}
-
-void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
-{
-	if (used + more <= *capacity)
-		return array;
-	*capacity = 2 * (used + more);
-	void *larger = allocate(*capacity * size);
-	if (used)
-		memcpy(larger, array, used * size);
-	free(array);
-	return larger;
 }
 
 char *copy_string(const char *text)
@@ -60,12 +73,95 @@ char *copy_string(const char *text)
 	return strcpy(allocate(strlen(text) + 1), text);
 }
 
-int path_join(char out[PATH_LEN], const char *dir, const char *name)
+void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size)
 {
-	if (snprintf(out, PATH_LEN, "%s/%s", dir, name) >= PATH_LEN)
-		return fail("%s/%s: path longer than %d bytes", dir, name, PATH_LEN - 1);
+	if (used + more <= *capacity)
+		return array;
+	*capacity = 2 * (used + more);
+	array = realloc(array, *capacity * size);
+	if (!array)
+		out_of_memory(*capacity * size);
+	return array;
+}
+
+void text_append(struct text *out, const char *bytes, size_t n)
+{
+	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
+	if (n)
+		memcpy(out->data + out->size, bytes, n);
+	out->size += n;
+	out->data[out->size] = 0;
+}
+
+void text_append_utf8(struct text *out, const char *bytes, size_t n)
+{
+	utf8proc_int32_t code;
+	for (size_t i = 0; i < n;) {
+		const utf8proc_ssize_t size = utf8proc_iterate((const uint8_t *)bytes + i, n - i, &code);
+		if (size > 0)
+			text_append(out, bytes + i, size);
+		else
+			text_append(out, "\xef\xbf\xbd", 3);
+		i += size > 0 ? size : 1;
+	}
+}
+
+/* ----------------------------------------------------------------------------------------------------- paths */
+
+/* Writes the three parts one behind the other. */
+static int path_of(char out[PATH_LEN], const char *a, const char *b, const char *c)
+{
+	if (snprintf(out, PATH_LEN, "%s%s%s", a, b, c) >= PATH_LEN)
+		return fail("%s%s%s: path longer than %d bytes", a, b, c, PATH_LEN - 1);
 	return 0;
 }
+
+int path_copy(char out[PATH_LEN], const char *path)
+{
+	return path_of(out, path, "", "");
+}
+
+int path_join(char out[PATH_LEN], const char *dir, const char *name)
+{
+	return path_of(out, dir, "/", name);
+}
+
+int path_suffix(char out[PATH_LEN], const char *path, const char *suffix)
+{
+	return path_of(out, path, suffix, "");
+}
+
+void parent_of(char out[PATH_LEN], const char *path)
+{
+	snprintf(out, PATH_LEN, "%s", path);
+	char *slash = strrchr(out, '/');
+	if (slash)
+		slash[slash == out] = 0; /* keeps the / of the root */
+	else
+		strcpy(out, ".");
+}
+
+const char *file_name(const char *path)
+{
+	const char *slash = strrchr(path, '/');
+	return slash ? slash + 1 : path;
+}
+
+bool has_suffix(const char *text, const char *suffix)
+{
+	const size_t n = strlen(text), m = strlen(suffix);
+	return n > m && !strcmp(text + n - m, suffix);
+}
+
+int path_exists(const char *path)
+{
+	struct stat st;
+	if (stat(path, &st) == 0)
+		return 1;
+	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
+}
+
+/* ----------------------------------------------------------------------------------------------------- files */
 
 int map_file(const char *path, const uint8_t **data, size_t *size)
 {
@@ -96,50 +192,6 @@ void unmap_file(const uint8_t *data, size_t size)
 		munmap((void *)data, size);
 }
 
-int file_crc32(const char *path, uint32_t *crc)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(path, &data, &size) < 0)
-		return -1;
-	*crc = crc32_z(0, data, size);
-	unmap_file(data, size);
-	return 0;
-}
-
-json_t *json_parse(const char *path, size_t flags)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(path, &data, &size) < 0)
-		return NULL;
-	json_error_t error;
-	json_t *root = json_loadb(size ? (const char *)data : "", size, JSON_REJECT_DUPLICATES | flags, &error);
-	unmap_file(data, size);
-	if (!root)
-		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
-	else if (!json_is_object(root)) {
-		json_decref(root), root = NULL;
-		fail("%s: expected a JSON object at top level", path);
-	}
-	return root;
-}
-
-json_t *json_read(const char *path)
-{
-	return json_parse(path, 0);
-}
-
-char *json_text(const json_t *value, size_t flags)
-{
-	char *text = json_dumps(value, flags);
-	if (!text) {
-		fprintf(stderr, "ling: out of memory while writing JSON\n");
-		exit(1);
-	}
-	return text;
-}
-
 FILE *file_create(const char *path)
 {
 	FILE *f = fopen(path, "we");
@@ -153,15 +205,23 @@ int fail_write(const char *path, int error)
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
-int file_close(FILE *f, const char *path, int rc)
+/* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe, which have no fsync. */
+static int finish_stream(FILE *f, bool *regular)
 {
 	int error = ferror(f) ? (errno ? errno : EIO) : 0;
 	struct stat st;
-	bool regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode); /* devices and pipes: no fsync, and never removed */
-	if (!error && (fflush(f) || (regular && fsync(fileno(f)) < 0)))
+	*regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode);
+	if (!error && (fflush(f) || (*regular && fsync(fileno(f)) < 0)))
 		error = errno;
 	if (fclose(f) && !error)
 		error = errno;
+	return error;
+}
+
+int file_close(FILE *f, const char *path, int rc)
+{
+	bool regular;
+	const int error = finish_stream(f, &regular);
 	if (error && !rc)
 		rc = fail_write(path, error);
 	if (rc < 0 && regular)
@@ -182,32 +242,11 @@ int copy_file(const char *from, const char *to)
 	return f ? file_close(f, to, 0) : -1;
 }
 
-int sync_path(const char *path)
-{
-	int fd = open(path, O_RDONLY | O_CLOEXEC);
-	int rc = fd < 0 || (fsync(fd) < 0 && errno != EINVAL) ?
-			fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
-	if (fd >= 0)
-		close(fd);
-	return rc;
-}
-
-void parent_of(char out[PATH_LEN], const char *path)
-{
-	snprintf(out, PATH_LEN, "%s", path);
-	char *slash = strrchr(out, '/');
-	if (slash)
-		slash[slash == out] = 0; /* keeps the / of the root */
-	else
-		strcpy(out, ".");
-}
-
-/* What is new is on disk when this returns: what will be in it must survive a power cut. */
 int make_directories(const char *dir)
 {
 	char path[PATH_LEN], parent[PATH_LEN];
-	if (snprintf(path, sizeof path, "%s", dir) >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", dir, PATH_LEN - 1);
+	if (path_copy(path, dir) < 0)
+		return -1;
 	for (char *p = path + 1;; p++) {
 		if (*p != '/' && *p)
 			continue;
@@ -229,32 +268,277 @@ int make_directories(const char *dir)
 	return 0;
 }
 
-const char *printable(char out[64], const char *text)
+int sync_path(const char *path)
 {
-	int n = 0;
-	for (; text[n] && n < 60; n++)
-		out[n] = iscntrl((unsigned char)text[n]) ? '?' : text[n];
-	if (text[n]) {
-		while (n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80)
-			n--;
-		memcpy(out + n, "...", 3);
-		n += 3;
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	int rc = fd < 0 || (fsync(fd) < 0 && errno != EINVAL) ?
+			fail("%s: cannot bring to disk: %s", path, strerror(errno)) : 0;
+	if (fd >= 0)
+		close(fd);
+	return rc;
+}
+
+/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+
+/* Creates a file that was not there, with a name that no other process uses: several machines may share the directory. */
+static FILE *create_temporary(struct new_file *file)
+{
+	for (int attempt = 0; attempt < 100; attempt++) {
+		char suffix[24];
+		uint32_t number = 0;
+		if (getrandom(&number, sizeof number, 0) != sizeof number)
+			break;
+		snprintf(suffix, sizeof suffix, ".tmp-%08x", (unsigned)number);
+		if (path_suffix(file->temporary, file->path, suffix) < 0)
+			return NULL;
+		const int fd = open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+		FILE *stream = fd < 0 ? NULL : fdopen(fd, "w");
+		if (stream)
+			return stream;
+		if (fd >= 0) {
+			close(fd);
+			unlink(file->temporary);
+		} else if (errno == EEXIST)
+			continue;
+		break;
 	}
-	out[n] = 0;
+	fail("%s: cannot create: %s", file->path, strerror(errno));
+	return NULL;
+}
+
+int new_file_begin(struct new_file *file, const char *path)
+{
+	struct stat st;
+	memset(file, 0, sizeof *file);
+	const bool link = lstat(path, &st) == 0 && S_ISLNK(st.st_mode);
+	char *target = link ? realpath(path, NULL) : NULL; /* NULL: a link to nowhere is written through, and makes what it points to */
+	const int rc = path_copy(file->path, target ? target : path);
+	free(target);
+	if (rc < 0)
+		return -1;
+	file->in_place = stat(file->path, &st) == 0 ? !S_ISREG(st.st_mode) : link;
+	file->stream = file->in_place ? file_create(file->path) : create_temporary(file);
+	if (file->stream)
+		return 0;
+	*file->temporary = 0;
+	return -1;
+}
+
+int new_file_close(struct new_file *file, int rc)
+{
+	bool regular;
+	const int error = file->stream ? finish_stream(file->stream, &regular) : 0;
+	file->stream = NULL;
+	if (error && !rc)
+		rc = fail_write(file->path, error);
+	if (rc < 0)
+		new_file_abandon(file);
+	return rc;
+}
+
+void new_file_abandon(struct new_file *file)
+{
+	if (file->stream)
+		fclose(file->stream);
+	if (*file->temporary)
+		unlink(file->temporary);
+	file->stream = NULL;
+	*file->temporary = 0;
+}
+
+/* Brings the names in the directory of a path to disk. */
+static int sync_parent(const char *path)
+{
+	char dir[PATH_LEN];
+	parent_of(dir, path);
+	return sync_path(dir);
+}
+
+/* Gives a closed file its name. One that was abandoned removes the old file of that name. */
+static int take_name(struct new_file *file)
+{
+	if (file->in_place)
+		return 0;
+	if (!*file->temporary)
+		return unlink(file->path) == 0 || errno == ENOENT ? 0 : fail("%s: cannot remove: %s", file->path, strerror(errno));
+	if (rename(file->temporary, file->path) < 0)
+		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
+	*file->temporary = 0;
+	return 0;
+}
+
+int new_file_publish(struct new_file *file, int rc)
+{
+	rc = new_file_close(file, rc);
+	if (rc < 0 || file->in_place)
+		return rc;
+	rc = take_name(file) < 0 ? -1 : sync_parent(file->path);
+	new_file_abandon(file);
+	return rc;
+}
+
+/* sync_parent for each of n files: where names are links, they may lie in several directories. */
+static int sync_parents(const struct new_file *files, int n)
+{
+	int rc = 0;
+	for (int i = 0; i < n && rc == 0; i++)
+		rc = files[i].in_place ? 0 : sync_parent(files[i].path);
+	return rc;
+}
+
+int new_files_publish(struct new_file *files, int n, int rc)
+{
+	struct new_file *last = &files[n - 1];
+	for (int i = 0; i < n; i++)
+		rc = new_file_close(&files[i], rc);
+	if (rc == 0 && !last->in_place && unlink(last->path) < 0 && errno != ENOENT)
+		rc = fail("%s: cannot replace: %s", last->path, strerror(errno));
+	if (rc == 0)
+		rc = sync_parents(files, n);
+	for (int i = 0; i < n - 1 && rc == 0; i++)
+		rc = take_name(&files[i]);
+	if (rc == 0 && (rc = sync_parents(files, n)) == 0 && (rc = take_name(last)) == 0)
+		rc = sync_parents(last, 1);
+	for (int i = 0; i < n; i++)
+		new_file_abandon(&files[i]);
+	return rc;
+}
+
+/* ------------------------------------------------------------------------------------------------------ JSON */
+
+/* The length of the number that a JSON text of n bytes begins with; *large: it is an integer beyond 64 bits. */
+static size_t scan_number(const char *text, size_t n, bool *large)
+{
+	const size_t sign = *text == '-';
+	size_t size = 1, digits = 0;
+	while (size < n && text[size] && strchr("0123456789+-.eE", text[size]))
+		size++;
+	while (sign + digits < size && isdigit((unsigned char)text[sign + digits]))
+		digits++;
+	*large = sign + digits == size && digits > 18 && text[sign] != '0'; /* a leading 0 is an error, and stays one */
+	if (*large && digits == 19) {
+		char number[24];
+		snprintf(number, sizeof number, "%.*s", (int)size, text);
+		errno = 0;
+		strtoll(number, NULL, 10);
+		*large = errno == ERANGE;
+	}
+	return size;
+}
+
+/* A copy of a JSON text in which integers beyond 64 bits are strings of their digits, or else real numbers. */
+static struct text rewrite_large_integers(const char *text, size_t n, bool as_string)
+{
+	struct text out = {0};
+	bool quoted = false, large;
+	for (size_t i = 0, size; i < n; i += size) {
+		size = 1, large = false;
+		if (quoted && text[i] == '\\' && i + 1 < n)
+			size = 2;
+		else if (text[i] == '"')
+			quoted = !quoted;
+		else if (!quoted && (isdigit((unsigned char)text[i]) || text[i] == '-'))
+			size = scan_number(text + i, n - i, &large);
+		if (large && as_string)
+			text_append(&out, "\"", 1);
+		text_append(&out, text + i, size);
+		if (large)
+			text_append(&out, as_string ? "\"" : ".0", as_string ? 1 : 2);
+	}
 	return out;
+}
+
+/* Parses JSON; see json_read and json_line. */
+static json_t *parse_json(const char *text, size_t n, size_t flags, bool large_as_string, json_error_t *error)
+{
+	json_t *root = json_loadb(n ? text : "", n, JSON_REJECT_DUPLICATES | flags, error);
+	if (!root && json_error_code(error) == json_error_numeric_overflow) {
+		struct text again = rewrite_large_integers(text, n, large_as_string);
+		root = json_loadb(again.data, again.size, JSON_REJECT_DUPLICATES | flags, error);
+		free(again.data);
+	}
+	return root;
+}
+
+json_t *json_read(const char *path)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return NULL;
+	json_error_t error;
+	json_t *root = parse_json((const char *)data, size, 0, false, &error);
+	unmap_file(data, size);
+	if (!root)
+		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
+	else if (!json_is_object(root)) {
+		json_decref(root), root = NULL;
+		fail("%s: expected a JSON object at top level", path);
+	}
+	return root;
+}
+
+json_t *json_line(const char *where, const char *line, size_t n)
+{
+	json_error_t error;
+	json_t *root = parse_json(line, n, JSON_ALLOW_NUL, true, &error);
+	if (!root)
+		fail("%s: bad JSON: %s", where, error.text);
+	else if (!json_is_object(root)) {
+		fail("%s: is %s; expected an object", where, json_kind(root));
+		json_decref(root), root = NULL;
+	}
+	return root;
+}
+
+bool is_blank_line(const char *line, size_t n)
+{
+	size_t i = 0;
+	while (i < n && (line[i] == ' ' || line[i] == '\t' || line[i] == '\r' || line[i] == '\n'))
+		i++;
+	return i == n;
+}
+
+char *json_text(const json_t *value, size_t flags)
+{
+	char *text = json_dumps(value, flags);
+	if (!text) {
+		fprintf(stderr, "ling: out of memory while writing JSON\n");
+		exit(1);
+	}
+	return text;
+}
+
+void json_print(FILE *f, const json_t *root)
+{
+	char *text = json_text(root, JSON_INDENT(2));
+	fprintf(f, "%s\n", text);
+	free(text);
 }
 
 int json_write(const char *path, const json_t *root)
 {
-	char *text = json_text(root, JSON_INDENT(2));
-	FILE *f = file_create(path);
-	int rc = -1;
-	if (f) {
-		fprintf(f, "%s\n", text);
-		rc = file_close(f, path, 0);
-	}
-	free(text);
-	return rc;
+	struct new_file file;
+	if (new_file_begin(&file, path) < 0)
+		return -1;
+	json_print(file.stream, root);
+	return new_file_publish(&file, 0);
+}
+
+json_t *json_bytes(const char *bytes, size_t n)
+{
+	struct text valid = {0};
+	text_append_utf8(&valid, bytes, n);
+	json_t *string = json_stringn(valid.data ? valid.data : "", valid.size);
+	if (!string)
+		out_of_memory(valid.size);
+	free(valid.data);
+	return string;
+}
+
+json_t *json_cstring(const char *text)
+{
+	return json_bytes(text, strlen(text));
 }
 
 const json_t *json_at_part(const json_t *value, const char *path, size_t n)
@@ -275,27 +559,6 @@ const json_t *json_at_part(const json_t *value, const char *path, size_t n)
 const json_t *json_at(const json_t *value, const char *path)
 {
 	return json_at_part(value, path, strlen(path));
-}
-
-/* ============================================================================================================
- * Files, what they share: checked JSON fields, little-endian loads
- * ========================================================================================================== */
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the files are little-endian, and so must the machine be");
-
-int path_suffix(char out[PATH_LEN], const char *prefix, const char *suffix)
-{
-	if (snprintf(out, PATH_LEN, "%s%s", prefix, suffix) >= PATH_LEN)
-		return fail("%s%s: path longer than %d bytes", prefix, suffix, PATH_LEN - 1);
-	return 0;
-}
-
-int path_exists(const char *path)
-{
-	struct stat st;
-	if (stat(path, &st) == 0)
-		return 1;
-	return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
 }
 
 const char *json_kind(const json_t *v)
@@ -343,40 +606,7 @@ json_t *crc_to_json(uint32_t crc)
 	return json_sprintf("%08x", (unsigned)crc);
 }
 
-double clock_seconds(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec + 1e-9 * now.tv_nsec;
-}
-
-struct progress progress_start(const char *what, int64_t total)
-{
-	const double now = clock_seconds();
-	return (struct progress){.what = what, .total = total, .terminal = isatty(2), .started = now, .shown = now};
-}
-
-void progress(struct progress *p, int64_t n)
-{
-	p->done += n;
-	double now = clock_seconds();
-	if (now - p->shown < (p->terminal ? 0.2 : 10))
-		return;
-	p->shown = now;
-	double rate = p->done / (now - p->started);
-	const char *begin = p->terminal ? "\r" : "", *end = p->terminal ? "  " : "\n";
-	if (p->total >= p->done)
-		fprintf(stderr, "%s%s: %3.0f %%  %.0f MB/s  %.0f s left%s", begin, p->what, 100.0 * p->done / p->total, rate / 1e6,
-				(p->total - p->done) / rate, end);
-	else
-		fprintf(stderr, "%s%s: %.0f MB  %.0f MB/s%s", begin, p->what, p->done / 1e6, rate / 1e6, end);
-}
-
-void progress_end(const struct progress *p)
-{
-	if (p->terminal && p->shown > p->started)
-		fprintf(stderr, "\r%70s\r", "");
-}
+/* ------------------------------------------------------------------------------------- checksums, bytes, numbers */
 
 uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n)
 {
@@ -395,6 +625,17 @@ uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n)
 	return crc32_z(crc, data, n);
 }
 
+int file_crc32(const char *path, uint32_t *crc)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return -1;
+	*crc = crc32_z(0, data, size);
+	unmap_file(data, size);
+	return 0;
+}
+
 int32_t load_i32(const uint8_t *p)
 {
 	int32_t v;
@@ -409,19 +650,10 @@ int64_t load_i64(const uint8_t *p)
 	return v;
 }
 
-void text_append(struct text *out, const char *bytes, size_t n)
+int compare_doubles(const void *a, const void *b)
 {
-	out->data = grow(out->data, out->size, &out->capacity, n + 1, 1);
-	if (n)
-		memcpy(out->data + out->size, bytes, n);
-	out->size += n;
-	out->data[out->size] = 0;
-}
-
-bool has_suffix(const char *text, const char *suffix)
-{
-	const size_t n = strlen(text), m = strlen(suffix);
-	return n >= m && !strcmp(text + n - m, suffix);
+	const double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
 }
 
 double plain_nan(double x)
@@ -429,30 +661,13 @@ double plain_nan(double x)
 	return isnan(x) ? NAN : x;
 }
 
-int launched_ranks(void)
-{
-	static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-		if (getenv(names[i]))
-			return atoi(getenv(names[i]));
-	return 1;
-}
+/* ----------------------------------------------------------------------------------- clock, terminal, progress */
 
-bool is_terminal(FILE *f)
+double clock_seconds(void)
 {
-	return launched_ranks() == 1 && isatty(fileno(f));
-}
-
-void print_status(FILE *out, const char *line, bool keep)
-{
-	struct winsize size = {.ws_col = 80};
-	if (!is_terminal(out)) {
-		fprintf(out, "%s\n", line);
-	} else {
-		ioctl(fileno(out), TIOCGWINSZ, &size);
-		fprintf(out, "\r\033[K%.*s%s", keep || size.ws_col == 0 ? INT32_MAX : size.ws_col - 1, line, keep ? "\n" : "");
-	}
-	fflush(out);
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
 const char *format_duration(char out[32], double seconds)
@@ -465,25 +680,32 @@ const char *format_duration(char out[32], double seconds)
 	return out;
 }
 
-int lock_directory(const char *dir)
+/* The number in the first of these environment variables that is set, or `otherwise`. */
+static int environment_int(const char *const *names, int n, int otherwise)
 {
-	if (make_directories(dir) < 0)
-		return -1;
-	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0)
-		return fail("%s: cannot open: %s", dir, strerror(errno));
-	if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-		const int error = errno;
-		close(fd);
-		return error == EWOULDBLOCK ?
-				fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir) :
-				fail("%s: cannot lock the directory: %s", dir, strerror(error));
-	}
-	return fd;
+	for (int i = 0; i < n; i++)
+		if (getenv(names[i]))
+			return atoi(getenv(names[i]));
+	return otherwise;
 }
 
-/* The smallest number in the files `name` of a control group and of the groups that it is in, from ROOT + mount + group up
- * to ROOT + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge number. */
+/* Open MPI's mpirun sets OMPI_COMM_WORLD_...; MPICH, Intel MPI and srun --mpi=pmi2 set PMI_...; srun --mpi=pmix sets
+ * PMIX_RANK, and Slurm's number of tasks is then that of the ranks. SLURM_PROCID is no sign of MPI: a batch script has
+ * it too. */
+int launcher_rank(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+	return environment_int(names, 3, -1);
+}
+
+int launcher_size(void)
+{
+	static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+	return launcher_rank() < 0 ? 1 : environment_int(names, 3, 0);
+}
+
+/* The smallest number in the files `name` of a control group and of the groups that it is in, from root + mount + group
+ * up to root + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge number. */
 static double group_limit(double least, const char *root, const char *mount, const char *group, const char *name)
 {
 	char path[PATH_LEN], up[PATH_LEN];
@@ -522,8 +744,59 @@ double usable_memory(const char *root)
 	return least;
 }
 
-int compare_doubles(const void *a, const void *b)
+bool is_terminal(FILE *f)
 {
-	const double x = *(const double *)a, y = *(const double *)b;
-	return (x > y) - (x < y);
+	return launcher_size() == 1 && isatty(fileno(f));
+}
+
+void print_status(FILE *out, const char *line, bool keep)
+{
+	struct winsize size = {.ws_col = 80};
+	if (!is_terminal(out)) {
+		fprintf(out, "%s\n", line);
+	} else {
+		ioctl(fileno(out), TIOCGWINSZ, &size);
+		fprintf(out, "\r\033[K%.*s%s", keep || size.ws_col == 0 ? INT32_MAX : size.ws_col - 1, line, keep ? "\n" : "");
+	}
+	fflush(out);
+}
+
+struct progress progress_start(const char *what, int64_t total, double scale, const char *unit)
+{
+	const double now = clock_seconds();
+	return (struct progress){.what = what, .total = total, .scale = scale, .unit = unit, .started = now, .shown = now};
+}
+
+/* A number with three digits, or more where they stand before the point. */
+static const char *format_amount(char out[32], double x)
+{
+	snprintf(out, 32, x < 100 ? "%.3g" : "%.0f", x);
+	return out;
+}
+
+void progress(struct progress *p, int64_t n)
+{
+	if (!p)
+		return;
+	p->done += n;
+	const double now = clock_seconds(), seconds = now - p->started;
+	if (now - p->shown < (is_terminal(stderr) ? 0.2 : 30))
+		return;
+	p->shown = now;
+	char line[256], amount[32], rate[32], left[32] = "?";
+	format_amount(amount, p->done * p->scale);
+	format_amount(rate, p->done * p->scale / seconds);
+	if (p->done)
+		format_duration(left, (p->total - p->done) * seconds / p->done);
+	if (p->total && p->total >= p->done)
+		snprintf(line, sizeof line, "%.100s: %.0f%%  %s %s/s  %s left", p->what, 100.0 * p->done / p->total, rate, p->unit, left);
+	else
+		snprintf(line, sizeof line, "%.100s: %s %s  %s %s/s", p->what, amount, p->unit, rate, p->unit);
+	print_status(stderr, line, false);
+}
+
+void progress_end(const struct progress *p)
+{
+	if (p && is_terminal(stderr) && p->shown > p->started)
+		fprintf(stderr, "\r\033[K");
 }

@@ -1,5 +1,7 @@
 /*
- * files/base.h - errors, memory, paths, files, checked JSON, checksums, progress and the clock: what every other file stands on.
+ * files/base.h - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
+ *
+ * Functions that can fail return -1 or NULL and leave the reason in error_text.
  */
 #ifndef LING_FILES_BASE_H
 #define LING_FILES_BASE_H
@@ -18,152 +20,223 @@ typedef double real;
 typedef float real;
 #endif
 
-#define PATH_LEN 1024      /* bytes of a path in a config, terminator included */
+#define PATH_LEN 1024 /* bytes of a path, the final 0 included */
+#define MAX_NAME 128  /* bytes of a tensor's name, the final 0 included */
 
-#define MAX_NAME 128       /* bytes of a tensor's name, terminator included */
+/* ---------------------------------------------------------------------------------------------------- errors */
 
-extern _Thread_local char error_text[4096];
+extern _Thread_local char error_text[4096]; /* one line: what was found, what was expected */
+
+/* Sets error_text. Control characters, which a foreign name may hold, become question marks. */
 void set_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static inline int failure(void) { return -1; }
-#define fail(...) (set_error(__VA_ARGS__), failure()) /* a macro, so that compilers see the -1 */
+/* set_error() with the value -1. It is a macro, so that compilers see the -1. */
+#define fail(...) (set_error(__VA_ARGS__), failure())
 
-/* Makes room for `more` entries behind the `used` ones of an array of the caller, doubling it when full; ends the program when there is no
- * memory. Returns the array, to be freed with free(). */
-void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size);
+/* Copies foreign text for a message: at most 60 bytes, control characters as question marks, never half a UTF-8 character. */
+const char *printable(char out[64], const char *text);
 
-struct text { char *data; size_t size, capacity; }; /* free(data); always ends with a 0 beyond size */
+/* ---------------------------------------------------------------------------------------------------- memory */
 
-void text_append(struct text *out, const char *bytes, size_t n);
-
-struct strings { char **text; int64_t count; bool list; }; /* list: written as one */
-
-struct file_map { const uint8_t *data; size_t size; };
-
-/* CRC-32 of a whole file. */
-int file_crc32(const char *path, uint32_t *crc);
-/* Creates DIR and its parents, on disk when it returns. */
-int make_directories(const char *dir);
-
-/* malloc that cannot return NULL: what data.c allocates is small, bounded by checked file sizes. n 0 is fine. */
+/* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of checked files; what a
+ * user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);
 
 char *copy_string(const char *text);
 
-/* Joins two path components; fails when the result is longer than a path may be. */
-int path_join(char out[PATH_LEN], const char *dir, const char *name);
+/* Makes room for `more` entries of `size` bytes behind the first `used` entries of an array, which has room for *capacity; when it is full, the
+ * capacity is doubled. New entries are not set to zero. Without memory it ends the program. Returns the array; release it with free(). */
+void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size);
 
-/* Maps a whole regular file read-only. *size 0 gives *data NULL. The caller unmaps. */
-int map_file(const char *path, const uint8_t **data, size_t *size);
+struct strings { char **text; int64_t count; bool list; }; /* list: it was written as a list, not as one text */
 
-void unmap_file(const uint8_t *data, size_t size);
+/* Bytes that grow. data[size] is always 0, unless data is NULL. Release with free(data). */
+struct text { char *data; size_t size, capacity; };
 
-/* Parses a JSON object from a file, with jansson's flags beside that which refuses duplicate keys. NULL on error (syntax, not an object), naming
- * file and line. */
-json_t *json_parse(const char *path, size_t flags);
+void text_append(struct text *out, const char *bytes, size_t n);
 
-json_t *json_read(const char *path);
+/* Appends n bytes of unknown origin as valid UTF-8: each byte that belongs to no UTF-8 character becomes U+FFFD. */
+void text_append_utf8(struct text *out, const char *bytes, size_t n);
 
-/* json_dumps that cannot return NULL, for values made or read here; the caller frees it. */
-char *json_text(const json_t *value, size_t flags);
+/* ----------------------------------------------------------------------------------------------------- paths */
 
-/* Creates a file for writing, or empties it. NULL on error. */
-FILE *file_create(const char *path);
+/* Each of these three fails when the result would be longer than PATH_LEN - 1 bytes. */
+int path_copy(char out[PATH_LEN], const char *path);
+int path_join(char out[PATH_LEN], const char *dir, const char *name);      /* dir/name */
+int path_suffix(char out[PATH_LEN], const char *path, const char *suffix); /* path and suffix, without a slash */
 
-int fail_write(const char *path, int error);
-
-/* Brings a file to disk and closes it. When that fails, or rc says that something has failed before, it is removed:
- * half a file is none. Between create and close nobody needs to check for errors, but a long loop should. */
-int file_close(FILE *f, const char *path, int rc);
-
-int copy_file(const char *from, const char *to);
-
-/* fsync of a file or directory by name; a file system that cannot do that for directories is let pass. */
-int sync_path(const char *path);
-
-/* The directory that a path, which is not longer than a path may be, lies in. */
+/* The directory that holds `path`, which is at most PATH_LEN - 1 bytes long. */
 void parent_of(char out[PATH_LEN], const char *path);
 
-/* Copies foreign text for a message: at most 60 bytes, control characters as ?, never half a UTF-8 character. */
-const char *printable(char out[64], const char *text);
+/* The last part of a path, behind the last slash: a pointer into `path`. */
+const char *file_name(const char *path);
 
-/* Writes JSON with line breaks to a file, fsynced. */
-int json_write(const char *path, const json_t *root);
+/* Whether text ends with the suffix and has something in front of it. */
+bool has_suffix(const char *text, const char *suffix);
 
-/* What a dotted path of n bytes names in nested objects and, by a number from 0, arrays; NULL when there is none. */
-const json_t *json_at_part(const json_t *value, const char *path, size_t n);
-
-const json_t *json_at(const json_t *value, const char *path);
-
-/* PREFIX + suffix as a path. */
-int path_suffix(char out[PATH_LEN], const char *prefix, const char *suffix);
-
-/* 1 there, 0 not there, -1 when that cannot be told. */
+/* 1: there; 0: not there; -1: that cannot be told. */
 int path_exists(const char *path);
 
-/* What a JSON value is, in words. */
+/* ----------------------------------------------------------------------------------------------------- files */
+
+struct file_map { const uint8_t *data; size_t size; };
+
+/* Maps a whole regular file, read-only. An empty file gives *data NULL and *size 0. Release with unmap_file. */
+int map_file(const char *path, const uint8_t **data, size_t *size);
+void unmap_file(const uint8_t *data, size_t size);
+
+/* Opens a file for writing; what is in it is lost. NULL on error. For a file that must never be seen half written, use struct new_file. */
+FILE *file_create(const char *path);
+
+/* Brings a file to disk and closes it. Removes it when that fails or when rc, the caller's result so far, is an error. Returns the new result.
+ * Errors of fwrite and the like show here; only a long loop should look for them before. */
+int file_close(FILE *f, const char *path, int rc);
+
+/* The error of a write: `error` is errno. */
+int fail_write(const char *path, int error);
+
+/* Writes a copy of a file, on disk when this returns. */
+int copy_file(const char *from, const char *to);
+
+/* Creates a directory and its parents, on disk when this returns. One that is there is fine. */
+int make_directories(const char *dir);
+
+/* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
+int sync_path(const char *path);
+
+/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+
+/* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and gets its own name when it
+ * is complete and on disk. Until then, and after an error, a file that had the name before is still there. Where the name is a link, the file
+ * that it points to is replaced. A device or a pipe is written to directly. */
+struct new_file {
+	FILE *stream;              /* to write to; NULL before new_file_begin and after new_file_close */
+	char path[PATH_LEN];       /* its own name */
+	char temporary[PATH_LEN];  /* the name that it has now; "" when there is nothing to publish or to remove */
+	bool in_place;             /* a device or a pipe */
+};
+
+/* Creates the temporary file. Fails, with nothing to abandon, where the directory cannot be written to. */
+int new_file_begin(struct new_file *file, const char *path);
+
+/* Brings the file to disk and closes the stream, but does not publish it yet: for those who need its size or time first. With rc, the
+ * caller's result so far, an error, or on an error of its own, it abandons the file. Returns the new result. */
+int new_file_close(struct new_file *file, int rc);
+
+/* new_file_close; then the file gets its name, and that is brought to disk too. */
+int new_file_publish(struct new_file *file, int rc);
+
+/* The same for n files that belong together and of which none is of use without the last. The old last file is removed first and the new one
+ * comes last, so that old and new ones are never taken for one set; after a crash between the two, the last one is missing. Where a member was
+ * abandoned before, it is not part of the new set, and the old file of that name is removed. */
+int new_files_publish(struct new_file *files, int n, int rc);
+
+/* Closes the stream and removes the temporary file. It may be called at any time, also on a struct that is all zero. */
+void new_file_abandon(struct new_file *file);
+
+/* ------------------------------------------------------------------------------------------------------ JSON */
+
+/* Both parse a JSON object and refuse duplicate keys. An integer beyond 64 bits is no error, since nobody may read that member: tokenizers have a
+ * model_max_length of 10^30. NULL on error; the caller owns the result. */
+
+/* A file. There, such an integer becomes a real number. */
+json_t *json_read(const char *path);
+
+/* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the string of its digits,
+ * which a template can write as they stand. Strings may hold \u0000. */
+json_t *json_line(const char *where, const char *line, size_t n);
+
+/* Whether a line of n bytes holds only white space, and so no JSON. */
+bool is_blank_line(const char *line, size_t n);
+
+/* json_dumps that cannot return NULL, for values made or read here; the caller frees the text. */
+char *json_text(const json_t *value, size_t flags);
+
+/* Prints JSON with line breaks. */
+void json_print(FILE *f, const json_t *root);
+
+/* Writes JSON with line breaks as a new file. */
+int json_write(const char *path, const json_t *root);
+
+/* A JSON string of n bytes of unknown origin, such as a path or a model's reply: see text_append_utf8. json_string() would return NULL for bytes
+ * that are not UTF-8. Never NULL; the caller owns it. */
+json_t *json_bytes(const char *bytes, size_t n);
+
+/* The same for a C string. */
+json_t *json_cstring(const char *text);
+
+/* The value at a dotted path in nested objects and, by an index from 0, arrays: "a.b.0". NULL when there is none. */
+const json_t *json_at(const json_t *value, const char *path);
+const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* the path is n bytes long */
+
+/* The type of a value in words, "missing" for NULL. */
 const char *json_kind(const json_t *v);
 
-/* Reads an integer member of `object` in low..high; `where` (a file, or file:line) begins the message. */
-int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);
-
-/* Reads a string member; it lives as long as the object. NULL on error. */
-const char *field_text(const json_t *object, const char *where, const char *key);
-
-/* Reads a CRC-32 member, written as eight hexadecimal digits. */
-int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);
+/* Each of these three reads a member of `object`; `where`, a file or a file and line, begins the message. */
+int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out); /* low..high */
+const char *field_text(const json_t *object, const char *where, const char *key); /* lives as long as the object; NULL on error */
+int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out); /* a CRC-32 as eight hexadecimal digits */
 
 json_t *crc_to_json(uint32_t crc);
 
-/* A long pass over so many bytes, for which it shows a line: five times a second in one line of a terminal, elsewhere every ten seconds. */
-struct progress {
-	const char *what;
-	int64_t done, total;         /* bytes; total less than done: not known */
-	bool terminal;
-	double started, shown;       /* seconds: when the work, and the last line, began */
-};
+/* ------------------------------------------------------------------------------------- checksums, bytes, numbers */
 
-double clock_seconds(void);
-
-struct progress progress_start(const char *what, int64_t total);
-
-/* Counts n more bytes as done. */
-void progress(struct progress *p, int64_t n);
-
-/* Wipes the line from the terminal. */
-void progress_end(const struct progress *p);
-
-/* CRC-32 of what `crc` is that of and n bytes behind it: of slices, by all threads where there are many, which are then joined. */
+/* CRC-32 of some bytes, of which `crc` is the checksum, and n more. Large inputs are cut into slices, one for each thread. */
 uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n);
 
-int32_t load_i32(const uint8_t *p);
+/* CRC-32 of a whole file. */
+int file_crc32(const char *path, uint32_t *crc);
 
+/* Little-endian integers at any alignment. */
+int32_t load_i32(const uint8_t *p);
 int64_t load_i64(const uint8_t *p);
 
-bool has_suffix(const char *text, const char *suffix);
+/* For qsort. */
+int compare_doubles(const void *a, const void *b);
 
-/* For messages: a NaN prints without its sign. */
+/* For messages: a NaN is printed without its sign. */
 double plain_nan(double x);
 
-/* The ranks that a launcher (mpirun, srun) started together, as its environment says; 1 without one. */
-int launched_ranks(void);
+/* ----------------------------------------------------------------------------------- clock, terminal, progress */
 
-/* Whether a person watches. A launcher may hand a rank a terminal of its own, whatever stands behind it. */
-bool is_terminal(FILE *f);
-
-/* One line of a long piece of work: on a terminal it is overwritten and cut to the terminal's width, elsewhere it is a plain line. With `keep` it
- * stays on a terminal too. */
-void print_status(FILE *out, const char *line, bool keep);
+/* Seconds of a clock that never goes back, from some point in the past. */
+double clock_seconds(void);
 
 /* Seconds as 1:02:03 or 2:03. */
 const char *format_duration(char out[32], double seconds);
 
-/* Takes the output directory for this process alone. Returns a descriptor to close, or -1. */
-int lock_directory(const char *dir);
+/* What the environment says of the launcher (mpirun, srun) that started this process as one of several ranks. The rank
+ * of this process, from 0; -1 without a launcher. */
+int launcher_rank(void);
+/* The number of ranks; 1 without a launcher, 0 if the launcher does not tell. */
+int launcher_size(void);
 
-/* Bytes of memory that this process may use: the machine's, or less where the control group that it runs in (a container's, say), or
- * one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
+/* Bytes of memory that this process may use: the machine's, or less where the control group that it runs in (a
+ * container's, say), or one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
 double usable_memory(const char *root);
 
-int compare_doubles(const void *a, const void *b);
+/* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it: that does not count. */
+bool is_terminal(FILE *f);
+
+/* One line of a long piece of work. On a terminal it replaces the line before and is cut to the terminal's width, unless `keep` leaves it there;
+ * elsewhere it is a plain line. */
+void print_status(FILE *out, const char *line, bool keep);
+
+/* How far a long piece of work is. It is shown on stderr: on a terminal five times a second in one line, elsewhere by a line every half minute. */
+struct progress {
+	const char *what;            /* the work, in the words that begin the line; it may change between calls */
+	int64_t done, total;         /* total 0, or less than done: not known, and there is no time left to show */
+	double scale;                /* units for each of what `done` counts */
+	const char *unit;            /* of the amount and the rate, such as "MB" */
+	double started, shown;       /* seconds: when the work, and the last line, began */
+};
+
+struct progress progress_start(const char *what, int64_t total, double scale, const char *unit);
+
+/* Counts n more as done, and shows a line when it is time. NULL is fine and shows nothing: for the ranks that stay silent. */
+void progress(struct progress *p, int64_t n);
+
+/* Removes the line from a terminal. */
+void progress_end(const struct progress *p);
 
 #endif

@@ -144,8 +144,7 @@ int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
 		return -1;
 	*size = bytes;
 	uint64_t covered = bytes;
-	const char *dot = strrchr(name, '.');
-	if (dot && !strcmp(dot, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
+	if (has_suffix(name, ".safetensors") && bytes >= 8 && (uint64_t)load_i64(data) <= bytes - 8)
 		covered = 8 + load_i64(data);
 	*crc = crc32_z(0, data, covered);
 	unmap_file(data, bytes);
@@ -240,7 +239,7 @@ int parts_finish(const char *dir, const char *kind, int parts)
 		const struct tensor *t = &w->tensors[i];
 		if (i && !strcmp(t[-1].name, t->name))
 			rc = fail("%s: tensor %s is in %s as well; expected it once", t->file->path, t->name, t[-1].file->path);
-		json_object_set_new(map, t->name, json_string(strrchr(t->file->path, '/') + 1));
+		json_object_set_new(map, t->name, json_cstring(file_name(t->file->path)));
 		total += t->end - t->begin;
 	}
 	tensors_close(w);

@@ -1,37 +1,33 @@
 /*
- * files/config.c - the table of all keys of a config, reading it from YAML and from a Hugging Face config.json, and writing it back.
- *
- * One table describes every key. Parsing, defaults, ranges, the key listing, JSON in both directions, the check at
- * resume and the hint for a misspelt key all read it; a new key is a field in ling.h and a line here. Task files have a table of their own.
+ * files/config.c - the config of a run: the table of its keys, its checks, and JSON both ways, for checkpoints and Hugging Face.
  */
 #define _GNU_SOURCE
 #include "files/config.h"
 
 #include "files/base.h"
+#include "files/keys.h"
 
-#include <ctype.h>
-#include <errno.h>
 #include <inttypes.h>
 #include <limits.h>
-#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
 #define KEY(...) KEY_OF(struct config, __VA_ARGS__)
+#define LIST(...) LIST_OF(struct config, __VA_ARGS__)
+#define ITEM_KEY(...) ITEM_KEY_OF(struct config, __VA_ARGS__)
 
-#define LIST(path, number, most, marks, standard, meaning) \
-	{.name = #path, .type = T_LIST, .offset = offsetof(struct config, path), .size = sizeof ((struct config *)0)->path, .max = most, \
-	 .flags = marks, .fallback = standard, .help = meaning, .item = sizeof ((struct config *)0)->path[0], .count = offsetof(struct config, number)}
-#define ITEM_KEY(path, member, kind, low, high, marks, standard, meaning, ...) \
-	{.name = #path "." #member, .type = kind, .offset = offsetof(struct config, path[0].member), \
-	 .size = sizeof ((struct config *)0)->path[0].member, .min = low, .max = high, .flags = marks | ITEM, .fallback = standard, .help = meaning, \
-	 __VA_ARGS__}
+enum {                        /* flags of these keys */
+	FIXED = OWN_FLAG,          /* a continued run must not change it */
+	FREE = OWN_FLAG << 1,      /* of the model, but changes nothing that it computes */
+	DENSE = OWN_FLAG << 2,     /* of the model's dense layers only */
+	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
+};
 
-const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
+static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
@@ -41,7 +37,7 @@ static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse
 
 static const struct key keys[] = {
 	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, or of a "
-		"Hugging Face directory"),
+		"Hugging Face directory", .or_name = "the name of a YAML file or a Hugging Face directory"),
 	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
 	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
 	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
@@ -140,141 +136,11 @@ static const struct key keys[] = {
 	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),
 };
 
-#define NUM_KEYS ((int)(sizeof keys / sizeof keys[0]))
+#define NUM_KEYS ((int)(sizeof keys / sizeof *keys))
+_Static_assert(NUM_KEYS <= MAX_KEYS, "the places of all keys must fit");
 
-const struct key root_key = {.name = "", .type = T_SECTION};
-
-const char *leaf_of(const char *path)
-{
-	const char *dot = strrchr(path, '.');
-	return dot ? dot + 1 : path;
-}
-
-/* Whether `path` lies directly in `section`. */
-static bool is_child(const char *section, const char *path)
-{
-	size_t n = strlen(section);
-	return (size_t)(leaf_of(path) - path) == n + (n > 0) && !strncmp(path, section, n);
-}
-
-/* Whether `path` lies in `section` or beneath. */
-static bool is_inside(const char *section, const char *path)
-{
-	size_t n = strlen(section);
-	return !n || (!strncmp(path, section, n) && path[n] == '.');
-}
-
-const struct table config_table = {keys, NUM_KEYS, NULL};
-
-const struct key *find_in(const struct table *t, const char *path)
-{
-	for (const struct key *k = t->keys; k < t->keys + t->num_keys; k++)
-		if (!strcmp(path, k->name) || (k->alias && !strcmp(path, k->alias)))
-			return k;
-	return NULL;
-}
-
-const struct key *find_key(const char *path)
-{
-	return find_in(&config_table, path);
-}
-
-/* The section or list that a key lies in. */
-static const struct key *section_of(const struct key *k)
-{
-	char path[64];
-	snprintf(path, sizeof path, "%.*s", (int)(leaf_of(k->name) - k->name), k->name);
-	if (!*path)
-		return &root_key;
-	path[strlen(path) - 1] = 0;
-	return find_key(path);
-}
-
-/* Levenshtein distance; words of more than 63 bytes are far from everything. */
-static int edit_distance(const char *a, const char *b)
-{
-	int row[64], n = strlen(b);
-	if (n > 63 || strlen(a) > 63)
-		return 99;
-	for (int j = 0; j <= n; j++)
-		row[j] = j;
-	for (int i = 0; a[i]; i++) {
-		int diagonal = row[0];
-		row[0] = i + 1;
-		for (int j = 0; j < n; j++) {
-			int best = diagonal + (a[i] != b[j]);
-			if (row[j] + 1 < best)
-				best = row[j] + 1;
-			if (row[j + 1] + 1 < best)
-				best = row[j + 1] + 1;
-			diagonal = row[j + 1];
-			row[j + 1] = best;
-		}
-	}
-	return row[n];
-}
-
-/* The key that a wrong path most likely means, preferring its own section; NULL when none is near. */
-static const struct key *nearest_key(const struct table *t, const char *path)
-{
-	const char *leaf = leaf_of(path);
-	const struct key *best = NULL;
-	int best_distance = 2 * ((int)strlen(leaf) / 2 + 1);
-	for (const struct key *k = t->keys; k < t->keys + t->num_keys; k++) {
-		bool same_section = leaf - path == leaf_of(k->name) - k->name && !strncmp(path, k->name, leaf - path);
-		int distance = 2 * edit_distance(leaf, leaf_of(k->name)) + !same_section;
-		if (distance < best_distance)
-			best = k, best_distance = distance;
-	}
-	return best;
-}
-
-/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
-static const struct key *list_path(const struct key *k)
-{
-	char path[64];
-	snprintf(path, sizeof path, "%s.path", k->name);
-	return find_key(path);
-}
-
-/* An item of a list, in YAML. */
-static const char *describe_item(char out[128], const struct key *list)
-{
-	int n = snprintf(out, 128, "{");
-	for (int i = 0; i < NUM_KEYS; i++)
-		if (is_child(list->name, keys[i].name))
-			n += snprintf(out + n, 128 - n, "%s%s: ...", n > 1 ? ", " : "", leaf_of(keys[i].name));
-	snprintf(out + n, 128 - n, "}");
-	return out;
-}
-
-const char *describe(char out[256], const struct key *k)
-{
-	char item[128];
-	const char *off = k->flags & NONE ? ", or off" : "";
-	if (k->names) {
-		int n = 0;
-		for (int i = 0; k->names[i]; i++)
-			n += snprintf(out + n, 256 - n, "%s%s", i ? " | " : "", k->names[i]);
-		if (k->flags & OR_PATH)
-			snprintf(out + n, 256 - n, " | a path of at most %zu bytes", k->size - 1);
-	} else if (k->type == T_SECTION)
-		snprintf(out, 256, "a mapping (key: value)%s%s", strcmp(k->name, "model") ? "" : ", or the name of a YAML file or a Hugging Face directory", off);
-	else if (k->type == T_LIST)
-		snprintf(out, 256, "%sa list of %s%s", list_path(k) ? "a path, or " : "", describe_item(item, k), off);
-	else if (k->type == T_BOOL)
-		snprintf(out, 256, "true or false");
-	else if (k->type == T_TASKS)
-		snprintf(out, 256, "a list of tasks, each a mapping (key: value)");
-	else if (k->type == T_STRING || k->type == T_STRINGS)
-		snprintf(out, 256, "text%s%s", k->type == T_STRINGS ? ", or a list of texts" : "", off);
-	else if (k->type == T_TEXT)
-		snprintf(out, 256, "a %s of at most %zu bytes%s", k->size == PATH_LEN ? "path" : "name", k->size - 1, off);
-	else
-		snprintf(out, 256, "a %s, %s %.15g, %s %.15g%s", k->type == T_DOUBLE ? "number" : "whole number",
-				k->flags & ABOVE ? "above" : "at least", k->min, k->flags & BELOW ? "below" : "at most", k->max, off);
-	return out;
-}
+static int load_model(struct loader *l, const struct key *section, const char *name, struct place at);
+const struct key_table config_table = {keys, NUM_KEYS, "config", load_model};
 
 void config_print_keys(FILE *out)
 {
@@ -285,532 +151,48 @@ void config_print_keys(FILE *out)
 			continue;
 		}
 		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback;
-		fprintf(out, "  %-33s %-12s %s (%s)\n", k->name, standard, k->help, describe(type, k));
+		fprintf(out, "  %-33s %-12s %s (%s)\n", k->name, standard, k->help, describe_key(type, &config_table, k));
 	}
 }
 
-/* ============================================================================================================
- * Config: values
- * Every value comes as text, from YAML, JSON or the table's defaults, and is converted in one place.
- * ========================================================================================================== */
+/* --------------------------------------------------------------------------------------------------- reading */
 
-/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it is
- * simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls setlocale,
- * so strtod always takes a point. */
-static const char *read_number(const char *text, double *number, uint64_t *whole, bool *is_whole)
-{
-	static const char digit[] = "0123456789";
-	char clean[64];
-	size_t n = 0;
-	for (const char *p = text; *p; p++) {
-		if (*p == '_' && p > text && isdigit((unsigned char)p[-1]) && isdigit((unsigned char)p[1]))
-			continue;
-		if (n == sizeof clean - 1)
-			return "";
-		clean[n++] = *p;
-	}
-	clean[n] = 0;
-
-	const char *start = clean + (*clean == '+' || *clean == '-'), *p = start;
-	size_t digits = strspn(p, digit);
-	if (digits > 1 && *p == '0')
-		return "a leading 0 means octal to some readers: drop it";
-	p += digits;
-	bool plain_digits = !*p;
-	if (*p == '.') {
-		size_t fraction = strspn(p + 1, digit);
-		digits += fraction;
-		p += 1 + fraction;
-	}
-	if (!digits)
-		return "";
-	if (*p == 'e' || *p == 'E') {
-		p++;
-		p += *p == '+' || *p == '-';
-		size_t exponent = strspn(p, digit);
-		if (!exponent)
-			return "";
-		p += exponent;
-	}
-	if (*p)
-		return "";
-
-	errno = 0;
-	*number = strtod(clean, NULL);
-	if (errno == ERANGE)
-		return "a double cannot hold it";
-	if (plain_digits) {
-		*whole = strtoull(start, NULL, 10);
-		*is_whole = errno != ERANGE;
-	} else {
-		/* 1e5, 2.5e3: exact as a double up to 2^53 */
-		*is_whole = fabs(*number) <= 9007199254740992.0 && floor(*number) == *number;
-		*whole = *is_whole ? (uint64_t)fabs(*number) : 0;
-	}
-	return NULL;
-}
-
-/* Whether a plain scalar says that something is switched off. */
-static bool is_off(const char *text)
-{
-	return !strcasecmp(text, "off") || !strcasecmp(text, "null") || !strcmp(text, "~") || !strcasecmp(text, "none");
-}
-
-const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain)
-{
-	void *field = (char *)structure + k->offset + shift;
-	bool off = plain && is_off(text);
-	for (int i = 0; k->names; i++) {
-		if (!k->names[i] && k->flags & OR_PATH)
-			break;
-		if (!k->names[i])
-			return "";
-		if (strcmp(text, k->names[i]))
-			continue;
-		if (k->type == T_ENUM)
-			*(int *)field = i;
-		else
-			strncpy(field, text, k->size);
-		return NULL;
-	}
-
-	if (k->type == T_TEXT) {
-		if (off && !(k->flags & NONE))
-			return "put it in quotes if it is a name";
-		if (!*text && (plain || !(k->flags & NONE)))
-			return "";
-		if (strlen(text) >= k->size)
-			return "too long";
-		for (const char *p = text; *p; p++)
-			if (iscntrl((unsigned char)*p))
-				return "a control character";
-		strncpy(field, off ? "" : text, k->size); /* fills the rest with zeros */
-		return NULL;
-	}
-
-	if (k->type == T_STRING) { /* any text, owned */
-		free(*(char **)field);
-		*(char **)field = off && k->flags & NONE ? NULL : copy_string(text);
-		return NULL;
-	}
-
-	if (!plain)
-		return "take the quotes away";
-	if (k->type == T_BOOL) {
-		static const char *const words[] = {"false", "true", "off", "on", "no", "yes"};
-		for (int i = 0; i < 6; i++)
-			if (!strcasecmp(text, words[i])) {
-				*(bool *)field = i % 2;
-				return NULL;
-			}
-		return "";
-	}
-
-	double number = 0;
-	uint64_t whole = 0;
-	bool is_whole = true;
-	if (off && !(k->flags & NONE))
-		return "";
-	const char *wrong = off ? NULL : read_number(text, &number, &whole, &is_whole);
-	if (wrong)
-		return wrong;
-	if (number < k->min || number > k->max || (k->flags & ABOVE && number <= k->min) ||
-			(k->flags & BELOW && number >= k->max))
-		return "out of range";
-	if (k->type != T_DOUBLE && !is_whole)
-		return "";
-	if (k->type == T_INT)
-		*(int *)field = number < 0 ? -(int)whole : (int)whole;
-	else if (k->type == T_INT64)
-		*(int64_t *)field = whole;
-	else if (k->type == T_UINT64)
-		*(uint64_t *)field = whole;
-	else
-		*(double *)field = number;
-	return NULL;
-}
-
-/* The number of items of a list. */
-static int *list_count(void *structure, const struct key *k)
-{
-	return (int *)((char *)structure + k->count);
-}
-
-void set_default(void *structure, const struct key *k, bool huggingface)
-{
-	const char *text = huggingface && k->class_fallback ? k->class_fallback : k->fallback;
-	if (k->type == T_SECTION || k->flags & ITEM)
-		return;
-	memset((char *)structure + k->offset, 0, k->size);
-	if (k->type == T_LIST)
-		*list_count(structure, k) = 0;
-	else if (text)
-		store_text(structure, k, 0, text, true);
-}
-
-/* ============================================================================================================
- * Config: loading
- * YAML comes as libyaml's events and is stored as it passes: no tree is built, and since only keys of the table are
- * entered, nesting is as deep as the table and no deeper.
- * ========================================================================================================== */
-
-enum { WHOLE_FILE = 0, COMMAND_LINE = -1 };
-
-_Static_assert(NUM_KEYS <= MAX_KEYS, "the places of all keys must fit");
-
-/* fail(), with a place and perhaps a key in front. */
-__attribute__((format(printf, 3, 0)))
-static int fail_with(struct place at, const char *key, const char *format, va_list args)
-{
-	char text[3000], shown[64];
-	const char *colon = *key ? ": " : "";
-	vsnprintf(text, sizeof text, format, args);
-	if (at.line > 0)
-		return fail("%s:%d: %s%s%s", at.source, at.line, key, colon, text);
-	if (at.line == COMMAND_LINE)
-		return fail("command line: %s: %s%s%s", printable(shown, at.source), key, colon, text);
-	return fail("%s: %s%s%s", at.source, key, colon, text);
-}
-
-int fail_at(struct place at, const char *format, ...)
-{
-	va_list args;
-	va_start(args, format);
-	int rc = fail_with(at, "", format, args);
-	va_end(args);
-	return rc;
-}
-
-int fail_key(const struct loader *l, const char *name, const char *format, ...)
-{
-	struct place at = l->places[find_in(l->table, name) - l->table->keys];
-	if (!at.source)
-		at = (struct place){l->path, WHOLE_FILE};
-	va_list args;
-	va_start(args, format);
-	int rc = fail_with(at, l->huggingface ? leaf_of(name) : name, format, args);
-	va_end(args);
-	return rc;
-}
+struct config_loader {
+	struct loader keys;
+	struct config *config;
+	bool huggingface;          /* reads a config.json: keys without "model.", unknown ones ignored */
+	bool is_model_file;        /* reads the file that a config's `model:` names */
+	char model_path[PATH_LEN]; /* of that file; places of keys point here */
+};
 
 /* Starts with every key at its default. */
-static void loader_init(struct loader *l, struct config *c, const char *path, bool huggingface)
+static void config_loader_init(struct config_loader *l, struct config *c, const char *path, bool huggingface)
 {
 	memset(l, 0, sizeof *l);
 	memset(c, 0, sizeof *c);
-	l->table = &config_table;
-	l->structure = l->c = c;
-	l->path = l->source = path;
+	loader_init(&l->keys, &config_table, c, path);
+	l->keys.context = l;
+	l->keys.leaf_names = huggingface;
+	l->config = c;
 	l->huggingface = huggingface;
-	for (int i = 0; i < NUM_KEYS; i++)
-		set_default(c, &keys[i], huggingface);
+	for (int i = 0; i < NUM_KEYS && huggingface; i++)
+		if (keys[i].class_fallback)
+			store_text(c, &keys[i], 0, keys[i].class_fallback, true);
 }
 
-struct place here(const struct loader *l)
+static int load_config_json(struct config_loader *l);
+
+/* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path is. */
+static int load_model(struct loader *loader, const struct key *section, const char *name, struct place at)
 {
-	return (struct place){l->source, l->command_line ? COMMAND_LINE : (int)l->event.start_mark.line + 1};
-}
-
-/* Reports an unknown path, with the key that was meant or all keys of its section. */
-static int fail_unknown(const struct table *t, struct place at, const char *path)
-{
-	char shown[64], list[1024] = "";
-	const struct key *k = nearest_key(t, path);
-	if (k)
-		return fail_at(at, "unknown key %s; did you mean %s?", printable(shown, path), k->name);
-	char section[128];
-	snprintf(section, sizeof section, "%.*s", (int)(leaf_of(path) - path), path);
-	if (*section)
-		section[strlen(section) - 1] = 0;
-	if (*section && !find_in(t, section))
-		*section = 0;
-	size_t n = 0;
-	for (int i = 0; i < t->num_keys; i++)
-		if (is_child(section, t->keys[i].name) && n < sizeof list)
-			n += snprintf(list + n, sizeof list - n, "%s%s", n ? ", " : "", leaf_of(t->keys[i].name));
-	return fail_at(at, "unknown key %s; expected one of %s", printable(shown, path), list);
-}
-
-/* Notes where key k is given. Twice is an error, except that the command line may repeat a key of the file. */
-static int claim(struct loader *l, const struct key *k, struct place at)
-{
-	struct place *before = &l->places[k - l->table->keys];
-	char shown[64];
-	if (before->source && before->line == COMMAND_LINE)
-		return fail_at(at, "%s is given twice, first as %s; keep one", k->name, printable(shown, before->source));
-	if (before->source == at.source)
-		return at.line == WHOLE_FILE ? fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
-				fail_at(at, "duplicate key %s, first given at line %d; keep one", k->name, before->line);
-	*before = at;
-	return 0;
-}
-
-/* Fails when a key that a section needs is missing from it; `at` is the section's place. */
-static int check_needed(const struct loader *l, const struct key *section, struct place at)
-{
-	const struct key *k = l->table->keys;
-	for (int i = 0; i < l->table->num_keys; i++)
-		if (k[i].flags & NEEDED && is_child(section->name, k[i].name) && !l->places[i].source)
-			return fail_at(at, "%s%sthe key %s is missing here: %s", section->name, *section->name ? ": " : "", leaf_of(k[i].name),
-					k[i].help);
-	return 0;
-}
-
-/* Adds an item to the list, and makes it the one that is read: none of its keys is given yet. */
-static void begin_item(struct loader *l, const struct key *list)
-{
-	l->shift = (*list_count(l->c, list))++ * list->item;
-	for (int j = 0; j < NUM_KEYS; j++)
-		if (is_child(list->name, keys[j].name)) {
-			l->places[j] = (struct place){NULL, 0};
-			if (keys[j].fallback)
-				store_text(l->c, &keys[j], l->shift, keys[j].fallback, true);
-		}
-}
-
-/* ---------------------------------------------------------------------------------------------------- YAML */
-
-/* Reports libyaml's error. */
-static int fail_yaml(struct loader *l)
-{
-	const yaml_parser_t *p = &l->parser;
-	if (p->error == YAML_MEMORY_ERROR)
-		return fail_at((struct place){l->source, WHOLE_FILE}, "out of memory while reading YAML");
-	size_t line = p->problem_mark.line, at = 0;
-	if (p->error == YAML_READER_ERROR) {
-		/* bad bytes: libyaml tells the offset only */
-		line = 0;
-		for (size_t i = 0; i < p->problem_offset && i < l->size; i++)
-			line += l->text[i] == '\n';
-	}
-	for (size_t n = line; n && at < l->size; at++)
-		n -= l->text[at] == '\n';
-	while (at < l->size && l->text[at] == ' ')
-		at++;
-	bool tab = at < l->size && l->text[at] == '\t';
-	struct place place = {l->source, l->command_line ? COMMAND_LINE : (int)line + 1};
-	return fail_at(place, "bad YAML: %s%s%s%s", p->problem ? p->problem : "unknown problem", p->context ? " " : "",
-			p->context ? p->context : "", tab ? "; the line is indented with a tab: use spaces" : "");
-}
-
-int advance(struct loader *l)
-{
-	yaml_event_t *e = &l->event;
-	yaml_event_delete(e);
-	if (!yaml_parser_parse(&l->parser, e))
-		return fail_yaml(l);
-	char shown[64];
-	const yaml_char_t *anchor = NULL, *tag = NULL;
-	if (e->type == YAML_ALIAS_EVENT)
-		return fail_at(here(l), "found the alias *%s; aliases are not supported: write the value out",
-				printable(shown, (const char *)e->data.alias.anchor));
-	if (e->type == YAML_SCALAR_EVENT)
-		anchor = e->data.scalar.anchor, tag = e->data.scalar.tag;
-	else if (e->type == YAML_SEQUENCE_START_EVENT)
-		anchor = e->data.sequence_start.anchor, tag = e->data.sequence_start.tag;
-	else if (e->type == YAML_MAPPING_START_EVENT)
-		anchor = e->data.mapping_start.anchor, tag = e->data.mapping_start.tag;
-	if (anchor)
-		return fail_at(here(l), "found the anchor &%s; anchors are not supported: remove it",
-				printable(shown, (const char *)anchor));
-	if (tag)
-		return fail_at(here(l), "found the tag %s; tags are not supported: remove it", printable(shown, (const char *)tag));
-	if (e->type == YAML_SCALAR_EVENT && memchr(e->data.scalar.value, 0, e->data.scalar.length))
-		return fail_at(here(l), "found a NUL character in a value or key; expected text");
-	return 0;
-}
-
-/* Text of the current event, which must be a scalar. */
-static const char *scalar_text(const struct loader *l)
-{
-	return (const char *)l->event.data.scalar.value;
-}
-
-static bool scalar_is_plain(const struct loader *l)
-{
-	return l->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
-}
-
-/* What the current event is, for a message. */
-static const char *found(char out[80], const struct loader *l)
-{
-	char shown[64];
-	if (l->event.type == YAML_MAPPING_START_EVENT)
-		return "a mapping";
-	if (l->event.type == YAML_SEQUENCE_START_EVENT)
-		return "a list";
-	if (l->event.type != YAML_SCALAR_EVENT || (scalar_is_plain(l) && !*scalar_text(l)))
-		return "nothing";
-	const char *quote = scalar_is_plain(l) ? "" : "\"";
-	snprintf(out, 80, "%s%s%s", quote, printable(shown, scalar_text(l)), quote);
-	return out;
-}
-
-int fail_value(const struct loader *l, const struct key *k, const char *wrong)
-{
-	char value[80], type[256];
-	return fail_at(here(l), "%s: found %s%s%s%s; expected %s", *k->name ? k->name : "config", found(value, l),
-			*wrong ? " (" : "", wrong, *wrong ? ")" : "", describe(type, k));
-}
-
-static int load_value(struct loader *l, const struct key *k);
-
-int load_mapping(struct loader *l, const struct key *section)
-{
-	struct place start = here(l);
-	char path[128], value[80];
-	while (advance(l) == 0) {
-		if (l->event.type == YAML_MAPPING_END_EVENT)
-			return check_needed(l, section, start);
-		struct place at = here(l);
-		if (l->event.type != YAML_SCALAR_EVENT || !*scalar_text(l))
-			return fail_at(at, "found %s in place of a key; expected a name", found(value, l));
-		if (strchr(scalar_text(l), '.'))
-			return fail_at(at, "found the key %s; expected nested sections: a dotted key is for the command line only",
-					found(value, l));
-		snprintf(path, sizeof path, "%s%s%s", section->name, *section->name ? "." : "", scalar_text(l));
-		const struct key *k = find_in(l->table, path);
-		if (!k)
-			return fail_unknown(l->table, at, path);
-		if (claim(l, k, at) < 0 || advance(l) < 0 || load_value(l, k) < 0)
-			return -1;
-	}
-	return -1;
-}
-
-/* Reads the items of a list up to the end of its sequence, which has begun. */
-static int load_list(struct loader *l, const struct key *k)
-{
-	while (advance(l) == 0) {
-		if (l->event.type == YAML_SEQUENCE_END_EVENT) {
-			l->shift = 0;
-			return k->flags & REQUIRED && !*list_count(l->c, k) ? fail_at(here(l), "%s: found an empty list; expected an item", k->name) : 0;
-		}
-		const bool path = l->event.type == YAML_SCALAR_EVENT && list_path(k);
-		if (l->event.type != YAML_MAPPING_START_EVENT && !path)
-			return fail_value(l, k, "as an item");
-		if (*list_count(l->c, k) == k->max)
-			return fail_at(here(l), "%s: found more than %g items; expected at most that", k->name, k->max);
-		begin_item(l, k);
-		if (path ? load_value(l, list_path(k)) < 0 : load_mapping(l, k) < 0)
-			return -1;
-	}
-	return -1;
-}
-
-/* Reads the texts of a T_STRINGS up to the end of its sequence, which has begun; or one text, which is not a list. */
-static int load_strings(struct loader *l, const struct key *k)
-{
-	struct strings *s = (struct strings *)((char *)l->structure + k->offset);
-	size_t capacity = 0;
-	s->list = l->event.type == YAML_SEQUENCE_START_EVENT;
-	while (!s->list || advance(l) == 0) {
-		if (l->event.type == YAML_SEQUENCE_END_EVENT)
-			return s->count ? 0 : fail_at(here(l), "%s: found an empty list; expected at least one text", k->name);
-		if (l->event.type != YAML_SCALAR_EVENT || !*scalar_text(l))
-			return fail_value(l, k, "");
-		s->text = grow(s->text, s->count, &capacity, 1, sizeof *s->text);
-		s->text[s->count++] = copy_string(scalar_text(l));
-		if (!s->list)
-			return 0;
-	}
-	return -1;
-}
-
-static int load_model_file(struct loader *l, const char *name);
-static int load_config_json(struct loader *l);
-
-/* Reads the value of key k, which begins at the current event. */
-static int load_value(struct loader *l, const struct key *k)
-{
-	bool scalar = l->event.type == YAML_SCALAR_EVENT;
-	bool off = scalar && k->flags & NONE && scalar_is_plain(l) && is_off(scalar_text(l));
-	const char *wrong = "";
-	if (k->type == T_SECTION) {
-		if (l->event.type == YAML_MAPPING_START_EVENT)
-			return load_mapping(l, k);
-		if (off)
-			return 0;
-		if (scalar && *scalar_text(l) && !strcmp(k->name, "model"))
-			return load_model_file(l, scalar_text(l));
-	} else if (k->type == T_LIST) {
-		set_default(l->c, k, false);
-		if (l->event.type == YAML_SEQUENCE_START_EVENT)
-			return load_list(l, k);
-		if (off)
-			return 0;
-		if (scalar && list_path(k)) {
-			begin_item(l, k);
-			int rc = load_value(l, list_path(k));
-			l->shift = 0;
-			return rc;
-		}
-	} else if (k->type == T_TASKS) {
-		if (l->event.type == YAML_SEQUENCE_START_EVENT)
-			return l->table->load_items(l);
-	} else if (k->type == T_STRINGS) {
-		if (off || scalar || l->event.type == YAML_SEQUENCE_START_EVENT)
-			return off ? 0 : load_strings(l, k);
-	} else if (scalar && !(wrong = store_text(l->structure, k, l->shift, scalar_text(l), scalar_is_plain(l))))
-		return 0;
-	return fail_value(l, k, wrong);
-}
-
-/* Reads one YAML document that holds the value of key k and nothing else. */
-static int load_document(struct loader *l, const struct key *k)
-{
-	if (advance(l) < 0 || advance(l) < 0)
-		return -1;
-	if (l->event.type == YAML_STREAM_END_EVENT)
-		return fail_value(l, k, "");
-	if (advance(l) < 0 || load_value(l, k) < 0 || advance(l) < 0 || advance(l) < 0)
-		return -1;
-	if (l->event.type != YAML_STREAM_END_EVENT)
-		return fail_at(here(l), "found a second YAML document; expected one: remove it");
-	return 0;
-}
-
-/* Reads the value of key k from YAML text. */
-static int load_text(struct loader *l, const struct key *k, const uint8_t *text, size_t size)
-{
-	if (!yaml_parser_initialize(&l->parser))
-		return fail("%s: out of memory while reading YAML", l->source);
-	l->text = text, l->size = size;
-	yaml_parser_set_input_string(&l->parser, text, size);
-	int rc = load_document(l, k);
-	yaml_event_delete(&l->event);
-	yaml_parser_delete(&l->parser);
-	return rc;
-}
-
-int load_file(struct loader *l, const struct key *k)
-{
-	const uint8_t *data;
-	size_t size;
-	if (map_file(l->path, &data, &size) < 0)
-		return -1;
-	int rc;
-	if (!size)
-		rc = fail("%s: the file is empty; expected YAML", l->path);
-	else if (size > 1 << 20)
-		rc = fail("%s: found %zu bytes; expected YAML of at most 1 MiB", l->path, size);
-	else
-		rc = load_text(l, k, data, size);
-	unmap_file(data, size);
-	return rc;
-}
-
-/* Takes the model section of the YAML file that `model:` names: beside the config, in configs/, or as the path is. */
-static int load_model_file(struct loader *l, const char *name)
-{
-	struct place at = here(l);
-	char shown[64], beside[PATH_LEN];
+	struct config_loader *l = loader->context;
+	char shown[64], beside[PATH_LEN], path[PATH_LEN];
 	if (l->is_model_file)
 		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a config",
 				printable(shown, name));
-	const char *slash = strrchr(l->path, '/');
-	if (snprintf(beside, PATH_LEN, "%.*s", slash ? (int)(slash - l->path) : 1, slash ? l->path : ".") >= PATH_LEN)
-		return fail("%s: path longer than %d bytes", l->path, PATH_LEN - 1);
+	if (path_copy(path, loader->path) < 0)
+		return -1;
+	parent_of(beside, path);
 	const char *const directories[] = {beside, "configs", "."};
 	bool is_found = false;
 	for (int i = 0; i < 3 && !is_found; i++) {
@@ -819,68 +201,36 @@ static int load_model_file(struct loader *l, const char *name)
 		is_found = access(l->model_path, F_OK) == 0;
 	}
 	if (!is_found)
-		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or the name of a YAML file or of a Hugging Face directory",
-				printable(shown, name), beside);
+		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or %s", printable(shown, name), beside, section->or_name);
 
 	struct stat st;
 	const bool huggingface = stat(l->model_path, &st) == 0 && S_ISDIR(st.st_mode);
 	if (huggingface) {
-		char path[PATH_LEN];
 		if (path_join(path, l->model_path, "config.json") < 0)
 			return -1;
 		strcpy(l->model_path, path);
 	}
 	struct config other;
-	struct loader inner;
-	loader_init(&inner, &other, l->model_path, huggingface);
+	struct config_loader inner;
+	config_loader_init(&inner, &other, l->model_path, huggingface);
 	inner.is_model_file = true;
-	if ((huggingface ? load_config_json(&inner) : load_file(&inner, &root_key)) < 0)
+	if ((huggingface ? load_config_json(&inner) : load_file(&inner.keys)) < 0)
 		return -1;
-	if (!huggingface && !inner.places[find_key("model") - keys].source)
+	if (!huggingface && !key_given(&inner.keys, "model"))
 		return fail_at(at, "model: the file %s has no model section; expected one", l->model_path);
-	l->c->model = other.model;
+	l->config->model = other.model;
 	for (int i = 0; i < NUM_KEYS; i++)
 		if (is_inside("model", keys[i].name))
-			l->places[i] = inner.places[i];
+			loader->places[i] = inner.keys.places[i];
 	return 0;
 }
 
-/* Applies one key.path=value of the command line. A section given so replaces the file's. */
-static int load_override(struct loader *l, const char *argument)
-{
-	struct place at = {argument, COMMAND_LINE};
-	const char *equal = strchr(argument, '=');
-	if (!equal || equal == argument)
-		return fail_at(at, "expected key.path=value");
-	char path[128];
-	snprintf(path, sizeof path, "%.*s", (int)(equal - argument < 127 ? equal - argument : 127), argument);
-	const struct key *k = find_key(path);
-	if (!k)
-		return fail_unknown(&config_table, at, path);
-	char item[128];
-	if (k->flags & ITEM)
-		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(k)->name, describe_item(item, section_of(k)));
-	if (k->type == T_SECTION)
-		for (int i = 0; i < NUM_KEYS; i++)
-			if (is_inside(k->name, keys[i].name)) {
-				if (l->places[i].source && l->places[i].line == COMMAND_LINE)
-					return claim(l, &keys[i], at);
-				set_default(l->c, &keys[i], false);
-				l->places[i] = (struct place){NULL, 0};
-			}
-	if (claim(l, k, at) < 0)
-		return -1;
-	l->source = argument;
-	l->command_line = true;
-	return load_text(l, k, (const uint8_t *)equal + 1, strlen(equal + 1));
-}
-
-/* ------------------------------------------------------------------------------------------------ checks */
+/* ---------------------------------------------------------------------------------------------------- checks */
 
 /* Fills in what follows from other keys, then checks what one key alone cannot tell. */
-static int check_model(const struct loader *l)
+static int check_model(const struct loader *l, struct config *c)
 {
-	struct model_config *m = &l->c->model;
+	struct model_config *m = &c->model;
 	if (!m->num_key_value_heads)
 		m->num_key_value_heads = m->num_attention_heads;
 	if (m->num_attention_heads % m->num_key_value_heads)
@@ -937,9 +287,8 @@ static int check_model(const struct loader *l)
 }
 
 /* Checks the other sections against the model and each other. What model_only let be missing is 0 and passes. */
-static int check_run(const struct loader *l, bool model_only)
+static int check_run(const struct loader *l, const struct config *c, bool model_only)
 {
-	const struct config *c = l->c;
 	const struct model_config *m = &c->model;
 	if (c->data.seq_len > m->max_position_embeddings)
 		return fail_key(l, "data.seq_len", "found %d; expected at most model.max_position_embeddings, which is %d",
@@ -984,104 +333,56 @@ static int check_run(const struct loader *l, bool model_only)
 	return 0;
 }
 
-/* Fails when a required key is missing, or one that an optional section needs of which another key is given. */
-static int check_required(const struct loader *l, bool model_only)
-{
-	for (int i = 0; i < NUM_KEYS; i++) {
-		char type[256];
-		const struct key *k = &keys[i];
-		if (k->flags & REQUIRED && !l->places[i].source && !(model_only && !is_inside("model", k->name)))
-			return fail_key(l, k->name, "the key is missing: %s; expected %s", k->help, describe(type, k));
-		const struct key *section = section_of(k);
-		if (section->type == T_SECTION && section->flags & NONE && l->places[i].source &&
-				check_needed(l, section, l->places[i]) < 0)
-			return -1;
-	}
-	return 0;
-}
-
 int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only)
 {
-	struct loader l;
-	loader_init(&l, c, path, false);
-	if (load_file(&l, &root_key) < 0)
+	struct config_loader l;
+	config_loader_init(&l, c, path, false);
+	if (load_file(&l.keys) < 0)
 		return -1;
 	for (int i = 0; i < num_overrides; i++)
-		if (load_override(&l, overrides[i]) < 0)
+		if (load_override(&l.keys, overrides[i]) < 0)
 			return -1;
-	if (check_required(&l, model_only) < 0 || check_model(&l) < 0)
+	if (check_required(&l.keys, model_only ? "model" : NULL) < 0 || check_model(&l.keys, c) < 0)
 		return -1;
-	return check_run(&l, model_only);
+	return check_run(&l.keys, c, model_only);
 }
 
-/* ============================================================================================================
- * Config: JSON, for checkpoints and Hugging Face
- * ========================================================================================================== */
+/* ------------------------------------------------------------------------- JSON, for checkpoints and Hugging Face */
 
-json_t *key_to_json(const struct config *c, const struct key *k, size_t shift)
+json_t *config_value(const struct config *c, const char *path)
 {
-	const void *field = (const char *)c + k->offset + shift;
-	char digits[24];
-	json_t *out;
-	switch (k->type) {
-	case T_SECTION:
-		out = json_object();
-		for (int i = 0; i < NUM_KEYS; i++)
-			if (is_child(k->name, keys[i].name))
-				json_object_set_new(out, leaf_of(keys[i].name), key_to_json(c, &keys[i], shift));
-		return out;
-	case T_LIST: {
-		struct key item = {.name = k->name, .type = T_SECTION};
-		out = json_array();
-		for (int i = 0; i < *list_count((struct config *)c, k); i++)
-			json_array_append_new(out, key_to_json(c, &item, i * k->item));
-		return out;
-	}
-	case T_INT: return json_integer(*(const int *)field);
-	case T_INT64: return json_integer(*(const int64_t *)field);
-	case T_UINT64:
-		if (*(const uint64_t *)field <= INT64_MAX)
-			return json_integer(*(const uint64_t *)field);
-		snprintf(digits, sizeof digits, "%" PRIu64, *(const uint64_t *)field); /* JSON's integers end at 2^63 */
-		return json_string(digits);
-	case T_DOUBLE: return json_real(*(const double *)field);
-	case T_BOOL: return json_boolean(*(const bool *)field);
-	case T_TEXT: return json_string(field);
-	case T_ENUM: return json_string(k->names[*(const int *)field]);
-	default: break; /* of task files */
-	}
-	return NULL;
+	return key_to_json(&config_table, c, find_key(&config_table, path));
 }
 
 json_t *config_to_json(const struct config *c)
 {
-	return key_to_json(c, &root_key, 0);
+	return config_value(c, "");
 }
 
 uint32_t config_crc32(const struct config *c)
 {
 	json_t *json = config_to_json(c);
-	char *text = json_dumps(json, JSON_SORT_KEYS);
-	const uint32_t crc = text ? crc32(0, (const uint8_t *)text, strlen(text)) : 0;
+	char *text = json_text(json, JSON_SORT_KEYS);
+	const uint32_t crc = crc32(0, (const uint8_t *)text, strlen(text));
 	free(text);
 	json_decref(json);
 	return crc;
 }
 
 /* Reports a JSON value that key `name` cannot take. */
-static int fail_json(const struct loader *l, const char *name, const json_t *value, const char *wrong,
+static int fail_json(const struct config_loader *l, const char *name, const json_t *value, const char *wrong,
 		const char *expected)
 {
 	char shown[64];
 	char *text = json_text(value, JSON_ENCODE_ANY | JSON_COMPACT);
-	fail("%s: %s: found %s%s%s%s; expected %s", l->path, name, printable(shown, text), *wrong ? " (" : "", wrong,
+	fail("%s: %s: found %s%s%s%s; expected %s", l->keys.path, name, printable(shown, text), *wrong ? " (" : "", wrong,
 			*wrong ? ")" : "", expected);
 	free(text);
 	return -1;
 }
 
 /* Stores the JSON value of key k of the model: a whole number, a number, or true and false; null stands for off. */
-static int load_json(struct loader *l, const struct key *k, const json_t *value)
+static int load_json(struct config_loader *l, const struct key *k, const json_t *value)
 {
 	char number[64], type[256];
 	const char *text = number, *wrong = "";
@@ -1093,22 +394,22 @@ static int load_json(struct loader *l, const struct key *k, const json_t *value)
 		snprintf(number, sizeof number, "%.17g", json_real_value(value));
 	else
 		text = json_is_true(value) ? "true" : json_is_false(value) ? "false" : "off";
-	if (fits && !(wrong = store_text(l->c, k, 0, text, true)))
+	if (fits && !(wrong = store_text(l->config, k, 0, text, true)))
 		return 0;
-	return fail_json(l, leaf_of(k->name), value, wrong, describe(type, k));
+	return fail_json(l, leaf_of(k->name), value, wrong, describe_key(type, &config_table, k));
 }
 
 /* Stores the members of a Hugging Face config.json that are keys of the model. */
-static int load_huggingface(struct loader *l, const json_t *object)
+static int load_huggingface(struct config_loader *l, const json_t *object)
 {
 	const char *name;
 	json_t *value;
 	json_object_foreach((json_t *)object, name, value) {
 		char path[128];
 		snprintf(path, sizeof path, "model.%s", name);
-		const struct key *k = strchr(name, '.') ? NULL : find_key(path);
+		const struct key *k = strchr(name, '.') ? NULL : find_key(&config_table, path);
 		if (k && k->type != T_SECTION &&
-				(claim(l, k, (struct place){l->path, WHOLE_FILE}) < 0 || load_json(l, k, value) < 0))
+				(claim_key(&l->keys, k, (struct place){l->keys.path, WHOLE_FILE}) < 0 || load_json(l, k, value) < 0))
 			return -1;
 	}
 	return 0;
@@ -1135,7 +436,7 @@ static const struct { const char *name, *values[3]; } foreign_keys[] = {
 };
 
 /* Fails when one of the keys above has another value. */
-static int check_foreign_keys(const struct loader *l, const json_t *root)
+static int check_foreign_keys(const struct config_loader *l, const json_t *root)
 {
 	for (size_t i = 0; i < sizeof foreign_keys / sizeof foreign_keys[0]; i++) {
 		const json_t *value = json_object_get(root, foreign_keys[i].name);
@@ -1154,28 +455,28 @@ static int check_foreign_keys(const struct loader *l, const json_t *root)
 }
 
 /* Reads the Hugging Face config.json that is the loader's file. */
-static int load_config_json(struct loader *l)
+static int load_config_json(struct config_loader *l)
 {
-	json_t *root = json_read(l->path);
+	json_t *root = json_read(l->keys.path);
 	int rc = !root || check_foreign_keys(l, root) < 0 ? -1 : load_huggingface(l, root);
 	json_decref(root);
 	return rc;
 }
 
 /* Checks the model section that a loader has read, and gives it. */
-static int finish_model(const struct loader *l, struct model_config *m)
+static int finish_model(const struct config_loader *l, struct model_config *m)
 {
-	if (check_required(l, true) < 0 || check_model(l) < 0)
+	if (check_required(&l->keys, "model") < 0 || check_model(&l->keys, l->config) < 0)
 		return -1;
-	*m = l->c->model;
+	*m = l->config->model;
 	return 0;
 }
 
 int config_from_json(struct model_config *m, const json_t *root, const char *path)
 {
 	struct config c;
-	struct loader l;
-	loader_init(&l, &c, path, true);
+	struct config_loader l;
+	config_loader_init(&l, &c, path, true);
 	return load_huggingface(&l, root) < 0 ? -1 : finish_model(&l, m);
 }
 
@@ -1183,10 +484,10 @@ int config_from_huggingface(struct model_config *m, const char *dir)
 {
 	char path[PATH_LEN];
 	struct config c;
-	struct loader l;
+	struct config_loader l;
 	if (path_join(path, dir, "config.json") < 0)
 		return -1;
-	loader_init(&l, &c, path, true);
+	config_loader_init(&l, &c, path, true);
 	return load_config_json(&l) < 0 ? -1 : finish_model(&l, m);
 }
 
@@ -1194,7 +495,7 @@ int config_from_huggingface(struct model_config *m, const char *dir)
 static json_t *model_to_json(const struct model_config *m)
 {
 	struct config c = {.model = *m};
-	json_t *model = key_to_json(&c, find_key("model"), 0);
+	json_t *model = config_value(&c, "model");
 	json_object_del(model, "router");
 	return model;
 }
@@ -1239,7 +540,7 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 	char shown[64], path[128];
 	const bool model_alone = json_object_size(saved) == 1 && json_object_get(saved, "model");
 	for (int i = -1; i < NUM_KEYS && !rc; i++) {
-		const struct key *k = i < 0 ? &root_key : &keys[i];
+		const struct key *k = i < 0 ? find_key(&config_table, "") : &keys[i];
 		const json_t *before = json_at(saved, k->name);
 		if (k->flags & ITEM || (model_alone && (!is_inside("model", k->name) || is_inside("model.router", k->name))))
 			continue;
@@ -1248,12 +549,12 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 			json_t *value;
 			json_object_foreach((json_t *)before, name, value) {
 				snprintf(path, sizeof path, "%s%s%s", k->name, *k->name ? "." : "", name);
-				if (!find_key(path))
+				if (!find_key(&config_table, path))
 					fprintf(notes, "%s: in the checkpoint only, and not known\n", printable(shown, path));
 			}
 			continue;
 		}
-		json_t *now = key_to_json(asked, k, 0);
+		json_t *now = key_to_json(&config_table, asked, k);
 		char *old = before ? value_text(before) : NULL, *new = value_text(now);
 		if (!before)
 			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
@@ -1279,7 +580,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
 				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
 			continue;
-		json_t *x = key_to_json(&a, k, 0), *y = key_to_json(&b, k, 0);
+		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {
 			char *is = value_text(x), *wanted = value_text(y);
 			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would make "

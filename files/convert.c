@@ -67,8 +67,9 @@ struct source *source_open(const char *path, struct model_config *config)
 	struct source *s = allocate(sizeof *s);
 	struct stat st;
 	char trainer[PATH_LEN];
-	int rc = snprintf(s->path, PATH_LEN, "%s", path) >= PATH_LEN ? fail("%s: path longer than %d bytes", path, PATH_LEN - 1)
-		: stat(path, &st) < 0 ? fail("%s: cannot open: %s", path, strerror(errno)) : 0;
+	int rc = path_copy(s->path, path);
+	if (rc == 0 && stat(path, &st) < 0)
+		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	if (rc == 0 && S_ISDIR(st.st_mode)) {
 		char file[PATH_LEN];
 		rc = config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 || path_join(trainer, path, "trainer.json") < 0
@@ -490,14 +491,13 @@ static bool is_carried(const char *name)
 {
 	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py", ".md"};
 	static const char *const others[] = {"config.json", "trainer.json"};
-	const size_t n = strlen(name);
-	if (*name == '.' || (n > 11 && !strcmp(name + n - 11, ".index.json")))
+	if (*name == '.' || has_suffix(name, ".index.json"))
 		return false;
 	for (int i = 0; i < 2; i++)
 		if (!strcmp(name, others[i]))
 			return false;
 	for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
-		if (n > strlen(endings[i]) && !strcmp(name + n - strlen(endings[i]), endings[i]))
+		if (has_suffix(name, endings[i]))
 			return true;
 	return !strcmp(name, "LICENSE");
 }
@@ -616,11 +616,11 @@ static int write_gguf_header(const struct plan *p, const struct conversion *to)
 	const struct source *s = p->source;
 	struct metadata m = {0};
 	struct text header = {0};
-	const char *slash = strrchr(s->path, '/');
+	const char *name = file_name(s->path);
 	const enum dtype dtype = p->products[0].dtype;
 	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
 	entry_text(&m, "general.type", "model");
-	entry_text(&m, "general.name", slash && slash[1] ? slash + 1 : s->path);
+	entry_text(&m, "general.name", *name ? name : s->path);
 	entry_u32(&m, "general.file_type", dtype == F32 ? 0 : dtype == F16 ? 1 : 32);
 	entry_u32(&m, "general.quantization_version", 2);
 	entry_u32(&m, "general.alignment", GGUF_ALIGNMENT);
@@ -681,13 +681,12 @@ static int write_gguf(struct plan *p, const struct conversion *to, const char *p
 static int write_plan(struct plan *p, const struct conversion *to)
 {
 	char parent[PATH_LEN], name[PATH_LEN], temporary[PATH_LEN];
-	const char *slash = strrchr(to->path, '/');
 	parent_of(parent, to->path);
 	if (make_directories(parent) < 0)
 		return -1;
 	if (to->format == FORMAT_CHECKPOINT)
 		return write_checkpoint(p, to);
-	snprintf(name, sizeof name, ".tmp-%s", slash ? slash + 1 : to->path);
+	snprintf(name, sizeof name, ".tmp-%s", file_name(to->path));
 	if (path_join(temporary, parent, name) < 0)
 		return -1;
 	directory_remove(temporary); /* what an interrupted conversion left */
@@ -708,7 +707,7 @@ static int write_plan(struct plan *p, const struct conversion *to)
 /* What can be told of a conversion before the source's tensors are looked at. */
 static int check_conversion(const struct source *s, const struct conversion *to)
 {
-	const char *slash = strrchr(to->path, '/'), *name = slash ? slash + 1 : to->path;
+	const char *name = file_name(to->path);
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
 		return fail("%s: has no name for what is to be made", to->path);
 	if (strlen(to->path) + 128 > PATH_LEN) /* for the files in it and its temporary name */
@@ -750,7 +749,7 @@ int convert_model(const struct source *s, const struct named_tensor *params, int
 	*result = (struct converted){.tensors = p.num_products};
 	for (int i = 0; i < p.num_products && !rc; i++)
 		result->bytes += product_bytes(&p.products[i]);
-	p.progress = progress_start("convert", result->bytes);
+	p.progress = progress_start("convert", result->bytes, 1e-6, "MB");
 	if (rc == 0 && fold)
 		rc = compute_fold(&p);
 	if (rc == 0)

@@ -9,6 +9,7 @@
 
 #include "files/base.h"
 #include "files/config.h"
+#include "files/keys.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
 
@@ -215,6 +216,7 @@ static int take_entry(struct cursor *c, json_t *metadata)
 /* The place of one tensor. Its name and shape go into `shapes`. */
 static int take_tensor(struct cursor *c, struct tensor *t, json_t *shapes, const struct tensor_file *s)
 {
+	*t = (struct tensor){0};
 	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
 	const char *text = json_string_value(name);
 	uint32_t dimensions, type;
@@ -486,8 +488,11 @@ static void entry_bool(struct metadata *m, const char *key, bool value)
 
 void entry_text(struct metadata *m, const char *key, const char *value)
 {
+	struct text valid = {0};
+	text_append_utf8(&valid, value, strlen(value));
 	begin_entry(m, key, GGUF_TEXT);
-	append_text(&m->bytes, value);
+	append_text(&m->bytes, valid.data ? valid.data : "");
+	free(valid.data);
 }
 
 static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)
@@ -502,7 +507,7 @@ int config_to_gguf(struct metadata *m, const struct model_config *model, const c
 	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
 	struct config c = {.model = *model};
 	for (int i = 0; i < 3; i++) {
-		json_t *value = key_to_json(&c, find_key(refused[i]), 0);
+		json_t *value = config_value(&c, refused[i]);
 		const bool set = json_is_true(value) || json_integer_value(value) > 0;
 		json_decref(value);
 		if (set)
@@ -514,7 +519,7 @@ int config_to_gguf(struct metadata *m, const struct model_config *model, const c
 	for (int i = 0; i < NUM_GGUF_KEYS; i++) {
 		char key[MAX_NAME];
 		snprintf(key, sizeof key, GGUF_ARCHITECTURE ".%s", gguf_keys[i].name);
-		json_t *value = key_to_json(&c, find_key(gguf_keys[i].key), 0);
+		json_t *value = config_value(&c, gguf_keys[i].key);
 		switch (gguf_keys[i].type) {
 		case GGUF_BOOL: entry_bool(m, key, json_is_true(value)); break;
 		case GGUF_F32: entry_f32(m, key, json_real_value(value)); break;

@@ -210,14 +210,10 @@ static int safetensors_open_directory(struct tensors *w, const char *dir, const 
 /* Leaves out the buffers of old files, tables that follow from the config and that Hugging Face ignores as well. */
 static void drop_buffers(struct tensors *w)
 {
-	static const char buffer[] = ".rotary_emb.inv_freq";
 	int kept = 0;
-	for (int i = 0; i < w->count; i++) {
-		const char *name = w->tensors[i].name;
-		const size_t n = strlen(name), tail = sizeof buffer - 1;
-		if (strncmp(name, "model.", 6) || n < tail || strcmp(name + n - tail, buffer))
+	for (int i = 0; i < w->count; i++)
+		if (strncmp(w->tensors[i].name, "model.", 6) || !has_suffix(w->tensors[i].name, ".rotary_emb.inv_freq"))
 			w->tensors[kept++] = w->tensors[i];
-	}
 	w->dropped = w->count - kept;
 	w->count = kept;
 }
@@ -227,8 +223,8 @@ struct tensors *tensors_open(const char *path, const char *kind)
 	struct tensors *w = allocate(sizeof *w);
 	struct stat st;
 	int rc;
-	if (snprintf(w->path, PATH_LEN, "%s", path) >= PATH_LEN)
-		rc = fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
+	if (path_copy(w->path, path) < 0)
+		rc = -1;
 	else if (stat(path, &st) < 0)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
@@ -303,11 +299,8 @@ static int safetensors_writer_close(struct safetensors_writer *w, int rc)
 
 struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
 {
-	if (strlen(path) >= PATH_LEN) {
-		fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
-		return NULL;
-	}
-	json_t *header = header_make(path, tensors, types, n);
+	char copy[PATH_LEN];
+	json_t *header = path_copy(copy, path) < 0 ? NULL : header_make(path, tensors, types, n);
 	FILE *f = header ? file_create(path) : NULL;
 	if (!f) {
 		json_decref(header);
@@ -315,7 +308,7 @@ struct safetensors_writer *safetensors_create_typed(const char *path, const stru
 	}
 	struct safetensors_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
 	*w = (struct safetensors_writer){.f = f, .header = header, .n = n};
-	snprintf(w->path, PATH_LEN, "%s", path);
+	memcpy(w->path, copy, PATH_LEN);
 	for (int i = 0; i < n; i++) {
 		w->tensors[i].size = dtypes[types[i]].size;
 		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + named_tensor_size(&tensors[i]) * w->tensors[i].size;

@@ -32,10 +32,7 @@ struct tensor_file *tensor_file_map(struct tensors *w, const char *path)
 {
 	struct tensor_file *s = allocate(sizeof *s);
 	s->next = w->files, w->files = s;
-	if (snprintf(s->path, PATH_LEN, "%s", path) < PATH_LEN)
-		return map_file(path, &s->map, &s->size) < 0 ? NULL : s;
-	fail("%s: path longer than %d bytes", path, PATH_LEN - 1);
-	return NULL;
+	return path_copy(s->path, path) < 0 || map_file(path, &s->map, &s->size) < 0 ? NULL : s;
 }
 
 const struct tensor *tensor_find(const struct tensors *w, const char *name)

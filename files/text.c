@@ -200,16 +200,14 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 /* One line of a .jsonl file. */
 static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
 {
-	json_error_t error;
-	json_t *root = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
+	json_t *root = json_line(where, line, n);
 	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
 	struct message prompt, *list = NULL;
 	int rc, count = 0;
 	if (!root)
-		rc = fail("%s: bad JSON: %s", where, error.text);
-	else if (!json_is_object(root) || !text == !messages)
-		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
-				!json_is_object(root) ? json_kind(root) : text ? "both" : "neither");
+		rc = -1;
+	else if (!text == !messages)
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where, text ? "both" : "neither");
 	else
 		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
 	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
@@ -225,8 +223,7 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
 {
-	const size_t length = strlen(path);
-	const bool jsonl = length >= 6 && !strcmp(path + length - 6, ".jsonl");
+	const bool jsonl = has_suffix(path, ".jsonl");
 	FILE *f = fopen(path, "re");
 	*out = NULL, *n = 0;
 	if (!f)
@@ -239,7 +236,7 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
 		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
 			size--;
-		if (size == 0 || (jsonl && strspn(line, " \t\r\n") >= (size_t)size))
+		if (size == 0 || (jsonl && is_blank_line(line, size)))
 			continue;
 		*out = grow(*out, *n, &capacity, 1, sizeof **out);
 		struct ids *ids = &(*out)[(*n)++];
@@ -279,8 +276,6 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
 	int n = 2, rc = 0;
 	d->ids.count = d->loss_mask.size = 0;
-	if (!json_is_object(root))
-		return fail("%s: is %s; expected an object", where, json_kind(root));
 	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
 	const json_t *text = json_object_get(root, "text");
 	if (!array + !completion + !text != 2)
@@ -319,10 +314,9 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
 {
 	char where[PATH_LEN + 32];
-	json_error_t error;
 	snprintf(where, sizeof where, "%s:%ld", path, line);
-	json_t *root = json_loadb(json, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &error);
-	int rc = root ? line_document(e, root, where, special, d) : fail("%s: bad JSON: %s", where, error.text);
+	json_t *root = json_line(where, json, n);
+	int rc = root ? line_document(e, root, where, special, d) : -1;
 	json_decref(root);
 	return rc;
 }
@@ -359,10 +353,7 @@ void encode_lines(struct encoder *e, const struct input *in, const struct block 
 	for (size_t i = b->begin, n; i < b->end && !r->error; i += n, line++) {
 		const char *text = in->data + i, *newline = memchr(text, '\n', b->end - i);
 		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
-		size_t blank = 0;
-		while (blank < n && strchr(" \t\r\n", text[blank]) && text[blank])
-			blank++;
-		if (blank == n)
+		if (is_blank_line(text, n))
 			continue;
 		if (parse_line(e, b->path, line, text, n, special, new_document(r)) < 0)
 			r->error = strdup(error_text);

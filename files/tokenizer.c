@@ -22,7 +22,7 @@ int tokenizer_path(char out[PATH_LEN], const char *name)
 		return fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name, strerror(errno));
 	if (S_ISDIR(st.st_mode))
 		return path_join(out, name, "tokenizer.json");
-	return snprintf(out, PATH_LEN, "%s", name) < PATH_LEN ? 0 : fail("%s: path longer than %d bytes", name, PATH_LEN - 1);
+	return path_copy(out, name);
 }
 
 /* ============================================================================================================
@@ -878,7 +878,7 @@ static int read_end(struct tokenizer *t, const char *path)
 	parent_of(dir, path);
 	const int there = path_join(config, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(config);
 	t->end = tokenizer_id(t, "<|endoftext|>");
-	json_t *root = there > 0 ? json_parse(config, JSON_DECODE_INT_AS_REAL) : NULL; /* model_max_length may be 1e30, written out */
+	json_t *root = there > 0 ? json_read(config) : NULL;
 	const json_t *eos = json_object_get(root, "eos_token"), *content = json_is_object(eos) ? json_object_get(eos, "content") : eos;
 	int rc = there < 0 || (there && !root) ? -1 : 0;
 	if (content && !json_is_null(content)) {

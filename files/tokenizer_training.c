@@ -188,8 +188,7 @@ static void learn_merges(struct words *tokens, const struct words *counted, size
 		}
 	}
 	push_risen(&p);
-	const bool terminal = isatty(2);
-	double shown = clock_seconds();
+	struct progress shown = progress_start("train-tokenizer: merging", size > tokens->count ? size - tokens->count : 0, 1, "tokens");
 	struct text product = {0};
 	while (tokens->count < size && p.candidates) {
 		const struct candidate best = pop_candidate(&p);
@@ -208,13 +207,9 @@ static void learn_merges(struct words *tokens, const struct words *counted, size
 		}
 		put_id(merges, best.left), put_id(merges, best.right);
 		merge_pair(&p, best.pair, words_add(tokens, product.data, product.size, 0), words, symbols);
-		if (clock_seconds() - shown >= (terminal ? 0.2 : 10)) {
-			shown = clock_seconds();
-			fprintf(stderr, "%strain-tokenizer: %zu of %zu tokens%s", terminal ? "\r" : "", tokens->count, size, terminal ? "  " : "\n");
-		}
+		progress(&shown, 1);
 	}
-	if (terminal)
-		fprintf(stderr, "\r%70s\r", "");
+	progress_end(&shown);
 	for (size_t i = 0; i < p.count; i++)
 		free(p.pair[i].word);
 	free(p.pair), free(p.slot), free(p.heap), free(p.risen), free(words), free(symbols), free(product.data);
@@ -304,7 +299,7 @@ static int count_words(const struct tokenizer *t, struct input *in, struct words
 
 int tokenizer_train(const char *path, const struct tokenizer_training *how, struct tokenizer_trained *result)
 {
-	char output[1][PATH_LEN], temporary[PATH_LEN], dir[PATH_LEN];
+	char output[1][PATH_LEN], dir[PATH_LEN];
 	struct words tokens = {0}, all = {0};
 	struct ids merges = {0};
 	int64_t total = 0;
@@ -312,7 +307,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	if (how->vocab_size < smallest || how->vocab_size > MAX_VOCAB)
 		return fail("a vocabulary of %d tokens: expected %d, of which 256 are bytes and %d are special, to %d", how->vocab_size, smallest,
 				3 + how->num_special, MAX_VOCAB);
-	if (path_suffix(output[0], path, "") < 0 || path_suffix(temporary, path, ".tmp") < 0)
+	if (path_copy(output[0], path) < 0)
 		return -1;
 	parent_of(dir, path);
 	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
@@ -322,7 +317,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	learn_merges(&tokens, &all, 0, &merges);
 	json_t *root = tokenizer_to_json(how, &tokens, &merges);
 	int rc = root ? read_tokenizer(t, path, root) : fail("a special token or the pattern is not UTF-8");
-	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total)};
+	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
 		rc = count_words(t, &in, &all);
 	if (!rc && !all.count)
@@ -335,16 +330,12 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 		root = tokenizer_to_json(how, &tokens, &merges);
 		tokenizer_close(t);
 		t = allocate(sizeof *t);
-		rc = read_tokenizer(t, path, root) < 0 ? -1 : json_write(temporary, root); /* a special token may have been learned too */
-		if (!rc && rename(temporary, path) < 0)
-			rc = fail("%s: cannot rename to %s: %s", temporary, path, strerror(errno));
-		if (rc < 0)
-			unlink(temporary);
+		rc = read_tokenizer(t, path, root) < 0 ? -1 : json_write(path, root); /* a special token may have been learned too */
 	}
 	*result = (struct tokenizer_trained){(int)tokens.count + 3 + how->num_special, in.progress.done, (int64_t)all.count, merges.count / 2};
 	json_decref(root);
 	input_close(&in);
 	tokenizer_close(t);
 	words_free(&tokens), words_free(&all), free(merges.id);
-	return rc < 0 ? -1 : sync_path(dir);
+	return rc;
 }

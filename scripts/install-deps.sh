@@ -2,7 +2,7 @@
 # Installs what ling needs on Debian: compiler, libraries, Open MPI, which asks for ssh even on one machine, and cmocka for the tests.
 # Does nothing when all of it is there.
 set -eu
-packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libcmocka-dev libopenmpi-dev openmpi-bin openssh-client pkg-config"
+packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libcmocka-dev libopenmpi-dev openmpi-bin openssh-client pkg-config jq"
 
 missing=""
 for p in $packages; do

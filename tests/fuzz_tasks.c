@@ -31,19 +31,19 @@ static void put(const char *path, const void *data, size_t size)
 
 static void check_result(struct results *r, const struct task *t, const struct sample *s, const struct text *reply)
 {
-	struct scored_text *text = calloc(s->num_choices + 1, sizeof *text);
-	struct sample_result result = {.sample = s, .text = text};
+	struct scored_tokens *scored = calloc(s->num_choices + 1, sizeof *scored);
+	struct sample_result result = {.sample = s, .scored = scored};
 	if (t->type == TASK_MULTIPLE_CHOICE && (s->answer < 0 || s->answer >= s->num_choices || s->num_choices < 2 || !s->target.size))
 		abort();
 	if (t->type == TASK_EXACT_MATCH) {
 		result.reply = *reply;
-		result.correct = task_reply_is_right(t, s, &result.reply, &result.extracted, &result.found);
-		if (result.correct && !result.found)
+		result.correct = task_reply_is_right(t, s, &result.reply, &result.extracted, &result.matched);
+		if (result.correct && !result.matched)
 			abort();
 	}
 	results_add(r, t, &result);
 	free(result.extracted.data);
-	free(text);
+	free(scored);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

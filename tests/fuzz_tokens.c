@@ -64,7 +64,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		return 0;
 	const bool manifest = data[0] & 1, alone = data[0] & 4, mask = data[0] & 8;
 	const size_t first = data[1] < n - 2 ? data[1] : n - 2, second = n - 2 - first;
-	const char *dtype = alone && data[0] & 16 ? dtype_names[data[0] >> 5] : "none";
+	static const char *const dtypes[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"};
+	const char *dtype = alone && data[0] & 16 ? dtypes[data[0] >> 5] : "none";
 	if (alone) {
 		put_file(".bin", data + 2 + first, second < 4096 ? second : 4096);
 		if (mask)

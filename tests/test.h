@@ -4,6 +4,7 @@
 
 #include "files/base.h"
 
+#include <dirent.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -77,6 +78,18 @@ static inline const char *put_file(const char *path, const void *data, size_t n)
 static inline const char *put_string(const char *path, const char *text)
 {
 	return put_file(path, text, strlen(text));
+}
+
+/* Whether a directory holds the temporary file of a struct new_file. */
+static inline bool holds_temporary(const char *dir)
+{
+	bool found = false;
+	DIR *d = opendir(dir);
+	assert_non_null(d);
+	for (struct dirent *e; (e = readdir(d));)
+		found = found || strstr(e->d_name, ".tmp-");
+	closedir(d);
+	return found;
 }
 
 /* The error must be there and hold every part, parts separated by '|'. */

@@ -1,23 +1,9 @@
 #!/bin/bash
 # ling convert-checkpoint as its user meets it, built with sanitizers: round trips, what the converted models compute, what is refused.
-# Prints cmocka's lines for tests/run.sh.
-set -u
-ling=$PWD/build/sanitize/ling
-dir=build/convert
-export OMP_NUM_THREADS=2
-export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
-root=$PWD
-. tests/check.sh
-rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+. "$(dirname "$0")/check.sh"
 
 head -c 3000 "$root/LICENSE" >text.txt
-cat >tiny.yaml <<'YAML'
-model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 6, vocab_size: 270,
-         num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 8, rope_theta: 1e4, initializer_range: 0.05 }
-data: { train: text, valid: text, tokenizer: byte, seq_len: 16 }
-train: { output_dir: run, seed: 3, steps: 4, micro_batch: 2, batch: 4 }
-schedule: { peak_lr: 1e-2 }
-YAML
+tiny model.vocab_size=270 model.num_shared_experts=2 data.valid=text train.steps=4 train.batch=4
 "$ling" tokenize --out text text.txt >/dev/null && "$ling" train tiny.yaml >/dev/null || exit 1
 checkpoint=run/step-0000004
 
@@ -67,7 +53,7 @@ test_directory_and_checkpoint() {
 	convert begun/step-0000000 bf16-again --dtype bf16
 	same_weights bf16 bf16-again
 	convert hf f16 --dtype f16 --json
-	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*}$' out.txt || problem "--json: $(cat out.txt)"
+	grep -q '^{"format": "hf", "tensors": 55, "bytes": [0-9]*, "path": "f16"}$' out.txt || problem "--json: $(cat out.txt)"
 	close_to "$(loss hf)" "$(loss f16)" 1e-3 "loss in float16"
 }
 
@@ -94,7 +80,9 @@ test_shards() {
 	convert shards joined
 	same_weights hf joined
 	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x.gguf --max-shard-size 20kB
-	expect 2 "--max-shard-size" "$ling" convert-checkpoint hf x --max-shard-size 20
+	expect 2 "--max-shard-size 20: expected a size" "$ling" convert-checkpoint hf x --max-shard-size 20
+	expect 2 "at most 1000000TB" "$ling" convert-checkpoint hf x --max-shard-size 1000001TB
+	expect 2 "--to hg: expected one of hf, checkpoint, gguf" "$ling" convert-checkpoint hf x --to hg
 }
 
 test_fold() {
@@ -213,7 +201,5 @@ test_full_disk() {
 	done
 }
 
-for name in directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk; do
-	check $name
-done
-exit $failures
+check directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk
+finish

@@ -1109,7 +1109,8 @@ static void test_choose_token(void **state)
 	(void)state;
 	int32_t ids[8];
 	struct sampling s = {.top_p = 1};
-	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2}, none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
+	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2};
+	const real none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
 	assert_int_equal(choose_token(&s, ties, 5, 0, 0, ids), 1);
 	for (int t = 0; t < 2; t++) {
 		s.temperature = t;
@@ -1177,33 +1178,35 @@ static void test_choose_token(void **state)
 
 enum { PROMPTS = 7 };
 
-static void free_continuations(struct request list[PROMPTS])
+static void free_requests(struct request requests[PROMPTS])
 {
 	for (int i = 0; i < PROMPTS; i++)
-		free(list[i].ids.id), free(list[i].text.data);
+		free(requests[i].ids.id), free(requests[i].text.data);
 }
 
-static void run_generate(struct request list[PROMPTS], struct model *m, const struct tokenizer *t, const struct generation_config *g)
+static void run_generate(struct request requests[PROMPTS], struct model *m, const struct tokenizer *t,
+		const struct generation_config *g)
 {
 	uint64_t seed = 5;
-	memset(list, 0, PROMPTS * sizeof *list);
+	memset(requests, 0, PROMPTS * sizeof *requests);
 	for (int i = 0; i < PROMPTS; i++) {
-		list[i].number = i;
-		list[i].num_prompt = 1 + 9 * i % PROMPTS;
-		for (int j = 0; j < list[i].num_prompt; j++)
-			put_id(&list[i].ids, draw(&seed, 256));
+		requests[i].number = i;
+		requests[i].num_prompt = 1 + 9 * i % PROMPTS;
+		for (int j = 0; j < requests[i].num_prompt; j++)
+			put_id(&requests[i].ids, draw(&seed, 256));
 	}
-	assert_done(generate(m, t, list, PROMPTS, g));
+	assert_done(generate(m, t, requests, PROMPTS, g));
 }
 
-/* Greedy and drawn requests are the same for any batch, any number of tokens in a forward pass, and without the cache; no id of a padded
- * vocabulary is drawn; the greedy ones are those that the whole forward pass says. */
+/* Greedy and drawn texts are the same for any batch, any number of tokens in a forward pass, and without the cache; no
+ * id of a padded vocabulary is chosen; greedy ids are the most likely ones by the forward pass over the whole text. */
 static void test_generate(void **state)
 {
 	(void)state;
-	const struct model_config c = {.hidden_size = 24, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
-		.head_dim = 6, .vocab_size = 300, .num_experts = 6, .num_experts_per_tok = 2, .num_shared_experts = 1, .moe_intermediate_size = 16,
-		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.5};
+	const struct model_config c = {.hidden_size = 24, .num_hidden_layers = 2, .num_attention_heads = 4,
+		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 300, .num_experts = 6, .num_experts_per_tok = 2,
+		.num_shared_experts = 1, .moe_intermediate_size = 16, .norm_head = true, .norm_topk_prob = true,
+		.rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.5};
 	enum { MOST = 24, LONGEST = PROMPTS + MOST };
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	struct tokenizer *t = tokenizer_open("byte");
@@ -1213,11 +1216,12 @@ static void test_generate(void **state)
 	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
 		struct request expected[PROMPTS], found[PROMPTS];
 		for (int way = 0; way < 6; way++) {
-			static const struct { int batch, tokens; bool no_cache; } ways[] = {{1, 64, false}, {1, 3, false}, {3, 64, false}, {PROMPTS, 64, false},
-				{PROMPTS, 5, false}, {4, 9, true}};
+			static const struct { int batch, tokens; bool no_cache; } ways[] = {{1, 64, false}, {1, 3, false},
+				{3, 64, false}, {PROMPTS, 64, false}, {PROMPTS, 5, false}, {4, 9, true}};
 			struct model m;
-			struct generation_config g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9}, .max_tokens = MOST,
-				.batch = ways[way].batch, .no_cache = ways[way].no_cache, .stop = {stops, kind == 2, false}};
+			struct generation_config g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9},
+				.max_tokens = MOST, .batch = ways[way].batch, .no_cache = ways[way].no_cache,
+				.stop = {stops, kind == 2, false}};
 			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
 			model_randomize(&m, 3);
 			run_generate(way ? found : expected, &m, t, &g);
@@ -1229,7 +1233,7 @@ static void test_generate(void **state)
 				assert_int_equal(found[i].text.size, expected[i].text.size);
 			}
 			if (way)
-				free_continuations(found);
+				free_requests(found);
 		}
 		struct model m;
 		assert_done(model_init(&m, &c, &alone, 1, LONGEST, EVALUATE));
@@ -1239,7 +1243,8 @@ static void test_generate(void **state)
 			int32_t input[LONGEST] = {0};
 			memcpy(input, e->ids.id, e->ids.count * sizeof *input);
 			model_forward(&m, input, 1, NULL, NULL);
-			assert_true(e->ended == ENDED_BY_TOKEN || e->ended == ENDED_BY_STOP || e->ids.count == e->num_prompt + MOST);
+			assert_true(e->ended == ENDED_BY_TOKEN || e->ended == ENDED_BY_STOP ||
+					e->ids.count == e->num_prompt + MOST);
 			for (int64_t p = e->num_prompt; p < e->ids.count; p++) {
 				int best = 0, likeliest = 0;
 				model_logits(&m, logits, p - 1, 1);
@@ -1261,7 +1266,7 @@ static void test_generate(void **state)
 		if (kind == 2)
 			assert_true(expected[0].ended == ENDED_BY_STOP && expected[0].text.size <= 5);
 		model_free(&m);
-		free_continuations(expected);
+		free_requests(expected);
 	}
 	assert_true(differ > 20 && beyond > 0);
 	tokenizer_close(t);

@@ -1,6 +1,7 @@
 /*
- * test_parallel.c - ranks by hand-made values: run it under mpirun with 1, 2 and 3 of them. Every rank runs all tests, rank 0 reports them.
- * A rank where something fails goes on, so that the others do not wait for it.
+ * test_parallel.c - groups, collectives, layouts, and what is summed over ranks, with values small enough to work out
+ * by hand. Run it under mpirun with 1, 2 and 3 ranks. Every rank runs all tests, and rank 0 reports them. A rank on
+ * which a check fails goes on, so that the others do not wait for it.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -10,19 +11,23 @@
 #include "data.h"
 #include "ling.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
-
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 static struct group world;
-static int failed; /* checks of the test in hand, on this rank */
+static int failed; /* failed checks of the current test, on this rank */
 
-#define check(condition) do { if (!(condition)) { failed++; set_error("%s:%d: %s", __func__, __LINE__, #condition); } } while (0)
+#define check(condition) do { \
+		if (!(condition)) { \
+			failed++; \
+			set_error("%s:%d: %s", __func__, __LINE__, #condition); \
+		} \
+	} while (0)
 
 static bool near(double x, double y)
 {
@@ -30,23 +35,60 @@ static bool near(double x, double y)
 }
 
 /* ------------------------------------------------------------------------------------------------------------
- * Sums, gathers, exchanges
+ * The launcher, groups, collectives
  * ------------------------------------------------------------------------------------------------------------ */
 
-static void test_slices(void)
+/* The variables of each launcher that is known; the real ones are put back. */
+static void test_launcher(void)
 {
-	for (int parts = 1; parts <= 7; parts++)
-		for (int64_t n = 0; n < 40; n++) {
-			check(shard_begin(n, 0, parts) == 0 && shard_begin(n, parts, parts) == n);
-			for (int i = 0; i < parts; i++) {
-				const int64_t size = shard_begin(n, i + 1, parts) - shard_begin(n, i, parts);
-				check(size == n / parts || size == n / parts + 1); /* as even as can be */
-			}
-		}
-	check(shard_begin(INT64_MAX, 3, 4) == INT64_MAX / 4 * 3 + 2); /* no overflow on the way */
+	static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK",
+			"PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+	static const struct { const char *value[7]; int rank, size; } environments[] = {
+		{{NULL}, -1, 1},
+		{{"2", "8", "2"}, 2, 8},                          /* mpirun */
+		{{"2", "8", "2", NULL, NULL, "0", "1"}, 2, 8},    /* mpirun in a Slurm job with one task */
+		{{NULL, NULL, "3", NULL, NULL, "3", "4"}, 3, 4},  /* srun --mpi=pmix */
+		{{NULL, NULL, NULL, "1", "2", "1", "2"}, 1, 2},   /* srun --mpi=pmi2 */
+		{{NULL, NULL, "1"}, 1, 0},                        /* a rank, and not how many */
+		{{NULL, NULL, NULL, NULL, NULL, "0", "4"}, -1, 1}, /* a batch script, srun --mpi=none */
+	};
+	check(launcher_rank() < 0 ? world.size == 1 : launcher_rank() == world.rank);
+	check(launcher_size() == world.size || launcher_size() == 0);
+	char *kept[7];
+	for (int i = 0; i < 7; i++)
+		kept[i] = getenv(names[i]) ? copy_string(getenv(names[i])) : NULL;
+	for (size_t e = 0; e < sizeof environments / sizeof *environments; e++) {
+		for (int i = 0; i < 7; i++)
+			if (environments[e].value[i])
+				setenv(names[i], environments[e].value[i], 1);
+			else
+				unsetenv(names[i]);
+		check(launcher_rank() == environments[e].rank);
+		check(launcher_size() == environments[e].size);
+	}
+	for (int i = 0; i < 7; i++) {
+		if (kept[i])
+			setenv(names[i], kept[i], 1);
+		else
+			unsetenv(names[i]);
+		free(kept[i]);
+	}
 }
 
-/* 8 ranks: tensor neighbours share a data index, expert neighbours pay no heed to either. */
+static void test_shard_begin(void)
+{
+	for (int shards = 1; shards <= 7; shards++)
+		for (int64_t n = 0; n < 40; n++) {
+			check(shard_begin(n, 0, shards) == 0 && shard_begin(n, shards, shards) == n);
+			for (int i = 0; i < shards; i++) {
+				const int64_t size = shard_begin(n, i + 1, shards) - shard_begin(n, i, shards);
+				check(size == n / shards || size == n / shards + 1); /* sizes differ by at most 1 */
+			}
+		}
+	check(shard_begin(INT64_MAX, 3, 4) == INT64_MAX / 4 * 3 + 2); /* n * i is beyond an int64 */
+}
+
+/* Rank 5 of 8. Tensor groups are 0-1, 2-3, ..., and expert groups 0-3, 4-7. */
 static void test_layout(void)
 {
 	const struct layout l = layout_of_rank(5, 8, 2, 4);
@@ -57,9 +99,9 @@ static void test_layout(void)
 	check(l.expert_data.rank == 1 && l.expert_data.size == 2);
 }
 
-static void test_group_sum(void)
+static void test_all_reduce_sum(void)
 {
-	enum { N = 10000 }; /* more than one piece */
+	enum { N = 10000 }; /* more than one chunk of all_reduce_sum */
 	static double x[N];
 	for (int64_t n = 0; n <= N; n = n ? n * 10 : 1) {
 		for (int i = 0; i < n; i++)
@@ -72,13 +114,13 @@ static void test_group_sum(void)
 	x[1] = world.rank == 0 ? INFINITY : 1;
 	all_reduce_sum(&world, TRAFFIC_SUM, x, 2);
 	check(isnan(x[0]) && isinf(x[1]));
-	/* in the order of the ranks: 1e16 + 1 - 1e16 is 0, in another order 1 */
+	/* in the order of the ranks 1e16 + 1 - 1e16 is 0; in another order it would be 1 */
 	x[0] = world.rank == 0 ? 1e16 : world.rank == 1 ? 1 : -1e16;
 	all_reduce_sum(&world, TRAFFIC_SUM, x, 1);
 	check(world.size < 3 || x[0] == 0);
 }
 
-static void test_group_max(void)
+static void test_all_reduce_max(void)
 {
 	real x[2] = {(real)world.rank, (real)-world.rank};
 	all_reduce_max(&world, TRAFFIC_SUM, x, 2);
@@ -86,22 +128,23 @@ static void test_group_max(void)
 	all_reduce_max(&world, TRAFFIC_SUM, x, 0);
 }
 
-/* Fewer rows than ranks, none at all, uneven slices; from elsewhere and in place. */
-static void test_gather_and_scatter(void)
+/* Fewer rows than ranks, none at all, uneven shards; the shard elsewhere and in its place. */
+static void test_all_gather_and_reduce_scatter(void)
 {
 	for (int64_t rows = 0; rows < 12; rows++)
 		for (int64_t width = 1; width <= 3; width++) {
-			const int64_t begin = shard_begin(rows, world.rank, world.size), end = shard_begin(rows, world.rank + 1, world.size);
-			real all[36], slice[36], scratch[64];
+			const int64_t begin = shard_begin(rows, world.rank, world.size);
+			const int64_t end = shard_begin(rows, world.rank + 1, world.size);
+			real all[36], shard[36], scratch[64];
 			check(reduce_scatter_scratch(&world, rows, width) <= 64);
-			/* A group of one has its slice in place already. */
-			for (int place = world.size == 1; place < 2; place++) {
+			/* in a group of size 1 the shard must be in its place */
+			for (int in_place = world.size == 1; in_place < 2; in_place++) {
 				memset(all, 0, sizeof all);
 				for (int64_t i = begin * width; i < end * width; i++)
-					slice[i - begin * width] = all[i] = (real)(100 + i);
-				if (!place)
+					shard[i - begin * width] = all[i] = (real)(100 + i);
+				if (!in_place)
 					memset(all, 0, sizeof all);
-				all_gather(&world, TRAFFIC_GATHER, all, place ? all + begin * width : slice, rows, width);
+				all_gather(&world, TRAFFIC_GATHER, all, in_place ? all + begin * width : shard, rows, width);
 				for (int64_t i = 0; i < rows * width; i++)
 					check(all[i] == 100 + i);
 			}
@@ -109,10 +152,11 @@ static void test_gather_and_scatter(void)
 				for (int64_t i = 0; i < rows * width; i++)
 					all[i] = (real)(i * (world.rank + 1));
 				for (int64_t i = 0; i < 36; i++)
-					slice[i] = accumulate ? 1000 : NAN;
-				reduce_scatter(&world, TRAFFIC_SUM, slice, accumulate, all, rows, width, scratch);
+					shard[i] = accumulate ? 1000 : NAN;
+				reduce_scatter(&world, TRAFFIC_SUM, shard, accumulate, all, rows, width, scratch);
+				const int factor = world.size * (world.size + 1) / 2;
 				for (int64_t i = begin * width; i < end * width; i++)
-					check(slice[i - begin * width] == (accumulate ? 1000 : 0) + i * (world.size * (world.size + 1) / 2));
+					check(shard[i - begin * width] == (accumulate ? 1000 : 0) + i * factor);
 			}
 			reduce_scatter(&world, TRAFFIC_SUM, all + begin * width, false, all, rows, width, scratch);
 			for (int64_t i = begin * width; i < end * width; i++)
@@ -120,8 +164,8 @@ static void test_gather_and_scatter(void)
 		}
 }
 
-/* Several at once, finished in the order in which they began, with calls of progress between. */
-static void test_scatter_overlap(void)
+/* Four at once, finished in the order in which they were started, with calls of progress in between. */
+static void test_reduce_scatter_overlap(void)
 {
 	enum { ROWS = 1001 };
 	static real in[4][ROWS], out[4][ROWS], scratch[4][2 * ROWS];
@@ -134,13 +178,14 @@ static void test_scatter_overlap(void)
 	}
 	for (int k = 0; k < 4; k++) {
 		reduce_scatter_finish(&s[k], out[k], false);
-		const int64_t begin = shard_begin(ROWS, world.rank, world.size), end = shard_begin(ROWS, world.rank + 1, world.size);
+		const int64_t begin = shard_begin(ROWS, world.rank, world.size);
+		const int64_t end = shard_begin(ROWS, world.rank + 1, world.size);
 		for (int64_t i = begin; i < end; i++)
 			check(out[k][i - begin] == world.size * (k + i));
 	}
 }
 
-static void test_group_transpose(void)
+static void test_all_to_all_counts(void)
 {
 	int64_t in[3 * 2], out[3 * 2];
 	for (int r = 0; r < world.size; r++)
@@ -152,24 +197,25 @@ static void test_group_transpose(void)
 			check(out[2 * r + j] == 100 * r + 10 * world.rank + j);
 }
 
-/* Rank a sends (a + 2 b) % 3 rows to rank b: some none, in the last round all to rank 0, and then nobody anything. */
-static void test_exchange(void)
+/* First rank a sends (a + 2 b) % 3 rows to rank b, which is 0 for some; then all send 4 rows to rank 0 alone; then
+ * none sends any. */
+static void test_all_to_all(void)
 {
 	for (int round = 0; round < 3; round++) {
-		int64_t send[3], receive[3], total = 0, at = 0;
+		int64_t send_rows[3], receive_rows[3], total = 0, at = 0;
 		real in[16 * 2], out[16 * 2];
 		for (int r = 0; r < world.size; r++) {
-			send[r] = round == 0 ? (world.rank + 2 * r) % 3 : round == 1 && r == 0 ? 4 : 0;
-			receive[r] = round == 0 ? (r + 2 * world.rank) % 3 : round == 1 && world.rank == 0 ? 4 : 0;
-			for (int64_t i = 0; i < send[r]; i++, total++)
+			send_rows[r] = round == 0 ? (world.rank + 2 * r) % 3 : round == 1 && r == 0 ? 4 : 0;
+			receive_rows[r] = round == 0 ? (r + 2 * world.rank) % 3 : round == 1 && world.rank == 0 ? 4 : 0;
+			for (int64_t i = 0; i < send_rows[r]; i++, total++)
 				for (int j = 0; j < 2; j++)
 					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
 		}
 		struct all_to_all e;
-		all_to_all_start(&e, &world, TRAFFIC_DISPATCH, out, receive, in, send, 2);
+		all_to_all_start(&e, &world, TRAFFIC_DISPATCH, out, receive_rows, in, send_rows, 2);
 		all_to_all_finish(&e);
 		for (int r = 0; r < world.size; r++)
-			for (int64_t i = 0; i < receive[r]; i++, at++)
+			for (int64_t i = 0; i < receive_rows[r]; i++, at++)
 				for (int j = 0; j < 2; j++)
 					check(out[at * 2 + j] == 1000 * r + 100 * world.rank + 10 * i + j);
 	}
@@ -195,11 +241,11 @@ static void test_agree(void)
 }
 
 /* ------------------------------------------------------------------------------------------------------------
- * The batch and the gradient
+ * Micro-batches, and what is summed over ranks
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* Seven sequences in micro-batches of two: 0-1, 2-3, 4-5, 6, dealt out in turn. */
-static void test_deal_batch(void)
+/* Seven sequences in micro-batches of two: 0-1, 2-3, 4-5, 6. The ranks take them in turn. */
+static void test_micro_batches(void)
 {
 	const struct micro_batches s = micro_batches_of_rank(&world, 7, 2);
 	static const int rounds[] = {4, 2, 2};
@@ -215,7 +261,7 @@ static void test_deal_batch(void)
 	check(micro_batch_sequences(&s, s.num) == 0);
 }
 
-/* The norm of a gradient whose buckets are these, with all the numbers of bucket i being values[i]. */
+/* The norm of a gradient in these n buckets, of which every element of bucket i is values[i]. */
 static double norm_of(struct layout layout, int n, struct bucket *buckets, const double *values)
 {
 	real gradient[64];
@@ -229,7 +275,7 @@ static double norm_of(struct layout layout, int n, struct bucket *buckets, const
 	return sqrt(gradient_square(&m));
 }
 
-/* Every distinct parameter once. */
+/* Every distinct parameter counts once, however many ranks hold it. */
 static void test_gradient_norm(void)
 {
 	struct layout split = layout_of_rank(world.rank, world.size, 1, world.size); /* experts over all ranks */
@@ -240,10 +286,11 @@ static void test_gradient_norm(void)
 	layout_connect(&tensor);
 	/* Each rank's own experts: norms sqrt(20) and sqrt(100) on two ranks give sqrt(120). */
 	struct bucket own[] = {{.size = 5, .sharing = SHARED_BY_EXPERT_DATA}};
-	const double rank_values[] = {sqrt(20.0 / 5), sqrt(100.0 / 5), sqrt(1.0 / 5)}, expected[] = {sqrt(20), sqrt(120), sqrt(121)};
+	const double rank_values[] = {sqrt(20.0 / 5), sqrt(100.0 / 5), sqrt(1.0 / 5)};
+	const double expected[] = {sqrt(20), sqrt(120), sqrt(121)};
 	check(near(norm_of(split, 1, own, &rank_values[world.rank]), expected[world.size - 1]));
 	check(world.size != 2 || fabs(norm_of(split, 1, own, &rank_values[world.rank]) - 10.954) < 1e-3);
-	/* Shared parameters 4 x 3.0, and the experts' 4 x 4.0, whether they lie on one rank, apart, or on all. */
+	/* Four shared parameters of 3 and four of experts of 4: sqrt(4 * 9 + 4 * 16) = 10, wherever the experts are. */
 	const double values[] = {3, 4};
 	struct bucket both[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 4, .sharing = SHARED_BY_EXPERT_DATA}};
 	check(near(norm_of(copied, 2, both, values), 10));
@@ -251,21 +298,21 @@ static void test_gradient_norm(void)
 	check(near(norm_of(split, 2, both, values), 10));
 	both[1].size = world.rank == world.size - 1 ? 4 : 0;
 	check(near(norm_of(split, 2, both, values), 10));
-	/* Heads and vocabulary are every tensor rank's own, the data ranks share them. */
+	/* Parameters of heads and vocabulary: each tensor rank has its own, and data ranks the same. */
 	struct bucket heads[] = {{.size = 4, .sharing = SHARED_BY_WORLD}, {.size = 1, .sharing = SHARED_BY_DATA}};
 	const double by_rank[] = {3, 8};
 	check(near(norm_of(tensor, 2, heads, by_rank), sqrt(36 + 64 * world.size)));
 	check(near(norm_of(copied, 2, heads, by_rank), 10));
 }
 
-/* A model of one layer whose attention and experts give zero, so that the logits are known: token 0 has loss 2 and token 1 loss 4 for
- * target 0. This rank holds a part of it. */
+/* A model of one layer whose attention and experts give 0, so that the logits are known: for target 0, token 0 has
+ * loss 2 and token 1 loss 4. The matrices are divided as the layout says. */
 static void make_table_model(struct trainer *t, int tensor, int batch, int micro_batch, int L)
 {
 	const struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 6, .num_key_value_heads = 6, .head_dim = 2,
-			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3, .rope_theta = 10000,
-			.rms_norm_eps = 1e-12, .norm_topk_prob = true},
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 6, .num_key_value_heads = 6,
+			.head_dim = 2, .vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
+			.rope_theta = 10000, .rms_norm_eps = 1e-12, .norm_topk_prob = true},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = micro_batch, .batch = batch},
 		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1}, .parallel = {tensor, 1},
 	};
@@ -276,7 +323,7 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 	}
 	struct model *m = &t->model;
 	for (int64_t i = 0; i < m->num_elements; i++)
-		m->grads.memory[i] = NAN; /* nothing may depend on what they were */
+		m->grads.memory[i] = NAN; /* no result may depend on what they were */
 	for (int i = 0; i < 4; i++)
 		m->params.layer[0].attention_norm[i] = m->params.layer[0].ffn_norm[i] = m->params.norm[i] = 1;
 	for (int token = 0; token < 2; token++) {
@@ -288,8 +335,8 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 	}
 }
 
-/* 24 valid tokens of loss 2 in one micro-batch and 8 of loss 4 in another, and more micro-batches without any: the loss is (48 + 32) / 32, and
- * the head's gradient divides by 32 too, on any ranks. */
+/* One micro-batch has 24 targets of loss 2, another 8 of loss 4, the others none: the loss is (24 * 2 + 8 * 4) / 32 =
+ * 2.5, and the gradient of the head is divided by 32 too, on any number of ranks. */
 static void test_valid_tokens(void)
 {
 	enum { L = 24, BATCH = 4 };
@@ -307,23 +354,27 @@ static void test_valid_tokens(void)
 		}
 		check(trainer_step(&t, BATCH, &m) == 0);
 		check(near(m.loss, 2.5));
-		/* exp_avg is (1 - beta1) times the gradient: column 0 from the first token's, column 1 from the second's. */
+		/* After one step exp_avg is (1 - beta1) times the gradient. Its column 0 comes from token 0, its column 1 from
+		 * token 1. */
 		double gradient[5 * 4] = {0};
 		const struct model *model = &t.model;
 		for (int i = 0; i < model->num_buckets; i++) {
 			const struct bucket *c = &model->buckets[i];
 			const struct group *g = c->sharing == SHARED_BY_WORLD ? &model->layout.world : &model->layout.data;
-			const int64_t head = model->params.lm_head - model->params.memory, begin = c->offset + shard_begin(c->size, g->rank, g->size);
-			for (int64_t j = shard_begin(c->size, g->rank, g->size); c->sharing != SHARED_BY_EXPERT_DATA && j < shard_begin(c->size, g->rank + 1, g->size); j++) {
-				const int64_t at = c->offset + j - head;
+			const int64_t head = model->params.lm_head - model->params.memory;
+			const int64_t begin = shard_begin(c->size, g->rank, g->size), end = shard_begin(c->size, g->rank + 1,
+					g->size);
+			for (int64_t j = begin; c->sharing != SHARED_BY_EXPERT_DATA && j < end; j++) {
+				const int64_t at = c->offset + j - head; /* in this rank's shard of the head */
 				if (at >= 0 && at < model->config.vocab_size * 4)
-					gradient[model->first_vocab * 4 + at] = model->exp_avg[c->state + c->offset + j - begin] / (1 - 0.9);
+					gradient[model->first_vocab * 4 + at] = model->exp_avg[c->state + j - begin] / (1 - 0.9);
 			}
 		}
 		all_reduce_sum(&world, TRAFFIC_SUM, gradient, 20);
 		for (int v = 0; v < 5; v++)
 			for (int j = 0; j < 4; j++) {
-				const double tokens = j == 0 ? 24 : j == 1 ? 8 : 0, p0 = exp(j == 0 ? -2 : -4), p = v == 0 ? p0 : (1 - p0) / 4;
+				const double tokens = j == 0 ? 24 : j == 1 ? 8 : 0, p0 = exp(j == 0 ? -2 : -4);
+				const double p = v == 0 ? p0 : (1 - p0) / 4;
 				check(fabs(gradient[v * 4 + j] - 2 * tokens * (p - (v == 0)) / 32) < 1e-6);
 			}
 		trainer_free(&t);
@@ -335,9 +386,11 @@ static void test_valid_tokens(void)
 int main(void)
 {
 	static const struct { const char *name; void (*run)(void); } tests[] = {
-		{"slices", test_slices}, {"layout", test_layout}, {"group_sum", test_group_sum}, {"group_max", test_group_max},
-		{"gather_and_scatter", test_gather_and_scatter}, {"scatter_overlap", test_scatter_overlap},
-		{"group_transpose", test_group_transpose}, {"exchange", test_exchange}, {"agree", test_agree}, {"deal_batch", test_deal_batch},
+		{"launcher", test_launcher}, {"shard_begin", test_shard_begin}, {"layout", test_layout},
+		{"all_reduce_sum", test_all_reduce_sum}, {"all_reduce_max", test_all_reduce_max},
+		{"all_gather_and_reduce_scatter", test_all_gather_and_reduce_scatter},
+		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"all_to_all_counts", test_all_to_all_counts},
+		{"all_to_all", test_all_to_all}, {"agree", test_agree}, {"micro_batches", test_micro_batches},
 		{"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
 	};
 	kernels_init(false);
@@ -346,7 +399,7 @@ int main(void)
 	layout_connect(&all);
 	world = all.world;
 	if (world.size > 3) {
-		fprintf(stderr, "test_parallel: %d ranks; the values are made for at most 3\n", world.size);
+		fprintf(stderr, "test_parallel: %d ranks, but the expected values are for at most 3\n", world.size);
 		parallel_stop(1);
 	}
 	bool any = false;
@@ -355,8 +408,8 @@ int main(void)
 		tests[i].run();
 		const bool bad = parallel_agree(failed ? -1 : 0) < 0;
 		if (world.rank == 0)
-			printf("%s%s[%s] %s on %d ranks\n", bad ? error_text : "", bad ? "\n" : "", bad ? "  FAILED  " : "       OK ", tests[i].name,
-					world.size);
+			printf("%s%s[%s] %s on %d ranks\n", bad ? error_text : "", bad ? "\n" : "",
+					bad ? "  FAILED  " : "       OK ", tests[i].name, world.size);
 		fflush(stdout);
 		any = any || bad;
 	}

@@ -1,22 +1,9 @@
 #!/bin/bash
-# Training on several ranks: every layout against one process, checkpoints that change layouts, ranks that die or disagree. Prints cmocka's lines
-# for tests/run.sh.
-set -u
-root=$PWD
+# Training on several ranks: every layout against one process, checkpoints that change layouts, ranks that die or disagree.
+. "$(dirname "$0")/check.sh"
 ling=$root/ling
 compare=$root/build/compare_checkpoints
-dir=build/ranks
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-. tests/check.sh
-rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
-
-# ranks N COMMAND...: more processes than cores, never for long.
-ranks() {
-	local n=$1
-	shift
-	timeout -k 5 60 mpirun -n "$n" --oversubscribe --bind-to none "$@"
-}
+export OMP_NUM_THREADS=1
 
 # train RANKS DIR OPTIONS...: a run that must succeed; one rank is a process without a launcher.
 train() {
@@ -38,8 +25,6 @@ refused() {
 	grep '^ling: ' err.txt | grep -qF -- "$text" || problem "no '$text' in: $(grep '^ling' err.txt || head -c 400 err.txt)"
 	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 1000 err.txt)"
 }
-
-lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 
 # agree DIR DIR [TOLERANCE [LOSSES]]: the metrics of two runs, step by step; what counts must be equal, losses and norm near.
 agree() {
@@ -74,14 +59,6 @@ tensors() { "$compare" "$@" >compare.txt 2>&1 || problem "$3 and $4: $(cat compa
 
 same_files() { diff -rq "$1" "$2" -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"; }
 
-wait_for_lines() { # wait_for_lines FILE N
-	local tries=0
-	while [ "$(lines "$1")" -lt "$2" ] && [ $tries -lt 3000 ]; do
-		sleep 0.01
-		tries=$((tries + 1))
-	done
-}
-
 # RANKS TENSOR EXPERT of every layout with 1, 2 or 4 data, tensor and expert ranks.
 layouts="2,1,1 2,1,2 2,2,1 2,2,2 4,1,1 4,1,2 4,1,4 4,2,1 4,2,2 4,2,4 4,4,1 4,4,2 4,4,4 8,2,1 8,2,2 8,2,4 8,4,1 8,4,2 8,4,4"
 
@@ -101,14 +78,8 @@ equal() {
 head -c 640 "$root/LICENSE" >text.txt
 tail -c 200 "$root/LICENSE" >valid.txt
 "$ling" tokenize --out text text.txt >/dev/null && "$ling" tokenize --out valid valid.txt >/dev/null || exit 1
-cat >tiny.yaml <<'END'
-model: { hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 4, head_dim: 6, vocab_size: 257,
-         num_experts: 8, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 8, intermediate_size: 24, rope_theta: 1e4,
-         initializer_range: 0.05, router: { balance_loss_scope: micro_batch, z_loss_coef: 1e-2, balance_loss_coef: 0.1 } }
-data: { train: text, tokenizer: byte, seq_len: 16 }
-train: { output_dir: run, seed: 3, steps: 20, micro_batch: 2, batch: 7 }
-schedule: { peak_lr: 1e-3, warmup_steps: 5 }
-END
+tiny model.num_attention_heads=8 model.num_key_value_heads=4 model.num_experts=8 model.intermediate_size=24 schedule.peak_lr=1e-3 \
+	schedule.warmup_steps=5 model.router='{ balance_loss_scope: micro_batch, z_loss_coef: 1e-2, balance_loss_coef: 0.1 }'
 everything="model.use_bias=true model.use_qkv_bias=true model.first_k_dense_replace=1 model.router.balance_loss_scope=sequence
 	model.router.warmup_steps=15 data.seq_len=15 model.num_hidden_layers=3"
 
@@ -265,15 +236,14 @@ test_ranks_that_disagree() {
 	unset CHANGE
 }
 
-# A token file goes bad while it is in use. Each rank reads only its own sequences: of every 8, rank 0 has 0 to 1, 4 to 5, rank 1 the others.
+# A token file goes bad while it is in use. Each rank reads only its own sequences: of every 8, rank 1 has 2, 3, 6 and 7.
 test_reading_error() {
-	local pid tries=0
 	rm -rf bad* && cp text.bin bad.bin && cp text.idx bad.idx
 	ranks 2 "$ling" train tiny.yaml data.train=bad train.output_dir=bad-run train.micro_batch=2 train.batch=8 train.steps=100000 \
 		checkpoint.every=0 >out.txt 2>err.txt &
-	pid=$!
+	local pid=$!
 	wait_for_lines bad-run/metrics.jsonl 3
-	perl -e 'open F, "+<", "bad.bin" or die; seek F, 2 * 16 * 6, 0; print F "\xff\xff"' # 40 windows: 6 is the first of rank 1's in its second micro-batch
+	perl -e 'open F, "+<", "bad.bin" or die; seek F, 2 * 16 * 6, 0; print F "\xff\xff"' # the first id of window 6 of 40
 	wait $pid && problem "exit status 0 with an id outside the vocabulary"
 	grep -q '^ling: rank 1 on .*bad.bin: token 96: id 65535 is outside the vocabulary' err.txt || problem "$(head -c 600 err.txt)"
 	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line, found: $(head -c 600 err.txt)"
@@ -354,8 +324,6 @@ test_sigterm() {
 	continues stopped
 }
 
-for name in ${TESTS:-values micro_batches_of_4 accumulation variants blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
-	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm}; do
-	check $name
-done
-exit $failures
+check values micro_batches_of_4 accumulation variants blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
+	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
+finish

@@ -1,20 +1,12 @@
 #!/bin/bash
 # What `ling info --ranks` predicts against what ranks measure: bytes sent by kind, and peak memory. Also the launcher, and the warning of
-# more threads than cores. Prints cmocka's lines for tests/run.sh.
-set -u
-root=$PWD
+# more threads than cores.
+. "$(dirname "$0")/check.sh"
 ling=$root/ling
-dir=build/plan
-export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-. tests/check.sh
-rm -rf "$dir" && mkdir -p "$dir" && cd "$dir" || exit 1
+export OMP_NUM_THREADS=1
 
-# ranks N COMMAND...: runs a command on N ranks; what it says goes to log.txt.
-ranks() {
-	local n=$1
-	shift
-	mpirun -n "$n" --oversubscribe --bind-to none "$@" >log.txt 2>&1 || problem "$n ranks, $*: $(tail -c 400 log.txt)"
-}
+# logged N COMMAND...: runs a command, which must succeed, on N ranks; what it prints goes to log.txt.
+logged() { ranks "$@" >log.txt 2>&1 || problem "$* ranks: $(tail -c 400 log.txt)"; }
 
 # value KEY JSON: a number of one JSON object, the first of that name.
 value() { sed -n "s/.*\"$1\": *\([0-9.]*\).*/\1/p" <<<"$2"; }
@@ -26,10 +18,7 @@ within() {
 }
 
 # tokens PREFIX V: a token file of 8192 ids below V.
-tokens() {
-	perl -e 'srand 1; print pack("S<*", map { int rand $ARGV[0] } 1 .. 8192)' "$2" >"$1.bin"
-	perl -e 'print "MMIDIDX\0\0", pack("Q<CQ<Q<l<q<q<q<", 1, 8, 1, 2, 8192, 0, 0, 1)' >"$1.idx"
-}
+tokens() { write_tokens "$1" 8 'S<' $(perl -e 'srand 1; print join " ", map { int rand $ARGV[0] } 1 .. 8192' "$2"); }
 
 tokens tokens 301
 cat >small.yaml <<END
@@ -62,7 +51,7 @@ test_traffic() {
 		set -- "parallel.tensor=$2" "parallel.expert=$3" "${@:4}"
 		rm -rf run
 		plan=$("$ling" info small.yaml --ranks "$n" --json "$@" | sed 's/.*"bytes_sent": {\([^}]*\)}, "memory_of.*/\1/')
-		ranks "$n" "$ling" train small.yaml "$@"
+		logged "$n" "$ling" train small.yaml "$@"
 		line=$(sed -n 's/.*"bytes_sent": {\([^}]*\)}.*/\1/p' run/metrics.jsonl)
 		kinds=$(tr ',' '\n' <<<"$line" | sed 's/.*"\(.*\)".*/\1/')
 		[ "$(wc -l <<<"$kinds")" = 9 ] || problem "$layout: bytes_sent is $line"
@@ -101,7 +90,7 @@ num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 1, moe_intermediate
 			"parallel.tensor=$2" "parallel.expert=$3"
 		rm -rf run
 		plan=$("$ling" info small.yaml --ranks "$1" --json "${@:2}" | sed 's/.*"memory_bytes": {\([^}]*\)}, "bytes_sent.*/\1/')
-		ranks "$1" ./peak.sh "$ling" train small.yaml "${@:2}"
+		logged "$1" ./peak.sh "$ling" train small.yaml "${@:2}"
 		within "$layout, memory" "$(value total "$plan")" "$(cat peak.0)" 15
 	done
 }
@@ -127,14 +116,12 @@ test_crowd() {
 	local cores
 	cores=$(env -u OMP_NUM_THREADS nproc) # which would obey it
 	rm -rf run
-	OMP_NUM_THREADS=$cores ranks 2 "$ling" train small.yaml
+	OMP_NUM_THREADS=$cores logged 2 "$ling" train small.yaml
 	[ "$(grep -c "^warning: .* 2 ranks with $((2 * cores)) threads in all may use $cores core" log.txt)" = 1 ] || problem "$(cat log.txt)"
 	rm -rf run
 	OMP_NUM_THREADS=1 taskset -c 0 "$ling" train small.yaml >log.txt 2>&1
 	! grep -q "^warning" log.txt || problem "one thread on one core: $(cat log.txt)"
 }
 
-for name in traffic memory plan crowd; do
-	check $name
-done
-exit $failures
+check traffic memory plan crowd
+finish

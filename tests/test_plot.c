@@ -307,9 +307,8 @@ static void what_cannot_be_written_is_said(void **state)
 	char *path = at("nowhere/a.png"), too_long[PATH_LEN];
 	assert_int_equal(plot_metrics(m, 5, "t", path), -1);
 	assert_non_null(strstr(error_text, path));
-	assert_int_equal(plot_metrics(m, 5, "t", scratch), -1); /* a directory; the temporary file beside it is removed */
+	assert_int_equal(plot_metrics(m, 5, "t", scratch), -1); /* a directory */
 	assert_non_null(strstr(error_text, scratch));
-	assert_int_equal(access(at("../%s.tmp", strrchr(scratch, '/') + 1), F_OK), -1);
 	memset(too_long, 'x', sizeof too_long - 1), too_long[sizeof too_long - 1] = 0;
 	assert_int_equal(plot_metrics(m, 5, "t", too_long), -1);
 	path = at("full.png");
@@ -317,8 +316,8 @@ static void what_cannot_be_written_is_said(void **state)
 	int rc = plot_metrics(m, 5, "t", path);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	assert_non_null(strstr(error_text, "full.png.tmp"));
-	assert_int_equal(access(at("full.png.tmp"), F_OK), -1);
+	assert_non_null(strstr(error_text, "full.png"));
+	assert_false(holds_temporary(scratch) || access(path, F_OK) == 0);
 	free(m);
 }
 

@@ -1,6 +1,6 @@
 /*
- * test_tasks.c - scored evaluation: what a task file may say and with which words it is refused, how samples become token sequences, and that
- * their scores are those of plain loops, the same to the last bit however the work is cut.
+ * test_tasks.c - scored evaluation: what a task file may say and with which words it is refused, how samples become
+ * token sequences, and that their scores are those of plain loops, the same to the last bit however the work is cut.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -26,6 +26,7 @@
 
 #define QUESTION "{\"q\": \"2+2=\", \"o\": [\" 3\", \" 4\"], \"a\": 1}\n"
 #define CHOICE "- {name: c, type: multiple_choice, data: d.jsonl, prompt: \"{q}\", options: o, answer: a"
+#define PROMPT "- {name: x, type: multiple_choice, data: d.jsonl, prompt: "
 #define MATCH "- {name: m, type: exact_match, data: d.jsonl, prompt: \"{q}\", answer: a"
 #define TEXT "- {name: p, type: perplexity, data: d.jsonl"
 
@@ -51,9 +52,11 @@ static void test_templates(void **state)
 {
 	(void)state;
 	struct tasks tasks;
-	load_ok(&tasks, "- name: c\n  type: multiple_choice\n  data: d.jsonl\n  prompt: \"{{{q}}} {n} {r} {b}, {deep.list.1.x}{zero}:\"\n"
+	load_ok(&tasks, "- name: c\n  type: multiple_choice\n  data: d.jsonl\n"
+			"  prompt: \"{{{q}}} {n} {r} {b}, {deep.list.1.x}{zero}:\"\n"
 			"  options: deep.words\n  option: \" {option.t}/{q}\"\n  answer: deep.right\n  answer_form: number\n",
-			"{\"q\": \"a\\u00e9\\nb\", \"n\": -7, \"r\": 0.1, \"b\": true, \"zero\": \"x\\u0000y\", \"deep\": {\"list\": [0, {\"x\": 3.0}], \"right\": \"2\","
+			"{\"q\": \"a\\u00e9\\nb\", \"n\": -7, \"r\": 0.1, \"b\": true, \"zero\": \"x\\u0000y\", "
+			"\"deep\": {\"list\": [0, {\"x\": 3.0}], \"right\": \"2\","
 			" \"words\": [{\"t\": \"A\"}, {\"t\": \"B\"}]}}\n");
 	const struct sample *s = tasks.task[0].samples.sample;
 	const char prompt[] = "{a\xc3\xa9\nb} -7 0.1 true, 3x\0y:";
@@ -71,7 +74,8 @@ static void test_answers(void **state)
 {
 	(void)state;
 	static const struct { const char *form, *value; int answer; } cases[] = {
-		{"index", "1", 1}, {"index", "\"0\"", 0}, {"number", "1", 0}, {"number", "2", 1}, {"letter", "\"B\"", 1}, {"letter", "\" a \"", 0},
+		{"index", "1", 1}, {"index", "\"0\"", 0}, {"number", "1", 0}, {"number", "2", 1}, {"letter", "\"B\"", 1},
+		{"letter", "\" a \"", 0},
 		{"text", "\"4\"", 1}, {"text", "\" 3\"", 0},
 	};
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -85,7 +89,7 @@ static void test_answers(void **state)
 	}
 	/* Templates as options: the answer's text may be among them. */
 	struct tasks tasks;
-	load_ok(&tasks, "- {name: c, type: multiple_choice, data: d.jsonl, prompt: x, options: [\" {good}\", ' no'], answer: a, answer_form: text}",
+	load_ok(&tasks, PROMPT "x, options: [\" {good}\", ' no'], answer: a, answer_form: text}",
 			"{\"good\": \"yes\", \"a\": \"no\"}\n\n{\"good\": \"no\", \"a\": \"no\"}");
 	assert_int_equal(tasks.task[0].samples.count, 2);
 	assert_int_equal(tasks.task[0].samples.sample[0].answer, 1);
@@ -115,17 +119,19 @@ static void test_bad_files(void **state)
 		{CHOICE ", chat: true, separator: x}", QUESTION, {"separator", "chat"}},
 		{"- {type: perplexity, data: d.jsonl}", QUESTION, {"t.yaml:1", "name", "missing"}},
 		{"- {name: x, data: d.jsonl}", QUESTION, {"type", "missing"}},
-		{"- {name: x, type: words, data: d.jsonl}", QUESTION, {"type", "words", "multiple_choice | perplexity | exact_match"}},
-		{"\n- {name: x, type: multiple_choice, data: d.jsonl, options: o, answer: a}", QUESTION, {"t.yaml:2", "prompt", "missing"}},
+		{"- {name: x, type: words, data: d.jsonl}", QUESTION,
+			{"type", "words", "multiple_choice | perplexity | exact_match"}},
+		{"\n- {name: x, type: multiple_choice, data: d.jsonl, options: o, answer: a}", QUESTION,
+			{"t.yaml:2", "prompt", "missing"}},
 		{"- {name: x, type: exact_match, data: d.jsonl, prompt: o}", QUESTION, {"answer", "missing"}},
 		{CHOICE "}\n" CHOICE "}", QUESTION, {"t.yaml:2", "name", "twice"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"{q\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"q}\", options: o, answer: a}", QUESTION, {"prompt", "}}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: \"{}\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, '{'], answer: a}", QUESTION, {"options", "{field}"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, {y: z}], answer: a}", QUESTION, {"options", "mapping"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [], answer: a}", QUESTION, {"options", "empty list"}},
-		{"- {name: x, type: multiple_choice, data: d.jsonl, prompt: q, options: [x, y], option: z, answer: a}", QUESTION, {"option", "list of templates"}},
+		{PROMPT "\"{q\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
+		{PROMPT "\"q}\", options: o, answer: a}", QUESTION, {"prompt", "}}"}},
+		{PROMPT "\"{}\", options: o, answer: a}", QUESTION, {"prompt", "{field}"}},
+		{PROMPT "q, options: [x, '{'], answer: a}", QUESTION, {"options", "{field}"}},
+		{PROMPT "q, options: [x, {y: z}], answer: a}", QUESTION, {"options", "mapping"}},
+		{PROMPT "q, options: [], answer: a}", QUESTION, {"options", "empty list"}},
+		{PROMPT "q, options: [x, y], option: z, answer: a}", QUESTION, {"option", "list of templates"}},
 		{MATCH ", extract: \"(\"}", QUESTION, {"extract", "byte 1"}},
 		{MATCH ", extract: \"a+\"}", QUESTION, {"extract", "group"}},
 		{MATCH ", match: last}", QUESTION, {"match", "extract"}},
@@ -146,8 +152,10 @@ static void test_bad_files(void **state)
 		{CHOICE "}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"\"}", {"d.jsonl:1", "`a`"}},
 		{CHOICE "}", "{\"q\": \"\", \"o\": [\"x\", \"y\"]}", {"d.jsonl:1", "`a`", "missing"}},
 		{CHOICE ", answer_form: number}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": 0}", {"d.jsonl:1", "1 to 2"}},
-		{CHOICE ", answer_form: letter}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"c\"}", {"d.jsonl:1", "A to B"}},
-		{CHOICE ", answer_form: text}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"z\"}", {"d.jsonl:1", "\"z\"", "text of one of the 2"}},
+		{CHOICE ", answer_form: letter}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"c\"}",
+			{"d.jsonl:1", "A to B"}},
+		{CHOICE ", answer_form: text}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"z\"}",
+			{"d.jsonl:1", "\"z\"", "text of one of the 2"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": []}", {"d.jsonl:1", "empty list"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": [\"x\", null]}", {"d.jsonl:1", "null"}},
 		{MATCH ", extract_answer: \"#(.)\"}", "{\"q\": \"\", \"a\": \"x\"}", {"d.jsonl:1", "extract_answer"}},
@@ -222,13 +230,15 @@ static void test_replies(void **state)
 	assert_true(is_right(", extract: \"is (\\\\d+)\"", "5", "one is 5, two is 6", "5"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\", match: last", "6", "one is 5, two is 6", "6"));
 	assert_false(is_right(", extract: \"is (\\\\d+)\"", "5", "5", NULL));
-	assert_true(is_right(", extract: \"#### (.*)\", extract_answer: \"#### (.*)\"", "\"2 and 3 #### 5\"", "so #### 5", "5"));
+	assert_true(is_right(", extract: \"#### (.*)\", extract_answer: \"#### (.*)\"",
+			"\"2 and 3 #### 5\"", "so #### 5", "5"));
 	/* a group that takes no part, an empty match, bytes that are no UTF-8 */
 	assert_true(is_right(", extract: \"x|(y)\"", "\"y\"", "x y", "y"));
 	assert_true(is_right(", extract: \"(z*)\", match: last", "\"\"", "\xe4\xbd\xa0zz", ""));
 	assert_true(is_right(", extract: \"a(.)\"", "\"b\"", "\xff" "ab\x80", "b"));
 	/* a pattern that would take for ever is one that does not match */
-	assert_false(is_right(", extract: \"((a+)+)$\"", "\"a\"", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL));
+	assert_false(is_right(", extract: \"((a+)+)$\"", "\"a\"",
+			"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL));
 }
 
 /* --------------------------------------------------------------------------------------------------- models */
@@ -238,9 +248,11 @@ enum { WINDOW = 48, BATCH = 5, BYTES = 257 };
 /* A model over bytes whose every part matters, and whose tokens depend on all before them. */
 static void make_model_for(struct model *m, int tokens)
 {
-	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2, .head_dim = 6,
-		.vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2, .num_shared_experts = 1, .moe_intermediate_size = 8,
-		.max_position_embeddings = 64, .norm_topk_prob = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.4};
+	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4,
+		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2,
+		.num_shared_experts = 1, .moe_intermediate_size = 8, .max_position_embeddings = 64, .norm_topk_prob = true,
+		.norm_head = true, .rope_theta = 1e4,
+		.rms_norm_eps = 1e-5, .initializer_range = 0.4};
 	struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(m, &c, &alone, 1, tokens, EVALUATE));
 	model_randomize(m, 7);
@@ -322,7 +334,7 @@ static void test_questions(void **state)
 	make_model(&m);
 	load_ok(&tasks, CHOICE "}", QUESTIONS);
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
-	assert_int_equal(w.num_items, 7);
+	assert_int_equal(w.num_contexts, 7);
 	assert_int_equal(w.longest, WINDOW);
 	assert_done(task_run(&w, &m, BATCH));
 	const struct samples *s = &tasks.task[0].samples;
@@ -330,15 +342,17 @@ static void test_questions(void **state)
 	for (int64_t i = 0, b = 0; i < s->count; i++) {
 		const struct sample *x = &s->sample[i];
 		/* what is left of a context that does not fit: 48 inputs, and the last byte of the longest option */
-		const char *context = i == 4 ? x->prompt.data + x->prompt.size - (WINDOW + 1 - strlen(" longer")) : x->prompt.data ? x->prompt.data : "";
+		const char *context = x->prompt.data ? x->prompt.data : "";
+		if (i == 4)
+			context += x->prompt.size - (WINDOW + 1 - strlen(" longer"));
 		double score[NUM_ACCURACIES][4];
-		assert_int_equal(w.item[i].cut, i == 4);
+		assert_int_equal(w.contexts[i].cut, i == 4);
 		for (int c = 0; c < x->num_choices; c++, b++) {
 			const double expected = plain_option(&m, i == 1, context, x->choice[c].data);
-			if (!(fabs(w.value[b] - expected) < 1e-4))
-				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.value[b], expected);
-			score[0][c] = w.value[b];
-			score[1][c] = score[2][c] = w.value[b] / x->choice[c].size;
+			if (!(fabs(w.log_likelihood[b] - expected) < 1e-4))
+				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.log_likelihood[b], expected);
+			score[0][c] = w.log_likelihood[b];
+			score[1][c] = score[2][c] = w.log_likelihood[b] / x->choice[c].size;
 		}
 		for (int k = 0; k < NUM_ACCURACIES; k++) {
 			int top = 0;
@@ -347,7 +361,8 @@ static void test_questions(void **state)
 			best[k] += top == x->answer;
 		}
 	}
-	assert_true(w.value[w.item[3].first_branch] == w.value[w.item[3].first_branch + 1]);
+	const double *alike = w.log_likelihood + w.contexts[3].first_continuation;
+	assert_true(alike[0] == alike[1]);
 	task_score(&w, &result, NULL);
 	assert_int_equal(result.cut, 1);
 	for (int k = 0; k < NUM_ACCURACIES; k++) {
@@ -360,15 +375,19 @@ static void test_questions(void **state)
 	model_free(&m);
 }
 
-/* A byte-level BPE tokenizer without a regular expression, so that any pair may merge: 256 bytes, three merges, <|endoftext|> as 259. */
+/* A byte-level BPE tokenizer without a regular expression, so that any pair may merge: 256 bytes, three merges,
+ * <|endoftext|> as 259. */
 static struct tokenizer *pair_tokenizer(void)
 {
 	char json[16384];
-	int n = sprintf(json, "{\"added_tokens\": [{\"id\": 259, \"content\": \"<|endoftext|>\", \"special\": true, \"single_word\": false, \"lstrip\": false, "
-			"\"rstrip\": false, \"normalized\": false}], \"normalizer\": null, \"post_processor\": null, \"decoder\": {\"type\": \"ByteLevel\", "
-			"\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}, \"pre_tokenizer\": {\"type\": \"ByteLevel\", "
-			"\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false}, \"model\": {\"type\": \"BPE\", \"merges\": "
-			"[\"a b\", \"\\u0120 c\", \"ab \\u0120c\"], \"vocab\": {\"ab\": 256, \"\\u0120c\": 257, \"ab\\u0120c\": 258");
+#define BYTE_LEVEL "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, " \
+	"\"use_regex\": false}"
+	int n = sprintf(json, "{\"added_tokens\": [{\"id\": 259, \"content\": \"<|endoftext|>\", \"special\": true, "
+			"\"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false}], "
+			"\"normalizer\": null, \"post_processor\": null, \"decoder\": " BYTE_LEVEL ", "
+			"\"pre_tokenizer\": " BYTE_LEVEL ", "
+			"\"model\": {\"type\": \"BPE\", \"merges\": [\"a b\", \"\\u0120 c\", \"ab \\u0120c\"], "
+			"\"vocab\": {\"ab\": 256, \"\\u0120c\": 257, \"ab\\u0120c\": 258");
 	for (int byte = 0, other = 256; byte < 256; byte++) { /* bytes that are no visible character stand as others */
 		const bool visible = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
 		n += sprintf(json + n, ", \"\\u%04x\": %d", visible ? byte : other++, byte);
@@ -380,7 +399,8 @@ static struct tokenizer *pair_tokenizer(void)
 	return t;
 }
 
-/* Where an option's first bytes merge with the context's last ones, its tokens are those that the context alone does not begin with. */
+/* Where an option's first bytes merge with the context's last ones, its tokens are those that the context alone does
+ * not begin with. */
 static void test_merges(void **state)
 {
 	(void)state;
@@ -388,9 +408,11 @@ static void test_merges(void **state)
 	static const struct { const char *context, *option; int num, scored; int32_t token[8]; } cases[] = {
 		{"xa", "b", 2, 1, {'x', AB}}, {"xa", "d", 3, 2, {'x', 'a', 'd'}}, {"xa", "bb", 3, 1, {'x', AB, 'b'}},
 		/* a space at the end of the context */
-		{"x ", "cd", 3, 1, {'x', SPACE_C, 'd'}}, {"x ", "d", 3, 2, {'x', ' ', 'd'}}, {"x ", "cc", 3, 1, {'x', SPACE_C, 'c'}},
+		{"x ", "cd", 3, 1, {'x', SPACE_C, 'd'}}, {"x ", "d", 3, 2, {'x', ' ', 'd'}},
+		{"x ", "cc", 3, 1, {'x', SPACE_C, 'c'}},
 		/* all of the context becomes a part of one token: then the end of a text stands before it */
-		{"ab", " c", 2, 1, {END, AB_SPACE_C}}, {"ab", " d", 4, 2, {END, AB, ' ', 'd'}}, {"ab", "b", 3, 2, {END, AB, 'b'}},
+		{"ab", " c", 2, 1, {END, AB_SPACE_C}}, {"ab", " d", 4, 2, {END, AB, ' ', 'd'}},
+		{"ab", "b", 3, 2, {END, AB, 'b'}},
 		{"", "ab", 2, 1, {END, AB}}, {"", "b", 2, 1, {END, 'b'}}, {"", "ba", 3, 1, {END, 'b', 'a'}},
 	};
 	struct tokenizer *t = pair_tokenizer();
@@ -400,23 +422,25 @@ static void test_merges(void **state)
 		struct tasks tasks;
 		struct task_work w;
 		char line[256];
-		snprintf(line, sizeof line, "{\"o\": [\"%s\", \"%s\", \"%s\"], \"q\": \"%s\", \"a\": 0}", cases[i].option, cases[i + 1].option, cases[i + 2].option,
+		snprintf(line, sizeof line, "{\"o\": [\"%s\", \"%s\", \"%s\"], \"q\": \"%s\", \"a\": 0}", cases[i].option,
+				cases[i + 1].option, cases[i + 2].option,
 				cases[i].context);
 		load_ok(&tasks, CHOICE "}", line);
 		assert_done(task_encode(&w, &tasks.task[0], t, WINDOW));
 		assert_done(task_run(&w, &m, BATCH));
-		for (int c = 0; c < 3; c++) {
-			const struct task_item *x = w.item;
-			const struct task_branch *b = &w.branch[c];
+		for (int option = 0; option < 3; option++) {
+			const struct task_context *x = w.contexts;
+			const struct task_continuation *c = &w.continuations[option];
 			double score[8], sum = 0;
-			assert_int_equal(x->num_shared + b->num_rest, cases[i + c].num);
-			for (int j = 0; j < cases[i + c].num; j++)
-				assert_int_equal(w.ids.id[j < x->num_shared ? x->shared + j : b->rest + j - x->num_shared], cases[i + c].token[j]);
-			assert_int_equal(b->scored, cases[i + c].scored);
-			plain_scores(&m, cases[i + c].token, cases[i + c].num, score);
-			for (int j = cases[i + c].scored; j < cases[i + c].num; j++)
+			assert_int_equal(x->num_tokens + c->num_tokens, cases[i + option].num);
+			for (int j = 0; j < cases[i + option].num; j++)
+				assert_int_equal(w.ids.id[j < x->num_tokens ? x->begin + j : c->begin + j - x->num_tokens],
+						cases[i + option].token[j]);
+			assert_int_equal(c->first_scored, cases[i + option].scored);
+			plain_scores(&m, cases[i + option].token, cases[i + option].num, score);
+			for (int j = cases[i + option].scored; j < cases[i + option].num; j++)
 				sum += score[j];
-			assert_true(fabs(w.value[c] - sum) < 1e-4);
+			assert_true(fabs(w.log_likelihood[option] - sum) < 1e-4);
 		}
 		task_work_free(&w);
 		tasks_free(&tasks);
@@ -426,10 +450,10 @@ static void test_merges(void **state)
 	struct task_work w;
 	load_ok(&tasks, CHOICE ", chat: true}", "{\"q\": \"a\", \"o\": [\"b\", \"<|endoftext|>\"], \"a\": 0}");
 	assert_done(task_encode(&w, &tasks.task[0], t, 60));
-	assert_int_equal(w.item[0].num_shared, strlen("<role>HUMAN</role>a<role>ASSISTANT</role>"));
-	assert_int_equal(w.branch[0].num_rest, 1);
-	assert_int_equal(w.branch[1].num_rest, strlen("<|endoftext|>")); /* ordinary text */
-	assert_int_equal(w.branch[1].scored, w.item[0].num_shared);
+	assert_int_equal(w.contexts[0].num_tokens, strlen("<role>HUMAN</role>a<role>ASSISTANT</role>"));
+	assert_int_equal(w.continuations[0].num_tokens, 1);
+	assert_int_equal(w.continuations[1].num_tokens, strlen("<|endoftext|>")); /* ordinary text */
+	assert_int_equal(w.continuations[1].first_scored, w.contexts[0].num_tokens);
 	task_work_free(&w);
 	tasks_free(&tasks);
 	model_free(&m);
@@ -450,7 +474,7 @@ static void test_bits(void **state)
 	for (int batch = 1; batch < BATCH; batch++) {
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&alone, &m, batch));
-		assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 	}
 	for (int tokens = 7; tokens < 500; tokens *= 8) { /* at a time: segments are cut, or all are together */
@@ -458,34 +482,33 @@ static void test_bits(void **state)
 		make_model_for(&other, tokens);
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&alone, &other, BATCH));
-		assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 		model_free(&other);
 	}
-	/* each option as an item of its own, from the first token on */
+	/* each option with a context of its own, which is all of its sequence but the last token */
 	int shared = 0;
 	alone = (struct task_work){.task = w.task, .tokenizer = w.tokenizer};
-	for (const struct task_item *x = w.item; x < w.item + w.num_items; x++)
-		for (int c = 0; c < x->num_branches; c++) {
-			const struct task_branch *b = &w.branch[x->first_branch + c];
-			const int64_t n = x->num_shared + b->num_rest, begin = alone.ids.count;
-			alone.ids.id = grow(alone.ids.id, begin, &alone.ids.capacity, n, sizeof *alone.ids.id);
-			memcpy(alone.ids.id + begin, w.ids.id + x->shared, x->num_shared * sizeof *w.ids.id);
-			memcpy(alone.ids.id + begin + x->num_shared, w.ids.id + b->rest, b->num_rest * sizeof *w.ids.id);
-			alone.ids.count += n;
-			alone.item = grow(alone.item, alone.num_items, &alone.item_room, 1, sizeof *alone.item);
-			alone.item[alone.num_items++] = (struct task_item){.shared = begin, .num_shared = n - 1, .first_branch = alone.num_branches, .num_branches = 1};
-			alone.branch = grow(alone.branch, alone.num_branches, &alone.branch_room, 1, sizeof *alone.branch);
-			alone.branch[alone.num_branches++] = (struct task_branch){begin + n - 1, 1, b->scored};
-			shared += x->num_branches > 1 && x->num_shared > 1;
+	alone.contexts = calloc(w.num_continuations, sizeof *alone.contexts);
+	alone.continuations = calloc(w.num_continuations, sizeof *alone.continuations);
+	alone.log_likelihood = calloc(w.num_continuations, sizeof *alone.log_likelihood);
+	for (const struct task_context *x = w.contexts; x < w.contexts + w.num_contexts; x++)
+		for (int i = 0; i < x->num_continuations; i++) {
+			const struct task_continuation *c = &w.continuations[x->first_continuation + i];
+			const int64_t n = x->num_tokens + c->num_tokens, begin = alone.ids.count;
+			append_ids(&alone.ids, w.ids.id + x->begin, x->num_tokens);
+			append_ids(&alone.ids, w.ids.id + c->begin, c->num_tokens);
+			alone.contexts[alone.num_contexts++] = (struct task_context){.begin = begin, .num_tokens = n - 1,
+				.first_continuation = alone.num_continuations, .num_continuations = 1};
+			alone.continuations[alone.num_continuations++] = (struct task_continuation){begin + n - 1, 1,
+					c->first_scored};
+			shared += x->num_continuations > 1 && x->num_tokens > 1;
 		}
-	assert_int_equal(alone.num_branches, w.num_branches);
+	assert_int_equal(alone.num_continuations, w.num_continuations);
 	assert_int_equal(shared, 4 + 3 + 3 + 2 + 2);
-	alone.value = calloc(w.num_values, sizeof *alone.value);
 	alone.longest = w.longest;
-	alone.num_values = w.num_values;
 	assert_done(task_run(&alone, &m, 3));
-	assert_memory_equal(alone.value, w.value, w.num_values * sizeof *w.value);
+	assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 	task_work_free(&alone);
 	task_work_free(&w);
 	tasks_free(&tasks);
@@ -500,9 +523,9 @@ static void test_windows(void **state)
 	struct task_work w;
 	load_ok(&tasks, CHOICE "}", QUESTION "{\"q\": \"ab\", \"o\": [\"123456789\", \"1\"], \"a\": 0}\n");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), 9)); /* b12345678 foretells 123456789 */
-	assert_true(w.item[1].cut);
-	assert_int_equal(w.item[1].num_shared, 1);
-	assert_int_equal(w.branch[w.item[1].first_branch].scored, 1);
+	assert_true(w.contexts[1].cut);
+	assert_int_equal(w.contexts[1].num_tokens, 1);
+	assert_int_equal(w.continuations[w.contexts[1].first_continuation].first_scored, 1);
 	task_work_free(&w);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), 8), -1);
 	assert_non_null(strstr(error_text, "d.jsonl:2"));
@@ -512,9 +535,9 @@ static void test_windows(void **state)
 
 	load_ok(&tasks, MATCH ", max_tokens: 6}", "{\"q\": \"abcdefgh\", \"a\": 1}");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), 10));
-	assert_true(w.item[0].cut);
-	assert_int_equal(w.item[0].num_shared, 4);
-	assert_int_equal(w.ids.id[w.item[0].shared], 'e');
+	assert_true(w.contexts[0].cut);
+	assert_int_equal(w.contexts[0].num_tokens, 4);
+	assert_int_equal(w.ids.id[w.contexts[0].begin], 'e');
 	task_work_free(&w);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), 6), -1);
 	assert_non_null(strstr(error_text, "max_tokens is 6"));
@@ -528,11 +551,13 @@ static void test_windows(void **state)
 	tasks_free(&tasks);
 }
 
-/* Documents: each token is scored once, with at least L - stride tokens before it but at the beginning; perplexities and their errors by hand. */
+/* Documents: each token is scored once, with at least L - stride tokens before it but at the beginning; perplexities
+ * and their errors by hand. */
 static void test_documents(void **state)
 {
 	(void)state;
-	static const char *const documents[] = {"One two  three.\n", "A longer document, which takes some windows of twenty tokens each.", "x"};
+	static const char *const documents[] = {"One two  three.\n",
+			"A longer document, which takes some windows of twenty tokens each.", "x"};
 	static const int words[] = {3, 11, 1};
 	enum { L = 20, N = 3 };
 	struct model m;
@@ -543,7 +568,8 @@ static void test_documents(void **state)
 	for (int stride = 20; stride >= 7; stride -= 13) {
 		char yaml[128];
 		snprintf(yaml, sizeof yaml, TEXT ", stride: %d}", stride);
-		load_ok(&tasks, yaml, "{\"text\": \"One two  three.\\n\"}\n{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n"
+		load_ok(&tasks, yaml, "{\"text\": \"One two  three.\\n\"}\n"
+				"{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n"
 				"{\"text\": \"x\"}\n");
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), L));
 		assert_done(task_run(&w, &m, BATCH));
@@ -570,7 +596,8 @@ static void test_documents(void **state)
 		for (int k = 0; k < 3; k++) {
 			double squares = 0;
 			for (int i = 0; i < N; i++) {
-				const double unit = k == 1 ? (double)words[i] : (double)strlen(documents[i]), d = loss[i] - ratio[k] * unit;
+				const double unit = k == 1 ? (double)words[i] : (double)strlen(documents[i]),
+						d = loss[i] - ratio[k] * unit;
 				squares += d * d;
 			}
 			const double error = sqrt(N / (N - 1.0) * squares) / sum[k];
@@ -584,29 +611,32 @@ static void test_documents(void **state)
 	model_free(&m);
 }
 
-/* Examples: as many as asked for, each once, never the sample itself, the same for the same seed; and how they are put together. */
+/* Examples: as many as asked for, each once, never the sample itself, the same for the same seed; and how they are put
+ * together. */
 static void test_examples(void **state)
 {
 	(void)state;
 	struct tasks tasks;
 	struct task_work w;
-	static const char lines[] = "{\"q\": \"a\", \"a\": 1}\n{\"q\": \"b\", \"a\": 2}\n{\"q\": \"c\", \"a\": 3}\n{\"q\": \"d\", \"a\": 4}\n";
+	static const char lines[] = "{\"q\": \"a\", \"a\": 1}\n{\"q\": \"b\", \"a\": 2}\n"
+			"{\"q\": \"c\", \"a\": 3}\n{\"q\": \"d\", \"a\": 4}\n";
 	char *before = NULL;
 	int differ = 0;
 	for (int seed = 1; seed <= 20; seed++) {
 		char yaml[256], *all = calloc(1, 256);
-		snprintf(yaml, sizeof yaml, MATCH ", target: \"={a};\", separator: \"|\", examples: {count: 2, seed: %d}, max_tokens: 1, limit: 3}", seed);
+		snprintf(yaml, sizeof yaml, MATCH ", target: \"={a};\", separator: \"|\", max_tokens: 1, limit: 3, "
+				"examples: {count: 2, seed: %d}}", seed);
 		load_ok(&tasks, yaml, lines);
 		assert_int_equal(tasks.task[0].num_samples, 3);
 		assert_int_equal(tasks.task[0].samples.count, 4);
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
-		assert_int_equal(w.num_items, 3);
+		assert_int_equal(w.num_contexts, 3);
 		for (int i = 0; i < 3; i++) {
 			char text[32] = "";
-			const struct task_item *x = &w.item[i];
-			assert_int_equal(x->num_shared, 11);
+			const struct task_context *x = &w.contexts[i];
+			assert_int_equal(x->num_tokens, 11);
 			for (int j = 0; j < 11; j++)
-				text[j] = (char)w.ids.id[x->shared + j];
+				text[j] = (char)w.ids.id[x->begin + j];
 			/* two examples x=n;| and the prompt */
 			for (int j = 0; j < 10; j += 5) {
 				assert_memory_equal(text + j + 1, "=", 1);
@@ -658,43 +688,45 @@ static void test_generation(void **state)
 	struct task_work w, again;
 	struct task_result result;
 	make_model(&m);
-	load_ok(&tasks, MATCH ", max_tokens: 12}", "{\"q\": \"abc\", \"a\": 1}\n{\"q\": \"\", \"a\": 1}\n{\"q\": \"Once upon\", \"a\": 1}\n{\"q\": \"z\", \"a\": 1}\n");
+	load_ok(&tasks, MATCH ", max_tokens: 12}",
+			"{\"q\": \"abc\", \"a\": 1}\n{\"q\": \"\", \"a\": 1}\n"
+			"{\"q\": \"Once upon\", \"a\": 1}\n{\"q\": \"z\", \"a\": 1}\n");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
 	assert_int_equal(w.longest, 9 + MOST);
 	assert_done(task_run(&w, &m, 3));
 	const int64_t V = m.config.vocab_size;
 	real *logits = calloc(WINDOW * V, sizeof *logits);
 	for (int i = 0; i < 4; i++) {
-		const double *value = w.value + i * (1 + MOST);
+		const double *reply = w.reply + i * (1 + MOST);
 		int32_t token[WINDOW] = {0};
-		const struct task_item *x = &w.item[i];
-		memcpy(token, w.ids.id + x->shared, x->num_shared * sizeof *token);
+		const struct task_context *x = &w.contexts[i];
+		memcpy(token, w.ids.id + x->begin, x->num_tokens * sizeof *token);
 		int n = 0;
 		for (; n < MOST; n++) {
 			model_forward(&m, token, 1, NULL, NULL);
 			model_logits(&m, logits, 0, WINDOW);
-			const real *row = logits + (x->num_shared + n - 1) * V;
+			const real *row = logits + (x->num_tokens + n - 1) * V;
 			int best = 0;
 			for (int v = 1; v < BYTES; v++) /* never an id of the padding */
 				best = row[v] > row[best] ? v : best;
 			if (best == 256)
 				break;
-			assert_int_equal((int)value[1 + n], best);
-			token[x->num_shared + n] = best;
+			assert_int_equal((int)reply[1 + n], best);
+			token[x->num_tokens + n] = best;
 		}
-		assert_int_equal((int)value[0], n);
+		assert_int_equal((int)reply[0], n);
 	}
 	free(logits);
 	for (int batch = 1; batch <= 4; batch++) {
 		assert_done(task_encode(&again, &tasks.task[0], byte_tokenizer(), WINDOW));
 		assert_done(task_run(&again, &m, batch));
-		assert_memory_equal(again.value, w.value, w.num_values * sizeof *w.value);
+		assert_memory_equal(again.reply, w.reply, w.num_contexts * (1 + MOST) * sizeof *w.reply);
 		task_work_free(&again);
 	}
 	/* the first two bytes of a reply as a stop: it ends there and nothing is left of it */
 	struct text stop = {0};
 	for (int i = 1; i <= 2; i++)
-		tokenizer_decode(byte_tokenizer(), (int32_t)w.value[i], true, &stop);
+		tokenizer_decode(byte_tokenizer(), (int32_t)w.reply[i], true, &stop);
 	task_work_free(&w);
 	if (memchr(stop.data, 0, 2))
 		fail_msg("choose another model: its reply cannot be a stop");
@@ -704,7 +736,7 @@ static void test_generation(void **state)
 	t->samples.sample[0].choice[0].size = 0; /* the right answer is none */
 	assert_done(task_encode(&w, t, byte_tokenizer(), WINDOW));
 	assert_done(task_run(&w, &m, 3));
-	assert_int_equal((int)w.value[0], 2);
+	assert_int_equal((int)w.reply[0], 2);
 	task_score(&w, &result, NULL);
 	assert_true(fabs(result.score[0].value - 0.25) < 1e-12);
 	task_work_free(&w);
@@ -716,8 +748,10 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_bad_files), cmocka_unit_test(test_paths),
-		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges), cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
+		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_bad_files),
+		cmocka_unit_test(test_paths),
+		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
+		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);

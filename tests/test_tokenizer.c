@@ -491,7 +491,7 @@ static void lines(void **state)
 		struct tokens tokens;
 		if (bad) {
 			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), -1);
-			expect_error("in.jsonl:2001: `text` is a real number"); /* not 2003, which another thread saw */
+			expect_error("in.jsonl:2001: `text` is an integer"); /* not 2003, which another thread saw */
 			continue;
 		}
 		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), 0);
@@ -907,7 +907,7 @@ static void training_refused(void **state)
 		expect_error(cases[i].error);
 		struct stat st;
 		assert_int_equal(stat(at("bad.json"), &st), -1);
-		assert_int_equal(stat(at("bad.json.tmp"), &st), -1);
+		assert_false(holds_temporary(scratch));
 	}
 }
 

@@ -1,0 +1,219 @@
+/*
+ * commands/evaluate.c - `ling eval`: the loss on a token file, or scored tasks.
+ */
+#define _GNU_SOURCE
+#include "commands/evaluate.h"
+
+#include "files/base.h"
+#include "files/tokenizer.h"
+#include "parallel.h"
+#include "data.h"
+#include "ling.h"
+#include "commands/report.h"
+#include "commands/tasks.h"
+#include "commands/scoring.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct eval_options {
+	const char *data, *dtype, *tasks, *out, *tokenizer;
+	bool document_mask, json;
+	int document_token, seq_len, batch;
+	int64_t max_windows;
+};
+
+/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer
+ * or the model's own; else NULL. */
+static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
+{
+	struct tokenizer *t = NULL;
+	if (!strcmp(data->tokenizer, "byte"))
+		t = tokenizer_open("byte");
+	else if (*data->tokenizer)
+		t = tokenizer_of_model(model_dir, NULL);
+	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
+		return t;
+	tokenizer_close(t);
+	return NULL;
+}
+
+static json_t *loss_report(const struct evaluation *e)
+{
+	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", report_number(e->loss),
+			"perplexity", report_number(exp(e->loss)), "tokens", (json_int_t)e->tokens);
+	if (e->bytes) {
+		json_object_set_new(report, "bytes", json_integer(e->bytes));
+		json_object_set_new(report, "bits_per_byte", report_number(e->loss * e->tokens / M_LN2 / e->bytes));
+	}
+	return report;
+}
+
+static void print_loss(const json_t *report)
+{
+	printf("loss %.12g  perplexity %.9g  tokens %lld", report_double(report, "loss"),
+			exp(report_double(report, "loss")), (long long)report_integer(report, "tokens"));
+	if (json_object_get(report, "bytes"))
+		printf("  bits per byte %.6f", report_double(report, "bits_per_byte"));
+	printf("\n");
+}
+
+static int eval_data(const struct command_line *line, const struct model_config *c)
+{
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0], *dtype = o->dtype ? o->dtype : "none";
+	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
+	struct tokens data;
+	struct model m;
+	struct evaluation e;
+	struct data_source source = {0};
+	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
+			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
+		return fail("--data %s --dtype %s: too long", o->data, dtype);
+	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	if (open_data(&data, &source, &options, o->max_windows) < 0)
+		return -1;
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
+	layout_connect(&layout);
+	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
+	if (rc == 0) {
+		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
+		rc = model_load(&m, dir);
+		if (rc == 0)
+			rc = evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e);
+		tokenizer_close(tokenizer);
+		model_free(&m);
+	}
+	if (rc == 0 && !isfinite(e.loss))
+		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
+	if (rc == 0 && layout.world.rank == 0)
+		report_print(loss_report(&e), o->json, print_loss);
+	tokens_close(&data);
+	return rc;
+}
+
+/* Encodes all tasks for windows of L tokens, work[tasks->count], and makes a model. All errors in tasks are found
+ * here, before anything is computed. */
+static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
+		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
+{
+	enum { MAX_FORWARD_TOKENS = 4096 };
+	int64_t forward_tokens = 1; /* most tokens of a forward pass */
+	if (tokenizer_size(tokenizer) > c->vocab_size)
+		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model "
+				"was trained with", dir, tokenizer_size(tokenizer), c->vocab_size);
+	for (int64_t i = 0; i < tasks->count; i++) {
+		if (task_encode(&work[i], &tasks->task[i], tokenizer, L) < 0)
+			return -1;
+		const int64_t batch = work[i].num_contexts < o->batch ? work[i].num_contexts : o->batch;
+		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
+	}
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
+	layout_connect(&layout);
+	if (forward_tokens > MAX_FORWARD_TOKENS)
+		forward_tokens = MAX_FORWARD_TOKENS;
+	return model_init(m, c, &layout, 1, (int)forward_tokens, EVALUATE);
+}
+
+static int eval_tasks(const struct command_line *line, const struct model_config *c)
+{
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0];
+	const bool first = parallel_rank() == 0;
+	struct tasks tasks;
+	struct model m = {0};
+	struct results *results = NULL;
+	struct task_work *work = NULL;
+	struct task_result *result = NULL;
+	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
+	int rc = tasks_load(&tasks, o->tasks);
+	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
+	if (tokenizer) {
+		work = calloc(tasks.count, sizeof *work);
+		result = calloc(tasks.count, sizeof *result);
+		rc = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
+				: prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m);
+	} else
+		rc = -1;
+	if (parallel_agree(rc) == 0)
+		rc = model_load(&m, dir);
+	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
+		rc = -1;
+	rc = parallel_agree(rc);
+	for (int64_t i = 0; i < tasks.count && rc == 0; i++)
+		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
+			task_score(&work[i], &result[i], results);
+	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
+	if (results && results_finish(results, &facts, result, tasks.count, rc < 0) < 0)
+		rc = -1;
+	if (rc == 0 && first && o->json) {
+		char *text = results_text(&facts, result, tasks.count);
+		printf("%s\n", text);
+		free(text);
+	} else if (rc == 0 && first)
+		print_results(result, tasks.count);
+	for (int64_t i = 0; work && i < tasks.count; i++)
+		task_work_free(&work[i]);
+	free(work);
+	free(result);
+	model_free(&m);
+	tokenizer_close(tokenizer);
+	tasks_free(&tasks);
+	return rc;
+}
+
+static int run_eval(const struct command_line *line)
+{
+	const struct eval_options *o = line->options;
+	const char *dir = line->words[0];
+	struct model_config c;
+	int rc = 0;
+	if (!o->data == !o->tasks)
+		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
+	else if (o->data && !o->seq_len)
+		rc = fail("--seq-len is required with --data");
+	else if (o->data && (option_given(line, "batch") || option_given(line, "out") || option_given(line, "tokenizer")))
+		rc = fail("--batch, --out and --tokenizer go with --tasks");
+	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
+			option_given(line, "document-mask") || option_given(line, "document-token")))
+		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
+	if (rc < 0)
+		return EXIT_WRONG_USE;
+	if (read_model_config(&c, dir) < 0)
+		return EXIT_WORK_FAILED;
+	if (o->seq_len > c.max_position_embeddings) {
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
+				c.max_position_embeddings);
+		return EXIT_WORK_FAILED;
+	}
+	return (o->data ? eval_data : eval_tasks)(line, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	TEXT_OPTION(eval_options, data, "data", "PREFIX",
+			"Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
+	TEXT_OPTION(eval_options, dtype, "dtype", "TYPE", "Type of bare ids, such as uint16"),
+	FLAG_OPTION(eval_options, document_mask, "document-mask", "Attention and positions begin anew at each document"),
+	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
+			"The id that separates documents where there is no index"),
+	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,
+			"Tokens of a window (required with --data; for tasks, by default the model's max_position_embeddings)"),
+	WHOLE_OPTION(eval_options, max_windows, "max-windows", "N", 1, INT64_MAX, "Only the first N windows"),
+	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
+	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),
+	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
+			"Samples of a task that are computed together; changes no score", .initial = "8"),
+	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
+	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
+	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
+};
+
+const struct command eval_command = {
+	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml",
+	.min_words = 1, .max_words = 1,
+	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is "
+		"a checkpoint or a Hugging Face directory.",
+	.run = run_eval, COMMAND_OPTIONS(eval_options, options), .computes = true,
+};

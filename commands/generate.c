@@ -1,0 +1,231 @@
+/*
+ * commands/generate.c - `ling generate`: continues prompts, and prints the continuations.
+ */
+#define _GNU_SOURCE
+#include "commands/generate.h"
+
+#include "files/base.h"
+#include "files/tokenizer.h"
+#include "files/text.h"
+#include "parallel.h"
+#include "ling.h"
+#include "commands/engine.h"
+#include "commands/report.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct generate_options {
+	const char *prompt, *prompts, *stop, *tokenizer;
+	bool chat, json, no_cache;
+	struct sampling sampling;
+	int64_t max_tokens;
+	int batch;
+};
+
+/* How far the results have been printed. Several requests are printed in the order of the prompts, each when it and
+ * all before it have ended. The text of a single one is printed as it is generated. */
+struct printing {
+	const struct generate_options *options;
+	const struct request *list;  /* [n] */
+	int n, next;                 /* next: the first one that is not printed yet */
+	size_t printed;              /* bytes of a single one's text */
+	size_t held;                 /* bytes at the end of it that may become the stop text */
+	int64_t tokens;              /* generated so far */
+	double start, last_status;   /* seconds of the clock: of the start, of the last line of progress */
+};
+
+static void print_request(const struct printing *p, const struct request *c)
+{
+	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop",
+			[ENDED_BY_LENGTH] = "length"};
+	if (p->options->json) {
+		report_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number,
+				"text", json_bytes(c->text.data, c->text.size), "prompt_tokens", (json_int_t)c->num_prompt,
+				"tokens", (json_int_t)(c->ids.count - c->num_prompt), "finish", finish[c->ended]), true, NULL);
+		return;
+	}
+	if (p->n > 1)
+		printf("%s==> prompt %lld <==\n", c->number ? "\n" : "", (long long)c->number + 1);
+	fwrite(c->text.data, 1, c->text.size, stdout);
+	printf("\n");
+}
+
+/* Called after each token of each request, see generation_config. */
+static int show_request(void *data, const struct request *c)
+{
+	struct printing *p = data;
+	const bool streams = p->n == 1 && !p->options->json;
+	p->tokens++;
+	if (streams) {
+		/* The end of a text that goes on is held back: it may be a part of the stop text or of a character. */
+		const size_t size = c->ended ? c->text.size
+				: c->text.size > p->held ? utf8_whole(c->text.data, c->text.size - p->held) : 0;
+		if (size > p->printed) {
+			fwrite(c->text.data + p->printed, 1, size - p->printed, stdout);
+			p->printed = size;
+		}
+		if (c->ended)
+			printf("\n");
+	} else
+		for (; p->next < p->n && p->list[p->next].ended; p->next++)
+			print_request(p, &p->list[p->next]);
+	if (fflush(stdout) || ferror(stdout))
+		return fail("cannot write to standard output: %s", strerror(errno));
+	if (!(streams && is_terminal(stdout)) && clock_seconds() - p->last_status > (is_terminal(stderr) ? 1 : 30)) {
+		char line[128];
+		p->last_status = clock_seconds();
+		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n,
+				p->tokens / (p->last_status - p->start));
+		print_status(stderr, line, false);
+	}
+	return 0;
+}
+
+/* Encodes the prompts that the command line names: (*out)[n], which the caller frees, each id and *out, also after an
+ * error. */
+static int read_prompts(const struct generate_options *o, const struct tokenizer *t, struct ids **out, int *n)
+{
+	if (o->prompts)
+		return prompts_read(o->prompts, t, o->chat, out, n);
+	*n = 1;
+	*out = calloc(1, sizeof **out);
+	struct encoder *e = encoder_open(t);
+	const int rc = *out && e ? prompt_encode(e, o->prompt, strlen(o->prompt), o->chat, *out)
+			: fail("out of memory for the prompt");
+	encoder_close(e);
+	return rc;
+}
+
+/* Fails when a prompt and the tokens asked for are more than the model has positions for. Where no number was asked
+ * for, sets max_tokens to what all prompts leave room for, at most 256. */
+static int check_prompts(struct generation_config *g, const struct model_config *c, const struct ids *ids, int n,
+		const char *dir)
+{
+	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
+	g->max_tokens = asked ? asked : 256;
+	for (int i = 0; i < n; i++) {
+		if (ids[i].count + (asked ? asked : 1) > most)
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's "
+					"max_position_embeddings is %lld", dir, i + 1, (long long)ids[i].count,
+					(long long)(asked ? asked : 1), (long long)most);
+		if (ids[i].count + g->max_tokens > most)
+			g->max_tokens = most - ids[i].count;
+	}
+	return 0;
+}
+
+/* Loads the model, generates for n prompts, whose ids it takes, and prints the results. */
+static int run_requests(const struct generate_options *o, const char *dir, struct generation_config *g,
+		const struct model_config *c, const struct tokenizer *t, struct ids *ids, int n)
+{
+	enum { MAX_FORWARD_TOKENS = 512 };
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	struct model m = {0};
+	struct request *list = calloc(n, sizeof *list);
+	int64_t forward_tokens = g->batch; /* most tokens of a forward pass */
+	int rc = list ? 0 : fail("out of memory for %d prompts", n);
+	for (int i = 0; i < n && rc == 0; i++) {
+		list[i] = (struct request){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
+		ids[i] = (struct ids){0};
+		forward_tokens = list[i].num_prompt > forward_tokens ? list[i].num_prompt : forward_tokens;
+	}
+	if (rc == 0)
+		rc = model_init(&m, c, &alone, 1, (int)(forward_tokens < MAX_FORWARD_TOKENS ? forward_tokens
+				: MAX_FORWARD_TOKENS), EVALUATE);
+	if (rc == 0)
+		rc = model_load(&m, dir);
+	if (rc == 0) {
+		const size_t stop = longest_stop(&g->stop);
+		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(),
+				.options = o, .held = stop ? stop - 1 : 0};
+		g->on_token = show_request;
+		g->on_token_data = &printing;
+		rc = generate(&m, t, list, n, g);
+		if (is_terminal(stderr))
+			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens,
+					printing.tokens / (clock_seconds() - printing.start));
+	}
+	for (int i = 0; list && i < n; i++) {
+		free(list[i].ids.id);
+		free(list[i].text.data);
+	}
+	free(list);
+	model_free(&m);
+	return rc;
+}
+
+static int run_generate(const struct command_line *line)
+{
+	const struct generate_options *o = line->options;
+	const char *dir = line->words[0];
+	struct generation_config g = {.sampling = o->sampling, .max_tokens = o->max_tokens, .batch = o->batch,
+			.no_cache = o->no_cache, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
+	struct model_config c;
+	struct ids *ids = NULL;
+	int n = 0, rc = 0;
+	if (!o->prompt == !o->prompts)
+		rc = fail("give either --prompt TEXT or --prompts FILE");
+	else if (o->sampling.temperature == 0 && (option_given(line, "top-k") || option_given(line, "top-p") ||
+			option_given(line, "seed")))
+		rc = fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is "
+				"taken");
+	else if (parallel_size() > 1)
+		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
+	if (rc < 0)
+		return EXIT_WRONG_USE;
+	if (read_model_config(&c, dir) < 0)
+		return EXIT_WORK_FAILED;
+	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
+	if (!t)
+		rc = -1;
+	else if (tokenizer_size(t) > c.vocab_size)
+		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", dir,
+				tokenizer_size(t), c.vocab_size);
+	if (rc == 0)
+		rc = read_prompts(o, t, &ids, &n);
+	if (rc == 0)
+		rc = check_prompts(&g, &c, ids, n, dir);
+	if (rc == 0)
+		rc = run_requests(o, dir, &g, &c, t, ids, n);
+	for (int i = 0; ids && i < n; i++)
+		free(ids[i].id);
+	free(ids);
+	tokenizer_close(t);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT",
+			"Continue this text; an empty one is the beginning of a document"),
+	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
+			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`"),
+	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
+	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
+			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
+	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,
+			"Draw from softmax(logits / T); 0: take the most likely token", .initial = "0"),
+	WHOLE_OPTION(generate_options, sampling.top_k, "top-k", "K", 1, INT32_MAX, "Draw from the K most likely tokens"),
+	NUMBER_OPTION(generate_options, sampling.top_p, "top-p", "P", 0, 1,
+			"Draw from the fewest tokens that have P of the probability", .above = true, .initial = "1"),
+	WHOLE_OPTION(generate_options, sampling.seed, "seed", "S", 0, INT64_MAX,
+			"Seed of the draws, which depend on it, the prompt's number and the position alone", .initial = "0"),
+	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
+			"Prompts that are computed together; changes no result", .initial = "8"),
+	TEXT_OPTION(generate_options, stop, "stop", "TEXT", "End before this text"),
+	FLAG_OPTION(generate_options, no_cache, "no-cache",
+			"Compute the whole sequence again for each token: slow, to check"),
+	TEXT_OPTION(generate_options, tokenizer, "tokenizer", "NAME",
+			"byte, a tokenizer.json, or its directory (default: the model's own)"),
+	FLAG_OPTION(generate_options, json, "json",
+			"Print a JSON object on a line for each prompt; its field `prompt` counts the prompts from 0"),
+};
+
+const struct command generate_command = {
+	.name = "generate", .usage = "MODEL_DIR (--prompt TEXT | --prompts FILE)", .min_words = 1, .max_words = 1,
+	.help = "Continue text. MODEL_DIR is a checkpoint or a Hugging Face directory. At temperature 0, the default, "
+		"the most likely token is taken each time. The output depends neither on the batch nor on the cache.",
+	.run = run_generate, COMMAND_OPTIONS(generate_options, options), .computes = true,
+};

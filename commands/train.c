@@ -1,0 +1,117 @@
+/*
+ * commands/train.c - `ling train`: the command around a training run (ling.c): the lock of its directory, and signals.
+ */
+#define _GNU_SOURCE
+#include "commands/train.h"
+
+#include "files/base.h"
+#include "files/config.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "ling.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or
+ * -1. */
+static int lock_directory(const char *dir)
+{
+	if (make_directories(dir) < 0)
+		return -1;
+	int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", dir, strerror(errno));
+	if (flock(fd, LOCK_EX | LOCK_NB) == 0)
+		return fd;
+	const int error = errno;
+	close(fd);
+	if (error == EWOULDBLOCK)
+		return fail("%s: another ling train is writing there; wait for it, or choose another train.output_dir", dir);
+	return fail("%s: cannot lock: %s; choose a train.output_dir on a file system that has locks", dir, strerror(error));
+}
+
+static void request_stop(int signal)
+{
+	(void)signal;
+	stop_requested = 1;
+}
+
+/* A first signal stops the run after the step in hand, which is saved; a second one ends the program at once. mpirun
+ * passes USR1 on to its ranks; after TERM and INT it kills them within a second. SIGPIPE is ignored: a run goes on
+ * when nobody reads its progress. */
+static void catch_signals(void)
+{
+	const struct sigaction stop = {.sa_handler = request_stop, .sa_flags = SA_RESTART | SA_RESETHAND};
+	sigaction(SIGTERM, &stop, NULL);
+	sigaction(SIGINT, &stop, NULL);
+	sigaction(SIGHUP, &stop, NULL);
+	sigaction(SIGUSR1, &stop, NULL);
+	signal(SIGPIPE, SIG_IGN);
+}
+
+/* Warns when a machine has more threads than cores, which makes a run several times slower. If several have, the
+ * first one is named. */
+static void warn_of_oversubscription(void)
+{
+	const struct oversubscription c = parallel_oversubscription(kernels_threads());
+	const int threads = c.cores / c.ranks;
+	const bool bound = c.cores < sysconf(_SC_NPROCESSORS_ONLN);
+	if (c.first)
+		fprintf(stderr, "warning: on %s %d rank%s with %d threads in all may use %d core%s: set "
+				"OMP_NUM_THREADS=%d%s\n", parallel_host(), c.ranks, c.ranks > 1 ? "s" : "", c.threads, c.cores,
+				c.cores > 1 ? "s" : "", threads ? threads : 1,
+				c.ranks > 1 && bound ? ", or do not bind the ranks (mpirun --bind-to none)"
+				: threads ? "" : " and start fewer ranks on a machine");
+}
+
+static int run_train(const struct command_line *line)
+{
+	struct config c;
+	if (parallel_agree(config_load(&c, line->words[0], line->num_words - 1, line->words + 1, false)) < 0)
+		return EXIT_WRONG_USE;
+	warn_of_oversubscription();
+	catch_signals();
+	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
+	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
+		return EXIT_WORK_FAILED;
+	struct trainer t;
+	int rc = trainer_init(&t, &c);
+	if (rc == 0) {
+		const struct layout *l = &t.model.layout;
+		const struct layout alone = layout_of_rank(0, 1, 1, 1);
+		struct memory_plan whole = {0};
+		plan_memory(&whole, &c.model, &alone, 1, 1, EVALUATE);
+		if (is_rank0(&t)) {
+			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps,
+					(long long)t.tokens);
+			if (l->world.size > 1)
+				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size,
+						l->expert.size);
+			printf("%d threads\n", kernels_threads());
+			fflush(stdout);
+		}
+		rc = trainer_run(&t);
+		trainer_free(&t);
+	}
+	if (parallel_rank() == 0)
+		close(lock);
+	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+}
+
+static const struct command_option options[] = {
+	PRINT_OPTION("keys", config_print_keys, "Print every key of a config with its default and meaning"),
+};
+
+const struct command train_command = {
+	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM "
+		"and SIGINT save and stop.",
+	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true,
+	.prints_progress = true,
+};

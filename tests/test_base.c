@@ -1,0 +1,243 @@
+/* What every other file stands on: new files that appear whole or not at all, JSON with all that foreign files hold. */
+#define _GNU_SOURCE
+#include "tests/test.h"
+
+#include "files/base.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Fails unless a file holds this text; NULL: unless it is not there. */
+static void assert_holds(const char *path, const char *text)
+{
+	const uint8_t *data;
+	size_t n;
+	if (!text) {
+		assert_int_equal(path_exists(path), 0);
+		return;
+	}
+	assert_int_equal(map_file(path, &data, &n), 0);
+	if (n != strlen(text) || memcmp(data ? data : (const uint8_t *)"", text, n))
+		fail_msg("%s holds %.*s; expected %s", path, (int)n, (const char *)data, text);
+	unmap_file(data, n);
+}
+
+/* Starts a new file that holds this text. */
+static void begin(struct new_file *file, const char *path, const char *text)
+{
+	if (new_file_begin(file, path) < 0)
+		fail_msg("%s", error_text);
+	fputs(text, file->stream);
+}
+
+/* Until it is published there is the old file, and two in the making do not meet. */
+static void one_new_file(void **state)
+{
+	(void)state;
+	struct new_file a, b;
+	struct stat st;
+	const char *path = put_string(at("x"), "old");
+	assert_int_equal(chmod(path, 0600), 0);
+	const mode_t mask = umask(027);
+	begin(&a, path, "first");
+	begin(&b, path, "second");
+	umask(mask);
+	assert_string_not_equal(a.temporary, b.temporary);
+	assert_holds(path, "old");
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	assert_holds(path, "first");
+	assert_int_equal(stat(path, &st), 0);
+	assert_int_equal(st.st_mode & 0777, 0640);
+	assert_int_equal(new_file_close(&b, 0), 0);
+	assert_holds(b.temporary, "second");
+	assert_holds(path, "first");
+	assert_int_equal(new_file_publish(&b, 0), 0);
+	assert_holds(path, "second");
+
+	begin(&a, path, "third");
+	new_file_abandon(&a);
+	begin(&a, path, "fourth");
+	assert_int_equal(new_file_publish(&a, -1), -1); /* what the caller did has failed */
+	assert_holds(path, "second");
+	assert_false(holds_temporary(scratch));
+	a = (struct new_file){0};
+	new_file_abandon(&a);
+}
+
+static void new_file_without_room(void **state)
+{
+	(void)state;
+	struct new_file a;
+	const char *path = put_string(at("x"), "old");
+	char text[20000], long_path[PATH_LEN + 8];
+	memset(text, 'a', sizeof text), text[sizeof text - 1] = 0;
+	limit_files(10000);
+	begin(&a, path, text);
+	const int rc = new_file_publish(&a, 0);
+	limit_files(RLIM_INFINITY);
+	assert_int_equal(rc, -1);
+	expect_error("/x: cannot write: File too large; free some space");
+	assert_holds(path, "old");
+	assert_int_equal(new_file_begin(&a, at("nowhere/x")), -1);
+	expect_error("nowhere/x: cannot create: No such file");
+	memset(long_path, 'a', sizeof long_path), long_path[PATH_LEN - 4] = 0; /* no room for what is behind a temporary name */
+	assert_int_equal(new_file_begin(&a, long_path), -1);
+	expect_error("path longer than 1023 bytes");
+	assert_int_equal(new_file_begin(&a, scratch), -1);
+	expect_error("Is a directory");
+	assert_false(holds_temporary(scratch));
+}
+
+/* Links, pipes and devices stay what they are. */
+static void new_files_behind_links(void **state)
+{
+	(void)state;
+	struct new_file a;
+	struct stat st;
+	char plain[PATH_LEN], link[PATH_LEN];
+	assert_int_equal(mkdir(at("d"), 0777), 0);
+	strcpy(plain, at("d/plain")), strcpy(link, at("link"));
+	assert_int_equal(symlink("d/plain", link), 0);
+	for (int i = 0; i < 2; i++) { /* to nowhere, to a file */
+		begin(&a, link, i ? "two" : "one");
+		assert_int_equal(new_file_publish(&a, 0), 0);
+		assert_holds(plain, i ? "two" : "one");
+		assert_true(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
+	}
+	begin(&a, "/dev/null", "text");
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	assert_true(stat("/dev/null", &st) == 0 && S_ISCHR(st.st_mode));
+	assert_int_equal(mkfifo(at("fifo"), 0666), 0);
+	const int reader = open(at("fifo"), O_RDONLY | O_NONBLOCK);
+	char text[8] = "";
+	begin(&a, at("fifo"), "text");
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	assert_int_equal(read(reader, text, sizeof text), 4);
+	assert_string_equal(text, "text");
+	close(reader);
+}
+
+/* Files that belong together: the last one is there only beside all others of its set. */
+static void a_set_of_new_files(void **state)
+{
+	(void)state;
+	struct new_file set[3];
+	char path[3][PATH_LEN];
+	for (int i = 0; i < 3; i++)
+		strcpy(path[i], at("%d", i));
+	for (int round = 0; round < 2; round++) { /* all three; then the second one is not part of the set */
+		for (int i = 0; i < 3; i++)
+			begin(&set[i], path[i], round ? "new" : "old");
+		if (round)
+			new_file_abandon(&set[1]);
+		assert_int_equal(new_files_publish(set, 3, 0), 0);
+		for (int i = 0; i < 3; i++)
+			assert_holds(path[i], !round ? "old" : i == 1 ? NULL : "new");
+	}
+	for (int i = 0; i < 3; i++)
+		begin(&set[i], path[i], "never");
+	assert_int_equal(new_files_publish(set, 3, -1), -1);
+	assert_holds(path[0], "new");
+	assert_holds(path[2], "new");
+
+	/* An error between: old and new files, but no last one. */
+	for (int i = 0; i < 3; i++)
+		begin(&set[i], path[i], "newer");
+	assert_int_equal(mkdir(path[1], 0777), 0);
+	assert_int_equal(new_files_publish(set, 3, 0), -1);
+	expect_error("/1.tmp-|: cannot rename to |Is a directory");
+	assert_holds(path[0], "newer");
+	assert_holds(path[2], NULL);
+	assert_false(holds_temporary(scratch));
+}
+
+/* Integers beyond 64 bits, wherever they stand: in a line they are the string of their digits, in a file real numbers. */
+static void large_integers(void **state)
+{
+	(void)state;
+	static const struct { const char *text, *line, *file; } cases[] = { /* file NULL: an error */
+		{"{\"a\":9223372036854775807,\"b\":-9223372036854775808}", "{\"a\":9223372036854775807,\"b\":-9223372036854775808}",
+			"{\"a\":9223372036854775807,\"b\":-9223372036854775808}"},
+		{"{\"a\":9223372036854775808,\"b\":-9223372036854775809,\"c\":9007199254740993}",
+			"{\"a\":\"9223372036854775808\",\"b\":\"-9223372036854775809\",\"c\":9007199254740993}",
+			"{\"a\":9223372036854775808.0,\"b\":-9223372036854775808.0,\"c\":9007199254740993}"},
+		{"{\"model_max_length\":1000000000000000019884624838656}", "{\"model_max_length\":\"1000000000000000019884624838656\"}",
+			"{\"model_max_length\":1e30}"},
+		{"{\"a\\\"9999999999999999999999\":[99999999999999999999,\"\\\\\",123456789012345678901.5,1e2]}",
+			"{\"a\\\"9999999999999999999999\":[\"99999999999999999999\",\"\\\\\",123456789012345678901.5,1e2]}",
+			"{\"a\\\"9999999999999999999999\":[1e20,\"\\\\\",123456789012345678901.5,1e2]}"},
+	};
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		json_t *line = json_line("here", cases[i].text, strlen(cases[i].text)), *file = json_read(put_string(at("x.json"), cases[i].text));
+		json_t *line_expected = json_loads(cases[i].line, 0, NULL), *file_expected = json_loads(cases[i].file, 0, NULL);
+		assert_true(line && file && json_equal(line, line_expected) && json_equal(file, file_expected));
+		json_decref(line), json_decref(file), json_decref(line_expected), json_decref(file_expected);
+	}
+	/* 400 digits are more than a double holds; a leading 0 and a number cut off are no numbers. */
+	char digits[408] = "{\"a\":";
+	memset(digits + 5, '7', 400), strcpy(digits + 405, "}");
+	json_t *line = json_line("here", digits, strlen(digits));
+	assert_int_equal(json_string_length(json_object_get(line, "a")), 400);
+	json_decref(line);
+	assert_null(json_read(put_string(at("x.json"), digits)));
+	expect_error("x.json:1: bad JSON: real number overflow");
+	static const struct { const char *text, *error; } bad[] = {
+		{"{\"a\":99999999999999999999", "here: bad JSON"}, {"{\"b\":99999999999999999999,\"a\":0123456789012345678901}", "here: bad JSON"},
+		{"{\"a\":99999999999999999999,\"a\":1}", "here: bad JSON: duplicate"}, {"{\"a\":1,\"a\":1}", "duplicate"}, {"[99999999999999999999]", "here: is an array"},
+		{"{\"a\":-}", "bad JSON"}, {"{\"a\":1e999}", "real number overflow"}, {"", "bad JSON"}, {"99", "here: bad JSON"},
+	};
+	for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+		assert_null(json_line("here", bad[i].text, strlen(bad[i].text)));
+		expect_error(bad[i].error);
+	}
+}
+
+/* Bytes that are not UTF-8 are written as JSON that can be read. */
+static void foreign_bytes(void **state)
+{
+	(void)state;
+	static const struct { const char *bytes; size_t n; const char *json; } cases[] = {
+		{"", 0, "\"\""}, {"a\0b", 3, "\"a\\u0000b\""}, {"\xc3\xa9/\xf0\x9f\x98\x80", 7, "\"\xc3\xa9/\xf0\x9f\x98\x80\""}, {"\xff\xfe", 2, "\"\\ufffd\\ufffd\""},
+		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\""}, {"\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80", 9,
+			"\"\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\""},
+	};
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		json_t *made = json_bytes(cases[i].bytes, cases[i].n), *expected = json_loads(cases[i].json, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
+		assert_true(json_equal(made, expected));
+		json_decref(made), json_decref(expected);
+	}
+}
+
+static void paths(void **state)
+{
+	(void)state;
+	char out[PATH_LEN], name[PATH_LEN + 8];
+	memset(name, 'n', sizeof name), name[PATH_LEN - 1] = 0;
+	assert_int_equal(path_copy(out, name), 0);
+	assert_string_equal(out, name);
+	assert_int_equal(path_suffix(out, name, "x"), -1);
+	expect_error("nx: path longer than 1023 bytes");
+	assert_int_equal(path_join(out, "d", name), -1);
+	expect_error("d/nnn|path longer than 1023 bytes");
+	name[PATH_LEN - 1] = 'n', name[PATH_LEN] = 0;
+	assert_int_equal(path_copy(out, name), -1);
+	expect_error("path longer than 1023 bytes");
+	assert_int_equal(make_directories(name), -1);
+	expect_error("path longer than 1023 bytes");
+	assert_string_equal(file_name("a/b"), "b");
+	assert_string_equal(file_name("b"), "b");
+	assert_string_equal(file_name("a/"), "");
+	assert_true(has_suffix("a.bin", ".bin") && !has_suffix(".bin", ".bin") && !has_suffix("bin", ".bin") && !has_suffix("a.bin2", ".bin"));
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files), TEST(large_integers),
+		TEST(foreign_bytes), TEST(paths),
+	};
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}

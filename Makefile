@@ -23,7 +23,7 @@ LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -
 # `fuzz`.
 BUILD ?= build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
-DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
 SANITIZE_FLAGS := $(COMMON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer $(SMALL_BLOCKS)
 FUZZ_FLAGS := $(COMMON) -O1 -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all $(SMALL_BLOCKS)

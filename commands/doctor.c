@@ -58,6 +58,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
+	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
 	b->peak = measure_peak(10, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->peak, 1); /* all ranks measure at the same time */
@@ -65,8 +66,11 @@ static int measure_steps(struct bench *b, struct trainer *t)
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
 		for (int64_t j = 0; j < batch * L; j++) {
-			t->input[j] = (int32_t)random_permute(j % V, V, &stream);
-			t->target[j] = (int32_t)random_permute((j + 1) % V, V, &stream);
+			const int64_t place = micro_batch_place(&mine, j / L) * L + j % L;
+			if (place < 0) /* another rank's */
+				continue;
+			t->input[place] = (int32_t)random_permute(j % V, V, &stream);
+			t->target[place] = (int32_t)random_permute((j + 1) % V, V, &stream);
 		}
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;

@@ -1943,6 +1943,38 @@ static void text_as_json(void **state)
 	}
 }
 
+/* Writes a file and the directories that it needs. */
+static void put_deep(const char *path, const char *text)
+{
+	char parent[PATH_LEN];
+	parent_of(parent, path);
+	assert_int_equal(make_directories(parent), 0);
+	put_string(path, text);
+}
+
+/* The smallest limit on the way from a process's control group to the root counts, in both versions of control groups. */
+static void memory_limits(void **state)
+{
+	(void)state;
+	const double machine = usable_memory(at("nothing"));
+	assert_true(machine == (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE));
+	put_deep(at("v2/proc/self/cgroup"), "0::/box/inner\n");
+	put_deep(at("v2/sys/fs/cgroup/box/inner/memory.max"), "max\n");
+	assert_true(usable_memory(at("v2")) == machine);
+	put_deep(at("v2/sys/fs/cgroup/box/memory.max"), "3000000\n");
+	assert_true(usable_memory(at("v2")) == 3000000);
+	put_deep(at("v2/sys/fs/cgroup/box/inner/memory.max"), "4000000\n");
+	assert_true(usable_memory(at("v2")) == 3000000);
+	put_deep(at("v2/sys/fs/cgroup/memory.max"), "2000000\n"); /* where a container sees its own group as the root */
+	assert_true(usable_memory(at("v2")) == 2000000);
+	put_deep(at("v1/proc/self/cgroup"), "5:cpu,cpuacct:/other\n4:hugetlb,memory:/docker/0123\n0::/\n");
+	put_deep(at("v1/sys/fs/cgroup/memory/docker/0123/memory.limit_in_bytes"), "9223372036854771712\n");
+	put_deep(at("v1/sys/fs/cgroup/memory/other/memory.limit_in_bytes"), "1000000\n");
+	assert_true(usable_memory(at("v1")) == machine);
+	put_deep(at("v1/sys/fs/cgroup/memory/memory.limit_in_bytes"), "5000000\n");
+	assert_true(usable_memory(at("v1")) == 5000000);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
 
 int main(void)
@@ -1956,6 +1988,7 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken), TEST(text_as_json),
+		TEST(memory_limits),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

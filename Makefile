@@ -31,7 +31,7 @@ MISSING_FOR_TESTS := $(call missing,cmocka)
 # a small file has many.
 BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
-DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
 SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS)
@@ -97,8 +97,8 @@ $(BUILD)/fuzz/%.o: %.c $(BUILD)/fuzz/flags
 # ---- tests ----
 
 # tests/test_*.c are programs, each linked with one of the builds, and tests/test_*.sh scripts, which run TEST_TOOLS.
-RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model)
-DOUBLE_TESTS := $(RELEASE_TESTS:%=%_double)
+RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
+DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double)
 SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)

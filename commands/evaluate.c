@@ -72,8 +72,8 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	const struct reading reading = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
-	if (open_data(&data, &source, &reading, o->max_windows) < 0)
+	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
@@ -146,14 +146,13 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
 			task_score(&work[i], &result[i], results);
 	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
-	if (results && results_finish(results, &facts, result, tasks.count, rc < 0) < 0)
+	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
+	if (results && results_finish(results, report) < 0)
 		rc = -1;
-	if (rc == 0 && first && o->json) {
-		char *text = results_text(&facts, result, tasks.count);
-		printf("%s\n", text);
-		free(text);
-	} else if (rc == 0 && first)
-		print_results(result, tasks.count);
+	if (rc == 0 && first)
+		report_print(report, o->json, print_results);
+	else
+		json_decref(report);
 	for (int64_t i = 0; work && i < tasks.count; i++)
 		task_work_free(&work[i]);
 	free(work);

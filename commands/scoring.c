@@ -8,6 +8,7 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "ling.h"
 #include "commands/engine.h"
@@ -186,7 +187,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 	x->cut = cut > 0;
 	x->num_tokens = shared + bare - cut;
 	if (bare)
-		put_id(&w->ids, begin);
+		append_id(&w->ids, begin);
 	append_ids(&w->ids, full[0].id + cut, shared - cut);
 	for (int c = 0; c < n; c++) {
 		const int64_t first_scored = common_prefix(context, &full[c]) + bare - cut;
@@ -226,7 +227,7 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	int32_t before;
 	if (begin_token(w, &w->task->samples.sample[i], &before) < 0)
 		return -1;
-	put_id(&w->ids, before);
+	append_id(&w->ids, before);
 	if (encode(e, text->data, text->size, true, &w->ids) < 0)
 		return -1;
 	const int64_t n = w->ids.count - begin - 1; /* tokens to score: 1 to n of the sequence, 0 being the end token */
@@ -251,7 +252,7 @@ static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int6
 	int rc = encode_context(w->task, i, e, &text, &context);
 	int32_t begin;
 	if (rc == 0 && !context.count && (rc = begin_token(w, &w->task->samples.sample[i], &begin)) == 0)
-		put_id(&context, begin);
+		append_id(&context, begin);
 	if (rc == 0) {
 		struct task_context *x = add_context(w, i);
 		const int64_t room = L - w->task->max_tokens, cut = context.count > room ? context.count - room : 0;
@@ -448,25 +449,8 @@ static void score_contexts(struct task_work *w, struct model *m, struct kv_cache
 	}
 }
 
-/* What task_run shows: how many of `total` contexts are done; when it began, and when it showed a line last, in
- * seconds. */
-struct task_progress { const struct task *task; int64_t done, total; double start, shown; };
-
-/* Shows a line, on a terminal at most every second, elsewhere every 30 seconds. NULL: shows nothing. */
-static void show_progress(struct task_progress *p)
-{
-	if (!p || clock_seconds() - p->shown < (is_terminal(stderr) ? 1 : 30))
-		return;
-	char line[192], left[32];
-	p->shown = clock_seconds();
-	const double share = (double)p->done / p->total, seconds = p->shown - p->start;
-	snprintf(line, sizeof line, "%.60s %.0f%%  %.3g samples/s  %s left", p->task->name, 100 * share,
-			share * p->task->num_samples / seconds, p->done ? format_duration(left, seconds / share - seconds) : "?");
-	print_status(stderr, line, false);
-}
-
 /* The log-likelihoods of this rank's contexts, batch by batch. */
-static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct task_progress *progress)
+static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct progress *p)
 {
 	const struct group *data = &m->layout.data;
 	struct score_batch b = {0};
@@ -478,14 +462,13 @@ static int score_all_contexts(struct task_work *w, struct model *m, int batch, s
 	for (int i = 0; i < batch && rc == 0; i++)
 		rc = kv_cache_init(&caches[i], m, w->longest);
 	for (int64_t i = 0; rc == 0 && i < w->num_contexts;) {
+		const int64_t before = i;
 		int n = 0;
 		for (; i < w->num_contexts && n < batch; i++)
 			if (w->contexts[i].sample % data->size == data->rank)
 				list[n++] = i;
 		score_contexts(w, m, caches, list, n, &b);
-		if (progress)
-			progress->done = i;
-		show_progress(progress);
+		progress(p, i - before);
 	}
 	for (int i = 0; i < batch; i++)
 		kv_cache_free(&caches[i]);
@@ -502,19 +485,17 @@ static int score_all_contexts(struct task_work *w, struct model *m, int batch, s
 
 static int count_reply(void *data, const struct request *r)
 {
-	struct task_progress *progress = data;
-	progress->done += r->ended != RUNNING;
-	show_progress(progress);
+	progress(data, r->ended != RUNNING);
 	return 0;
 }
 
 /* The replies to this rank's prompts, greedy. */
-static int generate_replies(struct task_work *w, struct model *m, int batch, struct task_progress *progress)
+static int generate_replies(struct task_work *w, struct model *m, int batch, struct progress *p)
 {
 	const struct group *data = &m->layout.data;
 	const int max_tokens = w->task->max_tokens;
 	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch,
-		.on_token = progress ? count_reply : NULL, .on_token_data = progress};
+		.on_token = count_reply, .on_token_data = p};
 	struct request *requests = task_memory(w->task, "the prompts", w->num_contexts, sizeof *requests);
 	int n = 0;
 	if (!requests)
@@ -524,8 +505,10 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 		requests[n].num_prompt = w->contexts[i].num_tokens;
 		requests[n].number = (uint32_t)i;
 	}
-	if (progress)
-		progress->total = n;
+	if (p && n) { /* the other ranks have the rest, and are as fast */
+		p->scale *= (double)p->total / n;
+		p->total = n;
+	}
 	const int rc = generate(m, w->tokenizer, requests, n, &g);
 	for (struct request *r = requests; r < requests + n; r++) {
 		double *reply = w->reply + r->number * (int64_t)(1 + max_tokens);
@@ -541,12 +524,12 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 
 int task_run(struct task_work *w, struct model *m, int batch)
 {
-	const double start = clock_seconds();
-	struct task_progress progress = {.task = w->task, .total = w->num_contexts, .start = start, .shown = start};
+	const double samples = w->num_contexts ? (double)w->task->num_samples / w->num_contexts : 0; /* in a context */
+	struct progress p = progress_start(w->task->name, w->num_contexts, samples, "samples");
 	const bool replies = w->task->type == TASK_EXACT_MATCH, shows = m->layout.world.rank == 0;
-	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &progress : NULL);
-	if (shows && is_terminal(stderr) && progress.shown > progress.start)
-		fprintf(stderr, "\r\033[K");
+	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &p : NULL);
+	if (shows)
+		progress_end(&p);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	/* Every value is that of one rank, and 0 on the others. */
@@ -600,7 +583,7 @@ static void question_result(const struct task_work *w, const struct task_context
 		const int64_t end = x->num_tokens + c->num_tokens;
 		option[i] = (struct scored_tokens){w->log_likelihood[x->first_continuation + i], NULL, end - c->first_scored};
 		for (int64_t position = c->first_scored; position < end; position++)
-			put_id(&ids, sequence_token(w, x, c, position));
+			append_id(&ids, sequence_token(w, x, c, position));
 	}
 	const int32_t *id = ids.id;
 	for (int i = 0; i < s->num_choices; id += option[i++].num_tokens)
@@ -691,7 +674,7 @@ static void reply_result(const struct task_work *w, const struct task_context *x
 	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .cut = x->cut};
 	struct ids ids = {0};
 	for (int i = 0; i < reply[0]; i++) {
-		put_id(&ids, (int32_t)reply[1 + i]);
+		append_id(&ids, (int32_t)reply[1 + i]);
 		tokenizer_decode(w->tokenizer, ids.id[i], false, &r.reply);
 	}
 	r.reply.size = find_stop(&r.reply, 0, &w->task->stop);

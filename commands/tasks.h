@@ -7,6 +7,7 @@
 
 #include "files/base.h"
 
+#include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -95,23 +96,23 @@ struct task_result {
 	int64_t tokens, words, bytes; /* perplexity: of all documents */
 };
 
-/* What else results.json says: paths as the user gave them, and the window in tokens. */
+/* What the report says beside the results: paths as the user gave them, and the window in tokens. */
 struct evaluation_facts { const char *model, *tasks; uint32_t tokenizer_hash; int64_t seq_len; };
+/* The report of an evaluation, result [count]: what results.json holds and `ling eval --json` prints. Numbers that are
+ * not finite are null. The caller owns it. */
+json_t *results_report(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
+/* Prints a report as a table on standard output. */
+void print_results(const json_t *report);
 
 /* The files dir/samples.jsonl, a line for each sample, and dir/results.json. They take the place of older ones only
  * when both are whole. In both, bytes that are not UTF-8 (of paths, of replies) are U+FFFD. */
 struct results;
-/* Makes the directory and begins samples.jsonl. NULL on error; else results_finish must follow. */
+/* Makes the directory and begins the files. NULL on error; else results_finish must follow. */
 struct results *results_open(const char *dir);
 /* Adds the line of a sample. A write error is told by results_finish. */
 void results_add(struct results *r, const struct task *t, const struct sample_result *s);
-/* Writes results.json, brings both files to disk, and frees r. On error, and with `failed`, makes neither file.
- * result [count]. */
-int results_finish(struct results *r, const struct evaluation_facts *facts, const struct task_result *result,
-		int64_t count, bool failed);
-/* The text of results.json on one line; the caller frees it. */
-char *results_text(const struct evaluation_facts *facts, const struct task_result *result, int64_t count);
-/* Prints the scores as a table to standard output. */
-void print_results(const struct task_result *result, int64_t count);
+/* Writes the report to results.json, brings both files to disk, and frees r. On an error of its own, and with NULL for
+ * the report, which stands for an error of the evaluation, it makes neither file. */
+int results_finish(struct results *r, const json_t *report);
 
 #endif

@@ -22,8 +22,8 @@
 
 static int64_t elements(const struct tensor *t, int64_t *rows, int64_t *cols)
 {
-	*rows = json_integer_value(json_array_get(t->shape, 0));
-	*cols = json_array_size(t->shape) > 1 ? json_integer_value(json_array_get(t->shape, 1)) : 0;
+	*rows = t->shape[0];
+	*cols = t->num_dims > 1 ? t->shape[1] : 0;
 	return *rows * (*cols ? *cols : 1);
 }
 

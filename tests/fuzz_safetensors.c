@@ -27,9 +27,9 @@ static void read_weights(void)
 		if (!t)
 			abort();
 		uint64_t bytes = t->end - t->begin;
-		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
-		if (json_array_size(t->shape) == 2)
-			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
 		if (bytes < sizeof out / 8) {
 			tensors_read(w, &a);
 			a.rows++;
@@ -56,10 +56,10 @@ static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 	const char *path = fuzz_file("trainer.json", data, n);
 	if (json_is_object(root)) {
 		json_t *files = json_object();
-		for (int i = 0; checkpoint_name(name, i, 1); i++) {
+		for (int i = 0; checkpoint_file_name(name, i, 1); i++) {
 			int64_t size;
 			uint32_t crc;
-			if (file_seal(fuzz_path(""), name, &size, &crc) < 0)
+			if (checkpoint_file_crc(fuzz_path(""), name, &size, &crc) < 0)
 				abort();
 			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32",
 					crc_to_json(crc)));
@@ -85,7 +85,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		if (safetensors_write(fuzz_path("a.safetensors"), &(struct named_tensor){"a", 2, 0, a}, 1) < 0 ||
 				safetensors_write(fuzz_path("b.safetensors"), &(struct named_tensor){"b", 1, 2, a}, 1) < 0)
 			abort();
-		for (int i = 0; checkpoint_name(name, i, 1); i++)
+		for (int i = 0; checkpoint_file_name(name, i, 1); i++)
 			fuzz_file(name, "any bytes", 9);
 		ready = true;
 	}

@@ -78,8 +78,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		result[i] = (struct task_result){.task = t, .num_scores = 1, .score = {{"x", NAN, 0}}};
 	}
 	const struct evaluation_facts facts = {"m", "t", 0, 1};
-	if (results_finish(r, &facts, result, tasks.count, false) < 0)
+	json_t *report = results_report(&facts, result, tasks.count);
+	if (!report || results_finish(r, report) < 0)
 		abort();
+	json_decref(report);
 	FILE *f = fopen(fuzz_path("samples.jsonl"), "r");
 	json_t *line;
 	while (f && (line = json_loadf(f, JSON_DISABLE_EOF_CHECK | JSON_ALLOW_NUL, NULL)))

@@ -139,9 +139,9 @@ static inline int read_everything(const char *path, const char *kind)
 	for (int i = 0; !rc && i < tensors_count(w); i++) {
 		real out[64];
 		const struct tensor *t = tensor_find(w, tensors_name(w, i));
-		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
-		if (json_array_size(t->shape) == 2)
-			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
 		rc = t->end - t->begin > sizeof out ? -1 : tensors_read(w, &a);
 	}
 	tensors_close(w);

@@ -1,9 +1,11 @@
 /*
- * test_plot.c - pictures of runs: the font, numbers on axes, and whole PNGs read back and looked at.
+ * test_plot.c - pictures of runs: the font, the numbers and ticks of axes, and whole PNG files, which are read back
+ * and of which pixels are looked at.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "data.h"
+#include "commands/canvas.h"
 #include "commands/plot.h"
 
 #include <math.h>
@@ -21,15 +23,16 @@
 enum { LOSS_TOP = 105, LOSS_BOTTOM = 610, LOAD_TOP = 1080, LOAD_BOTTOM = 1430, MIDDLE = (PLOT_LEFT + PLOT_RIGHT) / 2 };
 static const uint32_t TRAIN = 0x93bce4, SMOOTH = 0x1f5fa8, VALID = 0xe07a10, LR = 0x14806a, BATCH = 0x8a4fa8;
 
-static uint8_t picture[PLOT_WIDTH * PLOT_HEIGHT * 3];
+static uint8_t picture[CANVAS_WIDTH * CANVAS_HEIGHT * 3];
 
 static int drop_empty_scratch(void **state)
 {
 	(void)state;
-	return rmdir(scratch); /* fails when a test left a file, a temporary one included */
+	return rmdir(scratch); /* fails if a test left a file there, a temporary file for example */
 }
 
-/* A run of n steps from step `first`: a noisy falling loss, validated every `valid_every` steps (0 = never). */
+/* The metrics of n steps from step `first` on: a falling loss with noise, validated every `valid_every` steps (0 =
+ * never). The caller frees them. */
 static struct metrics *make_run(int n, int layers, int64_t first, int valid_every)
 {
 	struct metrics *m = allocate(n * (sizeof *m + layers * sizeof(double)));
@@ -39,7 +42,8 @@ static struct metrics *make_run(int n, int layers, int64_t first, int valid_ever
 		double done = (double)i / n;
 		noise = noise * 1664525 + 1013904223;
 		m[i] = (struct metrics){.step = first + i, .samples = 32 * (i + 1), .tokens = 8192 * (int64_t)(i + 1),
-			.batch = done < 0.2 ? 8 : done < 0.4 ? 16 : 32, .loss = 1.2 + 4.5 * exp(-done * 12) + noise / 4294967296.0 * 0.2,
+			.batch = done < 0.2 ? 8 : done < 0.4 ? 16 : 32,
+			.loss = 1.2 + 4.5 * exp(-done * 12) + noise / 4294967296.0 * 0.2,
 			.lr = done < 0.1 ? done * 1e-2 : done < 0.8 ? 1e-3 : (1 - done) * 5e-3,
 			.num_layers = layers, .expert_load = loads,
 			.has_valid_loss = valid_every && (i + 1) % valid_every == 0, .valid_loss = 1.5 + 4.5 * exp(-done * 12)};
@@ -49,7 +53,8 @@ static struct metrics *make_run(int n, int layers, int64_t first, int valid_ever
 	return m;
 }
 
-/* Draws the run, reads the PNG back into `picture` and checks what holds for every picture: size and a white margin. */
+/* Draws the run, reads the PNG file back into `picture` and checks what is so in every picture: its size, and a white
+ * margin. */
 static void draw(const struct metrics *m, int n, const char *title)
 {
 	const char *path = at("a.png");
@@ -57,25 +62,25 @@ static void draw(const struct metrics *m, int n, const char *title)
 	png_image image = {.version = PNG_IMAGE_VERSION};
 	assert_true(png_image_begin_read_from_file(&image, path));
 	assert_int_equal(image.format & (PNG_FORMAT_FLAG_COLOR | PNG_FORMAT_FLAG_ALPHA), PNG_FORMAT_FLAG_COLOR);
-	assert_int_equal(image.width, PLOT_WIDTH);
-	assert_int_equal(image.height, PLOT_HEIGHT);
+	assert_int_equal(image.width, CANVAS_WIDTH);
+	assert_int_equal(image.height, CANVAS_HEIGHT);
 	image.format = PNG_FORMAT_RGB;
 	assert_true(png_image_finish_read(&image, NULL, picture, 0, NULL));
 	assert_int_equal(unlink(path), 0);
-	for (int y = 0; y < PLOT_HEIGHT; y++)
-		for (int x = 0; x < PLOT_WIDTH; x++)
-			if (x < 8 || y < 8 || x >= PLOT_WIDTH - 8 || y >= PLOT_HEIGHT - 8)
+	for (int y = 0; y < CANVAS_HEIGHT; y++)
+		for (int x = 0; x < CANVAS_WIDTH; x++)
+			if (x < 8 || y < 8 || x >= CANVAS_WIDTH - 8 || y >= CANVAS_HEIGHT - 8)
 				for (int i = 0; i < 3; i++)
-					assert_int_equal(picture[(y * PLOT_WIDTH + x) * 3 + i], 255);
+					assert_int_equal(picture[(y * CANVAS_WIDTH + x) * 3 + i], 255);
 }
 
 static uint32_t pixel(int x, int y)
 {
-	const uint8_t *p = &picture[(y * PLOT_WIDTH + x) * 3];
+	const uint8_t *p = &picture[(y * CANVAS_WIDTH + x) * 3];
 	return (uint32_t)p[0] << 16 | p[1] << 8 | p[2];
 }
 
-/* Pixels of exactly one colour in a box of the picture. */
+/* The number of pixels of exactly this colour in a box of the picture. */
 static int count_colour(uint32_t colour, int left, int top, int right, int bottom)
 {
 	int n = 0;
@@ -90,21 +95,21 @@ static int in_panels(uint32_t colour)
 	return count_colour(colour, PLOT_LEFT, LOSS_TOP, PLOT_RIGHT, LOAD_TOP);
 }
 
-/* -- the parts -- */
+/* -- the canvas -- */
 
 static void every_character_is_drawn_and_is_unlike_the_others(void **state)
 {
 	(void)state;
 	enum { SIDE = 32, FIRST = '!', LAST = '~' };
 	static uint8_t seen[LAST - FIRST + 1][SIDE][SIDE];
-	struct canvas c = {allocate(sizeof picture), allocate(PLOT_WIDTH * PLOT_HEIGHT), PLOT_WIDTH, PLOT_HEIGHT, 0, 0};
+	struct canvas c = canvas_create();
 	for (int ch = FIRST; ch <= LAST; ch++) {
 		memset(c.rgb, 255, sizeof picture);
 		draw_text(&c, SIDE / 2, SIDE / 2, (char[]){ch, 0}, 2, 0.5, false, 0);
 		int dark = 0;
 		for (int y = 0; y < SIDE; y++)
 			for (int x = 0; x < SIDE; x++) {
-				seen[ch - FIRST][y][x] = c.rgb[(y * PLOT_WIDTH + x) * 3];
+				seen[ch - FIRST][y][x] = c.rgb[(y * CANVAS_WIDTH + x) * 3];
 				dark += seen[ch - FIRST][y][x] < 128;
 			}
 		if (dark == 0)
@@ -112,14 +117,14 @@ static void every_character_is_drawn_and_is_unlike_the_others(void **state)
 		for (int other = FIRST; other < ch; other++)
 			if (memcmp(seen[ch - FIRST], seen[other - FIRST], sizeof seen[0]) == 0)
 				fail_msg("characters '%c' and '%c' look the same", ch, other);
-		for (int i = 0; i < PLOT_WIDTH * PLOT_HEIGHT; i++)
+		for (int i = 0; i < CANVAS_WIDTH * CANVAS_HEIGHT; i++)
 			if (c.ink[i])
 				fail_msg("character '%c' left ink behind", ch);
 	}
 	assert_true(text_width("W", 1) > text_width("i", 1) && text_width(" ", 1) > 0 && text_width("", 1) == 0);
 	assert_true(text_width("\xe7\x81\xb5", 1) == text_width("?", 1)); /* one character of three bytes */
 	assert_true(text_width("\xff\x80", 1) == text_width("?", 1));     /* bad UTF-8 does no harm */
-	free(c.rgb), free(c.ink);
+	canvas_free(&c);
 }
 
 static void numbers_are_written_as_people_read_them(void **state)
@@ -130,7 +135,8 @@ static void numbers_are_written_as_people_read_them(void **state)
 		{2000, 2000, 2e4, "2k"}, {12500, 500, 2e4, "12.5k"}, {1e6, 2e5, 1e6, "1M"}, {8e5, 2e5, 1e6, "800k"},
 		{100002, 2, 100012, "100002"},
 		{1e-3, 2e-4, 1.1e-3, "1e-3"}, {1.2e-4, 2e-5, 1.3e-4, "1.2e-4"}, {0.02, 0.01, 0.05, "0.02"},
-		{3e9, 1e9, 4e9, "3G"}, {3e20, 1e20, 4e20, "3e20"}, {-1.5, 0.5, 2, "-1.5"}, {13107200, 131072, 13107200, "13.1M"},
+		{3e9, 1e9, 4e9, "3G"}, {3e20, 1e20, 4e20, "3e20"}, {-1.5, 0.5, 2, "-1.5"},
+		{13107200, 131072, 13107200, "13.1M"},
 	};
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
 		char text[32];
@@ -175,7 +181,7 @@ static void ordinary_run_shows_all_its_lines(void **state)
 		assert_true(in_panels(lines[i]) > 100);
 	assert_int_equal(in_panels(RED), 0);
 	assert_int_equal(count_colour(0xffffff, PLOT_LEFT + 1, LOAD_TOP + 1, PLOT_RIGHT, LOAD_BOTTOM), 0);
-	assert_true(count_colour(BLACK, 0, 0, PLOT_WIDTH, 60) > 20); /* the title */
+	assert_true(count_colour(BLACK, 0, 0, CANVAS_WIDTH, 60) > 20); /* the title */
 	free(m);
 }
 
@@ -191,11 +197,11 @@ static void odd_sizes_are_drawn(void **state)
 		draw(m, cases[i].n, "odd");
 		assert_true(in_panels(SMOOTH) > 10 && in_panels(BATCH) > 10);
 		assert_int_equal(in_panels(VALID) > 0, cases[i].valid_every > 0);
-		if (cases[i].layers > 0 && cases[i].n < 1000) /* few steps are stretched over the whole width */
+		if (cases[i].layers > 0 && cases[i].n < 1000) /* few steps cover the whole width */
 			assert_int_equal(count_colour(0xffffff, PLOT_LEFT + 1, LOAD_TOP + 1, PLOT_RIGHT, LOAD_BOTTOM), 0);
 		free(m);
 	}
-	struct metrics *m = make_run(3, 2, INT64_MAX - 5, 1); /* steps that a double cannot tell apart */
+	struct metrics *m = make_run(3, 2, INT64_MAX - 5, 1); /* numbers of steps that are equal as doubles */
 	draw(m, 3, "far");
 	free(m);
 }
@@ -231,14 +237,14 @@ static void nonfinite_values_leave_a_gap_and_a_red_mark(void **state)
 		m[i].loss = i % 2 ? NAN : INFINITY;
 	m[299].valid_loss = NAN, m[99].lr = NAN, m[200].expert_load[1] = NAN;
 	draw(m, 400, "gap");
-	int gap = MIDDLE - 15, end = MIDDLE + 15; /* within the 20 steps of 2.9 pixels */
+	int gap = MIDDLE - 15, end = MIDDLE + 15; /* inside of the 20 steps, of 2.9 pixels each */
 	assert_int_equal(count_colour(TRAIN, gap, LOSS_TOP, end, LOSS_BOTTOM), 0);
 	assert_int_equal(count_colour(SMOOTH, gap, LOSS_TOP, end, LOSS_BOTTOM), 0);
 	assert_true(count_colour(RED, gap, LOSS_BOTTOM - 12, end, LOSS_BOTTOM) > 100);
 	int valid_gap = PLOT_LEFT + (PLOT_RIGHT - PLOT_LEFT) * 3 / 4, lr_gap = PLOT_LEFT + (PLOT_RIGHT - PLOT_LEFT) / 4;
 	assert_true(count_colour(RED, valid_gap - 10, LOSS_BOTTOM - 12, valid_gap + 10, LOSS_BOTTOM) > 20);
 	assert_true(count_colour(RED, lr_gap - 10, 958, lr_gap + 10, 970) > 20);
-	assert_true(count_colour(RED, MIDDLE, LOSS_TOP - 40, PLOT_RIGHT, LOSS_TOP) > 20); /* the legend's */
+	assert_true(count_colour(RED, MIDDLE, LOSS_TOP - 40, PLOT_RIGHT, LOSS_TOP) > 20); /* in the legend */
 	assert_true(count_colour(RED, gap, LOAD_TOP, end, LOAD_BOTTOM) > 100);
 	for (int i = 0; i < 400; i++)
 		m[i].loss = m[i].valid_loss = m[i].lr = m[i].expert_load[0] = m[i].expert_load[1] = NAN;
@@ -256,7 +262,7 @@ static void extreme_losses_are_all_shown(void **state)
 		m[200].loss = spikes[i];
 		draw(m, 400, "spike");
 		assert_true(in_panels(SMOOTH) > 100);
-		assert_int_equal(in_panels(RED) > 0, spikes[i] > 1e100); /* too large for any axis */
+		assert_int_equal(in_panels(RED) > 0, spikes[i] > 1e100); /* beyond what can be shown */
 		free(m);
 	}
 }
@@ -321,7 +327,8 @@ static void what_cannot_be_written_is_said(void **state)
 	free(m);
 }
 
-/* Pipes and links stay what they are; a picture comes out all the same. */
+/* Pipes, links and devices stay what they are, and the picture is written to them, or to the file that a link points
+ * to. */
 static void what_is_no_plain_file_stays_that(void **state)
 {
 	(void)state;
@@ -369,10 +376,11 @@ static void a_run_directory_is_plotted(void **state)
 	FILE *f = fopen(metrics, "w");
 	assert_non_null(f);
 	for (int step = 1; step <= 3; step++)
-		fprintf(f, "{\"step\": %d, \"samples\": %d, \"tokens\": %d, \"batch\": 8, \"loss\": %s, \"balance_loss\": 1.0, "
-				"\"z_loss\": 0.5, \"lr\": 0.001, \"grad_norm\": 1.5, \"seconds\": 0.25, \"tokens_per_second\": 1000.0, "
-				"\"expert_load\": [1.5, 2.5]%s}\n",
-				step, step * 8, step * 1024, step == 2 ? "null" : "2.5", step == 2 ? ", \"nonfinite\": [\"loss\"]" : "");
+		fprintf(f, "{\"step\": %d, \"samples\": %d, \"tokens\": %d, \"batch\": 8, \"loss\": %s, "
+				"\"balance_loss\": 1.0, \"z_loss\": 0.5, \"lr\": 0.001, \"grad_norm\": 1.5, \"seconds\": 0.25, "
+				"\"tokens_per_second\": 1000.0, \"expert_load\": [1.5, 2.5]%s}\n",
+				step, step * 8, step * 1024, step == 2 ? "null" : "2.5",
+				step == 2 ? ", \"nonfinite\": [\"loss\"]" : "");
 	assert_int_equal(fclose(f), 0);
 	if (plot_run(scratch, png) < 0)
 		fail_msg("%s", error_text);

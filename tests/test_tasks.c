@@ -68,6 +68,11 @@ static void test_templates(void **state)
 	assert_int_equal(s->answer, 1);
 	assert_text(s->target, " B/a\xc3\xa9\nb");
 	tasks_free(&tasks);
+	/* an integer of more than 64 bits, here and where nobody reads it */
+	load_ok(&tasks, MATCH "}", "{\"q\": 123456789012345678901234567890, "
+			"\"id\": 123456789012345678901234567890, \"a\": 1}");
+	assert_text(tasks.task[0].samples.sample[0].prompt, "123456789012345678901234567890");
+	tasks_free(&tasks);
 }
 
 static void test_answers(void **state)

@@ -68,7 +68,8 @@ test_results() {
 test_ranks() {
 	local n file
 	for n in 2 3; do
-		ranks $n "$root/ling" eval $model --tasks all.yaml --out ranks$n >out.txt 2>err.txt || problem "$n ranks: $(cat err.txt)"
+		ranks $n "$root/ling" eval $model --tasks all.yaml --out ranks$n >out.txt 2>err.txt ||
+			problem "$n ranks: $(cat err.txt)"
 		"$root/ling" eval $model --tasks all.yaml --out alone >alone.txt 2>err.txt
 		for file in results.json samples.jsonl; do
 			cmp ranks$n/$file alone/$file || problem "$n ranks give other $file"

@@ -3,30 +3,15 @@
  * ones, made here by patching good ones, must give the error that names the place.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
-#include "files/config.h"
-#include "files/tensors.h"
-#include "files/safetensors.h"
-#include "files/tokenizer.h"
-#include "files/checkpoint.h"
-#include "data.h"
+#include "tests/test.h"
+
 #include "commands/tokenize.h"
+#include "data.h"
+#include "files/encoder.h"
 
 #include <fcntl.h>
-#include <jansson.h>
-#include <math.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 #include <zlib.h>
-
-#include "test.h"
 
 /* ---- token files ---- */
 
@@ -233,28 +218,6 @@ static void tokenize_good(void **state)
 	}
 }
 
-/* Elsewhere than on a terminal progress is a plain line every half minute. */
-static void tokenize_progress(void **state)
-{
-	(void)state;
-	double now = clock_seconds();
-	struct progress p = {.what = "tokenize", .total = 400, .scale = 0.01, .unit = "hundreds", .started = now - 40,
-			.shown = now - 40};
-	fflush(stderr);
-	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
-	dup2(file, 2);
-	progress(&p, 100);
-	progress(&p, 100); /* too soon */
-	p.shown -= 31;
-	progress(&p, 300); /* more than the files held at first */
-	dup2(saved, 2);
-	close(saved), close(file);
-	size_t n;
-	char *text = (char *)get_file(at("err"), &n);
-	assert_string_equal(text, "tokenize: 25%  0.025 hundreds/s  2:00 left\ntokenize: 5 hundreds  0.125 hundreds/s\n");
-	free(text);
-}
-
 /* Makes a file as old as that. */
 static void set_time(const char *path, struct timespec when)
 {
@@ -386,7 +349,7 @@ static void chat_prompt(void **state)
 	struct ids ids = {0};
 	struct text loss_mask = {0};
 	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1},
-			{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+		{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =
@@ -472,15 +435,15 @@ static void tokens_formats(void **state)
 	expect_error("bare.bin: its 7 bytes are no whole number of uint16 ids");
 }
 
-/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are
- * checked. */
+/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are checked.
+ * */
 static void manifest_vouches(void **state)
 {
 	(void)state;
 	static uint16_t ids[1000];
 	struct tokens t;
 	int32_t out[2];
-	struct stamp before;
+	struct file_state before;
 	char path[PATH_LEN];
 	strcpy(path, at("t.bin"));
 	put_file(path, ids, sizeof ids);
@@ -488,7 +451,7 @@ static void manifest_vouches(void **state)
 	const uint32_t crc = t.crc32;
 	assert_int_equal(crc, crc32_z(0, (uint8_t *)ids, sizeof ids));
 	tokens_close(&t);
-	assert_int_equal(stamp_file(&before, path), 0);
+	assert_int_equal(file_state_read(&before, path), 0);
 	ids[500] = 11;
 	put_file(path, ids, sizeof ids);
 	set_time(path, before.modified);
@@ -537,7 +500,7 @@ static void tokens_large(void **state)
 	assert_int_equal(ftruncate(fd, 2 * count), 0);
 	assert_int_equal(pwrite(fd, ids, sizeof ids, 2 * count - sizeof ids), sizeof ids);
 	close(fd);
-	assert_int_equal(stamps_take(m.stamps, path, at("t"), BARE_IDS), 0);
+	assert_int_equal(token_file_states(m.files, path, at("t"), BARE_IDS), 0);
 	json_t *json = manifest_to_json(&m);
 	assert_int_equal(json_write(at("t.json"), json), 0);
 	json_decref(json);
@@ -593,11 +556,11 @@ static void tokens_documents_all(void **state)
 	check_documents(&t, first, ends, COUNT_IDS);
 	/* An index that changes under the reader's hands is an error. */
 	tokens_close(&t);
-	struct stamp stamp;
-	assert_int_equal(stamp_file(&stamp, at("t.idx")), 0);
+	struct file_state unchanged;
+	assert_int_equal(file_state_read(&unchanged, at("t.idx")), 0);
 	memset(idx.bytes + 34 + 12 * 8 + 8 * 3, 0xff, 8);
 	put_file(at("t.idx"), idx.bytes, idx.n);
-	set_time(at("t.idx"), stamp.modified);
+	set_time(at("t.idx"), unchanged.modified);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
 	int32_t document[19], target[19];
 	assert_int_equal(tokens_documents(&t, 0, 19, document, target), -1);
@@ -747,43 +710,12 @@ static void manifest_broken(void **state)
 	expect_error("outside the vocabulary of 200 that its manifest has");
 }
 
-/* Text of any bytes as a JSON string, and what of it may be shown while it goes on. */
-static void text_as_json(void **state)
-{
-	(void)state;
-	static const struct { const char *text; size_t size; const char *json; size_t whole; } cases[] = {
-		{"", 0, "\"\"", 0}, {"a\"b\\c/", 6, "\"a\\\"b\\\\c/\"", 6},
-		{"\n\t\0\x1f\x7f", 5, "\"\\u000a\\u0009\\u0000\\u001f\x7f\"", 5},
-		{"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80", 9, "\"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80\"", 9},
-		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\"", 1}, {"x\xf0\x9f\x98", 4, "\"x\\ufffd\\ufffd\\ufffd\"", 1},
-		{"x\xc3", 2, "\"x\\ufffd\"", 1},
-		{"\xff\x80y", 3, "\"\\ufffd\\ufffdy\"", 3}, {"\xed\xa0\x80", 3, "\"\\ufffd\\ufffd\\ufffd\"", 3},
-		{"\xc0\xaf", 2, "\"\\ufffd\\ufffd\"", 2},
-	};
-	for (int i = 0; i < COUNT(cases); i++) {
-		char *written = NULL;
-		size_t n;
-		FILE *f = open_memstream(&written, &n);
-		json_write_text(f, cases[i].text, cases[i].size);
-		assert_int_equal(fclose(f), 0);
-		assert_string_equal(written, cases[i].json);
-		assert_int_equal(utf8_whole(cases[i].text, cases[i].size), cases[i].whole);
-		json_t *read = json_loads(written, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL), *made = json_bytes(cases[i].text,
-				cases[i].size);
-		assert_true(read && json_equal(read, made));
-		json_decref(read);
-		json_decref(made);
-		free(written);
-	}
-}
-
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
-		TEST(text_as_json),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

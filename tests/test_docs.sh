@@ -1,0 +1,99 @@
+#!/bin/bash
+# The documents against the sources: links, names of files, functions, keys and options, and the table of files in README.md.
+. "$(dirname "$0")/check.sh"
+cd "$root" || exit 1
+documents=(README.md CONTRIBUTING.md docs/*.md)
+sources=(./*.c ./*.h files/*.[ch] commands/*.[ch])
+
+# Every link names a file that is there, and a heading of it if there is a '#'.
+test_links() {
+	local document target file anchor
+	for document in "${documents[@]}"; do
+		while read -r target; do
+			file=${target%%#*}
+			[[ $target == *#* ]] && anchor=${target#*#} || anchor=
+			[[ $target == http* ]] && continue
+			[ -z "$file" ] && file=$document || file=$(dirname "$document")/$file
+			[ -e "$file" ] || problem "$document links to $target"
+			# A heading's anchor: small letters, spaces as '-', without punctuation.
+			[ -z "$anchor" ] || sed -n 's/^##* //p' "$file" | tr 'A-Z ' 'a-z-' | tr -d '`.,:?'"'" | grep -qx -- "$anchor" ||
+				problem "$document links to $target: no such heading"
+		done < <(grep -o '](\([^)]*\))' "$document" | sed 's/](//; s/)$//')
+	done
+}
+
+# Every name of a source file, script, config, test or document is that of a file.
+test_files() {
+	local document file
+	for document in "${documents[@]}"; do
+		while read -r file; do
+			[ -e "$file" ] || [ -e "docs/$file" ] || [ -e "scripts/$file" ] || [[ $file == llm.c || $file == *NAME* ]] || problem "$document names $file"
+		done < <(grep -oE '\b((docs|tests|scripts|configs|files|commands)/)?[A-Za-z0-9_-]+\.([ch]|sh|md|py)\b|\b(docs|tests|scripts|configs|files|commands)/[a-z0-9_./-]*[a-z0-9]\b' \
+			"$document" | sort -u)
+	done
+}
+
+# Every `name_with_underscores` is a word of the sources (or Hugging Face's), every `section.key` a key of a config.
+test_names() {
+	local document name
+	./ling train --keys >"$folder/keys.txt" && ./ling eval --keys >>"$folder/keys.txt" || problem "no keys"
+	for document in "${documents[@]}"; do
+		while read -r name; do
+			grep -qwF -- "$name" "${sources[@]}" scripts/* configs/* || [ "$name" = trust_remote_code ] || problem "$document: \`$name\` is not in the sources"
+		done < <(grep -oE '`[a-z0-9]+(_[a-z0-9]+)+`' "$document" | tr -d '`' | sort -u)
+		while read -r name; do
+			grep -qE "^ *$name[ .]" "$folder/keys.txt" || problem "$document: \`$name\` is no key of a config"
+		done < <(grep -oE '\b(model|data|train|optimizer|schedule|checkpoint|eval|log|parallel)\.[a-z]+[a-z0-9_.]*\b' "$document" |
+			grep -vE '\.(c|h|md|txt|bin|idx|yaml|jsonl?|safetensors)$' | sort -u)
+	done
+}
+
+# Every command that is shown exists, and so does every option of it.
+test_commands() {
+	local document line command option
+	for document in "${documents[@]}"; do
+		while read -r line; do
+			command=$(sed -E 's/^[^a-z]*ling ([a-z-]+).*/\1/' <<<"$line")
+			./ling "$command" --help >"$folder/help.txt" 2>&1 || problem "$document: ling $command"
+			for option in $(grep -oE -- ' --[a-z-]+' <<<"${line#*ling "$command"}"); do
+				grep -qE -- "$option\b" "$folder/help.txt" || problem "$document: ling $command has no $option"
+			done
+		done < <(sed -e ':more' -e '/\\$/{N;s/\\\n//;b more' -e '}' "$document" | grep -oE '(^    |`|\./)ling [a-z][a-z-]+ [^`#|]*')
+	done
+}
+
+# In the table of docs/moe.md every function is defined in the file beside it; the lines that the exercise changes are in kernels.c.
+test_moe_table() {
+	local name file n=0 line
+	while read -r name file; do
+		grep -qE "^[a-z].*\b$name\(" "$file" || problem "docs/moe.md: $name is not defined in $file"
+		n=$((n + 1))
+	done < <(sed -n 's/^|.*| `\([a-z_0-9]*\)` | \([a-z./]*\) |$/\1 \2/p' docs/moe.md)
+	[ $n -ge 20 ] || problem "docs/moe.md: only $n rows in the table of functions"
+	n=0
+	while read -r line; do
+		grep -qF -- "$line" kernels.c || problem "docs/moe.md: kernels.c has no '$line'"
+		n=$((n + 1))
+	done < <(sed -n '/^## An exercise/,$ { s/^    //p; s/.*change `\([^`]*\)`.*/\1/p; s/.*Change `\([^`]*\)`.*/\1/p }' docs/moe.md)
+	[ $n -eq 4 ] || problem "docs/moe.md: $n lines to change in the exercise"
+}
+
+# The table of README.md names every source file, with its lines to within a third, or 50.
+test_file_table() {
+	local file said lines
+	for file in *.c files/*.c commands/*.c; do
+		said=$(sed -n "s#^| \[*\`*$file[^|]*| \([0-9,]*\) |.*#\1#p" README.md | tr -d ,)
+		lines=$(wc -l <"$file")
+		if [ -z "$said" ]; then
+			problem "README.md: the table of files lacks $file, $lines lines"
+		elif [ $((lines - said)) -gt $((said / 3 + 50)) ] || [ $((said - lines)) -gt $((said / 3 + 50)) ]; then
+			problem "README.md: $file has $lines lines, not $said"
+		fi
+	done
+	for file in *.h files/*.h commands/*.h; do
+		[ -e "${file%h}c" ] || grep -q "^| $file " README.md || problem "README.md: the table of files lacks $file"
+	done
+}
+
+check links files names commands moe_table file_table
+finish

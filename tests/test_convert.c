@@ -112,7 +112,7 @@ static void numbers_convert(void **state)
 			fail_msg("%g from float to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name, cases[i].overflow);
 	}
 	/* long rows, in pieces */
-	enum { N = 2 * RUN + 5 };
+	enum { N = 2 * CONVERT_RUN + 5 };
 	static float in[N];
 	static double fold[N];
 	static uint16_t whole[N];
@@ -198,13 +198,13 @@ static int convert(const char *from, const char *path, enum model_format format,
 {
 	struct model_config config;
 	struct converted result;
-	struct source *s = source_open(from, &config);
+	struct source_model *s = source_model_open(from, &config);
 	if (!s)
 		return -1;
 	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000, .fold_norm_head = fold,
 			.no_tokenizer = no_tokenizer};
 	int rc = convert_model(s, params, N, &to, &result);
-	source_close(s);
+	source_model_close(s);
 	return rc;
 }
 

@@ -606,6 +606,25 @@ static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *c
 	return -1;
 }
 
+/* The chat template that is a file of its own. */
+static int template_file_to_gguf(struct metadata *m, const char *path)
+{
+	const uint8_t *data;
+	size_t n;
+	if (map_file(path, &data, &n) < 0)
+		return -1;
+	json_t *valid = json_stringn(n ? (const char *)data : "", n);
+	const int rc = valid ? 0 : fail("%s: is not UTF-8, as all texts of a GGUF file must be; expected a template in UTF-8", path);
+	if (rc == 0) {
+		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
+		append_u64(&m->bytes, n);
+		text_append(&m->bytes, (const char *)data, n);
+	}
+	json_decref(valid);
+	unmap_file(data, n);
+	return rc;
+}
+
 /* The roles of tokens and the chat template, from tokenizer_config.json where it is there and from config.json. */
 static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *config, const char **texts, int vocab_size)
 {
@@ -624,6 +643,7 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 					"vocabulary; name one, or llama.cpp would take token 11", dir);
 		}
 	}
+	int rc = 0;
 	entry_bool(m, "tokenizer.ggml.add_bos_token", json_is_true(json_object_get(tokenizer_config, "add_bos_token")));
 	const json_t *template = json_object_get(tokenizer_config, "chat_template");
 	size_t i;
@@ -635,20 +655,10 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 	}
 	if (json_is_string(template))
 		entry_text(m, "tokenizer.chat_template", json_string_value(template));
-	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0) {
-		const uint8_t *text;
-		size_t n;
-		if (map_file(path, &text, &n) < 0) {
-			json_decref(tokenizer_config);
-			return -1;
-		}
-		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
-		append_u64(&m->bytes, n);
-		text_append(&m->bytes, (const char *)text, n);
-		unmap_file(text, n);
-	}
+	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0)
+		rc = template_file_to_gguf(m, path);
 	json_decref(tokenizer_config);
-	return 0;
+	return rc;
 }
 
 /* The vocabulary and merges of a tokenizer.json. */

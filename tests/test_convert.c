@@ -872,6 +872,43 @@ static void tokenizers(void **state)
 	expect_error("--no-tokenizer");
 }
 
+/* Foreign bytes: the name of a directory, which a GGUF file holds; a template; a number of 31 digits. */
+static void foreign_bytes(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	char text[2048], dir[PATH_LEN];
+	struct model_config config;
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	strcpy(dir, at("h\xff\xc3\xa9"));
+	make_model(dir, config_text, types);
+	put_string(at("h\xff\xc3\xa9/tokenizer.json"), tokenizer_text(text, NULL, "", vocab, added));
+	put_string(at("h\xff\xc3\xa9/tokenizer_config.json"), "{\"model_max_length\": 1000000000000000019884624838656}");
+	put_string(at("h\xff\xc3\xa9/chat_template.jinja"), "a\xff");
+	assert_int_equal(convert(dir, at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+	expect_error("chat_template.jinja: is not UTF-8");
+	assert_false(exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
+	put_string(at("h\xff\xc3\xa9/chat_template.jinja"), "a\xc3\xa9");
+	if (convert(dir, at("x.gguf"), FORMAT_GGUF, NULL, false, false) < 0)
+		fail_msg("%s", error_text);
+	struct source_model *s = source_model_open(at("x.gguf"), &config);
+	if (!s)
+		fail_msg("%s", error_text);
+	source_model_close(s);
+	struct tensors *w = allocate(sizeof *w);
+	assert_int_equal(gguf_open(w, at("x.gguf")), 0);
+	const json_t *metadata = json_object_get(w->files->header, "metadata");
+	assert_string_equal(json_string_value(json_object_get(metadata, "general.name")), "h\xef\xbf\xbd\xc3\xa9");
+	assert_string_equal(json_string_value(json_object_get(metadata, "tokenizer.chat_template")), "a\xc3\xa9");
+	tensors_close(w);
+	/* The way back, into a directory of such a name. */
+	strcpy(dir, at("back\xff"));
+	if (convert(at("x.gguf"), dir, FORMAT_HUGGINGFACE, NULL, false, false) < 0)
+		fail_msg("%s", error_text);
+	assert_true(exists(at("back\xff/config.json")));
+}
+
 static void refused_tokenizers(void **state)
 {
 	(void)state;
@@ -917,7 +954,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(numbers_read), cmocka_unit_test(numbers_round), cmocka_unit_test(numbers_convert), cmocka_unit_test(checksum_of_slices),
 		CASE(directory_to_directory), CASE(directory_to_gguf), CASE(ties), CASE(checkpoint), CASE(refused_directories), CASE(refused_numbers),
-		CASE(full_disk), CASE(refused_headers), CASE(refused_metadata), CASE(tokenizers), CASE(refused_tokenizers),
+		CASE(full_disk), CASE(refused_headers), CASE(refused_metadata), CASE(tokenizers), CASE(foreign_bytes), CASE(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1241,6 +1241,29 @@ static void tokenize_good(void **state)
 	}
 }
 
+/* A tokenizer whose path is not UTF-8: the manifest, which is JSON, tells all the same what made the ids. */
+static void tokenize_foreign_path(void **state)
+{
+	(void)state;
+	char dir[PATH_LEN], text[PATH_LEN], expected[PATH_LEN];
+	struct tokenized result;
+	struct tokens t;
+	strcpy(dir, at("tok\xff")), strcpy(text, put_string(at("a\xfe.txt"), "some text"));
+	strcpy(expected, at("tok\xef\xbf\xbd"));
+	assert_int_equal(mkdir(dir, 0777), 0);
+	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
+	if (tokenize_files(at("t\xff"), dir, false, 1, (char *[]){text}, &result) < 0 || tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
+		fail_msg("%s", error_text);
+	struct tokenizer *tokenizer = tokenizer_open(dir);
+	assert_string_equal(t.tokenizer, expected);
+	assert_int_equal(t.tokenizer_hash, tokenizer_hash(tokenizer));
+	json_t *manifest = json_read(at("t\xff.json"));
+	assert_int_equal(json_integer_value(json_object_get(manifest, "vocab_size")), tokenizer_size(tokenizer));
+	json_decref(manifest);
+	tokenizer_close(tokenizer);
+	tokens_close(&t);
+}
+
 /* Elsewhere than on a terminal progress is a plain line every half minute. */
 static void tokenize_progress(void **state)
 {
@@ -1957,7 +1980,7 @@ int main(void)
 		TEST(safetensors_damaged), TEST(safetensors_shards), TEST(write_failure),
 		TEST(checkpoint_round_trip), TEST(checkpoint_parts), TEST(checkpoint_refused), TEST(checkpoint_wrong_fields), TEST(checkpoint_prunes),
 		TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
-		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_progress),
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path), TEST(tokenize_progress),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken), TEST(text_as_json),

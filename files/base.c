@@ -205,7 +205,8 @@ int fail_write(const char *path, int error)
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
-/* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe, which have no fsync. */
+/* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe,
+ * which have no fsync. */
 static int finish_stream(FILE *f, bool *regular)
 {
 	int error = ferror(f) ? (errno ? errno : EIO) : 0;
@@ -280,7 +281,8 @@ int sync_path(const char *path)
 
 /* ------------------------------------------------------------------------- new files, which appear whole or not at all */
 
-/* Creates a file that was not there, with a name that no other process uses: several machines may share the directory. */
+/* Creates a file that was not there, with a name that no other process uses: several machines may share the
+ * directory. */
 static FILE *create_temporary(struct new_file *file)
 {
 	for (int attempt = 0; attempt < 100; attempt++) {

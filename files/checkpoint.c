@@ -51,7 +51,8 @@ bool checkpoint_file_name(char name[64], int i, int num_shards)
 	return true;
 }
 
-/* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The second need not be there. */
+/* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The
+ * second need not be there. */
 static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"};
 #define NUM_TOKENIZER_FILES 2
 
@@ -290,7 +291,8 @@ static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 	for (int i = n - 1; i >= 0; i--) {
 		if (!checkpoint_is_whole(output_dir, steps[i]) || keep-- > 0 || steps[i] == saved)
 			continue;
-		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
+		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole
+		 * one's. */
 		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
 				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
 			continue; /* too long a path to have been made by us */

@@ -182,7 +182,8 @@ static void config_loader_init(struct config_loader *l, struct config *c, const 
 
 static int load_config_json(struct config_loader *l);
 
-/* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path is. */
+/* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path
+ * is. */
 static int load_model(struct loader *loader, const struct key *section, const char *name, struct place at)
 {
 	struct config_loader *l = loader->context;

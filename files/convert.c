@@ -123,8 +123,8 @@ void source_model_close(struct source_model *s)
 
 /* ------------------------------------------------------------------------------- what is to be copied, and where */
 
-/* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves `name` empty when there is
- * none. query_key_value has three, and is not asked for. */
+/* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves
+ * `name` empty when there is none. query_key_value has three, and is not asked for. */
 static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 {
 	static const struct { const char *huggingface, *gguf; } names[] = {
@@ -183,7 +183,8 @@ static int split_parameters(struct row_range *ranges, const struct named_tensor 
 	return count;
 }
 
-/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack, rows / stack, cols]. */
+/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack,
+ * rows / stack, cols]. */
 static const struct tensor *find_tensor(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
 {
 	if (stack)
@@ -308,8 +309,8 @@ static int64_t target_bytes(const struct target *k)
 
 /* ------------------------------------------------------------------------------------------------ converting */
 
-/* Converts doubles to floats that can be rounded once more, to fewer bits, with the same result as rounding the double at once: where a float
- * is not exact, it is the neighbour whose last bit is set (round to odd). */
+/* Converts doubles to floats that can be rounded once more, to fewer bits, with the same result as rounding the double
+ * at once: where a float is not exact, it is the neighbour whose last bit is set (round to odd). */
 static void round_to_odd(real *out, const uint8_t *in, int64_t n)
 {
 	for (int64_t i = 0; i < n; i++) {
@@ -417,7 +418,8 @@ static int fail_overflow(const struct converter *p, const struct target *k, cons
 			(double)value, (long long)i, huggingface_dtypes[k->dtype]);
 }
 
-/* Computes what the columns of lm_head are divided by: their L2 norms over the whole vocabulary, plus 1e-7, as NormHead does. */
+/* Computes what the columns of lm_head are divided by: their L2 norms over the whole vocabulary, plus 1e-7, as
+ * NormHead does. */
 static int compute_fold(struct converter *p)
 {
 	const struct row_range *s = p->ranges;
@@ -509,7 +511,8 @@ static int write_shard(struct converter *p, int first, int n, const char *path)
 	return rc;
 }
 
-/* Whether a file of a Hugging Face directory is copied as it is: files of the tokenizer, of generation, of the model's classes. */
+/* Whether a file of a Hugging Face directory is copied as it is: files of the tokenizer, of generation, of the model's
+ * classes. */
 static bool is_copied(const char *name)
 {
 	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py", ".md"};
@@ -546,7 +549,8 @@ static int copy_files(const struct source_model *s, const char *target, bool tok
 	return rc;
 }
 
-/* Writes a directory of shards of at most max_shard_size bytes of data each; a larger tensor has a shard of its own. */
+/* Writes a directory of shards of at most max_shard_size bytes of data each; a larger tensor has a shard of its
+ * own. */
 static int write_huggingface(struct converter *p, const struct conversion *to, const char *dir)
 {
 	char path[PATH_LEN];

@@ -15,7 +15,8 @@
 /* A model on disk: a Hugging Face directory, a checkpoint, or a GGUF file in float32, bfloat16 or float16. */
 struct source_model;
 
-/* Opens a model, checks every header and, of a checkpoint, the checksums of its files, and gives its config. NULL on error. */
+/* Opens a model, checks every header and, of a checkpoint, the checksums of its files, and gives its config. NULL on
+ * error. */
 struct source_model *source_model_open(const char *path, struct model_config *config);
 void source_model_close(struct source_model *s); /* NULL is fine */
 
@@ -32,13 +33,15 @@ struct conversion {
 
 struct converted { int64_t tensors, bytes; };
 
-/* Converts a model in bounded memory. params: the names and shapes of its parameters as Hugging Face has them, the embedding first, lm_head.weight
- * among them even if it is tied to the embedding. Every tensor of the source has a place in the result, or is refused by name before anything is
- * written. The result appears when it is complete and on disk. Numbers are rounded to nearest, ties to even; a finite one that becomes infinite
- * is an error. Shows progress on stderr. */
+/* Converts a model in bounded memory. params: the names and shapes of its parameters as Hugging Face has them, the
+ * embedding first, lm_head.weight among them even if it is tied to the embedding. Every tensor of the source has a
+ * place in the result, or is refused by name before anything is written. The result appears when it is complete and on
+ * disk. Numbers are rounded to nearest, ties to even; a finite one that becomes infinite is an error. Shows progress
+ * on stderr. */
 int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result);
 
-/* Converts a row of n elements, and divides element i by divisor[i] unless divisor is NULL. Returns whether a finite one has become infinite. */
+/* Converts a row of n elements, and divides element i by divisor[i] unless divisor is NULL. Returns whether a finite
+ * one has become infinite. */
 bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *divisor);
 enum { CONVERT_RUN = 4096 };  /* elements of a row that are converted at once */
 

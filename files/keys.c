@@ -98,7 +98,8 @@ static const struct key *nearest_key(const struct key_table *t, const char *path
 	return best;
 }
 
-/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
+/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other
+ * lists. */
 static const struct key *list_path(const struct key_table *t, const struct key *k)
 {
 	char path[64];
@@ -159,9 +160,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
  * Every value comes as text, from YAML, JSON or the table's defaults, and is converted in one place.
  */
 
-/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it is
- * simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls setlocale,
- * so strtod always takes a point. */
+/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it
+ * is simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls
+ * setlocale, so strtod always takes a point. */
 static const char *read_number(const char *text, double *number, uint64_t *whole, bool *is_whole)
 {
 	static const char digit[] = "0123456789";

@@ -98,9 +98,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 /* Sets the field of a key to its default; keys of list items have none. */
 void set_default(void *structure, const struct key *k);
 
-/* Converts text and stores it in the field of a key that is no section, list or T_STRINGS; `shift` bytes further, for an item of a list. `plain`:
- * the text was written without quotes. Returns NULL when done; else what is wrong ("" when the expected type says it all), and nothing is
- * stored. */
+/* Converts text and stores it in the field of a key that is no section, list or T_STRINGS; `shift` bytes further, for
+ * an item of a list. `plain`: the text was written without quotes. Returns NULL when done; else what is wrong ("" when
+ * the expected type says it all), and nothing is stored. */
 const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
 
 /* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. */
@@ -128,7 +128,8 @@ int load_file(struct loader *l);
 /* Reads one "key.path=value" of the command line. A section that is given so replaces the one that was read before. */
 int load_override(struct loader *l, const char *argument);
 
-/* Notes that key k is given at that place. Twice is an error, but for a key of the file that the command line gives again. */
+/* Notes that key k is given at that place. Twice is an error, but for a key of the file that the command line gives
+ * again. */
 int claim_key(struct loader *l, const struct key *k, struct place at);
 
 bool key_given(const struct loader *l, const char *name);

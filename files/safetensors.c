@@ -256,7 +256,8 @@ static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_a
 	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
 }
 
-/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
+/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of
+ * nothing. NULL on error. */
 static json_t *header_make(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();

@@ -91,16 +91,17 @@ struct named_tensor {         /* a tensor in memory */
 /* The number of elements. */
 int64_t named_tensor_size(const struct named_tensor *a);
 
-/* Copies tensor a->name into a->data, converted from F64, F32, BF16 or F16. Its shape must be a's. Checks its checksum where
- * the file holds one. */
+/* Copies tensor a->name into a->data, converted from F64, F32, BF16 or F16. Its shape must be a's. Checks its checksum
+ * where the file holds one. */
 int tensors_read(const struct tensors *w, const struct named_tensor *a);
 
-/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
- * likewise. No checksum: see tensors_verify. */
+/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a
+ * vector), converted likewise. No checksum: see tensors_verify. */
 int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
 
-/* Where elements first .. first+n-1 of such a tensor are in the file, which stays mapped until w is closed. *at is NULL if they cannot be used
- * there and must be read: they can if they are bfloat16 (*bf16) or real, and aligned. No checksum either. */
+/* Where elements first .. first+n-1 of such a tensor are in the file, which stays mapped until w is closed. *at is
+ * NULL if they cannot be used there and must be read: they can if they are bfloat16 (*bf16) or real, and aligned. No
+ * checksum either. */
 int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
 
 /* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
@@ -132,8 +133,8 @@ static inline uint32_t float_to_bits(float value)
 	return bits;
 }
 
-/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the exponent, also that of subnormal
- * numbers. */
+/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the
+ * exponent, also that of subnormal numbers. */
 static inline float half_to_float(uint16_t half)
 {
 	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;

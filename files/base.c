@@ -1,5 +1,5 @@
 /*
- * files/base.c - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
+ * files/base.c - what every other file stands on: errors, memory, paths, files, JSON, checksums, progress, the clock.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -279,7 +279,7 @@ int sync_path(const char *path)
 	return rc;
 }
 
-/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+/* ----------------------------------------------------------- new files, which appear whole or not at all */
 
 /* Creates a file that was not there, with a name that no other process uses: several machines may share the
  * directory. */
@@ -313,7 +313,8 @@ int new_file_begin(struct new_file *file, const char *path)
 	struct stat st;
 	memset(file, 0, sizeof *file);
 	const bool link = lstat(path, &st) == 0 && S_ISLNK(st.st_mode);
-	char *target = link ? realpath(path, NULL) : NULL; /* NULL: a link to nowhere is written through, and makes what it points to */
+	/* NULL for a link to nowhere, which is written through and so makes what it points to. */
+	char *target = link ? realpath(path, NULL) : NULL;
 	const int rc = path_copy(file->path, target ? target : path);
 	free(target);
 	if (rc < 0)
@@ -362,7 +363,8 @@ static int take_name(struct new_file *file)
 	if (file->in_place)
 		return 0;
 	if (!*file->temporary)
-		return unlink(file->path) == 0 || errno == ENOENT ? 0 : fail("%s: cannot remove: %s", file->path, strerror(errno));
+		return unlink(file->path) == 0 || errno == ENOENT ? 0
+			: fail("%s: cannot remove: %s", file->path, strerror(errno));
 	if (rename(file->temporary, file->path) < 0)
 		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
 	*file->temporary = 0;
@@ -566,8 +568,9 @@ const json_t *json_at(const json_t *value, const char *path)
 const char *json_kind(const json_t *v)
 {
 	static const char *const kinds[] = {
-		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string", [JSON_INTEGER] = "an integer",
-		[JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false", [JSON_NULL] = "null",
+		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string",
+		[JSON_INTEGER] = "an integer", [JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false",
+		[JSON_NULL] = "null",
 	};
 	return v ? kinds[json_typeof(v)] : "missing";
 }
@@ -751,7 +754,8 @@ void progress(struct progress *p, int64_t n)
 	if (p->done)
 		format_duration(left, (p->total - p->done) * seconds / p->done);
 	if (p->total && p->total >= p->done)
-		snprintf(line, sizeof line, "%.100s: %.0f%%  %s %s/s  %s left", p->what, 100.0 * p->done / p->total, rate, p->unit, left);
+		snprintf(line, sizeof line, "%.100s: %.0f%%  %s %s/s  %s left", p->what, 100.0 * p->done / p->total, rate,
+				p->unit, left);
 	else
 		snprintf(line, sizeof line, "%.100s: %s %s  %s %s/s", p->what, amount, p->unit, rate, p->unit);
 	print_status(stderr, line, false);

@@ -1,5 +1,5 @@
 /*
- * files/base.h - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
+ * files/base.h - what every other file stands on: errors, memory, paths, files, JSON, checksums, progress, the clock.
  *
  * Functions that can fail return -1 or NULL and leave the reason in error_text.
  */
@@ -107,7 +107,7 @@ int make_directories(const char *dir);
 /* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
 int sync_path(const char *path);
 
-/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+/* ----------------------------------------------------------- new files, which appear whole or not at all */
 
 /* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and
  * gets its own name when it is complete and on disk. Until then, and after an error, a file that had the name before
@@ -179,10 +179,11 @@ const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* 
 /* The type of a value in words, "missing" for NULL. */
 const char *json_kind(const json_t *v);
 
-/* Each of these three reads a member of `object`; `where`, a file or a file and line, begins the message. */
-int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out); /* low..high */
-const char *field_text(const json_t *object, const char *where, const char *key); /* lives as long as the object; NULL on error */
-int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out); /* a CRC-32 as eight hexadecimal digits */
+/* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
+ * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */
+int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);
+const char *field_text(const json_t *object, const char *where, const char *key);
+int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);
 
 json_t *crc_to_json(uint32_t crc);
 

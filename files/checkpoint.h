@@ -29,8 +29,8 @@ struct trainer_state {
 };
 
 /* ---------------------------------------------------------------------------------------------------- writing
- * OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write its files, and, once
- * all have finished, one commits or, when any has failed, abandons it.
+ * OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write
+ * its files, and, once all have finished, one commits or, when any has failed, abandons it.
  */
 
 /* Creates the temporary directory and gives its path. Returns 1 when that checkpoint is there already: it is not

@@ -1,5 +1,5 @@
 /*
- * files/config.h - the config of a run: the table of its keys, its checks, and JSON both ways, for checkpoints and Hugging Face.
+ * files/config.h - the config of a run: the table of its keys, its checks, and JSON, for checkpoints and Hugging Face.
  */
 #ifndef LING_FILES_CONFIG_H
 #define LING_FILES_CONFIG_H
@@ -91,7 +91,7 @@ extern const struct key_table config_table;
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
-/* --------------------------------------------------------------------------------- config.json of a Hugging Face model */
+/* ------------------------------------------------------------------- config.json of a Hugging Face model */
 
 /* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class
  * BailingMoeForCausalLM. */
@@ -111,7 +111,7 @@ int config_to_huggingface(const struct model_config *m, const char *path);
  * difference in anything that changes what the model computes fails, naming the key and both values. */
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
 
-/* ------------------------------------------------------------------------------ JSON of checkpoints; the caller owns it */
+/* ---------------------------------------------------------------- JSON of checkpoints; the caller owns it */
 
 /* Every key, in nested objects. */
 json_t *config_to_json(const struct config *c);

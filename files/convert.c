@@ -1,9 +1,10 @@
 /*
  * files/convert.c - conversion of a model between Hugging Face directories, checkpoints and GGUF files.
  *
- * Hugging Face has one tensor for queries, keys and values, and one for each matrix of each expert. GGUF has three, with the rows of each query
- * and key head in another order (row 0 of the head's first half, row 0 of its second half, row 1 of its first half, and so on), and one for
- * each matrix of all experts of a layer. So each parameter is split into ranges of rows that are one behind the other in both formats, and a conversion copies each range from
+ * Hugging Face has one tensor for queries, keys and values, and one for each matrix of each expert. GGUF has three,
+ * with the rows of each query and key head in another order (row 0 of the head's first half, row 0 of its second
+ * half, row 1 of its first half, and so on), and one for each matrix of all experts of a layer. So each parameter is
+ * split into ranges of rows that are one behind the other in both formats, and a conversion copies each range from
  * its location in the source to its location in the result.
  */
 #define _GNU_SOURCE
@@ -35,7 +36,8 @@ struct source_model {
 	const json_t *metadata;    /* of a GGUF file, else NULL */
 };
 
-enum { BLOCK_BYTES = 16 << 20, BLOCK_ROWS = 8192 }; /* that are converted and written at once: at most so many bytes, or one row */
+/* At most so many bytes, or one row, are converted and written at once, and at most so many rows. */
+enum { BLOCK_BYTES = 16 << 20, BLOCK_ROWS = 8192 };
 
 struct location {             /* of a range of rows, in one format */
 	char name[MAX_NAME];       /* of the tensor */
@@ -75,7 +77,8 @@ struct converter {            /* a conversion under way */
 	struct progress progress;
 };
 
-static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16", [BF16] = "bfloat16"};
+static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16",
+		[BF16] = "bfloat16"};
 
 struct source_model *source_model_open(const char *path, struct model_config *config)
 {
@@ -87,8 +90,11 @@ struct source_model *source_model_open(const char *path, struct model_config *co
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	if (rc == 0 && S_ISDIR(st.st_mode)) {
 		char file[PATH_LEN];
-		rc = config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 || path_join(trainer, path, "trainer.json") < 0
-			|| !(s->config_json = json_read(file)) ? -1 : path_exists(trainer);
+		if (config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 ||
+				path_join(trainer, path, "trainer.json") < 0 || !(s->config_json = json_read(file)))
+			rc = -1;
+		else
+			rc = path_exists(trainer);
 		if (rc > 0) { /* a checkpoint, whose files have checksums */
 			json_t *root = json_read(trainer);
 			rc = root && trainer_check(root, trainer) == 0 ? checkpoint_check_files(path, trainer, root) : -1;
@@ -128,9 +134,11 @@ void source_model_close(struct source_model *s)
 static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 {
 	static const struct { const char *huggingface, *gguf; } names[] = {
-		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"}, {"attention.dense.weight", "attn_output"},
-		{"mlp.gate.weight", "ffn_gate_inp"}, {"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
-		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"}, {"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
+		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"},
+		{"attention.dense.weight", "attn_output"}, {"mlp.gate.weight", "ffn_gate_inp"},
+		{"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
+		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"},
+		{"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
 	};
 	int layer, length = 0;
 	char matrix[8];
@@ -153,7 +161,8 @@ static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 }
 
 /* Splits the n parameters into ranges of rows, at most three for each. Returns the number of ranges. */
-static int split_parameters(struct row_range *ranges, const struct named_tensor *params, int n, const struct model_config *c)
+static int split_parameters(struct row_range *ranges, const struct named_tensor *params, int n,
+		const struct model_config *c)
 {
 	int count = 0;
 	for (int i = 0; i < n; i++) {
@@ -183,13 +192,13 @@ static int split_parameters(struct row_range *ranges, const struct named_tensor 
 	return count;
 }
 
-/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack,
- * rows / stack, cols]. */
-static const struct tensor *find_tensor(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+/* The tensor of that name. Its shape must be [rows, cols], or, of a stack of matrices, [stack, rows / stack, cols]. */
+static const struct tensor *find_matrix(const struct tensors *w, const char *name, int64_t rows, int64_t cols,
+		int64_t stack)
 {
 	if (stack)
 		return tensor_of_shape(w, name, (int64_t[]){stack, rows / stack, cols}, 3);
-	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, cols ? 2 : 1);
+	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, 2);
 }
 
 /* Finds the tensor of the source for each range, and checks that all tensors of the source are needed. */
@@ -202,14 +211,19 @@ static int find_sources(struct converter *p)
 	for (int i = 0; i < p->num_ranges && !rc; i++) {
 		struct row_range *range = &p->ranges[i];
 		const struct location *from = s->metadata ? &range->gguf : &range->huggingface;
-		const char *name = range->lm_head && s->config.tie_word_embeddings ? s->metadata ? "token_embd.weight" : "model.word_embeddings.weight"
-			: from->name;
+		const char *name = from->name;
+		if (range->lm_head && s->config.tie_word_embeddings)
+			name = s->metadata ? "token_embd.weight" : "model.word_embeddings.weight";
 		if (s->metadata && !*name)
 			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, range->huggingface.name);
-		else if (!(range->from = find_tensor(w, name, range->vector ? range->cols : from->rows, range->vector ? 0 : range->cols, from->stack)))
-			rc = -1;
+		else if (range->vector)
+			range->from = tensor_of_shape(w, name, &range->cols, 1);
 		else
+			range->from = find_matrix(w, name, from->rows, range->cols, from->stack);
+		if (!rc && range->from)
 			needed[range->from - w->tensors] = true;
+		else
+			rc = -1;
 	}
 	for (int i = 0; i < w->count && !rc; i++)
 		if (!needed[i] && !(s->config.tie_word_embeddings && !strcmp(w->tensors[i].name, "lm_head.weight")))
@@ -222,7 +236,8 @@ static int find_sources(struct converter *p)
 /* Gives pages of a mapped file back that are not needed any more: a model may be larger than the memory. */
 static void forget_pages(const uint8_t *from, const uint8_t *end)
 {
-	const uintptr_t page = sysconf(_SC_PAGESIZE), first = ((uintptr_t)from + page - 1) / page * page, last = (uintptr_t)end / page * page;
+	const uintptr_t page = sysconf(_SC_PAGESIZE), first = ((uintptr_t)from + page - 1) / page * page,
+			last = (uintptr_t)end / page * page;
 	if (first < last)
 		madvise((void *)first, last - first, MADV_DONTNEED);
 }
@@ -244,9 +259,11 @@ static int check_tie(const struct source_model *s)
 		forget_pages(b, b + n);
 	}
 	if (!same)
-		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from model.word_embeddings.weight; set "
-				"tie_word_embeddings to false if the head was trained by itself, or remove lm_head.weight", s->path);
-	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n", s->path);
+		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from "
+				"model.word_embeddings.weight; set tie_word_embeddings to false if the head was trained by itself, or "
+				"remove lm_head.weight", s->path);
+	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n",
+			s->path);
 	return 0;
 }
 
@@ -281,10 +298,11 @@ static int make_targets(struct converter *p, enum dtype asked)
 			common = own; /* the embedding's, which is first */
 		if (k < 0) {
 			k = p->num_targets++;
-			p->targets[k] = (struct target){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols, .stack = to->stack,
-					.dtype = asked != UNKNOWN_DTYPE ? asked : own};
+			p->targets[k] = (struct target){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols,
+					.stack = to->stack, .dtype = asked != UNKNOWN_DTYPE ? asked : own};
 			if (p->to_gguf)
-				p->targets[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common; /* as llama.cpp wants them */
+				/* as llama.cpp wants them */
+				p->targets[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common;
 		} else if (asked == UNKNOWN_DTYPE && !p->to_gguf && p->targets[k].dtype != own)
 			p->targets[k].dtype = F32;
 		s->target = k;
@@ -387,7 +405,8 @@ static const uint8_t *source_row(const struct converter *p, const struct row_ran
 		const int64_t head = r / d * d, i = r % d;
 		r = head + (p->to_gguf ? i % 2 * (d / 2) + i / 2 : i % (d / 2) * 2 + i / (d / 2));
 	}
-	return tensor_bytes(s->from) + ((from_gguf ? s->gguf.row : s->huggingface.row) + r) * s->cols * dtypes[s->from->dtype].size;
+	r += from_gguf ? s->gguf.row : s->huggingface.row;
+	return tensor_bytes(s->from) + r * s->cols * dtypes[s->from->dtype].size;
 }
 
 /* Checks the checksum of the tensor that a range is from, once. */
@@ -402,7 +421,8 @@ static int verify_source(struct converter *p, const struct row_range *s)
 }
 
 /* Reports the number of a row that is too large for its new type. */
-static int fail_overflow(const struct converter *p, const struct target *k, const struct row_range *s, const uint8_t *row)
+static int fail_overflow(const struct converter *p, const struct target *k, const struct row_range *s,
+		const uint8_t *row)
 {
 	uint8_t out[8];
 	real value = 0;
@@ -414,8 +434,8 @@ static int fail_overflow(const struct converter *p, const struct target *k, cons
 		if (convert_row(out, k->dtype, in, s->from->dtype, 1, fold))
 			break;
 	}
-	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype", s->from->file->path, s->from->name,
-			(double)value, (long long)i, huggingface_dtypes[k->dtype]);
+	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype",
+			s->from->file->path, s->from->name, (double)value, (long long)i, huggingface_dtypes[k->dtype]);
 }
 
 /* Computes what the columns of lm_head are divided by: their L2 norms over the whole vocabulary, plus 1e-7, as
@@ -562,7 +582,8 @@ static int write_huggingface(struct converter *p, const struct conversion *to, c
 		bytes += target_bytes(&p->targets[i]);
 	}
 	first[++shards] = p->num_targets;
-	int rc = shards > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, shards, MAX_SHARDS) : 0;
+	int rc = shards > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size",
+			to->path, shards, MAX_SHARDS) : 0;
 	for (int i = 0; i < shards && !rc; i++) {
 		shard_path(path, dir, "model", i, shards);
 		rc = write_shard(p, first[i], first[i + 1] - first[i], path);
@@ -611,7 +632,8 @@ static int write_checkpoint(struct converter *p, const struct conversion *to)
 {
 	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* copy_files brings its files */
 	const int layers = c.model.num_hidden_layers;
-	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)), .router_std = allocate(layers * sizeof(double))};
+	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
+			.router_std = allocate(layers * sizeof(double))};
 	char dir[PATH_LEN], path[PATH_LEN];
 	for (int l = 0; l < layers; l++)
 		s.router_std[l] = 1;
@@ -655,8 +677,9 @@ static int write_gguf_header(const struct converter *p, const struct conversion 
 	if (rc == 0 && to->no_tokenizer)
 		entry_text(&m, "tokenizer.ggml.model", "no_vocab");
 	else if (rc == 0)
-		rc = s->metadata ? fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a Hugging Face directory "
-				"first", s->path) : tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size);
+		rc = !s->metadata ? tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size)
+			: fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a "
+				"Hugging Face directory first", s->path);
 	text_append(&header, GGUF_MAGIC, 4);
 	append_u32(&header, GGUF_VERSION);
 	append_u64(&header, p->num_targets);
@@ -743,16 +766,18 @@ static int check_conversion(const struct source_model *s, const struct conversio
 	if (there)
 		return there < 0 ? -1 : fail("%s: is there already; remove it, or choose another name", to->path);
 	if (to->format == FORMAT_CHECKPOINT && strcmp(name, "step-0000000"))
-		return fail("%s: a checkpoint of a run that begins is named step-0000000; expected RUN/step-0000000, from which ling train continues with "
-				"train.output_dir=RUN", to->path);
+		return fail("%s: a checkpoint of a run that begins is named step-0000000; expected RUN/step-0000000, from "
+				"which ling train continues with train.output_dir=RUN", to->path);
 	if (to->fold_norm_head && !s->config.norm_head)
 		return fail("%s: norm_head is off, so there is no NormHead to fold; perhaps it was folded before", s->path);
 	if (s->weights->dropped)
-		fprintf(stderr, "note: %s: %d rotary_emb.inv_freq tensors are left out: they follow from rope_theta\n", s->path, s->weights->dropped);
+		fprintf(stderr, "note: %s: %d rotary_emb.inv_freq tensors are left out: they follow from rope_theta\n",
+				s->path, s->weights->dropped);
 	return 0;
 }
 
-int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result)
+int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to,
+		struct converted *result)
 {
 	struct converter p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
 	enum dtype dtype = to->format == FORMAT_CHECKPOINT ? REAL_DTYPE : UNKNOWN_DTYPE;

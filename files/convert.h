@@ -27,7 +27,8 @@ struct conversion {
 	enum model_format format;
 	const char *dtype;         /* "f32", "bf16" or "f16"; NULL: each tensor keeps its own, but a checkpoint is f32 */
 	int64_t max_shard_size;    /* bytes; of a Hugging Face directory */
-	bool fold_norm_head;       /* divide lm_head by the norms of its columns, and set norm_head to false; always done for GGUF */
+	/* divide lm_head by the norms of its columns, and set norm_head to false; always done for GGUF */
+	bool fold_norm_head;
 	bool no_tokenizer;
 };
 
@@ -38,7 +39,8 @@ struct converted { int64_t tensors, bytes; };
  * place in the result, or is refused by name before anything is written. The result appears when it is complete and on
  * disk. Numbers are rounded to nearest, ties to even; a finite one that becomes infinite is an error. Shows progress
  * on stderr. */
-int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result);
+int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to,
+		struct converted *result);
 
 /* Converts a row of n elements, and divides element i by divisor[i] unless divisor is NULL. Returns whether a finite
  * one has become infinite. */

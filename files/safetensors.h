@@ -24,8 +24,8 @@ struct tensors *tensors_open(const char *path, const char *stem);
 int safetensors_open_file(struct tensors *w, const char *path);
 
 /* ---------------------------------------------------------------------------------------------------- writing
- * A file is written from front to back in bounded memory. The header is before the data but holds their checksums, so room is left for it and
- * it comes last. After an error of append, abandon.
+ * A file is written from front to back in bounded memory. The header is before the data but holds their checksums, so
+ * room is left for it and it comes last. After an error of append, abandon.
  */
 struct safetensors_writer;
 
@@ -34,7 +34,8 @@ struct safetensors_writer;
 struct safetensors_writer *safetensors_create(const char *path, const struct named_tensor *tensors, int n);
 
 /* The same for tensors of these types. */
-struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n);
+struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors,
+		const enum dtype *types, int n);
 
 /* Writes the next elements, in the order of the tensors; a call may end within a tensor or reach over several. */
 int safetensors_append(struct safetensors_writer *w, const real *data, int64_t count);

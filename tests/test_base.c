@@ -4,11 +4,8 @@
 
 #include "files/base.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 /* Fails unless a file holds this text; NULL: unless it is not there. */
@@ -212,34 +209,6 @@ static void foreign_bytes(void **state)
 	}
 }
 
-static int flock_error; /* errno of flock, or 0: it works */
-
-int flock(int fd, int operation)
-{
-	if (!flock_error)
-		return syscall(SYS_flock, fd, operation);
-	errno = flock_error;
-	return -1;
-}
-
-/* Only a lock that is held means that somebody else trains. */
-static void locks(void **state)
-{
-	(void)state;
-	const int fd = lock_directory(at("run"));
-	assert_true(fd >= 0);
-	assert_int_equal(lock_directory(at("run")), -1);
-	expect_error("run: another ling train is writing there");
-	close(fd);
-	flock_error = ENOLCK;
-	assert_int_equal(lock_directory(at("run")), -1);
-	flock_error = 0;
-	expect_error("run: cannot lock: No locks available");
-	const int again = lock_directory(at("run"));
-	assert_true(again >= 0);
-	close(again);
-}
-
 static void paths(void **state)
 {
 	(void)state;
@@ -268,7 +237,7 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files), TEST(large_integers),
-		TEST(foreign_bytes), TEST(locks), TEST(paths),
+		TEST(foreign_bytes), TEST(paths),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,21 +1,22 @@
 /*
  * data.c - what a run reads and leaves behind: token files, windows of them, loss masks; metrics.
  *
- *   Megatron's indexed dataset, the native form:
+ * The formats of token files:
+ *   Megatron's indexed dataset, which `ling tokenize` writes:
  *     PREFIX.bin   the ids, one after the other
- *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
- *                  length (i32), its byte position in .bin (i64), the sequence that each document begins with, with their
- *                  number as a last entry (i64), and perhaps a mode of each sequence (i8)
- *   llm.c's:       256 i32 (magic, version, number of ids, zeros), then the ids
- *   bare ids, as nanoGPT has them, whose type the config must tell
- * Beside each of them, PREFIX being the path without .bin:
- *   PREFIX.mask.bin   may be missing: a byte an id, 1 where the loss counts, else 0
- *   PREFIX.json       ours: the manifest, what is known of these files
+ *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's length in tokens
+ *                  (i32), its byte position in .bin (i64), the sequence that each document begins with, with the number of sequences
+ *                  as a last entry (i64), and perhaps a mode of each sequence (i8)
+ *   llm.c's .bin:  256 i32 (magic, version, number of ids, zeros), then the ids
+ *   bare ids, as nanoGPT has them; the config must name their type
+ * Beside each of them may be, PREFIX being the path without .bin:
+ *   PREFIX.mask.bin   a byte for each id: 1 where the loss counts, else 0
+ *   PREFIX.json       the manifest: what is known of these files
  *
- * Opening must not take longer for a larger file. So what needs a pass over all of it (checksums, the largest id, whether the index is sound)
- * stands in the manifest, and counts for as long as sizes and times of modification are those that it names. Where there is no such manifest
- * the pass is made, and the manifest written, if the folder allows. One that `ling tokenize` wrote also claims things: the ids' checksum, for
- * one; a file that is changed, and is not what its manifest claims, is refused.
+ * Opening a file must not take longer the larger it is. So what needs a pass over all of it (checksums, the largest id, whether the index is sound)
+ * is kept in the manifest, and is valid as long as the files have the sizes and times of modification that the manifest names. Without a valid
+ * manifest the pass is made, and a manifest is written if the folder can be written to. One that `ling tokenize` wrote also says what the file must
+ * be (the checksum of the ids, for example): if the file has changed since, it must still be that, or it is refused.
  */
 #define _GNU_SOURCE
 #include "data.h"
@@ -23,8 +24,8 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/tokenizer.h"
+#include "kernels.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <math.h>
 #include <stddef.h>
@@ -44,7 +45,7 @@ const struct token_types_row token_types[] = {
 	[6] = {"float64", 0}, [7] = {"float32", 0},
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
-#define MEGATRON_TYPES 9
+#define MEGATRON_TYPES 9 /* codes below it are Megatron's */
 
 /* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
 static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {{20240520, 1, UINT16}, {20240801, 7, UINT32}};
@@ -54,12 +55,12 @@ static int64_t token_width(const struct tokens *t)
 	return token_types[t->dtype].size;
 }
 
-static const char *const stamp_names[NUM_STAMPS] = {"bin", "idx", "mask"};
-const char *const stamp_suffixes[NUM_STAMPS] = {".bin", ".idx", ".mask.bin"};
+static const char *const token_file_names[NUM_TOKEN_FILES] = {"bin", "idx", "mask"};
+const char *const token_file_suffixes[NUM_TOKEN_FILES] = {".bin", ".idx", ".mask.bin"};
 
 /* -- the manifest -- */
 
-static json_t *stamp_to_json(const struct stamp *s)
+static json_t *file_state_to_json(const struct file_state *s)
 {
 	return s->size < 0 ? json_null() : json_pack("{s:I, s:o}", "size", (json_int_t)s->size, "modified",
 			json_sprintf("%lld.%09ld", (long long)s->modified.tv_sec, s->modified.tv_nsec));
@@ -74,36 +75,36 @@ json_t *manifest_to_json(const struct manifest *m)
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
 			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
 			"learned", (json_int_t)m->loss_tokens, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
-	for (int i = 0; i < NUM_STAMPS; i++)
-		json_object_set_new(files, stamp_names[i], stamp_to_json(&m->stamps[i]));
+	for (int i = 0; i < NUM_TOKEN_FILES; i++)
+		json_object_set_new(files, token_file_names[i], file_state_to_json(&m->files[i]));
 	json_object_set_new(root, "files", files);
 	return root;
 }
 
-/* A stamp that cannot be read, as that of an older manifest, is one that no file has. */
-static struct stamp stamp_from_json(const json_t *v)
+/* What cannot be read, such as an older manifest's, becomes size -2, which no file has. */
+static struct file_state file_state_from_json(const json_t *v)
 {
-	struct stamp s = {-2, {0, 0}};
+	struct file_state s = {-2, {0, 0}};
 	const char *text = json_string_value(json_object_get(v, "modified"));
 	long long seconds;
 	long nanoseconds;
 	if (json_is_null(v))
 		s.size = -1;
 	else if (text && sscanf(text, "%lld.%9ld", &seconds, &nanoseconds) == 2 && json_is_integer(json_object_get(v, "size")))
-		s = (struct stamp){json_integer_value(json_object_get(v, "size")), {seconds, nanoseconds}};
+		s = (struct file_state){json_integer_value(json_object_get(v, "size")), {seconds, nanoseconds}};
 	return s;
 }
 
-static bool same_stamps(const struct stamp *a, const struct stamp *b)
+static bool same_file_states(const struct file_state *a, const struct file_state *b)
 {
-	for (int i = 0; i < NUM_STAMPS; i++)
+	for (int i = 0; i < NUM_TOKEN_FILES; i++)
 		if (a[i].size != b[i].size || (a[i].size >= 0 &&
 				(a[i].modified.tv_sec != b[i].modified.tv_sec || a[i].modified.tv_nsec != b[i].modified.tv_nsec)))
 			return false;
 	return true;
 }
 
-/* The code of an integer type's name, or 0. */
+/* The code of an integer type by its name, or 0. */
 static int token_type(const char *name)
 {
 	for (int i = 0; i < NUM_TOKEN_TYPES; i++)
@@ -121,7 +122,7 @@ int manifest_check_format(const char *path, const json_t *root)
 	return 0;
 }
 
-/* Reads the manifest. What it lacks because it is of an older version is -1 or a stamp that no file has. */
+/* What an older version of the manifest does not have becomes -1, or the state of no file. */
 static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
 {
 	if (manifest_check_format(path, root) < 0)
@@ -147,12 +148,12 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
 			field_int(root, path, "learned", 0, m->tokens, &m->loss_tokens) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
 		return -1;
-	for (int i = 0; i < NUM_STAMPS; i++)
-		m->stamps[i] = stamp_from_json(json_object_get(files, stamp_names[i]));
+	for (int i = 0; i < NUM_TOKEN_FILES; i++)
+		m->files[i] = file_state_from_json(json_object_get(files, token_file_names[i]));
 	return 0;
 }
 
-/* 1 when there is a manifest, else 0. */
+/* Reads a manifest. Returns 1 when there is one, 0 when not, -1 on error. */
 static int manifest_read(struct manifest *m, const char *path)
 {
 	int there = path_exists(path);
@@ -164,30 +165,30 @@ static int manifest_read(struct manifest *m, const char *path)
 	return rc < 0 ? -1 : 1;
 }
 
-/* Compares what a tokenizer's manifest claims with what the files were found to be. */
-static int manifest_check(const struct manifest *claimed, const struct manifest *is, const char *path, const char *bin)
+/* Compares what a manifest of `ling tokenize` says with what the files are. bin: the path of the ids. */
+static int manifest_check(const struct manifest *claimed, const struct manifest *actual, const char *path, const char *bin)
 {
-	if (claimed->dtype != is->dtype)
-		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name, token_types[is->dtype].name);
-	if (claimed->tokens != is->tokens)
-		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens, (long long)is->tokens);
-	if (claimed->documents != is->documents)
-		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents, (long long)is->documents);
-	if (claimed->crc32 != is->crc32)
+	if (claimed->dtype != actual->dtype)
+		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name, token_types[actual->dtype].name);
+	if (claimed->tokens != actual->tokens)
+		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens, (long long)actual->tokens);
+	if (claimed->documents != actual->documents)
+		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents, (long long)actual->documents);
+	if (claimed->crc32 != actual->crc32)
 		return fail("%s: `crc32` is %08x; that of %s is %08x: it is damaged, or the manifest is of another file", path,
-				(unsigned)claimed->crc32, bin, (unsigned)is->crc32);
-	if (claimed->loss_tokens >= 0 && claimed->mask_crc32 != is->mask_crc32)
+				(unsigned)claimed->crc32, bin, (unsigned)actual->crc32);
+	if (claimed->loss_tokens >= 0 && claimed->mask_crc32 != actual->mask_crc32)
 		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of another file", path,
-				(unsigned)claimed->mask_crc32, bin, (unsigned)is->mask_crc32);
+				(unsigned)claimed->mask_crc32, bin, (unsigned)actual->mask_crc32);
 	return 0;
 }
 
-/* What must hold of a manifest by the byte tokenizer, whoever vouches for the rest. */
+/* Checks what is always true of a file made by the byte tokenizer, even if the manifest is valid. */
 static int manifest_check_bytes(const struct manifest *m, const char *path)
 {
 	if (strcmp(m->tokenizer, BYTE_TOKENIZER))
 		return 0;
-	if (m->bytes != m->tokens - m->documents) /* a token a byte, and one to end each document */
+	if (m->bytes != m->tokens - m->documents) /* a token for each byte, and one that ends each document */
 		return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)m->bytes, (long long)(m->tokens - m->documents));
 	if (m->vocab_size != BYTE_VOCAB)
 		return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)m->vocab_size, BYTE_VOCAB);
@@ -210,7 +211,7 @@ static struct index index_of(const struct tokens *t)
 	return x;
 }
 
-/* Checks the header of an index: then its arrays lie within the file. Sets dtype, count and documents. */
+/* Checks the header of an index, after which its arrays are known to lie within the file. Sets dtype, count and documents. */
 static int index_header(struct tokens *t, const char *path)
 {
 	const uint8_t *idx = t->idx.data;
@@ -294,31 +295,31 @@ static int llm_c_header(struct tokens *t)
 			"{path: ..., dtype: uint16}", t->path);
 }
 
-int stamp_file(struct stamp *s, const char *path)
+int file_state_read(struct file_state *s, const char *path)
 {
 	struct stat st;
 	if (stat(path, &st) < 0) {
-		*s = (struct stamp){-1, {0, 0}};
+		*s = (struct file_state){-1, {0, 0}};
 		return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", path, strerror(errno));
 	}
-	*s = (struct stamp){st.st_size, st.st_mtim};
+	*s = (struct file_state){st.st_size, st.st_mtim};
 	return 0;
 }
 
-int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format)
+int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix, int format)
 {
 	char name[PATH_LEN];
-	for (int i = 0; i < NUM_STAMPS; i++) {
-		if (i == STAMP_IDX && format != MEGATRON)
-			stamps[i] = (struct stamp){-1, {0, 0}};
-		else if (path_suffix(name, prefix, stamp_suffixes[i]) < 0 || stamp_file(&stamps[i], i == STAMP_BIN ? path : name) < 0)
+	for (int i = 0; i < NUM_TOKEN_FILES; i++) {
+		if (i == TOKEN_FILE_IDX && format != MEGATRON)
+			states[i] = (struct file_state){-1, {0, 0}};
+		else if (path_suffix(name, prefix, token_file_suffixes[i]) < 0 || file_state_read(&states[i], i == TOKEN_FILE_BIN ? path : name) < 0)
 			return -1;
 	}
 	return 0;
 }
 
-/* Finds out what `path` names, maps its files, and checks their headers. Sets prefix, and stamps as they were before the files were mapped. */
-static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN], struct stamp stamps[NUM_STAMPS])
+/* Finds out which format `path` is of, maps its files and checks their headers. Sets prefix, and the states of the files before they were mapped. */
+static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN], struct file_state states[NUM_TOKEN_FILES])
 {
 	char name[PATH_LEN];
 	const size_t n = strlen(path);
@@ -331,7 +332,7 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 		return -1;
 	const bool bare = strcmp(dtype, "none"), there = stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
 	t->format = bare ? BARE_IDS : there && access(name, F_OK) < 0 ? LLM_C : MEGATRON;
-	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) || stamps_take(stamps, t->path, prefix, t->format) < 0 ||
+	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) || token_file_states(states, t->path, prefix, t->format) < 0 ||
 			map_file(t->path, &t->bin.data, &t->bin.size) < 0)
 		return -1;
 	t->ids = t->bin.data;
@@ -347,9 +348,9 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 			return fail("%s: its %zu bytes are no whole number of %s ids", path, t->bin.size, dtype);
 		t->count = t->bin.size / token_width(t);
 	}
-	if (path_suffix(name, prefix, stamp_suffixes[STAMP_MASK]) < 0)
+	if (path_suffix(name, prefix, token_file_suffixes[TOKEN_FILE_MASK]) < 0)
 		return -1;
-	if (stamps[STAMP_MASK].size >= 0) {
+	if (states[TOKEN_FILE_MASK].size >= 0) {
 		if (map_file(name, &t->mask.data, &t->mask.size) < 0)
 			return -1;
 		if ((int64_t)t->mask.size != t->count)
@@ -359,7 +360,7 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 	return 0;
 }
 
-/* The largest of ids [i, end), which are at most 2^63 - 1; a negative one is huge here. */
+/* The largest of ids [i, end). A negative id counts as one above 2^63. */
 static uint64_t largest_id(const struct tokens *t, int64_t i, int64_t end)
 {
 	uint64_t largest = 0;
@@ -393,14 +394,14 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
 
-/* What is known of a block of ids. */
+/* What a pass over a block of ids, or over all, finds. */
 struct scanned { uint32_t crc32, mask_crc32; uint64_t largest; int64_t loss_tokens; };
 
 static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t end)
 {
 	const int64_t cached = 1 << 14, width = token_width(t);
 	struct scanned s = {0};
-	for (int64_t i = begin, next; i < end; i = next) { /* in pieces that stay in the cache: two passes, or four, over each */
+	for (int64_t i = begin, next; i < end; i = next) { /* in parts that stay in the cache, for there are two to four passes over each */
 		next = end - i < cached ? end : i + cached;
 		const uint64_t largest = largest_id(t, i, next);
 		s.largest = largest > s.largest ? largest : s.largest;
@@ -439,7 +440,7 @@ static struct scanned tokens_scan(const struct tokens *t)
 	return all;
 }
 
-/* Makes the pass over the files that a manifest spares: *found is what they are. */
+/* Makes the pass over the files that a valid manifest saves: *found is what they are, less `files` and what only a tokenizer knows. */
 static int tokens_examine(const struct tokens *t, const char *prefix, struct manifest *found)
 {
 	char name[PATH_LEN];
@@ -455,8 +456,8 @@ static int tokens_examine(const struct tokens *t, const char *prefix, struct man
 	return 0;
 }
 
-/* Leaves what was found for the next time. A folder that cannot be written to is no error. */
-static void manifest_leave(const struct manifest *m, const char *path)
+/* Writes a manifest for the next time. It is not an error if that fails, as in a folder that cannot be written to. */
+static void manifest_save(const struct manifest *m, const char *path)
 {
 	char kept[sizeof error_text];
 	json_t *json = manifest_to_json(m);
@@ -471,13 +472,13 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 {
 	char prefix[PATH_LEN], manifest_path[PATH_LEN];
 	struct manifest m, found = {0};
-	if (tokens_map(t, path, dtype, prefix, found.stamps) < 0 || path_suffix(manifest_path, prefix, ".json") < 0)
+	if (tokens_map(t, path, dtype, prefix, found.files) < 0 || path_suffix(manifest_path, prefix, ".json") < 0)
 		return -1;
 	const int there = manifest_read(&m, manifest_path);
 	if (there < 0)
 		return -1;
-	const bool vouched = there && same_stamps(m.stamps, found.stamps) && m.tokens == t->count && m.documents == t->documents && m.dtype == t->dtype;
-	if (!vouched) {
+	const bool valid = there && same_file_states(m.files, found.files) && m.tokens == t->count && m.documents == t->documents && m.dtype == t->dtype;
+	if (!valid) {
 		if (tokens_examine(t, prefix, &found) < 0)
 			return -1;
 		if (there && *m.tokenizer) {
@@ -494,8 +495,8 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 	const int64_t limit = narrower ? m.vocab_size : vocab_size;
 	if (m.largest_id >= limit)
 		return fail_id(t, 0, limit, narrower ? "its manifest" : "the model");
-	if (!vouched)
-		manifest_leave(&m, manifest_path);
+	if (!valid)
+		manifest_save(&m, manifest_path);
 	memcpy(t->tokenizer, m.tokenizer, sizeof t->tokenizer);
 	t->tokenizer_hash = m.tokenizer_hash;
 	t->vocab_size = vocab_size;
@@ -542,7 +543,7 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 			target[i] = -1;
 }
 
-/* The token that document i begins with, 0 <= i <= t->documents. The index was checked, but files can change. */
+/* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have changed since it was opened. */
 static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
 {
 	const struct index x = index_of(t);
@@ -554,7 +555,7 @@ static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
 	return 0;
 }
 
-/* The same from an index: a search for the document of the first token, then the next ones. */
+/* tokens_documents with an index: a binary search for the document of the first token, then the documents that follow. */
 static int indexed_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
 {
 	int64_t low = 0, high = t->documents, begin = 0, next;
@@ -601,8 +602,6 @@ int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *
 	}
 	return 0;
 }
-
-/* -- making them -- */
 
 /* ============================================================================================================
  * Metrics: OUTPUT_DIR/metrics.jsonl, one strict JSON object a step, steps rising
@@ -809,24 +808,29 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 	return rc;
 }
 
+/* ============================================================================================================
+ * Windows
+ * ========================================================================================================== */
+
 int64_t count_windows(const struct tokens *t, int64_t L)
 {
 	return t->count > L ? (t->count - 1) / L : 0;
 }
 
-int reading_of(struct reading *r, const struct config *c)
+int data_options_init(struct data_options *o, const struct config *c)
 {
-	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	*o = (struct data_options){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask,
+			c->data.document_token};
 	if (!strcmp(c->data.tokenizer, "none"))
 		return 0;
 	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
 	if (!t)
 		return -1;
 	const int size = tokenizer_size(t);
-	r->tokenizer_hash = tokenizer_hash(t);
+	o->tokenizer_hash = tokenizer_hash(t);
 	tokenizer_close(t);
-	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
-			c->data.tokenizer, size, c->model.vocab_size);
+	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most "
+			"model.vocab_size, which is %d", c->data.tokenizer, size, c->model.vocab_size);
 }
 
 int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
@@ -837,7 +841,8 @@ int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input,
 	return document ? tokens_documents(data, i * L, L, document, target) : 0;
 }
 
-/* Fails when the loss counts for no target of the first `windows` windows. The search ends at the first that does. */
+/* Fails when the loss counts for no target of the first `windows` windows. Reads no further than the first window that
+ * has one. */
 static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
 {
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
@@ -849,32 +854,159 @@ static int check_targets(const struct tokens *data, int64_t windows, int64_t L, 
 		for (int64_t t = 0; t < L; t++)
 			counts |= target[t] >= 0;
 	free(input);
-	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; expected a mask%s that leaves some",
-			data->path, (long long)windows, (long long)L, document_mask ? " or documents of more than one token" : "");
+	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; "
+			"expected a mask%s that leaves some", data->path, (long long)windows, (long long)L,
+			document_mask ? " or documents of more than one token" : "");
 }
 
-int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows)
+int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows)
 {
 	const char *path = source->path;
-	const int64_t L = r->seq_len;
-	if (tokens_open(t, path, source->dtype, r->vocab_size) < 0)
+	const int64_t L = o->seq_len;
+	if (tokens_open(t, path, source->dtype, o->vocab_size) < 0)
 		return -1;
 	int rc = 0;
 	if (count_windows(t, L) == 0)
-		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
-				(long long)L + 1);
-	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
-		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
-				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
-	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
-		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
-	else if (r->document_token >= r->vocab_size)
-		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that separates documents, 0 to %d",
-				r->document_token, r->vocab_size, r->vocab_size - 1);
-	t->document_token = r->document_token;
-	if (rc == 0)
-		rc = check_targets(t, max_windows && max_windows < count_windows(t, L) ? max_windows : count_windows(t, L), L, r->document_mask);
+		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count,
+				(long long)L, (long long)L + 1);
+	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path,
+				t->tokenizer, (unsigned)t->tokenizer_hash, o->tokenizer, (unsigned)o->tokenizer_hash);
+	else if (o->document_mask && t->documents < 0 && o->document_token < 0)
+		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them "
+				"as document_token", path);
+	else if (o->document_token >= o->vocab_size)
+		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that "
+				"separates documents, 0 to %d", o->document_token, o->vocab_size, o->vocab_size - 1);
+	t->document_token = o->document_token;
+	if (rc == 0) {
+		const int64_t all = count_windows(t, L);
+		rc = check_targets(t, max_windows && max_windows < all ? max_windows : all, L, o->document_mask);
+	}
 	if (rc < 0)
 		tokens_close(t);
 	return rc;
+}
+
+/* ============================================================================================================
+ * The blend
+ * ========================================================================================================== */
+
+int blend_open(struct blend *b, const struct config *c, const struct data_options *o)
+{
+	*b = (struct blend){.seq_len = o->seq_len, .seed = c->train.seed, .shuffle = c->data.shuffle};
+	for (; b->num_files < c->data.num_train; b->num_files++)
+		if (open_data(&b->files[b->num_files], &c->data.train[b->num_files], o, 0) < 0)
+			return -1;
+	return 0;
+}
+
+void blend_close(struct blend *b)
+{
+	for (int i = 0; i < b->num_files; i++)
+		tokens_close(&b->files[i]);
+	*b = (struct blend){0};
+}
+
+#define WHOLE 4294967296.0 /* 2^32: what the shares of all sources add up to, see struct source_state */
+
+void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s)
+{
+	double weights = 0;
+	for (int i = 0; i < b->num_files; i++)
+		weights += c->data.train[i].weight;
+	s->num_sources = b->num_files;
+	for (int i = 0; i < b->num_files; i++) {
+		const double weight = c->data.train[i].weight;
+		const int64_t share = llround(weight / weights * WHOLE);
+		s->sources[i] = (struct source_state){.tokens = b->files[i].count, .crc32 = b->files[i].crc32, .order = i,
+				.share = weight > 0 && share == 0 ? 1 : share}; /* a small weight is not no weight */
+	}
+}
+
+static bool same_file(const struct source_state *a, const struct source_state *b)
+{
+	return a->tokens == b->tokens && a->crc32 == b->crc32;
+}
+
+/* Fails where the blend `now` is not that of the state, and says what differs first. */
+static int check_blend(const struct blend *b, const struct trainer_state *now, const struct trainer_state *s,
+		const char *dir)
+{
+	char what[2 * PATH_LEN];
+	const int n = now->num_sources;
+	int i = 0;
+	while (i < n && i < s->num_sources && same_file(&now->sources[i], &s->sources[i]) &&
+			now->sources[i].share == s->sources[i].share)
+		i++;
+	if (i == n && n == s->num_sources)
+		return 0;
+	const struct source_state *found = &now->sources[i], *expected = &s->sources[i];
+	if (n != s->num_sources)
+		snprintf(what, sizeof what, "data.train: found %d token files; the run of %s has %d", n, dir, s->num_sources);
+	else if (found->share != expected->share)
+		snprintf(what, sizeof what, "data.train: %s gives %.4g%% of the samples; in the run of %s it is %.4g%%",
+				b->files[i].path, 100 * found->share / WHOLE, dir, 100 * expected->share / WHOLE);
+	else
+		snprintf(what, sizeof what, "data.train: %s holds other tokens (%lld, CRC-32 %08x) than the run of %s was "
+				"started with (%lld, %08x)", b->files[i].path, (long long)found->tokens, found->crc32, dir,
+				(long long)expected->tokens, expected->crc32);
+	return fail("%s; set it back, or choose another train.output_dir, or, to change the blend here on purpose, set "
+			"data.blend_from_step=%lld", what, (long long)s->step);
+}
+
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir)
+{
+	struct trainer_state now = {0};
+	blend_begin(b, c, &now);
+	if (check_blend(b, &now, s, dir) == 0)
+		return 0;
+	if (s->step != c->data.blend_from_step)
+		return -1;
+	int next_order = 0;
+	for (int j = 0; j < s->num_sources; j++)
+		next_order = s->sources[j].order >= next_order ? s->sources[j].order + 1 : next_order;
+	for (int i = 0; i < now.num_sources; i++) {
+		int j = 0;
+		while (j < s->num_sources && !same_file(&s->sources[j], &now.sources[i]))
+			j++;
+		const bool known = j < s->num_sources;
+		now.sources[i].order = known ? s->sources[j].order : next_order++;
+		now.sources[i].taken = known ? s->sources[j].taken : 0;
+		if (known)
+			s->sources[j].tokens = -1; /* the same file may be in the blend twice */
+	}
+	memcpy(s->sources, now.sources, sizeof s->sources);
+	s->num_sources = now.num_sources;
+	return 1;
+}
+
+/* The source of the next sample. Every source is credited with its share; the one with the most credit, the first
+ * among equals, gives the sample and pays one whole sample for it. So no source is ever ahead of its share by a whole
+ * sample. */
+static int next_source(struct source_state *sources, int n)
+{
+	int64_t shares = 0;
+	int best = -1;
+	for (int i = 0; i < n; i++) {
+		sources[i].credit += sources[i].share;
+		shares += sources[i].share;
+		if (sources[i].share && (best < 0 || sources[i].credit > sources[best].credit))
+			best = i;
+	}
+	sources[best].credit -= shares;
+	return best;
+}
+
+struct blend_sample blend_next(const struct blend *b, struct source_state *sources)
+{
+	const int file = next_source(sources, b->num_files);
+	struct source_state *source = &sources[file];
+	/* Sample number n of a file is window n mod N of epoch n / N, N being its windows; or, shuffled, the image of that
+	 * window under the epoch's permutation. */
+	const int64_t windows = count_windows(&b->files[file], b->seq_len), n = source->taken++, epoch = n / windows;
+	const struct random_stream order = {.seed = b->seed, .purpose = RANDOM_SHUFFLE + source->order,
+			.step = (uint32_t)epoch};
+	return (struct blend_sample){file, b->shuffle ? (int64_t)random_permute(n % windows, windows, &order)
+			: n % windows};
 }

@@ -16,31 +16,33 @@
 
 /* -- token files -- */
 
-struct tokens {                /* a token file, mapped */
+struct tokens {                /* a token file, mapped; see data.c for the formats */
 	char path[PATH_LEN];         /* of the ids */
-	int format;                  /* Megatron's indexed dataset, llm.c's .bin, or bare ids */
-	int dtype;                   /* Megatron's code of the ids' type, or 9: uint32 */
+	int format;                  /* MEGATRON, LLM_C or BARE_IDS */
+	int dtype;                   /* of the ids: a code of TOKEN_TYPES */
 	int64_t count;               /* tokens */
-	int64_t documents;           /* of an indexed dataset, else -1 */
-	const uint8_t *ids, *loss_mask; /* loss_mask [count]: 0 where the loss does not count; NULL: it counts everywhere */
-	char tokenizer[PATH_LEN];    /* from the manifest; "" when it does not tell */
-	uint32_t tokenizer_hash;     /* where it tells */
-	uint32_t crc32;              /* of the ids, with the loss mask behind them */
-	int vocab_size;              /* ids are beneath it */
-	int32_t document_token;      /* see tokens_documents; -1 once opened */
+	int64_t documents;           /* of an indexed dataset; else -1 */
+	const uint8_t *ids;          /* [count] of that type */
+	const uint8_t *loss_mask;    /* [count] 0 where the loss does not count, else 1; NULL: it counts everywhere */
+	char tokenizer[PATH_LEN];    /* the name of the tokenizer that made it, from the manifest; "" when that is not known */
+	uint32_t tokenizer_hash;     /* its hash, when it is known */
+	uint32_t crc32;              /* of the bytes of the ids and of the loss mask behind them */
+	int vocab_size;              /* ids are 0 .. vocab_size - 1 */
+	int32_t document_token;      /* see tokens_documents(); -1: not set */
 	struct file_map bin, idx, mask;
 };
-/* Opens PREFIX of an indexed dataset (PREFIX.bin, PREFIX.idx), an llm.c .bin file or, with another dtype than "none", a file of bare ids. Everything
- * is checked, every id against vocab_size included, unless a manifest vouches for the files as they are; where none does and the folder
- * can be written to, one is left. On error *t is empty. */
+/* Opens an indexed dataset by its PREFIX (PREFIX.bin, PREFIX.idx), an llm.c .bin file, or, with a dtype that is not "none", a file of bare ids.
+ * Everything is checked, every id against vocab_size included, unless a manifest says that these files have been checked. If none does, one is written
+ * where the folder can be written to. On error *t is empty. */
 int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab_size);
-/* Copies tokens [start, start+n); the range must lie within the file. An id outside the vocabulary is an error here too: files can change. */
+/* Copies tokens [start, start+n), which must lie within the file. An id outside the vocabulary is an error here too: the file may have changed. */
 int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
-/* Of the targets of tokens [start, start+n), which are tokens [start+1, start+1+n): makes those -1 that the loss mask leaves out. */
+/* target [n]: tokens [start+1, start+1+n), the targets of tokens [start, start+n). Makes those -1 that the loss mask leaves out. */
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target);
-/* Where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. Where the next token is of another document, the
- * target becomes -1, unless it is a separator. Documents are those of the index. Without one they are told by document_token, which must be
- * set: it begins a document of an llm.c file, and ends one of a file of bare ids, for so they are made. */
+/* document [n]: where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. target [n] as in tokens_mask(): where
+ * the next token is of another document it becomes -1, except that a separator stays a target. With an index, documents are those of the index.
+ * Without one, document_token separates them and must be set: in an llm.c file it begins a document, in a file of bare ids it ends one, because that is
+ * how the programs that write them do it. */
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
 
@@ -84,11 +86,10 @@ extern const struct token_types_row { const char *name; int size; } token_types[
 #define UINT16 8
 #define UINT32 9
 
-/* What the files are: how large, and when they were changed last. */
-struct stamp { int64_t size; struct timespec modified; }; /* size -1: no such file */
-enum { STAMP_BIN, STAMP_IDX, STAMP_MASK, NUM_STAMPS };
+struct file_state { int64_t size; struct timespec modified; }; /* bytes, and the time of the last change; size -1: there is no such file */
+enum { TOKEN_FILE_BIN, TOKEN_FILE_IDX, TOKEN_FILE_MASK, NUM_TOKEN_FILES };
 
-extern const char *const stamp_suffixes[NUM_STAMPS];
+extern const char *const token_file_suffixes[NUM_TOKEN_FILES];
 
 struct manifest {
 	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
@@ -98,7 +99,7 @@ struct manifest {
 	int64_t tokens, documents;   /* documents -1: not told by the file */
 	int64_t largest_id, loss_tokens;
 	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
-	struct stamp stamps[NUM_STAMPS];
+	struct file_state files[NUM_TOKEN_FILES];
 };
 
 /* The manifest as JSON, which the caller owns. */
@@ -106,11 +107,12 @@ json_t *manifest_to_json(const struct manifest *m);
 
 int manifest_check_format(const char *path, const json_t *root);
 
-/* Fails when the file has no regular size. */
-int stamp_file(struct stamp *s, const char *path);
+/* That there is no such file is not an error. */
+int file_state_read(struct file_state *s, const char *path);
 
-/* Takes the stamps of a token file's companions and of the ids at `path`. */
-int stamps_take(struct stamp stamps[NUM_STAMPS], const char *path, const char *prefix, int format);
+/* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin. format: MEGATRON, LLM_C or
+ * BARE_IDS; only the first has an .idx. */
+int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix, int format);
 
 int64_t id_at(const struct tokens *t, int64_t i);
 
@@ -122,21 +124,57 @@ int64_t id_at(const struct tokens *t, int64_t i);
 #define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
 #endif
 
-/* Windows of L inputs and L shifted targets in a token file. */
+/* -- windows: what a model trains on and is evaluated on -- */
+
+/* Window i of a token file is tokens [i L, i L + L], L = seq_len: L inputs, and as targets the same shifted by one.
+ * Returns the number of windows; tokens that do not fill one at the end are left out. */
 int64_t count_windows(const struct tokens *t, int64_t L);
 
-/* How token files are read. tokenizer "none", document_token -1: not known. */
-struct reading { const char *tokenizer; uint32_t tokenizer_hash; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
-
-/* What the config says of it. The tokenizer's ids must be the model's. */
-int reading_of(struct reading *r, const struct config *c);
-
-/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
- * document begins in the window [L]. */
+/* Copies window i: inputs [L]; targets [L], -1 where the loss does not count; and, unless document is NULL, where in
+ * the window each input's document begins [L], see tokens_documents. */
 int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document);
 
-/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, tell where its
- * documents begin if they are masked, and have a target that counts in its first max_windows windows (0: in any). */
-int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows);
+/* What a token file must agree with, and how it is read. */
+struct data_options {
+	const char *tokenizer;       /* its name; "none": not known */
+	uint32_t tokenizer_hash;
+	int vocab_size;              /* of the model: ids are 0 .. vocab_size - 1 */
+	int64_t seq_len;
+	bool document_mask;          /* attention and targets stay within a document */
+	int document_token;          /* separates documents in a file without an index; -1: not known */
+};
+
+/* Takes the options from a config. Fails when the tokenizer has more tokens than the model. */
+int data_options_init(struct data_options *o, const struct config *c);
+
+/* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
+ * that and its own are known; tell where its documents begin, if they are masked; and have a target that counts in its
+ * first max_windows windows (0: in any). */
+int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
+
+/* -- the blend: from which file, and from where in it, each sample of a run comes. This is a function of the shares,
+ *    the seed and the number of samples before it alone. What must be remembered between samples is in struct
+ *    source_state (files/checkpoint.h), one for each file. -- */
+
+struct blend {
+	struct tokens files[MAX_SOURCES];
+	int num_files;
+	int64_t seq_len;
+	uint64_t seed;
+	bool shuffle;                /* each epoch of a file has its windows in an order of its own */
+};
+
+/* Opens the files of data.train. On error what is open stays so until blend_close. */
+int blend_open(struct blend *b, const struct config *c, const struct data_options *o);
+void blend_close(struct blend *b);
+/* The state before the first sample. */
+void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s);
+/* Compares the files and shares of the config with those of the state, which was read from checkpoint `dir`. Returns 0
+ * when they are the same. Where they differ, that is an error; but if data.blend_from_step is the state's step, the
+ * new blend begins there: 1. Then each file that was in it before goes on from where it stands. */
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir);
+/* Draws the next sample: window `window` of file `file`. Advances the states of the sources, sources [num_files]. */
+struct blend_sample { int file; int64_t window; };
+struct blend_sample blend_next(const struct blend *b, struct source_state *sources);
 
 #endif

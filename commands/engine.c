@@ -5,6 +5,7 @@
 #include "commands/engine.h"
 
 #include "files/base.h"
+#include "files/collections.h"
 #include "kernels.h"
 #include "files/tokenizer.h"
 #include "ling.h"
@@ -53,32 +54,28 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
  * taken from it, the first one last. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 
-static bool ranks_before(const struct ranking *r, int32_t a, int32_t b)
+/* A heap_order of ids; the context is the logits. */
+static bool ranks_before(const void *a, const void *b, const void *context)
 {
-	return r->logits[a] > r->logits[b] || (r->logits[a] == r->logits[b] && a < b);
+	const real *logits = context;
+	const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+	return logits[x] > logits[y] || (logits[x] == logits[y] && x < y);
 }
 
-/* Moves entry i of a heap of n entries down to its place. */
-static void sift_down(struct ranking *r, int64_t i, int64_t n)
+/* Puts an id into its place at or below entry i of a heap of n entries. */
+static void sift_down(struct ranking *r, int64_t i, int64_t n, int32_t id)
 {
-	const int32_t id = r->id[i];
-	for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-		child += child + 1 < n && ranks_before(r, r->id[child + 1], r->id[child]);
-		if (!ranks_before(r, r->id[child], id))
-			break;
-		r->id[i] = r->id[child];
-	}
-	r->id[i] = id;
+	heap_sink(r->id, i, n, sizeof id, &id, ranks_before, r->logits);
 }
 
 /* The id of rank i, counted from 0. */
 static int32_t id_of_rank(struct ranking *r, int64_t i)
 {
-	for (int64_t last; r->taken <= i; sift_down(r, 0, last)) {
-		last = r->size - 1 - r->taken++;
+	while (r->taken <= i) {
+		const int64_t last = r->size - 1 - r->taken++;
 		const int32_t id = r->id[last];
 		r->id[last] = r->id[0];
-		r->id[0] = id;
+		sift_down(r, 0, last, id);
 	}
 	return r->id[r->size - 1 - i];
 }
@@ -113,7 +110,7 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 	for (int64_t v = 0; v < V; v++)
 		scratch[v] = (int32_t)v;
 	for (int64_t i = V / 2 - 1; i >= 0 && !all; i--)
-		sift_down(&r, i, V);
+		sift_down(&r, i, V, scratch[i]);
 	double total = 0, sum = 0;
 	for (int64_t i = 0; i < k; i++)
 		total += PROBABILITY(k == V ? i : id_of_rank(&r, i));
@@ -162,7 +159,7 @@ static void add_token(struct request *r, int32_t id, const struct tokenizer *t, 
 	}
 	/* A stop text may have begun in the tokens before. */
 	const size_t longest = longest_stop(&g->stop), from = r->text.size < longest ? 0 : r->text.size - longest;
-	put_id(&r->ids, id);
+	append_id(&r->ids, id);
 	tokenizer_decode(t, id, false, &r->text);
 	const size_t end = find_stop(&r->text, from, &g->stop);
 	if (end < r->text.size) {
@@ -236,10 +233,10 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
 	const double bytes = (double)num_slots * kv_cache_bytes(m, capacity);
-	if (bytes + m->acts_bytes > machine_memory())
-		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: "
+	if (bytes + m->acts_bytes > usable_memory(""))
+		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: "
 				"make batch or max_tokens smaller", num_slots, (long long)capacity, bytes / 1e9,
-				machine_memory() / 1e9);
+				usable_memory("") / 1e9);
 	real *logits = malloc(g->batch * V * sizeof *logits);
 	int32_t *scratch = malloc(V * sizeof *scratch);
 	int rc = 0;

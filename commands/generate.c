@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 #include "files/tokenizer.h"
+#include "files/unicode.h"
 #include "files/text.h"
 #include "parallel.h"
 #include "ling.h"

@@ -8,6 +8,7 @@
 #include "files/base.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "ling.h"
 #include "commands/engine.h"
@@ -186,7 +187,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 	x->cut = cut > 0;
 	x->num_tokens = shared + bare - cut;
 	if (bare)
-		put_id(&w->ids, begin);
+		append_id(&w->ids, begin);
 	append_ids(&w->ids, full[0].id + cut, shared - cut);
 	for (int c = 0; c < n; c++) {
 		const int64_t first_scored = common_prefix(context, &full[c]) + bare - cut;
@@ -226,7 +227,7 @@ static int encode_document(struct task_work *w, int64_t i, struct encoder *e, in
 	int32_t before;
 	if (begin_token(w, &w->task->samples.sample[i], &before) < 0)
 		return -1;
-	put_id(&w->ids, before);
+	append_id(&w->ids, before);
 	if (encode(e, text->data, text->size, true, &w->ids) < 0)
 		return -1;
 	const int64_t n = w->ids.count - begin - 1; /* tokens to score: 1 to n of the sequence, 0 being the end token */
@@ -251,7 +252,7 @@ static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int6
 	int rc = encode_context(w->task, i, e, &text, &context);
 	int32_t begin;
 	if (rc == 0 && !context.count && (rc = begin_token(w, &w->task->samples.sample[i], &begin)) == 0)
-		put_id(&context, begin);
+		append_id(&context, begin);
 	if (rc == 0) {
 		struct task_context *x = add_context(w, i);
 		const int64_t room = L - w->task->max_tokens, cut = context.count > room ? context.count - room : 0;
@@ -582,7 +583,7 @@ static void question_result(const struct task_work *w, const struct task_context
 		const int64_t end = x->num_tokens + c->num_tokens;
 		option[i] = (struct scored_tokens){w->log_likelihood[x->first_continuation + i], NULL, end - c->first_scored};
 		for (int64_t position = c->first_scored; position < end; position++)
-			put_id(&ids, sequence_token(w, x, c, position));
+			append_id(&ids, sequence_token(w, x, c, position));
 	}
 	const int32_t *id = ids.id;
 	for (int i = 0; i < s->num_choices; id += option[i++].num_tokens)
@@ -673,7 +674,7 @@ static void reply_result(const struct task_work *w, const struct task_context *x
 	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .cut = x->cut};
 	struct ids ids = {0};
 	for (int i = 0; i < reply[0]; i++) {
-		put_id(&ids, (int32_t)reply[1 + i]);
+		append_id(&ids, (int32_t)reply[1 + i]);
 		tokenizer_decode(w->tokenizer, ids.id[i], false, &r.reply);
 	}
 	r.reply.size = find_stop(&r.reply, 0, &w->task->stop);

@@ -5,8 +5,9 @@
 #include "commands/tokenize.h"
 
 #include "files/base.h"
-#include "files/tokenizer.h"
+#include "files/encoder.h"
 #include "files/text.h"
+#include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
 
@@ -28,9 +29,9 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 	int rc = *name ? 0 : fail("%s: does not say what made its ids; give it as --tokenizer", prefix);
 	if (!rc && !(t = tokenizer_open(name)))
 		rc = -1;
-	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != t->hash)
+	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != tokenizer_hash(t))
 		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer, (unsigned)tokens.tokenizer_hash, name,
-				(unsigned)t->hash);
+				(unsigned)tokenizer_hash(t));
 	struct text text = {0};
 	int32_t ids[4096];
 	for (int64_t i = 0, n; !rc && i < tokens.count; i += n) {
@@ -48,35 +49,36 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 	return rc;
 }
 
+/* A token file that is being written. See data.c for the format. */
 struct token_writer {
 	FILE *bin, *idx, *mask;
 	const struct tokenizer *tokenizer;
-	int dtype;                   /* of .bin: uint16 where the vocabulary fits, else int32 */
+	int dtype;                   /* of .bin: UINT16 where the vocabulary fits, else INT32 */
 	int64_t bytes;               /* of text, see manifest.bytes */
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
-	int64_t *split;              /* sequences that the next one continues; few: one in SEQUENCE_MAX tokens */
-	size_t num_split, split_room;
+	int64_t *continued;          /* [num_continued] sequences whose document goes on in the next one: see SEQUENCE_MAX */
+	size_t num_continued, continued_capacity;
 	int32_t largest_id, last_id;
-	int64_t masked, loss_tokens;   /* bytes of .mask.bin; tokens that are learned */
+	int64_t mask_bytes;          /* written to .mask.bin: 0, or one for each token */
+	int64_t loss_tokens;         /* tokens that the loss counts */
 	uint32_t crc, mask_crc;
 };
 
-/* Appends to the loss mask. As long as all is learned it stays empty: what is left out of it is filled in when the first token comes that
- * is not. */
-static void put_mask(struct token_writer *w, const char *loss_mask, size_t n)
+/* Appends n bytes to the loss mask, after a 1 for each token before them that has no byte yet: while the loss counts every token, nothing is written. */
+static void write_mask(struct token_writer *w, const char *loss_mask, size_t n)
 {
 	char ones[4096];
 	memset(ones, 1, sizeof ones);
-	while (w->masked < w->tokens) {
-		const int64_t missing = w->tokens - w->masked, piece = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
-		w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)ones, piece);
-		fwrite(ones, 1, piece, w->mask);
-		w->masked += piece;
+	while (w->mask_bytes < w->tokens) {
+		const int64_t missing = w->tokens - w->mask_bytes, count = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
+		w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)ones, count);
+		fwrite(ones, 1, count, w->mask);
+		w->mask_bytes += count;
 	}
 	w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)loss_mask, n);
 	fwrite(loss_mask, 1, n, w->mask);
-	w->masked += n;
+	w->mask_bytes += n;
 }
 
 static void end_sequence(struct token_writer *w)
@@ -86,36 +88,36 @@ static void end_sequence(struct token_writer *w)
 	w->sequences++, w->length = 0;
 }
 
-/* Adds some ids of the current document. loss_mask [n], or NULL: all. */
-static void put_ids(struct token_writer *w, const int32_t *id, const char *loss_mask, size_t n)
+/* Appends ids of the current document. loss_mask [n], or NULL: the loss counts all of them. */
+static void write_ids(struct token_writer *w, const int32_t *id, const char *loss_mask, size_t n)
 {
 	uint16_t narrow[8192];
 	const int width = token_types[w->dtype].size;
-	for (size_t at = 0, piece; at < n; at += piece) {
+	for (size_t at = 0, count; at < n; at += count) {
 		if (w->length == SEQUENCE_MAX) {
-			w->split = grow(w->split, w->num_split, &w->split_room, 1, sizeof *w->split);
-			w->split[w->num_split++] = w->sequences;
+			w->continued = grow(w->continued, w->num_continued, &w->continued_capacity, 1, sizeof *w->continued);
+			w->continued[w->num_continued++] = w->sequences;
 			end_sequence(w);
 		}
 		const size_t room = SEQUENCE_MAX - w->length;
-		piece = n - at < 8192 ? n - at : 8192;
-		piece = piece < room ? piece : room;
-		for (size_t i = 0; i < piece; i++) {
+		count = n - at < 8192 ? n - at : 8192;
+		count = count < room ? count : room;
+		for (size_t i = 0; i < count; i++) {
 			narrow[i] = id[at + i];
 			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
 			w->last_id = id[at + i];
 			w->loss_tokens += loss_mask ? loss_mask[at + i] : 1;
 		}
 		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
-		w->crc = crc32_z(w->crc, out, piece * width);
-		fwrite(out, width, piece, w->bin);
+		w->crc = crc32_z(w->crc, out, count * width);
+		fwrite(out, width, count, w->bin);
 		if (loss_mask)
-			put_mask(w, loss_mask + at, piece);
-		w->tokens += piece, w->length += piece;
+			write_mask(w, loss_mask + at, count);
+		w->tokens += count, w->length += count;
 	}
 }
 
-/* Ends the current document; an empty one leaves no trace. */
+/* Ends the current document; one without tokens is not written. */
 static void end_document(struct token_writer *w)
 {
 	if (!w->length)
@@ -124,19 +126,20 @@ static void end_document(struct token_writer *w)
 	w->documents++;
 }
 
-/* Whether writing failed, so that reading on is pointless; file_close has the words. */
+/* Whether writing has failed, so that reading on is useless. file_close() reports it. */
 static bool writer_failed(const struct token_writer *w)
 {
 	return ferror(w->bin) || ferror(w->idx) || ferror(w->mask);
 }
 
-static int put_encoded(struct token_writer *w, const struct encoded *r, bool whole_documents)
+/* Appends the documents of a block. With whole_documents each one ends here. */
+static int write_block(struct token_writer *w, const struct encoded_block *r, bool whole_documents)
 {
 	if (r->error)
 		return fail("%s", r->error);
 	for (size_t i = 0; i < r->count; i++) {
 		const struct document *d = &r->documents[i];
-		put_ids(w, d->ids.id, d->loss_mask.size ? d->loss_mask.data : NULL, d->ids.count);
+		write_ids(w, d->ids.id, d->loss_mask.size ? d->loss_mask.data : NULL, d->ids.count);
 		w->bytes += d->bytes;
 		if (whole_documents)
 			end_document(w);
@@ -144,64 +147,71 @@ static int put_encoded(struct token_writer *w, const struct encoded *r, bool who
 	return 0;
 }
 
-/* Writes what became of a block of text; *done: how far its file is dealt with. A block began where a border was likely, and counts only when the one
- * before, which knew what follows it, came to a border there. Where it did not, or could not be encoded to its end, the block is encoded again
- * from where that one ended, if need be with all that is known of the file. So the ids are those of the text as one piece. */
-static int put_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r,
-		size_t *done)
+/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be found at its end. */
+static size_t look_ahead_end(const struct block *b)
+{
+	return b->file_end - b->end < LOOK_AHEAD ? b->file_end : b->end + LOOK_AHEAD;
+}
+
+/* Appends an encoded block of text. *done: the end of what has been written of its file. The block was encoded as if the text could be cut where it
+ * begins; that is so if the block before it ended exactly there. If it did not, or this one could not be encoded to its end, the block is encoded again
+ * from *done on; in a second attempt with all that has been read of the file. So the ids are those of the whole text. */
+static int write_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special,
+		struct encoded_block *r, size_t *done)
 {
 	if (b->first)
 		*done = b->begin;
 	for (int attempt = *done == b->begin ? 0 : 1; attempt < 3 && *done < b->end; attempt++) {
 		if (attempt > 0) {
-			encoded_free(r);
-			encode_text(e, in, b, *done, attempt == 1 ? b->end : SIZE_MAX, attempt == 1 ? known_behind(b) : b->known, special, r);
+			encoded_block_free(r);
+			encode_text(e, in, b, *done, attempt == 1 ? b->end : SIZE_MAX, attempt == 1 ? look_ahead_end(b) : b->file_end, special, r);
 		}
-		if (put_encoded(w, r, false) < 0)
+		if (write_block(w, r, false) < 0)
 			return -1;
 		*done = r->done;
 	}
-	if (b->whole && *done == b->known) {
-		if (w->length && w->last_id != w->tokenizer->end)
-			put_ids(w, &w->tokenizer->end, NULL, 1);
+	if (b->file_complete && *done == b->file_end) {
+		const int32_t end = tokenizer_end(w->tokenizer);
+		if (w->length && w->last_id != end)
+			write_ids(w, &end, NULL, 1);
 		end_document(w);
 	}
 	return 0;
 }
 
-/* Threads encode the blocks of a round, then they are written in order. Returns how much of in->data is dealt with, or -1. */
-static int64_t put_round(struct token_writer *w, struct encoders *encoders, const struct input *in, bool special)
+/* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been written, or -1. */
+static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, const struct input *in, bool special)
 {
 	const int64_t n = in->count;
-	struct encoded *results = allocate(n * sizeof *results);
+	struct encoded_block *results = allocate(n * sizeof *results);
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t i = 0; i < n; i++) {
 		const struct block *b = &in->blocks[i];
-		struct encoder *e = encoder_take(encoders);
+		struct encoder *e = encoder_take(pool);
 		if (b->line)
 			encode_lines(e, in, b, special, &results[i]);
-		else if (b->first || w->tokenizer->cuttable)
-			encode_text(e, in, b, b->begin, b->end, known_behind(b), special, &results[i]);
-		encoder_give(encoders, e);
+		else
+			encode_text(e, in, b, b->begin, b->end, look_ahead_end(b), special, &results[i]);
+		encoder_give(pool, e);
 	}
-	struct encoder *e = encoder_take(encoders);
+	struct encoder *e = encoder_take(pool);
 	size_t done = 0;
 	int rc = 0;
-	bool stuck = false; /* more of the last file must be known before its text can be cut */
+	bool stuck = false; /* more of the last file must be read before its text can be cut */
 	for (int64_t i = 0; i < n; i++) {
 		const struct block *b = &in->blocks[i];
 		if (!rc && !stuck)
-			rc = b->line ? put_encoded(w, &results[i], true) : put_text(w, e, in, b, special, &results[i], &done);
+			rc = b->line ? write_block(w, &results[i], true) : write_text(w, e, in, b, special, &results[i], &done);
 		stuck = !b->line && done < b->end;
-		encoded_free(&results[i]);
+		encoded_block_free(&results[i]);
 	}
-	encoder_give(encoders, e);
+	encoder_give(pool, e);
 	free(results);
 	const struct block *last = &in->blocks[n - 1];
-	return rc < 0 ? -1 : last->line || last->whole ? (int64_t)in->begin : (int64_t)done;
+	return rc < 0 ? -1 : last->line || last->file_complete ? (int64_t)in->begin : (int64_t)done;
 }
 
-/* Completes the index: behind the lengths, which are in the file already, positions and documents; then the header. */
+/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the header. */
 static int index_finish(struct token_writer *w, const char *path)
 {
 	const uint8_t *file;
@@ -216,10 +226,10 @@ static int index_finish(struct token_writer *w, const char *path)
 		at += load_i32(file + IDX_HEADER + 4 * i) * (int64_t)token_types[w->dtype].size;
 	}
 	unmap_file(file, size);
-	size_t split = 0;
+	size_t continued = 0;
 	for (int64_t i = 0; i <= w->sequences; i++) { /* entry i: a document begins, or the last one ends, at sequence i */
-		if (split < w->num_split && w->split[split] == i - 1)
-			split++;
+		if (continued < w->num_continued && w->continued[continued] == i - 1)
+			continued++;
 		else
 			fwrite(&i, sizeof i, 1, w->idx);
 	}
@@ -235,19 +245,19 @@ static int index_finish(struct token_writer *w, const char *path)
 /* Reads every input and completes .bin and .idx, the latter at idx_path. */
 static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special, struct input *in)
 {
-	uint8_t header[IDX_HEADER] = {0}; /* the true one comes last */
+	uint8_t header[IDX_HEADER] = {0}; /* a placeholder: index_finish() writes the header */
 	fwrite(header, IDX_HEADER, 1, w->idx);
-	struct encoders encoders = {.tokenizer = w->tokenizer};
+	struct encoder_pool pool = {.tokenizer = w->tokenizer};
 	int64_t done = 0, blocks = 0;
 	while (done >= 0 && !writer_failed(w) && (blocks = input_read(in, done)) > 0)
-		done = put_round(w, &encoders, in, special);
-	encoders_close(&encoders);
+		done = write_blocks(w, &pool, in, special);
+	encoder_pool_close(&pool);
 	progress_end(&in->progress);
 	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
 		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files, in->num_files == 1 ? "" : "s");
 	if (!rc && w->loss_tokens < w->tokens)
-		put_mask(w, "", 0);
+		write_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
@@ -255,7 +265,7 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 enum { OUTPUT_BIN, OUTPUT_MASK, OUTPUT_MANIFEST, OUTPUT_IDX, NUM_OUTPUTS };
 static const char *const output_suffixes[NUM_OUTPUTS] = {".bin", ".mask.bin", ".json", ".idx"};
 
-/* Fails when the manifest would replace what is none, such as a tokenizer of the same name. */
+/* Fails when the manifest would replace a file that is not a manifest, such as a tokenizer.json. */
 static int output_check(const char *path)
 {
 	const int there = path_exists(path);
@@ -267,19 +277,21 @@ static int output_check(const char *path)
 	return rc;
 }
 
-/* Writes the files; `name` is what the manifest calls the tokenizer. A mask that masks nothing is left out. */
-static int tokenize_to(struct token_writer *w, const char *prefix, const char *name, struct new_file file[NUM_OUTPUTS], bool special, struct input *in)
+/* Writes the files. name: what the manifest calls the tokenizer. There is no mask when the loss counts every token. */
+static int tokenize_to(struct token_writer *w, const char *prefix, const char *name, struct new_file file[NUM_OUTPUTS], bool special,
+		struct input *in)
 {
-	static const int stamped[NUM_STAMPS] = {[STAMP_BIN] = OUTPUT_BIN, [STAMP_IDX] = OUTPUT_IDX, [STAMP_MASK] = OUTPUT_MASK};
+	struct new_file *of[NUM_TOKEN_FILES] = {[TOKEN_FILE_BIN] = &file[OUTPUT_BIN], [TOKEN_FILE_IDX] = &file[OUTPUT_IDX],
+		[TOKEN_FILE_MASK] = &file[OUTPUT_MASK]};
 	struct manifest made = {0}, *m = &made;
 	w->bin = file[OUTPUT_BIN].stream, w->idx = file[OUTPUT_IDX].stream, w->mask = file[OUTPUT_MASK].stream;
 	int rc = tokenize_all(w, prefix, file[OUTPUT_IDX].temporary, special, in);
-	for (int i = 0; i < NUM_STAMPS; i++)
-		rc = new_file_close(&file[stamped[i]], rc);
-	if (!w->masked)
+	for (int i = 0; i < NUM_TOKEN_FILES; i++)
+		rc = new_file_close(of[i], rc);
+	if (!w->mask_bytes)
 		new_file_abandon(&file[OUTPUT_MASK]);
-	for (int i = 0; i < NUM_STAMPS && rc == 0; i++)
-		rc = stamp_file(&m->stamps[i], file[stamped[i]].temporary);
+	for (int i = 0; i < NUM_TOKEN_FILES && rc == 0; i++)
+		rc = file_state_read(&m->files[i], of[i]->temporary);
 	snprintf(m->tokenizer, sizeof m->tokenizer, "%s", name);
 	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
 	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
@@ -327,7 +339,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.loss_tokens};
 	input_close(&in);
 	tokenizer_close(t);
-	free(w.split);
+	free(w.continued);
 	return rc;
 }
 
@@ -357,7 +369,7 @@ static int run_tokenize(const struct command_line *line)
 	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
 			(long long)t.bytes);
 	if (t.loss_tokens < t.tokens)
-		printf(", %lld tokens learned", (long long)t.loss_tokens);
+		printf(", loss on %lld tokens", (long long)t.loss_tokens);
 	printf("\n");
 	return EXIT_DONE;
 }
@@ -376,7 +388,8 @@ static const struct command_option tokenize_table[] = {
 const struct command tokenize_command = {
 	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
 	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a "
-		"conversation, or a `prompt` and its `completion`; of the latter two only the assistant's replies are learned).",
+		"conversation, or a `prompt` and its `completion`; in the latter two the loss counts only the "
+		"assistant's replies).",
 	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
 };
 

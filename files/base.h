@@ -56,6 +56,7 @@ struct strings { char **text; int64_t count; bool list; }; /* list: it was writt
 struct text { char *data; size_t size, capacity; };
 
 void text_append(struct text *out, const char *bytes, size_t n);
+void text_append_string(struct text *out, const char *string);
 
 /* Appends n bytes of unknown origin as valid UTF-8: each byte that belongs to no UTF-8 character becomes U+FFFD. */
 void text_append_utf8(struct text *out, const char *bytes, size_t n);
@@ -219,6 +220,10 @@ const char *format_duration(char out[32], double seconds);
 int launcher_rank(void);
 /* The number of ranks; 1 without a launcher, 0 if the launcher does not tell. */
 int launcher_size(void);
+
+/* Bytes of memory that this process may use: the machine's, or less where the control group that it runs in (a
+ * container's, say), or one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
+double usable_memory(const char *root);
 
 /* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it:
  * that does not count. */

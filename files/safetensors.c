@@ -7,7 +7,6 @@
 #include "files/base.h"
 #include "files/tensors.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,16 +1,13 @@
 /*
- * files/text.c - text and JSON lines as input: files in blocks that threads work on side by side, documents, prompts.
- *
- * A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a place where a
- * tokenizer is likely to cut. Whether it does is for the reader of the block to find out.
+ * files/text.c - text and JSON lines as input: prompts; and files in blocks that threads encode side by side, which make documents.
  */
 #define _GNU_SOURCE
 #include "files/text.h"
 
 #include "files/base.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 
-#include <argp.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -22,17 +19,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define BLOCKS_AT_ONCE 16      /* that are in memory, for each processor */
+#define BLOCKS_AT_ONCE 16      /* blocks in memory for each processor */
 
-void input_close(struct input *in)
-{
-	if (in->fd >= 0)
-		close(in->fd);
-	free(in->data), free(in->blocks);
-}
+/* -- files in blocks -- */
 
-/* Where to cut a text behind 1 to n bytes, of which at least one more is there: in front of the last line that begins with something, else of the
- * last word, else anywhere between two characters. */
+/* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with white space, else of the last word,
+ * else of the last character. */
 static size_t text_cut(const char *text, size_t n)
 {
 	size_t word = 0, character = 0;
@@ -48,9 +40,10 @@ static size_t text_cut(const char *text, size_t n)
 	return word ? word : character ? character : n;
 }
 
-/* Cuts what has been read of a file into blocks; `ended`: nothing more comes. */
+/* Cuts what has been read of a file into blocks. `ended`: that is all of it. */
 static void input_cut(struct input *in, bool ended)
 {
+	const char *path = in->files[in->next - 1];
 	const size_t count = in->count;
 	for (;;) {
 		const char *text = in->data + in->begin;
@@ -63,17 +56,20 @@ static void input_cut(struct input *in, bool ended)
 			n = text_cut(text, TEXT_BLOCK);
 		if (!n)
 			break;
-		in->blocks = grow(in->blocks, in->count, &in->room, 1, sizeof *in->blocks);
-		in->blocks[in->count++] = (struct block){.path = in->files[in->next - 1], .line = in->lines ? in->line : 0, .begin = in->begin,
-			.end = in->begin + n};
+		in->blocks = grow(in->blocks, in->count, &in->blocks_capacity, 1, sizeof *in->blocks);
+		in->blocks[in->count++] = (struct block){.path = path, .line = in->lines ? in->line : 0, .begin = in->begin, .end = in->begin + n};
 		for (size_t i = 0; in->lines && i < n; i++)
 			in->line += text[i] == '\n';
 		in->begin += n;
 	}
 	for (size_t i = count; i < in->count; i++)
-		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != in->blocks[i].path || in->blocks[i - 1].whole;
-	for (size_t i = in->count; i > 0 && !in->blocks[i - 1].line && !in->blocks[i - 1].whole && in->blocks[i - 1].path == in->files[in->next - 1]; i--)
-		in->blocks[i - 1].known = in->size, in->blocks[i - 1].whole = ended;
+		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != path || in->blocks[i - 1].file_complete;
+	for (size_t i = in->count; i > 0 && !in->lines; i--) { /* the blocks of this file */
+		struct block *b = &in->blocks[i - 1];
+		if (b->path != path || b->line || b->file_complete)
+			break;
+		b->file_end = in->size, b->file_complete = ended;
+	}
 }
 
 int64_t input_read(struct input *in, size_t done)
@@ -118,33 +114,55 @@ int64_t input_read(struct input *in, size_t done)
 	return in->count;
 }
 
-struct encoder *encoder_take(struct encoders *all)
+void input_close(struct input *in)
 {
-	struct encoder *e;
-	#pragma omp critical (encoders)
-	{
-		e = all->first;
-		all->first = e ? e->next : NULL;
-	}
-	return e ? e : encoder_open(all->tokenizer);
+	if (in->fd >= 0)
+		close(in->fd);
+	free(in->data), free(in->blocks);
 }
 
-void encoder_give(struct encoders *all, struct encoder *e)
+int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
 {
-	#pragma omp critical (encoders)
+	for (int i = 0; i < num_files; i++) {
+		struct stat in, out;
+		if (stat(files[i], &in) < 0)
+			return fail("%s: cannot open: %s", files[i], strerror(errno));
+		if (S_ISDIR(in.st_mode))
+			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
+		for (int k = 0; k < num_outputs; k++)
+			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
+		*total += in.st_size;
+	}
+	return 0;
+}
+
+struct encoder *encoder_take(struct encoder_pool *pool)
+{
+	struct encoder *e = NULL;
+	#pragma omp critical (encoder_pool)
+	if (pool->count)
+		e = pool->idle[--pool->count];
+	return e ? e : encoder_open(pool->tokenizer);
+}
+
+void encoder_give(struct encoder_pool *pool, struct encoder *e)
+{
+	#pragma omp critical (encoder_pool)
 	{
-		e->next = all->first;
-		all->first = e;
+		pool->idle = grow(pool->idle, pool->count, &pool->capacity, 1, sizeof *pool->idle);
+		pool->idle[pool->count++] = e;
 	}
 }
 
-void encoders_close(struct encoders *all)
+void encoder_pool_close(struct encoder_pool *pool)
 {
-	for (struct encoder *e = all->first, *next; e; e = next) {
-		next = e->next;
-		encoder_close(e);
-	}
+	for (size_t i = 0; i < pool->count; i++)
+		encoder_close(pool->idle[i]);
+	free(pool->idle);
 }
+
+/* -- members of a JSON line -- */
 
 /* The string member `key` of what stands at `where`, which may hold any bytes. */
 static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
@@ -156,7 +174,7 @@ static int field_content(const json_t *object, const char *where, const char *ke
 	return 0;
 }
 
-/* Reads an array of messages. The caller frees *out, which points into it. */
+/* Reads an array of messages. The caller frees *out, which points into the array. */
 static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
 {
 	const size_t n = json_array_size(array);
@@ -180,9 +198,7 @@ static int read_messages(const json_t *array, const char *where, struct message 
 	return 0;
 }
 
-/* ============================================================================================================
- * Prompts, and text that was made from them
- * ========================================================================================================== */
+/* -- prompts -- */
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
 {
@@ -190,10 +206,10 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
-	if (out->count == 0 && tokenizer_end(e->t) < 0)
+	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)
 		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
 	if (out->count == 0)
-		put_id(out, tokenizer_end(e->t));
+		append_id(out, tokenizer_end(encoder_tokenizer(e)));
 	return 0;
 }
 
@@ -260,6 +276,8 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 	return rc;
 }
 
+/* -- documents -- */
+
 /* Bytes of the text that ids stand for, special tokens left out. */
 static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 {
@@ -269,8 +287,8 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* Makes a line's object a document, which is empty when the text is. Special tokens are recognised in a `text` if `special`. Other members may hold
- * anything, integers beyond 64 bits included. */
+/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode(); it applies to a `text`. Members
+ * with other names may hold anything, integers of more than 64 bits too. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
@@ -292,7 +310,7 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 			for (int i = 0; i < n && rc == 0; i++)
 				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
 			if (rc == 0 && !reply)
-				rc = fail("%s: no message is the assistant's; expected one, for only its replies are learned", where);
+				rc = fail("%s: no message is the assistant's; expected one, for the loss counts only its replies", where);
 		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)
@@ -300,17 +318,17 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 		if (messages != m)
 			free(messages);
 	}
-	const int32_t end = tokenizer_end(e->t);
-	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation whose last word is not the assistant's */
-		put_id(&d->ids, end);
+	const int32_t end = tokenizer_end(encoder_tokenizer(e));
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation that does not end with a reply */
+		append_id(&d->ids, end);
 		if (d->loss_mask.size)
 			append_loss_mask(&d->loss_mask, &d->ids, false);
 	}
-	d->bytes = text_bytes(e->t, &d->ids);
+	d->bytes = text_bytes(encoder_tokenizer(e), &d->ids);
 	return rc;
 }
 
-/* One line of a JSONL file, which is not blank, into *d. */
+/* Encodes one line of a JSONL file, which is not blank, into *d. */
 static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
 {
 	char where[PATH_LEN + 32];
@@ -321,62 +339,42 @@ static int parse_line(struct encoder *e, const char *path, long line, const char
 	return rc;
 }
 
-void encoded_free(struct encoded *r)
+void encoded_block_free(struct encoded_block *out)
 {
-	for (size_t i = 0; i < r->count; i++)
-		free(r->documents[i].ids.id), free(r->documents[i].loss_mask.data);
-	free(r->documents), free(r->error);
-	*r = (struct encoded){0};
+	for (size_t i = 0; i < out->count; i++)
+		free(out->documents[i].ids.id), free(out->documents[i].loss_mask.data);
+	free(out->documents), free(out->error);
+	*out = (struct encoded_block){0};
 }
 
-static struct document *new_document(struct encoded *r)
+static struct document *new_document(struct encoded_block *out)
 {
-	r->documents = grow(r->documents, r->count, &r->room, 1, sizeof *r->documents);
-	r->documents[r->count] = (struct document){0};
-	return &r->documents[r->count++];
+	out->documents = grow(out->documents, out->count, &out->capacity, 1, sizeof *out->documents);
+	out->documents[out->count] = (struct document){0};
+	return &out->documents[out->count++];
 }
 
 void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
-		struct encoded *r)
+		struct encoded_block *out)
 {
-	struct document *d = new_document(r);
-	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, known < b->known || !b->whole, special, &d->ids);
-	if (done < 0 && asprintf(&r->error, "%s: %s", b->path, error_text) < 0)
-		r->error = strdup("out of memory");
-	r->done = begin + (done < 0 ? 0 : done);
-	d->bytes = text_bytes(e->t, &d->ids);
+	struct document *d = new_document(out);
+	const bool partial = known < b->file_end || !b->file_complete;
+	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, partial, special, &d->ids);
+	if (done < 0 && asprintf(&out->error, "%s: %s", b->path, error_text) < 0)
+		out->error = strdup("out of memory");
+	out->done = begin + (done < 0 ? 0 : done);
+	d->bytes = text_bytes(encoder_tokenizer(e), &d->ids);
 }
 
-void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r)
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded_block *out)
 {
 	int64_t line = b->line;
-	for (size_t i = b->begin, n; i < b->end && !r->error; i += n, line++) {
+	for (size_t i = b->begin, n; i < b->end && !out->error; i += n, line++) {
 		const char *text = in->data + i, *newline = memchr(text, '\n', b->end - i);
 		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
 		if (is_blank_line(text, n))
 			continue;
-		if (parse_line(e, b->path, line, text, n, special, new_document(r)) < 0)
-			r->error = strdup(error_text);
+		if (parse_line(e, b->path, line, text, n, special, new_document(out)) < 0)
+			out->error = strdup(error_text);
 	}
-}
-
-size_t known_behind(const struct block *b)
-{
-	return b->known - b->end < LOOK_AHEAD ? b->known : b->end + LOOK_AHEAD;
-}
-
-int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
-{
-	for (int i = 0; i < num_files; i++) {
-		struct stat in, out;
-		if (stat(files[i], &in) < 0)
-			return fail("%s: cannot open: %s", files[i], strerror(errno));
-		if (S_ISDIR(in.st_mode))
-			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
-		for (int k = 0; k < num_outputs; k++)
-			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
-		*total += in.st_size;
-	}
-	return 0;
 }

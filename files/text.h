@@ -1,91 +1,88 @@
 /*
- * files/text.h - text and JSON lines as input: files in blocks that threads work on side by side, documents, prompts.
+ * files/text.h - text and JSON lines as input: prompts; and files in blocks that threads encode side by side, which make documents.
  */
 #ifndef LING_FILES_TEXT_H
 #define LING_FILES_TEXT_H
 
 #include "files/base.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* Appends the ids of a prompt; with `chat` it is a user's message, and the opening of the reply follows. Never none: an empty text is a
- * document's beginning, the end token of the one before. */
+/* -- prompts -- */
+
+/* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is always an id: an empty text
+ * becomes the end token, behind which a document begins. */
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
-/* Reads prompts: a text file has one on each line that is not empty; a .jsonl file's lines have a `prompt`, or the `messages` of a conversation.
- * (*out)[n]: free each id, and *out. */
+/* Reads prompts: each line of a text file that is not empty; of a .jsonl file each line's `prompt`, or its `messages`, a conversation whose reply is
+ * to come. (*out)[n]: free each id, and *out. */
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
 
-#ifndef TEXT_BLOCK
-#define TEXT_BLOCK (1 << 18)        /* bytes, of a block; more where a line is longer */
-#endif
-#define LOOK_AHEAD 1024        /* bytes behind a block of text that are there when it is read */
+/* -- files in blocks -- */
 
+#ifndef TEXT_BLOCK
+#define TEXT_BLOCK (1 << 18)     /* bytes of a block; more where a line is longer */
+#endif
+#define LOOK_AHEAD 1024          /* at least so many bytes behind a block of text are in memory with it, if its file has them */
+
+/* A part of a file. A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a
+ * place where a tokenizer is likely to cut. Whether it does is found when the block is encoded. */
 struct block {
 	const char *path;
-	int64_t line;                /* of JSON lines: the number of the first one; 0: text */
+	int64_t line;                /* JSON lines: the number of the first one, from 1; text: 0 */
 	size_t begin, end;           /* its bytes in input.data */
-	bool first;                  /* text: nothing of its file that is not done with stands before it */
-	size_t known;                /* text: how far its file stands in input.data */
-	bool whole;                  /* text: that is the end of the file */
+	/* of text: */
+	bool first;                  /* the first block of its file, or of what of it is not encoded yet */
+	size_t file_end;             /* in input.data: the end of what has been read of its file */
+	bool file_complete;          /* that is the end of the file */
 };
 
-struct input {
+struct input {                 /* set files, num_files, fd -1 and progress; the rest is 0 at first */
 	char **files;
-	int num_files, next;         /* next: of files, the one to be opened */
-	int fd;                      /* of the one being read, or -1 */
-	bool lines;                  /* it has JSON lines */
-	int64_t line;                /* of them, that at `begin` */
-	char *data;
+	int num_files, next;         /* next: index of the file that will be opened next */
+	int fd;                      /* of the file being read, or -1 */
+	bool lines;                  /* that file has JSON lines */
+	int64_t line;                /* its line at `begin`, from 1 */
+	char *data;                  /* what has been read of the files and not been encoded yet */
 	size_t size, capacity;
-	size_t begin;                /* of what is in no block yet */
-	struct block *blocks;
-	size_t count, room;
+	size_t begin;                /* of the bytes that are in no block yet */
+	struct block *blocks;        /* [count] in the order of the files */
+	size_t count, blocks_capacity;
 	struct progress progress;
 };
-
-void input_close(struct input *in);
-
 /* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
-
-/* Encoders that are at rest. */
-struct encoders { const struct tokenizer *tokenizer; struct encoder *first; };
-
-struct encoder *encoder_take(struct encoders *all);
-
-void encoder_give(struct encoders *all, struct encoder *e);
-
-void encoders_close(struct encoders *all);
-
-/* A document: its ids, the end token included, and a byte for each, 1 where the loss counts; loss_mask.size 0: everywhere. */
-struct document {
-	struct ids ids;
-	struct text loss_mask;
-	int64_t bytes;               /* of text, see manifest.bytes */
-};
-
-/* What a thread makes of a block. */
-struct encoded {
-	struct document *documents;  /* JSON lines: one for each that is not empty; text: one, without an end token */
-	size_t count, room;
-	size_t done;                 /* text: how far the document goes, in input.data */
-	char *error;                 /* or NULL */
-};
-
-void encoded_free(struct encoded *r);
-
-/* Encodes a block of text from `begin` on, to the first border at or behind `stop`, with the file known as far as `known`. */
-void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
-		struct encoded *r);
-
-void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded *r);
-
-size_t known_behind(const struct block *b);
-
-/* Fails when an input is one of the outputs, which would replace it; sums up the inputs' sizes. */
+void input_close(struct input *in);
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. Adds the sizes of the files to *total. */
 int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total);
+
+/* Encoders that no thread uses at the moment. */
+struct encoder_pool { const struct tokenizer *tokenizer; struct encoder **idle; size_t count, capacity; };
+struct encoder *encoder_take(struct encoder_pool *pool);
+void encoder_give(struct encoder_pool *pool, struct encoder *e);
+void encoder_pool_close(struct encoder_pool *pool);
+
+struct document {
+	struct ids ids;              /* with the end token, except that of a text file, of which more may follow */
+	struct text loss_mask;       /* a byte for each id, 1 where the loss counts; size 0: it counts everywhere */
+	int64_t bytes;               /* of text that the ids stand for */
+};
+
+struct encoded_block {
+	struct document *documents;  /* [count] JSON lines: one for each line whose text is not empty; text: one */
+	size_t count, capacity;
+	size_t done;                 /* text: the end of what the document is made from, in input.data */
+	char *error;                 /* a message, or NULL */
+};
+/* Encodes a block of JSON lines. `special`: see encode(); it applies to the `text` of a line. */
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded_block *out);
+/* Encodes text of a block's file from byte `begin` of input.data on, up to the first place at or behind `stop` where it can be cut, looking at no
+ * more than the bytes before `known`. See encode_part(). */
+void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
+		struct encoded_block *out);
+void encoded_block_free(struct encoded_block *out);
 
 #endif

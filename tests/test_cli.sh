@@ -187,7 +187,7 @@ test_chat() {
 		qq({"role": "assistant", "content": "it is ) . "x" x $n . qq("}]}\n) }' >chat.jsonl
 	printf '{"prompt": "p", "completion": "c"}\n{"text": "ab"}\n' >>chat.jsonl
 	expect 0 "" "$ling" tokenize --out chat chat.jsonl
-	grep -q "42 documents, .* tokens learned" out.txt || problem "$(cat out.txt)"
+	grep -q "42 documents, .*, loss on [0-9]* tokens" out.txt || problem "$(cat out.txt)"
 	[ "$(wc -c <chat.mask.bin)" = $(($(wc -c <chat.bin) / 2)) ] || problem "the mask has $(wc -c <chat.mask.bin) bytes"
 	printf '{"messages": [{"role": "user", "content": "x"}]}\n' >bad.jsonl
 	expect 1 "bad.jsonl:1: no message is the assistant's" "$ling" tokenize --out bad bad.jsonl

@@ -322,7 +322,7 @@ static void test_empty_micro_batch(void **state)
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
 		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
-		model_backward(&t.model, t.input, 0, &step);
+		model_backward(&t.model, t.input, 0, &step, NULL);
 		for (int64_t j = 0; j < t.model.num_elements; j++)
 			assert_true(t.model.grads.memory[j] == i);
 		for (int64_t j = 0; j < t.model.num_elements; j++)
@@ -1193,7 +1193,7 @@ static void run_generate(struct request requests[PROMPTS], struct model *m, cons
 		requests[i].number = i;
 		requests[i].num_prompt = 1 + 9 * i % PROMPTS;
 		for (int j = 0; j < requests[i].num_prompt; j++)
-			put_id(&requests[i].ids, draw(&seed, 256));
+			append_id(&requests[i].ids, draw(&seed, 256));
 	}
 	assert_done(generate(m, t, requests, PROMPTS, g));
 }

@@ -4,9 +4,12 @@
  */
 #define _GNU_SOURCE
 #include "files/base.h"
-#include "files/tokenizer.h"
+#include "files/encoder.h"
 #include "files/text.h"
+#include "files/tokenizer.h"
+#include "files/tokenizer_pattern.h"
 #include "files/tokenizer_training.h"
+#include "files/unicode.h"
 #include "data.h"
 #include "commands/tokenize.h"
 
@@ -27,7 +30,6 @@
 #include <omp.h>
 #include <pthread.h>
 
-#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 #define FIXTURES "tests/fixtures/tokenizer"
 
 static struct tokenizer *must_open(const char *name)
@@ -88,6 +90,17 @@ static struct tokenizer *open_variant(const char *name)
 	return t;
 }
 
+/* Whether the fixture's variant brings text into NFC, so that decoding may give another text. */
+static bool has_nfc(const char *name)
+{
+	json_t *variants = json_read(FIXTURES "/variants.json");
+	char *variant = json_text(json_object_get(variants, name), 0);
+	const bool nfc = strstr(variant, "\"NFC\"");
+	free(variant);
+	json_decref(variants);
+	return nfc;
+}
+
 static void expect_ids(struct encoder *e, const char *text, size_t n, bool special, const json_t *expected, const char *name)
 {
 	struct ids found = {0};
@@ -101,7 +114,7 @@ static void expect_ids(struct encoder *e, const char *text, size_t n, bool speci
 		for (int64_t i = 0; i < found.count; i++) {
 			char number[16];
 			snprintf(number, sizeof number, "%s%d", i ? "," : "", found.id[i]);
-			append_string(&ids, number);
+			text_append_string(&ids, number);
 		}
 		fail_msg("%s%s: `%.*s`: expected %s, found [%s]", name, special ? ", special" : "", (int)n, text, list, ids.data);
 	}
@@ -176,9 +189,10 @@ static void inverse(void **state)
 	struct text text = {0};
 	char bytes[300];
 	for (int v = 0; v < COUNT(variant_names); v++) {
+		const bool nfc = has_nfc(variant_names[v]);
 		struct tokenizer *t = open_variant(variant_names[v]);
 		struct encoder *e = encoder_open(t);
-		for (int round = 0; round < 300 && !t->nfc; round++) {
+		for (int round = 0; round < 300 && !nfc; round++) {
 			const size_t n = random_below(&random, sizeof bytes);
 			random_text(&random, bytes, n, true);
 			for (size_t i = 0; round % 3 == 0 && i < n; i++)
@@ -199,10 +213,10 @@ static void invalid_bytes(void **state)
 {
 	(void)state;
 	static const struct { const char *text; const char *parts[6]; } cases[] = {
-		{"a\xff" "b", {"a", "!\xff", "b"}}, {"\xff\xfe\xfd", {"!\xff\xfe\xfd"}}, {"the \xe5\xa4 fox", {"the ", "!\xe5\xa4", " fox"}},
-		{"\xe5\xa4\xa9\xe5\xa4", {"\xe5\xa4\xa9", "!\xe5\xa4"}}, {"\xed\xa0\x80x", {"!\xed\xa0\x80", "x"}}, {"\xc0\xaf", {"!\xc0\xaf"}},
-		{"\xf4\x90\x80\x80\xf4\x8f\xbf\xbf", {"!\xf4\x90\x80\x80", "\xf4\x8f\xbf\xbf"}}, {" \x80 ", {" ", "!\x80", " "}},
-		{"x\xa4\xa9y", {"x", "!\xa4\xa9", "y"}}, {"e\xcc\x81\xff\xcc\x81", {"e\xcc\x81", "!\xff", "\xcc\x81"}},
+		{"a\xff" "b", {"a", "\xff", "b"}}, {"the \xe5\xa4 fox", {"the ", "\xe5\xa4", " fox"}},
+		{"\xe5\xa4\xa9\xe5\xa4", {"\xe5\xa4\xa9", "\xe5\xa4"}}, {"\xed\xa0\x80x", {"\xed\xa0\x80", "x"}},
+		{"\xf4\x90\x80\x80\xf4\x8f\xbf\xbf", {"\xf4\x90\x80\x80", "\xf4\x8f\xbf\xbf"}}, {" \x80 ", {" ", "\x80", " "}},
+		{"x\xa4\xa9y", {"x", "\xa4\xa9", "y"}}, {"e\xcc\x81\xff\xcc\x81", {"e\xcc\x81", "\xff", "\xcc\x81"}},
 	};
 	static const char *const names[] = {"ling", "qwen", "deepseek"};
 	for (int v = 0; v < COUNT(names); v++) {
@@ -211,24 +225,59 @@ static void invalid_bytes(void **state)
 		for (int i = 0; i < COUNT(cases); i++) {
 			struct ids whole = {0}, parts = {0};
 			assert_int_equal(encode(e, cases[i].text, strlen(cases[i].text), false, &whole), 0);
-			for (int k = 0; k < 6 && cases[i].parts[k]; k++) {
-				const char *part = cases[i].parts[k];
-				assert_int_equal(*part == '!' ? encode_word(e, part + 1, strlen(part) - 1, &parts) : encode(e, part, strlen(part), false, &parts), 0);
-			}
+			for (int k = 0; k < 6 && cases[i].parts[k]; k++)
+				assert_int_equal(encode(e, cases[i].parts[k], strlen(cases[i].parts[k]), false, &parts), 0);
 			assert_int_equal(whole.count, parts.count);
 			assert_memory_equal(whole.id, parts.id, whole.count * sizeof *whole.id);
 			free(whole.id), free(parts.id);
 		}
 		encoder_close(e), tokenizer_close(t);
 	}
+	/* merges of bytes that are no characters: "\xff\xff", "\xff\xff\xff" and "\xe5\xa4" become tokens when they are in one word */
+	json_t *empty = json_object(), *root = patched(empty), *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
+	json_t *merges = json_array();
+	static const char *const pairs[][2] = {{"\xff", "\xff"}, {"\xff\xff", "\xff"}, {"\xe5", "\xa4"}, {"\xa4", "\xa4"}};
+	int32_t expected[COUNT(pairs)];
+	json_array_clear(json_object_get(root, "added_tokens"));
+	for (int i = 0; i < COUNT(pairs); i++) {
+		struct text left = {0}, right = {0}, both = {0};
+		byte_alphabet_append(&left, pairs[i][0], strlen(pairs[i][0]));
+		byte_alphabet_append(&right, pairs[i][1], strlen(pairs[i][1]));
+		text_append(&both, left.data, left.size), text_append(&both, right.data, right.size);
+		if (!json_object_get(vocab, both.data))
+			json_object_set_new(vocab, both.data, json_integer(json_object_size(vocab)));
+		expected[i] = json_integer_value(json_object_get(vocab, both.data));
+		json_array_append_new(merges, json_pack("[s, s]", left.data, right.data));
+		free(left.data), free(right.data), free(both.data);
+	}
+	json_object_set_new(model, "merges", merges);
+	struct tokenizer *t = open_json(root);
+	if (!t)
+		fail_msg("%s", error_text);
+	struct encoder *e = encoder_open(t);
+	const struct { const char *text; int32_t ids[4]; int count; } runs[] = {
+		{"\xff\xff\xff", {expected[1]}, 1}, {"a\xff\xff" "b", {tokenizer_id(t, "a"), expected[0], tokenizer_id(t, "b")}, 3},
+		{"\xe5\xa4", {expected[2]}, 1}, {"b\xa4\xa4\xff", {tokenizer_id(t, "b"), expected[3], tokenizer_id(t, "\xff")}, 3},
+		{"\xff \xff", {tokenizer_id(t, "\xff"), tokenizer_id(t, " "), tokenizer_id(t, "\xff")}, 3},
+		{"\xff\xc3\xbf\xff", {tokenizer_id(t, "\xff"), tokenizer_id(t, "\xc3"), tokenizer_id(t, "\xbf"), tokenizer_id(t, "\xff")}, 4}};
+	for (int i = 0; i < COUNT(runs); i++) {
+		struct ids ids = {0};
+		assert_int_equal(encode(e, runs[i].text, strlen(runs[i].text), false, &ids), 0);
+		assert_int_equal(ids.count, runs[i].count);
+		assert_memory_equal(ids.id, runs[i].ids, ids.count * sizeof *ids.id);
+		free(ids.id);
+	}
+	encoder_close(e), tokenizer_close(t);
+	json_decref(root), json_decref(empty);
 }
 
+/* Every character, alone and cut short; and any bytes, against utf8proc. */
 static void utf8(void **state)
 {
 	(void)state;
 	int32_t c, found;
+	uint8_t bytes[4];
 	for (c = 0; c < 0x110000; c++) {
-		uint8_t bytes[4];
 		if (c >= 0xD800 && c < 0xE000)
 			continue;
 		const int n = utf8proc_encode_char(c, bytes);
@@ -239,13 +288,21 @@ static void utf8(void **state)
 		for (int k = 1; k < n; k++)
 			assert_int_equal(utf8_whole((char *)bytes, k), 0);
 	}
+	uint64_t random = 13;
+	for (int i = 0; i < 1 << 20; i++) {
+		for (int k = 0; k < 4; k++)
+			bytes[k] = random_below(&random, 4) ? 0x80 + random_below(&random, 128) : random_below(&random, 256);
+		const int n = random_below(&random, 5), expected = utf8proc_iterate(bytes, n, &c);
+		const int size = utf8_decode((char *)bytes, n, &found);
+		assert_true(size == (expected > 0 ? expected : 0) && (!size || found == c));
+	}
 }
 
 /* ---- merging ---- */
 
-/* A tokenizer whose vocabulary has all texts of up to six letters a and b beside the bytes, and for each a merge at a random place, in random order: every
+/* A tokenizer.json whose vocabulary has all texts of up to six letters a and b beside the bytes, and for each a merge at a random place, in random order: every
  * merge has many rivals. */
-static struct tokenizer *open_rivals(uint64_t *random)
+static json_t *rivals(uint64_t *random)
 {
 	json_t *empty = json_object(), *root = patched(empty), *model = json_object_get(root, "model"), *vocab = json_object(), *merges = json_array(), *value;
 	const char *key;
@@ -264,50 +321,71 @@ static struct tokenizer *open_rivals(uint64_t *random)
 		}
 	json_object_set_new(model, "vocab", vocab), json_object_set_new(model, "merges", merges);
 	json_array_clear(json_object_get(root, "added_tokens"));
-	struct tokenizer *t = open_json(root);
-	if (!t)
-		fail_msg("%s", error_text);
-	json_decref(root), json_decref(empty);
-	return t;
+	json_decref(empty);
+	return root;
 }
 
-/* merge_short and merge_long against the definition: the pair of the lowest rank, the leftmost of equals, until there is none. */
+/* Encoding of words against the definition: of all pairs the one of the lowest rank is merged, of equals the leftmost, until there is none. The
+ * pre-tokenizer does not cut. Words of up to 32 bytes are in the encoder's cache the second time; up to 128 and more bytes are merged in two ways. */
 static void merging(void **state)
 {
 	(void)state;
+	enum { IDS = 512, LONGEST = 300 };
+	static int32_t rank[IDS][IDS], merged[IDS][IDS];
 	uint64_t random = 7;
 	for (int round = 0; round < 40; round++) {
-		struct tokenizer *t = round % 4 ? open_rivals(&random) : open_variant("ling");
+		json_t *empty = json_object(), *root = round % 4 ? rivals(&random) : patched(empty), *model = json_object_get(root, "model"), *entry;
+		const json_t *vocab = json_object_get(model, "vocab");
+		json_object_set_new(root, "pre_tokenizer", json_pack("{s:s, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0));
+		assert_true(json_object_size(vocab) <= IDS);
+		memset(rank, 0xFF, sizeof rank);
+		size_t i;
+		json_array_foreach(json_object_get(model, "merges"), i, entry) {
+			char left[64], right[64], both[128];
+			assert_int_equal(sscanf(json_string_value(entry), "%63s %63s", left, right), 2);
+			snprintf(both, sizeof both, "%s%s", left, right);
+			const int a = json_integer_value(json_object_get(vocab, left)), b = json_integer_value(json_object_get(vocab, right));
+			rank[a][b] = i, merged[a][b] = json_integer_value(json_object_get(vocab, both));
+		}
+		struct tokenizer *t = open_json(root);
+		if (!t)
+			fail_msg("%s", error_text);
+		struct encoder *e = encoder_open(t);
+		struct ids ids = {0};
 		for (int word = 0; word < 100; word++) {
-			int32_t plain[300], other[300], again[300], n = 1 + random_below(&random, word % 2 ? SHORT_WORD : 300), count = n;
-			char text[300];
-			random_text(&random, text, n, true);
-			for (int i = 0; round % 4 && i < n; i++)
-				text[i] = 'a' + random_below(&random, 2);
-			for (int i = 0; i < n; i++)
-				plain[i] = other[i] = again[i] = t->byte_id[(uint8_t)text[i]];
+			int32_t plain[LONGEST], n = 1 + random_below(&random, word % 2 ? 128 : LONGEST), count = n;
+			char text[LONGEST];
+			random_text(&random, text, n, false);
+			for (int k = 0; k < n; k++) {
+				if (round % 4)
+					text[k] = 'a' + random_below(&random, 2);
+				plain[k] = tokenizer_id(t, (char[]){text[k], 0});
+			}
+			if (utf8_valid(text, n) < (size_t)n) /* cut within a character */
+				continue;
 			for (;;) {
-				uint32_t best = NO_RANK;
-				int where = 0;
-				for (int i = 0; i + 1 < count; i++) {
-					const uint32_t rank = find_merge(t, plain[i], plain[i + 1])->rank;
-					if (rank < best)
-						best = rank, where = i;
+				int32_t best = -1, where = 0;
+				for (int k = 0; k + 1 < count; k++) {
+					const int32_t r = rank[plain[k]][plain[k + 1]];
+					if (r >= 0 && (best < 0 || r < best))
+						best = r, where = k;
 				}
-				if (best == NO_RANK)
+				if (best < 0)
 					break;
-				plain[where] = t->merged[best];
+				plain[where] = merged[plain[where]][plain[where + 1]];
 				memmove(plain + where + 1, plain + where + 2, (count - where - 2) * sizeof *plain);
 				count--;
 			}
-			assert_int_equal(merge_long(t, other, n), count);
-			assert_memory_equal(other, plain, count * sizeof *plain);
-			if (n <= SHORT_WORD) {
-				assert_int_equal(merge_short(t, again, n), count);
-				assert_memory_equal(again, plain, count * sizeof *plain);
+			for (int again = 0; again < 2; again++) {
+				ids.count = 0;
+				assert_int_equal(encode(e, text, n, false, &ids), 0);
+				assert_int_equal(ids.count, count);
+				assert_memory_equal(ids.id, plain, count * sizeof *plain);
 			}
 		}
-		tokenizer_close(t);
+		free(ids.id);
+		encoder_close(e), tokenizer_close(t);
+		json_decref(root), json_decref(empty);
 	}
 }
 
@@ -325,7 +403,7 @@ static void merge_options(void **state)
 		if (!t)
 			fail_msg("%s", error_text);
 		struct encoder *e = encoder_open(t);
-		json_t *expected = ignore ? json_pack("[i]", 447) : json_pack("[i, i]", t->byte_id['z'], 449);
+		json_t *expected = ignore ? json_pack("[i]", 447) : json_pack("[i, i]", tokenizer_id(t, "z"), 449);
 		expect_ids(e, "zqz", 3, false, expected, "merge_options");
 		json_decref(expected), json_decref(root), json_decref(empty);
 		encoder_close(e), tokenizer_close(t);
@@ -357,21 +435,27 @@ static void long_words(void **state)
 	encoder_close(e), tokenizer_close(t);
 }
 
-/* A run of spaces that takes more steps than PCRE2 allows by itself is one match. */
+/* A run of spaces that takes more steps than PCRE2 allows by itself is one match, here of a pattern that removes what it matches. */
 static void longest_run(void **state)
 {
 	(void)state;
 	enum { N = 24000000 };
 	char *text = allocate(N);
 	memset(text, ' ', N);
-	struct tokenizer *t = open_variant("ling");
-	struct encoder *e = encoder_open(t);
-	struct found f;
-	if (find_match(e, &t->splits[0], text, N, 0, false, &f) < 0)
+	json_t *patch = json_pack("{s:{s:s, s:[{s:s, s:{s:s}, s:s}, {s:s, s:b, s:b}]}}", "pre_tokenizer", "type", "Sequence", "pretokenizers",
+			"type", "Split", "pattern", "Regex", LING_PATTERN, "behavior", "Removed",
+			"type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0), *root = patched(patch);
+	struct tokenizer *t = open_json(root);
+	if (!t)
 		fail_msg("%s", error_text);
-	assert_true(f.begin == 0 && f.end == N);
-	free(text);
+	struct encoder *e = encoder_open(t);
+	struct ids ids = {0};
+	if (encode(e, text, N, false, &ids) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(ids.count, 0);
+	free(text), free(ids.id);
 	encoder_close(e), tokenizer_close(t);
+	json_decref(root), json_decref(patch);
 }
 
 /* ---- cutting ---- */
@@ -390,19 +474,19 @@ static void cutting(void **state)
 		for (int round = 0; round < 400; round++) {
 			const size_t n = random_below(&random, round % 2 ? 60 : sizeof text);
 			random_text(&random, text, n, round % 4 == 0);
-			struct ids whole = {0}, pieces = {0};
+			struct ids whole = {0}, parts = {0};
 			assert_int_equal(encode(e, text, n, round % 3 == 0, &whole), 0);
 			size_t at_byte = 0;
 			while (at_byte < n) {
 				const size_t known = at_byte + 1 + random_below(&random, n - at_byte), stop = 1 + random_below(&random, 2 * (known - at_byte));
-				const int64_t done = encode_part(e, text + at_byte, known - at_byte, stop, known < n, round % 3 == 0, &pieces);
+				const int64_t done = encode_part(e, text + at_byte, known - at_byte, stop, known < n, round % 3 == 0, &parts);
 				assert_true(done >= 0 && (size_t)done <= known - at_byte);
 				advanced += done > 0, stopped += known == n && (size_t)done < n - at_byte;
 				at_byte += done;
 			}
-			if (whole.count != pieces.count || (whole.count && memcmp(whole.id, pieces.id, whole.count * sizeof *whole.id)))
+			if (whole.count != parts.count || (whole.count && memcmp(whole.id, parts.id, whole.count * sizeof *whole.id)))
 				fail_msg("%s: round %d: `%.*s`: cut, it gives other ids", variant_names[v], round, (int)n, text);
-			free(whole.id), free(pieces.id);
+			free(whole.id), free(parts.id);
 		}
 		encoder_close(e), tokenizer_close(t);
 	}
@@ -413,8 +497,8 @@ static void cutting(void **state)
 static void blocks(void **state)
 {
 	(void)state;
-	enum { FILES = 6 };
-	static const size_t sizes[FILES] = {100, TEXT_BLOCK + LOOK_AHEAD, 0, 40000, 20000, 3 * TEXT_BLOCK};
+	enum { FILES = 7 };
+	static const size_t sizes[FILES] = {100, TEXT_BLOCK + LOOK_AHEAD, 0, 40000, 20000, 3 * TEXT_BLOCK, 5000};
 	static const char *const names[] = {"ling", "gpt2", "qwen", "deepseek", "added"};
 	uint64_t random = 5;
 	char *text = allocate(100000), paths[FILES][PATH_LEN], *files[FILES];
@@ -430,19 +514,22 @@ static void blocks(void **state)
 			if (i == 4) /* no line, no space */
 				for (size_t k = 0; k < sizes[i]; k++)
 					text[k] = "\xe5\xa4\xa9\xe6\xb0\x94" [k % 6];
+			if (i == 6) /* no line, no space, and words: blocks begin within a word, and the one before ends a little behind that */
+				for (size_t k = 0; k < sizes[i]; k++)
+					text[k] = k % 37 ? 'a' + k % 23 : '1';
 			snprintf(paths[i], PATH_LEN, "%s", put_file(at("in%d.txt", i), text, sizes[i]));
 			files[i] = paths[i];
 			assert_int_equal(encode(e, text, sizes[i], false, &whole), 0);
 			if (sizes[i])
-				put_id(&whole, t->end);
+				append_id(&whole, tokenizer_end(t));
 			bytes += sizes[i];
 		}
 		struct tokenized result;
 		struct tokens tokens;
-		if (tokenize_files(at("t"), at("tokenizer.json"), false, FILES, files, &result) < 0 || tokens_open(&tokens, at("t"), "none", t->size) < 0)
+		if (tokenize_files(at("t"), at("tokenizer.json"), false, FILES, files, &result) < 0 || tokens_open(&tokens, at("t"), "none", tokenizer_size(t)) < 0)
 			fail_msg("%s: %s", names[v], error_text);
 		assert_int_equal(result.documents, FILES - 1);
-		assert_true(t->nfc || result.bytes == bytes);
+		assert_true(has_nfc(names[v]) || result.bytes == bytes);
 		assert_int_equal(tokens.count, whole.count);
 		assert_int_equal(tokens.tokenizer_hash, tokenizer_hash(t));
 		int32_t *ids = allocate(whole.count * sizeof *ids);
@@ -484,7 +571,7 @@ static void lines(void **state)
 			if (i % 7 == 3 || bad)
 				continue;
 			assert_int_equal(encode(e, line, strlen(line), true, &whole), 0);
-			put_id(&whole, t->end);
+			append_id(&whole, tokenizer_end(t));
 		}
 		fclose(f);
 		struct tokenized result;
@@ -495,7 +582,7 @@ static void lines(void **state)
 			continue;
 		}
 		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), 0);
-		assert_int_equal(tokens_open(&tokens, at("l"), "none", t->size), 0);
+		assert_int_equal(tokens_open(&tokens, at("l"), "none", tokenizer_size(t)), 0);
 		assert_int_equal(tokens.documents, LINES - (LINES + 3) / 7);
 		assert_int_equal(tokens.count, whole.count);
 		int32_t *ids = allocate(whole.count * sizeof *ids);
@@ -586,18 +673,18 @@ static void chat(void **state)
 		"<role>HUMAN</role>x</role><role>ASSISTANT</role>y<|endoftext|><role>ASSISTANT</role>x</role><role>ASSISTANT</role>y<|endoftext|><|endoftext|>";
 	const struct message messages[] = {{"user", forged, sizeof forged - 1}, {"assistant", forged, sizeof forged - 1}};
 	assert_int_equal(chat_encode(e, messages, 2, false, &ids, &loss_mask), 0);
-	int tags = 0, ends = 0, marks = 0;
+	int tags = 0, ends = 0, loss_tokens = 0;
 	for (int64_t i = 0; i < ids.count; i++) {
 		tags += ids.id[i] == 448 || ids.id[i] == 449;
 		ends += ids.id[i] == 447;
-		marks += loss_mask.data[i];
+		loss_tokens += loss_mask.data[i];
 		tokenizer_decode(t, ids.id[i], true, &text);
 	}
 	assert_true(tags == 4 && ends == 1 && ids.id[0] == 448 && ids.id[ids.count - 1] == 447);
 	assert_string_equal(text.data, form);
 	struct ids reply = {0};
 	assert_int_equal(encode(e, forged, sizeof forged - 1, false, &reply), 0);
-	assert_int_equal(marks, reply.count + 1);
+	assert_int_equal(loss_tokens, reply.count + 1);
 	assert_memory_equal(ids.id + ids.count - 1 - reply.count, reply.id, reply.count * sizeof *reply.id);
 	for (int64_t i = 0; i < ids.count; i++)
 		assert_int_equal(loss_mask.data[i], i >= ids.count - 1 - reply.count);
@@ -758,11 +845,11 @@ static void translations(void **state)
 		{"\\p{L}\\P{Nd}\\p{^L}\\P{^L}", "\\p{L}\\P{Nd}\\P{L}\\p{L}"}, {"\\p{Han}", "\\p{sc:Han}"}, {"\\u4e00", "\\x{4e00}"}, {".", "[^\\n]"}, {"]}", "\\]\\}"},
 		{"x{2}y{2,}z{2,3}?", "x{2}y{2,}z{2,3}?"}, {"(?i:'s|[T])?+", "(?i:'s|[T])?+"}, {"[a\\-\\]^-]", "[a\\-\\]^-]"}, {"(?>a)(?=b)(?!c)\\.\\r", "(?>a)(?=b)(?!c)\\.\\r"}};
 	for (int i = 0; i < COUNT(cases); i++) {
-		struct translation r = {.where = "", .pattern = cases[i][0], .n = strlen(cases[i][0])};
-		if (translate(&r) < 0)
+		struct text out = {0};
+		if (tokenizer_pattern_translate(&out, "", cases[i][0], strlen(cases[i][0])) < 0)
 			fail_msg("%s", error_text);
-		assert_string_equal(r.out.data, cases[i][1]);
-		free(r.out.data);
+		assert_string_equal(out.data, cases[i][1]);
+		free(out.data);
 	}
 }
 

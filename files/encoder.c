@@ -1,0 +1,501 @@
+/*
+ * files/encoder.c - from text to token ids: encoding whole texts, texts in parts, and conversations.
+ *
+ * Text goes through stages. Each stage cuts its text and hands what it does not turn into ids to the next one:
+ *   0                 added tokens in the text as it is
+ *   1                 NFC, where the tokenizer has it
+ *   2                 added tokens in that form
+ *   3 .. 2 + splits   a regular expression each: what it matches, and what is between two matches
+ * What the last stage hands on is a word; its bytes are merged.
+ */
+#define _GNU_SOURCE
+#include "files/encoder.h"
+
+#include "files/base.h"
+#include "files/collections.h"
+#include "files/tokenizer_internal.h"
+#include "files/unicode.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#define MAX_WORD INT32_MAX     /* bytes */
+#define SHORT_WORD 128         /* bytes of a word that is merged by looking through all its pairs; in a longer one a heap finds the next pair */
+#define SHORT_BITS 7           /* SHORT_WORD = 2^SHORT_BITS */
+
+#define CACHE_BITS 15
+#define CACHED_BYTES 32
+#define CACHED_IDS 7
+
+struct cached_word {           /* 64 bytes: a line of the processor's cache */
+	uint64_t text[CACHED_BYTES / 8]; /* zeros behind its end */
+	int32_t id[CACHED_IDS];
+	uint8_t size, count;         /* bytes; ids. size 0: none is here */
+};
+
+struct encoder {
+	const struct tokenizer *tokenizer;
+	bool special;                /* of this call: special tokens are recognised */
+	bool counts_words;           /* see encoder_count_words */
+	struct string_table words;
+	struct cached_word *cache;   /* [2^CACHE_BITS] by hash; a word replaces the one that was there */
+	struct text normal;          /* text in NFC */
+	pcre2_match_data *match;
+	pcre2_match_context *context;
+	pcre2_jit_stack *stack;
+};
+
+struct encoder *encoder_open(const struct tokenizer *t)
+{
+	struct encoder *e = allocate(sizeof *e);
+	e->tokenizer = t;
+	if (t->bytes_only)
+		return e;
+	e->cache = aligned_alloc(sizeof *e->cache, sizeof *e->cache << CACHE_BITS);
+	e->match = pcre2_match_data_create(1, NULL);
+	e->context = pcre2_match_context_create(NULL);
+	e->stack = pcre2_jit_stack_create(1 << 15, 1 << 24, NULL);
+	if (!e->cache || !e->match || !e->context || !e->stack) {
+		fprintf(stderr, "ling: out of memory for an encoder\n");
+		exit(1);
+	}
+	memset(e->cache, 0, sizeof *e->cache << CACHE_BITS);
+	pcre2_jit_stack_assign(e->context, NULL, e->stack);
+	return e;
+}
+
+void encoder_close(struct encoder *e)
+{
+	if (!e)
+		return;
+	string_table_free(&e->words);
+	free(e->cache), free(e->normal.data);
+	pcre2_match_data_free(e->match);
+	pcre2_match_context_free(e->context);
+	pcre2_jit_stack_free(e->stack);
+	free(e);
+}
+
+const struct tokenizer *encoder_tokenizer(const struct encoder *e)
+{
+	return e->tokenizer;
+}
+
+const struct string_table *encoder_count_words(struct encoder *e)
+{
+	e->counts_words = true;
+	return &e->words;
+}
+
+/* -- merging: of all pairs of neighbours the one of the lowest rank becomes one token, of equals the leftmost; again and again -- */
+
+/* Merges the n ids of a short word in place. Returns how many are left. */
+static int merge_short(const struct tokenizer *t, int32_t *id, int n)
+{
+	uint32_t key[SHORT_WORD]; /* of the pair that begins at each id: rank << SHORT_BITS | its place; NO_RANK: no such merge, or the id is gone */
+	uint8_t next[SHORT_WORD], previous[SHORT_WORD];
+	const int count = n;
+#define PAIR(at, left, right) do { \
+		const uint32_t rank = find_merge(t, left, right)->rank; \
+		key[at] = rank == NO_RANK ? NO_RANK : rank << SHORT_BITS | (at); \
+	} while (0)
+	for (int i = 0; i < n; i++) {
+		next[i] = i + 1, previous[i] = i - 1;
+		if (i + 1 < n)
+			PAIR(i, id[i], id[i + 1]);
+	}
+	key[n - 1] = NO_RANK;
+	for (;;) {
+		uint32_t best = NO_RANK;
+		for (int i = 0; i < count; i++)
+			best = key[i] < best ? key[i] : best;
+		if (best == NO_RANK)
+			break;
+		const int i = best & (SHORT_WORD - 1), gone = next[i];
+		id[i] = t->merged[best >> SHORT_BITS];
+		id[gone] = -1, key[gone] = NO_RANK;
+		next[i] = next[gone];
+		if (next[i] < count) {
+			previous[next[i]] = i;
+			PAIR(i, id[i], id[next[i]]);
+		} else
+			key[i] = NO_RANK;
+		if (i)
+			PAIR(previous[i], id[previous[i]], id[i]);
+	}
+#undef PAIR
+	n = 0;
+	for (int i = 0; i < count; i++)
+		if (id[i] >= 0)
+			id[n++] = id[i];
+	return n;
+}
+
+static bool lower_key(const void *a, const void *b, const void *context)
+{
+	(void)context;
+	return *(const uint64_t *)a < *(const uint64_t *)b;
+}
+
+/* merge_short for a word of any length. */
+static int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
+{
+	struct link { uint32_t rank; int32_t next, previous; } *link = allocate(n * sizeof *link); /* rank: of the pair that begins here */
+	uint64_t *heap = allocate(3 * (size_t)n * sizeof *heap), key; /* rank << 32 | place; a key whose rank is no longer that of its place is skipped */
+	size_t count = 0;
+	for (int32_t i = 0; i < n; i++) {
+		link[i] = (struct link){i + 1 < n ? find_merge(t, id[i], id[i + 1])->rank : NO_RANK, i + 1, i - 1};
+		key = (uint64_t)link[i].rank << 32 | i;
+		if (link[i].rank != NO_RANK)
+			heap_raise(heap, count++, sizeof key, &key, lower_key, NULL);
+	}
+	while (count) {
+		const uint64_t top = heap[0], last = heap[--count];
+		heap_sink(heap, 0, count, sizeof last, &last, lower_key, NULL);
+		const int32_t i = (int32_t)top, gone = link[i].next;
+		if (link[i].rank != top >> 32)
+			continue;
+		id[i] = t->merged[link[i].rank];
+		id[gone] = -1, link[gone].rank = NO_RANK;
+		link[i].next = link[gone].next;
+		if (link[i].next < n)
+			link[link[i].next].previous = i;
+		for (int side = 0; side < 2; side++) { /* the pair that begins here, and the one that ends here */
+			const int32_t left = side ? link[i].previous : i, right = left < 0 ? n : link[left].next;
+			if (left < 0)
+				continue;
+			link[left].rank = right < n ? find_merge(t, id[left], id[right])->rank : NO_RANK;
+			key = (uint64_t)link[left].rank << 32 | left;
+			if (link[left].rank != NO_RANK)
+				heap_raise(heap, count++, sizeof key, &key, lower_key, NULL);
+		}
+	}
+	free(heap), free(link);
+	int32_t kept = 0;
+	for (int32_t i = 0; i < n; i++)
+		if (id[i] >= 0)
+			id[kept++] = id[i];
+	return kept;
+}
+
+/* Appends the ids of a word that the cache does not hold. */
+static int encode_new_word(const struct tokenizer *t, const char *word, size_t n, struct ids *out)
+{
+	if (n > MAX_WORD)
+		return fail("a word of %zu bytes: expected at most %d bytes without a place where the tokenizer may cut", n, MAX_WORD);
+	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
+	int32_t *id = out->id + out->count;
+	if (t->ignore_merges && (id[0] = find_text(t, word, n)) >= 0) {
+		out->count++;
+		return 0;
+	}
+	for (size_t i = 0; i < n; i++)
+		id[i] = t->byte_id[(uint8_t)word[i]];
+	out->count += n <= SHORT_WORD ? merge_short(t, id, n) : merge_long(t, id, n);
+	return 0;
+}
+
+static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
+{
+	if (e->counts_words)
+		return string_table_add(&e->words, word, n, 1) < 0 ? -1 : 0;
+	if (n > CACHED_BYTES)
+		return encode_new_word(e->tokenizer, word, n, out);
+	uint64_t text[CACHED_BYTES / 8] = {0}, hash = n;
+	memcpy(text, word, n);
+	for (int i = 0; i < CACHED_BYTES / 8; i++)
+		hash = (hash ^ text[i]) * 0x9E3779B97F4A7C15;
+	struct cached_word *c = &e->cache[hash >> (64 - CACHE_BITS)];
+	out->id = grow(out->id, out->count, &out->capacity, CACHED_IDS, sizeof *out->id);
+	if (c->size != n || memcmp(c->text, text, sizeof text)) {
+		const int64_t before = out->count;
+		if (encode_new_word(e->tokenizer, word, n, out) < 0)
+			return -1;
+		if (out->count - before > CACHED_IDS)
+			return 0;
+		memcpy(c->text, text, sizeof text);
+		c->size = n, c->count = out->count - before;
+		memcpy(c->id, out->id + before, c->count * sizeof *c->id);
+		return 0;
+	}
+	memcpy(out->id + out->count, c->id, sizeof c->id);
+	out->count += c->count;
+	return 0;
+}
+
+/* -- the stages -- */
+
+/* What a stage finds next in its text. */
+struct match {
+	size_t begin, end;           /* its bytes; of nothing: n; where more text would be needed to know: that place */
+	size_t next;                 /* where the search goes on */
+	int32_t id;                  /* of an added token; else -1 */
+};
+
+/* The longest added token of list k that text begins with, or NULL. *more: text is the beginning of a longer one. */
+static const struct added_token *added_at(const struct encoder *e, int k, const char *text, size_t n, bool *more)
+{
+	const struct added_token *list = e->tokenizer->added[k], *longest = NULL;
+	int low = 0, high = e->tokenizer->num_added[k]; /* those that begin with text[0 .. depth) */
+	size_t depth = 0;
+	for (; low < high && depth < n; depth++) {
+		const uint8_t c = text[depth];
+		for (int side = 0; side < 2; side++) { /* the first whose byte `depth` is at least c, and the first whose is more */
+			int first = low, last = high;
+			while (first < last) {
+				const int middle = first + (last - first) / 2;
+				if (list[middle].size > depth && (uint8_t)list[middle].text[depth] >= c + side)
+					last = middle;
+				else
+					first = middle + 1;
+			}
+			*(side ? &high : &low) = first;
+		}
+		if (low < high && list[low].size == depth + 1 && (e->special || !list[low].special))
+			longest = &list[low];
+	}
+	*more = depth == n && low < high && list[high - 1].size > n;
+	return longest;
+}
+
+/* Finds the leftmost added token of list k from byte `from` on, of several that begin there the longest; lstrip takes nothing before byte `done`.
+ * A single_word token within a longer word is not found, but what begins inside it is not found either, as in Hugging Face's library. Returns 1 when
+ * there is one, else 0. */
+static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done, bool partial, struct match *m)
+{
+	const bool *begins = e->tokenizer->added_begin[k];
+	int32_t c;
+	for (size_t i = from; i < n; i++) {
+		if (!begins[(uint8_t)text[i]])
+			continue;
+		bool more;
+		const struct added_token *a = added_at(e, k, text + i, n - i, &more);
+		if (more && partial) {
+			*m = (struct match){i, i, i, -1};
+			return 0;
+		}
+		if (!a)
+			continue;
+		const size_t begin = i, end = i + a->size;
+		i = end - 1;
+		if (a->single_word) {
+			const size_t before = utf8_last(text, begin);
+			if ((utf8_decode(text + before, begin - before, &c) && is_word(c)) || (utf8_decode(text + end, n - end, &c) && is_word(c)))
+				continue;
+		}
+		*m = (struct match){begin, end, end, a->id};
+		while (a->lstrip && m->begin > done) {
+			const size_t before = utf8_last(text, m->begin);
+			if (!utf8_decode(text + before, m->begin - before, &c) || !is_space(c))
+				break;
+			m->begin = before;
+		}
+		for (int size; a->rstrip && (size = utf8_decode(text + m->end, n - m->end, &c)) && is_space(c); m->end += size)
+			;
+		return 1;
+	}
+	*m = (struct match){n, n, n, -1};
+	return 0;
+}
+
+/* Finds what a regular expression matches from byte `from` on. Returns 1 when there is a match, 0 when not, -1 on error. */
+static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool partial, struct match *m)
+{
+	/* PCRE2's default limit of steps, which ends hopeless searches, and 16 steps for each byte: a run of spaces takes as many as it is long */
+	const size_t steps = 10000000 + 16 * (n - from);
+	pcre2_set_match_limit(e->context, steps < UINT32_MAX ? steps : UINT32_MAX);
+	const uint32_t options = PCRE2_NO_UTF_CHECK | (partial ? PCRE2_PARTIAL_HARD : 0);
+	const int rc = pcre2_match(s->code, (const uint8_t *)text, n, from, options, e->match, e->context);
+	const size_t *at = pcre2_get_ovector_pointer(e->match);
+	if (rc == PCRE2_ERROR_NOMATCH)
+		*m = (struct match){n, n, n, -1};
+	else if (rc == PCRE2_ERROR_PARTIAL)
+		*m = (struct match){at[0], at[0], at[0], -1};
+	else if (rc < 0) {
+		char message[128] = "";
+		pcre2_get_error_message(rc, (uint8_t *)message, sizeof message);
+		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text; expected text that it cuts into words: divide long runs of one "
+				"character", s->pattern, message, n);
+	} else {
+		*m = (struct match){at[0], at[1], at[1], -1};
+		int32_t c;
+		if (at[0] == at[1]) /* an empty match cuts the text in two; the search goes on behind the next character */
+			m->next += from < n ? utf8_decode(text + at[1], n - at[1], &c) : 1;
+	}
+	return rc >= 0;
+}
+
+static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out);
+
+/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are the same, at the end, and at
+ * `stop` if the text may be cut there. */
+static int64_t encode_normalized(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out)
+{
+	if (partial)
+		n = nfc_last_cut(text, n);
+	if (nfc_plain(text, n) == n)
+		return encode_stage(e, stage + 1, text, n, stop, partial, out);
+	int32_t c;
+	const bool stops = stop < n && utf8_decode(text + stop, n - stop, &c) && nfc_begins(c);
+	const size_t first = stops ? stop : n;
+	e->normal.size = 0;
+	bool changed = nfc_append(&e->normal, text, first);
+	const size_t middle = e->normal.size;
+	changed |= nfc_append(&e->normal, text + first, n - first);
+	if (!changed)
+		return encode_stage(e, stage + 1, text, n, stop, partial, out);
+	const int64_t before = out->count;
+	const int64_t done = encode_stage(e, stage + 1, e->normal.data, e->normal.size, stops ? middle : SIZE_MAX, partial, out);
+	if (done < 0 || (size_t)done == e->normal.size)
+		return done < 0 ? -1 : (int64_t)n;
+	if (stops && (size_t)done == middle)
+		return first;
+	out->count = before;
+	return 0;
+}
+
+/* encode_part for valid UTF-8, from one stage on. */
+static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out)
+{
+	const struct tokenizer *t = e->tokenizer;
+	if (stage == 1 && t->nfc)
+		return encode_normalized(e, stage, text, n, stop, partial, out);
+	if (stage == 1)
+		return encode_stage(e, stage + 1, text, n, stop, partial, out);
+	if (stage == 3 + t->num_splits)
+		return partial ? 0 : encode_word(e, text, n, out) < 0 ? -1 : (int64_t)n;
+	const struct split *s = stage >= 3 ? &t->splits[stage - 3] : NULL;
+	struct match m = {0};
+	for (size_t done = 0;;) {
+		const int found = s ? find_match(e, s, text, n, m.next, partial, &m)
+			: find_added(e, stage / 2, text, n, m.next, done, partial, &m);
+		if (found < 0)
+			return -1;
+		if (m.begin > done) {
+			const size_t between = m.begin - done; /* bytes */
+			const int64_t encoded = s && s->drop_rest ? (int64_t)between
+				: encode_stage(e, stage + 1, text + done, between, stop - done, partial && !found, out);
+			if (encoded < 0)
+				return -1;
+			done += encoded;
+			if (done < m.begin || done >= stop)
+				return done;
+		}
+		if (!found)
+			return done;
+		if (m.id >= 0)
+			append_id(out, m.id);
+		else if (m.end > m.begin && !s->drop_matches &&
+				encode_stage(e, stage + 1, text + m.begin, m.end - m.begin, SIZE_MAX, false, out) < 0)
+			return -1;
+		done = m.end;
+		if (done >= stop || m.next > n)
+			return done;
+	}
+}
+
+int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special, struct ids *out)
+{
+	const struct tokenizer *t = e->tokenizer;
+	size_t done = 0;
+	int32_t c;
+	e->special = special;
+	if (t->bytes_only) {
+		n = n < stop ? n : stop;
+		out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
+		for (size_t i = 0; i < n; i++)
+			out->id[out->count++] = (uint8_t)text[i];
+		return n;
+	}
+	if (!t->context_free) /* only the whole text at once */
+		stop = partial ? 0 : SIZE_MAX;
+	if (partial)
+		n = utf8_whole(text, n);
+	while (done < n && done < stop) {
+		const size_t valid = utf8_valid(text + done, n - done);
+		if (valid) {
+			const int64_t encoded = encode_stage(e, 0, text + done, valid, stop - done, partial && done + valid == n, out);
+			if (encoded < (int64_t)valid)
+				return encoded < 0 ? -1 : (int64_t)done + encoded;
+		}
+		done += valid;
+		size_t invalid = 0;
+		while (done + invalid < n && !utf8_decode(text + done + invalid, n - done - invalid, &c))
+			invalid++;
+		if (partial && done + invalid == n)
+			break;
+		if (invalid && done < stop && encode_word(e, text + done, invalid, out) < 0)
+			return -1;
+		done += done < stop ? invalid : 0;
+	}
+	return done;
+}
+
+int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out)
+{
+	return encode_part(e, text, n, SIZE_MAX, false, special, out) < 0 ? -1 : 0;
+}
+
+/* -- the chat form -- */
+
+const char *chat_role(const char *role)
+{
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"},
+		{"assistant", "ASSISTANT"}, {"tool", "TOOL"}};
+	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+		if (!strcasecmp(role, roles[i][0]))
+			return roles[i][1];
+	return NULL;
+}
+
+/* Appends a tag: its id, or the ids of its text where the tokenizer does not have it. */
+static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
+{
+	const int32_t id = tokenizer_id(e->tokenizer, tag);
+	if (id < 0)
+		return encode(e, tag, strlen(tag), false, out);
+	append_id(out, id);
+	return 0;
+}
+
+static int chat_opening(struct encoder *e, const char *role, struct ids *out)
+{
+	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
+}
+
+void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value)
+{
+	for (const char byte = value; loss_mask && loss_mask->size < (size_t)ids->count;)
+		text_append(loss_mask, &byte, 1);
+}
+
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask)
+{
+	const char *role = "";
+	append_loss_mask(loss_mask, out, false);
+	for (int i = 0; i < n; i++) {
+		char shown[64];
+		if (!(role = chat_role(messages[i].role)))
+			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+					printable(shown, messages[i].role));
+		if (chat_opening(e, role, out) < 0)
+			return -1;
+		append_loss_mask(loss_mask, out, false);
+		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
+			return -1;
+		append_loss_mask(loss_mask, out, !strcmp(role, "ASSISTANT"));
+	}
+	if (reply) {
+		if (chat_opening(e, "ASSISTANT", out) < 0)
+			return -1;
+		append_loss_mask(loss_mask, out, false);
+	} else if (!strcmp(role, "ASSISTANT")) {
+		if (tokenizer_end(e->tokenizer) < 0)
+			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
+		append_id(out, tokenizer_end(e->tokenizer));
+		append_loss_mask(loss_mask, out, true);
+	}
+	return 0;
+}

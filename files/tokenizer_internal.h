@@ -1,0 +1,79 @@
+/*
+ * files/tokenizer_internal.h - what a tokenizer.json becomes in memory: for files/tokenizer.c, which makes it, and files/encoder.c.
+ */
+#ifndef LING_FILES_TOKENIZER_INTERNAL_H
+#define LING_FILES_TOKENIZER_INTERNAL_H
+
+#include "files/base.h"
+#include "files/collections.h"
+#include "files/tokenizer.h"
+#include "files/tokenizer_pattern.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define BYTE_END 256 /* the byte tokenizer's end token */
+
+struct token {
+	size_t at;                   /* of its bytes in tokenizer.bytes */
+	uint32_t size;
+	bool exists;                 /* false: no token has this id */
+	bool added, special;         /* added_tokens has it; special: decoding may leave it out */
+};
+
+#define NO_RANK UINT32_MAX
+struct merge { int32_t left, right; uint32_t rank; int32_t id; }; /* two ids become one; rank: place in the list of merges, or NO_RANK: an empty slot */
+
+struct added_token { char *text; size_t size; int32_t id; bool special, single_word, lstrip, rstrip; }; /* as Hugging Face's AddedToken */
+
+struct split {                 /* a pre-tokenizer that cuts text into what a regular expression matches and what is between */
+	pcre2_code *code;
+	char *pattern;               /* as PCRE2 got it */
+	bool drop_matches, drop_rest; /* leaves out the one or the other */
+};
+
+struct tokenizer {
+	bool bytes_only;             /* the byte tokenizer: of the rest only size, hash, end and context_free are set */
+	int size;
+	uint32_t hash;
+	int32_t end;
+	struct token *tokens;        /* [size] by id */
+	struct text bytes;           /* of all tokens */
+	struct string_table texts;   /* bytes of the tokens of model.vocab that the alphabet spells */
+	int32_t *text_id;            /* [texts.count] their ids */
+	int32_t byte_id[256];
+	struct merge *merges;        /* a hash table with open addressing of 2^(64 - merges_shift) slots */
+	int merges_shift;
+	int32_t *merged;             /* [num_merges] by rank: the id that the merge makes */
+	uint32_t num_merges;
+	bool ignore_merges;          /* a word that is a token of model.vocab becomes it, whatever the merges say */
+	bool nfc;                    /* text is brought into NFC */
+	struct added_token *added[2]; /* [num_added] sorted by text: those that are found in the text as it is; in its NFC form */
+	int num_added[2];
+	bool added_begin[2][256];    /* bytes that one of them begins with */
+	bool context_free;           /* none of them depends on the text around it (single_word, lstrip, rstrip) */
+	struct split *splits;        /* [num_splits] applied one after the other */
+	int num_splits;
+};
+
+/* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the inner loop of encoding: a look-up
+ * here is one line of cache. */
+static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
+{
+	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;
+	for (size_t i = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) * 0x9E3779B97F4A7C15 >> t->merges_shift;; i++) {
+		struct merge *m = &t->merges[i & mask];
+		if (m->rank == NO_RANK || (m->left == left && m->right == right))
+			return m;
+	}
+}
+
+/* The id of the token in t->texts with these bytes, or -1. */
+static inline int32_t find_text(const struct tokenizer *t, const char *bytes, size_t n)
+{
+	const int64_t number = string_table_find(&t->texts, bytes, n);
+	return number < 0 ? -1 : t->text_id[number];
+}
+
+#endif

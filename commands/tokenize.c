@@ -65,7 +65,8 @@ struct token_writer {
 	uint32_t crc, mask_crc;
 };
 
-/* Appends n bytes to the loss mask, after a 1 for each token before them that has no byte yet: while the loss counts every token, nothing is written. */
+/* Appends n bytes to the loss mask, after a 1 for each token before them that has no byte yet: while the loss counts
+ * every token, nothing is written. */
 static void write_mask(struct token_writer *w, const char *loss_mask, size_t n)
 {
 	char ones[4096];
@@ -147,15 +148,17 @@ static int write_block(struct token_writer *w, const struct encoded_block *r, bo
 	return 0;
 }
 
-/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be found at its end. */
+/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be
+ * found at its end. */
 static size_t look_ahead_end(const struct block *b)
 {
 	return b->file_end - b->end < LOOK_AHEAD ? b->file_end : b->end + LOOK_AHEAD;
 }
 
-/* Appends an encoded block of text. *done: the end of what has been written of its file. The block was encoded as if the text could be cut where it
- * begins; that is so if the block before it ended exactly there. If it did not, or this one could not be encoded to its end, the block is encoded again
- * from *done on; in a second attempt with all that has been read of the file. So the ids are those of the whole text. */
+/* Appends an encoded block of text. *done: the end of what has been written of its file. The block was encoded as if
+ * the text could be cut where it begins; that is so if the block before it ended exactly there. If it did not, or
+ * this one could not be encoded to its end, the block is encoded again from *done on; in a second attempt with all
+ * that has been read of the file. So the ids are those of the whole text. */
 static int write_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special,
 		struct encoded_block *r, size_t *done)
 {
@@ -179,7 +182,8 @@ static int write_text(struct token_writer *w, struct encoder *e, const struct in
 	return 0;
 }
 
-/* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been written, or -1. */
+/* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been
+ * written, or -1. */
 static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, const struct input *in, bool special)
 {
 	const int64_t n = in->count;
@@ -211,7 +215,8 @@ static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, c
 	return rc < 0 ? -1 : last->line || last->file_complete ? (int64_t)in->begin : (int64_t)done;
 }
 
-/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the header. */
+/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the
+ * header. */
 static int index_finish(struct token_writer *w, const char *path)
 {
 	const uint8_t *file;
@@ -261,7 +266,8 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
-/* A token file's files, in the order in which they are published: the index comes last, without which nothing opens. */
+/* A token file's files, in the order in which they are published: the index comes last, without which nothing
+ * opens. */
 enum { OUTPUT_BIN, OUTPUT_MASK, OUTPUT_MANIFEST, OUTPUT_IDX, NUM_OUTPUTS };
 static const char *const output_suffixes[NUM_OUTPUTS] = {".bin", ".mask.bin", ".json", ".idx"};
 

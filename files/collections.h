@@ -39,8 +39,8 @@ ALWAYS_INLINE uint32_t *hash_table_slot(const struct hash_table *t, uint64_t has
 	}
 }
 
-/* The number of the item with a key. If it is the number of items before the call, the item is new, and the caller appends it to the array. There must
- * be less than 2^32 - 1 items. */
+/* The number of the item with a key. If it is the number of items before the call, the item is new, and the caller
+ * appends it to the array. There must be less than 2^32 - 1 items. */
 ALWAYS_INLINE size_t hash_table_add(struct hash_table *t, uint64_t hash, const void *key, const void *items, has_key *same, hash_of_item *hash_of)
 {
 	if (2 * t->count >= t->mask)
@@ -61,8 +61,8 @@ struct string_table {
 	size_t count, capacity;
 	struct hash_table numbers;
 };
-/* Adds `times` to the count of a string, which is added to the table if it is not there. Returns its number, or -1: more than 2^31 strings, or a
- * string of more than 2^31 bytes. */
+/* Adds `times` to the count of a string, which is added to the table if it is not there. Returns its number, or -1:
+ * more than 2^31 strings, or a string of more than 2^31 bytes. */
 int64_t string_table_add(struct string_table *t, const char *bytes, size_t n, uint64_t times);
 /* The number of a string; -1 when it is not in the table. */
 int64_t string_table_find(const struct string_table *t, const char *bytes, size_t n);
@@ -73,7 +73,8 @@ void string_table_free(struct string_table *t);
 /* Whether item a comes before item b. `context` is the caller's. */
 typedef bool heap_order(const void *a, const void *b, const void *context);
 
-/* Moves parents down until `item`, of `size` bytes, has its place at i or above, and puts it there. To add an item: i is the number of items before. */
+/* Moves parents down until `item`, of `size` bytes, has its place at i or above, and puts it there. To add an item: i
+ * is the number of items before. */
 ALWAYS_INLINE void heap_raise(void *heap, size_t i, size_t size, const void *item, heap_order *before, const void *context)
 {
 	char *at = heap;
@@ -82,8 +83,8 @@ ALWAYS_INLINE void heap_raise(void *heap, size_t i, size_t size, const void *ite
 	memcpy(at + i * size, item, size);
 }
 
-/* Moves children up until `item`, of `size` bytes, has its place at i or below, and puts it there. n items. To take item 0: put the last item in its
- * place, n then being one less. */
+/* Moves children up until `item`, of `size` bytes, has its place at i or below, and puts it there. n items. To take
+ * item 0: put the last item in its place, n then being one less. */
 ALWAYS_INLINE void heap_sink(void *heap, size_t i, size_t n, size_t size, const void *item, heap_order *before, const void *context)
 {
 	char *at = heap;

@@ -260,9 +260,9 @@ static const struct added_token *added_at(const struct encoder *e, int k, const 
 	return longest;
 }
 
-/* Finds the leftmost added token of list k from byte `from` on, of several that begin there the longest; lstrip takes nothing before byte `done`.
- * A single_word token within a longer word is not found, but what begins inside it is not found either, as in Hugging Face's library. Returns 1 when
- * there is one, else 0. */
+/* Finds the leftmost added token of list k from byte `from` on, of several that begin there the longest; lstrip takes
+ * nothing before byte `done`. A single_word token within a longer word is not found, but what begins inside it is not
+ * found either, as in Hugging Face's library. Returns 1 when there is one, else 0. */
 static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done, bool partial, struct match *m)
 {
 	const bool *begins = e->tokenizer->added_begin[k];
@@ -300,10 +300,12 @@ static int find_added(const struct encoder *e, int k, const char *text, size_t n
 	return 0;
 }
 
-/* Finds what a regular expression matches from byte `from` on. Returns 1 when there is a match, 0 when not, -1 on error. */
+/* Finds what a regular expression matches from byte `from` on. Returns 1 when there is a match, 0 when not, -1 on
+ * error. */
 static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool partial, struct match *m)
 {
-	/* PCRE2's default limit of steps, which ends hopeless searches, and 16 steps for each byte: a run of spaces takes as many as it is long */
+	/* PCRE2's default limit of steps, which ends hopeless searches, and 16 steps for each byte: a run of spaces takes
+	 * as many as it is long */
 	const size_t steps = 10000000 + 16 * (n - from);
 	pcre2_set_match_limit(e->context, steps < UINT32_MAX ? steps : UINT32_MAX);
 	const uint32_t options = PCRE2_NO_UTF_CHECK | (partial ? PCRE2_PARTIAL_HARD : 0);
@@ -329,8 +331,8 @@ static int find_match(const struct encoder *e, const struct split *s, const char
 
 static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out);
 
-/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are the same, at the end, and at
- * `stop` if the text may be cut there. */
+/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are
+ * the same, at the end, and at `stop` if the text may be cut there. */
 static int64_t encode_normalized(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out)
 {
 	if (partial)

@@ -23,8 +23,8 @@
 
 /* -- files in blocks -- */
 
-/* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with white space, else of the last word,
- * else of the last character. */
+/* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with
+ * white space, else of the last word, else of the last character. */
 static size_t text_cut(const char *text, size_t n)
 {
 	size_t word = 0, character = 0;
@@ -287,8 +287,8 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode(); it applies to a `text`. Members
- * with other names may hold anything, integers of more than 64 bits too. */
+/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode();
+ * it applies to a `text`. Members with other names may hold anything, integers of more than 64 bits too. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;

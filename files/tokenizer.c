@@ -135,7 +135,8 @@ static int read_vocab(struct tokenizer *t, const char *path, const json_t *vocab
 	return 0;
 }
 
-/* The id of the token of model.vocab with a text in the byte-level alphabet; -1 when there is none. The end of t->bytes serves as work space. */
+/* The id of the token of model.vocab with a text in the byte-level alphabet; -1 when there is none. The end of
+ * t->bytes serves as work space. */
 static int32_t spelled_id(struct tokenizer *t, const char *text, size_t n)
 {
 	const size_t at = t->bytes.size;
@@ -189,7 +190,8 @@ static int read_merges(struct tokenizer *t, const char *path, const json_t *merg
 	return 0;
 }
 
-/* model. Its options for characters that are not in the vocabulary (unk_token, fuse_unk, byte_fallback) have no effect: each byte has a token. */
+/* model. Its options for characters that are not in the vocabulary (unk_token, fuse_unk, byte_fallback) have no
+ * effect: each byte has a token. */
 static int read_model(struct tokenizer *t, const char *path, const json_t *root, const json_t *added)
 {
 	char where[PATH_LEN + 16];
@@ -257,8 +259,8 @@ static int32_t added_id(const struct tokenizer *t, const char *text, size_t n)
 	return -1;
 }
 
-/* added_tokens. Hugging Face's loader gives each the id of its text in model.vocab, or the next free one, whatever id the file says; a file in which
- * those differ is an error. vocab_count: entries of model.vocab. */
+/* added_tokens. Hugging Face's loader gives each the id of its text in model.vocab, or the next free one, whatever id
+ * the file says; a file in which those differ is an error. vocab_count: entries of model.vocab. */
 static int read_added(struct tokenizer *t, const char *path, const json_t *list, size_t vocab_count)
 {
 	char where[PATH_LEN + 64];
@@ -375,7 +377,8 @@ static int read_split(struct tokenizer *t, const char *where, const json_t *spli
 
 #define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
-/* pre_tokenizer: ByteLevel, perhaps behind others, in a Sequence. *byte_level becomes true when ByteLevel has been read. */
+/* pre_tokenizer: ByteLevel, perhaps behind others, in a Sequence. *byte_level becomes true when ByteLevel has been
+ * read. */
 static int read_pre_tokenizer(struct tokenizer *t, const char *where, const json_t *pre, bool *byte_level)
 {
 	const char *type = field_text(pre, where, "type");
@@ -465,7 +468,8 @@ static void hash_tokenizer(struct tokenizer *t)
 	hash_add(t, &t->end, sizeof t->end);
 }
 
-/* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else <|endoftext|>, else none. */
+/* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else
+ * <|endoftext|>, else none. */
 static int read_end(struct tokenizer *t, const char *path)
 {
 	char dir[PATH_LEN], config[PATH_LEN];

@@ -57,8 +57,8 @@ struct tokenizer {
 	int num_splits;
 };
 
-/* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the inner loop of encoding: a look-up
- * here is one line of cache. */
+/* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the
+ * inner loop of encoding: a look-up here is one line of cache. */
 static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
 {
 	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;

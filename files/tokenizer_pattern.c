@@ -23,8 +23,8 @@ static int refuse_pattern(const struct translation *r, size_t at, const char *wh
 	return fail("%s: pattern: at byte %zu, `%.20s`: %s is not supported", r->where, at, r->pattern + at, what);
 }
 
-/* Translates the escape at byte i. in_class: within [...]; caseless: within (?i:...). *set: it stands for several characters. Returns its bytes,
- * or -1. */
+/* Translates the escape at byte i. in_class: within [...]; caseless: within (?i:...). *set: it stands for several
+ * characters. Returns its bytes, or -1. */
 static int translate_escape(const struct translation *r, size_t i, bool in_class, bool caseless, bool *set)
 {
 	static const char categories[] = " L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So "
@@ -66,7 +66,8 @@ static int translate_escape(const struct translation *r, size_t i, bool in_class
 	return refuse_pattern(r, i, "this escape");
 }
 
-/* Bytes of {n}, {n,} or {n,m} at the beginning of text. 0 when there is none, or when the two dialects read the ? or + behind it differently. */
+/* Bytes of {n}, {n,} or {n,m} at the beginning of text. 0 when there is none, or when the two dialects read the ? or
+ * + behind it differently. */
 static int repetition(const char *text)
 {
 	const char *p = text + 1;

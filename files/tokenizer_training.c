@@ -162,7 +162,8 @@ static void add_byte_tokens(struct string_table *tokens, int32_t id_of[256])
 		}
 }
 
-/* Adds the tokens of bytes, then merges until there are `size` tokens or no pairs. `merges` gets the two ids of each merge. */
+/* Adds the tokens of bytes, then merges until there are `size` tokens or no pairs. `merges` gets the two ids of each
+ * merge. */
 static void learn_merges(struct string_table *tokens, const struct string_table *counted, size_t size, struct ids *merges)
 {
 	int32_t id_of[256];
@@ -311,7 +312,8 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	parent_of(dir, path);
 	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
 		return -1;
-	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special token */
+	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special
+	 * token */
 	learn_merges(&tokens, &all, 0, &merges);
 	json_t *root = tokenizer_to_json(how, &tokens, &merges);
 	struct tokenizer *t = root ? tokenizer_from_json(path, root) : NULL;

@@ -102,8 +102,8 @@ size_t nfc_last_cut(const char *text, size_t n)
 	return n;
 }
 
-/* Characters that utf8proc would move or join and Hugging Face's NFC leaves where they are: those that are newer than its Unicode 9, and U+11A7, which
- * utf8proc 2.8 takes for the last part of a Hangul syllable. */
+/* Characters that utf8proc would move or join and Hugging Face's NFC leaves where they are: those that are newer than
+ * its Unicode 9, and U+11A7, which utf8proc 2.8 takes for the last part of a Hangul syllable. */
 static bool nfc_ignores(int32_t c)
 {
 	static const int32_t ranges[][2] = {{0x7FD, 0x7FD}, {0x898, 0x89F}, {0x8CA, 0x8D3}, {0x9FE, 0x9FE}, {0xC3C, 0xC3C},

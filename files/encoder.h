@@ -29,15 +29,17 @@ int encode(struct encoder *e, const char *text, size_t n, bool special, struct i
  * place at or behind `stop` at which the text can be cut without changing ids, or n. With `partial`, unknown text may
  * follow text[0 .. n), and the result is at most the last place at which whatever follows cannot change ids; it may
  * be 0. The caller goes on with the text from the result on. -1 on error. */
-int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special, struct ids *out);
+int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special,
+		struct ids *out);
 
 /* From now on encode() and encode_part() append no ids of words: they add 1 to the count of each word in a table of
  * the encoder. A word is what merges are applied to. Returns the table. */
 const struct string_table *encoder_count_words(struct encoder *e);
 
-/* -- Ling's chat form: <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end token behind
- *    a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks like a tag in a message is ordinary
- *    text: each content is encoded apart from the tags around it. -- */
+/* -- Ling's chat form --
+ * <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end
+ * token behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks
+ * like a tag in a message is ordinary text: each content is encoded apart from the tags around it. */
 
 struct message { const char *role, *content; size_t content_size; }; /* role: see chat_role */
 /* A role as the form spells it: SYSTEM for "system", HUMAN for "user" or "human", ASSISTANT for "assistant", TOOL for
@@ -46,7 +48,8 @@ const char *chat_role(const char *role);
 /* Appends the ids of a conversation; with `reply`, also the tags that open the assistant's reply. Unless loss_mask is
  * NULL it is filled up to one byte for each id of *out: 1 where the loss counts, which is the assistant's replies and
  * the end token behind the last one. */
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask);
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
+		struct text *loss_mask);
 /* Appends `value` to the mask until it has one byte for each id; loss_mask may be NULL. */
 void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value);
 

@@ -1,5 +1,5 @@
 /*
- * files/text.h - text and JSON lines as input: prompts; and files in blocks that threads encode side by side, which make documents.
+ * files/text.h - text and JSON lines as input: prompts, and files in blocks that threads encode side by side.
  */
 #ifndef LING_FILES_TEXT_H
 #define LING_FILES_TEXT_H
@@ -26,7 +26,7 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 #ifndef TEXT_BLOCK
 #define TEXT_BLOCK (1 << 18)     /* bytes of a block; more where a line is longer */
 #endif
-#define LOOK_AHEAD 1024          /* at least so many bytes behind a block of text are in memory with it, if its file has them */
+#define LOOK_AHEAD 1024          /* at least so many bytes of its file are in memory behind a block of text */
 
 /* A part of a file. A block of JSON lines is some whole lines. A block of text ends where the next one begins, in
  * front of a line if there is one: a place where a tokenizer is likely to cut. Whether it does is found when the
@@ -81,11 +81,12 @@ struct encoded_block {
 	char *error;                 /* a message, or NULL */
 };
 /* Encodes a block of JSON lines. `special`: see encode(); it applies to the `text` of a line. */
-void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded_block *out);
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special,
+		struct encoded_block *out);
 /* Encodes text of a block's file from byte `begin` of input.data on, up to the first place at or behind `stop` where
  * it can be cut, looking at no more than the bytes before `known`. See encode_part(). */
-void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
-		struct encoded_block *out);
+void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop,
+		size_t known, bool special, struct encoded_block *out);
 void encoded_block_free(struct encoded_block *out);
 
 #endif

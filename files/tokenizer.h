@@ -1,8 +1,9 @@
 /*
- * files/tokenizer.h - tokenizers: their vocabulary, and the text that an id stands for. files/encoder.h is the way from text to ids.
+ * files/tokenizer.h - tokenizers: their vocabulary, and the text that an id stands for. The way from text to ids is
+ * files/encoder.h.
  *
- * There are two kinds: the byte tokenizer, in which a byte is its own id and 256 ends a document, and byte-level BPE as Hugging Face's
- * tokenizer.json describes it. Valid ids are 0 .. tokenizer_size() - 1.
+ * There are two: the byte tokenizer, in which a byte is its own id and 256 ends a document, and byte-level BPE as
+ * Hugging Face's tokenizer.json describes it. Valid ids are 0 .. tokenizer_size() - 1.
  */
 #ifndef LING_FILES_TOKENIZER_H
 #define LING_FILES_TOKENIZER_H

@@ -8,7 +8,7 @@
 
 struct tokenizer_training {
 	int vocab_size;              /* with the 256 bytes and the special tokens */
-	const char *pattern;         /* regular expression that cuts text into words, as in a tokenizer.json; NULL: Ling's */
+	const char *pattern;         /* that cuts text into words, as in a tokenizer.json; NULL: Ling's */
 	const char **special;        /* [num_special] special tokens beside <|endoftext|>, <role> and </role> */
 	int num_special;
 	int num_files;

@@ -1,13 +1,16 @@
-# make             build ./ling
-# make quickstart  train, evaluate and draw a real small model on real text
-# make test        everything that is tested, dependencies included
-# make bench       training speed against the peak of the machine
-# make fuzz        fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
+# make               build ./ling
+# make quickstart    train, evaluate and draw a real small model on real text
+# make test          everything that is tested, dependencies included
+# make check-clang   compile everything with clang too, for its warnings
+# make bench         training speed against the peak of the machine
+# make fuzz          fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
+# make clean
 
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-# Fast-math is out: NaN and infinity must stay visible. The flags below say that nobody reads errno or FP traps, and allow fused
+CLANG ?= clang
+# Fast-math is out: NaN and infinity must stay visible. The flags of RELEASE_FLAGS say that nobody reads errno or FP traps, and allow fused
 # multiply-add.
 OPTIMIZE ?= -O3 -march=native
 # clang is told not to complain of a loop that it cannot vectorise (a maximum that must respect NaN).
@@ -18,64 +21,98 @@ MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
 COMMON := -std=c11 -g -I. -fopenmp $(WARNINGS) $(MPI_CFLAGS)
 LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
 
+# What is not installed, of the packages that pkg-config knows. Empty when all is there; `make MISSING=` goes on without them.
+missing = $(shell for p in $(1); do pkg-config --exists $$p 2>/dev/null || echo $$p; done)
+MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib)
+MISSING_FOR_TESTS := $(call missing,cmocka)
+
 # Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight
-# comparisons need; `sanitize`, in which bad input, leaks and short runs are tested, with blocks so small that a small file has many; and
-# `fuzz`.
-BUILD ?= build
+# comparisons need; `sanitize`, in which bad input, leaks and short runs are tested; and `fuzz`. The last two have blocks so small that
+# a small file has many.
+BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
-DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
-SANITIZE_FLAGS := $(COMMON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer $(SMALL_BLOCKS)
-FUZZ_FLAGS := $(COMMON) -O1 -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all $(SMALL_BLOCKS)
+SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS)
+FUZZ_FLAGS := $(COMMON) -O1 $(SANITIZERS) -fsanitize=fuzzer-no-link -DTEXT_BLOCK=64 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=16
+CLANG_FLAGS := $(COMMON) $(SMALL_BLOCKS) -fsyntax-only
 
 SOURCES := $(wildcard *.c files/*.c commands/*.c)
+TEST_SOURCES := $(wildcard tests/*.c)
 LIBRARY := $(patsubst %.c,%.o,$(filter-out commands/main.c,$(SOURCES))) # all but main: what the tests link
 RELEASE := $(LIBRARY:%=$(BUILD)/release/%)
 DOUBLE := $(LIBRARY:%=$(BUILD)/double/%)
 SANITIZE := $(LIBRARY:%=$(BUILD)/sanitize/%)
+FUZZ := $(LIBRARY:%=$(BUILD)/fuzz/%)
 
-TEST_PROGRAMS := $(addprefix $(BUILD)/,test_kernels test_kernels_double test_model test_model_double test_config test_base test_files test_tokenizer \
-	test_convert test_tasks test_plot test_moe)
-TEST_SCRIPTS := $(addprefix tests/,test_docs.sh test_cli.sh test_convert.sh test_generate.sh test_tasks.sh test_parallel.sh test_plan.sh)
-TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
-FUZZERS := config safetensors gguf tokens jsonl tokenizer tasks
-FUZZ_SECONDS ?= 60
-
-.PHONY: all deps test run-tests quickstart bench fuzz clean
+.PHONY: all deps test-deps test run-tests check-clang quickstart bench fuzz clean force
 .SECONDARY:
+.DELETE_ON_ERROR:
 all: ling
 
 ling: $(BUILD)/release/commands/main.o $(RELEASE)
 	$(CC) $(RELEASE_FLAGS) $^ -o $@ $(LIBS)
 
-# -MMD: the compiler writes beside each object the headers that it depends on.
-$(BUILD)/release/%.o: %.c
-	@mkdir -p $(@D)
-	$(CC) $(RELEASE_FLAGS) -MMD -MP -c $< -o $@
+# The compiler and flags of a build.
+$(BUILD)/release/%: FLAGS = $(RELEASE_FLAGS)
+$(BUILD)/double/%: FLAGS = $(DOUBLE_FLAGS)
+$(BUILD)/sanitize/%: FLAGS = $(SANITIZE_FLAGS)
+$(BUILD)/fuzz/%: FLAGS = $(FUZZ_FLAGS)
+$(BUILD)/clang/%: FLAGS = $(CLANG_FLAGS)
+$(BUILD)/fuzz/% $(BUILD)/clang/%: CC = $(CLANG)
 
-$(BUILD)/double/%.o: %.c
+# The file `flags` of a build holds them. It is written again when they are no longer those, and with it all objects of that build.
+$(BUILD)/%/flags:
 	@mkdir -p $(@D)
-	$(CC) $(DOUBLE_FLAGS) -MMD -MP -c $< -o $@
+	@echo '$(strip $(CC) $(FLAGS) $(LIBS))' >$@
 
-$(BUILD)/sanitize/%.o: %.c
-	@mkdir -p $(@D)
-	$(CC) $(SANITIZE_FLAGS) -MMD -MP -c $< -o $@
+different = $(subst $(1),,$(2))$(subst $(2),,$(1))
+remember = $(if $(call different,$(strip $(2) $(LIBS)),$(file <$(BUILD)/$(1)/flags)),$(eval $(BUILD)/$(1)/flags: force))
+$(call remember,release,$(CC) $(RELEASE_FLAGS))
+$(call remember,double,$(CC) $(DOUBLE_FLAGS))
+$(call remember,sanitize,$(CC) $(SANITIZE_FLAGS))
+$(call remember,fuzz,$(CLANG) $(FUZZ_FLAGS))
+$(call remember,clang,$(CLANG) $(CLANG_FLAGS))
 
-$(BUILD)/fuzz/%.o: %.c
-	@mkdir -p $(@D)
-	clang $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
+# Stops with one line where something is not installed. -MMD: the compiler writes beside an object the headers that it depends on.
+define compile
+$(if $(MISSING),$(error not installed: $(MISSING); run scripts/install-deps.sh))
+$(if $(MISSING_FOR_TESTS),$(if $(filter tests/%,$<),$(error not installed: $(MISSING_FOR_TESTS); run scripts/install-deps.sh --tests)))
+@mkdir -p $(@D)
+$(CC) $(FLAGS) -MMD -MP -c $< -o $@
+endef
+
+$(BUILD)/release/%.o: %.c $(BUILD)/release/flags
+	$(compile)
+$(BUILD)/double/%.o: %.c $(BUILD)/double/flags
+	$(compile)
+$(BUILD)/sanitize/%.o: %.c $(BUILD)/sanitize/flags
+	$(compile)
+$(BUILD)/fuzz/%.o: %.c $(BUILD)/fuzz/flags
+	$(compile)
 
 -include $(wildcard $(BUILD)/*/*.d $(BUILD)/*/*/*.d)
 
 # ---- tests ----
 
-$(addprefix $(BUILD)/,test_kernels test_model test_moe test_parallel compare_checkpoints): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)
+# tests/test_*.c are programs, each linked with one of the builds, and tests/test_*.sh scripts, which run TEST_TOOLS.
+RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
+DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double)
+SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
+TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
+TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
+# What tests/run.sh runs, the longest first. The number behind a colon is of cores.
+LONG_TESTS := tests/test_parallel.sh:8 tests/test_plan.sh:4 tests/test_cli.sh tests/test_generate.sh tests/test_convert.sh tests/test_tasks.sh
+SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
+
+$(RELEASE_TESTS) $(addprefix $(BUILD)/,test_parallel compare_checkpoints): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)
 	$(CC) $(RELEASE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-$(addprefix $(BUILD)/,test_kernels_double test_model_double compare_checkpoints_double): $(BUILD)/%_double: $(BUILD)/double/tests/%.o $(DOUBLE)
+$(DOUBLE_TESTS) $(BUILD)/compare_checkpoints_double: $(BUILD)/%_double: $(BUILD)/double/tests/%.o $(DOUBLE)
 	$(CC) $(DOUBLE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
-$(addprefix $(BUILD)/,test_config test_base test_files test_tokenizer test_convert test_tasks test_plot): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
+$(SANITIZE_TESTS): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
 	$(CC) $(SANITIZE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
 $(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)
@@ -87,11 +124,22 @@ $(BUILD)/ling_double: $(BUILD)/double/commands/main.o $(DOUBLE)
 deps:
 	scripts/install-deps.sh
 
-test: deps
-	$(MAKE) --no-print-directory run-tests
+test-deps:
+	scripts/install-deps.sh --tests
+
+test: test-deps
+	$(MAKE) --no-print-directory $(if $(findstring -j,$(MAKEFLAGS)),,-j$$(nproc)) run-tests
 
 run-tests: ling $(TEST_PROGRAMS) $(TEST_TOOLS)
-	tests/run.sh $(TEST_PROGRAMS) $(TEST_SCRIPTS)
+	tests/run.sh $(LONG_TESTS) $(TEST_PROGRAMS) $(SHORT_TESTS)
+
+# clang's view of every source and test: errors and warnings, no code. What passed is not looked at again until it changes.
+$(BUILD)/clang/%.passed: %.c $(BUILD)/clang/flags
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) -MMD -MP -MT $@ -MF $(@:.passed=.d) $<
+	@touch $@
+
+check-clang: $(patsubst %.c,$(BUILD)/clang/%.passed,$(SOURCES) $(TEST_SOURCES))
 
 quickstart: deps
 	scripts/quickstart.sh
@@ -102,12 +150,15 @@ bench: ling
 
 # ---- fuzzing ----
 
-$(BUILD)/fuzz_%: $(BUILD)/fuzz/tests/fuzz_%.o $(LIBRARY:%=$(BUILD)/fuzz/%)
-	clang $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ $(LIBS)
+FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
+FUZZ_SECONDS ?= 60
+
+$(BUILD)/fuzz_%: $(BUILD)/fuzz/tests/fuzz_%.o $(FUZZ)
+	$(CLANG) $(FUZZ_FLAGS) -fsanitize=fuzzer $^ -o $@ $(LIBS)
 
 fuzz: $(FUZZERS:%=$(BUILD)/fuzz_%) # -close_fd_mask=2: progress and notes are no findings
 	for f in $(FUZZERS); do mkdir -p $(BUILD)/fuzz/corpus-$$f && \
 		$(BUILD)/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -close_fd_mask=2 $(BUILD)/fuzz/corpus-$$f || exit 1; done
 
 clean:
-	rm -rf build ling
+	rm -rf $(BUILD) ling

@@ -25,8 +25,8 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/tokenizer.h"
+#include "kernels.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <math.h>
 #include <stddef.h>
@@ -835,24 +835,29 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 	return rc;
 }
 
+/* ============================================================================================================
+ * Windows
+ * ========================================================================================================== */
+
 int64_t count_windows(const struct tokens *t, int64_t L)
 {
 	return t->count > L ? (t->count - 1) / L : 0;
 }
 
-int reading_of(struct reading *r, const struct config *c)
+int data_options_init(struct data_options *o, const struct config *c)
 {
-	*r = (struct reading){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask, c->data.document_token};
+	*o = (struct data_options){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask,
+			c->data.document_token};
 	if (!strcmp(c->data.tokenizer, "none"))
 		return 0;
 	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
 	if (!t)
 		return -1;
 	const int size = tokenizer_size(t);
-	r->tokenizer_hash = tokenizer_hash(t);
+	o->tokenizer_hash = tokenizer_hash(t);
 	tokenizer_close(t);
-	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most model.vocab_size, which is %d",
-			c->data.tokenizer, size, c->model.vocab_size);
+	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most "
+			"model.vocab_size, which is %d", c->data.tokenizer, size, c->model.vocab_size);
 }
 
 int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
@@ -863,7 +868,8 @@ int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input,
 	return document ? tokens_documents(data, i * L, L, document, target) : 0;
 }
 
-/* Fails when the loss counts for no target of the first `windows` windows. The search ends at the first that does. */
+/* Fails when the loss counts for no target of the first `windows` windows. Reads no further than the first window that
+ * has one. */
 static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
 {
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
@@ -875,32 +881,159 @@ static int check_targets(const struct tokens *data, int64_t windows, int64_t L, 
 		for (int64_t t = 0; t < L; t++)
 			counts |= target[t] >= 0;
 	free(input);
-	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; expected a mask%s that leaves some",
-			data->path, (long long)windows, (long long)L, document_mask ? " or documents of more than one token" : "");
+	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; "
+			"expected a mask%s that leaves some", data->path, (long long)windows, (long long)L,
+			document_mask ? " or documents of more than one token" : "");
 }
 
-int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows)
+int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows)
 {
 	const char *path = source->path;
-	const int64_t L = r->seq_len;
-	if (tokens_open(t, path, source->dtype, r->vocab_size) < 0)
+	const int64_t L = o->seq_len;
+	if (tokens_open(t, path, source->dtype, o->vocab_size) < 0)
 		return -1;
 	int rc = 0;
 	if (count_windows(t, L) == 0)
-		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count, (long long)L,
-				(long long)L + 1);
-	else if (*t->tokenizer && strcmp(r->tokenizer, "none") && r->tokenizer_hash != t->tokenizer_hash)
-		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path, t->tokenizer,
-				(unsigned)t->tokenizer_hash, r->tokenizer, (unsigned)r->tokenizer_hash);
-	else if (r->document_mask && t->documents < 0 && r->document_token < 0)
-		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them as document_token", path);
-	else if (r->document_token >= r->vocab_size)
-		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that separates documents, 0 to %d",
-				r->document_token, r->vocab_size, r->vocab_size - 1);
-	t->document_token = r->document_token;
-	if (rc == 0)
-		rc = check_targets(t, max_windows && max_windows < count_windows(t, L) ? max_windows : count_windows(t, L), L, r->document_mask);
+		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count,
+				(long long)L, (long long)L + 1);
+	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path,
+				t->tokenizer, (unsigned)t->tokenizer_hash, o->tokenizer, (unsigned)o->tokenizer_hash);
+	else if (o->document_mask && t->documents < 0 && o->document_token < 0)
+		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them "
+				"as document_token", path);
+	else if (o->document_token >= o->vocab_size)
+		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that "
+				"separates documents, 0 to %d", o->document_token, o->vocab_size, o->vocab_size - 1);
+	t->document_token = o->document_token;
+	if (rc == 0) {
+		const int64_t all = count_windows(t, L);
+		rc = check_targets(t, max_windows && max_windows < all ? max_windows : all, L, o->document_mask);
+	}
 	if (rc < 0)
 		tokens_close(t);
 	return rc;
+}
+
+/* ============================================================================================================
+ * The blend
+ * ========================================================================================================== */
+
+int blend_open(struct blend *b, const struct config *c, const struct data_options *o)
+{
+	*b = (struct blend){.seq_len = o->seq_len, .seed = c->train.seed, .shuffle = c->data.shuffle};
+	for (; b->num_files < c->data.num_train; b->num_files++)
+		if (open_data(&b->files[b->num_files], &c->data.train[b->num_files], o, 0) < 0)
+			return -1;
+	return 0;
+}
+
+void blend_close(struct blend *b)
+{
+	for (int i = 0; i < b->num_files; i++)
+		tokens_close(&b->files[i]);
+	*b = (struct blend){0};
+}
+
+#define WHOLE 4294967296.0 /* 2^32: what the shares of all sources add up to, see struct source_state */
+
+void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s)
+{
+	double weights = 0;
+	for (int i = 0; i < b->num_files; i++)
+		weights += c->data.train[i].weight;
+	s->num_sources = b->num_files;
+	for (int i = 0; i < b->num_files; i++) {
+		const double weight = c->data.train[i].weight;
+		const int64_t share = llround(weight / weights * WHOLE);
+		s->sources[i] = (struct source_state){.tokens = b->files[i].count, .crc32 = b->files[i].crc32, .order = i,
+				.share = weight > 0 && share == 0 ? 1 : share}; /* a small weight is not no weight */
+	}
+}
+
+static bool same_file(const struct source_state *a, const struct source_state *b)
+{
+	return a->tokens == b->tokens && a->crc32 == b->crc32;
+}
+
+/* Fails where the blend `now` is not that of the state, and says what differs first. */
+static int check_blend(const struct blend *b, const struct trainer_state *now, const struct trainer_state *s,
+		const char *dir)
+{
+	char what[2 * PATH_LEN];
+	const int n = now->num_sources;
+	int i = 0;
+	while (i < n && i < s->num_sources && same_file(&now->sources[i], &s->sources[i]) &&
+			now->sources[i].share == s->sources[i].share)
+		i++;
+	if (i == n && n == s->num_sources)
+		return 0;
+	const struct source_state *found = &now->sources[i], *expected = &s->sources[i];
+	if (n != s->num_sources)
+		snprintf(what, sizeof what, "data.train: found %d token files; the run of %s has %d", n, dir, s->num_sources);
+	else if (found->share != expected->share)
+		snprintf(what, sizeof what, "data.train: %s gives %.4g%% of the samples; in the run of %s it is %.4g%%",
+				b->files[i].path, 100 * found->share / WHOLE, dir, 100 * expected->share / WHOLE);
+	else
+		snprintf(what, sizeof what, "data.train: %s holds other tokens (%lld, CRC-32 %08x) than the run of %s was "
+				"started with (%lld, %08x)", b->files[i].path, (long long)found->tokens, found->crc32, dir,
+				(long long)expected->tokens, expected->crc32);
+	return fail("%s; set it back, or choose another train.output_dir, or, to change the blend here on purpose, set "
+			"data.blend_from_step=%lld", what, (long long)s->step);
+}
+
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir)
+{
+	struct trainer_state now = {0};
+	blend_begin(b, c, &now);
+	if (check_blend(b, &now, s, dir) == 0)
+		return 0;
+	if (s->step != c->data.blend_from_step)
+		return -1;
+	int next_order = 0;
+	for (int j = 0; j < s->num_sources; j++)
+		next_order = s->sources[j].order >= next_order ? s->sources[j].order + 1 : next_order;
+	for (int i = 0; i < now.num_sources; i++) {
+		int j = 0;
+		while (j < s->num_sources && !same_file(&s->sources[j], &now.sources[i]))
+			j++;
+		const bool known = j < s->num_sources;
+		now.sources[i].order = known ? s->sources[j].order : next_order++;
+		now.sources[i].taken = known ? s->sources[j].taken : 0;
+		if (known)
+			s->sources[j].tokens = -1; /* the same file may be in the blend twice */
+	}
+	memcpy(s->sources, now.sources, sizeof s->sources);
+	s->num_sources = now.num_sources;
+	return 1;
+}
+
+/* The source of the next sample. Every source is credited with its share; the one with the most credit, the first
+ * among equals, gives the sample and pays one whole sample for it. So no source is ever ahead of its share by a whole
+ * sample. */
+static int next_source(struct source_state *sources, int n)
+{
+	int64_t shares = 0;
+	int best = -1;
+	for (int i = 0; i < n; i++) {
+		sources[i].credit += sources[i].share;
+		shares += sources[i].share;
+		if (sources[i].share && (best < 0 || sources[i].credit > sources[best].credit))
+			best = i;
+	}
+	sources[best].credit -= shares;
+	return best;
+}
+
+struct blend_sample blend_next(const struct blend *b, struct source_state *sources)
+{
+	const int file = next_source(sources, b->num_files);
+	struct source_state *source = &sources[file];
+	/* Sample number n of a file is window n mod N of epoch n / N, N being its windows; or, shuffled, the image of that
+	 * window under the epoch's permutation. */
+	const int64_t windows = count_windows(&b->files[file], b->seq_len), n = source->taken++, epoch = n / windows;
+	const struct random_stream order = {.seed = b->seed, .purpose = RANDOM_SHUFFLE + source->order,
+			.step = (uint32_t)epoch};
+	return (struct blend_sample){file, b->shuffle ? (int64_t)random_permute(n % windows, windows, &order)
+			: n % windows};
 }

@@ -128,21 +128,57 @@ int64_t id_at(const struct tokens *t, int64_t i);
 #define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
 #endif
 
-/* Windows of L inputs and L shifted targets in a token file. */
+/* -- windows: what a model trains on and is evaluated on -- */
+
+/* Window i of a token file is tokens [i L, i L + L], L = seq_len: L inputs, and as targets the same shifted by one.
+ * Returns the number of windows; tokens that do not fill one at the end are left out. */
 int64_t count_windows(const struct tokens *t, int64_t L);
 
-/* How token files are read. tokenizer "none", document_token -1: not known. */
-struct reading { const char *tokenizer; uint32_t tokenizer_hash; int vocab_size; int64_t seq_len; bool document_mask; int document_token; };
-
-/* What the config says of it. The tokenizer's ids must be the model's. */
-int reading_of(struct reading *r, const struct config *c);
-
-/* Copies window i of a token file: inputs [L], targets [L], the tokens one further on, and, unless document is NULL, where each input's
- * document begins in the window [L]. */
+/* Copies window i: inputs [L]; targets [L], -1 where the loss does not count; and, unless document is NULL, where in
+ * the window each input's document begins [L], see tokens_documents. */
 int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document);
 
-/* Opens a token file that must hold at least one window, be made by r->tokenizer if both that and its own are known, tell where its
- * documents begin if they are masked, and have a target that counts in its first max_windows windows (0: in any). */
-int open_data(struct tokens *t, const struct data_source *source, const struct reading *r, int64_t max_windows);
+/* What a token file must agree with, and how it is read. */
+struct data_options {
+	const char *tokenizer;       /* its name; "none": not known */
+	uint32_t tokenizer_hash;
+	int vocab_size;              /* of the model: ids are 0 .. vocab_size - 1 */
+	int64_t seq_len;
+	bool document_mask;          /* attention and targets stay within a document */
+	int document_token;          /* separates documents in a file without an index; -1: not known */
+};
+
+/* Takes the options from a config. Fails when the tokenizer has more tokens than the model. */
+int data_options_init(struct data_options *o, const struct config *c);
+
+/* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
+ * that and its own are known; tell where its documents begin, if they are masked; and have a target that counts in its
+ * first max_windows windows (0: in any). */
+int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
+
+/* -- the blend: from which file, and from where in it, each sample of a run comes. This is a function of the shares,
+ *    the seed and the number of samples before it alone. What must be remembered between samples is in struct
+ *    source_state (files/checkpoint.h), one for each file. -- */
+
+struct blend {
+	struct tokens files[MAX_SOURCES];
+	int num_files;
+	int64_t seq_len;
+	uint64_t seed;
+	bool shuffle;                /* each epoch of a file has its windows in an order of its own */
+};
+
+/* Opens the files of data.train. On error what is open stays so until blend_close. */
+int blend_open(struct blend *b, const struct config *c, const struct data_options *o);
+void blend_close(struct blend *b);
+/* The state before the first sample. */
+void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s);
+/* Compares the files and shares of the config with those of the state, which was read from checkpoint `dir`. Returns 0
+ * when they are the same. Where they differ, that is an error; but if data.blend_from_step is the state's step, the
+ * new blend begins there: 1. Then each file that was in it before goes on from where it stands. */
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir);
+/* Draws the next sample: window `window` of file `file`. Advances the states of the sources, sources [num_files]. */
+struct blend_sample { int file; int64_t window; };
+struct blend_sample blend_next(const struct blend *b, struct source_state *sources);
 
 #endif

@@ -26,7 +26,7 @@ void kernels_init(bool openblas);
 /* The threads that a kernel uses: OMP_NUM_THREADS. */
 int kernels_threads(void);
 
-/* A single product c [m, n] = A B, to check and to measure: a is A [m, k], or if transpose_a its transpose [k, m]; b is
+/* A single product c [m, n] = A B, to check and measure: a is A [m, k], or if transpose_a its transpose [k, m]; b is
  * B [k, n], or if transpose_b its transpose [n, k]. By OpenBLAS with so many threads, or if openblas_threads is 0 by
  * ling's kernel on one thread. */
 void single_gemm(real *c, const real *a, bool transpose_a, const real *b, bool transpose_b, int64_t m, int64_t n,

@@ -36,6 +36,7 @@ static struct {
 	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
+	int under_way;               /* collectives that were started and are not finished */
 	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice came; on ranks 0 and 1 */
 	double notices_read;         /* when this rank last read its notices */
 } mpi;
@@ -301,7 +302,20 @@ struct micro_batches micro_batches_of_rank(const struct group *data, int64_t bat
 {
 	const int64_t all = (batch + micro_batch - 1) / micro_batch; /* micro-batches of the global batch */
 	return (struct micro_batches){.num = (all + data->size - 1) / data->size,
-			.first = (int64_t)data->rank * micro_batch, .step = (int64_t)data->size * micro_batch};
+			.first = (int64_t)data->rank * micro_batch, .step = (int64_t)data->size * micro_batch,
+			.size = micro_batch, .batch = batch};
+}
+
+int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
+{
+	const int64_t left = m->batch - m->first - i * m->step;
+	return left < 0 ? 0 : left < m->size ? left : m->size;
+}
+
+int64_t micro_batch_place(const struct micro_batches *m, int64_t i)
+{
+	const int64_t after = i - m->first; /* sequences after the rank's first one */
+	return after < 0 || after % m->step >= m->size ? -1 : after / m->step * m->size + after % m->step;
 }
 
 /* ============================================================================================================
@@ -422,14 +436,8 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 		MPI_Isend(in + begin * width, mpi_count(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
+	mpi.under_way++;
 	mpi.seconds += clock_seconds() - start;
-}
-
-void reduce_scatter_progress(struct reduce_scatter *s)
-{
-	int done;
-	if (s->num_requests)
-		MPI_Testall(s->num_requests, s->requests, &done, MPI_STATUSES_IGNORE);
 }
 
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
@@ -439,8 +447,10 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 	const int64_t mine = shard_begin(s->rows, g->rank + 1, g->size) - begin; /* rows */
 	const int64_t n = mine * s->width;
 	const real *own = s->in + begin * s->width;
-	if (s->num_requests)
+	if (s->num_requests) {
+		mpi.under_way--;
 		wait_for(s->requests, s->num_requests, traffic_names[s->traffic]);
+	}
 	free(s->requests);
 	s->requests = NULL;
 	s->num_requests = 0;
@@ -507,26 +517,28 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
+	mpi.under_way++;
 	mpi.seconds += clock_seconds() - start;
-}
-
-void all_to_all_progress(struct all_to_all *e)
-{
-	int done;
-	if (e->request)
-		MPI_Test(e->request, &done, MPI_STATUS_IGNORE);
 }
 
 void all_to_all_finish(struct all_to_all *e)
 {
 	if (e->request) {
 		MPI_Datatype type = MPI_Type_f2c(e->type);
+		mpi.under_way--;
 		wait_for(e->request, 1, traffic_names[e->traffic]);
 		MPI_Type_free(&type);
 	}
 	free(e->request);
 	free(e->counts);
 	*e = (struct all_to_all){0};
+}
+
+void parallel_progress(void)
+{
+	/* Whatever it is asked, MPI moves a little of all that is under way. No message with this tag ever comes. */
+	for (int i = 0, found; i < mpi.under_way; i++)
+		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
 }
 
 void broadcast(const struct group *g, void *x, int64_t bytes)

@@ -69,8 +69,16 @@ int64_t shard_begin(int64_t n, int i, int shards);
 /* The micro-batches of a rank. The global batch is cut into micro-batches in order, of which the last may be short;
  * data ranks take them in turn. So every layout has the same micro-batches. Number i of this rank, 0 <= i < num,
  * begins with sequence first + i * step of the global batch; it is empty if that is beyond the batch. */
-struct micro_batches { int64_t num, first, step; };
+struct micro_batches {
+	int64_t num, first, step;
+	int64_t size, batch;         /* sequences of a whole micro-batch, and of the global batch */
+};
 struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch);
+/* Sequences of micro-batch i of the rank, 0 .. size. */
+int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i);
+/* The place of sequence i of the global batch among the sequences of the rank, which stand one micro-batch after the
+ * other; -1 when another rank has it. */
+int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
 
 /* -- collectives -- All ranks of a group call these together, in the same order. A group of size 1 needs no MPI.
  * Results are the same bits each time: sums are taken in the order of the ranks. A matrix [rows, width] of reals is
@@ -105,7 +113,7 @@ void all_gather(const struct group *g, enum traffic traffic, real *out, const re
 
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
- * may be changed; reduce_scatter_progress may be called, since MPI moves data only while it is called. */
+ * may be changed. */
 struct reduce_scatter {
 	struct group group;
 	enum traffic traffic;
@@ -120,7 +128,6 @@ void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool
 		int64_t rows, int64_t width, real *scratch);
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
 		int64_t rows, int64_t width, real *scratch);
-void reduce_scatter_progress(struct reduce_scatter *s);
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate);
 
 /* out [size, n]: out[r] is what rank r has in its in[this rank]; in [size, n]. */
@@ -128,7 +135,7 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 
 /* Sends send_rows[r] rows of `in` to each rank r, and receives receive_rows[r] rows from it into `out`; both arrays
  * are in the order of the ranks, [sum of rows, width]. From start to finish, `in` must not be changed and `out` not be
- * read; all_to_all_progress may be called. */
+ * read. */
 struct all_to_all {
 	void *request;               /* MPI_Request */
 	int *counts, type;           /* [4, size] what MPI reads meanwhile; MPI's handle of the type of a row */
@@ -136,8 +143,11 @@ struct all_to_all {
 };
 void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);
-void all_to_all_progress(struct all_to_all *e);
 void all_to_all_finish(struct all_to_all *e);
+
+/* Moves on the collectives that were started and are not finished. MPI moves data only while it is called, so call this
+ * now and then between start and finish. Does nothing when none is under way; not collective. */
+void parallel_progress(void);
 
 /* The bytes of rank 0 to all ranks. */
 void broadcast(const struct group *g, void *x, int64_t bytes);

@@ -23,10 +23,10 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What a benchmark measures. roof (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
+/* What a benchmark measures. peak (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
  * seconds, are of this rank; communication is contained in the step and its phases. */
 struct bench {
-	double roof, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
+	double peak, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
 	int ranks;
 };
 
@@ -38,8 +38,8 @@ static double median(double *x, int n)
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-/* The roof: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
-static double measure_roof(int repeats, int threads)
+/* The peak: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
+static double measure_peak(int repeats, int threads)
 {
 	const int64_t n = 2048;
 	real *a = malloc(3 * n * n * sizeof *a);
@@ -52,21 +52,25 @@ static double measure_roof(int repeats, int threads)
 	return 2.0 * n * n * n / seconds;
 }
 
-/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The roof is measured before and after, and
+/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The peak is measured before and after, and
  * the better one counts. */
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
 	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
+	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
-	b->roof = measure_roof(10, kernels_threads());
-	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->roof, 1); /* all ranks measure at the same time */
+	b->peak = measure_peak(10, kernels_threads());
+	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->peak, 1); /* all ranks measure at the same time */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
 		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
 		for (int64_t j = 0; j < batch * L; j++) {
-			t->input[j] = (int32_t)random_permute(j % V, V, &stream);
-			t->target[j] = (int32_t)random_permute((j + 1) % V, V, &stream);
+			const int64_t place = micro_batch_place(&mine, j / L) * L + j % L;
+			if (place < 0) /* another rank's */
+				continue;
+			t->input[place] = (int32_t)random_permute(j % V, V, &stream);
+			t->target[place] = (int32_t)random_permute((j + 1) % V, V, &stream);
 		}
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;
@@ -77,9 +81,9 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			communication[i] = t->communication;
 		}
 	}
-	double after = measure_roof(10, kernels_threads());
+	double after = measure_peak(10, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
-	b->roof = after > b->roof ? after : b->roof;
+	b->peak = after > b->peak ? after : b->peak;
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);
 	b->ranks = t->model.layout.world.size;
@@ -103,9 +107,9 @@ static json_t *bench_report(const struct bench *b, const char *path)
 		json_object_set_new(parts, names[p], report_number(b->phase_seconds[p]));
 	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
 			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
-			"roof_gflops", report_number(b->roof / 1e9), "step_seconds", report_number(b->step_seconds),
+			"roof_gflops", report_number(b->peak / 1e9), "step_seconds", report_number(b->step_seconds),
 			"tokens_per_second", report_number(b->tokens / b->step_seconds), "gflops", report_number(rate / 1e9),
-			"roof_percent", report_number(100 * rate / b->roof),
+			"roof_percent", report_number(100 * rate / b->peak),
 			"communication_seconds", report_number(b->communication_seconds), "parts", parts);
 }
 
@@ -117,10 +121,10 @@ static void print_bench(const json_t *report)
 	if (report_integer(report, "ranks") > 1)
 		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"),
 				report_double(report, "communication_seconds"));
-	printf("%s: %d threads, OpenBLAS %s, roof %.1f GFLOP/s\n", report_text(report, "config"),
+	printf("%s: %d threads, OpenBLAS %s, peak %.1f GFLOP/s\n", report_text(report, "config"),
 			(int)report_integer(report, "threads"), report_text(report, "blas_core"),
 			report_double(report, "roof_gflops"));
-	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the roof\n", seconds,
+	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the peak\n", seconds,
 			report_double(report, "tokens_per_second"), report_double(report, "gflops"),
 			report_double(report, "roof_percent"));
 	json_object_foreach(json_object_get(report, "parts"), name, part)
@@ -208,8 +212,8 @@ static int examine_machine(struct examination *x)
 				blas_better_core());
 	x->own_error = gemm_error(false);
 	x->library_error = gemm_error(true);
-	x->one_core = measure_roof(5, 1);
-	x->all_threads = measure_roof(5, x->threads);
+	x->one_core = measure_peak(5, 1);
+	x->all_threads = measure_peak(5, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
 		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core "
 				"(hyper-threading)");

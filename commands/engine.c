@@ -233,10 +233,10 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
 	const double bytes = (double)num_slots * kv_cache_bytes(m, capacity);
-	if (bytes + m->acts_bytes > machine_memory())
-		return fail("keys and values of %d x %lld tokens need %.1f GB; this machine has %.1f GB: "
+	if (bytes + m->acts_bytes > usable_memory(""))
+		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: "
 				"make batch or max_tokens smaller", num_slots, (long long)capacity, bytes / 1e9,
-				machine_memory() / 1e9);
+				usable_memory("") / 1e9);
 	real *logits = malloc(g->batch * V * sizeof *logits);
 	int32_t *scratch = malloc(V * sizeof *scratch);
 	int rc = 0;

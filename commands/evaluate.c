@@ -72,8 +72,8 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	const struct reading reading = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
-	if (open_data(&data, &source, &reading, o->max_windows) < 0)
+	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);

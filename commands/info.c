@@ -89,8 +89,7 @@ static struct work plan_work(const struct config *c, const struct layout *l)
 	const struct micro_batches mine = micro_batches_of_rank(&l->data, c->train.batch, c->train.micro_batch);
 	struct work w = {.micro_batches = mine.num};
 	for (int64_t i = 0; i < mine.num; i++) {
-		const int64_t left = c->train.batch - mine.first - i * mine.step;
-		const int64_t B = left < 0 ? 0 : left < c->train.micro_batch ? left : c->train.micro_batch;
+		const int64_t B = micro_batch_sequences(&mine, i);
 		const int64_t T = B * c->data.seq_len;
 		w.sequences += B;
 		w.tokens += shard_begin(T, l->tensor.rank + 1, l->tensor.size) -
@@ -139,7 +138,8 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
 	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) +
-			world * (step_sums_shape(c).size + 3) * sizeof(double);
+			world * (step_sums_shape(c).size + 3) * sizeof(double) +
+			(l->data.size - 1) * sizeof(double); /* the last one: the number of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 }
@@ -300,7 +300,7 @@ static int run_info(const struct command_line *line)
 	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
 	usual_sizes(&c, o->ranks ? o->ranks : 1);
-	const double node = o->memory_per_node ? o->memory_per_node : machine_memory();
+	const double node = o->memory_per_node ? o->memory_per_node : usable_memory("");
 	json_t *report = o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
 	if (!report)
 		return EXIT_WORK_FAILED;

@@ -25,7 +25,8 @@ static const char *const task_types[] = {"multiple_choice", "perplexity", "exact
 static const char *const answer_forms[] = {"index", "number", "letter", "text", NULL};
 static const char *const match_names[] = {"first", "last", NULL};
 
-enum { OF_CHOICE = OWN_FLAG, OF_PERPLEXITY = OWN_FLAG << 1, OF_MATCH = OWN_FLAG << 2 }; /* keys of tasks of these types only */
+/* Flags of keys that only tasks of these types have. */
+enum { OF_CHOICE = OWN_FLAG, OF_PERPLEXITY = OWN_FLAG << 1, OF_MATCH = OWN_FLAG << 2 };
 
 /* A key of a type that is REQUIRED must be given in each task of the type. */
 static const struct key task_keys[] = {
@@ -34,18 +35,23 @@ static const struct key task_keys[] = {
 	TASK_KEY(data, T_TEXT, 0, 0, NEEDED, NULL, "JSON lines, one sample each; the path begins at the task file"),
 	TASK_KEY(limit, T_INT64, 0, 1e12, NONE, "off", "score only this many first samples"),
 	TASK_KEY(text, T_STRING, 0, 0, OF_PERPLEXITY, "{text}", "template of the document"),
-	TASK_KEY(stride, T_INT64, 0, 1e9, NONE | OF_PERPLEXITY, "off", "tokens that each window after the first scores; off: all of the window"),
+	TASK_KEY(stride, T_INT64, 0, 1e9, NONE | OF_PERPLEXITY, "off",
+		"tokens that each window after the first scores; off: all of the window"),
 	TASK_KEY(prompt, T_STRING, 0, 0, REQUIRED | OF_CHOICE | OF_MATCH, NULL, "template of what the model is given"),
-	TASK_KEY(options, T_STRINGS, 0, 0, REQUIRED | OF_CHOICE, NULL, "the field that holds the list of options; or a list of templates, one for each"),
+	TASK_KEY(options, T_STRINGS, 0, 0, REQUIRED | OF_CHOICE, NULL,
+		"the field that holds the list of options; or a list of templates, one for each"),
 	TASK_KEY(option, T_STRING, 0, 0, OF_CHOICE, "{option}", "template of an option, {option} being the field's item"),
 	TASK_KEY(answer, T_STRING, 0, 0, REQUIRED | OF_CHOICE | OF_MATCH, NULL,
 		"the field that holds the right option; or the right answer, or a list of right ones"),
-	TASK_KEY(answer_form, T_ENUM, 0, 0, OF_CHOICE, "index", "how it says which: index from 0, number from 1, letter from A, or the option's text",
+	TASK_KEY(answer_form, T_ENUM, 0, 0, OF_CHOICE, "index",
+		"how it says which: index from 0, number from 1, letter from A, or the option's text",
 		.names = answer_forms),
-	TASK_KEY(target, T_STRING, 0, 0, NONE | OF_MATCH, "off", "template of the reply in an example; off: the first right answer"),
+	TASK_KEY(target, T_STRING, 0, 0, NONE | OF_MATCH, "off",
+		"template of the reply in an example; off: the first right answer"),
 	TASK_KEY(max_tokens, T_INT, 1, 1e6, OF_MATCH, "256", "longest reply"),
 	TASK_KEY(stop, T_STRINGS, 0, 0, NONE | OF_MATCH, "off", "texts at which the reply ends"),
-	TASK_KEY(extract, T_STRING, 0, 0, NONE | OF_MATCH, "off", "PCRE2 pattern whose group 1 is the reply's answer; off: all of the reply"),
+	TASK_KEY(extract, T_STRING, 0, 0, NONE | OF_MATCH, "off",
+		"PCRE2 pattern whose group 1 is the reply's answer; off: all of the reply"),
 	TASK_KEY(extract_answer, T_STRING, 0, 0, NONE | OF_MATCH, "off", "the same for what the answer's field holds"),
 	TASK_KEY(match, T_ENUM, 0, 0, OF_MATCH, "first", "the match of extract that counts", .names = match_names),
 	SECTION("normalize", OF_MATCH, "how reply and answers are made plain before they are compared"),
@@ -57,7 +63,8 @@ static const struct key task_keys[] = {
 	TASK_KEY(examples.data, T_TEXT, 0, 0, NONE, "off", "JSON lines to choose them from; off: the task's data"),
 	TASK_KEY(examples.seed, T_UINT64, 0, 18446744073709551615.0, 0, "1", "of the choice"),
 	TASK_KEY(separator, T_STRING, 0, 0, OF_CHOICE | OF_MATCH, "\n\n", "text between examples and before the prompt"),
-	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false", "prompts are a user's messages, targets and replies the assistant's"),
+	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false",
+		"prompts are a user's messages, targets and replies the assistant's"),
 };
 
 enum { NUM_TASK_KEYS = sizeof task_keys / sizeof *task_keys };
@@ -271,7 +278,7 @@ static int check_pattern(const struct loader *l, const char *key, const char *pa
 	return 0;
 }
 
-/* The path of a file that the task file names. */
+/* Makes a path of the task file, which begins at the folder of that file, begin where ling was started. */
 static int task_path(const struct loader *l, char path[PATH_LEN])
 {
 	char dir[PATH_LEN], name[PATH_LEN];
@@ -285,20 +292,25 @@ static int task_path(const struct loader *l, char path[PATH_LEN])
 /* Checks what one key alone cannot tell of a task that begins at `start`. */
 static int check_task(const struct loader *l, struct task *t, struct place start)
 {
-	static const int flags[] = {[TASK_MULTIPLE_CHOICE] = OF_CHOICE, [TASK_PERPLEXITY] = OF_PERPLEXITY, [TASK_EXACT_MATCH] = OF_MATCH};
+	static const int flags[] = {
+		[TASK_MULTIPLE_CHOICE] = OF_CHOICE, [TASK_PERPLEXITY] = OF_PERPLEXITY, [TASK_EXACT_MATCH] = OF_MATCH,
+	};
 	const int types = OF_CHOICE | OF_PERPLEXITY | OF_MATCH, type = flags[t->type];
 	for (const struct key *k = task_keys; k < task_keys + NUM_TASK_KEYS; k++) {
 		if (key_given(l, k->name) && k->flags & types && !(k->flags & type))
-			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away", task_types[t->type]);
+			return fail_key(l, k->name, "found in a task of type %s, which has no use for it: take it away",
+					task_types[t->type]);
 		if (!key_given(l, k->name) && k->flags & REQUIRED && k->flags & type)
 			return fail_at(start, "the key %s is missing here: %s", k->name, k->help);
 	}
 	if (!t->options.list && key_given(l, "options") && !t->options.count)
 		return fail_key(l, "options", "found nothing; expected a field's name or a list of templates");
 	if (t->options.list && key_given(l, "option"))
-		return fail_key(l, "option", "found beside a list of templates; expected it where options is the name of a field");
+		return fail_key(l, "option",
+				"found beside a list of templates; expected it where options is the name of a field");
 	if (t->chat && key_given(l, "separator"))
-		return fail_key(l, "separator", "found beside chat: true, where messages are kept apart by their roles: take it away");
+		return fail_key(l, "separator",
+				"found beside chat: true, where messages are kept apart by their roles: take it away");
 	if (t->answer && !*t->answer)
 		return fail_key(l, "answer", "found nothing; expected the name of a field");
 	if (t->match == MATCH_LAST && !t->extract)
@@ -306,13 +318,14 @@ static int check_task(const struct loader *l, struct task *t, struct place start
 	for (int64_t i = 0; t->options.list && i < t->options.count; i++)
 		if (check_template(l, "options", t->options.text[i]) < 0)
 			return -1;
-	if (check_template(l, "prompt", t->prompt) < 0 || check_template(l, "text", t->text) < 0 || check_template(l, "option", t->option) < 0 ||
-			check_template(l, "target", t->target) < 0 || check_pattern(l, "extract", t->extract) < 0 ||
-			check_pattern(l, "extract_answer", t->extract_answer) < 0)
+	if (check_template(l, "prompt", t->prompt) < 0 || check_template(l, "text", t->text) < 0 ||
+			check_template(l, "option", t->option) < 0 || check_template(l, "target", t->target) < 0 ||
+			check_pattern(l, "extract", t->extract) < 0 || check_pattern(l, "extract_answer", t->extract_answer) < 0)
 		return -1;
 	return task_path(l, t->data) < 0 || task_path(l, t->examples.data) < 0 ? -1 : 0;
 }
 
+/* Adds an empty task to struct tasks, for load_list_file. */
 static void *add_task(void *list)
 {
 	struct tasks *tasks = list;
@@ -344,7 +357,8 @@ void tasks_print_keys(FILE *out)
 		if (k->flags & (REQUIRED | NEEDED))
 			standard = "required";
 		const char *separator = "; of ";
-		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help, describe_key(type, &task_table, k));
+		fprintf(out, "  %-21s %-10s %s (%s", k->name, standard ? standard : "", k->help,
+				describe_key(type, &task_table, k));
 		for (int i = 0; i < 3; i++)
 			if (k->flags & types[i])
 				fprintf(out, "%s%s", separator, task_types[i]), separator = ", ";
@@ -498,7 +512,9 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 
 int tasks_load(struct tasks *tasks, const char *path)
 {
-	const struct list_reader reader = {.items = "tasks", .item = "task", .add = add_task, .check = check_added_task, .list = tasks};
+	const struct list_reader reader = {
+		.items = "tasks", .item = "task", .add = add_task, .check = check_added_task, .list = tasks,
+	};
 	char copy[PATH_LEN];
 	*tasks = (struct tasks){0};
 	int rc = path_copy(copy, path) < 0 ? -1 : load_list_file(&task_table, path, &reader);

@@ -18,9 +18,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or
- * -1. */
-static int lock_directory(const char *dir)
+int lock_directory(const char *dir)
 {
 	if (make_directories(dir) < 0)
 		return -1;

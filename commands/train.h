@@ -8,4 +8,8 @@
 
 extern const struct command train_command;
 
+/* Creates a run's output directory and locks it. Returns a descriptor, which holds the lock as long as it is open, or
+ * -1. */
+int lock_directory(const char *dir);
+
 #endif

@@ -709,6 +709,46 @@ int launcher_size(void)
 	return launcher_rank() < 0 ? 1 : environment_int(names, 3, 0);
 }
 
+/* The smallest number in the files `name` of a control group and of the groups that it is in, from root + mount + group
+ * up to root + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge number. */
+static double group_limit(double least, const char *root, const char *mount, const char *group, const char *name)
+{
+	char path[PATH_LEN], up[PATH_LEN];
+	if (snprintf(up, sizeof up, "%s", group) >= PATH_LEN)
+		return least;
+	for (char *end = up + strlen(up);; *end = 0) {
+		double bytes;
+		FILE *f = snprintf(path, sizeof path, "%s%s%s/%s", root, mount, up, name) < PATH_LEN ? fopen(path, "re") : NULL;
+		if (f && fscanf(f, "%lf", &bytes) == 1 && bytes < least)
+			least = bytes;
+		if (f)
+			fclose(f);
+		if (!(end = strrchr(up, '/')))
+			return least;
+	}
+}
+
+double usable_memory(const char *root)
+{
+	double least = (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+	char path[PATH_LEN], line[2 * PATH_LEN];
+	FILE *f = snprintf(path, sizeof path, "%s/proc/self/cgroup", root) < PATH_LEN ? fopen(path, "re") : NULL;
+	while (f && fgets(line, sizeof line, f)) { /* NUMBER:CONTROLLERS:GROUP; version 2 has one line, 0::GROUP */
+		line[strcspn(line, "\n")] = 0;
+		char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
+		if (!group)
+			continue;
+		*controllers++ = ',', *group++ = 0;
+		if (!*controllers)
+			least = group_limit(least, root, "/sys/fs/cgroup", group, "memory.max");
+		else if (strstr(line, ",memory"))
+			least = group_limit(least, root, "/sys/fs/cgroup/memory", group, "memory.limit_in_bytes");
+	}
+	if (f)
+		fclose(f);
+	return least;
+}
+
 bool is_terminal(FILE *f)
 {
 	return launcher_size() == 1 && isatty(fileno(f));

@@ -212,6 +212,10 @@ int launcher_rank(void);
 /* The number of ranks; 1 without a launcher, 0 if the launcher does not tell. */
 int launcher_size(void);
 
+/* Bytes of memory that this process may use: the machine's, or less where the control group that it runs in (a
+ * container's, say), or one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
+double usable_memory(const char *root);
+
 /* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it: that does not count. */
 bool is_terminal(FILE *f);
 

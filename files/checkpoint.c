@@ -2,9 +2,9 @@
  * files/checkpoint.c - checkpoints: directories that appear whole or not at all, and the state of a run in them.
  *
  *   step-0000200        a checkpoint, always whole
- *   .tmp-step-0000200   one being written or removed: rubbish after a crash
- * Every byte is covered: tensors by the checksums in their files, headers, indexes and config.json by those in
- * trainer.json, trainer.json by its own.
+ *   .tmp-step-0000200   one that is being written or removed; after a crash it is of no use, and is removed
+ * Every byte has a checksum: tensors in the headers of their files; these headers, the indexes and config.json in trainer.json; trainer.json in
+ * itself.
  */
 #define _GNU_SOURCE
 #include "files/checkpoint.h"
@@ -28,41 +28,41 @@
 #define TRAINER_FORMAT "ling-trainer"
 #define TRAINER_VERSION 2
 
-const char *const tensor_kinds[] = {"model", "optimizer"};
+static const char *const stems[] = {"model", "optimizer"}; /* what the names of the files of tensors begin with */
 
-static void part_name(char name[64], const char *kind, int part, int parts)
+static void shard_name(char name[64], const char *stem, int shard, int num_shards)
 {
-	if (parts == 1)
-		snprintf(name, 64, "%s.safetensors", kind);
+	if (num_shards == 1)
+		snprintf(name, 64, "%s.safetensors", stem);
 	else
-		snprintf(name, 64, "%s-%05d-of-%05d.safetensors", kind, part + 1, parts);
+		snprintf(name, 64, "%s-%05d-of-%05d.safetensors", stem, shard + 1, num_shards);
 }
 
-bool checkpoint_name(char name[64], int i, int parts)
+bool checkpoint_file_name(char name[64], int i, int num_shards)
 {
 	if (i == 0)
 		strcpy(name, "config.json");
-	else if (i <= 2 * parts)
-		part_name(name, tensor_kinds[(i - 1) / parts], (i - 1) % parts, parts);
-	else if (parts > 1 && i <= 2 * parts + 2)
-		snprintf(name, 64, "%s.safetensors.index.json", tensor_kinds[i - 2 * parts - 1]);
+	else if (i <= 2 * num_shards)
+		shard_name(name, stems[(i - 1) / num_shards], (i - 1) % num_shards, num_shards);
+	else if (num_shards > 1 && i <= 2 * num_shards + 2)
+		snprintf(name, 64, "%s.safetensors.index.json", stems[i - 2 * num_shards - 1]);
 	else
 		return false;
 	return true;
 }
 
-/* What a checkpoint holds besides where data.tokenizer is a tokenizer.json, so that any tool can use it: copies of these. */
-static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"}; /* the second where there is one */
+/* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The second need not be there. */
+static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"};
 #define NUM_TOKENIZER_FILES 2
 
-void checkpoint_file(char path[PATH_LEN], const char *dir, const char *kind, int part, int parts)
+void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shard, int num_shards)
 {
 	char name[64];
-	part_name(name, kind, part, parts);
+	shard_name(name, stem, shard, num_shards);
 	path_join(path, dir, name); /* fits: the config's check of train.output_dir, or the conversion's of its path, sees to it */
 }
 
-/* The step in a name that is exactly prefix and step as checkpoint_path writes them, or -1. */
+/* The step in a name, which must be exactly what checkpoint_path writes for the prefix and that step; else -1. */
 static int64_t step_of(const char *name, const char *prefix)
 {
 	char again[64];
@@ -101,7 +101,7 @@ static int by_step(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* Lists the steps in output_dir's names of checkpoints, whole or not, ascending. The caller frees *steps. Returns their
+/* Lists the steps of the checkpoints in output_dir, whole or not, ascending. The caller frees *steps. Returns their
  * number, or -1. */
 static int checkpoint_list(const char *output_dir, int64_t **steps)
 {
@@ -135,7 +135,7 @@ static bool checkpoint_is_whole(const char *output_dir, int64_t step)
 			access(trainer, R_OK) == 0;
 }
 
-int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
+int checkpoint_file_crc(const char *dir, const char *name, int64_t *size, uint32_t *crc)
 {
 	char path[PATH_LEN];
 	const uint8_t *data;
@@ -152,11 +152,11 @@ int file_seal(const char *dir, const char *name, int64_t *size, uint32_t *crc)
 }
 
 /* Adds a file to the member `files` of trainer.json. */
-static int seal_to_json(const char *dir, const char *name, json_t *files)
+static int file_to_json(const char *dir, const char *name, json_t *files)
 {
 	int64_t size;
 	uint32_t crc;
-	if (file_seal(dir, name, &size, &crc) < 0)
+	if (checkpoint_file_crc(dir, name, &size, &crc) < 0)
 		return -1;
 	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
 }
@@ -194,22 +194,22 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	return array;
 }
 
-static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
+static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
 {
 	char path[PATH_LEN], name[64];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
 	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
 			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
-			"sources", sources_to_json(s), "parts", parts);
+			"sources", sources_to_json(s), "parts", num_shards);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
-	for (int i = 0; !rc && checkpoint_name(name, i, parts); i++)
-		rc = seal_to_json(dir, name, files);
+	for (int i = 0; !rc && checkpoint_file_name(name, i, num_shards); i++)
+		rc = file_to_json(dir, name, files);
 	for (int i = 0; !rc && i < NUM_TOKENIZER_FILES; i++)
 		if (path_join(path, dir, tokenizer_files[i]) == 0 && path_exists(path) > 0)
-			rc = seal_to_json(dir, tokenizer_files[i], files);
+			rc = file_to_json(dir, tokenizer_files[i], files);
 	rc = rc < 0 || path_join(path, dir, "trainer.json") < 0 ? -1 : 0;
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
@@ -224,15 +224,15 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	return rc;
 }
 
-int parts_finish(const char *dir, const char *kind, int parts)
+int shards_finish(const char *dir, const char *stem, int num_shards)
 {
 	char path[PATH_LEN], name[64];
 	struct tensors *w = allocate(sizeof *w);
 	json_t *map = json_object();
 	json_int_t total = 0;
 	int rc = 0;
-	for (int part = 0; part < parts && !rc; part++) {
-		checkpoint_file(path, dir, kind, part, parts);
+	for (int shard = 0; shard < num_shards && !rc; shard++) {
+		shard_path(path, dir, stem, shard, num_shards);
 		rc = safetensors_open_file(w, path) < 0 ? -1 : sync_path(path);
 	}
 	for (int i = 0; i < w->count && !rc; i++) { /* sorted by name */
@@ -243,9 +243,9 @@ int parts_finish(const char *dir, const char *kind, int parts)
 		total += t->end - t->begin;
 	}
 	tensors_close(w);
-	snprintf(name, sizeof name, "%s.safetensors.index.json", kind);
+	snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
 	json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", total, "weight_map", map);
-	if (!rc && parts > 1)
+	if (!rc && num_shards > 1)
 		rc = path_join(path, dir, name) < 0 ? -1 : json_write(path, index);
 	json_decref(index);
 	return rc;
@@ -267,15 +267,15 @@ static int copy_tokenizer(const char *dir, const struct config *c)
 }
 
 /* Completes the directory, and brings all of it to disk. */
-static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int parts)
+static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
 {
 	char path[PATH_LEN];
 	if (path_join(path, dir, "config.json") < 0 || config_to_huggingface(&c->model, path) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
-		if (parts_finish(dir, tensor_kinds[i], parts) < 0)
+		if (shards_finish(dir, stems[i], num_shards) < 0)
 			return -1;
-	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, parts) < 0 ? -1 : sync_path(dir);
+	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, num_shards) < 0 ? -1 : sync_path(dir);
 }
 
 /* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
@@ -296,6 +296,8 @@ static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 			continue; /* too long a path to have been made by us */
 		if (rename(path, temporary) < 0)
 			fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
+		else if (sync_path(output_dir) < 0) /* a power cut must not undo the new name and keep what was removed since */
+			fprintf(stderr, "ling: warning: %s: this old checkpoint stays: %s\n", temporary, error_text);
 		else
 			directory_remove(temporary);
 	}
@@ -312,11 +314,11 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
-int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int parts)
+int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards)
 {
 	char target[PATH_LEN];
-	int rc = parts < 1 || parts > MAX_PARTS ? fail("%s: %d parts; expected 1 to %d", dir, parts, MAX_PARTS)
-		: checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ? -1 : checkpoint_fill(dir, c, s, parts);
+	int rc = num_shards < 1 || num_shards > MAX_SHARDS ? fail("%s: %d shards; expected 1 to %d", dir, num_shards, MAX_SHARDS)
+		: checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ? -1 : checkpoint_fill(dir, c, s, num_shards);
 	if (rc == 0 && rename(dir, target) < 0)
 		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target, strerror(errno));
 	if (rc < 0) {
@@ -349,7 +351,7 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 	int n = checkpoint_list(output_dir, &steps), last = n - 1;
 	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
 	if (rc > 0 && !checkpoint_is_whole(output_dir, steps[last])) {
-		/* Continuing from an older one would undo work that perhaps can be saved: that is not ours to decide. */
+		/* To continue from an older one would throw work away that can perhaps be saved: the user decides. */
 		const char *reason = strerror(errno);
 		while (last >= 0 && !checkpoint_is_whole(output_dir, steps[last]))
 			last--;
@@ -407,7 +409,7 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 }
 
 /* Compares a file of a checkpoint with its size and checksum in trainer.json, which is `where`. */
-static int file_check(const char *dir, const char *where, const json_t *files, const char *name)
+static int check_file(const char *dir, const char *where, const json_t *files, const char *name)
 {
 	const json_t *entry = json_object_get(files, name);
 	int64_t size, found_size;
@@ -415,7 +417,7 @@ static int file_check(const char *dir, const char *where, const json_t *files, c
 	if (!json_is_object(entry))
 		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name, json_kind(entry));
 	if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
-			file_seal(dir, name, &found_size, &found_crc) < 0)
+			checkpoint_file_crc(dir, name, &found_size, &found_crc) < 0)
 		return -1;
 	if (found_size != size)
 		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name, (long long)found_size,
@@ -426,18 +428,18 @@ static int file_check(const char *dir, const char *where, const json_t *files, c
 	return 0;
 }
 
-int files_check(const char *dir, const char *where, const json_t *root)
+int checkpoint_check_files(const char *dir, const char *where, const json_t *root)
 {
 	const json_t *files = json_object_get(root, "files");
 	char name[64];
-	int64_t parts = 1; /* as in checkpoints from before there could be more */
-	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_PARTS, &parts) < 0)
+	int64_t num_shards = 1; /* as in checkpoints from before there could be more */
+	if (json_object_get(root, "parts") && field_int(root, where, "parts", 1, MAX_SHARDS, &num_shards) < 0)
 		return -1;
-	for (int i = 0; checkpoint_name(name, i, parts); i++)
-		if (file_check(dir, where, files, name) < 0)
+	for (int i = 0; checkpoint_file_name(name, i, num_shards); i++)
+		if (check_file(dir, where, files, name) < 0)
 			return -1;
 	for (int i = 0; i < NUM_TOKENIZER_FILES; i++)
-		if (json_object_get(files, tokenizer_files[i]) && file_check(dir, where, files, tokenizer_files[i]) < 0)
+		if (json_object_get(files, tokenizer_files[i]) && check_file(dir, where, files, tokenizer_files[i]) < 0)
 			return -1;
 	return 0;
 }
@@ -471,11 +473,10 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 	json_t *root = json_read(path);
 	if (!root)
 		return -1;
-	const char *slash = strrchr(dir, '/');
-	const int64_t named = step_of(slash ? slash + 1 : dir, "step-");
+	const int64_t named = step_of(file_name(dir), "step-");
 	const json_t *config = json_object_get(root, "config");
 	int rc = trainer_check(root, path);
-	/* The config first: where it differs, what differs in consequence is not the news. */
+	/* The config comes first: what differs because the config does should not be reported instead of it. */
 	if (rc == 0)
 		rc = json_is_object(config) ? config_compare(config, asked, path, notes)
 			: fail("%s: `config` is %s; expected an object", path, json_kind(config));
@@ -486,7 +487,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_sources(root, path, s) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
-			files_check(dir, path, root) < 0))
+			checkpoint_check_files(dir, path, root) < 0))
 		rc = -1;
 	if (rc == 0 && named >= 0 && named != s->step)
 		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "

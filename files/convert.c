@@ -76,7 +76,7 @@ struct source *source_open(const char *path, struct model_config *config)
 			|| !(s->config_json = json_read(file)) ? -1 : path_exists(trainer);
 		if (rc > 0) { /* a checkpoint, whose files have checksums */
 			json_t *root = json_read(trainer);
-			rc = root && trainer_check(root, trainer) == 0 ? files_check(path, trainer, root) : -1;
+			rc = root && trainer_check(root, trainer) == 0 ? checkpoint_check_files(path, trainer, root) : -1;
 			json_decref(root);
 		}
 		if (rc == 0)
@@ -168,6 +168,14 @@ static int cut_strips(struct strip *strips, const struct named_tensor *params, i
 	return count;
 }
 
+/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack, rows / stack, cols]. */
+static const struct tensor *find_tensor(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+{
+	if (stack)
+		return tensor_of_shape(w, name, (int64_t[]){stack, rows / stack, cols}, 3);
+	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, cols ? 2 : 1);
+}
+
 /* Finds each strip's tensor in the source, and checks that all of the source's tensors are needed. */
 static int find_strips(struct plan *p)
 {
@@ -182,7 +190,7 @@ static int find_strips(struct plan *p)
 			: from->name;
 		if (s->metadata && !*name)
 			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, strip->huggingface.name);
-		else if (!(strip->from = tensor_stacked(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
+		else if (!(strip->from = find_tensor(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
 			rc = -1;
 		else
 			needed[strip->from - w->tensors] = true;
@@ -211,7 +219,7 @@ static int check_tie(const struct source *s)
 		return 0;
 	const struct tensor *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
 	const uint64_t bytes = head->end - head->begin;
-	bool same = head->dtype == embedding->dtype && json_equal(head->shape, embedding->shape);
+	bool same = head->dtype == embedding->dtype && has_shape(head, embedding->shape, embedding->num_dims);
 	for (uint64_t at = 0; same && at < bytes; at += BLOCK_BYTES) {
 		const uint64_t n = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
 		const uint8_t *a = tensor_bytes(head) + at, *b = tensor_bytes(embedding) + at;
@@ -535,14 +543,14 @@ static int write_huggingface(struct plan *p, const struct conversion *to, const 
 		bytes += product_bytes(&p->products[i]);
 	}
 	first[++parts] = p->num_products;
-	int rc = parts > MAX_PARTS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_PARTS) : 0;
+	int rc = parts > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_SHARDS) : 0;
 	for (int part = 0; part < parts && !rc; part++) {
-		checkpoint_file(path, dir, "model", part, parts);
+		shard_path(path, dir, "model", part, parts);
 		rc = write_shard(p, first[part], first[part + 1] - first[part], path);
 	}
 	free(first);
 	if (rc == 0)
-		rc = parts_finish(dir, "model", parts);
+		rc = shards_finish(dir, "model", parts);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
 			: config_write(path, &p->config, huggingface_dtypes[p->products[0].dtype], p->source->config_json);
@@ -593,9 +601,9 @@ static int write_checkpoint(struct plan *p, const struct conversion *to)
 	if (rc > 0)
 		rc = fail("%s: is there already; remove it, or choose another name", to->path);
 	else if (rc == 0) {
-		checkpoint_file(path, dir, "model", 0, 1);
+		shard_path(path, dir, "model", 0, 1);
 		rc = write_shard(p, 0, p->num_products, path);
-		checkpoint_file(path, dir, "optimizer", 0, 1);
+		shard_path(path, dir, "optimizer", 0, 1);
 		if (rc == 0)
 			rc = write_zero_moments(p, path);
 		if (rc == 0)

@@ -1,8 +1,8 @@
 /*
  * files/gguf.c - GGUF, llama.cpp's format: reading and writing, with its tokenizer and its config.
  *
- * value; of each tensor name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length
- * (u64) and its bytes.
+ * A file is: magic, version (u32), number of tensors and of metadata entries (u64 each); of each entry key, type (u32) and value; of each tensor
+ * name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length (u64) and its bytes.
  */
 #define _GNU_SOURCE
 #include "files/gguf.h"
@@ -213,24 +213,25 @@ static int take_entry(struct cursor *c, json_t *metadata)
 	return value ? 0 : -1;
 }
 
-/* The place of one tensor. Its name and shape go into `shapes`. */
-static int take_tensor(struct cursor *c, struct tensor *t, json_t *shapes, const struct tensor_file *s)
+/* The place of one tensor. `names` has those that were read before, and keeps this one. */
+static int take_tensor(struct cursor *c, struct tensor *t, json_t *names, const struct tensor_file *s)
 {
 	*t = (struct tensor){0};
-	json_t *name = take_name(c, "a tensor's name"), *shape = json_array();
+	json_t *name = take_name(c, "a tensor's name");
 	const char *text = json_string_value(name);
 	uint32_t dimensions, type;
 	uint64_t size, bytes = 1;
-	int rc = !name ? -1 : json_object_get(shapes, text) ? fail("%s: tensor %.256s is there twice; expected it once", c->path, text)
+	int rc = !name ? -1 : json_object_get(names, text) ? fail("%s: tensor %.256s is there twice; expected it once", c->path, text)
 		: take_u32(c, &dimensions);
 	if (rc == 0 && (dimensions < 1 || dimensions > 4))
 		rc = fail("%s: tensor %.256s has %u dimensions; expected 1 to 4", c->path, text, dimensions);
-	for (uint32_t i = 0; rc == 0 && i < dimensions; i++) {
+	if (rc == 0)
+		t->num_dims = dimensions;
+	for (int i = t->num_dims - 1; rc == 0 && i >= 0; i--) { /* the innermost dimension comes first */
 		rc = take_u64(c, &size);
 		if (rc == 0 && (size > INT64_MAX || __builtin_mul_overflow(bytes, size, &bytes) || bytes > INT64_MAX / 8))
 			rc = fail("%s: tensor %.256s is too large for any file", c->path, text);
-		if (rc == 0)
-			json_array_insert_new(shape, 0, json_integer(size));
+		t->shape[i] = rc == 0 ? size : 0;
 	}
 	if (rc == 0)
 		rc = take_u32(c, &type) < 0 || take_u64(c, &t->begin) < 0 ? -1 : 0;
@@ -242,11 +243,9 @@ static int take_tensor(struct cursor *c, struct tensor *t, json_t *shapes, const
 		if (t->begin > INT64_MAX)
 			rc = fail("%s: tensor %.256s: offset %llu; expected one within the file", c->path, text, (unsigned long long)t->begin);
 		t->end = t->begin + (t->dtype == UNKNOWN_DTYPE ? 0 : bytes * dtypes[t->dtype].size);
-		json_object_set(shapes, text, shape);
-		t->shape = shape;
-		t->name = json_object_iter_key(json_object_iter_at(shapes, text)); /* it lives as long as the object */
+		json_object_set_new(names, text, json_null());
+		t->name = json_object_iter_key(json_object_iter_at(names, text)); /* it lives as long as the object */
 	}
-	json_decref(shape);
 	json_decref(name);
 	return rc;
 }
@@ -292,8 +291,8 @@ int gguf_open(struct tensors *w, const char *path)
 	if (tensors > s->size / 32 || entries > s->size / 13) /* the least that each takes */
 		return fail("%s: %llu tensors and %llu entries of metadata do not fit into its %zu bytes; the file is truncated or damaged", path,
 				(unsigned long long)tensors, (unsigned long long)entries, s->size);
-	json_t *metadata = json_object(), *shapes = json_object();
-	s->header = json_pack("{s:o, s:o}", "metadata", metadata, "shapes", shapes);
+	json_t *metadata = json_object(), *names = json_object();
+	s->header = json_pack("{s:o, s:o}", "metadata", metadata, "names", names);
 	for (uint64_t i = 0; i < entries; i++)
 		if (take_entry(&c, metadata) < 0)
 			return -1;
@@ -303,7 +302,7 @@ int gguf_open(struct tensors *w, const char *path)
 		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
 	w->tensors = grow(w->tensors, w->count, &w->room, tensors + 1, sizeof *w->tensors); /* never none */
 	for (uint64_t i = 0; i < tensors; i++)
-		if (take_tensor(&c, &w->tensors[i], shapes, s) < 0)
+		if (take_tensor(&c, &w->tensors[i], names, s) < 0)
 			return -1;
 	s->data_at = (c.at - s->map + alignment - 1) / alignment * alignment;
 	if (tensors_placed(w->tensors, tensors, s, s->data_at > s->size ? 0 : s->size - s->data_at, alignment) < 0)

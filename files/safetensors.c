@@ -7,7 +7,6 @@
 #include "files/base.h"
 #include "files/tensors.h"
 
-#include <argp.h>
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -17,7 +16,7 @@
 
 #define HEADER_MAX 100000000 /* bytes; the format's own limit */
 
-/* Checks one header entry by itself and fills *t from it. data_size: bytes of tensors in the shard. */
+/* Checks one entry of the header and fills *t from it. data_size: bytes of all tensors in the file. */
 static int tensor_parse(struct tensor *t, const struct tensor_file *s, const char *name, const json_t *entry,
 		uint64_t data_size)
 {
@@ -34,16 +33,18 @@ static int tensor_parse(struct tensor *t, const struct tensor_file *s, const cha
 		if (!strcmp(t->dtype_name, dtypes[i].name))
 			t->dtype = i;
 
-	t->shape = json_object_get(entry, "shape");
-	if (!json_is_array(t->shape))
-		return fail("%s: `shape` is %s; expected an array", where, json_kind(t->shape));
+	const json_t *shape = json_object_get(entry, "shape");
+	if (!json_is_array(shape) || json_array_size(shape) > MAX_DIMS)
+		return fail("%s: `shape` is %s; expected an array of at most %d integers", where, json_is_array(shape) ? "longer" : json_kind(shape), MAX_DIMS);
+	t->num_dims = json_array_size(shape);
 	uint64_t bytes = t->dtype == UNKNOWN_DTYPE ? 0 : dtypes[t->dtype].size;
-	for (size_t i = 0; i < json_array_size(t->shape); i++) {
-		const json_t *size = json_array_get(t->shape, i);
+	for (int i = 0; i < t->num_dims; i++) {
+		const json_t *size = json_array_get(shape, i);
 		if (!json_is_integer(size) || json_integer_value(size) < 0)
-			return fail("%s: `shape` entry %zu is %s; expected an integer of at least 0", where, i,
+			return fail("%s: `shape` entry %d is %s; expected an integer of at least 0", where, i,
 					json_is_integer(size) ? "negative" : json_kind(size));
-		if (__builtin_mul_overflow(bytes, (uint64_t)json_integer_value(size), &bytes))
+		t->shape[i] = json_integer_value(size);
+		if (__builtin_mul_overflow(bytes, (uint64_t)t->shape[i], &bytes))
 			return fail("%s: `shape` is too large for any file", where);
 	}
 
@@ -60,7 +61,7 @@ static int tensor_parse(struct tensor *t, const struct tensor_file *s, const cha
 	return 0;
 }
 
-/* Checks that n tensors of a shard fill its data without overlap or hole. Sorts them by offset. */
+/* Checks that the n tensors of a file fill its data without overlap or hole. Sorts them by offset. */
 static int tensors_fill(struct tensor *t, int n, const struct tensor_file *s, uint64_t data_size)
 {
 	uint64_t end = 0;
@@ -187,10 +188,10 @@ static int safetensors_open_index(struct tensors *w, const char *dir, const char
 	return 0;
 }
 
-static int safetensors_open_directory(struct tensors *w, const char *dir, const char *kind)
+static int safetensors_open_directory(struct tensors *w, const char *dir, const char *stem)
 {
 	char base[PATH_LEN], single_path[PATH_LEN], index_path[PATH_LEN];
-	if (path_join(base, dir, kind) < 0 || path_suffix(single_path, base, ".safetensors") < 0 ||
+	if (path_join(base, dir, stem) < 0 || path_suffix(single_path, base, ".safetensors") < 0 ||
 			path_suffix(index_path, base, ".safetensors.index.json") < 0)
 		return -1;
 	int there = path_exists(index_path);
@@ -204,7 +205,7 @@ static int safetensors_open_directory(struct tensors *w, const char *dir, const 
 		return safetensors_open_file(w, single_path);
 	if (there < 0)
 		return -1;
-	return fail("%s: no weights here; looked for %s.safetensors.index.json and %s.safetensors", dir, kind, kind);
+	return fail("%s: no weights here; looked for %s.safetensors.index.json and %s.safetensors", dir, stem, stem);
 }
 
 /* Leaves out the buffers of old files, tables that follow from the config and that Hugging Face ignores as well. */
@@ -218,7 +219,7 @@ static void drop_buffers(struct tensors *w)
 	w->count = kept;
 }
 
-struct tensors *tensors_open(const char *path, const char *kind)
+struct tensors *tensors_open(const char *path, const char *stem)
 {
 	struct tensors *w = allocate(sizeof *w);
 	struct stat st;
@@ -228,7 +229,7 @@ struct tensors *tensors_open(const char *path, const char *kind)
 	else if (stat(path, &st) < 0)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	else
-		rc = S_ISDIR(st.st_mode) ? safetensors_open_directory(w, path, kind) : safetensors_open_file(w, path);
+		rc = S_ISDIR(st.st_mode) ? safetensors_open_directory(w, path, stem) : safetensors_open_file(w, path);
 	if (rc == 0) {
 		drop_buffers(w);
 		return w;
@@ -237,7 +238,16 @@ struct tensors *tensors_open(const char *path, const char *kind)
 	return NULL;
 }
 
-/* -- writing: the header stands before the data but holds their checksums, so room is left for it and it comes last -- */
+/* ---------------------------------------------------------------------------------------------------- writing */
+
+struct safetensors_writer {
+	char path[PATH_LEN];
+	FILE *f;
+	json_t *header;            /* tensors in the order of their data: jansson keeps it */
+	int64_t written;           /* bytes of data */
+	int n, current;            /* tensors; the one that the next byte belongs to, or an empty one before it */
+	struct { int64_t end; uint32_t crc; int size; } tensors[]; /* [n] bytes up to its end; checksum so far; bytes of an element */
+};
 
 /* The key of a tensor's checksum in the metadata. Returns whether it fits. */
 static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_avg_sq. and crc32. */

@@ -8,6 +8,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 const struct dtype_row dtypes[NUM_DTYPES] = {
 	[F64] = {"F64", 8}, [F32] = {"F32", 4}, [F16] = {"F16", 2}, [BF16] = {"BF16", 2},
@@ -126,8 +127,23 @@ void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
 	}
 }
 
-const struct tensor *tensor_stacked(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+bool has_shape(const struct tensor *t, const int64_t *shape, int num_dims)
 {
+	return t->num_dims == num_dims && !memcmp(t->shape, shape, num_dims * sizeof *shape);
+}
+
+const char *format_shape(char out[256], const int64_t *shape, int num_dims)
+{
+	int n = snprintf(out, 256, "[");
+	for (int i = 0; i < num_dims; i++)
+		n += snprintf(out + n, 256 - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+	snprintf(out + n, 256 - n, "]");
+	return out;
+}
+
+const struct tensor *tensor_of_shape(const struct tensors *w, const char *name, const int64_t *shape, int num_dims)
+{
+	char found[256], expected[256];
 	const struct tensor *t = tensor_need(w, name);
 	if (!t)
 		return NULL;
@@ -135,41 +151,33 @@ const struct tensor *tensor_stacked(const struct tensors *w, const char *name, i
 		fail("%s: tensor %s: dtype %.40s; expected F32, F64, F16 or BF16", t->file->path, t->name, t->dtype_name);
 		return NULL;
 	}
-	char expected[96];
-	if (stack)
-		snprintf(expected, sizeof expected, "[%lld, %lld, %lld]", (long long)stack, (long long)(rows / stack), (long long)cols);
-	else if (cols)
-		snprintf(expected, sizeof expected, "[%lld, %lld]", (long long)rows, (long long)cols);
-	else
-		snprintf(expected, sizeof expected, "[%lld]", (long long)rows);
-	char *found = json_text(t->shape, 0);
-	if (strcmp(found, expected)) {
-		fail("%s: tensor %s: shape %.256s; expected %s", t->file->path, t->name, found, expected);
-		t = NULL;
-	}
-	free(found);
-	return t;
+	if (has_shape(t, shape, num_dims))
+		return t;
+	fail("%s: tensor %s: shape %s; expected %s", t->file->path, t->name, format_shape(found, t->shape, t->num_dims),
+			format_shape(expected, shape, num_dims));
+	return NULL;
 }
 
-static const struct tensor *tensor_shaped(const struct tensors *w, const char *name, int64_t rows, int64_t cols)
+/* tensor_of_shape for a matrix, or, where cols is 0, a vector. */
+static const struct tensor *tensor_matrix(const struct tensors *w, const char *name, int64_t rows, int64_t cols)
 {
-	return tensor_stacked(w, name, rows, cols, 0);
+	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, cols ? 2 : 1);
 }
 
 int tensors_read(const struct tensors *w, const struct named_tensor *a)
 {
-	const struct tensor *t = tensor_shaped(w, a->name, a->rows, a->cols);
+	const struct tensor *t = tensor_matrix(w, a->name, a->rows, a->cols);
 	if (!t || tensor_verify(t) < 0)
 		return -1;
 	to_real(a->data, tensor_bytes(t), (t->end - t->begin) / dtypes[t->dtype].size, t->dtype);
 	return 0;
 }
 
-/* tensor_shaped that also checks a range of elements, and says where the first one is. */
+/* tensor_matrix that also checks a range of elements, and says where the first one is. */
 static const struct tensor *tensor_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
 		const uint8_t **at)
 {
-	const struct tensor *t = tensor_shaped(w, name, rows, cols);
+	const struct tensor *t = tensor_matrix(w, name, rows, cols);
 	if (!t)
 		return NULL;
 	const int size = dtypes[t->dtype].size;

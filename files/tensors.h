@@ -12,85 +12,111 @@
 #include <stdint.h>
 #include <string.h>
 
-/* -- safetensors -- */
+/* ------------------------------------------------------------------------------------------- tensors in files */
 
-struct named_tensor {                 /* one named array of a file; the data belong to the caller */
-	const char *name;
-	int64_t rows, cols;          /* a vector has cols 0 */
-	real *data;
-};
-
-struct tensors;                /* an open Hugging Face directory or safetensors file: headers checked, data mapped */
-
-/* Number of tensors, and the name of tensor i (0 <= i < count). */
-int tensors_count(const struct tensors *w);
-const char *tensors_name(const struct tensors *w, int i);
-bool tensors_has(const struct tensors *w, const char *name);
-/* Copies tensor a->name into a->data, converted from F64, F32, BF16, F16; its shape must be a's. Checks its checksum where
- * the file holds one. */
-int tensors_read(const struct tensors *w, const struct named_tensor *a);
-/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
- * likewise. No checksum: see tensors_verify. */
-int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
-/* Where elements first .. first+n-1 of such a tensor stand in the file, mapped as long as w is open: *at is NULL if they cannot be used there and must
- * be read: they can if they are bfloat16, or real, and aligned. No checksum either. */
-int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
-int64_t tensors_bytes(const struct tensors *w); /* of all files */
-/* Checks tensor i's checksum where the file holds one. */
-int tensors_verify(const struct tensors *w, int i);
-/* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
-int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out);
-void tensors_close(struct tensors *w); /* NULL is fine */
-
-#define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
-
-/* The types whose size is known. The first six can be read, the others may lie in the file beside them. */
+/* The types whose size is known. The first six can be read; the others may lie in a file beside them. */
 enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
+#define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
+extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES]; /* by enum dtype; bytes of an element */
 
-extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES];
-
-struct tensor_file {                 /* one mapped file */
+struct tensor_file {          /* one mapped file */
 	struct tensor_file *next;
 	char path[PATH_LEN];
 	const uint8_t *map;
 	size_t size;
-	size_t data_at;              /* where the tensors' bytes begin */
-	json_t *header;              /* owns the names and shapes that tensors point to */
+	size_t data_at;            /* where the tensors' bytes begin */
+	json_t *header;            /* owns the names that tensors point to */
 };
+
+enum { MAX_DIMS = 8 };        /* dimensions of a tensor */
 
 struct tensor {
 	const char *name;
 	const struct tensor_file *file;
-	const json_t *shape;         /* checked: an array of integers >= 0 */
+	int64_t shape[MAX_DIMS];   /* [num_dims], the outermost dimension first; each at least 0 */
+	int num_dims;
 	const char *dtype_name;
 	enum dtype dtype;
-	uint64_t begin, end;         /* bytes, from the shard's data_at */
+	uint64_t begin, end;       /* bytes, from the file's data_at */
 	bool has_crc;
-	uint32_t crc;
+	uint32_t crc;              /* of the bytes */
 };
 
-struct tensors {
+struct tensors {              /* the tensors of one file, or of all files of a directory */
 	char path[PATH_LEN];
 	struct tensor_file *files;
-	struct tensor *tensors;      /* sorted by name */
-	int count, dropped;          /* buffers that were left out */
+	struct tensor *tensors;    /* [count], sorted by name */
+	int count, dropped;        /* dropped: tensors that were left out, see tensors_open */
 	size_t room;
 };
 
-int by_name(const void *a, const void *b);
-
+/* Both formats' readers build a struct tensors with these. */
+struct tensor_file *tensor_file_map(struct tensors *w, const char *path); /* maps a file and adds it to w; NULL on error */
+int by_name(const void *a, const void *b);   /* of struct tensor, for qsort */
 int by_offset(const void *a, const void *b);
 
-/* Adds a mapped file to w, for tensors_close to unmap. NULL on error. */
-struct tensor_file *tensor_file_map(struct tensors *w, const char *path);
+/* Unmaps the files and frees all; NULL is fine. */
+void tensors_close(struct tensors *w);
+
+/* ----------------------------------------------------------------------------------------------------- finding */
+
+/* The number of tensors, and the name of tensor i (0 <= i < count). */
+int tensors_count(const struct tensors *w);
+const char *tensors_name(const struct tensors *w, int i);
+
+/* Bytes of all files. */
+int64_t tensors_bytes(const struct tensors *w);
+
+bool tensors_has(const struct tensors *w, const char *name);
 
 /* The tensor of that name, or NULL. */
 const struct tensor *tensor_find(const struct tensors *w, const char *name);
 
+/* The tensor of that name, which must have this shape and a type that to_real converts. NULL on error. */
+const struct tensor *tensor_of_shape(const struct tensors *w, const char *name, const int64_t *shape, int num_dims);
+
+bool has_shape(const struct tensor *t, const int64_t *shape, int num_dims);
+
+/* "[2, 3]" */
+const char *format_shape(char out[256], const int64_t *shape, int num_dims);
+
+/* ----------------------------------------------------------------------------------------------------- reading */
+
+struct named_tensor {         /* a tensor in memory */
+	const char *name;
+	int64_t rows, cols;        /* a vector has cols 0 */
+	real *data;                /* the caller's */
+};
+
+/* The number of elements. */
+int64_t named_tensor_size(const struct named_tensor *a);
+
+/* Copies tensor a->name into a->data, converted from F64, F32, BF16 or F16. Its shape must be a's. Checks its checksum where
+ * the file holds one. */
+int tensors_read(const struct tensors *w, const struct named_tensor *a);
+
+/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
+ * likewise. No checksum: see tensors_verify. */
+int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+
+/* Where elements first .. first+n-1 of such a tensor are in the file, which stays mapped until w is closed. *at is NULL if they cannot be used
+ * there and must be read: they can if they are bfloat16 (*bf16) or real, and aligned. No checksum either. */
+int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
+
+/* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
+int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out);
+
+/* The bytes of a tensor, mapped. */
 const uint8_t *tensor_bytes(const struct tensor *t);
 
-/* Checks the tensor's checksum, where it has one. */
+/* Checks a tensor's checksum where the file holds one; tensors_verify that of tensor i. */
 int tensor_verify(const struct tensor *t);
+int tensors_verify(const struct tensors *w, int i);
+
+/* -------------------------------------------------------------------------------------------- types of numbers */
+
+/* Converts n elements of F64, F32, F16 or BF16, which may have any alignment. */
+void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype);
 
 static inline float bits_to_float(uint32_t bits)
 {
@@ -106,7 +132,8 @@ static inline uint32_t float_to_bits(float value)
 	return bits;
 }
 
-/* Without branches, so that loops over it become vectors; likewise below. The product puts exponents right, those of subnormals too. */
+/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the exponent, also that of subnormal
+ * numbers. */
 static inline float half_to_float(uint16_t half)
 {
 	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
@@ -119,7 +146,7 @@ static inline float bf16_to_float(uint16_t half)
 	return bits_to_float((uint32_t)half << 16);
 }
 
-/* To nearest, ties to even; a NaN stays one; what is too large becomes infinite. */
+/* Rounds to nearest, ties to even. A NaN stays a NaN; what is too large becomes infinite. */
 static inline uint16_t float_to_bf16(float value)
 {
 	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
@@ -135,14 +162,5 @@ static inline uint16_t float_to_half(float value)
 	const uint32_t finite = size < 0x38800000 ? small : normal;
 	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);
 }
-
-/* Converts n elements at any alignment. */
-void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype);
-
-/* The tensor of that name, which must be of a type that to_real converts and have the shape [rows, cols] (cols 0: a vector), or, for a
- * `stack` of matrices above 0, [stack, rows / stack, cols]. NULL on error. */
-const struct tensor *tensor_stacked(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack);
-
-int64_t named_tensor_size(const struct named_tensor *a);
 
 #endif

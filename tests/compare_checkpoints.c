@@ -22,8 +22,8 @@
 
 static int64_t elements(const struct tensor *t, int64_t *rows, int64_t *cols)
 {
-	*rows = json_integer_value(json_array_get(t->shape, 0));
-	*cols = json_array_size(t->shape) > 1 ? json_integer_value(json_array_get(t->shape, 1)) : 0;
+	*rows = t->shape[0];
+	*cols = t->num_dims > 1 ? t->shape[1] : 0;
 	return *rows * (*cols ? *cols : 1);
 }
 
@@ -73,8 +73,8 @@ static void change(const char *what, const char *name, real *x, int64_t n, int64
 	const bool constant = !strcmp(what, "constant");
 	for (int64_t i = 0; i < n && constant && expert; i++)
 		x[i] = (real)atoi(expert + strlen("mlp.experts."));
-	/* The first feature is large and positive in every token; the first expert's router row likes it, the others' do not, and are equal, so
-	 * that the lowest of them follow. */
+	/* The first feature is large and positive in every token; the first expert's router row likes it, the others' do
+	 * not, and are equal, so that the lowest of them follow. */
 	if (!constant && strstr(name, "word_embeddings"))
 		for (int64_t i = 0; i < n; i += cols)
 			x[i] = 20;
@@ -96,7 +96,8 @@ int main(int argc, char **argv)
 		char path[PATH_LEN];
 		for (int i = 0; i < a->count; i++) {
 			int64_t rows, cols, n = elements(&a->tensors[i], &rows, &cols);
-			arrays[i] = (struct named_tensor){a->tensors[i].name, rows, cols, read_tensor(a, &a->tensors[i], n, rows, cols)};
+			arrays[i] = (struct named_tensor){a->tensors[i].name, rows, cols, read_tensor(a, &a->tensors[i], n, rows,
+					cols)};
 			change(argv[1], arrays[i].name, arrays[i].data, n, cols);
 		}
 		snprintf(path, sizeof path, "%s/model.safetensors", argv[3]);

@@ -1,9 +1,10 @@
 /*
- * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of a
- * valid file, a Hugging Face config.json. What is accepted must survive a round trip.
+ * fuzz_config.c - libFuzzer target for the config readers. The first byte chooses: a YAML file, an override on top of
+ * a valid file, a Hugging Face config.json. What is accepted must survive a round trip.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/config.h"
 
 #include <jansson.h>
@@ -17,15 +18,9 @@ static const char base[] =
 	"model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300, num_experts: 8,\n"
 	"  num_experts_per_tok: 2, moe_intermediate_size: 16}\n"
 	"data: {train: a, seq_len: 128}\n"
-	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: 99}}\n"
+	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: "
+			"99}}\n"
 	"schedule: {peak_lr: 1e-3, drops: [{at: 0.5, factor: 0.1}, {at: 0.6, factor: 0.1}]}\n";
-
-static void put(const char *path, const void *data, size_t size)
-{
-	FILE *f = fopen(path, "w");
-	if (!f || fwrite(data, 1, size, f) != size || fclose(f))
-		abort();
-}
 
 /* An accepted config must be equal to itself in a checkpoint. */
 static void check_config(const struct config *c)
@@ -46,10 +41,6 @@ static void check_config(const struct config *c)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-	static char directory[] = "/tmp/ling-fuzz-config-XXXXXX", yaml[PATH_LEN], json[PATH_LEN];
-	if (!*yaml && (!mkdtemp(directory) || path_join(yaml, directory, "run.yaml") < 0 ||
-			path_join(json, directory, "config.json") < 0))
-		abort();
 	if (size < 1)
 		return 0;
 	int mode = *data++ % 3;
@@ -59,24 +50,23 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	error_text[0] = 0;
 	int rc = -1;
 	if (mode == 0) {
-		put(yaml, data, size);
-		rc = config_load(&c, yaml, 0, NULL, false);
+		rc = config_load(&c, fuzz_file("run.yaml", data, size), 0, NULL, false);
 		if (!rc)
 			check_config(&c);
 	} else if (mode == 1) {
 		char *override = strndup((const char *)data, size);
-		put(yaml, base, sizeof base - 1);
-		rc = config_load(&c, yaml, 1, &override, false);
+		rc = config_load(&c, fuzz_file("run.yaml", base, sizeof base - 1), 1, &override, false);
 		if (!rc)
 			check_config(&c);
 		free(override);
 	} else {
-		put(json, data, size);
+		const char *json = fuzz_file("config.json", data, size), *directory = fuzz_path("");
 		rc = config_from_huggingface(&m, directory);
 		json_t *theirs = rc ? NULL : json_read(json);
 		for (int i = 0; i < 2 && !rc; i++) { /* alone, and over what it came with, as a conversion writes it */
 			struct model_config back;
-			if (config_write(json, &m, "bfloat16", i ? theirs : NULL) < 0 || config_from_huggingface(&back, directory) < 0 ||
+			if (config_write(json, &m, "bfloat16", i ? theirs : NULL) < 0 ||
+					config_from_huggingface(&back, directory) < 0 ||
 					memcmp(&m, &back, sizeof m))
 				abort();
 		}

@@ -1,10 +1,11 @@
 /*
- * fuzz_gguf.c - libFuzzer target for what is read of a GGUF file, and of a tokenizer.json on its way into one. The first byte chooses:
- * a file as it is; a file behind a magic and counts that fit, so that its metadata are looked at; a tokenizer.json. A model that is
- * accepted must come out of a conversion, and its tensors be readable.
+ * fuzz_gguf.c - libFuzzer target for what is read of a GGUF file, and of a tokenizer.json on its way into one. The
+ * first byte chooses: a file as it is; a file behind a magic and counts that fit, so that its metadata are looked at;
+ * a tokenizer.json. A model that is accepted must come out of a conversion, and its tensors be readable.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/config.h"
 #include "files/tensors.h"
 #include "files/gguf.h"
@@ -16,28 +17,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static char dir[] = "/tmp/fuzz_gguf.XXXXXX";
-
-static void put_file(const char *path, const void *head, size_t head_size, const void *data, size_t n)
-{
-	FILE *f = fopen(path, "w");
-	if (!f || fwrite(head, 1, head_size, f) != head_size || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-}
-
 /* Opens a file; whatever it describes, a few parameters are sought in it. */
 static void convert_file(const char *path)
 {
-	char to[PATH_LEN];
+	const char *to = fuzz_path("out");
 	struct model_config c;
 	struct converted result;
 	struct source *s = source_open(path, &c);
 	const struct named_tensor params[] = {
 		{"model.word_embeddings.weight", 4, 2, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", 2, 2, NULL},
-		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL}, {"lm_head.weight", 4, 2, NULL},
+		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL},
+		{"lm_head.weight", 4, 2, NULL},
 	};
-	if (path_join(to, dir, "out") < 0)
-		abort();
 	directory_remove(to);
 	for (int n = s ? 1 : 6; n <= 5; n++) {
 		const struct conversion conversion = {.path = to, .max_shard_size = 1 << 20, .dtype = n % 2 ? "bf16" : NULL};
@@ -59,23 +50,24 @@ static void read_tensors(const char *path)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
-	static char gguf[PATH_LEN], tokenizer[PATH_LEN];
-	if (!*gguf && (!mkdtemp(dir) || path_join(gguf, dir, "m.gguf") < 0 || path_join(tokenizer, dir, "tokenizer.json") < 0))
-		abort();
 	if (n < 4)
 		return 0;
 	error_text[0] = 0;
 	if (*data % 3 == 2) {
 		struct metadata m = {0};
-		put_file(tokenizer, NULL, 0, data + 1, n - 1);
-		if (tokenizer_to_gguf(&m, dir, NULL, 300) < 0 && !*error_text)
+		fuzz_file("tokenizer.json", data + 1, n - 1);
+		if (tokenizer_to_gguf(&m, fuzz_path(""), NULL, 300) < 0 && !*error_text)
 			abort();
 		free(m.bytes.data);
 		return 0;
 	}
+	struct text file = {0};
 	uint8_t head[24] = GGUF_MAGIC "\3\0\0\0";
 	head[8] = data[1] % 8, head[16] = data[2] % 32;
-	put_file(gguf, head, *data % 3 ? sizeof head : 0, data + 3, n - 3);
+	text_append(&file, (const char *)head, *data % 3 ? sizeof head : 0);
+	text_append(&file, (const char *)data + 3, n - 3);
+	const char *gguf = fuzz_file("m.gguf", file.data, file.size);
+	free(file.data);
 	read_tensors(gguf);
 	convert_file(gguf);
 	return 0;

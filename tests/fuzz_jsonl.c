@@ -1,9 +1,10 @@
 /*
- * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first byte
- * chooses; the rest is the file.
+ * fuzz_jsonl.c - libFuzzer target for the readers of JSON lines: tokenize_files and the metrics. The input's first
+ * byte chooses; the rest is the file.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "data.h"
 #include "commands/tokenize.h"
 
@@ -13,22 +14,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static char dir[] = "/tmp/fuzz_jsonl.XXXXXX";
-
-static void put_file(const char *path, const void *data, size_t n)
-{
-	FILE *f = fopen(path, "w");
-	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-}
-
 /* What could be tokenized must be a good token file. */
 static void tokenize(char *path)
 {
-	char prefix[PATH_LEN];
+	const char *prefix = fuzz_path("t");
 	struct tokens t;
 	struct tokenized result;
-	if (path_join(prefix, dir, "t") < 0 || tokenize_files(prefix, "byte", false, 1, &path, &result) < 0)
+	if (tokenize_files(prefix, "byte", false, 1, &path, &result) < 0)
 		return;
 	int64_t loss_tokens = 0;
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)
@@ -40,9 +32,11 @@ static void tokenize(char *path)
 	tokens_close(&t);
 }
 
-/* What could be read must be readable after lines are cut off too, unless lines are missing; nothing else can be opened. */
+/* What could be read must be readable after lines are cut off too, unless lines are missing; nothing else can be
+ * opened. */
 static void read_metrics(int64_t step, bool empty)
 {
+	const char *dir = fuzz_path("");
 	struct metrics *m;
 	int n, kept = 0;
 	int64_t last = 0;
@@ -66,21 +60,13 @@ static void read_metrics(int64_t step, bool empty)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
-	static char lines[PATH_LEN], text[PATH_LEN], metrics[PATH_LEN];
-	if (!*lines && (!mkdtemp(dir) || path_join(lines, dir, "in.jsonl") < 0 || path_join(text, dir, "in.txt") < 0 ||
-			path_join(metrics, dir, "metrics.jsonl") < 0))
-		abort();
 	if (!n)
 		return 0;
 	int kind = *data++;
-	if (kind < 100) {
-		put_file(lines, data, n - 1);
-		tokenize(lines);
-	} else if (kind < 110) {
-		put_file(text, data, n - 1);
-		tokenize(text);
-	} else {
-		put_file(metrics, data, n - 1);
+	if (kind < 110)
+		tokenize(fuzz_file(kind < 100 ? "in.jsonl" : "in.txt", data, n - 1));
+	else {
+		fuzz_file("metrics.jsonl", data, n - 1);
 		read_metrics(kind - 110, n == 1);
 	}
 	return 0;

@@ -3,7 +3,8 @@
  * The input's first byte chooses the file that the rest becomes; the others of its directory are good.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/config.h"
 #include "files/tensors.h"
 #include "files/safetensors.h"
@@ -16,36 +17,19 @@
 #include <stdio.h>
 #include <unistd.h>
 
-static char dir[] = "/tmp/fuzz_safetensors.XXXXXX";
-
-static void put_file(const char *name, const void *data, size_t n)
-{
-	char path[PATH_LEN];
-	FILE *f = path_join(path, dir, name) < 0 ? NULL : fopen(path, "w");
-	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-}
-
-static void remove_file(const char *name)
-{
-	char path[PATH_LEN];
-	if (path_join(path, dir, name) == 0)
-		unlink(path);
-}
-
 /* Reads every tensor that is not too large, as it is and with a wrong shape. */
 static void read_weights(void)
 {
 	static real out[1 << 16];
-	struct tensors *w = tensors_open(dir, "model");
+	struct tensors *w = tensors_open(fuzz_path(""), "model");
 	for (int i = 0; w && i < tensors_count(w); i++) {
 		const struct tensor *t = tensor_find(w, tensors_name(w, i));
 		if (!t)
 			abort();
 		uint64_t bytes = t->end - t->begin;
-		struct named_tensor a = {t->name, json_integer_value(json_array_get(t->shape, 0)), 0, out};
-		if (json_array_size(t->shape) == 2)
-			a.cols = json_integer_value(json_array_get(t->shape, 1));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
 		if (bytes < sizeof out / 8) {
 			tensors_read(w, &a);
 			a.rows++;
@@ -60,25 +44,25 @@ static void read_weights(void)
 	tensors_close(w);
 }
 
-/* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other
- * files too
- * when asked for. */
+/* trainer.json: its checksum is made right first, or no wrong field would ever be looked at; those of the other files
+ * too when asked for. */
 static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 {
 	static struct config c;
 	double mean[2], std[2];
 	struct trainer_state s = {.num_layers = 2, .router_mean = mean, .router_std = std};
 	json_t *root = json_loadb((const char *)data, n, JSON_REJECT_DUPLICATES, NULL);
-	char path[PATH_LEN], name[64];
-	put_file("trainer.json", data, n);
-	if (json_is_object(root) && path_join(path, dir, "trainer.json") == 0) {
+	char name[64];
+	const char *path = fuzz_file("trainer.json", data, n);
+	if (json_is_object(root)) {
 		json_t *files = json_object();
-		for (int i = 0; checkpoint_name(name, i, 1); i++) {
+		for (int i = 0; checkpoint_file_name(name, i, 1); i++) {
 			int64_t size;
 			uint32_t crc;
-			if (file_seal(dir, name, &size, &crc) < 0)
+			if (checkpoint_file_crc(fuzz_path(""), name, &size, &crc) < 0)
 				abort();
-			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+			json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32",
+					crc_to_json(crc)));
 		}
 		if (seal_files)
 			json_object_set(root, "files", files);
@@ -88,7 +72,7 @@ static void read_trainer(const uint8_t *data, size_t n, bool seal_files)
 	}
 	json_decref(root);
 	FILE *notes = fopen("/dev/null", "w");
-	checkpoint_read_state(dir, &c, &s, notes);
+	checkpoint_read_state(fuzz_path(""), &c, &s, notes);
 	fclose(notes);
 }
 
@@ -97,13 +81,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	static bool ready;
 	if (!ready) {
 		real a[2] = {1, 2};
-		char path[PATH_LEN], name[64];
-		if (!mkdtemp(dir) || path_join(path, dir, "a.safetensors") < 0 ||
-				safetensors_write(path, &(struct named_tensor){"a", 2, 0, a}, 1) < 0 || path_join(path, dir, "b.safetensors") < 0 ||
-				safetensors_write(path, &(struct named_tensor){"b", 1, 2, a}, 1) < 0)
+		char name[64];
+		if (safetensors_write(fuzz_path("a.safetensors"), &(struct named_tensor){"a", 2, 0, a}, 1) < 0 ||
+				safetensors_write(fuzz_path("b.safetensors"), &(struct named_tensor){"b", 1, 2, a}, 1) < 0)
 			abort();
-		for (int i = 0; checkpoint_name(name, i, 1); i++)
-			put_file(name, "any bytes", 9);
+		for (int i = 0; checkpoint_file_name(name, i, 1); i++)
+			fuzz_file(name, "any bytes", 9);
 		ready = true;
 	}
 	if (!n)
@@ -111,13 +94,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	int kind = *data++ % 4;
 	switch (kind) {
 	case 0:
-		put_file("model.safetensors", data, n - 1);
+		fuzz_file("model.safetensors", data, n - 1);
 		read_weights();
 		break;
 	case 1:
-		put_file("model.safetensors.index.json", data, n - 1);
+		fuzz_file("model.safetensors.index.json", data, n - 1);
 		read_weights();
-		remove_file("model.safetensors.index.json");
+		unlink(fuzz_path("model.safetensors.index.json"));
 		break;
 	default:
 		read_trainer(data, n - 1, kind == 2);

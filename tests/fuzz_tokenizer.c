@@ -1,9 +1,11 @@
 /*
- * fuzz_tokenizer.c - libFuzzer target for tokenizers. The input's first byte chooses what the rest is: a whole tokenizer.json; members that replace
- * those of the tests' own, of `model` too; a pattern; or a text, which is encoded whole and in two parts, and decoded. Runs in the project's folder.
+ * fuzz_tokenizer.c - libFuzzer target for tokenizers. The input's first byte chooses what the rest is: a whole
+ * tokenizer.json; members that replace those of the tests' own, of `model` too; a pattern; or a text, which is encoded
+ * whole and in two parts, and decoded. Runs in the project's folder.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/encoder.h"
 #include "files/tokenizer.h"
 
@@ -15,11 +17,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static char dir[] = "/tmp/fuzz_tokenizer.XXXXXX";
 static const char sample[] = "The quick fox's 123 \xe5\xa4\xa9\xe6\xb0\x94 e\xcc\x81  \r\n\n <role>\xff<|endoftext|>";
 
 /* Encodes a text whole and in parts, which must be the same, and decodes it, which must give it back. */
-static void encode_and_compare(const struct tokenizer *t, const char *text, size_t n, size_t known, size_t stop, bool special, bool inverse)
+static void encode_and_compare(const struct tokenizer *t, const char *text, size_t n, size_t known, size_t stop,
+		bool special, bool inverse)
 {
 	struct encoder *e = encoder_open(t);
 	struct ids whole = {0}, parts = {0};
@@ -28,7 +30,8 @@ static void encode_and_compare(const struct tokenizer *t, const char *text, size
 		int64_t done = encode_part(e, text, known, stop, known < n, special, &parts);
 		if (done < 0 || (size_t)done > known || encode(e, text + done, n - done, special, &parts) < 0)
 			abort();
-		if (whole.count != parts.count || (whole.count && memcmp(whole.id, parts.id, whole.count * sizeof *whole.id)))
+		if (whole.count != parts.count || (whole.count && memcmp(whole.id, parts.id,
+				whole.count * sizeof *whole.id)))
 			abort();
 		for (int64_t i = 0; i < whole.count; i++)
 			tokenizer_decode(t, whole.id[i], true, &back);
@@ -41,11 +44,7 @@ static void encode_and_compare(const struct tokenizer *t, const char *text, size
 
 static struct tokenizer *open_file(const void *data, size_t n)
 {
-	char path[PATH_LEN];
-	FILE *f = path_join(path, dir, "tokenizer.json") < 0 ? NULL : fopen(path, "w");
-	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-	return tokenizer_open(path);
+	return tokenizer_open(fuzz_file("tokenizer.json", data, n));
 }
 
 /* The tests' tokenizer with the members of a patch. */
@@ -76,7 +75,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		const char *key;
 		json_t *list = json_read("tests/fixtures/tokenizer/variants.json"), *patch;
 		int i = 0;
-		if (!mkdtemp(dir) || !list)
+		if (!list)
 			abort();
 		json_object_foreach(list, key, patch)
 			if (strcmp(key, "added")) {
@@ -103,8 +102,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	} else if (choice == 2) {
 		json_t *pattern = json_stringn(rest, n);
 		if (pattern)
-			t = open_patched(json_pack("{s:{s:s, s:[{s:s, s:{s:o}, s:s}, {s:s, s:b, s:b}]}}", "pre_tokenizer", "type", "Sequence", "pretokenizers", "type",
-					"Split", "pattern", "Regex", pattern, "behavior", "Isolated", "type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0));
+			t = open_patched(json_pack("{s:{s:s, s:[{s:s, s:{s:o}, s:s}, {s:s, s:b, s:b}]}}", "pre_tokenizer", "type",
+					"Sequence", "pretokenizers", "type",
+					"Split", "pattern", "Regex", pattern, "behavior", "Isolated", "type", "ByteLevel",
+							"add_prefix_space", 0, "use_regex", 0));
 	} else {
 		const int v = data[1] % (VARIANTS - 1);
 		encode_and_compare(variants[v], rest, n, data[2] * n / 255, 1 + data[3], data[1] & 128, !changes_text[v]);

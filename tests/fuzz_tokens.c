@@ -1,10 +1,11 @@
 /*
- * fuzz_tokens.c - libFuzzer target for token files. The input: one byte of flags, one byte n, n bytes of a first file, and the rest, a second
- * file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good pair, or a file given alone, an llm.c file or bare
- * ids, and its mask.
+ * fuzz_tokens.c - libFuzzer target for token files. The input: one byte of flags, one byte n, n bytes of a first file,
+ * and the rest, a second file. They are .bin and .idx; or, by the flags, the loss mask and the manifest of a good
+ * pair, or a file given alone, an llm.c file or bare ids, and its mask.
  */
 #define _GNU_SOURCE
-#include "files/base.h"
+#include "tests/fuzz.h"
+
 #include "files/config.h"
 #include "data.h"
 
@@ -14,17 +15,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
-
-static char dir[] = "/tmp/fuzz_tokens.XXXXXX";
-static char prefix[64];
-
-static void put_file(const char *suffix, const void *data, size_t n)
-{
-	char path[PATH_LEN];
-	FILE *f = path_suffix(path, prefix, suffix) < 0 ? NULL : fopen(path, "w");
-	if (!f || fwrite(data, 1, n, f) != n || fclose(f) != 0)
-		abort();
-}
 
 /* What could be opened can be read, and is as it should be. */
 static void read_all(struct tokens *t, int vocab_size)
@@ -45,7 +35,8 @@ static void read_all(struct tokens *t, int vocab_size)
 		if (tokens_documents(t, start, n, document, target) < 0)
 			abort();
 		for (int64_t i = 0; i < n; i++)
-			if (document[i] < 0 || document[i] > i || (i > 0 && document[i] < document[i - 1]) || (target[i] != -1 && target[i] != ids[start + 1 + i]))
+			if (document[i] < 0 || document[i] > i || (i > 0 && document[i] < document[i - 1]) ||
+					(target[i] != -1 && target[i] != ids[start + 1 + i]))
 				abort();
 	}
 }
@@ -56,10 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	static const uint8_t idx[] = "MMIDIDX\0\0" "\1\0\0\0\0\0\0\0" "\10" "\1\0\0\0\0\0\0\0" "\2\0\0\0\0\0\0\0"
 		"\3\0\0\0" "\0\0\0\0\0\0\0\0" "\0\0\0\0\0\0\0\0" "\1\0\0\0\0\0\0\0";
 	static const uint8_t bin[] = {'h', 0, 'i', 0, 0, 1};
-	static const char *const suffixes[] = {".bin", ".idx", ".mask.bin", ".json"};
-	char path[PATH_LEN];
-	if (!*prefix && (!mkdtemp(dir) || snprintf(prefix, sizeof prefix, "%s/t", dir) < 0))
-		abort();
+	static const char *const files[] = {"t.bin", "t.idx", "t.mask.bin", "t.json"};
 	if (n < 2)
 		return 0;
 	const bool manifest = data[0] & 1, alone = data[0] & 4, mask = data[0] & 8;
@@ -67,24 +55,23 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	static const char *const dtypes[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"};
 	const char *dtype = alone && data[0] & 16 ? dtypes[data[0] >> 5] : "none";
 	if (alone) {
-		put_file(".bin", data + 2 + first, second < 4096 ? second : 4096);
+		fuzz_file("t.bin", data + 2 + first, second < 4096 ? second : 4096);
 		if (mask)
-			put_file(".mask.bin", data + 2, first);
+			fuzz_file("t.mask.bin", data + 2, first);
 	} else if (manifest) {
-		put_file(".bin", bin, sizeof bin);
-		put_file(".idx", idx, sizeof idx - 1);
+		fuzz_file("t.bin", bin, sizeof bin);
+		fuzz_file("t.idx", idx, sizeof idx - 1);
 		if (mask)
-			put_file(".mask.bin", data + 2, first);
-		put_file(".json", data + 2 + first, second);
+			fuzz_file("t.mask.bin", data + 2, first);
+		fuzz_file("t.json", data + 2 + first, second);
 	} else {
-		put_file(".bin", data + 2, first);
-		put_file(".idx", data + 2 + first, second);
+		fuzz_file("t.bin", data + 2, first);
+		fuzz_file("t.idx", data + 2 + first, second);
 	}
 	struct tokens t;
 	const int vocab_size = data[0] & 2 ? 257 : INT32_MAX;
 	bool good[2];
-	if (path_suffix(path, prefix, alone ? ".bin" : "") < 0)
-		abort();
+	const char *path = fuzz_path(alone ? "t.bin" : "t");
 	for (int i = 0; i < 2; i++) { /* once more by the manifest that the first time leaves */
 		good[i] = tokens_open(&t, path, dtype, vocab_size) == 0;
 		if (good[i] && t.count <= 512)
@@ -94,7 +81,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	if (good[0] != good[1])
 		abort();
 	for (int i = 0; i < 4; i++)
-		if (path_suffix(path, prefix, suffixes[i]) == 0)
-			unlink(path);
+		unlink(fuzz_path(files[i]));
 	return 0;
 }

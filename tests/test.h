@@ -1,24 +1,41 @@
-/* What the test programs share: cmocka, comparison of arrays by norm, and files in a scratch folder. */
+/* What the test programs share: cmocka, comparison of numbers, and files in a folder that each test has for itself. */
 #ifndef LING_TEST_H
 #define LING_TEST_H
 
 #include "files/base.h"
+#include "files/safetensors.h"
 
 #include <dirent.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #undef fail /* cmocka has its own */
 #include <cmocka.h>
+#include <jansson.h>
 #include <math.h>
 
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+/* A test with a folder of its own. */
+#define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
+
+/* Fails unless both have the same bits, or are NaN. */
+static inline void assert_same(double a, double b)
+{
+	if (memcmp(&a, &b, sizeof a) && !(isnan(a) && isnan(b)))
+		fail_msg("%.17g is not %.17g", a, b);
+}
+
 /* Fails unless |found - expected| <= tolerance |expected|, by the L2 norms of the whole arrays; NaN never passes. */
-static inline void assert_close(const real *found, const double *expected, int64_t n, double tolerance, const char *what)
+static inline void assert_close(const real *found, const double *expected, int64_t n, double tolerance,
+		const char *what)
 {
 	double difference = 0, norm = 0;
 	for (int64_t i = 0; i < n; i++) {
@@ -29,7 +46,7 @@ static inline void assert_close(const real *found, const double *expected, int64
 		fail_msg("%s: off by %g of its norm %g", what, sqrt(difference / norm), sqrt(norm));
 }
 
-static char scratch[32];       /* the test's own folder: make_scratch and drop_scratch are a setup and a teardown */
+static char scratch[32]; /* the folder of the test that runs; see TEST */
 
 static inline int make_scratch(void **state)
 {
@@ -78,6 +95,57 @@ static inline const char *put_file(const char *path, const void *data, size_t n)
 static inline const char *put_string(const char *path, const char *text)
 {
 	return put_file(path, text, strlen(text));
+}
+
+/* The bytes of a file, and a 0 behind them; *n is their number. The caller frees them. */
+static inline uint8_t *get_file(const char *path, size_t *n)
+{
+	FILE *f = fopen(path, "r");
+	struct stat st;
+	assert_non_null(f);
+	assert_int_equal(fstat(fileno(f), &st), 0);
+	uint8_t *data = allocate(st.st_size + 1);
+	*n = fread(data, 1, st.st_size, f);
+	assert_int_equal(*n, st.st_size);
+	assert_int_equal(fclose(f), 0);
+	return data;
+}
+
+/* Whether there is something of that name, be it a link to nowhere. */
+static inline bool exists(const char *path)
+{
+	struct stat st;
+	return lstat(path, &st) == 0;
+}
+
+/* A copy of a JSON object in which `key` has the first element of `value`, an array as text; "[]" removes the key. */
+static inline json_t *json_changed(const json_t *object, const char *key, const char *value)
+{
+	json_t *copy = json_deep_copy(object), *array = json_loads(value, 0, NULL);
+	assert_true(json_is_array(array));
+	if (json_array_size(array))
+		json_object_set(copy, key, json_array_get(array, 0));
+	else
+		json_object_del(copy, key);
+	json_decref(array);
+	return copy;
+}
+
+/* Opens a file or directory of tensors and reads each, of at most 64 elements: 0, or -1 with error_text set. */
+static inline int read_everything(const char *path, const char *kind)
+{
+	struct tensors *w = tensors_open(path, kind);
+	int rc = w ? 0 : -1;
+	for (int i = 0; !rc && i < tensors_count(w); i++) {
+		real out[64];
+		const struct tensor *t = tensor_find(w, tensors_name(w, i));
+		struct named_tensor a = {t->name, t->shape[0], 0, out};
+		if (t->num_dims == 2)
+			a.cols = t->shape[1];
+		rc = t->end - t->begin > sizeof out ? -1 : tensors_read(w, &a);
+	}
+	tensors_close(w);
+	return rc;
 }
 
 /* Whether a directory holds the temporary file of a struct new_file. */

@@ -1,11 +1,17 @@
-/* What every other file stands on: new files that appear whole or not at all, JSON with all that foreign files hold. */
+/* What every other file stands on: new files that appear whole or not at all, JSON with all that foreign files hold.
+ * */
 #define _GNU_SOURCE
 #include "tests/test.h"
 
+#include "commands/train.h"
 #include "files/base.h"
+#include "files/unicode.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 /* Fails unless a file holds this text; NULL: unless it is not there. */
@@ -81,7 +87,8 @@ static void new_file_without_room(void **state)
 	assert_holds(path, "old");
 	assert_int_equal(new_file_begin(&a, at("nowhere/x")), -1);
 	expect_error("nowhere/x: cannot create: No such file");
-	memset(long_path, 'a', sizeof long_path), long_path[PATH_LEN - 4] = 0; /* no room for what is behind a temporary name */
+	/* no room for what is behind a temporary name */
+	memset(long_path, 'a', sizeof long_path), long_path[PATH_LEN - 4] = 0;
 	assert_int_equal(new_file_begin(&a, long_path), -1);
 	expect_error("path longer than 1023 bytes");
 	assert_int_equal(new_file_begin(&a, scratch), -1);
@@ -152,25 +159,30 @@ static void a_set_of_new_files(void **state)
 	assert_false(holds_temporary(scratch));
 }
 
-/* Integers beyond 64 bits, wherever they stand: in a line they are the string of their digits, in a file real numbers. */
+/* Integers beyond 64 bits, wherever they stand: in a line they are the string of their digits, in a file real numbers.
+ * */
 static void large_integers(void **state)
 {
 	(void)state;
 	static const struct { const char *text, *line, *file; } cases[] = { /* file NULL: an error */
-		{"{\"a\":9223372036854775807,\"b\":-9223372036854775808}", "{\"a\":9223372036854775807,\"b\":-9223372036854775808}",
+		{"{\"a\":9223372036854775807,\"b\":-9223372036854775808}",
+			"{\"a\":9223372036854775807,\"b\":-9223372036854775808}",
 			"{\"a\":9223372036854775807,\"b\":-9223372036854775808}"},
 		{"{\"a\":9223372036854775808,\"b\":-9223372036854775809,\"c\":9007199254740993}",
 			"{\"a\":\"9223372036854775808\",\"b\":\"-9223372036854775809\",\"c\":9007199254740993}",
 			"{\"a\":9223372036854775808.0,\"b\":-9223372036854775808.0,\"c\":9007199254740993}"},
-		{"{\"model_max_length\":1000000000000000019884624838656}", "{\"model_max_length\":\"1000000000000000019884624838656\"}",
+		{"{\"model_max_length\":1000000000000000019884624838656}",
+			"{\"model_max_length\":\"1000000000000000019884624838656\"}",
 			"{\"model_max_length\":1e30}"},
 		{"{\"a\\\"9999999999999999999999\":[99999999999999999999,\"\\\\\",123456789012345678901.5,1e2]}",
 			"{\"a\\\"9999999999999999999999\":[\"99999999999999999999\",\"\\\\\",123456789012345678901.5,1e2]}",
 			"{\"a\\\"9999999999999999999999\":[1e20,\"\\\\\",123456789012345678901.5,1e2]}"},
 	};
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-		json_t *line = json_line("here", cases[i].text, strlen(cases[i].text)), *file = json_read(put_string(at("x.json"), cases[i].text));
-		json_t *line_expected = json_loads(cases[i].line, 0, NULL), *file_expected = json_loads(cases[i].file, 0, NULL);
+		json_t *line = json_line("here", cases[i].text, strlen(cases[i].text)),
+				*file = json_read(put_string(at("x.json"), cases[i].text));
+		json_t *line_expected = json_loads(cases[i].line, 0, NULL), *file_expected = json_loads(cases[i].file, 0,
+				NULL);
 		assert_true(line && file && json_equal(line, line_expected) && json_equal(file, file_expected));
 		json_decref(line), json_decref(file), json_decref(line_expected), json_decref(file_expected);
 	}
@@ -183,9 +195,12 @@ static void large_integers(void **state)
 	assert_null(json_read(put_string(at("x.json"), digits)));
 	expect_error("x.json:1: bad JSON: real number overflow");
 	static const struct { const char *text, *error; } bad[] = {
-		{"{\"a\":99999999999999999999", "here: bad JSON"}, {"{\"b\":99999999999999999999,\"a\":0123456789012345678901}", "here: bad JSON"},
-		{"{\"a\":99999999999999999999,\"a\":1}", "here: bad JSON: duplicate"}, {"{\"a\":1,\"a\":1}", "duplicate"}, {"[99999999999999999999]", "here: is an array"},
-		{"{\"a\":-}", "bad JSON"}, {"{\"a\":1e999}", "real number overflow"}, {"", "bad JSON"}, {"99", "here: bad JSON"},
+		{"{\"a\":99999999999999999999", "here: bad JSON"},
+		{"{\"b\":99999999999999999999,\"a\":0123456789012345678901}", "here: bad JSON"},
+		{"{\"a\":99999999999999999999,\"a\":1}", "here: bad JSON: duplicate"}, {"{\"a\":1,\"a\":1}", "duplicate"},
+		{"[99999999999999999999]", "here: is an array"},
+		{"{\"a\":-}", "bad JSON"}, {"{\"a\":1e999}", "real number overflow"}, {"", "bad JSON"},
+		{"99", "here: bad JSON"},
 	};
 	for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
 		assert_null(json_line("here", bad[i].text, strlen(bad[i].text)));
@@ -198,15 +213,45 @@ static void foreign_bytes(void **state)
 {
 	(void)state;
 	static const struct { const char *bytes; size_t n; const char *json; } cases[] = {
-		{"", 0, "\"\""}, {"a\0b", 3, "\"a\\u0000b\""}, {"\xc3\xa9/\xf0\x9f\x98\x80", 7, "\"\xc3\xa9/\xf0\x9f\x98\x80\""}, {"\xff\xfe", 2, "\"\\ufffd\\ufffd\""},
+		{"", 0, "\"\""}, {"a\0b", 3, "\"a\\u0000b\""},
+		{"\xc3\xa9/\xf0\x9f\x98\x80", 7, "\"\xc3\xa9/\xf0\x9f\x98\x80\""}, {"\xff\xfe", 2, "\"\\ufffd\\ufffd\""},
 		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\""}, {"\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80", 9,
 			"\"\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\\ufffd\""},
 	};
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-		json_t *made = json_bytes(cases[i].bytes, cases[i].n), *expected = json_loads(cases[i].json, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
+		json_t *made = json_bytes(cases[i].bytes, cases[i].n), *expected = json_loads(cases[i].json,
+				JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL);
 		assert_true(json_equal(made, expected));
 		json_decref(made), json_decref(expected);
 	}
+}
+
+static int flock_error; /* errno of flock, or 0: it works */
+
+int flock(int fd, int operation)
+{
+	if (!flock_error)
+		return syscall(SYS_flock, fd, operation);
+	errno = flock_error;
+	return -1;
+}
+
+/* Only a lock that is held means that somebody else trains. */
+static void locks(void **state)
+{
+	(void)state;
+	const int fd = lock_directory(at("run"));
+	assert_true(fd >= 0);
+	assert_int_equal(lock_directory(at("run")), -1);
+	expect_error("run: another ling train is writing there");
+	close(fd);
+	flock_error = ENOLCK;
+	assert_int_equal(lock_directory(at("run")), -1);
+	flock_error = 0;
+	expect_error("run: cannot lock: No locks available");
+	const int again = lock_directory(at("run"));
+	assert_true(again >= 0);
+	close(again);
 }
 
 static void paths(void **state)
@@ -228,16 +273,95 @@ static void paths(void **state)
 	assert_string_equal(file_name("a/b"), "b");
 	assert_string_equal(file_name("b"), "b");
 	assert_string_equal(file_name("a/"), "");
-	assert_true(has_suffix("a.bin", ".bin") && !has_suffix(".bin", ".bin") && !has_suffix("bin", ".bin") && !has_suffix("a.bin2", ".bin"));
+	assert_true(has_suffix("a.bin", ".bin") && !has_suffix(".bin", ".bin") && !has_suffix("bin", ".bin") &&
+			!has_suffix("a.bin2", ".bin"));
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
+/* Elsewhere than on a terminal progress is a plain line every half minute. */
+static void progress_in_lines(void **state)
+{
+	(void)state;
+	double now = clock_seconds();
+	struct progress p = {.what = "tokenize", .total = 400, .scale = 0.01, .unit = "hundreds", .started = now - 40,
+			.shown = now - 40};
+	fflush(stderr);
+	int saved = dup(2), file = open(at("err"), O_WRONLY | O_CREAT, 0666);
+	dup2(file, 2);
+	progress(&p, 100);
+	progress(&p, 100); /* too soon */
+	p.shown -= 31;
+	progress(&p, 300); /* more than the files held at first */
+	dup2(saved, 2);
+	close(saved), close(file);
+	size_t n;
+	char *text = (char *)get_file(at("err"), &n);
+	assert_string_equal(text, "tokenize: 25%  0.025 hundreds/s  2:00 left\ntokenize: 5 hundreds  0.125 hundreds/s\n");
+	free(text);
+}
+
+/* Text of any bytes as a JSON string, and what of it may be shown while it goes on. */
+static void text_as_json(void **state)
+{
+	(void)state;
+	static const struct { const char *text; size_t size; const char *json; size_t whole; } cases[] = {
+		{"", 0, "\"\"", 0}, {"a\"b\\c/", 6, "\"a\\\"b\\\\c/\"", 6},
+		{"\n\t\0\x1f\x7f", 5, "\"\\u000a\\u0009\\u0000\\u001f\x7f\"", 5},
+		{"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80", 9, "\"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80\"", 9},
+		{"x\xe4\xb8", 3, "\"x\\ufffd\\ufffd\"", 1}, {"x\xf0\x9f\x98", 4, "\"x\\ufffd\\ufffd\\ufffd\"", 1},
+		{"x\xc3", 2, "\"x\\ufffd\"", 1},
+		{"\xff\x80y", 3, "\"\\ufffd\\ufffdy\"", 3}, {"\xed\xa0\x80", 3, "\"\\ufffd\\ufffd\\ufffd\"", 3},
+		{"\xc0\xaf", 2, "\"\\ufffd\\ufffd\"", 2},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		json_t *read = json_loads(cases[i].json, JSON_DECODE_ANY | JSON_ALLOW_NUL, NULL),
+				*made = json_bytes(cases[i].text, cases[i].size);
+		assert_true(read && json_equal(read, made));
+		assert_int_equal(utf8_whole(cases[i].text, cases[i].size), cases[i].whole);
+		json_decref(read);
+		json_decref(made);
+	}
+}
+
+/* Writes a file and the directories that it needs. */
+static void put_deep(const char *path, const char *text)
+{
+	char parent[PATH_LEN];
+	parent_of(parent, path);
+	assert_int_equal(make_directories(parent), 0);
+	put_string(path, text);
+}
+
+/* The smallest limit on the way from a process's control group to the root counts, in both versions of control groups.
+ * */
+static void memory_limits(void **state)
+{
+	(void)state;
+	const double machine = usable_memory(at("nothing"));
+	assert_true(machine == (double)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE));
+	put_deep(at("v2/proc/self/cgroup"), "0::/box/inner\n");
+	put_deep(at("v2/sys/fs/cgroup/box/inner/memory.max"), "max\n");
+	assert_true(usable_memory(at("v2")) == machine);
+	put_deep(at("v2/sys/fs/cgroup/box/memory.max"), "3000000\n");
+	assert_true(usable_memory(at("v2")) == 3000000);
+	put_deep(at("v2/sys/fs/cgroup/box/inner/memory.max"), "4000000\n");
+	assert_true(usable_memory(at("v2")) == 3000000);
+	put_deep(at("v2/sys/fs/cgroup/memory.max"), "2000000\n"); /* where a container sees its own group as the root */
+	assert_true(usable_memory(at("v2")) == 2000000);
+	put_deep(at("v1/proc/self/cgroup"), "5:cpu,cpuacct:/other\n4:hugetlb,memory:/docker/0123\n0::/\n");
+	put_deep(at("v1/sys/fs/cgroup/memory/docker/0123/memory.limit_in_bytes"), "9223372036854771712\n");
+	put_deep(at("v1/sys/fs/cgroup/memory/other/memory.limit_in_bytes"), "1000000\n");
+	assert_true(usable_memory(at("v1")) == machine);
+	put_deep(at("v1/sys/fs/cgroup/memory/memory.limit_in_bytes"), "5000000\n");
+	assert_true(usable_memory(at("v1")) == 5000000);
+}
 
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files), TEST(large_integers),
-		TEST(foreign_bytes), TEST(paths),
+		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files),
+				TEST(large_integers),
+		TEST(foreign_bytes), TEST(locks), TEST(paths),
+		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -148,7 +148,9 @@ static void test_sources(void **state)
 {
 	(void)state;
 	struct config c;
-	load_ok(&c, MODEL "data:\n  seq_len: 5\n  document_mask: on\n  document_token: 0\n  train:\n    - one\n    - {path: two, weight: 2.5}\n"
+	load_ok(&c,
+			MODEL "data:\n  seq_len: 5\n  document_mask: on\n  document_token: 0\n  train:\n    - one\n    - {path: "
+			"two, weight: 2.5}\n"
 			"    - {dtype: uint16, weight: 0, path: three}\n  valid: [v, {path: w, dtype: int32}]\n" TRAIN SCHEDULE);
 	assert_true(c.data.num_train == 3 && c.data.num_valid == 2 && c.data.document_mask && c.data.document_token == 0);
 	assert_string_equal(c.data.train[0].path, "one");
@@ -159,7 +161,8 @@ static void test_sources(void **state)
 	assert_string_equal(c.data.valid[0].path, "v");
 	assert_string_equal(c.data.valid[1].dtype, "int32");
 	load_ok(&c, VALID);
-	assert_true(c.data.num_train == 1 && c.data.train[0].weight == 1 && !c.data.document_mask && c.data.document_token == -1);
+	assert_true(c.data.num_train == 1 && c.data.train[0].weight == 1 && !c.data.document_mask &&
+			c.data.document_token == -1);
 	assert_string_equal(c.data.train[0].dtype, "none");
 
 	char many[64 * 8 + 512] = MODEL "data: {seq_len: 5, train: [a0", *end = many + strlen(many);
@@ -196,7 +199,8 @@ static void test_spellings(void **state)
 	assert_int_equal(c.data.num_valid, 0);
 	assert_string_equal(c.train.output_dir, "off");
 	assert_string_equal(c.train.init_from, "");
-	assert_true(c.data.seq_len == 100 && c.train.seed == 1000000 && c.train.tokens == 2500000000 && c.train.steps == 0);
+	assert_true(c.data.seq_len == 100 && c.train.seed == 1000000 && c.train.tokens == 2500000000 &&
+			c.train.steps == 0);
 	assert_true(c.train.micro_batch == 2 && c.train.batch == 2000 && c.train.grad_clip == 0);
 	assert_true(c.optimizer.eps == 1e-8 && c.optimizer.beta1 == 0 && c.optimizer.weight_decay == 0);
 	assert_true(c.schedule.peak_lr == 1e-4 && c.checkpoint.keep == 0 && c.eval.every == 0);
@@ -244,12 +248,14 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 		{"unknown key optimizer.quantum", "one of beta1, beta2, eps"}},
 	{"later section", VALID "spikes: {tensor: 2}\n", {"unknown key spikes", "expected one of model, data, train"}},
 	{"dotted key", VALID "log.every: 3\n", {"run.yaml:5:", "log.every", "nested"}},
-	{"long key", VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+	{"long key",
+		VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 		"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa: 1\n", {"run.yaml:5:", "unknown key aaaa", "..."}},
 	{"empty key", VALID "'': 3\n", {"run.yaml:5:", "in place of a key"}},
 	{"list as key", VALID "? [a]\n: 3\n", {"run.yaml:5:", "a list in place of a key"}},
 	{"duplicate key", VALID "log:\n  every: 1\n  every: 2\n", {"run.yaml:7:", "duplicate key log.every", "line 6"}},
-	{"duplicate section", VALID "log: {every: 1}\ndata: {train: b}\n", {"run.yaml:6:", "duplicate key data", "line 2"}},
+	{"duplicate section", VALID "log: {every: 1}\ndata: {train: b}\n", {"run.yaml:6:", "duplicate key data",
+		"line 2"}},
 	{"two spellings", BAD_MODEL("n_routed_experts: 8"), {"run.yaml:1:", "duplicate key model.num_experts"}},
 	/* missing */
 	{"no model", REST, {"run.yaml: model.hidden_size", "missing", "whole number, at least 1, at most 65536"}},
@@ -263,7 +269,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"no seq_len", MODEL "data: {train: a}\n" TRAIN SCHEDULE, {"run.yaml: data.seq_len", "missing"}},
 	{"no output_dir", MODEL DATA "train: {micro_batch: 1, batch: 1, steps: 1}\n" SCHEDULE,
 		{"train.output_dir", "missing"}},
-	{"no batch", MODEL DATA "train: {output_dir: x, micro_batch: 1, steps: 1}\n" SCHEDULE, {"train.batch:", "missing"}},
+	{"no batch", MODEL DATA "train: {output_dir: x, micro_batch: 1, steps: 1}\n" SCHEDULE, {"train.batch:",
+		"missing"}},
 	{"no length", MODEL DATA "train: {" TRAIN_KEYS "}\n" SCHEDULE, {"train.steps:", "missing or 0", "train.tokens"}},
 	{"two lengths", BAD_TRAIN("steps: 5,\n tokens: 1e6"), {"run.yaml:4:", "train.tokens: found 1000000", "off"}},
 	{"no peak_lr", BAD_SCHEDULE("warmup_steps: 3"), {"schedule.peak_lr", "missing"}},
@@ -285,13 +292,17 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"map for number", BAD_DATA("seq_len: {a: 1}"), {"data.seq_len: found a mapping", "whole number"}},
 	{"list for text", BAD_DATA("seq_len: 5, tokenizer: [x]"), {"data.tokenizer: found a list", "byte | none"}},
 	/* blends */
-	{"map for files", BAD_DATA("seq_len: 5, valid: {path: x}"), {"data.valid: found a mapping", "a path, or a list of {path: ..., dtype: ...}"}},
+	{"map for files", BAD_DATA("seq_len: 5, valid: {path: x}"), {"data.valid: found a mapping",
+		"a path, or a list of {path: ..., dtype: ...}"}},
 	{"list in a list", BAD_DATA("seq_len: 5, valid: [[x]]"), {"data.valid: found a list (as an item)"}},
 	{"weight without path", BAD_DATA("seq_len: 5, valid: [{dtype: uint16}]"), {"data.valid: the key path is missing"}},
 	{"empty path", BAD_DATA("seq_len: 5, valid: [\"\"]"), {"data.valid.path: found \"\"", "a path"}},
-	{"weight of validation", BAD_DATA("seq_len: 5, valid: [{path: x, weight: 2}]"), {"unknown key data.valid.weight", "data.train.weight"}},
-	{"float ids", BAD_DATA("seq_len: 5, valid: [{path: x, dtype: float32}]"), {"data.valid.dtype: found float32", "uint16 | int16"}},
-	{"negative weight", MODEL "data: {seq_len: 5, train: [{path: a, weight: -1}]}\n" TRAIN SCHEDULE, {"weight: found -1 (out of range)"}},
+	{"weight of validation", BAD_DATA("seq_len: 5, valid: [{path: x, weight: 2}]"), {"unknown key data.valid.weight",
+		"data.train.weight"}},
+	{"float ids", BAD_DATA("seq_len: 5, valid: [{path: x, dtype: float32}]"), {"data.valid.dtype: found float32",
+		"uint16 | int16"}},
+	{"negative weight", MODEL "data: {seq_len: 5, train: [{path: a, weight: -1}]}\n" TRAIN SCHEDULE,
+			{"weight: found -1 (out of range)"}},
 	{"no weight", MODEL "data: {seq_len: 5, train: [{path: a, weight: 0}, {path: b, weight: 0}]}\n" TRAIN SCHEDULE,
 		{"run.yaml:2: data.train", "all weights are 0"}},
 	{"no files", MODEL "data: {seq_len: 5, train: []}\n" TRAIN SCHEDULE, {"data.train: found an empty list"}},
@@ -336,7 +347,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"vocab absurd", "model: {vocab_size: 1e10}\n", {"vocab_size: found 1e10", "at most 10000000"}},
 	{"seq_len absurd", BAD_DATA("seq_len: 1e7"), {"seq_len: found 1e7", "at most 1000000"}},
 	{"model absurd", "model: {hidden_size: 65536, num_hidden_layers: 1024, num_attention_heads: 64, vocab_size: 300,\n"
-		"num_experts: 4096, num_experts_per_tok: 1, moe_intermediate_size: 1e6}\n" REST, {"parameters", "at most 1e15"}},
+		"num_experts: 4096, num_experts_per_tok: 1, moe_intermediate_size: 1e6}\n" REST, {"parameters",
+				"at most 1e15"}},
 	{"run absurd", BAD_TRAIN("steps: 1e12"), {"train.steps", "tokens", "at most 1e+15"}},
 	{"rows absurd", MODEL "data: {train: a, seq_len: 16384}\n"
 		"train: {output_dir: x, batch: 10, steps: 1, micro_batch: 1e6}\n" SCHEDULE,
@@ -353,7 +365,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"dense without width", BAD_MODEL("first_k_dense_replace: 1"), {"model.intermediate_size", "missing or 0"}},
 	{"shared experts absurd", SIZES(64, 4, "num_experts: 8, num_experts_per_tok: 1,\n num_shared_experts: 1024, "
 		"moe_intermediate_size: 1048576"),
-		{"run.yaml:2: model.num_shared_experts: found 1024 with moe_intermediate_size 1048576", "at most 268435455"}},
+			{"run.yaml:2: model.num_shared_experts: found 1024 with moe_intermediate_size 1048576",
+				"at most 268435455"}},
 	{"too many dense", BAD_MODEL("first_k_dense_replace: 3, intermediate_size: 8"),
 		{"first_k_dense_replace: found 3", "is 2"}},
 	{"seq_len above the model", BAD_DATA("seq_len: 20000"),
@@ -367,8 +380,10 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"drop without factor", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5}]"),
 		{"schedule.drops: the key factor is missing"}},
 	{"drop twice", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, at: 0.6}]"), {"duplicate key schedule.drops.at"}},
-	{"drop misspelt", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, fator: 2}]"), {"did you mean schedule.drops.factor?"}},
-	{"drops not a list", BAD_SCHEDULE("peak_lr: 1, drops: {at: 0.5, factor: 2}"), {"drops: found a mapping", "a list"}},
+	{"drop misspelt", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, fator: 2}]"),
+			{"did you mean schedule.drops.factor?"}},
+	{"drops not a list", BAD_SCHEDULE("peak_lr: 1, drops: {at: 0.5, factor: 2}"), {"drops: found a mapping",
+		"a list"}},
 	{"drop not a map", BAD_SCHEDULE("peak_lr: 1, drops: [0.5]"),
 		{"drops: found 0.5 (as an item)", "{at: ..., factor: ...}"}},
 	{"drop factor 0", BAD_SCHEDULE("peak_lr: 1, drops: [{at: 0.5, factor: 0}]"), {"drops.factor: found 0", "above 0"}},
@@ -381,7 +396,8 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"inverse_sqrt to 0", BAD_SCHEDULE("peak_lr: 1, decay: {steps: 0, shape: inverse_sqrt}"), {"final_lr", "above 0"}},
 	{"decay without steps", BAD_SCHEDULE("peak_lr: 1, decay: {final_lr: 1e-5}"),
 		{"run.yaml:4: schedule.decay: the key steps is missing"}},
-	{"ramp without tokens", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 4}"), {"the key tokens is missing"}},
+	{"ramp without tokens", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 4}"),
+			{"the key tokens is missing"}},
 	{"ramp empty", BAD_TRAIN("steps: 9, batch_warmup: {}"), {"train.batch_warmup: the key start is missing"}},
 	{"ramp by 0", BAD_TRAIN("steps: 9, batch_warmup: {start: 4, increment: 0, tokens: 9}"),
 		{"increment: found 0", "at least 1"}},
@@ -404,7 +420,8 @@ static void test_broken(void **state)
 	put_string(at("other.yaml"), "data: {train: a}\n");
 	put_string(at("chain.yaml"), "# again\nmodel: other.yaml\n");
 	put_string(at("bad-model.yaml"), "model:\n  hidden_size: 64\n  vocabsize: 5\n");
-	put_string(at("odd-model.yaml"), "model: { hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
+	put_string(at("odd-model.yaml"),
+			"model: { hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300,\n"
 			" head_dim: 7, " EXPERTS "}\n");
 	for (size_t i = 0; i < sizeof broken / sizeof broken[0]; i++) {
 		struct config c;
@@ -426,7 +443,8 @@ static void test_files(void **state)
 	char long_text[2048] = VALID "log: {every: ", *long_override[] = {long_text};
 	for (int i = 0; i < 70; i++)
 		strcat(long_text, "9");
-	expect_words("70 digits", load(&c, strcat(long_text, "}\n")), (const char *const[3]){"found 9999", "...; expected"});
+	expect_words("70 digits", load(&c, strcat(long_text, "}\n")), (const char *const[3]){"found 9999",
+			"...; expected"});
 	strcpy(long_text, "data.train=x");
 	for (int i = 0; i < 600; i++)
 		strcat(long_text, "\u00e9");
@@ -497,16 +515,20 @@ static void test_model_file(void **state)
 	/* a Hugging Face directory: what its config.json leaves out is as its class has it, not as a config has it */
 	char *other[] = {"model=theirs", "model.router.warmup_steps=7"};
 	assert_int_equal(make_directories(at("theirs")), 0);
-	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"num_hidden_layers\": 2, \"num_attention_heads\": 2, \"vocab_size\": 300, "
+	put_string(at("theirs/config.json"),
+			"{\"hidden_size\": 64, \"num_hidden_layers\": 2, \"num_attention_heads\": 2, \"vocab_size\": 300, "
 			"\"n_routed_experts\": 4, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 16, \"auto_map\": {}}");
 	load_ok(&c, "model: theirs\n" REST);
-	assert_true(c.model.num_experts == 4 && c.model.use_bias && !c.model.norm_head && c.model.rope_theta == 10000 && c.model.router.z_loss_coef == 1e-4);
+	assert_true(c.model.num_experts == 4 && c.model.use_bias && !c.model.norm_head && c.model.rope_theta == 10000 &&
+			c.model.router.z_loss_coef == 1e-4);
 	assert_int_equal(config_load(&c, put_string(at("run.yaml"), "model: tiny.yaml\n" REST), 2, other, false), 0);
 	assert_true(c.model.num_experts == 4 && c.model.router.warmup_steps == 7);
 	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"vocab_size\": 1.5}");
-	expect_words("config.json", load(&c, "model: theirs\n" REST), (const char *const[3]){"theirs/config.json: vocab_size: found 1.5"});
+	expect_words("config.json", load(&c, "model: theirs\n" REST),
+			(const char *const[3]){"theirs/config.json: vocab_size: found 1.5"});
 	put_string(at("theirs/config.json"), "{\"hidden_size\": 64, \"model_type\": \"llama\"}");
-	expect_words("other model", load(&c, "model: theirs\n" REST), (const char *const[3]){"theirs/config.json: model_type: found \"llama\""});
+	expect_words("other model", load(&c, "model: theirs\n" REST),
+			(const char *const[3]){"theirs/config.json: model_type: found \"llama\""});
 }
 
 static void test_overrides(void **state)
@@ -529,21 +551,25 @@ static void test_overrides(void **state)
 	static const struct { const char *name; char *arguments[2]; const char *words[3]; } bad[] = {
 		{"no =", {"train.steps"}, {"command line: train.steps: expected key.path=value"}},
 		{"no key", {"=5"}, {"expected key.path=value"}},
-		{"unknown", {"train.step=5"}, {"command line: train.step=5: unknown key train.step; did you mean train.steps?"}},
+		{"unknown", {"train.step=5"},
+			{"command line: train.step=5: unknown key train.step; did you mean train.steps?"}},
 		{"misspelt section", {"modle.hidden_size=5"}, {"did you mean model.hidden_size?"}},
 		{"unknown section", {"nowhere.quantum=5"}, {"unknown key nowhere.quantum; expected one of model, data"}},
 		{"space", {"train.steps =5"}, {"did you mean train.steps?"}},
 		{"long", {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 			"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa=1"}, {"unknown key aaaa"}},
-		{"twice", {"train.steps=5", "train.steps=6"}, {"command line: train.steps=6:", "given twice", "train.steps=5"}},
+		{"twice", {"train.steps=5", "train.steps=6"},
+			{"command line: train.steps=6:", "given twice", "train.steps=5"}},
 		{"twice by alias", {"model.num_experts=5", "model.n_routed_experts=5"},
 			{"n_routed_experts=5: model.num_experts is given twice"}},
-		{"section after its key", {"train.seed=3", "train={steps: 4}"}, {"train={steps: 4}: train.seed is given twice"}},
+		{"section after its key", {"train.seed=3", "train={steps: 4}"},
+			{"train={steps: 4}: train.seed is given twice"}},
 		{"key after its section", {"schedule.decay={steps: 4}", "schedule.decay.steps=3"},
 			{"schedule.decay.steps is given twice"}},
 		{"file after its key", {"model.head_dim=4", "model=x.yaml"}, {"model.head_dim is given twice"}},
 		{"empty", {"train.steps="}, {"command line: train.steps=: train.steps: found nothing"}},
-		{"type", {"train.steps=abc"}, {"command line: train.steps=abc: train.steps: found abc; expected a whole number"}},
+		{"type", {"train.steps=abc"},
+			{"command line: train.steps=abc: train.steps: found abc; expected a whole number"}},
 		{"bad YAML", {"schedule.drops=[{at: 0.5"}, {"command line: schedule.drops=[{at: 0.5: bad YAML"}},
 		{"two documents", {"train.steps=5\n---\n6"}, {"second YAML document"}},
 		{"list item", {"schedule.drops.at=0.5"}, {"schedule.drops=[{at: ..."}},
@@ -579,7 +605,8 @@ static void test_huggingface(void **state)
 	assert_true(m.router.balance_loss_coef == 0.015 && m.router.z_loss_coef == 1e-4 && m.router.warmup_steps == 0);
 
 	assert_int_equal(read_huggingface(&m, "{" HF ", \"architectures\": [\"BailingMoeForCausalLM\"],"
-			"\"hidden_act\": \"silu\", \"model_type\": \"bailing_moe\", \"n_routed_experts\": 8, \"n_shared_experts\": 2,"
+			"\"hidden_act\": \"silu\", \"model_type\": \"bailing_moe\", \"n_routed_experts\": 8, "
+					"\"n_shared_experts\": 2,"
 			"\"head_dim\": null,"
 			"\"rms_norm_eps\": 1e-06, \"rope_theta\": 600000, \"use_bias\": false, \"norm_head\": true,"
 			"\"rope_scaling\": null, \"sliding_window\": 4096, \"use_sliding_window\": false, \"n_group\": 1,"
@@ -649,6 +676,7 @@ static void test_huggingface_round_trip(void **state)
 	json_decref(root);
 	expect_words("no folder", config_to_huggingface(&c.model, "/nowhere/config.json"),
 			(const char *const[3]){"/nowhere/config.json", "cannot create"});
+	c.model.hidden_size = 128;
 	limit_files(100);
 	int rc = config_to_huggingface(&c.model, path);
 	limit_files(RLIM_INFINITY);
@@ -656,6 +684,7 @@ static void test_huggingface_round_trip(void **state)
 	struct model_config still;
 	assert_int_equal(config_from_huggingface(&still, scratch), 0); /* what was there still is */
 	assert_memory_equal(&still, &back, sizeof back);
+	assert_false(holds_temporary(scratch));
 }
 
 /* Compares the config of a checkpoint, after its way through JSON text, with the one of `full` and overrides. */
@@ -684,7 +713,8 @@ static void test_resume(void **state)
 
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_string_equal(get(path), "");
-	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2", "model.router.z_loss_coef=0",
+	char *harmless[] = {"train.batch=64", "schedule.drops=[]", "optimizer.weight_decay=0.2",
+			"model.router.z_loss_coef=0",
 		"train.output_dir=elsewhere", "data.train=other", "parallel.tensor=1", "parallel.expert=8"};
 	assert_int_equal(compare(saved, 8, harmless, path), 0);
 	assert_string_equal(get(path), "model.router.z_loss_coef: 0.0001 -> 0.0\n"
@@ -788,7 +818,8 @@ static void test_keys(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_sources), cmocka_unit_test(test_spellings),
+		cmocka_unit_test(test_defaults), cmocka_unit_test(test_full), cmocka_unit_test(test_sources),
+				cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),

@@ -1,6 +1,6 @@
 /*
- * test_convert.c - the conversion chapters of data.c: numbers against their definition, models of mixed types to GGUF and back against
- * rows placed by hand, tokenizers both ways, and what must be refused.
+ * test_convert.c - the conversion chapters of data.c: numbers against their definition, models of mixed types to GGUF
+ * and back against rows placed by hand, tokenizers both ways, and what must be refused.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -25,14 +25,6 @@
 
 #include "test.h"
 
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
-
-static bool exists(const char *path)
-{
-	struct stat st;
-	return lstat(path, &st) == 0;
-}
-
 /* ---- numbers ---- */
 
 /* The value of a number of `bits` fraction bits and an exponent above them, by the definition. */
@@ -54,8 +46,10 @@ static void numbers_read(void **state)
 		const uint32_t minus = h | 0x8000;
 		assert_true(float_to_bits(half_to_float(minus)) == (float_to_bits(f) | 0x80000000));
 		assert_true(float_to_bits(bf16_to_float(minus)) == (float_to_bits(b) | 0x80000000));
-		assert_true(isnan(f) ? isnan(half_to_float(float_to_half(f))) : float_to_half(f) == h && float_to_half(-f) == minus);
-		assert_true(isnan(b) ? isnan(bf16_to_float(float_to_bf16(b))) : float_to_bf16(b) == h && float_to_bf16(-b) == minus);
+		assert_true(isnan(f) ? isnan(half_to_float(float_to_half(f))) : float_to_half(f) == h &&
+				float_to_half(-f) == minus);
+		assert_true(isnan(b) ? isnan(bf16_to_float(float_to_bf16(b))) : float_to_bf16(b) == h &&
+				float_to_bf16(-b) == minus);
 	}
 	assert_true(isnan(bf16_to_float(float_to_bf16(bits_to_float(0x7f800001))))); /* whose fraction is cut off */
 	assert_true(isnan(half_to_float(float_to_half(bits_to_float(0xff800001)))));
@@ -66,9 +60,12 @@ static void check_rounding(uint32_t last, double (*value)(uint32_t), uint16_t (*
 {
 	for (uint32_t h = 0; h < last; h++) {
 		const float middle = (float)((value(h) + value(h + 1)) / 2);
-		const uint32_t below = round(nextafterf(middle, 0)), even = round(middle), above = round(nextafterf(middle, INFINITY));
-		if (middle > value(h) && (below != h || even != h + (h & 1) || above != h + 1 || round(-middle) != (even | 0x8000)))
-			fail_msg("between %g and %g: found %04x %04x %04x, the first is %04x", value(h), value(h + 1), below, even, above, h);
+		const uint32_t below = round(nextafterf(middle, 0)), even = round(middle), above = round(nextafterf(middle,
+				INFINITY));
+		if (middle > value(h) && (below != h || even != h + (h & 1) || above != h + 1 ||
+				round(-middle) != (even | 0x8000)))
+			fail_msg("between %g and %g: found %04x %04x %04x, the first is %04x", value(h), value(h + 1), below, even,
+					above, h);
 	}
 }
 
@@ -100,16 +97,20 @@ static void numbers_convert(void **state)
 	assert_memory_equal(out, expected, sizeof out);
 
 	const struct { double value; enum dtype to; bool overflow; } cases[] = {
-		{65520, F16, true}, {-65520, F16, true}, {65519, F16, false}, {INFINITY, F16, false}, {NAN, F16, false}, {1e300, F32, true}, {-1e39, BF16, true},
-		{3.4e38, F32, false}, {3.4e38, BF16, true}, {-INFINITY, BF16, false}, {NAN, BF16, false}, {INFINITY, F32, false},
+		{65520, F16, true}, {-65520, F16, true}, {65519, F16, false}, {INFINITY, F16, false}, {NAN, F16, false},
+		{1e300, F32, true}, {-1e39, BF16, true},
+		{3.4e38, F32, false}, {3.4e38, BF16, true}, {-INFINITY, BF16, false}, {NAN, BF16, false},
+		{INFINITY, F32, false},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		const float single = (float)cases[i].value;
-		if (convert_row((uint8_t *)out, cases[i].to, (const uint8_t *)&cases[i].value, F64, 1, NULL) != cases[i].overflow)
+		if (convert_row((uint8_t *)out, cases[i].to, (const uint8_t *)&cases[i].value, F64, 1,
+				NULL) != cases[i].overflow)
 			fail_msg("%g to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name, cases[i].overflow);
 		if (fabs(cases[i].value) < 1e38 && cases[i].to != F32 &&
 				convert_row((uint8_t *)out, cases[i].to, (const uint8_t *)&single, F32, 1, NULL) != cases[i].overflow)
-			fail_msg("%g from float to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name, cases[i].overflow);
+			fail_msg("%g from float to %s: overflow should be %d", cases[i].value, dtypes[cases[i].to].name,
+					cases[i].overflow);
 	}
 	/* long rows, in pieces */
 	enum { N = 2 * RUN + 5 };
@@ -142,23 +143,34 @@ enum { V = 7, H = 4, HEADS = 2, KV = 1, D = 6, E = 3, I = 5, QKV = (HEADS + 2 * 
 
 static const struct named_tensor params[] = {
 	{"model.word_embeddings.weight", V, H, NULL},
-	{"model.layers.0.input_layernorm.weight", H, 0, NULL}, {"model.layers.0.post_attention_layernorm.weight", H, 0, NULL},
+	{"model.layers.0.input_layernorm.weight", H, 0, NULL},
+	{"model.layers.0.post_attention_layernorm.weight", H, 0, NULL},
 	{"model.layers.0.mlp.gate.weight", E, H, NULL},
-	{"model.layers.0.mlp.shared_experts.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.shared_experts.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.shared_experts.gate_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.shared_experts.up_proj.weight", I, H, NULL},
 	{"model.layers.0.mlp.shared_experts.down_proj.weight", H, I, NULL},
-	{"model.layers.0.attention.query_key_value.weight", QKV, H, NULL}, {"model.layers.0.attention.dense.weight", H, HEADS * D, NULL},
-	{"model.layers.0.mlp.experts.0.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", I, H, NULL},
-	{"model.layers.0.mlp.experts.1.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.1.up_proj.weight", I, H, NULL},
-	{"model.layers.0.mlp.experts.2.gate_proj.weight", I, H, NULL}, {"model.layers.0.mlp.experts.2.up_proj.weight", I, H, NULL},
-	{"model.layers.0.mlp.experts.0.down_proj.weight", H, I, NULL}, {"model.layers.0.mlp.experts.1.down_proj.weight", H, I, NULL},
+	{"model.layers.0.attention.query_key_value.weight", QKV, H, NULL},
+	{"model.layers.0.attention.dense.weight", H, HEADS * D, NULL},
+	{"model.layers.0.mlp.experts.0.gate_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.0.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.1.gate_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.1.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.2.gate_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.2.up_proj.weight", I, H, NULL},
+	{"model.layers.0.mlp.experts.0.down_proj.weight", H, I, NULL},
+	{"model.layers.0.mlp.experts.1.down_proj.weight", H, I, NULL},
 	{"model.layers.0.mlp.experts.2.down_proj.weight", H, I, NULL},
 	{"model.norm.weight", H, 0, NULL}, {"lm_head.weight", V, H, NULL},
 };
 enum { N = COUNT(params), NORM = N - 2, HEAD = N - 1, ROUTER = 3, QUERY_KEY_VALUE = 7 };
 
-static const char config_text[] = "{\"hidden_size\": 4, \"num_hidden_layers\": 1, \"num_attention_heads\": 2, \"num_key_value_heads\": 1, \"head_dim\": 6,"
-	"\"vocab_size\": 7, \"num_experts\": 3, \"num_experts_per_tok\": 2, \"num_shared_experts\": 1, \"moe_intermediate_size\": 5, \"use_bias\": false,"
-	"\"norm_head\": true, \"rms_norm_eps\": 1e-6, \"rope_theta\": 600000, \"auto_map\": {\"AutoModel\": \"modeling_bailing_moe.X\"}, \"eos_token_id\": 5}";
+static const char config_text[] =
+		"{\"hidden_size\": 4, \"num_hidden_layers\": 1, \"num_attention_heads\": 2, \"num_key_value_heads\": 1, "
+		"\"head_dim\": 6,"
+	"\"vocab_size\": 7, \"num_experts\": 3, \"num_experts_per_tok\": 2, \"num_shared_experts\": 1, "
+			"\"moe_intermediate_size\": 5, \"use_bias\": false,"
+	"\"norm_head\": true, \"rms_norm_eps\": 1e-6, \"rope_theta\": 600000, \"auto_map\": {\"AutoModel\": "
+			"\"modeling_bailing_moe.X\"}, \"eos_token_id\": 5}";
 
 /* Element i of parameter p: exact in every type. */
 static double element(int p, int64_t i)
@@ -181,7 +193,8 @@ static void make_model(const char *dir, const char *config, const enum dtype typ
 			const double d = element(p, i);
 			const float f = (float)d;
 			const uint16_t h = types[p] == F16 ? float_to_half(f) : float_to_bf16(f);
-			const void *number = types[p] == F64 ? (const void *)&d : types[p] == F32 ? (const void *)&f : (const void *)&h;
+			const void *number = types[p] == F64 ? (const void *)&d : types[p] == F32 ? (const void *)&f :
+					(const void *)&h;
 			assert_int_equal(safetensors_append_bytes(w, number, dtypes[types[p]].size, dtypes[types[p]].size), 0);
 		}
 	assert_int_equal(safetensors_finish(w), 0);
@@ -194,14 +207,16 @@ static void mixed_types(enum dtype types[N])
 }
 
 /* What a conversion says; 0 or -1. */
-static int convert(const char *from, const char *path, enum model_format format, const char *dtype, bool fold, bool no_tokenizer)
+static int convert(const char *from, const char *path, enum model_format format, const char *dtype, bool fold,
+		bool no_tokenizer)
 {
 	struct model_config config;
 	struct converted result;
 	struct source *s = source_open(from, &config);
 	if (!s)
 		return -1;
-	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000, .fold_norm_head = fold,
+	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000,
+			.fold_norm_head = fold,
 			.no_tokenizer = no_tokenizer};
 	int rc = convert_model(s, params, N, &to, &result);
 	source_close(s);
@@ -240,7 +255,8 @@ static void check_model_directory(const char *dir, bool folded, const enum dtype
 		for (int64_t i = 0; i < named_tensor_size(&params[p]); i++) {
 			const double expected = p == HEAD && folded ? (float)(element(p, i) / fold_of(i % H)) : element(p, i);
 			if (found[i] != expected)
-				fail_msg("%s: element %lld is %g, expected %g", params[p].name, (long long)i, (double)found[i], expected);
+				fail_msg("%s: element %lld is %g, expected %g", params[p].name, (long long)i, (double)found[i],
+						expected);
 		}
 		if (types)
 			assert_string_equal(tensor_find(w, params[p].name)->dtype_name, dtypes[types[p]].name);
@@ -272,12 +288,14 @@ static void directory_to_directory(void **state)
 	check_model_directory(at("own"), false, own);
 	assert_int_equal(convert(at("own"), at("singles"), FORMAT_HUGGINGFACE, "f32", false, false), 0);
 	check_model_directory(at("singles"), false, singles);
-	assert_true(exists(at("singles/model-00002-of-00003.safetensors")) && exists(at("singles/model.safetensors.index.json")));
+	assert_true(exists(at("singles/model-00002-of-00003.safetensors")) &&
+			exists(at("singles/model.safetensors.index.json")));
 	assert_true(exists(at("singles/tokenizer.json")));
 	assert_false(exists(at("singles/notes.bin")) || exists(at("singles/pytorch_model.bin.index.json")));
 	assert_false(exists(at(".tmp-singles")));
 
-	json_t *config = read_json(at("singles/config.json")), *index = read_json(at("singles/model.safetensors.index.json"));
+	json_t *config = read_json(at("singles/config.json")),
+			*index = read_json(at("singles/model.safetensors.index.json"));
 	assert_string_equal(json_string_value(json_object_get(config, "torch_dtype")), "float32");
 	assert_string_equal(json_string_value(json_at(config, "auto_map.AutoModel")), "modeling_bailing_moe.X");
 	assert_int_equal(json_integer_value(json_object_get(config, "eos_token_id")), 5);
@@ -315,7 +333,8 @@ static void expect_row(const struct tensors *w, const char *name, int64_t r, int
 	for (int64_t j = 0; j < cols; j++) {
 		float f;
 		memcpy(&f, tensor_bytes(t) + (r * cols + j) * 4, 4);
-		const double expected = p == HEAD ? (float)(element(p, row * cols + j) / fold_of(j)) : element(p, row * cols + j);
+		const double expected = p == HEAD ? (float)(element(p, row * cols + j) / fold_of(j)) : element(p,
+				row * cols + j);
 		if (f != expected)
 			fail_msg("%s row %lld is not row %lld of %s", name, (long long)r, (long long)row, params[p].name);
 	}
@@ -332,13 +351,15 @@ static void directory_to_gguf(void **state)
 	assert_false(exists(at("m.gguf")) || exists(at(".tmp-m.gguf")));
 	assert_int_equal(convert(at("hf"), at("m.gguf"), FORMAT_GGUF, "f32", false, true), 0);
 
-	/* Row by row: a head's rows i and i + d/2 become rows 2i and 2i + 1; an expert's rows stand behind the one's before it. */
+	/* Row by row: a head's rows i and i + d/2 become rows 2i and 2i + 1; an expert's rows stand behind the one's
+	 * before it. */
 	struct tensors *w = open_gguf(at("m.gguf"));
 	assert_int_equal(w->count, 16);
 	for (int64_t head = 0; head < HEADS + KV; head++)
 		for (int64_t i = 0; i < D / 2; i++)
 			for (int half = 0; half < 2; half++)
-				expect_row(w, head < HEADS ? "blk.0.attn_q.weight" : "blk.0.attn_k.weight", (head < HEADS ? head * D : 0) + 2 * i + half,
+				expect_row(w, head < HEADS ? "blk.0.attn_q.weight" : "blk.0.attn_k.weight", (head < HEADS ? head * D :
+						0) + 2 * i + half,
 						QUERY_KEY_VALUE, head * D + half * D / 2 + i);
 	for (int64_t i = 0; i < KV * D; i++)
 		expect_row(w, "blk.0.attn_v.weight", i, QUERY_KEY_VALUE, (HEADS + KV) * D + i);
@@ -360,22 +381,26 @@ static void directory_to_gguf(void **state)
 	expect_row(w, "blk.0.ffn_gate_shexp.weight", 3, 4, 3);
 	expect_row(w, "blk.0.ffn_up_shexp.weight", 3, 5, 3);
 	expect_row(w, "blk.0.ffn_gate_inp.weight", 2, ROUTER, 2);
-	char *shape = json_text(tensor_find(w, "blk.0.ffn_down_exps.weight")->shape, 0);
-	assert_string_equal(shape, "[3, 4, 5]");
-	free(shape);
+	assert_true(has_shape(tensor_find(w, "blk.0.ffn_down_exps.weight"), (int64_t[]){3, 4, 5}, 3));
 	const json_t *metadata = json_object_get(w->files->header, "metadata");
 	const struct { const char *key; double value; } numbers[] = {
-		{"bailingmoe.block_count", 1}, {"bailingmoe.context_length", 16384}, {"bailingmoe.embedding_length", 4}, {"bailingmoe.attention.head_count", 2},
-		{"bailingmoe.attention.head_count_kv", 1}, {"bailingmoe.attention.key_length", 6}, {"bailingmoe.attention.value_length", 6},
-		{"bailingmoe.rope.dimension_count", 6}, {"bailingmoe.rope.freq_base", 600000}, {"bailingmoe.attention.layer_norm_rms_epsilon", 1e-6},
+		{"bailingmoe.block_count", 1}, {"bailingmoe.context_length", 16384}, {"bailingmoe.embedding_length", 4},
+		{"bailingmoe.attention.head_count", 2},
+		{"bailingmoe.attention.head_count_kv", 1}, {"bailingmoe.attention.key_length", 6},
+		{"bailingmoe.attention.value_length", 6},
+		{"bailingmoe.rope.dimension_count", 6}, {"bailingmoe.rope.freq_base", 600000},
+		{"bailingmoe.attention.layer_norm_rms_epsilon", 1e-6},
 		{"bailingmoe.expert_count", 3}, {"bailingmoe.expert_used_count", 2}, {"bailingmoe.expert_shared_count", 1},
-		{"bailingmoe.expert_feed_forward_length", 5}, {"bailingmoe.expert_weights_scale", 1}, {"bailingmoe.leading_dense_block_count", 0},
-		{"bailingmoe.vocab_size", 7}, {"general.file_type", 0}, {"general.alignment", 32}, {"general.quantization_version", 2},
+		{"bailingmoe.expert_feed_forward_length", 5}, {"bailingmoe.expert_weights_scale", 1},
+		{"bailingmoe.leading_dense_block_count", 0},
+		{"bailingmoe.vocab_size", 7}, {"general.file_type", 0}, {"general.alignment", 32},
+		{"general.quantization_version", 2},
 	};
 	for (int i = 0; i < COUNT(numbers); i++)
 		if (!json_is_number(json_object_get(metadata, numbers[i].key)) ||
 				json_number_value(json_object_get(metadata, numbers[i].key)) != numbers[i].value)
-			fail_msg("%s is %g, expected %g", numbers[i].key, json_number_value(json_object_get(metadata, numbers[i].key)), numbers[i].value);
+			fail_msg("%s is %g, expected %g", numbers[i].key, json_number_value(json_object_get(metadata,
+					numbers[i].key)), numbers[i].value);
 	assert_true(json_is_true(json_object_get(metadata, "bailingmoe.expert_weights_norm")));
 	tensors_close(w);
 
@@ -391,10 +416,14 @@ static void directory_to_gguf(void **state)
 	expected.norm_head = false;
 	assert_memory_equal(&config, &expected, sizeof config);
 	for (int half = 0; half < 2; half++) {
-		assert_int_equal(convert(at("back"), at(half ? "h.gguf" : "b.gguf"), FORMAT_GGUF, half ? "f16" : "bf16", false, true), 0);
-		assert_int_equal(convert(at(half ? "h.gguf" : "b.gguf"), at(half ? "h" : "b"), FORMAT_HUGGINGFACE, NULL, false, false), 0);
-		assert_int_equal(convert(at("back"), at(half ? "direct-h" : "direct-b"), FORMAT_HUGGINGFACE, half ? "f16" : "bf16", false, false), 0);
-		struct tensors *a = tensors_open(at(half ? "h" : "b"), "model"), *b = tensors_open(at(half ? "direct-h" : "direct-b"), "model");
+		assert_int_equal(convert(at("back"), at(half ? "h.gguf" : "b.gguf"), FORMAT_GGUF, half ? "f16" : "bf16", false,
+				true), 0);
+		assert_int_equal(convert(at(half ? "h.gguf" : "b.gguf"), at(half ? "h" : "b"), FORMAT_HUGGINGFACE, NULL, false,
+				false), 0);
+		assert_int_equal(convert(at("back"), at(half ? "direct-h" : "direct-b"), FORMAT_HUGGINGFACE, half ? "f16" :
+				"bf16", false, false), 0);
+		struct tensors *a = tensors_open(at(half ? "h" : "b"), "model"), *b = tensors_open(at(half ? "direct-h" :
+				"direct-b"), "model");
 		for (int p = 0; p < N; p++) {
 			const bool single = !params[p].cols || p == ROUTER;
 			assert_string_equal(tensor_find(a, params[p].name)->dtype_name, single ? "F32" : half ? "F16" : "BF16");
@@ -423,7 +452,8 @@ static void directory_to_gguf(void **state)
 	tensors_close(b);
 }
 
-/* A tied model has no lm_head; the same one beside it is dropped, another is refused. GGUF and folding need one of its own. */
+/* A tied model has no lm_head; the same one beside it is dropped, another is refused. GGUF and folding need one of its
+ * own. */
 static void ties(void **state)
 {
 	(void)state;
@@ -445,7 +475,8 @@ static void ties(void **state)
 	memcpy(copy, file, size);
 	memcpy(copy + size - V * H * 4, copy + 8 + load_i64(copy), V * H * 4);
 	unmap_file(file, size);
-	char *crc = memmem(copy, size, "\"crc32.lm_head.weight\":\"", 24), *theirs = memmem(copy, size, "\"crc32.model.word_embeddings.weight\":\"", 38);
+	char *crc = memmem(copy, size, "\"crc32.lm_head.weight\":\"", 24), *theirs = memmem(copy, size,
+			"\"crc32.model.word_embeddings.weight\":\"", 38);
 	assert_true(crc && theirs);
 	memcpy(crc + 24, theirs + 38, 8);
 	put_file(at("contradicts/model.safetensors"), copy, size);
@@ -548,8 +579,10 @@ static void refused_directories(void **state)
 		types[p] = F32;
 	const struct { const char *from, *to, *error; } cases[] = {
 		{"\"model.norm.weight\"", "\"model.norm.weighs\"", "tensor model.norm.weight is missing"},
-		{"\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[7,4]", "\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[4,7]", "lm_head.weight: shape [4, 7]; expected [7, 4]"},
-		{"\"lm_head.weight\":{\"dtype\":\"F32\"", "\"lm_head.weight\":{\"dtype\":\"I32\"", "lm_head.weight: dtype I32"},
+		{"\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[7,4]",
+			"\"lm_head.weight\":{\"dtype\":\"F32\",\"shape\":[4,7]", "lm_head.weight: shape [4, 7]; expected [7, 4]"},
+		{"\"lm_head.weight\":{\"dtype\":\"F32\"", "\"lm_head.weight\":{\"dtype\":\"I32\"",
+			"lm_head.weight: dtype I32"},
 		{"\"lm_head.weight\":{\"dtype\"", "\"mm_head.weight\":{\"dtype\"", "lm_head.weight is missing"},
 		{"\"crc32.lm_head.weight\":\"", "\"crc32.lm_head.weighz\":\"", NULL}, /* a checksum less */
 	};
@@ -598,7 +631,8 @@ static void refused_directories(void **state)
 	assert_int_equal(convert(at("hf"), at("y.gguf"), FORMAT_GGUF, NULL, false, true), -1);
 	expect_error("shared_experts");
 	struct metadata m = {0};
-	const struct model_config biased = {.use_qkv_bias = true, .num_shared_experts = 1}, dense = {.first_k_dense_replace = 1, .num_shared_experts = 1},
+	const struct model_config biased = {.use_qkv_bias = true, .num_shared_experts = 1},
+			dense = {.first_k_dense_replace = 1, .num_shared_experts = 1},
 			unshared = {.num_hidden_layers = 1};
 	assert_int_equal(config_to_gguf(&m, &biased, "c"), -1);
 	expect_error("c: use_qkv_bias is set");
@@ -629,7 +663,8 @@ static void refused_numbers(void **state)
 	fseek(f, place, SEEK_SET);
 	fwrite(&(float){70000}, 4, 1, f);
 	fclose(f);
-	patch(at("hf/model.safetensors"), "\"crc32.model.layers.0.attention.query_key_value", "\"crc32.nodel.layers.0.attention.query_key_value");
+	patch(at("hf/model.safetensors"), "\"crc32.model.layers.0.attention.query_key_value",
+			"\"crc32.nodel.layers.0.attention.query_key_value");
 	assert_int_equal(convert(at("hf"), at("x"), FORMAT_HUGGINGFACE, "f16", false, false), -1);
 	expect_error("tensor model.layers.0.attention.query_key_value.weight: 70000 in column 2|float16|--dtype");
 	assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, "f16", false, true), -1);
@@ -660,7 +695,8 @@ static void full_disk(void **state)
 /* ---- GGUF headers, made by hand ---- */
 
 /* Appends one tensor's entry. */
-static void append_tensor(struct text *out, const char *name, uint32_t dimensions, const uint64_t *sizes, uint32_t type, uint64_t offset)
+static void append_tensor(struct text *out, const char *name, uint32_t dimensions, const uint64_t *sizes,
+		uint32_t type, uint64_t offset)
 {
 	append_text(out, name);
 	append_u32(out, dimensions);
@@ -682,7 +718,8 @@ static int open_bytes(const struct text *bytes)
 static void refused_headers(void **state)
 {
 	(void)state;
-	const uint64_t four[6] = {4, 1, 1, 1, 1, 1}, huge[2] = {UINT64_C(1) << 40, UINT64_C(1) << 40}, negative[1] = {UINT64_C(1) << 63};
+	const uint64_t four[6] = {4, 1, 1, 1, 1, 1}, huge[2] = {UINT64_C(1) << 40, UINT64_C(1) << 40},
+			negative[1] = {UINT64_C(1) << 63};
 	const struct {
 		uint32_t version;
 		uint64_t tensors, entries;
@@ -759,13 +796,18 @@ static void refused_metadata(void **state)
 		types[p] = F32;
 	make_model(at("hf"), config_text, types);
 	const struct { const char *from, *to, *error; } cases[] = {
-		{"\x0a\0\0\0\0\0\0\0bailingmoe", "\x0a\0\0\0\0\0\0\0bailingmop", "architecture `bailingmop`; expected bailingmoe"},
+		{"\x0a\0\0\0\0\0\0\0bailingmoe", "\x0a\0\0\0\0\0\0\0bailingmop",
+			"architecture `bailingmop`; expected bailingmoe"},
 		{"bailingmoe.expert_count", "bailingmoe.expert_cound", "the key `bailingmoe.expert_cound` is not known"},
-		{"bailingmoe.attention.value_length\x04\0\0\0\x06", "bailingmoe.attention.value_length\x04\0\0\0\x08", "gives another head_dim"},
-		{"bailingmoe.expert_weights_scale\x06\0\0\0\0\0\x80\x3f", "bailingmoe.expert_weights_scale\x06\0\0\0\0\0\0\x40", "`bailingmoe.expert_weights_scale` is not 1"},
-		{"bailingmoe.attention.head_count_kv\x04\0\0\0\x01", "bailingmoe.attention.head_count_kv\x04\0\0\0\x02", "attn_k.weight: shape [6, 4]; expected [12, 4]"},
+		{"bailingmoe.attention.value_length\x04\0\0\0\x06", "bailingmoe.attention.value_length\x04\0\0\0\x08",
+			"gives another head_dim"},
+		{"bailingmoe.expert_weights_scale\x06\0\0\0\0\0\x80\x3f",
+			"bailingmoe.expert_weights_scale\x06\0\0\0\0\0\0\x40", "`bailingmoe.expert_weights_scale` is not 1"},
+		{"bailingmoe.attention.head_count_kv\x04\0\0\0\x01", "bailingmoe.attention.head_count_kv\x04\0\0\0\x02",
+			"attn_k.weight: shape [6, 4]; expected [12, 4]"},
 		{"output_norm.weight", "output_torm.weight", "tensor output_norm.weight is missing"},
-		{"blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\0\0\0\0", "blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\x0c\0\0\0",
+		{"blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\0\0\0\0",
+			"blk.0.attn_q.weight\x02\0\0\0\x04\0\0\0\0\0\0\0\x0c\0\0\0\0\0\0\0\x0c\0\0\0",
 			"tensor blk.0.attn_q.weight: dtype Q4_K; expected F32"},
 	};
 	const size_t lengths[] = {18, 0, 38, 39, 39, 0, 43};
@@ -794,11 +836,14 @@ static void refused_metadata(void **state)
 /* ---- tokenizers ---- */
 
 /* A tokenizer.json for the small model: 7 ids. */
-static char *tokenizer_text(char out[2048], const char *pattern, const char *merges, const char *vocab, const char *added)
+static char *tokenizer_text(char out[2048], const char *pattern, const char *merges, const char *vocab,
+		const char *added)
 {
 	json_t *pre = pre_tokenizer_json(pattern);
 	char *text = json_text(pre, 0);
-	snprintf(out, 2048, "{\"version\": \"1.0\", \"normalizer\": null, \"pre_tokenizer\": %s, \"added_tokens\": [%s], \"model\": {\"type\": \"BPE\", "
+	snprintf(out, 2048,
+			"{\"version\": \"1.0\", \"normalizer\": null, \"pre_tokenizer\": %s, \"added_tokens\": [%s], \"model\": "
+			"{\"type\": \"BPE\", "
 			"\"vocab\": {%s}, \"merges\": [%s]}}", text, added, vocab, merges);
 	free(text);
 	json_decref(pre);
@@ -806,7 +851,9 @@ static char *tokenizer_text(char out[2048], const char *pattern, const char *mer
 }
 
 static const char vocab[] = "\"a\": 0, \"b\": 1, \"ab\": 2, \"c\": 3, \"\\u0120\": 4";
-static const char added[] = "{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}, {\"id\": 6, \"content\": \"<x>\", \"special\": false}";
+static const char added[] =
+		"{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}, {\"id\": 6, \"content\": \"<x>\", "
+		"\"special\": false}";
 
 static void tokenizers(void **state)
 {
@@ -818,17 +865,25 @@ static void tokenizers(void **state)
 	make_model(at("hf"), config_text, types);
 	for (int kind = 0; kind < 4; kind++) { /* three patterns; merges as pairs */
 		const char *pattern = pre_tokenizers[kind % 3].pattern;
-		put_string(at("hf/tokenizer.json"), tokenizer_text(text, pattern, kind < 3 ? "\"a b\"" : "[\"a\", \"b\"]", vocab, added));
-		put_string(at("hf/tokenizer_config.json"), "{\"bos_token\": null, \"eos_token\": {\"content\": \"<|endoftext|>\"}, \"pad_token\": \"<x>\", "
-				"\"chat_template\": [{\"name\": \"tool\", \"template\": \"T\"}, {\"name\": \"default\", \"template\": \"{{ x }}\"}]}");
+		put_string(at("hf/tokenizer.json"), tokenizer_text(text, pattern, kind < 3 ? "\"a b\"" : "[\"a\", \"b\"]",
+				vocab, added));
+		put_string(at("hf/tokenizer_config.json"),
+				"{\"bos_token\": null, \"eos_token\": {\"content\": \"<|endoftext|>\"}, \"pad_token\": \"<x>\", "
+				"\"chat_template\": [{\"name\": \"tool\", \"template\": \"T\"}, {\"name\": \"default\", "
+						"\"template\": \"{{ x }}\"}]}");
 		if (convert(at("hf"), at("k%d.gguf", kind), FORMAT_GGUF, "bf16", false, false) < 0)
 			fail_msg("kind %d: %s", kind, error_text);
 		struct tensors *w = open_gguf(at("k%d.gguf", kind));
 		json_t *m = json_object_get(w->files->header, "metadata");
-		json_t *expected = json_pack("{s:[s,s,s,s,s,s,s], s:[i,i,i,i,i,i,i], s:[s], s:i, s:i, s:s, s:s, s:s, s:i, s:b}", "tokenizer.ggml.tokens", "a", "b", "ab",
-				"c", "\xc4\xa0", "<|endoftext|>", "<x>", "tokenizer.ggml.token_type", 1, 1, 1, 1, 1, 3, 4, "tokenizer.ggml.merges", "a b",
-				"tokenizer.ggml.eos_token_id", 5, "tokenizer.ggml.padding_token_id", 6, "tokenizer.ggml.model", "gpt2", "tokenizer.ggml.pre",
-				pre_tokenizers[kind % 3].name, "tokenizer.chat_template", "{{ x }}", "general.file_type", 32, "tokenizer.ggml.add_bos_token", 0);
+		json_t *expected =
+				json_pack("{s:[s,s,s,s,s,s,s], s:[i,i,i,i,i,i,i], s:[s], s:i, s:i, s:s, s:s, s:s, s:i, s:b}",
+				"tokenizer.ggml.tokens", "a", "b", "ab",
+				"c", "\xc4\xa0", "<|endoftext|>", "<x>", "tokenizer.ggml.token_type", 1, 1, 1, 1, 1, 3, 4,
+						"tokenizer.ggml.merges", "a b",
+				"tokenizer.ggml.eos_token_id", 5, "tokenizer.ggml.padding_token_id", 6, "tokenizer.ggml.model", "gpt2",
+						"tokenizer.ggml.pre",
+				pre_tokenizers[kind % 3].name, "tokenizer.chat_template", "{{ x }}", "general.file_type", 32,
+						"tokenizer.ggml.add_bos_token", 0);
 		const char *key;
 		json_t *value;
 		json_object_foreach(expected, key, value)
@@ -839,8 +894,10 @@ static void tokenizers(void **state)
 		tensors_close(w);
 
 		assert_int_equal(convert(at("k%d.gguf", kind), at("k%d", kind), FORMAT_HUGGINGFACE, NULL, false, false), 0);
-		json_t *back = read_json(at("k%d/tokenizer.json", kind)), *config = read_json(at("k%d/tokenizer_config.json", kind));
-		json_t *original = json_loads(tokenizer_text(text, pre_tokenizers[kind == 1 ? 0 : kind % 3].pattern, "\"a b\"", vocab, added), 0, NULL);
+		json_t *back = read_json(at("k%d/tokenizer.json", kind)), *config = read_json(at("k%d/tokenizer_config.json",
+				kind));
+		json_t *original = json_loads(tokenizer_text(text, pre_tokenizers[kind == 1 ? 0 : kind % 3].pattern, "\"a b\"",
+				vocab, added), 0, NULL);
 		assert_true(json_equal(json_at(back, "model.vocab"), json_at(original, "model.vocab")));
 		assert_true(json_equal(json_at(back, "model.merges"), json_at(original, "model.merges")));
 		assert_true(json_equal(json_at(back, "pre_tokenizer"), json_at(original, "pre_tokenizer")));
@@ -852,15 +909,18 @@ static void tokenizers(void **state)
 		json_decref(config);
 		json_decref(original);
 	}
-	/* fewer tokens than the model has ids: the rest are filled; the end by its usual name; a template in its own file */
-	put_string(at("hf/tokenizer.json"), tokenizer_text(text, NULL, "", "\"a\": 0", "{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}"));
+	/* fewer tokens than the model has ids: the rest are filled; the end by its usual name; a template in its own
+	 * file */
+	put_string(at("hf/tokenizer.json"), tokenizer_text(text, NULL, "", "\"a\": 0",
+			"{\"id\": 5, \"content\": \"<|endoftext|>\", \"special\": true}"));
 	unlink(at("hf/tokenizer_config.json"));
 	put_string(at("hf/chat_template.jinja"), "{{ y }}");
 	assert_int_equal(convert(at("hf"), at("few.gguf"), FORMAT_GGUF, NULL, false, false), 0);
 	struct tensors *w = open_gguf(at("few.gguf"));
 	json_t *m = json_object_get(w->files->header, "metadata");
 	assert_string_equal(json_string_value(json_array_get(json_object_get(m, "tokenizer.ggml.tokens"), 6)), "[PAD6]");
-	assert_int_equal(json_integer_value(json_array_get(json_object_get(m, "tokenizer.ggml.token_type"), 6)), TOKEN_UNUSED);
+	assert_int_equal(json_integer_value(json_array_get(json_object_get(m, "tokenizer.ggml.token_type"), 6)),
+			TOKEN_UNUSED);
 	assert_int_equal(json_integer_value(json_object_get(m, "tokenizer.ggml.eos_token_id")), 5);
 	assert_string_equal(json_string_value(json_object_get(m, "tokenizer.chat_template")), "{{ y }}");
 	tensors_close(w);
@@ -888,14 +948,16 @@ static void refused_tokenizers(void **state)
 		{NULL, "3", vocab, added, "merge 0 is an integer"},
 		{NULL, "[\"a\", \"b\", \"c\"]", vocab, added, "merge 0 is an array"},
 		{NULL, "[\"a \", \"b\"]", vocab, added, "merge 0 is an array"},
-		{NULL, "", "\"a\": 7", added, "token `a` has the id 7; expected one beneath the model's vocab_size, which is 7"},
+		{NULL, "", "\"a\": 7", added,
+			"token `a` has the id 7; expected one beneath the model's vocab_size, which is 7"},
 		{NULL, "", "\"a\": -1", added, "token `a` has the id -1"},
 		{NULL, "", "\"a\": 1, \"b\": 1", added, "both have the id 1"},
 		{NULL, "", vocab, "{\"id\": 0, \"content\": \"z\"}", "`a` and `z` both have the id 0"},
 		{NULL, "", vocab, "{\"id\": 6, \"content\": \"z\"}", "no token ends a text"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
-		put_string(at("hf/tokenizer.json"), tokenizer_text(text, cases[i].pattern, cases[i].merges, cases[i].vocab, cases[i].added));
+		put_string(at("hf/tokenizer.json"), tokenizer_text(text, cases[i].pattern, cases[i].merges, cases[i].vocab,
+				cases[i].added));
 		assert_int_equal(convert(at("hf"), at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
 		expect_error(cases[i].error);
 		assert_false(exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
@@ -912,14 +974,14 @@ static void refused_tokenizers(void **state)
 	expect_error("ignore_merges");
 }
 
-#define CASE(f) cmocka_unit_test_setup_teardown(f, make_scratch, drop_scratch)
-
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(numbers_read), cmocka_unit_test(numbers_round), cmocka_unit_test(numbers_convert), cmocka_unit_test(checksum_of_slices),
-		CASE(directory_to_directory), CASE(directory_to_gguf), CASE(ties), CASE(checkpoint), CASE(refused_directories), CASE(refused_numbers),
-		CASE(full_disk), CASE(refused_headers), CASE(refused_metadata), CASE(tokenizers), CASE(refused_tokenizers),
+		cmocka_unit_test(numbers_read), cmocka_unit_test(numbers_round), cmocka_unit_test(numbers_convert),
+				cmocka_unit_test(checksum_of_slices),
+		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories),
+				TEST(refused_numbers),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(tokenizers), TEST(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,10 +3,11 @@
 # output, wrong use.
 . "$(dirname "$0")/check.sh"
 
-# ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without a token ----
+# ---- a model that has learned one line, in which no character comes twice; its vocabulary has ids without tokens ----
 for _ in {1..41}; do printf 'abcdef "ghijk\n'; done >text.txt
 tiny model.hidden_size=32 model.head_dim=8 model.vocab_size=270 model.max_position_embeddings=64 model.num_experts=4 \
-	model.moe_intermediate_size=16 model.rope_theta=600000 data.seq_len=40 data.shuffle=off train.steps=100 train.micro_batch=4 train.batch=8 \
+	model.moe_intermediate_size=16 model.rope_theta=600000 data.seq_len=40 data.shuffle=off train.steps=100 \
+	train.micro_batch=4 train.batch=8 \
 	schedule.warmup_steps=5 schedule.decay='{ steps: 40, shape: linear, final_lr: 1e-4 }'
 model=run/step-0000100
 printf 'abc\nf "gh\r\n\nabcdef "ghijk\ng\n' >prompts.txt
@@ -77,10 +78,12 @@ test_wrong_use() {
 	expect 2 "--temperature -1: expected a number from 0 to 100" "$ling" generate $model --prompt a --temperature -1
 	expect 0 "" "$ling" generate $model --prompt a --temperature 0.0 --max-tokens 1
 	expect 2 "--temperature nan" "$ling" generate $model --prompt a --temperature nan
-	expect 2 "--top-p 0: expected a number above 0 and up to 1" "$ling" generate $model --prompt a --temperature 1 --top-p 0
+	expect 2 "--top-p 0: expected a number above 0 and up to 1" \
+		"$ling" generate $model --prompt a --temperature 1 --top-p 0
 	expect 2 "--top-p 1.5" "$ling" generate $model --prompt a --temperature 1 --top-p 1.5
 	expect 2 "--batch 0" "$ling" generate $model --prompt a --batch 0
-	expect 2 "--seed -1: expected a whole number, at least 0" "$ling" generate $model --prompt a --temperature 1 --seed -1
+	expect 2 "--seed -1: expected a whole number, at least 0" \
+		"$ling" generate $model --prompt a --temperature 1 --seed -1
 	expect 1 "step-NNNNNNN" "$ling" generate run --prompt a
 	expect 1 "nothere" "$ling" generate nothere --prompt a
 	expect 1 "nothere.txt" "$ling" generate $model --prompts nothere.txt

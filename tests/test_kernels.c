@@ -1,34 +1,37 @@
 /*
- * Kernels: each beside its plain form, by the program's own self-check, and what a comparison of sums does not show: exact zeros, order, bits
- * that depend on nothing else, extremes. Built twice: in float, as ling runs, and in double, where the agreement is far closer.
+ * test_kernels.c - the program's own self-check of every kernel, and what a comparison with a reference does not show:
+ * exact zeros, order, bits that do not depend on neighbours or threads, and extreme values. Built twice: in float, as
+ * ling runs, and in double, where the errors are much smaller.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "kernels.h"
 #include "commands/self_check.h"
 
+#include <math.h>
+#include <omp.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include "test.h"
-
-#include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
-static void *take(int64_t n, size_t size)
+#include "test.h"
+
+/* n reals that are NaN, which stays if a kernel does not write an element or adds to it. Release with free(). */
+static real *nan_array(int64_t n)
 {
-	void *p = calloc(n ? n : 1, size);
-	assert_non_null(p);
-	return p;
+	real *x = allocate(n * sizeof *x);
+	for (int64_t i = 0; i < n; i++)
+		x[i] = NAN;
+	return x;
 }
 
-static real *garbage(int64_t n)
+/* n standard normal numbers, which depend on the seed. Release with free(). */
+static real *normal_array(int64_t n, uint64_t seed)
 {
-	real *x = take(n, sizeof *x);
-	for (int64_t i = 0; i < n; i++)
-		x[i] = NAN; /* what a kernel must write, and not add to */
+	real *x = allocate(n * sizeof *x);
+	random_normal(x, n, &(struct random_stream){.seed = seed}, 0);
 	return x;
 }
 
@@ -36,11 +39,12 @@ static void test_self_check(void **state)
 {
 	(void)state;
 	struct check checks[MAX_CHECKS];
-	double *work = take(self_check_scratch(), sizeof *work);
+	double *work = allocate(self_check_scratch() * sizeof *work);
 	const int n = self_check(checks, work);
 	for (int i = 0; i < n; i++)
 		if (!(checks[i].forward <= (sizeof(real) == 8 ? 1e-12 : CHECK_BOUND) && checks[i].backward <= CHECK_BOUND))
-			fail_msg("%s: relative error %g forward, %g backward", checks[i].operation, checks[i].forward, checks[i].backward);
+			fail_msg("%s: relative error %g forward, %g backward", checks[i].operation, checks[i].forward,
+					checks[i].backward);
 	assert_in_range(n, 14, MAX_CHECKS);
 	free(work);
 }
@@ -49,15 +53,13 @@ static void test_self_check(void **state)
  * Matrix products
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* An expert without tokens: its gradient was NaN before and is exactly zero now; adding nothing leaves it alone. */
+/* The gradient of an expert without tokens is exactly 0, and with `accumulate` it stays what it was. */
 static void test_empty_group(void **state)
 {
 	(void)state;
 	enum { R = 6, K = 13, N = 27 };
 	const int64_t offset[] = {0, 1, 1, R};
-	real *x = take(R * K, sizeof *x), *dy = take(R * N, sizeof *dy), *dw = garbage(3 * N * K);
-	random_normal(x, R * K, &(struct random_stream){.seed = 1}, 0);
-	random_normal(dy, R * N, &(struct random_stream){.seed = 2}, 0);
+	real *x = normal_array(R * K, 1), *dy = normal_array(R * N, 2), *dw = nan_array(3 * N * K);
 	grouped_matmul_backward_weight(dw, dy, NULL, x, NULL, offset, 3, K, N, false);
 	for (int64_t i = 0; i < N * K; i++)
 		assert_true(dw[N * K + i] == 0);
@@ -67,7 +69,7 @@ static void test_empty_group(void **state)
 	free(x), free(dy), free(dw);
 }
 
-/* Rows taken by a list are the rows that a copy would have gathered, bit for bit. */
+/* A product with a list of rows gives the bits of a product with a copy of these rows. */
 static void test_row_lists(void **state)
 {
 	(void)state;
@@ -76,11 +78,9 @@ static void test_row_lists(void **state)
 	int32_t row[R];
 	for (int r = 0; r < R; r++)
 		row[r] = (r * 29 + 3) % T;
-	real *x = garbage(T * K), *rows = garbage(R * K), *dy = garbage(R * N), *dy_rows = garbage(R * N), *w = garbage(G * N * K);
-	real *listed = garbage(G * N * K), *copied = garbage(G * N * K);
-	random_normal(x, T * K, &(struct random_stream){.seed = 1}, 0);
-	random_normal(dy, R * N, &(struct random_stream){.seed = 2}, 0);
-	random_normal(w, G * N * K, &(struct random_stream){.seed = 3}, 0);
+	real *x = normal_array(T * K, 1), *dy = normal_array(R * N, 2), *w = normal_array(G * N * K, 3);
+	real *rows = nan_array(R * K), *dy_rows = nan_array(R * N);
+	real *listed = nan_array(G * N * K), *copied = nan_array(G * N * K);
 	gather_rows(rows, x, row, R, K);
 	struct weight weights[G];
 	stack_weights(weights, w, G, N * K);
@@ -97,23 +97,24 @@ static void test_row_lists(void **state)
 	free(x), free(rows), free(dy), free(dy_rows), free(w), free(listed), free(copied);
 }
 
-/* Weights as files have them, in bfloat16 and with gate and up apart, give the bits of the same numbers in memory, for few rows and many. */
+/* A weight in two parts, in float or in bfloat16, as a file may have it, gives the bits of the same numbers in one
+ * array of reals; for few rows and for many. */
 static void test_weights_in_place(void **state)
 {
 	(void)state;
 	enum { G = 3 };
-	static const int64_t sizes[][3] = {{1, 5, 2}, {4, 37, 46}, {14, 401, 90}, {16, 800, 64}, {3, 3101, 70}, {40, 385, 902}, {130, 64, 34}, {5, 9, 3100}};
+	static const int64_t sizes[][3] = {{1, 5, 2}, {4, 37, 46}, {14, 401, 90}, {16, 800, 64}, {3, 3101, 70},
+			{40, 385, 902}, {130, 64, 34}, {5, 9, 3100}};
 	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
 		const int64_t R = sizes[c][0], K = sizes[c][1], N = sizes[c][2], offset[G + 1] = {0, R - R / 3, R - R / 3, R};
-		real *x = garbage(R * K), *w = garbage(G * N * K), *y = garbage(R * N), *again = garbage(R * N), *act = garbage(R * N / 2);
-		real *act_again = garbage(R * N / 2);
-		/* First halves stand apart from second ones, with NaN between; and at an address that is no multiple of 4. */
+		real *x = normal_array(R * K, 1), *w = normal_array(G * N * K, 2), *y = nan_array(R * N);
+		real *again = nan_array(R * N), *act = nan_array(R * N / 2), *act_again = nan_array(R * N / 2);
+		/* The first halves of all weights, then the second ones, with NaN after each; at an address that is no
+		 * multiple of 4. */
 		const int64_t size = N / 2 * K;
-		real *apart = garbage(4 * G * size);
+		real *apart = nan_array(4 * G * size);
 		uint16_t *half = malloc((4 * G * size + 1) * sizeof *half), *halves = half + 1;
 		double sums[K], sums_again[K];
-		random_normal(x, R * K, &(struct random_stream){.seed = 1}, 0);
-		random_normal(w, G * N * K, &(struct random_stream){.seed = 2}, 0);
 		for (int64_t i = 0; i < 4 * G * size; i++)
 			halves[i] = 0x7fc0;
 		for (int64_t i = 0; i < G * N * K; i++) {
@@ -146,7 +147,7 @@ static void test_weights_in_place(void **state)
 		}
 		const int32_t token[] = {(int32_t)N / 2 - 1, 0};
 		real rows[2 * K];
-		weights[0] = (struct weight){.data = halves, .bf16 = true}; /* the first half alone */
+		weights[0] = (struct weight){.data = halves, .bf16 = true}; /* the first half of the first weight */
 		embedding_forward(rows, token, weights, 0, 2, K, N / 2);
 		assert_memory_equal(rows, w + (N / 2 - 1) * K, K * sizeof *rows);
 		assert_memory_equal(rows + K, w, K * sizeof *rows);
@@ -157,16 +158,17 @@ static void test_weights_in_place(void **state)
 	}
 }
 
-/* The largest error of c [m, n], a sum over k terms a[i * a_row + p * a_term] * b[j * b_col + p * b_term], relative to the sum of their sizes. */
-static double product_difference(const real *c, int64_t m, int64_t n, int64_t k, const real *a, int64_t a_row, int64_t a_term, const real *b,
-		int64_t b_col, int64_t b_term)
+/* The largest error of an element c[i, j] of c [m, n] = the sum over p < k of a[i * a_row + p * a_k] * b[j * b_col + p
+ * * b_k], relative to the sum of the absolute values of the terms; NaN if an element is NaN. */
+static double product_difference(const real *c, int64_t m, int64_t n, int64_t k, const real *a, int64_t a_row,
+		int64_t a_k, const real *b, int64_t b_col, int64_t b_k)
 {
 	double worst = 0;
 	for (int64_t i = 0; i < m; i++)
 		for (int64_t j = 0; j < n; j++) {
 			double sum = 0, size = 0;
 			for (int64_t p = 0; p < k; p++) {
-				const double term = (double)a[i * a_row + p * a_term] * b[j * b_col + p * b_term];
+				const double term = (double)a[i * a_row + p * a_k] * b[j * b_col + p * b_k];
 				sum += term;
 				size += fabs(term);
 			}
@@ -177,17 +179,17 @@ static double product_difference(const real *c, int64_t m, int64_t n, int64_t k,
 	return worst;
 }
 
-/* Sizes that cross every block of the product; strides where its tiles read A in place (256) and where they do not. A row's results do not
- * depend on the rows beside it, nor on the number of threads. */
+/* Sizes that are beyond MR, NR, MC, NC and KC, and leading dimensions with which A is read in place (256) and with
+ * which it is packed. The bits of a row do not depend on the other rows or on the number of threads. */
 static void test_product_blocks(void **state)
 {
 	(void)state;
-	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1}, {33, 1702, 50}};
+	static const int64_t sizes[][3] = {{301, 403, 801}, {256, 256, 256}, {130, 256, 100}, {5, 771, 31}, {1, 1, 1},
+			{33, 1702, 50}};
 	for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
 		const int64_t T = sizes[c][0], K = sizes[c][1], N = sizes[c][2];
-		real *x = garbage(T * K), *w = garbage(N * K), *y = garbage(T * N), *again = garbage(T * N), *dw = garbage(N * K), *dx = garbage(T * K);
-		random_normal(x, T * K, &(struct random_stream){.seed = 1}, 0);
-		random_normal(w, N * K, &(struct random_stream){.seed = 2}, 0);
+		real *x = normal_array(T * K, 1), *w = normal_array(N * K, 2), *y = nan_array(T * N);
+		real *again = nan_array(T * N), *dw = nan_array(N * K), *dx = nan_array(T * K);
 		const struct weight weight = {.data = w};
 		matmul_forward(y, x, &weight, NULL, T, K, N, false);
 		matmul_backward_input(dx, y, w, T, K, N, false);
@@ -200,7 +202,7 @@ static void test_product_blocks(void **state)
 			matmul_forward(again + t * N, x + t * K, &weight, NULL, T - t < 7 ? T - t : 7, K, N, false);
 		assert_memory_equal(again, y, T * N * sizeof *y);
 		const int threads = omp_get_max_threads();
-		real *other = garbage(N * K);
+		real *other = nan_array(N * K);
 		for (int n = 1; n <= 5; n++) {
 			omp_set_num_threads(n);
 			matmul_forward(again, x, &weight, NULL, T, K, N, false);
@@ -217,7 +219,8 @@ static void test_product_blocks(void **state)
  * Extremes
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* Values whose squares overflow a float keep their size: a run that diverges must not look calm. */
+/* Values whose squares are beyond float give the right result: otherwise they would become 0, and a run that diverges
+ * would look well. */
 static void test_rmsnorm_large(void **state)
 {
 	(void)state;
@@ -227,13 +230,13 @@ static void test_rmsnorm_large(void **state)
 	assert_true(fabs(out[0] - 1) < 1e-6 && fabs(out[1] + 1) < 1e-6);
 }
 
-/* Scores far beyond exp's range: each query takes the value of the key that it likes most. */
+/* Scores far beyond the range of exp: the output of each query is the value of its best key. */
 static void test_attention_large_scores(void **state)
 {
 	(void)state;
 	const real qkv[3][6] = {{1000, 0, 1000, 0, 1, 2}, {0, 1000, 0, 1000, 3, 4}, {1000, 0, 500, 500, 5, 6}};
 	const real expected[3][2] = {{1, 2}, {3, 4}, {1, 2}};
-	real out[3][2], lse[3], *work = garbage(attention_scratch(2));
+	real out[3][2], lse[3], *work = nan_array(attention_scratch(2));
 	attention_forward(out[0], lse, qkv[0], NULL, 1, 3, 1, 1, 2, work);
 	assert_memory_equal(out, expected, sizeof out);
 	free(work);
@@ -243,11 +246,12 @@ static void test_attention_large_scores(void **state)
  * Router
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* Ties go to the lower index; NaN neither crashes nor chooses an expert twice. */
+/* Among equals the lower index is chosen. With NaN, k different experts are chosen. */
 static void test_topk_ties(void **state)
 {
 	(void)state;
-	const real p[4][5] = {{0.2f, 0.2f, 0.2f, 0.2f, 0.2f}, {0.1f, 0.3f, 0.1f, 0.3f, 0.2f}, {0, 0, 0, 1, 0}, {NAN, NAN, NAN, NAN, NAN}};
+	const real p[4][5] = {{0.2f, 0.2f, 0.2f, 0.2f, 0.2f}, {0.1f, 0.3f, 0.1f, 0.3f, 0.2f}, {0, 0, 0, 1, 0},
+			{NAN, NAN, NAN, NAN, NAN}};
 	const int32_t expected[4][3] = {{0, 1, 2}, {1, 3, 4}, {3, 0, 1}, {0, 1, 2}};
 	int32_t index[4][3];
 	real weight[4][3];
@@ -256,7 +260,7 @@ static void test_topk_ties(void **state)
 	assert_true(isnan(weight[3][0]));
 }
 
-/* Each sequence's counts and sums, counted again by hand. */
+/* The counts and sums of each sequence, against plain loops. */
 static void test_router_statistics(void **state)
 {
 	(void)state;
@@ -290,15 +294,15 @@ static void test_routing_noise(void **state)
 	(void)state;
 	const int64_t T = 500, E = 7;
 	struct random_stream stream = {.seed = 11, .purpose = RANDOM_ROUTING, .step = 3};
-	real *s = take(T * E, sizeof *s), *noisy = garbage(T * E), *part = garbage(2 * E), eps[7];
+	real *s = allocate(T * E * sizeof *s), *noisy = nan_array(T * E), *part = nan_array(2 * E), eps[7];
 	double sum = 0, squares = 0;
 	for (int64_t i = 0; i < T * E; i++)
 		s[i] = (real)i;
-	routing_noise_forward(noisy, s, 0, 5, 2, &stream, T, E); /* alpha 0: noise alone */
+	routing_noise_forward(noisy, s, 0, 5, 2, &stream, T, E); /* alpha 0: only noise */
 	for (int64_t i = 0; i < T * E; i++)
 		sum += noisy[i], squares += (noisy[i] - 5.0) * (noisy[i] - 5);
 	assert_true(fabs(sum / (T * E) - 5) < 0.1 && fabs(squares / (T * E) - 4) < 0.3);
-	/* A token's noise does not depend on where its micro-batch begins. */
+	/* The noise of a token does not depend on where its micro-batch begins. */
 	stream.first = 123 * E;
 	routing_noise_forward(part, s, 0, 5, 2, &stream, 2, E);
 	assert_memory_equal(part, noisy + 123 * E, 2 * E * sizeof *part);
@@ -318,12 +322,13 @@ static void test_dispatch(void **state)
 {
 	(void)state;
 	enum { T = 5, K = 2, E = 4, H = 3 };
-	const int32_t index[T * K] = {3, 0, 0, 3, 0, 1, 3, 1, 1, 0}; /* nobody chose expert 2 */
+	const int32_t index[T * K] = {3, 0, 0, 3, 0, 1, 3, 1, 1, 0}; /* no token chose expert 2 */
 	int64_t offset[E + 1];
 	int32_t position[T * K], token[T * K];
 	dispatch_plan(offset, position, token, index, T * K, K, E);
 	const int64_t expected_offset[] = {0, 4, 7, 7, 10};
-	const int32_t expected_token[] = {0, 1, 2, 4, 2, 3, 4, 0, 1, 3}, expected_position[] = {7, 0, 1, 8, 2, 4, 9, 5, 6, 3};
+	const int32_t expected_token[] = {0, 1, 2, 4, 2, 3, 4, 0, 1, 3};
+	const int32_t expected_position[] = {7, 0, 1, 8, 2, 4, 9, 5, 6, 3};
 	assert_memory_equal(offset, expected_offset, sizeof offset);
 	assert_memory_equal(token, expected_token, sizeof token);
 	assert_memory_equal(position, expected_position, sizeof position);
@@ -352,7 +357,7 @@ static void test_dispatch(void **state)
  * Head
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* A target that is ignored costs nothing and has a gradient of exactly zero. */
+/* A target < 0 gives a loss of 0 and a gradient of exactly 0. */
 static void test_cross_entropy_ignored(void **state)
 {
 	(void)state;
@@ -367,14 +372,15 @@ static void test_cross_entropy_ignored(void **state)
 	assert_true(loss[0] == 0 && sum[0] == 0 && loss[1] + log(sum[1]) > 0 && logits[1][1] < 0);
 }
 
-/* A vocabulary in two parts: embedding, loss and gradients are those of the whole. */
+/* A vocabulary in two parts: embedding, loss and gradients are those of the whole vocabulary. */
 static void test_vocabulary_parts(void **state)
 {
 	(void)state;
 	enum { T = 3, H = 5, V = 7, CUT = 3 };
 	const int32_t token[T] = {2, 6, 3}, target[T] = {6, 0, -1};
 	const int first[3] = {0, CUT, V};
-	real w[V * H], dout[T * H], logits[T * V], whole[T * H], part[T * H], dw[V * H], dpart[V * H], max[T], highest[T], some[T * V];
+	real w[V * H], dout[T * H], logits[T * V], whole[T * H], part[T * H], dw[V * H], dpart[V * H], max[T], highest[T],
+			some[T * V];
 	double loss[T] = {0}, sum[T] = {0}, whole_loss[T], whole_sum[T];
 	random_normal(w, V * H, &(struct random_stream){.seed = 1}, 0);
 	random_normal(dout, T * H, &(struct random_stream){.seed = 2}, 0);
@@ -382,7 +388,8 @@ static void test_vocabulary_parts(void **state)
 	embedding_forward(whole, token, &(struct weight){.data = w}, 0, T, H, V);
 	embedding_backward(dw, token, dout, 0, T, H, V, false);
 	for (int p = 0; p < 2; p++) {
-		embedding_forward(part, token, &(struct weight){.data = w + first[p] * H}, first[p], T, H, first[p + 1] - first[p]);
+		embedding_forward(part, token, &(struct weight){.data = w + first[p] * H}, first[p], T, H,
+				first[p + 1] - first[p]);
 		for (int t = 0; t < T; t++) {
 			const bool here = token[t] >= first[p] && token[t] < first[p + 1];
 			for (int j = 0; j < H; j++)
@@ -423,7 +430,7 @@ static void test_vocabulary_parts(void **state)
 	}
 }
 
-/* Huge logits stay finite; NaN and infinity show. */
+/* The loss of huge logits is finite and right; with a NaN it is NaN. */
 static void test_cross_entropy_extremes(void **state)
 {
 	(void)state;
@@ -439,14 +446,14 @@ static void test_cross_entropy_extremes(void **state)
 	assert_true(isnan(loss[2]));
 }
 
-/* Sums are kept in double: exact for small whole numbers, with any remainder of rows and blocks. */
+/* Sums are in double: exact for small integers, whatever the number of rows and blocks. */
 static void test_double_sums(void **state)
 {
 	(void)state;
 	const int64_t sizes[] = {0, 1, 63, 64, 65, 100000};
 	for (int c = 0; c < 6; c++) {
 		const int64_t n = sizes[c];
-		real *x = take(n, sizeof *x);
+		real *x = allocate(n * sizeof *x);
 		double column[1], expected = 0;
 		for (int64_t i = 0; i < n; i++) {
 			x[i] = (real)(4096 + i % 7);
@@ -465,11 +472,12 @@ static void test_double_sums(void **state)
 static void test_philox(void **state)
 {
 	(void)state;
-	/* Known answers published with Random123. */
-	const uint32_t counter[3][4] = {{0, 0, 0, 0}, {~0u, ~0u, ~0u, ~0u}, {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}};
+	/* Known answers that were published with Random123, the authors' library. */
+	const uint32_t counter[3][4] = {{0, 0, 0, 0}, {~0u, ~0u, ~0u, ~0u},
+			{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}};
 	const uint32_t key[3][2] = {{0, 0}, {~0u, ~0u}, {0xa4093822, 0x299f31d0}};
-	const uint32_t expected[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
-			{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
+	const uint32_t expected[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+			{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
 	for (int i = 0; i < 3; i++) {
 		uint32_t out[4];
 		philox(out, counter[i], key[i]);
@@ -488,7 +496,7 @@ static void test_random_streams(void **state)
 	for (int i = 0; i < N; i++)
 		mean += all[i] / (double)N, variance += (double)all[i] * all[i] / N;
 	assert_true(fabs(mean) < 0.02 && fabs(variance - 1) < 0.02);
-	for (int first = 0; first < 9; first++) { /* any piece equals the same piece of the whole */
+	for (int first = 0; first < 9; first++) { /* numbers do not depend on where a call begins */
 		random_normal(part, 57, &s, first);
 		assert_memory_equal(part, all + first, 57 * sizeof *part);
 	}
@@ -510,7 +518,7 @@ static void test_permutation(void **state)
 	const uint64_t sizes[] = {1, 2, 3, 4, 5, 16, 17, 1000, 65537};
 	for (int c = 0; c < 9; c++) {
 		uint64_t n = sizes[c], fixed = 0;
-		bool *seen = take(n, 1);
+		bool *seen = allocate(n);
 		struct random_stream s = {.seed = 3, .purpose = RANDOM_SHUFFLE, .step = 1};
 		for (uint64_t i = 0; i < n; i++) {
 			uint64_t image = random_permute(i, n, &s);
@@ -519,7 +527,7 @@ static void test_permutation(void **state)
 			fixed += image == i;
 		}
 		if (n >= 1000)
-			assert_true(fixed < 10); /* about one is expected */
+			assert_true(fixed < 10); /* the expected number of fixed points is 1 */
 		free(seen);
 	}
 }
@@ -528,48 +536,43 @@ static void test_permutation(void **state)
  * Threads
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* Results do not depend on the number of threads, but for matrix products, which are the same for the same number. */
+/* Results do not depend on the number of threads. */
 static void test_threads(void **state)
 {
 	(void)state;
-	enum { T = 300, H = 130 };
-	real *x = take(T * H, sizeof *x), *w = take(H * H, sizeof *w), *out[3], *product[2], *rstd = take(T, sizeof *rstd);
-	struct random_stream s = {.seed = 1};
+	enum { T = 300, H = 130, SIZE = 3 * T * H };
+	real *x = normal_array(T * H, 1), *w = normal_array(H * H, 2), *rstd = nan_array(T), *results[3];
+	real *work = nan_array(row_sum_scratch(H));
 	const int before = omp_get_max_threads();
-	random_normal(x, T * H, &s, 0);
-	random_normal(w, H * H, &s, T * H);
 	for (int threads = 1; threads <= 3; threads++) {
 		omp_set_num_threads(threads);
-		real *y = out[threads - 1] = take(2 * T * H, sizeof *y), *work = take(row_sum_scratch(H), sizeof *work);
-		rmsnorm_forward(y, rstd, x, w, T, H, 1e-5);
-		rmsnorm_backward(y + T * H, y, x, x, w, rstd, T, H, true, work);
-		embedding_backward(y, (int32_t[]){1, 1, 0, 2, 2}, x, 0, 5, H, 3, true);
-		y[0] = (real)sum_of_squares(x, T * H);
-		for (int i = 0; i < 2; i++) {
-			product[i] = take(T * H, sizeof *product[i]);
-			matmul_forward(product[i], x, &(struct weight){.data = w}, w, T, H, H, false);
-		}
-		assert_memory_equal(product[0], product[1], T * H * sizeof *product[0]);
-		free(work), free(product[0]), free(product[1]);
+		real *out = results[threads - 1] = allocate(SIZE * sizeof *out), *dx = out + T * H, *product = dx + T * H;
+		rmsnorm_forward(out, rstd, x, w, T, H, 1e-5);
+		rmsnorm_backward(dx, out, x, x, w, rstd, T, H, true, work);
+		embedding_backward(out, (int32_t[]){1, 1, 0, 2, 2}, x, 0, 5, H, 3, true);
+		out[0] = (real)sum_of_squares(x, T * H);
+		matmul_forward(product, x, &(struct weight){.data = w}, w, T, H, H, false);
 	}
 	omp_set_num_threads(before);
-	for (int i = 1; i < 3; i++) {
-		assert_memory_equal(out[i], out[0], 2 * T * H * sizeof *out[0]);
-		free(out[i]);
-	}
-	free(x), free(w), free(rstd), free(out[0]);
+	for (int i = 0; i < 3; i++)
+		assert_memory_equal(results[i], results[0], SIZE * sizeof *results[0]);
+	free(results[0]), free(results[1]), free(results[2]);
+	free(x), free(w), free(rstd), free(work);
 }
 
 int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists), cmocka_unit_test(test_weights_in_place),
-		cmocka_unit_test(test_product_blocks), cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
-		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_statistics), cmocka_unit_test(test_routing_noise),
-		cmocka_unit_test(test_dispatch), cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts), cmocka_unit_test(test_cross_entropy_extremes),
-		cmocka_unit_test(test_double_sums), cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams),
-		cmocka_unit_test(test_permutation), cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists),
+		cmocka_unit_test(test_weights_in_place), cmocka_unit_test(test_product_blocks),
+		cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
+		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_statistics),
+		cmocka_unit_test(test_routing_noise), cmocka_unit_test(test_dispatch),
+		cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts),
+		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
+		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
+		cmocka_unit_test(test_threads),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -322,7 +322,7 @@ static void test_empty_micro_batch(void **state)
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
 		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
-		model_backward(&t.model, t.input, 0, &step);
+		model_backward(&t.model, t.input, 0, &step, NULL);
 		for (int64_t j = 0; j < t.model.num_elements; j++)
 			assert_true(t.model.grads.memory[j] == i);
 		for (int64_t j = 0; j < t.model.num_elements; j++)

@@ -174,8 +174,7 @@ static void test_reduce_scatter_overlap(void)
 		for (int i = 0; i < ROWS; i++)
 			in[k][i] = (real)(k + i);
 		reduce_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, scratch[k]);
-		for (int j = 0; j <= k; j++)
-			reduce_scatter_progress(&s[j]);
+		parallel_progress();
 	}
 	for (int k = 0; k < 4; k++) {
 		reduce_scatter_finish(&s[k], out[k], false);
@@ -251,6 +250,15 @@ static void test_micro_batches(void)
 	const struct micro_batches s = micro_batches_of_rank(&world, 7, 2);
 	static const int rounds[] = {4, 2, 2};
 	check(s.num == rounds[world.size - 1] && s.first == 2 * world.rank && s.step == 2 * world.size);
+	int64_t place = 0;
+	for (int64_t i = 0; i < s.num; i++)
+		for (int64_t j = s.first + i * s.step; j < 7 && j < s.first + i * s.step + 2; j++)
+			check(micro_batch_place(&s, j) == place++ && micro_batch_sequences(&s, i) == (j < 6 ? 2 : 1));
+	int64_t all[3] = {0};
+	for (int j = 0; j < 7; j++)
+		all[micro_batch_place(&s, j) < 0 ? 0 : 1]++;
+	check(all[1] == place && all[0] == 7 - place);
+	check(micro_batch_sequences(&s, s.num) == 0);
 }
 
 /* The norm of a gradient in these n buckets, of which every element of bucket i is values[i]. */
@@ -336,9 +344,13 @@ static void test_valid_tokens(void)
 		struct trainer t;
 		struct metrics m;
 		make_table_model(&t, tensor, BATCH, 1, L);
+		const struct micro_batches mine = micro_batches_of_rank(&t.model.layout.data, BATCH, 1);
 		for (int i = 0; i < BATCH * L; i++) {
-			t.input[i] = i >= L;
-			t.target[i] = i < L || (i >= 2 * L - 8 && i < 2 * L) ? 0 : -1;
+			const int64_t place = micro_batch_place(&mine, i / L);
+			if (place < 0)
+				continue;
+			t.input[place * L + i % L] = i >= L;
+			t.target[place * L + i % L] = i < L || (i >= 2 * L - 8 && i < 2 * L) ? 0 : -1;
 		}
 		check(trainer_step(&t, BATCH, &m) == 0);
 		check(near(m.loss, 2.5));

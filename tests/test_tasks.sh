@@ -68,7 +68,8 @@ test_results() {
 test_ranks() {
 	local n file
 	for n in 2 3; do
-		ranks $n "$root/ling" eval $model --tasks all.yaml --out ranks$n >out.txt 2>err.txt || problem "$n ranks: $(cat err.txt)"
+		ranks $n "$root/ling" eval $model --tasks all.yaml --out ranks$n >out.txt 2>err.txt ||
+			problem "$n ranks: $(cat err.txt)"
 		"$root/ling" eval $model --tasks all.yaml --out alone >alone.txt 2>err.txt
 		for file in results.json samples.jsonl; do
 			cmp ranks$n/$file alone/$file || problem "$n ranks give other $file"
@@ -87,12 +88,11 @@ test_foreign_paths() {
 	for file in results.json samples.jsonl; do
 		[ -s "$odd/results/$file" ] || problem "$file: $(ls "$odd")"
 	done
-	perl -MJSON::PP -0777 -ne 'my $r = decode_json($_);
-		$r->{model} eq "odd\x{fffd}\x{fffd}/model" && $r->{tasks}[0]{data} eq "odd\x{fffd}\x{fffd}/choice.jsonl"
-			or die "found $r->{model}"' "$odd/results/results.json" 2>err.txt || problem "results.json: $(cat err.txt)"
+	jq -e '.model == "odd\ufffd\ufffd/model" and .tasks[0].data == "odd\ufffd\ufffd/choice.jsonl"' "$odd/results/results.json" >/dev/null ||
+		problem "results.json: $(head -c 400 "$odd/results/results.json")"
 	cmp -s "$odd/results/samples.jsonl" results/samples.jsonl || problem "the path changes the samples"
 	expect 0 "" "$ling" eval "$odd/model" --tasks "$odd/all.yaml" --json
-	perl -MJSON::PP -ne 'decode_json($_)' out.txt || problem "not JSON: $(cat out.txt)"
+	json out.txt
 }
 
 # A model with a vocabulary of its own: tokens are those of its tokenizer.json, and options have fewer.

@@ -30,7 +30,6 @@
 #include <omp.h>
 #include <pthread.h>
 
-#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 #define FIXTURES "tests/fixtures/tokenizer"
 
 static struct tokenizer *must_open(const char *name)

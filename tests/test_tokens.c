@@ -1,0 +1,721 @@
+/*
+ * Token files: made from text and JSON lines, read in every format. Good files must come back as they were; broken
+ * ones, made here by patching good ones, must give the error that names the place.
+ */
+#define _GNU_SOURCE
+#include "tests/test.h"
+
+#include "commands/tokenize.h"
+#include "data.h"
+#include "files/encoder.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+#include <zlib.h>
+
+/* ---- token files ---- */
+
+struct index_file { uint8_t bytes[512]; size_t n; };
+
+/* An index of sequences and document entries as given; pointers follow from the lengths. */
+static void make_index(struct index_file *f, int dtype, int n, const int32_t *lengths, int entries,
+		const int64_t *documents)
+{
+	memset(f, 0, sizeof *f);
+	memcpy(f->bytes, "MMIDIDX", 7);
+	f->bytes[9] = 1, f->bytes[17] = dtype, f->bytes[18] = n, f->bytes[26] = entries;
+	f->n = 34;
+	int64_t pointer = 0;
+	for (int i = 0; i < n; i++, f->n += 4)
+		memcpy(f->bytes + f->n, &lengths[i], 4);
+	for (int i = 0; i < n; i++, f->n += 8) {
+		memcpy(f->bytes + f->n, &pointer, 8);
+		pointer += lengths[i] * (int64_t)token_types[dtype].size;
+	}
+	for (int i = 0; i < entries; i++, f->n += 8)
+		memcpy(f->bytes + f->n, &documents[i], 8);
+}
+
+static void tokens_types(void **state)
+{
+	(void)state;
+	static const int32_t lengths[] = {2, 0, 3};
+	static const int64_t documents[] = {0, 1, 1, 3};
+	static const uint8_t u8[] = {0, 255, 1, 2, 3};
+	static const int8_t i8[] = {0, 127, 1, 2, 3};
+	static const int16_t i16[] = {0, 32767, 1, 2, 3};
+	static const int32_t i32[] = {0, 126463, 65536, 70000, 3};
+	static const int64_t i64[] = {0, 126463, 65536, 70000, 3};
+	static const uint16_t u16[] = {0, 65535, 1, 40000, 3};
+	static const struct { int dtype; const void *data; size_t size; int32_t largest; int64_t fourth; } cases[] = {
+		{1, u8, sizeof u8, 255, 2}, {2, i8, sizeof i8, 127, 2}, {3, i16, sizeof i16, 32767, 2},
+		{4, i32, sizeof i32, 126463, 70000}, {5, i64, sizeof i64, 126463, 70000}, {8, u16, sizeof u16, 65535, 40000},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct index_file idx;
+		struct tokens t;
+		int32_t out[5];
+		make_index(&idx, cases[i].dtype, 3, lengths, 4, documents);
+		put_file(at("t.idx"), idx.bytes, idx.n + (i % 2 ? 3 : 0)); /* with and without modes */
+		put_file(at("t.bin"), cases[i].data, cases[i].size);
+		if (tokens_open(&t, at("t"), "none", cases[i].largest + 1) < 0)
+			fail_msg("%s", error_text);
+		assert_true(t.count == 5 && t.documents == 3 && t.dtype == cases[i].dtype && !*t.tokenizer);
+		assert_int_equal(tokens_read(&t, 0, 5, out), 0);
+		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
+		assert_int_equal(tokens_read(&t, 4, 1, out), 0);
+		assert_int_equal(out[0], 3);
+		tokens_close(&t);
+		assert_int_equal(tokens_open(&t, at("t"), "none", cases[i].largest), -1);
+		assert_true(!t.bin.data && !t.count && !t.ids);
+		char expected[100];
+		snprintf(expected, sizeof expected, "t.bin: token 1: id %d is outside the vocabulary of %d", cases[i].largest,
+				cases[i].largest);
+		expect_error(expected);
+	}
+	/* Negative ids, and ids beyond 32 bits. */
+	static const struct { int dtype; int64_t id; const char *error; } bad[] = {
+		{2, -1, "token 4: id -1 "}, {3, -300, "token 4: id -300 "}, {4, -5, "token 4: id -5 "},
+		{5, -5, "token 4: id -5 "},
+		{5, INT64_MIN, "token 4: id -9223372036854775808 "}, {5, INT64_C(1) << 32, "token 4: id 4294967296 "},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		int width = token_types[bad[i].dtype].size;
+		uint8_t data[40] = {0};
+		struct index_file idx;
+		struct tokens t;
+		make_index(&idx, bad[i].dtype, 3, lengths, 4, documents);
+		put_file(at("t.idx"), idx.bytes, idx.n);
+		memcpy(data + 4 * width, &bad[i].id, width);
+		put_file(at("t.bin"), data, 5 * width);
+		assert_int_equal(tokens_open(&t, at("t"), "none", INT32_MAX), -1);
+		expect_error(bad[i].error);
+	}
+}
+
+static void tokens_broken(void **state)
+{
+	(void)state;
+	static const int32_t lengths[] = {2, 0, 3};
+	static const int64_t documents[] = {0, 1, 3};
+	static const uint16_t ids[] = {1, 2, 3, 4, 256};
+	struct index_file good, bad;
+	struct tokens t;
+	make_index(&good, 8, 3, lengths, 3, documents);
+	put_file(at("t.bin"), ids, sizeof ids);
+	/* Offsets: lengths 34, pointers 46, documents 70, end 94. */
+	static const struct { int offset; int64_t value; int width; const char *error; } cases[] = {
+		{0, 'X', 1, "not a Megatron index"}, {8, 1, 1, "not a Megatron index"}, {9, 2, 8, "version 2; expected 1"},
+		{17, 0, 1, "unknown dtype code 0"}, {17, 6, 1, "dtype float64"}, {17, 7, 1, "dtype float32"},
+		{17, 9, 1, "unknown dtype code 9"}, {17, 255, 1, "unknown dtype code 255"},
+		{17, 4, 1, "expected 8, where the one before ends"},
+		{18, -1, 8, "do not fit"}, {18, 4, 8, "do not fit"}, {18, 2, 8, "12 bytes after the document index"},
+		{18, INT64_C(0x1555555555555556), 8, "do not fit"}, {26, -1, 8, "do not fit"},
+		{26, INT64_C(1) << 61, 8, "do not fit"},
+		{26, 4, 8, "do not fit"}, {26, 2, 8, "8 bytes after the document index"},
+		{34, -1, 4, "sequence 0: length -1"}, {34, 3, 4, "sequence 1: begins at byte 4; expected 6"},
+		{42, 2, 4, "have 8 bytes but the .bin file has 10"}, {42, 4, 4, "sequence 2: 4 tokens at byte 4 reach beyond"},
+		{42, INT32_MAX, 4, "reach beyond"}, {46, 2, 8, "sequence 0: begins at byte 2; expected 0"},
+		{62, -4, 8, "sequence 2: begins at byte -4"}, {70, 1, 8, "document entry 0 is 1"},
+		{70, -1, 8, "document entry 0 is -1"},
+		{78, 4, 8, "document entry 1 is 4"}, {78, -1, 8, "document entry 1 is -1"},
+		{86, 0, 8, "document entry 2 is 0"},
+		{86, 2, 8, "document entry 2 is 2"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		bad = good;
+		memcpy(bad.bytes + cases[i].offset, &cases[i].value, cases[i].width);
+		put_file(at("t.idx"), bad.bytes, bad.n);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error("t.idx: ");
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error(cases[i].error);
+		assert_null(t.bin.data);
+	}
+	for (size_t n = 0; n < good.n + 8; n++) {
+		put_file(at("t.idx"), good.bytes, n);
+		if (n == good.n || n == good.n + 3) { /* whole; with modes */
+			assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+			tokens_close(&t);
+		} else {
+			assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+			expect_error("t.idx: ");
+		}
+	}
+	put_file(at("t.idx"), good.bytes, good.n);
+	for (size_t n = 0; n < sizeof ids; n++) {
+		put_file(at("t.bin"), ids, n);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error("t.idx: |.bin file");
+	}
+	make_index(&good, 8, 0, NULL, 0, NULL);
+	put_file(at("t.idx"), good.bytes, good.n);
+	put_file(at("t.bin"), ids, 0);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("no document index");
+	unlink(at("t.idx"));
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.idx: cannot open");
+	assert_int_equal(tokens_open(&t, at("u"), "none", 257), -1);
+	expect_error("u.bin: cannot open");
+	assert_int_equal(mkdir(at("v.bin"), 0777), 0);
+	assert_int_equal(tokens_open(&t, at("v"), "none", 257), -1);
+	expect_error("v.bin: expected a file, found a directory");
+}
+
+/* Tokenizes files, opens the result and compares the tokens, written as text with | for the end of a document. */
+static void check_tokens(int num_files, char **files, const char *expected, size_t length, int documents)
+{
+	struct tokens t;
+	struct tokenized result;
+	if (tokenize_files(at("out/deep/t"), "byte", false, num_files, files, &result) < 0 ||
+			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(t.count, length);
+	assert_int_equal(t.documents, documents);
+	assert_true(result.documents == documents && result.tokens == t.count && result.bytes == t.count - documents);
+	assert_string_equal(t.tokenizer, "byte");
+	assert_int_equal(t.crc32, crc32_z(0, t.bin.data, t.bin.size));
+	int32_t *ids = allocate(length * sizeof *ids);
+	assert_int_equal(tokens_read(&t, 0, length, ids), 0);
+	for (size_t i = 0; i < length; i++)
+		assert_int_equal(ids[i], expected[i] == '|' ? 256 : (uint8_t)expected[i]);
+	free(ids);
+	tokens_close(&t);
+	assert_false(exists(at("out/deep/t.mask.bin")) || holds_temporary(at("out/deep")));
+}
+
+static void tokenize_good(void **state)
+{
+	(void)state;
+	put_file(at("a.txt"), "h\0\xff\n", 4);
+	put_string(at("empty.txt"), "");
+	put_string(at("b.jsonl"), "{\"text\":\"one\"}\n\n  \t\r\n"
+			"{\"id\":99999999999999999999999,\"text\":\"\\u00e9\\n\\u0000\\ud83d\\ude00\"}\r\n"
+			"{\"text\":\"\"}\n{\"text\":\"last\",\"text2\":[1,{}]}");
+	char a[PATH_LEN], b[PATH_LEN], e[PATH_LEN], big[PATH_LEN];
+	strcpy(a, at("a.txt")), strcpy(b, at("b.jsonl")), strcpy(e, at("empty.txt")), strcpy(big, at("big.txt"));
+	static const char both[] = "h\0\xff\n|one|\xc3\xa9\n\0\xf0\x9f\x98\x80|last|";
+	check_tokens(3, (char *[]){a, e, b}, both, sizeof both - 1, 4);
+	check_tokens(1, (char *[]){a}, "h\0\xff\n|", 5, 1); /* replaces */
+
+	/* Longer than a sequence: 0, 1 and 2 cuts, at the cut and beside it. */
+	static const int sizes[] = {SEQUENCE_MAX - 1, SEQUENCE_MAX, SEQUENCE_MAX + 1, 2 * SEQUENCE_MAX,
+		2 * SEQUENCE_MAX + 1, 3000000};
+	for (int i = 0; i < COUNT(sizes); i++) {
+		int n = sizes[i];
+		char *text = allocate(n + 6);
+		for (int k = 0; k < n; k++)
+			text[k] = 'a' + k % 26;
+		put_file(big, text, n);
+		memcpy(text + n, "|h\0\xff\n|", 6);
+		check_tokens(2, (char *[]){big, a}, text, n + 6, 2);
+		free(text);
+		size_t size;
+		uint8_t *idx = get_file(at("out/deep/t.idx"), &size);
+		assert_int_equal(load_i64(idx + 18), n / SEQUENCE_MAX + 2); /* the end token counts too */
+		free(idx);
+	}
+}
+
+/* Makes a file as old as that. */
+static void set_time(const char *path, struct timespec when)
+{
+	assert_int_equal(utimensat(AT_FDCWD, path, (struct timespec[]){when, when}, 0), 0);
+}
+
+/* The tokens of a file as text: learned ones between brackets, | for the end of a document. */
+static const char *show_tokens(const char *prefix)
+{
+	static char out[1024];
+	struct tokens t;
+	int n = 0;
+	if (tokens_open(&t, prefix, "none", 257) < 0)
+		fail_msg("%s", error_text);
+	assert_true(t.count < 400);
+	for (int64_t i = 0; i < t.count; i++) {
+		const bool is = !t.loss_mask || t.loss_mask[i], was = i && (!t.loss_mask || t.loss_mask[i - 1]);
+		if (is != was)
+			out[n++] = is ? '[' : ']';
+		out[n++] = id_at(&t, i) == 256 ? '|' : id_at(&t, i);
+	}
+	n -= out[n - 1] == '[';
+	out[n] = 0;
+	tokens_close(&t);
+	return out;
+}
+
+#define USER "{\"role\":\"user\",\"content\":\"u\"}"
+#define SAYS(role, content) "{\"role\":\"" role "\",\"content\":\"" content "\"}"
+
+/* Conversations in Ling's chat form, of which only the assistant's words are learned; beside a plain text, all of
+ * which is. */
+static void tokenize_chat(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	char b[PATH_LEN];
+	strcpy(b, at("b.jsonl"));
+	static const struct { const char *lines, *expected; } cases[] = {
+		{"{\"prompt\":\"p\",\"completion\":\"c\"}", "<role>HUMAN</role>p<role>ASSISTANT</role>[c|"},
+		{"{\"prompt\":\"\",\"completion\":\"\",\"id\":1}", "<role>HUMAN</role><role>ASSISTANT</role>[|"},
+		{"{\"text\":\"t\",\"prompt\":5}\n{\"messages\":[" SAYS("system", "s") "," SAYS("User",
+			" u ") "," SAYS("assistant", "a") "]}\n{\"text\":\"v\"}",
+			"[t|]<role>SYSTEM</role>s<role>HUMAN</role> u <role>ASSISTANT</role>[a|v|"},
+		{"{\"messages\":[" USER "," SAYS("ASSISTANT", "a") "," USER "," SAYS("assistant", "b") "]}",
+			"<role>HUMAN</role>u<role>ASSISTANT</role>[a]<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
+		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever
+		 * they look like */
+		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
+			"<role>ASSISTANT</role>[a]<role>TOOL</role><role>ASSISTANT</role>|"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(b, cases[i].lines);
+		if (tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result) < 0)
+			fail_msg("%s", error_text);
+		assert_string_equal(show_tokens(at("t")), cases[i].expected);
+		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
+	}
+	struct tokens t;
+	size_t n;
+	uint8_t *mask = get_file(at("t.mask.bin"), &n);
+	/* The mask is part of what a file is known by, whoever computes it. */
+	for (int i = 0; i < 2; i++) {
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		assert_int_equal(t.crc32, crc32_z(crc32_z(0, t.bin.data, t.bin.size), mask, n));
+		tokens_close(&t);
+		set_time(at("t.bin"), (struct timespec){1, 0});
+	}
+	/* A damaged mask, or one that is gone, is noticed. */
+	mask[3] = 1;
+	put_file(at("t.mask.bin"), mask, n);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.json: `mask_crc32` is |it is damaged, missing");
+	mask[3] = 2;
+	put_file(at("t.mask.bin"), mask, n);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.mask.bin: byte 3 is 2; expected 0 or 1");
+	put_file(at("t.mask.bin"), mask, n - 1);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.mask.bin: |expected one for each of the");
+	free(mask);
+	unlink(at("t.mask.bin"));
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("it is damaged, missing");
+	/* A file that is replaced leaves no mask for the next one. */
+	put_string(b, cases[0].lines);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	put_string(b, "{\"text\":\"plain\"}");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_false(exists(at("t.mask.bin")));
+	assert_string_equal(show_tokens(at("t")), "[plain|");
+	assert_int_equal(result.loss_tokens, 6);
+}
+
+/* Longer than a piece that is written at once, and than a sequence: the mask is a byte a token throughout. */
+static void tokenize_long_chat(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	struct tokens t;
+	const int n = SEQUENCE_MAX + 9000;
+	char b[PATH_LEN], *line = allocate(2 * n + 100);
+	strcpy(b, at("b.jsonl"));
+	for (int all = 0; all < 2; all++) {
+		int size = sprintf(line, "{\"text\":\"12345\"}\n{\"prompt\":\"");
+		memset(line + size, 'p', all ? 1 : n);
+		size += all ? 1 : n;
+		size += sprintf(line + size, "\",\"completion\":\"");
+		memset(line + size, 'c', all ? n : 1);
+		size += all ? n : 1;
+		size += sprintf(line + size, "\"}");
+		put_file(b, line, size);
+		assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
+		for (int64_t i = 0; i < t.count; i++)
+			assert_int_equal(t.loss_mask[i], i < 6 || i >= t.count - 1 - (all ? n : 1));
+		tokens_close(&t);
+	}
+	free(line);
+}
+
+/* A prompt for a reply ends with its opening; ids and marks are appended to what is there. */
+static void chat_prompt(void **state)
+{
+	(void)state;
+	struct tokenizer *t = tokenizer_open("byte");
+	struct encoder *e = encoder_open(t);
+	struct ids ids = {0};
+	struct text loss_mask = {0};
+	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1},
+		{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
+	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
+	static const char expected[] =
+			"xy<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a<role>HUMAN</role>h<role>ASSISTANT</role>";
+	assert_int_equal(ids.count, sizeof expected - 1);
+	assert_int_equal(loss_mask.size, ids.count);
+	for (int64_t i = 0; i < ids.count; i++) {
+		assert_int_equal(ids.id[i], (uint8_t)expected[i]);
+		assert_int_equal(loss_mask.data[i], expected[i] == 'a');
+	}
+	ids.count = 0;
+	assert_int_equal(chat_encode(e, messages, 2, false, &ids, NULL), 0);
+	assert_true(ids.id[ids.count - 1] == 256 && ids.id[ids.count - 2] == 'a');
+	assert_int_equal(chat_encode(e, bad, 1, true, &ids, NULL), -1);
+	expect_error("message 1: the role is `boss`");
+	free(ids.id), free(loss_mask.data);
+	encoder_close(e);
+	tokenizer_close(t);
+}
+
+/* llm.c's two kinds of files, and bare ids. */
+static void tokens_formats(void **state)
+{
+	(void)state;
+	static const uint16_t u16[] = {5, 300, 65535, 0};
+	static const uint32_t u32[] = {5, 300, 128255, 0};
+	struct { int32_t header[256]; uint8_t ids[16]; } file = {.header = {20240520, 1, 4}};
+	struct tokens t;
+	int32_t out[4];
+	memcpy(file.ids, u16, sizeof u16);
+	put_file(at("gpt.bin"), &file, 1024 + sizeof u16);
+	for (int i = 0; i < 2; i++) { /* the second time by the manifest */
+		assert_int_equal(tokens_open(&t, at("gpt.bin"), "none", 65536), 0);
+		assert_true(t.count == 4 && t.documents == -1 && !t.loss_mask);
+		assert_int_equal(tokens_read(&t, 1, 3, out), 0);
+		assert_true(out[0] == 300 && out[1] == 65535 && out[2] == 0);
+		tokens_close(&t);
+		assert_true(exists(at("gpt.json")));
+	}
+	assert_int_equal(tokens_open(&t, at("gpt.bin"), "none", 65535), -1);
+	expect_error("gpt.bin: token 2: id 65535 is outside the vocabulary of 65535");
+
+	memcpy(file.header, (int32_t[]){20240801, 7, 4}, 12);
+	memcpy(file.ids, u32, sizeof u32);
+	put_file(at("llama"), &file, 1024 + sizeof u32);
+	assert_int_equal(tokens_open(&t, at("llama"), "none", 128256), 0);
+	assert_int_equal(tokens_read(&t, 0, 4, out), 0);
+	assert_true(out[2] == 128255 && t.count == 4);
+	tokens_close(&t);
+	assert_true(exists(at("llama.json")));
+
+	static const struct { int at; int32_t value; size_t size; const char *error; } bad[] = {
+		{1, 1, 1040, "an llm.c file of version 1; expected 7"}, {0, 20240520, 1040, "version 7; expected 1"},
+		{2, 5, 1040, "tells of 5 ids of 4 bytes; 16 bytes"},
+		{2, -1, 1040, "tells of -1 ids"}, {2, 4, 1036, "tells of 4 ids"},
+		{0, 20240802, 1040, "found neither an index"}, {2, 4, 1023, "found neither an index"},
+		{2, 4, 0, "found neither an index"},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		const int32_t good = file.header[bad[i].at];
+		file.header[bad[i].at] = bad[i].value;
+		put_file(at("bad.bin"), &file, bad[i].size);
+		file.header[bad[i].at] = good;
+		assert_int_equal(tokens_open(&t, at("bad.bin"), "none", 128256), -1);
+		expect_error("bad.bin: ");
+		assert_int_equal(tokens_open(&t, at("bad.bin"), "none", 128256), -1);
+		expect_error(bad[i].error);
+	}
+
+	put_file(at("bare.bin"), u16, sizeof u16);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint16", 65536), 0);
+	assert_int_equal(tokens_read(&t, 0, 4, out), 0);
+	assert_true(t.count == 4 && t.documents == -1 && out[2] == 65535);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "int32", 65536), -1); /* 0x012c0005 */
+	expect_error("bare.bin: token 0: id 19660805 ");
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "int16", 65536), -1);
+	expect_error("bare.bin: token 2: id -1 ");
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint99", 65536), -1);
+	expect_error("dtype `uint99` is not known");
+	put_file(at("bare.bin"), u16, 7);
+	assert_int_equal(tokens_open(&t, at("bare.bin"), "uint16", 65536), -1);
+	expect_error("bare.bin: its 7 bytes are no whole number of uint16 ids");
+}
+
+/* As long as a manifest names the files as they are, opening reads none of the ids; but ids that are read are checked.
+ * */
+static void manifest_vouches(void **state)
+{
+	(void)state;
+	static uint16_t ids[1000];
+	struct tokens t;
+	int32_t out[2];
+	struct file_state before;
+	char path[PATH_LEN];
+	strcpy(path, at("t.bin"));
+	put_file(path, ids, sizeof ids);
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), 0);
+	const uint32_t crc = t.crc32;
+	assert_int_equal(crc, crc32_z(0, (uint8_t *)ids, sizeof ids));
+	tokens_close(&t);
+	assert_int_equal(file_state_read(&before, path), 0);
+	ids[500] = 11;
+	put_file(path, ids, sizeof ids);
+	set_time(path, before.modified);
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), 0);
+	assert_int_equal(t.crc32, crc);
+	assert_int_equal(tokens_read(&t, 498, 2, out), 0);
+	assert_int_equal(tokens_read(&t, 499, 2, out), -1);
+	expect_error("t.bin: token 500: id 11 is outside the vocabulary of 10");
+	tokens_close(&t);
+	/* A nanosecond, or a byte, makes it another file. What nobody claims is found anew, and left for the next time. */
+	set_time(path, (struct timespec){before.modified.tv_sec, before.modified.tv_nsec ^ 1});
+	assert_int_equal(tokens_open(&t, path, "uint16", 10), -1);
+	expect_error("t.bin: token 500: id 11 ");
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	assert_int_not_equal(t.crc32, crc);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, path, "uint16", 11), -1); /* from the manifest */
+	expect_error("t.bin: token 500: id 11 ");
+	/* What cannot be left is not missed; nor is the manifest of another type. */
+	unlink(at("t.json"));
+	limit_files(10);
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	limit_files(RLIM_INFINITY);
+	tokens_close(&t);
+	assert_false(exists(at("t.json")));
+	assert_int_equal(tokens_open(&t, path, "uint16", 12), 0);
+	tokens_close(&t);
+	assert_int_equal(tokens_open(&t, path, "uint8", 12), 0);
+	assert_int_equal(t.count, 2000);
+	tokens_close(&t);
+}
+
+/* A file of more than 4 GiB, most of it a hole, for which a manifest vouches. */
+static void tokens_large(void **state)
+{
+	(void)state;
+	const int64_t count = INT64_C(5) << 29; /* 5 GiB */
+	struct manifest m = {.dtype = UINT32, .tokens = count / 2, .documents = -1, .largest_id = 70000,
+			.loss_tokens = count / 2};
+	struct tokens t;
+	int32_t out[4];
+	char path[PATH_LEN];
+	strcpy(path, at("t.bin"));
+	int fd = open(path, O_RDWR | O_CREAT, 0666);
+	const uint32_t ids[] = {7, 70000, 9};
+	assert_int_equal(ftruncate(fd, 2 * count), 0);
+	assert_int_equal(pwrite(fd, ids, sizeof ids, 2 * count - sizeof ids), sizeof ids);
+	close(fd);
+	assert_int_equal(token_file_states(m.files, path, at("t"), BARE_IDS), 0);
+	json_t *json = manifest_to_json(&m);
+	assert_int_equal(json_write(at("t.json"), json), 0);
+	json_decref(json);
+	assert_int_equal(tokens_open(&t, path, "uint32", 70001), 0);
+	assert_int_equal(t.count, count / 2);
+	t.document_token = 70000;
+	assert_int_equal(tokens_read(&t, count / 2 - 4, 4, out), 0);
+	assert_true(out[0] == 0 && out[1] == 7 && out[2] == 70000 && out[3] == 9);
+	int32_t document[3];
+	assert_int_equal(tokens_documents(&t, count / 2 - 4, 3, document, out), 0);
+	assert_true(document[0] == 0 && document[2] == 0 && out[2] == -1 && out[1] == 7);
+	tokens_close(&t);
+}
+
+/* Documents of windows against plain loops: `first` tells whether a token is its document's first. */
+static void check_documents(const struct tokens *t, const bool *first, const bool *ends, int64_t count)
+{
+	for (int64_t n = 1; n < count; n++)
+		for (int64_t start = 0; start + n < count; start++) {
+			int32_t document[64], target[64], begin = 0;
+			memset(target, 0, sizeof target);
+			assert_int_equal(tokens_documents(t, start, n, document, target), 0);
+			for (int64_t i = 0; i < n; i++) {
+				begin = first[start + i] ? i : begin;
+				if (document[i] != begin || target[i] != (ends[start + i] ? -1 : 0))
+					fail_msg("window %d + %d, token %d: document %d, target %d", (int)start, (int)n, (int)i,
+							document[i], target[i]);
+			}
+		}
+}
+
+static void tokens_documents_all(void **state)
+{
+	(void)state;
+	enum { COUNT_IDS = 20 };
+	static const uint16_t ids[COUNT_IDS] = {9, 1, 2, 9, 9, 3, 4, 5, 6, 9, 1, 1, 1, 9, 2, 2, 2, 2, 2, 9};
+	bool first[COUNT_IDS + 1] = {true}, ends[COUNT_IDS] = {0};
+	struct tokens t;
+	/* Sequences, of which documents have none, one or several. */
+	static const int32_t lengths[] = {3, 0, 1, 6, 2, 4, 0, 4};
+	static const int64_t documents[] = {0, 0, 1, 2, 3, 5, 5, 7, 7, 8, 8};
+	struct index_file idx;
+	make_index(&idx, 8, 8, lengths, 11, documents);
+	put_file(at("t.idx"), idx.bytes, idx.n);
+	put_file(at("t.bin"), ids, sizeof ids);
+	for (int at = 0, i = 0; i < 8; at += lengths[i++])
+		for (int k = 0; k < 11; k++)
+			if (documents[k] == i && lengths[i])
+				first[at] = true;
+	for (int i = 0; i < COUNT_IDS - 1; i++)
+		ends[i] = first[i + 1];
+	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
+	check_documents(&t, first, ends, COUNT_IDS);
+	/* An index that changes under the reader's hands is an error. */
+	tokens_close(&t);
+	struct file_state unchanged;
+	assert_int_equal(file_state_read(&unchanged, at("t.idx")), 0);
+	memset(idx.bytes + 34 + 12 * 8 + 8 * 3, 0xff, 8);
+	put_file(at("t.idx"), idx.bytes, idx.n);
+	set_time(at("t.idx"), unchanged.modified);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 10), 0);
+	int32_t document[19], target[19];
+	assert_int_equal(tokens_documents(&t, 0, 19, document, target), -1);
+	expect_error("t.bin: its index was changed while it was in use");
+	tokens_close(&t);
+
+	/* Bare ids: 9 ends a document. llm.c's: it begins one, and is learned as what ends the one before. */
+	for (int i = 0; i < COUNT_IDS; i++)
+		first[i] = i == 0 || ids[i - 1] == 9, ends[i] = ids[i] == 9;
+	assert_int_equal(tokens_open(&t, at("t.bin"), "uint16", 10), 0);
+	t.document_token = 9;
+	check_documents(&t, first, ends, COUNT_IDS);
+	tokens_close(&t);
+	struct { int32_t header[256]; uint16_t ids[COUNT_IDS]; } file = {.header = {20240520, 1, COUNT_IDS}};
+	memcpy(file.ids, ids, sizeof ids);
+	put_file(at("l.bin"), &file, sizeof file);
+	for (int i = 0; i < COUNT_IDS; i++)
+		first[i] = ids[i] == 9, ends[i] = false;
+	assert_int_equal(tokens_open(&t, at("l.bin"), "none", 10), 0);
+	t.document_token = 9;
+	check_documents(&t, first, ends, COUNT_IDS);
+	tokens_close(&t);
+}
+
+static void tokenize_bad(void **state)
+{
+	(void)state;
+	static const struct { const char *text, *error; } cases[] = {
+		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: found none of `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
+		{"nonsense", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
+		{"{\"text\":\"\"}\n", "t: nothing to write"},
+		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found several of `text`"},
+		{"{\"messages\":[],\"completion\":1}", "found several"},
+		{"{\"prompt\":\"a\"}", "found none of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
+		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"},
+		{"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
+		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
+		{"{\"messages\":[5]}", "b.jsonl:1: message 1: is an integer"},
+		{"{\"messages\":[" USER ",{\"content\":\"a\"}]}", "b.jsonl:1: message 2: `role` is missing"},
+		{"{\"messages\":[{\"role\":\"user\"}]}", "message 1: `content` is missing"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":[\"a\"]}]}", "message 1: `content` is an array"},
+		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}",
+			"message 1: `role` is \"assistent\"; expected system, user,"},
+		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
+	};
+	struct tokenized result;
+	char b[PATH_LEN], dir[PATH_LEN], none[PATH_LEN], own[PATH_LEN];
+	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
+	for (int i = 0; i < COUNT(cases); i++) {
+		put_string(b, cases[i].text);
+		assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), -1);
+		expect_error(cases[i].error);
+		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
+		assert_false(holds_temporary(scratch));
+	}
+	assert_int_equal(tokenize_files(at("t"), "gpt2", false, 1, (char *[]){b}, &result), -1);
+	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
+			"holds one");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){none}, &result), -1);
+	expect_error("none.txt: cannot open");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){dir}, &result), -1);
+	expect_error("expected a text or .jsonl file, found a directory");
+	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
+	for (int i = 0; i < COUNT(nameless); i++) {
+		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false, 1,
+				(char *[]){b},
+				&result), -1);
+		expect_error("has no name in it; expected a prefix");
+	}
+	assert_false(exists(at("out")));
+	put_string(own, "precious");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){own}, &result), -1);
+	expect_error("t.json: is an input, but would be replaced");
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", false, 1, (char *[]){own}, &result), -1);
+	expect_error("b.jsonl");
+}
+
+static void manifest_broken(void **state)
+{
+	(void)state;
+	struct tokens t;
+	struct tokenized result;
+	char a[PATH_LEN];
+	strcpy(a, at("a.txt"));
+	put_string(a, "hello");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){a}, &result), 0);
+	char too_long[PATH_LEN + 8] = "[\"";
+	memset(too_long + 2, 'x', PATH_LEN);
+	strcpy(too_long + 2 + PATH_LEN, "\"]");
+	const struct { const char *key, *json, *error; } cases[] = {
+		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""},
+		{"tokenizer", "[]", "`tokenizer` is missing"},
+		{"tokenizer", too_long, "`tokenizer` is too long"},
+		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"},
+		{"tokenizer_hash", "[\"xyz\"]", "eight hexadecimal"},
+		{"vocab_size", "[0]", "`vocab_size` is 0"}, {"vocab_size", "[258]", "`vocab_size` is 258"},
+		{"dtype", "[\"int32\"]", "`dtype` is \"int32\"; the file's is uint16"},
+		{"documents", "[2]", "`documents` is 2; the files hold 1"},
+		{"tokens", "[5]", "`tokens` is 5; the files hold 6"}, {"tokens", "[6.0]", "`tokens` is a real number"},
+		{"bytes", "[6]", "`bytes` is 6; the files hold 5"}, {"bytes", "[-1]", "`bytes` is -1"},
+		{"crc32", "[\"00000000\"]", "`crc32` is 00000000; that of "}, {"crc32", "[5]", "`crc32` is an integer"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		json_t *good = json_read(at("t.json")), *bad = json_changed(good, cases[i].key, cases[i].json);
+		json_object_del(bad, "files"); /* as long as it names the files as they are, its word is taken */
+		assert_int_equal(json_write(at("t.json"), bad), 0);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error("t.json: ");
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error(cases[i].error);
+		assert_int_equal(json_write(at("t.json"), good), 0);
+		json_decref(good), json_decref(bad);
+	}
+	size_t n;
+	uint8_t *text = get_file(at("t.json"), &n), *bin;
+	for (size_t i = 0; i < n - 2; i++) {
+		put_file(at("t.json"), text, i);
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error("t.json:");
+	}
+	put_file(at("t.json"), text, n);
+	free(text);
+	bin = get_file(at("t.bin"), &n);
+	for (size_t i = 0; i < n; i++) {
+		bin[i] ^= 1;
+		put_file(at("t.bin"), bin, n);
+		bin[i] ^= 1;
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+		expect_error("it is damaged");
+	}
+	put_file(at("t.bin"), bin, n);
+	free(bin);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 256), -1); /* id 256 == vocab_size */
+	expect_error("t.bin: token 5: id 256 is outside the vocabulary of 256 that the model has");
+
+	/* Another tokenizer's manifest that claims less than the file holds. */
+	json_t *root = json_read(at("t.json"));
+	json_object_set_new(root, "tokenizer", json_string("other"));
+	json_object_set_new(root, "vocab_size", json_integer(200));
+	json_write(at("t.json"), root);
+	json_decref(root);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("outside the vocabulary of 200 that its manifest has");
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good),
+		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
+		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
+	};
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}

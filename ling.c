@@ -994,10 +994,14 @@ static struct step_account open_account(struct model *m)
 	return a;
 }
 
-/* Fills in what the step took: time and bytes, in *m and in the trainer. */
-static void close_account(const struct step_account *a, struct trainer *t, struct metrics *m)
+/* Fills in what the step took, in *m and in the trainer: samples of each source, time, bytes. */
+static void report_costs(const struct step_account *a, struct trainer *t, struct metrics *m)
 {
 	const struct group *world = &t->model.layout.world;
+	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
+	for (int i = 0; i < m->num_sources; i++)
+		t->source_samples[i] = t->next_sources[i].taken;
+	m->source_samples = t->source_samples;
 	m->seconds = t->model.phase_start - a->start;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = parallel_seconds() - a->communication;
@@ -1028,11 +1032,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		update(t, &decision, m);
 	end_phase(&t->model, PHASE_OPTIMIZER);
 
-	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
-	for (int i = 0; i < m->num_sources; i++)
-		t->source_samples[i] = t->next_sources[i].taken;
-	m->source_samples = t->source_samples;
-	close_account(&account, t, m);
+	report_costs(&account, t, m);
 	if (decision.update)
 		return 0;
 	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "

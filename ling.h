@@ -12,7 +12,7 @@
  *   files/safetensors          safetensors files
  *   files/collections          a hash table of strings; heaps
  *   files/unicode              UTF-8, classes of characters, NFC
- *   files/tokenizer            vocabularies: reading a tokenizer.json (its patterns in files/tokenizer_pattern), decoding
+ *   files/tokenizer            vocabularies: reading a tokenizer.json (its pattern: files/tokenizer_pattern), decoding
  *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all

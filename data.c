@@ -4,19 +4,20 @@
  * The formats of token files:
  *   Megatron's indexed dataset, which `ling tokenize` writes:
  *     PREFIX.bin   the ids, one after the other
- *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's length in tokens
- *                  (i32), its byte position in .bin (i64), the sequence that each document begins with, with the number of sequences
- *                  as a last entry (i64), and perhaps a mode of each sequence (i8)
+ *     PREFIX.idx   magic, version u64, dtype u8, sequences u64, document entries u64; then arrays: each sequence's
+ *                  length in tokens (i32), its byte position in .bin (i64), the sequence that each document begins
+ *                  with, and the number of sequences as a last entry (i64), and perhaps a mode of each sequence (i8)
  *   llm.c's .bin:  256 i32 (magic, version, number of ids, zeros), then the ids
  *   bare ids, as nanoGPT has them; the config must name their type
  * Beside each of them may be, PREFIX being the path without .bin:
  *   PREFIX.mask.bin   a byte for each id: 1 where the loss counts, else 0
  *   PREFIX.json       the manifest: what is known of these files
  *
- * Opening a file must not take longer the larger it is. So what needs a pass over all of it (checksums, the largest id, whether the index is sound)
- * is kept in the manifest, and is valid as long as the files have the sizes and times of modification that the manifest names. Without a valid
- * manifest the pass is made, and a manifest is written if the folder can be written to. One that `ling tokenize` wrote also says what the file must
- * be (the checksum of the ids, for example): if the file has changed since, it must still be that, or it is refused.
+ * Opening a file must not take longer the larger it is. So what needs a pass over all of it (checksums, the largest
+ * id, whether the index is sound) is kept in the manifest, and is valid as long as the files have the sizes and times
+ * of modification that the manifest names. Without a valid manifest the pass is made, and a manifest is written if the
+ * folder can be written to. One that `ling tokenize` wrote also says what the file must be (the checksum of the ids,
+ * for example): if the file has changed since, it must still be that, or it is refused.
  */
 #define _GNU_SOURCE
 #include "data.h"
@@ -48,7 +49,8 @@ const struct token_types_row token_types[] = {
 #define MEGATRON_TYPES 9 /* codes below it are Megatron's */
 
 /* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
-static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {{20240520, 1, UINT16}, {20240801, 7, UINT32}};
+static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {
+	{20240520, 1, UINT16}, {20240801, 7, UINT32}};
 
 static int64_t token_width(const struct tokens *t)
 {
@@ -70,11 +72,13 @@ json_t *manifest_to_json(const struct manifest *m)
 {
 	json_t *root = json_pack("{s:s}", "format", MANIFEST_FORMAT), *files = json_object();
 	if (*m->tokenizer)
-		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer), "tokenizer_hash",
-				crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size, "bytes", (json_int_t)m->bytes));
+		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer),
+				"tokenizer_hash", crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size,
+				"bytes", (json_int_t)m->bytes));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
-			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens, "largest_id", (json_int_t)m->largest_id,
-			"learned", (json_int_t)m->loss_tokens, "crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
+			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens,
+			"largest_id", (json_int_t)m->largest_id, "learned", (json_int_t)m->loss_tokens,
+			"crc32", crc_to_json(m->crc32), "mask_crc32", crc_to_json(m->mask_crc32)));
 	for (int i = 0; i < NUM_TOKEN_FILES; i++)
 		json_object_set_new(files, token_file_names[i], file_state_to_json(&m->files[i]));
 	json_object_set_new(root, "files", files);
@@ -90,7 +94,8 @@ static struct file_state file_state_from_json(const json_t *v)
 	long nanoseconds;
 	if (json_is_null(v))
 		s.size = -1;
-	else if (text && sscanf(text, "%lld.%9ld", &seconds, &nanoseconds) == 2 && json_is_integer(json_object_get(v, "size")))
+	else if (text && sscanf(text, "%lld.%9ld", &seconds, &nanoseconds) == 2 &&
+			json_is_integer(json_object_get(v, "size")))
 		s = (struct file_state){json_integer_value(json_object_get(v, "size")), {seconds, nanoseconds}};
 	return s;
 }
@@ -117,8 +122,8 @@ int manifest_check_format(const char *path, const json_t *root)
 {
 	const char *format = field_text(root, path, "format");
 	if (!format || strcmp(format, MANIFEST_FORMAT))
-		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away", path,
-				format ? format : "", MANIFEST_FORMAT);
+		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away",
+				path, format ? format : "", MANIFEST_FORMAT);
 	return 0;
 }
 
@@ -141,12 +146,14 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 		return fail("%s: `tokenizer` is missing; expected a string", path);
 	const char *dtype = field_text(root, path, "dtype");
 	if (!dtype || field_int(root, path, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
-			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 || field_crc(root, path, "crc32", &m->crc32) < 0)
+			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 ||
+			field_crc(root, path, "crc32", &m->crc32) < 0)
 		return -1;
 	if (!(m->dtype = token_type(dtype)))
 		return fail("%s: `dtype` is \"%.40s\"; expected an integer type", path, dtype);
 	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
-			field_int(root, path, "learned", 0, m->tokens, &m->loss_tokens) < 0 || field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
+			field_int(root, path, "learned", 0, m->tokens, &m->loss_tokens) < 0 ||
+			field_crc(root, path, "mask_crc32", &m->mask_crc32) < 0))
 		return -1;
 	for (int i = 0; i < NUM_TOKEN_FILES; i++)
 		m->files[i] = file_state_from_json(json_object_get(files, token_file_names[i]));
@@ -166,20 +173,24 @@ static int manifest_read(struct manifest *m, const char *path)
 }
 
 /* Compares what a manifest of `ling tokenize` says with what the files are. bin: the path of the ids. */
-static int manifest_check(const struct manifest *claimed, const struct manifest *actual, const char *path, const char *bin)
+static int manifest_check(const struct manifest *claimed, const struct manifest *actual, const char *path,
+		const char *bin)
 {
 	if (claimed->dtype != actual->dtype)
-		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name, token_types[actual->dtype].name);
+		return fail("%s: `dtype` is \"%s\"; the file's is %s", path, token_types[claimed->dtype].name,
+				token_types[actual->dtype].name);
 	if (claimed->tokens != actual->tokens)
-		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens, (long long)actual->tokens);
+		return fail("%s: `tokens` is %lld; the files hold %lld", path, (long long)claimed->tokens,
+				(long long)actual->tokens);
 	if (claimed->documents != actual->documents)
-		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents, (long long)actual->documents);
+		return fail("%s: `documents` is %lld; the files hold %lld", path, (long long)claimed->documents,
+				(long long)actual->documents);
 	if (claimed->crc32 != actual->crc32)
 		return fail("%s: `crc32` is %08x; that of %s is %08x: it is damaged, or the manifest is of another file", path,
 				(unsigned)claimed->crc32, bin, (unsigned)actual->crc32);
 	if (claimed->loss_tokens >= 0 && claimed->mask_crc32 != actual->mask_crc32)
-		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of another file", path,
-				(unsigned)claimed->mask_crc32, bin, (unsigned)actual->mask_crc32);
+		return fail("%s: `mask_crc32` is %08x; the loss mask beside %s has %08x: it is damaged, missing, or of "
+				"another file", path, (unsigned)claimed->mask_crc32, bin, (unsigned)actual->mask_crc32);
 	return 0;
 }
 
@@ -189,7 +200,8 @@ static int manifest_check_bytes(const struct manifest *m, const char *path)
 	if (strcmp(m->tokenizer, BYTE_TOKENIZER))
 		return 0;
 	if (m->bytes != m->tokens - m->documents) /* a token for each byte, and one that ends each document */
-		return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)m->bytes, (long long)(m->tokens - m->documents));
+		return fail("%s: `bytes` is %lld; the files hold %lld", path, (long long)m->bytes,
+				(long long)(m->tokens - m->documents));
 	if (m->vocab_size != BYTE_VOCAB)
 		return fail("%s: `vocab_size` is %lld; the byte tokenizer has %d", path, (long long)m->vocab_size, BYTE_VOCAB);
 	if (m->tokenizer_hash != byte_tokenizer_hash())
@@ -205,13 +217,15 @@ struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *
 
 static struct index index_of(const struct tokens *t)
 {
-	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26), .lengths = t->idx.data + IDX_HEADER};
+	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26),
+			.lengths = t->idx.data + IDX_HEADER};
 	x.pointers = x.lengths + 4 * x.sequences;
 	x.documents = x.pointers + 8 * x.sequences;
 	return x;
 }
 
-/* Checks the header of an index, after which its arrays are known to lie within the file. Sets dtype, count and documents. */
+/* Checks the header of an index, after which its arrays are known to lie within the file. Sets dtype, count and
+ * documents. */
 static int index_header(struct tokens *t, const char *path)
 {
 	const uint8_t *idx = t->idx.data;
@@ -228,8 +242,8 @@ static int index_header(struct tokens *t, const char *path)
 		return fail("%s: dtype %s; expected an integer type", path, token_types[t->dtype].name);
 	uint64_t n = load_i64(idx + 18), entries = load_i64(idx + 26), room = size - IDX_HEADER;
 	if (n > room / 12 || entries > (room - 12 * n) / 8)
-		return fail("%s: %llu sequences and %llu document entries do not fit in its %zu bytes; the file is truncated", path,
-				(unsigned long long)n, (unsigned long long)entries, size);
+		return fail("%s: %llu sequences and %llu document entries do not fit in its %zu bytes; the file is truncated",
+				path, (unsigned long long)n, (unsigned long long)entries, size);
 	uint64_t rest = room - 12 * n - 8 * entries;
 	if (rest && rest != n) /* n bytes: the modes */
 		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
@@ -265,8 +279,8 @@ static int index_check(const struct tokens *t, const char *path)
 	for (uint64_t i = 0, before = 0; i < x.entries; i++) {
 		uint64_t d = load_i64(x.documents + 8 * i);
 		if (d < before || d > x.sequences || (i == 0 && d) || (i == x.entries - 1 && d != x.sequences))
-			return fail("%s: document entry %llu is %lld; expected entries to rise from 0 to %llu, the number of sequences",
-					path, (unsigned long long)i, (long long)d, (unsigned long long)x.sequences);
+			return fail("%s: document entry %llu is %lld; expected entries to rise from 0 to %llu, the number of "
+					"sequences", path, (unsigned long long)i, (long long)d, (unsigned long long)x.sequences);
 		before = d;
 	}
 	return 0;
@@ -282,17 +296,18 @@ static int llm_c_header(struct tokens *t)
 			continue;
 		const int32_t version = load_i32(t->bin.data + 4), count = load_i32(t->bin.data + 8);
 		if (version != llm_c_headers[i].version)
-			return fail("%s: an llm.c file of version %d; expected %d with the magic number %d", t->path, version, llm_c_headers[i].version, magic);
+			return fail("%s: an llm.c file of version %d; expected %d with the magic number %d", t->path, version,
+					llm_c_headers[i].version, magic);
 		t->dtype = llm_c_headers[i].dtype;
 		if (count < 0 || (uint64_t)count * token_width(t) != size - LLM_C_HEADER)
-			return fail("%s: the header tells of %d ids of %d bytes; %zu bytes follow it: the file is damaged", t->path, count,
-					(int)token_width(t), size - LLM_C_HEADER);
+			return fail("%s: the header tells of %d ids of %d bytes; %zu bytes follow it: the file is damaged",
+					t->path, count, (int)token_width(t), size - LLM_C_HEADER);
 		t->ids = t->bin.data + LLM_C_HEADER;
 		t->count = count;
 		return 0;
 	}
-	return fail("%s: found neither an index (.idx) beside it nor the header of an llm.c file; a file of bare ids must be given with its type: "
-			"{path: ..., dtype: uint16}", t->path);
+	return fail("%s: found neither an index (.idx) beside it nor the header of an llm.c file; a file of bare ids must "
+			"be given with its type: {path: ..., dtype: uint16}", t->path);
 }
 
 int file_state_read(struct file_state *s, const char *path)
@@ -312,14 +327,17 @@ int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *pat
 	for (int i = 0; i < NUM_TOKEN_FILES; i++) {
 		if (i == TOKEN_FILE_IDX && format != MEGATRON)
 			states[i] = (struct file_state){-1, {0, 0}};
-		else if (path_suffix(name, prefix, token_file_suffixes[i]) < 0 || file_state_read(&states[i], i == TOKEN_FILE_BIN ? path : name) < 0)
+		else if (path_suffix(name, prefix, token_file_suffixes[i]) < 0 ||
+				file_state_read(&states[i], i == TOKEN_FILE_BIN ? path : name) < 0)
 			return -1;
 	}
 	return 0;
 }
 
-/* Finds out which format `path` is of, maps its files and checks their headers. Sets prefix, and the states of the files before they were mapped. */
-static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN], struct file_state states[NUM_TOKEN_FILES])
+/* Finds out which format `path` is of, maps its files and checks their headers. Sets prefix, and the states of the
+ * files before they were mapped. */
+static int tokens_map(struct tokens *t, const char *path, const char *dtype, char prefix[PATH_LEN],
+		struct file_state states[NUM_TOKEN_FILES])
 {
 	char name[PATH_LEN];
 	const size_t n = strlen(path);
@@ -332,7 +350,8 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 		return -1;
 	const bool bare = strcmp(dtype, "none"), there = stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
 	t->format = bare ? BARE_IDS : there && access(name, F_OK) < 0 ? LLM_C : MEGATRON;
-	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) || token_file_states(states, t->path, prefix, t->format) < 0 ||
+	if ((t->format == MEGATRON && path_suffix(t->path, prefix, ".bin") < 0) ||
+			token_file_states(states, t->path, prefix, t->format) < 0 ||
 			map_file(t->path, &t->bin.data, &t->bin.size) < 0)
 		return -1;
 	t->ids = t->bin.data;
@@ -354,7 +373,8 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 		if (map_file(name, &t->mask.data, &t->mask.size) < 0)
 			return -1;
 		if ((int64_t)t->mask.size != t->count)
-			return fail("%s: %zu bytes; expected one for each of the %lld ids of %s", name, t->mask.size, (long long)t->count, t->path);
+			return fail("%s: %zu bytes; expected one for each of the %lld ids of %s", name, t->mask.size,
+					(long long)t->count, t->path);
 		t->loss_mask = t->mask.data;
 	}
 	return 0;
@@ -390,8 +410,8 @@ static int fail_id(const struct tokens *t, int64_t i, int64_t limit, const char 
 {
 	while (i < t->count - 1 && (uint64_t)id_at(t, i) < (uint64_t)limit)
 		i++;
-	return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", t->path, (long long)i,
-			(long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
+	return fail("%s: token %lld: id %lld is outside the vocabulary of %lld that %s has; expected 0 to %lld", t->path,
+			(long long)i, (long long)id_at(t, i), (long long)limit, whose, (long long)limit - 1);
 }
 
 /* What a pass over a block of ids, or over all, finds. */
@@ -401,7 +421,8 @@ static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t 
 {
 	const int64_t cached = 1 << 14, width = token_width(t);
 	struct scanned s = {0};
-	for (int64_t i = begin, next; i < end; i = next) { /* in parts that stay in the cache, for there are two to four passes over each */
+	/* in parts that stay in the processor's cache, for there are two to four passes over each */
+	for (int64_t i = begin, next; i < end; i = next) {
 		next = end - i < cached ? end : i + cached;
 		const uint64_t largest = largest_id(t, i, next);
 		s.largest = largest > s.largest ? largest : s.largest;
@@ -428,7 +449,8 @@ static struct scanned tokens_scan(const struct tokens *t)
 			block[i] = scan_block(t, begin, t->count - begin < SCAN_BLOCK ? t->count : begin + SCAN_BLOCK);
 		}
 		for (int64_t i = 0; i < n; i++) {
-			const int64_t begin = first + i * SCAN_BLOCK, ids = t->count - begin < SCAN_BLOCK ? t->count - begin : SCAN_BLOCK;
+			const int64_t begin = first + i * SCAN_BLOCK;
+			const int64_t ids = t->count - begin < SCAN_BLOCK ? t->count - begin : SCAN_BLOCK;
 			all.crc32 = crc32_combine(all.crc32, block[i].crc32, ids * token_width(t));
 			all.mask_crc32 = crc32_combine(all.mask_crc32, block[i].mask_crc32, ids);
 			all.largest = block[i].largest > all.largest ? block[i].largest : all.largest;
@@ -440,7 +462,8 @@ static struct scanned tokens_scan(const struct tokens *t)
 	return all;
 }
 
-/* Makes the pass over the files that a valid manifest saves: *found is what they are, less `files` and what only a tokenizer knows. */
+/* Makes the pass over the files that a valid manifest saves: *found is what they are, less `files` and what only a
+ * tokenizer knows. */
 static int tokens_examine(const struct tokens *t, const char *prefix, struct manifest *found)
 {
 	char name[PATH_LEN];
@@ -477,7 +500,8 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 	const int there = manifest_read(&m, manifest_path);
 	if (there < 0)
 		return -1;
-	const bool valid = there && same_file_states(m.files, found.files) && m.tokens == t->count && m.documents == t->documents && m.dtype == t->dtype;
+	const bool valid = there && same_file_states(m.files, found.files) && m.tokens == t->count &&
+			m.documents == t->documents && m.dtype == t->dtype;
 	if (!valid) {
 		if (tokens_examine(t, prefix, &found) < 0)
 			return -1;
@@ -533,7 +557,8 @@ int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 	TOKEN_TYPES(READ)
 #undef READ
 	}
-	return largest_id(t, start, start + n) < (uint64_t)t->vocab_size ? 0 : fail_id(t, start, t->vocab_size, "the model");
+	const bool inside = largest_id(t, start, start + n) < (uint64_t)t->vocab_size;
+	return inside ? 0 : fail_id(t, start, t->vocab_size, "the model");
 }
 
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target)
@@ -543,19 +568,21 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 			target[i] = -1;
 }
 
-/* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have changed since it was opened. */
+/* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
+ * changed since it was opened. */
 static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
 {
 	const struct index x = index_of(t);
 	const uint64_t sequence = load_i64(x.documents + 8 * i);
 	*begin = sequence < x.sequences ? load_i64(x.pointers + 8 * sequence) / token_width(t) : t->count;
 	if (x.entries != (uint64_t)t->documents + 1 || sequence > x.sequences || *begin < 0 || *begin > t->count)
-		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path, (long long)i,
-				(unsigned long long)sequence);
+		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path,
+				(long long)i, (unsigned long long)sequence);
 	return 0;
 }
 
-/* tokens_documents with an index: a binary search for the document of the first token, then the documents that follow. */
+/* tokens_documents with an index: a binary search for the document of the first token, then the documents that
+ * follow. */
 static int indexed_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target)
 {
 	int64_t low = 0, high = t->documents, begin = 0, next;

@@ -24,25 +24,29 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	int64_t documents;           /* of an indexed dataset; else -1 */
 	const uint8_t *ids;          /* [count] of that type */
 	const uint8_t *loss_mask;    /* [count] 0 where the loss does not count, else 1; NULL: it counts everywhere */
-	char tokenizer[PATH_LEN];    /* the name of the tokenizer that made it, from the manifest; "" when that is not known */
-	uint32_t tokenizer_hash;     /* its hash, when it is known */
+	char tokenizer[PATH_LEN];    /* of the tokenizer that made it: its name, from the manifest; "": not known */
+	uint32_t tokenizer_hash;     /* its hash, if the name is known */
 	uint32_t crc32;              /* of the bytes of the ids and of the loss mask behind them */
 	int vocab_size;              /* ids are 0 .. vocab_size - 1 */
 	int32_t document_token;      /* see tokens_documents(); -1: not set */
 	struct file_map bin, idx, mask;
 };
-/* Opens an indexed dataset by its PREFIX (PREFIX.bin, PREFIX.idx), an llm.c .bin file, or, with a dtype that is not "none", a file of bare ids.
- * Everything is checked, every id against vocab_size included, unless a manifest says that these files have been checked. If none does, one is written
- * where the folder can be written to. On error *t is empty. */
+/* Opens an indexed dataset by its PREFIX (PREFIX.bin, PREFIX.idx), an llm.c .bin file, or, with a dtype that is not
+ * "none", a file of bare ids. Everything is checked, every id against vocab_size included, unless a manifest says
+ * that these files have been checked. If none does, one is written where the folder can be written to. On error *t is
+ * empty. */
 int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab_size);
-/* Copies tokens [start, start+n), which must lie within the file. An id outside the vocabulary is an error here too: the file may have changed. */
+/* Copies tokens [start, start+n), which must lie within the file. An id outside the vocabulary is an error here too:
+ * the file may have changed. */
 int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
-/* target [n]: tokens [start+1, start+1+n), the targets of tokens [start, start+n). Makes those -1 that the loss mask leaves out. */
+/* target [n]: tokens [start+1, start+1+n), the targets of tokens [start, start+n). Makes those -1 that the loss mask
+ * leaves out. */
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target);
-/* document [n]: where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. target [n] as in tokens_mask(): where
- * the next token is of another document it becomes -1, except that a separator stays a target. With an index, documents are those of the index.
- * Without one, document_token separates them and must be set: in an llm.c file it begins a document, in a file of bare ids it ends one, because that is
- * how the programs that write them do it. */
+/* document [n]: where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. target
+ * [n] as in tokens_mask(): where the next token is of another document it becomes -1, except that a separator stays a
+ * target. With an index, documents are those of the index. Without one, document_token separates them and must be
+ * set: in an llm.c file it begins a document, in a file of bare ids it ends one, because that is how the programs
+ * that write them do it. */
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
 void tokens_close(struct tokens *t);
 
@@ -86,7 +90,7 @@ extern const struct token_types_row { const char *name; int size; } token_types[
 #define UINT16 8
 #define UINT32 9
 
-struct file_state { int64_t size; struct timespec modified; }; /* bytes, and the time of the last change; size -1: there is no such file */
+struct file_state { int64_t size; struct timespec modified; }; /* bytes, time of change; size -1: no file */
 enum { TOKEN_FILE_BIN, TOKEN_FILE_IDX, TOKEN_FILE_MASK, NUM_TOKEN_FILES };
 
 extern const char *const token_file_suffixes[NUM_TOKEN_FILES];
@@ -110,8 +114,8 @@ int manifest_check_format(const char *path, const json_t *root);
 /* That there is no such file is not an error. */
 int file_state_read(struct file_state *s, const char *path);
 
-/* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin. format: MEGATRON, LLM_C or
- * BARE_IDS; only the first has an .idx. */
+/* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin.
+ * format: MEGATRON, LLM_C or BARE_IDS; only the first has an .idx. */
 int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix, int format);
 
 int64_t id_at(const struct tokens *t, int64_t i);

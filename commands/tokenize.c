@@ -30,8 +30,8 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 	if (!rc && !(t = tokenizer_open(name)))
 		rc = -1;
 	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != tokenizer_hash(t))
-		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer, (unsigned)tokens.tokenizer_hash, name,
-				(unsigned)tokenizer_hash(t));
+		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer,
+				(unsigned)tokens.tokenizer_hash, name, (unsigned)tokenizer_hash(t));
 	struct text text = {0};
 	int32_t ids[4096];
 	for (int64_t i = 0, n; !rc && i < tokens.count; i += n) {
@@ -57,7 +57,7 @@ struct token_writer {
 	int64_t bytes;               /* of text, see manifest.bytes */
 	int64_t tokens, documents, sequences;
 	int64_t length;              /* tokens of the sequence being written */
-	int64_t *continued;          /* [num_continued] sequences whose document goes on in the next one: see SEQUENCE_MAX */
+	int64_t *continued;          /* [num_continued] sequences after which the document goes on (SEQUENCE_MAX) */
 	size_t num_continued, continued_capacity;
 	int32_t largest_id, last_id;
 	int64_t mask_bytes;          /* written to .mask.bin: 0, or one for each token */
@@ -65,13 +65,15 @@ struct token_writer {
 	uint32_t crc, mask_crc;
 };
 
-/* Appends n bytes to the loss mask, after a 1 for each token before them that has no byte yet: while the loss counts every token, nothing is written. */
+/* Appends n bytes to the loss mask, after a 1 for each token before them that has no byte yet: while the loss counts
+ * every token, nothing is written. */
 static void write_mask(struct token_writer *w, const char *loss_mask, size_t n)
 {
 	char ones[4096];
 	memset(ones, 1, sizeof ones);
 	while (w->mask_bytes < w->tokens) {
-		const int64_t missing = w->tokens - w->mask_bytes, count = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
+		const int64_t missing = w->tokens - w->mask_bytes;
+		const int64_t count = missing < (int64_t)sizeof ones ? missing : (int64_t)sizeof ones;
 		w->mask_crc = crc32_z(w->mask_crc, (const uint8_t *)ones, count);
 		fwrite(ones, 1, count, w->mask);
 		w->mask_bytes += count;
@@ -147,24 +149,28 @@ static int write_block(struct token_writer *w, const struct encoded_block *r, bo
 	return 0;
 }
 
-/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be found at its end. */
+/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be
+ * found at its end. */
 static size_t look_ahead_end(const struct block *b)
 {
 	return b->file_end - b->end < LOOK_AHEAD ? b->file_end : b->end + LOOK_AHEAD;
 }
 
-/* Appends an encoded block of text. *done: the end of what has been written of its file. The block was encoded as if the text could be cut where it
- * begins; that is so if the block before it ended exactly there. If it did not, or this one could not be encoded to its end, the block is encoded again
- * from *done on; in a second attempt with all that has been read of the file. So the ids are those of the whole text. */
-static int write_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b, bool special,
-		struct encoded_block *r, size_t *done)
+/* Appends an encoded block of text. *done: the end of what has been written of its file. The block was encoded as if
+ * the text could be cut where it begins; that is so if the block before it ended exactly there. If it did not, or
+ * this one could not be encoded to its end, the block is encoded again from *done on; in a second attempt with all
+ * that has been read of the file. So the ids are those of the whole text. */
+static int write_text(struct token_writer *w, struct encoder *e, const struct input *in, const struct block *b,
+		bool special, struct encoded_block *r, size_t *done)
 {
 	if (b->first)
 		*done = b->begin;
 	for (int attempt = *done == b->begin ? 0 : 1; attempt < 3 && *done < b->end; attempt++) {
 		if (attempt > 0) {
 			encoded_block_free(r);
-			encode_text(e, in, b, *done, attempt == 1 ? b->end : SIZE_MAX, attempt == 1 ? look_ahead_end(b) : b->file_end, special, r);
+			const size_t stop = attempt == 1 ? b->end : SIZE_MAX;
+			const size_t known = attempt == 1 ? look_ahead_end(b) : b->file_end;
+			encode_text(e, in, b, *done, stop, known, special, r);
 		}
 		if (write_block(w, r, false) < 0)
 			return -1;
@@ -179,7 +185,8 @@ static int write_text(struct token_writer *w, struct encoder *e, const struct in
 	return 0;
 }
 
-/* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been written, or -1. */
+/* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been
+ * written, or -1. */
 static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, const struct input *in, bool special)
 {
 	const int64_t n = in->count;
@@ -211,7 +218,8 @@ static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, c
 	return rc < 0 ? -1 : last->line || last->file_complete ? (int64_t)in->begin : (int64_t)done;
 }
 
-/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the header. */
+/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the
+ * header. */
 static int index_finish(struct token_writer *w, const char *path)
 {
 	const uint8_t *file;
@@ -243,7 +251,8 @@ static int index_finish(struct token_writer *w, const char *path)
 }
 
 /* Reads every input and completes .bin and .idx, the latter at idx_path. */
-static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special, struct input *in)
+static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special,
+		struct input *in)
 {
 	uint8_t header[IDX_HEADER] = {0}; /* a placeholder: index_finish() writes the header */
 	fwrite(header, IDX_HEADER, 1, w->idx);
@@ -255,13 +264,15 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 	progress_end(&in->progress);
 	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
-		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files, in->num_files == 1 ? "" : "s");
+		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files,
+				in->num_files == 1 ? "" : "s");
 	if (!rc && w->loss_tokens < w->tokens)
 		write_mask(w, "", 0);
 	return rc < 0 ? -1 : index_finish(w, idx_path);
 }
 
-/* A token file's files, in the order in which they are published: the index comes last, without which nothing opens. */
+/* A token file's files, in the order in which they are published: the index comes last, without which nothing
+ * opens. */
 enum { OUTPUT_BIN, OUTPUT_MASK, OUTPUT_MANIFEST, OUTPUT_IDX, NUM_OUTPUTS };
 static const char *const output_suffixes[NUM_OUTPUTS] = {".bin", ".mask.bin", ".json", ".idx"};
 
@@ -278,8 +289,8 @@ static int output_check(const char *path)
 }
 
 /* Writes the files. name: what the manifest calls the tokenizer. There is no mask when the loss counts every token. */
-static int tokenize_to(struct token_writer *w, const char *prefix, const char *name, struct new_file file[NUM_OUTPUTS], bool special,
-		struct input *in)
+static int tokenize_to(struct token_writer *w, const char *prefix, const char *name,
+		struct new_file file[NUM_OUTPUTS], bool special, struct input *in)
 {
 	struct new_file *of[NUM_TOKEN_FILES] = {[TOKEN_FILE_BIN] = &file[OUTPUT_BIN], [TOKEN_FILE_IDX] = &file[OUTPUT_IDX],
 		[TOKEN_FILE_MASK] = &file[OUTPUT_MASK]};
@@ -293,8 +304,9 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	for (int i = 0; i < NUM_TOKEN_FILES && rc == 0; i++)
 		rc = file_state_read(&m->files[i], of[i]->temporary);
 	snprintf(m->tokenizer, sizeof m->tokenizer, "%s", name);
-	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer), m->bytes = w->bytes;
-	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
+	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer);
+	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->bytes = w->bytes;
+	m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
 	json_t *json = rc == 0 ? manifest_to_json(m) : NULL;
 	if (json)
@@ -303,13 +315,14 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	return rc;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files, struct tokenized *result)
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
+		struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *name = file_name(prefix);
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
-		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which data/train.bin, "
-				".idx and .json are made", prefix);
+		return fail("the output `%s` has no name in it; expected a prefix such as data/train, from which "
+				"data/train.bin, .idx and .json are made", prefix);
 	for (int k = 0; k < NUM_OUTPUTS; k++)
 		if (path_suffix(outputs[k], prefix, output_suffixes[k]) < 0)
 			return -1;
@@ -318,17 +331,18 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 || output_check(outputs[OUTPUT_MANIFEST]) < 0 ||
-			make_directories(dir) < 0) {
+	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
+			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
-			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a tokenizer_config.json beside it",
-					tokenizer);
+			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
+					"tokenizer_config.json beside it", tokenizer);
 		tokenizer_close(t);
 		return -1;
 	}
 
 	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
-	struct input in = {.files = files, .num_files = num_files, .fd = -1, .progress = progress_start("tokenize", total, 1e-6, "MB")};
+	struct input in = {.files = files, .num_files = num_files, .fd = -1,
+			.progress = progress_start("tokenize", total, 1e-6, "MB")};
 	struct new_file file[NUM_OUTPUTS] = {0};
 	int rc = 0;
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)

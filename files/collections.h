@@ -1,7 +1,7 @@
 /*
  * files/collections.h - hash tables, one of byte strings among them, and a binary heap.
  *
- * What takes functions of the caller is inlined, because then they are too, and it costs no more than code written for one type.
+ * What takes functions of the caller is inlined, because then they are too: it costs no more than code for one type.
  */
 #ifndef LING_FILES_COLLECTIONS_H
 #define LING_FILES_COLLECTIONS_H
@@ -15,11 +15,12 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-/* -- a hash table: where in an array of the caller the item with a key is. Items are numbered from 0 in the order in which they were added, and
- *    never removed. {0} is an empty table; free(slot). -- */
+/* -- a hash table -- */
 
+/* Tells where in an array of the caller the item with a key is. Items are numbered from 0 in the order in which they
+ * were added, and never removed. {0} is an empty table; free(slot). */
 struct hash_table {
-	uint32_t *slot;              /* [mask + 1], a power of two: the number of an item + 1, or 0; at most half of them are used */
+	uint32_t *slot;              /* [mask + 1], a power of two: an item's number + 1, or 0; at most half are used */
 	size_t mask;
 	size_t count;                /* items */
 };
@@ -30,7 +31,8 @@ uint64_t hash_bytes(const void *bytes, size_t n);
 void hash_table_enlarge(struct hash_table *t, const void *items, hash_of_item *hash_of);
 
 /* The slot of a key: that of its item, or the empty one where that would be. There must be an empty slot. */
-ALWAYS_INLINE uint32_t *hash_table_slot(const struct hash_table *t, uint64_t hash, const void *key, const void *items, has_key *same)
+ALWAYS_INLINE uint32_t *hash_table_slot(const struct hash_table *t, uint64_t hash, const void *key, const void *items,
+		has_key *same)
 {
 	for (size_t i = hash;; i++) {
 		uint32_t *slot = &t->slot[i & t->mask];
@@ -39,9 +41,10 @@ ALWAYS_INLINE uint32_t *hash_table_slot(const struct hash_table *t, uint64_t has
 	}
 }
 
-/* The number of the item with a key. If it is the number of items before the call, the item is new, and the caller appends it to the array. There must
- * be less than 2^32 - 1 items. */
-ALWAYS_INLINE size_t hash_table_add(struct hash_table *t, uint64_t hash, const void *key, const void *items, has_key *same, hash_of_item *hash_of)
+/* The number of the item with a key. If it is the number of items before the call, the item is new, and the caller
+ * appends it to the array. There must be less than 2^32 - 1 items. */
+ALWAYS_INLINE size_t hash_table_add(struct hash_table *t, uint64_t hash, const void *key, const void *items,
+		has_key *same, hash_of_item *hash_of)
 {
 	if (2 * t->count >= t->mask)
 		hash_table_enlarge(t, items, hash_of);
@@ -53,7 +56,8 @@ ALWAYS_INLINE size_t hash_table_add(struct hash_table *t, uint64_t hash, const v
 
 /* -- a hash table of distinct byte strings. {0} is an empty one -- */
 
-struct string_entry { size_t at; uint32_t size; uint64_t count; }; /* its bytes in string_table.bytes; a sum for the caller */
+/* at, size: its bytes in string_table.bytes; count: a sum for the caller */
+struct string_entry { size_t at; uint32_t size; uint64_t count; };
 
 struct string_table {
 	struct text bytes;           /* of all strings, one behind the other */
@@ -61,20 +65,23 @@ struct string_table {
 	size_t count, capacity;
 	struct hash_table numbers;
 };
-/* Adds `times` to the count of a string, which is added to the table if it is not there. Returns its number, or -1: more than 2^31 strings, or a
- * string of more than 2^31 bytes. */
+/* Adds `times` to the count of a string, which is added to the table if it is not there. Returns its number, or -1:
+ * more than 2^31 strings, or a string of more than 2^31 bytes. */
 int64_t string_table_add(struct string_table *t, const char *bytes, size_t n, uint64_t times);
 /* The number of a string; -1 when it is not in the table. */
 int64_t string_table_find(const struct string_table *t, const char *bytes, size_t n);
 void string_table_free(struct string_table *t);
 
-/* -- a binary heap: an array of n items in which none comes before its parent, item (i - 1) / 2 for item i. So item 0 comes first of all. -- */
+/* -- a binary heap: an array in which no item comes before its parent, which is item (i - 1) / 2 for item i; so item 0
+ *    comes before all others -- */
 
 /* Whether item a comes before item b. `context` is the caller's. */
 typedef bool heap_order(const void *a, const void *b, const void *context);
 
-/* Moves parents down until `item`, of `size` bytes, has its place at i or above, and puts it there. To add an item: i is the number of items before. */
-ALWAYS_INLINE void heap_raise(void *heap, size_t i, size_t size, const void *item, heap_order *before, const void *context)
+/* Moves parents down until `item`, of `size` bytes, has its place at i or above, and puts it there. To add an item: i
+ * is the number of items before. */
+ALWAYS_INLINE void heap_raise(void *heap, size_t i, size_t size, const void *item, heap_order *before,
+		const void *context)
 {
 	char *at = heap;
 	for (size_t parent; i && before(item, at + (parent = (i - 1) / 2) * size, context); i = parent)
@@ -82,9 +89,10 @@ ALWAYS_INLINE void heap_raise(void *heap, size_t i, size_t size, const void *ite
 	memcpy(at + i * size, item, size);
 }
 
-/* Moves children up until `item`, of `size` bytes, has its place at i or below, and puts it there. n items. To take item 0: put the last item in its
- * place, n then being one less. */
-ALWAYS_INLINE void heap_sink(void *heap, size_t i, size_t n, size_t size, const void *item, heap_order *before, const void *context)
+/* Moves children up until `item`, of `size` bytes, has its place at i or below, and puts it there. n items. To take
+ * item 0: put the last item in its place, n then being one less. */
+ALWAYS_INLINE void heap_sink(void *heap, size_t i, size_t n, size_t size, const void *item, heap_order *before,
+		const void *context)
 {
 	char *at = heap;
 	for (size_t child; (child = 2 * i + 1) < n; i = child) {

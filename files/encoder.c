@@ -22,7 +22,7 @@
 #include <strings.h>
 
 #define MAX_WORD INT32_MAX     /* bytes */
-#define SHORT_WORD 128         /* bytes of a word that is merged by looking through all its pairs; in a longer one a heap finds the next pair */
+#define SHORT_WORD 128         /* bytes; in a longer word the next pair is found by a heap, not by looking at all */
 #define SHORT_BITS 7           /* SHORT_WORD = 2^SHORT_BITS */
 
 #define CACHE_BITS 15
@@ -89,12 +89,14 @@ const struct string_table *encoder_count_words(struct encoder *e)
 	return &e->words;
 }
 
-/* -- merging: of all pairs of neighbours the one of the lowest rank becomes one token, of equals the leftmost; again and again -- */
+/* -- merging: of all pairs of neighbours the one with the lowest rank becomes one token, of equals the leftmost; again
+ *    and again -- */
 
 /* Merges the n ids of a short word in place. Returns how many are left. */
 static int merge_short(const struct tokenizer *t, int32_t *id, int n)
 {
-	uint32_t key[SHORT_WORD]; /* of the pair that begins at each id: rank << SHORT_BITS | its place; NO_RANK: no such merge, or the id is gone */
+	/* of the pair that begins at each id: rank << SHORT_BITS | its place; NO_RANK: no merge, or the id is gone */
+	uint32_t key[SHORT_WORD];
 	uint8_t next[SHORT_WORD], previous[SHORT_WORD];
 	const int count = n;
 #define PAIR(at, left, right) do { \
@@ -142,8 +144,10 @@ static bool lower_key(const void *a, const void *b, const void *context)
 /* merge_short for a word of any length. */
 static int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
 {
-	struct link { uint32_t rank; int32_t next, previous; } *link = allocate(n * sizeof *link); /* rank: of the pair that begins here */
-	uint64_t *heap = allocate(3 * (size_t)n * sizeof *heap), key; /* rank << 32 | place; a key whose rank is no longer that of its place is skipped */
+	/* of each id; rank: of the pair that begins there */
+	struct link { uint32_t rank; int32_t next, previous; } *link = allocate(n * sizeof *link);
+	/* rank << 32 | place; a key whose rank is no longer that of its place is skipped when it comes up */
+	uint64_t *heap = allocate(3 * (size_t)n * sizeof *heap), key;
 	size_t count = 0;
 	for (int32_t i = 0; i < n; i++) {
 		link[i] = (struct link){i + 1 < n ? find_merge(t, id[i], id[i + 1])->rank : NO_RANK, i + 1, i - 1};
@@ -184,7 +188,8 @@ static int64_t merge_long(const struct tokenizer *t, int32_t *id, int32_t n)
 static int encode_new_word(const struct tokenizer *t, const char *word, size_t n, struct ids *out)
 {
 	if (n > MAX_WORD)
-		return fail("a word of %zu bytes: expected at most %d bytes without a place where the tokenizer may cut", n, MAX_WORD);
+		return fail("a word of %zu bytes: expected at most %d bytes without a place where the tokenizer may cut", n,
+				MAX_WORD);
 	out->id = grow(out->id, out->count, &out->capacity, n, sizeof *out->id);
 	int32_t *id = out->id + out->count;
 	if (t->ignore_merges && (id[0] = find_text(t, word, n)) >= 0) {
@@ -242,7 +247,7 @@ static const struct added_token *added_at(const struct encoder *e, int k, const 
 	size_t depth = 0;
 	for (; low < high && depth < n; depth++) {
 		const uint8_t c = text[depth];
-		for (int side = 0; side < 2; side++) { /* the first whose byte `depth` is at least c, and the first whose is more */
+		for (int side = 0; side < 2; side++) { /* the first with byte `depth` at least c; with more */
 			int first = low, last = high;
 			while (first < last) {
 				const int middle = first + (last - first) / 2;
@@ -260,10 +265,11 @@ static const struct added_token *added_at(const struct encoder *e, int k, const 
 	return longest;
 }
 
-/* Finds the leftmost added token of list k from byte `from` on, of several that begin there the longest; lstrip takes nothing before byte `done`.
- * A single_word token within a longer word is not found, but what begins inside it is not found either, as in Hugging Face's library. Returns 1 when
- * there is one, else 0. */
-static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done, bool partial, struct match *m)
+/* Finds the leftmost added token of list k from byte `from` on, of several that begin there the longest; lstrip takes
+ * nothing before byte `done`. A single_word token within a longer word is not found, but what begins inside it is not
+ * found either, as in Hugging Face's library. Returns 1 when there is one, else 0. */
+static int find_added(const struct encoder *e, int k, const char *text, size_t n, size_t from, size_t done,
+		bool partial, struct match *m)
 {
 	const bool *begins = e->tokenizer->added_begin[k];
 	int32_t c;
@@ -282,7 +288,8 @@ static int find_added(const struct encoder *e, int k, const char *text, size_t n
 		i = end - 1;
 		if (a->single_word) {
 			const size_t before = utf8_last(text, begin);
-			if ((utf8_decode(text + before, begin - before, &c) && is_word(c)) || (utf8_decode(text + end, n - end, &c) && is_word(c)))
+			if ((utf8_decode(text + before, begin - before, &c) && is_word(c)) ||
+					(utf8_decode(text + end, n - end, &c) && is_word(c)))
 				continue;
 		}
 		*m = (struct match){begin, end, end, a->id};
@@ -300,10 +307,13 @@ static int find_added(const struct encoder *e, int k, const char *text, size_t n
 	return 0;
 }
 
-/* Finds what a regular expression matches from byte `from` on. Returns 1 when there is a match, 0 when not, -1 on error. */
-static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from, bool partial, struct match *m)
+/* Finds what a regular expression matches from byte `from` on. Returns 1 when there is a match, 0 when not, -1 on
+ * error. */
+static int find_match(const struct encoder *e, const struct split *s, const char *text, size_t n, size_t from,
+		bool partial, struct match *m)
 {
-	/* PCRE2's default limit of steps, which ends hopeless searches, and 16 steps for each byte: a run of spaces takes as many as it is long */
+	/* PCRE2's default limit of steps, which ends hopeless searches, and 16 steps for each byte: a run of spaces takes
+	 * as many as it is long */
 	const size_t steps = 10000000 + 16 * (n - from);
 	pcre2_set_match_limit(e->context, steps < UINT32_MAX ? steps : UINT32_MAX);
 	const uint32_t options = PCRE2_NO_UTF_CHECK | (partial ? PCRE2_PARTIAL_HARD : 0);
@@ -316,8 +326,8 @@ static int find_match(const struct encoder *e, const struct split *s, const char
 	else if (rc < 0) {
 		char message[128] = "";
 		pcre2_get_error_message(rc, (uint8_t *)message, sizeof message);
-		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text; expected text that it cuts into words: divide long runs of one "
-				"character", s->pattern, message, n);
+		return fail("the tokenizer's pattern %.100s: %s, in %zu bytes of text; expected text that it cuts into words: "
+				"divide long runs of one character", s->pattern, message, n);
 	} else {
 		*m = (struct match){at[0], at[1], at[1], -1};
 		int32_t c;
@@ -327,11 +337,13 @@ static int find_match(const struct encoder *e, const struct split *s, const char
 	return rc >= 0;
 }
 
-static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out);
+static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial,
+		struct ids *out);
 
-/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are the same, at the end, and at
- * `stop` if the text may be cut there. */
-static int64_t encode_normalized(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out)
+/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are
+ * the same, at the end, and at `stop` if the text may be cut there. */
+static int64_t encode_normalized(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial,
+		struct ids *out)
 {
 	if (partial)
 		n = nfc_last_cut(text, n);
@@ -347,7 +359,8 @@ static int64_t encode_normalized(struct encoder *e, int stage, const char *text,
 	if (!changed)
 		return encode_stage(e, stage + 1, text, n, stop, partial, out);
 	const int64_t before = out->count;
-	const int64_t done = encode_stage(e, stage + 1, e->normal.data, e->normal.size, stops ? middle : SIZE_MAX, partial, out);
+	const size_t inner_stop = stops ? middle : SIZE_MAX;
+	const int64_t done = encode_stage(e, stage + 1, e->normal.data, e->normal.size, inner_stop, partial, out);
 	if (done < 0 || (size_t)done == e->normal.size)
 		return done < 0 ? -1 : (int64_t)n;
 	if (stops && (size_t)done == middle)
@@ -357,7 +370,8 @@ static int64_t encode_normalized(struct encoder *e, int stage, const char *text,
 }
 
 /* encode_part for valid UTF-8, from one stage on. */
-static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial, struct ids *out)
+static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial,
+		struct ids *out)
 {
 	const struct tokenizer *t = e->tokenizer;
 	if (stage == 1 && t->nfc)
@@ -396,7 +410,8 @@ static int64_t encode_stage(struct encoder *e, int stage, const char *text, size
 	}
 }
 
-int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special, struct ids *out)
+int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special,
+		struct ids *out)
 {
 	const struct tokenizer *t = e->tokenizer;
 	size_t done = 0;
@@ -416,7 +431,8 @@ int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, 
 	while (done < n && done < stop) {
 		const size_t valid = utf8_valid(text + done, n - done);
 		if (valid) {
-			const int64_t encoded = encode_stage(e, 0, text + done, valid, stop - done, partial && done + valid == n, out);
+			const bool last = done + valid == n;
+			const int64_t encoded = encode_stage(e, 0, text + done, valid, stop - done, partial && last, out);
 			if (encoded < (int64_t)valid)
 				return encoded < 0 ? -1 : (int64_t)done + encoded;
 		}
@@ -462,7 +478,9 @@ static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
 
 static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 {
-	return chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0 || chat_tag(e, "</role>", out) < 0 ? -1 : 0;
+	if (chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0)
+		return -1;
+	return chat_tag(e, "</role>", out);
 }
 
 void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value)
@@ -471,7 +489,8 @@ void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value)
 		text_append(loss_mask, &byte, 1);
 }
 
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask)
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
+		struct text *loss_mask)
 {
 	const char *role = "";
 	append_loss_mask(loss_mask, out, false);

@@ -17,32 +17,39 @@ struct encoder *encoder_open(const struct tokenizer *t);
 void encoder_close(struct encoder *e); /* NULL is fine */
 const struct tokenizer *encoder_tokenizer(const struct encoder *e);
 
-/* Appends the ids of n bytes, whatever they are. They are those of Hugging Face's encode(text, add_special_tokens=False); the file's post_processor,
- * truncation and padding are not applied. With `special`, the text of a special token becomes that token; else it is ordinary text. (Added tokens that
- * are not special are always recognised.) A longest run of bytes that are not UTF-8 is a word of its own, and the text between two such runs is encoded
- * as if it were alone. Decoding the ids gives every byte back, unless the tokenizer drops some (NFC, Split with Removed, lstrip, rstrip). */
+/* Appends the ids of n bytes, whatever they are. They are those of Hugging Face's encode(text,
+ * add_special_tokens=False); the file's post_processor, truncation and padding are not applied. With `special`, the
+ * text of a special token becomes that token; else it is ordinary text. (Added tokens that are not special are always
+ * recognised.) A longest run of bytes that are not UTF-8 is a word of its own, and the text between two such runs is
+ * encoded as if it were alone. Decoding the ids gives every byte back, unless the tokenizer drops some (NFC, Split
+ * with Removed, lstrip, rstrip). */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
-/* The same for a text that is encoded in parts: appends the ids of text[0 .. result), where the result is the first place at or behind `stop` at which
- * the text can be cut without changing ids, or n. With `partial`, unknown text may follow text[0 .. n), and the result is at most the last place at
- * which whatever follows cannot change ids; it may be 0. The caller goes on with the text from the result on. -1 on error. */
-int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special, struct ids *out);
+/* The same for a text that is encoded in parts: appends the ids of text[0 .. result), where the result is the first
+ * place at or behind `stop` at which the text can be cut without changing ids, or n. With `partial`, unknown text may
+ * follow text[0 .. n), and the result is at most the last place at which whatever follows cannot change ids; it may
+ * be 0. The caller goes on with the text from the result on. -1 on error. */
+int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, bool partial, bool special,
+		struct ids *out);
 
-/* From now on encode() and encode_part() append no ids of words: they add 1 to the count of each word in a table of the encoder. A word is what merges
- * are applied to. Returns the table. */
+/* From now on encode() and encode_part() append no ids of words: they add 1 to the count of each word in a table of
+ * the encoder. A word is what merges are applied to. Returns the table. */
 const struct string_table *encoder_count_words(struct encoder *e);
 
-/* -- Ling's chat form: <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end token behind
- *    a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks like a tag in a message is ordinary
- *    text: each content is encoded apart from the tags around it. -- */
+/* -- Ling's chat form --
+ * <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end
+ * token behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks
+ * like a tag in a message is ordinary text: each content is encoded apart from the tags around it. */
 
 struct message { const char *role, *content; size_t content_size; }; /* role: see chat_role */
-/* A role as the form spells it: SYSTEM for "system", HUMAN for "user" or "human", ASSISTANT for "assistant", TOOL for "tool", in any case; NULL for
- * anything else. */
+/* A role as the form spells it: SYSTEM for "system", HUMAN for "user" or "human", ASSISTANT for "assistant", TOOL for
+ * "tool", in any case; NULL for anything else. */
 const char *chat_role(const char *role);
-/* Appends the ids of a conversation; with `reply`, also the tags that open the assistant's reply. Unless loss_mask is NULL it is filled up to one byte
- * for each id of *out: 1 where the loss counts, which is the assistant's replies and the end token behind the last one. */
-int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out, struct text *loss_mask);
+/* Appends the ids of a conversation; with `reply`, also the tags that open the assistant's reply. Unless loss_mask is
+ * NULL it is filled up to one byte for each id of *out: 1 where the loss counts, which is the assistant's replies and
+ * the end token behind the last one. */
+int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
+		struct text *loss_mask);
 /* Appends `value` to the mask until it has one byte for each id; loss_mask may be NULL. */
 void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value);
 

@@ -1,5 +1,5 @@
 /*
- * files/text.c - text and JSON lines as input: prompts; and files in blocks that threads encode side by side, which make documents.
+ * files/text.c - text and JSON lines as input: prompts, and files in blocks that threads encode side by side.
  */
 #define _GNU_SOURCE
 #include "files/text.h"
@@ -23,8 +23,8 @@
 
 /* -- files in blocks -- */
 
-/* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with white space, else of the last word,
- * else of the last character. */
+/* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with
+ * white space, else of the last word, else of the last character. */
 static size_t text_cut(const char *text, size_t n)
 {
 	size_t word = 0, character = 0;
@@ -57,7 +57,8 @@ static void input_cut(struct input *in, bool ended)
 		if (!n)
 			break;
 		in->blocks = grow(in->blocks, in->count, &in->blocks_capacity, 1, sizeof *in->blocks);
-		in->blocks[in->count++] = (struct block){.path = path, .line = in->lines ? in->line : 0, .begin = in->begin, .end = in->begin + n};
+		in->blocks[in->count++] = (struct block){.path = path, .line = in->lines ? in->line : 0,
+			.begin = in->begin, .end = in->begin + n};
 		for (size_t i = 0; in->lines && i < n; i++)
 			in->line += text[i] == '\n';
 		in->begin += n;
@@ -179,8 +180,8 @@ static int read_messages(const json_t *array, const char *where, struct message 
 {
 	const size_t n = json_array_size(array);
 	if (!json_is_array(array) || n < 1 || n > INT_MAX)
-		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where, json_is_array(array) ? "empty" :
-				json_kind(array));
+		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where,
+				json_is_array(array) ? "empty" : json_kind(array));
 	*out = allocate(n * sizeof **out);
 	*count = n;
 	for (size_t i = 0; i < n; i++) {
@@ -193,7 +194,8 @@ static int read_messages(const json_t *array, const char *where, struct message 
 		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
 			return -1;
 		if (!chat_role(m->role))
-			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place, printable(shown, m->role));
+			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place,
+					printable(shown, m->role));
 	}
 	return 0;
 }
@@ -207,14 +209,16 @@ int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, stru
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)
-		return fail("the prompt is empty, and the tokenizer has no end token to begin with; give at least one character");
+		return fail("the prompt is empty, and the tokenizer has no end token to begin with; "
+				"give at least one character");
 	if (out->count == 0)
 		append_id(out, tokenizer_end(encoder_tokenizer(e)));
 	return 0;
 }
 
 /* One line of a .jsonl file. */
-static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat, struct ids *out)
+static int prompt_from_json(struct encoder *e, const char *where, const char *line, size_t n, bool chat,
+		struct ids *out)
 {
 	json_t *root = json_line(where, line, n);
 	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
@@ -223,7 +227,8 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 	if (!root)
 		rc = -1;
 	else if (!text == !messages)
-		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where, text ? "both" : "neither");
+		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
+				text ? "both" : "neither");
 	else
 		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
 	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
@@ -287,8 +292,8 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode(); it applies to a `text`. Members
- * with other names may hold anything, integers of more than 64 bits too. */
+/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode();
+ * it applies to a `text`. Members with other names may hold anything, integers of more than 64 bits too. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
 	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
@@ -297,10 +302,12 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
 	const json_t *text = json_object_get(root, "text");
 	if (!array + !completion + !text != 2)
-		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array `messages`, and a `prompt` "
-				"with its `completion`", where, array || completion || text ? "several" : "none");
+		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array "
+				"`messages`, and a `prompt` with its `completion`", where,
+				array || completion || text ? "several" : "none");
 	if (text) {
-		if (field_content(root, where, "text", &m[0]) < 0 || encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
+		if (field_content(root, where, "text", &m[0]) < 0 ||
+				encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
 			return -1;
 	} else {
 		if (array) {
@@ -310,8 +317,10 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 			for (int i = 0; i < n && rc == 0; i++)
 				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
 			if (rc == 0 && !reply)
-				rc = fail("%s: no message is the assistant's; expected one, for the loss counts only its replies", where);
-		} else if (field_content(root, where, "prompt", &m[0]) < 0 || field_content(root, where, "completion", &m[1]) < 0)
+				rc = fail("%s: no message is the assistant's; expected one, for the loss counts only its replies",
+						where);
+		} else if (field_content(root, where, "prompt", &m[0]) < 0 ||
+				field_content(root, where, "completion", &m[1]) < 0)
 			rc = -1;
 		if (rc == 0)
 			rc = chat_encode(e, messages, n, false, &d->ids, &d->loss_mask);
@@ -319,7 +328,8 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 			free(messages);
 	}
 	const int32_t end = tokenizer_end(encoder_tokenizer(e));
-	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) { /* a text, or a conversation that does not end with a reply */
+	/* a text, or a conversation that does not end with a reply */
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) {
 		append_id(&d->ids, end);
 		if (d->loss_mask.size)
 			append_loss_mask(&d->loss_mask, &d->ids, false);
@@ -329,7 +339,8 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 }
 
 /* Encodes one line of a JSONL file, which is not blank, into *d. */
-static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special, struct document *d)
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special,
+		struct document *d)
 {
 	char where[PATH_LEN + 32];
 	snprintf(where, sizeof where, "%s:%ld", path, line);
@@ -354,8 +365,8 @@ static struct document *new_document(struct encoded_block *out)
 	return &out->documents[out->count++];
 }
 
-void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
-		struct encoded_block *out)
+void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop,
+		size_t known, bool special, struct encoded_block *out)
 {
 	struct document *d = new_document(out);
 	const bool partial = known < b->file_end || !b->file_complete;
@@ -366,7 +377,8 @@ void encode_text(struct encoder *e, const struct input *in, const struct block *
 	d->bytes = text_bytes(encoder_tokenizer(e), &d->ids);
 }
 
-void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded_block *out)
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special,
+		struct encoded_block *out)
 {
 	int64_t line = b->line;
 	for (size_t i = b->begin, n; i < b->end && !out->error; i += n, line++) {

@@ -1,5 +1,5 @@
 /*
- * files/text.h - text and JSON lines as input: prompts; and files in blocks that threads encode side by side, which make documents.
+ * files/text.h - text and JSON lines as input: prompts, and files in blocks that threads encode side by side.
  */
 #ifndef LING_FILES_TEXT_H
 #define LING_FILES_TEXT_H
@@ -14,11 +14,11 @@
 
 /* -- prompts -- */
 
-/* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is always an id: an empty text
- * becomes the end token, behind which a document begins. */
+/* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is
+ * always an id: an empty text becomes the end token, behind which a document begins. */
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
-/* Reads prompts: each line of a text file that is not empty; of a .jsonl file each line's `prompt`, or its `messages`, a conversation whose reply is
- * to come. (*out)[n]: free each id, and *out. */
+/* Reads prompts: each line of a text file that is not empty; of a .jsonl file each line's `prompt`, or its
+ * `messages`, a conversation whose reply is to come. (*out)[n]: free each id, and *out. */
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
 
 /* -- files in blocks -- */
@@ -26,10 +26,11 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 #ifndef TEXT_BLOCK
 #define TEXT_BLOCK (1 << 18)     /* bytes of a block; more where a line is longer */
 #endif
-#define LOOK_AHEAD 1024          /* at least so many bytes behind a block of text are in memory with it, if its file has them */
+#define LOOK_AHEAD 1024          /* at least so many bytes of its file are in memory behind a block of text */
 
-/* A part of a file. A block of JSON lines is some whole lines. A block of text ends where the next one begins, in front of a line if there is one: a
- * place where a tokenizer is likely to cut. Whether it does is found when the block is encoded. */
+/* A part of a file. A block of JSON lines is some whole lines. A block of text ends where the next one begins, in
+ * front of a line if there is one: a place where a tokenizer is likely to cut. Whether it does is found when the
+ * block is encoded. */
 struct block {
 	const char *path;
 	int64_t line;                /* JSON lines: the number of the first one, from 1; text: 0 */
@@ -53,10 +54,12 @@ struct input {                 /* set files, num_files, fd -1 and progress; the 
 	size_t count, blocks_capacity;
 	struct progress progress;
 };
-/* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of the last file, or -1. */
+/* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of
+ * the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
 void input_close(struct input *in);
-/* Fails when a file cannot be read, or is one of the outputs, which would replace it. Adds the sizes of the files to *total. */
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. Adds the sizes of the files to
+ * *total. */
 int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total);
 
 /* Encoders that no thread uses at the moment. */
@@ -78,11 +81,12 @@ struct encoded_block {
 	char *error;                 /* a message, or NULL */
 };
 /* Encodes a block of JSON lines. `special`: see encode(); it applies to the `text` of a line. */
-void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special, struct encoded_block *out);
-/* Encodes text of a block's file from byte `begin` of input.data on, up to the first place at or behind `stop` where it can be cut, looking at no
- * more than the bytes before `known`. See encode_part(). */
-void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop, size_t known, bool special,
+void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special,
 		struct encoded_block *out);
+/* Encodes text of a block's file from byte `begin` of input.data on, up to the first place at or behind `stop` where
+ * it can be cut, looking at no more than the bytes before `known`. See encode_part(). */
+void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop,
+		size_t known, bool special, struct encoded_block *out);
 void encoded_block_free(struct encoded_block *out);
 
 #endif

@@ -31,7 +31,8 @@ void append_ids(struct ids *out, const int32_t *id, int64_t n)
 	out->count += n;
 }
 
-/* -- the byte-level alphabet: bytes that are printable Latin-1 characters stand for themselves, the others are U+0100 and on, in order -- */
+/* -- the byte-level alphabet: a byte that is a printable Latin-1 character stands for itself, the others are U+0100
+ *    and on, in order -- */
 
 /* Appends the bytes that text in the alphabet stands for. False when a character is not of the alphabet. */
 static bool byte_alphabet_decode(struct text *out, const char *text, size_t n)
@@ -131,15 +132,18 @@ static int read_vocab(struct tokenizer *t, const char *path, const json_t *vocab
 	}
 	for (int i = 0; i < 256; i++)
 		if (t->byte_id[i] < 0)
-			return fail("%s: model: vocab: the token of byte %d is missing; only byte-level BPE, which has all 256, is supported", path, i);
+			return fail("%s: model: vocab: the token of byte %d is missing; only byte-level BPE, which has all 256, "
+					"is supported", path, i);
 	return 0;
 }
 
-/* The id of the token of model.vocab with a text in the byte-level alphabet; -1 when there is none. The end of t->bytes serves as work space. */
+/* The id of the token of model.vocab with a text in the byte-level alphabet; -1 when there is none. The end of
+ * t->bytes serves as work space. */
 static int32_t spelled_id(struct tokenizer *t, const char *text, size_t n)
 {
 	const size_t at = t->bytes.size;
-	const int32_t id = byte_alphabet_decode(&t->bytes, text, n) ? find_text(t, t->bytes.data + at, t->bytes.size - at) : -1;
+	const bool spelled = byte_alphabet_decode(&t->bytes, text, n);
+	const int32_t id = spelled ? find_text(t, t->bytes.data + at, t->bytes.size - at) : -1;
 	t->bytes.size = at;
 	return id;
 }
@@ -169,12 +173,13 @@ static int read_merges(struct tokenizer *t, const char *path, const json_t *merg
 	for (size_t i = 0; i < (size_t)1 << bits; i++)
 		t->merges[i].rank = NO_RANK;
 	for (size_t i = 0; i < n; i++) {
-		const json_t *entry = json_array_get(merges, i), *left = json_array_get(entry, 0), *right = json_array_get(entry, 1);
+		const json_t *entry = json_array_get(merges, i);
+		const json_t *left = json_array_get(entry, 0), *right = json_array_get(entry, 1);
 		const char *text = json_string_value(entry), *space = text ? strchr(text, ' ') : NULL;
 		const bool pair = json_array_size(entry) == 2 && json_is_string(left) && json_is_string(right);
 		if (!pair && (!space || strchr(space + 1, ' ')))
-			return fail("%s: model: merges: entry %zu is %s; expected \"left right\" or [\"left\", \"right\"]", path, i,
-					text ? "a text without exactly one space" : json_kind(entry));
+			return fail("%s: model: merges: entry %zu is %s; expected \"left right\" or [\"left\", \"right\"]",
+					path, i, text ? "a text without exactly one space" : json_kind(entry));
 		const int32_t a = pair ? spelled_id(t, json_string_value(left), json_string_length(left))
 			: spelled_id(t, text, space - text);
 		const int32_t b = pair ? spelled_id(t, json_string_value(right), json_string_length(right))
@@ -189,7 +194,8 @@ static int read_merges(struct tokenizer *t, const char *path, const json_t *merg
 	return 0;
 }
 
-/* model. Its options for characters that are not in the vocabulary (unk_token, fuse_unk, byte_fallback) have no effect: each byte has a token. */
+/* model. Its options for characters that are not in the vocabulary (unk_token, fuse_unk, byte_fallback) have no
+ * effect: each byte has a token. */
 static int read_model(struct tokenizer *t, const char *path, const json_t *root, const json_t *added)
 {
 	char where[PATH_LEN + 16];
@@ -200,9 +206,10 @@ static int read_model(struct tokenizer *t, const char *path, const json_t *root,
 	if (!json_is_object(model))
 		return fail("%s: `model` is %s; expected an object", path, json_kind(model));
 	if (type && (!json_is_string(type) || strcmp(json_string_value(type), "BPE")))
-		return fail("%s: `type` is %.40s; expected BPE", where, json_is_string(type) ? json_string_value(type) : json_kind(type));
-	if (check_members(model, where, "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback "
-			"ignore_merges vocab merges") < 0)
+		return fail("%s: `type` is %.40s; expected BPE", where,
+				json_is_string(type) ? json_string_value(type) : json_kind(type));
+	if (check_members(model, where, "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk "
+			"byte_fallback ignore_merges vocab merges") < 0)
 		return -1;
 	if (dropout && !json_is_null(dropout) && !(json_is_number(dropout) && json_number_value(dropout) == 0))
 		return fail("%s: `dropout` is not supported; expected null", where);
@@ -257,8 +264,8 @@ static int32_t added_id(const struct tokenizer *t, const char *text, size_t n)
 	return -1;
 }
 
-/* added_tokens. Hugging Face's loader gives each the id of its text in model.vocab, or the next free one, whatever id the file says; a file in which
- * those differ is an error. vocab_count: entries of model.vocab. */
+/* added_tokens. Hugging Face's loader gives each the id of its text in model.vocab, or the next free one, whatever id
+ * the file says; a file in which those differ is an error. vocab_count: entries of model.vocab. */
 static int read_added(struct tokenizer *t, const char *path, const json_t *list, size_t vocab_count)
 {
 	char where[PATH_LEN + 64];
@@ -274,12 +281,14 @@ static int read_added(struct tokenizer *t, const char *path, const json_t *list,
 				field_int(entry, where, "id", 0, MAX_VOCAB - 1, &id) < 0)
 			return -1;
 		if (!json_is_string(content) || !json_string_length(content))
-			return fail("%s: `content` is %s; expected a text", where, json_is_string(content) ? "empty" : json_kind(content));
+			return fail("%s: `content` is %s; expected a text", where,
+					json_is_string(content) ? "empty" : json_kind(content));
 		const char *text = json_string_value(content);
 		const size_t size = json_string_length(content);
 		const int special = member_bool(entry, where, "special", false);
 		const int single_word = member_bool(entry, where, "single_word", false);
-		const int lstrip = member_bool(entry, where, "lstrip", false), rstrip = member_bool(entry, where, "rstrip", false);
+		const int lstrip = member_bool(entry, where, "lstrip", false);
+		const int rstrip = member_bool(entry, where, "rstrip", false);
 		const int normalized = member_bool(entry, where, "normalized", !special);
 		if (special < 0 || single_word < 0 || lstrip < 0 || rstrip < 0 || normalized < 0)
 			return -1;
@@ -291,9 +300,10 @@ static int read_added(struct tokenizer *t, const char *path, const json_t *list,
 		if (expected >= 0 && !in_vocab)
 			return fail("%s: `%.40s` is in the vocabulary too, where it stands for other bytes", where, text);
 		if (expected < 0) /* not spelled in the alphabet: perhaps in the vocabulary all the same */
-			expected = in_vocab ? (int32_t)id : highest >= (int64_t)vocab_count ? (int32_t)highest + 1 : (int32_t)vocab_count;
+			expected = in_vocab ? id : highest >= (int64_t)vocab_count ? highest + 1 : (int64_t)vocab_count;
 		if (expected != id)
-			return fail("%s: `%.40s` has id %lld; Hugging Face's loader would give it %d", where, text, (long long)id, (int)expected);
+			return fail("%s: `%.40s` has id %lld; Hugging Face's loader would give it %d", where, text, (long long)id,
+					(int)expected);
 		if (token->added || (token->exists && !in_vocab))
 			return fail("%s: `%.40s` has id %lld, which another token has too", where, text, (long long)id);
 		highest = id > highest ? id : highest;
@@ -308,8 +318,8 @@ static int read_added(struct tokenizer *t, const char *path, const json_t *list,
 			nfc_append(&sought, text, size);
 		else
 			text_append(&sought, text, size);
-		t->added[normalized][t->num_added[normalized]++] = (struct added_token){sought.data, sought.size, id, special, single_word,
-			lstrip, rstrip};
+		t->added[normalized][t->num_added[normalized]++] = (struct added_token){sought.data, sought.size, id,
+			special, single_word, lstrip, rstrip};
 		t->added_begin[normalized][(uint8_t)*sought.data] = true;
 		t->context_free &= !single_word && !lstrip && !rstrip;
 	}
@@ -340,7 +350,8 @@ static int read_normalizer(struct tokenizer *t, const char *where, const json_t 
 }
 
 /* Adds a split. `where` begins messages. */
-static int add_split(struct tokenizer *t, const char *where, const char *pattern, size_t n, bool literal, bool drop_matches, bool drop_rest)
+static int add_split(struct tokenizer *t, const char *where, const char *pattern, size_t n, bool literal,
+		bool drop_matches, bool drop_rest)
 {
 	struct split *splits = allocate((t->num_splits + 1) * sizeof *splits), *last = &splits[t->num_splits];
 	if (t->num_splits)
@@ -370,12 +381,14 @@ static int read_split(struct tokenizer *t, const char *where, const json_t *spli
 		return fail("%s: `behavior` %.40s is not supported; expected Isolated or Removed", where, behavior);
 	if (!regex && !json_string_length(text))
 		return fail("%s: `pattern` is empty", where);
-	return add_split(t, where, json_string_value(text), json_string_length(text), !regex, removed && !invert, removed && invert);
+	return add_split(t, where, json_string_value(text), json_string_length(text), !regex, removed && !invert,
+			removed && invert);
 }
 
 #define GPT2_PATTERN "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
-/* pre_tokenizer: ByteLevel, perhaps behind others, in a Sequence. *byte_level becomes true when ByteLevel has been read. */
+/* pre_tokenizer: ByteLevel, perhaps behind others, in a Sequence. *byte_level becomes true when ByteLevel has been
+ * read. */
 static int read_pre_tokenizer(struct tokenizer *t, const char *where, const json_t *pre, bool *byte_level)
 {
 	const char *type = field_text(pre, where, "type");
@@ -402,11 +415,13 @@ static int read_pre_tokenizer(struct tokenizer *t, const char *where, const json
 			: add_split(t, inner, individual ? "\\p{N}" : "\\p{N}+", individual ? 5 : 6, false, false, false);
 	}
 	if (!strcmp(type, "ByteLevel")) {
-		const int space = member_bool(pre, inner, "add_prefix_space", true), regex = member_bool(pre, inner, "use_regex", true);
+		const int space = member_bool(pre, inner, "add_prefix_space", true);
+		const int regex = member_bool(pre, inner, "use_regex", true);
 		if (space < 0 || regex < 0 || check_members(pre, inner, "type add_prefix_space trim_offsets use_regex") < 0)
 			return -1;
 		if (space)
-			return fail("%s: `add_prefix_space` is not supported: decoding would not give the text back; expected false", inner);
+			return fail("%s: `add_prefix_space` is not supported: decoding would not give the text back; "
+					"expected false", inner);
 		*byte_level = true;
 		return regex ? add_split(t, inner, GPT2_PATTERN, strlen(GPT2_PATTERN), false, false, false) : 0;
 	}
@@ -465,7 +480,8 @@ static void hash_tokenizer(struct tokenizer *t)
 	hash_add(t, &t->end, sizeof t->end);
 }
 
-/* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else <|endoftext|>, else none. */
+/* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else
+ * <|endoftext|>, else none. */
 static int read_end(struct tokenizer *t, const char *path)
 {
 	char dir[PATH_LEN], config[PATH_LEN];
@@ -473,7 +489,8 @@ static int read_end(struct tokenizer *t, const char *path)
 	const int there = path_join(config, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(config);
 	t->end = tokenizer_id(t, "<|endoftext|>");
 	json_t *root = there > 0 ? json_read(config) : NULL;
-	const json_t *eos = json_object_get(root, "eos_token"), *content = json_is_object(eos) ? json_object_get(eos, "content") : eos;
+	const json_t *eos = json_object_get(root, "eos_token");
+	const json_t *content = json_is_object(eos) ? json_object_get(eos, "content") : eos;
 	int rc = there < 0 || (there && !root) ? -1 : 0;
 	if (content && !json_is_null(content)) {
 		t->end = json_is_string(content) ? tokenizer_id(t, json_string_value(content)) : -1;
@@ -489,9 +506,11 @@ static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *r
 {
 	char where[PATH_LEN + 32];
 	const json_t *added = json_object_get(root, "added_tokens"), *pre = json_object_get(root, "pre_tokenizer");
+	const size_t vocab_count = json_object_size(json_at(root, "model.vocab"));
 	bool byte_level = false;
 	/* truncation, padding and post_processor have no part in encode(add_special_tokens=False) */
-	if (check_members(root, path, "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model") < 0)
+	if (check_members(root, path, "version truncation padding added_tokens normalizer pre_tokenizer post_processor "
+			"decoder model") < 0)
 		return -1;
 	if (added && !json_is_array(added))
 		return fail("%s: `added_tokens` is %s; expected an array", path, json_kind(added));
@@ -507,8 +526,7 @@ static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *r
 		return fail("%s: has no ByteLevel; only byte-level BPE is supported", where);
 	snprintf(where, sizeof where, "%s: decoder", path);
 	if (check_decoder(where, json_object_get(root, "decoder")) < 0 || read_model(t, path, root, added) < 0 ||
-			read_added(t, path, added, json_object_size(json_object_get(json_object_get(root, "model"), "vocab"))) < 0 ||
-			read_end(t, path) < 0)
+			read_added(t, path, added, vocab_count) < 0 || read_end(t, path) < 0)
 		return -1;
 	hash_tokenizer(t);
 	return 0;
@@ -520,7 +538,8 @@ int tokenizer_path(char out[PATH_LEN], const char *name)
 {
 	struct stat st;
 	if (stat(name, &st) < 0)
-		return fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name, strerror(errno));
+		return fail("tokenizer `%s`: %s; expected byte, a tokenizer.json, or a directory that holds one", name,
+				strerror(errno));
 	if (S_ISDIR(st.st_mode))
 		return path_join(out, name, "tokenizer.json");
 	return path_copy(out, name);
@@ -573,7 +592,8 @@ struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
 	if (named && strcmp(named, "none"))
 		t = tokenizer_open(named);
 	else
-		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one with --tokenizer", dir);
+		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one "
+				"with --tokenizer", dir);
 	json_decref(root);
 	return t;
 }

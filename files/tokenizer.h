@@ -1,8 +1,9 @@
 /*
- * files/tokenizer.h - tokenizers: their vocabulary, and the text that an id stands for. files/encoder.h is the way from text to ids.
+ * files/tokenizer.h - tokenizers: their vocabulary, and the text that an id stands for. The way from text to ids is
+ * files/encoder.h.
  *
- * There are two kinds: the byte tokenizer, in which a byte is its own id and 256 ends a document, and byte-level BPE as Hugging Face's
- * tokenizer.json describes it. Valid ids are 0 .. tokenizer_size() - 1.
+ * There are two: the byte tokenizer, in which a byte is its own id and 256 ends a document, and byte-level BPE as
+ * Hugging Face's tokenizer.json describes it. Valid ids are 0 .. tokenizer_size() - 1.
  */
 #ifndef LING_FILES_TOKENIZER_H
 #define LING_FILES_TOKENIZER_H
@@ -23,10 +24,12 @@ void append_ids(struct ids *out, const int32_t *id, int64_t n);
 #define MAX_VOCAB 10000000       /* the same limit as that of model.vocab_size */
 
 struct tokenizer;              /* read-only once open: all threads may share it */
-/* Opens `name`: "byte", a tokenizer.json of byte-level BPE, or a directory that holds one. What the file asks for and ling does not support, or would
- * encode to other ids than Hugging Face's library, is an error that names it. NULL on error. */
+/* Opens `name`: "byte", a tokenizer.json of byte-level BPE, or a directory that holds one. What the file asks for and
+ * ling does not support, or would encode to other ids than Hugging Face's library, is an error that names it. NULL on
+ * error. */
 struct tokenizer *tokenizer_open(const char *name);
-/* Opens the tokenizer of a model's directory: `name` if it is not NULL; else DIR/tokenizer.json; else what DIR/trainer.json names as data.tokenizer. */
+/* Opens the tokenizer of a model's directory: `name` if it is not NULL; else DIR/tokenizer.json; else what
+ * DIR/trainer.json names as data.tokenizer. */
 struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
 void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 
@@ -34,13 +37,14 @@ int tokenizer_size(const struct tokenizer *t);
 /* A checksum of everything that ids depend on; the manifest of a token file names it. */
 uint32_t tokenizer_hash(const struct tokenizer *t);
 uint32_t byte_tokenizer_hash(void);
-/* The id that ends a document or a reply: 256 of the byte tokenizer; else the eos_token that a tokenizer_config.json beside the file names; else
- * <|endoftext|>; -1 when there is none. */
+/* The id that ends a document or a reply: 256 of the byte tokenizer; else the eos_token that a tokenizer_config.json
+ * beside the file names; else <|endoftext|>; -1 when there is none. */
 int32_t tokenizer_end(const struct tokenizer *t);
 /* The id of a token by its text, such as <role>; -1 when there is none. */
 int32_t tokenizer_id(const struct tokenizer *t, const char *token);
 
-/* Appends the bytes that an id stands for; those of a special token only if `special`. An id outside the vocabulary stands for nothing. */
+/* Appends the bytes that an id stands for; those of a special token only if `special`. An id outside the vocabulary
+ * stands for nothing. */
 void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struct text *out);
 /* Their number; 0 for a special token. */
 int tokenizer_bytes(const struct tokenizer *t, int32_t id);
@@ -51,7 +55,8 @@ int tokenizer_bytes(const struct tokenizer *t, int32_t id);
 int tokenizer_path(char out[PATH_LEN], const char *name);
 /* Makes a tokenizer from the document of a tokenizer.json, which was or will be at `path`. NULL on error. */
 struct tokenizer *tokenizer_from_json(const char *path, const json_t *root);
-/* Appends bytes in the byte-level alphabet, which such files are written in: a printable character stands for each byte (GPT-2's bytes_to_unicode). */
+/* Appends bytes in the byte-level alphabet, which such files are written in: a printable character stands for each
+ * byte (GPT-2's bytes_to_unicode). */
 void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
 /* The regular expression by which Ling's tokenizer cuts text into words. */
 #define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \

@@ -1,5 +1,6 @@
 /*
- * files/tokenizer_internal.h - what a tokenizer.json becomes in memory: for files/tokenizer.c, which makes it, and files/encoder.c.
+ * files/tokenizer_internal.h - what a tokenizer.json becomes in memory: files/tokenizer.c makes it, files/encoder.c
+ * reads it, and no other file.
  */
 #ifndef LING_FILES_TOKENIZER_INTERNAL_H
 #define LING_FILES_TOKENIZER_INTERNAL_H
@@ -23,11 +24,14 @@ struct token {
 };
 
 #define NO_RANK UINT32_MAX
-struct merge { int32_t left, right; uint32_t rank; int32_t id; }; /* two ids become one; rank: place in the list of merges, or NO_RANK: an empty slot */
+/* A slot: ids left and right become `id`. rank: the index in the list of merges; NO_RANK: the slot is empty. */
+struct merge { int32_t left, right; uint32_t rank; int32_t id; };
 
-struct added_token { char *text; size_t size; int32_t id; bool special, single_word, lstrip, rstrip; }; /* as Hugging Face's AddedToken */
+/* Hugging Face's AddedToken. text: as it is sought, in NFC where the tokenizer has it. */
+struct added_token { char *text; size_t size; int32_t id; bool special, single_word, lstrip, rstrip; };
 
-struct split {                 /* a pre-tokenizer that cuts text into what a regular expression matches and what is between */
+/* A pre-tokenizer that cuts text into what a regular expression matches and what is between. */
+struct split {
 	pcre2_code *code;
 	char *pattern;               /* as PCRE2 got it */
 	bool drop_matches, drop_rest; /* leaves out the one or the other */
@@ -49,7 +53,7 @@ struct tokenizer {
 	uint32_t num_merges;
 	bool ignore_merges;          /* a word that is a token of model.vocab becomes it, whatever the merges say */
 	bool nfc;                    /* text is brought into NFC */
-	struct added_token *added[2]; /* [num_added] sorted by text: those that are found in the text as it is; in its NFC form */
+	struct added_token *added[2]; /* [num_added] by text: those sought in the text as it is; those sought in its NFC */
 	int num_added[2];
 	bool added_begin[2][256];    /* bytes that one of them begins with */
 	bool context_free;           /* none of them depends on the text around it (single_word, lstrip, rstrip) */
@@ -57,8 +61,8 @@ struct tokenizer {
 	int num_splits;
 };
 
-/* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the inner loop of encoding: a look-up
- * here is one line of cache. */
+/* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the
+ * inner loop of encoding: a look-up here is one line of cache. */
 static inline struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
 {
 	const size_t mask = ((size_t)1 << (64 - t->merges_shift)) - 1;

@@ -23,8 +23,8 @@ static int refuse_pattern(const struct translation *r, size_t at, const char *wh
 	return fail("%s: pattern: at byte %zu, `%.20s`: %s is not supported", r->where, at, r->pattern + at, what);
 }
 
-/* Translates the escape at byte i. in_class: within [...]; caseless: within (?i:...). *set: it stands for several characters. Returns its bytes,
- * or -1. */
+/* Translates the escape at byte i. in_class: within [...]; caseless: within (?i:...). *set: it stands for several
+ * characters. Returns its bytes, or -1. */
 static int translate_escape(const struct translation *r, size_t i, bool in_class, bool caseless, bool *set)
 {
 	static const char categories[] = " L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So "
@@ -39,9 +39,12 @@ static int translate_escape(const struct translation *r, size_t i, bool in_class
 		text_append(r->out, p, 2);
 		return 2;
 	}
-	if (c == 'u' && left >= 6 && sscanf(p + 2, "%4[0-9A-Fa-f]%n", name, &end) == 1 && end == 4 && strtol(name, NULL, 16)) {
+	if (c == 'u' && left >= 6 && sscanf(p + 2, "%4[0-9A-Fa-f]%n", name, &end) == 1 && end == 4 &&
+			strtol(name, NULL, 16)) {
 		text_append_string(r->out, "\\x{"), text_append_string(r->out, name), text_append_string(r->out, "}");
-		return caseless && strtol(name, NULL, 16) > 127 ? refuse_pattern(r, i, "ignoring the case of this character") : 6;
+		if (caseless && strtol(name, NULL, 16) > 127)
+			return refuse_pattern(r, i, "ignoring the case of this character");
+		return 6;
 	}
 	*set = true;
 	if (c == 'd' || c == 'D') {
@@ -59,14 +62,16 @@ static int translate_escape(const struct translation *r, size_t i, bool in_class
 		const char *property = name + negative;
 		snprintf(spaced, sizeof spaced, " %s ", property);
 		text_append(r->out, (c == 'P') != negative ? "\\P{" : "\\p{", 3);
-		text_append_string(r->out, strstr(categories, spaced) ? "" : "sc:"); /* else it names a script; PCRE2 complains if there is none */
+		/* what is no category names a script; PCRE2 complains if there is none of that name */
+		text_append_string(r->out, strstr(categories, spaced) ? "" : "sc:");
 		text_append_string(r->out, property), text_append_string(r->out, "}");
 		return 2 + end;
 	}
 	return refuse_pattern(r, i, "this escape");
 }
 
-/* Bytes of {n}, {n,} or {n,m} at the beginning of text. 0 when there is none, or when the two dialects read the ? or + behind it differently. */
+/* Bytes of {n}, {n,} or {n,m} at the beginning of text. 0 when there is none, or when the two dialects read the ? or
+ * + behind it differently. */
 static int repetition(const char *text)
 {
 	const char *p = text + 1;
@@ -85,7 +90,7 @@ int tokenizer_pattern_translate(struct text *out, const char *where, const char 
 	enum { MAX_DEPTH = 64 };
 	const struct translation translation = {out, where, pattern, n}, *r = &translation;
 	static const char *const openings[] = {"(?:", "(?=", "(?!", "(?>", "(?i:"};
-	static const char ligatures[] = " ff fi fl ss st "; /* pairs that are equal to a single character when case is ignored */
+	static const char ligatures[] = " ff fi fl ss st "; /* without case these equal single characters too */
 	bool caseless[MAX_DEPTH] = {false}; /* of the groups around this place */
 	int depth = 0;
 	bool in_class = false, set = false, was_set, dash = false; /* dash: the - of a range */
@@ -163,7 +168,8 @@ int tokenizer_pattern_translate(struct text *out, const char *where, const char 
 	return 0;
 }
 
-pcre2_code *tokenizer_pattern_compile(const char *where, const char *pattern, size_t n, bool literal, char **translated)
+pcre2_code *tokenizer_pattern_compile(const char *where, const char *pattern, size_t n, bool literal,
+		char **translated)
 {
 	struct text text = {0};
 	text_append(&text, pattern, literal ? n : 0); /* an empty pattern has a text too */
@@ -183,7 +189,7 @@ pcre2_code *tokenizer_pattern_compile(const char *where, const char *pattern, si
 		free(text.data);
 		return NULL;
 	}
-	pcre2_jit_compile(code, PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD); /* where there is no JIT, matching is slower */
+	pcre2_jit_compile(code, PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD); /* without a JIT it is slower */
 	*translated = text.data;
 	return code;
 }

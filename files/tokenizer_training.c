@@ -1,9 +1,9 @@
 /*
  * files/tokenizer_training.c - training a byte-level BPE tokenizer.
  *
- * Threads count the distinct words of the texts. Then, on one thread, each word is a list of symbols, at first its bytes; of all pairs of neighbouring
- * symbols the one with the highest count becomes a new symbol in every word, again and again. A heap holds the pairs by count; each pair knows the
- * words that it may be in, so that a merge changes only those.
+ * Threads count the distinct words of the texts. Then, on one thread, each word is a list of symbols, at first its
+ * bytes; of all pairs of neighbouring symbols the one with the highest count becomes a new symbol in every word, again
+ * and again. A heap holds the pairs by count; each pair knows the words that it may be in: a merge visits only those.
  */
 #define _GNU_SOURCE
 #include "files/tokenizer_training.h"
@@ -24,24 +24,26 @@
 struct pair {
 	int32_t left, right;         /* symbols, which are token ids */
 	uint64_t count;              /* in all texts */
-	uint32_t *word;              /* [num_words] numbers of words that it is in, or was in before a merge; at least one entry for each word */
+	uint32_t *word;              /* [num_words] numbers of the words that it is, or was, in; some more than once */
 	size_t num_words, capacity;
 	bool risen;                  /* its count has grown since the last merge */
 };
 
-struct candidate { uint64_t count; int32_t left, right; size_t pair; }; /* count: that of the pair when it was put into the heap */
+/* A pair in the heap. count: that of the pair when it was put there. */
+struct candidate { uint64_t count; int32_t left, right; size_t pair; };
 
 struct pairs {
 	struct hash_table numbers;   /* of the pairs */
 	struct pair *pair;           /* [count] */
 	size_t count, capacity;
-	struct candidate *heap;      /* [num_candidates] the best first; one whose count is out of date is replaced when it comes up */
+	struct candidate *heap;      /* [num_candidates] the best first; an outdated count is seen when it comes up */
 	size_t num_candidates, heap_capacity;
 	size_t *risen;               /* [num_risen] numbers of the pairs that are `risen` */
 	size_t num_risen, risen_capacity;
 };
 
-struct training_word { size_t begin; int32_t length; uint64_t count; }; /* its symbols, from `begin` on in an array of all; times in the texts */
+/* A word: its symbols, from `begin` on in an array of all words' symbols, and how often it is in the texts. */
+struct training_word { size_t begin; int32_t length; uint64_t count; };
 
 /* Whether candidate a is merged before candidate b. */
 static bool better(const void *a, const void *b, const void *context)
@@ -83,7 +85,8 @@ static bool same_pair(const void *pairs, size_t number, const void *symbols)
 static size_t pair_number(struct pairs *p, int32_t left, int32_t right)
 {
 	const int32_t symbols[2] = {left, right};
-	const size_t number = hash_table_add(&p->numbers, hash_bytes(symbols, sizeof symbols), symbols, p->pair, same_pair, hash_of_pair);
+	const size_t number = hash_table_add(&p->numbers, hash_bytes(symbols, sizeof symbols), symbols, p->pair,
+			same_pair, hash_of_pair);
 	if (number == p->count) {
 		p->pair = grow(p->pair, p->count, &p->capacity, 1, sizeof *p->pair);
 		p->pair[p->count++] = (struct pair){.left = left, .right = right};
@@ -152,7 +155,7 @@ static void merge_pair(struct pairs *p, size_t number, int32_t merged, struct tr
 /* Adds the tokens of single bytes in the order of the alphabet's characters. id_of: of each byte. */
 static void add_byte_tokens(struct string_table *tokens, int32_t id_of[256])
 {
-	for (int other = 0; other < 2; other++) /* bytes that stand for themselves (characters below U+0100), then the others */
+	for (int other = 0; other < 2; other++) /* bytes whose characters are below U+0100, then the others */
 		for (int b = 0; b < 256; b++) {
 			struct text character = {0};
 			byte_alphabet_append(&character, &(char){b}, 1);
@@ -162,8 +165,10 @@ static void add_byte_tokens(struct string_table *tokens, int32_t id_of[256])
 		}
 }
 
-/* Adds the tokens of bytes, then merges until there are `size` tokens or no pairs. `merges` gets the two ids of each merge. */
-static void learn_merges(struct string_table *tokens, const struct string_table *counted, size_t size, struct ids *merges)
+/* Adds the tokens of bytes, then merges until there are `size` tokens or no pairs. `merges` gets the two ids of each
+ * merge. */
+static void learn_merges(struct string_table *tokens, const struct string_table *counted, size_t size,
+		struct ids *merges)
 {
 	int32_t id_of[256];
 	add_byte_tokens(tokens, id_of);
@@ -180,7 +185,8 @@ static void learn_merges(struct string_table *tokens, const struct string_table 
 		}
 	}
 	push_risen(&p);
-	struct progress shown = progress_start("train-tokenizer: merging", size > tokens->count ? size - tokens->count : 0, 1, "tokens");
+	const int64_t most = size > tokens->count ? size - tokens->count : 0;
+	struct progress shown = progress_start("train-tokenizer: merging", most, 1, "tokens");
 	struct text merged = {0};
 	while (tokens->count < size && p.num_candidates) {
 		const struct candidate best = pop_candidate(&p);
@@ -208,7 +214,8 @@ static void learn_merges(struct string_table *tokens, const struct string_table 
 }
 
 /* A tokenizer.json as Hugging Face's library writes it. NULL when a special token or the pattern is not UTF-8. */
-static json_t *tokenizer_to_json(const struct tokenizer_training *how, const struct string_table *tokens, const struct ids *merges)
+static json_t *tokenizer_to_json(const struct tokenizer_training *how, const struct string_table *tokens,
+		const struct ids *merges)
 {
 	static const char *const chat_tokens[] = {"<|endoftext|>", "<role>", "</role>"};
 	json_t *vocab = json_object(), *list = json_array(), *added = json_array();
@@ -233,12 +240,14 @@ static json_t *tokenizer_to_json(const struct tokenizer_training *how, const str
 		valid &= 0 == json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}",
 				"id", (json_int_t)(tokens->count + i), "content", i < 3 ? chat_tokens[i] : how->special[i - 3],
 				"single_word", 0, "lstrip", 0, "rstrip", 0, "normalized", 0, "special", 1));
-	json_t *split = json_pack("{s:s, s:{s:s}, s:s, s:b}", "type", "Split", "pattern", "Regex", how->pattern ? how->pattern : LING_PATTERN,
-			"behavior", "Isolated", "invert", 0);
-	json_t *model = json_pack("{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:o}", "type", "BPE", "dropout", "unk_token",
-			"continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0,
+	json_t *split = json_pack("{s:s, s:{s:s}, s:s, s:b}", "type", "Split",
+			"pattern", "Regex", how->pattern ? how->pattern : LING_PATTERN, "behavior", "Isolated", "invert", 0);
+	json_t *model = json_pack("{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:o}", "type", "BPE", "dropout",
+			"unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0,
+			"ignore_merges", 0,
 			"vocab", vocab, "merges", list);
-	json_t *root = json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[o, {s:s, s:b, s:b, s:b}]}, s:n, s:{s:s, s:b, s:b, s:b}, s:o}",
+	json_t *root = json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:[o, {s:s, s:b, s:b, s:b}]}, s:n, "
+			"s:{s:s, s:b, s:b, s:b}, s:o}",
 			"version", "1.0", "truncation", "padding", "added_tokens", added, "normalizer",
 			"pre_tokenizer", "type", "Sequence", "pretokenizers", split,
 			"type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", 0,
@@ -304,23 +313,26 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	int64_t total = 0;
 	const int smallest = 256 + 3 + how->num_special;
 	if (how->vocab_size < smallest || how->vocab_size > MAX_VOCAB)
-		return fail("a vocabulary of %d tokens: expected %d, of which 256 are bytes and %d are special, to %d", how->vocab_size, smallest,
-				3 + how->num_special, MAX_VOCAB);
+		return fail("a vocabulary of %d tokens: expected %d, of which 256 are bytes and %d are special, to %d",
+				how->vocab_size, smallest, 3 + how->num_special, MAX_VOCAB);
 	if (path_copy(output[0], path) < 0)
 		return -1;
 	parent_of(dir, path);
 	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
 		return -1;
-	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special token */
+	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special
+	 * token */
 	learn_merges(&tokens, &all, 0, &merges);
 	json_t *root = tokenizer_to_json(how, &tokens, &merges);
 	struct tokenizer *t = root ? tokenizer_from_json(path, root) : NULL;
 	int rc = t ? 0 : root ? -1 : fail("a special token or the pattern is not UTF-8");
-	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1, .progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
+	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1,
+			.progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
 		rc = count_words(t, &in, &all);
 	if (!rc && !all.count)
-		rc = fail("%s: nothing to learn from: no text in %d input file%s", path, how->num_files, how->num_files == 1 ? "" : "s");
+		rc = fail("%s: nothing to learn from: no text in %d input file%s", path, how->num_files,
+				how->num_files == 1 ? "" : "s");
 	if (!rc) {
 		string_table_free(&tokens);
 		learn_merges(&tokens, &all, how->vocab_size - 3 - how->num_special, &merges);
@@ -330,7 +342,8 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 		t = tokenizer_from_json(path, root); /* fails when merges made a token that is also a special one */
 		rc = t ? json_write(path, root) : -1;
 	}
-	*result = (struct tokenizer_trained){(int)tokens.count + 3 + how->num_special, in.progress.done, (int64_t)all.count, merges.count / 2};
+	*result = (struct tokenizer_trained){.vocab_size = tokens.count + 3 + how->num_special, .bytes = in.progress.done,
+		.words = all.count, .merges = merges.count / 2};
 	json_decref(root);
 	input_close(&in);
 	tokenizer_close(t);

@@ -10,9 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Decodes the first character of n bytes: *code becomes its code point. Returns its bytes, 1 to 4; 0 when n is 0 or no well-formed UTF-8 begins
- * there (overlong forms, surrogates and code points above U+10FFFF are not). Not utf8proc_iterate, which does the same: a call into a shared library for
- * each character makes encoding text that is not ASCII 5 % slower. */
+/* Decodes the first character of n bytes: *code becomes its code point. Returns its bytes, 1 to 4; 0 when n is 0 or
+ * no well-formed UTF-8 begins there (overlong forms, surrogates and code points above U+10FFFF are not). Not
+ * utf8proc_iterate, which does the same: a call into a shared library for each character makes encoding text that is
+ * not ASCII 5 % slower. */
 static inline int utf8_decode(const char *text, size_t n, int32_t *code)
 {
 	const uint8_t *s = (const uint8_t *)text;
@@ -49,11 +50,11 @@ bool is_word(int32_t code);
 
 /* -- NFC, as Hugging Face's tokenizers compute it. Text is well-formed UTF-8 -- */
 
-/* Whether NFC leaves a character as it is and joins it to nothing before it, so that text may be cut in front of it. Also false for some rare
- * characters for which it would be true. */
+/* Whether NFC leaves a character as it is and joins it to nothing before it, so that text may be cut in front of it.
+ * Also false for some rare characters for which it would be true. */
 bool nfc_begins(int32_t code);
-/* Bytes of the longest beginning of text in which nfc_begins holds for all characters: NFC does not change them, except that the last one may be
- * joined with what follows. */
+/* Bytes of the longest beginning of text in which nfc_begins holds for all characters: NFC does not change them,
+ * except that the last one may be joined with what follows. */
 size_t nfc_plain(const char *text, size_t n);
 /* Where the last character for which nfc_begins holds begins; 0 when there is none. */
 size_t nfc_last_cut(const char *text, size_t n);

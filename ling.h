@@ -6,7 +6,7 @@
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
- *   files/keys                 tables of keys: structures whose fields a user sets in YAML or on the command line
+ *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
  *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
@@ -26,9 +26,10 @@
  *     options                  reads a command line by such a table
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     engine                   generation: key-value caches, batches, sampling
+ *     match                    what a pattern finds in a reply
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
- *     canvas                   drawing, PNG
+ *     plot_canvas              drawing, PNG
  *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
  *                              too, and doctor has bench
  *

@@ -10,7 +10,7 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/keys.h"
+#include "files/config_keys.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
 

@@ -1,8 +1,8 @@
 /*
- * files/keys.c - tables of keys: structures whose fields a user sets in YAML or on the command line.
+ * files/config_keys.c - tables of keys: structures whose fields a user sets in YAML or on the command line.
  */
 #define _GNU_SOURCE
-#include "files/keys.h"
+#include "files/config_keys.h"
 
 #include "files/base.h"
 

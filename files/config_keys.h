@@ -106,7 +106,8 @@ void set_default(void *structure, const struct key *k);
  * the expected type says it all), and nothing is stored. */
 const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
 
-/* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. */
+/* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. Not for tables with
+ * T_STRING or T_STRINGS. */
 json_t *key_to_json(const struct key_table *t, const void *structure, const struct key *k);
 
 /* --------------------------------------------------------------------------------------------------- reading */

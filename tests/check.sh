@@ -9,6 +9,7 @@ export ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive # the machine may be shared
 # Tests may run as root, and in a container, where ranks may not read each other's memory.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,vader # what ranks of one machine need: the others cost time to start
 
 folder=$root/build/scratch/$(basename "$0" .sh)
 rm -rf "$folder" && mkdir -p "$folder" && cd "$folder" || exit 1

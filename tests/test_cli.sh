@@ -121,12 +121,17 @@ test_continue_plain() {
 	same_run plain plain7 20
 }
 
+# Steps of a run that is stopped from outside: so many that it is not over before that.
+long_steps=20
+
 # A signal in the middle: saves, exit status 0, continues to the same end.
 test_signals() {
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=undisturbed train.steps=$long_steps
 	for signal in TERM INT; do
 		rm -rf signalled
 		# Background jobs of a script ignore SIGINT; the program must not inherit that.
-		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$ling" train tiny.yaml train.output_dir=signalled >out.txt 2>err.txt &
+		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' \
+			"$ling" train tiny.yaml train.output_dir=signalled train.steps=$long_steps >out.txt 2>err.txt &
 		local pid=$!
 		wait_for_lines signalled/metrics.jsonl 3
 		kill -$signal $pid
@@ -134,24 +139,24 @@ test_signals() {
 		local status=$?
 		[ $status = 0 ] || problem "SIG$signal: exit status $status: $(cat err.txt)"
 		grep -q "stopped after step" out.txt || problem "SIG$signal: $(tail -n 2 out.txt)"
-		expect 0 "" "$ling" train tiny.yaml train.output_dir=signalled
-		same_run run signalled 20
+		expect 0 "" "$ling" train tiny.yaml train.output_dir=signalled train.steps=$long_steps
+		same_run undisturbed signalled $long_steps
 	done
 }
 
 # kill -9: what was saved is whole, and every step stands in the metrics once.
 test_kill() {
 	rm -rf killed
-	"$ling" train tiny.yaml train.output_dir=killed eval.every=1 >out.txt 2>err.txt &
+	"$ling" train tiny.yaml train.output_dir=killed eval.every=1 train.steps=$long_steps >out.txt 2>err.txt &
 	local pid=$!
 	wait_for_lines killed/metrics.jsonl 6
 	kill -9 $pid
 	wait $pid 2>/dev/null
 	[ $? = 137 ] || problem "the run was over before it was killed"
 	printf '{"step": 9, "lo' >>killed/metrics.jsonl # a torn line
-	expect 0 "" "$ling" train tiny.yaml train.output_dir=killed eval.every=1
-	expect 0 "" "$ling" train tiny.yaml train.output_dir=unharmed eval.every=1
-	same_run unharmed killed 20
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=killed eval.every=1 train.steps=$long_steps
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=unharmed eval.every=1 train.steps=$long_steps
+	same_run unharmed killed $long_steps
 }
 
 test_changed_config() {
@@ -406,6 +411,34 @@ vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, m
 	done
 }
 
+# Folders may have names that are not UTF-8. What is written there is JSON all the same, and is found again.
+test_paths() {
+	local odd step
+	odd=$(not_utf8 odd)
+	expect 0 "" "$ling" train-tokenizer --vocab-size 300 --out "$odd/bpe/tokenizer.json" text.txt
+	cp text.txt "$odd"
+	expect 0 "" "$ling" tokenize --tokenizer "$odd/bpe" --out "$odd/text" "$odd/text.txt"
+	json "$odd/text.json"
+	[ "$(jq .vocab_size "$odd/text.json")" = 300 ] || problem "no vocabulary: $(cat "$odd/text.json")"
+	expect 0 "" "$ling" tokenize --decode "$odd/text" --tokenizer "$odd/bpe"
+	[ "$(cat out.txt)" = "$(cat text.txt)<|endoftext|>" ] || problem "decoded to another text"
+	expect 2 "UTF-8" "$ling" train tiny.yaml data.train="$odd/text" # YAML is UTF-8; a run may be in such a folder
+	cp tiny.yaml "$odd" && cd "$odd" || return
+	for step in 2 4; do
+		expect 0 "" "$ling" train tiny.yaml data.valid=off data.tokenizer=bpe model.vocab_size=300 train.stop_at_step=$step
+	done
+	grep -q "continuing from" out.txt || problem "began again: $(cat out.txt)"
+	cd .. || return
+	json "$odd/run/step-0000004/trainer.json"
+	json "$odd/run/metrics.jsonl"
+	expect 0 "" "$ling" eval "$odd/run/step-0000004" --data "$odd/text" --seq-len 16 --json
+	json out.txt
+	expect 0 "" "$ling" info "$odd/run/step-0000004" --json
+	json out.txt
+	expect 0 "" "$ling" plot "$odd/run"
+	[ -s "$odd/run/metrics.png" ] || problem "no plot"
+}
+
 test_usage() {
 	expect 2 "unknown command" "$ling" trian tiny.yaml
 	expect 2 "" "$ling"
@@ -516,10 +549,11 @@ test_plot() {
 }
 
 check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats \
-	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from usage streams wrong_blas doctor info reports plot
+	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 
 # What a user runs is the optimised program.
 ling=$root/ling
+long_steps=200
 mkdir optimised && cp tiny.yaml text.* valid.* optimised && cd optimised || exit 1
 check train bit_equal stop_and_continue signals kill
 finish

@@ -134,6 +134,22 @@ test_config() {
 	refuse "model_type" spelt
 }
 
+# Folders may have names that are not UTF-8; a GGUF file, whose strings are UTF-8, can be read again.
+test_paths() {
+	local odd
+	odd=$(not_utf8 odd)
+	convert $checkpoint "$odd/hf"
+	json "$odd/hf/config.json"
+	convert "$odd/hf" "$odd/model.gguf" --no-tokenizer
+	convert "$odd/hf" "$odd/model$(printf '\351').gguf" --no-tokenizer
+	convert "$odd/model$(printf '\351').gguf" "$odd/back"
+	[ "$(loss "$odd/back")" = "$(loss folded)" ] || problem "another loss by way of GGUF"
+	convert "$odd/hf" "$odd/begun/step-0000000" --to checkpoint --json
+	json out.txt
+	json "$odd/begun/step-0000000/trainer.json"
+	same_weights "$odd/begun/step-0000000" hf
+}
+
 # Buffers of old files are known and left out, also by eval.
 test_buffers() {
 	cp -r hf buffers
@@ -201,5 +217,5 @@ test_full_disk() {
 	done
 }
 
-check directory_and_checkpoint training_goes_on shards fold gguf config buffers refused_sources full_disk
+check directory_and_checkpoint training_goes_on shards fold gguf paths config buffers refused_sources full_disk
 finish

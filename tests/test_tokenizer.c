@@ -7,6 +7,7 @@
 #include "files/encoder.h"
 #include "files/text.h"
 #include "files/tokenizer.h"
+#include "files/tokenizer_json.h"
 #include "files/tokenizer_pattern.h"
 #include "files/tokenizer_training.h"
 #include "files/unicode.h"

@@ -54,7 +54,7 @@ static int run_convert(const struct command_line *line)
 			.no_tokenizer = o->no_tokenizer};
 
 	struct model_config c;
-	struct source *source = source_open(source_path, &c);
+	struct source_model *source = source_model_open(source_path, &c);
 	if (!source) {
 		explain_run_directory(source_path);
 		return EXIT_WORK_FAILED;
@@ -76,7 +76,7 @@ static int run_convert(const struct command_line *line)
 				"path", json_cstring(path)), o->json, print_conversion);
 	free(params);
 	free(parameters);
-	source_close(source);
+	source_model_close(source);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 

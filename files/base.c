@@ -1,5 +1,5 @@
 /*
- * files/base.c - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
+ * files/base.c - what every other file stands on: errors, memory, paths, files, JSON, checksums, progress, the clock.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -210,7 +210,8 @@ int fail_write(const char *path, int error)
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
-/* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe, which have no fsync. */
+/* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe,
+ * which have no fsync. */
 static int finish_stream(FILE *f, bool *regular)
 {
 	int error = ferror(f) ? (errno ? errno : EIO) : 0;
@@ -283,9 +284,10 @@ int sync_path(const char *path)
 	return rc;
 }
 
-/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+/* ----------------------------------------------------------- new files, which appear whole or not at all */
 
-/* Creates a file that was not there, with a name that no other process uses: several machines may share the directory. */
+/* Creates a file that was not there, with a name that no other process uses: several machines may share the
+ * directory. */
 static FILE *create_temporary(struct new_file *file)
 {
 	for (int attempt = 0; attempt < 100; attempt++) {
@@ -316,7 +318,8 @@ int new_file_begin(struct new_file *file, const char *path)
 	struct stat st;
 	memset(file, 0, sizeof *file);
 	const bool link = lstat(path, &st) == 0 && S_ISLNK(st.st_mode);
-	char *target = link ? realpath(path, NULL) : NULL; /* NULL: a link to nowhere is written through, and makes what it points to */
+	/* NULL for a link to nowhere, which is written through and so makes what it points to. */
+	char *target = link ? realpath(path, NULL) : NULL;
 	const int rc = path_copy(file->path, target ? target : path);
 	free(target);
 	if (rc < 0)
@@ -365,7 +368,8 @@ static int take_name(struct new_file *file)
 	if (file->in_place)
 		return 0;
 	if (!*file->temporary)
-		return unlink(file->path) == 0 || errno == ENOENT ? 0 : fail("%s: cannot remove: %s", file->path, strerror(errno));
+		return unlink(file->path) == 0 || errno == ENOENT ? 0
+			: fail("%s: cannot remove: %s", file->path, strerror(errno));
 	if (rename(file->temporary, file->path) < 0)
 		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
 	*file->temporary = 0;
@@ -569,8 +573,9 @@ const json_t *json_at(const json_t *value, const char *path)
 const char *json_kind(const json_t *v)
 {
 	static const char *const kinds[] = {
-		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string", [JSON_INTEGER] = "an integer",
-		[JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false", [JSON_NULL] = "null",
+		[JSON_OBJECT] = "an object", [JSON_ARRAY] = "an array", [JSON_STRING] = "a string",
+		[JSON_INTEGER] = "an integer", [JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false",
+		[JSON_NULL] = "null",
 	};
 	return v ? kinds[json_typeof(v)] : "missing";
 }
@@ -794,7 +799,8 @@ void progress(struct progress *p, int64_t n)
 	if (p->done)
 		format_duration(left, (p->total - p->done) * seconds / p->done);
 	if (p->total && p->total >= p->done)
-		snprintf(line, sizeof line, "%.100s: %.0f%%  %s %s/s  %s left", p->what, 100.0 * p->done / p->total, rate, p->unit, left);
+		snprintf(line, sizeof line, "%.100s: %.0f%%  %s %s/s  %s left", p->what, 100.0 * p->done / p->total, rate,
+				p->unit, left);
 	else
 		snprintf(line, sizeof line, "%.100s: %s %s  %s %s/s", p->what, amount, p->unit, rate, p->unit);
 	print_status(stderr, line, false);

@@ -1,5 +1,5 @@
 /*
- * files/base.h - what every other file stands on: errors, memory, paths, files, checked JSON, checksums, progress and the clock.
+ * files/base.h - what every other file stands on: errors, memory, paths, files, JSON, checksums, progress, the clock.
  *
  * Functions that can fail return -1 or NULL and leave the reason in error_text.
  */
@@ -33,19 +33,21 @@ static inline int failure(void) { return -1; }
 /* set_error() with the value -1. It is a macro, so that compilers see the -1. */
 #define fail(...) (set_error(__VA_ARGS__), failure())
 
-/* Copies foreign text for a message: at most 60 bytes, control characters as question marks, never half a UTF-8 character. */
+/* Copies foreign text for a message: at most 60 bytes, control characters as question marks, never half a UTF-8
+ * character. */
 const char *printable(char out[64], const char *text);
 
 /* ---------------------------------------------------------------------------------------------------- memory */
 
-/* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of checked files; what a
- * user's sizes decide is allocated with calloc and checked. n may be 0. */
+/* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of
+ * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);
 
 char *copy_string(const char *text);
 
-/* Makes room for `more` entries of `size` bytes behind the first `used` entries of an array, which has room for *capacity; when it is full, the
- * capacity is doubled. New entries are not set to zero. Without memory it ends the program. Returns the array; release it with free(). */
+/* Makes room for `more` entries of `size` bytes behind the first `used` entries of an array, which has room for
+ * *capacity; when it is full, the capacity is doubled. New entries are not set to zero. Without memory it ends the
+ * program. Returns the array; release it with free(). */
 void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size);
 
 struct strings { char **text; int64_t count; bool list; }; /* list: it was written as a list, not as one text */
@@ -86,11 +88,12 @@ struct file_map { const uint8_t *data; size_t size; };
 int map_file(const char *path, const uint8_t **data, size_t *size);
 void unmap_file(const uint8_t *data, size_t size);
 
-/* Opens a file for writing; what is in it is lost. NULL on error. For a file that must never be seen half written, use struct new_file. */
+/* Opens a file for writing; what is in it is lost. NULL on error. For a file that must never be seen half written, use
+ * struct new_file. */
 FILE *file_create(const char *path);
 
-/* Brings a file to disk and closes it. Removes it when that fails or when rc, the caller's result so far, is an error. Returns the new result.
- * Errors of fwrite and the like show here; only a long loop should look for them before. */
+/* Brings a file to disk and closes it. Removes it when that fails or when rc, the caller's result so far, is an error.
+ * Returns the new result. Errors of fwrite and the like show here; only a long loop should look for them before. */
 int file_close(FILE *f, const char *path, int rc);
 
 /* The error of a write: `error` is errno. */
@@ -105,11 +108,12 @@ int make_directories(const char *dir);
 /* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
 int sync_path(const char *path);
 
-/* ------------------------------------------------------------------------- new files, which appear whole or not at all */
+/* ----------------------------------------------------------- new files, which appear whole or not at all */
 
-/* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and gets its own name when it
- * is complete and on disk. Until then, and after an error, a file that had the name before is still there. Where the name is a link, the file
- * that it points to is replaced. A device or a pipe is written to directly. */
+/* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and
+ * gets its own name when it is complete and on disk. Until then, and after an error, a file that had the name before
+ * is still there. Where the name is a link, the file that it points to is replaced. A device or a pipe is written to
+ * directly. */
 struct new_file {
 	FILE *stream;              /* to write to; NULL before new_file_begin and after new_file_close */
 	char path[PATH_LEN];       /* its own name */
@@ -120,31 +124,34 @@ struct new_file {
 /* Creates the temporary file. Fails, with nothing to abandon, where the directory cannot be written to. */
 int new_file_begin(struct new_file *file, const char *path);
 
-/* Brings the file to disk and closes the stream, but does not publish it yet: for those who need its size or time first. With rc, the
- * caller's result so far, an error, or on an error of its own, it abandons the file. Returns the new result. */
+/* Brings the file to disk and closes the stream, but does not publish it yet: for those who need its size or time
+ * first. With rc, the caller's result so far, an error, or on an error of its own, it abandons the file. Returns the
+ * new result. */
 int new_file_close(struct new_file *file, int rc);
 
 /* new_file_close; then the file gets its name, and that is brought to disk too. */
 int new_file_publish(struct new_file *file, int rc);
 
-/* The same for n files that belong together and of which none is of use without the last. The old last file is removed first and the new one
- * comes last, so that old and new ones are never taken for one set; after a crash between the two, the last one is missing. Where a member was
- * abandoned before, it is not part of the new set, and the old file of that name is removed. */
+/* The same for n files that belong together and of which none is of use without the last. The old last file is removed
+ * first and the new one comes last, so that old and new ones are never taken for one set; after a crash between the
+ * two, the last one is missing. Where a member was abandoned before, it is not part of the new set, and the old file
+ * of that name is removed. */
 int new_files_publish(struct new_file *files, int n, int rc);
 
-/* Closes the stream and removes the temporary file. It may be called at any time, also on a struct that is all zero. */
+/* Closes the stream and removes the temporary file. It may be called at any time, also on a struct that is all
+ * zero. */
 void new_file_abandon(struct new_file *file);
 
 /* ------------------------------------------------------------------------------------------------------ JSON */
 
-/* Both parse a JSON object and refuse duplicate keys. An integer beyond 64 bits is no error, since nobody may read that member: tokenizers have a
- * model_max_length of 10^30. NULL on error; the caller owns the result. */
+/* Both parse a JSON object and refuse duplicate keys. An integer beyond 64 bits is no error, since nobody may read
+ * that member: tokenizers have a model_max_length of 10^30. NULL on error; the caller owns the result. */
 
 /* A file. There, such an integer becomes a real number. */
 json_t *json_read(const char *path);
 
-/* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the string of its digits,
- * which a template can write as they stand. Strings may hold \u0000. */
+/* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the
+ * string of its digits, which a template can write as they stand. Strings may hold \u0000. */
 json_t *json_line(const char *where, const char *line, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */
@@ -159,8 +166,8 @@ void json_print(FILE *f, const json_t *root);
 /* Writes JSON with line breaks as a new file. */
 int json_write(const char *path, const json_t *root);
 
-/* A JSON string of n bytes of unknown origin, such as a path or a model's reply: see text_append_utf8. json_string() would return NULL for bytes
- * that are not UTF-8. Never NULL; the caller owns it. */
+/* A JSON string of n bytes of unknown origin, such as a path or a model's reply: see text_append_utf8. json_string()
+ * would return NULL for bytes that are not UTF-8. Never NULL; the caller owns it. */
 json_t *json_bytes(const char *bytes, size_t n);
 
 /* The same for a C string. */
@@ -173,16 +180,18 @@ const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* 
 /* The type of a value in words, "missing" for NULL. */
 const char *json_kind(const json_t *v);
 
-/* Each of these three reads a member of `object`; `where`, a file or a file and line, begins the message. */
-int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out); /* low..high */
-const char *field_text(const json_t *object, const char *where, const char *key); /* lives as long as the object; NULL on error */
-int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out); /* a CRC-32 as eight hexadecimal digits */
+/* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
+ * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */
+int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);
+const char *field_text(const json_t *object, const char *where, const char *key);
+int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);
 
 json_t *crc_to_json(uint32_t crc);
 
 /* ------------------------------------------------------------------------------------- checksums, bytes, numbers */
 
-/* CRC-32 of some bytes, of which `crc` is the checksum, and n more. Large inputs are cut into slices, one for each thread. */
+/* CRC-32 of some bytes, of which `crc` is the checksum, and n more. Large inputs are cut into slices, one for each
+ * thread. */
 uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n);
 
 /* CRC-32 of a whole file. */
@@ -216,14 +225,16 @@ int launcher_size(void);
  * container's, say), or one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
 double usable_memory(const char *root);
 
-/* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it: that does not count. */
+/* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it:
+ * that does not count. */
 bool is_terminal(FILE *f);
 
-/* One line of a long piece of work. On a terminal it replaces the line before and is cut to the terminal's width, unless `keep` leaves it there;
- * elsewhere it is a plain line. */
+/* One line of a long piece of work. On a terminal it replaces the line before and is cut to the terminal's width,
+ * unless `keep` leaves it there; elsewhere it is a plain line. */
 void print_status(FILE *out, const char *line, bool keep);
 
-/* How far a long piece of work is. It is shown on stderr: on a terminal five times a second in one line, elsewhere by a line every half minute. */
+/* How far a long piece of work is. It is shown on stderr: on a terminal five times a second in one line, elsewhere by
+ * a line every half minute. */
 struct progress {
 	const char *what;            /* the work, in the words that begin the line; it may change between calls */
 	int64_t done, total;         /* total 0, or less than done: not known, and there is no time left to show */
@@ -234,7 +245,8 @@ struct progress {
 
 struct progress progress_start(const char *what, int64_t total, double scale, const char *unit);
 
-/* Counts n more as done, and shows a line when it is time. NULL is fine and shows nothing: for the ranks that stay silent. */
+/* Counts n more as done, and shows a line when it is time. NULL is fine and shows nothing: for the ranks that stay
+ * silent. */
 void progress(struct progress *p, int64_t n);
 
 /* Removes the line from a terminal. */

@@ -3,8 +3,8 @@
  *
  *   step-0000200        a checkpoint, always whole
  *   .tmp-step-0000200   one that is being written or removed; after a crash it is of no use, and is removed
- * Every byte has a checksum: tensors in the headers of their files; these headers, the indexes and config.json in trainer.json; trainer.json in
- * itself.
+ * Every byte has a checksum: tensors in the headers of their files; these headers, the indexes and config.json in
+ * trainer.json; trainer.json in itself.
  */
 #define _GNU_SOURCE
 #include "files/checkpoint.h"
@@ -51,7 +51,8 @@ bool checkpoint_file_name(char name[64], int i, int num_shards)
 	return true;
 }
 
-/* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The second need not be there. */
+/* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The
+ * second need not be there. */
 static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"};
 #define NUM_TOKENIZER_FILES 2
 
@@ -59,7 +60,7 @@ void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shar
 {
 	char name[64];
 	shard_name(name, stem, shard, num_shards);
-	path_join(path, dir, name); /* fits: the config's check of train.output_dir, or the conversion's of its path, sees to it */
+	path_join(path, dir, name); /* it fits: the checks of train.output_dir and of a conversion's path leave room */
 }
 
 /* The step in a name, which must be exactly what checkpoint_path writes for the prefix and that step; else -1. */
@@ -158,7 +159,8 @@ static int file_to_json(const char *dir, const char *name, json_t *files)
 	uint32_t crc;
 	if (checkpoint_file_crc(dir, name, &size, &crc) < 0)
 		return -1;
-	return json_object_set_new(files, name, json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc)));
+	json_t *entry = json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc));
+	return json_object_set_new(files, name, entry);
 }
 
 uint32_t trainer_crc(json_t *root)
@@ -188,8 +190,9 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	json_t *array = json_array();
 	for (int i = 0; i < s->num_sources; i++) {
 		const struct source_state *x = &s->sources[i];
-		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens, "crc32", crc_to_json(x->crc32),
-				"share", (json_int_t)x->share, "credit", (json_int_t)x->credit, "taken", (json_int_t)x->taken, "order", x->order));
+		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens,
+				"crc32", crc_to_json(x->crc32), "share", (json_int_t)x->share, "credit", (json_int_t)x->credit,
+				"taken", (json_int_t)x->taken, "order", x->order));
 	}
 	return array;
 }
@@ -199,9 +202,9 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	char path[PATH_LEN], name[64];
 	if (path_join(path, dir, "trainer.json") < 0)
 		return -1;
-	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT, "version", TRAINER_VERSION,
-			"step", (json_int_t)s->step, "samples", (json_int_t)s->samples, "tokens", (json_int_t)s->tokens,
-			"sources", sources_to_json(s), "parts", num_shards);
+	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT,
+			"version", TRAINER_VERSION, "step", (json_int_t)s->step, "samples", (json_int_t)s->samples,
+			"tokens", (json_int_t)s->tokens, "sources", sources_to_json(s), "parts", num_shards);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
@@ -257,7 +260,8 @@ static int copy_tokenizer(const char *dir, const struct config *c)
 	char file[PATH_LEN], from[PATH_LEN], to[PATH_LEN];
 	if (!strcmp(c->data.tokenizer, "none") || !strcmp(c->data.tokenizer, BYTE_TOKENIZER))
 		return 0;
-	if (tokenizer_path(file, c->data.tokenizer) < 0 || path_join(to, dir, tokenizer_files[0]) < 0 || copy_file(file, to) < 0)
+	if (tokenizer_path(file, c->data.tokenizer) < 0 || path_join(to, dir, tokenizer_files[0]) < 0 ||
+			copy_file(file, to) < 0)
 		return -1;
 	parent_of(from, file);
 	if (path_join(file, from, tokenizer_files[1]) < 0 || path_join(to, dir, tokenizer_files[1]) < 0)
@@ -290,13 +294,14 @@ static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 	for (int i = n - 1; i >= 0; i--) {
 		if (!checkpoint_is_whole(output_dir, steps[i]) || keep-- > 0 || steps[i] == saved)
 			continue;
-		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
+		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole
+		 * one's. */
 		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
 				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
 			continue; /* too long a path to have been made by us */
 		if (rename(path, temporary) < 0)
 			fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
-		else if (sync_path(output_dir) < 0) /* a power cut must not undo the new name and keep what was removed since */
+		else if (sync_path(output_dir) < 0) /* a power cut must not undo the renaming, but keep the removals */
 			fprintf(stderr, "ling: warning: %s: this old checkpoint stays: %s\n", temporary, error_text);
 		else
 			directory_remove(temporary);
@@ -308,7 +313,8 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 {
 	if (checkpoint_is_whole(c->train.output_dir, s->step))
 		return 1;
-	if (checkpoint_path(dir, c->train.output_dir, ".tmp-step-", s->step) < 0 || make_directories(c->train.output_dir) < 0)
+	if (checkpoint_path(dir, c->train.output_dir, ".tmp-step-", s->step) < 0 ||
+			make_directories(c->train.output_dir) < 0)
 		return -1;
 	directory_remove(dir);
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
@@ -317,10 +323,15 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards)
 {
 	char target[PATH_LEN];
-	int rc = num_shards < 1 || num_shards > MAX_SHARDS ? fail("%s: %d shards; expected 1 to %d", dir, num_shards, MAX_SHARDS)
-		: checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ? -1 : checkpoint_fill(dir, c, s, num_shards);
+	int rc = 0;
+	if (num_shards < 1 || num_shards > MAX_SHARDS)
+		rc = fail("%s: %d shards; expected 1 to %d", dir, num_shards, MAX_SHARDS);
+	else if (checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ||
+			checkpoint_fill(dir, c, s, num_shards) < 0)
+		rc = -1;
 	if (rc == 0 && rename(dir, target) < 0)
-		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target, strerror(errno));
+		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target,
+				strerror(errno));
 	if (rc < 0) {
 		checkpoint_abandon(dir);
 		return -1;
@@ -358,8 +369,8 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 		char older[64] = "start from the beginning";
 		if (last >= 0)
 			snprintf(older, sizeof older, "continue from step %lld", (long long)steps[last]);
-		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or remove "
-				"that directory to %s", path, reason, older);
+		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or "
+				"remove that directory to %s", path, reason, older);
 	}
 	free(steps);
 	return rc;
@@ -372,7 +383,8 @@ static int field_reals(const json_t *object, const char *where, const char *key,
 	if (!json_is_array(array))
 		return fail("%s: `%s` is %s; expected an array", where, key, json_kind(array));
 	if (json_array_size(array) != (size_t)n)
-		return fail("%s: `%s` has %zu entries; expected one for each of %d layers", where, key, json_array_size(array), n);
+		return fail("%s: `%s` has %zu entries; expected one for each of %d layers", where, key, json_array_size(array),
+				n);
 	for (int i = 0; i < n; i++) {
 		const json_t *v = json_array_get(array, i);
 		if (!json_is_number(v))
@@ -390,7 +402,8 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 	const json_t *array = json_object_get(root, "sources");
 	const int64_t whole = INT64_C(1) << 32;
 	if (!json_is_array(array) || json_array_size(array) > MAX_SOURCES)
-		return fail("%s: `sources` is %s; expected an array of at most %d", path, json_is_array(array) ? "longer" : json_kind(array), MAX_SOURCES);
+		return fail("%s: `sources` is %s; expected an array of at most %d", path,
+				json_is_array(array) ? "longer" : json_kind(array), MAX_SOURCES);
 	s->num_sources = json_array_size(array);
 	for (int i = 0; i < s->num_sources; i++) {
 		struct source_state *x = &s->sources[i];
@@ -398,10 +411,11 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 		char where[PATH_LEN + 32];
 		int64_t order;
 		snprintf(where, sizeof where, "%s: source %d", path, i + 1);
-		if (field_int(v, where, "tokens", 0, INT64_MAX, &x->tokens) < 0 || field_crc(v, where, "crc32", &x->crc32) < 0 ||
-				field_int(v, where, "share", 0, whole, &x->share) < 0 ||
+		if (field_int(v, where, "tokens", 0, INT64_MAX, &x->tokens) < 0 ||
+				field_crc(v, where, "crc32", &x->crc32) < 0 || field_int(v, where, "share", 0, whole, &x->share) < 0 ||
 				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
-				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 || field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 ||
+				field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
 			return -1;
 		x->order = order;
 	}
@@ -415,16 +429,17 @@ static int check_file(const char *dir, const char *where, const json_t *files, c
 	int64_t size, found_size;
 	uint32_t crc, found_crc;
 	if (!json_is_object(entry))
-		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name, json_kind(entry));
+		return fail("%s: `files` entry `%s` is %s; expected an object with size and crc32", where, name,
+				json_kind(entry));
 	if (field_int(entry, where, "size", 0, INT64_MAX, &size) < 0 || field_crc(entry, where, "crc32", &crc) < 0 ||
 			checkpoint_file_crc(dir, name, &found_size, &found_crc) < 0)
 		return -1;
 	if (found_size != size)
-		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name, (long long)found_size,
-				(long long)size);
+		return fail("%s/%s: %lld bytes; expected the %lld that were saved; the file is damaged", dir, name,
+				(long long)found_size, (long long)size);
 	if (found_crc != crc)
-		return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name, (unsigned)found_crc,
-				(unsigned)crc);
+		return fail("%s/%s: checksum %08x; expected %08x; the file was changed after it was saved", dir, name,
+				(unsigned)found_crc, (unsigned)crc);
 	return 0;
 }
 

@@ -29,45 +29,47 @@ struct trainer_state {
 };
 
 /* ---------------------------------------------------------------------------------------------------- writing
- * OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write its files, and, once
- * all have finished, one commits or, when any has failed, abandons it.
+ * OUTPUT_DIR/step-NNNNNNN/ appears whole or not at all, in three steps: one process begins, any number of them write
+ * its files, and, once all have finished, one commits or, when any has failed, abandons it.
  */
 
-/* Creates the temporary directory and gives its path. Returns 1 when that checkpoint is there already: it is not replaced, and there is nothing
- * to do; 0, or -1. */
+/* Creates the temporary directory and gives its path. Returns 1 when that checkpoint is there already: it is not
+ * replaced, and there is nothing to do; 0, or -1. */
 int checkpoint_begin(const struct config *c, const struct trainer_state *s, char dir[PATH_LEN]);
 
-/* The path of shard `shard` (from 0) of `num_shards`: DIR/model.safetensors when there is one, else such as DIR/model-00001-of-00004.safetensors.
- * The stem is "model", with Hugging Face's names, or "optimizer", with exp_avg.NAME and exp_avg_sq.NAME. Every tensor is in one shard; a shard
- * may be empty. */
+/* The path of shard `shard` (from 0) of `num_shards`: DIR/model.safetensors when there is one, else such as
+ * DIR/model-00001-of-00004.safetensors. The stem is "model", with Hugging Face's names, or "optimizer", with
+ * exp_avg.NAME and exp_avg_sq.NAME. Every tensor is in one shard; a shard may be empty. */
 void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shard, int num_shards);
 #define MAX_SHARDS 99999 /* five digits */
 
-/* Checks that all shards are there with sound headers and no tensor twice, adds config.json, trainer.json and, for several shards, the two
- * indexes, brings all to disk, renames the directory, and removes all but the c->checkpoint.keep newest checkpoints (0: none). On error dir is
- * removed. */
+/* Checks that all shards are there with sound headers and no tensor twice, adds config.json, trainer.json and, for
+ * several shards, the two indexes, brings all to disk, renames the directory, and removes all but the
+ * c->checkpoint.keep newest checkpoints (0: none). On error dir is removed. */
 int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards);
 
 void checkpoint_abandon(const char *dir);
 
-/* Checks the headers of all shards with that stem, brings them to disk and, where there are several, writes their index. */
+/* Checks the headers of all shards with that stem, brings them to disk and, where there are several, writes their
+ * index. */
 int shards_finish(const char *dir, const char *stem, int num_shards);
 
 /* ---------------------------------------------------------------------------------------------------- reading */
 
-/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is not
- * whole is an error. Removes temporary directories. */
+/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is
+ * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 
-/* Reads trainer.json's state; num_layers must be set and must match. First compares the config that the run had with the one
- * asked for: a difference that would make the continued run another run (model shape, seed, data order) fails, naming the key
- * and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
+/* Reads trainer.json's state; num_layers must be set and must match. First compares the config that the run had with
+ * the one asked for: a difference that would make the continued run another run (model shape, seed, data order) fails,
+ * naming the key and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
 /* Checks the format of trainer.json and its own checksum. */
 int trainer_check(json_t *root, const char *path);
 
-/* Compares the other files of a checkpoint with the sizes and checksums in trainer.json, which is `root` and in messages `where`. */
+/* Compares the other files of a checkpoint with the sizes and checksums in trainer.json, which is `root` and in
+ * messages `where`. */
 int checkpoint_check_files(const char *dir, const char *where, const json_t *root);
 
 /* ------------------------------------------------------------------------------------------------------- files */
@@ -75,17 +77,19 @@ int checkpoint_check_files(const char *dir, const char *where, const json_t *roo
 /* OUTPUT_DIR/PREFIX and the step in seven digits or more. */
 int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step);
 
-/* The name of file i (from 0) of a checkpoint, not counting trainer.json and the tokenizer's. Returns whether there is one. */
+/* The name of file i (from 0) of a checkpoint, not counting trainer.json and the tokenizer's. Returns whether there is
+ * one. */
 bool checkpoint_file_name(char name[64], int i, int num_shards);
 
-/* The size of DIR/NAME, and the checksum of what no other checksum covers: of a safetensors file its header, else the whole file. */
+/* The size of DIR/NAME, and the checksum of what no other checksum covers: of a safetensors file its header, else the
+ * whole file. */
 int checkpoint_file_crc(const char *dir, const char *name, int64_t *size, uint32_t *crc);
 
 /* The checksum of the content of trainer.json: of its compact text without the member crc32, which is removed. */
 uint32_t trainer_crc(json_t *root);
 
-/* Removes a directory of plain files, a file, or a symbolic link but not what it points to. What cannot be removed stays, with a warning: old
- * files must not stop a run. Nothing happens when there is none. */
+/* Removes a directory of plain files, a file, or a symbolic link but not what it points to. What cannot be removed
+ * stays, with a warning: old files must not stop a run. Nothing happens when there is none. */
 void directory_remove(const char *path);
 
 #endif

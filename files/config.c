@@ -1,5 +1,5 @@
 /*
- * files/config.c - the config of a run: the table of its keys, its checks, and JSON both ways, for checkpoints and Hugging Face.
+ * files/config.c - the config of a run: the table of its keys, its checks, and JSON, for checkpoints and Hugging Face.
  */
 #define _GNU_SOURCE
 #include "files/config.h"
@@ -27,7 +27,9 @@ enum {                        /* flags of these keys */
 	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
 };
 
-static const char *const dtype_names[] = {"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL};
+static const char *const dtype_names[] = {
+	"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL
+};
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
@@ -36,13 +38,15 @@ static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse
 #define MAX_TOKENS 1e15 /* of a run; keeps every product of sizes within int64_t */
 
 static const struct key keys[] = {
-	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, or of a "
-		"Hugging Face directory", .or_name = "the name of a YAML file or a Hugging Face directory"),
+	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, "
+		"or of a Hugging Face directory", .or_name = "the name of a YAML file or a Hugging Face directory"),
 	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
 	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
 	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
-	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off", "key-value heads; off: as many as query heads"),
-	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off", "width of a head; off: hidden_size / num_attention_heads"),
+	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off",
+		"key-value heads; off: as many as query heads"),
+	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off",
+		"width of a head; off: hidden_size / num_attention_heads"),
 	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are beneath it"),
 	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off",
 		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts"),
@@ -54,7 +58,8 @@ static const struct key keys[] = {
 	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE, "off", "width of a dense layer"),
 	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model"),
 	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED | ROUTED, "true", "expert weights of a token sum to 1"),
-	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns", .class_fallback = "false"),
+	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns",
+		.class_fallback = "false"),
 	KEY(model.tie_word_embeddings, T_BOOL, 0, 1, FIXED, "false", "one matrix is embedding and output head"),
 	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output", .class_fallback = "true"),
 	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
@@ -72,19 +77,24 @@ static const struct key keys[] = {
 
 	SECTION("data", 0, "what is read"),
 	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
-	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or bare ids"),
-	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all weights"),
-	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids", .names = dtype_names),
+	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or bare "
+		"ids"),
+	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all "
+		"weights"),
+	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids",
+		.names = dtype_names),
 	LIST(data.valid, data.num_valid, MAX_SOURCES, NONE, "off", "token files to evaluate on"),
 	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
-	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off", "a run that continues at this step may change data.train"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | OR_PATH, "none", "what made the token ids: byte, or a tokenizer.json or its directory; none: not "
-		"known, taken as they are", .names = tokenizer_names),
+	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off",
+		"a run that continues at this step may change data.train"),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | OR_PATH, "none", "what made the token ids: byte, or a tokenizer.json or "
+		"its directory; none: not known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
 	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
-	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no index; -1: none"),
+	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no "
+		"index; -1: none"),
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
@@ -182,14 +192,15 @@ static void config_loader_init(struct config_loader *l, struct config *c, const 
 
 static int load_config_json(struct config_loader *l);
 
-/* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path is. */
+/* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path
+ * is. */
 static int load_model(struct loader *loader, const struct key *section, const char *name, struct place at)
 {
 	struct config_loader *l = loader->context;
 	char shown[64], beside[PATH_LEN], path[PATH_LEN];
 	if (l->is_model_file)
-		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a config",
-				printable(shown, name));
+		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a "
+				"config", printable(shown, name));
 	if (path_copy(path, loader->path) < 0)
 		return -1;
 	parent_of(beside, path);
@@ -201,7 +212,8 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 		is_found = access(l->model_path, F_OK) == 0;
 	}
 	if (!is_found)
-		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or %s", printable(shown, name), beside, section->or_name);
+		return fail_at(at, "model: there is no file %s in %s or configs; expected a mapping, or %s",
+				printable(shown, name), beside, section->or_name);
 
 	struct stat st;
 	const bool huggingface = stat(l->model_path, &st) == 0 && S_ISDIR(st.st_mode);
@@ -234,8 +246,8 @@ static int check_model(const struct loader *l, struct config *c)
 	if (!m->num_key_value_heads)
 		m->num_key_value_heads = m->num_attention_heads;
 	if (m->num_attention_heads % m->num_key_value_heads)
-		return fail_key(l, "model.num_key_value_heads", "found %d; expected a divisor of num_attention_heads, which is %d",
-				m->num_key_value_heads, m->num_attention_heads);
+		return fail_key(l, "model.num_key_value_heads", "found %d; expected a divisor of num_attention_heads, which "
+				"is %d", m->num_key_value_heads, m->num_attention_heads);
 	if (!m->head_dim) {
 		if (m->hidden_size % m->num_attention_heads)
 			return fail_key(l, "model.num_attention_heads", "found %d, which does not divide hidden_size %d; "
@@ -246,8 +258,8 @@ static int check_model(const struct loader *l, struct config *c)
 					m->hidden_size, m->num_attention_heads, m->head_dim);
 	}
 	if (m->head_dim % 2)
-		return fail_key(l, "model.head_dim", "found %d (hidden_size / num_attention_heads if not given); expected an even "
-				"number, for rotary embeddings turn pairs", m->head_dim);
+		return fail_key(l, "model.head_dim", "found %d (hidden_size / num_attention_heads if not given); expected an "
+				"even number, for rotary embeddings turn pairs", m->head_dim);
 	if (m->first_k_dense_replace > m->num_hidden_layers)
 		return fail_key(l, "model.first_k_dense_replace", "found %d; expected at most num_hidden_layers, which is %d",
 				m->first_k_dense_replace, m->num_hidden_layers);
@@ -272,9 +284,9 @@ static int check_model(const struct loader *l, struct config *c)
 	const int widest = INT_MAX / 8; /* two such rows side by side, and BLAS counts in int */
 	double shared = (double)m->num_shared_experts * m->moe_intermediate_size;
 	if (shared > widest)
-		return fail_key(l, "model.num_shared_experts", "found %d with moe_intermediate_size %d, together %.0f; expected "
-				"num_shared_experts * moe_intermediate_size to be at most %d", m->num_shared_experts, m->moe_intermediate_size,
-				shared, widest);
+		return fail_key(l, "model.num_shared_experts", "found %d with moe_intermediate_size %d, together %.0f; "
+				"expected num_shared_experts * moe_intermediate_size to be at most %d", m->num_shared_experts,
+				m->moe_intermediate_size, shared, widest);
 
 	double attention = 2.0 * m->hidden_size * m->head_dim * (m->num_attention_heads + m->num_key_value_heads);
 	double dense = 3.0 * m->hidden_size * m->intermediate_size;
@@ -282,7 +294,8 @@ static int check_model(const struct loader *l, struct config *c)
 	double total = 2.0 * m->vocab_size * m->hidden_size + attention * m->num_hidden_layers +
 			dense * m->first_k_dense_replace + experts * expert_layers;
 	if (total > 1e15)
-		return fail_key(l, "model.hidden_size", "the sizes make a model of %.3g parameters; expected at most 1e15", total);
+		return fail_key(l, "model.hidden_size", "the sizes make a model of %.3g parameters; expected at most 1e15",
+				total);
 	return 0;
 }
 
@@ -294,13 +307,14 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "data.seq_len", "found %d; expected at most model.max_position_embeddings, which is %d",
 				c->data.seq_len, m->max_position_embeddings);
 	if (!strcmp(c->data.tokenizer, "byte") && m->vocab_size < 257)
-		return fail_key(l, "model.vocab_size", "found %d; expected at least 257 for data.tokenizer byte (256 bytes and an "
-				"end of document)", m->vocab_size);
+		return fail_key(l, "model.vocab_size", "found %d; expected at least 257 for data.tokenizer byte (256 bytes "
+				"and an end of document)", m->vocab_size);
 	if (c->train.steps && c->train.tokens)
-		return fail_key(l, "train.tokens", "found %" PRId64 " beside train.steps %" PRId64 "; expected one of them: set "
-				"the other to off", c->train.tokens, c->train.steps);
+		return fail_key(l, "train.tokens", "found %" PRId64 " beside train.steps %" PRId64 "; expected one of them: "
+				"set the other to off", c->train.tokens, c->train.steps);
 	if (!c->train.steps && !c->train.tokens && !model_only)
-		return fail_key(l, "train.steps", "missing or 0; expected the length of the run in train.steps or train.tokens");
+		return fail_key(l, "train.steps",
+				"missing or 0; expected the length of the run in train.steps or train.tokens");
 	const int room = PATH_LEN - (int)sizeof "/.tmp-step-0000000000000000000/optimizer-00001-of-00001.safetensors";
 	if (strlen(c->train.output_dir) > (size_t)room)
 		return fail_key(l, "train.output_dir", "found a path of %zu bytes; expected at most %d, for the paths of "
@@ -317,8 +331,8 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 	int k = m->num_experts_per_tok ? m->num_experts_per_tok : 1;
 	double rows = (double)c->train.micro_batch * c->data.seq_len * k;
 	if (rows > INT_MAX)
-		return fail_key(l, "train.micro_batch", "micro_batch * seq_len * num_experts_per_tok make %.0f rows in a forward "
-				"pass; expected at most %d", rows, INT_MAX);
+		return fail_key(l, "train.micro_batch", "micro_batch * seq_len * num_experts_per_tok make %.0f rows in a "
+				"forward pass; expected at most %d", rows, INT_MAX);
 
 	if (c->train.batch_warmup.start > c->train.batch && c->train.batch)
 		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
@@ -502,12 +516,13 @@ static json_t *model_to_json(const struct model_config *m)
 
 int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base)
 {
-	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type", "bailing_moe", "hidden_act", "silu");
+	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type",
+			"bailing_moe", "hidden_act", "silu");
 	if (base)
 		json_object_update(root, (json_t *)base);
 	else
-		json_object_update_new(root, json_pack("{s:n, s:b, s:b, s:f, s:f, s:f}", "rope_scaling", "use_sliding_window", 0, "use_cache", 1,
-				"attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0));
+		json_object_update_new(root, json_pack("{s:n, s:b, s:b, s:f, s:f, s:f}", "rope_scaling", "use_sliding_window",
+				0, "use_cache", 1, "attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0));
 	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) /* other spellings of what follows */
 		if (k->alias)
 			json_object_del(root, leaf_of(k->alias));
@@ -559,8 +574,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		if (!before)
 			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
 		else if (!json_equal(before, now) && k->flags & FIXED)
-			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set it "
-					"back, or choose a new train.output_dir", where, k->name, old, new);
+			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
+					"it back, or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(before, now))
 			fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
 		free(old);
@@ -583,8 +598,9 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {
 			char *is = value_text(x), *wanted = value_text(y);
-			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would make "
-					"another model: set it to %s, or choose another train.init_from", dir, k->name, is, wanted, is);
+			rc = fail("%s/config.json: %s is %s, the config asks for %s; expected the same, for these weights would "
+					"make another model: set it to %s, or choose another train.init_from", dir, k->name, is, wanted,
+					is);
 			free(is);
 			free(wanted);
 		}

@@ -1,5 +1,5 @@
 /*
- * files/config.h - the config of a run: the table of its keys, its checks, and JSON both ways, for checkpoints and Hugging Face.
+ * files/config.h - the config of a run: the table of its keys, its checks, and JSON, for checkpoints and Hugging Face.
  */
 #ifndef LING_FILES_CONFIG_H
 #define LING_FILES_CONFIG_H
@@ -14,8 +14,8 @@
 #define MAX_LR_DROPS 16
 #define MAX_SOURCES 64     /* token files of a blend */
 
-/* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or computes those of the
- * attention or of whole layers a second time there. */
+/* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
+ * computes those of the attention or of whole layers a second time there. */
 enum model_mode { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
@@ -91,26 +91,27 @@ extern const struct key_table config_table;
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
-/* --------------------------------------------------------------------------------- config.json of a Hugging Face model */
+/* ------------------------------------------------------------------- config.json of a Hugging Face model */
 
-/* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class BailingMoeForCausalLM. */
+/* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class
+ * BailingMoeForCausalLM. */
 int config_from_huggingface(struct model_config *m, const char *dir);
 
 /* The same from JSON that was made from the file `path`, which messages name. */
 int config_from_json(struct model_config *m, const json_t *root, const char *path);
 
-/* Writes a config.json: the keys of the model, and `dtype`, the type of the weights. `base`, perhaps the config.json that the model came with,
- * gives the other members; with NULL they are what the class needs. */
+/* Writes a config.json: the keys of the model, and `dtype`, the type of the weights. `base`, perhaps the config.json
+ * that the model came with, gives the other members; with NULL they are what the class needs. */
 int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base);
 
 /* config_write for weights in float32 and without a base. */
 int config_to_huggingface(const struct model_config *m, const char *path);
 
-/* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A difference
- * in anything that changes what the model computes fails, naming the key and both values. */
+/* Compares the model that DIR/config.json describes, `theirs`, with the one that is to start from DIR's weights. A
+ * difference in anything that changes what the model computes fails, naming the key and both values. */
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir);
 
-/* ------------------------------------------------------------------------------ JSON of checkpoints; the caller owns it */
+/* ---------------------------------------------------------------- JSON of checkpoints; the caller owns it */
 
 /* Every key, in nested objects. */
 json_t *config_to_json(const struct config *c);
@@ -121,8 +122,9 @@ json_t *config_value(const struct config *c, const char *path);
 /* The config as trainer.json holds it: every key of a run, or the model alone where no run has been yet. */
 json_t *run_to_json(const struct config *c);
 
-/* Compares the config that a checkpoint at `where` had with the one asked for. A difference in a key that a run must not change fails; all else
- * that differs, and keys that only one of them knows, are lines in notes. Where the checkpoint has a model but no run, only the model counts. */
+/* Compares the config that a checkpoint at `where` had with the one asked for. A difference in a key that a run must
+ * not change fails; all else that differs, and keys that only one of them knows, are lines in notes. Where the
+ * checkpoint has a model but no run, only the model counts. */
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes);
 
 /* A checksum of all values: different configs have different ones, but for chance. */

@@ -1,9 +1,11 @@
 /*
  * files/convert.c - conversion of a model between Hugging Face directories, checkpoints and GGUF files.
  *
- * GGUF has the three parts of query_key_value apart, the rows of a query or key head's two halves in turn, and one tensor for a layer's
- * experts. So parameters are cut into strips, runs of rows with a home in both worlds, and a conversion takes each strip's rows from
- * where they are in the one to where they belong in the other.
+ * Hugging Face has one tensor for queries, keys and values, and one for each matrix of each expert. GGUF has three,
+ * with the rows of each query and key head in another order (row 0 of the head's first half, row 0 of its second
+ * half, row 1 of its first half, and so on), and one for each matrix of all experts of a layer. So each parameter is
+ * split into ranges of rows that are one behind the other in both formats, and a conversion copies each range from
+ * its location in the source to its location in the result.
  */
 #define _GNU_SOURCE
 #include "files/convert.h"
@@ -26,45 +28,61 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-struct home { char name[MAX_NAME]; int64_t row, rows, stack; }; /* first row in a tensor of so many, which are those of a stack of matrices */
-
-struct strip {
-	int64_t rows, cols;          /* a vector is one row */
-	int head_dim;                /* of the heads whose rows have another order in GGUF, else 0 */
-	bool vector, lm_head;
-	struct home huggingface, gguf; /* the latter without a name where GGUF has no place for it */
-	const struct tensor *from;
-	int product;
+struct source_model {
+	char path[PATH_LEN];
+	struct model_config config;
+	struct tensors *weights;
+	json_t *config_json;       /* of a directory */
+	const json_t *metadata;    /* of a GGUF file, else NULL */
 };
 
-struct product {               /* a tensor of the result: strips first .. first + count - 1 */
+/* At most so many bytes, or one row, are converted and written at once, and at most so many rows. */
+enum { BLOCK_BYTES = 16 << 20, BLOCK_ROWS = 8192 };
+
+struct location {             /* of a range of rows, in one format */
+	char name[MAX_NAME];       /* of the tensor */
+	int64_t row, rows;         /* the first row of the range in it, and all its rows */
+	int64_t stack;             /* 0; or the tensor is a stack of so many matrices, and `rows` are those of all */
+};
+
+struct row_range {            /* rows of a parameter */
+	int64_t rows, cols;        /* a vector is one row */
+	int head_dim;              /* of query and key heads, whose rows have another order in GGUF; else 0 */
+	bool vector, lm_head;
+	struct location huggingface, gguf; /* gguf without a name: the format has no place for it */
+	const struct tensor *from;
+	int target;                /* index of the tensor of the result */
+};
+
+struct target {               /* a tensor of the result: ranges first .. first + count - 1, one behind the other */
 	const char *name;
-	int64_t rows, cols, stack;   /* a vector has cols 0 */
+	int64_t rows, cols, stack; /* a vector has cols 0; stack as in struct location */
 	enum dtype dtype;
 	int first, count;
 };
 
-struct plan {
-	const struct source *source;
+struct converter {            /* a conversion under way */
+	const struct source_model *source;
 	bool to_gguf;
-	struct model_config config;  /* of the result */
-	struct strip *strips;        /* in the order of the result */
-	struct product *products;
-	int num_strips, num_products;
-	double *fold;                /* [H] what lm_head's columns are divided by, or NULL */
-	struct safetensors_writer *file; /* what is being written, or NULL and */
+	struct model_config config; /* of the result */
+	struct row_range *ranges;  /* [num_ranges], in the order of the result */
+	struct target *targets;    /* [num_targets] */
+	int num_ranges, num_targets;
+	double *fold;              /* [H] what lm_head's columns are divided by, or NULL */
+	struct safetensors_writer *file; /* that is being written; or NULL, and it is */
 	FILE *gguf;
-	bool *verified;              /* tensors of the source */
-	uint8_t *block;
-	const uint8_t **rows;        /* [BLOCK_ROWS] */
+	bool *verified;            /* by tensor of the source: its checksum was checked */
+	uint8_t *block;            /* converted rows */
+	const uint8_t **rows;      /* [BLOCK_ROWS] where they are in the source */
 	struct progress progress;
 };
 
-static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16", [BF16] = "bfloat16"};
+static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16",
+		[BF16] = "bfloat16"};
 
-struct source *source_open(const char *path, struct model_config *config)
+struct source_model *source_model_open(const char *path, struct model_config *config)
 {
-	struct source *s = allocate(sizeof *s);
+	struct source_model *s = allocate(sizeof *s);
 	struct stat st;
 	char trainer[PATH_LEN];
 	int rc = path_copy(s->path, path);
@@ -72,8 +90,11 @@ struct source *source_open(const char *path, struct model_config *config)
 		rc = fail("%s: cannot open: %s", path, strerror(errno));
 	if (rc == 0 && S_ISDIR(st.st_mode)) {
 		char file[PATH_LEN];
-		rc = config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 || path_join(trainer, path, "trainer.json") < 0
-			|| !(s->config_json = json_read(file)) ? -1 : path_exists(trainer);
+		if (config_from_huggingface(&s->config, path) < 0 || path_join(file, path, "config.json") < 0 ||
+				path_join(trainer, path, "trainer.json") < 0 || !(s->config_json = json_read(file)))
+			rc = -1;
+		else
+			rc = path_exists(trainer);
 		if (rc > 0) { /* a checkpoint, whose files have checksums */
 			json_t *root = json_read(trainer);
 			rc = root && trainer_check(root, trainer) == 0 ? checkpoint_check_files(path, trainer, root) : -1;
@@ -93,11 +114,11 @@ struct source *source_open(const char *path, struct model_config *config)
 	*config = s->config;
 	if (rc == 0)
 		return s;
-	source_close(s);
+	source_model_close(s);
 	return NULL;
 }
 
-void source_close(struct source *s)
+void source_model_close(struct source_model *s)
 {
 	if (!s)
 		return;
@@ -106,16 +127,18 @@ void source_close(struct source *s)
 	free(s);
 }
 
-/* -- the plan -- */
+/* ------------------------------------------------------------------------------- what is to be copied, and where */
 
-/* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves `name` empty when there is
- * none. query_key_value has three, and is not asked for. */
+/* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves
+ * `name` empty when there is none. query_key_value has three, and is not asked for. */
 static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 {
 	static const struct { const char *huggingface, *gguf; } names[] = {
-		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"}, {"attention.dense.weight", "attn_output"},
-		{"mlp.gate.weight", "ffn_gate_inp"}, {"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
-		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"}, {"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
+		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"},
+		{"attention.dense.weight", "attn_output"}, {"mlp.gate.weight", "ffn_gate_inp"},
+		{"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
+		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"},
+		{"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
 	};
 	int layer, length = 0;
 	char matrix[8];
@@ -137,13 +160,14 @@ static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 	}
 }
 
-/* Cuts the parameters into strips; at most three for each. Returns their number. */
-static int cut_strips(struct strip *strips, const struct named_tensor *params, int n, const struct model_config *c)
+/* Splits the n parameters into ranges of rows, at most three for each. Returns the number of ranges. */
+static int split_parameters(struct row_range *ranges, const struct named_tensor *params, int n,
+		const struct model_config *c)
 {
 	int count = 0;
 	for (int i = 0; i < n; i++) {
 		const struct named_tensor *p = &params[i];
-		struct strip s = {.rows = p->cols ? p->rows : 1, .cols = p->cols ? p->cols : p->rows, .vector = !p->cols};
+		struct row_range s = {.rows = p->cols ? p->rows : 1, .cols = p->cols ? p->cols : p->rows, .vector = !p->cols};
 		int expert, layer, length = 0;
 		s.lm_head = !strcmp(p->name, "lm_head.weight");
 		s.huggingface.rows = s.rows;
@@ -154,7 +178,7 @@ static int cut_strips(struct strip *strips, const struct named_tensor *params, i
 				s.rows = s.gguf.rows = (int64_t)heads[part] * c->head_dim;
 				s.head_dim = part < 2 ? c->head_dim : 0;
 				snprintf(s.gguf.name, MAX_NAME, "blk.%d.attn_%c.weight", layer, "qkv"[part]);
-				strips[count++] = s;
+				ranges[count++] = s;
 				s.huggingface.row += s.rows;
 			}
 			continue;
@@ -163,37 +187,43 @@ static int cut_strips(struct strip *strips, const struct named_tensor *params, i
 		s.gguf.rows = s.rows;
 		if (expert >= 0)
 			s.gguf.stack = c->num_experts, s.gguf.rows = s.rows * c->num_experts, s.gguf.row = s.rows * expert;
-		strips[count++] = s;
+		ranges[count++] = s;
 	}
 	return count;
 }
 
-/* The tensor of that name, whose shape must be [rows, cols], [rows] for cols 0, or, for a stack of matrices, [stack, rows / stack, cols]. */
-static const struct tensor *find_tensor(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t stack)
+/* The tensor of that name. Its shape must be [rows, cols], or, of a stack of matrices, [stack, rows / stack, cols]. */
+static const struct tensor *find_matrix(const struct tensors *w, const char *name, int64_t rows, int64_t cols,
+		int64_t stack)
 {
 	if (stack)
 		return tensor_of_shape(w, name, (int64_t[]){stack, rows / stack, cols}, 3);
-	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, cols ? 2 : 1);
+	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, 2);
 }
 
-/* Finds each strip's tensor in the source, and checks that all of the source's tensors are needed. */
-static int find_strips(struct plan *p)
+/* Finds the tensor of the source for each range, and checks that all tensors of the source are needed. */
+static int find_sources(struct converter *p)
 {
-	const struct source *s = p->source;
+	const struct source_model *s = p->source;
 	const struct tensors *w = s->weights;
 	bool *needed = allocate(w->count);
 	int rc = 0;
-	for (int i = 0; i < p->num_strips && !rc; i++) {
-		struct strip *strip = &p->strips[i];
-		const struct home *from = s->metadata ? &strip->gguf : &strip->huggingface;
-		const char *name = strip->lm_head && s->config.tie_word_embeddings ? s->metadata ? "token_embd.weight" : "model.word_embeddings.weight"
-			: from->name;
+	for (int i = 0; i < p->num_ranges && !rc; i++) {
+		struct row_range *range = &p->ranges[i];
+		const struct location *from = s->metadata ? &range->gguf : &range->huggingface;
+		const char *name = from->name;
+		if (range->lm_head && s->config.tie_word_embeddings)
+			name = s->metadata ? "token_embd.weight" : "model.word_embeddings.weight";
 		if (s->metadata && !*name)
-			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, strip->huggingface.name);
-		else if (!(strip->from = find_tensor(w, name, strip->vector ? strip->cols : from->rows, strip->vector ? 0 : strip->cols, from->stack)))
-			rc = -1;
+			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, range->huggingface.name);
+		else if (range->vector)
+			range->from = tensor_of_shape(w, name, &range->cols, 1);
 		else
-			needed[strip->from - w->tensors] = true;
+			range->from = find_matrix(w, name, from->rows, range->cols, from->stack);
+		if (!rc && range->from)
+			needed[range->from - w->tensors] = true;
+		else
+			rc = -1;
 	}
 	for (int i = 0; i < w->count && !rc; i++)
 		if (!needed[i] && !(s->config.tie_word_embeddings && !strcmp(w->tensors[i].name, "lm_head.weight")))
@@ -203,16 +233,17 @@ static int find_strips(struct plan *p)
 	return rc;
 }
 
-/* Gives pages of a mapped file back that are not needed any more: a model may be larger than memory. */
+/* Gives pages of a mapped file back that are not needed any more: a model may be larger than the memory. */
 static void forget_pages(const uint8_t *from, const uint8_t *end)
 {
-	const uintptr_t page = sysconf(_SC_PAGESIZE), first = ((uintptr_t)from + page - 1) / page * page, last = (uintptr_t)end / page * page;
+	const uintptr_t page = sysconf(_SC_PAGESIZE), first = ((uintptr_t)from + page - 1) / page * page,
+			last = (uintptr_t)end / page * page;
 	if (first < last)
 		madvise((void *)first, last - first, MADV_DONTNEED);
 }
 
 /* A model whose config ties the head to the embedding may still bring a head, if it is the same. */
-static int check_tie(const struct source *s)
+static int check_tie(const struct source_model *s)
 {
 	const struct tensor *head = s->config.tie_word_embeddings ? tensor_find(s->weights, "lm_head.weight") : NULL;
 	if (!head || s->metadata)
@@ -228,73 +259,76 @@ static int check_tie(const struct source *s)
 		forget_pages(b, b + n);
 	}
 	if (!same)
-		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from model.word_embeddings.weight; set "
-				"tie_word_embeddings to false if the head was trained by itself, or remove lm_head.weight", s->path);
-	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n", s->path);
+		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from "
+				"model.word_embeddings.weight; set tie_word_embeddings to false if the head was trained by itself, or "
+				"remove lm_head.weight", s->path);
+	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n",
+			s->path);
 	return 0;
 }
 
-static int by_product(const void *a, const void *b)
+static int by_target(const void *a, const void *b)
 {
-	const struct strip *x = a, *y = b;
-	if (x->product != y->product)
-		return x->product < y->product ? -1 : 1;
-	/* In both worlds the strips of a tensor are in the same order. */
+	const struct row_range *x = a, *y = b;
+	if (x->target != y->target)
+		return x->target < y->target ? -1 : 1;
+	/* The ranges of a tensor are in the same order in both formats. */
 	if (x->gguf.row != y->gguf.row)
 		return x->gguf.row < y->gguf.row ? -1 : 1;
 	return (x->huggingface.row > y->huggingface.row) - (x->huggingface.row < y->huggingface.row);
 }
 
-/* Gathers the strips into the tensors of the result. asked: their type, or UNKNOWN_DTYPE for the source's own. */
-static int make_products(struct plan *p, enum dtype asked)
+/* Gathers the ranges into the tensors of the result. asked: their type, or UNKNOWN_DTYPE for that of the source. */
+static int make_targets(struct converter *p, enum dtype asked)
 {
 	int kept = 0;
 	enum dtype common = asked;
-	for (int i = 0; i < p->num_strips; i++) {
-		struct strip *s = &p->strips[i];
-		const struct home *to = p->to_gguf ? &s->gguf : &s->huggingface;
+	for (int i = 0; i < p->num_ranges; i++) {
+		struct row_range *s = &p->ranges[i];
+		const struct location *to = p->to_gguf ? &s->gguf : &s->huggingface;
 		if (s->lm_head && !p->to_gguf && p->config.tie_word_embeddings)
 			continue;
 		if (!*to->name)
 			return fail("%s: " GGUF_ARCHITECTURE " has no place for %s", p->source->path, s->huggingface.name);
-		int k = p->num_products - 1;
-		while (k >= 0 && strcmp(p->products[k].name, to->name))
-			k = p->to_gguf ? k - 1 : -1; /* a parameter's strips are side by side */
+		int k = p->num_targets - 1;
+		while (k >= 0 && strcmp(p->targets[k].name, to->name))
+			k = p->to_gguf ? k - 1 : -1; /* the ranges of a parameter are side by side */
 		const enum dtype own = s->from->dtype == F64 ? F32 : s->from->dtype;
 		if (common == UNKNOWN_DTYPE)
 			common = own; /* the embedding's, which is first */
 		if (k < 0) {
-			k = p->num_products++;
-			p->products[k] = (struct product){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols, .stack = to->stack,
-					.dtype = asked != UNKNOWN_DTYPE ? asked : own};
+			k = p->num_targets++;
+			p->targets[k] = (struct target){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols,
+					.stack = to->stack, .dtype = asked != UNKNOWN_DTYPE ? asked : own};
 			if (p->to_gguf)
-				p->products[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common; /* as llama.cpp wants them */
-		} else if (asked == UNKNOWN_DTYPE && !p->to_gguf && p->products[k].dtype != own)
-			p->products[k].dtype = F32;
-		s->product = k;
-		p->strips[kept] = *s;
-		p->products[k].name = p->to_gguf ? p->strips[kept].gguf.name : p->strips[kept].huggingface.name;
-		p->products[k].count++;
+				/* as llama.cpp wants them */
+				p->targets[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common;
+		} else if (asked == UNKNOWN_DTYPE && !p->to_gguf && p->targets[k].dtype != own)
+			p->targets[k].dtype = F32;
+		s->target = k;
+		p->ranges[kept] = *s;
+		p->targets[k].name = p->to_gguf ? p->ranges[kept].gguf.name : p->ranges[kept].huggingface.name;
+		p->targets[k].count++;
 		kept++;
 	}
-	p->num_strips = kept;
-	qsort(p->strips, kept, sizeof *p->strips, by_product);
-	for (int i = 0, k = 0; k < p->num_products; i += p->products[k++].count) {
-		p->products[k].first = i;
-		p->products[k].name = p->to_gguf ? p->strips[i].gguf.name : p->strips[i].huggingface.name;
+	p->num_ranges = kept;
+	qsort(p->ranges, kept, sizeof *p->ranges, by_target);
+	for (int i = 0, k = 0; k < p->num_targets; i += p->targets[k++].count) {
+		p->targets[k].first = i;
+		p->targets[k].name = p->to_gguf ? p->ranges[i].gguf.name : p->ranges[i].huggingface.name;
 	}
 	return 0;
 }
 
-static int64_t product_bytes(const struct product *k)
+static int64_t target_bytes(const struct target *k)
 {
 	return k->rows * (k->cols ? k->cols : 1) * dtypes[k->dtype].size;
 }
 
-/* -- the work -- */
+/* ------------------------------------------------------------------------------------------------ converting */
 
-/* What doubles lose on the way to floats, put right: the last bit is set where something was cut off, so that rounding once more, to
- * fewer bits, rounds the double itself. */
+/* Converts doubles to floats that can be rounded once more, to fewer bits, with the same result as rounding the double
+ * at once: where a float is not exact, it is the neighbour whose last bit is set (round to odd). */
 static void round_to_odd(real *out, const uint8_t *in, int64_t n)
 {
 	for (int64_t i = 0; i < n; i++) {
@@ -336,34 +370,34 @@ static bool from_real(uint8_t *out, const real *in, int64_t n, enum dtype dtype)
 	return overflow;
 }
 
-bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *fold)
+bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from, int64_t n, const double *divisor)
 {
-	if (from == to && !fold) {
+	if (from == to && !divisor) {
 		memcpy(out, in, n * dtypes[to].size);
 		return false;
 	}
 	bool overflow = false;
-	for (int64_t at = 0; at < n; at += RUN) {
-		const int64_t run = n - at < RUN ? n - at : RUN;
+	for (int64_t at = 0; at < n; at += CONVERT_RUN) {
+		const int64_t run = n - at < CONVERT_RUN ? n - at : CONVERT_RUN;
 		const uint8_t *source = in + at * dtypes[from].size;
-		real values[RUN];
+		real values[CONVERT_RUN];
 		to_real(values, source, run, from);
 		if (from == F64) {
 			double d;
 			for (int64_t i = 0; i < run; i++)
 				overflow |= !isfinite(values[i]) && (memcpy(&d, source + 8 * i, 8), isfinite(d));
-			if (to != F32 && !fold)
+			if (to != F32 && !divisor)
 				round_to_odd(values, source, run);
 		}
-		for (int64_t i = 0; fold && i < run; i++)
-			values[i] = (real)(values[i] / fold[at + i]);
+		for (int64_t i = 0; divisor && i < run; i++)
+			values[i] = (real)(values[i] / divisor[at + i]);
 		overflow |= from_real(out + at * dtypes[to].size, values, run, to);
 	}
 	return overflow;
 }
 
-/* Row r of a strip, counted within it in the order of the result. */
-static const uint8_t *strip_row(const struct plan *p, const struct strip *s, int64_t r)
+/* Where in the source row r of a range is; r counts within the range, in the order of the result. */
+static const uint8_t *source_row(const struct converter *p, const struct row_range *s, int64_t r)
 {
 	const bool from_gguf = p->source->metadata;
 	const int64_t d = s->head_dim;
@@ -371,11 +405,12 @@ static const uint8_t *strip_row(const struct plan *p, const struct strip *s, int
 		const int64_t head = r / d * d, i = r % d;
 		r = head + (p->to_gguf ? i % 2 * (d / 2) + i / 2 : i % (d / 2) * 2 + i / (d / 2));
 	}
-	return tensor_bytes(s->from) + ((from_gguf ? s->gguf.row : s->huggingface.row) + r) * s->cols * dtypes[s->from->dtype].size;
+	r += from_gguf ? s->gguf.row : s->huggingface.row;
+	return tensor_bytes(s->from) + r * s->cols * dtypes[s->from->dtype].size;
 }
 
-/* Checks the checksum of a strip's tensor, once. */
-static int verify_strip(struct plan *p, const struct strip *s)
+/* Checks the checksum of the tensor that a range is from, once. */
+static int verify_source(struct converter *p, const struct row_range *s)
 {
 	bool *done = &p->verified[s->from - p->source->weights->tensors];
 	int rc = *done ? 0 : tensor_verify(s->from);
@@ -385,8 +420,9 @@ static int verify_strip(struct plan *p, const struct strip *s)
 	return rc;
 }
 
-/* Names the number that is too large for its new type. */
-static int fail_overflow(const struct plan *p, const struct product *k, const struct strip *s, const uint8_t *row)
+/* Reports the number of a row that is too large for its new type. */
+static int fail_overflow(const struct converter *p, const struct target *k, const struct row_range *s,
+		const uint8_t *row)
 {
 	uint8_t out[8];
 	real value = 0;
@@ -398,23 +434,24 @@ static int fail_overflow(const struct plan *p, const struct product *k, const st
 		if (convert_row(out, k->dtype, in, s->from->dtype, 1, fold))
 			break;
 	}
-	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype", s->from->file->path, s->from->name,
-			(double)value, (long long)i, huggingface_dtypes[k->dtype]);
+	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype",
+			s->from->file->path, s->from->name, (double)value, (long long)i, huggingface_dtypes[k->dtype]);
 }
 
-/* Computes what the columns of lm_head are divided by: their norms over the whole vocabulary, with what NormHead adds. */
-static int compute_fold(struct plan *p)
+/* Computes what the columns of lm_head are divided by: their L2 norms over the whole vocabulary, plus 1e-7, as
+ * NormHead does. */
+static int compute_fold(struct converter *p)
 {
-	const struct strip *s = p->strips;
+	const struct row_range *s = p->ranges;
 	while (!s->lm_head)
 		s++;
-	if (verify_strip(p, s) < 0)
+	if (verify_source(p, s) < 0)
 		return -1;
 	p->fold = allocate(s->cols * sizeof *p->fold);
 	real *values = allocate(s->cols * sizeof *values);
 	const int size = dtypes[s->from->dtype].size;
 	for (int64_t r = 0; r < s->rows; r++) {
-		const uint8_t *row = strip_row(p, s, r);
+		const uint8_t *row = source_row(p, s, r);
 		to_real(values, row, s->cols, s->from->dtype);
 		for (int64_t j = 0; j < s->cols; j++)
 			p->fold[j] += (double)values[j] * values[j];
@@ -428,7 +465,7 @@ static int compute_fold(struct plan *p)
 	return 0;
 }
 
-static int append_block(struct plan *p, int64_t bytes, int size)
+static int append_block(struct converter *p, int64_t bytes, int size)
 {
 	if (p->file)
 		return safetensors_append_bytes(p->file, p->block, bytes, size);
@@ -436,11 +473,11 @@ static int append_block(struct plan *p, int64_t bytes, int size)
 }
 
 /* Writes one tensor of the result. */
-static int write_product(struct plan *p, const struct product *k)
+static int write_target(struct converter *p, const struct target *k)
 {
 	const int size = dtypes[k->dtype].size;
-	for (const struct strip *s = p->strips + k->first; s < p->strips + k->first + k->count; s++) {
-		if (verify_strip(p, s) < 0)
+	for (const struct row_range *s = p->ranges + k->first; s < p->ranges + k->first + k->count; s++) {
+		if (verify_source(p, s) < 0)
 			return -1;
 		const double *fold = s->lm_head ? p->fold : NULL;
 		const int64_t row_bytes = s->cols * size, fit = BLOCK_BYTES / row_bytes;
@@ -450,7 +487,7 @@ static int write_product(struct plan *p, const struct product *k)
 			const uint8_t *first = NULL, *last = NULL;
 			int64_t wrong = -1;
 			for (int64_t i = 0; i < n; i++) {
-				p->rows[i] = strip_row(p, s, r + i);
+				p->rows[i] = source_row(p, s, r + i);
 				first = !first || p->rows[i] < first ? p->rows[i] : first;
 				last = !last || p->rows[i] > last ? p->rows[i] : last;
 			}
@@ -470,20 +507,20 @@ static int write_product(struct plan *p, const struct product *k)
 	return 0;
 }
 
-/* Writes products first .. first+n-1 as a safetensors file. */
-static int write_shard(struct plan *p, int first, int n, const char *path)
+/* Writes targets first .. first+n-1 as a safetensors file. */
+static int write_shard(struct converter *p, int first, int n, const char *path)
 {
 	struct named_tensor *tensors = allocate(n * sizeof *tensors);
 	enum dtype *types = allocate(n * sizeof *types);
 	for (int i = 0; i < n; i++) {
-		const struct product *k = &p->products[first + i];
+		const struct target *k = &p->targets[first + i];
 		tensors[i] = (struct named_tensor){.name = k->name, .rows = k->rows, .cols = k->cols};
 		types[i] = k->dtype;
 	}
 	p->file = safetensors_create_typed(path, tensors, types, n);
 	int rc = p->file ? 0 : -1;
 	for (int i = 0; i < n && !rc; i++)
-		rc = write_product(p, &p->products[first + i]);
+		rc = write_target(p, &p->targets[first + i]);
 	if (rc == 0)
 		rc = safetensors_finish(p->file);
 	else
@@ -494,8 +531,9 @@ static int write_shard(struct plan *p, int first, int n, const char *path)
 	return rc;
 }
 
-/* Whether a file of a Hugging Face directory goes along as it is: what tells of the tokenizer, of generation, of the model's classes. */
-static bool is_carried(const char *name)
+/* Whether a file of a Hugging Face directory is copied as it is: files of the tokenizer, of generation, of the model's
+ * classes. */
+static bool is_copied(const char *name)
 {
 	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py", ".md"};
 	static const char *const others[] = {"config.json", "trainer.json"};
@@ -510,8 +548,8 @@ static bool is_carried(const char *name)
 	return !strcmp(name, "LICENSE");
 }
 
-/* Brings the other files of the source's directory, or, if asked for, the tokenizer of a GGUF file. */
-static int carry_files(const struct source *s, const char *target, bool tokenizer)
+/* Copies the other files of the source's directory, or, if asked for, writes the tokenizer of a GGUF file. */
+static int copy_files(const struct source_model *s, const char *target, bool tokenizer)
 {
 	if (s->metadata)
 		return tokenizer ? gguf_to_tokenizer(s->metadata, s->path, target) : 0;
@@ -522,7 +560,7 @@ static int carry_files(const struct source *s, const char *target, bool tokenize
 		return fail("%s: cannot list: %s", s->path, strerror(errno));
 	int rc = 0;
 	for (struct dirent *e; !rc && (e = readdir(dir));)
-		if (is_carried(e->d_name)) {
+		if (is_copied(e->d_name)) {
 			rc = path_join(from, s->path, e->d_name) < 0 || path_join(to, target, e->d_name) < 0 ? -1 : 0;
 			if (rc == 0 && stat(from, &st) == 0 && S_ISREG(st.st_mode))
 				rc = copy_file(from, to);
@@ -531,42 +569,44 @@ static int carry_files(const struct source *s, const char *target, bool tokenize
 	return rc;
 }
 
-/* A directory of shards of at most max_shard_size bytes of data each, but for a larger tensor alone. */
-static int write_huggingface(struct plan *p, const struct conversion *to, const char *dir)
+/* Writes a directory of shards of at most max_shard_size bytes of data each; a larger tensor has a shard of its
+ * own. */
+static int write_huggingface(struct converter *p, const struct conversion *to, const char *dir)
 {
 	char path[PATH_LEN];
-	int *first = allocate((p->num_products + 1) * sizeof *first), parts = 0;
+	int *first = allocate((p->num_targets + 1) * sizeof *first), shards = 0;
 	int64_t bytes = 0;
-	for (int i = 0; i < p->num_products; i++) {
-		if (i && bytes + product_bytes(&p->products[i]) > to->max_shard_size)
-			first[++parts] = i, bytes = 0;
-		bytes += product_bytes(&p->products[i]);
+	for (int i = 0; i < p->num_targets; i++) {
+		if (i && bytes + target_bytes(&p->targets[i]) > to->max_shard_size)
+			first[++shards] = i, bytes = 0;
+		bytes += target_bytes(&p->targets[i]);
 	}
-	first[++parts] = p->num_products;
-	int rc = parts > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size", to->path, parts, MAX_SHARDS) : 0;
-	for (int part = 0; part < parts && !rc; part++) {
-		shard_path(path, dir, "model", part, parts);
-		rc = write_shard(p, first[part], first[part + 1] - first[part], path);
+	first[++shards] = p->num_targets;
+	int rc = shards > MAX_SHARDS ? fail("%s: %d shards; expected at most %d: choose a larger --max-shard-size",
+			to->path, shards, MAX_SHARDS) : 0;
+	for (int i = 0; i < shards && !rc; i++) {
+		shard_path(path, dir, "model", i, shards);
+		rc = write_shard(p, first[i], first[i + 1] - first[i], path);
 	}
 	free(first);
 	if (rc == 0)
-		rc = shards_finish(dir, "model", parts);
+		rc = shards_finish(dir, "model", shards);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
-			: config_write(path, &p->config, huggingface_dtypes[p->products[0].dtype], p->source->config_json);
-	return rc < 0 || carry_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
+			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json);
+	return rc < 0 || copy_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
 }
 
-/* The moments of a checkpoint that no step has been made from. */
-static int write_zero_moments(const struct plan *p, const char *path)
+/* Writes the moments of the optimizer before the first step: zeros. */
+static int write_zero_moments(const struct converter *p, const char *path)
 {
 	static const char *const prefixes[2] = {"exp_avg.", "exp_avg_sq."};
-	const int n = p->num_products;
+	const int n = p->num_targets;
 	struct named_tensor *tensors = allocate(2 * n * sizeof *tensors);
 	char (*names)[MAX_NAME + 16] = allocate(2 * n * sizeof *names);
 	real *zeros = allocate(BLOCK_BYTES);
 	for (int i = 0; i < 2 * n; i++) {
-		const struct product *k = &p->products[i % n];
+		const struct target *k = &p->targets[i % n];
 		snprintf(names[i], sizeof *names, "%s%s", prefixes[i / n], k->name);
 		tensors[i] = (struct named_tensor){.name = names[i], .rows = k->rows, .cols = k->cols};
 	}
@@ -587,12 +627,13 @@ static int write_zero_moments(const struct plan *p, const char *path)
 	return rc;
 }
 
-/* A checkpoint of step 0: no moments, no data seen, routers' statistics as at the start of a run. */
-static int write_checkpoint(struct plan *p, const struct conversion *to)
+/* Writes a checkpoint of step 0: moments 0, no data consumed, the routers' statistics as at the start of a run. */
+static int write_checkpoint(struct converter *p, const struct conversion *to)
 {
-	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* its files are carried over */
+	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* copy_files brings its files */
 	const int layers = c.model.num_hidden_layers;
-	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)), .router_std = allocate(layers * sizeof(double))};
+	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
+			.router_std = allocate(layers * sizeof(double))};
 	char dir[PATH_LEN], path[PATH_LEN];
 	for (int l = 0; l < layers; l++)
 		s.router_std[l] = 1;
@@ -602,12 +643,12 @@ static int write_checkpoint(struct plan *p, const struct conversion *to)
 		rc = fail("%s: is there already; remove it, or choose another name", to->path);
 	else if (rc == 0) {
 		shard_path(path, dir, "model", 0, 1);
-		rc = write_shard(p, 0, p->num_products, path);
+		rc = write_shard(p, 0, p->num_targets, path);
 		shard_path(path, dir, "optimizer", 0, 1);
 		if (rc == 0)
 			rc = write_zero_moments(p, path);
 		if (rc == 0)
-			rc = carry_files(p->source, dir, !to->no_tokenizer);
+			rc = copy_files(p->source, dir, !to->no_tokenizer);
 		if (rc < 0)
 			checkpoint_abandon(dir);
 		else
@@ -618,14 +659,14 @@ static int write_checkpoint(struct plan *p, const struct conversion *to)
 	return rc;
 }
 
-/* All that stands before the tensors' bytes. */
-static int write_gguf_header(const struct plan *p, const struct conversion *to)
+/* Writes all that is before the tensors' bytes. */
+static int write_gguf_header(const struct converter *p, const struct conversion *to)
 {
-	const struct source *s = p->source;
+	const struct source_model *s = p->source;
 	struct metadata m = {0};
 	struct text header = {0};
 	const char *name = file_name(s->path);
-	const enum dtype dtype = p->products[0].dtype;
+	const enum dtype dtype = p->targets[0].dtype;
 	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
 	entry_text(&m, "general.type", "model");
 	entry_text(&m, "general.name", *name ? name : s->path);
@@ -636,17 +677,18 @@ static int write_gguf_header(const struct plan *p, const struct conversion *to)
 	if (rc == 0 && to->no_tokenizer)
 		entry_text(&m, "tokenizer.ggml.model", "no_vocab");
 	else if (rc == 0)
-		rc = s->metadata ? fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a Hugging Face directory "
-				"first", s->path) : tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size);
+		rc = !s->metadata ? tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size)
+			: fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a "
+				"Hugging Face directory first", s->path);
 	text_append(&header, GGUF_MAGIC, 4);
 	append_u32(&header, GGUF_VERSION);
-	append_u64(&header, p->num_products);
+	append_u64(&header, p->num_targets);
 	append_u64(&header, m.count);
 	if (rc == 0)
 		text_append(&header, m.bytes.data, m.bytes.size);
 	int64_t offset = 0;
-	for (int i = 0; i < p->num_products; i++) {
-		const struct product *k = &p->products[i];
+	for (int i = 0; i < p->num_targets; i++) {
+		const struct target *k = &p->targets[i];
 		append_text(&header, k->name);
 		append_u32(&header, k->stack ? 3 : k->cols ? 2 : 1);
 		if (k->cols)
@@ -656,7 +698,7 @@ static int write_gguf_header(const struct plan *p, const struct conversion *to)
 			append_u64(&header, k->stack);
 		append_u32(&header, k->dtype == F32 ? 0 : k->dtype == F16 ? 1 : 30);
 		append_u64(&header, offset);
-		offset += (product_bytes(k) + GGUF_ALIGNMENT - 1) / GGUF_ALIGNMENT * GGUF_ALIGNMENT;
+		offset += (target_bytes(k) + GGUF_ALIGNMENT - 1) / GGUF_ALIGNMENT * GGUF_ALIGNMENT;
 	}
 	if (rc == 0)
 		fwrite(header.data, 1, header.size, p->gguf);
@@ -672,21 +714,21 @@ static void align_file(FILE *f)
 	fwrite(zeros, 1, (GGUF_ALIGNMENT - ftello(f) % GGUF_ALIGNMENT) % GGUF_ALIGNMENT, f);
 }
 
-static int write_gguf(struct plan *p, const struct conversion *to, const char *path)
+static int write_gguf(struct converter *p, const struct conversion *to, const char *path)
 {
 	FILE *f = p->gguf = file_create(path);
 	int rc = f ? write_gguf_header(p, to) : -1;
-	for (int i = 0; i < p->num_products && !rc; i++) {
+	for (int i = 0; i < p->num_targets && !rc; i++) {
 		align_file(f);
-		rc = write_product(p, &p->products[i]);
+		rc = write_target(p, &p->targets[i]);
 	}
 	if (rc == 0)
 		align_file(f);
 	return !f ? -1 : file_close(f, path, ferror(f) ? 0 : rc);
 }
 
-/* Makes what was planned, under a temporary name in the same directory, and gives it its own when it is whole and on disk. */
-static int write_plan(struct plan *p, const struct conversion *to)
+/* Writes the result under a temporary name in the same directory, and renames it when it is complete and on disk. */
+static int write_result(struct converter *p, const struct conversion *to)
 {
 	char parent[PATH_LEN], name[PATH_LEN], temporary[PATH_LEN];
 	parent_of(parent, to->path);
@@ -712,8 +754,8 @@ static int write_plan(struct plan *p, const struct conversion *to)
 	return rc < 0 ? -1 : sync_path(parent);
 }
 
-/* What can be told of a conversion before the source's tensors are looked at. */
-static int check_conversion(const struct source *s, const struct conversion *to)
+/* Checks what does not depend on the source's tensors. */
+static int check_conversion(const struct source_model *s, const struct conversion *to)
 {
 	const char *name = file_name(to->path);
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
@@ -724,18 +766,20 @@ static int check_conversion(const struct source *s, const struct conversion *to)
 	if (there)
 		return there < 0 ? -1 : fail("%s: is there already; remove it, or choose another name", to->path);
 	if (to->format == FORMAT_CHECKPOINT && strcmp(name, "step-0000000"))
-		return fail("%s: a checkpoint of a run that begins is named step-0000000; expected RUN/step-0000000, from which ling train continues with "
-				"train.output_dir=RUN", to->path);
+		return fail("%s: a checkpoint of a run that begins is named step-0000000; expected RUN/step-0000000, from "
+				"which ling train continues with train.output_dir=RUN", to->path);
 	if (to->fold_norm_head && !s->config.norm_head)
 		return fail("%s: norm_head is off, so there is no NormHead to fold; perhaps it was folded before", s->path);
 	if (s->weights->dropped)
-		fprintf(stderr, "note: %s: %d rotary_emb.inv_freq tensors are left out: they follow from rope_theta\n", s->path, s->weights->dropped);
+		fprintf(stderr, "note: %s: %d rotary_emb.inv_freq tensors are left out: they follow from rope_theta\n",
+				s->path, s->weights->dropped);
 	return 0;
 }
 
-int convert_model(const struct source *s, const struct named_tensor *params, int n, const struct conversion *to, struct converted *result)
+int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to,
+		struct converted *result)
 {
-	struct plan p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
+	struct converter p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
 	enum dtype dtype = to->format == FORMAT_CHECKPOINT ? REAL_DTYPE : UNKNOWN_DTYPE;
 	const bool fold = s->config.norm_head && (to->fold_norm_head || p.to_gguf);
 	if (to->dtype)
@@ -744,27 +788,27 @@ int convert_model(const struct source *s, const struct named_tensor *params, int
 		return -1;
 	if (fold || p.to_gguf)
 		p.config.norm_head = p.config.tie_word_embeddings = false;
-	p.strips = allocate(3 * (size_t)n * sizeof *p.strips);
-	p.products = allocate(3 * (size_t)n * sizeof *p.products);
+	p.ranges = allocate(3 * (size_t)n * sizeof *p.ranges);
+	p.targets = allocate(3 * (size_t)n * sizeof *p.targets);
 	p.verified = allocate(s->weights->count);
 	p.rows = allocate(BLOCK_ROWS * sizeof *p.rows);
-	p.num_strips = cut_strips(p.strips, params, n, &s->config);
+	p.num_ranges = split_parameters(p.ranges, params, n, &s->config);
 	int64_t widest = BLOCK_BYTES;
-	for (int i = 0; i < p.num_strips; i++)
-		widest = p.strips[i].cols * 8 > widest ? p.strips[i].cols * 8 : widest;
+	for (int i = 0; i < p.num_ranges; i++)
+		widest = p.ranges[i].cols * 8 > widest ? p.ranges[i].cols * 8 : widest;
 	p.block = allocate(widest);
-	int rc = find_strips(&p) < 0 || check_tie(s) < 0 || make_products(&p, dtype) < 0 ? -1 : 0;
-	*result = (struct converted){.tensors = p.num_products};
-	for (int i = 0; i < p.num_products && !rc; i++)
-		result->bytes += product_bytes(&p.products[i]);
+	int rc = find_sources(&p) < 0 || check_tie(s) < 0 || make_targets(&p, dtype) < 0 ? -1 : 0;
+	*result = (struct converted){.tensors = p.num_targets};
+	for (int i = 0; i < p.num_targets && !rc; i++)
+		result->bytes += target_bytes(&p.targets[i]);
 	p.progress = progress_start("convert", result->bytes, 1e-6, "MB");
 	if (rc == 0 && fold)
 		rc = compute_fold(&p);
 	if (rc == 0)
-		rc = write_plan(&p, to);
+		rc = write_result(&p, to);
 	progress_end(&p.progress);
-	free(p.strips);
-	free(p.products);
+	free(p.ranges);
+	free(p.targets);
 	free(p.verified);
 	free(p.rows);
 	free(p.block);

@@ -1,8 +1,9 @@
 /*
  * files/gguf.c - GGUF, llama.cpp's format: reading and writing, with its tokenizer and its config.
  *
- * A file is: magic, version (u32), number of tensors and of metadata entries (u64 each); of each entry key, type (u32) and value; of each tensor
- * name, dimensions (the innermost first), type, offset; then, aligned, the tensors' bytes. A text is its length (u64) and its bytes.
+ * A file is: magic, version (u32), number of tensors and of metadata entries (u64 each); of each entry key, type
+ * (u32) and value; of each tensor name, dimensions (the innermost first), type, offset; then, aligned, the tensors'
+ * bytes. A text is its length (u64) and its bytes.
  */
 #define _GNU_SOURCE
 #include "files/gguf.h"
@@ -21,17 +22,19 @@
 
 #define GGUF_MAX_ITEMS (1 << 24) /* of an array in the metadata: far beyond any vocabulary */
 
-static const int gguf_sizes[NUM_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; /* bytes, or the least that there can be */
+/* Bytes of a value of each type; of texts and arrays the least that there can be. */
+static const int gguf_sizes[NUM_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8};
 
 /* Types of tensors by their number. */
 #define NO UNKNOWN_DTYPE
 static const struct { const char *name; enum dtype dtype; } ggml_types[] = {
-	[0] = {"F32", F32}, [1] = {"F16", F16}, [2] = {"Q4_0", NO}, [3] = {"Q4_1", NO}, [6] = {"Q5_0", NO}, [7] = {"Q5_1", NO}, [8] = {"Q8_0", NO},
-	[9] = {"Q8_1", NO}, [10] = {"Q2_K", NO}, [11] = {"Q3_K", NO}, [12] = {"Q4_K", NO}, [13] = {"Q5_K", NO}, [14] = {"Q6_K", NO},
-	[15] = {"Q8_K", NO}, [16] = {"IQ2_XXS", NO}, [17] = {"IQ2_XS", NO}, [18] = {"IQ3_XXS", NO}, [19] = {"IQ1_S", NO}, [20] = {"IQ4_NL", NO},
-	[21] = {"IQ3_S", NO}, [22] = {"IQ2_S", NO}, [23] = {"IQ4_XS", NO}, [24] = {"I8", NO}, [25] = {"I16", NO}, [26] = {"I32", I32},
-	[27] = {"I64", I64}, [28] = {"F64", F64}, [29] = {"IQ1_M", NO}, [30] = {"BF16", BF16}, [34] = {"TQ1_0", NO}, [35] = {"TQ2_0", NO},
-	[39] = {"MXFP4", NO}, [40] = {"NVFP4", NO},
+	[0] = {"F32", F32}, [1] = {"F16", F16}, [2] = {"Q4_0", NO}, [3] = {"Q4_1", NO}, [6] = {"Q5_0", NO},
+	[7] = {"Q5_1", NO}, [8] = {"Q8_0", NO}, [9] = {"Q8_1", NO}, [10] = {"Q2_K", NO}, [11] = {"Q3_K", NO},
+	[12] = {"Q4_K", NO}, [13] = {"Q5_K", NO}, [14] = {"Q6_K", NO}, [15] = {"Q8_K", NO}, [16] = {"IQ2_XXS", NO},
+	[17] = {"IQ2_XS", NO}, [18] = {"IQ3_XXS", NO}, [19] = {"IQ1_S", NO}, [20] = {"IQ4_NL", NO}, [21] = {"IQ3_S", NO},
+	[22] = {"IQ2_S", NO}, [23] = {"IQ4_XS", NO}, [24] = {"I8", NO}, [25] = {"I16", NO}, [26] = {"I32", I32},
+	[27] = {"I64", I64}, [28] = {"F64", F64}, [29] = {"IQ1_M", NO}, [30] = {"BF16", BF16}, [34] = {"TQ1_0", NO},
+	[35] = {"TQ2_0", NO}, [39] = {"MXFP4", NO}, [40] = {"NVFP4", NO},
 };
 #undef NO
 enum { NUM_GGML_TYPES = sizeof ggml_types / sizeof *ggml_types };
@@ -59,11 +62,14 @@ static const struct { const char *name; enum gguf_type type; const char *key; } 
 };
 enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
 
-/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one group of experts. */
-static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count", "expert_group_used_count"};
+/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one
+ * group of experts. */
+static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count",
+		"expert_group_used_count"};
 
 const struct pre_tokenizers_row pre_tokenizers[] = {
-	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|"
+		" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
 	{"bailingmoe", LING_PATTERN},
 	{"gpt-2", NULL},
 };
@@ -71,8 +77,9 @@ enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
 
 /* What Hugging Face and GGUF call the tokens with a part to play. */
 static const struct { const char *role, *gguf; } token_roles[] = {
-	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"}, {"unk", "tokenizer.ggml.unknown_token_id"},
-	{"sep", "tokenizer.ggml.seperator_token_id"}, {"pad", "tokenizer.ggml.padding_token_id"},
+	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"},
+	{"unk", "tokenizer.ggml.unknown_token_id"}, {"sep", "tokenizer.ggml.seperator_token_id"},
+	{"pad", "tokenizer.ggml.padding_token_id"},
 };
 enum { ROLE_BOS, ROLE_EOS, NUM_TOKEN_ROLES = sizeof token_roles / sizeof *token_roles };
 
@@ -85,8 +92,8 @@ static const uint8_t *take(struct cursor *c, uint64_t n)
 {
 	const uint8_t *bytes = c->at;
 	if (n > (uint64_t)(c->end - c->at)) {
-		fail("%s: ends within its header: %llu bytes expected, %lld left; the file is truncated", c->path, (unsigned long long)n,
-				(long long)(c->end - c->at));
+		fail("%s: ends within its header: %llu bytes expected, %lld left; the file is truncated", c->path,
+				(unsigned long long)n, (long long)(c->end - c->at));
 		return NULL;
 	}
 	c->at += n;
@@ -180,9 +187,10 @@ static json_t *take_value(struct cursor *c, const char *key, uint32_t type)
 		return value;
 	default: /* an array: the type and the number of its items */
 		type = load_i32(bytes);
-		if (type == GGUF_ARRAY || type >= NUM_GGUF_TYPES || n > GGUF_MAX_ITEMS || n > (uint64_t)(c->end - c->at) / gguf_sizes[type]) {
-			fail("%s: `%s` is an array of %llu items of type %u; expected one of known types, no longer than the file", c->path, key,
-					(unsigned long long)n, type);
+		if (type == GGUF_ARRAY || type >= NUM_GGUF_TYPES || n > GGUF_MAX_ITEMS ||
+				n > (uint64_t)(c->end - c->at) / gguf_sizes[type]) {
+			fail("%s: `%s` is an array of %llu items of type %u; expected one of known types, no longer than the file",
+					c->path, key, (unsigned long long)n, type);
 			return NULL;
 		}
 		value = json_array();
@@ -221,8 +229,11 @@ static int take_tensor(struct cursor *c, struct tensor *t, json_t *names, const 
 	const char *text = json_string_value(name);
 	uint32_t dimensions, type;
 	uint64_t size, bytes = 1;
-	int rc = !name ? -1 : json_object_get(names, text) ? fail("%s: tensor %.256s is there twice; expected it once", c->path, text)
-		: take_u32(c, &dimensions);
+	int rc = name ? 0 : -1;
+	if (rc == 0 && json_object_get(names, text))
+		rc = fail("%s: tensor %.256s is there twice; expected it once", c->path, text);
+	if (rc == 0)
+		rc = take_u32(c, &dimensions);
 	if (rc == 0 && (dimensions < 1 || dimensions > 4))
 		rc = fail("%s: tensor %.256s has %u dimensions; expected 1 to 4", c->path, text, dimensions);
 	if (rc == 0)
@@ -241,7 +252,8 @@ static int take_tensor(struct cursor *c, struct tensor *t, json_t *names, const 
 		t->dtype = known ? ggml_types[type].dtype : UNKNOWN_DTYPE;
 		t->dtype_name = known ? ggml_types[type].name : "unknown";
 		if (t->begin > INT64_MAX)
-			rc = fail("%s: tensor %.256s: offset %llu; expected one within the file", c->path, text, (unsigned long long)t->begin);
+			rc = fail("%s: tensor %.256s: offset %llu; expected one within the file", c->path, text,
+					(unsigned long long)t->begin);
 		t->end = t->begin + (t->dtype == UNKNOWN_DTYPE ? 0 : bytes * dtypes[t->dtype].size);
 		json_object_set_new(names, text, json_null());
 		t->name = json_object_iter_key(json_object_iter_at(names, text)); /* it lives as long as the object */
@@ -257,11 +269,11 @@ static int tensors_placed(struct tensor *t, int n, const struct tensor_file *s, 
 		qsort(t, n, sizeof *t, by_offset);
 	for (int i = 0; i < n; i++) {
 		if (t[i].begin % alignment)
-			return fail("%s: tensor %.256s: offset %llu; expected a multiple of %llu", s->path, t[i].name, (unsigned long long)t[i].begin,
-					(unsigned long long)alignment);
+			return fail("%s: tensor %.256s: offset %llu; expected a multiple of %llu", s->path, t[i].name,
+					(unsigned long long)t[i].begin, (unsigned long long)alignment);
 		if (t[i].end > data_size)
-			return fail("%s: tensor %.256s ends at data byte %llu, the file at %llu; the file is truncated", s->path, t[i].name,
-					(unsigned long long)t[i].end, (unsigned long long)data_size);
+			return fail("%s: tensor %.256s ends at data byte %llu, the file at %llu; the file is truncated", s->path,
+					t[i].name, (unsigned long long)t[i].end, (unsigned long long)data_size);
 		if (i && t[i].begin < t[i - 1].end)
 			return fail("%s: tensors %.256s and %.256s overlap at data byte %llu", s->path, t[i - 1].name, t[i].name,
 					(unsigned long long)t[i].begin);
@@ -279,24 +291,26 @@ int gguf_open(struct tensors *w, const char *path)
 	uint64_t tensors = 0, entries = 0;
 	int64_t alignment = GGUF_ALIGNMENT;
 	if (s->size < 4 || memcmp(s->map, GGUF_MAGIC, 4))
-		return fail("%s: no GGUF file: it does not begin with " GGUF_MAGIC "; expected one, or the directory of a Hugging Face model or a "
-				"checkpoint", path);
+		return fail("%s: no GGUF file: it does not begin with " GGUF_MAGIC "; expected one, or the directory of a "
+				"Hugging Face model or a checkpoint", path);
 	c.at += 4;
 	if (take_u32(&c, &version) < 0)
 		return -1;
 	if (version < 2 || version > GGUF_VERSION)
-		return fail("%s: GGUF version %u%s; expected 2 or 3", path, version, version > 0xffff ? " (a big-endian file)" : "");
+		return fail("%s: GGUF version %u%s; expected 2 or 3", path, version,
+				version > 0xffff ? " (a big-endian file)" : "");
 	if (take_u64(&c, &tensors) < 0 || take_u64(&c, &entries) < 0)
 		return -1;
 	if (tensors > s->size / 32 || entries > s->size / 13) /* the least that each takes */
-		return fail("%s: %llu tensors and %llu entries of metadata do not fit into its %zu bytes; the file is truncated or damaged", path,
-				(unsigned long long)tensors, (unsigned long long)entries, s->size);
+		return fail("%s: %llu tensors and %llu entries of metadata do not fit into its %zu bytes; the file is "
+				"truncated or damaged", path, (unsigned long long)tensors, (unsigned long long)entries, s->size);
 	json_t *metadata = json_object(), *names = json_object();
 	s->header = json_pack("{s:o, s:o}", "metadata", metadata, "names", names);
 	for (uint64_t i = 0; i < entries; i++)
 		if (take_entry(&c, metadata) < 0)
 			return -1;
-	if (json_object_get(metadata, "general.alignment") && field_int(metadata, path, "general.alignment", 8, 1 << 20, &alignment) < 0)
+	if (json_object_get(metadata, "general.alignment") &&
+			field_int(metadata, path, "general.alignment", 8, 1 << 20, &alignment) < 0)
 		return -1;
 	if (alignment & (alignment - 1))
 		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
@@ -320,12 +334,13 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 	if (!architecture)
 		return -1;
 	if (strcmp(architecture, GGUF_ARCHITECTURE))
-		return fail("%s: architecture `%.60s`; expected " GGUF_ARCHITECTURE ", which Ling-Lite and Ling-Plus are", w->path, architecture);
+		return fail("%s: architecture `%.60s`; expected " GGUF_ARCHITECTURE ", which Ling-Lite and Ling-Plus are",
+				w->path, architecture);
 	if (splits && json_integer_value(splits) > 1)
 		return fail("%s: one of %lld files of a split model; join them first (llama-gguf-split --merge)", w->path,
 				(long long)json_integer_value(splits));
-	json_t *config = json_pack("{s:b, s:b, s:b, s:b}", "norm_head", 0, "use_bias", 0, "use_qkv_bias", 0, "tie_word_embeddings",
-			!tensor_find(w, "output.weight"));
+	json_t *config = json_pack("{s:b, s:b, s:b, s:b}", "norm_head", 0, "use_bias", 0, "use_qkv_bias", 0,
+			"tie_word_embeddings", !tensor_find(w, "output.weight"));
 	const size_t prefix = strlen(GGUF_ARCHITECTURE ".");
 	int rc = 0;
 	json_object_foreach((json_t *)metadata, key, value) {
@@ -363,13 +378,15 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 
 json_t *pre_tokenizer_json(const char *pattern)
 {
-	json_t *bytes = json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1, "use_regex", !pattern);
-	return !pattern ? bytes : json_pack("{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, o]}", "type", "Sequence", "pretokenizers", "type", "Split",
-			"pattern", "Regex", pattern, "behavior", "Isolated", "invert", 0, bytes);
+	json_t *bytes = json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 1,
+			"use_regex", !pattern);
+	return !pattern ? bytes : json_pack("{s:s, s:[{s:s, s:{s:s}, s:s, s:b}, o]}", "type", "Sequence", "pretokenizers",
+			"type", "Split", "pattern", "Regex", pattern, "behavior", "Isolated", "invert", 0, bytes);
 }
 
 /* Fills vocab and added, parts of a tokenizer.json, from the tokens of a GGUF file and their types. */
-static int vocabulary_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab, json_t *added)
+static int vocabulary_to_json(const char *path, const json_t *tokens, const json_t *types, json_t *vocab,
+		json_t *added)
 {
 	const json_t *token;
 	size_t id;
@@ -379,14 +396,16 @@ static int vocabulary_to_json(const char *path, const json_t *tokens, const json
 		if (!text || strlen(text) != json_string_length(token))
 			return fail("%s: `tokenizer.ggml.tokens` entry %zu is no plain text", path, id);
 		if (type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED)
-			json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)id, "content", text, "single_word", 0,
-					"lstrip", 0, "rstrip", 0, "normalized", 0, "special", type == TOKEN_CONTROL));
+			json_array_append_new(added, json_pack("{s:I, s:s, s:b, s:b, s:b, s:b, s:b}", "id", (json_int_t)id,
+					"content", text, "single_word", 0, "lstrip", 0, "rstrip", 0, "normalized", 0, "special",
+					type == TOKEN_CONTROL));
 		else if (type == TOKEN_NORMAL && json_object_get(vocab, text))
 			return fail("%s: token `%.60s` is there twice, the second time with id %zu", path, text, id);
 		else if (type == TOKEN_NORMAL)
 			json_object_set_new(vocab, text, json_integer(id));
 		else if (type != TOKEN_UNUSED)
-			return fail("%s: token %zu is of type %lld; expected 1, 3, 4 or 5 (normal, control, user-defined, unused)", path, id, (long long)type);
+			return fail("%s: token %zu is of type %lld; expected 1, 3, 4 or 5 (normal, control, user-defined, unused)",
+					path, id, (long long)type);
 	}
 	return 0;
 }
@@ -404,20 +423,26 @@ int gguf_to_tokenizer(const json_t *metadata, const char *path, const char *dir)
 	while (pre && kind < NUM_PRE_TOKENIZERS && strcmp(pre, pre_tokenizers[kind].name))
 		kind++;
 	if (!pre || kind == NUM_PRE_TOKENIZERS)
-		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe or gpt-2; --no-tokenizer leaves it out", path, model,
-				pre ? pre : "");
-	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens"), *types = json_object_get(metadata, "tokenizer.ggml.token_type");
+		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe or gpt-2; --no-tokenizer "
+				"leaves it out", path, model, pre ? pre : "");
+	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
+	const json_t *types = json_object_get(metadata, "tokenizer.ggml.token_type");
 	json_t *merges = json_object_get(metadata, "tokenizer.ggml.merges");
-	if (!json_is_array(tokens) || !json_is_array(types) || !json_is_array(merges) || json_array_size(tokens) != json_array_size(types))
-		return fail("%s: tokenizer.ggml.tokens, .token_type and .merges do not make a vocabulary: expected arrays, the first two equally long", path);
+	if (!json_is_array(tokens) || !json_is_array(types) || !json_is_array(merges) ||
+			json_array_size(tokens) != json_array_size(types))
+		return fail("%s: tokenizer.ggml.tokens, .token_type and .merges do not make a vocabulary: expected arrays, "
+				"the first two equally long", path);
 
 	json_t *vocab = json_object(), *added = json_array();
 	json_t *byte_level = pre_tokenizer_json(NULL);
-	json_t *tokenizer = json_pack("{s:s, s:n, s:n, s:O, s:n, s:o, s:O, s:O, s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:O, s:O}}", "version", "1.0",
-			"truncation", "padding", "added_tokens", added, "normalizer", "pre_tokenizer", pre_tokenizer_json(pre_tokenizers[kind].pattern),
-			"post_processor", byte_level, "decoder", byte_level, "model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix",
-			"end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0, "vocab", vocab, "merges", merges);
-	json_t *config = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast", "clean_up_tokenization_spaces", 0);
+	json_t *tokenizer = json_pack("{s:s, s:n, s:n, s:O, s:n, s:o, s:O, s:O, s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, "
+			"s:b, s:O, s:O}}", "version", "1.0", "truncation", "padding", "added_tokens", added, "normalizer",
+			"pre_tokenizer", pre_tokenizer_json(pre_tokenizers[kind].pattern), "post_processor", byte_level, "decoder",
+			byte_level, "model", "type", "BPE", "dropout", "unk_token", "continuing_subword_prefix",
+			"end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0, "vocab", vocab, "merges",
+			merges);
+	json_t *config = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast",
+			"clean_up_tokenization_spaces", 0);
 	char file[PATH_LEN], name[32];
 	int rc = vocabulary_to_json(path, tokens, types, vocab, added);
 	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
@@ -510,11 +535,13 @@ int config_to_gguf(struct metadata *m, const struct model_config *model, const c
 		const bool set = json_is_true(value) || json_integer_value(value) > 0;
 		json_decref(value);
 		if (set)
-			return fail("%s: %s is set, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; expected it off", path, leaf_of(refused[i]));
+			return fail("%s: %s is set, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; expected it off",
+					path, leaf_of(refused[i]));
 	}
 	if (!model->num_shared_experts)
 		return fail("%s: num_shared_experts is 0, but llama.cpp's " GGUF_ARCHITECTURE " needs a shared expert", path);
-	c.model.norm_topk_prob = model->norm_topk_prob && model->num_experts_per_tok > 1; /* a lone expert keeps its own weight */
+	/* A lone expert keeps its own weight. */
+	c.model.norm_topk_prob = model->norm_topk_prob && model->num_experts_per_tok > 1;
 	for (int i = 0; i < NUM_GGUF_KEYS; i++) {
 		char key[MAX_NAME];
 		snprintf(key, sizeof key, GGUF_ARCHITECTURE ".%s", gguf_keys[i].name);
@@ -537,7 +564,8 @@ static const char *pre_tokenizer_name(const json_t *found)
 	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
 		/* What has no say here is made alike: offsets are not ids, and what a key's absence means. */
 		json_t *ours = pre_tokenizer_json(pre_tokenizers[i].pattern), *theirs = json_deep_copy(found);
-		json_t *parts = json_object_get(theirs, "pretokenizers"), *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
+		json_t *parts = json_object_get(theirs, "pretokenizers");
+		json_t *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
 		json_object_set_new(last, "trim_offsets", json_true());
 		if (!json_object_get(last, "use_regex"))
 			json_object_set_new(last, "use_regex", json_true());
@@ -550,14 +578,16 @@ static const char *pre_tokenizer_name(const json_t *found)
 }
 
 /* Places a token of tokenizer.json among the vocabulary's, of which each id has one text. */
-static int place_token(const char *path, const char **texts, uint8_t *types, int vocab_size, const char *text, const json_t *id, int type)
+static int place_token(const char *path, const char **texts, uint8_t *types, int vocab_size, const char *text,
+		const json_t *id, int type)
 {
 	const json_int_t i = json_integer_value(id);
 	if (!text || !json_is_integer(id) || i < 0 || i >= vocab_size)
-		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d", path, text ? text : "",
-				(long long)i, vocab_size);
+		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d",
+				path, text ? text : "", (long long)i, vocab_size);
 	if (texts[i] && strcmp(texts[i], text))
-		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text, (long long)i);
+		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text,
+				(long long)i);
 	texts[i] = text;
 	types[i] = type;
 	return 0;
@@ -571,7 +601,8 @@ static int merges_to_gguf(struct metadata *m, const json_t *merges, const char *
 	entry_array(m, "tokenizer.ggml.merges", GGUF_TEXT, json_array_size(merges));
 	json_array_foreach(merges, i, merge) {
 		const char *text = json_string_value(merge);
-		const char *left = json_string_value(json_array_get(merge, 0)), *right = json_string_value(json_array_get(merge, 1));
+		const char *left = json_string_value(json_array_get(merge, 0)),
+				*right = json_string_value(json_array_get(merge, 1));
 		if (text)
 			append_text(&m->bytes, text);
 		else if (left && right && json_array_size(merge) == 2 && !strchr(left, ' ') && !strchr(right, ' ')) {
@@ -586,7 +617,8 @@ static int merges_to_gguf(struct metadata *m, const json_t *merges, const char *
 }
 
 /* The id of the token that tokenizer_config.json or else config.json names for a role; -1 when none does. */
-static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *config, const char **texts, int vocab_size)
+static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *config, const char **texts,
+		int vocab_size)
 {
 	char name[32];
 	snprintf(name, sizeof name, "%s_token", token_roles[role].role);
@@ -606,6 +638,26 @@ static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *c
 	return -1;
 }
 
+/* The chat template that is a file of its own. */
+static int template_file_to_gguf(struct metadata *m, const char *path)
+{
+	const uint8_t *data;
+	size_t n;
+	if (map_file(path, &data, &n) < 0)
+		return -1;
+	json_t *valid = json_stringn(n ? (const char *)data : "", n);
+	const int rc = valid ? 0 : fail("%s: is not UTF-8, as all texts of a GGUF file must be; expected a template in "
+			"UTF-8", path);
+	if (rc == 0) {
+		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
+		append_u64(&m->bytes, n);
+		text_append(&m->bytes, (const char *)data, n);
+	}
+	json_decref(valid);
+	unmap_file(data, n);
+	return rc;
+}
+
 /* The roles of tokens and the chat template, from tokenizer_config.json where it is there and from config.json. */
 static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *config, const char **texts, int vocab_size)
 {
@@ -620,60 +672,58 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 			entry_u32(m, token_roles[i].gguf, id);
 		else if (i == ROLE_EOS) {
 			json_decref(tokenizer_config);
-			return fail("%s: no token ends a text: no eos_token of tokenizer_config.json, eos_token_id of config.json or <|endoftext|> is in the "
-					"vocabulary; name one, or llama.cpp would take token 11", dir);
+			return fail("%s: no token ends a text: no eos_token of tokenizer_config.json, eos_token_id of config.json "
+					"or <|endoftext|> is in the vocabulary; name one, or llama.cpp would take token 11", dir);
 		}
 	}
+	int rc = 0;
 	entry_bool(m, "tokenizer.ggml.add_bos_token", json_is_true(json_object_get(tokenizer_config, "add_bos_token")));
 	const json_t *template = json_object_get(tokenizer_config, "chat_template");
 	size_t i;
 	if (json_is_array(template)) { /* several by name */
 		const json_t *list = template;
 		json_array_foreach((json_t *)list, i, item)
-			if (json_is_string(json_object_get(item, "name")) && !strcmp(json_string_value(json_object_get(item, "name")), "default"))
+			if (json_is_string(json_object_get(item, "name")) &&
+					!strcmp(json_string_value(json_object_get(item, "name")), "default"))
 				template = json_object_get(item, "template");
 	}
 	if (json_is_string(template))
 		entry_text(m, "tokenizer.chat_template", json_string_value(template));
-	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0) {
-		const uint8_t *text;
-		size_t n;
-		if (map_file(path, &text, &n) < 0) {
-			json_decref(tokenizer_config);
-			return -1;
-		}
-		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
-		append_u64(&m->bytes, n);
-		text_append(&m->bytes, (const char *)text, n);
-		unmap_file(text, n);
-	}
+	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0)
+		rc = template_file_to_gguf(m, path);
 	json_decref(tokenizer_config);
-	return 0;
+	return rc;
 }
 
 /* The vocabulary and merges of a tokenizer.json. */
-static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char *path, const char **texts, uint8_t *types, int vocab_size)
+static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char *path, const char **texts,
+		uint8_t *types, int vocab_size)
 {
-	const json_t *model = json_object_get(root, "model"), *kind = json_object_get(model, "type"), *added, *vocab = json_object_get(model, "vocab");
+	const json_t *model = json_object_get(root, "model"), *kind = json_object_get(model, "type"), *added,
+			*vocab = json_object_get(model, "vocab");
 	json_t *id, *list = json_object_get(root, "added_tokens");
 	const char *text, *pre = pre_tokenizer_name(json_object_get(root, "pre_tokenizer"));
 	size_t i;
 	if (kind && (!json_is_string(kind) || strcmp(json_string_value(kind), "BPE")))
-		return fail("%s: the model is no BPE; llama.cpp takes it for %s only with --no-tokenizer", path, GGUF_ARCHITECTURE);
+		return fail("%s: the model is no BPE; llama.cpp takes it for %s only with --no-tokenizer", path,
+				GGUF_ARCHITECTURE);
 	if (!pre)
-		return fail("%s: llama.cpp knows the pre_tokenizers of Ling and of GPT-2, found another; --no-tokenizer leaves the tokenizer out", path);
+		return fail("%s: llama.cpp knows the pre_tokenizers of Ling and of GPT-2, found another; --no-tokenizer "
+				"leaves the tokenizer out", path);
 	if (json_is_true(json_object_get(model, "ignore_merges")) || json_is_true(json_object_get(model, "byte_fallback")))
-		return fail("%s: ignore_merges or byte_fallback is set, which llama.cpp has not for this pre_tokenizer; --no-tokenizer leaves the tokenizer "
-				"out", path);
+		return fail("%s: ignore_merges or byte_fallback is set, which llama.cpp has not for this pre_tokenizer; "
+				"--no-tokenizer leaves the tokenizer out", path);
 	if (!json_is_object(vocab) || !json_is_array(json_object_get(model, "merges")))
 		return fail("%s: the model has no vocab and merges", path);
 	if (json_is_object(json_object_get(root, "normalizer")))
-		fprintf(stderr, "note: %s: llama.cpp does not normalise text: ids differ for text that the normalizer changes\n", path);
+		fprintf(stderr, "note: %s: llama.cpp does not normalise text: ids differ for text that the normalizer "
+				"changes\n", path);
 	json_object_foreach((json_t *)vocab, text, id)
 		if (place_token(path, texts, types, vocab_size, text, id, TOKEN_NORMAL) < 0)
 			return -1;
 	json_array_foreach(list, i, added)
-		if (place_token(path, texts, types, vocab_size, json_string_value(json_object_get(added, "content")), json_object_get(added, "id"),
+		if (place_token(path, texts, types, vocab_size, json_string_value(json_object_get(added, "content")),
+				json_object_get(added, "id"),
 				json_is_true(json_object_get(added, "special")) ? TOKEN_CONTROL : TOKEN_USER_DEFINED) < 0)
 			return -1;
 	entry_text(m, "tokenizer.ggml.model", "gpt2");
@@ -695,8 +745,8 @@ int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config,
 	char path[PATH_LEN];
 	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
 	if (there == 0)
-		return fail("%s: is not there, and llama.cpp needs it; put the model's tokenizer.json there, or leave the tokenizer out with --no-tokenizer",
-				path);
+		return fail("%s: is not there, and llama.cpp needs it; put the model's tokenizer.json there, or leave the "
+				"tokenizer out with --no-tokenizer", path);
 	json_t *root = there < 0 ? NULL : json_read(path);
 	if (!root)
 		return -1;

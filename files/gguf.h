@@ -16,10 +16,12 @@
 #define GGUF_ARCHITECTURE "bailingmoe"
 #define GGUF_ALIGNMENT 32
 
-enum gguf_type { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_TEXT, GGUF_ARRAY, GGUF_U64, GGUF_I64,
+enum gguf_type { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_TEXT, GGUF_ARRAY,
+		GGUF_U64, GGUF_I64,
 	GGUF_F64, NUM_GGUF_TYPES };
 
-/* The pre-tokenizers that llama.cpp has too, by its names for them; Ling's comes in two spellings of the same. NULL: ByteLevel's own. */
+/* The pre-tokenizers that llama.cpp has too, by its names for them; Ling's comes in two spellings of the same. NULL:
+ * ByteLevel's own. */
 extern const struct pre_tokenizers_row { const char *name, *pattern; } pre_tokenizers[];
 
 enum { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_UNUSED = 5 };

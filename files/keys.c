@@ -98,7 +98,8 @@ static const struct key *nearest_key(const struct key_table *t, const char *path
 	return best;
 }
 
-/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other lists. */
+/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other
+ * lists. */
 static const struct key *list_path(const struct key_table *t, const struct key *k)
 {
 	char path[64];
@@ -131,7 +132,8 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 	}
 	switch (k->type) {
 	case T_SECTION:
-		snprintf(out, 256, "a mapping (key: value)%s%s%s", k->or_name ? ", or " : "", k->or_name ? k->or_name : "", off);
+		snprintf(out, 256, "a mapping (key: value)%s%s%s", k->or_name ? ", or " : "",
+				k->or_name ? k->or_name : "", off);
 		break;
 	case T_LIST:
 		snprintf(out, 256, "%sa list of %s%s", list_path(t, k) ? "a path, or " : "", describe_item(item, t, k), off);
@@ -159,9 +161,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
  * Every value comes as text, from YAML, JSON or the table's defaults, and is converted in one place.
  */
 
-/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it is
- * simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls setlocale,
- * so strtod always takes a point. */
+/* Reads decimal text such as 12, -0.5, 1e-4, 2_000. NULL when it is a number, else what is wrong with it ("" when it
+ * is simply none). *whole is its magnitude when it is integral, *is_whole says whether. The program never calls
+ * setlocale, so strtod always takes a point. */
 static const char *read_number(const char *text, double *number, uint64_t *whole, bool *is_whole)
 {
 	static const char digit[] = "0123456789";
@@ -447,8 +449,8 @@ static int check_needed(const struct loader *l, const struct key *section, struc
 	const struct key *k = l->table->keys;
 	for (int i = 0; i < l->table->num_keys; i++)
 		if (k[i].flags & NEEDED && is_child(section->name, k[i].name) && !l->places[i].source)
-			return fail_at(at, "%s%sthe key %s is missing here: %s", section->name, *section->name ? ": " : "", leaf_of(k[i].name),
-					k[i].help);
+			return fail_at(at, "%s%sthe key %s is missing here: %s", section->name, *section->name ? ": " : "",
+					leaf_of(k[i].name), k[i].help);
 	return 0;
 }
 
@@ -458,9 +460,11 @@ int check_required(const struct loader *l, const char *section)
 		char type[256];
 		const struct key *k = &l->table->keys[i];
 		if (k->flags & REQUIRED && !l->places[i].source && (!section || is_inside(section, k->name)))
-			return fail_key(l, k->name, "the key is missing: %s; expected %s", k->help, describe_key(type, l->table, k));
+			return fail_key(l, k->name, "the key is missing: %s; expected %s", k->help,
+					describe_key(type, l->table, k));
 		const struct key *inside = section_of(l->table, k);
-		if (inside->type == T_SECTION && inside->flags & NONE && l->places[i].source && check_needed(l, inside, l->places[i]) < 0)
+		if (inside->type == T_SECTION && inside->flags & NONE && l->places[i].source &&
+				check_needed(l, inside, l->places[i]) < 0)
 			return -1;
 	}
 	return 0;
@@ -562,7 +566,8 @@ static int advance(struct loader *l)
 		return fail_at(here(l), "found the anchor &%s; anchors are not supported: remove it",
 				printable(shown, (const char *)anchor));
 	if (tag)
-		return fail_at(here(l), "found the tag %s; tags are not supported: remove it", printable(shown, (const char *)tag));
+		return fail_at(here(l), "found the tag %s; tags are not supported: remove it",
+				printable(shown, (const char *)tag));
 	if (e->type == YAML_SCALAR_EVENT && memchr(e->data.scalar.value, 0, e->data.scalar.length))
 		return fail_at(here(l), "found a NUL character in a value or key; expected text");
 	return 0;
@@ -634,7 +639,8 @@ static int load_list(struct loader *l, const struct key *k)
 	while (advance(l) == 0) {
 		if (l->text->event.type == YAML_SEQUENCE_END_EVENT) {
 			l->shift = 0;
-			return k->flags & REQUIRED && !*list_count(l->structure, k) ? fail_at(here(l), "%s: found an empty list; expected an item", k->name) : 0;
+			return !(k->flags & REQUIRED) || *list_count(l->structure, k) ? 0
+				: fail_at(here(l), "%s: found an empty list; expected an item", k->name);
 		}
 		const bool path = l->text->event.type == YAML_SCALAR_EVENT && list_path(l->table, k);
 		if (l->text->event.type != YAML_MAPPING_START_EVENT && !path)
@@ -704,7 +710,8 @@ static int load_value(struct loader *l, const struct key *k)
 static int fail_list(const struct loader *l, const struct list_reader *r, const char *wrong)
 {
 	char value[80];
-	return fail_at(here(l), "%s: found %s%s; expected a list of %s, each a mapping (key: value)", r->items, found(value, l), wrong, r->items);
+	return fail_at(here(l), "%s: found %s%s; expected a list of %s, each a mapping (key: value)", r->items,
+			found(value, l), wrong, r->items);
 }
 
 /* Reads a list whose items are structures, which begins at the current event. */
@@ -797,7 +804,8 @@ int load_override(struct loader *l, const char *argument)
 	if (!k)
 		return fail_unknown(t, at, path);
 	if (k->flags & ITEM)
-		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(t, k)->name, describe_item(item, t, section_of(t, k)));
+		return fail_at(at, "an item of a list cannot be set alone; expected %s=[%s]", section_of(t, k)->name,
+				describe_item(item, t, section_of(t, k)));
 	if (k->type == T_SECTION)
 		for (int i = 0; i < t->num_keys; i++)
 			if (is_inside(k->name, t->keys[i].name)) {
@@ -808,6 +816,7 @@ int load_override(struct loader *l, const char *argument)
 			}
 	if (claim_key(l, k, at) < 0)
 		return -1;
-	struct yaml_text y = {.source = argument, .command_line = true, .text = (const uint8_t *)equal + 1, .size = strlen(equal + 1)};
+	struct yaml_text y = {.source = argument, .command_line = true, .text = (const uint8_t *)equal + 1,
+			.size = strlen(equal + 1)};
 	return load_text(l, &y, k, NULL);
 }

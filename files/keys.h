@@ -1,9 +1,9 @@
 /*
  * files/keys.h - tables of keys: structures whose fields a user sets in YAML or on the command line.
  *
- * A table describes every key of a structure: path, type, range, default, meaning. Reading, defaults, error messages, the hint for a misspelt
- * key and JSON all come from it; a new key is a field of the structure and a line of the table. A config has a table (files/config.c), and
- * so has a task file (commands/tasks.c).
+ * A table describes every key of a structure: path, type, range, default, meaning. Reading, defaults, error messages,
+ * the hint for a misspelt key and JSON all come from it; a new key is a field of the structure and a line of the
+ * table. A config has a table (files/config.c), and so has a task file (commands/tasks.c).
  */
 #ifndef LING_FILES_KEYS_H
 #define LING_FILES_KEYS_H
@@ -46,11 +46,11 @@ struct key {
 	int flags;
 	const char *fallback;      /* default, as a user would write it; NULL: 0 */
 	const char *help;
-	const char *const *names;  /* the values of a T_ENUM, or the only values of a T_TEXT (but see OR_PATH); NULL ends them */
+	const char *const *names;  /* the values of a T_ENUM, or the only ones of a T_TEXT (but see OR_PATH); then NULL */
 	const char *alias;         /* another spelling of the path, or NULL */
-	const char *or_name;       /* of a section: what a name may stand for in place of its mapping, in words; see load_named */
+	const char *or_name;       /* of a section: what a name in its place stands for, in words; see load_named */
 	const char *class_fallback; /* for the owner of the table: the default of a Hugging Face class where it differs */
-	size_t item, count;        /* of a T_LIST: the bytes of an item, and where the structure has the number of items, an int */
+	size_t item, count;        /* of a T_LIST: bytes of an item; offset of the number of items, an int */
 };
 
 /* Lines of a table. `more` are further fields of struct key. */
@@ -58,12 +58,15 @@ struct key {
 	{.name = #path, .type = kind, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
 	 .min = low, .max = high, .flags = flag_bits, .fallback = standard, .help = meaning, __VA_ARGS__}
 #define LIST_OF(structure, path, number, most, flag_bits, standard, meaning) \
-	{.name = #path, .type = T_LIST, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, .max = most, .flags = flag_bits, \
-	 .fallback = standard, .help = meaning, .item = sizeof ((structure *)0)->path[0], .count = offsetof(structure, number)}
+	{.name = #path, .type = T_LIST, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
+	 .max = most, .flags = flag_bits, .fallback = standard, .help = meaning, \
+	 .item = sizeof ((structure *)0)->path[0], .count = offsetof(structure, number)}
 #define ITEM_KEY_OF(structure, path, member, kind, low, high, flag_bits, standard, meaning, ... /* more */) \
-	{.name = #path "." #member, .type = kind, .offset = offsetof(structure, path[0].member), .size = sizeof ((structure *)0)->path[0].member, \
+	{.name = #path "." #member, .type = kind, .offset = offsetof(structure, path[0].member), \
+	 .size = sizeof ((structure *)0)->path[0].member, \
 	 .min = low, .max = high, .flags = (flag_bits) | ITEM, .fallback = standard, .help = meaning, __VA_ARGS__}
-#define SECTION(path, flag_bits, meaning, ... /* more */) {.name = path, .type = T_SECTION, .flags = flag_bits, .help = meaning, __VA_ARGS__}
+#define SECTION(path, flag_bits, meaning, ... /* more */) \
+	{.name = path, .type = T_SECTION, .flags = flag_bits, .help = meaning, __VA_ARGS__}
 
 struct loader;
 struct place {                /* where a key was given */
@@ -98,9 +101,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 /* Sets the field of a key to its default; keys of list items have none. */
 void set_default(void *structure, const struct key *k);
 
-/* Converts text and stores it in the field of a key that is no section, list or T_STRINGS; `shift` bytes further, for an item of a list. `plain`:
- * the text was written without quotes. Returns NULL when done; else what is wrong ("" when the expected type says it all), and nothing is
- * stored. */
+/* Converts text and stores it in the field of a key that is no section, list or T_STRINGS; `shift` bytes further, for
+ * an item of a list. `plain`: the text was written without quotes. Returns NULL when done; else what is wrong ("" when
+ * the expected type says it all), and nothing is stored. */
 const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
 
 /* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. */
@@ -128,7 +131,8 @@ int load_file(struct loader *l);
 /* Reads one "key.path=value" of the command line. A section that is given so replaces the one that was read before. */
 int load_override(struct loader *l, const char *argument);
 
-/* Notes that key k is given at that place. Twice is an error, but for a key of the file that the command line gives again. */
+/* Notes that key k is given at that place. Twice is an error, but for a key of the file that the command line gives
+ * again. */
 int claim_key(struct loader *l, const struct key *k, struct place at);
 
 bool key_given(const struct loader *l, const char *name);
@@ -140,7 +144,8 @@ int check_required(const struct loader *l, const char *section);
 struct list_reader {
 	const char *items, *item;  /* in words: many, and one */
 	void *(*add)(void *list);  /* adds a structure, all 0, and returns it */
-	int (*check)(const struct loader *l, void *list, void *added, struct place at); /* is called when its keys, which begin at `at`, are read */
+	/* Is called when the keys of the structure, which begin at `at`, are read. */
+	int (*check)(const struct loader *l, void *list, void *added, struct place at);
 	void *list;
 };
 int load_list_file(const struct key_table *t, const char *path, const struct list_reader *r);

@@ -35,7 +35,8 @@ static int tensor_parse(struct tensor *t, const struct tensor_file *s, const cha
 
 	const json_t *shape = json_object_get(entry, "shape");
 	if (!json_is_array(shape) || json_array_size(shape) > MAX_DIMS)
-		return fail("%s: `shape` is %s; expected an array of at most %d integers", where, json_is_array(shape) ? "longer" : json_kind(shape), MAX_DIMS);
+		return fail("%s: `shape` is %s; expected an array of at most %d integers", where, json_is_array(shape)
+				? "longer" : json_kind(shape), MAX_DIMS);
 	t->num_dims = json_array_size(shape);
 	uint64_t bytes = t->dtype == UNKNOWN_DTYPE ? 0 : dtypes[t->dtype].size;
 	for (int i = 0; i < t->num_dims; i++) {
@@ -52,8 +53,8 @@ static int tensor_parse(struct tensor *t, const struct tensor_file *s, const cha
 		return fail("%s: expected `data_offsets` as an array of two integers", where);
 	long long b = json_integer_value(begin), e = json_integer_value(end);
 	if (b < 0 || b > e || (uint64_t)e > data_size)
-		return fail("%s: data_offsets are [%lld, %lld]; expected a range within the file's %llu bytes of data", where, b, e,
-				(unsigned long long)data_size);
+		return fail("%s: data_offsets are [%lld, %lld]; expected a range within the file's %llu bytes of data", where,
+				b, e, (unsigned long long)data_size);
 	t->begin = b, t->end = e;
 	if (t->dtype != UNKNOWN_DTYPE && bytes != t->end - t->begin)
 		return fail("%s: data_offsets hold %lld bytes; expected %llu for its shape and dtype %s", where, e - b,
@@ -72,12 +73,12 @@ static int tensors_fill(struct tensor *t, int n, const struct tensor_file *s, ui
 			return fail("%s: tensors %.256s and %.256s overlap at data byte %llu", s->path, t[i - 1].name, t[i].name,
 					(unsigned long long)t[i].begin);
 		if (t[i].begin > end)
-			return fail("%s: data bytes %llu to %llu, before tensor %.256s, belong to no tensor; expected no holes", s->path,
-					(unsigned long long)end, (unsigned long long)t[i].begin, t[i].name);
+			return fail("%s: data bytes %llu to %llu, before tensor %.256s, belong to no tensor; expected no holes",
+					s->path, (unsigned long long)end, (unsigned long long)t[i].begin, t[i].name);
 	}
 	if (end != data_size)
-		return fail("%s: the tensors end at data byte %llu but the file holds %llu; expected no bytes after them", s->path,
-				(unsigned long long)end, (unsigned long long)data_size);
+		return fail("%s: the tensors end at data byte %llu but the file holds %llu; expected no bytes after them",
+				s->path, (unsigned long long)end, (unsigned long long)data_size);
 	return 0;
 }
 
@@ -119,8 +120,8 @@ int safetensors_open_file(struct tensors *w, const char *path)
 		return fail("%s: header length %llu is above the limit of %d; not a safetensors file?", path,
 				(unsigned long long)length, HEADER_MAX);
 	if (length > s->size - 8)
-		return fail("%s: header of %llu bytes in a file of %zu; the file is truncated", path, (unsigned long long)length,
-				s->size);
+		return fail("%s: header of %llu bytes in a file of %zu; the file is truncated", path,
+				(unsigned long long)length, s->size);
 	const char *text = (const char *)s->map + 8;
 	if (!length || *text != '{')
 		return fail("%s: the header does not begin with '{'; not a safetensors file?", path);
@@ -130,7 +131,8 @@ int safetensors_open_file(struct tensors *w, const char *path)
 
 	s->data_at = 8 + length;
 	uint64_t data_size = s->size - s->data_at;
-	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors); /* never none */
+	/* never none */
+	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors);
 	struct tensor *mine = w->tensors + w->count;
 	int n = 0;
 	const char *name;
@@ -177,14 +179,14 @@ static int safetensors_open_index(struct tensors *w, const char *dir, const char
 				continue;
 			const char *owner = json_string_value(json_object_get(map, w->tensors[i].name));
 			if (!owner || strcmp(owner, file))
-				return fail("%s: holds tensor %.256s, but %s says it is in %.256s", path, w->tensors[i].name, index_path,
-						owner ? owner : "no file");
+				return fail("%s: holds tensor %.256s, but %s says it is in %.256s", path, w->tensors[i].name,
+						index_path, owner ? owner : "no file");
 		}
 	}
 	json_object_foreach(map, name, value)
 		if (!tensor_find(w, name))
-			return fail("%s/%.256s: tensor %.256s is missing, but %s says it is there", dir, json_string_value(value), name,
-					index_path);
+			return fail("%s/%.256s: tensor %.256s is missing, but %s says it is there", dir, json_string_value(value),
+					name, index_path);
 	return 0;
 }
 
@@ -246,7 +248,8 @@ struct safetensors_writer {
 	json_t *header;            /* tensors in the order of their data: jansson keeps it */
 	int64_t written;           /* bytes of data */
 	int n, current;            /* tensors; the one that the next byte belongs to, or an empty one before it */
-	struct { int64_t end; uint32_t crc; int size; } tensors[]; /* [n] bytes up to its end; checksum so far; bytes of an element */
+	/* [n] bytes up to its end; checksum so far; bytes of an element */
+	struct { int64_t end; uint32_t crc; int size; } tensors[];
 };
 
 /* The key of a tensor's checksum in the metadata. Returns whether it fits. */
@@ -255,7 +258,8 @@ static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_a
 	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
 }
 
-/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of nothing. NULL on error. */
+/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of
+ * nothing. NULL on error. */
 static json_t *header_make(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();
@@ -269,7 +273,8 @@ static json_t *header_make(const char *path, const struct named_tensor *tensors,
 		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
 		if (a->cols)
 			json_array_append_new(shape, json_integer(a->cols));
-		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", dtypes[types[i]].name, "shape", shape, "data_offsets", at, end);
+		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", dtypes[types[i]].name, "shape", shape,
+				"data_offsets", at, end);
 		const char *wrong = json_object_get(header, a->name) ? "is there twice"
 			: !crc_key(key, a->name) ? "has too long a name"
 			: json_object_set(header, a->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
@@ -307,7 +312,8 @@ static int safetensors_writer_close(struct safetensors_writer *w, int rc)
 	return rc;
 }
 
-struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
+struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors,
+		const enum dtype *types, int n)
 {
 	char copy[PATH_LEN];
 	json_t *header = path_copy(copy, path) < 0 ? NULL : header_make(path, tensors, types, n);

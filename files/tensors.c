@@ -1,5 +1,5 @@
 /*
- * files/tensors.c - named tensors in mapped files, whatever the format of the file: finding, checking, converting and reading them.
+ * files/tensors.c - named tensors in mapped files of any format: finding, checking, converting and reading them.
  */
 #define _GNU_SOURCE
 #include "files/tensors.h"
@@ -174,8 +174,8 @@ int tensors_read(const struct tensors *w, const struct named_tensor *a)
 }
 
 /* tensor_matrix that also checks a range of elements, and says where the first one is. */
-static const struct tensor *tensor_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
-		const uint8_t **at)
+static const struct tensor *tensor_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols,
+		int64_t first, int64_t n, const uint8_t **at)
 {
 	const struct tensor *t = tensor_matrix(w, name, rows, cols);
 	if (!t)
@@ -186,12 +186,13 @@ static const struct tensor *tensor_range(const struct tensors *w, const char *na
 		*at = tensor_bytes(t) + first * size;
 		return t;
 	}
-	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->file->path, name, (long long)n, (long long)first,
-			(long long)count);
+	fail("%s: tensor %s: %lld elements from element %lld are asked for; it holds %lld", t->file->path, name,
+			(long long)n, (long long)first, (long long)count);
 	return NULL;
 }
 
-int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out)
+int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		real *out)
 {
 	const uint8_t *at;
 	const struct tensor *t = tensor_range(w, name, rows, cols, first, n, &at);
@@ -201,7 +202,8 @@ int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, 
 	return 0;
 }
 
-int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16)
+int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		const void **at, bool *bf16)
 {
 	const uint8_t *bytes;
 	const struct tensor *t = tensor_range(w, name, rows, cols, first, n, &bytes);
@@ -230,7 +232,8 @@ int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32
 		return fail("%s: tensor %s: dtype %.40s; expected I32 or I64", t->file->path, name, t->dtype_name);
 	int64_t count = (t->end - t->begin) / dtypes[t->dtype].size;
 	if (count != n)
-		return fail("%s: tensor %s: %lld elements; expected %lld", t->file->path, name, (long long)count, (long long)n);
+		return fail("%s: tensor %s: %lld elements; expected %lld", t->file->path, name, (long long)count,
+				(long long)n);
 	if (tensor_verify(t) < 0)
 		return -1;
 	const uint8_t *bytes = tensor_bytes(t);

@@ -1,5 +1,5 @@
 /*
- * files/tensors.h - named tensors in mapped files, whatever the format of the file: finding, checking, converting and reading them.
+ * files/tensors.h - named tensors in mapped files of any format: finding, checking, converting and reading them.
  */
 #ifndef LING_FILES_TENSORS_H
 #define LING_FILES_TENSORS_H
@@ -17,7 +17,8 @@
 /* The types whose size is known. The first six can be read; the others may lie in a file beside them. */
 enum dtype { F64, F32, F16, BF16, I64, I32, NUM_DTYPES = 15, UNKNOWN_DTYPE = -1 };
 #define REAL_DTYPE (sizeof(real) == 8 ? F64 : F32)
-extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES]; /* by enum dtype; bytes of an element */
+/* by enum dtype; bytes of an element */
+extern const struct dtype_row { const char *name; int size; } dtypes[NUM_DTYPES];
 
 struct tensor_file {          /* one mapped file */
 	struct tensor_file *next;
@@ -51,7 +52,8 @@ struct tensors {              /* the tensors of one file, or of all files of a d
 };
 
 /* Both formats' readers build a struct tensors with these. */
-struct tensor_file *tensor_file_map(struct tensors *w, const char *path); /* maps a file and adds it to w; NULL on error */
+/* maps a file and adds it to w; NULL on error */
+struct tensor_file *tensor_file_map(struct tensors *w, const char *path);
 int by_name(const void *a, const void *b);   /* of struct tensor, for qsort */
 int by_offset(const void *a, const void *b);
 
@@ -91,17 +93,20 @@ struct named_tensor {         /* a tensor in memory */
 /* The number of elements. */
 int64_t named_tensor_size(const struct named_tensor *a);
 
-/* Copies tensor a->name into a->data, converted from F64, F32, BF16 or F16. Its shape must be a's. Checks its checksum where
- * the file holds one. */
+/* Copies tensor a->name into a->data, converted from F64, F32, BF16 or F16. Its shape must be a's. Checks its checksum
+ * where the file holds one. */
 int tensors_read(const struct tensors *w, const struct named_tensor *a);
 
-/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a vector), converted
- * likewise. No checksum: see tensors_verify. */
-int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, real *out);
+/* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a
+ * vector), converted likewise. No checksum: see tensors_verify. */
+int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		real *out);
 
-/* Where elements first .. first+n-1 of such a tensor are in the file, which stays mapped until w is closed. *at is NULL if they cannot be used
- * there and must be read: they can if they are bfloat16 (*bf16) or real, and aligned. No checksum either. */
-int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n, const void **at, bool *bf16);
+/* Where elements first .. first+n-1 of such a tensor are in the file, which stays mapped until w is closed. *at is
+ * NULL if they cannot be used there and must be read: they can if they are bfloat16 (*bf16) or real, and aligned. No
+ * checksum either. */
+int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
+		const void **at, bool *bf16);
 
 /* Copies an integer tensor (I32 or I64) of n elements; for test fixtures. */
 int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out);
@@ -132,8 +137,8 @@ static inline uint32_t float_to_bits(float value)
 	return bits;
 }
 
-/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the exponent, also that of subnormal
- * numbers. */
+/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the
+ * exponent, also that of subnormal numbers. */
 static inline float half_to_float(uint16_t half)
 {
 	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
@@ -157,7 +162,8 @@ static inline uint16_t float_to_half(float value)
 {
 	const uint32_t bits = float_to_bits(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
 	const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f); /* the sum rounds where a subnormal ends */
+	/* the sum rounds where a subnormal ends */
+	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f);
 	const uint32_t nan = 0x7e00 | (size >> 13 & 0x1ff);
 	const uint32_t finite = size < 0x38800000 ? small : normal;
 	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);

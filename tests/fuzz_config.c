@@ -18,8 +18,8 @@ static const char base[] =
 	"model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300, num_experts: 8,\n"
 	"  num_experts_per_tok: 2, moe_intermediate_size: 16}\n"
 	"data: {train: a, seq_len: 128}\n"
-	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, batch_warmup: {start: 4, increment: 4, tokens: "
-			"99}}\n"
+	"train: {output_dir: out, micro_batch: 4, batch: 16, steps: 10, "
+	"batch_warmup: {start: 4, increment: 4, tokens: 99}}\n"
 	"schedule: {peak_lr: 1e-3, drops: [{at: 0.5, factor: 0.1}, {at: 0.6, factor: 0.1}]}\n";
 
 /* An accepted config must be equal to itself in a checkpoint. */

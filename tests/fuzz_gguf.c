@@ -23,7 +23,7 @@ static void convert_file(const char *path)
 	const char *to = fuzz_path("out");
 	struct model_config c;
 	struct converted result;
-	struct source *s = source_open(path, &c);
+	struct source_model *s = source_model_open(path, &c);
 	const struct named_tensor params[] = {
 		{"model.word_embeddings.weight", 4, 2, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", 2, 2, NULL},
 		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL},
@@ -35,7 +35,7 @@ static void convert_file(const char *path)
 		if (convert_model(s, params, n, &conversion, &result) == 0)
 			directory_remove(to);
 	}
-	source_close(s);
+	source_model_close(s);
 }
 
 /* Every tensor of an accepted file lies within it. */

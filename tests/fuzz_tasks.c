@@ -18,15 +18,15 @@ static const char yaml[] =
 	"- {name: a, type: multiple_choice, data: d.jsonl, prompt: '{q.0.x}{n}', options: o, option: ' {option}{q}', "
 			"answer: a, answer_form: letter,\n"
 	"   examples: {count: 1}}\n"
-	"- {name: b, type: multiple_choice, data: d.jsonl, prompt: '{q}', options: ['{x}', y], answer: a, answer_form: "
-			"text}\n",
+	"- {name: b, type: multiple_choice, data: d.jsonl, prompt: '{q}', options: ['{x}', y], "
+	"answer: a, answer_form: text}\n",
 	texts[] = "- {name: c, type: perplexity, data: d.jsonl, text: '{{{text}}}'}\n",
 	replies[] =
 			"- {name: d, type: exact_match, data: d.jsonl, prompt: '{q}', answer: a, extract: '(\\w*?)\\b', "
 			"extract_answer: '(.+)', match: last,\n"
 	"   stop: [x, \"\\n\"], normalize: {lowercase: true, punctuation: false}}\n",
-	lines[] = "{\"q\": \"sky\", \"o\": [\"blue\", \"green\"], \"a\": 1, \"text\": \"t\", \"list\": [{\"x\": "
-			"\"B\"}]}\n";
+	lines[] = "{\"q\": \"sky\", \"o\": [\"blue\", \"green\"], \"a\": 1, \"text\": \"t\", "
+		"\"list\": [{\"x\": \"B\"}]}\n";
 
 static void check_result(struct results *r, const struct task *t, const struct sample *s, const struct text *reply)
 {

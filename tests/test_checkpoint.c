@@ -15,8 +15,10 @@ static void load_config(struct config *c)
 {
 	char *path = at("run.yaml"), text[4096];
 	snprintf(text, sizeof text,
-		"model: { hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8,\n"
-		"  vocab_size: 257, num_experts: 4, num_experts_per_tok: 2, num_shared_experts: 1, moe_intermediate_size: 8 }\n"
+		"model: { hidden_size: 16, num_hidden_layers: 3, num_attention_heads: 2, num_key_value_heads: 1, "
+		"head_dim: 8,\n"
+		"  vocab_size: 257, num_experts: 4, num_experts_per_tok: 2, num_shared_experts: 1, "
+		"moe_intermediate_size: 8 }\n"
 		"data: { train: t, tokenizer: byte, seq_len: 16 }\n"
 		"train: { output_dir: %s, seed: 7, steps: 20, micro_batch: 2, batch: 4 }\n"
 		"schedule: { peak_lr: 1.0e-3 }\n", at("run"));
@@ -42,7 +44,8 @@ static void example_init(struct example *x)
 	for (int i = 0; i < 3; i++)
 		x->mean[i] = -1.0 / (3 + i), x->std[i] = 1 / sqrt(2 + i);
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
-		.router_std = x->std, .num_sources = 2, .sources = {{1234567890123, 0xfedcba98, INT64_C(3) << 30, -(INT64_C(5) << 30), 17, 0},
+		.router_std = x->std, .num_sources = 2, .sources = {{1234567890123, 0xfedcba98, INT64_C(3) << 30,
+				-(INT64_C(5) << 30), 17, 0},
 		{300, 1, 1 << 30, INT64_C(5) << 30, INT64_MAX / 2, 4}}};
 	x->model[0] = (struct named_tensor){"model.w", 2, 3, x->w};
 	x->model[1] = (struct named_tensor){"model.b", 2, 0, x->w + 3};
@@ -103,11 +106,12 @@ static int example_save(struct example *x, int64_t step)
 /* All that a resumed run reads: 0, or -1 when any of it is refused. */
 static int example_read(const char *dir, const struct config *c, struct trainer_state *s)
 {
-	return checkpoint_read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 : read_everything(dir, "optimizer");
+	return checkpoint_read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 :
+			read_everything(dir, "optimizer");
 }
 
-/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. So is a missing byte, and a
- * missing file. */
+/* A wrong bit in any byte of any file is found, unless it makes no difference: the last of 17 digits may not. So is a
+ * missing byte, and a missing file. */
 static void break_files(const struct example *x, struct example *y, const char *dir, int parts)
 {
 	char name[64], file_path[PATH_LEN];
@@ -163,7 +167,8 @@ static void checkpoint_round_trip(void **state)
 	assert_int_equal(y.state.num_sources, 2);
 	for (int i = 0; i < 2; i++) {
 		const struct source_state *a = &x.state.sources[i], *b = &y.state.sources[i];
-		assert_true(a->tokens == b->tokens && a->crc32 == b->crc32 && a->share == b->share && a->credit == b->credit && a->taken == b->taken &&
+		assert_true(a->tokens == b->tokens && a->crc32 == b->crc32 && a->share == b->share && a->credit == b->credit &&
+				a->taken == b->taken &&
 				a->order == b->order);
 	}
 
@@ -246,7 +251,8 @@ static void checkpoint_parts(void **state)
 	assert_int_equal(write_part(path, "optimizer", x.optimizer, 2, 0, 1), 0);
 	assert_int_equal(rename(at("run/step-0000005/optimizer.safetensors"), shard), 0);
 	assert_null(tensors_open(path, "optimizer"));
-	expect_error("optimizer-00002-of-00003.safetensors: holds tensor exp_avg.model.w, but |it is in optimizer-00001-of-00003");
+	expect_error("optimizer-00002-of-00003.safetensors: holds tensor exp_avg.model.w, but |it is in "
+			"optimizer-00001-of-00003");
 	assert_int_equal(unlink(shard), 0);
 	assert_null(tensors_open(path, "optimizer"));
 	expect_error("optimizer-00002-of-00003.safetensors: is not there, but |names it for tensor exp_avg.model.b");
@@ -309,9 +315,11 @@ static void checkpoint_wrong_fields(void **state)
 	static const struct { const char *key, *json, *error; } cases[] = {
 		{"format", "[1]", "`format` is an integer"}, {"format", "[\"other\"]", "`format` is \"other\""},
 		{"version", "[1]", "version 1; this program reads version 2"}, {"version", "[null]", "`version` is null"},
-		{"step", "[-1]", "`step` is -1"}, {"step", "[1.5]", "`step` is a real number"}, {"step", "[]", "`step` is missing"},
+		{"step", "[-1]", "`step` is -1"}, {"step", "[1.5]", "`step` is a real number"},
+		{"step", "[]", "`step` is missing"},
 		{"samples", "[\"1\"]", "`samples` is a string"}, {"tokens", "[-5]", "`tokens` is -5"},
-		{"router_mean", "[[0,1]]", "`router_mean` has 2 entries"}, {"router_mean", "[{}]", "`router_mean` is an object"},
+		{"router_mean", "[[0,1]]", "`router_mean` has 2 entries"},
+		{"router_mean", "[{}]", "`router_mean` is an object"},
 		{"router_mean", "[[0,null,1]]", "`router_mean` entry 1 is null"},
 		{"router_std", "[[1,1,-1]]", "`router_std` entry 2 is -1"},
 		{"router_std", "[]", "`router_std` is missing"}, {"files", "[]", "`files` entry `config.json` is missing"},
@@ -321,10 +329,12 @@ static void checkpoint_wrong_fields(void **state)
 		{"parts", "[0]", "`parts` is 0; expected 1 to 99999"}, {"parts", "[\"3\"]", "`parts` is a string"},
 		{"parts", "[2]", "`files` entry `model-00001-of-00002.safetensors` is missing"},
 		{"config", "[]", "`config` is missing"}, {"config", "[3]", "`config` is an integer"},
-		{"sources", "[]", "`sources` is missing"}, {"sources", "[{}]", "`sources` is an object; expected an array of at most 64"},
+		{"sources", "[]", "`sources` is missing"},
+		{"sources", "[{}]", "`sources` is an object; expected an array of at most 64"},
 		{"sources", "[[{}]]", "source 1: `tokens` is missing"}, {"sources", "[[5]]", "source 1: `tokens` is missing"},
 		{"sources", "[[" SOURCE_JSON("\"-1\"", "0") "]]", "source 1: `share` is a string"},
-		{"sources", "[[" SOURCE_JSON("5", "0") "," SOURCE_JSON("4294967297", "0") "]]", "source 2: `share` is 4294967297"},
+		{"sources", "[[" SOURCE_JSON("5", "0") "," SOURCE_JSON("4294967297", "0") "]]",
+			"source 2: `share` is 4294967297"},
 		{"sources", "[[" SOURCE_JSON("5", "-9223372036854775807") "]]", "source 1: `credit` is -9223372036854775807"},
 		{"step", "[6]", "`step` is 6, but the directory's name says 5"},
 		{"config", "[{\"model\":{\"head_dim\":4}}]", "model.head_dim was 4 in the checkpoint, found 8"},
@@ -398,7 +408,8 @@ static void checkpoint_prunes(void **state)
 	x.config.checkpoint.keep = 2;
 	num_calls = 0;
 	assert_int_equal(example_save(&x, 12345678), 0);
-	assert_non_null(strstr(calls, "srsrsu")); /* saved; renamed; old one renamed, and that is on disk before it is removed */
+	/* saved; renamed; old one renamed, and that is on disk before it is removed */
+	assert_non_null(strstr(calls, "srsrsu"));
 	num_calls = -1;
 	assert_false(exists(at("run/step-0000001")) || exists(at("run/step-0000002")));
 	assert_true(exists(at("run/step-0000003")) && exists(at("run/step-12345678")));

@@ -113,7 +113,7 @@ static void numbers_convert(void **state)
 					cases[i].overflow);
 	}
 	/* long rows, in pieces */
-	enum { N = 2 * RUN + 5 };
+	enum { N = 2 * CONVERT_RUN + 5 };
 	static float in[N];
 	static double fold[N];
 	static uint16_t whole[N];
@@ -212,14 +212,14 @@ static int convert(const char *from, const char *path, enum model_format format,
 {
 	struct model_config config;
 	struct converted result;
-	struct source *s = source_open(from, &config);
+	struct source_model *s = source_model_open(from, &config);
 	if (!s)
 		return -1;
 	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000,
 			.fold_norm_head = fold,
 			.no_tokenizer = no_tokenizer};
 	int rc = convert_model(s, params, N, &to, &result);
-	source_close(s);
+	source_model_close(s);
 	return rc;
 }
 
@@ -934,6 +934,43 @@ static void tokenizers(void **state)
 	expect_error("--no-tokenizer");
 }
 
+/* Foreign bytes: the name of a directory, which a GGUF file holds; a template; a number of 31 digits. */
+static void foreign_bytes(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	char text[2048], dir[PATH_LEN];
+	struct model_config config;
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	strcpy(dir, at("h\xff\xc3\xa9"));
+	make_model(dir, config_text, types);
+	put_string(at("h\xff\xc3\xa9/tokenizer.json"), tokenizer_text(text, NULL, "", vocab, added));
+	put_string(at("h\xff\xc3\xa9/tokenizer_config.json"), "{\"model_max_length\": 1000000000000000019884624838656}");
+	put_string(at("h\xff\xc3\xa9/chat_template.jinja"), "a\xff");
+	assert_int_equal(convert(dir, at("x.gguf"), FORMAT_GGUF, NULL, false, false), -1);
+	expect_error("chat_template.jinja: is not UTF-8");
+	assert_false(exists(at("x.gguf")) || exists(at(".tmp-x.gguf")));
+	put_string(at("h\xff\xc3\xa9/chat_template.jinja"), "a\xc3\xa9");
+	if (convert(dir, at("x.gguf"), FORMAT_GGUF, NULL, false, false) < 0)
+		fail_msg("%s", error_text);
+	struct source_model *s = source_model_open(at("x.gguf"), &config);
+	if (!s)
+		fail_msg("%s", error_text);
+	source_model_close(s);
+	struct tensors *w = allocate(sizeof *w);
+	assert_int_equal(gguf_open(w, at("x.gguf")), 0);
+	const json_t *metadata = json_object_get(w->files->header, "metadata");
+	assert_string_equal(json_string_value(json_object_get(metadata, "general.name")), "h\xef\xbf\xbd\xc3\xa9");
+	assert_string_equal(json_string_value(json_object_get(metadata, "tokenizer.chat_template")), "a\xc3\xa9");
+	tensors_close(w);
+	/* The way back, into a directory of such a name. */
+	strcpy(dir, at("back\xff"));
+	if (convert(at("x.gguf"), dir, FORMAT_HUGGINGFACE, NULL, false, false) < 0)
+		fail_msg("%s", error_text);
+	assert_true(exists(at("back\xff/config.json")));
+}
+
 static void refused_tokenizers(void **state)
 {
 	(void)state;
@@ -981,7 +1018,8 @@ int main(void)
 				cmocka_unit_test(checksum_of_slices),
 		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories),
 				TEST(refused_numbers),
-		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(tokenizers), TEST(refused_tokenizers),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(tokenizers), TEST(foreign_bytes),
+				TEST(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

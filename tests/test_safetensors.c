@@ -79,7 +79,8 @@ static void safetensors_pieces(void **state)
 	(void)state;
 	enum { N = 11 };
 	real data[N] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, out[N];
-	const struct named_tensor arrays[] = {{"b", 2, 3, NULL}, {"empty", 0, 0, NULL}, {"a", 5, 0, NULL}, {"last", 0, 4, NULL}};
+	const struct named_tensor arrays[] = {{"b", 2, 3, NULL}, {"empty", 0, 0, NULL}, {"a", 5, 0, NULL},
+		{"last", 0, 4, NULL}};
 	char *path = at("pieces.safetensors"), expected[1024];
 	int length = snprintf(expected, sizeof expected, "{\"__metadata__\":{\"format\":\"pt\",\"crc32.b\":\"%08x\","
 			"\"crc32.empty\":\"00000000\",\"crc32.a\":\"%08x\",\"crc32.last\":\"00000000\"},"
@@ -118,7 +119,8 @@ static void safetensors_pieces(void **state)
 	assert_int_equal(tensors_read_range(w, "a", 5, 0, 4, 1, out), 0);
 	assert_same(out[0], 11);
 	assert_int_equal(tensors_read_range(w, "last", 0, 4, 0, 0, out), 0);
-	static const struct { int64_t first, n; } outside[] = {{0, 7}, {6, 1}, {7, 0}, {-1, 1}, {2, -1}, {INT64_MAX, 1}, {1, INT64_MAX}};
+	static const struct { int64_t first, n; } outside[] = {{0, 7}, {6, 1}, {7, 0}, {-1, 1}, {2, -1}, {INT64_MAX, 1},
+		{1, INT64_MAX}};
 	for (int i = 0; i < COUNT(outside); i++) {
 		assert_int_equal(tensors_read_range(w, "b", 2, 3, outside[i].first, outside[i].n, out), -1);
 		expect_error("pieces.safetensors: tensor b: |elements from element |it holds 6");
@@ -195,7 +197,8 @@ static void safetensors_conversion(void **state)
 {
 	(void)state;
 	static const struct { uint16_t bits; double value; } half[] = {
-		{0x0000, 0}, {0x8000, -0.0}, {0x3c00, 1}, {0xc000, -2}, {0x3555, 0.333251953125}, {0x7bff, 65504}, {0xfbff, -65504},
+		{0x0000, 0}, {0x8000, -0.0}, {0x3c00, 1}, {0xc000, -2}, {0x3555, 0.333251953125}, {0x7bff, 65504},
+		{0xfbff, -65504},
 		{0x0400, 0x1p-14}, {0x03ff, 0x1.ff8p-15}, {0x0001, 0x1p-24}, {0x8001, -0x1p-24}, {0x7c00, INFINITY},
 		{0xfc00, -INFINITY}, {0x7e00, NAN}, {0x7c01, NAN},
 	}, brain[] = {
@@ -203,7 +206,8 @@ static void safetensors_conversion(void **state)
 		{0x0080, 0x1p-126},
 		{0x0001, 0x1p-133}, {0x8001, -0x1p-133}, {0x7f80, INFINITY}, {0xff80, -INFINITY}, {0x7fc0, NAN}, {0xff81, NAN},
 	};
-	struct { uint16_t half[COUNT(half)], brain[COUNT(brain)]; float f[2]; double d[2]; int32_t i[2]; int64_t l[3]; } data;
+	struct { uint16_t half[COUNT(half)], brain[COUNT(brain)];
+		float f[2]; double d[2]; int32_t i[2]; int64_t l[3]; } data;
 	for (int i = 0; i < COUNT(half); i++)
 		data.half[i] = half[i].bits;
 	for (int i = 0; i < COUNT(brain); i++)
@@ -292,7 +296,8 @@ static void safetensors_broken(void **state)
 		{"{\"a\":{\"dtype\":32,\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "tensor a: `dtype` is an integer"},
 		{"{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is missing"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":1,\"data_offsets\":[0,4]}}", 4, "tensor a: `shape` is an integer"},
-		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", 4, "`shape` is longer; expected an array of at most 8"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", 4,
+			"`shape` is longer; expected an array of at most 8"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is negative"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", 4, "`shape` entry 0 is a real number"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]}}", 0, "too large"},
@@ -309,19 +314,23 @@ static void safetensors_broken(void **state)
 		{"{\"a\":{\"dtype\":\"F16\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "hold 4 bytes; expected 2"},
 		{"{\"a\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "hold 4 bytes; expected 1"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
-			"\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}", 12, "tensors a and b overlap at data byte 4"},
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}", 12,
+					"tensors a and b overlap at data byte 4"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
 			"\"b\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "overlap at data byte 0"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
-			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[8,12]}}", 12, "data bytes 4 to 8, before tensor b"},
+			"\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[8,12]}}", 12,
+					"data bytes 4 to 8, before tensor b"},
 		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "data bytes 0 to 4, before tensor a"},
-		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 5, "end at data byte 4 but the file holds 5"},
+		{"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 5,
+			"end at data byte 4 but the file holds 5"},
 		{"{}", 1, "end at data byte 0 but the file holds 1"},
 		{"{\"__metadata__\":[]}", 0, "`__metadata__` is an array"},
 		{"{\"__metadata__\":{\"step\":1}}", 0, "`step` is an integer"},
 		{"{\"__metadata__\":{\"crc32.a\":\"12\"},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
 			"`crc32.a` is \"12\"; expected eight"},
-		{"{\"__metadata__\":{\"crc32.a\":\"1234567G\"},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
+		{"{\"__metadata__\":{\"crc32.a\":\"1234567G\"},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}",
+			0,
 			"expected eight"},
 	};
 	char *path = at("broken.safetensors");
@@ -429,7 +438,8 @@ static void safetensors_shards(void **state)
 		{"{\"weight_map\":{\"a\":\"x\\u001b[31m\\n/y\"}}", "\"x?[31m?/y\" is no plain file name"},
 		{"{\"weight_map\":{\"a\":\"..\"}}", "\"..\" is no plain file name"},
 		{"{\"weight_map\":{\"a\":\"three.safetensors\"}}", "three.safetensors: is not there|for tensor a"},
-		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\"}}", "one.safetensors: tensor c is missing"},
+		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\"}}",
+			"one.safetensors: tensor c is missing"},
 		{"{\"weight_map\":{\"a\":\"both.safetensors\"}}", "both.safetensors: holds tensor b|in no file"},
 		{"{\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"one.safetensors\"}}", "tensor b is missing"},
 		{"{\"weight_map\":{\"a\":\"both.safetensors\",\"b\":\"two.safetensors\"}}",

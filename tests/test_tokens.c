@@ -218,6 +218,30 @@ static void tokenize_good(void **state)
 	}
 }
 
+/* A tokenizer whose path is not UTF-8: the manifest, which is JSON, tells all the same what made the ids. */
+static void tokenize_foreign_path(void **state)
+{
+	(void)state;
+	char dir[PATH_LEN], text[PATH_LEN], expected[PATH_LEN];
+	struct tokenized result;
+	struct tokens t;
+	strcpy(dir, at("tok\xff")), strcpy(text, put_string(at("a\xfe.txt"), "some text"));
+	strcpy(expected, at("tok\xef\xbf\xbd"));
+	assert_int_equal(mkdir(dir, 0777), 0);
+	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
+	if (tokenize_files(at("t\xff"), dir, false, 1, (char *[]){text}, &result) < 0 ||
+			tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
+		fail_msg("%s", error_text);
+	struct tokenizer *tokenizer = tokenizer_open(dir);
+	assert_string_equal(t.tokenizer, expected);
+	assert_int_equal(t.tokenizer_hash, tokenizer_hash(tokenizer));
+	json_t *manifest = json_read(at("t\xff.json"));
+	assert_int_equal(json_integer_value(json_object_get(manifest, "vocab_size")), tokenizer_size(tokenizer));
+	json_decref(manifest);
+	tokenizer_close(tokenizer);
+	tokens_close(&t);
+}
+
 /* Makes a file as old as that. */
 static void set_time(const char *path, struct timespec when)
 {
@@ -713,7 +737,7 @@ static void manifest_broken(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good),
+		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 	};

@@ -10,9 +10,11 @@
  *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
- *   files/collections          a hash table of strings; heaps
+ *   files/collections          hash tables; a heap
  *   files/unicode              UTF-8, classes of characters, NFC
- *   files/tokenizer            vocabularies: reading a tokenizer.json (its pattern: files/tokenizer_pattern), decoding
+ *   files/tokenizer_pattern    the regular expressions of a tokenizer.json
+ *   files/tokenizer_json       reading a tokenizer.json
+ *   files/tokenizer            opening a tokenizer; decoding
  *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all

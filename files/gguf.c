@@ -12,7 +12,7 @@
 #include "files/config.h"
 #include "files/config_keys.h"
 #include "files/tensors.h"
-#include "files/tokenizer.h"
+#include "files/tokenizer_json.h"
 
 #include <stdbool.h>
 #include <stddef.h>

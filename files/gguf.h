@@ -7,7 +7,6 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/tensors.h"
-#include "files/tokenizer.h"
 
 #include <jansson.h>
 #include <stdint.h>

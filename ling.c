@@ -934,7 +934,7 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 		const double mean = sum->s / n, variance = fma(-mean, mean, sum->s_squared / n),
 				std = sqrt(variance > 0 ? variance : 0);
 		t->state.router_mean[l] = fma(momentum, t->state.router_mean[l], (1 - momentum) * mean);
-		t->state.router_std[l] = fma(1 - momentum, std, momentum * t->state.router_std[l]);
+		t->state.router_std[l] = fma(momentum, t->state.router_std[l], (1 - momentum) * std);
 	}
 }
 

@@ -6,13 +6,15 @@
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
- *   files/keys                 tables of keys: structures whose fields a user sets in YAML or on the command line
+ *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
  *   files/config               the config of a run: the table of its keys, its checks, config.json
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
- *   files/collections          a hash table of strings; heaps
+ *   files/collections          hash tables; a heap
  *   files/unicode              UTF-8, classes of characters, NFC
- *   files/tokenizer            vocabularies: reading a tokenizer.json (its pattern: files/tokenizer_pattern), decoding
+ *   files/tokenizer_pattern    the regular expressions of a tokenizer.json
+ *   files/tokenizer_json       reading a tokenizer.json
+ *   files/tokenizer            opening a tokenizer; decoding
  *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all
@@ -26,9 +28,10 @@
  *     options                  reads a command line by such a table
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     engine                   generation: key-value caches, batches, sampling
+ *     match                    what a pattern finds in a reply
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
- *     canvas                   drawing, PNG
+ *     plot_canvas              drawing, PNG
  *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
  *                              too, and doctor has bench
  *

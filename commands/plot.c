@@ -6,7 +6,7 @@
 
 #include "files/base.h"
 #include "data.h"
-#include "commands/canvas.h"
+#include "commands/plot_canvas.h"
 
 #include <math.h>
 #include <stddef.h>

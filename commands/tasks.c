@@ -5,16 +5,15 @@
 #define _GNU_SOURCE
 #include "commands/tasks.h"
 
+#include "commands/match.h"
 #include "files/base.h"
-#include "files/keys.h"
+#include "files/config_keys.h"
 
 #include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <math.h>
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -154,55 +153,7 @@ static int template_append(const char *template, const json_t *sample, const jso
 	return 0;
 }
 
-/* ------------------------------------------------------------------------------------------------- patterns */
-
-/* Compiles a pattern. NULL on error, with what is wrong, a text that goes behind "a pattern ". */
-static pcre2_code *pattern_compile(const char *pattern, char wrong[160])
-{
-	int error;
-	uint32_t groups = 0;
-	PCRE2_SIZE offset;
-	pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_MATCH_INVALID_UTF,
-			&error, &offset, NULL);
-	if (!code) {
-		PCRE2_UCHAR message[120];
-		pcre2_get_error_message(error, message, sizeof message);
-		snprintf(wrong, 160, "%s at byte %zu", (const char *)message, (size_t)offset);
-		return NULL;
-	}
-	pcre2_pattern_info(code, PCRE2_INFO_CAPTURECOUNT, &groups);
-	if (groups)
-		return code;
-	pcre2_code_free(code);
-	strcpy(wrong, "without a group: put ( ) around what is to be extracted");
-	return NULL;
-}
-
-/* Appends group 1 of the pattern's first or last match in a text. False where it does not match, or matching takes
- * more than PCRE2's limit of steps. */
-static bool pattern_extract(const char *pattern, enum which_match which, const struct text *in, struct text *out)
-{
-	char wrong[160];
-	pcre2_code *code = pattern_compile(pattern, wrong); /* check_pattern has accepted it */
-	pcre2_match_data *match = code ? pcre2_match_data_create_from_pattern(code, NULL) : NULL;
-	size_t begin = 0, size = 0;
-	bool matched = false;
-	for (size_t at = 0; match && at <= in->size && !(matched && which == MATCH_FIRST);) {
-		if (pcre2_match(code, (PCRE2_SPTR)(in->data ? in->data : ""), in->size, at, 0, match, NULL) < 0)
-			break;
-		const PCRE2_SIZE *v = pcre2_get_ovector_pointer(match);
-		if (v[2] != PCRE2_UNSET && v[3] >= v[2])
-			matched = true, begin = v[2], size = v[3] - v[2];
-		at = v[1] > at ? v[1] : at + 1; /* behind an empty match, or one that \K moved: the next character */
-		while (at < in->size && ((uint8_t)in->data[at] & 0xc0) == 0x80)
-			at++;
-	}
-	if (matched)
-		text_append(out, in->data ? in->data + begin : "", size);
-	pcre2_match_data_free(match);
-	pcre2_code_free(code);
-	return matched;
-}
+/* -------------------------------------------------------------------------------------------------- replies */
 
 static bool is_ascii_space(char c)
 {
@@ -243,7 +194,7 @@ bool task_reply_is_right(const struct task *t, const struct sample *s, const str
 {
 	*matched = true;
 	if (t->extract)
-		*matched = pattern_extract(t->extract, t->match, reply, extracted);
+		*matched = pattern_extract(t->extract, t->match == MATCH_LAST, reply, extracted);
 	else
 		text_append(extracted, reply->data, reply->size);
 	normalize(t, extracted);
@@ -271,10 +222,8 @@ static int check_template(const struct loader *l, const char *key, const char *t
 static int check_pattern(const struct loader *l, const char *key, const char *pattern)
 {
 	char wrong[160];
-	pcre2_code *code = pattern ? pattern_compile(pattern, wrong) : NULL;
-	if (pattern && !code)
+	if (pattern && !pattern_check(pattern, wrong))
 		return fail_key(l, key, "found a pattern %s", wrong);
-	pcre2_code_free(code);
 	return 0;
 }
 
@@ -452,7 +401,7 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 		if (!t->extract_answer) {
 			*answer = whole;
 		} else {
-			const bool matched = pattern_extract(t->extract_answer, MATCH_FIRST, &whole, answer);
+			const bool matched = pattern_extract(t->extract_answer, false, &whole, answer);
 			free(whole.data);
 			if (!matched)
 				return fail("%s: extract_answer does not match what `%s` holds", where, t->answer);

@@ -714,8 +714,9 @@ int launcher_size(void)
 	return launcher_rank() < 0 ? 1 : environment_int(names, 3, 0);
 }
 
-/* The smallest number in the files `name` of a control group and of the groups that it is in, from root + mount + group
- * up to root + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge number. */
+/* The smallest number in the files `name` of a control group and of the groups that it is in, from root + mount +
+ * group up to root + mount; `least` where there is none. A group without a limit has the word "max" there, or a huge
+ * number. */
 static double group_limit(double least, const char *root, const char *mount, const char *group, const char *name)
 {
 	char path[PATH_LEN], up[PATH_LEN];
@@ -723,7 +724,8 @@ static double group_limit(double least, const char *root, const char *mount, con
 		return least;
 	for (char *end = up + strlen(up);; *end = 0) {
 		double bytes;
-		FILE *f = snprintf(path, sizeof path, "%s%s%s/%s", root, mount, up, name) < PATH_LEN ? fopen(path, "re") : NULL;
+		const int n = snprintf(path, sizeof path, "%s%s%s/%s", root, mount, up, name);
+		FILE *f = n < PATH_LEN ? fopen(path, "re") : NULL;
 		if (f && fscanf(f, "%lf", &bytes) == 1 && bytes < least)
 			least = bytes;
 		if (f)

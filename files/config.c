@@ -5,7 +5,7 @@
 #include "files/config.h"
 
 #include "files/base.h"
-#include "files/keys.h"
+#include "files/config_keys.h"
 
 #include <inttypes.h>
 #include <limits.h>

@@ -85,7 +85,7 @@ struct config {
  * `model` may be missing their required keys. Errors name file:line and the key. */
 int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only);
 
-/* The table of all keys: see files/keys.h. */
+/* The table of all keys: see files/config_keys.h. */
 extern const struct key_table config_table;
 
 /* Prints every key with type, default and meaning. */

@@ -13,7 +13,7 @@
 
 #include "files/base.h"
 #include "files/collections.h"
-#include "files/tokenizer_internal.h"
+#include "files/tokenizer_json.h"
 #include "files/unicode.h"
 
 #include <stdio.h>

@@ -10,9 +10,9 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/keys.h"
+#include "files/config_keys.h"
 #include "files/tensors.h"
-#include "files/tokenizer.h"
+#include "files/tokenizer_json.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -10,7 +10,6 @@
 
 #include "files/base.h"
 
-#include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,7 +20,7 @@ void append_ids(struct ids *out, const int32_t *id, int64_t n);
 
 #define BYTE_TOKENIZER "byte"    /* its name */
 #define BYTE_VOCAB 257
-#define MAX_VOCAB 10000000       /* the same limit as that of model.vocab_size */
+#define BYTE_END 256             /* its end token */
 
 struct tokenizer;              /* read-only once open: all threads may share it */
 /* Opens `name`: "byte", a tokenizer.json of byte-level BPE, or a directory that holds one. What the file asks for and
@@ -49,17 +48,7 @@ void tokenizer_decode(const struct tokenizer *t, int32_t id, bool special, struc
 /* Their number; 0 for a special token. */
 int tokenizer_bytes(const struct tokenizer *t, int32_t id);
 
-/* -- tokenizer.json files -- */
-
 /* The path of the tokenizer.json that `name`, which is not "byte", stands for: itself, or one in that directory. */
 int tokenizer_path(char out[PATH_LEN], const char *name);
-/* Makes a tokenizer from the document of a tokenizer.json, which was or will be at `path`. NULL on error. */
-struct tokenizer *tokenizer_from_json(const char *path, const json_t *root);
-/* Appends bytes in the byte-level alphabet, which such files are written in: a printable character stands for each
- * byte (GPT-2's bytes_to_unicode). */
-void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
-/* The regular expression by which Ling's tokenizer cuts text into words. */
-#define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \
-	"|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 
 #endif

@@ -13,6 +13,7 @@
 #include "files/encoder.h"
 #include "files/text.h"
 #include "files/tokenizer.h"
+#include "files/tokenizer_json.h"
 
 #include <jansson.h>
 #include <stdbool.h>

@@ -4,7 +4,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "files/config.h"
-#include "files/keys.h"
+#include "files/config_keys.h"
 #include "files/checkpoint.h"
 
 #include <jansson.h>

@@ -5,7 +5,7 @@
 #define _GNU_SOURCE
 #include "files/base.h"
 #include "data.h"
-#include "commands/canvas.h"
+#include "commands/plot_canvas.h"
 #include "commands/plot.h"
 
 #include <math.h>

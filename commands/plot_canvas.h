@@ -1,11 +1,11 @@
 /*
- * commands/canvas.h - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file.
+ * commands/plot_canvas.h - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file.
  *
  * Coordinates are in pixels, x from the left and y from the top; pixel x covers [x, x + 1). What lies outside of the
  * picture is not drawn. Colours are 0xRRGGBB.
  */
-#ifndef LING_COMMANDS_CANVAS_H
-#define LING_COMMANDS_CANVAS_H
+#ifndef LING_COMMANDS_PLOT_CANVAS_H
+#define LING_COMMANDS_PLOT_CANVAS_H
 
 #include "files/base.h"
 

@@ -1,20 +1,20 @@
 /*
- * files/tokenizer_internal.h - what a tokenizer.json becomes in memory: files/tokenizer.c makes it, files/encoder.c
- * reads it, and no other file.
+ * files/tokenizer_json.h - reading a tokenizer.json of byte-level BPE, and what it becomes in memory. The members of
+ * struct tokenizer are for files/tokenizer.c and files/encoder.c; to others files/tokenizer.h says what they need.
  */
-#ifndef LING_FILES_TOKENIZER_INTERNAL_H
-#define LING_FILES_TOKENIZER_INTERNAL_H
+#ifndef LING_FILES_TOKENIZER_JSON_H
+#define LING_FILES_TOKENIZER_JSON_H
 
 #include "files/base.h"
 #include "files/collections.h"
-#include "files/tokenizer.h"
 #include "files/tokenizer_pattern.h"
 
+#include <jansson.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#define BYTE_END 256 /* the byte tokenizer's end token */
+#define MAX_VOCAB 10000000 /* the same limit as that of model.vocab_size */
 
 struct token {
 	size_t at;                   /* of its bytes in tokenizer.bytes */
@@ -44,7 +44,7 @@ struct tokenizer {
 	int32_t end;
 	struct token *tokens;        /* [size] by id */
 	struct text bytes;           /* of all tokens */
-	struct string_table texts;   /* bytes of the tokens of model.vocab that the alphabet spells */
+	struct string_table texts;   /* the bytes of the tokens of model.vocab that the alphabet spells */
 	int32_t *text_id;            /* [texts.count] their ids */
 	int32_t byte_id[256];
 	struct merge *merges;        /* a hash table with open addressing of 2^(64 - merges_shift) slots */
@@ -79,5 +79,22 @@ static inline int32_t find_text(const struct tokenizer *t, const char *bytes, si
 	const int64_t number = string_table_find(&t->texts, bytes, n);
 	return number < 0 ? -1 : t->text_id[number];
 }
+
+/* The id of a token by its text, of an added token first; -1 when there is none. */
+int32_t token_of_text(const struct tokenizer *t, const char *text, size_t n);
+
+/* Makes a tokenizer from the document of a tokenizer.json, which was or will be at `path`. What it asks for and ling
+ * does not support, or would encode to other ids than Hugging Face's library, is an error that names it. NULL on
+ * error. */
+struct tokenizer *tokenizer_from_json(const char *path, const json_t *root);
+void tokenizer_free(struct tokenizer *t);
+
+/* Appends bytes in the byte-level alphabet, in which such files are written: a printable character stands for each
+ * byte (GPT-2's bytes_to_unicode). */
+void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
+
+/* The regular expression by which Ling's tokenizer cuts text into words. */
+#define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \
+	"|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 
 #endif

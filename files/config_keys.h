@@ -1,12 +1,12 @@
 /*
- * files/keys.h - tables of keys: structures whose fields a user sets in YAML or on the command line.
+ * files/config_keys.h - tables of keys: structures whose fields a user sets in YAML or on the command line.
  *
  * A table describes every key of a structure: path, type, range, default, meaning. Reading, defaults, error messages,
  * the hint for a misspelt key and JSON all come from it; a new key is a field of the structure and a line of the
  * table. A config has a table (files/config.c), and so has a task file (commands/tasks.c).
  */
-#ifndef LING_FILES_KEYS_H
-#define LING_FILES_KEYS_H
+#ifndef LING_FILES_CONFIG_KEYS_H
+#define LING_FILES_CONFIG_KEYS_H
 
 #include "files/base.h"
 
@@ -106,7 +106,8 @@ void set_default(void *structure, const struct key *k);
  * the expected type says it all), and nothing is stored. */
 const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
 
-/* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. */
+/* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. Not for tables with
+ * T_STRING or T_STRINGS. */
 json_t *key_to_json(const struct key_table *t, const void *structure, const struct key *k);
 
 /* --------------------------------------------------------------------------------------------------- reading */

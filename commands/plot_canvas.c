@@ -1,9 +1,9 @@
 /*
- * commands/canvas.c - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file. The
+ * commands/plot_canvas.c - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file. The
  * only file of the program that uses libpng.
  */
 #define _GNU_SOURCE
-#include "commands/canvas.h"
+#include "commands/plot_canvas.h"
 
 #include "files/base.h"
 

@@ -174,7 +174,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 		shared = full[c].count - 1 < shared ? full[c].count - 1 : shared;
 	}
 	/* Where an option's ids begin the sequence, the end token stands before all sequences of the question. */
-	int32_t begin;
+	int32_t begin = 0;
 	const bool bare = first == 0;
 	if (bare && begin_token(w, s, &begin) < 0)
 		return -1;

@@ -730,7 +730,8 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 	if (field_int(line, where, "step", 0, INT64_MAX, &m->step) < 0)
 		return -1;
 	if (m->step <= before)
-		return fail("%s: step %lld after step %lld; expected rising steps", where, (long long)m->step, (long long)before);
+		return fail("%s: step %lld after step %lld; expected rising steps", where, (long long)m->step,
+				(long long)before);
 	if (field_int(line, where, "samples", 0, INT64_MAX, &m->samples) < 0 ||
 			field_int(line, where, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
 			field_int(line, where, "batch", 0, INT32_MAX, &batch) < 0)
@@ -790,8 +791,8 @@ FILE *metrics_open(const char *output_dir, int64_t step)
 	unmap_file(r.data, r.size);
 	free(r.loads);
 	if (rc == 0 && r.size && last < step)
-		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move the "
-				"file away to begin a new one", path, (long long)last, (long long)step);
+		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move "
+				"the file away to begin a new one", path, (long long)last, (long long)step);
 	/* Steps rise, so that what goes is always a tail. */
 	if (rc == 0 && keep < r.size && truncate(path, keep) < 0)
 		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));

@@ -66,8 +66,8 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int num_sources;             /* of a blend, else 0; not read back */
 	const int64_t *source_samples; /* samples so far from each */
 };
-/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are removed. A file
- * that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
+/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are
+ * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
 FILE *metrics_open(const char *output_dir, int64_t step);
 int metrics_write(FILE *f, const struct metrics *m);
 /* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */

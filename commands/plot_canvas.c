@@ -1,6 +1,6 @@
 /*
- * commands/plot_canvas.c - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file. The
- * only file of the program that uses libpng.
+ * commands/plot_canvas.c - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file.
+ * The only file of the program that uses libpng.
  */
 #define _GNU_SOURCE
 #include "commands/plot_canvas.h"

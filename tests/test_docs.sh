@@ -82,7 +82,7 @@ test_moe_table() {
 test_file_table() {
 	local file said lines
 	for file in *.c files/*.c commands/*.c; do
-		said=$(sed -n "s#^| \[*\`*$file[^|]*| \([0-9,]*\) |.*#\1#p" README.md | tr -d ,)
+		said=$(sed -n "s#^| ${file//./\\.} | \([0-9]*\) |.*#\1#p" README.md)
 		lines=$(wc -l <"$file")
 		if [ -z "$said" ]; then
 			problem "README.md: the table of files lacks $file, $lines lines"

@@ -33,7 +33,8 @@
 #define TOLERANCE 1e-5
 #endif
 
-static const char *const cases[] = {"base", "no_norm_head", "tied_norm_head", "tied_plain", "shared0", "head_dim", "dense_first",
+static const char *const cases[] = {"base", "no_norm_head", "tied_norm_head", "tied_plain", "shared0", "head_dim",
+		"dense_first",
 	"scope_sequence", "biases", "routing_warmup", "k1_no_renorm", "no_topk_norm", "odd_sizes"};
 enum { NUM_CASES = sizeof cases / sizeof *cases };
 
@@ -73,7 +74,8 @@ static void load_step(struct trainer *t, const struct tensors *expected, int ste
 }
 
 /* Compares found [n] with the array `name` of the file. */
-static void compare(const struct tensors *w, const char *name, const real *found, int64_t rows, int64_t cols, double tolerance,
+static void compare(const struct tensors *w, const char *name, const real *found, int64_t rows, int64_t cols,
+		double tolerance,
 		const char *where)
 {
 	const int64_t n = rows * (cols ? cols : 1);
@@ -208,7 +210,8 @@ static void test_micro_batches(void **state)
 			loss = m.loss;
 		}
 		assert_true(fabs(m.loss - loss) <= 1e-6 * loss);
-		assert_close(t.model.grads.memory, gradient, t.model.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6, "gradients of a micro-batch");
+		assert_close(t.model.grads.memory, gradient, t.model.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6,
+				"gradients of a micro-batch");
 		tensors_close(expected);
 		trainer_free(&t);
 	}
@@ -252,13 +255,15 @@ static void test_recompute(void **state)
 	}
 }
 
-/* A model of one layer whose attention and experts give zero, so that a token's logits are known: token 0 has loss `first`
- * and token 1 has loss `second` for target 0. */
+/* A model of one layer whose attention and experts give zero, so that a token's logits are known: token 0 has loss
+ * `first` and token 1 has loss `second` for target 0. */
 static void make_table_model(struct trainer *t, double first, double second, int micro_batch, int batch, int L)
 {
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
-			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3, .rope_theta = 10000,
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+				.head_dim = 2,
+			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
+					.rope_theta = 10000,
 			.rms_norm_eps = 1e-12, .norm_topk_prob = true, .router = {.balance_loss_coef = 0.5, .z_loss_coef = 0.25}},
 		.data = {.seq_len = L},
 		.train = {.steps = 3, .micro_batch = micro_batch, .batch = batch},
@@ -318,7 +323,8 @@ static void test_empty_micro_batch(void **state)
 	struct trainer t;
 	struct tensors *expected;
 	load_case(&c, &t, &expected, "biases"); /* gradients are NaN */
-	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean, .router_std = t.state.router_std};
+	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean,
+			.router_std = t.state.router_std};
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
 		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
@@ -471,7 +477,8 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
-/* Documents packed into windows have the loss and the gradients that they have alone, each at the beginning of a window of its own. */
+/* Documents packed into windows have the loss and the gradients that they have alone, each at the beginning of a
+ * window of its own. */
 static void test_packed_documents(void **state)
 {
 	(void)state;
@@ -481,8 +488,10 @@ static void test_packed_documents(void **state)
 		struct trainer packed, alone;
 		struct metrics m[2];
 		struct config c = {
-			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2, .head_dim = 6,
-				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5, .rope_theta = 100,
+			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+					.head_dim = 6,
+				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5,
+						.rope_theta = 100,
 				.rms_norm_eps = 1e-6, .initializer_range = 0.5, .norm_topk_prob = true, .norm_head = true},
 			.data = {.seq_len = L, .document_mask = true},
 			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
@@ -522,7 +531,8 @@ static void test_packed_documents(void **state)
 	}
 }
 
-/* Takes the next n samples of a blend, `batch` at a time, as if each step were done: first[i] is the first id of sample i. */
+/* Takes the next n samples of a blend, `batch` at a time, as if each step were done: first[i] is the first id of
+ * sample i. */
 static void take_samples(struct trainer *t, int32_t *first, int n, int batch)
 {
 	const int64_t L = t->config.data.seq_len;
@@ -535,7 +545,8 @@ static void take_samples(struct trainer *t, int32_t *first, int n, int batch)
 	}
 }
 
-/* A blend: no file is ever ahead of its share, each epoch of a file shows each of its windows once, and the order does not depend on the batch. */
+/* A blend: no file is ever ahead of its share, each epoch of a file shows each of its windows once, and the order
+ * does not depend on the batch. */
 static void test_blend(void **state)
 {
 	(void)state;
@@ -544,8 +555,10 @@ static void test_blend(void **state)
 	static const double weight[FILES] = {1, 10, 0, 0.3};
 	static int32_t first[2][N];
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
-			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 100, .rms_norm_eps = 1e-6},
+		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+				.head_dim = 2,
+			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
+					.rope_theta = 100, .rms_norm_eps = 1e-6},
 		.data = {.seq_len = L, .num_train = FILES, .shuffle = true, .tokenizer = "none", .document_token = -1},
 		.train = {.steps = 1, .micro_batch = 1, .batch = FEW, .seed = 5},
 		.schedule = {.peak_lr = 1}, .log = {1}, .parallel = {1, 1},
@@ -595,8 +608,10 @@ static void test_head_chunks(void **state)
 	struct trainer t;
 	struct metrics m;
 	struct config c = {
-		.model = {.hidden_size = H, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1, .head_dim = 2,
-			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3, .rope_theta = 10000,
+		.model = {.hidden_size = H, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+				.head_dim = 2,
+			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
+					.rope_theta = 10000,
 			.rms_norm_eps = 1e-6, .initializer_range = 0.5},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = 1, .batch = 1, .grad_clip = 1},
 		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
@@ -709,7 +724,8 @@ static void test_batch_warmup(void **state)
 	assert_int_equal(batch_size(&c, 0), 8); /* none */
 	run_length(&c, 0, 0, &steps, &tokens);
 	assert_true(steps == 100 && tokens == 8000);
-	c.train.batch_warmup.start = 2, c.train.batch_warmup.increment = 3, c.train.batch_warmup.tokens = 100; /* 2, 5, then 8 */
+	/* 2, 5, then 8 */
+	c.train.batch_warmup.start = 2, c.train.batch_warmup.increment = 3, c.train.batch_warmup.tokens = 100;
 	assert_int_equal(batch_size(&c, 0), 2);
 	assert_int_equal(batch_size(&c, 49), 2);
 	assert_int_equal(batch_size(&c, 50), 5);
@@ -746,8 +762,8 @@ static void test_batch_warmup(void **state)
 	assert_int_equal(batch_size(&c, 100), 8);
 }
 
-/* Micro-batches are dealt out in turn: every sequence belongs to one rank, all ranks have as many rounds, and any number of ranks has the same
- * micro-batches. */
+/* Micro-batches are dealt out in turn: every sequence belongs to one rank, all ranks have as many rounds, and any
+ * number of ranks has the same micro-batches. */
 static void test_deal_batch(void **state)
 {
 	(void)state;
@@ -774,9 +790,11 @@ static void test_deal_batch(void **state)
 static void test_initial_weights(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 64, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+	struct model_config c = {.hidden_size = 64, .num_hidden_layers = 2, .num_attention_heads = 4,
+			.num_key_value_heads = 2,
 		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
-		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.006};
+		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
+				.initializer_range = 0.006};
 	struct model m;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
@@ -799,7 +817,8 @@ static void test_initial_weights(void **state)
 			double w = m.params.memory[t->offset + j];
 			mean += w / n, square += w * w / n, largest = fmax(largest, fabs(w));
 		}
-		const bool router = strstr(t->name, "mlp.gate.weight"), bias = strstr(t->name, ".bias"), norm = strstr(t->name, "norm");
+		const bool router = strstr(t->name, "mlp.gate.weight"), bias = strstr(t->name, ".bias"),
+				norm = strstr(t->name, "norm");
 		if (bias)
 			assert_true(largest == 0);
 		else if (norm)
@@ -816,8 +835,10 @@ static void test_initial_weights(void **state)
 static void test_too_large(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 65536, .num_hidden_layers = 100, .num_attention_heads = 64, .num_key_value_heads = 8,
-		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2, .moe_intermediate_size = 65536,
+	struct model_config c = {.hidden_size = 65536, .num_hidden_layers = 100, .num_attention_heads = 64,
+			.num_key_value_heads = 8,
+		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2,
+				.moe_intermediate_size = 65536,
 		.rope_theta = 1e4, .rms_norm_eps = 1e-5};
 	struct model m;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
@@ -832,8 +853,9 @@ static int draw(uint64_t *state, int most)
 	return (int)((*state >> 33) % (most + 1));
 }
 
-/* Logits by model_extend: B sequences of L tokens, cut anew and in each call other ones together, against `expected` [B, L, V] bit for bit. A
- * sequence now and then goes on in a copy of its cache, and some of its tokens are taken back. */
+/* Logits by model_extend: B sequences of L tokens, cut anew and in each call other ones together, against
+ * `expected` [B, L, V] bit for bit. A sequence now and then goes on in a copy of its cache, and some of its tokens
+ * are taken back. */
 static void check_extend(struct model *m, const int32_t *input, int B, const real *expected, uint64_t seed, int longest)
 {
 	const int64_t L = m->seq_len, V = m->config.vocab_size;
@@ -858,8 +880,10 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 		model_extend(m, segments, n);
 		model_logits(m, logits, 0, T);
 		for (int i = 0; i < n; row += segments[i++].num_tokens)
-			if (memcmp(logits + row * V, expected + (of[i] * L + first[i]) * V, segments[i].num_tokens * V * sizeof *logits))
-				fail_msg("sequence %d, tokens %lld to %lld of %lld: not the forward pass's bits", of[i], (long long)first[i],
+			if (memcmp(logits + row * V, expected + (of[i] * L + first[i]) * V,
+					segments[i].num_tokens * V * sizeof *logits))
+				fail_msg("sequence %d, tokens %lld to %lld of %lld: not the forward pass's bits", of[i],
+						(long long)first[i],
 						(long long)(first[i] + segments[i].num_tokens - 1), (long long)L);
 		done = 0;
 		for (int b = 0; b < B; b++) {
@@ -880,11 +904,13 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 	free(logits);
 }
 
-/* A sequence that remembers its keys and values has the logits of the whole forward pass, bit for bit: models of each kind, ... */
+/* A sequence that remembers its keys and values has the logits of the whole forward pass, bit for bit: models of
+ * each kind, ... */
 static void test_extend(void **state)
 {
 	(void)state;
-	static const char *const names[] = {"base", "odd_sizes", "head_dim", "biases", "dense_first", "shared0", "tied_norm_head", "k1_no_renorm"};
+	static const char *const names[] = {"base", "odd_sizes", "head_dim", "biases", "dense_first", "shared0",
+			"tied_norm_head", "k1_no_renorm"};
 	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
 		struct config c;
 		struct trainer t;
@@ -915,8 +941,10 @@ static void test_extend(void **state)
 static void test_extend_long(void **state)
 {
 	(void)state;
-	const struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12, .num_key_value_heads = 2,
-		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1, .moe_intermediate_size = 24,
+	const struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12,
+			.num_key_value_heads = 2,
+		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1,
+				.moe_intermediate_size = 24,
 		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.3};
 	enum { B = 2, L = 600 };
 	struct model m;
@@ -938,7 +966,8 @@ static void test_extend_long(void **state)
 
 /* ---- weights used where they stand in a file ---- */
 
-enum { MIXED, ODD_ADDRESS, BACKWARDS }; /* kinds of files: types in turn; the same at odd addresses; all bfloat16, the last tensor first */
+/* kinds of files: types in turn; the same at odd addresses; all bfloat16, the last tensor first */
+enum { MIXED, ODD_ADDRESS, BACKWARDS };
 
 /* A file of a model's tensors, whose values are exact in each type. */
 static const char *put_weights(const struct model *m, int kind)
@@ -953,7 +982,8 @@ static const char *put_weights(const struct model *m, int kind)
 		const int i = kind == BACKWARDS ? m->num_parameters - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
 		const struct parameter *t = &m->parameters[i];
 		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[type];
-		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type], (long long)t->rows);
+		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type],
+				(long long)t->rows);
 		fprintf(h, t->cols ? ",%lld]" : "]", (long long)t->cols);
 		fprintf(h, ",\"data_offsets\":[%zu,%zu]}", at_data, at_data + bytes);
 		at_data += bytes;
@@ -988,7 +1018,8 @@ static const char *put_weights(const struct model *m, int kind)
 	return path;
 }
 
-/* The logits of a model that is only evaluated, and whose weights therefore stay in their files, are those of the same weights in memory. */
+/* The logits of a model that is only evaluated, and whose weights therefore stay in their files, are those of the
+ * same weights in memory. */
 static void check_mapped(const struct model_config *c, const char *path, int num_mapped)
 {
 	enum { L = 7 };
@@ -1086,7 +1117,8 @@ static void test_mapped(void **state)
 	for (int i = 0; i < m.num_parameters; i++) {
 		matrices += m.parameters[i].cols > 0;
 		const bool gate = strstr(m.parameters[i].name, "gate_proj"), up = strstr(m.parameters[i].name, "up_proj");
-		mixed += m.parameters[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float)); /* gate and up never have the same type */
+		/* gate and up never have the same type */
+		mixed += m.parameters[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float));
 	}
 	assert_true(mixed > 0 && mixed < matrices);
 	check_mapped(&c, FIXTURES "huggingface_shards", matrices);
@@ -1282,12 +1314,18 @@ int main(void)
 	tests[n++] = (struct CMUnitTest){"huggingface_shards", test_huggingface, NULL, NULL, "huggingface_shards"};
 	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
 	const struct CMUnitTest others[] = {
-		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute), cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets), cmocka_unit_test(test_empty_micro_batch),
-		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip), cmocka_unit_test(test_finite_differences),
-		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks), cmocka_unit_test(test_norm_head),
+		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute),
+				cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets),
+				cmocka_unit_test(test_empty_micro_batch),
+		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip),
+				cmocka_unit_test(test_finite_differences),
+		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks),
+				cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
-		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend), cmocka_unit_test(test_extend_long),
-		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token), cmocka_unit_test(test_generate),
+		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend),
+				cmocka_unit_test(test_extend_long),
+		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token),
+				cmocka_unit_test(test_generate),
 	};
 	for (size_t i = 0; i < sizeof others / sizeof *others; i++)
 		tests[n++] = others[i];

@@ -35,8 +35,11 @@ static void print_usage(FILE *out)
 {
 	fprintf(out, "usage: ling COMMAND ...\n\nTrains and evaluates Ling-style mixture-of-experts language models on "
 			"CPUs.\n\n");
-	for (int i = 0; i < NUM_COMMANDS; i++)
-		fprintf(out, "  ling %s %s\n      %s\n", commands[i]->name, commands[i]->usage, commands[i]->help);
+	for (int i = 0; i < NUM_COMMANDS; i++) {
+		for (const char *way = commands[i]->usage; way; way = strchr(way, '\n') ? strchr(way, '\n') + 1 : NULL)
+			fprintf(out, "  ling %s %.*s\n", commands[i]->name, (int)strcspn(way, "\n"), way);
+		fprintf(out, "      %s\n", commands[i]->help);
+	}
 	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
 }
 

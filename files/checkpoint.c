@@ -11,8 +11,8 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/tensors.h"
 #include "files/safetensors.h"
+#include "files/tensors.h"
 #include "files/tokenizer.h"
 
 #include <dirent.h>
@@ -111,13 +111,13 @@ static int checkpoint_list(const char *output_dir, int64_t **steps)
 	if (!dir)
 		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
 	int n = 0;
-	size_t room = 0;
+	size_t capacity = 0;
 	errno = 0;
 	for (struct dirent *e; (e = readdir(dir)); errno = 0) {
 		int64_t step = step_of(e->d_name, "step-");
 		if (step < 0)
 			continue;
-		*steps = grow(*steps, n, &room, 1, sizeof **steps);
+		*steps = grow(*steps, n, &capacity, 1, sizeof **steps);
 		(*steps)[n++] = step;
 	}
 	if (errno)

@@ -75,7 +75,7 @@ const struct pre_tokenizers_row pre_tokenizers[] = {
 };
 enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
 
-/* What Hugging Face and GGUF call the tokens with a part to play. */
+/* What Hugging Face and GGUF call the tokens that have a role. */
 static const struct { const char *role, *gguf; } token_roles[] = {
 	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"},
 	{"unk", "tokenizer.ggml.unknown_token_id"}, {"sep", "tokenizer.ggml.seperator_token_id"},
@@ -314,7 +314,7 @@ int gguf_open(struct tensors *w, const char *path)
 		return -1;
 	if (alignment & (alignment - 1))
 		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
-	w->tensors = grow(w->tensors, w->count, &w->room, tensors + 1, sizeof *w->tensors); /* never none */
+	w->tensors = grow(w->tensors, w->count, &w->capacity, tensors + 1, sizeof *w->tensors); /* + 1: never NULL */
 	for (uint64_t i = 0; i < tensors; i++)
 		if (take_tensor(&c, &w->tensors[i], names, s) < 0)
 			return -1;
@@ -562,7 +562,7 @@ static const char *pre_tokenizer_name(const json_t *found)
 {
 	const char *name = NULL;
 	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
-		/* What has no say here is made alike: offsets are not ids, and what a key's absence means. */
+		/* trim_offsets does not change ids, so it is made equal; a missing use_regex means true. */
 		json_t *ours = pre_tokenizer_json(pre_tokenizers[i].pattern), *theirs = json_deep_copy(found);
 		json_t *parts = json_object_get(theirs, "pretokenizers");
 		json_t *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
@@ -583,8 +583,8 @@ static int place_token(const char *path, const char **texts, uint8_t *types, int
 {
 	const json_int_t i = json_integer_value(id);
 	if (!text || !json_is_integer(id) || i < 0 || i >= vocab_size)
-		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d",
-				path, text ? text : "", (long long)i, vocab_size);
+		return fail("%s: token `%.60s` has the id %lld; expected 0 to %d, for the model's vocab_size is %d",
+				path, text ? text : "", (long long)i, vocab_size - 1, vocab_size);
 	if (texts[i] && strcmp(texts[i], text))
 		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text,
 				(long long)i);

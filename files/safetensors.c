@@ -131,8 +131,8 @@ int safetensors_open_file(struct tensors *w, const char *path)
 
 	s->data_at = 8 + length;
 	uint64_t data_size = s->size - s->data_at;
-	/* never none */
-	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors);
+	/* one more than the header may need: the array is never NULL */
+	w->tensors = grow(w->tensors, w->count, &w->capacity, json_object_size(s->header) + 1, sizeof *w->tensors);
 	struct tensor *mine = w->tensors + w->count;
 	int n = 0;
 	const char *name;

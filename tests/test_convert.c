@@ -986,7 +986,7 @@ static void refused_tokenizers(void **state)
 		{NULL, "[\"a\", \"b\", \"c\"]", vocab, added, "merge 0 is an array"},
 		{NULL, "[\"a \", \"b\"]", vocab, added, "merge 0 is an array"},
 		{NULL, "", "\"a\": 7", added,
-			"token `a` has the id 7; expected one beneath the model's vocab_size, which is 7"},
+			"token `a` has the id 7; expected 0 to 6, for the model's vocab_size is 7"},
 		{NULL, "", "\"a\": -1", added, "token `a` has the id -1"},
 		{NULL, "", "\"a\": 1, \"b\": 1", added, "both have the id 1"},
 		{NULL, "", vocab, "{\"id\": 0, \"content\": \"z\"}", "`a` and `z` both have the id 0"},

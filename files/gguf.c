@@ -62,8 +62,8 @@ static const struct { const char *name; enum gguf_type type; const char *key; } 
 };
 enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
 
-/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one
- * group of experts. */
+/* Keys that may be there with the value 0 or 1. Both values mean what a file without them means: a softmax over one
+ * group of experts, whose weights are not scaled. */
 static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count",
 		"expert_group_used_count"};
 

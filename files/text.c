@@ -80,7 +80,7 @@ int64_t input_read(struct input *in, size_t done)
 		long processors = sysconf(_SC_NPROCESSORS_ONLN);
 		in->capacity = TEXT_BLOCK * BLOCKS_AT_ONCE * (size_t)(processors < 1 ? 1 : processors);
 		in->data = allocate(in->capacity);
-	} else if (!done && in->count) /* the blocks that were there were not enough to do anything with */
+	} else if (!done && in->count) /* the caller could encode nothing of these blocks without the text after them */
 		in->data = grow(in->data, in->size, &in->capacity, in->capacity - in->size + 1, 1);
 	memmove(in->data, in->data + done, in->size - done);
 	in->size -= done;

@@ -248,6 +248,7 @@ struct progress {
 	double started, shown;       /* seconds: when the work, and the last line, began */
 };
 
+/* Begins the work: nothing is done yet, and nothing shown. `what` and `unit` must live as long as it does. */
 struct progress progress_start(const char *what, int64_t total, double scale, const char *unit);
 
 /* Counts n more as done, and shows a line when it is time. NULL is fine and shows nothing: for the ranks that stay

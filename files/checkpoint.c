@@ -30,6 +30,7 @@
 
 static const char *const stems[] = {"model", "optimizer"}; /* what the names of the files of tensors begin with */
 
+/* The name of a shard: see shard_path. */
 static void shard_name(char name[64], const char *stem, int shard, int num_shards)
 {
 	if (num_shards == 1)
@@ -185,6 +186,7 @@ static json_t *reals_to_json(const char *path, const char *key, const double *x,
 	return array;
 }
 
+/* The member `sources` of trainer.json. */
 static json_t *sources_to_json(const struct trainer_state *s)
 {
 	json_t *array = json_array();
@@ -197,6 +199,7 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	return array;
 }
 
+/* Writes trainer.json, when all other files are complete. */
 static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
 {
 	char path[PATH_LEN], name[64];

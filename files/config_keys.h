@@ -133,6 +133,7 @@ int load_override(struct loader *l, const char *argument);
  * again. */
 int claim_key(struct loader *l, const struct key *k, struct place at);
 
+/* Whether the key of that path, which the table has, was given. */
 bool key_given(const struct loader *l, const char *name);
 
 /* Fails when a key that must be given was not. `section`: the only one of which keys are required, or NULL. */

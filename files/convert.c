@@ -465,6 +465,7 @@ static int compute_fold(struct converter *p)
 	return 0;
 }
 
+/* Appends the first `bytes` bytes of the block to the result; an element has `size` bytes. */
 static int append_block(struct converter *p, int64_t bytes, int size)
 {
 	if (p->file)
@@ -713,6 +714,7 @@ static void align_file(FILE *f)
 	fwrite(zeros, 1, (GGUF_ALIGNMENT - ftello(f) % GGUF_ALIGNMENT) % GGUF_ALIGNMENT, f);
 }
 
+/* Writes the result as a GGUF file at `path`. On error the file is removed. */
 static int write_gguf(struct converter *p, const struct conversion *to, const char *path)
 {
 	FILE *f = p->gguf = file_create(path);

@@ -202,6 +202,7 @@ static int encode_new_word(const struct tokenizer *t, const char *word, size_t n
 	return 0;
 }
 
+/* Appends the ids of a word of at least one byte, from the cache where it has them; or counts it. */
 static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
 {
 	if (e->counts_words)
@@ -479,6 +480,7 @@ static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
 	return 0;
 }
 
+/* Appends what opens a message: its role between the tags. */
 static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 {
 	if (chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0)

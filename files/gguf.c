@@ -100,6 +100,7 @@ static const uint8_t *take(struct cursor *c, uint64_t n)
 	return bytes;
 }
 
+/* Each reads the next integer. */
 static int take_u32(struct cursor *c, uint32_t *out)
 {
 	const uint8_t *bytes = take(c, 4);
@@ -485,6 +486,7 @@ void append_text(struct text *out, const char *text)
 	text_append(out, text, strlen(text));
 }
 
+/* Appends the key and type of an entry; the value must follow. */
 static void begin_entry(struct metadata *m, const char *key, enum gguf_type type)
 {
 	append_text(&m->bytes, key);
@@ -519,6 +521,7 @@ void entry_text(struct metadata *m, const char *key, const char *value)
 	free(valid.data);
 }
 
+/* Begins an array; its n items must follow. */
 static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)
 {
 	begin_entry(m, key, GGUF_ARRAY);

@@ -190,6 +190,7 @@ static int safetensors_open_index(struct tensors *w, const char *dir, const char
 	return 0;
 }
 
+/* Opens the index and its shards where there is an index, else the one file. */
 static int safetensors_open_directory(struct tensors *w, const char *dir, const char *stem)
 {
 	char base[PATH_LEN], single_path[PATH_LEN], index_path[PATH_LEN];

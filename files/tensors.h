@@ -72,6 +72,7 @@ const char *tensors_name(const struct tensors *w, int i);
 /* Bytes of all files. */
 int64_t tensors_bytes(const struct tensors *w);
 
+/* Whether there is a tensor of that name. */
 bool tensors_has(const struct tensors *w, const char *name);
 
 /* The tensor of that name, or NULL. */

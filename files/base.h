@@ -43,6 +43,7 @@ const char *printable(char out[64], const char *text);
  * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);
 
+/* A copy of a text, never NULL; release it with free(). */
 char *copy_string(const char *text);
 
 /* Makes room for `more` entries of `size` bytes behind the first `used` entries of an array, which has room for
@@ -50,11 +51,14 @@ char *copy_string(const char *text);
  * program. Returns the array; release it with free(). */
 void *grow(void *array, size_t used, size_t *capacity, size_t more, size_t size);
 
-struct strings { char **text; int64_t count; bool list; }; /* list: it was written as a list, not as one text */
+/* text: [count], an array to be released with free(); whoever fills it says who owns the texts. list: it was written
+ * as a list, not as one text. */
+struct strings { char **text; int64_t count; bool list; };
 
-/* Bytes that grow. data[size] is always 0, unless data is NULL. Release with free(data). */
+/* A growing array of bytes. data[size] is always 0, unless data is NULL. {0} is empty; release it with free(data). */
 struct text { char *data; size_t size, capacity; };
 
+/* Both append a copy: of n bytes, and of a C string. */
 void text_append(struct text *out, const char *bytes, size_t n);
 void text_append_string(struct text *out, const char *string);
 
@@ -186,12 +190,13 @@ int field_int(const json_t *object, const char *where, const char *key, int64_t 
 const char *field_text(const json_t *object, const char *where, const char *key);
 int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);
 
+/* A CRC-32 as a string that field_crc reads. */
 json_t *crc_to_json(uint32_t crc);
 
 /* ------------------------------------------------------------------------------------- checksums, bytes, numbers */
 
-/* CRC-32 of some bytes, of which `crc` is the checksum, and n more. Large inputs are cut into slices, one for each
- * thread. */
+/* The CRC-32 of bytes whose CRC-32 is `crc` (of none: 0) followed by these n. Threads compute slices of large
+ * inputs. */
 uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n);
 
 /* CRC-32 of a whole file. */
@@ -225,8 +230,8 @@ int launcher_size(void);
  * container's, say), or one above it, has a lower limit. root: "", or a directory that stands for / in a test. */
 double usable_memory(const char *root);
 
-/* Whether a person watches this stream. A launcher may give a rank a terminal of its own, whatever stands behind it:
- * that does not count. */
+/* Whether a stream is a terminal, and no launcher started this process: a launcher may give a rank a terminal of its
+ * own even when its output goes to a file. */
 bool is_terminal(FILE *f);
 
 /* One line of a long piece of work. On a terminal it replaces the line before and is cut to the terminal's width,
@@ -243,6 +248,7 @@ struct progress {
 	double started, shown;       /* seconds: when the work, and the last line, began */
 };
 
+/* Begins the work: nothing is done yet, and nothing shown. `what` and `unit` must live as long as it does. */
 struct progress progress_start(const char *what, int64_t total, double scale, const char *unit);
 
 /* Counts n more as done, and shows a line when it is time. NULL is fine and shows nothing: for the ranks that stay

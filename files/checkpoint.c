@@ -11,8 +11,8 @@
 
 #include "files/base.h"
 #include "files/config.h"
-#include "files/tensors.h"
 #include "files/safetensors.h"
+#include "files/tensors.h"
 #include "files/tokenizer.h"
 
 #include <dirent.h>
@@ -30,6 +30,7 @@
 
 static const char *const stems[] = {"model", "optimizer"}; /* what the names of the files of tensors begin with */
 
+/* The name of a shard: see shard_path. */
 static void shard_name(char name[64], const char *stem, int shard, int num_shards)
 {
 	if (num_shards == 1)
@@ -111,13 +112,13 @@ static int checkpoint_list(const char *output_dir, int64_t **steps)
 	if (!dir)
 		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
 	int n = 0;
-	size_t room = 0;
+	size_t capacity = 0;
 	errno = 0;
 	for (struct dirent *e; (e = readdir(dir)); errno = 0) {
 		int64_t step = step_of(e->d_name, "step-");
 		if (step < 0)
 			continue;
-		*steps = grow(*steps, n, &room, 1, sizeof **steps);
+		*steps = grow(*steps, n, &capacity, 1, sizeof **steps);
 		(*steps)[n++] = step;
 	}
 	if (errno)
@@ -185,6 +186,7 @@ static json_t *reals_to_json(const char *path, const char *key, const double *x,
 	return array;
 }
 
+/* The member `sources` of trainer.json. */
 static json_t *sources_to_json(const struct trainer_state *s)
 {
 	json_t *array = json_array();
@@ -197,6 +199,7 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	return array;
 }
 
+/* Writes trainer.json, when all other files are complete. */
 static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
 {
 	char path[PATH_LEN], name[64];

@@ -48,6 +48,7 @@ void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shar
  * c->checkpoint.keep newest checkpoints (0: none). On error dir is removed. */
 int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards);
 
+/* Removes the temporary directory. */
 void checkpoint_abandon(const char *dir);
 
 /* Checks the headers of all shards with that stem, brings them to disk and, where there are several, writes their
@@ -65,7 +66,7 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
  * naming the key and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
-/* Checks the format of trainer.json and its own checksum. */
+/* Checks the format, version and checksum of trainer.json, read from `path`. Removes the member crc32 from root. */
 int trainer_check(json_t *root, const char *path);
 
 /* Compares the other files of a checkpoint with the sizes and checksums in trainer.json, which is `root` and in

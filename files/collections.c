@@ -27,7 +27,6 @@ static bool never(const void *items, size_t number, const void *key)
 	return false;
 }
 
-/* Doubles the number of slots. */
 void hash_table_enlarge(struct hash_table *t, const void *items, hash_of_item *hash_of)
 {
 	free(t->slot);

@@ -27,7 +27,10 @@ struct hash_table {
 typedef uint64_t hash_of_item(const void *items, size_t number);
 typedef bool has_key(const void *items, size_t number, const void *key);
 
+/* A hash of n bytes. It is not for files: it may change between versions. */
 uint64_t hash_bytes(const void *bytes, size_t n);
+
+/* Gives the table twice as many slots, at first 2^12. Is called by hash_table_add. */
 void hash_table_enlarge(struct hash_table *t, const void *items, hash_of_item *hash_of);
 
 /* The slot of a key: that of its item, or the empty one where that would be. There must be an empty slot. */

@@ -47,7 +47,7 @@ static const struct key keys[] = {
 		"key-value heads; off: as many as query heads"),
 	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off",
 		"width of a head; off: hidden_size / num_attention_heads"),
-	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are beneath it"),
+	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are 0 .. vocab_size - 1"),
 	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off",
 		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts"),
 	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts that a token is sent to"),

@@ -97,7 +97,8 @@ void config_print_keys(FILE *out);
  * BailingMoeForCausalLM. */
 int config_from_huggingface(struct model_config *m, const char *dir);
 
-/* The same from JSON that was made from the file `path`, which messages name. */
+/* The same from a JSON object that was made from the file `path`, which messages name. Members that are no keys of the
+ * model are ignored: the caller has refused those that change the mathematics. */
 int config_from_json(struct model_config *m, const json_t *root, const char *path);
 
 /* Writes a config.json: the keys of the model, and `dtype`, the type of the weights. `base`, perhaps the config.json

@@ -98,9 +98,6 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 
 /* ---------------------------------------------------------------------------------------------------- values */
 
-/* Sets the field of a key to its default; keys of list items have none. */
-void set_default(void *structure, const struct key *k);
-
 /* Converts text and stores it in the field of a key that is no section, list or T_STRINGS; `shift` bytes further, for
  * an item of a list. `plain`: the text was written without quotes. Returns NULL when done; else what is wrong ("" when
  * the expected type says it all), and nothing is stored. */
@@ -136,6 +133,7 @@ int load_override(struct loader *l, const char *argument);
  * again. */
 int claim_key(struct loader *l, const struct key *k, struct place at);
 
+/* Whether the key of that path, which the table has, was given. */
 bool key_given(const struct loader *l, const char *name);
 
 /* Fails when a key that must be given was not. `section`: the only one of which keys are required, or NULL. */

@@ -11,11 +11,11 @@
 #include "files/convert.h"
 
 #include "files/base.h"
-#include "files/config.h"
-#include "files/tensors.h"
-#include "files/safetensors.h"
-#include "files/gguf.h"
 #include "files/checkpoint.h"
+#include "files/config.h"
+#include "files/gguf.h"
+#include "files/safetensors.h"
+#include "files/tensors.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -465,6 +465,7 @@ static int compute_fold(struct converter *p)
 	return 0;
 }
 
+/* Appends the first `bytes` bytes of the block to the result; an element has `size` bytes. */
 static int append_block(struct converter *p, int64_t bytes, int size)
 {
 	if (p->file)
@@ -485,18 +486,17 @@ static int write_target(struct converter *p, const struct target *k)
 		for (int64_t r = 0; r < s->rows; r += block_rows) {
 			const int64_t n = s->rows - r < block_rows ? s->rows - r : block_rows;
 			const uint8_t *first = NULL, *last = NULL;
-			int64_t wrong = -1;
+			int64_t wrong = n; /* the first row that does not fit into the new type; n: none */
 			for (int64_t i = 0; i < n; i++) {
 				p->rows[i] = source_row(p, s, r + i);
 				first = !first || p->rows[i] < first ? p->rows[i] : first;
 				last = !last || p->rows[i] > last ? p->rows[i] : last;
 			}
-#pragma omp parallel for
+#pragma omp parallel for reduction(min : wrong)
 			for (int64_t i = 0; i < n; i++)
 				if (convert_row(p->block + i * row_bytes, k->dtype, p->rows[i], s->from->dtype, s->cols, fold))
-#pragma omp atomic write
-					wrong = i;
-			if (wrong >= 0)
+					wrong = i < wrong ? i : wrong;
+			if (wrong < n)
 				return fail_overflow(p, k, s, p->rows[wrong]);
 			forget_pages(first, last + s->cols * dtypes[s->from->dtype].size);
 			if (append_block(p, n * row_bytes, size) < 0)
@@ -714,6 +714,7 @@ static void align_file(FILE *f)
 	fwrite(zeros, 1, (GGUF_ALIGNMENT - ftello(f) % GGUF_ALIGNMENT) % GGUF_ALIGNMENT, f);
 }
 
+/* Writes the result as a GGUF file at `path`. On error the file is removed. */
 static int write_gguf(struct converter *p, const struct conversion *to, const char *path)
 {
 	FILE *f = p->gguf = file_create(path);
@@ -724,6 +725,7 @@ static int write_gguf(struct converter *p, const struct conversion *to, const ch
 	}
 	if (rc == 0)
 		align_file(f);
+	/* After an error of writing rc has no message yet: with 0, file_close finds the error again and reports it. */
 	return !f ? -1 : file_close(f, path, ferror(f) ? 0 : rc);
 }
 

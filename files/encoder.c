@@ -202,6 +202,7 @@ static int encode_new_word(const struct tokenizer *t, const char *word, size_t n
 	return 0;
 }
 
+/* Appends the ids of a word of at least one byte, from the cache where it has them; or counts it. */
 static int encode_word(struct encoder *e, const char *word, size_t n, struct ids *out)
 {
 	if (e->counts_words)
@@ -234,7 +235,9 @@ static int encode_word(struct encoder *e, const char *word, size_t n, struct ids
 
 /* What a stage finds next in its text. */
 struct match {
-	size_t begin, end;           /* its bytes; of nothing: n; where more text would be needed to know: that place */
+	/* its bytes are text[begin .. end); nothing found: both are n; more text needed to decide: both are the place from
+	 * which on it is needed */
+	size_t begin, end;
 	size_t next;                 /* where the search goes on */
 	int32_t id;                  /* of an added token; else -1 */
 };
@@ -340,8 +343,9 @@ static int find_match(const struct encoder *e, const struct split *s, const char
 static int64_t encode_stage(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial,
 		struct ids *out);
 
-/* The stage that brings text into NFC. It knows which byte of the text a byte of that form is only where the two are
- * the same, at the end, and at `stop` if the text may be cut there. */
+/* The stage that brings text into NFC. A place in the NFC text has a known place in the original only if both texts
+ * are equal, at the end, and at `stop` if the text may be cut there. If the next stages end at any other place, no ids
+ * are appended and the result is 0. */
 static int64_t encode_normalized(struct encoder *e, int stage, const char *text, size_t n, size_t stop, bool partial,
 		struct ids *out)
 {
@@ -476,6 +480,7 @@ static int chat_tag(struct encoder *e, const char *tag, struct ids *out)
 	return 0;
 }
 
+/* Appends what opens a message: its role between the tags. */
 static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 {
 	if (chat_tag(e, "<role>", out) < 0 || encode(e, role, strlen(role), false, out) < 0)

@@ -62,8 +62,8 @@ static const struct { const char *name; enum gguf_type type; const char *key; } 
 };
 enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
 
-/* Those that may be there with the value 0 or 1, which both mean what bailingmoe is without them: a softmax over one
- * group of experts. */
+/* Keys that may be there with the value 0 or 1. Both values mean what a file without them means: a softmax over one
+ * group of experts, whose weights are not scaled. */
 static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count",
 		"expert_group_used_count"};
 
@@ -75,7 +75,7 @@ const struct pre_tokenizers_row pre_tokenizers[] = {
 };
 enum { NUM_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
 
-/* What Hugging Face and GGUF call the tokens with a part to play. */
+/* What Hugging Face and GGUF call the tokens that have a role. */
 static const struct { const char *role, *gguf; } token_roles[] = {
 	{"bos", "tokenizer.ggml.bos_token_id"}, {"eos", "tokenizer.ggml.eos_token_id"},
 	{"unk", "tokenizer.ggml.unknown_token_id"}, {"sep", "tokenizer.ggml.seperator_token_id"},
@@ -100,6 +100,7 @@ static const uint8_t *take(struct cursor *c, uint64_t n)
 	return bytes;
 }
 
+/* Each reads the next integer. */
 static int take_u32(struct cursor *c, uint32_t *out)
 {
 	const uint8_t *bytes = take(c, 4);
@@ -314,7 +315,7 @@ int gguf_open(struct tensors *w, const char *path)
 		return -1;
 	if (alignment & (alignment - 1))
 		return fail("%s: `general.alignment` is %lld; expected a power of 2", path, (long long)alignment);
-	w->tensors = grow(w->tensors, w->count, &w->room, tensors + 1, sizeof *w->tensors); /* never none */
+	w->tensors = grow(w->tensors, w->count, &w->capacity, tensors + 1, sizeof *w->tensors); /* + 1: never NULL */
 	for (uint64_t i = 0; i < tensors; i++)
 		if (take_tensor(&c, &w->tensors[i], names, s) < 0)
 			return -1;
@@ -485,6 +486,7 @@ void append_text(struct text *out, const char *text)
 	text_append(out, text, strlen(text));
 }
 
+/* Appends the key and type of an entry; the value must follow. */
 static void begin_entry(struct metadata *m, const char *key, enum gguf_type type)
 {
 	append_text(&m->bytes, key);
@@ -519,6 +521,7 @@ void entry_text(struct metadata *m, const char *key, const char *value)
 	free(valid.data);
 }
 
+/* Begins an array; its n items must follow. */
 static void entry_array(struct metadata *m, const char *key, enum gguf_type type, uint64_t n)
 {
 	begin_entry(m, key, GGUF_ARRAY);
@@ -562,7 +565,7 @@ static const char *pre_tokenizer_name(const json_t *found)
 {
 	const char *name = NULL;
 	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
-		/* What has no say here is made alike: offsets are not ids, and what a key's absence means. */
+		/* trim_offsets does not change ids, so it is made equal; a missing use_regex means true. */
 		json_t *ours = pre_tokenizer_json(pre_tokenizers[i].pattern), *theirs = json_deep_copy(found);
 		json_t *parts = json_object_get(theirs, "pretokenizers");
 		json_t *last = parts ? json_array_get(parts, json_array_size(parts) - 1) : theirs;
@@ -583,8 +586,8 @@ static int place_token(const char *path, const char **texts, uint8_t *types, int
 {
 	const json_int_t i = json_integer_value(id);
 	if (!text || !json_is_integer(id) || i < 0 || i >= vocab_size)
-		return fail("%s: token `%.60s` has the id %lld; expected one beneath the model's vocab_size, which is %d",
-				path, text ? text : "", (long long)i, vocab_size);
+		return fail("%s: token `%.60s` has the id %lld; expected 0 to %d, for the model's vocab_size is %d",
+				path, text ? text : "", (long long)i, vocab_size - 1, vocab_size);
 	if (texts[i] && strcmp(texts[i], text))
 		return fail("%s: `%.60s` and `%.60s` both have the id %lld; expected one token for each", path, texts[i], text,
 				(long long)i);

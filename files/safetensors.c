@@ -131,8 +131,8 @@ int safetensors_open_file(struct tensors *w, const char *path)
 
 	s->data_at = 8 + length;
 	uint64_t data_size = s->size - s->data_at;
-	/* never none */
-	w->tensors = grow(w->tensors, w->count, &w->room, json_object_size(s->header) + 1, sizeof *w->tensors);
+	/* one more than the header may need: the array is never NULL */
+	w->tensors = grow(w->tensors, w->count, &w->capacity, json_object_size(s->header) + 1, sizeof *w->tensors);
 	struct tensor *mine = w->tensors + w->count;
 	int n = 0;
 	const char *name;
@@ -190,6 +190,7 @@ static int safetensors_open_index(struct tensors *w, const char *dir, const char
 	return 0;
 }
 
+/* Opens the index and its shards where there is an index, else the one file. */
 static int safetensors_open_directory(struct tensors *w, const char *dir, const char *stem)
 {
 	char base[PATH_LEN], single_path[PATH_LEN], index_path[PATH_LEN];

@@ -36,27 +36,6 @@ struct tensor_file *tensor_file_map(struct tensors *w, const char *path)
 	return path_copy(s->path, path) < 0 || map_file(path, &s->map, &s->size) < 0 ? NULL : s;
 }
 
-const struct tensor *tensor_find(const struct tensors *w, const char *name)
-{
-	struct tensor key = {.name = name};
-	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
-}
-
-int tensors_count(const struct tensors *w)
-{
-	return w->count;
-}
-
-const char *tensors_name(const struct tensors *w, int i)
-{
-	return w->tensors[i].name;
-}
-
-bool tensors_has(const struct tensors *w, const char *name)
-{
-	return tensor_find(w, name);
-}
-
 void tensors_close(struct tensors *w)
 {
 	if (!w)
@@ -69,6 +48,37 @@ void tensors_close(struct tensors *w)
 	}
 	free(w->tensors);
 	free(w);
+}
+
+/* ----------------------------------------------------------------------------------------------------- finding */
+
+int tensors_count(const struct tensors *w)
+{
+	return w->count;
+}
+
+const char *tensors_name(const struct tensors *w, int i)
+{
+	return w->tensors[i].name;
+}
+
+int64_t tensors_bytes(const struct tensors *w)
+{
+	int64_t bytes = 0;
+	for (const struct tensor_file *s = w->files; s; s = s->next)
+		bytes += s->size;
+	return bytes;
+}
+
+bool tensors_has(const struct tensors *w, const char *name)
+{
+	return tensor_find(w, name);
+}
+
+const struct tensor *tensor_find(const struct tensors *w, const char *name)
+{
+	struct tensor key = {.name = name};
+	return w->count ? bsearch(&key, w->tensors, w->count, sizeof key, by_name) : NULL;
 }
 
 /* tensor_find that fails, with the name that was perhaps meant: checkpoints differ in the "model." before a name. */
@@ -84,55 +94,13 @@ static const struct tensor *tensor_need(const struct tensors *w, const char *nam
 	return NULL;
 }
 
-const uint8_t *tensor_bytes(const struct tensor *t)
-{
-	return t->file->map + t->file->data_at + t->begin;
-}
-
-int tensor_verify(const struct tensor *t)
-{
-	uint32_t crc = t->has_crc ? crc_of(0, tensor_bytes(t), t->end - t->begin) : t->crc;
-	if (crc != t->crc)
-		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->file->path, t->name, (unsigned)crc,
-				(unsigned)t->crc);
-	return 0;
-}
-
-int tensors_verify(const struct tensors *w, int i)
-{
-	return tensor_verify(&w->tensors[i]);
-}
-
-void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
-{
-	float f;
-	double d;
-	uint16_t h;
-	switch (dtype) {
-	case F32:
-		for (int64_t i = 0; i < n; i++)
-			memcpy(&f, in + 4 * i, 4), out[i] = f;
-		break;
-	case F64:
-		for (int64_t i = 0; i < n; i++)
-			memcpy(&d, in + 8 * i, 8), out[i] = (real)d;
-		break;
-	case F16:
-		for (int64_t i = 0; i < n; i++)
-			memcpy(&h, in + 2 * i, 2), out[i] = half_to_float(h);
-		break;
-	default: /* BF16 */
-		for (int64_t i = 0; i < n; i++)
-			memcpy(&h, in + 2 * i, 2), out[i] = bf16_to_float(h);
-	}
-}
-
 bool has_shape(const struct tensor *t, const int64_t *shape, int num_dims)
 {
 	return t->num_dims == num_dims && !memcmp(t->shape, shape, num_dims * sizeof *shape);
 }
 
-const char *format_shape(char out[256], const int64_t *shape, int num_dims)
+/* Writes a shape as "[2, 3]". */
+static const char *format_shape(char out[256], const int64_t *shape, int num_dims)
 {
 	int n = snprintf(out, 256, "[");
 	for (int i = 0; i < num_dims; i++)
@@ -156,6 +124,32 @@ const struct tensor *tensor_of_shape(const struct tensors *w, const char *name, 
 	fail("%s: tensor %s: shape %s; expected %s", t->file->path, t->name, format_shape(found, t->shape, t->num_dims),
 			format_shape(expected, shape, num_dims));
 	return NULL;
+}
+
+/* ----------------------------------------------------------------------------------------------------- reading */
+
+int64_t named_tensor_size(const struct named_tensor *a)
+{
+	return a->rows * (a->cols ? a->cols : 1);
+}
+
+const uint8_t *tensor_bytes(const struct tensor *t)
+{
+	return t->file->map + t->file->data_at + t->begin;
+}
+
+int tensor_verify(const struct tensor *t)
+{
+	uint32_t crc = t->has_crc ? crc_of(0, tensor_bytes(t), t->end - t->begin) : t->crc;
+	if (crc != t->crc)
+		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->file->path, t->name, (unsigned)crc,
+				(unsigned)t->crc);
+	return 0;
+}
+
+int tensors_verify(const struct tensors *w, int i)
+{
+	return tensor_verify(&w->tensors[i]);
 }
 
 /* tensor_of_shape for a matrix, or, where cols is 0, a vector. */
@@ -215,14 +209,6 @@ int tensors_map_range(const struct tensors *w, const char *name, int64_t rows, i
 	return 0;
 }
 
-int64_t tensors_bytes(const struct tensors *w)
-{
-	int64_t bytes = 0;
-	for (const struct tensor_file *s = w->files; s; s = s->next)
-		bytes += s->size;
-	return bytes;
-}
-
 int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32_t *out)
 {
 	const struct tensor *t = tensor_need(w, name);
@@ -247,7 +233,28 @@ int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32
 	return 0;
 }
 
-int64_t named_tensor_size(const struct named_tensor *a)
+/* -------------------------------------------------------------------------------------------- types of numbers */
+
+void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype)
 {
-	return a->rows * (a->cols ? a->cols : 1);
+	float f;
+	double d;
+	uint16_t h;
+	switch (dtype) {
+	case F32:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&f, in + 4 * i, 4), out[i] = f;
+		break;
+	case F64:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&d, in + 8 * i, 8), out[i] = (real)d;
+		break;
+	case F16:
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&h, in + 2 * i, 2), out[i] = half_to_float(h);
+		break;
+	default: /* BF16 */
+		for (int64_t i = 0; i < n; i++)
+			memcpy(&h, in + 2 * i, 2), out[i] = bf16_to_float(h);
+	}
 }

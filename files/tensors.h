@@ -48,13 +48,16 @@ struct tensors {              /* the tensors of one file, or of all files of a d
 	struct tensor_file *files;
 	struct tensor *tensors;    /* [count], sorted by name */
 	int count, dropped;        /* dropped: tensors that were left out, see tensors_open */
-	size_t room;
+	size_t capacity;           /* entries that `tensors` has memory for */
 };
 
-/* Both formats' readers build a struct tensors with these. */
-/* maps a file and adds it to w; NULL on error */
+/* The readers of safetensors and of GGUF build a struct tensors with these three. */
+
+/* Maps a file and adds it to w. NULL on error; tensors_close releases what was added. */
 struct tensor_file *tensor_file_map(struct tensors *w, const char *path);
-int by_name(const void *a, const void *b);   /* of struct tensor, for qsort */
+
+/* Orders of struct tensor for qsort: by name, and by offset in the file. */
+int by_name(const void *a, const void *b);
 int by_offset(const void *a, const void *b);
 
 /* Unmaps the files and frees all; NULL is fine. */
@@ -69,6 +72,7 @@ const char *tensors_name(const struct tensors *w, int i);
 /* Bytes of all files. */
 int64_t tensors_bytes(const struct tensors *w);
 
+/* Whether there is a tensor of that name. */
 bool tensors_has(const struct tensors *w, const char *name);
 
 /* The tensor of that name, or NULL. */
@@ -77,10 +81,8 @@ const struct tensor *tensor_find(const struct tensors *w, const char *name);
 /* The tensor of that name, which must have this shape and a type that to_real converts. NULL on error. */
 const struct tensor *tensor_of_shape(const struct tensors *w, const char *name, const int64_t *shape, int num_dims);
 
+/* Whether a tensor has exactly these dimensions. */
 bool has_shape(const struct tensor *t, const int64_t *shape, int num_dims);
-
-/* "[2, 3]" */
-const char *format_shape(char out[256], const int64_t *shape, int num_dims);
 
 /* ----------------------------------------------------------------------------------------------------- reading */
 
@@ -137,8 +139,8 @@ static inline uint32_t float_to_bits(float value)
 	return bits;
 }
 
-/* Without branches, so that loops over it become vectors; so are the functions below. The product corrects the
- * exponent, also that of subnormal numbers. */
+/* This function and those below have no branches, so that the compiler can vectorise loops over them. The product
+ * changes the bias of the exponent from 15 to 127; it is exact for subnormal numbers too. */
 static inline float half_to_float(uint16_t half)
 {
 	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
@@ -160,13 +162,13 @@ static inline uint16_t float_to_bf16(float value)
 
 static inline uint16_t float_to_half(float value)
 {
-	const uint32_t bits = float_to_bits(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-	const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-	/* the sum rounds where a subnormal ends */
-	const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f);
-	const uint32_t nan = 0x7e00 | (size >> 13 & 0x1ff);
-	const uint32_t finite = size < 0x38800000 ? small : normal;
-	return sign | (size > 0x7f800000 ? nan : size >= 0x477ff000 ? 0x7c00 : finite);
+	const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+	const uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+	/* The unit of a subnormal half is 2^-24, which is also that of floats from 0.5 to 1: the sum rounds to it. */
+	const uint32_t small = float_to_bits(bits_to_float(magnitude) + 0.5f) - float_to_bits(0.5f);
+	const uint32_t nan = 0x7e00 | (magnitude >> 13 & 0x1ff);
+	const uint32_t finite = magnitude < 0x38800000 ? small : normal;
+	return sign | (magnitude > 0x7f800000 ? nan : magnitude >= 0x477ff000 ? 0x7c00 : finite);
 }
 
 #endif

@@ -80,7 +80,7 @@ int64_t input_read(struct input *in, size_t done)
 		long processors = sysconf(_SC_NPROCESSORS_ONLN);
 		in->capacity = TEXT_BLOCK * BLOCKS_AT_ONCE * (size_t)(processors < 1 ? 1 : processors);
 		in->data = allocate(in->capacity);
-	} else if (!done && in->count) /* the blocks that were there were not enough to do anything with */
+	} else if (!done && in->count) /* the caller could encode nothing of these blocks without the text after them */
 		in->data = grow(in->data, in->size, &in->capacity, in->capacity - in->size + 1, 1);
 	memmove(in->data, in->data + done, in->size - done);
 	in->size -= done;
@@ -252,7 +252,7 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 	struct encoder *e = encoder_open(t);
 	char *line = NULL, where[PATH_LEN + 32];
 	size_t room = 0, capacity = 0;
-	int rc = e ? 0 : -1;
+	int rc = 0;
 	ssize_t size;
 	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
 		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
@@ -371,8 +371,12 @@ void encode_text(struct encoder *e, const struct input *in, const struct block *
 	struct document *d = new_document(out);
 	const bool partial = known < b->file_end || !b->file_complete;
 	const int64_t done = encode_part(e, in->data + begin, known - begin, stop - begin, partial, special, &d->ids);
-	if (done < 0 && asprintf(&out->error, "%s: %s", b->path, error_text) < 0)
-		out->error = strdup("out of memory");
+	if (done < 0) {
+		struct text message = {0};
+		text_append_string(&message, b->path), text_append_string(&message, ": ");
+		text_append_string(&message, error_text);
+		out->error = message.data;
+	}
 	out->done = begin + (done < 0 ? 0 : done);
 	d->bytes = text_bytes(encoder_tokenizer(e), &d->ids);
 }
@@ -387,6 +391,6 @@ void encode_lines(struct encoder *e, const struct input *in, const struct block 
 		if (is_blank_line(text, n))
 			continue;
 		if (parse_line(e, b->path, line, text, n, special, new_document(out)) < 0)
-			out->error = strdup(error_text);
+			out->error = copy_string(error_text);
 	}
 }

@@ -32,9 +32,11 @@ struct tokenizer *tokenizer_open(const char *name);
 struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
 void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 
+/* The size of the vocabulary: the highest id + 1. */
 int tokenizer_size(const struct tokenizer *t);
 /* A checksum of everything that ids depend on; the manifest of a token file names it. */
 uint32_t tokenizer_hash(const struct tokenizer *t);
+/* The same of the byte tokenizer. */
 uint32_t byte_tokenizer_hash(void);
 /* The id that ends a document or a reply: 256 of the byte tokenizer; else the eos_token that a tokenizer_config.json
  * beside the file names; else <|endoftext|>; -1 when there is none. */

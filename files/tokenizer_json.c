@@ -228,6 +228,7 @@ static int read_model(struct tokenizer *t, const char *path, const json_t *root,
 	return read_vocab(t, path, vocab, size) < 0 ? -1 : read_merges(t, path, merges);
 }
 
+/* Orders added tokens by the bytes of their text, for qsort; a beginning comes before what begins with it. */
 static int compare_added(const void *a, const void *b)
 {
 	const struct added_token *x = a, *y = b;
@@ -435,6 +436,7 @@ static int check_decoder(const char *where, const json_t *decoder)
 	return strcmp(type, "ByteLevel") ? fail("%s: `%.40s` is not supported; expected ByteLevel", where, type) : 0;
 }
 
+/* Adds n bytes and their number to the hash. */
 static void hash_add(struct tokenizer *t, const void *data, size_t n)
 {
 	t->hash = crc32_z(crc32_z(t->hash, (const uint8_t *)&(uint64_t){n}, 8), data, n);
@@ -492,6 +494,7 @@ static int read_end(struct tokenizer *t, const char *path)
 	return rc;
 }
 
+/* Reads a whole tokenizer.json. After an error, what has been read is freed by tokenizer_free. */
 static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *root)
 {
 	char where[PATH_LEN + 32];

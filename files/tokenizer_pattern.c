@@ -18,6 +18,7 @@ struct translation {
 	size_t n;
 };
 
+/* fail(), naming what is not supported at byte `at` of the pattern. */
 static int refuse_pattern(const struct translation *r, size_t at, const char *what)
 {
 	return fail("%s: pattern: at byte %zu, `%.20s`: %s is not supported", r->where, at, r->pattern + at, what);

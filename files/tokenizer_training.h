@@ -12,7 +12,7 @@ struct tokenizer_training {
 	const char **special;        /* [num_special] special tokens beside <|endoftext|>, <role> and </role> */
 	int num_special;
 	int num_files;
-	char **files;                /* [num_files] text and .jsonl files, as those of tokenize_files() */
+	char **files;                /* [num_files] text and .jsonl files, as for `ling tokenize` */
 };
 /* vocab_size is less than asked for when no pairs are left to merge. bytes: of the files; words: distinct ones. */
 struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; };

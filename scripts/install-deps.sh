@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what ling needs on Debian: compiler, libraries, and Open MPI, which asks for ssh even on one machine. With --tests also what the tests
 # need: cmocka, jq as another reader of JSON, and clang with its OpenMP header and its libraries for sanitizers and fuzzing.
-# Does nothing when all of it is there.
+# Does nothing when all of it is there. (bash, perl, awk, gzip and cmp, which scripts use too, are part of every Debian system.)
 set -eu
 packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libopenmpi-dev openmpi-bin
 	openssh-client pkg-config"

@@ -5,7 +5,7 @@
 #
 # RANKS           all ranks (2)
 # RANKS_PER_NODE  those on a machine (all). One rank a socket, or one for each group of cores that share memory, is a good start.
-# CORES           cores of a rank (this machine's cores over RANKS_PER_NODE). More ranks than cores are a trial: slow, but exact.
+# CORES           cores of a rank (this machine's cores over RANKS_PER_NODE). More ranks than cores are slow, but allowed, to try a layout.
 # HOSTFILE        names of the machines, one a line; ling, the data and train.output_dir must have the same paths on all: a shared file system
 # NETWORK         interface or network for TCP, such as eth1 or 10.1.0.0/16; needed where machines have several and some lead nowhere
 set -euo pipefail

@@ -24,7 +24,7 @@ if [ ! -f "$data/text.ready" ]; then
 	done
 	if [ ${#texts[@]} -lt 2 ]; then
 		echo "The Debian Reference could not be fetched (see $data/fetch.log): training on this project's own documents and sources."
-		cat README.md docs/*.md ./*.c ./*.h tests/*.c scripts/* >"$data/project.txt"
+		cat README.md docs/*.md ./*.[ch] files/*.[ch] commands/*.[ch] tests/*.c scripts/* >"$data/project.txt"
 		texts=("$data/project.txt")
 	fi
 	rm -f "$data"/*.train.txt "$data"/*.valid.txt

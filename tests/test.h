@@ -132,9 +132,9 @@ static inline json_t *json_changed(const json_t *object, const char *key, const 
 }
 
 /* Opens a file or directory of tensors and reads each, of at most 64 elements: 0, or -1 with error_text set. */
-static inline int read_everything(const char *path, const char *kind)
+static inline int read_everything(const char *path, const char *stem)
 {
-	struct tensors *w = tensors_open(path, kind);
+	struct tensors *w = tensors_open(path, stem);
 	int rc = w ? 0 : -1;
 	for (int i = 0; !rc && i < tensors_count(w); i++) {
 		real out[64];

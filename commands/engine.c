@@ -26,7 +26,7 @@ int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
 {
 	const size_t bytes = kv_cache_bytes(m, capacity);
 	*c = (struct kv_cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
-	if (c->kv && place_rope(m, capacity) == 0)
+	if (c->kv && extend_rope(m, capacity) == 0)
 		return 0;
 	kv_cache_free(c);
 	return fail("out of memory for the keys and values of %lld tokens, %.1f GB", (long long)capacity, bytes / 1e9);

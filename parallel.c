@@ -69,6 +69,75 @@ void parallel_start(void)
 	MPI_Comm_free(&machine);
 }
 
+void parallel_stop(int status)
+{
+	if (!mpi.running)
+		return;
+	if (status)
+		MPI_Abort(MPI_COMM_WORLD, status);
+	MPI_Finalize();
+	free(mpi.hosts);
+	free(mpi.last_notice);
+	mpi.running = false;
+}
+
+int parallel_rank(void)
+{
+	int rank = launcher_rank() < 0 ? 0 : launcher_rank();
+	if (mpi.running)
+		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+	return rank;
+}
+
+int parallel_size(void)
+{
+	int size = 1;
+	if (mpi.running)
+		MPI_Comm_size(MPI_COMM_WORLD, &size);
+	return size;
+}
+
+int parallel_local_ranks(void)
+{
+	return mpi.running ? mpi.local_ranks : 1;
+}
+
+const char *parallel_host(void)
+{
+	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
+}
+
+double parallel_seconds(void)
+{
+	return mpi.seconds;
+}
+
+void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
+{
+	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
+}
+
+struct oversubscription parallel_oversubscription(int threads)
+{
+	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
+	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
+		memset(&cores, 0xff, sizeof cores);
+	if (!mpi.running)
+		return (struct oversubscription){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
+	struct oversubscription c = {.threads = 0};
+	MPI_Comm machine;
+	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+	MPI_Comm_size(machine, &c.ranks);
+	MPI_Allreduce(&threads, &c.threads, 1, MPI_INT, MPI_SUM, machine);
+	MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, machine);
+	MPI_Comm_free(&machine);
+	c.cores = CPU_COUNT(&cores);
+	int first = c.threads > c.cores ? parallel_rank() : INT32_MAX;
+	MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+	c.first = first == parallel_rank();
+	return c;
+}
+
 /* ============================================================================================================
  * Waiting. If a rank is stopped or its machine cannot be reached, MPI waits for ever and does not tell which one it
  * is. So a rank that waits sends a notice, an empty message, to ranks 0 and 1 every NOTICE_SECONDS. When rank 0 has
@@ -131,7 +200,7 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 	const double start = clock_seconds();
 	double noticed = start, reported = start, t = start;
 	int done = 0;
-	/* a rank for which others wait must read them too, or they would pile up */
+	/* a rank that never waits long must read its notices too, or they would pile up */
 	if (start - mpi.notices_read > NOTICE_SECONDS) {
 		mpi.notices_read = start;
 		read_notices();
@@ -153,62 +222,9 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 	mpi.seconds += t - start;
 }
 
-int parallel_rank(void)
-{
-	int rank = launcher_rank() < 0 ? 0 : launcher_rank();
-	if (mpi.running)
-		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-	return rank;
-}
-
-int parallel_size(void)
-{
-	int size = 1;
-	if (mpi.running)
-		MPI_Comm_size(MPI_COMM_WORLD, &size);
-	return size;
-}
-
-int parallel_local_ranks(void)
-{
-	return mpi.running ? mpi.local_ranks : 1;
-}
-
-const char *parallel_host(void)
-{
-	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
-}
-
-double parallel_seconds(void)
-{
-	return mpi.seconds;
-}
-
-void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
-{
-	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
-}
-
-struct oversubscription parallel_oversubscription(int threads)
-{
-	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
-	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
-		memset(&cores, 0xff, sizeof cores);
-	if (!mpi.running)
-		return (struct oversubscription){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
-	struct oversubscription c = {.threads = 0};
-	MPI_Comm machine;
-	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
-	MPI_Comm_size(machine, &c.ranks);
-	MPI_Allreduce(&threads, &c.threads, 1, MPI_INT, MPI_SUM, machine);
-	MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, machine);
-	MPI_Comm_free(&machine);
-	c.cores = CPU_COUNT(&cores);
-	int first = c.threads > c.cores ? parallel_rank() : INT32_MAX;
-	MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-	c.first = first == parallel_rank();
-	return c;
-}
+/* ============================================================================================================
+ * Errors: what one rank finds, all must know
+ * ========================================================================================================== */
 
 int parallel_agree(int rc)
 {
@@ -235,18 +251,6 @@ int parallel_same(uint64_t value, const char *what)
 	if (mpi.running)
 		MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
-}
-
-void parallel_stop(int status)
-{
-	if (!mpi.running)
-		return;
-	if (status)
-		MPI_Abort(MPI_COMM_WORLD, status);
-	MPI_Finalize();
-	free(mpi.hosts);
-	free(mpi.last_notice);
-	mpi.running = false;
 }
 
 bool parallel_all_failed(void)
@@ -322,9 +326,9 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i)
  * Collectives
  * ========================================================================================================== */
 
-/* A count as MPI takes it, an int. Rows of a micro-batch and of an expert group are fewer than 2^31 (model_init checks
- * that), a gradient bucket, a checkpoint message and what else is sent have far fewer elements: a larger count is an
- * error in ling. */
+/* A count as MPI takes it, an int. Ends all ranks when n is too large for that. plan_memory (ling.c) refuses sizes with
+ * which the rows of a micro-batch, or of an expert group, could be so many; gradient buckets and checkpoint messages
+ * are far smaller. */
 static int mpi_count(int64_t n)
 {
 	if (n > INT32_MAX) {
@@ -536,7 +540,7 @@ void all_to_all_finish(struct all_to_all *e)
 
 void parallel_progress(void)
 {
-	/* Whatever it is asked, MPI moves a little of all that is under way. No message with this tag ever comes. */
+	/* Any call of MPI moves on all that is under way. No message with this tag is ever sent. */
 	for (int i = 0, found; i < mpi.under_way; i++)
 		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
 }

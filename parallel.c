@@ -48,6 +48,17 @@ const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "
  * Starting and ending
  * ========================================================================================================== */
 
+/* Memory of zeros for what MPI needs, a few numbers for each rank. Ends all ranks when there is none. */
+static void *mpi_allocate(size_t bytes)
+{
+	void *p = calloc(1, bytes);
+	if (!p) {
+		fprintf(stderr, "ling: rank %d: out of memory\n", parallel_rank());
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	}
+	return p;
+}
+
 void parallel_start(void)
 {
 	if (launcher_rank() < 0) /* without a launcher, MPI would start a daemon of its own */
@@ -57,10 +68,8 @@ void parallel_start(void)
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
-	mpi.hosts = calloc(parallel_size(), sizeof *mpi.hosts);
-	mpi.last_notice = calloc(parallel_size(), sizeof *mpi.last_notice);
-	if (!mpi.hosts || !mpi.last_notice)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	mpi.hosts = mpi_allocate(parallel_size() * sizeof *mpi.hosts);
+	mpi.last_notice = mpi_allocate(parallel_size() * sizeof *mpi.last_notice);
 	gethostname(host, sizeof host - 1);
 	MPI_Allgather(host, HOST_LEN, MPI_CHAR, mpi.hosts, HOST_LEN, MPI_CHAR, MPI_COMM_WORLD);
 	MPI_Comm machine;
@@ -355,9 +364,7 @@ void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int6
 	enum { CHUNK = 4096 }; /* elements at a time, of each rank */
 	if (g->size == 1)
 		return;
-	double *all = malloc((size_t)CHUNK * g->size * sizeof *all);
-	if (!all)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	double *all = mpi_allocate((size_t)(n < CHUNK ? n : CHUNK) * g->size * sizeof *all);
 	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	for (int64_t first = 0; first < n; first += CHUNK) {
 		const int count = (int)(n - first < CHUNK ? n - first : CHUNK);
@@ -425,9 +432,7 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 	if (n == 1)
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
-	MPI_Request *requests = s->requests = malloc(2 * n * sizeof *requests);
-	if (!requests)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	MPI_Request *requests = s->requests = mpi_allocate(2 * n * sizeof *requests);
 	count_sent(traffic, (rows - mine) * width, sizeof *in);
 	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
@@ -501,10 +506,8 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		copy_array(out, in, send_rows[0] * width);
 		return;
 	}
-	e->counts = malloc(4 * n * sizeof(int));
-	MPI_Request *request = e->request = malloc(sizeof *request);
-	if (!e->counts || !request)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	e->counts = mpi_allocate(4 * n * sizeof *e->counts);
+	MPI_Request *request = e->request = mpi_allocate(sizeof *request);
 	int *send_counts = e->counts, *send_begins = send_counts + n;
 	int *receive_counts = send_begins + n, *receive_begins = receive_counts + n;
 	int64_t sent = 0, received = 0; /* rows to and from the ranks before r */

@@ -50,7 +50,7 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
 /* ------------------------------------------------------------------------------------------------ sampling */
 
 /* Token ids in the order of falling logits, the lower id first among equals; sorted only as far as they are asked for.
- * The first size - taken entries of `id` are a heap with the highest rank on top; behind it stand the ids that were
+ * The first size - taken entries of `id` are a heap with the highest rank on top; after it come the ids that were
  * taken from it, the first one last. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 

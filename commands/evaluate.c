@@ -137,7 +137,7 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 				: prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m);
 	} else
 		rc = -1;
-	if (parallel_agree(rc) == 0)
+	if ((rc = parallel_agree(rc)) == 0)
 		rc = model_load(&m, dir);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;

@@ -1040,8 +1040,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		return 0;
 	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "
 			"the weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
-			"lengthen its warm-up, and continue from a checkpoint before the trouble (remove later ones) or start "
-			"anew; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
+			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
+			"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
 			plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
 			(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
 }
@@ -2118,8 +2118,8 @@ static void place_shard(real *tensor, const struct parameter *t, const struct sh
 
 /* Writes this rank's tensors of the given blocks to a file. Tensor by tensor, in the same order on all ranks, the
  * ranks send the shards that they keep to the tensor's writer: no rank needs more memory than one tensor and one
- * shard. blocks[b] are the weights or, with `moments`, exp_avg and exp_avg_sq. After a failure a rank goes on until it
- * has received the others' shards, or they would wait for ever. */
+ * shard. blocks[b] are the weights or, with `moments`, exp_avg and exp_avg_sq. After a failure a rank still receives
+ * the others' shards: they would wait for ever otherwise. */
 static int write_parameters(const struct model *m, const struct parameter *global, int n, const char *path,
 		bool moments, int num_blocks, real *const *blocks, const char *const *prefixes)
 {

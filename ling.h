@@ -415,11 +415,12 @@ int64_t trainer_next_batch(struct trainer *t);
  * *m, in which expert_load points into the trainer. Fails, with weights and state unchanged, when loss or gradient is
  * not finite. */
 int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
-/* Writes a checkpoint. */
+/* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
+ * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
 /* Trains to the end, or until a rank is asked to stop. */
 int trainer_run(struct trainer *t);
-/* Whether this is rank 0, which speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
+/* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 
 struct evaluation {

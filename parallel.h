@@ -157,7 +157,8 @@ int slowest_rank(const struct group *g, double seconds);
 
 /* -- messages from one rank to another -- */
 
-/* Sends x to rank `to`, where receive_message with the same tag, 0 .. 32767, takes it. Returns when x may be changed. */
+/* Sends x to rank `to`, where receive_message with the same tag, 0 .. 32767, takes it. Returns as soon as x may be
+ * changed. */
 void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);
 /* Receives the next message with this tag from any rank, of at most `bytes`. */
 void receive_message(const struct group *g, int tag, void *x, int64_t bytes);

@@ -39,14 +39,18 @@
 #define LLM_C_HEADER 1024
 #define MANIFEST_FORMAT "ling-tokens"
 
-const struct token_types_row token_types[] = {
+#ifndef SCAN_BLOCK
+#define SCAN_BLOCK (1 << 22)     /* tokens that a thread looks through at a time */
+#endif
+
+const struct token_type token_types[] = {
 #define ROW(code, name, type) [code] = {name, sizeof(type)},
 	TOKEN_TYPES(ROW)
 #undef ROW
 	[6] = {"float64", 0}, [7] = {"float32", 0},
 };
 #define NUM_TOKEN_TYPES ((int)(sizeof token_types / sizeof *token_types))
-#define MEGATRON_TYPES 9 /* codes below it are Megatron's */
+#define MEGATRON_TYPES 9         /* codes less than this are Megatron's */
 
 /* llm.c's headers: those of GPT-2's vocabulary and of Llama 3's. */
 static const struct { int32_t magic, version; int dtype; } llm_c_headers[] = {
@@ -58,9 +62,11 @@ static int64_t token_width(const struct tokens *t)
 }
 
 static const char *const token_file_names[NUM_TOKEN_FILES] = {"bin", "idx", "mask"};
-const char *const token_file_suffixes[NUM_TOKEN_FILES] = {".bin", ".idx", ".mask.bin"};
+static const char *const token_file_suffixes[NUM_TOKEN_FILES] = {".bin", ".idx", ".mask.bin"};
 
-/* -- the manifest -- */
+/* ============================================================================================================
+ * The manifest
+ * ========================================================================================================== */
 
 static json_t *file_state_to_json(const struct file_state *s)
 {
@@ -110,7 +116,7 @@ static bool same_file_states(const struct file_state *a, const struct file_state
 }
 
 /* The code of an integer type by its name, or 0. */
-static int token_type(const char *name)
+static int token_type_code(const char *name)
 {
 	for (int i = 0; i < NUM_TOKEN_TYPES; i++)
 		if (token_types[i].size && !strcmp(name, token_types[i].name))
@@ -149,7 +155,7 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 ||
 			field_crc(root, path, "crc32", &m->crc32) < 0)
 		return -1;
-	if (!(m->dtype = token_type(dtype)))
+	if (!(m->dtype = token_type_code(dtype)))
 		return fail("%s: `dtype` is \"%.40s\"; expected an integer type", path, dtype);
 	if (files && (field_int(root, path, "largest_id", 0, INT64_MAX, &m->largest_id) < 0 ||
 			field_int(root, path, "learned", 0, m->tokens, &m->loss_tokens) < 0 ||
@@ -210,7 +216,9 @@ static int manifest_check_bytes(const struct manifest *m, const char *path)
 	return 0;
 }
 
-/* -- opening -- */
+/* ============================================================================================================
+ * Opening
+ * ========================================================================================================== */
 
 /* Where the arrays of a checked index begin. */
 struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *documents; };
@@ -321,7 +329,8 @@ int file_state_read(struct file_state *s, const char *path)
 	return 0;
 }
 
-int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix, int format)
+int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix,
+		enum token_format format)
 {
 	char name[PATH_LEN];
 	for (int i = 0; i < NUM_TOKEN_FILES; i++) {
@@ -361,7 +370,7 @@ static int tokens_map(struct tokens *t, const char *path, const char *dtype, cha
 	if (t->format == LLM_C && llm_c_header(t) < 0)
 		return -1;
 	if (t->format == BARE_IDS) {
-		if (!(t->dtype = token_type(dtype)))
+		if (!(t->dtype = token_type_code(dtype)))
 			return fail("%s: dtype `%s` is not known; expected an integer type such as uint16", path, dtype);
 		if (t->bin.size % token_width(t))
 			return fail("%s: its %zu bytes are no whole number of %s ids", path, t->bin.size, dtype);
@@ -545,7 +554,9 @@ void tokens_close(struct tokens *t)
 	memset(t, 0, sizeof *t);
 }
 
-/* -- reading -- */
+/* ============================================================================================================
+ * Reading
+ * ========================================================================================================== */
 
 int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 {
@@ -936,7 +947,7 @@ void blend_close(struct blend *b)
 	*b = (struct blend){0};
 }
 
-#define WHOLE 4294967296.0 /* 2^32: what the shares of all sources add up to, see struct source_state */
+#define SHARES_TOTAL 4294967296.0 /* 2^32: what the shares of all sources add up to, see struct source_state */
 
 void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s)
 {
@@ -946,9 +957,9 @@ void blend_begin(const struct blend *b, const struct config *c, struct trainer_s
 	s->num_sources = b->num_files;
 	for (int i = 0; i < b->num_files; i++) {
 		const double weight = c->data.train[i].weight;
-		const int64_t share = llround(weight / weights * WHOLE);
+		const int64_t share = llround(weight / weights * SHARES_TOTAL);
 		s->sources[i] = (struct source_state){.tokens = b->files[i].count, .crc32 = b->files[i].crc32, .order = i,
-				.share = weight > 0 && share == 0 ? 1 : share}; /* a small weight is not no weight */
+				.share = weight > 0 && share == 0 ? 1 : share}; /* a weight that is not 0 gives some samples */
 	}
 }
 
@@ -974,7 +985,7 @@ static int check_blend(const struct blend *b, const struct trainer_state *now, c
 		snprintf(what, sizeof what, "data.train: found %d token files; the run of %s has %d", n, dir, s->num_sources);
 	else if (found->share != expected->share)
 		snprintf(what, sizeof what, "data.train: %s gives %.4g%% of the samples; in the run of %s it is %.4g%%",
-				b->files[i].path, 100 * found->share / WHOLE, dir, 100 * expected->share / WHOLE);
+				b->files[i].path, 100 * found->share / SHARES_TOTAL, dir, 100 * expected->share / SHARES_TOTAL);
 	else
 		snprintf(what, sizeof what, "data.train: %s holds other tokens (%lld, CRC-32 %08x) than the run of %s was "
 				"started with (%lld, %08x)", b->files[i].path, (long long)found->tokens, found->crc32, dir,

@@ -14,19 +14,35 @@
 #include <stdio.h>
 #include <time.h>
 
-/* -- token files -- */
+/* ============================================================================================================
+ * Token files: their formats, which data.c describes
+ * ========================================================================================================== */
+
+enum token_format { MEGATRON, LLM_C, BARE_IDS };
+
+#define IDX_MAGIC "MMIDIDX\0\0"
+#define IDX_HEADER 34            /* bytes of an .idx file before the lengths */
+
+/* The integer types of ids, X(code, name, type): the code is Megatron's, but for the last one, which Megatron does not
+ * have. */
+#define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
+	X(5, "int64", int64_t) X(8, "uint16", uint16_t) X(9, "uint32", uint32_t)
+enum { INT32 = 4, UINT16 = 8, UINT32 = 9 }; /* codes of these types */
+
+/* By code. size: bytes of an id; 0 for a type of Megatron's that is no integer type. */
+extern const struct token_type { const char *name; int size; } token_types[];
 
 struct tokens {                /* a token file, mapped; see data.c for the formats */
 	char path[PATH_LEN];         /* of the ids */
-	int format;                  /* MEGATRON, LLM_C or BARE_IDS */
-	int dtype;                   /* of the ids: a code of TOKEN_TYPES */
+	enum token_format format;
+	int dtype;                   /* of the ids: a code of TOKEN_TYPES, an index of token_types */
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset; else -1 */
 	const uint8_t *ids;          /* [count] of that type */
 	const uint8_t *loss_mask;    /* [count] 0 where the loss does not count, else 1; NULL: it counts everywhere */
 	char tokenizer[PATH_LEN];    /* of the tokenizer that made it: its name, from the manifest; "": not known */
 	uint32_t tokenizer_hash;     /* its hash, if the name is known */
-	uint32_t crc32;              /* of the bytes of the ids and of the loss mask behind them */
+	uint32_t crc32;              /* of the bytes of the ids, followed by those of the loss mask */
 	int vocab_size;              /* ids are 0 .. vocab_size - 1 */
 	int32_t document_token;      /* see tokens_documents(); -1: not set */
 	struct file_map bin, idx, mask;
@@ -48,87 +64,45 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
  * set: in an llm.c file it begins a document, in a file of bare ids it ends one, because that is how the programs
  * that write them do it. */
 int tokens_documents(const struct tokens *t, int64_t start, int64_t n, int32_t *document, int32_t *target);
-void tokens_close(struct tokens *t);
+/* Token i, 0 <= i < t->count, as it is in the file: it may be outside the vocabulary. */
+int64_t id_at(const struct tokens *t, int64_t i);
+void tokens_close(struct tokens *t); /* a struct of zeros is fine */
 
-/* -- metrics -- */
-
-struct metrics {               /* one step; a non-finite number is written as null and named in "nonfinite" */
-	int64_t step, samples, tokens;
-	int batch;
-	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
-	int num_layers;              /* layers with experts */
-	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
-	bool has_valid_loss;
-	double valid_loss;
-	int num_kinds;               /* of what rank 0 sent in the step, 0 when it is alone; not read back */
-	const char *const *kinds;
-	const int64_t *bytes_sent;
-	int num_sources;             /* of a blend, else 0; not read back */
-	const int64_t *source_samples; /* samples so far from each */
-};
-/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are
- * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
-FILE *metrics_open(const char *output_dir, int64_t step);
-int metrics_write(FILE *f, const struct metrics *m);
-/* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
-int metrics_sync(FILE *f);
-/* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
-int metrics_read(const char *run_dir, struct metrics **out, int *count);
-
-enum { MEGATRON, LLM_C, BARE_IDS };
-
-#define IDX_MAGIC "MMIDIDX\0\0"
-#define IDX_HEADER 34 /* bytes before the lengths */
-
-/* What is done alike for each integer type: X(Megatron's code, name, type). The last one is not Megatron's. */
-#define TOKEN_TYPES(X) X(1, "uint8", uint8_t) X(2, "int8", int8_t) X(3, "int16", int16_t) X(4, "int32", int32_t) \
-	X(5, "int64", int64_t) X(8, "uint16", uint16_t) X(9, "uint32", uint32_t)
-
-extern const struct token_types_row { const char *name; int size; } token_types[];
-
-#define INT32 4
-#define UINT16 8
-#define UINT32 9
+/* ============================================================================================================
+ * The manifest of a token file, PREFIX.json
+ * ========================================================================================================== */
 
 struct file_state { int64_t size; struct timespec modified; }; /* bytes, time of change; size -1: no file */
+/* The files beside the manifest: PREFIX.bin, or what else has the ids; PREFIX.idx; PREFIX.mask.bin. */
 enum { TOKEN_FILE_BIN, TOKEN_FILE_IDX, TOKEN_FILE_MASK, NUM_TOKEN_FILES };
 
-extern const char *const token_file_suffixes[NUM_TOKEN_FILES];
-
 struct manifest {
-	char tokenizer[PATH_LEN];        /* "": not known, and so are the next three */
+	char tokenizer[PATH_LEN];    /* its name; "": not known, and so are the next three */
 	uint32_t tokenizer_hash;
-	int64_t vocab_size, bytes;
-	int dtype;
-	int64_t tokens, documents;   /* documents -1: not told by the file */
-	int64_t largest_id, loss_tokens;
-	uint32_t crc32, mask_crc32;  /* mask_crc32 0 without a mask */
+	int64_t vocab_size;          /* of the tokenizer */
+	int64_t bytes;               /* of the text that was tokenized */
+	int dtype;                   /* a code of TOKEN_TYPES */
+	int64_t tokens, documents;   /* documents -1: the format does not tell */
+	int64_t largest_id;
+	int64_t loss_tokens;         /* tokens that the loss counts: all without a mask */
+	uint32_t crc32, mask_crc32;  /* of the ids, of the mask; mask_crc32 0 without a mask */
 	struct file_state files[NUM_TOKEN_FILES];
 };
 
 /* The manifest as JSON, which the caller owns. */
 json_t *manifest_to_json(const struct manifest *m);
-
+/* Fails when `root`, read from `path`, is not a manifest. */
 int manifest_check_format(const char *path, const json_t *root);
-
-/* That there is no such file is not an error. */
+/* The state of a file. That there is none is not an error. */
 int file_state_read(struct file_state *s, const char *path);
-
 /* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin.
- * format: MEGATRON, LLM_C or BARE_IDS; only the first has an .idx. */
-int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix, int format);
+ * Only the format MEGATRON has an .idx. */
+int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *path, const char *prefix,
+		enum token_format format);
 
-int64_t id_at(const struct tokens *t, int64_t i);
-
-#ifndef SCAN_BLOCK
-#define SCAN_BLOCK (1 << 22) /* tokens that a thread looks through at a time */
-#endif
-
-#ifndef SEQUENCE_MAX
-#define SEQUENCE_MAX (1 << 30) /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
-#endif
-
-/* -- windows: what a model trains on and is evaluated on -- */
+/* ============================================================================================================
+ * Windows: what a model trains on and is evaluated on
+ * ========================================================================================================== */
 
 /* Window i of a token file is tokens [i L, i L + L], L = seq_len: L inputs, and as targets the same shifted by one.
  * Returns the number of windows; tokens that do not fill one at the end are left out. */
@@ -156,9 +130,11 @@ int data_options_init(struct data_options *o, const struct config *c);
  * first max_windows windows (0: in any). */
 int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
 
-/* -- the blend: from which file, and from where in it, each sample of a run comes. This is a function of the shares,
- *    the seed and the number of samples before it alone. What must be remembered between samples is in struct
- *    source_state (files/checkpoint.h), one for each file. -- */
+/* ============================================================================================================
+ * The blend: from which file, and from where in it, each sample of a run comes. This is a function of the shares, the
+ * seed and the number of samples before it alone. What must be remembered between samples is in struct source_state
+ * (files/checkpoint.h), one for each file.
+ * ========================================================================================================== */
 
 struct blend {
 	struct tokens files[MAX_SOURCES];
@@ -180,5 +156,34 @@ int blend_resume(const struct blend *b, const struct config *c, struct trainer_s
 /* Draws the next sample: window `window` of file `file`. Advances the states of the sources, sources [num_files]. */
 struct blend_sample { int file; int64_t window; };
 struct blend_sample blend_next(const struct blend *b, struct source_state *sources);
+
+/* ============================================================================================================
+ * Metrics
+ * ========================================================================================================== */
+
+struct metrics {               /* one step; a non-finite number is written as null and named in "nonfinite" */
+	int64_t step, samples, tokens;
+	int batch;
+	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
+	int num_layers;              /* layers with experts */
+	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
+	bool has_valid_loss;
+	double valid_loss;
+	/* these are written only; metrics_read leaves them 0 */
+	int num_kinds;               /* kinds of traffic (parallel.h); 0 in one process */
+	const char *const *kinds;    /* [num_kinds] their names */
+	const int64_t *bytes_sent;   /* [num_kinds] by rank 0 in the step */
+	int num_sources;             /* token files of a blend; 0 without one */
+	const int64_t *source_samples; /* [num_sources] samples so far from each */
+};
+/* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are
+ * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
+FILE *metrics_open(const char *output_dir, int64_t step);
+/* Appends the line of a step. */
+int metrics_write(FILE *f, const struct metrics *m);
+/* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
+int metrics_sync(FILE *f);
+/* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
+int metrics_read(const char *run_dir, struct metrics **out, int *count);
 
 #endif

@@ -10,7 +10,7 @@
  * result depends on the scheduling or on the number of threads. (Sums inside OpenBLAS may.)
  *
  * Sizes: rows, tokens and elements are counted in int64_t, and every product of sizes is one of int64_t. Lists of
- * rows or tokens are int32_t: a micro-batch has fewer than 2^31 expert rows, which model_init checks.
+ * rows or tokens are int32_t: a micro-batch has fewer than 2^31 expert rows, which plan_memory checks.
  */
 #define _GNU_SOURCE
 #include "kernels.h"
@@ -1373,7 +1373,7 @@ void random_uniform(real *out, int64_t n, const struct random_stream *s, uint64_
 uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
 {
 	/* A Feistel network of 6 rounds is a bijection of [0, 4^half), the smallest of these that holds [0, n). Applied
-	 * again until the result is beneath n ("cycle walking"), it is a bijection of [0, n). */
+	 * again until the result is less than n ("cycle walking"), it is a bijection of [0, n). */
 	int half = 1;
 	while (half < 32 && (uint64_t)1 << 2 * half < n)
 		half++;

@@ -1,7 +1,7 @@
 /*
  * ling.c - the model and one training run.
  *
- * First what is taught, in the order of a training step:
+ * First what is to be read, in the order of a training step:
  *   Sizes, phases, tokens of a rank     a few helpers
  *   Forward                             embedding; attention, router and experts of a layer; final norm
  *   Head and loss                       logits and cross-entropy, and their backward pass
@@ -12,9 +12,9 @@
  *   The loop                            batch, step, evaluation, metrics, checkpoint
  * Then what the above stands on:
  *   Parameters                          the table of parameters; what of each a rank holds
+ *   Sharded optimizer state             buckets, and which shard of each a rank updates
  *   Memory                              planned, then allocated, then divided
  *   Weights                             random, or from files, where evaluation uses them in place
- *   Sharded optimizer state             buckets, and which shard of each a rank updates
  *   Checkpoints                         read and written by all ranks together
  *   Making a trainer                    new, or continued from a checkpoint
  * In comments, "alone" means: with one process, where every group of ranks has size 1.
@@ -44,7 +44,8 @@
  * Sizes, phases, tokens of a rank
  * ========================================================================================================== */
 
-bool has_experts(const struct model_config *c, int layer)
+/* Whether a layer has routed experts; else its feed-forward part is one dense SwiGLU. */
+static bool has_experts(const struct model_config *c, int layer)
 {
 	return layer >= c->first_k_dense_replace;
 }
@@ -117,14 +118,15 @@ struct step_sums step_sums_shape(const struct model_config *c)
 	return (struct step_sums){.size = 2 + stride * c->num_hidden_layers, .stride = stride};
 }
 
-int step_sums_init(struct step_sums *s, const struct model_config *c)
+/* Allocates the sums; the caller frees s->values. */
+static int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
 	*s = step_sums_shape(c);
 	s->values = calloc(s->size, sizeof *s->values);
 	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
 }
 
-struct layer_sums *layer_sums(const struct step_sums *s, int layer)
+static struct layer_sums *layer_sums(const struct step_sums *s, int layer)
 {
 	return (struct layer_sums *)(s->values + 2 + s->stride * layer);
 }
@@ -465,10 +467,10 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
-	/* of the step's loss, which is a mean */
+	/* the weight of a token's loss in that of the step, which is a mean */
 	const double scale = step && step->num_targets ? 1.0 / step->num_targets : 0;
 	double total = 0;
-	/* once for an empty micro-batch: its gradient is written, as 0 */
+	/* an empty micro-batch has one turn too, which writes 0 to its gradient */
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
 		const real *in = head_input(m, normed + first * H, n);
@@ -885,7 +887,8 @@ static int64_t compute_gradients(struct trainer *t, int64_t batch)
 	return step.num_targets;
 }
 
-/* Fills in what the step's sums tell: losses, as means over the layers that have experts, and loads. */
+/* Fills in *m from the step's sums: balance loss and z-loss, as means over the layers that have experts, and the expert
+ * load of each. */
 static void report_sums(struct trainer *t, struct metrics *m)
 {
 	const struct model_config *c = &t->config.model;
@@ -911,8 +914,8 @@ struct decision {
 	double grad_scale;           /* the update is of this times the gradient */
 };
 
-/* Decides from numbers that are the same on all ranks: those of this step in *m, and t->state. Nothing has changed
- * before, and nothing is decided after. */
+/* Decides whether and how to update, from numbers that are the same on all ranks: *m and the config. Weights and state
+ * have not changed yet. */
 static struct decision decide(const struct trainer *t, const struct metrics *m)
 {
 	const double clip = t->config.train.grad_clip, norm = m->grad_norm;
@@ -923,9 +926,9 @@ static struct decision decide(const struct trainer *t, const struct metrics *m)
 	};
 }
 
-/* mu <- 0.9 mu + 0.1 mean(s), and likewise sigma, of each layer's router logits s over the global batch: for the
- * routing warmup. fma() because the compiler would fuse one product or the other, and not the same one in every
- * build. */
+/* For the routing warmup: the running mean and standard deviation of each layer's router logits s become
+ * 0.9 times their old value plus 0.1 times that of s over the global batch, num_tokens tokens. Written with fma():
+ * of a b + c d a compiler may fuse either product, so that two builds could differ in the last bit. */
 static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 {
 	const double n = (double)num_tokens * t->config.model.num_experts, momentum = 0.9;
@@ -982,7 +985,7 @@ static void update(struct trainer *t, const struct decision *d, const struct met
 	memcpy(t->state.sources, t->next_sources, sizeof t->state.sources);
 }
 
-/* The clock and the counters of communication when a step began. */
+/* The time and the counters of communication when a step began; bytes sent by this rank. */
 struct step_account { double start, communication; int64_t sent[NUM_TRAFFIC]; };
 
 static struct step_account open_account(struct model *m)
@@ -1037,8 +1040,8 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 		return 0;
 	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "
 			"the weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
-			"lengthen its warm-up, and continue from a checkpoint before the trouble (remove later ones) or start "
-			"anew; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
+			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
+			"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
 			plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
 			(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
 }
@@ -1063,9 +1066,9 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
-		const int B = i < windows; /* a rank without a window still takes part in what the ranks do together */
+		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		if (B && rc == 0 && (rc = read_window(data, i, L, input, target, document)) < 0)
-			memset(input, 0, 3 * L * sizeof *input); /* what the other ranks compute with this one needs no bad ids */
+			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */
 		m->document = document;
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
@@ -1118,7 +1121,7 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
 
-/* Saves. The metrics so far come to disk first, so that no checkpoint is ahead of them. */
+/* Brings the metrics to disk, then saves a checkpoint: so no checkpoint is ahead of its metrics. */
 static int save_progress(struct trainer *t, FILE *metrics_file)
 {
 	return parallel_agree(is_rank0(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
@@ -1170,8 +1173,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	}
 	if (is_rank0(t))
 		printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step,
-				(long long)t->state.tokens,
-			c->train.output_dir, (long long)t->state.step);
+				(long long)t->state.tokens, c->train.output_dir, (long long)t->state.step);
 	return 0;
 }
 
@@ -1358,7 +1360,7 @@ static struct model_config local_config(const struct model_config *c, const stru
 	return local;
 }
 
-const struct parameter_parts_row parameter_parts[NUM_PARAMETER_PARTS] = {
+const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
 	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
 	{"router", "mlp.gate.weight"}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."},
 };
@@ -1426,6 +1428,77 @@ int layout_check(const struct model_config *c, int ranks, int tensor, int expert
 		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks,
 				c->num_experts, common_divisors(values, ranks, c->num_experts));
 	return 0;
+}
+
+/* ============================================================================================================
+ * Sharded optimizer state: of each bucket, one shard a rank
+ * ========================================================================================================== */
+
+static const struct group *sharing_group(const struct layout *l, enum sharing sharing)
+{
+	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->expert_data;
+}
+
+/* The shard of a bucket that this rank keeps the moments of: its size, and where in the bucket it begins. */
+static int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size)
+{
+	const struct group *g = sharing_group(l, b->sharing);
+	const int64_t begin = shard_begin(b->size, g->rank, g->size);
+	*size = shard_begin(b->size, g->rank + 1, g->size) - begin;
+	return begin;
+}
+
+/* Divides the parameters of a table into buckets. Returns their number, and fills them in unless `buckets` is NULL.
+ * *num_state: elements of this rank's shards. */
+static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
+		int num_parameters, const struct layout *l)
+{
+	int n = 0;
+	*num_state = 0;
+	for (int i = 0; i < num_parameters;) {
+		const struct parameter *first = &parameters[i];
+		int64_t size = 0;
+		for (; i < num_parameters && parameters[i].block == first->block &&
+				parameters[i].sharing == first->sharing; i++)
+			size += parameter_size(&parameters[i]);
+		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
+			const int64_t left = size - done;
+			const struct bucket b = {.offset = first->offset + done, .size = left < BUCKET_SIZE ? left : BUCKET_SIZE,
+					.state = *num_state, .block = first->block, .sharing = first->sharing};
+			int64_t own;
+			own_shard(l, &b, &own);
+			*num_state += own;
+			if (buckets)
+				buckets[n] = b;
+			n++;
+		}
+	}
+	return n;
+}
+
+/* The next shard in the order of memory; false after the last one. */
+static bool next_optimizer_shard(const struct model *m, struct optimizer_shard_iterator *w, struct optimizer_shard *p)
+{
+	for (; w->bucket < m->num_buckets; w->bucket++) {
+		const struct bucket *b = &m->buckets[w->bucket];
+		const struct parameter *t = &m->parameters[w->parameter], *end_of_table = m->parameters + m->num_parameters;
+		int64_t size;
+		const int64_t begin = b->offset + own_shard(&m->layout, b, &size), end = begin + size;
+		while (t < end_of_table && t->offset + parameter_size(t) <= begin)
+			t++;
+		w->parameter = (int)(t - m->parameters);
+		if (t == end_of_table || t->offset >= end)
+			continue;
+		const int64_t last = t->offset + parameter_size(t), from = t->offset > begin ? t->offset : begin,
+				to = last < end ? last : end;
+		*p = (struct optimizer_shard){t, from - t->offset, to - t->offset, b->state + from - begin};
+		if (last <= end)
+			w->parameter++;
+		if (last >= end)
+			w->bucket++;
+		return true;
+	}
+	return false;
 }
 
 /* ============================================================================================================
@@ -1604,9 +1677,6 @@ static int64_t bucket_scratch(const struct layout *layout, int64_t num_elements)
 	return reduce_scatter_scratch(&layout->world, num_elements < BUCKET_SIZE ? num_elements : BUCKET_SIZE, 1);
 }
 
-static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
-		int num_parameters, const struct layout *l);
-
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode)
 {
@@ -1668,7 +1738,8 @@ static void *reserve_memory(size_t bytes)
 	return p == MAP_FAILED ? NULL : p;
 }
 
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements)
+/* Allocates the scratch, for a rank with num_elements parameters. gradient_reduction_free may follow a failure. */
+static int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements)
 {
 	*r = (struct gradient_reduction){.scratch_size = bucket_scratch(layout, num_elements)};
 	const size_t bytes = MAX_REDUCTIONS * r->scratch_size * sizeof *r->scratch;
@@ -1676,15 +1747,13 @@ int gradient_reduction_init(struct gradient_reduction *r, const struct layout *l
 	return r->scratch || !bytes ? 0 : fail("out of memory for the reduction of gradients: %.1f GB", bytes / 1e9);
 }
 
-void gradient_reduction_free(struct gradient_reduction *r)
+static void gradient_reduction_free(struct gradient_reduction *r)
 {
 	free(r->scratch);
 	*r = (struct gradient_reduction){0};
 }
 
-static void place_weights(struct model *m);
-
-int place_rope(struct model *m, int64_t n)
+int extend_rope(struct model *m, int64_t n)
 {
 	if (n <= m->num_positions)
 		return 0;
@@ -1695,6 +1764,46 @@ int place_rope(struct model *m, int64_t n)
 	m->num_positions = n;
 	rope_table(rope, n, m->config.head_dim, m->config.rope_theta);
 	return 0;
+}
+
+/* The weight whose place in params.memory is `at` (NULL: none): there, or in its mapped file. pair: together with the
+ * next one, gate and up. */
+static struct weight weight_at(const struct model *m, const real *at, bool pair)
+{
+	struct weight w = {.data = at};
+	int low = 0, high = m->num_parameters - 1;
+	while (at && low < high) {
+		const int mid = (low + high + 1) / 2;
+		if (m->parameters[mid].offset <= at - m->params.memory)
+			low = mid;
+		else
+			high = mid - 1;
+	}
+	const struct parameter *t = &m->parameters[low];
+	if (at && t->mapped)
+		w = (struct weight){.data = t->mapped, .second = pair ? t[1].mapped : NULL, .bf16 = t->bf16};
+	return w;
+}
+
+/* Lets the forward pass find its weights where they are. */
+static void place_weights(struct model *m)
+{
+	const int64_t H = m->config.hidden_size, I = m->config.moe_intermediate_size;
+	m->embedding = weight_at(m, m->params.embedding, false);
+	m->lm_head = weight_at(m, m->params.lm_head, false);
+	for (int l = 0; l < m->config.num_hidden_layers; l++) {
+		const struct layer_params *p = &m->params.layer[l];
+		struct layer_weights *w = &m->weights[l];
+		*w = (struct layer_weights){.qkv = weight_at(m, p->qkv, false), .dense = weight_at(m, p->dense, false),
+				.router = weight_at(m, p->router, false), .shared_gate_up = weight_at(m, p->shared_gate_up, true),
+				.shared_down = weight_at(m, p->shared_down, false)};
+		w->gate_up = m->expert_weights + 2 * l * m->num_experts;
+		w->down = w->gate_up + m->num_experts;
+		for (int e = 0; p->gate_up && e < m->num_experts; e++) {
+			w->gate_up[e] = weight_at(m, p->gate_up + e * 2 * I * H, true);
+			w->down[e] = weight_at(m, p->down + e * H * I, false);
+		}
+	}
 }
 
 int model_init(struct model *m, const struct model_config *c, const struct layout *layout, int max_sequences,
@@ -1726,7 +1835,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		m->acts_memory = allocate_large(m->acts_bytes = plan.activations);
 		m->arrivals_memory = reserve_memory(m->arrivals_bytes = plan.arrivals);
 		fits = m->parameters && m->buckets && m->params.layer && m->grads.layer && m->acts.layer && m->weights &&
-				m->expert_weights && m->params.memory && place_rope(m, seq_len) == 0 &&
+				m->expert_weights && m->params.memory && extend_rope(m, seq_len) == 0 &&
 				(m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
@@ -1844,46 +1953,6 @@ void model_randomize(struct model *m, uint64_t seed)
 	model_update_head_scale(m);
 }
 
-/* The weight whose place in params.memory is `at` (NULL: none): there, or in its mapped file. pair: with the one
- * behind it, gate and up. */
-static struct weight weight_at(const struct model *m, const real *at, bool pair)
-{
-	struct weight w = {.data = at};
-	int low = 0, high = m->num_parameters - 1;
-	while (at && low < high) {
-		const int mid = (low + high + 1) / 2;
-		if (m->parameters[mid].offset <= at - m->params.memory)
-			low = mid;
-		else
-			high = mid - 1;
-	}
-	const struct parameter *t = &m->parameters[low];
-	if (at && t->mapped)
-		w = (struct weight){.data = t->mapped, .second = pair ? t[1].mapped : NULL, .bf16 = t->bf16};
-	return w;
-}
-
-/* Lets the forward pass find its weights where they are. */
-static void place_weights(struct model *m)
-{
-	const int64_t H = m->config.hidden_size, I = m->config.moe_intermediate_size;
-	m->embedding = weight_at(m, m->params.embedding, false);
-	m->lm_head = weight_at(m, m->params.lm_head, false);
-	for (int l = 0; l < m->config.num_hidden_layers; l++) {
-		const struct layer_params *p = &m->params.layer[l];
-		struct layer_weights *w = &m->weights[l];
-		*w = (struct layer_weights){.qkv = weight_at(m, p->qkv, false), .dense = weight_at(m, p->dense, false),
-				.router = weight_at(m, p->router, false), .shared_gate_up = weight_at(m, p->shared_gate_up, true),
-				.shared_down = weight_at(m, p->shared_down, false)};
-		w->gate_up = m->expert_weights + 2 * l * m->num_experts;
-		w->down = w->gate_up + m->num_experts;
-		for (int e = 0; p->gate_up && e < m->num_experts; e++) {
-			w->gate_up[e] = weight_at(m, p->gate_up + e * 2 * I * H, true);
-			w->down[e] = weight_at(m, p->down + e * H * I, false);
-		}
-	}
-}
-
 /* Opens the files of one kind. They must hold a tensor named prefix + NAME for each of the whole model's and each of
  * the prefixes, and no others. The ranks share the work of verifying the checksums. */
 static struct tensors *open_tensors(const struct model *m, const char *dir, const char *kind, int num_prefixes,
@@ -1904,8 +1973,8 @@ static struct tensors *open_tensors(const struct model *m, const char *dir, cons
 				rc = fail("%s: tensor %s is missing", dir, name);
 		}
 	if (rc == 0 && tensors_count(w) != num_prefixes * n) {
-		/* All of ours are there, so there are more: name one. Names are sought once, in a rare case; a plain search
-		 * will do. */
+		/* All expected tensors are there, so there are more: names one. The search is slow, but only made to report
+		 * an error. */
 		for (int i = 0; i < tensors_count(w) && rc == 0; i++) {
 			bool known = false;
 			for (int j = 0; j < num_prefixes * n && !known; j++) {
@@ -1998,77 +2067,6 @@ int model_load(struct model *m, const char *dir)
 }
 
 /* ============================================================================================================
- * Sharded optimizer state: of each bucket, one shard a rank
- * ========================================================================================================== */
-
-static const struct group *sharing_group(const struct layout *l, enum sharing sharing)
-{
-	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->expert_data;
-}
-
-/* The shard of a bucket that this rank keeps the moments of: its size, and where in the bucket it begins. */
-static int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size)
-{
-	const struct group *g = sharing_group(l, b->sharing);
-	const int64_t begin = shard_begin(b->size, g->rank, g->size);
-	*size = shard_begin(b->size, g->rank + 1, g->size) - begin;
-	return begin;
-}
-
-/* Divides the parameters of a table into buckets. Returns their number, and fills them in unless `buckets` is NULL.
- * *num_state: elements of this rank's shards. */
-static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
-		int num_parameters, const struct layout *l)
-{
-	int n = 0;
-	*num_state = 0;
-	for (int i = 0; i < num_parameters;) {
-		const struct parameter *first = &parameters[i];
-		int64_t size = 0;
-		for (; i < num_parameters && parameters[i].block == first->block &&
-				parameters[i].sharing == first->sharing; i++)
-			size += parameter_size(&parameters[i]);
-		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
-			const int64_t left = size - done;
-			const struct bucket b = {.offset = first->offset + done, .size = left < BUCKET_SIZE ? left : BUCKET_SIZE,
-					.state = *num_state, .block = first->block, .sharing = first->sharing};
-			int64_t own;
-			own_shard(l, &b, &own);
-			*num_state += own;
-			if (buckets)
-				buckets[n] = b;
-			n++;
-		}
-	}
-	return n;
-}
-
-/* The next shard in the order of memory; false after the last one. */
-static bool next_optimizer_shard(const struct model *m, struct optimizer_shard_iterator *w, struct optimizer_shard *p)
-{
-	for (; w->bucket < m->num_buckets; w->bucket++) {
-		const struct bucket *b = &m->buckets[w->bucket];
-		const struct parameter *t = &m->parameters[w->parameter], *end_of_table = m->parameters + m->num_parameters;
-		int64_t size;
-		const int64_t begin = b->offset + own_shard(&m->layout, b, &size), end = begin + size;
-		while (t < end_of_table && t->offset + parameter_size(t) <= begin)
-			t++;
-		w->parameter = (int)(t - m->parameters);
-		if (t == end_of_table || t->offset >= end)
-			continue;
-		const int64_t last = t->offset + parameter_size(t), from = t->offset > begin ? t->offset : begin,
-				to = last < end ? last : end;
-		*p = (struct optimizer_shard){t, from - t->offset, to - t->offset, b->state + from - begin};
-		if (last <= end)
-			w->parameter++;
-		if (last >= end)
-			w->bucket++;
-		return true;
-	}
-	return false;
-}
-
-/* ============================================================================================================
  * Checkpoints: read and written by all ranks together
  * ========================================================================================================== */
 
@@ -2120,8 +2118,8 @@ static void place_shard(real *tensor, const struct parameter *t, const struct sh
 
 /* Writes this rank's tensors of the given blocks to a file. Tensor by tensor, in the same order on all ranks, the
  * ranks send the shards that they keep to the tensor's writer: no rank needs more memory than one tensor and one
- * shard. blocks[b] are the weights or, with `moments`, exp_avg and exp_avg_sq. After a failure a rank goes on until it
- * has received the others' shards, or they would wait for ever. */
+ * shard. blocks[b] are the weights or, with `moments`, exp_avg and exp_avg_sq. After a failure a rank still receives
+ * the others' shards: they would wait for ever otherwise. */
 static int write_parameters(const struct model *m, const struct parameter *global, int n, const char *path,
 		bool moments, int num_blocks, real *const *blocks, const char *const *prefixes)
 {
@@ -2335,7 +2333,7 @@ static int resume(struct trainer *t, const char *dir)
 		fclose(notes);
 	if (parallel_agree(rc) < 0)
 		return -1;
-	if (!t->state.num_sources) /* a converted model, which has seen no data: any will do */
+	if (!t->state.num_sources) /* the checkpoint is a converted model, which has seen no data: any data is right */
 		blend_begin(&t->train, &t->config, &t->state);
 	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir)) < 0)
 		return -1;

@@ -47,8 +47,8 @@
  * loss with respect to X.
  *
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; stop_requested,
- * which a signal handler sets; use_openblas in kernels.c, set once at the start; and in parallel.c what this process
- * knows of MPI.
+ * which a signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows
+ * of MPI; and in commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -80,7 +80,7 @@ enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
  * same experts. */
 enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_EXPERT_DATA };
 
-/* The part of a tensor that a rank holds: up to three ranges of rows, stored one behind the other, and one range of
+/* The part of a tensor that a rank holds: up to three ranges of rows, stored one after the other, and one range of
  * columns. */
 struct shard { int64_t row[3], num_rows[3], col, num_cols; };
 
@@ -251,8 +251,8 @@ struct model {
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
-	double phase_seconds[NUM_PHASES]; /* of the step in hand */
-	double phase_start;          /* when the phase in hand began */
+	double phase_seconds[NUM_PHASES]; /* of the current step */
+	double phase_start;          /* clock_seconds() when the current phase began */
 };
 
 /* One optimizer step as the model sees it. */
@@ -269,12 +269,12 @@ struct step {
 /* Sums over the micro-batches of a step so far, in one block of doubles, so that one all_reduce adds them up over the
  * ranks. */
 struct step_sums {
-	double *values;              /* [size] [0]: cross-entropy in nats,
-			over the targets that count; [1]: ranks that were asked to stop;
-	                              * then one struct layer_sums, of `stride` doubles, for each layer */
+	/* [size] values[0]: cross-entropy in nats, over the targets that count; values[1]: how many ranks were asked to
+	 * stop; then one struct layer_sums, of `stride` doubles, for each layer */
+	double *values;
 	int64_t size, stride;
 };
-struct layer_sums {
+struct layer_sums {              /* of one layer */
 	double balance, z;           /* the step's means of balance loss and z-loss */
 	double s, s_squared;         /* sums of the router's logits and of their squares */
 	double count[];              /* [E] assignments */
@@ -291,29 +291,28 @@ struct gradient_reduction {
 	real *scratch;               /* [MAX_REDUCTIONS, scratch_size]; NULL in one process */
 	int64_t scratch_size;
 };
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements);
-void gradient_reduction_free(struct gradient_reduction *r);
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The
  * layout must be connected. Fails when memory does not suffice, and says how much is needed. model_free may follow a
  * failure. */
 int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences,
-		int seq_len,
-		enum model_mode mode);
+		int seq_len, enum model_mode mode);
 void model_free(struct model *m);
+/* Sets all weights as each parameter's `init` says. A random weight depends on the seed, the tensor's name and its
+ * place in the whole tensor alone, so every layout starts from the same model. */
 void model_randomize(struct model *m, uint64_t seed);
 /* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
  * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the
  * system reads as needed. The checksums of all tensors are checked first; in evaluation only where the files are no
  * larger than memory. */
 int model_load(struct model *m, const char *dir);
-/* Renews the head norm cache. To be called whenever weights have changed. */
+/* Computes the head norm cache. Call it whenever weights have changed. Collective. */
 void model_update_head_scale(struct model *m);
 /* The forward pass for B windows, input [B, L]. acts.normed then holds the final norm's output. In training, step
  * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* The forward pass for the next tokens of some sequences: at least one token of each, max_sequences * seq_len
- * together. They enter the caches, and acts.normed holds their results, one segment behind the other. The results are
+ * together. They enter the caches, and acts.normed holds their results, one segment after the other. The results are
  * those of model_forward, to the bit: they depend neither on the other segments nor on how a sequence was cut into
  * segments. */
 void model_extend(struct model *m, const struct segment *segments, int n);
@@ -332,44 +331,43 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
  * ranks. */
 double gradient_square(const struct model *m);
 
-int step_sums_init(struct step_sums *s, const struct model_config *c); /* to be freed with free(s->values) */
 struct step_sums step_sums_shape(const struct model_config *c); /* size and stride alone */
-struct layer_sums *layer_sums(const struct step_sums *s, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
 int shared_width(const struct model_config *c, int layer);
-bool has_experts(const struct model_config *c, int layer);
-/* Tokens of which the head makes logits at a time, V entries of the whole vocabulary being split over `tensor`
- * ranks. */
+/* How many tokens the head computes logits for at a time. V: entries of the whole vocabulary, which `tensor` ranks
+ * split. */
 int64_t head_chunk(int64_t V, int tensor);
-/* Makes the rotary embedding's table at least n positions long. -1 when memory is short. */
-int place_rope(struct model *m, int64_t n);
+/* Makes the rotary embedding's table at least n positions long. Returns -1, without setting error_text, when memory is
+ * short. */
+int extend_rope(struct model *m, int64_t n);
 /* The table of the whole model, whichever ranks hold it. To be freed; NULL when memory is short. */
 struct parameter *global_parameters(const struct model_config *c, int *n);
 /* Refuses a layout that does not fit the model, naming the values that would. */
 int layout_check(const struct model_config *c, int ranks, int tensor, int expert);
 
-/* Bytes that a rank takes. `arrivals` is the most that expert rows can take; `saving` is what is taken while a
- * checkpoint is written. */
+/* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
-	int64_t num_elements, num_parameters, num_buckets, num_state;
-	size_t weights, gradients, optimizer, activations, arrivals, reduction, saving;
+	int64_t num_elements, num_parameters, num_buckets, num_state; /* as in struct model */
+	size_t weights, gradients, optimizer, activations;
+	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
+	size_t reduction;            /* scratch of the reduction of gradients */
+	size_t saving;               /* taken while a checkpoint is written */
 };
-/* c is the whole model's config. */
+/* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
+ * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
-		int64_t L,
-		enum model_mode mode);
+		int64_t L, enum model_mode mode);
 
 /* The parts of a model that parameters are counted in. A tensor belongs to the first one whose pattern is in its
  * name. */
 enum { NUM_PARAMETER_PARTS = 7 };
-extern const struct parameter_parts_row { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];
+extern const struct parameter_part { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];
 struct parameter_count { int64_t total, active; }; /* active: those that one token uses */
 /* Counts the parameters of each part, and all of them in the last element. *flops: the FLOPs of training on a token at
  * seq_len: 6 for each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len
- * / 2 tokens on average. */
+ * / 2 tokens on average. Fails when memory is short. */
 int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops,
-		const struct model_config *c,
-		int64_t seq_len);
+		const struct model_config *c, int64_t seq_len);
 
 /* ============================================================================================================
  * Schedules and one training run
@@ -389,7 +387,7 @@ struct trainer {
 	struct blend train;          /* the files of data.train */
 	struct tokens valid[MAX_SOURCES];
 	struct trainer_state state;
-	/* what state.sources becomes with the update on the batch in hand */
+	/* what state.sources becomes with the update on the current batch */
 	struct source_state next_sources[MAX_SOURCES];
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
@@ -417,26 +415,27 @@ int64_t trainer_next_batch(struct trainer *t);
  * *m, in which expert_load points into the trainer. Fails, with weights and state unchanged, when loss or gradient is
  * not finite. */
 int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
-/* Writes a checkpoint. */
+/* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
+ * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
 /* Trains to the end, or until a rank is asked to stop. */
 int trainer_run(struct trainer *t);
-/* Whether this is rank 0, which speaks for all: it prints, writes the metrics, and makes and names checkpoints. */
+/* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 
-/* Mean cross-entropy over the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
- * batching can change it. */
 struct evaluation {
-	double loss;                 /* nats */
+	double loss;                 /* mean cross-entropy, nats */
 	int64_t tokens;              /* targets that count */
 	int64_t bytes;               /* of their text; 0 without a tokenizer */
 };
+/* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
+ * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
+ * same result. Rank 0 shows the progress on standard error. Fails when an id is outside the vocabulary. */
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask,
-		int64_t max_windows,
-		struct evaluation *e);
+		int64_t max_windows, struct evaluation *e);
 
-/* Set by the signals that ask for a stop (commands/train.c): the step in hand is finished and saved. Global because a
- * signal handler has no arguments. */
+/* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved. Global because a
+ * signal handler gets no pointer of ours. */
 extern volatile sig_atomic_t stop_requested;
 
 #endif

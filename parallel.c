@@ -48,6 +48,17 @@ const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "
  * Starting and ending
  * ========================================================================================================== */
 
+/* Memory of zeros for what MPI needs, a few numbers for each rank. Ends all ranks when there is none. */
+static void *mpi_allocate(size_t bytes)
+{
+	void *p = calloc(1, bytes);
+	if (!p) {
+		fprintf(stderr, "ling: rank %d: out of memory\n", parallel_rank());
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	}
+	return p;
+}
+
 void parallel_start(void)
 {
 	if (launcher_rank() < 0) /* without a launcher, MPI would start a daemon of its own */
@@ -57,16 +68,83 @@ void parallel_start(void)
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
-	mpi.hosts = calloc(parallel_size(), sizeof *mpi.hosts);
-	mpi.last_notice = calloc(parallel_size(), sizeof *mpi.last_notice);
-	if (!mpi.hosts || !mpi.last_notice)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	mpi.hosts = mpi_allocate(parallel_size() * sizeof *mpi.hosts);
+	mpi.last_notice = mpi_allocate(parallel_size() * sizeof *mpi.last_notice);
 	gethostname(host, sizeof host - 1);
 	MPI_Allgather(host, HOST_LEN, MPI_CHAR, mpi.hosts, HOST_LEN, MPI_CHAR, MPI_COMM_WORLD);
 	MPI_Comm machine;
 	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
 	MPI_Comm_size(machine, &mpi.local_ranks);
 	MPI_Comm_free(&machine);
+}
+
+void parallel_stop(int status)
+{
+	if (!mpi.running)
+		return;
+	if (status)
+		MPI_Abort(MPI_COMM_WORLD, status);
+	MPI_Finalize();
+	free(mpi.hosts);
+	free(mpi.last_notice);
+	mpi.running = false;
+}
+
+int parallel_rank(void)
+{
+	int rank = launcher_rank() < 0 ? 0 : launcher_rank();
+	if (mpi.running)
+		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+	return rank;
+}
+
+int parallel_size(void)
+{
+	int size = 1;
+	if (mpi.running)
+		MPI_Comm_size(MPI_COMM_WORLD, &size);
+	return size;
+}
+
+int parallel_local_ranks(void)
+{
+	return mpi.running ? mpi.local_ranks : 1;
+}
+
+const char *parallel_host(void)
+{
+	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
+}
+
+double parallel_seconds(void)
+{
+	return mpi.seconds;
+}
+
+void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
+{
+	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
+}
+
+struct oversubscription parallel_oversubscription(int threads)
+{
+	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
+	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
+		memset(&cores, 0xff, sizeof cores);
+	if (!mpi.running)
+		return (struct oversubscription){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
+	struct oversubscription c = {.threads = 0};
+	MPI_Comm machine;
+	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+	MPI_Comm_size(machine, &c.ranks);
+	MPI_Allreduce(&threads, &c.threads, 1, MPI_INT, MPI_SUM, machine);
+	MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, machine);
+	MPI_Comm_free(&machine);
+	c.cores = CPU_COUNT(&cores);
+	int first = c.threads > c.cores ? parallel_rank() : INT32_MAX;
+	MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+	c.first = first == parallel_rank();
+	return c;
 }
 
 /* ============================================================================================================
@@ -131,7 +209,7 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 	const double start = clock_seconds();
 	double noticed = start, reported = start, t = start;
 	int done = 0;
-	/* a rank for which others wait must read them too, or they would pile up */
+	/* a rank that never waits long must read its notices too, or they would pile up */
 	if (start - mpi.notices_read > NOTICE_SECONDS) {
 		mpi.notices_read = start;
 		read_notices();
@@ -153,62 +231,9 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 	mpi.seconds += t - start;
 }
 
-int parallel_rank(void)
-{
-	int rank = launcher_rank() < 0 ? 0 : launcher_rank();
-	if (mpi.running)
-		MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-	return rank;
-}
-
-int parallel_size(void)
-{
-	int size = 1;
-	if (mpi.running)
-		MPI_Comm_size(MPI_COMM_WORLD, &size);
-	return size;
-}
-
-int parallel_local_ranks(void)
-{
-	return mpi.running ? mpi.local_ranks : 1;
-}
-
-const char *parallel_host(void)
-{
-	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
-}
-
-double parallel_seconds(void)
-{
-	return mpi.seconds;
-}
-
-void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
-{
-	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
-}
-
-struct oversubscription parallel_oversubscription(int threads)
-{
-	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
-	if (sched_getaffinity(0, sizeof cores, &cores) < 0)
-		memset(&cores, 0xff, sizeof cores);
-	if (!mpi.running)
-		return (struct oversubscription){1, threads, CPU_COUNT(&cores), threads > CPU_COUNT(&cores)};
-	struct oversubscription c = {.threads = 0};
-	MPI_Comm machine;
-	MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
-	MPI_Comm_size(machine, &c.ranks);
-	MPI_Allreduce(&threads, &c.threads, 1, MPI_INT, MPI_SUM, machine);
-	MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, machine);
-	MPI_Comm_free(&machine);
-	c.cores = CPU_COUNT(&cores);
-	int first = c.threads > c.cores ? parallel_rank() : INT32_MAX;
-	MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-	c.first = first == parallel_rank();
-	return c;
-}
+/* ============================================================================================================
+ * Errors: what one rank finds, all must know
+ * ========================================================================================================== */
 
 int parallel_agree(int rc)
 {
@@ -235,18 +260,6 @@ int parallel_same(uint64_t value, const char *what)
 	if (mpi.running)
 		MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
-}
-
-void parallel_stop(int status)
-{
-	if (!mpi.running)
-		return;
-	if (status)
-		MPI_Abort(MPI_COMM_WORLD, status);
-	MPI_Finalize();
-	free(mpi.hosts);
-	free(mpi.last_notice);
-	mpi.running = false;
 }
 
 bool parallel_all_failed(void)
@@ -322,9 +335,9 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i)
  * Collectives
  * ========================================================================================================== */
 
-/* A count as MPI takes it, an int. Rows of a micro-batch and of an expert group are fewer than 2^31 (model_init checks
- * that), a gradient bucket, a checkpoint message and what else is sent have far fewer elements: a larger count is an
- * error in ling. */
+/* A count as MPI takes it, an int. Ends all ranks when n is too large for that. plan_memory (ling.c) refuses sizes with
+ * which the rows of a micro-batch, or of an expert group, could be so many; gradient buckets and checkpoint messages
+ * are far smaller. */
 static int mpi_count(int64_t n)
 {
 	if (n > INT32_MAX) {
@@ -351,9 +364,7 @@ void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int6
 	enum { CHUNK = 4096 }; /* elements at a time, of each rank */
 	if (g->size == 1)
 		return;
-	double *all = malloc((size_t)CHUNK * g->size * sizeof *all);
-	if (!all)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	double *all = mpi_allocate((size_t)(n < CHUNK ? n : CHUNK) * g->size * sizeof *all);
 	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	for (int64_t first = 0; first < n; first += CHUNK) {
 		const int count = (int)(n - first < CHUNK ? n - first : CHUNK);
@@ -421,9 +432,7 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 	if (n == 1)
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
-	MPI_Request *requests = s->requests = malloc(2 * n * sizeof *requests);
-	if (!requests)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	MPI_Request *requests = s->requests = mpi_allocate(2 * n * sizeof *requests);
 	count_sent(traffic, (rows - mine) * width, sizeof *in);
 	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
@@ -497,10 +506,8 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		copy_array(out, in, send_rows[0] * width);
 		return;
 	}
-	e->counts = malloc(4 * n * sizeof(int));
-	MPI_Request *request = e->request = malloc(sizeof *request);
-	if (!e->counts || !request)
-		MPI_Abort(MPI_COMM_WORLD, 1);
+	e->counts = mpi_allocate(4 * n * sizeof *e->counts);
+	MPI_Request *request = e->request = mpi_allocate(sizeof *request);
 	int *send_counts = e->counts, *send_begins = send_counts + n;
 	int *receive_counts = send_begins + n, *receive_begins = receive_counts + n;
 	int64_t sent = 0, received = 0; /* rows to and from the ranks before r */
@@ -536,7 +543,7 @@ void all_to_all_finish(struct all_to_all *e)
 
 void parallel_progress(void)
 {
-	/* Whatever it is asked, MPI moves a little of all that is under way. No message with this tag ever comes. */
+	/* Any call of MPI moves on all that is under way. No message with this tag is ever sent. */
 	for (int i = 0, found; i < mpi.under_way; i++)
 		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
 }

@@ -57,8 +57,8 @@ struct layout {
 	struct group expert_data;    /* ranks with the same experts */
 };
 
-/* The layout of rank `rank` of `ranks`, tensor ranks in a tensor group and `expert` in an expert group. It is not
- * connected: good to plan with, not to send. */
+/* The layout of rank `rank` of `ranks`, with `tensor` ranks in a tensor group and `expert` in an expert group. It is
+ * not connected: it serves to plan, and the collectives cannot use it. */
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
 /* Collective. Makes MPI's communicators, so that the collectives can be used. */
 void layout_connect(struct layout *l);
@@ -86,7 +86,7 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
  * - 1. Counts of rows, and of what is sent at once, must be less than 2^31; a larger one ends all ranks with a
  * message. */
 
-/* What a collective is for: its name in messages, and the account on which the bytes go that this rank sends. */
+/* What a collective is for. Messages name it, and the bytes that this rank sends are counted by it. */
 enum traffic {
 	TRAFFIC_GATHER, TRAFFIC_SUM, /* activations over the tensor group: all_gather and reduce_scatter */
 	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: their numbers; to the experts; back. Both passes */
@@ -149,7 +149,7 @@ void all_to_all_finish(struct all_to_all *e);
  * now and then between start and finish. Does nothing when none is under way; not collective. */
 void parallel_progress(void);
 
-/* The bytes of rank 0 to all ranks. */
+/* x [bytes] becomes that of rank 0 on every rank. */
 void broadcast(const struct group *g, void *x, int64_t bytes);
 
 /* The rank whose `seconds` are largest, the first among equals. */
@@ -157,7 +157,8 @@ int slowest_rank(const struct group *g, double seconds);
 
 /* -- messages from one rank to another -- */
 
-/* Sends x to rank `to`; tag, 0 .. 32767, is what the receiver asks for. */
+/* Sends x to rank `to`, where receive_message with the same tag, 0 .. 32767, takes it. Returns as soon as x may be
+ * changed. */
 void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);
 /* Receives the next message with this tag from any rank, of at most `bytes`. */
 void receive_message(const struct group *g, int tag, void *x, int64_t bytes);

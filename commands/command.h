@@ -15,8 +15,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* The exit statuses of the program, and what a command's run() returns. Unless it is EXIT_DONE, error_text says why.
- * */
+/* The exit statuses of the program, and what a command's run() returns. After any but EXIT_DONE error_text says
+ * why. */
 enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
 
 enum option_type {
@@ -72,7 +72,7 @@ struct command_option {
 #define PRINT_OPTION(option_name, function, option_help) \
 	{.name = option_name, .type = OPTION_PRINT, .help = option_help, .print = function}
 
-enum { ANY_NUMBER = INT32_MAX };
+enum { ANY_NUMBER = INT32_MAX }; /* as max_words */
 
 struct command_line;
 struct model_config;

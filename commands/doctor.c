@@ -13,7 +13,6 @@
 #include "commands/report.h"
 #include "commands/self_check.h"
 
-#include <math.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -57,7 +56,7 @@ static double measure_peak(int repeats, int threads)
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], communication[BENCH_STEPS], part[NUM_PHASES][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], phase[NUM_PHASES][BENCH_STEPS];
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
 	b->peak = measure_peak(10, kernels_threads());
@@ -75,7 +74,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;
 		for (int p = 0; p < NUM_PHASES && i >= 0; p++)
-			part[p][i] = t->model.phase_seconds[p];
+			phase[p][i] = t->model.phase_seconds[p];
 		if (i >= 0) {
 			step[i] = m.seconds;
 			communication[i] = t->communication;
@@ -88,7 +87,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	b->communication_seconds = median(communication, BENCH_STEPS);
 	b->ranks = t->model.layout.world.size;
 	for (int p = 0; p < NUM_PHASES; p++)
-		b->phase_seconds[p] = median(part[p], BENCH_STEPS);
+		b->phase_seconds[p] = median(phase[p], BENCH_STEPS);
 	b->tokens = batch * L;
 	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
 	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
@@ -102,22 +101,22 @@ static json_t *bench_report(const struct bench *b, const char *path)
 	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head",
 			"optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
-	json_t *parts = json_object();
+	json_t *phases = json_object();
 	for (int p = 0; p < NUM_PHASES; p++)
-		json_object_set_new(parts, names[p], report_number(b->phase_seconds[p]));
+		json_object_set_new(phases, names[p], report_number(b->phase_seconds[p]));
 	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
 			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
 			"roof_gflops", report_number(b->peak / 1e9), "step_seconds", report_number(b->step_seconds),
 			"tokens_per_second", report_number(b->tokens / b->step_seconds), "gflops", report_number(rate / 1e9),
 			"roof_percent", report_number(100 * rate / b->peak),
-			"communication_seconds", report_number(b->communication_seconds), "parts", parts);
+			"communication_seconds", report_number(b->communication_seconds), "parts", phases);
 }
 
 static void print_bench(const json_t *report)
 {
 	const double seconds = report_double(report, "step_seconds");
 	const char *name;
-	json_t *part;
+	json_t *phase;
 	if (report_integer(report, "ranks") > 1)
 		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"),
 				report_double(report, "communication_seconds"));
@@ -127,8 +126,8 @@ static void print_bench(const json_t *report)
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the peak\n", seconds,
 			report_double(report, "tokens_per_second"), report_double(report, "gflops"),
 			report_double(report, "roof_percent"));
-	json_object_foreach(json_object_get(report, "parts"), name, part)
-		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(part), 100 * json_number_value(part) / seconds);
+	json_object_foreach(json_object_get(report, "parts"), name, phase)
+		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(phase), 100 * json_number_value(phase) / seconds);
 }
 
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */

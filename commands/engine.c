@@ -26,7 +26,7 @@ int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
 {
 	const size_t bytes = kv_cache_bytes(m, capacity);
 	*c = (struct kv_cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
-	if (c->kv && place_rope(m, capacity) == 0)
+	if (c->kv && extend_rope(m, capacity) == 0)
 		return 0;
 	kv_cache_free(c);
 	return fail("out of memory for the keys and values of %lld tokens, %.1f GB", (long long)capacity, bytes / 1e9);
@@ -50,7 +50,7 @@ void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_c
 /* ------------------------------------------------------------------------------------------------ sampling */
 
 /* Token ids in the order of falling logits, the lower id first among equals; sorted only as far as they are asked for.
- * The first size - taken entries of `id` are a heap with the highest rank on top; behind it stand the ids that were
+ * The first size - taken entries of `id` are a heap with the highest rank on top; after it come the ids that were
  * taken from it, the first one last. */
 struct ranking { const real *logits; int32_t *id; int64_t size, taken; };
 

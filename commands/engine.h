@@ -1,6 +1,6 @@
 /*
- * commands/engine.h - text generation: key-value caches, batches of requests, sampling. Beneath `ling generate` and
- * the exact-match tasks of `ling eval`.
+ * commands/engine.h - text generation: key-value caches, batches of requests, sampling. `ling generate` uses it,
+ * and `ling eval` for exact-match tasks.
  */
 #ifndef LING_COMMANDS_ENGINE_H
 #define LING_COMMANDS_ENGINE_H

@@ -94,13 +94,13 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	return rc;
 }
 
-/* Encodes all tasks for windows of L tokens, work[tasks->count], and makes a model. All errors in tasks are found
- * here, before anything is computed. */
-static int prepare_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
-		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work, struct model *m)
+/* Encodes all tasks for windows of L tokens, work[tasks->count]: all errors in tasks are found here, before anything is
+ * computed. Returns the most tokens that a forward pass should take, or -1. */
+static int encode_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
+		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work)
 {
 	enum { MAX_FORWARD_TOKENS = 4096 };
-	int64_t forward_tokens = 1; /* most tokens of a forward pass */
+	int64_t forward_tokens = 1;
 	if (tokenizer_size(tokenizer) > c->vocab_size)
 		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model "
 				"was trained with", dir, tokenizer_size(tokenizer), c->vocab_size);
@@ -110,11 +110,15 @@ static int prepare_tasks(const struct eval_options *o, const char *dir, const st
 		const int64_t batch = work[i].num_contexts < o->batch ? work[i].num_contexts : o->batch;
 		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
 	}
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the samples */
+	return forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS;
+}
+
+/* Loads the model on all ranks, which share the samples. */
+static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens)
+{
+	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
 	layout_connect(&layout);
-	if (forward_tokens > MAX_FORWARD_TOKENS)
-		forward_tokens = MAX_FORWARD_TOKENS;
-	return model_init(m, c, &layout, 1, (int)forward_tokens, EVALUATE);
+	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
 }
 
 static int eval_tasks(const struct command_line *line, const struct model_config *c)
@@ -128,17 +132,17 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 	struct task_work *work = NULL;
 	struct task_result *result = NULL;
 	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
-	int rc = tasks_load(&tasks, o->tasks);
+	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
 	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
 	if (tokenizer) {
 		work = calloc(tasks.count, sizeof *work);
 		result = calloc(tasks.count, sizeof *result);
-		rc = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
-				: prepare_tasks(o, dir, c, &tasks, tokenizer, L, work, &m);
-	} else
-		rc = -1;
-	if (parallel_agree(rc) == 0)
-		rc = model_load(&m, dir);
+		forward_tokens = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
+				: encode_tasks(o, dir, c, &tasks, tokenizer, L, work);
+	}
+	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
+	if (rc == 0)
+		rc = load_model(&m, c, dir, forward_tokens);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);

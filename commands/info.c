@@ -71,7 +71,7 @@ static void print_model(const json_t *report)
 			report_double(report, "flops_per_token"));
 }
 
-/* What a layout of ranks costs: the memory of the last rank, which holds most, because the last slice of anything is
+/* What a layout of ranks costs: the memory of the last rank, which holds most, because the last shard of anything is
  * never smaller than the others; and the bytes that rank 0, which has most micro-batches, sends in a step, if all
  * experts get the same number of tokens. */
 struct layout_plan {
@@ -131,7 +131,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
 	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
 	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
-	/* A rank sends all gradients but its own slice of each bucket, and later that slice of the weights to all other
+	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights to all other
 	 * ranks of its group, which is as much. */
 	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];

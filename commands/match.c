@@ -52,7 +52,7 @@ bool pattern_extract(const char *pattern, bool last, const struct text *in, stru
 		const PCRE2_SIZE *v = pcre2_get_ovector_pointer(match);
 		if (v[2] != PCRE2_UNSET && v[3] >= v[2])
 			matched = true, begin = v[2], size = v[3] - v[2];
-		at = v[1] > at ? v[1] : at + 1; /* behind an empty match, or one that \K moved: the next character */
+		at = v[1] > at ? v[1] : at + 1; /* after an empty match, or one that \K moved: the next character */
 		while (at < in->size && ((uint8_t)in->data[at] & 0xc0) == 0x80)
 			at++;
 	}

@@ -8,7 +8,7 @@
 
 #include <stdbool.h>
 
-/* Whether a pattern compiles and has a group. If not, *wrong says why, a text that goes behind "a pattern ". */
+/* Whether a pattern compiles and has a group. If not, *wrong says why, in words that fit after "a pattern ". */
 bool pattern_check(const char *pattern, char wrong[160]);
 
 /* Appends group 1 of the first match in a text, or of the last one, of a pattern that pattern_check accepts. The text

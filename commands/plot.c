@@ -159,7 +159,7 @@ static void loss_panel(struct canvas *c, const struct series *train, const struc
 	};
 	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, is_log ? "cross-entropy (nats per token, log scale)"
 			: "cross-entropy (nats per token)", BLACK);
-	draw_axis(c, x, BENEATH, bottom, top, x_name, BLACK);
+	draw_axis(c, x, BELOW, bottom, top, x_name, BLACK);
 	for (int i = 0; i < 3; i++)
 		draw_series(c, &s[i], x, &y);
 	bool train_marked = mark_nonfinite(c, train, x, bottom), valid_marked = mark_nonfinite(c, valid, x, bottom);
@@ -186,7 +186,7 @@ static void schedule_panel(struct canvas *c, const struct series *lr, const stru
 	struct series nonfinite = {"non-finite", RED, 0, 10, false, 0, NULL, NULL};
 	draw_axis(c, &left, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, "learning rate", lr->colour);
 	draw_axis(c, &right, RIGHT_OF, PLOT_RIGHT, PLOT_RIGHT, "batch (sequences)", batch->colour);
-	draw_axis(c, x, BENEATH, bottom, top, "step", BLACK);
+	draw_axis(c, x, BELOW, bottom, top, "step", BLACK);
 	draw_series(c, batch, x, &right);
 	draw_series(c, lr, x, &left);
 	bool marked = mark_nonfinite(c, lr, x, bottom);
@@ -225,7 +225,7 @@ static void load_panel(struct canvas *c, const struct metrics *m, int n, int lay
 	struct axis y = make_axis(-0.5, layers - 0.5, bottom, top, 1, false);
 	struct axis colours = make_axis(1, fmax(hi, 1.1), bottom, top, 0, false);
 	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_LEFT, "MoE layer", BLACK);
-	draw_axis(c, x, BENEATH, bottom, bottom, "step", BLACK);
+	draw_axis(c, x, BELOW, bottom, bottom, "step", BLACK);
 	for (size_t i = 0; i < cells; i++) {
 		int layer = i / COLUMNS, column = PLOT_LEFT + i % COLUMNS;
 		double t = (load[i] - colours.lo) / (colours.hi - colours.lo);

@@ -287,7 +287,7 @@ void draw_axis(struct canvas *c, const struct axis *a, enum side side, int at, i
 		char number[32];
 		int p = floor(fmin(axis_at(a, a->ticks[i]), fmax(a->start, a->end) - 1));
 		format_number(number, a->ticks[i], a->step > 0 ? a->step : a->ticks[i], fmax(fabs(a->lo), fabs(a->hi)));
-		if (side == BENEATH) {
+		if (side == BELOW) {
 			fill_box(c, p, grid, p + 1, at, GRID);
 			fill_box(c, p, at, p + 1, at + 7, GREY);
 			draw_text(c, p + 0.5, at + 21, number, TEXT_SCALE, 0.5, false, BLACK);
@@ -299,7 +299,7 @@ void draw_axis(struct canvas *c, const struct axis *a, enum side side, int at, i
 		}
 	}
 	double middle = (a->start + a->end) / 2;
-	if (side == BENEATH)
+	if (side == BELOW)
 		draw_text(c, middle, at + 49, name, TEXT_SCALE, 0.5, false, colour);
 	else
 		draw_text(c, at + (side == LEFT_OF ? -94 : 96), middle, name, TEXT_SCALE, 0.5, true, colour);

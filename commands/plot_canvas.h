@@ -7,7 +7,6 @@
 #ifndef LING_COMMANDS_PLOT_CANVAS_H
 #define LING_COMMANDS_PLOT_CANVAS_H
 
-#include "files/base.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -67,7 +66,7 @@ struct axis {
 	double ticks[32];             /* values */
 	double step;                  /* from one tick to the next; 0 if they are not evenly spaced */
 };
-enum side { BENEATH, LEFT_OF, RIGHT_OF };
+enum side { BELOW, LEFT_OF, RIGHT_OF };
 
 /* Whether v can be shown: not if it is not finite, or beyond what axes can be computed for. */
 bool can_show(double v);

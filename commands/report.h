@@ -12,8 +12,8 @@
 /* Prints a report on standard output, with `json` as one line of JSON, else by print_text(). Frees the report. */
 void report_print(json_t *report, bool json, void (*print_text)(const json_t *report));
 
-/* To build a report. Strings are made with json_bytes() and json_cstring() of files/base. None of these returns NULL.
- * */
+/* To build a report. Strings are made with json_bytes() and json_cstring() of files/base. Neither of these
+ * returns NULL. */
 json_t *report_number(double x); /* null when it is not finite: JSON has no NaN */
 json_t *report_whole(double x);  /* rounded to a whole number; null when that does not fit an int64_t */
 

@@ -320,7 +320,7 @@ static int32_t sequence_token(const struct task_work *w, const struct task_conte
 
 /* ---------------------------------------------------------------------------------- log-likelihoods */
 
-/* The next tokens of some sequences, one segment behind the other, and those rows of the model's results [num_tokens,
+/* The next tokens of some sequences, one segment after the other, and those rows of the model's results [num_tokens,
  * H] for them from which scored tokens are predicted. */
 struct score_batch {
 	struct segment *segments, *parts; /* [batch]; parts: what of the segments goes into one forward pass */

@@ -259,7 +259,8 @@ static void reference_swiglu(double *out, double *const in[], const int64_t *s)
 					+ s[1] + i];
 }
 
-/* The kernels multiply by a weight before SwiGLU, and behind it in the backward pass: here by unit matrices. */
+/* The kernels include a product with a weight: that before SwiGLU, and in the backward pass that after it. Here these
+ * weights are unit matrices. */
 static void run_swiglu(const struct call *x)
 {
 	const int64_t rows = x->s[0], I = x->s[1], offset[] = {0, rows};

@@ -16,7 +16,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define TASK_KEY(...) KEY_OF(struct task, __VA_ARGS__)
 
@@ -72,11 +71,11 @@ _Static_assert((int)NUM_TASK_KEYS <= (int)MAX_KEYS, "the places of all keys must
 
 /* ------------------------------------------------------------------------------------------------ templates */
 
-/* A part of a template: text as it is, and the name of the field behind it, or NULL. */
+/* A part of a template: text as it is, and the name of the field that follows it, or NULL. */
 struct template_part { const char *text, *field; size_t text_size, field_size; };
 
 /* Reads the next part of a template: text up to and with a field, or up to a doubled brace, of which one is text.
- * Moves *at behind it. False at the end; and where a brace is wrong, which *wrong then says. */
+ * Moves *at past it. False at the end; and where a brace is wrong, which *wrong then says. */
 static bool next_part(const char **at, struct template_part *p, const char **wrong)
 {
 	*p = (struct template_part){.text = *at, .text_size = strcspn(*at, "{}")};

@@ -5,18 +5,15 @@
 #include "commands/tokenize.h"
 
 #include "files/base.h"
-#include "files/encoder.h"
 #include "files/text.h"
 #include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
 
-#include <errno.h>
 #include <jansson.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include <zlib.h>
 
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
@@ -149,7 +146,7 @@ static int write_block(struct token_writer *w, const struct encoded_block *r, bo
 	return 0;
 }
 
-/* How far encoding a block of text looks at first: LOOK_AHEAD bytes behind its end, so that a cut is likely to be
+/* How far encoding a block of text looks at first: LOOK_AHEAD bytes after its end, so that a cut is likely to be
  * found at its end. */
 static size_t look_ahead_end(const struct block *b)
 {
@@ -218,7 +215,7 @@ static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, c
 	return rc < 0 ? -1 : last->line || last->file_complete ? (int64_t)in->begin : (int64_t)done;
 }
 
-/* Completes the index, in which only the lengths have been written: positions and documents behind them, then the
+/* Completes the index, in which only the lengths have been written: adds positions and documents, then the
  * header. */
 static int index_finish(struct token_writer *w, const char *path)
 {

@@ -10,6 +10,10 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#ifndef SEQUENCE_MAX
+#define SEQUENCE_MAX (1 << 30)   /* a longer document becomes several sequences: Megatron's lengths have 31 bits */
+#endif
+
 struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tokens: tokens that the loss counts */
 /* Makes PREFIX.bin, .idx and .json from text and JSON lines, with all processors and in bounded memory: a text file
  * may be of any size. A text file is one document. So is a line of a .jsonl file, which has a `text`, or the

@@ -40,7 +40,7 @@ static void request_stop(int signal)
 	stop_requested = 1;
 }
 
-/* A first signal stops the run after the step in hand, which is saved; a second one ends the program at once. mpirun
+/* A first signal stops the run after the current step, which is saved; a second one ends the program at once. mpirun
  * passes USR1 on to its ranks; after TERM and INT it kills them within a second. SIGPIPE is ignored: a run goes on
  * when nobody reads its progress. */
 static void catch_signals(void)

@@ -78,6 +78,13 @@ test_ranks() {
 	done
 	ranks 2 "$root/ling" eval $model --tasks none.yaml >out.txt 2>err.txt && problem "no tasks, no error"
 	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line: $(cat err.txt)"
+	# What a single rank finds is told once, with its name, and no result is begun.
+	# shellcheck disable=SC2016 # the shell of each rank expands it
+	ranks 2 bash -c '[ $OMPI_COMM_WORLD_RANK = 0 ] || tasks=none.yaml; exec "$0" eval "$1" --tasks "${tasks:-all.yaml}" --out begun' \
+		"$root/ling" $model >out.txt 2>err.txt && problem "no tasks on rank 1, no error"
+	grep '^ling: rank 1 on [^ ]*: none.yaml: ' err.txt >/dev/null || problem "not rank 1's error: $(cat err.txt)"
+	[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "expected one error line: $(cat err.txt)"
+	[ ! -e begun ] || problem "results were begun"
 }
 
 # Paths that are not UTF-8, as a disk may hold: the results are written, and are JSON.

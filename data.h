@@ -39,7 +39,8 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset; else -1 */
 	const uint8_t *ids;          /* [count] of that type */
-	const uint8_t *loss_mask;    /* [count] 0 where the loss does not count, else 1; NULL: it counts everywhere */
+	const uint8_t *loss_mask;    /* [count] LOSS_NONE, LOSS_TOKEN or LOSS_END; NULL: the loss counts every token */
+	int32_t end_token;           /* the target that LOSS_END stands for; -1: not known, and there is none */
 	char tokenizer[PATH_LEN];    /* of the tokenizer that made it: its name, from the manifest; "": not known */
 	uint32_t tokenizer_hash;     /* its hash, if the name is known */
 	uint32_t crc32;              /* of the bytes of the ids, followed by those of the loss mask */
@@ -56,7 +57,7 @@ int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab
  * the file may have changed. */
 int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
 /* target [n]: tokens [start+1, start+1+n), the targets of tokens [start, start+n). Makes those -1 that the loss mask
- * leaves out. */
+ * leaves out, and those the end token that it says are. */
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target);
 /* document [n]: where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. target
  * [n] as in tokens_mask(): where the next token is of another document it becomes -1, except that a separator stays a
@@ -80,6 +81,7 @@ struct manifest {
 	char tokenizer[PATH_LEN];    /* its name; "": not known, and so are the next three */
 	uint32_t tokenizer_hash;
 	int64_t vocab_size;          /* of the tokenizer */
+	int64_t end_token;           /* its end token; -1: none, or not known */
 	int64_t bytes;               /* of the text that was tokenized */
 	int dtype;                   /* a code of TOKEN_TYPES */
 	int64_t tokens, documents;   /* documents -1: the format does not tell */

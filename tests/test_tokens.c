@@ -372,8 +372,8 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1},
-		{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+	const struct message messages[] = {{"system", "s\0s", 3, false}, {"assistant", "a", 1, false},
+		{"human", "h", 1, false}}, bad[] = {{"boss", "b", 1, false}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =

@@ -18,6 +18,7 @@
  *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all
+ *   files/conversation         what a JSON record means: texts and conversations
  *   files/text                 text and JSON lines as input
  *   files/tokenizer_training   making a vocabulary
  *   files/convert              from one format of a model to another

@@ -303,11 +303,13 @@ static void tokenize_chat(void **state)
 		/* ShareGPT, and its list with the other spelling */
 		{"{\"conversations\":[{\"from\":\"system\",\"value\":\"s\"},{\"from\":\"human\",\"value\":\"h\"},"
 			"{\"from\":\"gpt\",\"value\":\"g\",\"weight\":1}," SAYS("user", "u") "," SAYS("assistant", "a") "]}",
-			"<role>SYSTEM</role>s<role>HUMAN</role>h<role>ASSISTANT</role>[g]^<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
+			"<role>SYSTEM</role>s<role>HUMAN</role>h<role>ASSISTANT</role>[g]^"
+			"<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
 		/* text parts; developer; members that are null, empty, or say nothing about the text */
-		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"2+\"},"
-			"{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},{\"role\":\"assistant\",\"content\":[],\"from\":null,"
-			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
+		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\","
+			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},{\"role\":\"assistant\",\"content\":[],\"from\":null,"
+			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],"
+			"\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
 			"<role>SYSTEM</role>d<role>HUMAN</role>2+2<role>ASSISTANT</role>[|"},
 		/* system beside the messages */
 		{"{\"system\":\"s\",\"prompt\":\"p\",\"completion\":\"c\"}",
@@ -698,7 +700,8 @@ static void tokenize_bad(void **state)
 	(void)state;
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
-		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"},
+		{"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
@@ -707,7 +710,8 @@ static void tokenize_bad(void **state)
 		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found `text`, `messages`; expected one of"},
 		{"{\"messages\":[],\"completion\":1}", "found `messages`, `completion`; expected one of"},
 		{"{}", "b.jsonl:1: found no members; expected one of"},
-		{"{\"prompt\":\"a\"}", "found `prompt`; expected one of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
+		{"{\"prompt\":\"a\"}", "found `prompt`; expected one of"},
+		{"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
 		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"},
 		{"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
 		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
@@ -719,7 +723,8 @@ static void tokenize_bad(void **state)
 			"message 1: `content`, part 1: `type` is image_url; expected \"text\""},
 		{"{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
 			"message 1: `content`, part 1: `text` is missing"},
-		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}", "message 1: `content` is null; expected a string"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}",
+			"message 1: `content` is null; expected a string"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
 			"message 1: `tool_calls` has no place in Ling's chat form"},
 		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
@@ -741,11 +746,13 @@ static void tokenize_bad(void **state)
 		{"{\"prompt\":[" USER "],\"completion\":\"a\"}", "b.jsonl:1: `completion` is a string"},
 		{"{\"prompt\":\"a\",\"completion\":[" SAYS("assistant", "a") "]}", "b.jsonl:1: `prompt` is a string"},
 		{"{\"prompt\":[{}],\"completion\":[" SAYS("assistant", "a") "]}", "`prompt`, message 1: `role` is missing"},
-		{"{\"conversations\":[{\"from\":\"bing\",\"value\":\"a\"}]}", "message 1: `from` is \"bing\"; expected system,"},
+		{"{\"conversations\":[{\"from\":\"bing\",\"value\":\"a\"}]}",
+			"message 1: `from` is \"bing\"; expected system,"},
 		{"{\"conversations\":[{\"from\":\"gpt\"}]}", "message 1: `value` is missing"},
 		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"content\":\"b\"}]}",
 			"message 1: found `content` beside `from`"},
-		{"{\"messages\":[" USER "],\"conversations\":[" USER "]}", "found `messages`, `conversations`; expected one of"},
+		{"{\"messages\":[" USER "],\"conversations\":[" USER "]}",
+			"found `messages`, `conversations`; expected one of"},
 		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}",
 			"message 1: `role` is \"assistent\"; expected system, developer, user,"},
 		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
@@ -855,7 +862,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
-		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
+		TEST(end_targets),
+		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -210,11 +210,21 @@ int fail_write(const char *path, int error)
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
+/* Why writing to a stream has failed: errno may be that of a later call, so it is tried again. 0: it has not. */
+static int stream_error(FILE *f)
+{
+	if (!ferror(f))
+		return 0;
+	clearerr(f);
+	errno = 0;
+	return (fputc(0, f) == EOF || fflush(f)) && errno ? errno : EIO;
+}
+
 /* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe,
  * which have no fsync. */
 static int finish_stream(FILE *f, bool *regular)
 {
-	int error = ferror(f) ? (errno ? errno : EIO) : 0;
+	int error = stream_error(f);
 	struct stat st;
 	*regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode);
 	if (!error && (fflush(f) || (*regular && fsync(fileno(f)) < 0)))

@@ -25,6 +25,7 @@ enum {                        /* flags of these keys */
 	FREE = OWN_FLAG << 1,      /* of the model, but changes nothing that it computes */
 	DENSE = OWN_FLAG << 2,     /* of the model's dense layers only */
 	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
+	BEGIN = OWN_FLAG << 4,     /* read when a run begins, and not when it continues */
 };
 
 static const char *const dtype_names[] = {
@@ -98,11 +99,12 @@ static const struct key keys[] = {
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
-	KEY(train.init_from, T_TEXT, 0, 0, NONE, "off", "Hugging Face directory whose weights the run starts from"),
+	KEY(train.init_from, T_TEXT, 0, 0, NONE | BEGIN, "off", "Hugging Face directory whose weights the run starts from"),
 	KEY(train.seed, T_UINT64, 0, 18446744073709551615.0, FIXED, "1", "of all random numbers"),
 	KEY(train.steps, T_INT64, 0, 1e12, NONE, "off", "length of the run in steps; this or train.tokens"),
 	KEY(train.tokens, T_INT64, 0, MAX_TOKENS, NONE, "off", "length of the run in tokens; this or train.steps"),
-	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue"),
+	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue. A "
+		"run that is beyond it stops at once"),
 	KEY(train.micro_batch, T_INT, 1, 1e6, REQUIRED, NULL, "sequences of a forward pass"),
 	KEY(train.batch, T_INT, 1, 1e7, REQUIRED, NULL, "sequences of an optimizer step"),
 	KEY(train.recompute, T_ENUM, 0, 0, 0, "none", "activations computed again in the backward pass, to save memory",
@@ -123,7 +125,8 @@ static const struct key keys[] = {
 	KEY(schedule.peak_lr, T_DOUBLE, 0, 100, REQUIRED | ABOVE, NULL, "learning rate between warm-up and decay"),
 	KEY(schedule.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "steps from 0 up to peak_lr"),
 	LIST(schedule.drops, schedule.num_drops, MAX_LR_DROPS, NONE, "off", "drops of the learning rate"),
-	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens"),
+	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens; the drop comes with the "
+		"first step that begins when so many are consumed"),
 	ITEM_KEY(schedule.drops, factor, T_DOUBLE, 0, 1000, NEEDED | ABOVE, NULL, "the rate times it"),
 	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
 	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
@@ -201,6 +204,8 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 	if (l->is_model_file)
 		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a "
 				"config", printable(shown, name));
+	if (is_home_path(name))
+		return fail_at(at, "model: found %s (" HOME_PATH_HINT ")", printable(shown, name));
 	if (path_copy(path, loader->path) < 0)
 		return -1;
 	parent_of(beside, path);
@@ -577,7 +582,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
 					"it back, or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(before, now))
-			fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
+			fprintf(notes, "%s: %s -> %s%s\n", k->name, old, new, k->flags & BEGIN ? "; it is not read: the run goes on "
+					"with the weights of its checkpoint. For another start choose a new train.output_dir" : "");
 		free(old);
 		free(new);
 		json_decref(now);

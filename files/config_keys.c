@@ -248,7 +248,7 @@ const char *store_text(void *structure, const struct key *k, size_t shift, const
 			return "";
 		if (strlen(text) >= k->size)
 			return "too long";
-		if (k->size == PATH_LEN && is_home_path(text))
+		if (!off && k->size == PATH_LEN && is_home_path(text))
 			return HOME_PATH_HINT;
 		for (const char *p = text; *p; p++)
 			if (iscntrl((unsigned char)*p))

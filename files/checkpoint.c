@@ -337,16 +337,8 @@ void checkpoint_abandon(const char *dir)
 	directory_remove(dir);
 }
 
-int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 {
-	char left[PATH_LEN];
-	DIR *dir = opendir(output_dir);
-	if (!dir)
-		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
-	for (struct dirent *e; (e = readdir(dir));)
-		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
-			directory_remove(left);
-	closedir(dir);
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps), last = n - 1;
 	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
@@ -363,6 +355,19 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 	}
 	free(steps);
 	return rc;
+}
+
+int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+{
+	char left[PATH_LEN];
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	for (struct dirent *e; (e = readdir(dir));)
+		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
+			directory_remove(left);
+	closedir(dir);
+	return checkpoint_newest(output_dir, path);
 }
 
 /* Reads an array of n finite numbers of at least `low`. */

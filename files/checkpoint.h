@@ -57,7 +57,11 @@ int shards_finish(const char *dir, const char *stem, int num_shards);
 
 /* ---------------------------------------------------------------------------------------------------- reading */
 
-/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is
+/* Finds the newest checkpoint of a run, and changes nothing there: 1 and its path, 0 when there is none, -1 on error; a
+ * newest one that is not whole is an error. */
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
+
+/* The same for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
  * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 

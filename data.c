@@ -726,6 +726,35 @@ int metrics_sync(FILE *f)
 	return 0;
 }
 
+enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN])
+{
+	char path[PATH_LEN], link[48], target[PATH_LEN];
+	struct stat ours, named;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || fstat(fileno(f), &ours) < 0)
+		return METRICS_IN_PLACE; /* neither fails for an open file */
+	if (stat(path, &named) == 0 && named.st_dev == ours.st_dev && named.st_ino == ours.st_ino)
+		return METRICS_IN_PLACE;
+	snprintf(link, sizeof link, "/proc/self/fd/%d", fileno(f));
+	const ssize_t n = readlink(link, target, sizeof target - 1);
+	target[n < 0 ? 0 : n] = 0;
+	if (ours.st_nlink && stat(target, &named) == 0 && named.st_dev == ours.st_dev && named.st_ino == ours.st_ino) {
+		parent_of(now, target);
+		fail("%s was moved to %s while the run wrote to it; this step is saved there: move it back, or set "
+				"train.output_dir=%s, to continue", output_dir, now, now);
+		return METRICS_MOVED;
+	}
+	path_copy(now, output_dir);
+	if (stat(output_dir, &named) == 0 && path_exists(path)) {
+		fail("%s was deleted while the run wrote to it, and another run's files are in its place: this step could not "
+				"be saved; start again with another train.output_dir", output_dir);
+		return METRICS_LOST;
+	}
+	fail("%s was deleted while the run wrote to it; this step is saved in %s again, but the metrics before it, and "
+			"checkpoints that were deleted too, are lost: find out what deletes them, then the same command "
+			"continues", path, output_dir);
+	return METRICS_DELETED;
+}
+
 /* A number, or null for NaN. */
 static int metric_value(const json_t *v, const char *where, const char *key, double *out)
 {
@@ -797,7 +826,7 @@ static int metrics_next(struct metrics_reader *r)
 	return rc < 0 ? -1 : 1;
 }
 
-FILE *metrics_open(const char *output_dir, int64_t step)
+FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_line)
 {
 	char path[PATH_LEN];
 	if (make_directories(output_dir) < 0 || path_join(path, output_dir, "metrics.jsonl") < 0)
@@ -805,23 +834,26 @@ FILE *metrics_open(const char *output_dir, int64_t step)
 	struct metrics_reader r = {.path = path, .row.step = -1};
 	int there = path_exists(path), rc = there;
 	size_t keep = 0;
-	int64_t last = 0;            /* step that is kept */
+	struct metrics last = {0};   /* that is kept */
 	bool newline = true;
 	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
 		return NULL;
 	while (rc > 0 && (rc = metrics_next(&r)) > 0)
 		if (r.row.step <= step)
-			keep = r.at, last = r.row.step, newline = r.data[keep - 1] == '\n';
+			keep = r.at, last = r.row, newline = r.data[keep - 1] == '\n';
 	unmap_file(r.data, r.size);
 	free(r.loads);
-	if (rc == 0 && r.size && last < step)
+	if (rc == 0 && r.size && last.step < step)
 		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move "
-				"the file away to begin a new one", path, (long long)last, (long long)step);
+				"the file away to begin a new one", path, (long long)last.step, (long long)step);
 	/* Steps rise, so that what goes is always a tail. */
 	if (rc == 0 && keep < r.size && truncate(path, keep) < 0)
 		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
 	if (rc < 0)
 		return NULL;
+	last.expert_load = NULL;
+	if (last_line)
+		*last_line = last;
 	FILE *f = fopen(path, "ae");
 	if (!f)
 		fail("%s: cannot open: %s", path, strerror(errno));

@@ -179,12 +179,21 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	const int64_t *source_samples; /* [num_sources] samples so far from each */
 };
 /* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are
- * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
-FILE *metrics_open(const char *output_dir, int64_t step);
+ * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error.
+ * *last, which may be NULL, becomes the last line that stays, without expert_load; its step is 0 without one. */
+FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last);
 /* Appends the line of a step. */
 int metrics_write(FILE *f, const struct metrics *m);
 /* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
 int metrics_sync(FILE *f);
+/* Whether OUTPUT_DIR/metrics.jsonl still is the file that f writes to; if not, error_text says what to do. */
+enum metrics_place {
+	METRICS_IN_PLACE,
+	METRICS_MOVED,               /* *now is the directory where it is */
+	METRICS_DELETED,             /* a checkpoint can still be saved in output_dir, which is no other run's */
+	METRICS_LOST,                /* deleted, and something else is in output_dir's place */
+};
+enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN]);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 

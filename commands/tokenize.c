@@ -344,7 +344,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	struct new_file file[NUM_OUTPUTS] = {0};
 	int rc = 0;
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
-		rc = new_file_begin(&file[k], outputs[k]);
+		rc = new_member_begin(&file[k], outputs[k]);
 	if (rc == 0)
 		rc = tokenize_to(&w, prefix, tokenizer, file, special, &in);
 	rc = new_files_publish(file, NUM_OUTPUTS, rc);

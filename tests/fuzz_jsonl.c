@@ -41,7 +41,7 @@ static void read_metrics(int64_t step, bool empty)
 	int n, kept = 0;
 	int64_t last = 0;
 	if (metrics_read(dir, &m, &n) < 0) {
-		if (metrics_open(dir, step))
+		if (metrics_open(dir, step, NULL))
 			abort();
 		return;
 	}
@@ -49,7 +49,7 @@ static void read_metrics(int64_t step, bool empty)
 		if (m[i].step <= step)
 			kept++, last = m[i].step;
 	free(m);
-	FILE *f = metrics_open(dir, step);
+	FILE *f = metrics_open(dir, step, NULL);
 	if (!f != (last < step && !empty))
 		abort();
 	if (f && (fclose(f) != 0 || metrics_read(dir, &m, &n) < 0 || n != kept))

@@ -307,7 +307,8 @@ static void tokenize_chat(void **state)
 			"<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
 		/* text parts; developer; members that are null, empty, or say nothing about the text */
 		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\","
-			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},{\"role\":\"assistant\",\"content\":[],\"from\":null,"
+			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},"
+			"{\"role\":\"assistant\",\"content\":[],\"from\":null,"
 			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],"
 			"\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
 			"<role>SYSTEM</role>d<role>HUMAN</role>2+2<role>ASSISTANT</role>[|"},

@@ -358,6 +358,7 @@ static void test_questions(void **state)
 				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.log_likelihood[b], expected);
 			score[0][c] = w.log_likelihood[b];
 			score[1][c] = score[2][c] = w.log_likelihood[b] / x->choice[c].size;
+			score[3][c] = w.log_likelihood[b] / (x->choice[c].size - (*x->choice[c].data == ' '));
 		}
 		for (int k = 0; k < NUM_ACCURACIES; k++) {
 			int top = 0;

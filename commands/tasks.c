@@ -538,7 +538,7 @@ static int add_sample(const struct task *t, struct samples *samples, const json_
 /* Adds the sample of the only record of a file. Its error says where samples may be instead. */
 static int add_only_sample(const struct task *t, struct samples *samples, const json_t *object, const char *where)
 {
-	char text[1024];
+	char text[sizeof error_text];
 	const char *key;
 	json_t *member;
 	if (add_sample(t, samples, object, where, 1) == 0)

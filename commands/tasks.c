@@ -410,8 +410,9 @@ static int find_answer(const struct task *t, const json_t *value, const struct t
 		else
 			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER,
 					s->num_choices - (t->answer_form == ANSWER_INDEX));
-		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word),
-				expected, answer_forms[t->answer_form]);
+		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s%s", where, t->answer, printable(shown, word),
+				expected, answer_forms[t->answer_form], t->answer_form == ANSWER_LETTER
+				? " (options with labels of their own: answer_form: label)" : "");
 	}
 	free(text.data);
 	return rc;

@@ -28,7 +28,7 @@
  *     options                  reads a command line by such a table
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     engine                   generation: key-value caches, batches, sampling
- *     match                    what a pattern finds in a reply
+ *     match                    what a pattern finds in a reply; numbers and punctuation in it
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG

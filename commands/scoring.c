@@ -177,8 +177,8 @@ static int begin_token(const struct task_work *w, const struct sample *s, int32_
 	return 0;
 }
 
-/* Adds sample i, a question: `context` are the ids of its context, `text`, encoded alone, full[n] those of the context and each
- * option. The ids of an option are those of full[c] from where it first differs from `context`. */
+/* Adds sample i, a question: `context` are the ids of its context, `text`, encoded alone, full[n] those of the context
+ * and each option. The ids of an option are those of full[c] from where it first differs from `context`. */
 static int add_question(struct task_work *w, int64_t i, const struct text *text, const struct ids *context,
 		const struct ids *full, int n, int64_t L)
 {

@@ -67,7 +67,8 @@ static const struct key task_keys[] = {
 	SECTION("normalize", OF_MATCH, "how reply and answers are made plain before they are compared"),
 	TASK_KEY(normalize.strip, T_BOOL, 0, 1, 0, "true", "without white space at both ends"),
 	TASK_KEY(normalize.lowercase, T_BOOL, 0, 1, 0, "false", "ASCII letters small"),
-	TASK_KEY(normalize.punctuation, T_BOOL, 0, 1, 0, "true", "with punctuation; false: without ASCII punctuation that is no part of a number"),
+	TASK_KEY(normalize.punctuation, T_BOOL, 0, 1, 0, "true",
+		"with punctuation; false: without ASCII punctuation that is no part of a number"),
 	TASK_KEY(normalize.number, T_BOOL, 0, 1, 0, "false", "a number in its plain form: $1,003.50 is 1003.5"),
 	TASK_KEY(normalize.ignore, T_STRINGS, 0, 0, NONE, "off", "PCRE2 patterns of text that is left out, first of all"),
 	SECTION("examples", NONE | OF_CHOICE | OF_MATCH, "solved samples, or a fixed text, in front of the prompt"),
@@ -386,7 +387,8 @@ static int find_answer(const struct task *t, const json_t *value, const struct t
 	const char *word = text.data ? text.data + begin : "";
 	const size_t n = end - begin;
 	int64_t answer = -1;
-	const struct text *names = t->answer_form == ANSWER_TEXT ? s->choice : t->answer_form == ANSWER_LABEL ? label : NULL;
+	const struct text *names = t->answer_form == ANSWER_TEXT ? s->choice
+			: t->answer_form == ANSWER_LABEL ? label : NULL;
 	for (int i = 0; i < s->num_choices && answer < 0 && names; i++) {
 		size_t first, last;
 		strip(&names[i], &first, &last);
@@ -426,16 +428,18 @@ static int make_labels(const struct task *t, const json_t *object, const json_t 
 	const json_t *list = template ? NULL : json_at(object, t->labels);
 	const int n = (int)json_array_size(list);
 	if (!template && (!json_is_array(list) || n != s->num_choices))
-		return fail("%s: the field `%s` is %s of %d; expected the list of the labels of the %d options", where, t->labels,
-				json_kind(list), n, s->num_choices);
+		return fail("%s: the field `%s` is %s of %d; expected the list of the labels of the %d options", where,
+				t->labels, json_kind(list), n, s->num_choices);
 	for (int i = 0; i < s->num_choices; i++) {
-		const int rc = template ? template_append(t->labels, object, json_array_get(items, i), NULL_ERROR, where, &label[i])
-				: value_append(json_array_get(list, i), t->labels, strlen(t->labels), NULL_ERROR, where, &label[i]);
+		struct text *own = &label[i];
+		const int rc = template ? template_append(t->labels, object, json_array_get(items, i), NULL_ERROR, where, own)
+				: value_append(json_array_get(list, i), t->labels, strlen(t->labels), NULL_ERROR, where, own);
 		if (rc < 0)
 			return -1;
-		for (int j = 0; j < i; j++)
-			if (label[i].size == label[j].size && (!label[i].size || !memcmp(label[i].data, label[j].data, label[i].size)))
-				return fail("%s: options %d and %d have the same label; expected each to have its own", where, j + 1, i + 1);
+		for (const struct text *other = label; other < own; other++)
+			if (own->size == other->size && (!own->size || !memcmp(own->data, other->data, own->size)))
+				return fail("%s: options %d and %d have the same label; expected each to have its own", where,
+						(int)(other - label) + 1, i + 1);
 	}
 	return 0;
 }
@@ -455,8 +459,8 @@ static int make_options(const struct task *t, const json_t *object, const char *
 	s->choice = allocate(n * sizeof *s->choice);
 	s->num_choices = (int)n;
 	for (size_t i = 0; i < n; i++) {
-		const int rc = template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), t->on_null,
-				where, &s->choice[i]);
+		const int rc = template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i),
+				t->on_null, where, &s->choice[i]);
 		if (rc != 0)
 			return rc;
 		if (!s->choice[i].size)
@@ -650,9 +654,8 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 		json_decref(value);
 	}
 	if (!rc && !samples->count)
-		rc = samples->skipped ? fail("%s: all its samples have a null, and on_null is skip; expected at least one sample "
-				"without, for task %s", path, t->name)
-				: fail("%s: no sample in it; expected JSON lines, one object each, or a JSON array, for task %s", path,
+		rc = samples->skipped ? fail("%s: all its samples have a null, and on_null is skip; expected at least one "
+				"sample without, for task %s", path, t->name) : fail("%s: no sample in it; expected JSON lines, one object each, or a JSON array, for task %s", path,
 				t->name);
 	free(data.data);
 	return rc;
@@ -747,8 +750,6 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 			"line", (json_int_t)s->sample->line,
 			t->type == TASK_PERPLEXITY ? "text" : "prompt", text_to_json(&s->sample->prompt),
 			t->type == TASK_PERPLEXITY ? "several_windows" : "context_cut", s->cut);
-	if (t->type != TASK_PERPLEXITY)
-		json_object_set_new(line, "context", text_to_json(&s->context));
 	if (t->type == TASK_MULTIPLE_CHOICE) {
 		json_t *options = json_array(), *prediction = json_object(), *correct = json_object();
 		for (int i = 0; i < s->sample->num_choices; i++)
@@ -779,6 +780,8 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 		json_object_set_new(line, "prediction", s->matched ? text_to_json(&s->extracted) : json_null());
 		json_object_set_new(line, "correct", json_boolean(s->correct));
 	}
+	if (t->type != TASK_PERPLEXITY)
+		json_object_set_new(line, "context", text_to_json(&s->context));
 	char *text = json_text(line, JSON_COMPACT);
 	fprintf(r->file[RESULT_SAMPLES].stream, "%s\n", text);
 	free(text);
@@ -908,7 +911,8 @@ static void print_count(const json_t *task, const char *key, const char *what)
 /* Prints the means of a group. */
 static void print_group(const json_t *group)
 {
-	static const char *const means[] = {"mean_of_tasks", "mean_of_samples"}, *const words[] = {"mean of tasks", "mean of samples"};
+	static const char *const means[] = {"mean_of_tasks", "mean_of_samples"};
+	static const char *const words[] = {"mean of tasks", "mean of samples"};
 	char name[MAX_NAME * 3], samples[32];
 	for (int i = 0; i < 2; i++) {
 		const char *key;

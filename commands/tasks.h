@@ -23,7 +23,7 @@ enum choose { CHOOSE_RANDOM, CHOOSE_FIRST };
 enum which_match { MATCH_FIRST, MATCH_LAST };
 
 struct sample {                /* a record of a task's data, its fields put into the templates of the task */
-	int64_t line;                /* its line in the file, from 1; in a file that is one JSON value, its record's number */
+	int64_t line;                /* its line in the file, from 1; see one_value: its record's number */
 	struct text prompt;          /* perplexity: the document */
 	struct text target;          /* what follows the prompt where the sample is an example; perplexity: empty */
 	struct text *choice;         /* [num_choices] the options; exact match: the right answers, normalized */

@@ -116,7 +116,8 @@ static void test_labels(void **state)
 	tasks_free(&tasks);
 	load_ok(&tasks, PROMPT "x, options: q.c, option: \" {option.text}\", answer: k, answer_form: label, "
 			"labels: \"{option.label}\"}",
-			"{\"q\": {\"c\": [{\"text\": \"w\", \"label\": \"B\"}, {\"text\": \"i\", \"label\": \"A\"}]}, \"k\": \"A\"}\n");
+			"{\"q\": {\"c\": [{\"text\": \"w\", \"label\": \"B\"}, {\"text\": \"i\", \"label\": \"A\"}]}, "
+			"\"k\": \"A\"}\n");
 	assert_int_equal(tasks.task[0].samples.sample[0].answer, 1);
 	assert_text(tasks.task[0].samples.sample[0].target, " i");
 	tasks_free(&tasks);
@@ -237,8 +238,10 @@ static void test_bad_files(void **state)
 		{MATCH ", examples: {count: 1, choose: first, seed: 3}}", QUESTION, {"examples.seed", "choose: first"}},
 		{CHOICE ", answer_form: label}", QUESTION, {"answer_form", "labels"}},
 		{CHOICE ", labels: l}", QUESTION, {"labels", "answer_form: label"}},
-		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [\"A\"], \"a\": \"A\"}", {"`l`", "2 options"}},
-		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [3, 3], \"a\": 3}", {"same label"}},
+		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [\"A\"], \"a\": \"A\"}",
+			{"`l`", "2 options"}},
+		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [3, 3], \"a\": 3}",
+			{"same label"}},
 		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [3, 4], \"a\": 5}",
 			{"\"5\"", "label of one of the 2"}},
 		{CHOICE ", group: g}\n" MATCH ", group: g}", QUESTION, {"t.yaml:2", "group", "one type"}},
@@ -325,22 +328,28 @@ static void test_replies(void **state)
 	/* numbers as numbers */
 #define NUMBER ", normalize: {number: true}"
 	static const struct { const char *answer, *reply, *plain; bool right; } numbers[] = {
-		{"\"1003\"", "1,003", "1003", true}, {"\"1003\"", " $1,003.00. ", "1003", true}, {"1003", "1003.5", "1003.5", false},
-		{"\"-3\"", "3", "3", false}, {"-3", "\xe2\x88\x92" "3", "-3", true}, {"3", "+3", "3", true}, {"15", "1.5", "1.5", false},
-		{"0.5", ".50", "0.5", true}, {"50", "50%", "50", true}, {"\"0.5\"", "50%", "50", false}, {"0", "-0.0", "0", true},
-		{"\"-$5\"", "$-5.", "-5", true}, {"\"5 \u20ac\"", "\xe2\x82\xac" "5", "5", true}, {"\"1e3\"", "1,000", "1000", true},
+		{"\"1003\"", "1,003", "1003", true}, {"\"1003\"", " $1,003.00. ", "1003", true},
+		{"1003", "1003.5", "1003.5", false},
+		{"\"-3\"", "3", "3", false}, {"-3", "\xe2\x88\x92" "3", "-3", true}, {"3", "+3", "3", true},
+		{"15", "1.5", "1.5", false},
+		{"0.5", ".50", "0.5", true}, {"50", "50%", "50", true}, {"\"0.5\"", "50%", "50", false},
+		{"0", "-0.0", "0", true},
+		{"\"-$5\"", "$-5.", "-5", true}, {"\"5 \u20ac\"", "\xe2\x82\xac" "5", "5", true},
+		{"\"1e3\"", "1,000", "1000", true},
 		{"\"2.5e-3\"", "0.0025", "0.0025", true}, {"120", "0120", "120", true}, {"\"1,2\"", "12", "12", false},
 		{"\"12,34,567\"", "1234567", "1234567", false}, {"\"0,500\"", "500", "500", false}, {"\"x\"", "x", "x", true},
 		{"\"1.2.3\"", "1.2.3", "1.2.3", true}, {"\"\"", "-", "-", false}, {"\"5 apples\"", "5", "5", false},
 		{"\"9007199254740993\"", "9007199254740992", "9007199254740992", false},
-		{"123456789012345678901234567890", "123,456,789,012,345,678,901,234,567,890.0", "123456789012345678901234567890", true},
+		{"123456789012345678901234567890", "123,456,789,012,345,678,901,234,567,890.0",
+			"123456789012345678901234567890", true},
 	};
 	for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
 		if (is_right(NUMBER, numbers[i].answer, numbers[i].reply, numbers[i].plain) != numbers[i].right)
 			fail_msg("%s and %s", numbers[i].answer, numbers[i].reply);
 	assert_true(is_right(", normalize: {number: true, punctuation: false}", "\"(1,003.0)\"", "1003", "1003"));
 	/* what is ignored */
-	assert_true(is_right(", normalize: {ignore: [\",\", \"(?s).*#### \"]}", "\"1 and 2\\n#### 1,003\"", "1003", "1003"));
+	assert_true(is_right(", normalize: {ignore: [\",\", \"(?s).*#### \"]}",
+			"\"1 and 2\\n#### 1,003\"", "1003", "1003"));
 	assert_true(is_right(", normalize: {ignore: \"x*\"}", "\"a\\u00e9b\"", "xa\xc3\xa9xxb", "a\xc3\xa9" "b"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\"", "5", "one is 5, two is 6", "5"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\", match: last", "6", "one is 5, two is 6", "6"));
@@ -787,7 +796,8 @@ static void test_examples(void **state)
 	task_work_free(&w);
 	tasks_free(&tasks);
 	/* the first ones, behind a fixed text; the sample itself is none of them */
-	load_ok(&tasks, MATCH ", separator: \"|\", max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, limit: 2}", lines);
+	load_ok(&tasks, MATCH ", separator: \"|\", max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, "
+			"limit: 2}", lines);
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
 	static const char *const contexts[] = {"T|b2|a", "T|a1|b"};
 	for (int i = 0; i < 2; i++) {

@@ -94,7 +94,7 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 	struct message *message = allocate((2 * n + 2) * sizeof *message);
 	int messages = 0, rc = choose_examples(t, i, example);
 	if (rc == 0 && t->examples.text) {
-		message[messages++] = (struct message){"system", t->examples.text, strlen(t->examples.text)};
+		message[messages++] = (struct message){"system", t->examples.text, strlen(t->examples.text), false};
 		text_append_string(text, t->examples.text);
 		text_append_string(text, t->separator);
 	}
@@ -102,11 +102,11 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 		example[n] = &t->samples.sample[i];
 		for (int j = 0; j <= n; j++) {
 			const struct sample *s = example[j];
-			message[messages++] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size};
+			message[messages++] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size, false};
 			text_append(text, s->prompt.data, s->prompt.size);
 			if (j == n)
 				break;
-			message[messages++] = (struct message){"assistant", text_bytes(&s->target), s->target.size};
+			message[messages++] = (struct message){"assistant", text_bytes(&s->target), s->target.size, false};
 			text_append(text, s->target.data, s->target.size);
 			text_append(text, t->separator, strlen(t->separator));
 		}

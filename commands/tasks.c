@@ -654,9 +654,9 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 		json_decref(value);
 	}
 	if (!rc && !samples->count)
-		rc = samples->skipped ? fail("%s: all its samples have a null, and on_null is skip; expected at least one "
-				"sample without, for task %s", path, t->name) : fail("%s: no sample in it; expected JSON lines, one object each, or a JSON array, for task %s", path,
-				t->name);
+		rc = fail(samples->skipped ? "%s: all its samples have a null, and on_null is skip; expected at least one "
+				"sample without, for task %s" : "%s: no sample in it; expected JSON lines, one object each, or a JSON "
+				"array, for task %s", path, t->name);
 	free(data.data);
 	return rc;
 }
@@ -722,7 +722,7 @@ struct results *results_open(const char *dir)
 	char path[PATH_LEN];
 	int rc = make_directories(dir);
 	for (int i = 0; i < NUM_RESULT_FILES && rc == 0; i++)
-		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_file_begin(&r->file[i], path);
+		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_member_begin(&r->file[i], path);
 	if (rc == 0)
 		return r;
 	for (int i = 0; i < NUM_RESULT_FILES; i++)

@@ -171,7 +171,7 @@ void new_file_abandon(struct new_file *file);
 
 /* ------------------------------------------------------------------------------------------------------ JSON */
 
-/* The first two parse a JSON object; all refuse duplicate keys. An integer beyond 64 bits is no error, since nobody may
+/* The first two parse a JSON object; all refuse duplicate keys. An integer beyond 64 bits is no error: nobody may
  * read that member: tokenizers have a model_max_length of 10^30. NULL on error; the caller owns the result. */
 
 /* A file. There, such an integer becomes a real number. */

@@ -202,7 +202,8 @@ static const struct command_option options[] = {
 	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT",
 			"Continue this text; an empty one is the beginning of a document"),
 	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
-			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`"),
+			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages` or "
+			"`conversations`; where the assistant spoke last, continue that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),

@@ -83,20 +83,6 @@ int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *pref
 	return path_join(out, output_dir, name);
 }
 
-void directory_remove(const char *path)
-{
-	if (unlink(path) == 0)
-		return;
-	DIR *dir = opendir(path);
-	for (struct dirent *e; dir && (e = readdir(dir));)
-		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-			unlinkat(dirfd(dir), e->d_name, 0);
-	if (dir)
-		closedir(dir);
-	if (rmdir(path) < 0 && errno != ENOENT)
-		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
-}
-
 static int by_step(const void *a, const void *b)
 {
 	int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;

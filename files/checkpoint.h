@@ -93,8 +93,4 @@ int checkpoint_file_crc(const char *dir, const char *name, int64_t *size, uint32
 /* The checksum of the content of trainer.json: of its compact text without the member crc32, which is removed. */
 uint32_t trainer_crc(json_t *root);
 
-/* Removes a directory of plain files, a file, or a symbolic link but not what it points to. What cannot be removed
- * stays, with a warning: old files must not stop a run. Nothing happens when there is none. */
-void directory_remove(const char *path);
-
 #endif

@@ -10,7 +10,7 @@ checkpoint=run/step-0000004
 # convert WORDS...: it works, and leaves nothing temporary.
 convert() {
 	expect 0 "" "$ling" convert-checkpoint "$@"
-	[ -z "$(find . -name '.tmp-*')" ] || problem "left behind: $(find . -name '.tmp-*')"
+	[ -z "$(find . -name '*.tmp-*' -o -name '*.lock')" ] || problem "left behind: $(find . -name '*.tmp-*' -o -name '*.lock')"
 }
 
 # refuse TEXT SRC [OPTIONS]: an error that holds TEXT, and nothing is made.
@@ -18,7 +18,7 @@ refuse() {
 	local text=$1
 	shift
 	expect 1 "$text" "$ling" convert-checkpoint "$1" refused "${@:2}"
-	[ ! -e refused ] && [ ! -e .tmp-refused ] || problem "made something: $text"
+	[ ! -e refused ] && ! compgen -G 'refused.*' >/dev/null || problem "made something: $text"
 	rm -rf refused
 }
 
@@ -213,7 +213,7 @@ test_full_disk() {
 		(ulimit -f 20 && trap '' XFSZ && exec "$ling" convert-checkpoint hf $target --no-tokenizer --to "$(case $target in *.gguf) echo gguf ;; */*) echo checkpoint ;; *) echo hf ;; esac)") >out.txt 2>err.txt
 		[ $? = 1 ] || problem "$target: exit status $?"
 		grep -q "cannot write" err.txt || problem "$target: $(cat err.txt)"
-		[ ! -e $target ] && [ -z "$(find . -name '.tmp-*')" ] || problem "$target: left something behind"
+		[ ! -e $target ] && [ -z "$(find . -name '*.tmp-*' -o -name '*.lock')" ] || problem "$target: left something behind"
 	done
 }
 

@@ -115,9 +115,30 @@ test_chat() {
 	printf '{"messages": [{"role": "user", "content": "abc"}]}\n' >chat.jsonl
 	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
 	same out.txt chat.txt
+	# other forms of the same conversation
+	printf '%s\n' '{"conversations": [{"from": "human", "value": "abc"}]}' >chat.jsonl
+	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
+	same out.txt chat.txt
+	printf '%s\n' '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}], "completion": []}' >chat.jsonl
+	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
+	same out.txt chat.txt
 	grep -q '"prompt_tokens": 3,' chat.txt && problem "a message is no plain prompt"
 	expect 0 "" "$ling" generate $model --prompt "<role>HUMAN</role>abc<role>ASSISTANT</role>" --max-tokens 8 --json
 	same out.txt chat.txt
+	# a reply that has begun is continued, and a system text goes first
+	printf '%s\n' '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}' >begun.jsonl
+	expect 0 "" "$ling" generate $model --prompts begun.jsonl --max-tokens 8 --json
+	cp out.txt begun.txt
+	expect 0 "" "$ling" generate $model --prompt "<role>HUMAN</role>a<role>ASSISTANT</role>bc" --max-tokens 8 --json
+	same out.txt begun.txt
+	printf '%s\n' '{"prompt": "a", "system": "b", "completion": "c"}' >system.jsonl
+	expect 0 "" "$ling" generate $model --prompts system.jsonl --chat --max-tokens 1 --json
+	cp out.txt system.txt
+	expect 0 "" "$ling" generate $model --prompt "<role>SYSTEM</role>b<role>HUMAN</role>a<role>ASSISTANT</role>" --max-tokens 1 --json
+	same out.txt system.txt
+	expect 1 "expected --chat" "$ling" generate $model --prompts system.jsonl
+	refuse "bad.jsonl:1: \`tools\` has no place" '{"messages": [{"role": "user", "content": "a"}], "tools": ["t"]}\n'
+	refuse "bad.jsonl:1: found \`question\`; expected an object with one of" '{"question": "a"}\n'
 }
 
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.

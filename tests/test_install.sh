@@ -27,7 +27,7 @@ test_manual() {
 	[ "$(lines commands.txt)" -ge 10 ] || problem "commands: $(cat commands.txt)"
 	while read -r command; do
 		grep -q "^ *ling $command\b" page.txt || problem "no ling $command in the page"
-		for option in $("$ling" "$command" --help | grep -oE '^ *(-[?V], )?--[a-z-]+' | grep -oE -- '--[a-z-]+$' | grep -vE -- '--(help|usage|version)'); do
+		for option in $("$ling" "$command" --help 2>/dev/null | grep -oE '^ *(-[?V], )?--[a-z-]+' | grep -oE -- '--[a-z-]+$' | grep -vE -- '--(help|usage|version)'); do
 			grep -qE -- "^ *$option\b" page.txt || problem "no $option of ling $command in the page"
 			n=$((n + 1))
 		done
@@ -67,7 +67,8 @@ test_image() {
 	cd "$root" || return
 	local library package path n=0
 	while read -r library path; do
-		package=$(dpkg -S "*/$(basename "$(readlink -f "$path")")" 2>/dev/null | head -n 1 | sed 's/:.*//')
+		path=$(readlink -f "$path")
+		package=$(dpkg -S "$path" "${path#/usr}" 2>/dev/null | head -n 1 | sed "s/:.*//")
 		[ "$package" = libc6 ] || grep -qwF -- "$package" Dockerfile || problem "the Dockerfile lacks $package, which has $library"
 		n=$((n + 1))
 	done < <(ldd ling | grep -wF -f <(readelf -d ling | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p') | sed -n 's/^\s*\(\S*\) => \(\S*\) .*/\1 \2/p')

@@ -307,7 +307,8 @@ static int run_info(const struct command_line *line)
 			fail("%s: key=value goes with a config file, not with a model directory", line->words[1]);
 			return EXIT_WRONG_USE;
 		}
-		if (read_model_config(&c.model, path) < 0)
+		char dir[PATH_LEN];
+		if (find_model(dir, path) < 0 || config_from_huggingface(&c.model, dir) < 0)
 			return EXIT_WORK_FAILED;
 	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
 		return EXIT_WRONG_USE;

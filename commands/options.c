@@ -163,8 +163,7 @@ static error_t read_key(int key, char *value, struct argp_state *state)
 	}
 }
 
-/* An option's help, with its default. The caller frees it. */
-static char *help_of(const struct command_option *o)
+char *option_help(const struct command_option *o)
 {
 	struct text text = {0};
 	text_append(&text, o->help, strlen(o->help));
@@ -186,7 +185,7 @@ void command_line_read(struct command_line *line, const struct command *command,
 	line->given = allocate(n * sizeof *line->given);
 	for (int i = 0; i < n; i++) {
 		const struct command_option *o = &command->options[i];
-		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = help_of(o)};
+		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = option_help(o)};
 		const bool suits = !o->initial || set_option(o, line->options, o->initial);
 		assert(suits);
 		(void)suits;

@@ -26,7 +26,7 @@ static void tokenize(char *path)
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)
 		abort();
 	for (int64_t i = 0; i < t.count; i++)
-		loss_tokens += t.loss_mask ? t.loss_mask[i] : 1;
+		loss_tokens += !t.loss_mask || t.loss_mask[i] != LOSS_NONE;
 	if (loss_tokens != result.loss_tokens || (loss_tokens == t.count) != !t.loss_mask)
 		abort();
 	tokens_close(&t);

@@ -21,7 +21,7 @@
 struct eval_options {
 	const char *data, *dtype, *tasks, *out, *tokenizer;
 	bool document_mask, json;
-	int document_token, seq_len, batch;
+	int packing, document_token, seq_len, batch;
 	int64_t max_windows;
 };
 
@@ -60,10 +60,10 @@ static void print_loss(const json_t *report)
 	printf("\n");
 }
 
-static int eval_data(const struct command_line *line, const struct model_config *c)
+static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0], *dtype = o->dtype ? o->dtype : "none";
+	const char *dtype = o->dtype ? o->dtype : "none";
 	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
 	struct tokens data;
 	struct model m;
@@ -72,7 +72,8 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token,
+			o->packing};
 	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
@@ -82,7 +83,7 @@ static int eval_data(const struct command_line *line, const struct model_config 
 		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
 		rc = model_load(&m, dir);
 		if (rc == 0)
-			rc = evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e);
+			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
 		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
@@ -121,10 +122,9 @@ static int load_model(struct model *m, const struct model_config *c, const char 
 	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
 }
 
-static int eval_tasks(const struct command_line *line, const struct model_config *c)
+static int eval_tasks(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0];
 	const bool first = parallel_rank() == 0;
 	struct tasks tasks;
 	struct model m = {0};
@@ -170,7 +170,7 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 static int run_eval(const struct command_line *line)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0];
+	char dir[PATH_LEN];
 	struct model_config c;
 	int rc = 0;
 	if (!o->data == !o->tasks)
@@ -184,14 +184,14 @@ static int run_eval(const struct command_line *line)
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	if (read_model_config(&c, dir) < 0)
+	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
 	if (o->seq_len > c.max_position_embeddings) {
 		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
 				c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
 	}
-	return (o->data ? eval_data : eval_tasks)(line, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	return (o->data ? eval_data : eval_tasks)(line, dir, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static const struct command_option options[] = {
@@ -199,6 +199,9 @@ static const struct command_option options[] = {
 			"Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
 	TEXT_OPTION(eval_options, dtype, "dtype", "TYPE", "Type of bare ids, such as uint16"),
 	FLAG_OPTION(eval_options, document_mask, "document-mask", "Attention and positions begin anew at each document"),
+	CHOICE_OPTION(eval_options, packing, "packing", "HOW", packing_names,
+			"As data.packing of a run: windows; documents; auto, which packs documents where there is a loss mask",
+			.initial = "auto"),
 	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
 			"The id that separates documents where there is no index"),
 	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,
@@ -217,6 +220,6 @@ const struct command eval_command = {
 	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml",
 	.min_words = 1, .max_words = 1,
 	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is "
-		"a checkpoint or a Hugging Face directory.",
+		"a checkpoint, a run (its newest checkpoint is taken) or a Hugging Face directory.",
 	.run = run_eval, COMMAND_OPTIONS(eval_options, options), .computes = true,
 };

@@ -160,6 +160,11 @@ bool has_suffix(const char *text, const char *suffix)
 	return n > m && !strcmp(text + n - m, suffix);
 }
 
+bool is_home_path(const char *path)
+{
+	return *path == '~';
+}
+
 int path_exists(const char *path)
 {
 	struct stat st;

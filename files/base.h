@@ -81,6 +81,12 @@ const char *file_name(const char *path);
 /* Whether text ends with the suffix and has something in front of it. */
 bool has_suffix(const char *text, const char *suffix);
 
+/* Whether a path begins with ~, which a shell takes for a home directory, and this program for a name: a directory
+ * called ~ is never meant. HOME_PATH_HINT says so. */
+bool is_home_path(const char *path);
+#define HOME_PATH_HINT "only a shell expands ~, and only at the beginning of a word without quotes; write the path " \
+	"out, as /home/NAME/..., or ./~... where a name begins with ~"
+
 /* 1: there; 0: not there; -1: that cannot be told. */
 int path_exists(const char *path);
 

@@ -178,9 +178,12 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	json_t *array = json_array();
 	for (int i = 0; i < s->num_sources; i++) {
 		const struct source_state *x = &s->sources[i];
-		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens,
+		json_t *source = json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens,
 				"crc32", crc_to_json(x->crc32), "share", (json_int_t)x->share, "credit", (json_int_t)x->credit,
-				"taken", (json_int_t)x->taken, "order", x->order));
+				"taken", (json_int_t)x->taken, "order", x->order);
+		if (x->packed_windows)
+			json_object_set_new(source, "packed_windows", json_integer(x->packed_windows));
+		json_array_append_new(array, source);
 	}
 	return array;
 }
@@ -337,16 +340,8 @@ void checkpoint_abandon(const char *dir)
 	directory_remove(dir);
 }
 
-int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 {
-	char left[PATH_LEN];
-	DIR *dir = opendir(output_dir);
-	if (!dir)
-		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
-	for (struct dirent *e; (e = readdir(dir));)
-		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
-			directory_remove(left);
-	closedir(dir);
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps), last = n - 1;
 	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
@@ -363,6 +358,19 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 	}
 	free(steps);
 	return rc;
+}
+
+int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+{
+	char left[PATH_LEN];
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	for (struct dirent *e; (e = readdir(dir));)
+		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
+			directory_remove(left);
+	closedir(dir);
+	return checkpoint_newest(output_dir, path);
 }
 
 /* Reads an array of n finite numbers of at least `low`. */
@@ -405,6 +413,10 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
 				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 ||
 				field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+			return -1;
+		x->packed_windows = 0;
+		if (json_object_get(v, "packed_windows") &&
+				field_int(v, where, "packed_windows", 1, INT64_MAX / 2, &x->packed_windows) < 0)
 			return -1;
 		x->order = order;
 	}

@@ -24,6 +24,7 @@ struct trainer_state {
 		int64_t share;           /* of the samples, out of 2^32 */
 		int64_t credit;          /* its share of all samples so far less what it gave, in 2^-32 samples */
 		int64_t taken;           /* samples that it gave */
+		int64_t packed_windows;  /* the windows of an epoch where its documents are packed; else 0 */
 		int order;               /* number of its shuffle: no two files have the same one */
 	} sources[MAX_SOURCES];
 };
@@ -57,7 +58,11 @@ int shards_finish(const char *dir, const char *stem, int num_shards);
 
 /* ---------------------------------------------------------------------------------------------------- reading */
 
-/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is
+/* Finds the newest checkpoint of a run, and changes nothing there: 1 and its path, 0 when there is none, -1 on error; a
+ * newest one that is not whole is an error. */
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
+
+/* The same for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
  * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 

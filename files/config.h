@@ -17,6 +17,9 @@
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
  * computes those of the attention or of whole layers a second time there. */
 enum model_mode { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
+/* How a token file becomes windows of seq_len tokens: one after the other, or whole documents placed into them. auto:
+ * documents for a file with an index and a loss mask, as conversations have; else windows. */
+enum packing { PACKING_AUTO, PACKING_WINDOWS, PACKING_DOCUMENTS };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 
@@ -52,6 +55,7 @@ struct config {
 		int64_t blend_from_step;   /* the step at which a continued run may change its blend; 0 = none */
 		char tokenizer[PATH_LEN];  /* "byte", "none", or what tokenizer_open takes */
 		int seq_len;
+		enum packing packing;
 		bool shuffle, document_mask;
 		int document_token;        /* separates the documents of files that have no index; -1 = not known */
 	} data;
@@ -91,6 +95,9 @@ extern const struct key_table config_table;
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 
+/* The names of enum packing, then NULL. */
+extern const char *const packing_names[];
+
 /* ------------------------------------------------------------------- config.json of a Hugging Face model */
 
 /* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class
@@ -102,8 +109,10 @@ int config_from_huggingface(struct model_config *m, const char *dir);
 int config_from_json(struct model_config *m, const json_t *root, const char *path);
 
 /* Writes a config.json: the keys of the model, and `dtype`, the type of the weights. `base`, perhaps the config.json
- * that the model came with, gives the other members; with NULL they are what the class needs. */
-int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base);
+ * that the model came with, gives the other members; with NULL they are what the class needs. gguf_name: the name of
+ * the model in a GGUF file, kept as general.name for the way back; or NULL. */
+int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
+		const json_t *gguf_name);
 
 /* config_write for weights in float32 and without a base. */
 int config_to_huggingface(const struct model_config *m, const char *path);

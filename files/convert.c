@@ -593,7 +593,8 @@ static int write_huggingface(struct converter *p, const struct conversion *to, c
 		rc = shards_finish(dir, "model", shards);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
-			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json);
+			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json,
+					json_object_get(p->source->metadata, "general.name"));
 	return rc < 0 || copy_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
 }
 
@@ -665,8 +666,11 @@ static int write_gguf_header(const struct converter *p, const struct conversion 
 	const struct source_model *s = p->source;
 	struct metadata m = {0};
 	struct text header = {0};
-	const char *name = file_name(s->path);
+	/* The name that a GGUF file brought, also by way of a config.json; else the directory's. */
+	const char *name = json_string_value(json_object_get(s->metadata ? s->metadata : s->config_json, "general.name"));
 	const enum dtype dtype = p->targets[0].dtype;
+	if (!name || !*name)
+		name = file_name(s->path);
 	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
 	entry_text(&m, "general.type", "model");
 	entry_text(&m, "general.name", *name ? name : s->path);

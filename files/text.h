@@ -41,8 +41,8 @@ struct block {
 	bool file_complete;          /* that is the end of the file */
 };
 
-/* What a file holds. By its name: JSON lines are .jsonl and .ndjson, an array of records .json, in any case, and with .gz,
- * .zst or .zstd behind it; all else is text. An array is read as a line for each record. */
+/* What a file holds. By its name: JSON lines are .jsonl and .ndjson, an array of records .json, in any case, and with
+ * .gz, .zst or .zstd behind it; all else is text. An array is read as a line for each record. */
 enum text_format { FORMAT_BY_NAME, FORMAT_TEXT, FORMAT_JSONL, FORMAT_JSON };
 /* What a file holds: what is wanted, unless that is FORMAT_BY_NAME. */
 enum text_format text_format(const char *path, enum text_format wanted);
@@ -76,9 +76,10 @@ struct input {                 /* set files, num_files, format and progress; the
  * the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
 void input_close(struct input *in);
-/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" needs a format. Adds the sizes of the files to
- * *total. */
-int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs, int64_t *total);
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" needs a format. Adds
+ * the sizes of the files to *total. */
+int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs,
+		int64_t *total);
 
 /* Encoders that no thread uses at the moment. */
 struct encoder_pool { const struct tokenizer *tokenizer; struct encoder **idle; size_t count, capacity; };

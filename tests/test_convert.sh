@@ -168,7 +168,7 @@ test_buffers() {
 test_refused_sources() {
 	expect 1 "hf: is there already" "$ling" convert-checkpoint $checkpoint hf
 	refuse "nothere: cannot open" nothere
-	refuse "is the directory of a run" run
+	mkdir begun && touch begun/metrics.jsonl && refuse "is the directory of a run" begun
 	refuse "no GGUF file" tiny.yaml
 	expect 1 "expected RUN/step-0000000" "$ling" convert-checkpoint hf x --to checkpoint
 	refuse "tokenizer.json: is not there" hf --to gguf

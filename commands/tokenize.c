@@ -356,7 +356,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, enum
 }
 
 static const char *const format_names[] = {"auto", "text", "jsonl", "json", NULL}; /* enum text_format */
-#define FORMAT_HELP "What the files hold: text, jsonl, json (an array of records), or auto (the default): by their names"
+#define FORMAT_HELP "What the files hold: text, jsonl, json (an array of records), or auto (the default): by name"
 
 struct tokenize_options {
 	const char *tokenizer, *out, *decode;
@@ -370,7 +370,8 @@ static int run_tokenize(const struct command_line *line)
 	struct tokenized t;
 	int rc = 0;
 	if (o->decode)
-		rc = o->out || line->num_words || o->special_as_text || o->format ? fail("--decode goes with --tokenizer alone") : 0;
+		rc = o->out || line->num_words || o->special_as_text || o->format ?
+				fail("--decode goes with --tokenizer alone") : 0;
 	else if (!o->out)
 		rc = fail("--out is required");
 	else if (!line->num_words)

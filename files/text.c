@@ -170,8 +170,8 @@ static int array_to_lines(struct byte_source *s)
 			JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &error);
 	int rc = n < 0 ? -1 : 0;
 	if (rc == 0 && !root)
-		rc = fail("%s: not JSON: %s at line %d; a file with one record on a line is named .jsonl, or add --format jsonl",
-				s->path, error.text, error.line);
+		rc = fail("%s: not JSON: %s at line %d; a file with one record on a line is named .jsonl, or add --format "
+				"jsonl", s->path, error.text, error.line);
 	else if (rc == 0 && !json_is_array(root))
 		rc = fail("%s: found %s; expected an array of records, or JSON lines in a file named .jsonl", s->path,
 				json_kind(root));

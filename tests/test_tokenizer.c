@@ -608,11 +608,13 @@ static void lines(void **state)
 		struct tokenized result;
 		struct tokens tokens;
 		if (bad) {
-			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1, (char *[]){path}, &result), -1);
+			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+				(char *[]){path}, &result), -1);
 			expect_error("in.jsonl:2001: `text` is an integer"); /* not 2003, which another thread saw */
 			continue;
 		}
-		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1, (char *[]){path}, &result), 0);
+		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+			(char *[]){path}, &result), 0);
 		assert_int_equal(tokens_open(&tokens, at("l"), "none", tokenizer_size(t)), 0);
 		assert_int_equal(tokens.documents, LINES - (LINES + 3) / 7);
 		assert_int_equal(tokens.count, whole.count);

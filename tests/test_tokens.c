@@ -377,7 +377,7 @@ static void end_targets(void **state)
 	int32_t input[L], target[L], document[L];
 	strcpy(b, at("b.jsonl"));
 	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	assert_true(result.loss_tokens == 4);
 	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
@@ -971,7 +971,8 @@ static void tokenize_bad(void **state)
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
-		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false, FORMAT_BY_NAME, 1,
+		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false,
+				FORMAT_BY_NAME, 1,
 				(char *[]){b},
 				&result), -1);
 		expect_error("has no name in it; expected a prefix");

@@ -165,8 +165,8 @@ int new_file_publish(struct new_file *file, int rc);
  * abandoned before, it is not part of the new set, and no file has its name. */
 int new_files_publish(struct new_file *files, int n, int rc);
 
-/* Closes the stream, removes the temporary file or directory, and gives up the lock. It may be called at any time, also on a struct that is all
- * zero. */
+/* Closes the stream, removes the temporary file or directory, and gives up the lock. It may be called
+ * at any time, also on a struct that is all zero. */
 void new_file_abandon(struct new_file *file);
 
 /* ------------------------------------------------------------------------------------------------------ JSON */

@@ -555,7 +555,7 @@ static void blocks(void **state)
 		}
 		struct tokenized result;
 		struct tokens tokens;
-		if (tokenize_files(at("t"), at("tokenizer.json"), false, FILES, files, &result) < 0 ||
+		if (tokenize_files(at("t"), at("tokenizer.json"), false, FORMAT_BY_NAME, FILES, files, &result) < 0 ||
 				tokens_open(&tokens, at("t"), "none", tokenizer_size(t)) < 0)
 			fail_msg("%s: %s", names[v], error_text);
 		assert_int_equal(result.documents, FILES - 1);
@@ -608,11 +608,13 @@ static void lines(void **state)
 		struct tokenized result;
 		struct tokens tokens;
 		if (bad) {
-			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), -1);
+			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+				(char *[]){path}, &result), -1);
 			expect_error("in.jsonl:2001: `text` is an integer"); /* not 2003, which another thread saw */
 			continue;
 		}
-		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), 0);
+		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+			(char *[]){path}, &result), 0);
 		assert_int_equal(tokens_open(&tokens, at("l"), "none", tokenizer_size(t)), 0);
 		assert_int_equal(tokens.documents, LINES - (LINES + 3) / 7);
 		assert_int_equal(tokens.count, whole.count);
@@ -1049,14 +1051,15 @@ static void training_refused(void **state)
 	snprintf(none, sizeof none, "%s", at("none.txt"));
 	static const char *foo[] = {"foo"}, *twice[] = {"<role>"}, *nothing[] = {""}, *broken[] = {"\xff"};
 	const struct { struct tokenizer_training how; const char *error; } cases[] = {
-		{{258, NULL, NULL, 0, 1, (char *[]){text}}, "expected 259, of which 256 are bytes and 3 are special"},
-		{{300, "(?<a", NULL, 0, 1, (char *[]){text}}, "this group"},
-		{{300, NULL, twice, 1, 1, (char *[]){text}}, "`<role>` is there twice"},
-		{{300, NULL, nothing, 1, 1, (char *[]){text}}, "`content` is empty"},
-		{{300, NULL, broken, 1, 1, (char *[]){text}}, "is not UTF-8"},
-		{{300, NULL, foo, 1, 1, (char *[]){text}}, "`foo` has id"},
-		{{300, NULL, NULL, 0, 1, (char *[]){empty}}, "nothing to learn from"},
-		{{300, NULL, NULL, 0, 1, (char *[]){none}}, "none.txt: cannot open"},
+		{{258, NULL, NULL, 0, 1, (char *[]){text}, FORMAT_BY_NAME},
+			"expected 259, of which 256 are bytes and 3 are special"},
+		{{300, "(?<a", NULL, 0, 1, (char *[]){text}, FORMAT_BY_NAME}, "this group"},
+		{{300, NULL, twice, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`<role>` is there twice"},
+		{{300, NULL, nothing, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`content` is empty"},
+		{{300, NULL, broken, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "is not UTF-8"},
+		{{300, NULL, foo, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`foo` has id"},
+		{{300, NULL, NULL, 0, 1, (char *[]){empty}, FORMAT_BY_NAME}, "nothing to learn from"},
+		{{300, NULL, NULL, 0, 1, (char *[]){none}, FORMAT_BY_NAME}, "none.txt: cannot open"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		struct tokenizer_trained result;

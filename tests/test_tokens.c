@@ -725,7 +725,8 @@ static void put_documents(const int32_t *length, int n)
 static struct config packed_config(void)
 {
 	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", 
-			.seq_len = PACKED_L, .packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1}, .train.seed = 7};
+			.seq_len = PACKED_L, .packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1},
+			.train.seed = 7};
 	c.data.train[0] = (struct data_source){.dtype = "none", .weight = 1};
 	strcpy(c.data.train[0].path, at("t"));
 	return c;

@@ -387,6 +387,7 @@ static void end_targets(void **state)
 		assert_int_equal(t.count, L + 1);
 		for (int k = 0; k < 2; k++) {
 			int counted = 0;
+			t.document_mask = k;
 			assert_int_equal(read_window(&t, 0, L, NULL, input, target, k ? document : NULL), 0);
 			for (int p = 0; p < L; p++) {
 				const bool says_a = input[p] == 'a', says_b = input[p] == 'b';
@@ -726,17 +727,19 @@ static void put_documents(const int32_t *length, int n)
 
 static struct config packed_config(void)
 {
-	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", .seq_len = PACKED_L,
-			.packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1}, .train.seed = 7};
+	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", 
+			.seq_len = PACKED_L, .packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1},
+			.train.seed = 7};
 	c.data.train[0] = (struct data_source){.dtype = "none", .weight = 1};
 	strcpy(c.data.train[0].path, at("t"));
 	return c;
 }
 
 /* Checks a window: whole documents (of at most L + 1 tokens), each seen once more in `seen`, then padding without
- * targets. document_of [tokens]: which document a token is of; begin [documents + 1]. Returns the places of padding. */
-static int check_packed(const int32_t *input, const int32_t *target, const int32_t *document, const int32_t *document_of,
-		const int32_t *begin, int *seen)
+ * targets. document_of [tokens]: which document a token is of; begin [documents + 1]. Returns the places of
+ * padding. */
+static int check_packed(const int32_t *input, const int32_t *target, const int32_t *document,
+		const int32_t *document_of, const int32_t *begin, int *seen)
 {
 	int i = 0;
 	while (i < PACKED_L && target[i] >= 0) {

@@ -1073,7 +1073,7 @@ static void tokens_of(struct tokens *t, const char *name, const char *text)
 {
 	struct tokenized result;
 	put_string(at("text.txt"), text);
-	if (tokenize_files(at("t"), name, false, 1, (char *[]){at("text.txt")}, &result) < 0 ||
+	if (tokenize_files(at("t"), name, true, 1, (char *[]){at("text.txt")}, &result) < 0 ||
 			tokens_open(t, at("t"), "none", 100000) < 0)
 		fail_msg("%s", error_text);
 }
@@ -1088,9 +1088,11 @@ static void width_of_ids(void **state)
 		int next = (int)json_object_size(vocab);
 		json_t *token;
 		size_t i;
-		json_array_foreach(added, i, token)
-			next = json_integer_value(json_object_get(token, "id")) >= next
-					? (int)json_integer_value(json_object_get(token, "id")) + 1 : next;
+		json_array_foreach(added, i, token) { /* what is in the vocabulary keeps its id there */
+			const json_int_t id = json_integer_value(json_object_get(token, "id"));
+			json_object_set_new(vocab, json_string_value(json_object_get(token, "content")), json_integer(id));
+			next = id >= next ? (int)id + 1 : next;
+		}
 		char name[32];
 		for (; next < size - 1; next++) {
 			snprintf(name, sizeof name, "unused%d", next);
@@ -1099,6 +1101,7 @@ static void width_of_ids(void **state)
 		json_t *last = json_deep_copy(json_array_get(added, 0));
 		json_object_set_new(last, "id", json_integer(size - 1));
 		json_object_set_new(last, "content", json_string("<last>"));
+		json_object_set_new(vocab, "<last>", json_integer(size - 1));
 		json_array_append_new(added, last);
 		struct tokenizer *t = open_json(root);
 		if (!t)

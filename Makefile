@@ -28,13 +28,14 @@ MISSING_FOR_TESTS := $(call missing,cmocka)
 
 # Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight
 # comparisons need; `sanitize`, in which bad input, leaks and short runs are tested; and `fuzz`. The last two have blocks so small that
-# a small file has many.
+# a small file has many; in `sanitize` a rank that waits also says so soon.
 BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
 DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
-SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS)
+SHORT_WAITS := -DNOTICE_SECONDS=0.5 -DREPORT_SECONDS=2
+SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS) $(SHORT_WAITS)
 FUZZ_FLAGS := $(COMMON) -O1 $(SANITIZERS) -fsanitize=fuzzer-no-link -DTEXT_BLOCK=64 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=16
 CLANG_FLAGS := $(COMMON) $(SMALL_BLOCKS) -fsyntax-only
 

@@ -102,6 +102,9 @@ test_variants() {
 	equal one_layer "4,1,4 2,2,2" model.num_hidden_layers=1 model.num_experts=4 model.num_experts_per_tok=4 model.num_shared_experts=0
 	equal one_expert "8,1,8 4,2,4" model.num_experts_per_tok=1 train.grad_clip=0.1 train.micro_batch=1
 	equal few "8,1,2 8,4,4" train.batch=1 train.micro_batch=3 train.steps=5
+	# the tokens of a tensor rank begin and end within a sequence of its micro-batch
+	equal sequences "2,2,1 4,4,2" train.micro_batch=3 data.seq_len=15 model.router.balance_loss_scope=sequence train.steps=8
+	equal shares "2,2,1" train.micro_batch=3 data.seq_len=15 train.steps=8
 	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
 }
 

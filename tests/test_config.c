@@ -906,6 +906,78 @@ static void test_resume_every_key(void **state)
 	assert_int_equal(free_keys, COUNT(may_change));
 }
 
+/* The keys of a model that weights to start from must share. All others of the model change no weight and nothing that
+ * is computed from one: training alone, or limits. */
+static const char *const free_of_weights[] = {
+	"model.initializer_range", "model.max_position_embeddings", "model.router.balance_loss_coef",
+	"model.router.balance_loss_scope", "model.router.z_loss_coef", "model.router.warmup_steps",
+};
+
+static void test_init_every_key(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, full);
+	c.model.first_k_dense_replace = 1, c.model.intermediate_size = 64; /* layers of both kinds */
+	int fixed = 0, free_keys = 0;
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
+		if (k->type == T_SECTION || !is_inside("model", k->name))
+			continue;
+		struct config theirs = c;
+		char *field = (char *)&theirs + k->offset;
+		if (k->type == T_BOOL)
+			*(bool *)field = !*(bool *)field;
+		else if (k->type == T_DOUBLE)
+			*(double *)field += 0.5;
+		else
+			*(int *)field += 1;
+		const bool may = is_listed(free_of_weights, COUNT(free_of_weights), k->name);
+		const int rc = config_check_init(&theirs.model, &c.model, "hf");
+		if (rc != (may ? 0 : -1))
+			fail_msg("%s of weights to start from %s", k->name, may ? error_text : "may differ");
+		if (!may) {
+			char expected[160];
+			snprintf(expected, sizeof expected, "hf/config.json: %s is ", k->name);
+			expect_error(expected);
+		}
+		fixed += !may, free_keys += may;
+	}
+	assert_true(fixed >= 19 && free_keys == COUNT(free_of_weights));
+}
+
+/* A number at a border of its key is taken, and one beyond it refused: for every key. */
+static void test_borders(void **state)
+{
+	(void)state;
+	static struct config c;
+	char text[64];
+	int borders = 0;
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
+		const bool whole = k->type == T_INT || k->type == T_INT64 || k->type == T_UINT64;
+		if (!whole && k->type != T_DOUBLE)
+			continue;
+		for (int high = 0; high < 2; high++) {
+			const double border = high ? k->max : k->min, step = whole ? 1 : fmax(fabs(border) * 1e-15, 1e-300);
+			if (border > 1e18)
+				continue; /* a double has no neighbour of it that is a whole number */
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", border);
+			const bool taken = !store_text(&c, k, 0, text, true);
+			if (taken != !(k->flags & (high ? BELOW : ABOVE)))
+				fail_msg("%s: %s is %s", k->name, text, taken ? "taken" : "refused");
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", high ? border + step : border - step);
+			if (!store_text(&c, k, 0, text, true))
+				fail_msg("%s: %s is beyond the border and taken", k->name, text);
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", high ? border - step : border + step);
+			if (store_text(&c, k, 0, text, true) && k->max > k->min)
+				fail_msg("%s: %s is within the borders and refused", k->name, text);
+			borders++;
+		}
+	}
+	assert_true(borders > 80);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -916,6 +988,7 @@ int main(void)
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
 		cmocka_unit_test(test_resume_every_key),
+		cmocka_unit_test(test_init_every_key), cmocka_unit_test(test_borders),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

@@ -135,5 +135,20 @@ test_eval() {
 	order replaced "$r/results.json" "$r/samples.jsonl"
 }
 
-check tokenize train_tokenizer train train_ranks convert plot eval
+# What is published may be read by whom the umask lets read it, as any file that a program makes.
+test_modes() {
+	local file
+	rm -rf modes && mkdir modes
+	(umask 027 && "$ling" tokenize --out modes/chat chat.jsonl && "$ling" train-tokenizer --vocab-size 300 --out modes/bpe.json text.txt &&
+		"$ling" train tiny.yaml train.output_dir=modes/run && "$ling" plot modes/run &&
+		"$ling" convert-checkpoint run/step-0000003 modes/hf &&
+		"$ling" convert-checkpoint run/step-0000003 modes/model.gguf --no-tokenizer &&
+		"$ling" eval run/step-0000003 --tasks tasks.yaml --seq-len 16 --out modes/results) >out.txt 2>err.txt || problem "$(cat err.txt)"
+	[ "$(find modes -type f | wc -l)" -ge 15 ] || problem "files: $(find modes)"
+	find modes -mindepth 1 \( -type f ! -perm 640 -o -type d ! -perm 750 \) -printf '%m %p\n' >modes.txt
+	[ ! -s modes.txt ] || problem "modes: $(cat modes.txt)"
+	[ -z "$(find . -name '*.tmp-*' -o -name '.tmp-*')" ] || problem "left behind: $(find . -name '*tmp-*')"
+}
+
+check tokenize train_tokenizer train train_ranks convert plot eval modes
 finish

@@ -415,7 +415,7 @@ static void a_log_axis_is_one_in_the_picture(void **state)
 		m[i].loss = pow(10, 3 - 3.0 * i / (N - 1));
 	draw(m, N, "log");
 	double mean[3];
-	for (int part = 0; part < 3; part++) { /* the height of the smoothed line at a quarter, the middle, three quarters */
+	for (int part = 0; part < 3; part++) { /* the smoothed line at a quarter, the middle, three quarters */
 		const int x = PLOT_LEFT + (PLOT_RIGHT - PLOT_LEFT) * (part + 1) / 4;
 		double sum = 0, n = 0;
 		for (int y = LOSS_TOP + 2; y < 848; y++) {

@@ -14,8 +14,8 @@ test_exclusive() {
 	"$ling" train tiny.yaml train.output_dir=busy train.steps=1000000 >first.txt 2>first-err.txt &
 	local pid=$! before after
 	wait_for_lines busy/metrics.jsonl 3
-	expect 1 "another ling train is writing there" "$ling" train tiny.yaml train.output_dir=busy train.steps=1000000
-	expect 1 "another ling train is writing there" "$ling" train tiny.yaml train.output_dir=./busy/ train.steps=1000000
+	expect 1 "another ling train is writing there" timeout 20 "$ling" train tiny.yaml train.output_dir=busy train.steps=1000000
+	expect 1 "another ling train is writing there" timeout 20 "$ling" train tiny.yaml train.output_dir=./busy/ train.steps=1000000
 	before=$(lines busy/metrics.jsonl)
 	wait_for_lines busy/metrics.jsonl $((before + 3))
 	kill -TERM $pid

@@ -462,8 +462,8 @@ int encode(struct encoder *e, const char *text, size_t n, bool special, struct i
 
 const char *chat_role(const char *role)
 {
-	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"},
-		{"assistant", "ASSISTANT"}, {"tool", "TOOL"}};
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"developer", "SYSTEM"}, {"user", "HUMAN"},
+		{"human", "HUMAN"}, {"assistant", "ASSISTANT"}, {"gpt", "ASSISTANT"}, {"tool", "TOOL"}};
 	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
 		if (!strcasecmp(role, roles[i][0]))
 			return roles[i][1];
@@ -488,38 +488,45 @@ static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 	return chat_tag(e, "</role>", out);
 }
 
-void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value)
+void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value)
 {
-	for (const char byte = value; loss_mask && loss_mask->size < (size_t)ids->count;)
-		text_append(loss_mask, &byte, 1);
+	while (loss_mask && loss_mask->size < (size_t)ids->count)
+		text_append(loss_mask, &value, 1);
 }
 
 int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
 		struct text *loss_mask)
 {
-	const char *role = "";
-	append_loss_mask(loss_mask, out, false);
+	const int32_t end = tokenizer_end(e->tokenizer);
+	bool replied = false, learned = false; /* the message before is the assistant's; and the loss counts it */
+	append_loss_mask(loss_mask, out, LOSS_NONE);
 	for (int i = 0; i < n; i++) {
 		char shown[64];
-		if (!(role = chat_role(messages[i].role)))
-			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+		const char *role = chat_role(messages[i].role);
+		const int64_t begin = out->count;
+		if (!role)
+			return fail("message %d: the role is `%s`; expected " CHAT_ROLES, i + 1,
 					printable(shown, messages[i].role));
 		if (chat_opening(e, role, out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, false);
+		append_loss_mask(loss_mask, out, LOSS_NONE);
+		if (learned && end >= 0 && loss_mask && out->count > begin)
+			loss_mask->data[begin] = LOSS_END;
 		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, !strcmp(role, "ASSISTANT"));
+		replied = !strcmp(role, "ASSISTANT");
+		learned = replied && !messages[i].masked;
+		append_loss_mask(loss_mask, out, learned ? LOSS_TOKEN : LOSS_NONE);
 	}
-	if (reply) {
+	if (reply && !replied) {
 		if (chat_opening(e, "ASSISTANT", out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, false);
-	} else if (!strcmp(role, "ASSISTANT")) {
-		if (tokenizer_end(e->tokenizer) < 0)
+		append_loss_mask(loss_mask, out, LOSS_NONE);
+	} else if (!reply && replied) {
+		if (end < 0)
 			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
-		append_id(out, tokenizer_end(e->tokenizer));
-		append_loss_mask(loss_mask, out, true);
+		append_id(out, end);
+		append_loss_mask(loss_mask, out, learned ? LOSS_TOKEN : LOSS_NONE);
 	}
 	return 0;
 }

@@ -857,7 +857,8 @@ int main(void)
 		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
 		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
-		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary), cmocka_unit_test(test_stops),
+		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary),
+		cmocka_unit_test(test_stops),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

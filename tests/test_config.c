@@ -882,7 +882,7 @@ static const char *const never_changes[] = {
 	"model.num_shared_experts", "model.moe_intermediate_size", "model.first_k_dense_replace",
 	"model.intermediate_size", "model.max_position_embeddings", "model.norm_topk_prob", "model.norm_head",
 	"model.tie_word_embeddings", "model.use_bias", "model.use_qkv_bias", "model.rope_theta", "model.rms_norm_eps",
-	"model.initializer_range", "data.tokenizer", "data.seq_len", "data.shuffle", "data.document_mask",
+	"model.initializer_range", "data.tokenizer", "data.packing", "data.seq_len", "data.shuffle", "data.document_mask",
 	"data.document_token", "train.seed",
 };
 static const char *const may_change[] = {

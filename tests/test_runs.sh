@@ -42,7 +42,7 @@ test_second_signal() {
 		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' \
 			"$ling" train tiny.yaml train.output_dir=long train.batch=200000 train.batch_warmup=off >out.txt 2>err.txt &
 		pid=$!
-		wait_for_lines out.txt 1 # the run has been set up
+		wait_for_lines out.txt 2 # the run has been set up
 		sleep 0.3
 		kill -$signal $pid
 		sleep 0.3

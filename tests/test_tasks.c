@@ -11,6 +11,7 @@
 #include "ling.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
+#include "commands/engine.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -887,6 +888,104 @@ static void test_generation(void **state)
 	model_free(&m);
 }
 
+/* A limit counts samples; the lines between them that hold nothing do not count. */
+static void test_limit(void **state)
+{
+	(void)state;
+	struct tasks tasks;
+	load_ok(&tasks, MATCH ", limit: 2}", "\n \n{\"q\": \"a\", \"a\": 1}\n\n\t\n{\"q\": \"b\", \"a\": 2}\n\n"
+			"{\"q\": \"c\", \"a\": 3}\n");
+	assert_int_equal(tasks.task[0].num_samples, 2);
+	const struct sample *s = tasks.task[0].samples.sample;
+	assert_text(s[0].prompt, "a");
+	assert_text(s[1].prompt, "b");
+	assert_true(s[0].line == 3 && s[1].line == 6);
+	tasks_free(&tasks);
+	load_ok(&tasks, MATCH ", limit: 4}", "\n{\"q\": \"a\", \"a\": 1}\n\n\n{\"q\": \"b\", \"a\": 2}\n");
+	assert_int_equal(tasks.task[0].num_samples, 2); /* fewer than the limit: all */
+	tasks_free(&tasks);
+}
+
+/* Numbers become text with the fewest digits that are the same number, wherever a template, an answer or an option
+ * holds them. */
+static void test_number_digits(void **state)
+{
+	(void)state;
+	static const struct { const char *json, *text; } cases[] = {
+		{"0.1", "0.1"}, {"2.5", "2.5"}, {"0.1234567", "0.1234567"}, {"3.14159265358979", "3.14159265358979"},
+		{"0.30000000000000004", "0.30000000000000004"}, {"16777217", "16777217"}, {"16777217.5", "16777217.5"},
+		{"123456789.123", "123456789.123"}, {"-0.001", "-0.001"}, {"1e300", "1e+300"},
+		{"1.7976931348623157e308", "1.7976931348623157e+308"}, {"9007199254740993", "9007199254740993"},
+		{"9223372036854775807", "9223372036854775807"}, {"-9223372036854775808", "-9223372036854775808"},
+		{"5.0", "5"}, {"100000.0", "100000"}, {"1000000.0", "1000000"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct tasks tasks;
+		char line[256];
+		snprintf(line, sizeof line, "{\"q\": %s, \"a\": [%s, \"x\"]}\n", cases[i].json, cases[i].json);
+		load_ok(&tasks, MATCH ", target: \"<{q}>\"}", line);
+		const struct sample *s = tasks.task[0].samples.sample;
+		assert_text(s->prompt, cases[i].text);
+		assert_text(s->choice[0], cases[i].text);
+		assert_true(s->target.size == strlen(cases[i].text) + 2);
+		tasks_free(&tasks);
+	}
+}
+
+/* The replies of examples: of a list of right answers the first alone, as a template the whole; and examples differ
+ * from sample to sample, and in their order. */
+static void test_examples_vary(void **state)
+{
+	(void)state;
+	enum { N = 12 };
+	struct tasks tasks;
+	struct task_work w;
+	char lines[N * 64] = "", *at_line = lines, seen[N][8];
+	for (int i = 0; i < N; i++)
+		at_line += sprintf(at_line, "{\"q\": \"%c\", \"a\": [\"%d\", \"wrong\", \"%d\"]}\n", 'a' + i, i % 10, i);
+	load_ok(&tasks, MATCH ", separator: \"\", max_tokens: 1, examples: {count: 3}}", lines);
+	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
+	int sets = 0;
+	bool used[N] = {false};
+	for (int i = 0; i < N; i++) {
+		const struct task_context *x = &w.contexts[i];
+		assert_int_equal(x->num_tokens, 7); /* three examples of a letter and a digit, and the prompt */
+		for (int j = 0; j < 7; j++)
+			seen[i][j] = (char)w.ids.id[x->begin + j];
+		seen[i][6] = 0; /* the prompt itself is another in each sample */
+		for (int j = 0; j < 6; j += 2) {
+			assert_int_equal(seen[i][j + 1] - '0', (seen[i][j] - 'a') % 10);
+			used[seen[i][j] - 'a'] = true;
+		}
+		int earlier = 0;
+		while (earlier < i && strcmp(seen[earlier], seen[i]))
+			earlier++;
+		sets += earlier == i;
+	}
+	assert_true(sets >= N - 2);
+	for (int i = 0; i < N; i++)
+		assert_true(used[i]);
+	task_work_free(&w);
+	tasks_free(&tasks);
+}
+
+/* Of several stop texts the one that begins first in the text ends it, whatever their order and length. */
+static void test_stops(void **state)
+{
+	(void)state;
+	static const struct { const char *stops[3]; size_t from, end; } cases[] = {
+		{{"gh", "cd", "ef"}, 0, 2}, {{"cd", "gh"}, 0, 2}, {{"gh"}, 0, 6}, {{"x", "y", "z"}, 0, 8},
+		{{"bcdefgh", "c"}, 0, 1}, {{"c", "bcdefgh"}, 0, 1}, {{"cd", "gh"}, 3, 6}, {{"h", "a"}, 0, 0},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		const struct text text = {.data = (char *)"abcdefgh", .size = 8};
+		struct strings stops = {.text = (char **)cases[i].stops};
+		while (stops.count < 3 && cases[i].stops[stops.count])
+			stops.count++;
+		assert_int_equal(find_stop(&text, cases[i].from, &stops), cases[i].end);
+	}
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -897,6 +996,8 @@ int main(void)
 		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
 		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
+		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary),
+		cmocka_unit_test(test_stops),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

@@ -1064,13 +1064,83 @@ static void manifest_broken(void **state)
 	expect_error("outside the vocabulary of 200 that its manifest has");
 }
 
+/* A window needs a target behind its last input: k L tokens are k - 1 windows. The last window ends within the file. */
+static void windows_end_in_the_file(void **state)
+{
+	(void)state;
+	enum { L = 5, MOST = 43 };
+	uint16_t ids[MOST];
+	int32_t input[L], target[L];
+	for (int i = 0; i < MOST; i++)
+		ids[i] = 100 + i;
+	for (int n = 1; n <= MOST; n++) {
+		struct tokens t;
+		put_file(at("ids.bin"), ids, n * sizeof *ids);
+		if (tokens_open(&t, at("ids.bin"), "uint16", 1000) < 0)
+			fail_msg("%s", error_text);
+		const int64_t windows = count_windows(&t, L);
+		assert_int_equal(windows, (n - 1) / L);
+		for (int64_t w = 0; w < windows; w++) {
+			assert_int_equal(read_window(&t, w, L, NULL, input, target, NULL), 0);
+			for (int i = 0; i < L; i++)
+				assert_true(input[i] == 100 + w * L + i && target[i] == input[i] + 1);
+		}
+		if (windows)
+			assert_true(target[L - 1] < 100 + n);
+		tokens_close(&t);
+		assert_int_equal(unlink(at("ids.json")), 0);
+	}
+}
+
+/* Each epoch of a file has each window once, in an order of its own: another than all before it, than the other file's,
+ * than with another seed. Without shuffling all are in the order of the file. */
+static void epochs_have_orders_of_their_own(void **state)
+{
+	(void)state;
+	enum { WINDOWS = 24, EPOCHS = 6, ORDERS = 3 * EPOCHS };
+	static int64_t order[ORDERS][WINDOWS];
+	struct blend b = {.num_files = 2, .seq_len = 8, .seed = 3, .shuffle = true};
+	b.files[0].count = b.files[1].count = WINDOWS * 8 + 1;
+	for (int run = 0; run < 2; run++) {
+		struct source_state sources[MAX_SOURCES] = {{.share = INT64_C(1) << 31, .order = 0},
+				{.share = INT64_C(1) << 31, .order = 1}};
+		int taken[2] = {0, 0};
+		b.seed = 3 + run;
+		for (int i = 0; i < 2 * EPOCHS * WINDOWS; i++) {
+			const struct blend_sample s = blend_next(&b, sources);
+			const int n = taken[s.file]++, k = (run ? 2 : s.file) * EPOCHS + n / WINDOWS;
+			assert_true(s.window >= 0 && s.window < WINDOWS);
+			if (!run || s.file == 0)
+				order[k][n % WINDOWS] = s.window;
+		}
+		assert_true(taken[0] == EPOCHS * WINDOWS && taken[1] == taken[0]);
+	}
+	for (int k = 0; k < ORDERS; k++) {
+		bool seen[WINDOWS] = {false}, sorted = true;
+		for (int i = 0; i < WINDOWS; i++) {
+			assert_false(seen[order[k][i]]);
+			seen[order[k][i]] = true;
+			sorted = sorted && order[k][i] == i;
+		}
+		assert_false(sorted);
+		for (int j = 0; j < k; j++)
+			assert_memory_not_equal(order[j], order[k], sizeof order[k]);
+	}
+	b.shuffle = false;
+	struct source_state sources[MAX_SOURCES] = {{.share = INT64_C(1) << 32}};
+	b.num_files = 1;
+	for (int i = 0; i < 2 * WINDOWS; i++)
+		assert_int_equal(blend_next(&b, sources).window, i % WINDOWS);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
-		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
-		TEST(packed_documents), TEST(packed_edges), TEST(manifest_broken),
+		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(packed_documents),
+		TEST(packed_edges), TEST(manifest_broken),
+		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

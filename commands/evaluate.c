@@ -25,19 +25,35 @@ struct eval_options {
 	int64_t max_windows;
 };
 
-/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer
- * or the model's own; else NULL. */
-static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
+/* Fails when the ids of a token file are not those of the model's tokenizer, or of the one named instead. Gives the
+ * tokenizer with which the bytes of the text are counted; NULL, with a note, when it is not known. */
+static int tokenizer_of_data(struct tokenizer **t, const struct tokens *data, const char *dir, const char *name)
 {
-	struct tokenizer *t = NULL;
-	if (!strcmp(data->tokenizer, "byte"))
-		t = tokenizer_open("byte");
-	else if (*data->tokenizer)
-		t = tokenizer_of_model(model_dir, NULL);
-	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
-		return t;
-	tokenizer_close(t);
-	return NULL;
+	const char *note = NULL;
+	*t = NULL;
+	if (!*data->tokenizer && name) /* the user knows it */
+		return (*t = tokenizer_open(name)) ? 0 : -1;
+	const int found = *data->tokenizer ? tokenizer_find(t, dir, name) : 0;
+	if (found < 0)
+		return -1;
+	if (found && !tokenizer_has_hash(*t, data->tokenizer_hash)) {
+		const uint32_t hash = tokenizer_hash(*t);
+		tokenizer_close(*t);
+		*t = NULL;
+		return fail("%s: made by tokenizer %s with hash %08x; expected ids of %s tokenizer, %s, which has %08x: make the "
+				"token file with ling tokenize --tokenizer %s", data->path, data->tokenizer,
+				(unsigned)data->tokenizer_hash, name ? "the named" : "the model's", name ? name : dir, (unsigned)hash,
+				name ? name : dir);
+	}
+	if (!*data->tokenizer)
+		note = "does not say what made its ids: no bits per byte without --tokenizer NAME";
+	else if (!found && !strcmp(data->tokenizer, BYTE_TOKENIZER))
+		*t = tokenizer_open(BYTE_TOKENIZER), note = "the model has no tokenizer to compare with that of these ids, byte";
+	else if (!found)
+		note = "the model has no tokenizer to compare with that of these ids, and no bits per byte without --tokenizer NAME";
+	if (note && parallel_rank() == 0)
+		fprintf(stderr, "note: %s: %s\n", data->path, note);
+	return 0;
 }
 
 static json_t *loss_report(const struct evaluation *e)
@@ -72,20 +88,25 @@ static int eval_data(const struct command_line *line, const struct model_config 
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token};
+	const struct data_options options = {.tokenizer = "none", .vocab_size = c->vocab_size, .seq_len = o->seq_len,
+			.document_mask = o->document_mask, .document_token = document_token};
+	struct tokenizer *tokenizer;
 	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
+	if (tokenizer_of_data(&tokenizer, &data, dir, o->tokenizer) < 0) {
+		tokens_close(&data);
+		return -1;
+	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
 	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
 	if (rc == 0) {
-		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
 		rc = model_load(&m, dir);
 		if (rc == 0)
 			rc = evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e);
-		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
+	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
 	if (rc == 0 && layout.world.rank == 0)
@@ -177,8 +198,8 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "batch") || option_given(line, "out") || option_given(line, "tokenizer")))
-		rc = fail("--batch, --out and --tokenizer go with --tasks");
+	else if (o->data && (option_given(line, "batch") || option_given(line, "out")))
+		rc = fail("--batch and --out go with --tasks");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "document-mask") || option_given(line, "document-token")))
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");

@@ -68,8 +68,7 @@ static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gati
 		"expert_group_used_count"};
 
 const struct pre_tokenizers_row pre_tokenizers[] = {
-	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|"
-		" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", LING_PATTERN_POSSESSIVE},
 	{"bailingmoe", LING_PATTERN},
 	{"gpt-2", NULL},
 };

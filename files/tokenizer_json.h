@@ -40,7 +40,7 @@ struct split {
 struct tokenizer {
 	bool bytes_only;             /* the byte tokenizer: of the rest only size, hash, end and context_free are set */
 	int size;
-	uint32_t hash;
+	uint32_t hash, old_hash; /* see tokenizer.h */
 	int32_t end;
 	struct token *tokens;        /* [size] by id */
 	struct text bytes;           /* of all tokens */
@@ -96,5 +96,8 @@ void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
 /* The regular expression by which Ling's tokenizer cuts text into words. */
 #define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \
 	"|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
+/* The same in llama.cpp's spelling: no character of the run before [\r\n]* is one of these, so giving back is in vain. */
+#define LING_PATTERN_POSSESSIVE "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|" \
+	" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 
 #endif

@@ -5,10 +5,12 @@
 #include "commands/evaluate.h"
 
 #include "files/base.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/engine.h"
 #include "commands/report.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
@@ -19,7 +21,7 @@
 #include <string.h>
 
 struct eval_options {
-	const char *data, *dtype, *tasks, *out, *tokenizer;
+	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
 	bool document_mask, json;
 	int document_token, seq_len, batch;
 	int64_t max_windows;
@@ -151,11 +153,16 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 	struct model m = {0};
 	struct results *results = NULL;
 	struct task_work *work = NULL;
+	struct ids ends = {0}, chat_ends = {0}; /* of replies, and of those in chat form */
 	struct task_result *result = NULL;
 	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
 	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
-	if (tokenizer) {
+	if (tokenizer && (end_ids_read(&ends, dir) < 0 || end_ids_read(&chat_ends, dir) < 0 ||
+			chat_form_choose(tokenizer, o->chat_form) < 0))
+		forward_tokens = -1;
+	else if (tokenizer) {
+		chat_end_append(tokenizer, &chat_ends);
 		work = calloc(tasks.count, sizeof *work);
 		result = calloc(tasks.count, sizeof *result);
 		forward_tokens = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
@@ -167,9 +174,11 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
-	for (int64_t i = 0; i < tasks.count && rc == 0; i++)
+	for (int64_t i = 0; i < tasks.count && rc == 0; i++) {
+		work[i].ends = tasks.task[i].chat ? &chat_ends : &ends;
 		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
 			task_score(&work[i], &result[i], results);
+	}
 	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
 	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
 	if (results && results_finish(results, report) < 0)
@@ -181,6 +190,8 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 	for (int64_t i = 0; work && i < tasks.count; i++)
 		task_work_free(&work[i]);
 	free(work);
+	free(ends.id);
+	free(chat_ends.id);
 	free(result);
 	model_free(&m);
 	tokenizer_close(tokenizer);
@@ -198,8 +209,9 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "batch") || option_given(line, "out")))
-		rc = fail("--batch and --out go with --tasks");
+	else if (o->data && (option_given(line, "batch") || option_given(line, "out") ||
+			option_given(line, "chat-form")))
+		rc = fail("--batch, --out and --chat-form go with --tasks");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "document-mask") || option_given(line, "document-token")))
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
@@ -230,6 +242,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Samples of a task that are computed together; changes no score", .initial = "8"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
+	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
 	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
 };

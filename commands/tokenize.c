@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 #include "files/text.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
@@ -312,7 +313,7 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	return rc;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
+int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files, char **files,
 		struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
@@ -328,7 +329,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
+	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
@@ -354,8 +355,14 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, int 
 	return rc;
 }
 
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
+		struct tokenized *result)
+{
+	return tokenize_in_form(prefix, tokenizer, NULL, special, num_files, files, result);
+}
+
 struct tokenize_options {
-	const char *tokenizer, *out, *decode;
+	const char *tokenizer, *chat_form, *out, *decode;
 	bool special_as_text;
 };
 
@@ -374,7 +381,7 @@ static int run_tokenize(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (o->decode)
 		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", !o->special_as_text, line->num_words,
+	if (tokenize_in_form(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text, line->num_words,
 			line->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
@@ -386,6 +393,7 @@ static int run_tokenize(const struct command_line *line)
 }
 
 static const struct command_option tokenize_table[] = {
+	TEXT_OPTION(tokenize_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	TEXT_OPTION(tokenize_options, tokenizer, "tokenizer", "NAME",
 			"byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level BPE, or a "
 			"directory with one"),

@@ -63,12 +63,32 @@ uint32_t byte_tokenizer_hash(void)
 	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
 }
 
+void tokenizer_close(struct tokenizer *t)
+{
+	if (t)
+		tokenizer_free(t);
+}
+
+/* Where the tokenizer has no chat template beside it, the model's holds. */
+static int add_chat_template(struct tokenizer **t, const char *dir)
+{
+	if (!*t)
+		return -1;
+	if ((*t)->chat_template || chat_template_read(dir, &(*t)->chat_template) == 0)
+		return 1;
+	tokenizer_close(*t);
+	*t = NULL;
+	return -1;
+}
+
 int tokenizer_find(struct tokenizer **out, const char *dir, const char *name)
 {
 	char path[PATH_LEN];
 	*out = NULL;
-	if (name)
-		return (*out = tokenizer_open(name)) ? 1 : -1;
+	if (name) {
+		*out = tokenizer_open(name);
+		return add_chat_template(out, dir);
+	}
 	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
 	if (there > 0)
 		return (*out = tokenizer_open(path)) ? 1 : -1;
@@ -79,8 +99,10 @@ int tokenizer_find(struct tokenizer **out, const char *dir, const char *name)
 		return -1;
 	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
 	int rc = 0;
-	if (named && strcmp(named, "none"))
-		rc = (*out = tokenizer_open(named)) ? 1 : -1;
+	if (named && strcmp(named, "none")) {
+		*out = tokenizer_open(named);
+		rc = add_chat_template(out, dir);
+	}
 	json_decref(root);
 	return rc;
 }
@@ -92,12 +114,6 @@ struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
 		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one "
 				"with --tokenizer", dir);
 	return t;
-}
-
-void tokenizer_close(struct tokenizer *t)
-{
-	if (t)
-		tokenizer_free(t);
 }
 
 /* -- what a tokenizer says of itself -- */

@@ -514,6 +514,41 @@ static int read_end(struct tokenizer *t, const char *path)
 	return rc;
 }
 
+int chat_template_read(const char *dir, char **out)
+{
+	char path[PATH_LEN];
+	*out = NULL;
+	int there = path_join(path, dir, "chat_template.jinja") < 0 ? -1 : path_exists(path);
+	if (there > 0) {
+		const uint8_t *data;
+		size_t n;
+		if (map_file(path, &data, &n) < 0)
+			return -1;
+		*out = allocate(n + 1);
+		if (n)
+			memcpy(*out, data, n);
+		unmap_file(data, n);
+		return 0;
+	}
+	if (there == 0)
+		there = path_join(path, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL, *item;
+	const json_t *template = json_object_get(root, "chat_template"), *list = template;
+	const char *name;
+	size_t i;
+	if (json_is_array(list)) {
+		template = NULL;
+		json_array_foreach((json_t *)list, i, item)
+			if ((name = json_string_value(json_object_get(item, "name"))) && !strcmp(name, "default"))
+				template = json_object_get(item, "template");
+	}
+	if (json_is_string(template))
+		*out = strdup(json_string_value(template));
+	const int rc = there < 0 || (there && !root) ? -1 : 0;
+	json_decref(root);
+	return rc;
+}
+
 /* Reads a whole tokenizer.json. After an error, what has been read is freed by tokenizer_free. */
 static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *root)
 {
@@ -541,6 +576,10 @@ static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *r
 	if (check_decoder(where, json_object_get(root, "decoder")) < 0 || read_model(t, path, root, added) < 0 ||
 			read_added(t, path, added, vocab_count) < 0 || read_end(t, path) < 0)
 		return -1;
+	char dir[PATH_LEN];
+	parent_of(dir, path);
+	if (chat_template_read(dir, &t->chat_template) < 0)
+		return -1;
 	t->hash = hash_tokenizer(t, LING_PATTERN);
 	t->old_hash = hash_tokenizer(t, LING_PATTERN_POSSESSIVE);
 	return 0;
@@ -567,6 +606,7 @@ void tokenizer_free(struct tokenizer *t)
 		free(t->splits[i].pattern);
 	}
 	free(t->splits);
+	free(t->chat_template);
 	free(t->tokens), free(t->bytes.data), free(t->text_id), free(t->merges), free(t->merged);
 	string_table_free(&t->texts);
 	free(t);

@@ -59,7 +59,7 @@ test_directory_and_checkpoint() {
 
 # What a model has beside its weights goes along into the checkpoints of a run that starts from it, and into what is made from them.
 test_files_go_along() {
-	local file
+	local file name
 	rm -rf m7 r7 && mkdir m7
 	cp $checkpoint/config.json $checkpoint/model.safetensors m7
 	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out m7/tokenizer.json text.txt
@@ -71,10 +71,10 @@ test_files_go_along() {
 	echo '{{ messages }}' >m7/chat_template.jinja
 	echo 'about m7' >m7/README.md
 	expect 0 "" "$ling" tokenize --tokenizer m7 --out own text.txt
-	local run="data.train=own data.valid=own train.init_from=m7 train.steps=2 train.batch=2 train.output_dir=r7"
-	expect 0 "" "$ling" train tiny.yaml data.tokenizer=none $run train.stop_at_step=1
+	local run="tiny.yaml train.batch=2" own="data.tokenizer=none data.train=own data.valid=own train.init_from=m7"
+	expect 0 "" "$ling" train $run $own train.steps=2 train.output_dir=r7 train.stop_at_step=1
 	mv m7 moved # a run that continues has it all
-	expect 0 "" "$ling" train tiny.yaml data.tokenizer=none $run
+	expect 0 "" "$ling" train $run $own train.steps=2 train.output_dir=r7
 	mv moved m7
 	convert r7/step-0000002 c7
 	convert m7 begun7/step-0000000
@@ -90,17 +90,17 @@ test_files_go_along() {
 	[ ! -e r7/step-0000002/README.md ] || problem "the README went along"
 	grep -qa tokenizer.chat_template r7.gguf || problem "no chat template in r7.gguf"
 	echo >>r7/step-0000002/chat_template.jinja
-	expect 1 "chat_template.jinja: " "$ling" train tiny.yaml data.tokenizer=none $run train.steps=3
+	expect 1 "chat_template.jinja: " "$ling" train $run $own train.steps=3 train.output_dir=r7
 	# Ids of another tokenizer are refused; a named one is taken, with a warning where the two differ.
-	expect 1 "text.bin: made by tokenizer byte" "$ling" train tiny.yaml data.tokenizer=none $run data.train=text data.valid=off train.output_dir=r8
+	expect 1 "text: made by tokenizer byte" "$ling" train $run data.tokenizer=none train.init_from=m7 train.steps=2 train.output_dir=r8
 	[ ! -e r8/step-0000002 ] || problem "trained on ids of another tokenizer"
-	expect 0 "" "$ling" train tiny.yaml data.tokenizer=byte $run data.train=text data.valid=off train.output_dir=r9
+	expect 0 "" "$ling" train $run train.init_from=m7 train.steps=2 train.output_dir=r9
 	has err.txt "warning: data.tokenizer byte"
 	[ ! -e r9/step-0000002/tokenizer.json ] || problem "a checkpoint has a tokenizer that its run did not have"
 	[ -e r9/step-0000002/generation_config.json ] || problem "generation_config.json is lost"
 	# The byte tokenizer of a checkpoint, too.
-	expect 1 "own.bin: made by" "$ling" train tiny.yaml data.tokenizer=none $run train.init_from=$checkpoint train.output_dir=r10
-	expect 0 "" "$ling" train tiny.yaml data.tokenizer=none $run data.train=text data.valid=off train.init_from=$checkpoint train.output_dir=r11
+	expect 1 "own: made by" "$ling" train $run data.tokenizer=none data.train=own data.valid=own train.init_from=$checkpoint train.steps=2 train.output_dir=r10
+	expect 0 "" "$ling" train $run data.tokenizer=none train.init_from=$checkpoint train.steps=2 train.output_dir=r11
 	expect 0 "" "$ling" generate r11/step-0000002 --prompt a --max-tokens 1
 }
 

@@ -3,6 +3,7 @@
 # make test          everything that is tested, dependencies included
 # make check-clang   compile everything with clang too, for its warnings
 # make bench         training speed against the peak of the machine
+# make install       ling, its manual page and its completion for bash into PREFIX (default: /usr/local), under DESTDIR if given; make uninstall
 # make fuzz          fuzz each reader of foreign bytes for FUZZ_SECONDS each (clang)
 # make clean
 
@@ -46,7 +47,7 @@ DOUBLE := $(LIBRARY:%=$(BUILD)/double/%)
 SANITIZE := $(LIBRARY:%=$(BUILD)/sanitize/%)
 FUZZ := $(LIBRARY:%=$(BUILD)/fuzz/%)
 
-.PHONY: all deps test-deps test run-tests check-clang quickstart bench fuzz clean force
+.PHONY: all deps test-deps test run-tests check-clang quickstart bench fuzz install uninstall clean force
 .SECONDARY:
 .DELETE_ON_ERROR:
 all: ling
@@ -159,6 +160,25 @@ $(BUILD)/fuzz_%: $(BUILD)/fuzz/tests/fuzz_%.o $(FUZZ)
 fuzz: $(FUZZERS:%=$(BUILD)/fuzz_%) # -close_fd_mask=2: progress and notes are no findings
 	for f in $(FUZZERS); do mkdir -p $(BUILD)/fuzz/corpus-$$f && \
 		$(BUILD)/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -close_fd_mask=2 $(BUILD)/fuzz/corpus-$$f || exit 1; done
+
+# ---- installation ----
+
+# -march=native makes a program for this processor; OPTIMIZE="-O3 -march=x86-64-v3" one for any with AVX2.
+PREFIX ?= /usr/local
+BIN := $(DESTDIR)$(PREFIX)/bin
+MAN := $(DESTDIR)$(PREFIX)/share/man/man1
+COMPLETIONS := $(DESTDIR)$(PREFIX)/share/bash-completion/completions
+
+install: ling
+	./ling --man >$(BUILD)/ling.1
+	./ling --completion >$(BUILD)/ling.bash
+	install -d "$(BIN)" "$(MAN)" "$(COMPLETIONS)"
+	install -m 755 ling "$(BIN)/ling"
+	install -m 644 $(BUILD)/ling.1 "$(MAN)/ling.1"
+	install -m 644 $(BUILD)/ling.bash "$(COMPLETIONS)/ling"
+
+uninstall:
+	rm -f "$(BIN)/ling" "$(MAN)/ling.1" "$(COMPLETIONS)/ling"
 
 clean:
 	rm -rf $(BUILD) ling

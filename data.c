@@ -10,7 +10,8 @@
  *   llm.c's .bin:  256 i32 (magic, version, number of ids, zeros), then the ids
  *   bare ids, as nanoGPT has them; the config must name their type
  * Beside each of them may be, PREFIX being the path without .bin:
- *   PREFIX.mask.bin   a byte for each id: 1 where the loss counts, else 0
+ *   PREFIX.mask.bin   a byte for each id, what the target is where this id comes next: 0 nothing, the loss does not
+ *                     count; 1 this id; 2 the end token, which the manifest names, and not this id
  *   PREFIX.json       the manifest: what is known of these files
  *
  * Opening a file must not take longer the larger it is. So what needs a pass over all of it (checksums, the largest
@@ -81,6 +82,8 @@ json_t *manifest_to_json(const struct manifest *m)
 		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer),
 				"tokenizer_hash", crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size,
 				"bytes", (json_int_t)m->bytes));
+	if (m->end_token >= 0)
+		json_object_set_new(root, "end_token", json_integer(m->end_token));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
 			"documents", (json_int_t)m->documents, "tokens", (json_int_t)m->tokens,
 			"largest_id", (json_int_t)m->largest_id, "learned", (json_int_t)m->loss_tokens,
@@ -138,7 +141,7 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 {
 	if (manifest_check_format(path, root) < 0)
 		return -1;
-	*m = (struct manifest){.largest_id = -1, .loss_tokens = -1};
+	*m = (struct manifest){.largest_id = -1, .loss_tokens = -1, .end_token = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
 		const char *tokenizer = field_text(root, path, "tokenizer");
@@ -150,6 +153,8 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 			return fail("%s: `tokenizer` is %s", path, *tokenizer ? "too long" : "empty");
 	} else if (!files)
 		return fail("%s: `tokenizer` is missing; expected a string", path);
+	if (json_object_get(root, "end_token") && field_int(root, path, "end_token", 0, INT32_MAX, &m->end_token) < 0)
+		return -1;
 	const char *dtype = field_text(root, path, "dtype");
 	if (!dtype || field_int(root, path, "tokens", 0, INT64_MAX, &m->tokens) < 0 ||
 			field_int(root, path, "documents", -1, INT64_MAX, &m->documents) < 0 ||
@@ -439,7 +444,7 @@ static struct scanned scan_block(const struct tokens *t, int64_t begin, int64_t 
 		if (t->loss_mask)
 			s.mask_crc32 = crc32_z(s.mask_crc32, t->loss_mask + i, next - i);
 		for (int64_t k = i; k < next; k++)
-			s.loss_tokens += t->loss_mask ? t->loss_mask[k] : 1;
+			s.loss_tokens += !t->loss_mask || t->loss_mask[k] != LOSS_NONE;
 	}
 	return s;
 }
@@ -483,8 +488,11 @@ static int tokens_examine(const struct tokens *t, const char *prefix, struct man
 	found->crc32 = s.crc32, found->mask_crc32 = s.mask_crc32, found->loss_tokens = s.loss_tokens;
 	found->largest_id = s.largest < INT64_MAX ? s.largest : INT64_MAX;
 	for (int64_t i = 0; t->loss_mask && i < t->count; i++)
-		if (t->loss_mask[i] > 1)
-			return fail("%s.mask.bin: byte %lld is %d; expected 0 or 1", prefix, (long long)i, t->loss_mask[i]);
+		if (t->loss_mask[i] > LOSS_END)
+			return fail("%s.mask.bin: byte %lld is %d; expected 0, 1 or 2", prefix, (long long)i, t->loss_mask[i]);
+		else if (t->loss_mask[i] == LOSS_END && found->end_token < 0)
+			return fail("%s.mask.bin: byte %lld is 2, which makes the end token a target; expected its id as "
+					"`end_token` in %s.json", prefix, (long long)i, prefix);
 	return 0;
 }
 
@@ -503,7 +511,7 @@ static void manifest_save(const struct manifest *m, const char *path)
 static int tokens_load(struct tokens *t, const char *path, const char *dtype, int vocab_size)
 {
 	char prefix[PATH_LEN], manifest_path[PATH_LEN];
-	struct manifest m, found = {0};
+	struct manifest m, found = {.end_token = -1};
 	if (tokens_map(t, path, dtype, prefix, found.files) < 0 || path_suffix(manifest_path, prefix, ".json") < 0)
 		return -1;
 	const int there = manifest_read(&m, manifest_path);
@@ -512,6 +520,7 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 	const bool valid = there && same_file_states(m.files, found.files) && m.tokens == t->count &&
 			m.documents == t->documents && m.dtype == t->dtype;
 	if (!valid) {
+		found.end_token = there ? m.end_token : -1;
 		if (tokens_examine(t, prefix, &found) < 0)
 			return -1;
 		if (there && *m.tokenizer) {
@@ -528,8 +537,12 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 	const int64_t limit = narrower ? m.vocab_size : vocab_size;
 	if (m.largest_id >= limit)
 		return fail_id(t, 0, limit, narrower ? "its manifest" : "the model");
+	if (t->loss_mask && m.end_token >= limit)
+		return fail("%s: `end_token` is %lld, outside the vocabulary of %lld; expected the id that ends a reply",
+				manifest_path, (long long)m.end_token, (long long)limit);
 	if (!valid)
 		manifest_save(&m, manifest_path);
+	t->end_token = m.end_token;
 	memcpy(t->tokenizer, m.tokenizer, sizeof t->tokenizer);
 	t->tokenizer_hash = m.tokenizer_hash;
 	t->vocab_size = vocab_size;
@@ -575,8 +588,8 @@ int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out)
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target)
 {
 	for (int64_t i = 0; t->loss_mask && i < n; i++)
-		if (!t->loss_mask[start + 1 + i])
-			target[i] = -1;
+		if (t->loss_mask[start + 1 + i] != LOSS_TOKEN)
+			target[i] = t->loss_mask[start + 1 + i] == LOSS_END ? t->end_token : -1;
 }
 
 /* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
@@ -713,6 +726,35 @@ int metrics_sync(FILE *f)
 	return 0;
 }
 
+enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN])
+{
+	char path[PATH_LEN], link[48], target[PATH_LEN];
+	struct stat ours, named;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || fstat(fileno(f), &ours) < 0)
+		return METRICS_IN_PLACE; /* neither fails for an open file */
+	if (stat(path, &named) == 0 && named.st_dev == ours.st_dev && named.st_ino == ours.st_ino)
+		return METRICS_IN_PLACE;
+	snprintf(link, sizeof link, "/proc/self/fd/%d", fileno(f));
+	const ssize_t n = readlink(link, target, sizeof target - 1);
+	target[n < 0 ? 0 : n] = 0;
+	if (ours.st_nlink && stat(target, &named) == 0 && named.st_dev == ours.st_dev && named.st_ino == ours.st_ino) {
+		parent_of(now, target);
+		fail("%s was moved to %s while the run wrote to it; this step is saved there: move it back, or set "
+				"train.output_dir=%s, to continue", output_dir, now, now);
+		return METRICS_MOVED;
+	}
+	path_copy(now, output_dir);
+	if (stat(output_dir, &named) == 0 && path_exists(path)) {
+		fail("%s was deleted while the run wrote to it, and another run's files are in its place: this step could not "
+				"be saved; start again with another train.output_dir", output_dir);
+		return METRICS_LOST;
+	}
+	fail("%s was deleted while the run wrote to it; this step is saved in %s again, but the metrics before it, and "
+			"checkpoints that were deleted too, are lost: find out what deletes them, then the same command "
+			"continues", path, output_dir);
+	return METRICS_DELETED;
+}
+
 /* A number, or null for NaN. */
 static int metric_value(const json_t *v, const char *where, const char *key, double *out)
 {
@@ -784,7 +826,7 @@ static int metrics_next(struct metrics_reader *r)
 	return rc < 0 ? -1 : 1;
 }
 
-FILE *metrics_open(const char *output_dir, int64_t step)
+FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_line)
 {
 	char path[PATH_LEN];
 	if (make_directories(output_dir) < 0 || path_join(path, output_dir, "metrics.jsonl") < 0)
@@ -792,23 +834,26 @@ FILE *metrics_open(const char *output_dir, int64_t step)
 	struct metrics_reader r = {.path = path, .row.step = -1};
 	int there = path_exists(path), rc = there;
 	size_t keep = 0;
-	int64_t last = 0;            /* step that is kept */
+	struct metrics last = {0};   /* that is kept */
 	bool newline = true;
 	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
 		return NULL;
 	while (rc > 0 && (rc = metrics_next(&r)) > 0)
 		if (r.row.step <= step)
-			keep = r.at, last = r.row.step, newline = r.data[keep - 1] == '\n';
+			keep = r.at, last = r.row, newline = r.data[keep - 1] == '\n';
 	unmap_file(r.data, r.size);
 	free(r.loads);
-	if (rc == 0 && r.size && last < step)
+	if (rc == 0 && r.size && last.step < step)
 		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move "
-				"the file away to begin a new one", path, (long long)last, (long long)step);
+				"the file away to begin a new one", path, (long long)last.step, (long long)step);
 	/* Steps rise, so that what goes is always a tail. */
 	if (rc == 0 && keep < r.size && truncate(path, keep) < 0)
 		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
 	if (rc < 0)
 		return NULL;
+	last.expert_load = NULL;
+	if (last_line)
+		*last_line = last;
 	FILE *f = fopen(path, "ae");
 	if (!f)
 		fail("%s: cannot open: %s", path, strerror(errno));

@@ -39,7 +39,8 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset; else -1 */
 	const uint8_t *ids;          /* [count] of that type */
-	const uint8_t *loss_mask;    /* [count] 0 where the loss does not count, else 1; NULL: it counts everywhere */
+	const uint8_t *loss_mask;    /* [count] LOSS_NONE, LOSS_TOKEN or LOSS_END; NULL: the loss counts every token */
+	int32_t end_token;           /* the target that LOSS_END stands for; -1: not known, and there is none */
 	char tokenizer[PATH_LEN];    /* of the tokenizer that made it: its name, from the manifest; "": not known */
 	uint32_t tokenizer_hash;     /* its hash, if the name is known */
 	uint32_t crc32;              /* of the bytes of the ids, followed by those of the loss mask */
@@ -56,7 +57,7 @@ int tokens_open(struct tokens *t, const char *path, const char *dtype, int vocab
  * the file may have changed. */
 int tokens_read(const struct tokens *t, int64_t start, int64_t n, int32_t *out);
 /* target [n]: tokens [start+1, start+1+n), the targets of tokens [start, start+n). Makes those -1 that the loss mask
- * leaves out. */
+ * leaves out, and those the end token that it says are. */
 void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *target);
 /* document [n]: where the document of each of tokens [start, start+n) begins, counted from start; 0 if before. target
  * [n] as in tokens_mask(): where the next token is of another document it becomes -1, except that a separator stays a
@@ -80,6 +81,7 @@ struct manifest {
 	char tokenizer[PATH_LEN];    /* its name; "": not known, and so are the next three */
 	uint32_t tokenizer_hash;
 	int64_t vocab_size;          /* of the tokenizer */
+	int64_t end_token;           /* its end token; -1: none, or not known */
 	int64_t bytes;               /* of the text that was tokenized */
 	int dtype;                   /* a code of TOKEN_TYPES */
 	int64_t tokens, documents;   /* documents -1: the format does not tell */
@@ -178,12 +180,21 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	const int64_t *source_samples; /* [num_sources] samples so far from each */
 };
 /* Opens OUTPUT_DIR/metrics.jsonl for appending after `step`: lines of later steps and a torn last line are
- * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error. */
-FILE *metrics_open(const char *output_dir, int64_t step);
+ * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error.
+ * *last, which may be NULL, becomes the last line that stays, without expert_load; its step is 0 without one. */
+FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last);
 /* Appends the line of a step. */
 int metrics_write(FILE *f, const struct metrics *m);
 /* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
 int metrics_sync(FILE *f);
+/* Whether OUTPUT_DIR/metrics.jsonl still is the file that f writes to; if not, error_text says what to do. */
+enum metrics_place {
+	METRICS_IN_PLACE,
+	METRICS_MOVED,               /* *now is the directory where it is */
+	METRICS_DELETED,             /* a checkpoint can still be saved in output_dir, which is no other run's */
+	METRICS_LOST,                /* deleted, and something else is in output_dir's place */
+};
+enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN]);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 

@@ -1065,6 +1065,11 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
+		double stop = stop_requested;
+		all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1); /* all ranks stop at the same window */
+		e->stopped = stop > 0;
+		if (e->stopped)
+			break;
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		if (B && rc == 0 && (rc = read_window(data, i, L, input, target, document)) < 0)
@@ -1083,27 +1088,62 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	progress_end(shown);
 	m->document = NULL;
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
-	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
 	free(input);
-	e->loss = sums[0] / e->tokens;
+	if (!e->stopped) {
+		e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
+		e->loss = sums[0] / e->tokens;
+	}
 	return parallel_agree(rc);
 }
 
-/* The mean loss over all targets of the validation files. */
-static int validate(struct trainer *t, double *loss)
+/* Puts the mean loss over all targets of the validation files into *m. Leaves it out, and sets t->stop, when a rank is
+ * asked to stop meanwhile. */
+static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
+	const double start = clock_seconds();
 	double sum = 0;
 	int64_t tokens = 0;
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->data.document_mask, c->eval.max_windows, &e) < 0)
 			return -1;
+		if (e.stopped) {
+			t->stop = true;
+			if (is_rank0(t))
+				print_status(stdout, "asked to stop: this step's validation is left out", true);
+			return 0;
+		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
 	}
-	*loss = sum / tokens;
+	m->valid_loss = sum / tokens;
+	m->has_valid_loss = true;
+	t->validation_seconds += clock_seconds() - start;
+	t->num_validations++;
 	return 0;
+}
+
+/* Whether the weights after `step` are validated. */
+static bool has_validation(const struct trainer *t, int64_t step)
+{
+	const struct config *c = &t->config;
+	return c->data.num_valid && (step == t->steps || (c->eval.every && step % c->eval.every == 0));
+}
+
+/* The seconds that the run will still take after step m->step: its tokens at the rate of this process so far, and its
+ * validations at the mean of those so far. */
+static double seconds_left(const struct trainer *t, const struct metrics *m, double seconds_per_token)
+{
+	const struct config *c = &t->config;
+	int64_t validations = 0;
+	if (c->data.num_valid && m->step < t->steps) {
+		if (c->eval.every)
+			validations = t->steps / c->eval.every - m->step / c->eval.every;
+		validations += !c->eval.every || t->steps % c->eval.every != 0; /* at the end */
+	}
+	const double one = t->num_validations ? t->validation_seconds / t->num_validations : 0;
+	return (t->tokens - m->tokens) * seconds_per_token + validations * one;
 }
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
@@ -1117,14 +1157,52 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s  "
 			"%s left", (long long)m->step, (long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr,
 			m->grad_norm, m->batch, m->tokens_per_second, ranks,
-			format_duration(left, (t->tokens - m->tokens) * seconds_per_token));
+			format_duration(left, seconds_left(t, m, seconds_per_token)));
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
 
-/* Brings the metrics to disk, then saves a checkpoint: so no checkpoint is ahead of its metrics. */
+/* Brings the metrics to disk, then saves a checkpoint: so no checkpoint is ahead of its metrics. When output_dir was
+ * moved or deleted meanwhile, the checkpoint is saved where its directory is now, or in a new one, and then the run
+ * fails, with what to do. */
 static int save_progress(struct trainer *t, FILE *metrics_file)
 {
-	return parallel_agree(is_rank0(t) ? metrics_sync(metrics_file) : 0) < 0 ? -1 : trainer_save(t);
+	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
+	int rc = 0, place = 0;
+	memcpy(named, t->config.train.output_dir, sizeof named);
+	if (is_rank0(t)) {
+		rc = metrics_sync(metrics_file);
+		place = rc < 0 ? 0 : metrics_place(metrics_file, named, now);
+		if (place == METRICS_LOST)
+			rc = -1;
+		if (place != METRICS_IN_PLACE)
+			memcpy(reason, error_text, sizeof reason);
+	}
+	if (parallel_agree(rc) < 0)
+		return -1;
+	if (place == METRICS_MOVED)
+		memcpy(t->config.train.output_dir, now, sizeof now);
+	rc = trainer_save(t);
+	memcpy(t->config.train.output_dir, named, sizeof named);
+	if (rc == 0 && place != METRICS_IN_PLACE)
+		rc = fail("%s", reason);
+	return parallel_agree(rc);
+}
+
+/* Says so before the first step of a continued run whose schedule makes the learning rate rise again that drops or
+ * decay had lowered. before: the last step of the run so far. */
+static void print_raised_rate(const struct trainer *t, const struct metrics *before)
+{
+	const struct config *c = &t->config;
+	const int64_t step = t->state.step, tokens = step ? before->batch * (int64_t)c->data.seq_len : 0;
+	/* the rate that the last step would have had under the schedule as it is now */
+	const double same = learning_rate(c, step, t->steps, (double)(t->state.tokens - tokens) / t->tokens),
+			next = learning_rate(c, step + 1, t->steps, (double)t->state.tokens / t->tokens);
+	if (step && before->step == step && next > before->lr && before->lr < same * (1 - 1e-6))
+		printf("the learning rate was %.2e at step %lld and is %.2e at step %lld: the schedule of %lld steps undoes a "
+				"drop, decay or lower peak of the run so far; if that is not wanted, stop, and lower schedule.peak_lr "
+				"or go back to a checkpoint from before the decay\n", before->lr, (long long)step, next,
+				(long long)step + 1, (long long)t->steps);
+	fflush(stdout);
 }
 
 /* Trains from where the trainer stands to the end, or to a stop. */
@@ -1133,6 +1211,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	const struct config *c = &t->config;
 	const int64_t first_token = t->state.tokens;
 	const double start = clock_seconds();
+	t->validation_seconds = t->num_validations = 0;
 	while (t->state.step < t->steps) {
 		struct metrics m;
 		const int64_t batch = trainer_next_batch(t);
@@ -1146,11 +1225,8 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			return fail("%s", reason);
 		}
 		const bool last = m.step == t->steps;
-		if (c->data.num_valid && (last || (c->eval.every && m.step % c->eval.every == 0))) {
-			if (validate(t, &m.valid_loss) < 0)
-				return -1;
-			m.has_valid_loss = true;
-		}
+		if (has_validation(t, m.step) && validate(t, &m) < 0)
+			return -1;
 		if (is_rank0(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
 		if (m.has_valid_loss && !isfinite(m.valid_loss))
@@ -1158,14 +1234,15 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 					"stay", (long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = t->stop || m.step == c->train.stop_at_step;
 		if (is_rank0(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
-			print_progress(t, &m, (clock_seconds() - start) / (m.tokens - first_token));
+			print_progress(t, &m, (clock_seconds() - start - t->validation_seconds) / (m.tokens - first_token));
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) &&
 				save_progress(t, metrics_file) < 0)
 			return -1;
 		if (stop && !last) {
-			char line[128];
-			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command continues",
-					(long long)m.step, (long long)t->steps);
+			char line[160];
+			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < m.step;
+			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command%s continues",
+					(long long)m.step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
 			return 0;
@@ -1185,9 +1262,19 @@ int trainer_run(struct trainer *t)
 					(long long)t->steps);
 		return 0;
 	}
-	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step) : NULL;
+	if (t->config.train.stop_at_step && t->config.train.stop_at_step < t->state.step) {
+		if (is_rank0(t))
+			printf("stopped at once: train.stop_at_step is %lld, and %lld of %lld steps are done; make it larger, or "
+					"off, to continue\n", (long long)t->config.train.stop_at_step, (long long)t->state.step,
+					(long long)t->steps);
+		return 0;
+	}
+	struct metrics before = {0};
+	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step, &before) : NULL;
 	if (parallel_agree(is_rank0(t) && !f ? -1 : 0) < 0)
 		return -1;
+	if (is_rank0(t))
+		print_raised_rate(t, &before);
 	int rc = training_loop(t, f);
 	if (rc < 0 && is_rank0(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
@@ -2045,6 +2132,24 @@ static int map_parameters(struct model *m, const struct tensors *w, const char *
 	return 0;
 }
 
+/* Fails when what this rank holds of a parameter has a NaN or infinity, and names it. */
+static int check_finite(const struct model *m, const struct parameter *t, const char *dir)
+{
+	const real *x = m->params.memory + t->offset;
+	const int64_t n = parameter_size(t);
+	if (isfinite(sum_of_squares(x, n))) /* in double: no sum of squares of float numbers overflows */
+		return 0;
+	for (int64_t i = 0, first; i < n; i++)
+		if (!isfinite(x[i])) {
+			global_run(t, i, i + 1, &first);
+			return fail("%s: tensor %s has %g at row %lld, column %lld; expected finite numbers: training cannot go on "
+					"from these weights, take those of an earlier checkpoint, or the original files again", dir,
+					t->name, plain_nan(x[i]), (long long)(t->cols ? first / t->cols : first),
+					(long long)(t->cols ? first % t->cols : 0));
+		}
+	return 0;
+}
+
 int model_load(struct model *m, const char *dir)
 {
 	const bool map = m->mode == EVALUATE;
@@ -2056,6 +2161,8 @@ int model_load(struct model *m, const char *dir)
 		if (!m->parameters[i].mapped)
 			rc = read_shard(w, "", &m->parameters[i], 0, parameter_size(&m->parameters[i]),
 					m->params.memory + m->parameters[i].offset);
+	for (int i = 0; i < m->num_parameters && rc == 0 && !map; i++)
+		rc = check_finite(m, &m->parameters[i], dir);
 	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
 	m->files = map ? w : NULL;
 	rc = parallel_agree(rc);
@@ -2249,6 +2356,28 @@ int trainer_save(struct trainer *t)
  * Making a trainer
  * ========================================================================================================== */
 
+/* Warns when data ranks have nothing to do in a step, with what would help: in a whole batch, or in the first and
+ * smallest one of a batch warmup. */
+static void warn_of_idle_ranks(const struct config *c, int data)
+{
+	const bool warmup = c->train.batch_warmup.tokens && c->train.batch_warmup.start < c->train.batch;
+	const int first = warmup ? c->train.batch_warmup.start : c->train.batch, micro_batch = c->train.micro_batch;
+	const int64_t idle = idle_data_ranks(data, c->train.batch, micro_batch), idle_first = idle_data_ranks(data, first,
+			micro_batch);
+	if (idle && c->train.batch >= data)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has %d sequences in "
+				"each micro-batch: set train.micro_batch=%d\n", (long long)idle, data, c->train.batch, micro_batch,
+				c->train.batch / data);
+	else if (idle)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has fewer sequences "
+				"than there are data ranks: make it at least %d, or start %d ranks\n", (long long)idle, data,
+				c->train.batch, data, parallel_size() / data * c->train.batch);
+	else if (idle_first)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do while the batch warmup's batch is %d: set "
+				"train.micro_batch=%d or train.batch_warmup.start=%lld\n", (long long)idle_first, data, first,
+				first < data ? 1 : first / data, (long long)(data - 1) * (first < data ? 1 : micro_batch) + 1);
+}
+
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
@@ -2258,6 +2387,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
 	layout_connect(&layout);
+	if (parallel_rank() == 0)
+		warn_of_idle_ranks(c, layout.data.size);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
 		rc = gradient_reduction_init(&t->reduction, &layout, t->model.num_elements);

@@ -18,6 +18,7 @@
  *   files/encoder              from text to token ids; the chat form
  *   files/gguf                 llama.cpp's files
  *   files/checkpoint           directories that appear whole or not at all
+ *   files/conversation         what a JSON record means: texts and conversations
  *   files/text                 text and JSON lines as input
  *   files/tokenizer_training   making a vocabulary
  *   files/convert              from one format of a model to another
@@ -27,6 +28,7 @@
  *     command                  what a command is: a table of options and a function; what several commands share
  *     options                  reads a command line by such a table
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
+ *     manual                   the manual page and the completion for bash, made from those tables
  *     engine                   generation: key-value caches, batches, sampling
  *     match                    what a pattern finds in a reply
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
@@ -304,7 +306,7 @@ void model_randomize(struct model *m, uint64_t seed);
 /* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
  * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the
  * system reads as needed. The checksums of all tensors are checked first; in evaluation only where the files are no
- * larger than memory. */
+ * larger than memory. For training, a tensor with a NaN or infinity is an error too. */
 int model_load(struct model *m, const char *dir);
 /* Computes the head norm cache. Call it whenever weights have changed. Collective. */
 void model_update_head_scale(struct model *m);
@@ -403,6 +405,8 @@ struct trainer {
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
+	double validation_seconds;   /* of all validations of this process, */
+	int num_validations;         /* and how many they are */
 };
 /* Makes a trainer without data and with weights not set. trainer_free may follow a failure. */
 int trainer_allocate(struct trainer *t, const struct config *c);
@@ -420,7 +424,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
  * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
-/* Trains to the end, or until a rank is asked to stop. */
+/* Trains to the end, or until a rank is asked to stop; not at all beyond stop_at_step. */
 int trainer_run(struct trainer *t);
 /* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
@@ -429,10 +433,12 @@ struct evaluation {
 	double loss;                 /* mean cross-entropy, nats */
 	int64_t tokens;              /* targets that count */
 	int64_t bytes;               /* of their text; 0 without a tokenizer */
+	bool stopped;                /* a rank was asked to stop: the rest is 0 */
 };
 /* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
  * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
- * same result. Rank 0 shows the progress on standard error. Fails when an id is outside the vocabulary. */
+ * same result. Rank 0 shows the progress on standard error. When a rank is asked to stop, all end at their next window.
+ * Fails when an id is outside the vocabulary. */
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask,
 		int64_t max_windows, struct evaluation *e);
 

@@ -319,6 +319,12 @@ struct micro_batches micro_batches_of_rank(const struct group *data, int64_t bat
 			.size = micro_batch, .batch = batch};
 }
 
+int64_t idle_data_ranks(int data, int64_t batch, int micro_batch)
+{
+	const int64_t all = (batch + micro_batch - 1) / micro_batch;
+	return all < data ? data - all : 0;
+}
+
 int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
 {
 	const int64_t left = m->batch - m->first - i * m->step;

@@ -110,11 +110,8 @@ bool option_given(const struct command_line *line, const char *name);
 
 enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute together */
 
-/* Reads the config of a model's directory. The error for the directory of a run says where the models are. */
-int read_model_config(struct model_config *c, const char *dir);
-
-/* After a failure to open `dir` as a model: if it is the directory of a run, the error becomes one that says where
- * the models are. */
-void explain_run_directory(const char *dir);
+/* The model that a word of the command line names: the path itself or, where it is the directory of a run, that of its
+ * newest checkpoint, which a note on stderr names. Collective. */
+int find_model(char path[PATH_LEN], const char *word);
 
 #endif

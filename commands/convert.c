@@ -43,7 +43,8 @@ static void print_conversion(const json_t *report)
 static int run_convert(const struct command_line *line)
 {
 	const struct convert_options *o = line->options;
-	const char *source_path = line->words[0], *path = line->words[1];
+	const char *path = line->words[1];
+	char source_path[PATH_LEN];
 	const int format = option_given(line, "to") ? o->to
 			: has_suffix(path, ".gguf") ? FORMAT_GGUF : FORMAT_HUGGINGFACE;
 	const char *dtype = option_given(line, "dtype") ? output_dtypes[o->dtype] : NULL;
@@ -54,11 +55,10 @@ static int run_convert(const struct command_line *line)
 			.no_tokenizer = o->no_tokenizer};
 
 	struct model_config c;
-	struct source_model *source = source_model_open(source_path, &c);
-	if (!source) {
-		explain_run_directory(source_path);
+	struct source_model *source = find_model(source_path, line->words[0]) < 0 ? NULL
+			: source_model_open(source_path, &c);
+	if (!source)
 		return EXIT_WORK_FAILED;
-	}
 	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
 	int n;
 	struct parameter *parameters = global_parameters(&c, &n);
@@ -98,7 +98,7 @@ static const struct command_option options[] = {
 
 const struct command convert_command = {
 	.name = "convert-checkpoint", .usage = "SRC DST [--to hf|checkpoint|gguf]", .min_words = 2, .max_words = 2,
-	.help = "Convert a model: SRC is a Hugging Face directory, a checkpoint, or a GGUF file (f32, bf16, f16); DST "
-		"must not exist.",
+	.help = "Convert a model: SRC is a Hugging Face directory, a checkpoint, a run (its newest checkpoint), or a GGUF "
+		"file (f32, bf16, f16); DST must not exist.",
 	.run = run_convert, COMMAND_OPTIONS(convert_options, options), .has_threads = true,
 };

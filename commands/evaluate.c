@@ -78,10 +78,10 @@ static void print_loss(const json_t *report)
 	printf("\n");
 }
 
-static int eval_data(const struct command_line *line, const struct model_config *c)
+static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0], *dtype = o->dtype ? o->dtype : "none";
+	const char *dtype = o->dtype ? o->dtype : "none";
 	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
 	struct tokens data;
 	struct model m;
@@ -144,10 +144,9 @@ static int load_model(struct model *m, const struct model_config *c, const char 
 	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
 }
 
-static int eval_tasks(const struct command_line *line, const struct model_config *c)
+static int eval_tasks(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0];
 	const bool first = parallel_rank() == 0;
 	struct tasks tasks;
 	struct model m = {0};
@@ -202,7 +201,7 @@ static int eval_tasks(const struct command_line *line, const struct model_config
 static int run_eval(const struct command_line *line)
 {
 	const struct eval_options *o = line->options;
-	const char *dir = line->words[0];
+	char dir[PATH_LEN];
 	struct model_config c;
 	int rc = 0;
 	if (!o->data == !o->tasks)
@@ -217,14 +216,14 @@ static int run_eval(const struct command_line *line)
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	if (read_model_config(&c, dir) < 0)
+	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
 	if (o->seq_len > c.max_position_embeddings) {
 		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
 				c.max_position_embeddings);
 		return EXIT_WORK_FAILED;
 	}
-	return (o->data ? eval_data : eval_tasks)(line, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	return (o->data ? eval_data : eval_tasks)(line, dir, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
 static const struct command_option options[] = {
@@ -251,6 +250,6 @@ const struct command eval_command = {
 	.name = "eval", .usage = "MODEL_DIR --data PREFIX --seq-len L | MODEL_DIR --tasks FILE.yaml",
 	.min_words = 1, .max_words = 1,
 	.help = "Cross-entropy and perplexity of a token file, over all its full windows; or scored tasks. MODEL_DIR is "
-		"a checkpoint or a Hugging Face directory.",
+		"a checkpoint, a run (its newest checkpoint is taken) or a Hugging Face directory.",
 	.run = run_eval, COMMAND_OPTIONS(eval_options, options), .computes = true,
 };

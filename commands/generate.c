@@ -162,7 +162,7 @@ static int run_requests(const struct generate_options *o, const char *dir, struc
 static int run_generate(const struct command_line *line)
 {
 	const struct generate_options *o = line->options;
-	const char *dir = line->words[0];
+	char dir[PATH_LEN];
 	struct generation_config g = {.sampling = o->sampling, .max_tokens = o->max_tokens, .batch = o->batch,
 			.no_cache = o->no_cache, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
 	struct model_config c;
@@ -178,7 +178,7 @@ static int run_generate(const struct command_line *line)
 		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	if (read_model_config(&c, dir) < 0)
+	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
 	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
 	if (!t)
@@ -209,7 +209,8 @@ static const struct command_option options[] = {
 	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT",
 			"Continue this text; an empty one is the beginning of a document"),
 	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
-			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages`"),
+			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages` or "
+			"`conversations`; where the assistant spoke last, continue that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
@@ -234,7 +235,8 @@ static const struct command_option options[] = {
 
 const struct command generate_command = {
 	.name = "generate", .usage = "MODEL_DIR (--prompt TEXT | --prompts FILE)", .min_words = 1, .max_words = 1,
-	.help = "Continue text. MODEL_DIR is a checkpoint or a Hugging Face directory. At temperature 0, the default, "
+	.help = "Continue text. MODEL_DIR is a checkpoint, a run (its newest checkpoint is taken) or a Hugging Face "
+		"directory. At temperature 0, the default, "
 		"the most likely token is taken each time. The output depends neither on the batch nor on the cache.",
 	.run = run_generate, COMMAND_OPTIONS(generate_options, options), .computes = true,
 };

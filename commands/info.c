@@ -79,6 +79,7 @@ struct layout_plan {
 	struct memory_plan memory;
 	double certain, rows;        /* bytes: all but the expert rows; expert rows when balanced */
 	double sent[NUM_TRAFFIC + 1]; /* bytes; the last one is the sum of the others */
+	int64_t idle;                /* data ranks that no micro-batch is left for */
 };
 
 /* Sums over a rank's micro-batches of a step: sequences, and the tokens of them that the rank holds between attention
@@ -155,14 +156,18 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 		return -1;
 	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;
 	p->rows = (double)m->arrivals / expert;
+	p->idle = idle_data_ranks(p->layout.data.size, c->train.batch, c->train.micro_batch);
 	plan_traffic(p, c);
 	return 0;
 }
 
-static int compare_sent(const void *a, const void *b)
+/* A comparison for qsort: layouts without idle ranks first, then those that send least. */
+static int compare_plans(const void *a, const void *b)
 {
-	return compare_doubles(&((const struct layout_plan *)a)->sent[NUM_TRAFFIC],
-			&((const struct layout_plan *)b)->sent[NUM_TRAFFIC]);
+	const struct layout_plan *x = a, *y = b;
+	if (!x->idle != !y->idle)
+		return x->idle ? 1 : -1;
+	return compare_doubles(&x->sent[NUM_TRAFFIC], &y->sent[NUM_TRAFFIC]);
 }
 
 /* Writes bytes as, for example, 1.234 GB. Returns `out`. */
@@ -178,14 +183,15 @@ static const char *format_bytes(char out[32], double bytes)
 
 static json_t *layout_to_json(const struct layout_plan *p)
 {
-	return json_pack("{s:i, s:i, s:i, s:o, s:o, s:o}", "data", p->layout.data.size, "tensor", p->layout.tensor.size,
-			"expert", p->layout.expert.size, "memory_bytes", report_whole(p->certain + p->rows),
+	return json_pack("{s:i, s:i, s:i, s:I, s:o, s:o, s:o}", "data", p->layout.data.size,
+			"tensor", p->layout.tensor.size, "expert", p->layout.expert.size,
+			"idle_data_ranks", (json_int_t)p->idle, "memory_bytes", report_whole(p->certain + p->rows),
 			"memory_bytes_at_most", report_whole(p->certain + p->memory.arrivals),
 			"bytes_sent", report_whole(p->sent[NUM_TRAFFIC]));
 }
 
 /* The report of the config's layout for this many ranks, and of all others that fit `room` bytes a rank while experts
- * are balanced, those that send least first. NULL on error. */
+ * are balanced, those that leave no rank idle and send least first. NULL on error. */
 static json_t *plan_report(const struct config *c, int ranks, double room)
 {
 	struct layout_plan asked, smallest = {0}, *plans = NULL;
@@ -206,7 +212,7 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 			plans[n++] = p;
 		}
 	if (n)
-		qsort(plans, n, sizeof *plans, compare_sent);
+		qsort(plans, n, sizeof *plans, compare_plans);
 
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
@@ -222,8 +228,9 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 		json_array_append_new(layouts, layout_to_json(&plans[i]));
 	free(plans);
 	const struct layout *l = &asked.layout;
-	return json_pack("{s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks,
-			"data", l->data.size, "tensor", l->tensor.size, "expert", l->expert.size, "batch", c->train.batch,
+	return json_pack("{s:i, s:i, s:i, s:i, s:I, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks,
+			"data", l->data.size, "tensor", l->tensor.size, "expert", l->expert.size,
+			"idle_data_ranks", (json_int_t)asked.idle, "batch", c->train.batch,
 			"micro_batch", c->train.micro_batch, "seq_len", c->data.seq_len, "memory_bytes", memory_bytes,
 			"bytes_sent", bytes_sent, "memory_of_a_rank", report_whole(room), "layouts", layouts,
 			"smallest_layout", layout_to_json(&smallest));
@@ -248,6 +255,11 @@ static void print_plan(const json_t *report)
 			(int)report_integer(report, "tensor"), (int)report_integer(report, "expert"),
 			(int)report_integer(report, "batch"), (int)report_integer(report, "micro_batch"),
 			(int)report_integer(report, "seq_len"));
+	if (report_integer(report, "idle_data_ranks")) {
+		const int data = (int)report_integer(report, "data"), batch = (int)report_integer(report, "batch");
+		printf("%d of %d data ranks have nothing to do: set train.%s=%d\n", (int)report_integer(report,
+				"idle_data_ranks"), data, batch < data ? "batch" : "micro_batch", batch < data ? data : batch / data);
+	}
 	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
 	print_bytes(json_object_get(report, "memory_bytes"));
 	printf("\nsent by a rank in a step\n");
@@ -263,14 +275,14 @@ static void print_plan(const json_t *report)
 				format_bytes(size[1], report_double(report, "smallest_layout.memory_bytes")));
 		return;
 	}
-	printf("\nlayouts that fit %s a rank\n%6s %6s %6s %12s %12s %12s\n", size[0], "data", "tensor", "expert",
-			"memory", "at most", "sent");
+	printf("\nlayouts that fit %s a rank; idle: data ranks without work\n%6s %6s %6s %12s %12s %12s %6s\n", size[0],
+			"data", "tensor", "expert", "memory", "at most", "sent", "idle");
 	for (size_t i = 0; i < json_array_size(layouts); i++) {
 		const json_t *l = json_array_get(layouts, i);
-		printf("%6d %6d %6d %12s %12s %12s\n", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
+		printf("%6d %6d %6d %12s %12s %12s %6d\n", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
 				(int)report_integer(l, "expert"), format_bytes(size[0], report_double(l, "memory_bytes")),
 				format_bytes(size[1], report_double(l, "memory_bytes_at_most")),
-				format_bytes(size[2], report_double(l, "bytes_sent")));
+				format_bytes(size[2], report_double(l, "bytes_sent")), (int)report_integer(l, "idle_data_ranks"));
 	}
 }
 
@@ -295,7 +307,8 @@ static int run_info(const struct command_line *line)
 			fail("%s: key=value goes with a config file, not with a model directory", line->words[1]);
 			return EXIT_WRONG_USE;
 		}
-		if (read_model_config(&c.model, path) < 0)
+		char dir[PATH_LEN];
+		if (find_model(dir, path) < 0 || config_from_huggingface(&c.model, dir) < 0)
 			return EXIT_WORK_FAILED;
 	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
 		return EXIT_WRONG_USE;

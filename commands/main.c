@@ -15,6 +15,7 @@
 #include "commands/info.h"
 #include "commands/doctor.h"
 #include "commands/plot.h"
+#include "commands/manual.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -40,7 +41,8 @@ static void print_usage(FILE *out)
 			fprintf(out, "  ling %s %.*s\n", commands[i]->name, (int)strcspn(way, "\n"), way);
 		fprintf(out, "      %s\n", commands[i]->help);
 	}
-	fprintf(out, "\n`ling COMMAND --help` lists the options of a command.\n");
+	fprintf(out, "\n`ling COMMAND --help` lists the options of a command. `ling --man` prints the manual page, `ling\n"
+			"--completion` a completion for bash; `make install` installs both.\n");
 }
 
 enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
@@ -102,6 +104,14 @@ static int run_without_command(const char *word)
 {
 	if (word && (!strcmp(word, "--version") || !strcmp(word, "-V"))) {
 		printf("ling %s\n", LING_VERSION);
+		return EXIT_DONE;
+	}
+	if (word && !strcmp(word, "--man")) {
+		manual_print(stdout, commands, NUM_COMMANDS);
+		return EXIT_DONE;
+	}
+	if (word && !strcmp(word, "--completion")) {
+		completion_print(stdout, commands, NUM_COMMANDS);
 		return EXIT_DONE;
 	}
 	const bool help = word && (!strcmp(word, "--help") || !strcmp(word, "-?") || !strcmp(word, "help"));

@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 const char *argp_program_version = "ling " LING_VERSION; /* argp's own variable: what --version prints */
 
@@ -51,15 +52,35 @@ static bool set_number(const struct command_option *o, double *place, const char
 	return false;
 }
 
+/* Whether an option's argument names a file: what the help calls it tells. */
+static bool takes_path(const struct command_option *o)
+{
+	static const char *const paths[] = {"PREFIX", "DIR", "FILE", "FILE.yaml", "NAME", "PATH"};
+	for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
+		if (!strcmp(o->argument, paths[i]))
+			return true;
+	return false;
+}
+
+static bool set_text(const struct command_option *o, const char **place, const char *value)
+{
+	*place = value;
+	if (!takes_path(o) || !is_home_path(value))
+		return true;
+	set_error("a path: " HOME_PATH_HINT);
+	return false;
+}
+
 static bool set_size(double *place, const char *value)
 {
+	/* in upper or lower case: people write KB and kb for kB */
 	static const struct { const char *name; double bytes; } units[] = {{"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9},
 			{"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
 	char *end;
 	const double number = strtod(value, &end);
 	for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
 		*place = number * units[i].bytes;
-		if (end > value && !strcmp(end, units[i].name) && *place >= 1 && *place <= 1e18)
+		if (end > value && !strcasecmp(end, units[i].name) && *place >= 1 && *place <= 1e18)
 			return true;
 	}
 	set_error("a size in kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 256GB, and at most 1000000TB");
@@ -93,7 +114,7 @@ static bool set_option(const struct command_option *o, void *options, const char
 	case OPTION_NUMBER: return set_number(o, place, value);
 	case OPTION_SIZE: return set_size(place, value);
 	case OPTION_CHOICE: return set_choice(o, place, value);
-	case OPTION_TEXT: *(const char **)place = value; return true;
+	case OPTION_TEXT: return set_text(o, place, value);
 	case OPTION_TEXTS:
 		room = list->count;
 		list->text = grow(list->text, list->count, &room, 1, sizeof *list->text);
@@ -115,6 +136,9 @@ static void check_use(const struct command_line *line, struct argp_state *state)
 		argp_error(state, "too few arguments");
 	if (line->num_words > c->max_words)
 		argp_error(state, "unexpected '%s'", line->words[c->max_words]);
+	for (int i = 0; i < line->num_words; i++)
+		if (is_home_path(line->words[i]))
+			argp_error(state, "%s: " HOME_PATH_HINT, line->words[i]);
 }
 
 /* argp calls this for each option, with its key and argument, then for the words that are left, and at the end. */
@@ -139,8 +163,7 @@ static error_t read_key(int key, char *value, struct argp_state *state)
 	}
 }
 
-/* An option's help, with its default. The caller frees it. */
-static char *help_of(const struct command_option *o)
+char *option_help(const struct command_option *o)
 {
 	struct text text = {0};
 	text_append(&text, o->help, strlen(o->help));
@@ -162,7 +185,7 @@ void command_line_read(struct command_line *line, const struct command *command,
 	line->given = allocate(n * sizeof *line->given);
 	for (int i = 0; i < n; i++) {
 		const struct command_option *o = &command->options[i];
-		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = help_of(o)};
+		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = option_help(o)};
 		const bool suits = !o->initial || set_option(o, line->options, o->initial);
 		assert(suits);
 		(void)suits;

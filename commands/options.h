@@ -11,4 +11,7 @@
 void command_line_read(struct command_line *line, const struct command *command, int argc, char **argv);
 void command_line_free(struct command_line *line);
 
+/* The help of an option, with its default. The caller frees it. */
+char *option_help(const struct command_option *o);
+
 #endif

@@ -94,11 +94,11 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 		example[n] = &t->samples.sample[i];
 		for (int j = 0; j <= n; j++) {
 			const struct sample *s = example[j];
-			message[2 * j] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size};
+			message[2 * j] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size, false};
 			text_append(text, s->prompt.data, s->prompt.size);
 			if (j == n)
 				break;
-			message[2 * j + 1] = (struct message){"assistant", text_bytes(&s->target), s->target.size};
+			message[2 * j + 1] = (struct message){"assistant", text_bytes(&s->target), s->target.size, false};
 			text_append(text, s->target.data, s->target.size);
 			text_append(text, t->separator, strlen(t->separator));
 		}

@@ -525,7 +525,7 @@ struct results *results_open(const char *dir)
 	char path[PATH_LEN];
 	int rc = make_directories(dir);
 	for (int i = 0; i < NUM_RESULT_FILES && rc == 0; i++)
-		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_file_begin(&r->file[i], path);
+		rc = path_join(path, dir, names[i]) < 0 ? -1 : new_member_begin(&r->file[i], path);
 	if (rc == 0)
 		return r;
 	for (int i = 0; i < NUM_RESULT_FILES; i++)

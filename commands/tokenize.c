@@ -106,7 +106,7 @@ static void write_ids(struct token_writer *w, const int32_t *id, const char *los
 			narrow[i] = id[at + i];
 			w->largest_id = id[at + i] > w->largest_id ? id[at + i] : w->largest_id;
 			w->last_id = id[at + i];
-			w->loss_tokens += loss_mask ? loss_mask[at + i] : 1;
+			w->loss_tokens += !loss_mask || loss_mask[at + i] != LOSS_NONE;
 		}
 		const void *out = w->dtype == UINT16 ? (const void *)narrow : id + at;
 		w->crc = crc32_z(w->crc, out, count * width);
@@ -303,6 +303,7 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 		rc = file_state_read(&m->files[i], of[i]->temporary);
 	snprintf(m->tokenizer, sizeof m->tokenizer, "%s", name);
 	m->tokenizer_hash = tokenizer_hash(w->tokenizer), m->vocab_size = tokenizer_size(w->tokenizer);
+	m->end_token = tokenizer_end(w->tokenizer);
 	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->bytes = w->bytes;
 	m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
@@ -313,8 +314,8 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	return rc;
 }
 
-int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files, char **files,
-		struct tokenized *result)
+int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files,
+		char **files, struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *name = file_name(prefix);
@@ -344,7 +345,7 @@ int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat
 	struct new_file file[NUM_OUTPUTS] = {0};
 	int rc = 0;
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
-		rc = new_file_begin(&file[k], outputs[k]);
+		rc = new_member_begin(&file[k], outputs[k]);
 	if (rc == 0)
 		rc = tokenize_to(&w, prefix, tokenizer, file, special, &in);
 	rc = new_files_publish(file, NUM_OUTPUTS, rc);
@@ -406,9 +407,9 @@ static const struct command_option tokenize_table[] = {
 
 const struct command tokenize_command = {
 	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
-	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, the `messages` of a "
-		"conversation, or a `prompt` and its `completion`; in the latter two the loss counts only the "
-		"assistant's replies).",
+	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, or a conversation as "
+		"`messages`, `conversations`, or a `prompt` and its `completion`, of which the loss counts only the assistant's "
+		"replies; docs/training.md has the forms).",
 	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
 };
 

@@ -24,8 +24,8 @@ struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tok
 int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
 		struct tokenized *result);
 /* The same with conversations in the named chat form; NULL: in the tokenizer's. */
-int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files, char **files,
-		struct tokenized *result);
+int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files,
+		char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included. tokenizer NULL: the one that the manifest names. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
 

@@ -5,12 +5,14 @@
 #include "files/base.h"
 
 #include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -158,6 +160,11 @@ bool has_suffix(const char *text, const char *suffix)
 	return n > m && !strcmp(text + n - m, suffix);
 }
 
+bool is_home_path(const char *path)
+{
+	return *path == '~';
+}
+
 int path_exists(const char *path)
 {
 	struct stat st;
@@ -210,11 +217,21 @@ int fail_write(const char *path, int error)
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
+/* Why writing to a stream has failed: errno may be that of a later call, so it is tried again. 0: it has not. */
+static int stream_error(FILE *f)
+{
+	if (!ferror(f))
+		return 0;
+	clearerr(f);
+	errno = 0;
+	return (fputc(0, f) == EOF || fflush(f)) && errno ? errno : EIO;
+}
+
 /* Brings a file to disk and closes it. Returns errno, 0 when all went well; *regular: it is no device and no pipe,
  * which have no fsync. */
 static int finish_stream(FILE *f, bool *regular)
 {
-	int error = ferror(f) ? (errno ? errno : EIO) : 0;
+	int error = stream_error(f);
 	struct stat st;
 	*regular = fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode);
 	if (!error && (fflush(f) || (*regular && fsync(fileno(f)) < 0)))
@@ -274,6 +291,20 @@ int make_directories(const char *dir)
 	return 0;
 }
 
+void directory_remove(const char *path)
+{
+	if (unlink(path) == 0)
+		return;
+	DIR *dir = opendir(path);
+	for (struct dirent *e; dir && (e = readdir(dir));)
+		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+			unlinkat(dirfd(dir), e->d_name, 0);
+	if (dir)
+		closedir(dir);
+	if (rmdir(path) < 0 && errno != ENOENT)
+		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
+}
+
 int sync_path(const char *path)
 {
 	int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -286,31 +317,136 @@ int sync_path(const char *path)
 
 /* ----------------------------------------------------------- new files, which appear whole or not at all */
 
-/* Creates a file that was not there, with a name that no other process uses: several machines may share the
- * directory. */
-static FILE *create_temporary(struct new_file *file)
+/* Sets error_text: why a file's lock, open as `fd`, cannot be had. Its holder has written who it is. */
+static int fail_locked(const struct new_file *file, int fd)
+{
+	char holder[128] = "another process", shown[64];
+	const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
+	holder[n > 0 ? n : (ssize_t)strlen("another process")] = 0;
+	return fail("%s: %s is writing it; wait until that ends, or choose another name", file->path,
+			printable(shown, holder));
+}
+
+/* Whether two stats are of the same file. */
+static bool same_file(const struct stat *a, const struct stat *b)
+{
+	return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
+}
+
+/* Takes the lock NAME.lock. Where a file system has no locks, file->locked stays false: the temporary names keep the
+ * writers apart, and the last one wins. A holder removes the file before it lets go, so what was locked may be gone. */
+static int take_lock(struct new_file *file)
+{
+	char path[PATH_LEN], host[64] = "", holder[128];
+	struct stat held, there;
+	if (path_suffix(path, file->path, ".lock") < 0)
+		return -1;
+	for (int attempt = 0; attempt < 1000; attempt++) {
+		const int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+		if (fd < 0)
+			return errno == ELOOP ? fail("%s: is a link; expected a lock file: remove it", path)
+				: fail("%s: cannot create: %s", file->path, strerror(errno));
+		const int error = flock(fd, LOCK_EX | LOCK_NB) < 0 ? errno : 0;
+		if (error == EWOULDBLOCK) {
+			const int rc = fail_locked(file, fd);
+			close(fd);
+			return rc;
+		}
+		if (error) {
+			close(fd);
+			unlink(path);
+			return 0;
+		}
+		if (fstat(fd, &held) < 0 || lstat(path, &there) < 0 || !same_file(&held, &there)) {
+			close(fd);
+			continue;
+		}
+		gethostname(host, sizeof host - 1);
+		const int n = snprintf(holder, sizeof holder, "process %ld on %s", (long)getpid(), host);
+		if (ftruncate(fd, 0) < 0 || pwrite(fd, holder, n, 0) < 0)
+			errno = 0; /* the lock holds without a name in it */
+		file->locked = true, file->lock = fd;
+		return 0;
+	}
+	return fail("%s: is taken and given up again all the time", path);
+}
+
+static void release_lock(struct new_file *file)
+{
+	char path[PATH_LEN];
+	if (!file->locked)
+		return;
+	if (path_suffix(path, file->path, ".lock") == 0)
+		unlink(path);
+	close(file->lock);
+	file->locked = false;
+}
+
+#define TEMPORARY_DIGITS 8
+
+/* Whether `name` is a temporary name of the file `of`. */
+static bool is_temporary_name(const char *name, const char *of)
+{
+	const size_t n = strlen(of);
+	return !strncmp(name, of, n) && !strncmp(name + n, ".tmp-", 5) &&
+		strspn(name + n + 5, "0123456789abcdef") == TEMPORARY_DIGITS && !name[n + 5 + TEMPORARY_DIGITS];
+}
+
+/* Removes what processes that were killed have left under temporary names. The lock says that nobody uses it. */
+static void remove_leftovers(const struct new_file *file)
+{
+	char dir[PATH_LEN], path[PATH_LEN];
+	parent_of(dir, file->path);
+	DIR *d = opendir(dir);
+	for (struct dirent *e; d && (e = readdir(d));)
+		if (is_temporary_name(e->d_name, file_name(file->path)) && path_join(path, dir, e->d_name) == 0)
+			directory_remove(path);
+	if (d)
+		closedir(d);
+}
+
+/* Makes a name up that no other process uses: several machines may share the directory. */
+static int temporary_name(char out[PATH_LEN], const char *path)
+{
+	char suffix[24];
+	uint32_t number = 0;
+	if (getrandom(&number, sizeof number, 0) != sizeof number)
+		return fail("%s: no random number: %s", path, strerror(errno));
+	snprintf(suffix, sizeof suffix, ".tmp-%0*x", TEMPORARY_DIGITS, (unsigned)number);
+	return path_suffix(out, path, suffix);
+}
+
+/* Creates the temporary file, or a directory, which was not there. */
+static int create_temporary(struct new_file *file, bool directory)
 {
 	for (int attempt = 0; attempt < 100; attempt++) {
-		char suffix[24];
-		uint32_t number = 0;
-		if (getrandom(&number, sizeof number, 0) != sizeof number)
-			break;
-		snprintf(suffix, sizeof suffix, ".tmp-%08x", (unsigned)number);
-		if (path_suffix(file->temporary, file->path, suffix) < 0)
-			return NULL;
-		const int fd = open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
-		FILE *stream = fd < 0 ? NULL : fdopen(fd, "w");
-		if (stream)
-			return stream;
+		if (temporary_name(file->temporary, file->path) < 0)
+			return -1;
+		if (directory && mkdir(file->temporary, 0777) == 0)
+			return 0;
+		const int fd = directory ? -1
+			: open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+		if (fd >= 0 && (file->stream = fdopen(fd, "w")))
+			return 0;
+		const int error = errno;
 		if (fd >= 0) {
 			close(fd);
 			unlink(file->temporary);
-		} else if (errno == EEXIST)
+		} else if (error == EEXIST)
 			continue;
-		break;
+		return fail("%s: cannot create: %s", file->path, strerror(error));
 	}
-	fail("%s: cannot create: %s", file->path, strerror(errno));
-	return NULL;
+	return fail("%s: cannot create: the temporary names are taken", file->path);
+}
+
+int new_file_lock(struct new_file *file, const char *path)
+{
+	memset(file, 0, sizeof *file);
+	if (path_copy(file->path, path) < 0 || take_lock(file) < 0)
+		return -1;
+	if (file->locked)
+		remove_leftovers(file);
+	return 0;
 }
 
 int new_file_begin(struct new_file *file, const char *path)
@@ -320,16 +456,39 @@ int new_file_begin(struct new_file *file, const char *path)
 	const bool link = lstat(path, &st) == 0 && S_ISLNK(st.st_mode);
 	/* NULL for a link to nowhere, which is written through and so makes what it points to. */
 	char *target = link ? realpath(path, NULL) : NULL;
-	const int rc = path_copy(file->path, target ? target : path);
+	const char *name = target ? target : path;
+	int rc = 0;
+	if (stat(name, &st) == 0 ? !S_ISREG(st.st_mode) : link) {
+		file->in_place = true;
+		rc = path_copy(file->path, name) < 0 || !(file->stream = file_create(name)) ? -1 : 0;
+	} else
+		rc = new_member_begin(file, name);
 	free(target);
-	if (rc < 0)
-		return -1;
-	file->in_place = stat(file->path, &st) == 0 ? !S_ISREG(st.st_mode) : link;
-	file->stream = file->in_place ? file_create(file->path) : create_temporary(file);
-	if (file->stream)
+	return rc;
+}
+
+/* new_member_begin and new_directory_begin. */
+static int begin_new(struct new_file *file, const char *path, bool directory)
+{
+	struct stat st;
+	memset(file, 0, sizeof *file);
+	if (!directory && lstat(path, &st) == 0 && S_ISDIR(st.st_mode))
+		return fail("%s: cannot create: %s", path, strerror(EISDIR));
+	if (new_file_lock(file, path) == 0 && create_temporary(file, directory) == 0)
 		return 0;
 	*file->temporary = 0;
+	release_lock(file);
 	return -1;
+}
+
+int new_member_begin(struct new_file *file, const char *path)
+{
+	return begin_new(file, path, false);
+}
+
+int new_directory_begin(struct new_file *file, const char *path)
+{
+	return begin_new(file, path, true);
 }
 
 int new_file_close(struct new_file *file, int rc)
@@ -349,9 +508,10 @@ void new_file_abandon(struct new_file *file)
 	if (file->stream)
 		fclose(file->stream);
 	if (*file->temporary)
-		unlink(file->temporary);
+		directory_remove(file->temporary);
 	file->stream = NULL;
 	*file->temporary = 0;
+	release_lock(file);
 }
 
 /* Brings the names in the directory of a path to disk. */
@@ -362,14 +522,9 @@ static int sync_parent(const char *path)
 	return sync_path(dir);
 }
 
-/* Gives a closed file its name. One that was abandoned removes the old file of that name. */
+/* Gives a closed file its name. */
 static int take_name(struct new_file *file)
 {
-	if (file->in_place)
-		return 0;
-	if (!*file->temporary)
-		return unlink(file->path) == 0 || errno == ENOENT ? 0
-			: fail("%s: cannot remove: %s", file->path, strerror(errno));
 	if (rename(file->temporary, file->path) < 0)
 		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
 	*file->temporary = 0;
@@ -379,37 +534,65 @@ static int take_name(struct new_file *file)
 int new_file_publish(struct new_file *file, int rc)
 {
 	rc = new_file_close(file, rc);
-	if (rc < 0 || file->in_place)
-		return rc;
-	rc = take_name(file) < 0 ? -1 : sync_parent(file->path);
+	if (rc == 0 && !file->in_place)
+		rc = take_name(file) < 0 ? -1 : sync_parent(file->path);
 	new_file_abandon(file);
 	return rc;
 }
 
-/* sync_parent for each of n files: where names are links, they may lie in several directories. */
-static int sync_parents(const struct new_file *files, int n)
+/* What a member of a set was before. */
+struct old_file { char kept[PATH_LEN]; bool aside, replaced; };
+
+/* Moves the file that has the name to a temporary one, if there is a file. */
+static int set_aside(const struct new_file *file, struct old_file *old)
 {
-	int rc = 0;
-	for (int i = 0; i < n && rc == 0; i++)
-		rc = files[i].in_place ? 0 : sync_parent(files[i].path);
-	return rc;
+	struct stat st;
+	if (lstat(file->path, &st) < 0 && errno == ENOENT)
+		return 0;
+	if (S_ISDIR(st.st_mode))
+		return fail("%s: cannot replace: %s", file->path, strerror(EISDIR));
+	if (temporary_name(old->kept, file->path) < 0)
+		return -1;
+	if (rename(file->path, old->kept) < 0)
+		return fail("%s: cannot replace: %s", file->path, strerror(errno));
+	old->aside = true;
+	return 0;
+}
+
+/* Undoes what new_files_publish has done to a member. */
+static void put_back(const struct new_file *file, const struct old_file *old)
+{
+	if (old->aside ? rename(old->kept, file->path) < 0 : old->replaced && unlink(file->path) < 0)
+		fprintf(stderr, "ling: warning: %s: cannot restore this file: %s\n", file->path, strerror(errno));
 }
 
 int new_files_publish(struct new_file *files, int n, int rc)
 {
 	struct new_file *last = &files[n - 1];
+	struct old_file *old = allocate(n * sizeof *old);
+	bool published = false;
 	for (int i = 0; i < n; i++)
 		rc = new_file_close(&files[i], rc);
-	if (rc == 0 && !last->in_place && unlink(last->path) < 0 && errno != ENOENT)
-		rc = fail("%s: cannot replace: %s", last->path, strerror(errno));
-	if (rc == 0)
-		rc = sync_parents(files, n);
-	for (int i = 0; i < n - 1 && rc == 0; i++)
-		rc = take_name(&files[i]);
-	if (rc == 0 && (rc = sync_parents(files, n)) == 0 && (rc = take_name(last)) == 0)
-		rc = sync_parents(last, 1);
+	const bool begun = rc == 0;
+	if (begun && (rc = set_aside(last, &old[n - 1])) == 0)
+		rc = sync_parent(last->path);
+	for (int i = 0; i < n - 1 && rc == 0; i++) {
+		rc = set_aside(&files[i], &old[i]);
+		if (rc == 0 && *files[i].temporary)
+			rc = take_name(&files[i]), old[i].replaced = rc == 0;
+	}
+	if (rc == 0 && (rc = sync_parent(last->path)) == 0 && (rc = take_name(last)) == 0) {
+		published = true;
+		rc = sync_parent(last->path);
+	}
+	for (int i = 0; i < n && begun; i++) /* the last one comes back last */
+		if (!published)
+			put_back(&files[i], &old[i]);
+		else if (old[i].aside)
+			unlink(old[i].kept);
 	for (int i = 0; i < n; i++)
 		new_file_abandon(&files[i]);
+	free(old);
 	return rc;
 }
 

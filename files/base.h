@@ -81,6 +81,12 @@ const char *file_name(const char *path);
 /* Whether text ends with the suffix and has something in front of it. */
 bool has_suffix(const char *text, const char *suffix);
 
+/* Whether a path begins with ~, which a shell takes for a home directory, and this program for a name: a directory
+ * called ~ is never meant. HOME_PATH_HINT says so. */
+bool is_home_path(const char *path);
+#define HOME_PATH_HINT "only a shell expands ~, and only at the beginning of a word without quotes; write the path " \
+	"out, as /home/NAME/..., or ./~... where a name begins with ~"
+
 /* 1: there; 0: not there; -1: that cannot be told. */
 int path_exists(const char *path);
 
@@ -112,21 +118,38 @@ int make_directories(const char *dir);
 /* fsync of a file or a directory. That a file system cannot do it for directories is no error. */
 int sync_path(const char *path);
 
+/* Removes a directory of plain files, a file, or a symbolic link but not what it points to. What cannot be removed
+ * stays, with a warning: old files must not stop a run. Nothing happens when there is none. */
+void directory_remove(const char *path);
+
 /* ----------------------------------------------------------- new files, which appear whole or not at all */
 
-/* A file in the making. It is written under a temporary name in the same directory, which no other process uses, and
+/* A file in the making. It is written under a temporary name in the same directory, NAME.tmp- and eight digits, and
  * gets its own name when it is complete and on disk. Until then, and after an error, a file that had the name before
- * is still there. Where the name is a link, the file that it points to is replaced. A device or a pipe is written to
- * directly. */
+ * is still there. Meanwhile the lock NAME.lock keeps other writers of this name out: they fail at once, and say who
+ * holds it. What a process that was killed has left under temporary names, the next one that has the lock removes. */
 struct new_file {
 	FILE *stream;              /* to write to; NULL before new_file_begin and after new_file_close */
 	char path[PATH_LEN];       /* its own name */
 	char temporary[PATH_LEN];  /* the name that it has now; "" when there is nothing to publish or to remove */
-	bool in_place;             /* a device or a pipe */
+	bool in_place;             /* a device or a pipe, which is written to directly: there is no temporary name */
+	bool locked;
+	int lock;                  /* the open lock file, when `locked` */
 };
 
-/* Creates the temporary file. Fails, with nothing to abandon, where the directory cannot be written to. */
+/* Creates the temporary file. Where the name is a link, the file that it points to will be replaced; a device or a
+ * pipe is written to directly. Fails, with nothing to abandon, where the directory cannot be written to. */
 int new_file_begin(struct new_file *file, const char *path);
+
+/* The same for a member of a set, whose name the program made up: whatever has that name, a link or a pipe too, is
+ * itself replaced and never followed. A directory is an error. */
+int new_member_begin(struct new_file *file, const char *path);
+
+/* The same with a directory in place of a file: stream is NULL, and the caller fills `temporary`. */
+int new_directory_begin(struct new_file *file, const char *path);
+
+/* Takes the lock alone, for who publishes in another way. new_file_abandon gives it up. */
+int new_file_lock(struct new_file *file, const char *path);
 
 /* Brings the file to disk and closes the stream, but does not publish it yet: for those who need its size or time
  * first. With rc, the caller's result so far, an error, or on an error of its own, it abandons the file. Returns the
@@ -136,13 +159,13 @@ int new_file_close(struct new_file *file, int rc);
 /* new_file_close; then the file gets its name, and that is brought to disk too. */
 int new_file_publish(struct new_file *file, int rc);
 
-/* The same for n files that belong together and of which none is of use without the last. The old last file is removed
- * first and the new one comes last, so that old and new ones are never taken for one set; after a crash between the
- * two, the last one is missing. Where a member was abandoned before, it is not part of the new set, and the old file
- * of that name is removed. */
+/* The same for n members, which lie in one directory and of which none is of use without the last. The old files are
+ * set aside, the last one first, and the new last one comes last, so that old and new ones are never taken for one
+ * set. After an error the old set is back; after a crash between the two, the last one is missing. Where a member was
+ * abandoned before, it is not part of the new set, and no file has its name. */
 int new_files_publish(struct new_file *files, int n, int rc);
 
-/* Closes the stream and removes the temporary file. It may be called at any time, also on a struct that is all
+/* Closes the stream, removes the temporary file or directory, and gives up the lock. It may be called at any time, also on a struct that is all
  * zero. */
 void new_file_abandon(struct new_file *file);
 

@@ -174,20 +174,6 @@ int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *pref
 	return path_join(out, output_dir, name);
 }
 
-void directory_remove(const char *path)
-{
-	if (unlink(path) == 0)
-		return;
-	DIR *dir = opendir(path);
-	for (struct dirent *e; dir && (e = readdir(dir));)
-		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-			unlinkat(dirfd(dir), e->d_name, 0);
-	if (dir)
-		closedir(dir);
-	if (rmdir(path) < 0 && errno != ENOENT)
-		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
-}
-
 static int by_step(const void *a, const void *b)
 {
 	int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
@@ -375,7 +361,7 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 {
 	char path[PATH_LEN];
 	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL) < 0)
+			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL, NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
@@ -449,16 +435,8 @@ void checkpoint_abandon(const char *dir)
 	directory_remove(dir);
 }
 
-int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 {
-	char left[PATH_LEN];
-	DIR *dir = opendir(output_dir);
-	if (!dir)
-		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
-	for (struct dirent *e; (e = readdir(dir));)
-		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
-			directory_remove(left);
-	closedir(dir);
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps), last = n - 1;
 	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
@@ -475,6 +453,19 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 	}
 	free(steps);
 	return rc;
+}
+
+int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+{
+	char left[PATH_LEN];
+	DIR *dir = opendir(output_dir);
+	if (!dir)
+		return errno == ENOENT ? 0 : fail("%s: cannot list: %s", output_dir, strerror(errno));
+	for (struct dirent *e; (e = readdir(dir));)
+		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
+			directory_remove(left);
+	closedir(dir);
+	return checkpoint_newest(output_dir, path);
 }
 
 /* Reads an array of n finite numbers of at least `low`. */

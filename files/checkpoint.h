@@ -74,7 +74,11 @@ int shards_finish(const char *dir, const char *stem, int num_shards);
 
 /* ---------------------------------------------------------------------------------------------------- reading */
 
-/* Finds the newest checkpoint of output_dir: 1 and its path, 0 when there is none, -1 on error; a newest one that is
+/* Finds the newest checkpoint of a run, and changes nothing there: 1 and its path, 0 when there is none, -1 on error; a
+ * newest one that is not whole is an error. */
+int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
+
+/* The same for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
  * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 
@@ -105,9 +109,5 @@ int checkpoint_file_crc(const char *dir, const char *name, int64_t *size, uint32
 
 /* The checksum of the content of trainer.json: of its compact text without the member crc32, which is removed. */
 uint32_t trainer_crc(json_t *root);
-
-/* Removes a directory of plain files, a file, or a symbolic link but not what it points to. What cannot be removed
- * stays, with a warning: old files must not stop a run. Nothing happens when there is none. */
-void directory_remove(const char *path);
 
 #endif

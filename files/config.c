@@ -25,6 +25,7 @@ enum {                        /* flags of these keys */
 	FREE = OWN_FLAG << 1,      /* of the model, but changes nothing that it computes */
 	DENSE = OWN_FLAG << 2,     /* of the model's dense layers only */
 	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
+	BEGIN = OWN_FLAG << 4,     /* read when a run begins, and not when it continues */
 };
 
 static const char *const dtype_names[] = {
@@ -98,11 +99,12 @@ static const struct key keys[] = {
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
-	KEY(train.init_from, T_TEXT, 0, 0, NONE, "off", "Hugging Face directory whose weights the run starts from"),
+	KEY(train.init_from, T_TEXT, 0, 0, NONE | BEGIN, "off", "Hugging Face directory whose weights the run starts from"),
 	KEY(train.seed, T_UINT64, 0, 18446744073709551615.0, FIXED, "1", "of all random numbers"),
 	KEY(train.steps, T_INT64, 0, 1e12, NONE, "off", "length of the run in steps; this or train.tokens"),
 	KEY(train.tokens, T_INT64, 0, MAX_TOKENS, NONE, "off", "length of the run in tokens; this or train.steps"),
-	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue"),
+	KEY(train.stop_at_step, T_INT64, 0, 1e12, NONE, "off", "save and stop at this step; run again to continue. A "
+		"run that is beyond it stops at once"),
 	KEY(train.micro_batch, T_INT, 1, 1e6, REQUIRED, NULL, "sequences of a forward pass"),
 	KEY(train.batch, T_INT, 1, 1e7, REQUIRED, NULL, "sequences of an optimizer step"),
 	KEY(train.recompute, T_ENUM, 0, 0, 0, "none", "activations computed again in the backward pass, to save memory",
@@ -123,7 +125,8 @@ static const struct key keys[] = {
 	KEY(schedule.peak_lr, T_DOUBLE, 0, 100, REQUIRED | ABOVE, NULL, "learning rate between warm-up and decay"),
 	KEY(schedule.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "steps from 0 up to peak_lr"),
 	LIST(schedule.drops, schedule.num_drops, MAX_LR_DROPS, NONE, "off", "drops of the learning rate"),
-	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens"),
+	ITEM_KEY(schedule.drops, at, T_DOUBLE, 0, 1, NEEDED, NULL, "share of the run's tokens; the drop comes with the "
+		"first step that begins when so many are consumed"),
 	ITEM_KEY(schedule.drops, factor, T_DOUBLE, 0, 1000, NEEDED | ABOVE, NULL, "the rate times it"),
 	SECTION("schedule.decay", NONE, "the learning rate's way down at the end"),
 	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
@@ -192,6 +195,18 @@ static void config_loader_init(struct config_loader *l, struct config *c, const 
 
 static int load_config_json(struct config_loader *l);
 
+/* Fails for a GGUF file, which is known by its first bytes. */
+static int refuse_gguf(const char *path)
+{
+	char magic[4] = "";
+	FILE *f = fopen(path, "re");
+	const bool is_gguf = f && fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
+	if (f)
+		fclose(f);
+	return is_gguf ? fail("%s: a GGUF file; expected a Hugging Face directory: make one with ling convert-checkpoint "
+			"%s DIR", path, path) : 0;
+}
+
 /* Takes the model section of the file or directory that `model:` names: beside the config, in configs/, or as the path
  * is. */
 static int load_model(struct loader *loader, const struct key *section, const char *name, struct place at)
@@ -201,6 +216,8 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 	if (l->is_model_file)
 		return fail_at(at, "model: found the file name %s; expected a mapping, since this file is itself named by a "
 				"config", printable(shown, name));
+	if (is_home_path(name))
+		return fail_at(at, "model: found %s (" HOME_PATH_HINT ")", printable(shown, name));
 	if (path_copy(path, loader->path) < 0)
 		return -1;
 	parent_of(beside, path);
@@ -217,6 +234,8 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 
 	struct stat st;
 	const bool huggingface = stat(l->model_path, &st) == 0 && S_ISDIR(st.st_mode);
+	if (refuse_gguf(l->model_path) < 0)
+		return -1;
 	if (huggingface) {
 		if (path_join(path, l->model_path, "config.json") < 0)
 			return -1;
@@ -351,7 +370,7 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 {
 	struct config_loader l;
 	config_loader_init(&l, c, path, false);
-	if (load_file(&l.keys) < 0)
+	if (refuse_gguf(path) < 0 || load_file(&l.keys) < 0)
 		return -1;
 	for (int i = 0; i < num_overrides; i++)
 		if (load_override(&l.keys, overrides[i]) < 0)
@@ -435,8 +454,6 @@ static const struct { const char *name, *values[3]; } foreign_keys[] = {
 	{"model_type", {"\"bailing_moe\""}},
 	{"architectures", {"[\"BailingMoeForCausalLM\"]"}},
 	{"hidden_act", {"\"silu\""}},
-	{"rope_scaling", {"null"}},
-	{"rope_parameters", {"null"}},
 	{"partial_rotary_factor", {"1.0", "1"}},
 	{"use_sliding_window", {"false"}},
 	{"use_qk_norm", {"false"}},
@@ -449,9 +466,54 @@ static const struct { const char *name, *values[3]; } foreign_keys[] = {
 	{"moe_router_enable_expert_bias", {"false"}},
 };
 
+/* Checks rope_scaling, or rope_parameters as transformers 5 writes them (then rope_theta is in there): an object may
+ * only say what changes nothing, which is the type "default". */
+static int check_rope(const struct config_loader *l, const char *name, const json_t *value)
+{
+	const char *key;
+	json_t *member;
+	if (!value || json_is_null(value))
+		return 0;
+	json_object_foreach((json_t *)value, key, member) {
+		const bool is_type = !strcmp(key, "rope_type") || !strcmp(key, "type");
+		const bool is_one = !strcmp(key, "factor") || !strcmp(key, "partial_rotary_factor");
+		if (json_is_null(member) || !strcmp(key, "rope_theta") || /* load_rope_theta reads it */
+				(is_type && json_is_string(member) && !strcmp(json_string_value(member), "default")) ||
+				(is_one && json_is_number(member) && json_number_value(member) == 1))
+			continue;
+		return fail_json(l, name, value, "not supported: it changes the model's mathematics",
+				"null, or {\"rope_type\": \"default\", \"rope_theta\": ...}");
+	}
+	return json_is_object(value) ? 0 : fail_json(l, name, value, "", "null or an object");
+}
+
+/* Takes rope_theta from rope_parameters or rope_scaling. One outside must be the same. */
+static int load_rope_theta(struct config_loader *l, const json_t *root)
+{
+	static const char *const names[] = {"rope_parameters", "rope_scaling"};
+	const struct key *k = find_key(&config_table, "model.rope_theta");
+	for (int i = 0; i < 2; i++) {
+		const json_t *theta = json_object_get(json_object_get(root, names[i]), "rope_theta");
+		if (!theta || json_is_null(theta))
+			continue;
+		const double before = l->config->model.rope_theta;
+		const bool given = key_given(&l->keys, k->name);
+		if (load_json(l, k, theta) < 0)
+			return -1;
+		if (given && before != l->config->model.rope_theta)
+			return fail("%s: %s: found rope_theta %.15g, but %.15g outside it; expected the same, or one of them",
+					l->keys.path, names[i], l->config->model.rope_theta, before);
+		l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};
+	}
+	return 0;
+}
+
 /* Fails when one of the keys above has another value. */
 static int check_foreign_keys(const struct config_loader *l, const json_t *root)
 {
+	if (check_rope(l, "rope_scaling", json_object_get(root, "rope_scaling")) < 0 ||
+			check_rope(l, "rope_parameters", json_object_get(root, "rope_parameters")) < 0)
+		return -1;
 	for (size_t i = 0; i < sizeof foreign_keys / sizeof foreign_keys[0]; i++) {
 		const json_t *value = json_object_get(root, foreign_keys[i].name);
 		if (!value || json_is_null(value))
@@ -472,7 +534,8 @@ static int check_foreign_keys(const struct config_loader *l, const json_t *root)
 static int load_config_json(struct config_loader *l)
 {
 	json_t *root = json_read(l->keys.path);
-	int rc = !root || check_foreign_keys(l, root) < 0 ? -1 : load_huggingface(l, root);
+	int rc = !root || check_foreign_keys(l, root) < 0 || load_huggingface(l, root) < 0 ? -1
+		: load_rope_theta(l, root);
 	json_decref(root);
 	return rc;
 }
@@ -499,7 +562,7 @@ int config_from_huggingface(struct model_config *m, const char *dir)
 	char path[PATH_LEN];
 	struct config c;
 	struct config_loader l;
-	if (path_join(path, dir, "config.json") < 0)
+	if (refuse_gguf(dir) < 0 || path_join(path, dir, "config.json") < 0)
 		return -1;
 	config_loader_init(&l, &c, path, true);
 	return load_config_json(&l) < 0 ? -1 : finish_model(&l, m);
@@ -514,7 +577,8 @@ static json_t *model_to_json(const struct model_config *m)
 	return model;
 }
 
-int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base)
+int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
+		const json_t *gguf_name)
 {
 	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type",
 			"bailing_moe", "hidden_act", "silu");
@@ -528,6 +592,8 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 			json_object_del(root, leaf_of(k->alias));
 	json_object_set_new(root, json_object_get(root, "dtype") ? "dtype" : "torch_dtype", json_string(dtype));
 	json_object_update_new(root, model_to_json(m));
+	if (gguf_name)
+		json_object_set(root, "general.name", (json_t *)gguf_name);
 	int rc = json_write(path, root);
 	json_decref(root);
 	return rc;
@@ -535,7 +601,7 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 
 int config_to_huggingface(const struct model_config *m, const char *path)
 {
-	return config_write(path, m, "float32", NULL);
+	return config_write(path, m, "float32", NULL, NULL);
 }
 
 /* A value of a key, for a message; the caller frees it. */
@@ -577,7 +643,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
 					"it back, or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(before, now))
-			fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
+			fprintf(notes, "%s: %s -> %s%s\n", k->name, old, new, k->flags & BEGIN ? "; it is not read: the run goes on "
+					"with the weights of its checkpoint. For another start choose a new train.output_dir" : "");
 		free(old);
 		free(new);
 		json_decref(now);

@@ -102,8 +102,10 @@ int config_from_huggingface(struct model_config *m, const char *dir);
 int config_from_json(struct model_config *m, const json_t *root, const char *path);
 
 /* Writes a config.json: the keys of the model, and `dtype`, the type of the weights. `base`, perhaps the config.json
- * that the model came with, gives the other members; with NULL they are what the class needs. */
-int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base);
+ * that the model came with, gives the other members; with NULL they are what the class needs. gguf_name: the name of
+ * the model in a GGUF file, kept as general.name for the way back; or NULL. */
+int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
+		const json_t *gguf_name);
 
 /* config_write for weights in float32 and without a base. */
 int config_to_huggingface(const struct model_config *m, const char *path);

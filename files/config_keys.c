@@ -248,6 +248,8 @@ const char *store_text(void *structure, const struct key *k, size_t shift, const
 			return "";
 		if (strlen(text) >= k->size)
 			return "too long";
+		if (!off && k->size == PATH_LEN && is_home_path(text))
+			return HOME_PATH_HINT;
 		for (const char *p = text; *p; p++)
 			if (iscntrl((unsigned char)*p))
 				return "a control character";
@@ -427,11 +429,8 @@ static int fail_unknown(const struct key_table *t, struct place at, const char *
 int claim_key(struct loader *l, const struct key *k, struct place at)
 {
 	struct place *before = &l->places[k - l->table->keys];
-	char shown[64];
-	if (before->source && before->line == COMMAND_LINE)
-		return fail_at(at, "%s is given twice, first as %s; keep one", k->name, printable(shown, before->source));
 	if (before->source == at.source)
-		return at.line == WHOLE_FILE ? fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
+		return at.line == WHOLE_FILE || at.line == COMMAND_LINE ? fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
 				fail_at(at, "duplicate key %s, first given at line %d; keep one", k->name, before->line);
 	*before = at;
 	return 0;
@@ -803,8 +802,6 @@ int load_override(struct loader *l, const char *argument)
 	if (k->type == T_SECTION)
 		for (int i = 0; i < t->num_keys; i++)
 			if (is_inside(k->name, t->keys[i].name)) {
-				if (l->places[i].source && l->places[i].line == COMMAND_LINE)
-					return claim_key(l, &t->keys[i], at);
 				set_default(l->structure, &t->keys[i]);
 				l->places[i] = (struct place){NULL, 0};
 			}

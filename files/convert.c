@@ -470,7 +470,7 @@ static int append_block(struct converter *p, int64_t bytes, int size)
 {
 	if (p->file)
 		return safetensors_append_bytes(p->file, p->block, bytes, size);
-	return fwrite(p->block, 1, bytes, p->gguf) == (size_t)bytes ? 0 : -1; /* file_close tells why */
+	return fwrite(p->block, 1, bytes, p->gguf) == (size_t)bytes ? 0 : -1; /* new_file_close tells why */
 }
 
 /* Writes one tensor of the result. */
@@ -576,7 +576,8 @@ static int write_huggingface(struct converter *p, const struct conversion *to, c
 		rc = shards_finish(dir, "model", shards);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
-			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json);
+			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json,
+					json_object_get(p->source->metadata, "general.name"));
 	return rc < 0 || copy_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
 }
 
@@ -649,8 +650,11 @@ static int write_gguf_header(const struct converter *p, const struct conversion 
 	const struct source_model *s = p->source;
 	struct metadata m = {0};
 	struct text header = {0};
-	const char *name = file_name(s->path);
+	/* The name that a GGUF file brought, also by way of a config.json; else the directory's. */
+	const char *name = json_string_value(json_object_get(s->metadata ? s->metadata : s->config_json, "general.name"));
 	const enum dtype dtype = p->targets[0].dtype;
+	if (!name || !*name)
+		name = file_name(s->path);
 	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
 	entry_text(&m, "general.type", "model");
 	entry_text(&m, "general.name", *name ? name : s->path);
@@ -698,46 +702,45 @@ static void align_file(FILE *f)
 	fwrite(zeros, 1, (GGUF_ALIGNMENT - ftello(f) % GGUF_ALIGNMENT) % GGUF_ALIGNMENT, f);
 }
 
-/* Writes the result as a GGUF file at `path`. On error the file is removed. */
-static int write_gguf(struct converter *p, const struct conversion *to, const char *path)
+/* Writes the result as a GGUF file. */
+static int write_gguf(struct converter *p, const struct conversion *to, FILE *f)
 {
-	FILE *f = p->gguf = file_create(path);
-	int rc = f ? write_gguf_header(p, to) : -1;
+	p->gguf = f;
+	int rc = write_gguf_header(p, to);
 	for (int i = 0; i < p->num_targets && !rc; i++) {
 		align_file(f);
 		rc = write_target(p, &p->targets[i]);
 	}
 	if (rc == 0)
 		align_file(f);
-	/* After an error of writing rc has no message yet: with 0, file_close finds the error again and reports it. */
-	return !f ? -1 : file_close(f, path, ferror(f) ? 0 : rc);
+	return ferror(f) ? 0 : rc; /* an error of writing has no message yet: it is found again when the file is closed */
 }
 
 /* Writes the result under a temporary name in the same directory, and renames it when it is complete and on disk. */
 static int write_result(struct converter *p, const struct conversion *to)
 {
-	char parent[PATH_LEN], name[PATH_LEN], temporary[PATH_LEN];
+	char parent[PATH_LEN];
+	struct new_file result;
 	parent_of(parent, to->path);
 	if (make_directories(parent) < 0)
 		return -1;
-	if (to->format == FORMAT_CHECKPOINT)
-		return write_checkpoint(p, to);
-	snprintf(name, sizeof name, ".tmp-%s", file_name(to->path));
-	if (path_join(temporary, parent, name) < 0)
-		return -1;
-	directory_remove(temporary); /* what an interrupted conversion left */
-	int rc = 0;
-	if (to->format == FORMAT_GGUF)
-		rc = write_gguf(p, to, temporary);
-	else if (mkdir(temporary, 0777) < 0)
-		return fail("%s: cannot create directory: %s", temporary, strerror(errno));
-	else
-		rc = write_huggingface(p, to, temporary);
-	if (rc == 0 && rename(temporary, to->path) < 0)
-		rc = fail("%s: cannot rename to %s: %s", temporary, to->path, strerror(errno));
+	int rc = to->format == FORMAT_CHECKPOINT ? new_file_lock(&result, to->path)
+		: to->format == FORMAT_GGUF ? new_member_begin(&result, to->path) : new_directory_begin(&result, to->path);
 	if (rc < 0)
-		directory_remove(temporary);
-	return rc < 0 ? -1 : sync_path(parent);
+		return -1;
+	const int there = path_exists(to->path); /* another process may have made it since it was looked for */
+	if (there)
+		rc = there < 0 ? -1 : fail("%s: is there already; remove it, or choose another name", to->path);
+	else if (to->format == FORMAT_CHECKPOINT)
+		rc = write_checkpoint(p, to);
+	else if (to->format == FORMAT_GGUF)
+		rc = write_gguf(p, to, result.stream);
+	else
+		rc = write_huggingface(p, to, result.temporary);
+	if (to->format != FORMAT_CHECKPOINT)
+		return new_file_publish(&result, rc);
+	new_file_abandon(&result);
+	return rc;
 }
 
 /* Checks what does not depend on the source's tensors. */

@@ -522,8 +522,8 @@ int encode(struct encoder *e, const char *text, size_t n, bool special, struct i
 
 const char *chat_role(const char *role)
 {
-	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"user", "HUMAN"}, {"human", "HUMAN"},
-		{"assistant", "ASSISTANT"}, {"tool", "TOOL"}};
+	static const char *const roles[][2] = {{"system", "SYSTEM"}, {"developer", "SYSTEM"}, {"user", "HUMAN"},
+		{"human", "HUMAN"}, {"assistant", "ASSISTANT"}, {"gpt", "ASSISTANT"}, {"tool", "TOOL"}};
 	for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
 		if (!strcasecmp(role, roles[i][0]))
 			return roles[i][1];
@@ -548,10 +548,10 @@ static int chat_opening(struct encoder *e, const char *role, struct ids *out)
 	return chat_tag(e, "</role>", out);
 }
 
-void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value)
+void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value)
 {
-	for (const char byte = value; loss_mask && loss_mask->size < (size_t)ids->count;)
-		text_append(loss_mask, &byte, 1);
+	while (loss_mask && loss_mask->size < (size_t)ids->count)
+		text_append(loss_mask, &value, 1);
 }
 
 /* Appends the ids of two texts as those of one. */
@@ -591,7 +591,7 @@ static int chat_encode_closed(struct encoder *e, const struct message *messages,
 	if (tokenizer_id(e->tokenizer, f->close) < 0)
 		return fail("the tokenizer has no token %s; expected one, for it ends each message in the chat form %s", f->close,
 				f->name);
-	append_loss_mask(loss_mask, out, 0);
+	append_loss_mask(loss_mask, out, LOSS_NONE);
 	if (no_system && (closed_message(e, 0, "", 0, f->system, out) < 0 || chat_tag(e, f->close, out) < 0))
 		return -1;
 	for (int i = 0; i < n; i++) {
@@ -608,11 +608,11 @@ static int chat_encode_closed(struct encoder *e, const struct message *messages,
 					"alone", i + 1);
 		if (f->system && role == 0 && i == 0)
 			snprintf(last, sizeof last, "\n%s", f->system);
-		append_loss_mask(loss_mask, out, 0);
+		append_loss_mask(loss_mask, out, LOSS_NONE);
 		if (role == 2) {
 			if (closed_message(e, role, NULL, 0, "", out) < 0)
 				return -1;
-			append_loss_mask(loss_mask, out, 0);
+			append_loss_mask(loss_mask, out, LOSS_NONE);
 			if (encode(e, m->content, m->content_size, false, out) < 0)
 				return -1;
 		} else if (closed_message(e, role, m->content, m->content_size, last, out) < 0)
@@ -621,13 +621,13 @@ static int chat_encode_closed(struct encoder *e, const struct message *messages,
 			break;
 		if (chat_tag(e, f->close, out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, role == 2);
+		append_loss_mask(loss_mask, out, role == 2 && !m->masked ? LOSS_TOKEN : LOSS_NONE);
 		if (*f->after && encode(e, f->after, strlen(f->after), false, out) < 0)
 			return -1;
 	}
 	if (reply && role != 2 && closed_message(e, 2, NULL, 0, "", out) < 0)
 		return -1;
-	append_loss_mask(loss_mask, out, 0);
+	append_loss_mask(loss_mask, out, LOSS_NONE);
 	return 0;
 }
 
@@ -641,29 +641,36 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 	}
 	if (e->form->close)
 		return chat_encode_closed(e, messages, n, reply, out, loss_mask);
-	const char *role = "";
-	append_loss_mask(loss_mask, out, false);
+	const int32_t end = tokenizer_end(e->tokenizer);
+	bool replied = false, learned = false; /* the message before is the assistant's; and the loss counts it */
+	append_loss_mask(loss_mask, out, LOSS_NONE);
 	for (int i = 0; i < n; i++) {
 		char shown[64];
-		if (!(role = chat_role(messages[i].role)))
-			return fail("message %d: the role is `%s`; expected system, user, human, assistant or tool", i + 1,
+		const char *role = chat_role(messages[i].role);
+		const int64_t begin = out->count;
+		if (!role)
+			return fail("message %d: the role is `%s`; expected " CHAT_ROLES, i + 1,
 					printable(shown, messages[i].role));
 		if (chat_opening(e, role, out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, false);
+		append_loss_mask(loss_mask, out, LOSS_NONE);
+		if (learned && end >= 0 && loss_mask && out->count > begin)
+			loss_mask->data[begin] = LOSS_END;
 		if (encode(e, messages[i].content, messages[i].content_size, false, out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, !strcmp(role, "ASSISTANT"));
+		replied = !strcmp(role, "ASSISTANT");
+		learned = replied && !messages[i].masked;
+		append_loss_mask(loss_mask, out, learned ? LOSS_TOKEN : LOSS_NONE);
 	}
-	if (reply) {
+	if (reply && !replied) {
 		if (chat_opening(e, "ASSISTANT", out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, false);
-	} else if (!strcmp(role, "ASSISTANT")) {
-		if (tokenizer_end(e->tokenizer) < 0)
+		append_loss_mask(loss_mask, out, LOSS_NONE);
+	} else if (!reply && replied) {
+		if (end < 0)
 			return fail("the tokenizer has no end token; expected one, for it ends the assistant's reply");
-		append_id(out, tokenizer_end(e->tokenizer));
-		append_loss_mask(loss_mask, out, true);
+		append_id(out, end);
+		append_loss_mask(loss_mask, out, learned ? LOSS_TOKEN : LOSS_NONE);
 	}
 	return 0;
 }

@@ -58,16 +58,23 @@ bool chat_closes(const struct encoder *e);
  * token behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks
  * like a tag in a message is ordinary text: each content is encoded apart from the tags around it. */
 
-struct message { const char *role, *content; size_t content_size; }; /* role: see chat_role */
-/* A role as the form spells it: SYSTEM for "system", HUMAN for "user" or "human", ASSISTANT for "assistant", TOOL for
- * "tool", in any case; NULL for anything else. */
+struct message {
+	const char *role, *content;  /* role: see chat_role */
+	size_t content_size;
+	bool masked;                 /* the loss does not count it, although it is the assistant's */
+};
+/* A role as the form spells it: SYSTEM for "system" or "developer", HUMAN for "user" or "human", ASSISTANT for
+ * "assistant" or "gpt", TOOL for "tool", in any case; NULL for anything else. */
 const char *chat_role(const char *role);
-/* Appends the ids of a conversation; with `reply`, also the tags that open the assistant's reply. Unless loss_mask is
- * NULL it is filled up to one byte for each id of *out: 1 where the loss counts, which is the assistant's replies and
- * the end token behind the last one. */
+#define CHAT_ROLES "system, developer, user, human, assistant, gpt or tool"
+/* Appends the ids of a conversation. With `reply` the assistant is to speak next: the tags that open its reply follow,
+ * unless the last message is the assistant's, which is then the beginning of the reply. Unless loss_mask is NULL it is
+ * filled up to one byte for each id of *out: LOSS_TOKEN for the assistant's replies that are not masked and for the end
+ * token behind the last one; LOSS_END for the first id behind each other such reply, which the form does not end with
+ * a token of its own. */
 int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
 		struct text *loss_mask);
 /* Appends `value` to the mask until it has one byte for each id; loss_mask may be NULL. */
-void append_loss_mask(struct text *loss_mask, const struct ids *ids, bool value);
+void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value);
 
 #endif

@@ -346,7 +346,10 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 	json_object_foreach((json_t *)metadata, key, value) {
 		if (rc < 0 || strncmp(key, GGUF_ARCHITECTURE ".", prefix))
 			continue;
-		bool known = false;
+		/* What converters write for a model without RoPE scaling: older ones the type, and with it perhaps a factor. */
+		bool known = (!strcmp(key + prefix, "rope.scaling.type") && json_is_string(value) &&
+				!strcmp(json_string_value(value), "none")) ||
+				(!strcmp(key + prefix, "rope.scaling.factor") && json_number_value(value) == 1);
 		for (int i = 0; i < 4; i++)
 			if (!strcmp(key + prefix, gguf_switches[i])) {
 				known = true;
@@ -368,6 +371,9 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
 	if (!json_object_get(config, "vocab_size") && tokens)
 		json_object_set_new(config, "vocab_size", json_integer(json_array_size(tokens)));
+	const json_t *initializer_range = json_object_get(metadata, GGUF_INITIALIZER_RANGE);
+	if (initializer_range)
+		json_object_set(config, "initializer_range", (json_t *)initializer_range);
 	if (!json_object_get(config, "norm_topk_prob"))
 		json_object_set_new(config, "norm_topk_prob", json_false());
 	if (!rc)
@@ -556,6 +562,7 @@ int config_to_gguf(struct metadata *m, const struct model_config *model, const c
 		json_decref(value);
 	}
 	entry_f32(m, GGUF_ARCHITECTURE ".expert_weights_scale", 1);
+	entry_f32(m, GGUF_INITIALIZER_RANGE, model->initializer_range);
 	return 0;
 }
 

@@ -12,6 +12,8 @@
 #include <stdint.h>
 
 #define GGUF_MAGIC "GGUF"
+/* Our own key: llama.cpp has none for it. So a model comes back from GGUF with the initializer_range that it had. */
+#define GGUF_INITIALIZER_RANGE "ling.initializer_range"
 #define GGUF_VERSION 3
 #define GGUF_ARCHITECTURE "bailingmoe" /* llama.cpp's name for Ling-Lite and Ling-Plus */
 #define GGUF_ALIGNMENT 32              /* bytes; of the tensors, unless the file says otherwise */

@@ -5,6 +5,7 @@
 #include "files/text.h"
 
 #include "files/base.h"
+#include "files/conversation.h"
 #include "files/encoder.h"
 #include "files/tokenizer.h"
 
@@ -163,49 +164,12 @@ void encoder_pool_close(struct encoder_pool *pool)
 	free(pool->idle);
 }
 
-/* -- members of a JSON line -- */
-
-/* The string member `key` of what stands at `where`, which may hold any bytes. */
-static int field_content(const json_t *object, const char *where, const char *key, struct message *m)
-{
-	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
-		return fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	m->content = json_string_value(v), m->content_size = json_string_length(v);
-	return 0;
-}
-
-/* Reads an array of messages. The caller frees *out, which points into the array. */
-static int read_messages(const json_t *array, const char *where, struct message **out, int *count)
-{
-	const size_t n = json_array_size(array);
-	if (!json_is_array(array) || n < 1 || n > INT_MAX)
-		return fail("%s: `messages` is %s; expected an array of {\"role\": ..., \"content\": ...}", where,
-				json_is_array(array) ? "empty" : json_kind(array));
-	*out = allocate(n * sizeof **out);
-	*count = n;
-	for (size_t i = 0; i < n; i++) {
-		char place[PATH_LEN + 64], shown[64];
-		const json_t *v = json_array_get(array, i);
-		struct message *m = &(*out)[i];
-		snprintf(place, sizeof place, "%s: message %zu", where, i + 1);
-		if (!json_is_object(v))
-			return fail("%s: is %s; expected an object", place, json_kind(v));
-		if (!(m->role = field_text(v, place, "role")) || field_content(v, place, "content", m) < 0)
-			return -1;
-		if (!chat_role(m->role))
-			return fail("%s: `role` is \"%s\"; expected system, user, human, assistant or tool", place,
-					printable(shown, m->role));
-	}
-	return 0;
-}
-
 /* -- prompts -- */
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
 {
 	if (chat)
-		return chat_encode(e, &(struct message){"user", text, n}, 1, true, out, NULL);
+		return chat_encode(e, &(struct message){"user", text, n, false}, 1, true, out, NULL);
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)
@@ -221,23 +185,15 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 		struct ids *out)
 {
 	json_t *root = json_line(where, line, n);
-	const json_t *text = json_object_get(root, "prompt"), *messages = json_object_get(root, "messages");
-	struct message prompt, *list = NULL;
-	int rc, count = 0;
-	if (!root)
-		rc = -1;
-	else if (!text == !messages)
-		rc = fail("%s: expected an object with either `prompt` or `messages`, found %s", where,
-				text ? "both" : "neither");
-	else
-		rc = text ? field_content(root, where, "prompt", &prompt) : read_messages(messages, where, &list, &count);
-	if (rc == 0 && (rc = text ? prompt_encode(e, prompt.content, prompt.content_size, chat, out)
-			: chat_encode(e, list, count, true, out, NULL)) < 0) {
+	struct conversation c = {0};
+	int rc = root ? conversation_read_prompt(&c, root, where, chat) : -1;
+	if (rc == 0 && (rc = c.messages[0].role ? chat_encode(e, c.messages, c.count, true, out, NULL)
+			: prompt_encode(e, c.messages[0].content, c.messages[0].content_size, false, out)) < 0) {
 		char what[sizeof error_text];
 		snprintf(what, sizeof what, "%s", error_text);
 		fail("%s: %.3000s", where, what);
 	}
-	free(list);
+	conversation_free(&c);
 	json_decref(root);
 	return rc;
 }
@@ -296,43 +252,22 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
  * it applies to a `text`. Members with other names may hold anything, integers of more than 64 bits too. */
 static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
 {
-	struct message m[2] = {{.role = "user"}, {.role = "assistant"}}, *messages = m;
-	int n = 2, rc = 0;
+	struct conversation c = {0};
+	struct message text;
 	d->ids.count = d->loss_mask.size = 0;
-	const json_t *array = json_object_get(root, "messages"), *completion = json_object_get(root, "completion");
-	const json_t *text = json_object_get(root, "text");
-	if (!array + !completion + !text != 2)
-		return fail("%s: found %s of `text`, `messages` and `completion`; expected one of a string `text`, an array "
-				"`messages`, and a `prompt` with its `completion`", where,
-				array || completion || text ? "several" : "none");
-	if (text) {
-		if (field_content(root, where, "text", &m[0]) < 0 ||
-				encode(e, m[0].content, m[0].content_size, special, &d->ids) < 0)
-			return -1;
-	} else {
-		if (array) {
-			messages = NULL;
-			rc = read_messages(array, where, &messages, &n);
-			bool reply = false;
-			for (int i = 0; i < n && rc == 0; i++)
-				reply = reply || !strcmp(chat_role(messages[i].role), "ASSISTANT");
-			if (rc == 0 && !reply)
-				rc = fail("%s: no message is the assistant's; expected one, for the loss counts only its replies",
-						where);
-		} else if (field_content(root, where, "prompt", &m[0]) < 0 ||
-				field_content(root, where, "completion", &m[1]) < 0)
-			rc = -1;
-		if (rc == 0)
-			rc = chat_encode(e, messages, n, false, &d->ids, &d->loss_mask);
-		if (messages != m)
-			free(messages);
-	}
+	const int form = record_form(root, where, "text");
+	int rc = form < 0 ? -1 : form == RECORD_TEXT ? field_content(root, where, "text", &text)
+			: conversation_read(&c, root, where);
+	if (rc == 0)
+		rc = form == RECORD_TEXT ? encode(e, text.content, text.content_size, special, &d->ids)
+				: chat_encode(e, c.messages, c.count, false, &d->ids, &d->loss_mask);
+	conversation_free(&c);
 	const int32_t end = tokenizer_end(encoder_tokenizer(e));
 	/* a text, or a conversation that does not end with a reply */
-	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end && (text || !chat_closes(e))) {
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end && (form == RECORD_TEXT || !chat_closes(e))) {
 		append_id(&d->ids, end);
 		if (d->loss_mask.size)
-			append_loss_mask(&d->loss_mask, &d->ids, false);
+			append_loss_mask(&d->loss_mask, &d->ids, LOSS_NONE);
 	}
 	d->bytes = text_bytes(encoder_tokenizer(e), &d->ids);
 	return rc;

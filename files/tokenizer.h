@@ -18,6 +18,10 @@ struct ids { int32_t *id; int64_t count; size_t capacity; }; /* a growing list o
 void append_id(struct ids *out, int32_t id);
 void append_ids(struct ids *out, const int32_t *id, int64_t n);
 
+/* A byte of a loss mask says what the target is where its token comes next: nothing, for the loss does not count there;
+ * this token; or the end token in its place, for a reply that is learned ends in front of this token. */
+enum { LOSS_NONE, LOSS_TOKEN, LOSS_END };
+
 #define BYTE_TOKENIZER "byte"    /* its name */
 #define BYTE_VOCAB 257
 #define BYTE_END 256             /* its end token */

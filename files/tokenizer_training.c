@@ -327,6 +327,9 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	json_t *root = tokenizer_to_json(how, &tokens, &merges);
 	struct tokenizer *t = root ? tokenizer_from_json(path, root) : NULL;
 	int rc = t ? 0 : root ? -1 : fail("a special token or the pattern is not UTF-8");
+	struct new_file file = {0};
+	if (!rc)
+		rc = new_file_begin(&file, path); /* not only at the end: two would work for one file for hours */
 	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1,
 			.progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
@@ -341,8 +344,11 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 		root = tokenizer_to_json(how, &tokens, &merges);
 		tokenizer_close(t);
 		t = tokenizer_from_json(path, root); /* fails when merges made a token that is also a special one */
-		rc = t ? json_write(path, root) : -1;
+		rc = t ? 0 : -1;
 	}
+	if (!rc)
+		json_print(file.stream, root);
+	rc = new_file_publish(&file, rc);
 	*result = (struct tokenizer_trained){.vocab_size = tokens.count + 3 + how->num_special, .bytes = in.progress.done,
 		.words = all.count, .merges = merges.count / 2};
 	json_decref(root);

@@ -1,13 +1,13 @@
 #!/bin/sh
 # Installs what ling needs on Debian: compiler, libraries, and Open MPI, which asks for ssh even on one machine. With --tests also what the tests
-# need: cmocka, jq as another reader of JSON, and clang with its OpenMP header and its libraries for sanitizers and fuzzing.
+# need: cmocka, jq as another reader of JSON, groff for the manual page, and clang with its OpenMP header and its libraries for sanitizers and fuzzing.
 # Does nothing when all of it is there. (bash, perl, awk, gzip and cmp, which scripts use too, are part of every Debian system.)
 set -eu
 packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libopenmpi-dev openmpi-bin
 	openssh-client pkg-config"
 case "$*" in
 "") ;;
---tests) packages="$packages libcmocka-dev jq clang libomp-dev libclang-rt-dev" ;;
+--tests) packages="$packages libcmocka-dev jq groff-base clang libomp-dev libclang-rt-dev" ;;
 *)
 	echo "usage: scripts/install-deps.sh [--tests]" >&2
 	exit 2

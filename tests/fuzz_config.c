@@ -65,7 +65,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		json_t *theirs = rc ? NULL : json_read(json);
 		for (int i = 0; i < 2 && !rc; i++) { /* alone, and over what it came with, as a conversion writes it */
 			struct model_config back;
-			if (config_write(json, &m, "bfloat16", i ? theirs : NULL) < 0 ||
+			if (config_write(json, &m, "bfloat16", i ? theirs : NULL, NULL) < 0 ||
 					config_from_huggingface(&back, directory) < 0 ||
 					memcmp(&m, &back, sizeof m))
 				abort();

@@ -26,7 +26,7 @@ static void tokenize(char *path)
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)
 		abort();
 	for (int64_t i = 0; i < t.count; i++)
-		loss_tokens += t.loss_mask ? t.loss_mask[i] : 1;
+		loss_tokens += !t.loss_mask || t.loss_mask[i] != LOSS_NONE;
 	if (loss_tokens != result.loss_tokens || (loss_tokens == t.count) != !t.loss_mask)
 		abort();
 	tokens_close(&t);
@@ -41,7 +41,7 @@ static void read_metrics(int64_t step, bool empty)
 	int n, kept = 0;
 	int64_t last = 0;
 	if (metrics_read(dir, &m, &n) < 0) {
-		if (metrics_open(dir, step))
+		if (metrics_open(dir, step, NULL))
 			abort();
 		return;
 	}
@@ -49,7 +49,7 @@ static void read_metrics(int64_t step, bool empty)
 		if (m[i].step <= step)
 			kept++, last = m[i].step;
 	free(m);
-	FILE *f = metrics_open(dir, step);
+	FILE *f = metrics_open(dir, step, NULL);
 	if (!f != (last < step && !empty))
 		abort();
 	if (f && (fclose(f) != 0 || metrics_read(dir, &m, &n) < 0 || n != kept))

@@ -37,7 +37,7 @@ static void begin(struct new_file *file, const char *path, const char *text)
 	fputs(text, file->stream);
 }
 
-/* Until it is published there is the old file, and two in the making do not meet. */
+/* Until it is published there is the old file. Meanwhile there can be no other; what a killed one left is removed. */
 static void one_new_file(void **state)
 {
 	(void)state;
@@ -46,20 +46,31 @@ static void one_new_file(void **state)
 	const char *path = put_string(at("x"), "old");
 	assert_int_equal(chmod(path, 0600), 0);
 	const mode_t mask = umask(027);
+	const char *left = put_string(at("x.tmp-0123abcd"), "of a killed run");
+	const char *other = put_string(at("x.tmp-0123abc"), "is not ours"), *lock = put_string(at("x.lock"), "killed");
+	assert_int_equal(mkdir(at("x.tmp-89abcdef"), 0777), 0);
 	begin(&a, path, "first");
-	begin(&b, path, "second");
 	umask(mask);
-	assert_string_not_equal(a.temporary, b.temporary);
+	assert_int_equal(path_exists(left) + path_exists(at("x.tmp-89abcdef")), 0);
+	assert_int_equal(path_exists(other), 1);
+	assert_int_equal(unlink(other), 0);
+	assert_int_equal(new_file_begin(&b, path), -1);
+	char holder[64];
+	snprintf(holder, sizeof holder, "x: process %ld on |is writing it; wait", (long)getpid());
+	expect_error(holder);
+	assert_int_equal(path_exists(a.temporary), 1);
 	assert_holds(path, "old");
 	assert_int_equal(new_file_publish(&a, 0), 0);
 	assert_holds(path, "first");
 	assert_int_equal(stat(path, &st), 0);
 	assert_int_equal(st.st_mode & 0777, 0640);
+	begin(&b, path, "second");
 	assert_int_equal(new_file_close(&b, 0), 0);
 	assert_holds(b.temporary, "second");
 	assert_holds(path, "first");
 	assert_int_equal(new_file_publish(&b, 0), 0);
 	assert_holds(path, "second");
+	assert_int_equal(path_exists(lock), 0);
 
 	begin(&a, path, "third");
 	new_file_abandon(&a);
@@ -125,17 +136,28 @@ static void new_files_behind_links(void **state)
 	close(reader);
 }
 
+static void begin_member(struct new_file *file, const char *path, const char *text)
+{
+	if (new_member_begin(file, path) < 0)
+		fail_msg("%s", error_text);
+	fputs(text, file->stream);
+}
+
 /* Files that belong together: the last one is there only beside all others of its set. */
 static void a_set_of_new_files(void **state)
 {
 	(void)state;
 	struct new_file set[3];
 	char path[3][PATH_LEN];
-	for (int i = 0; i < 3; i++)
+	for (int i = 0; i < 3; i++) /* names that are links, to a file or to nowhere, are replaced themselves */
 		strcpy(path[i], at("%d", i));
+	const char *victim = put_string(at("victim"), "victim");
+	assert_int_equal(symlink("victim", path[0]), 0);
+	assert_int_equal(symlink("nowhere", path[1]), 0);
+	assert_int_equal(mkfifo(path[2], 0666), 0);
 	for (int round = 0; round < 2; round++) { /* all three; then the second one is not part of the set */
 		for (int i = 0; i < 3; i++)
-			begin(&set[i], path[i], round ? "new" : "old");
+			begin_member(&set[i], path[i], round ? "new" : "old");
 		if (round)
 			new_file_abandon(&set[1]);
 		assert_int_equal(new_files_publish(set, 3, 0), 0);
@@ -143,19 +165,20 @@ static void a_set_of_new_files(void **state)
 			assert_holds(path[i], !round ? "old" : i == 1 ? NULL : "new");
 	}
 	for (int i = 0; i < 3; i++)
-		begin(&set[i], path[i], "never");
+		begin_member(&set[i], path[i], "never");
 	assert_int_equal(new_files_publish(set, 3, -1), -1);
 	assert_holds(path[0], "new");
 	assert_holds(path[2], "new");
 
-	/* An error between: old and new files, but no last one. */
+	/* An error between: the old set is back. */
 	for (int i = 0; i < 3; i++)
-		begin(&set[i], path[i], "newer");
+		begin_member(&set[i], path[i], "newer");
 	assert_int_equal(mkdir(path[1], 0777), 0);
 	assert_int_equal(new_files_publish(set, 3, 0), -1);
-	expect_error("/1.tmp-|: cannot rename to |Is a directory");
-	assert_holds(path[0], "newer");
-	assert_holds(path[2], NULL);
+	expect_error("/1: cannot replace: Is a directory");
+	assert_holds(path[0], "new");
+	assert_holds(path[2], "new");
+	assert_holds(victim, "victim");
 	assert_false(holds_temporary(scratch));
 }
 

@@ -548,6 +548,25 @@ static void test_overrides(void **state)
 	assert_int_equal(c.data.num_valid, 0);
 	assert_true(c.train.seed == 2000 && c.model.router.warmup_steps == 0 && c.model.hidden_size == 256);
 
+	/* Of a key given twice the last one wins: by its name or alias, in a section or alone. */
+	static const struct { char *arguments[2]; int steps, seed, experts, decay; } twice[] = {
+		{{"train.steps=5", "train.steps=6"}, 6, 1, 8, 0}, {{"train.steps=6", "train.steps=5"}, 5, 1, 8, 0},
+		{{"model.num_experts=5", "model.n_routed_experts=6"}, 10, 1, 6, 0},
+		{{"train.seed=3", "train={output_dir: r, steps: 4, micro_batch: 1, batch: 2}"}, 4, 1, 8, 0},
+		{{"train={output_dir: r, steps: 4, micro_batch: 1, batch: 2}", "train.seed=3"}, 4, 3, 8, 0},
+		{{"schedule.decay={steps: 4}", "schedule.decay.steps=3"}, 10, 1, 8, 3},
+		{{"schedule.decay={steps: 4}", "schedule.decay=off"}, 10, 1, 8, 0},
+	};
+	for (size_t i = 0; i < sizeof twice / sizeof *twice; i++) {
+		put_string(at("twice.yaml"), VALID);
+		if (config_load(&c, at("twice.yaml"), 2, (char **)twice[i].arguments, false) < 0)
+			fail_msg("%s %s: %s", twice[i].arguments[0], twice[i].arguments[1], error_text);
+		assert_int_equal(c.train.steps, twice[i].steps);
+		assert_int_equal(c.train.seed, twice[i].seed);
+		assert_int_equal(c.model.num_experts, twice[i].experts);
+		assert_int_equal(c.schedule.decay.steps, twice[i].decay);
+	}
+
 	static const struct { const char *name; char *arguments[2]; const char *words[3]; } bad[] = {
 		{"no =", {"train.steps"}, {"command line: train.steps: expected key.path=value"}},
 		{"no key", {"=5"}, {"expected key.path=value"}},
@@ -558,15 +577,12 @@ static void test_overrides(void **state)
 		{"space", {"train.steps =5"}, {"did you mean train.steps?"}},
 		{"long", {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 			"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa=1"}, {"unknown key aaaa"}},
-		{"twice", {"train.steps=5", "train.steps=6"},
-			{"command line: train.steps=6:", "given twice", "train.steps=5"}},
-		{"twice by alias", {"model.num_experts=5", "model.n_routed_experts=5"},
-			{"n_routed_experts=5: model.num_experts is given twice"}},
-		{"section after its key", {"train.seed=3", "train={steps: 4}"},
-			{"train={steps: 4}: train.seed is given twice"}},
-		{"key after its section", {"schedule.decay={steps: 4}", "schedule.decay.steps=3"},
-			{"schedule.decay.steps is given twice"}},
-		{"file after its key", {"model.head_dim=4", "model=x.yaml"}, {"model.head_dim is given twice"}},
+		{"twice in one", {"schedule.decay={steps: 4, steps: 5}"},
+			{"command line: schedule.decay={steps: 4, steps: 5}: duplicate key schedule.decay.steps"}},
+		{"file after its key", {"model.head_dim=4", "model=x.yaml"}, {"there is no file x.yaml"}},
+		{"~", {"train.output_dir=~/runs"}, {"train.output_dir: found ~/runs (only a shell expands ~"}},
+		{"~ of data", {"data.train=~me/text"}, {"data.train.path: found ~me/text (only a shell expands ~"}},
+		{"~ of a model", {"model=~/ling"}, {"model: found ~/ling (only a shell expands ~"}},
 		{"empty", {"train.steps="}, {"command line: train.steps=: train.steps: found nothing"}},
 		{"type", {"train.steps=abc"},
 			{"command line: train.steps=abc: train.steps: found abc; expected a whole number"}},
@@ -618,6 +634,20 @@ static void test_huggingface(void **state)
 	assert_int_equal(m.head_dim, 16);
 	assert_int_equal(read_huggingface(&m, "{" HF ", \"num_experts\": 8, \"head_dim\": 20}"), 0);
 	assert_int_equal(m.head_dim, 20);
+	/* As transformers 5 writes it, and in the older places: a type that changes nothing. */
+	static const char *const thetas[] = {
+		"\"rope_parameters\": {\"rope_theta\": 5e5, \"rope_type\": \"default\"}",
+		"\"rope_theta\": 5e5, \"rope_scaling\": {\"type\": \"default\", \"factor\": 1.0}",
+		"\"rope_theta\": 500000, \"rope_parameters\": {\"rope_theta\": 500000.0, \"partial_rotary_factor\": 1}",
+		"\"rope_scaling\": {\"rope_type\": \"default\", \"rope_theta\": 500000, \"factor\": null}",
+	};
+	for (int i = 0; i < 4; i++) {
+		char text[1024];
+		snprintf(text, sizeof text, "{" HF ", \"num_experts\": 8, %s}", thetas[i]);
+		if (read_huggingface(&m, text) < 0)
+			fail_msg("%s: %s", thetas[i], error_text);
+		assert_true(m.rope_theta == 500000);
+	}
 
 #define BAD_HF(extra) "{" HF ", \"num_experts\": 8, " extra "}"
 	static const struct { const char *text, *words[3]; } bad[] = {
@@ -638,6 +668,13 @@ static void test_huggingface(void **state)
 			{"architectures", "V2", "[\"BailingMoeForCausalLM\"]"}},
 		{BAD_HF("\"hidden_act\": \"gelu\""), {"hidden_act: found \"gelu\"", "not supported", "silu"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
+		{BAD_HF("\"rope_parameters\": {\"rope_type\": \"yarn\"}"), {"rope_parameters: found {", "expected null"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"default\", \"factor\": 2}"), {"rope_scaling: found {", "expected null"}},
+		{BAD_HF("\"rope_parameters\": {\"rope_type\": \"default\", \"new\": 1}"), {"rope_parameters: found {"}},
+		{BAD_HF("\"rope_parameters\": 5"), {"rope_parameters: found 5", "null or an object"}},
+		{BAD_HF("\"rope_theta\": 1e4, \"rope_parameters\": {\"rope_theta\": 1e5}"),
+			{"rope_parameters: found rope_theta 100000, but 10000 outside it"}},
+		{BAD_HF("\"rope_parameters\": {\"rope_theta\": \"x\"}"), {"rope_theta: found \"x\"", "a number"}},
 		{BAD_HF("\"use_qk_norm\": true"), {"use_qk_norm: found true", "expected false"}},
 		{BAD_HF("\"use_sliding_window\": true"), {"use_sliding_window"}},
 		{BAD_HF("\"norm_softmax\": true"), {"norm_softmax"}},
@@ -724,6 +761,12 @@ static void test_resume(void **state)
 			"optimizer.weight_decay: 0.1 -> 0.2\n"
 			"schedule.drops: [{\"at\":0.6,\"factor\":0.5},{\"at\":0.9,\"factor\":0.1}] -> []\n"
 			"parallel.tensor: 2 -> 1\nparallel.expert: 4 -> 8\n");
+
+	/* What only the beginning of a run reads is not read again, and the note says so. */
+	char *start = "train.init_from=other";
+	assert_int_equal(compare(saved, 1, &start, path), 0);
+	assert_string_equal(get(path), "train.init_from: \"start\" -> \"other\"; it is not read: the run goes on with the "
+			"weights of its checkpoint. For another start choose a new train.output_dir\n");
 
 	static const struct { char *argument; const char *words[3]; } bad[] = {
 		{"model.hidden_size=512", {"trainer.json: model.hidden_size was 256 in the checkpoint, found 512",

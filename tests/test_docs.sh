@@ -2,7 +2,7 @@
 # The documents against the sources: links, names of files, functions, keys and options, and the table of files in README.md.
 . "$(dirname "$0")/check.sh"
 cd "$root" || exit 1
-documents=(README.md CONTRIBUTING.md docs/*.md)
+documents=(README.md CONTRIBUTING.md CHANGELOG.md docs/*.md)
 sources=(./*.c ./*.h files/*.[ch] commands/*.[ch])
 
 # Every link names a file that is there, and a heading of it if there is a '#'.
@@ -95,5 +95,67 @@ test_file_table() {
 	done
 }
 
-check links files names commands moe_table file_table
+# The output that is shown below a `./ling info` command is that of the command.
+test_info_blocks() {
+	local document line command variables n=0
+	for document in "${documents[@]}"; do
+		command=
+		while IFS= read -r line; do
+			if [[ $line == "    "*"./ling info configs/"* ]]; then
+				command=${line#*./ling info } variables=${line%./ling info *}
+				# shellcheck disable=SC2086 # words are meant to split
+				env $variables ./ling info $command >"$folder/info.txt" 2>&1 || problem "$document: ling info $command"
+			elif [[ $line != '    '* && -n $line ]]; then
+				command=
+			elif [[ -n $command && -n $line && $line != *...* ]]; then
+				grep -qxF -- "${line#    }" "$folder/info.txt" || problem "$document: ling info $command does not print '${line#    }'"
+				n=$((n + 1))
+			fi
+		done <"$document"
+	done
+	[ $n -ge 40 ] || problem "only $n lines of ling info in the documents"
+}
+
+# info CONFIG [KEY=VALUE...] FILTER: a number from the report of `ling info`.
+info() { ./ling info "${@:1:$#-1}" --json | jq -r "${!#}"; }
+# rounded DIGITS NUMBER: with that many digits, such as 8.41.
+rounded() { LC_ALL=C printf "%#.$1g" "$2" | sed "s/\\.\$//"; }
+# says DOCUMENT TEXT: the words are there, whatever the ends of lines.
+says() { tr -s ' \n' ' ' <"$1" | grep -qF -- "$2" || problem "$1 does not say: $2"; }
+millions() { rounded "$1" "$(awk -v x="$2" 'BEGIN { print x / 1e6 }')"; }
+
+# Numbers in sentences and tables that a quick command prints.
+test_numbers() {
+	local config q=configs/quickstart.yaml b=configs/bench.yaml row command rows=0 total active part
+	total=$(info $q .parameters) active=$(info $q .active_parameters)
+	says README.md "$(millions 2 "$total") million parameters, of which $(millions 2 "$active") million are active for a token"
+	says README.md "Ling-Lite's $(rounded 3 "$(info configs/ling-lite.yaml '.parameters / 1e9')") billion parameters"
+	for config in ling-lite ling-plus ling-plus-first-upload; do
+		total=$(info configs/$config.yaml .parameters | sed ':a; s/\B[0-9]\{3\}\>/,&/; ta')
+		grep -qF "$total parameters" configs/$config.yaml || problem "configs/$config.yaml does not say $total parameters"
+	done
+	says docs/performance.md "reads the $(millions 3 "$(info $b .parameters)") million weights twice"
+	says docs/performance.md "256 experts have $(millions 3 "$(info $b model.num_experts=256 .parameters)") million parameters"
+	for config in $q $b; do
+		part=$(millions 2 "$(info $config '.active_parameters - .parts.embedding.active')")
+		says docs/performance.md "| $config | $part million |"
+	done
+	for part in none attention layer; do
+		says docs/performance.md "| \`$part\` | $(rounded 3 "$(info $b train.recompute=$part '.memory_bytes.activations / 1e9')") GB |"
+	done
+	says docs/performance.md "and $(rounded 3 "$(info $b '.memory_bytes.total / 1e9')") GB; with \`layer\`"
+	says docs/generation.md "$((8 * $(sed -n 's/^  num_hidden_layers: //p; s/^  num_key_value_heads: /* /p; s/^  head_dim: /* /p' configs/ling-lite.yaml | tr '\n' ' ') / 1000 + 1)) kB for Ling-Lite"
+	while IFS= read -r row; do
+		command=$(sed 's/^| `\.\/ling info \([^`]*\)`.*/\1/' <<<"$row")
+		# shellcheck disable=SC2086 # words are meant to split
+		active="| $(millions 3 "$(info $command .parameters)") million | $(millions 3 "$(info $command .active_parameters)") million | $(
+			info $command .memory_bytes.total | awk '{ printf "%.2f", $1 / 1e9 }') GB | $(info $command .flops_per_token | awk '{ printf "%.2e", $1 }') |"
+		[[ $row == *"$active" ]] || problem "docs/first-hours.md: $command: expected $active"
+		rows=$((rows + 1))
+	done < <(grep '^| `\./ling info' docs/first-hours.md)
+	[ $rows -ge 3 ] || problem "docs/first-hours.md: only $rows models"
+	says docs/first-hours.md "has $(wc -l <configs/chat.jsonl) short conversations"
+}
+
+check links files names commands moe_table file_table info_blocks numbers
 finish

@@ -84,7 +84,6 @@ test_wrong_use() {
 	expect 2 "--batch 0" "$ling" generate $model --prompt a --batch 0
 	expect 2 "--seed -1: expected a whole number, at least 0" \
 		"$ling" generate $model --prompt a --temperature 1 --seed -1
-	expect 1 "step-NNNNNNN" "$ling" generate run --prompt a
 	expect 1 "nothere" "$ling" generate nothere --prompt a
 	expect 1 "nothere.txt" "$ling" generate $model --prompts nothere.txt
 	expect 1 "max_position_embeddings is 64" "$ling" generate $model --prompt "abc" --max-tokens 62
@@ -116,9 +115,30 @@ test_chat() {
 	printf '{"messages": [{"role": "user", "content": "abc"}]}\n' >chat.jsonl
 	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
 	same out.txt chat.txt
+	# other forms of the same conversation
+	printf '%s\n' '{"conversations": [{"from": "human", "value": "abc"}]}' >chat.jsonl
+	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
+	same out.txt chat.txt
+	printf '%s\n' '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}], "completion": []}' >chat.jsonl
+	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
+	same out.txt chat.txt
 	grep -q '"prompt_tokens": 3,' chat.txt && problem "a message is no plain prompt"
 	expect 0 "" "$ling" generate $model --prompt "<role>HUMAN</role>abc<role>ASSISTANT</role>" --max-tokens 8 --json
 	same out.txt chat.txt
+	# a reply that has begun is continued, and a system text goes first
+	printf '%s\n' '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}' >begun.jsonl
+	expect 0 "" "$ling" generate $model --prompts begun.jsonl --max-tokens 8 --json
+	cp out.txt begun.txt
+	expect 0 "" "$ling" generate $model --prompt "<role>HUMAN</role>a<role>ASSISTANT</role>bc" --max-tokens 8 --json
+	same out.txt begun.txt
+	printf '%s\n' '{"prompt": "a", "system": "b", "completion": "c"}' >system.jsonl
+	expect 0 "" "$ling" generate $model --prompts system.jsonl --chat --max-tokens 1 --json
+	cp out.txt system.txt
+	expect 0 "" "$ling" generate $model --prompt "<role>SYSTEM</role>b<role>HUMAN</role>a<role>ASSISTANT</role>" --max-tokens 1 --json
+	same out.txt system.txt
+	expect 1 "expected --chat" "$ling" generate $model --prompts system.jsonl
+	refuse "bad.jsonl:1: \`tools\` has no place" '{"messages": [{"role": "user", "content": "a"}], "tools": ["t"]}\n'
+	refuse "bad.jsonl:1: found \`question\`; expected an object with one of" '{"question": "a"}\n'
 }
 
 # An id or a list of ids ends a text by the model's own word: generation_config.json's, else config.json's.
@@ -208,5 +228,29 @@ test_chat_forms() {
 	expect 1 "--chat-form vicuna: expected" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form vicuna
 }
 
-check generate batches wrong_use chat end_ids chat_forms
+# The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.
+test_run_directory() {
+	rm -rf seen && cp -r run seen
+	mkdir seen/.tmp-step-0000200
+	expect 0 "" "$ling" generate $model --prompt "abc" --max-tokens 12
+	mv out.txt one.txt
+	expect 0 "" "$ling" generate seen --prompt "abc" --max-tokens 12
+	same out.txt one.txt
+	has err.txt "note: seen is a run: taking its newest checkpoint, seen/step-0000100"
+	[ -d seen/.tmp-step-0000200 ] || problem "a temporary directory of the run was removed"
+	for command in "eval --data text --seq-len 40" info convert-checkpoint; do
+		read -r command options <<<"$command"
+		[ $command = convert-checkpoint ] && options=converted
+		# shellcheck disable=SC2086 # words are meant to split
+		expect 0 "" "$ling" $command seen $options
+		has err.txt "taking its newest checkpoint, seen/step-0000100"
+	done
+	mkdir seen/step-0000200
+	expect 1 "seen/step-0000200/trainer.json: cannot be read" "$ling" generate seen --prompt "abc"
+	rm -rf seen/step-*
+	expect 1 "seen is the directory of a run that has no checkpoint yet" "$ling" generate seen --prompt "abc"
+	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
+}
+
+check generate batches wrong_use chat end_ids chat_forms run_directory
 finish

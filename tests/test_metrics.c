@@ -19,7 +19,7 @@ static struct metrics example_metrics(int64_t step, double *load)
 static void write_metrics(int64_t after, int64_t first, int64_t last)
 {
 	double load[2];
-	FILE *f = metrics_open(scratch, after);
+	FILE *f = metrics_open(scratch, after, NULL);
 	if (!f)
 		fail_msg("%s", error_text);
 	for (int64_t step = first; step <= last; step++) {
@@ -76,7 +76,7 @@ static void metrics_resume(void **state)
 				snprintf(ends, sizeof ends, "metrics.jsonl: ends at step %zu, but the run goes on after step %lld",
 						kept,
 						(long long)step);
-				assert_null(metrics_open(scratch, step));
+				assert_null(metrics_open(scratch, step, NULL));
 				expect_error(ends);
 				continue;
 			}
@@ -89,7 +89,7 @@ static void metrics_resume(void **state)
 	}
 	write_metrics(2, 3, 3);
 	check_metrics(3);
-	assert_null(metrics_open(scratch, 7));
+	assert_null(metrics_open(scratch, 7, NULL));
 	expect_error("metrics.jsonl: ends at step 3, but the run goes on after step 7; bring the missing lines back");
 	check_metrics(3);
 	write_metrics(0, 1, 2);
@@ -102,7 +102,7 @@ static void metrics_resume(void **state)
 	int count;
 	assert_int_equal(metrics_read(scratch, &m, &count), -1);
 	expect_error("metrics.jsonl: cannot open");
-	FILE *f = metrics_open(at("new/run"), 0);
+	FILE *f = metrics_open(at("new/run"), 0, NULL);
 	assert_non_null(f);
 	fclose(f);
 	assert_true(exists(at("new/run/metrics.jsonl")));
@@ -114,7 +114,7 @@ static void metrics_nonfinite(void **state)
 	double load[2];
 	struct metrics x = example_metrics(2, load), *m;
 	x.loss = NAN, x.grad_norm = INFINITY, x.valid_loss = -INFINITY, load[0] = NAN, load[1] = INFINITY;
-	FILE *f = metrics_open(scratch, 0);
+	FILE *f = metrics_open(scratch, 0, NULL);
 	assert_int_equal(metrics_write(f, &x), 0);
 	assert_int_equal(metrics_sync(f), 0);
 	fclose(f);
@@ -178,7 +178,7 @@ static void metrics_broken(void **state)
 		put_string(at("metrics.jsonl"), cases[i].text);
 		assert_int_equal(metrics_read(scratch, &m, &n), -1);
 		expect_error(cases[i].error);
-		assert_null(metrics_open(scratch, 1)); /* refuses what would not be read later */
+		assert_null(metrics_open(scratch, 1, NULL)); /* refuses what would not be read later */
 		expect_error(cases[i].error);
 	}
 	struct metrics *m;

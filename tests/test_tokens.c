@@ -258,9 +258,12 @@ static const char *show_tokens(const char *prefix)
 		fail_msg("%s", error_text);
 	assert_true(t.count < 400);
 	for (int64_t i = 0; i < t.count; i++) {
-		const bool is = !t.loss_mask || t.loss_mask[i], was = i && (!t.loss_mask || t.loss_mask[i - 1]);
+		const bool is = !t.loss_mask || t.loss_mask[i] == LOSS_TOKEN;
+		const bool was = i && (!t.loss_mask || t.loss_mask[i - 1] == LOSS_TOKEN);
 		if (is != was)
 			out[n++] = is ? '[' : ']';
+		if (t.loss_mask && t.loss_mask[i] == LOSS_END)
+			out[n++] = '^';
 		out[n++] = id_at(&t, i) == 256 ? '|' : id_at(&t, i);
 	}
 	n -= out[n - 1] == '[';
@@ -271,6 +274,8 @@ static const char *show_tokens(const char *prefix)
 
 #define USER "{\"role\":\"user\",\"content\":\"u\"}"
 #define SAYS(role, content) "{\"role\":\"" role "\",\"content\":\"" content "\"}"
+
+#define WEIGHS(role, content, weight) "{\"role\":\"" role "\",\"content\":\"" content "\",\"weight\":" weight "}"
 
 /* Conversations in Ling's chat form, of which only the assistant's words are learned; beside a plain text, all of
  * which is. */
@@ -287,11 +292,35 @@ static void tokenize_chat(void **state)
 			" u ") "," SAYS("assistant", "a") "]}\n{\"text\":\"v\"}",
 			"[t|]<role>SYSTEM</role>s<role>HUMAN</role> u <role>ASSISTANT</role>[a|v|"},
 		{"{\"messages\":[" USER "," SAYS("ASSISTANT", "a") "," USER "," SAYS("assistant", "b") "]}",
-			"<role>HUMAN</role>u<role>ASSISTANT</role>[a]<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
+			"<role>HUMAN</role>u<role>ASSISTANT</role>[a]^<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
+		/* weight 0 masks a reply, and its end; null is none; two replies in a row end one by one */
+		{"{\"messages\":[" USER "," WEIGHS("assistant", "a", "0") "," USER "," WEIGHS("assistant", "b", "1.0") ","
+			WEIGHS("assistant", "", "null") "," WEIGHS("user", "u", "0") "]}",
+			"<role>HUMAN</role>u<role>ASSISTANT</role>a<role>HUMAN</role>u<role>ASSISTANT</role>[b]"
+			"^<role>ASSISTANT</role>^<role>HUMAN</role>u|"},
+		{"{\"messages\":[" SAYS("assistant", "a") ",{\"role\":\"assistant\",\"content\":\"b\",\"train\":false}]}",
+			"<role>ASSISTANT</role>[a]^<role>ASSISTANT</role>b|"},
+		/* ShareGPT, and its list with the other spelling */
+		{"{\"conversations\":[{\"from\":\"system\",\"value\":\"s\"},{\"from\":\"human\",\"value\":\"h\"},"
+			"{\"from\":\"gpt\",\"value\":\"g\",\"weight\":1}," SAYS("user", "u") "," SAYS("assistant", "a") "]}",
+			"<role>SYSTEM</role>s<role>HUMAN</role>h<role>ASSISTANT</role>[g]^<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
+		/* text parts; developer; members that are null, empty, or say nothing about the text */
+		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"2+\"},"
+			"{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},{\"role\":\"assistant\",\"content\":[],\"from\":null,"
+			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
+			"<role>SYSTEM</role>d<role>HUMAN</role>2+2<role>ASSISTANT</role>[|"},
+		/* system beside the messages */
+		{"{\"system\":\"s\",\"prompt\":\"p\",\"completion\":\"c\"}",
+			"<role>SYSTEM</role>s<role>HUMAN</role>p<role>ASSISTANT</role>[c|"},
+		{"{\"system_prompt\":[{\"type\":\"text\",\"text\":\"s\"}],\"conversations\":[" USER "," SAYS("gpt", "a") "]}",
+			"<role>SYSTEM</role>s<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
+		/* TRL: what the assistant says in the prompt is not learned */
+		{"{\"prompt\":[" USER "," SAYS("assistant", "a") "," USER "],\"completion\":[" SAYS("assistant", "b") "]}",
+			"<role>HUMAN</role>u<role>ASSISTANT</role>a<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
 		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever
 		 * they look like */
 		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
-			"<role>ASSISTANT</role>[a]<role>TOOL</role><role>ASSISTANT</role>|"},
+			"<role>ASSISTANT</role>[a]^<role>TOOL</role><role>ASSISTANT</role>|"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].lines);
@@ -315,10 +344,10 @@ static void tokenize_chat(void **state)
 	put_file(at("t.mask.bin"), mask, n);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 	expect_error("t.json: `mask_crc32` is |it is damaged, missing");
-	mask[3] = 2;
+	mask[3] = 3;
 	put_file(at("t.mask.bin"), mask, n);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
-	expect_error("t.mask.bin: byte 3 is 2; expected 0 or 1");
+	expect_error("t.mask.bin: byte 3 is 3; expected 0, 1 or 2");
 	put_file(at("t.mask.bin"), mask, n - 1);
 	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
 	expect_error("t.mask.bin: |expected one for each of the");
@@ -334,6 +363,55 @@ static void tokenize_chat(void **state)
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
 	assert_int_equal(result.loss_tokens, 6);
+}
+
+/* Behind each learned reply the target is the end token, although the next token opens the next round; and a mask that
+ * says so needs the id. */
+static void end_targets(void **state)
+{
+	(void)state;
+	enum { L = 84 };               /* tokens less one */
+	struct tokenized result;
+	struct tokens t;
+	char b[PATH_LEN];
+	int32_t input[L], target[L], document[L];
+	strcpy(b, at("b.jsonl"));
+	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
+	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_true(result.loss_tokens == 4);
+	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		assert_int_equal(t.count, L + 1);
+		for (int k = 0; k < 2; k++) {
+			int counted = 0;
+			assert_int_equal(read_window(&t, 0, L, input, target, k ? document : NULL), 0);
+			for (int p = 0; p < L; p++) {
+				const bool says_a = input[p] == 'a', says_b = input[p] == 'b';
+				counted += target[p] >= 0;
+				if (says_a || says_b)
+					assert_int_equal(target[p], 256);
+				if (says_a)
+					assert_true(input[p + 1] == '<' && target[p - 1] == 'a');
+			}
+			assert_int_equal(counted, 4);
+		}
+		tokens_close(&t);
+		set_time(at("t.bin"), (struct timespec){1, 0});
+	}
+	/* An end token outside the vocabulary, or none. */
+	size_t n;
+	char *manifest = (char *)get_file(at("t.json"), &n), *at_end = strstr(manifest, "\"end_token\": 256");
+	assert_non_null(at_end);
+	at_end[15] = '9';
+	put_file(at("t.json"), manifest, n);
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.json: `end_token` is 259|outside the vocabulary of 257");
+	memcpy(at_end, "\"end_tokem\"", 11);
+	put_file(at("t.json"), manifest, n);
+	set_time(at("t.bin"), (struct timespec){2, 0});
+	assert_int_equal(tokens_open(&t, at("t"), "none", 257), -1);
+	expect_error("t.mask.bin: byte |is 2, which makes the end token a target; expected its id as `end_token` in");
+	free(manifest);
 }
 
 /* Longer than a piece that is written at once, and than a sequence: the mask is a byte a token throughout. */
@@ -372,8 +450,8 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3}, {"assistant", "a", 1},
-		{"human", "h", 1}}, bad[] = {{"boss", "b", 1}};
+	const struct message messages[] = {{"system", "s\0s", 3, false}, {"assistant", "a", 1, false},
+		{"human", "h", 1, false}}, bad[] = {{"boss", "b", 1, false}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =
@@ -382,8 +460,14 @@ static void chat_prompt(void **state)
 	assert_int_equal(loss_mask.size, ids.count);
 	for (int64_t i = 0; i < ids.count; i++) {
 		assert_int_equal(ids.id[i], (uint8_t)expected[i]);
-		assert_int_equal(loss_mask.data[i], expected[i] == 'a');
+		assert_int_equal(loss_mask.data[i], expected[i] == 'a' ? LOSS_TOKEN :
+				i && expected[i - 1] == 'a' && expected[i] == '<' ? LOSS_END : LOSS_NONE);
 	}
+	/* A reply that has begun is continued: no second opening, and no end. */
+	ids.count = 0;
+	assert_int_equal(chat_encode(e, messages, 2, true, &ids, NULL), 0);
+	assert_int_equal(ids.count, sizeof "<role>SYSTEM</role>s\0s<role>ASSISTANT</role>a" - 1);
+	assert_int_equal(ids.id[ids.count - 1], 'a');
 	ids.count = 0;
 	assert_int_equal(chat_encode(e, messages, 2, false, &ids, NULL), 0);
 	assert_true(ids.id[ids.count - 1] == 256 && ids.id[ids.count - 2] == 'a');
@@ -614,24 +698,56 @@ static void tokenize_bad(void **state)
 	(void)state;
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
-		{"{\"txt\":\"a\"}", "b.jsonl:1: found none of `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
-		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found several of `text`"},
-		{"{\"messages\":[],\"completion\":1}", "found several"},
-		{"{\"prompt\":\"a\"}", "found none of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
+		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found `text`, `messages`; expected one of"},
+		{"{\"messages\":[],\"completion\":1}", "found `messages`, `completion`; expected one of"},
+		{"{}", "b.jsonl:1: found no members; expected one of"},
+		{"{\"prompt\":\"a\"}", "found `prompt`; expected one of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
 		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"},
 		{"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
 		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
 		{"{\"messages\":[5]}", "b.jsonl:1: message 1: is an integer"},
 		{"{\"messages\":[" USER ",{\"content\":\"a\"}]}", "b.jsonl:1: message 2: `role` is missing"},
 		{"{\"messages\":[{\"role\":\"user\"}]}", "message 1: `content` is missing"},
-		{"{\"messages\":[{\"role\":\"user\",\"content\":[\"a\"]}]}", "message 1: `content` is an array"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":[\"a\"]}]}", "message 1: `content`, part 1: is a string"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]}",
+			"message 1: `content`, part 1: `type` is image_url; expected \"text\""},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
+			"message 1: `content`, part 1: `text` is missing"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}", "message 1: `content` is null; expected a string"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
+			"message 1: `tool_calls` has no place in Ling's chat form"},
+		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
+			"message 2: `reasoning_content` has no place"},
+		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"tools\":[{\"type\":\"function\"}]}",
+			"b.jsonl:1: `tools` has no place"},
+		{"{\"prompt\":\"p\",\"completion\":\"c\",\"reasoning\":\"r\"}", "b.jsonl:1: `reasoning` has no place"},
+		{"{\"messages\":[" SAYS("system", "t") "," USER "," SAYS("assistant", "a") "],\"system\":\"s\"}",
+			"b.jsonl:1: found a system text beside the messages and a system message"},
+		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"system\":\"s\",\"system_prompt\":\"s\"}",
+			"found both `system` and `system_prompt`"},
+		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"system\":{\"a\":1}}", "`system` is an object"},
+		{"{\"messages\":[" WEIGHS("assistant", "a", "0.5") "]}", "message 1: `weight` is 0.5; expected 0 or 1"},
+		{"{\"messages\":[" WEIGHS("assistant", "a", "\"1\"") "]}", "message 1: `weight` is a string; expected 0 or 1"},
+		{"{\"messages\":[" WEIGHS("user", "a", "1") "]}", "message 1: `weight` is 1, and the role is \"user\""},
+		{"{\"messages\":[" USER "," WEIGHS("assistant", "a", "0") "]}", "none of the assistant's messages is learned"},
+		{"{\"prompt\":[" USER "," SAYS("assistant", "a") "],\"completion\":[" USER "]}",
+			"none of the assistant's messages is learned"},
+		{"{\"prompt\":[" USER "],\"completion\":\"a\"}", "b.jsonl:1: `completion` is a string"},
+		{"{\"prompt\":\"a\",\"completion\":[" SAYS("assistant", "a") "]}", "b.jsonl:1: `prompt` is a string"},
+		{"{\"prompt\":[{}],\"completion\":[" SAYS("assistant", "a") "]}", "`prompt`, message 1: `role` is missing"},
+		{"{\"conversations\":[{\"from\":\"bing\",\"value\":\"a\"}]}", "message 1: `from` is \"bing\"; expected system,"},
+		{"{\"conversations\":[{\"from\":\"gpt\"}]}", "message 1: `value` is missing"},
+		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"content\":\"b\"}]}",
+			"message 1: found `content` beside `from`"},
+		{"{\"messages\":[" USER "],\"conversations\":[" USER "]}", "found `messages`, `conversations`; expected one of"},
 		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}",
-			"message 1: `role` is \"assistent\"; expected system, user,"},
+			"message 1: `role` is \"assistent\"; expected system, developer, user,"},
 		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
 	};
 	struct tokenized result;
@@ -739,7 +855,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
-		TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
+		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

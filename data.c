@@ -955,8 +955,8 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 				(long long)L, (long long)L + 1);
 	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash &&
 			o->tokenizer_old_hash != t->tokenizer_hash)
-		rc = fail("%s: made by tokenizer %s with hash %08x; expected ids of the run's tokenizer, %s (data.tokenizer, or "
-				"else that of train.init_from), which has %08x: make the token file with it", path,
+		rc = fail("%s: made by tokenizer %s with hash %08x; expected ids of the run's tokenizer, %s (data.tokenizer, "
+				"or else that of train.init_from), which has %08x: make the token file with it", path,
 				t->tokenizer, (unsigned)t->tokenizer_hash, o->tokenizer, (unsigned)o->tokenizer_hash);
 	else if (o->document_mask && t->documents < 0 && o->document_token < 0)
 		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them "

@@ -124,8 +124,8 @@ struct data_options {
 	int document_token;          /* separates documents in a file without an index; -1: not known */
 };
 
-/* Takes the options from a config, with a tokenizer by its name or "none". Fails when the tokenizer has more tokens than
- * the model. */
+/* Takes the options from a config, with a tokenizer by its name or "none". Fails when the tokenizer has more tokens
+ * than the model. */
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer);
 
 /* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both

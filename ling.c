@@ -2446,8 +2446,8 @@ static int open_data_files(struct trainer *t)
 	return rc;
 }
 
-/* Where data.tokenizer and init_from's tokenizer are two: the user may have added tokens, so this is a warning. Then the
- * files of init_from's tokenizer do not go along. */
+/* Where data.tokenizer and init_from's tokenizer are two: the user may have added tokens, so this is a warning. Then
+ * the files of init_from's tokenizer do not go along. */
 static void compare_tokenizers(struct trainer *t, const char *dir)
 {
 	struct tokenizer *theirs, *ours = tokenizer_open(t->config.data.tokenizer);

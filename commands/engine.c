@@ -140,14 +140,15 @@ int end_ids_read(struct ids *out, const char *dir)
 		const int there = path_join(path, dir, names[i]) < 0 ? -1 : path_exists(path);
 		json_t *root = there > 0 ? json_read(path) : NULL;
 		const json_t *eos = json_object_get(root, "eos_token_id");
+		const size_t n = json_is_array(eos) ? json_array_size(eos) : eos && !json_is_null(eos);
 		int rc = there < 0 || (there && !root) ? -1 : 0;
-		for (size_t k = 0; rc == 0 && eos && !json_is_null(eos) && k < (json_is_array(eos) ? json_array_size(eos) : 1); k++) {
+		for (size_t k = 0; rc == 0 && k < n; k++) {
 			const json_t *id = json_is_array(eos) ? json_array_get(eos, k) : eos;
 			if (json_is_integer(id) && json_integer_value(id) >= 0 && json_integer_value(id) <= INT32_MAX)
 				append_id(out, json_integer_value(id));
 			else
-				rc = fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a list "
-						"of such", path, json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
+				rc = fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a "
+						"list of such", path, json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
 		}
 		json_decref(root);
 		if (rc < 0)

@@ -42,17 +42,19 @@ static int tokenizer_of_data(struct tokenizer **t, const struct tokens *data, co
 		const uint32_t hash = tokenizer_hash(*t);
 		tokenizer_close(*t);
 		*t = NULL;
-		return fail("%s: made by tokenizer %s with hash %08x; expected ids of %s tokenizer, %s, which has %08x: make the "
-				"token file with ling tokenize --tokenizer %s", data->path, data->tokenizer,
+		return fail("%s: made by tokenizer %s with hash %08x; expected ids of %s tokenizer, %s, which has %08x: make "
+				"the token file with ling tokenize --tokenizer %s", data->path, data->tokenizer,
 				(unsigned)data->tokenizer_hash, name ? "the named" : "the model's", name ? name : dir, (unsigned)hash,
 				name ? name : dir);
 	}
 	if (!*data->tokenizer)
 		note = "does not say what made its ids: no bits per byte without --tokenizer NAME";
 	else if (!found && !strcmp(data->tokenizer, BYTE_TOKENIZER))
-		*t = tokenizer_open(BYTE_TOKENIZER), note = "the model has no tokenizer to compare with that of these ids, byte";
+		*t = tokenizer_open(BYTE_TOKENIZER),
+				note = "the model has no tokenizer to compare with that of these ids, byte";
 	else if (!found)
-		note = "the model has no tokenizer to compare with that of these ids, and no bits per byte without --tokenizer NAME";
+		note = "the model has no tokenizer to compare with that of these ids, and no bits per byte without "
+				"--tokenizer NAME";
 	if (note && parallel_rank() == 0)
 		fprintf(stderr, "note: %s: %s\n", data->path, note);
 	return 0;

@@ -330,7 +330,8 @@ int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 || inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
+	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 ||
+			inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
@@ -382,7 +383,8 @@ static int run_tokenize(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (o->decode)
 		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_in_form(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text, line->num_words,
+	if (tokenize_in_form(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text,
+			line->num_words,
 			line->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,

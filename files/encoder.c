@@ -63,8 +63,8 @@ static const struct chat_form {
 		{"<role>ASSISTANT</role>", "HUMAN", "messages", "add_generation_prompt"},
 		{"<|", "think", "tool", "trim", "strip", "bos_token", "OBSERVATION"}},
 	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", NULL}, "detailed thinking off",
-		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>", "thinking_option = 'off'",
-			"'detailed thinking ' + thinking_option + '<|role_end|>'", "add_generation_prompt"}, {"<|im_", "bos_token"}},
+		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
+			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'", "add_generation_prompt"}, {"<|im_", "bos_token"}},
 	{"chatml", "<|im_start|>", "\n", "<|im_end|>", "\n", {"system", "user", "assistant", "tool"}, NULL,
 		{"<|im_start|>", "<|im_end|>", "messages", "add_generation_prompt"},
 		{"<role>", "think", "tool", "trim", "strip", "bos_token", "eos_token", "You are", "strftime", "<|im_sep|>"}},
@@ -589,8 +589,8 @@ static int chat_encode_closed(struct encoder *e, const struct message *messages,
 			strcmp(chat_role(messages[0].role), "SYSTEM"));
 	int role = -1;
 	if (tokenizer_id(e->tokenizer, f->close) < 0)
-		return fail("the tokenizer has no token %s; expected one, for it ends each message in the chat form %s", f->close,
-				f->name);
+		return fail("the tokenizer has no token %s; expected one, for it ends each message in the chat form %s",
+				f->close, f->name);
 	append_loss_mask(loss_mask, out, LOSS_NONE);
 	if (no_system && (closed_message(e, 0, "", 0, f->system, out) < 0 || chat_tag(e, f->close, out) < 0))
 		return -1;
@@ -601,11 +601,11 @@ static int chat_encode_closed(struct encoder *e, const struct message *messages,
 		for (role = 0; name && role < NUM_CHAT_ROLES && strcmp(names[role], name);)
 			role++;
 		if (!name || role == NUM_CHAT_ROLES || !f->roles[role])
-			return fail("message %d: the role is `%s`, for which the chat form %s has no place here; expected system, user%s "
-					"or assistant", i + 1, printable(shown, m->role), f->name, f->roles[3] ? ", tool" : "");
+			return fail("message %d: the role is `%s`, for which the chat form %s has no place here; expected system, "
+					"user%s or assistant", i + 1, printable(shown, m->role), f->name, f->roles[3] ? ", tool" : "");
 		if (f->system && role == 2 && memmem(m->content, m->content_size, "</think>", 8))
-			return fail("message %d: its content holds </think>, which Ling 2.0's template takes apart; expected the answer "
-					"alone", i + 1);
+			return fail("message %d: its content holds </think>, which Ling 2.0's template takes apart; expected the "
+					"answer alone", i + 1);
 		if (f->system && role == 0 && i == 0)
 			snprintf(last, sizeof last, "\n%s", f->system);
 		append_loss_mask(loss_mask, out, LOSS_NONE);
@@ -636,8 +636,8 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 {
 	if (!e->form) {
 		char template[64];
-		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, ling2 or "
-				"chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
+		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, ling2 "
+				"or chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
 	}
 	if (e->form->close)
 		return chat_encode_closed(e, messages, n, reply, out, loss_mask);

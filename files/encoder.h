@@ -40,13 +40,16 @@ const struct string_table *encoder_count_words(struct encoder *e);
  * A chat form is what a model's chat_template makes of a conversation. Ling knows three, by their names:
  *   ling     of Ling-Lite and Ling-Plus; below
  *   ling2    of Ling 2.0: <role>SYSTEM</role>content, a new line, detailed thinking off<|role_end|>, without a system
- *            message from `detailed` on; then <role>HUMAN</role>question<|role_end|><role>ASSISTANT</role>answer<|role_end|>
+ *            message from `detailed` on; then <role>HUMAN</role>question<|role_end|> and
+ *            <role>ASSISTANT</role>answer<|role_end|>
  *   chatml   <|im_start|>user, a new line, question<|im_end|>, a new line; and so on
  * The form is that of the chat_template beside the tokenizer or in the model's directory; ling without one. A template
  * that makes something else is an error, unless the user names a form.
  */
-#define CHAT_FORM_HELP "Form of conversations: ling, ling2 or chatml (default: by the model's chat_template; without one, ling)"
-/* Takes the named form instead of the template's; NULL: nothing. An unknown name is an error. For encoders opened later. */
+#define CHAT_FORM_HELP "Form of conversations: ling, ling2 or chatml (default: by the model's chat_template; " \
+	"without one, ling)"
+/* Takes the named form instead of the template's, for encoders opened later; NULL: nothing. An unknown name is an
+ * error. */
 int chat_form_choose(struct tokenizer *t, const char *name);
 /* Appends the id that ends each message in the tokenizer's form, if it has one. */
 void chat_end_append(const struct tokenizer *t, struct ids *out);

@@ -671,8 +671,8 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 	rc = chat_template_read(dir, &template);
 	json_t *valid = template ? json_string(template) : NULL;
 	if (template && !valid)
-		rc = fail("%s/chat_template.jinja: is not UTF-8, as all texts of a GGUF file must be; expected a template in UTF-8",
-				dir);
+		rc = fail("%s/chat_template.jinja: is not UTF-8, as all texts of a GGUF file must be; expected a template "
+				"in UTF-8", dir);
 	else if (template)
 		entry_text(m, "tokenizer.chat_template", template);
 	json_decref(valid);

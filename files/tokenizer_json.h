@@ -102,7 +102,8 @@ void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
 /* The regular expression by which Ling's tokenizer cuts text into words. */
 #define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \
 	"|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
-/* The same in llama.cpp's spelling: no character of the run before [\r\n]* is one of these, so giving back is in vain. */
+/* The same in llama.cpp's spelling: no character of the run before [\r\n]* is one of these, so giving back is in
+ * vain. */
 #define LING_PATTERN_POSSESSIVE "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|" \
 	" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 

@@ -148,7 +148,8 @@ int end_ids_read(struct ids *out, const char *dir)
 				append_id(out, json_integer_value(id));
 			else
 				rc = fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a "
-						"list of such", path, json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
+						"list of such", path,
+						json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
 		}
 		json_decref(root);
 		if (rc < 0)

@@ -57,7 +57,8 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 		const struct generation_config *g);
 
 /* Appends the ids that end a text by the model's own word: `eos_token_id`, an id or a list, of
- * DIR/generation_config.json or, where that has none, of DIR/config.json, as in transformers. One that is no id is an error. */
+ * DIR/generation_config.json or, where that has none, of DIR/config.json, as in transformers. One that is no id is an
+ * error. */
 int end_ids_read(struct ids *out, const char *dir);
 
 /* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there

@@ -64,7 +64,8 @@ static const struct chat_form {
 		{"<|", "think", "tool", "trim", "strip", "bos_token", "OBSERVATION"}},
 	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", NULL}, "detailed thinking off",
 		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
-			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'", "add_generation_prompt"}, {"<|im_", "bos_token"}},
+			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'", "add_generation_prompt"},
+		{"<|im_", "bos_token"}},
 	{"chatml", "<|im_start|>", "\n", "<|im_end|>", "\n", {"system", "user", "assistant", "tool"}, NULL,
 		{"<|im_start|>", "<|im_end|>", "messages", "add_generation_prompt"},
 		{"<role>", "think", "tool", "trim", "strip", "bos_token", "eos_token", "You are", "strftime", "<|im_sep|>"}},
@@ -636,8 +637,8 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 {
 	if (!e->form) {
 		char template[64];
-		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, ling2 "
-				"or chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
+		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, "
+				"ling2 or chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
 	}
 	if (e->form->close)
 		return chat_encode_closed(e, messages, n, reply, out, loss_mask);

@@ -222,6 +222,33 @@ static int manifest_check_bytes(const struct manifest *m, const char *path)
 }
 
 /* ============================================================================================================
+ * Packed documents: the table of a file
+ * ========================================================================================================== */
+
+/* A document, or a part of one that is longer than a window: `length` inputs from token `begin` on. The targets are
+ * the same shifted by one. */
+struct piece { int64_t begin; int32_t length; };
+
+struct packed {
+	int64_t num_pieces, num_windows;
+	struct piece *piece;         /* [num_pieces] the longest first, those of the same length in the file's order */
+	int64_t *longer;             /* [L + 1] how many pieces are longer than l: piece[longer[l]] is the first of length l */
+	int64_t *first;              /* [num_windows + 1] window w has the places first[w] .. first[w + 1] - 1 */
+	int64_t *place;              /* [num_pieces] which piece is in each place */
+};
+
+static void packing_free(struct packed *p)
+{
+	if (!p)
+		return;
+	free(p->piece);
+	free(p->longer);
+	free(p->first);
+	free(p->place);
+	free(p);
+}
+
+/* ============================================================================================================
  * Opening
  * ========================================================================================================== */
 
@@ -564,6 +591,7 @@ void tokens_close(struct tokens *t)
 	unmap_file(t->bin.data, t->bin.size);
 	unmap_file(t->idx.data, t->idx.size);
 	unmap_file(t->mask.data, t->mask.size);
+	packing_free(t->packing);
 	memset(t, 0, sizeof *t);
 }
 
@@ -898,13 +926,207 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 
 int64_t count_windows(const struct tokens *t, int64_t L)
 {
-	return t->count > L ? (t->count - 1) / L : 0;
+	return t->packing ? t->packing->num_windows : t->count > L ? (t->count - 1) / L : 0;
+}
+
+/* The pieces of all documents in the order of the file, piece [documents + count / L]. Returns their number, or -1. */
+static int64_t collect_pieces(const struct tokens *t, int64_t L, struct piece *piece)
+{
+	int64_t n = 0, begin, next;
+	if (document_begin(t, 0, &next) < 0)
+		return -1;
+	for (int64_t i = 0; i < t->documents; i++) {
+		begin = next;
+		if (document_begin(t, i + 1, &next) < 0)
+			return -1;
+		if (next < begin)
+			return fail("%s: its index was changed while it was in use: document %lld ends before it begins", t->path,
+					(long long)i);
+		for (int64_t at = begin; at + 1 < next; at += L)
+			piece[n++] = (struct piece){at, next - 1 - at < L ? next - 1 - at : L};
+	}
+	return n;
+}
+
+/* Best fit: window [n] gets the window of each piece, the longest first. Windows are numbered as they are begun. Returns
+ * their number, or -1. Among windows with the same room the one that was used last is taken. */
+static int64_t best_fit(const struct piece *piece, int64_t n, int64_t L, int64_t *window)
+{
+	const int64_t words = L / 64 + 1;
+	int64_t *head = malloc((L + 1) * sizeof *head); /* [L + 1] a window with that room, or -1 */
+	int64_t *next = malloc((n + 1) * sizeof *next); /* for each window another one with the same room, or -1 */
+	uint64_t *is_there = calloc(words, sizeof *is_there); /* a bit for each room that a window has */
+	int64_t count = head && next && is_there ? 0 : -1;
+	for (int64_t room = 0; room <= L && count == 0; room++)
+		head[room] = -1;
+	for (int64_t i = 0; i < n && count >= 0; i++) {
+		int64_t room = piece[i].length, word = room / 64;
+		uint64_t bits = is_there[word] & ~UINT64_C(0) << room % 64;
+		while (!bits && ++word < words)
+			bits = is_there[word];
+		if (bits) {
+			room = 64 * word + __builtin_ctzll(bits);
+			window[i] = head[room];
+			head[room] = next[head[room]];
+			if (head[room] < 0)
+				is_there[word] &= ~(UINT64_C(1) << room % 64);
+		} else {
+			room = L;
+			window[i] = count++;
+		}
+		room -= piece[i].length;
+		if (room > 0) {
+			next[window[i]] = head[room];
+			head[room] = window[i];
+			is_there[room / 64] |= UINT64_C(1) << room % 64;
+		}
+	}
+	free(head);
+	free(next);
+	free(is_there);
+	return count;
+}
+
+/* Sorts the n pieces of `unsorted` by length; sorted [n] gets for each where it is now. */
+static void sort_pieces(struct packed *p, const struct piece *unsorted, int64_t n, int64_t L, int64_t *sorted)
+{
+	for (int64_t i = 0; i < n; i++)
+		p->longer[unsorted[i].length - 1]++;
+	for (int64_t l = L - 1; l > 0; l--)
+		p->longer[l - 1] += p->longer[l];
+	for (int64_t i = 0; i < n; i++) /* longer[length] counts on while the pieces of that length are put in */
+		p->piece[sorted[i] = p->longer[unsorted[i].length]++] = unsorted[i];
+	for (int64_t i = 0; i < n; i++)
+		p->longer[unsorted[i].length]--;
+}
+
+/* Numbers the windows in the order in which the file comes to them, and fills in first and place. window [n] as from
+ * best_fit, number [num_windows] is work space. */
+static void order_windows(struct packed *p, const int64_t *sorted, const int64_t *window, int64_t *number)
+{
+	int64_t windows = 0;
+	for (int64_t w = 0; w < p->num_windows; w++)
+		number[w] = -1;
+	for (int64_t i = 0; i < p->num_pieces; i++) {
+		int64_t *w = &number[window[sorted[i]]];
+		if (*w < 0)
+			*w = windows++;
+		p->first[*w + 1]++;
+	}
+	for (int64_t w = 0; w < windows; w++)
+		p->first[w + 1] += p->first[w];
+	for (int64_t i = 0; i < p->num_pieces; i++) /* first[w] counts on while window w is filled */
+		p->place[p->first[number[window[sorted[i]]]]++] = sorted[i];
+	for (int64_t w = windows; w > 0; w--)
+		p->first[w] = p->first[w - 1];
+	p->first[0] = 0;
+}
+
+/* Places the documents of an indexed file into windows of L. Sets t->packing. */
+static int packing_make(struct tokens *t, int64_t L)
+{
+	const int64_t most = t->documents + t->count / L + 1;
+	struct packed *p = calloc(1, sizeof *p);
+	struct piece *unsorted = malloc(most * sizeof *unsorted);
+	int64_t *sorted = malloc(most * sizeof *sorted), *window = malloc(most * sizeof *window);
+	int64_t *number = malloc(most * sizeof *number);
+	t->packing = p;
+	const bool begun = p && unsorted && sorted && window && number;
+	const int64_t n = begun ? collect_pieces(t, L, unsorted) : 0;
+	bool fits = begun;
+	if (fits && n > 0) {
+		p->piece = malloc(n * sizeof *p->piece);
+		p->place = malloc(n * sizeof *p->place);
+		p->longer = calloc(L + 1, sizeof *p->longer);
+		fits = p->piece && p->place && p->longer;
+	}
+	if (fits && n > 0) {
+		p->num_pieces = n;
+		sort_pieces(p, unsorted, n, L, sorted);
+		p->num_windows = best_fit(p->piece, n, L, window);
+		p->first = p->num_windows < 0 ? NULL : calloc(p->num_windows + 1, sizeof *p->first);
+		fits = p->first;
+	}
+	if (fits && n > 0)
+		order_windows(p, sorted, window, number);
+	free(unsorted);
+	free(sorted);
+	free(window);
+	free(number);
+	return n < 0 ? -1 : fits ? 0 : fail("%s: out of memory for placing its %lld documents into windows", t->path,
+			(long long)t->documents);
+}
+
+/* The piece in a place. */
+static const struct piece *piece_at(const struct packed *p, int64_t place, const struct random_stream *order)
+{
+	const int64_t i = p->place[place], length = p->piece[i].length;
+	if (!order)
+		return &p->piece[i];
+	const int64_t first = p->longer[length], n = p->longer[length - 1] - first;
+	struct random_stream of_length = *order;
+	of_length.seed += length * UINT64_C(0x9E3779B97F4A7C15); /* 2^64 over the golden ratio: far apart */
+	return &p->piece[first + (int64_t)random_permute(i - first, n, &of_length)];
+}
+
+static int read_packed_window(const struct tokens *t, int64_t i, int64_t L, const struct random_stream *order,
+		int32_t *input, int32_t *target, int32_t *document)
+{
+	const struct packed *p = t->packing;
+	int64_t at = 0;
+	for (int64_t place = p->first[i]; place < p->first[i + 1]; place++) {
+		const struct piece *x = piece_at(p, place, order);
+		if (tokens_read(t, x->begin, x->length, input + at) < 0 ||
+				tokens_read(t, x->begin + 1, x->length, target + at) < 0)
+			return -1;
+		tokens_mask(t, x->begin, x->length, target + at);
+		for (int64_t j = 0; document && j < x->length; j++)
+			document[at + j] = at;
+		at += x->length;
+	}
+	for (int64_t j = at; j < L; j++) {
+		input[j] = input[j - at];
+		target[j] = -1;
+		if (document)
+			document[j] = at;
+	}
+	return 0;
+}
+
+int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
+{
+	const int64_t windows = count_windows(t, L);
+	const struct packed *p = t->packing;
+	int64_t documents = 0, cut = 0, used = 0, begin, next = 0;
+	char counts[128] = "its documents are not known";
+	if (t->format == MEGATRON && document_begin(t, 0, &next) < 0)
+		return -1;
+	for (int64_t i = 0; t->format == MEGATRON && i < t->documents; i++) {
+		begin = next;
+		if (document_begin(t, i + 1, &next) < 0)
+			return -1;
+		const int64_t last = next - 2; /* the last input that has a target */
+		documents += last >= begin;
+		cut += last >= begin && (p ? last - begin >= L : begin / L != last / L || last / L >= windows);
+	}
+	for (int64_t i = 0; p && i < p->num_pieces; i++)
+		used += p->piece[i].length;
+	if (documents)
+		snprintf(counts, sizeof counts, "%lld of %lld documents cut (%.1f%%)", (long long)cut, (long long)documents,
+				100.0 * cut / documents);
+	const double wasted = p ? 1 - (double)used / (windows * L) : 1 - (double)(windows * L) / (t->count - 1);
+	snprintf(line, size, "%s: %lld windows of %lld tokens, %s: %s, %.1f%% of the tokens are %s%s", t->path,
+			(long long)windows, (long long)L, p ? "documents packed" : "one after the other", counts, 100 * wasted,
+			p ? "padding" : "left out", p && cut ? "; only those longer than a window are cut"
+			: !p && t->loss_mask && cut ? "; data.packing documents would keep conversations whole" : "");
+	return 0;
 }
 
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer)
 {
 	*o = (struct data_options){.tokenizer = tokenizer, .vocab_size = c->model.vocab_size, .seq_len = c->data.seq_len,
-			.document_mask = c->data.document_mask, .document_token = c->data.document_token};
+			.document_mask = c->data.document_mask, .document_token = c->data.document_token,
+			.packing = c->data.packing};
 	if (!strcmp(tokenizer, "none"))
 		return 0;
 	struct tokenizer *t = tokenizer_open(tokenizer);
@@ -917,30 +1139,36 @@ int data_options_init(struct data_options *o, const struct config *c, const char
 			"model.vocab_size, which is %d", tokenizer, size, c->model.vocab_size);
 }
 
-int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document)
+int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
+		int32_t *target, int32_t *document)
 {
+	if (data->packing)
+		return read_packed_window(data, i, L, order, input, target, document);
 	if (tokens_read(data, i * L, L, input) < 0 || tokens_read(data, i * L + 1, L, target) < 0)
 		return -1;
 	tokens_mask(data, i * L, L, target);
-	return document ? tokens_documents(data, i * L, L, document, target) : 0;
+	if (document && !data->document_mask)
+		memset(document, 0, L * sizeof *document);
+	return document && data->document_mask ? tokens_documents(data, i * L, L, document, target) : 0;
 }
 
 /* Fails when the loss counts for no target of the first `windows` windows. Reads no further than the first window that
  * has one. */
-static int check_targets(const struct tokens *data, int64_t windows, int64_t L, bool document_mask)
+static int check_targets(const struct tokens *data, int64_t windows, int64_t L)
 {
-	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
+	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = target + L;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	int rc = 0;
 	bool counts = false;
-	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, input, target, document)) == 0; i++)
+	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, NULL, input, target, document)) == 0;
+			i++)
 		for (int64_t t = 0; t < L; t++)
 			counts |= target[t] >= 0;
 	free(input);
 	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; "
 			"expected a mask%s that leaves some", data->path, (long long)windows, (long long)L,
-			document_mask ? " or documents of more than one token" : "");
+			data->document_mask ? " or documents of more than one token" : "");
 }
 
 int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows)
@@ -949,8 +1177,19 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 	const int64_t L = o->seq_len;
 	if (tokens_open(t, path, source->dtype, o->vocab_size) < 0)
 		return -1;
+	t->document_token = o->document_token;
+	const bool packed = o->packing == PACKING_DOCUMENTS ||
+			(o->packing == PACKING_AUTO && t->format == MEGATRON && t->loss_mask);
+	t->document_mask = o->document_mask || packed;
 	int rc = 0;
-	if (count_windows(t, L) == 0)
+	if (packed && t->format != MEGATRON)
+		rc = fail("%s: has no index that tells where documents begin, so they cannot be packed; expected PREFIX.bin and "
+				"PREFIX.idx, as `ling tokenize` writes them; or set packing to windows", path);
+	else if (packed && packing_make(t, L) < 0)
+		rc = -1;
+	else if (packed && count_windows(t, L) == 0)
+		rc = fail("%s: has no document of at least two tokens, so there is nothing to pack into windows", path);
+	else if (count_windows(t, L) == 0)
 		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count,
 				(long long)L, (long long)L + 1);
 	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash &&
@@ -958,16 +1197,15 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 		rc = fail("%s: made by tokenizer %s with hash %08x; expected ids of the run's tokenizer, %s (data.tokenizer, "
 				"or else that of train.init_from), which has %08x: make the token file with it", path,
 				t->tokenizer, (unsigned)t->tokenizer_hash, o->tokenizer, (unsigned)o->tokenizer_hash);
-	else if (o->document_mask && t->documents < 0 && o->document_token < 0)
+	else if (t->document_mask && t->documents < 0 && o->document_token < 0)
 		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them "
 				"as document_token", path);
 	else if (o->document_token >= o->vocab_size)
 		rc = fail("document_token %d is outside the vocabulary of %d that the model has; expected an id that "
 				"separates documents, 0 to %d", o->document_token, o->vocab_size, o->vocab_size - 1);
-	t->document_token = o->document_token;
 	if (rc == 0) {
 		const int64_t all = count_windows(t, L);
-		rc = check_targets(t, max_windows && max_windows < all ? max_windows : all, L, o->document_mask);
+		rc = check_targets(t, max_windows && max_windows < all ? max_windows : all, L);
 	}
 	if (rc < 0)
 		tokens_close(t);
@@ -1006,13 +1244,14 @@ void blend_begin(const struct blend *b, const struct config *c, struct trainer_s
 		const double weight = c->data.train[i].weight;
 		const int64_t share = llround(weight / weights * SHARES_TOTAL);
 		s->sources[i] = (struct source_state){.tokens = b->files[i].count, .crc32 = b->files[i].crc32, .order = i,
+				.packed_windows = b->files[i].packing ? b->files[i].packing->num_windows : 0,
 				.share = weight > 0 && share == 0 ? 1 : share}; /* a weight that is not 0 gives some samples */
 	}
 }
 
 static bool same_file(const struct source_state *a, const struct source_state *b)
 {
-	return a->tokens == b->tokens && a->crc32 == b->crc32;
+	return a->tokens == b->tokens && a->crc32 == b->crc32 && a->packed_windows == b->packed_windows;
 }
 
 /* Fails where the blend `now` is not that of the state, and says what differs first. */
@@ -1033,6 +1272,15 @@ static int check_blend(const struct blend *b, const struct trainer_state *now, c
 	else if (found->share != expected->share)
 		snprintf(what, sizeof what, "data.train: %s gives %.4g%% of the samples; in the run of %s it is %.4g%%",
 				b->files[i].path, 100 * found->share / SHARES_TOTAL, dir, 100 * expected->share / SHARES_TOTAL);
+	else if (found->tokens == expected->tokens && found->crc32 == expected->crc32 &&
+			(!found->packed_windows || !expected->packed_windows))
+		snprintf(what, sizeof what, "data.train: the documents of %s are %s windows; the run of %s is with data.packing "
+				"%s", b->files[i].path, found->packed_windows ? "packed into" : "read in consecutive", dir,
+				expected->packed_windows ? "documents" : "windows");
+	else if (found->tokens == expected->tokens && found->crc32 == expected->crc32)
+		snprintf(what, sizeof what, "data.train: %s has other documents (%lld windows) than the run of %s was started "
+				"with (%lld)", b->files[i].path, (long long)found->packed_windows, dir,
+				(long long)expected->packed_windows);
 	else
 		snprintf(what, sizeof what, "data.train: %s holds other tokens (%lld, CRC-32 %08x) than the run of %s was "
 				"started with (%lld, %08x)", b->files[i].path, (long long)found->tokens, found->crc32, dir,
@@ -1094,5 +1342,20 @@ struct blend_sample blend_next(const struct blend *b, struct source_state *sourc
 	const struct random_stream order = {.seed = b->seed, .purpose = RANDOM_SHUFFLE + source->order,
 			.step = (uint32_t)epoch};
 	return (struct blend_sample){file, b->shuffle ? (int64_t)random_permute(n % windows, windows, &order)
-			: n % windows};
+			: n % windows, order};
+}
+
+int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t *input, int32_t *target,
+		int32_t *document)
+{
+	return read_window(&b->files[sample->file], sample->window, b->seq_len, b->shuffle ? &sample->order : NULL, input,
+			target, document);
+}
+
+bool blend_has_documents(const struct blend *b)
+{
+	bool has = false;
+	for (int i = 0; i < b->num_files; i++)
+		has |= b->files[i].document_mask;
+	return has;
 }

@@ -7,6 +7,7 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/checkpoint.h"
+#include "kernels.h"
 
 #include <jansson.h>
 #include <stdbool.h>
@@ -46,6 +47,8 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	uint32_t crc32;              /* of the bytes of the ids, followed by those of the loss mask */
 	int vocab_size;              /* ids are 0 .. vocab_size - 1 */
 	int32_t document_token;      /* see tokens_documents(); -1: not set */
+	bool document_mask;          /* windows tell where documents begin; always so where documents are packed */
+	struct packed *packing;      /* how documents are placed into windows; NULL: windows follow one another */
 	struct file_map bin, idx, mask;
 };
 /* Opens an indexed dataset by its PREFIX (PREFIX.bin, PREFIX.idx), an llm.c .bin file, or, with a dtype that is not
@@ -106,13 +109,31 @@ int token_file_states(struct file_state states[NUM_TOKEN_FILES], const char *pat
  * Windows: what a model trains on and is evaluated on
  * ========================================================================================================== */
 
-/* Window i of a token file is tokens [i L, i L + L], L = seq_len: L inputs, and as targets the same shifted by one.
- * Returns the number of windows; tokens that do not fill one at the end are left out. */
+/* A window is L = seq_len inputs and L targets. There are two ways to make windows of a token file.
+ *
+ * One after the other: window i is tokens [i L, i L + L], and the targets are the inputs shifted by one. Tokens that
+ * do not fill a window at the end are left out.
+ *
+ * Packed documents (t->packing): a document of n tokens takes n - 1 places, for its last token is a target only; one
+ * of fewer than two tokens has no target and is left out. A document that needs more than L places is cut into pieces
+ * of L and a rest; no other is cut. The pieces are placed by best fit, the longest first: each into the window with
+ * the least room that holds it, or into a new one. Which lengths share a window, and so the number of windows, depends
+ * on the lengths alone. Windows, and the pieces in a window, are in the order of the file, a window where its first
+ * piece is. In an epoch's order, pieces of the same length change places. What is left of a window is filled: its own
+ * tokens once more, as a document of its own that has no targets. */
+
+/* The number of windows. */
 int64_t count_windows(const struct tokens *t, int64_t L);
 
 /* Copies window i: inputs [L]; targets [L], -1 where the loss does not count; and, unless document is NULL, where in
- * the window each input's document begins [L], see tokens_documents. */
-int read_window(const struct tokens *data, int64_t i, int64_t L, int32_t *input, int32_t *target, int32_t *document);
+ * the window each input's document begins [L]: see tokens_documents, or all 0 where t->document_mask is not set. order:
+ * the epoch's random numbers, which choose among pieces of the same length; NULL: the order of the file. */
+int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
+		int32_t *target, int32_t *document);
+
+/* Writes how a file became windows: their number, the share of documents that are cut, and of tokens that are left out
+ * or padding. Reads the whole index. */
+int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L);
 
 /* What a token file must agree with, and how it is read. */
 struct data_options {
@@ -122,6 +143,7 @@ struct data_options {
 	int64_t seq_len;
 	bool document_mask;          /* attention and targets stay within a document */
 	int document_token;          /* separates documents in a file without an index; -1: not known */
+	enum packing packing;
 };
 
 /* Takes the options from a config, with a tokenizer by its name or "none". Fails when the tokenizer has more tokens
@@ -129,7 +151,8 @@ struct data_options {
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer);
 
 /* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
- * that and its own are known; tell where its documents begin, if they are masked; and have a target that counts in its
+ * that and its own are known; tell where its documents begin, if they are masked; have an index, if its
+ * documents are packed; and have a target that counts in its
  * first max_windows windows (0: in any). */
 int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
 
@@ -157,8 +180,13 @@ void blend_begin(const struct blend *b, const struct config *c, struct trainer_s
  * new blend begins there: 1. Then each file that was in it before goes on from where it stands. */
 int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir);
 /* Draws the next sample: window `window` of file `file`. Advances the states of the sources, sources [num_files]. */
-struct blend_sample { int file; int64_t window; };
+struct blend_sample { int file; int64_t window; struct random_stream order; };
 struct blend_sample blend_next(const struct blend *b, struct source_state *sources);
+/* Reads a sample: read_window in the order of its epoch. */
+int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t *input, int32_t *target,
+		int32_t *document);
+/* Whether samples need `document`, because a file's documents are masked or packed. */
+bool blend_has_documents(const struct blend *b);
 
 /* ============================================================================================================
  * Metrics

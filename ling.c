@@ -835,7 +835,7 @@ int64_t trainer_next_batch(struct trainer *t)
 	for (int64_t i = 0; i < batch; i++) { /* every rank draws all samples, and reads its own */
 		const struct blend_sample sample = blend_next(&t->train, t->next_sources);
 		const int64_t at = micro_batch_place(&own, i) * L;
-		if (at >= 0 && read_window(&t->train.files[sample.file], sample.window, L, t->input + at, t->target + at,
+		if (at >= 0 && blend_read(&t->train, &sample, t->input + at, t->target + at,
 				t->document ? t->document + at : NULL) < 0)
 			return -1;
 	}
@@ -1050,12 +1050,13 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
  * The loop
  * ========================================================================================================== */
 
-int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask,
-		int64_t max_windows, struct evaluation *e)
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
+		struct evaluation *e)
 {
 	const int64_t L = m->seq_len, all = count_windows(data, L);
 	const int64_t windows = max_windows && max_windows < all ? max_windows : all;
-	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L, *document = document_mask ? target + L : NULL;
+	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L;
+	int32_t *document = data->document_mask ? target + L : NULL;
 	if (!input)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	*e = (struct evaluation){0};
@@ -1072,7 +1073,7 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 			break;
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
-		if (B && rc == 0 && (rc = read_window(data, i, L, input, target, document)) < 0)
+		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
 			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */
 		m->document = document;
 		model_forward(m, input, B, NULL, NULL);
@@ -1106,7 +1107,7 @@ static int validate(struct trainer *t, struct metrics *m)
 	int64_t tokens = 0;
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
-		if (evaluate(&t->model, &t->valid[i], NULL, c->data.document_mask, c->eval.max_windows, &e) < 0)
+		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
 		if (e.stopped) {
 			t->stop = true;
@@ -2402,9 +2403,10 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->expert_load = calloc(layers, sizeof(double));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
-	t->document = c->data.document_mask ? calloc(tokens, sizeof(int32_t)) : NULL;
+	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
+	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target ||
-			(c->data.document_mask && !t->document)))
+			(documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -2493,6 +2495,21 @@ static int take_along(struct trainer *t, const char *dir)
 	return rc;
 }
 
+/* Says for each file how it became windows. */
+static int print_windows(const struct trainer *t)
+{
+	char line[PATH_LEN + 320];
+	const struct config *c = &t->config;
+	for (int i = 0; i < c->data.num_train + c->data.num_valid; i++) {
+		const bool train = i < c->data.num_train;
+		const struct tokens *file = train ? &t->train.files[i] : &t->valid[i - c->data.num_train];
+		if (describe_windows(line, sizeof line, file, c->data.seq_len) < 0)
+			return -1;
+		printf("data.%s: %s\n", train ? "train" : "valid", line);
+	}
+	return 0;
+}
+
 /* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
 static int init_from(struct trainer *t, const char *dir)
 {
@@ -2543,6 +2560,12 @@ static int trainer_start(struct trainer *t, const char *dir)
 	for (int i = 0; i < c->data.num_valid; i++)
 		if (parallel_same(t->valid[i].crc32, "data.valid") < 0)
 			return -1;
+	if (!blend_has_documents(&t->train)) {
+		free(t->document);
+		t->document = NULL;
+	}
+	if (parallel_agree(is_rank0(t) ? print_windows(t) : 0) < 0)
+		return -1;
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);

@@ -397,7 +397,7 @@ struct trainer {
 	int64_t steps, tokens;       /* of the whole run */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
 	int32_t *input, *target;     /* [sequences, L] */
-	int32_t *document;           /* [sequences, L], see rope_forward; NULL without data.document_mask */
+	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	/* of the last step */
@@ -439,8 +439,8 @@ struct evaluation {
  * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
  * same result. Rank 0 shows the progress on standard error. When a rank is asked to stop, all end at their next window.
  * Fails when an id is outside the vocabulary. */
-int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, bool document_mask,
-		int64_t max_windows, struct evaluation *e);
+int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
+		struct evaluation *e);
 
 /* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved. Global because a
  * signal handler gets no pointer of ours. */

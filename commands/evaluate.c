@@ -23,7 +23,7 @@
 struct eval_options {
 	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
 	bool document_mask, json;
-	int document_token, seq_len, batch;
+	int packing, document_token, seq_len, batch;
 	int64_t max_windows;
 };
 
@@ -93,7 +93,8 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
 	const struct data_options options = {.tokenizer = "none", .vocab_size = c->vocab_size, .seq_len = o->seq_len,
-			.document_mask = o->document_mask, .document_token = document_token};
+			.document_mask = o->document_mask, .document_token = document_token,
+			.packing = o->packing};
 	struct tokenizer *tokenizer;
 	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
@@ -107,7 +108,7 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	if (rc == 0) {
 		rc = model_load(&m, dir);
 		if (rc == 0)
-			rc = evaluate(&m, &data, tokenizer, o->document_mask, o->max_windows, &e);
+			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
 		model_free(&m);
 	}
 	tokenizer_close(tokenizer);
@@ -233,6 +234,9 @@ static const struct command_option options[] = {
 			"Token file PREFIX.bin and PREFIX.idx, an llm.c .bin file, or a file of bare ids"),
 	TEXT_OPTION(eval_options, dtype, "dtype", "TYPE", "Type of bare ids, such as uint16"),
 	FLAG_OPTION(eval_options, document_mask, "document-mask", "Attention and positions begin anew at each document"),
+	CHOICE_OPTION(eval_options, packing, "packing", "HOW", packing_names,
+			"As data.packing of a run: windows; documents; auto, which packs documents where there is a loss mask",
+			.initial = "auto"),
 	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
 			"The id that separates documents where there is no index"),
 	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,

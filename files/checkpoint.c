@@ -269,9 +269,12 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	json_t *array = json_array();
 	for (int i = 0; i < s->num_sources; i++) {
 		const struct source_state *x = &s->sources[i];
-		json_array_append_new(array, json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens,
+		json_t *source = json_pack("{s:I, s:o, s:I, s:I, s:I, s:i}", "tokens", (json_int_t)x->tokens,
 				"crc32", crc_to_json(x->crc32), "share", (json_int_t)x->share, "credit", (json_int_t)x->credit,
-				"taken", (json_int_t)x->taken, "order", x->order));
+				"taken", (json_int_t)x->taken, "order", x->order);
+		if (x->packed_windows)
+			json_object_set_new(source, "packed_windows", json_integer(x->packed_windows));
+		json_array_append_new(array, source);
 	}
 	return array;
 }
@@ -508,6 +511,10 @@ static int field_sources(const json_t *root, const char *path, struct trainer_st
 				field_int(v, where, "credit", -MAX_SOURCES * whole, MAX_SOURCES * whole, &x->credit) < 0 ||
 				field_int(v, where, "taken", 0, INT64_MAX / 2, &x->taken) < 0 ||
 				field_int(v, where, "order", 0, UINT16_MAX, &order) < 0)
+			return -1;
+		x->packed_windows = 0;
+		if (json_object_get(v, "packed_windows") &&
+				field_int(v, where, "packed_windows", 1, INT64_MAX / 2, &x->packed_windows) < 0)
 			return -1;
 		x->order = order;
 	}

@@ -41,6 +41,7 @@ struct trainer_state {
 		int64_t share;           /* of the samples, out of 2^32 */
 		int64_t credit;          /* its share of all samples so far less what it gave, in 2^-32 samples */
 		int64_t taken;           /* samples that it gave */
+		int64_t packed_windows;  /* the windows of an epoch where its documents are packed; else 0 */
 		int order;               /* number of its shuffle: no two files have the same one */
 	} sources[MAX_SOURCES];
 };

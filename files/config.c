@@ -32,6 +32,7 @@ static const char *const dtype_names[] = {
 	"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL
 };
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
+const char *const packing_names[] = {"auto", "windows", "documents", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
@@ -93,7 +94,11 @@ static const struct key keys[] = {
 		"its directory; none: not known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
-	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document"),
+	KEY(data.packing, T_ENUM, 0, 0, FIXED, "auto", "windows: tokens one after the other; documents: whole documents are "
+		"placed into windows, and do not see each other; auto: documents for files with a loss mask, else windows",
+		.names = packing_names),
+	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document; always "
+		"so where documents are packed"),
 	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no "
 		"index; -1: none"),
 
@@ -377,6 +382,14 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 			return -1;
 	if (check_required(&l.keys, model_only ? "model" : NULL) < 0 || check_model(&l.keys, c) < 0)
 		return -1;
+	if (key_given(&l.keys, "data.document_mask") && !c->data.document_mask) {
+		/* documents that are packed together must not see each other */
+		if (c->data.packing == PACKING_DOCUMENTS)
+			return fail_key(&l.keys, "data.document_mask", "found false beside data.packing documents; expected true "
+					"or nothing, for documents that are packed together do not see each other; or set "
+					"data.packing=windows");
+		c->data.packing = PACKING_WINDOWS;
+	}
 	return check_run(&l.keys, c, model_only);
 }
 

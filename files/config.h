@@ -17,6 +17,9 @@
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
  * computes those of the attention or of whole layers a second time there. */
 enum model_mode { TRAIN_KEEP_ALL, TRAIN_RECOMPUTE_ATTENTION, TRAIN_RECOMPUTE_LAYER, EVALUATE };
+/* How a token file becomes windows of seq_len tokens: one after the other, or whole documents placed into them. auto:
+ * documents for a file with an index and a loss mask, as conversations have; else windows. */
+enum packing { PACKING_AUTO, PACKING_WINDOWS, PACKING_DOCUMENTS };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 
@@ -52,6 +55,7 @@ struct config {
 		int64_t blend_from_step;   /* the step at which a continued run may change its blend; 0 = none */
 		char tokenizer[PATH_LEN];  /* "byte", "none", or what tokenizer_open takes */
 		int seq_len;
+		enum packing packing;
 		bool shuffle, document_mask;
 		int document_token;        /* separates the documents of files that have no index; -1 = not known */
 	} data;
@@ -90,6 +94,9 @@ extern const struct key_table config_table;
 
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
+
+/* The names of enum packing, then NULL. */
+extern const char *const packing_names[];
 
 /* ------------------------------------------------------------------- config.json of a Hugging Face model */
 

@@ -196,23 +196,23 @@ test_chat() {
 	[ "$(wc -c <chat.mask.bin)" = $(($(wc -c <chat.bin) / 2)) ] || problem "the mask has $(wc -c <chat.mask.bin) bytes"
 	printf '{"messages": [{"role": "user", "content": "x"}]}\n' >bad.jsonl
 	expect 1 "bad.jsonl:1: no message is the assistant's" "$ling" tokenize --out bad bad.jsonl
-	local chat="data.train=chat data.valid=chat data.document_mask=true"
+	local chat="data.train=chat data.valid=chat data.document_mask=true data.packing=windows"
 	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat
 	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat7 train.stop_at_step=7
 	expect 0 "" "$ling" train tiny.yaml $chat train.output_dir=chat7
 	same_run chat chat7 20
-	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 16 --document-mask --json
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --packing windows --seq-len 16 --document-mask --json
 	[ "$(metric loss out.txt | cut -c 1-12)" = "$(metric valid_loss chat/metrics.jsonl | tail -n 1 | cut -c 1-12)" ] ||
 		problem "eval $(cat out.txt) and $(tail -n 1 chat/metrics.jsonl)"
 	local windows=$((($(wc -c <chat.mask.bin) - 1) / 16)) learned
 	learned=$(tail -c +2 chat.mask.bin | head -c $((16 * windows)) | tr -d '\0' | wc -c)
 	[ "$(metric tokens out.txt)" = "$learned" ] || problem "$learned targets are learned: $(cat out.txt)"
-	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 100 --json
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --packing windows --seq-len 100 --json
 	local loss
 	loss=$(metric loss out.txt)
-	expect 0 "" "$ling" eval chat/step-0000020 --data chat --seq-len 100 --json --document-mask
+	expect 0 "" "$ling" eval chat/step-0000020 --data chat --packing windows --seq-len 100 --json --document-mask
 	[ "$(metric loss out.txt)" != "$loss" ] || problem "the mask of documents changes nothing"
-	expect 1 "other tokens" "$ling" train tiny.yaml data.train=text data.document_mask=true train.output_dir=chat7
+	expect 1 "other tokens" "$ling" train tiny.yaml data.train=text data.document_mask=true data.packing=windows train.output_dir=chat7
 	# a window in which nothing is learned
 	printf '{"prompt": "%s", "completion": "c"}\n' "$(head -c 100 "$root/LICENSE" | tr -d '\n')" >nothing.jsonl
 	expect 0 "" "$ling" tokenize --out nothing nothing.jsonl
@@ -221,6 +221,36 @@ test_chat() {
 	[ ! -e chat8/metrics.jsonl ] || problem "trained before it looked at what validates"
 	cp chat.bin unlearned.bin && cp chat.idx unlearned.idx && tr '\1' '\0' <chat.mask.bin >unlearned.mask.bin
 	expect 1 "unlearned.bin: the loss counts for none of the tokens" "$ling" train tiny.yaml data.train=unlearned data.valid=chat train.output_dir=chat8
+}
+
+# Conversations are packed: whole documents in windows, with the same bits wherever the run stops, and each of them once an epoch.
+test_packing() {
+	local packed="data.train=chat data.valid=chat data.seq_len=40 train.batch=5"
+	expect 0 "" "$ling" train tiny.yaml $packed train.output_dir=packed
+	has out.txt "data.train: chat.bin: " " windows of 40 tokens, documents packed: " " of 42 documents cut" "padding" "data.valid: chat.bin: "
+	local stop
+	for stop in 3 13; do
+		rm -rf packed7
+		expect 0 "" "$ling" train tiny.yaml $packed train.output_dir=packed7 train.stop_at_step=$stop
+		expect 0 "" "$ling" train tiny.yaml $packed train.output_dir=packed7
+		same_run packed packed7 20
+	done
+	expect 0 "" "$ling" eval packed/step-0000020 --data chat --seq-len 40 --json
+	[ "$(metric loss out.txt | cut -c 1-12)" = "$(metric valid_loss packed/metrics.jsonl | tail -n 1 | cut -c 1-12)" ] ||
+		problem "eval $(cat out.txt) and $(tail -n 1 packed/metrics.jsonl)"
+	# all but the first token of the one document that counts from its beginning
+	[ "$(metric tokens out.txt)" = $(($(tr -d '\0' <chat.mask.bin | wc -c) - 1)) ] || problem "not each token that counts is a target: $(cat out.txt)"
+	expect 0 "" "$ling" eval packed/step-0000020 --data chat --packing windows --seq-len 40 --json
+	[ "$(metric loss out.txt | cut -c 1-12)" != "$(metric valid_loss packed/metrics.jsonl | tail -n 1 | cut -c 1-12)" ] || problem "packing changes nothing"
+	# another packing is another run
+	expect 1 "data.packing was \"auto\" in the checkpoint, found \"windows\"" "$ling" train tiny.yaml $packed train.output_dir=packed7 data.packing=windows train.steps=30
+	expect 2 "data.document_mask: found false beside data.packing documents" "$ling" train tiny.yaml $packed train.output_dir=packed8 data.packing=documents data.document_mask=false
+	expect 0 "" "$ling" train tiny.yaml $packed train.output_dir=packed8 data.document_mask=false train.steps=2 schedule.decay=off
+	has out.txt "one after the other: " "data.packing documents would keep conversations whole"
+	cp text.bin noindex.bin
+	expect 1 "has no index that tells where documents begin, so they cannot be packed" "$ling" train tiny.yaml data.train='[{path: noindex.bin, dtype: uint16}]' \
+		data.packing=documents train.output_dir=packed9
+	expect 0 "" "$ling" train tiny.yaml data.packing=documents data.train=chat data.valid=off train.output_dir=packed9 train.steps=2 schedule.decay=off
 }
 
 # A blend stops and continues anywhere; its shares change only where the config says so, and then each file goes on from where it stood.
@@ -548,7 +578,7 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat blend formats \
+check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat packing blend formats \
 	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 
 # What a user runs is the optimised program.

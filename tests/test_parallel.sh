@@ -111,6 +111,7 @@ test_blend() {
 	"$ling" tokenize --out chat chat.jsonl >/dev/null || problem "no chat"
 	local blend=(data.train='[{path: text, weight: 1}, {path: chat, weight: 2.5}]' data.valid=chat data.document_mask=true train.micro_batch=1)
 	equal blend "2,1,1 2,2,1 4,2,2 8,4,4" "${blend[@]}"
+	equal packed "4,1,1 4,2,2 3,1,1" data.train=chat data.valid=chat data.seq_len=60 train.micro_batch=1
 	equal blend_layer "4,2,4" "${blend[@]}" $everything train.recompute=layer
 	! cmp -s <(steady blend/metrics.jsonl) <(steady four/metrics.jsonl) || problem "a blend is as good as none"
 	train 2 blended "${blend[@]}" train.stop_at_step=7

@@ -384,7 +384,7 @@ static void end_targets(void **state)
 		assert_int_equal(t.count, L + 1);
 		for (int k = 0; k < 2; k++) {
 			int counted = 0;
-			assert_int_equal(read_window(&t, 0, L, input, target, k ? document : NULL), 0);
+			assert_int_equal(read_window(&t, 0, L, NULL, input, target, k ? document : NULL), 0);
 			for (int p = 0; p < L; p++) {
 				const bool says_a = input[p] == 'a', says_b = input[p] == 'b';
 				counted += target[p] >= 0;
@@ -693,6 +693,208 @@ static void tokens_documents_all(void **state)
 	tokens_close(&t);
 }
 
+/* ---- packed documents ---- */
+
+enum { PACKED_L = 256, PACKED_DOCUMENTS = 10000 };
+
+/* Writes a token file of documents with these lengths; token i has id i, so a window tells where it is from. */
+static void put_documents(const int32_t *length, int n)
+{
+	int64_t count = 0;
+	uint8_t *index = calloc(1, 34 + 12 * n + 8 * (n + 1));
+	memcpy(index, "MMIDIDX", 7);
+	index[9] = 1, index[17] = INT32;
+	memcpy(index + 18, &(int64_t){n}, 8), memcpy(index + 26, &(int64_t){n + 1}, 8);
+	for (int i = 0; i <= n; i++) {
+		memcpy(index + 34 + 12 * n + 8 * i, &(int64_t){i}, 8);
+		if (i == n)
+			break;
+		memcpy(index + 34 + 4 * i, &length[i], 4);
+		memcpy(index + 34 + 4 * n + 8 * i, &(int64_t){4 * count}, 8);
+		count += length[i];
+	}
+	int32_t *ids = malloc((count + 1) * sizeof *ids);
+	for (int64_t i = 0; i < count; i++)
+		ids[i] = i;
+	put_file(at("t.idx"), index, 34 + 12 * n + 8 * (n + 1));
+	put_file(at("t.bin"), ids, count * sizeof *ids);
+	free(index), free(ids);
+}
+
+static struct config packed_config(void)
+{
+	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", .seq_len = PACKED_L,
+			.packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1}, .train.seed = 7};
+	c.data.train[0] = (struct data_source){.dtype = "none", .weight = 1};
+	strcpy(c.data.train[0].path, at("t"));
+	return c;
+}
+
+/* Checks a window: whole documents (of at most L + 1 tokens), each seen once more in `seen`, then padding without
+ * targets. document_of [tokens]: which document a token is of; begin [documents + 1]. Returns the places of padding. */
+static int check_packed(const int32_t *input, const int32_t *target, const int32_t *document, const int32_t *document_of,
+		const int32_t *begin, int *seen)
+{
+	int i = 0;
+	while (i < PACKED_L && target[i] >= 0) {
+		const int d = document_of[input[i]], first = i;
+		assert_int_equal(input[i], begin[d]);
+		for (; i < PACKED_L && document[i] == first && target[i] >= 0; i++)
+			assert_true(input[i] == begin[d] + i - first && target[i] == input[i] + 1);
+		assert_int_equal(i - first, begin[d + 1] - begin[d] - 1); /* not cut */
+		seen[d]++;
+	}
+	for (int j = i; j < PACKED_L; j++)
+		assert_true(target[j] == -1 && document[j] == i && input[j] == input[j - i]);
+	return PACKED_L - i;
+}
+
+/* Conversations of log-normal lengths: each document is once in each epoch, none is cut, little is wasted, and a
+ * sample depends on its number alone. */
+static void packed_documents(void **state)
+{
+	(void)state;
+	static int32_t length[PACKED_DOCUMENTS], begin[PACKED_DOCUMENTS + 1], room[PACKED_DOCUMENTS];
+	static int seen[PACKED_DOCUMENTS];
+	static real normal[PACKED_DOCUMENTS];
+	int32_t input[PACKED_L], target[PACKED_L], document[PACKED_L], again[3 * PACKED_L];
+	random_normal(normal, PACKED_DOCUMENTS, &(struct random_stream){.seed = 3}, 0);
+	int64_t places = 0;
+	int first_fit = 0;
+	for (int i = 0; i < PACKED_DOCUMENTS; i++) {
+		const double n = exp(log(80) + 0.8 * normal[i]);
+		length[i] = n > PACKED_L + 1 ? PACKED_L + 1 : n < 2 ? 2 : (int)n;
+		begin[i + 1] = begin[i] + length[i];
+		places += length[i] - 1;
+		int w = 0;
+		while (w < first_fit && room[w] < length[i] - 1)
+			w++;
+		if (w == first_fit)
+			room[first_fit++] = PACKED_L;
+		room[w] -= length[i] - 1;
+	}
+	int32_t *document_of = malloc(begin[PACKED_DOCUMENTS] * sizeof *document_of);
+	for (int i = 0; i < PACKED_DOCUMENTS; i++)
+		for (int32_t j = begin[i]; j < begin[i + 1]; j++)
+			document_of[j] = i;
+	put_documents(length, PACKED_DOCUMENTS);
+	const struct config c = packed_config();
+	struct data_options o;
+	struct blend b;
+	struct trainer_state s = {0};
+	assert_int_equal(data_options_init(&o, &c), 0);
+	assert_int_equal(blend_open(&b, &c, &o), 0);
+	blend_begin(&b, &c, &s);
+	const int64_t windows = count_windows(&b.files[0], PACKED_L);
+	const double wasted = 1 - (double)places / (windows * PACKED_L);
+	const double wasted_first_fit = 1 - (double)places / ((double)first_fit * PACKED_L);
+	printf("%d documents of log-normal length, windows of %d: %.2f%% padding, first fit without sorting %.2f%%\n",
+			PACKED_DOCUMENTS, PACKED_L, 100 * wasted, 100 * wasted_first_fit);
+	assert_true(blend_has_documents(&b) && s.sources[0].packed_windows == windows);
+	assert_true(wasted >= 0 && wasted < wasted_first_fit && wasted < 0.01);
+	char line[PATH_LEN + 320];
+	assert_int_equal(describe_windows(line, sizeof line, &b.files[0], PACKED_L), 0);
+	assert_non_null(strstr(line, "documents packed: 0 of 10000 documents cut (0.0%), "));
+	int moved = 0, exchanged = 0;
+	int64_t padding = 0;
+	static int32_t first_epoch[PACKED_DOCUMENTS];
+	for (int epoch = 0; epoch < 3; epoch++) {
+		for (int64_t n = 0; n < windows; n++) {
+			struct trainer_state alone = {0}; /* sample n of the epoch, as a run that was stopped before it sees it */
+			blend_begin(&b, &c, &alone);
+			alone.sources[0].taken = epoch * windows + n;
+			const struct blend_sample sample = blend_next(&b, s.sources), other = blend_next(&b, alone.sources);
+			assert_int_equal(blend_read(&b, &sample, input, target, document), 0);
+			assert_int_equal(blend_read(&b, &other, again, again + PACKED_L, again + 2 * PACKED_L), 0);
+			assert_memory_equal(input, again, sizeof input);
+			assert_memory_equal(target, again + PACKED_L, sizeof target);
+			assert_memory_equal(document, again + 2 * PACKED_L, sizeof document);
+			padding += check_packed(input, target, document, document_of, begin, seen);
+			moved += epoch > 0 && first_epoch[n] != input[0];
+			assert_int_equal(read_window(&b.files[0], sample.window, PACKED_L, NULL, again, target, document), 0);
+			exchanged += memcmp(again, input, sizeof input) != 0;
+			if (epoch == 0)
+				first_epoch[n] = input[0];
+		}
+		for (int i = 0; i < PACKED_DOCUMENTS; i++)
+			assert_int_equal(seen[i], epoch + 1);
+	}
+	assert_int_equal(padding, 3 * (windows * PACKED_L - places));
+	assert_true(moved > windows && exchanged > windows); /* each epoch has an order of its own */
+	/* another packing, as of a run from before there was a choice, or other documents of the same tokens */
+	s.step = 1;
+	s.sources[0].packed_windows = 0;
+	assert_int_equal(blend_resume(&b, &c, &s, "run"), -1);
+	expect_error("are packed into windows; the run of run is with data.packing windows; set it back");
+	s.sources[0].packed_windows = windows + 1;
+	assert_int_equal(blend_resume(&b, &c, &s, "run"), -1);
+	expect_error("t.bin has other documents (");
+	s.sources[0].packed_windows = windows;
+	assert_int_equal(blend_resume(&b, &c, &s, "run"), 0);
+	blend_close(&b);
+	free(document_of);
+}
+
+/* Documents that are longer than a window, that have nothing to learn, and files that cannot be packed. */
+static void packed_edges(void **state)
+{
+	(void)state;
+	static const int32_t length[] = {0, PACKED_L + 1, 1, PACKED_L + 2, 3 * PACKED_L + 10, 5, 2, PACKED_L};
+	const struct config c = packed_config();
+	struct data_options o;
+	struct tokens t;
+	int32_t input[PACKED_L], target[PACKED_L], document[PACKED_L];
+	int seen[5 * PACKED_L + PACKED_L * 2] = {0};
+	assert_int_equal(data_options_init(&o, &c), 0);
+	put_documents(length, COUNT(length));
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	/* one; one and a rest of 1; three and a rest of 9; 4; 1; and L - 1, which takes a rest of 1: 7 windows */
+	assert_int_equal(count_windows(&t, PACKED_L), 7);
+	for (int i = 0; i < 7; i++) {
+		assert_int_equal(read_window(&t, i, PACKED_L, NULL, input, target, document), 0);
+		for (int j = 0; j < PACKED_L; j++)
+			if (target[j] >= 0) {
+				assert_int_equal(target[j], input[j] + 1);
+				seen[target[j]]++;
+			}
+	}
+	for (int d = 0, i = 0; d < COUNT(length); d++) /* each token but a document's first is a target once */
+		for (int j = 0; j < length[d]; j++, i++)
+			assert_int_equal(seen[i], j > 0);
+	char line[PATH_LEN + 320];
+	assert_int_equal(describe_windows(line, sizeof line, &t, PACKED_L), 0);
+	assert_non_null(strstr(line, "2 of 6 documents cut (33.3%)"));
+	assert_non_null(strstr(line, "only those longer than a window are cut"));
+	tokens_close(&t);
+	/* auto: packed where there is a loss mask */
+	o.packing = PACKING_AUTO;
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_true(!t.packing && !t.document_mask);
+	assert_int_equal(describe_windows(line, sizeof line, &t, PACKED_L), 0);
+	assert_non_null(strstr(line, "one after the other: 3 of 6 documents cut"));
+	uint8_t mask[7 * PACKED_L];
+	memset(mask, 1, sizeof mask);
+	put_file(at("t.mask.bin"), mask, t.count);
+	tokens_close(&t);
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_true(t.packing && t.document_mask);
+	tokens_close(&t);
+	o.packing = PACKING_WINDOWS;
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_true(!t.packing && !t.document_mask);
+	tokens_close(&t);
+	/* nothing to pack; no index */
+	o.packing = PACKING_DOCUMENTS;
+	remove(at("t.mask.bin"));
+	put_documents((int32_t[]){1, 0, 1}, 3);
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), -1);
+	expect_error("has no document of at least two tokens");
+	struct data_source bare = {.dtype = "int32"};
+	strcpy(bare.path, at("t.bin"));
+	assert_int_equal(open_data(&t, &bare, &o, 0), -1);
+	expect_error("has no index that tells where documents begin, so they cannot be packed");
+}
+
 static void tokenize_bad(void **state)
 {
 	(void)state;
@@ -855,7 +1057,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
-		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(manifest_broken),
+		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(packed_documents),
+		TEST(packed_edges), TEST(manifest_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

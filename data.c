@@ -1123,20 +1123,21 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	return 0;
 }
 
-int data_options_init(struct data_options *o, const struct config *c)
+int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer)
 {
-	*o = (struct data_options){c->data.tokenizer, 0, c->model.vocab_size, c->data.seq_len, c->data.document_mask,
-			c->data.document_token, c->data.packing};
-	if (!strcmp(c->data.tokenizer, "none"))
+	*o = (struct data_options){.tokenizer = tokenizer, .vocab_size = c->model.vocab_size, .seq_len = c->data.seq_len,
+			.document_mask = c->data.document_mask, .document_token = c->data.document_token,
+			.packing = c->data.packing};
+	if (!strcmp(tokenizer, "none"))
 		return 0;
-	struct tokenizer *t = tokenizer_open(c->data.tokenizer);
+	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
 	const int size = tokenizer_size(t);
-	o->tokenizer_hash = tokenizer_hash(t);
+	o->tokenizer_hash = tokenizer_hash(t), o->tokenizer_old_hash = tokenizer_old_hash(t);
 	tokenizer_close(t);
 	return size <= c->model.vocab_size ? 0 : fail("data.tokenizer: %s has %d tokens; expected at most "
-			"model.vocab_size, which is %d", c->data.tokenizer, size, c->model.vocab_size);
+			"model.vocab_size, which is %d", tokenizer, size, c->model.vocab_size);
 }
 
 int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
@@ -1192,8 +1193,10 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 	else if (count_windows(t, L) == 0)
 		rc = fail("%s: %lld tokens are too few for one window: seq_len %lld needs %lld", path, (long long)t->count,
 				(long long)L, (long long)L + 1);
-	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash)
-		rc = fail("%s: made by tokenizer %s with hash %08x; the config says data.tokenizer: %s, which has %08x", path,
+	else if (*t->tokenizer && strcmp(o->tokenizer, "none") && o->tokenizer_hash != t->tokenizer_hash &&
+			o->tokenizer_old_hash != t->tokenizer_hash)
+		rc = fail("%s: made by tokenizer %s with hash %08x; expected ids of the run's tokenizer, %s (data.tokenizer, "
+				"or else that of train.init_from), which has %08x: make the token file with it", path,
 				t->tokenizer, (unsigned)t->tokenizer_hash, o->tokenizer, (unsigned)o->tokenizer_hash);
 	else if (t->document_mask && t->documents < 0 && o->document_token < 0)
 		rc = fail("%s: has no index that tells where documents begin; to mask them, give the id that separates them "

@@ -138,7 +138,7 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 /* What a token file must agree with, and how it is read. */
 struct data_options {
 	const char *tokenizer;       /* its name; "none": not known */
-	uint32_t tokenizer_hash;
+	uint32_t tokenizer_hash, tokenizer_old_hash; /* see files/tokenizer.h */
 	int vocab_size;              /* of the model: ids are 0 .. vocab_size - 1 */
 	int64_t seq_len;
 	bool document_mask;          /* attention and targets stay within a document */
@@ -146,8 +146,9 @@ struct data_options {
 	enum packing packing;
 };
 
-/* Takes the options from a config. Fails when the tokenizer has more tokens than the model. */
-int data_options_init(struct data_options *o, const struct config *c);
+/* Takes the options from a config, with a tokenizer by its name or "none". Fails when the tokenizer has more tokens
+ * than the model. */
+int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer);
 
 /* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
  * that and its own are known; tell where its documents begin, if they are masked; have an index, if its

@@ -2425,6 +2425,7 @@ void trainer_free(struct trainer *t)
 		tokens_close(&t->valid[i]);
 	gradient_reduction_free(&t->reduction);
 	model_free(&t->model);
+	model_files_free(&t->files);
 	free(t->sums.values);
 	free(t->state.router_mean);
 	free(t->state.router_std);
@@ -2439,11 +2440,58 @@ static int open_data_files(struct trainer *t)
 {
 	const struct config *c = &t->config;
 	struct data_options o;
-	int rc = data_options_init(&o, c);
+	int rc = data_options_init(&o, c, t->tokenizer);
 	if (rc == 0)
 		rc = blend_open(&t->train, c, &o);
 	for (int i = 0; i < c->data.num_valid && rc == 0; i++)
 		rc = open_data(&t->valid[i], &c->data.valid[i], &o, c->eval.max_windows);
+	return rc;
+}
+
+/* Where data.tokenizer and init_from's tokenizer are two: the user may have added tokens, so this is a warning. Then
+ * the files of init_from's tokenizer do not go along. */
+static void compare_tokenizers(struct trainer *t, const char *dir)
+{
+	struct tokenizer *theirs, *ours = tokenizer_open(t->config.data.tokenizer);
+	if (ours && tokenizer_find(&theirs, dir, NULL) > 0) {
+		if (!tokenizer_has_hash(ours, tokenizer_hash(theirs))) {
+			fprintf(stderr, "warning: data.tokenizer %s has the hash %08x, the tokenizer of train.init_from %s %08x: "
+					"unless the one extends the other, ids mean something else to these weights. The checkpoints get "
+					"data.tokenizer\n", t->config.data.tokenizer, (unsigned)tokenizer_hash(ours), dir,
+					(unsigned)tokenizer_hash(theirs));
+			model_files_drop_tokenizer(&t->files);
+		}
+		tokenizer_close(theirs);
+	}
+	tokenizer_close(ours);
+}
+
+/* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
+ * run continues from or, where that is "", from init_from. */
+static int take_along(struct trainer *t, const char *dir)
+{
+	struct config *c = &t->config;
+	const char *from = *dir ? dir : c->train.init_from;
+	const bool named = strcmp(c->data.tokenizer, "none");
+	struct tokenizer *theirs;
+	int rc = path_copy(t->tokenizer, c->data.tokenizer);
+	if (!*from || rc < 0)
+		return rc;
+	if (is_rank0(t))
+		rc = model_files_read(&t->files, from);
+	t->state.files = &t->files;
+	if (rc == 0 && named && !*dir && is_rank0(t))
+		compare_tokenizers(t, from);
+	if (rc < 0 || named)
+		return rc;
+	const int found = tokenizer_find(&theirs, from, NULL);
+	if (found < 0 && is_rank0(t)) /* perhaps one that ling does not read: then only data that names none is right */
+		fprintf(stderr, "note: the tokenizer of %s cannot be compared with that of the data: %s\n", from, error_text);
+	if (found > 0 && tokenizer_hash(theirs) == byte_tokenizer_hash())
+		rc = path_copy(c->data.tokenizer, BYTE_TOKENIZER) < 0 ? -1 : path_copy(t->tokenizer, BYTE_TOKENIZER);
+	else if (found > 0)
+		rc = path_copy(t->tokenizer, from);
+	tokenizer_close(theirs);
 	return rc;
 }
 
@@ -2500,6 +2548,8 @@ static int resume(struct trainer *t, const char *dir)
 static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
+	if (parallel_agree(take_along(t, dir)) < 0)
+		return -1;
 	/* Rank 0 first: it may have to examine all of the files, and leaves what it found for the others. */
 	if (parallel_agree(is_rank0(t) ? open_data_files(t) : 0) < 0 ||
 			parallel_agree(is_rank0(t) ? 0 : open_data_files(t)) < 0)

@@ -389,6 +389,8 @@ struct trainer {
 	struct blend train;          /* the files of data.train */
 	struct tokens valid[MAX_SOURCES];
 	struct trainer_state state;
+	struct model_files files;    /* of init_from, or of the checkpoint that the run continues from; on rank 0 */
+	char tokenizer[PATH_LEN];    /* of the run: data.tokenizer, or the directory of init_from's; "none" */
 	/* what state.sources becomes with the update on the current batch */
 	struct source_state next_sources[MAX_SOURCES];
 	struct step_sums sums;

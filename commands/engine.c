@@ -131,6 +131,33 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 
 /* ---------------------------------------------------------------------------------------------- generation */
 
+int end_ids_read(struct ids *out, const char *dir)
+{
+	static const char *const names[] = {"generation_config.json", "config.json"};
+	const int64_t before = out->count;
+	for (int i = 0; i < 2 && out->count == before; i++) {
+		char path[PATH_LEN];
+		const int there = path_join(path, dir, names[i]) < 0 ? -1 : path_exists(path);
+		json_t *root = there > 0 ? json_read(path) : NULL;
+		const json_t *eos = json_object_get(root, "eos_token_id");
+		const size_t n = json_is_array(eos) ? json_array_size(eos) : eos && !json_is_null(eos);
+		int rc = there < 0 || (there && !root) ? -1 : 0;
+		for (size_t k = 0; rc == 0 && k < n; k++) {
+			const json_t *id = json_is_array(eos) ? json_array_get(eos, k) : eos;
+			if (json_is_integer(id) && json_integer_value(id) >= 0 && json_integer_value(id) <= INT32_MAX)
+				append_id(out, json_integer_value(id));
+			else
+				rc = fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a "
+						"list of such", path,
+						json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
+		}
+		json_decref(root);
+		if (rc < 0)
+			return -1;
+	}
+	return 0;
+}
+
 size_t find_stop(const struct text *text, size_t from, const struct strings *stop)
 {
 	size_t first = text->size;
@@ -153,7 +180,10 @@ size_t longest_stop(const struct strings *stop)
 /* Adds a token to a request, and sets `ended` if that ends it. */
 static void add_token(struct request *r, int32_t id, const struct tokenizer *t, const struct generation_config *g)
 {
-	if (id == tokenizer_end(t)) {
+	bool ends = id == tokenizer_end(t);
+	for (int64_t i = 0; g->ends && i < g->ends->count; i++)
+		ends |= id == g->ends->id[i];
+	if (ends) {
 		r->ended = ENDED_BY_TOKEN;
 		return;
 	}

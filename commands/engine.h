@@ -44,6 +44,7 @@ struct generation_config {
 	struct sampling sampling;
 	int64_t max_tokens;          /* most tokens to generate for a request, at least 1 */
 	struct strings stop;         /* a request ends before the first of these texts */
+	const struct ids *ends;      /* ids that end a request, as the tokenizer's end token does; or NULL */
 	int batch;                   /* requests that run at the same time */
 	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
 	int (*on_token)(void *data, const struct request *r); /* called after each token, -1 ends everything; or NULL */
@@ -54,6 +55,11 @@ struct generation_config {
  * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. */
 int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
 		const struct generation_config *g);
+
+/* Appends the ids that end a text by the model's own word: `eos_token_id`, an id or a list, of
+ * DIR/generation_config.json or, where that has none, of DIR/config.json, as in transformers. One that is no id is an
+ * error. */
+int end_ids_read(struct ids *out, const char *dir);
 
 /* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there
  * is none. */

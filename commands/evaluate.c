@@ -5,10 +5,12 @@
 #include "commands/evaluate.h"
 
 #include "files/base.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "commands/engine.h"
 #include "commands/report.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
@@ -19,25 +21,43 @@
 #include <string.h>
 
 struct eval_options {
-	const char *data, *dtype, *tasks, *out, *tokenizer;
+	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
 	bool document_mask, json;
 	int packing, document_token, seq_len, batch;
 	int64_t max_windows;
 };
 
-/* The tokenizer that made a token file, with which the bytes of its text are counted, if that is the byte tokenizer
- * or the model's own; else NULL. */
-static struct tokenizer *tokenizer_of_data(const struct tokens *data, const char *model_dir)
+/* Fails when the ids of a token file are not those of the model's tokenizer, or of the one named instead. Gives the
+ * tokenizer with which the bytes of the text are counted; NULL, with a note, when it is not known. */
+static int tokenizer_of_data(struct tokenizer **t, const struct tokens *data, const char *dir, const char *name)
 {
-	struct tokenizer *t = NULL;
-	if (!strcmp(data->tokenizer, "byte"))
-		t = tokenizer_open("byte");
-	else if (*data->tokenizer)
-		t = tokenizer_of_model(model_dir, NULL);
-	if (!t || tokenizer_hash(t) == data->tokenizer_hash)
-		return t;
-	tokenizer_close(t);
-	return NULL;
+	const char *note = NULL;
+	*t = NULL;
+	if (!*data->tokenizer && name) /* the user knows it */
+		return (*t = tokenizer_open(name)) ? 0 : -1;
+	const int found = *data->tokenizer ? tokenizer_find(t, dir, name) : 0;
+	if (found < 0)
+		return -1;
+	if (found && !tokenizer_has_hash(*t, data->tokenizer_hash)) {
+		const uint32_t hash = tokenizer_hash(*t);
+		tokenizer_close(*t);
+		*t = NULL;
+		return fail("%s: made by tokenizer %s with hash %08x; expected ids of %s tokenizer, %s, which has %08x: make "
+				"the token file with ling tokenize --tokenizer %s", data->path, data->tokenizer,
+				(unsigned)data->tokenizer_hash, name ? "the named" : "the model's", name ? name : dir, (unsigned)hash,
+				name ? name : dir);
+	}
+	if (!*data->tokenizer)
+		note = "does not say what made its ids: no bits per byte without --tokenizer NAME";
+	else if (!found && !strcmp(data->tokenizer, BYTE_TOKENIZER))
+		*t = tokenizer_open(BYTE_TOKENIZER),
+				note = "the model has no tokenizer to compare with that of these ids, byte";
+	else if (!found)
+		note = "the model has no tokenizer to compare with that of these ids, and no bits per byte without "
+				"--tokenizer NAME";
+	if (note && parallel_rank() == 0)
+		fprintf(stderr, "note: %s: %s\n", data->path, note);
+	return 0;
 }
 
 static json_t *loss_report(const struct evaluation *e)
@@ -72,21 +92,26 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
 			snprintf(source.dtype, sizeof source.dtype, "%s", dtype) >= (int)sizeof source.dtype)
 		return fail("--data %s --dtype %s: too long", o->data, dtype);
-	const struct data_options options = {"none", 0, c->vocab_size, o->seq_len, o->document_mask, document_token,
-			o->packing};
+	const struct data_options options = {.tokenizer = "none", .vocab_size = c->vocab_size, .seq_len = o->seq_len,
+			.document_mask = o->document_mask, .document_token = document_token,
+			.packing = o->packing};
+	struct tokenizer *tokenizer;
 	if (open_data(&data, &source, &options, o->max_windows) < 0)
 		return -1;
+	if (tokenizer_of_data(&tokenizer, &data, dir, o->tokenizer) < 0) {
+		tokens_close(&data);
+		return -1;
+	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
 	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
 	if (rc == 0) {
-		struct tokenizer *tokenizer = tokenizer_of_data(&data, dir);
 		rc = model_load(&m, dir);
 		if (rc == 0)
 			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
-		tokenizer_close(tokenizer);
 		model_free(&m);
 	}
+	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
 	if (rc == 0 && layout.world.rank == 0)
@@ -130,6 +155,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	struct model m = {0};
 	struct results *results = NULL;
 	struct task_work *work = NULL;
+	struct ids ends = {0}, chat_ends = {0}; /* of replies, and of those in chat form */
 	struct task_result *result = NULL;
 	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
@@ -138,7 +164,11 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 			fprintf(stderr, "note: task %s takes its examples from %s, the samples that it scores; name others with "
 					"examples.data, or that file itself\n", t->name, t->data);
 	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
-	if (tokenizer) {
+	if (tokenizer && (end_ids_read(&ends, dir) < 0 || end_ids_read(&chat_ends, dir) < 0 ||
+			chat_form_choose(tokenizer, o->chat_form) < 0))
+		forward_tokens = -1;
+	else if (tokenizer) {
+		chat_end_append(tokenizer, &chat_ends);
 		work = calloc(tasks.count, sizeof *work);
 		result = calloc(tasks.count, sizeof *result);
 		forward_tokens = !work || !result ? fail("out of memory for %lld tasks", (long long)tasks.count)
@@ -150,9 +180,11 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
-	for (int64_t i = 0; i < tasks.count && rc == 0; i++)
+	for (int64_t i = 0; i < tasks.count && rc == 0; i++) {
+		work[i].ends = tasks.task[i].chat ? &chat_ends : &ends;
 		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
 			task_score(&work[i], &result[i], results);
+	}
 	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
 	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
 	if (results && results_finish(results, report) < 0)
@@ -164,6 +196,8 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	for (int64_t i = 0; work && i < tasks.count; i++)
 		task_work_free(&work[i]);
 	free(work);
+	free(ends.id);
+	free(chat_ends.id);
 	free(result);
 	model_free(&m);
 	tokenizer_close(tokenizer);
@@ -181,8 +215,9 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "batch") || option_given(line, "out") || option_given(line, "tokenizer")))
-		rc = fail("--batch, --out and --tokenizer go with --tasks");
+	else if (o->data && (option_given(line, "batch") || option_given(line, "out") ||
+			option_given(line, "chat-form")))
+		rc = fail("--batch, --out and --chat-form go with --tasks");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "document-mask") || option_given(line, "document-token")))
 		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
@@ -216,6 +251,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Samples of a task that are computed together; changes no score", .initial = "8"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
+	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
 	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
 };

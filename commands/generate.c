@@ -5,6 +5,7 @@
 #include "commands/generate.h"
 
 #include "files/base.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "files/unicode.h"
 #include "files/text.h"
@@ -19,7 +20,7 @@
 #include <string.h>
 
 struct generate_options {
-	const char *prompt, *prompts, *stop, *tokenizer;
+	const char *prompt, *prompts, *stop, *tokenizer, *chat_form;
 	bool chat, json, no_cache;
 	struct sampling sampling;
 	int64_t max_tokens;
@@ -165,7 +166,7 @@ static int run_generate(const struct command_line *line)
 	struct generation_config g = {.sampling = o->sampling, .max_tokens = o->max_tokens, .batch = o->batch,
 			.no_cache = o->no_cache, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
 	struct model_config c;
-	struct ids *ids = NULL;
+	struct ids *ids = NULL, ends = {0};
 	int n = 0, rc = 0;
 	if (!o->prompt == !o->prompts)
 		rc = fail("give either --prompt TEXT or --prompts FILE");
@@ -185,6 +186,11 @@ static int run_generate(const struct command_line *line)
 	else if (tokenizer_size(t) > c.vocab_size)
 		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", dir,
 				tokenizer_size(t), c.vocab_size);
+	g.ends = &ends;
+	if (rc == 0)
+		rc = end_ids_read(&ends, dir) < 0 ? -1 : chat_form_choose(t, o->chat_form);
+	if (rc == 0 && (o->chat || (o->prompts && has_suffix(o->prompts, ".jsonl"))))
+		chat_end_append(t, &ends);
 	if (rc == 0)
 		rc = read_prompts(o, t, &ids, &n);
 	if (rc == 0)
@@ -194,6 +200,7 @@ static int run_generate(const struct command_line *line)
 	for (int i = 0; ids && i < n; i++)
 		free(ids[i].id);
 	free(ids);
+	free(ends.id);
 	tokenizer_close(t);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
@@ -205,6 +212,7 @@ static const struct command_option options[] = {
 			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages` or "
 			"`conversations`; where the assistant spoke last, continue that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
+	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,

@@ -519,6 +519,7 @@ static int generate_replies(struct task_work *w, struct model *m, int batch, str
 	const struct group *data = &m->layout.data;
 	const int max_tokens = w->task->max_tokens;
 	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch,
+		.ends = w->ends,
 		.on_token = count_reply, .on_token_data = p};
 	struct request *requests = task_memory(w->task, "the prompts", w->num_contexts, sizeof *requests);
 	int n = 0;

@@ -35,6 +35,7 @@ struct task_continuation {
 struct task_work {             /* a task as tokens, and what the model made of it */
 	const struct task *task;
 	const struct tokenizer *tokenizer;
+	const struct ids *ends;      /* see struct generation_config; set before task_run, or NULL */
 	struct ids ids;              /* of all contexts and continuations */
 	struct text texts;           /* of all contexts */
 	struct task_context *contexts;           /* [num_contexts] in the order of the samples */

@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 #include "files/text.h"
+#include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
@@ -26,7 +27,7 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 	int rc = *name ? 0 : fail("%s: does not say what made its ids; give it as --tokenizer", prefix);
 	if (!rc && !(t = tokenizer_open(name)))
 		rc = -1;
-	if (!rc && *tokens.tokenizer && tokens.tokenizer_hash != tokenizer_hash(t))
+	if (!rc && *tokens.tokenizer && !tokenizer_has_hash(t, tokens.tokenizer_hash))
 		rc = fail("%s: was made by tokenizer %s with hash %08x; %s has %08x", prefix, tokens.tokenizer,
 				(unsigned)tokens.tokenizer_hash, name, (unsigned)tokenizer_hash(t));
 	struct text text = {0};
@@ -313,8 +314,8 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	return rc;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, enum text_format format,
-		int num_files, char **files, struct tokenized *result)
+int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
+		enum text_format format, int num_files, char **files, struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *name = file_name(prefix);
@@ -329,7 +330,8 @@ int tokenize_files(const char *prefix, const char *tokenizer, bool special, enum
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (tokenizer_end(t) < 0 || inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
+	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 ||
+			inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
@@ -359,7 +361,7 @@ static const char *const format_names[] = {"auto", "text", "jsonl", "json", NULL
 #define FORMAT_HELP "What the files hold: text, jsonl, json (an array of records), or auto (the default): by name"
 
 struct tokenize_options {
-	const char *tokenizer, *out, *decode;
+	const char *tokenizer, *chat_form, *out, *decode;
 	int format;
 	bool special_as_text;
 };
@@ -380,7 +382,7 @@ static int run_tokenize(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (o->decode)
 		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", !o->special_as_text, o->format,
+	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text, o->format,
 			line->num_words, line->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
@@ -392,6 +394,7 @@ static int run_tokenize(const struct command_line *line)
 }
 
 static const struct command_option tokenize_table[] = {
+	TEXT_OPTION(tokenize_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	TEXT_OPTION(tokenize_options, tokenizer, "tokenizer", "NAME",
 			"byte (the default): a byte is a token, 256 ends a document; or a tokenizer.json of byte-level BPE, or a "
 			"directory with one"),

@@ -55,7 +55,98 @@ bool checkpoint_file_name(char name[64], int i, int num_shards)
 /* Where data.tokenizer is a tokenizer.json, a checkpoint also has copies of these, so that any tool can use it. The
  * second need not be there. */
 static const char *const tokenizer_files[] = {"tokenizer.json", "tokenizer_config.json"};
-#define NUM_TOKENIZER_FILES 2
+
+bool is_model_file(const char *name)
+{
+	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py"};
+	if (*name == '.' || has_suffix(name, ".index.json") || !strcmp(name, "config.json") ||
+			!strcmp(name, "trainer.json"))
+		return false;
+	for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
+		if (has_suffix(name, endings[i]))
+			return true;
+	return !strcmp(name, "LICENSE");
+}
+
+/* For scandir: these files, in the order of their names. */
+static int is_model_entry(const struct dirent *e)
+{
+	return is_model_file(e->d_name);
+}
+
+static int by_entry_name(const struct dirent **a, const struct dirent **b)
+{
+	return strcmp((*a)->d_name, (*b)->d_name);
+}
+
+int model_files_read(struct model_files *f, const char *dir)
+{
+	char path[PATH_LEN];
+	struct dirent **entries = NULL;
+	struct stat st;
+	const int n = scandir(dir, &entries, is_model_entry, by_entry_name);
+	int rc = n < 0 ? fail("%s: cannot list: %s", dir, strerror(errno)) : 0;
+	*f = (struct model_files){0};
+	for (int i = 0; i < n; i++) {
+		const uint8_t *data;
+		size_t size;
+		if (!rc)
+			rc = path_join(path, dir, entries[i]->d_name);
+		if (!rc && stat(path, &st) == 0 && S_ISREG(st.st_mode) && (rc = map_file(path, &data, &size)) == 0) {
+			f->list = grow(f->list, f->count, &f->capacity, 1, sizeof *f->list);
+			struct model_file *file = &f->list[f->count++];
+			*file = (struct model_file){strdup(entries[i]->d_name), allocate(size + 1), size};
+			if (size)
+				memcpy(file->data, data, size);
+			unmap_file(data, size);
+		}
+		free(entries[i]);
+	}
+	free(entries);
+	if (!rc)
+		rc = path_join(path, dir, "config.json") < 0 || !(f->config = json_read(path)) ? -1 : 0;
+	return rc;
+}
+
+void model_files_drop_tokenizer(struct model_files *f)
+{
+	static const char *const beginnings[] = {"tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab",
+			"merges", "chat_template"};
+	int kept = 0;
+	for (int i = 0; i < f->count; i++) {
+		bool drop = false;
+		for (size_t k = 0; k < sizeof beginnings / sizeof *beginnings; k++)
+			drop |= !strncmp(f->list[i].name, beginnings[k], strlen(beginnings[k]));
+		if (drop)
+			free(f->list[i].name), free(f->list[i].data);
+		else
+			f->list[kept++] = f->list[i];
+	}
+	f->count = kept;
+}
+
+void model_files_free(struct model_files *f)
+{
+	for (int i = 0; i < f->count; i++)
+		free(f->list[i].name), free(f->list[i].data);
+	free(f->list);
+	json_decref(f->config);
+	*f = (struct model_files){0};
+}
+
+/* Writes the files into a checkpoint. */
+static int model_files_write(const struct model_files *f, const char *dir)
+{
+	char path[PATH_LEN];
+	int rc = 0;
+	for (int i = 0; f && i < f->count && !rc; i++) {
+		FILE *out = path_join(path, dir, f->list[i].name) < 0 ? NULL : file_create(path);
+		if (out)
+			fwrite(f->list[i].data, 1, f->list[i].size, out);
+		rc = out ? file_close(out, path, 0) : -1;
+	}
+	return rc;
+}
 
 void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shard, int num_shards)
 {
@@ -202,10 +293,16 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	int rc = std ? 0 : -1;
 	for (int i = 0; !rc && checkpoint_file_name(name, i, num_shards); i++)
 		rc = file_to_json(dir, name, files);
-	for (int i = 0; !rc && i < NUM_TOKENIZER_FILES; i++)
-		if (path_join(path, dir, tokenizer_files[i]) == 0 && path_exists(path) > 0)
-			rc = file_to_json(dir, tokenizer_files[i], files);
-	rc = rc < 0 || path_join(path, dir, "trainer.json") < 0 ? -1 : 0;
+	struct dirent **others = NULL;
+	const int n = rc ? 0 : scandir(dir, &others, is_model_entry, by_entry_name);
+	if (n < 0)
+		rc = fail("%s: cannot list: %s", dir, strerror(errno));
+	for (int i = 0; i < n; i++) {
+		if (!rc)
+			rc = file_to_json(dir, others[i]->d_name, files);
+		free(others[i]);
+	}
+	free(others);
 	json_object_set_new(root, "router_mean", mean);
 	json_object_set_new(root, "router_std", std);
 	json_object_set_new(root, "files", files);
@@ -266,7 +363,8 @@ static int copy_tokenizer(const char *dir, const struct config *c)
 static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
 {
 	char path[PATH_LEN];
-	if (path_join(path, dir, "config.json") < 0 || config_to_huggingface(&c->model, path) < 0)
+	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
+			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL, NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
@@ -454,8 +552,10 @@ int checkpoint_check_files(const char *dir, const char *where, const json_t *roo
 	for (int i = 0; checkpoint_file_name(name, i, num_shards); i++)
 		if (check_file(dir, where, files, name) < 0)
 			return -1;
-	for (int i = 0; i < NUM_TOKENIZER_FILES; i++)
-		if (json_object_get(files, tokenizer_files[i]) && check_file(dir, where, files, tokenizer_files[i]) < 0)
+	const char *other;
+	json_t *entry;
+	json_object_foreach((json_t *)files, other, entry)
+		if (is_model_file(other) && !strchr(other, '/') && check_file(dir, where, files, other) < 0)
 			return -1;
 	return 0;
 }

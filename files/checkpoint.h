@@ -12,8 +12,25 @@
 #include <stdint.h>
 #include <stdio.h>
 
+/* What a Hugging Face directory has beside the weights: files of the tokenizer, of generation, of the model's classes.
+ * They go along into each checkpoint of a run that starts from its weights. */
+struct model_files {
+	json_t *config;              /* config.json, whose keys that are not the model's go along; NULL: none */
+	struct model_file { char *name; char *data; size_t size; } *list;
+	int count;
+	size_t capacity;
+};
+/* Reads them all. *f is new; model_files_free may follow in any case. */
+int model_files_read(struct model_files *f, const char *dir);
+/* Forgets the files of the tokenizer: the run has another one. */
+void model_files_drop_tokenizer(struct model_files *f);
+void model_files_free(struct model_files *f);
+/* Whether a file is one of them, by its name. */
+bool is_model_file(const char *name);
+
 /* What a run must remember besides weights and optimizer. */
 struct trainer_state {
+	const struct model_files *files; /* go along into each checkpoint; NULL: none */
 	int64_t step, samples, tokens; /* updates done, sequences and tokens consumed */
 	int num_layers;            /* entries of the two arrays below */
 	double *router_mean, *router_std; /* per layer, of stochastic routing warmup; owned by the caller */
@@ -83,8 +100,8 @@ int checkpoint_check_files(const char *dir, const char *where, const json_t *roo
 /* OUTPUT_DIR/PREFIX and the step in seven digits or more. */
 int checkpoint_path(char out[PATH_LEN], const char *output_dir, const char *prefix, int64_t step);
 
-/* The name of file i (from 0) of a checkpoint, not counting trainer.json and the tokenizer's. Returns whether there is
- * one. */
+/* The name of file i (from 0) of a checkpoint, not counting trainer.json and the model's other files. Returns whether
+ * there is one. */
 bool checkpoint_file_name(char name[64], int i, int num_shards);
 
 /* The size of DIR/NAME, and the checksum of what no other checksum covers: of a safetensors file its header, else the

@@ -531,23 +531,6 @@ static int write_shard(struct converter *p, int first, int n, const char *path)
 	return rc;
 }
 
-/* Whether a file of a Hugging Face directory is copied as it is: files of the tokenizer, of generation, of the model's
- * classes. */
-static bool is_copied(const char *name)
-{
-	static const char *const endings[] = {".json", ".txt", ".jinja", ".model", ".py", ".md"};
-	static const char *const others[] = {"config.json", "trainer.json"};
-	if (*name == '.' || has_suffix(name, ".index.json"))
-		return false;
-	for (int i = 0; i < 2; i++)
-		if (!strcmp(name, others[i]))
-			return false;
-	for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
-		if (has_suffix(name, endings[i]))
-			return true;
-	return !strcmp(name, "LICENSE");
-}
-
 /* Copies the other files of the source's directory, or, if asked for, writes the tokenizer of a GGUF file. */
 static int copy_files(const struct source_model *s, const char *target, bool tokenizer)
 {
@@ -560,7 +543,7 @@ static int copy_files(const struct source_model *s, const char *target, bool tok
 		return fail("%s: cannot list: %s", s->path, strerror(errno));
 	int rc = 0;
 	for (struct dirent *e; !rc && (e = readdir(dir));)
-		if (is_copied(e->d_name)) {
+		if (is_model_file(e->d_name) || (has_suffix(e->d_name, ".md") && *e->d_name != '.')) {
 			rc = path_join(from, s->path, e->d_name) < 0 || path_join(to, target, e->d_name) < 0 ? -1 : 0;
 			if (rc == 0 && stat(from, &st) == 0 && S_ISREG(st.st_mode))
 				rc = copy_file(from, to);
@@ -633,7 +616,8 @@ static int write_checkpoint(struct converter *p, const struct conversion *to)
 {
 	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* copy_files brings its files */
 	const int layers = c.model.num_hidden_layers;
-	struct trainer_state s = {.num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
+	const struct model_files others = {.config = p->source->config_json};
+	struct trainer_state s = {.files = &others, .num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
 			.router_std = allocate(layers * sizeof(double))};
 	char dir[PATH_LEN], path[PATH_LEN];
 	for (int l = 0; l < layers; l++)

@@ -37,6 +37,7 @@ struct cached_word {           /* 64 bytes: a line of the processor's cache */
 
 struct encoder {
 	const struct tokenizer *tokenizer;
+	const struct chat_form *form; /* NULL: the tokenizer's chat_template makes none that is known */
 	bool special;                /* of this call: special tokens are recognised */
 	bool counts_words;           /* see encoder_count_words */
 	struct string_table words;
@@ -47,10 +48,70 @@ struct encoder {
 	pcre2_jit_stack *stack;
 };
 
+/* -- chat forms: see encoder.h -- */
+
+enum { NUM_CHAT_ROLES = 4, MAX_MARKS = 12 };
+static const struct chat_form {
+	const char *name;
+	const char *open, *between, *close, *after; /* OPENroleBETWEENcontentCLOSEAFTER; without a close it is Ling's */
+	const char *roles[NUM_CHAT_ROLES]; /* SYSTEM, HUMAN, ASSISTANT, TOOL; NULL: the form has no place for it */
+	const char *system;          /* ends the first system message, which is there in any case; or NULL */
+	/* a template makes this form if it has all of the first texts and none of the second */
+	const char *has[MAX_MARKS], *lacks[MAX_MARKS];
+} chat_forms[] = {
+	{"ling", "<role>", "</role>", NULL, "", {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"}, NULL,
+		{"<role>ASSISTANT</role>", "HUMAN", "messages", "add_generation_prompt"},
+		{"<|", "think", "tool", "trim", "strip", "bos_token", "OBSERVATION"}},
+	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", NULL}, "detailed thinking off",
+		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
+			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'", "add_generation_prompt"},
+		{"<|im_", "bos_token"}},
+	{"chatml", "<|im_start|>", "\n", "<|im_end|>", "\n", {"system", "user", "assistant", "tool"}, NULL,
+		{"<|im_start|>", "<|im_end|>", "messages", "add_generation_prompt"},
+		{"<role>", "think", "tool", "trim", "strip", "bos_token", "eos_token", "You are", "strftime", "<|im_sep|>"}},
+};
+enum { NUM_CHAT_FORMS = sizeof chat_forms / sizeof *chat_forms };
+
+/* The form that the user named, or that the tokenizer's template makes; NULL: none of them. */
+static const struct chat_form *chat_form_of(const struct tokenizer *t)
+{
+	for (int i = 0; i < NUM_CHAT_FORMS; i++) {
+		const struct chat_form *f = &chat_forms[i];
+		bool fits = t->chat_form ? !strcmp(t->chat_form, f->name) : true;
+		for (int k = 0; k < MAX_MARKS && !t->chat_form && t->chat_template; k++)
+			fits &= (!f->has[k] || strstr(t->chat_template, f->has[k])) &&
+					(!f->lacks[k] || !strstr(t->chat_template, f->lacks[k]));
+		if (fits)
+			return f;
+	}
+	return NULL;
+}
+
+int chat_form_choose(struct tokenizer *t, const char *name)
+{
+	if (!name)
+		return 0;
+	t->chat_form = name;
+	return chat_form_of(t) ? 0 : fail("--chat-form %s: expected ling, ling2 or chatml", name);
+}
+
+void chat_end_append(const struct tokenizer *t, struct ids *out)
+{
+	const struct chat_form *f = chat_form_of(t);
+	if (f && f->close && tokenizer_id(t, f->close) >= 0)
+		append_id(out, tokenizer_id(t, f->close));
+}
+
+bool chat_closes(const struct encoder *e)
+{
+	return e->form && e->form->close;
+}
+
 struct encoder *encoder_open(const struct tokenizer *t)
 {
 	struct encoder *e = allocate(sizeof *e);
 	e->tokenizer = t;
+	e->form = chat_form_of(t);
 	if (t->bytes_only)
 		return e;
 	e->cache = aligned_alloc(sizeof *e->cache, sizeof *e->cache << CACHE_BITS);
@@ -494,9 +555,93 @@ void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value)
 		text_append(loss_mask, &value, 1);
 }
 
+/* Appends the ids of two texts as those of one. */
+static int encode_joined(struct encoder *e, const char *first, const char *text, size_t n, const char *last,
+		struct ids *out)
+{
+	struct text joined = {0};
+	text_append_string(&joined, first), text_append(&joined, text, n), text_append_string(&joined, last);
+	const int rc = encode(e, joined.data, joined.size, false, out);
+	free(joined.data);
+	return rc;
+}
+
+/* Appends what opens a message, and its content unless that is NULL, of a form in which each message is closed. Nothing
+ * of a reply is joined with what is before it, for it is generated behind that. */
+static int closed_message(struct encoder *e, int role, const char *content, size_t n, const char *last, struct ids *out)
+{
+	const struct chat_form *f = e->form;
+	const bool tags = *f->between == '<', reply = role == 2 || !content;
+	char opening[64];
+	snprintf(opening, sizeof opening, "%s%s", f->roles[role], tags ? "" : f->between);
+	if (chat_tag(e, f->open, out) < 0 || ((tags || reply) && encode(e, opening, strlen(opening), false, out) < 0) ||
+			(tags && chat_tag(e, f->between, out) < 0))
+		return -1;
+	return content ? encode_joined(e, tags || reply ? "" : opening, content, n, last, out) : 0;
+}
+
+/* chat_encode for these forms. */
+static int chat_encode_closed(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
+		struct text *loss_mask)
+{
+	static const char *const names[NUM_CHAT_ROLES] = {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"};
+	const struct chat_form *f = e->form;
+	const bool no_system = f->system && (n == 0 || !chat_role(messages[0].role) ||
+			strcmp(chat_role(messages[0].role), "SYSTEM"));
+	int role = -1;
+	if (tokenizer_id(e->tokenizer, f->close) < 0)
+		return fail("the tokenizer has no token %s; expected one, for it ends each message in the chat form %s",
+				f->close, f->name);
+	append_loss_mask(loss_mask, out, LOSS_NONE);
+	if (no_system && (closed_message(e, 0, "", 0, f->system, out) < 0 || chat_tag(e, f->close, out) < 0))
+		return -1;
+	for (int i = 0; i < n; i++) {
+		char shown[64], last[64] = "";
+		const struct message *m = &messages[i];
+		const char *name = chat_role(m->role);
+		for (role = 0; name && role < NUM_CHAT_ROLES && strcmp(names[role], name);)
+			role++;
+		if (!name || role == NUM_CHAT_ROLES || !f->roles[role])
+			return fail("message %d: the role is `%s`, for which the chat form %s has no place here; expected system, "
+					"user%s or assistant", i + 1, printable(shown, m->role), f->name, f->roles[3] ? ", tool" : "");
+		if (f->system && role == 2 && memmem(m->content, m->content_size, "</think>", 8))
+			return fail("message %d: its content holds </think>, which Ling 2.0's template takes apart; expected the "
+					"answer alone", i + 1);
+		if (f->system && role == 0 && i == 0)
+			snprintf(last, sizeof last, "\n%s", f->system);
+		append_loss_mask(loss_mask, out, LOSS_NONE);
+		if (role == 2) {
+			if (closed_message(e, role, NULL, 0, "", out) < 0)
+				return -1;
+			append_loss_mask(loss_mask, out, LOSS_NONE);
+			if (encode(e, m->content, m->content_size, false, out) < 0)
+				return -1;
+		} else if (closed_message(e, role, m->content, m->content_size, last, out) < 0)
+			return -1;
+		if (reply && role == 2 && i + 1 == n) /* the beginning of the reply */
+			break;
+		if (chat_tag(e, f->close, out) < 0)
+			return -1;
+		append_loss_mask(loss_mask, out, role == 2 && !m->masked ? LOSS_TOKEN : LOSS_NONE);
+		if (*f->after && encode(e, f->after, strlen(f->after), false, out) < 0)
+			return -1;
+	}
+	if (reply && role != 2 && closed_message(e, 2, NULL, 0, "", out) < 0)
+		return -1;
+	append_loss_mask(loss_mask, out, LOSS_NONE);
+	return 0;
+}
+
 int chat_encode(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
 		struct text *loss_mask)
 {
+	if (!e->form) {
+		char template[64];
+		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, "
+				"ling2 or chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
+	}
+	if (e->form->close)
+		return chat_encode_closed(e, messages, n, reply, out, loss_mask);
 	const int32_t end = tokenizer_end(e->tokenizer);
 	bool replied = false, learned = false; /* the message before is the assistant's; and the loss counts it */
 	append_loss_mask(loss_mask, out, LOSS_NONE);

@@ -36,7 +36,27 @@ int64_t encode_part(struct encoder *e, const char *text, size_t n, size_t stop, 
  * the encoder. A word is what merges are applied to. Returns the table. */
 const struct string_table *encoder_count_words(struct encoder *e);
 
-/* -- Ling's chat form --
+/* -- chat forms --
+ * A chat form is what a model's chat_template makes of a conversation. Ling knows three, by their names:
+ *   ling     of Ling-Lite and Ling-Plus; below
+ *   ling2    of Ling 2.0: <role>SYSTEM</role>content, a new line, detailed thinking off<|role_end|>, without a system
+ *            message from `detailed` on; then <role>HUMAN</role>question<|role_end|> and
+ *            <role>ASSISTANT</role>answer<|role_end|>
+ *   chatml   <|im_start|>user, a new line, question<|im_end|>, a new line; and so on
+ * The form is that of the chat_template beside the tokenizer or in the model's directory; ling without one. A template
+ * that makes something else is an error, unless the user names a form.
+ */
+#define CHAT_FORM_HELP "Form of conversations: ling, ling2 or chatml (default: by the model's chat_template; " \
+	"without one, ling)"
+/* Takes the named form instead of the template's, for encoders opened later; NULL: nothing. An unknown name is an
+ * error. */
+int chat_form_choose(struct tokenizer *t, const char *name);
+/* Appends the id that ends each message in the tokenizer's form, if it has one. */
+void chat_end_append(const struct tokenizer *t, struct ids *out);
+/* Whether each message has an end of its own, so that no end token need follow a conversation. */
+bool chat_closes(const struct encoder *e);
+
+/* Ling's form:
  * <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end
  * token behind a conversation that ends with an answer. The tags are tokens where the tokenizer has them. What looks
  * like a tag in a message is ordinary text: each content is encoded apart from the tags around it. */

@@ -68,8 +68,7 @@ static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gati
 		"expert_group_used_count"};
 
 const struct pre_tokenizers_row pre_tokenizers[] = {
-	{"bailingmoe", "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|"
-		" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"},
+	{"bailingmoe", LING_PATTERN_POSSESSIVE},
 	{"bailingmoe", LING_PATTERN},
 	{"gpt-2", NULL},
 };
@@ -648,32 +647,12 @@ static int64_t role_id(int role, const json_t *tokenizer_config, const json_t *c
 	return -1;
 }
 
-/* The chat template that is a file of its own. */
-static int template_file_to_gguf(struct metadata *m, const char *path)
-{
-	const uint8_t *data;
-	size_t n;
-	if (map_file(path, &data, &n) < 0)
-		return -1;
-	json_t *valid = json_stringn(n ? (const char *)data : "", n);
-	const int rc = valid ? 0 : fail("%s: is not UTF-8, as all texts of a GGUF file must be; expected a template in "
-			"UTF-8", path);
-	if (rc == 0) {
-		begin_entry(m, "tokenizer.chat_template", GGUF_TEXT);
-		append_u64(&m->bytes, n);
-		text_append(&m->bytes, (const char *)data, n);
-	}
-	json_decref(valid);
-	unmap_file(data, n);
-	return rc;
-}
-
 /* The roles of tokens and the chat template, from tokenizer_config.json where it is there and from config.json. */
 static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *config, const char **texts, int vocab_size)
 {
 	char path[PATH_LEN];
 	int there = path_join(path, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(path);
-	json_t *tokenizer_config = there > 0 ? json_read(path) : NULL, *item;
+	json_t *tokenizer_config = there > 0 ? json_read(path) : NULL;
 	if (there < 0 || (there && !tokenizer_config))
 		return -1;
 	for (int i = 0; i < NUM_TOKEN_ROLES; i++) {
@@ -688,19 +667,16 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 	}
 	int rc = 0;
 	entry_bool(m, "tokenizer.ggml.add_bos_token", json_is_true(json_object_get(tokenizer_config, "add_bos_token")));
-	const json_t *template = json_object_get(tokenizer_config, "chat_template");
-	size_t i;
-	if (json_is_array(template)) { /* several by name */
-		const json_t *list = template;
-		json_array_foreach((json_t *)list, i, item)
-			if (json_is_string(json_object_get(item, "name")) &&
-					!strcmp(json_string_value(json_object_get(item, "name")), "default"))
-				template = json_object_get(item, "template");
-	}
-	if (json_is_string(template))
-		entry_text(m, "tokenizer.chat_template", json_string_value(template));
-	else if (!template && path_join(path, dir, "chat_template.jinja") == 0 && path_exists(path) > 0)
-		rc = template_file_to_gguf(m, path);
+	char *template;
+	rc = chat_template_read(dir, &template);
+	json_t *valid = template ? json_string(template) : NULL;
+	if (template && !valid)
+		rc = fail("%s/chat_template.jinja: is not UTF-8, as all texts of a GGUF file must be; expected a template "
+				"in UTF-8", dir);
+	else if (template)
+		entry_text(m, "tokenizer.chat_template", template);
+	json_decref(valid);
+	free(template);
 	json_decref(tokenizer_config);
 	return rc;
 }

@@ -517,7 +517,7 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 	conversation_free(&c);
 	const int32_t end = tokenizer_end(encoder_tokenizer(e));
 	/* a text, or a conversation that does not end with a reply */
-	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end) {
+	if (rc == 0 && d->ids.count && d->ids.id[d->ids.count - 1] != end && (form == RECORD_TEXT || !chat_closes(e))) {
 		append_id(&d->ids, end);
 		if (d->loss_mask.size)
 			append_loss_mask(&d->loss_mask, &d->ids, LOSS_NONE);

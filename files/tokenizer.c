@@ -48,7 +48,7 @@ struct tokenizer *tokenizer_open(const char *name)
 	if (!strcmp(name, BYTE_TOKENIZER)) {
 		struct tokenizer *t = allocate(sizeof *t);
 		*t = (struct tokenizer){.bytes_only = true, .size = BYTE_VOCAB, .end = BYTE_END, .context_free = true,
-			.hash = byte_tokenizer_hash()};
+			.hash = byte_tokenizer_hash(), .old_hash = byte_tokenizer_hash()};
 		return t;
 	}
 	char path[PATH_LEN];
@@ -63,34 +63,57 @@ uint32_t byte_tokenizer_hash(void)
 	return crc32(0, (const uint8_t *)BYTE_DEFINITION, strlen(BYTE_DEFINITION));
 }
 
-struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
-{
-	char path[PATH_LEN];
-	if (name)
-		return tokenizer_open(name);
-	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
-	if (there > 0)
-		return tokenizer_open(path);
-	if (there == 0)
-		there = path_join(path, dir, "trainer.json") < 0 ? -1 : path_exists(path);
-	json_t *root = there > 0 ? json_read(path) : NULL;
-	if (there < 0 || (there && !root))
-		return NULL;
-	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
-	struct tokenizer *t = NULL;
-	if (named && strcmp(named, "none"))
-		t = tokenizer_open(named);
-	else
-		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one "
-				"with --tokenizer", dir);
-	json_decref(root);
-	return t;
-}
-
 void tokenizer_close(struct tokenizer *t)
 {
 	if (t)
 		tokenizer_free(t);
+}
+
+/* Where the tokenizer has no chat template beside it, the model's holds. */
+static int add_chat_template(struct tokenizer **t, const char *dir)
+{
+	if (!*t)
+		return -1;
+	if ((*t)->chat_template || chat_template_read(dir, &(*t)->chat_template) == 0)
+		return 1;
+	tokenizer_close(*t);
+	*t = NULL;
+	return -1;
+}
+
+int tokenizer_find(struct tokenizer **out, const char *dir, const char *name)
+{
+	char path[PATH_LEN];
+	*out = NULL;
+	if (name) {
+		*out = tokenizer_open(name);
+		return add_chat_template(out, dir);
+	}
+	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
+	if (there > 0)
+		return (*out = tokenizer_open(path)) ? 1 : -1;
+	if (there == 0)
+		there = path_join(path, dir, "trainer.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL;
+	if (there < 0 || (there && !root))
+		return -1;
+	const char *named = json_string_value(json_at(root, "config.data.tokenizer"));
+	int rc = 0;
+	if (named && strcmp(named, "none")) {
+		*out = tokenizer_open(named);
+		rc = add_chat_template(out, dir);
+	}
+	json_decref(root);
+	return rc;
+}
+
+struct tokenizer *tokenizer_of_model(const char *dir, const char *name)
+{
+	struct tokenizer *t;
+	if (tokenizer_find(&t, dir, name) == 0)
+		set_error("%s: no tokenizer here: looked for tokenizer.json, and for data.tokenizer in trainer.json; name one "
+				"with --tokenizer", dir);
+	return t;
 }
 
 /* -- what a tokenizer says of itself -- */
@@ -103,6 +126,16 @@ int tokenizer_size(const struct tokenizer *t)
 uint32_t tokenizer_hash(const struct tokenizer *t)
 {
 	return t->hash;
+}
+
+uint32_t tokenizer_old_hash(const struct tokenizer *t)
+{
+	return t->old_hash;
+}
+
+bool tokenizer_has_hash(const struct tokenizer *t, uint32_t hash)
+{
+	return hash == t->hash || hash == t->old_hash;
 }
 
 int32_t tokenizer_end(const struct tokenizer *t)

@@ -32,7 +32,10 @@ struct tokenizer;              /* read-only once open: all threads may share it 
  * error. */
 struct tokenizer *tokenizer_open(const char *name);
 /* Opens the tokenizer of a model's directory: `name` if it is not NULL; else DIR/tokenizer.json; else what
- * DIR/trainer.json names as data.tokenizer. */
+ * DIR/trainer.json names as data.tokenizer. 1 and *out; 0 when the directory has none; -1 on error. Without 1, *out is
+ * NULL. */
+int tokenizer_find(struct tokenizer **out, const char *dir, const char *name);
+/* The same, but that there is none is an error too: NULL. */
 struct tokenizer *tokenizer_of_model(const char *dir, const char *name);
 void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 
@@ -40,6 +43,11 @@ void tokenizer_close(struct tokenizer *t); /* NULL is fine */
 int tokenizer_size(const struct tokenizer *t);
 /* A checksum of everything that ids depend on; the manifest of a token file names it. */
 uint32_t tokenizer_hash(const struct tokenizer *t);
+/* Ling's pattern has two spellings, that of Hugging Face and that of llama.cpp, which cut alike and have the same hash.
+ * This is the hash that earlier versions gave the second one; manifests may name it. Else it is the same hash. */
+uint32_t tokenizer_old_hash(const struct tokenizer *t);
+/* Whether a hash, of a manifest, is one of these two. */
+bool tokenizer_has_hash(const struct tokenizer *t, uint32_t hash);
 /* The same of the byte tokenizer. */
 uint32_t byte_tokenizer_hash(void);
 /* The id that ends a document or a reply: 256 of the byte tokenizer; else the eos_token that a tokenizer_config.json

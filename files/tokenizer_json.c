@@ -436,39 +436,59 @@ static int check_decoder(const char *where, const json_t *decoder)
 	return strcmp(type, "ByteLevel") ? fail("%s: `%.40s` is not supported; expected ByteLevel", where, type) : 0;
 }
 
-/* Adds n bytes and their number to the hash. */
-static void hash_add(struct tokenizer *t, const void *data, size_t n)
+/* Adds n bytes and their number to a hash. */
+static void hash_add(uint32_t *hash, const void *data, size_t n)
 {
-	t->hash = crc32_z(crc32_z(t->hash, (const uint8_t *)&(uint64_t){n}, 8), data, n);
+	*hash = crc32_z(crc32_z(*hash, (const uint8_t *)&(uint64_t){n}, 8), data, n);
 }
 
-/* The hash of all that ids depend on. The order of members and the spelling of merges in the file do not matter. */
-static void hash_tokenizer(struct tokenizer *t)
+/* Adds a pattern to a hash; Ling's, whichever of its spellings it has, in the given one. */
+static void hash_pattern(uint32_t *hash, const char *pattern, const char *ling)
 {
+	static const char *const spellings[] = {LING_PATTERN, LING_PATTERN_POSSESSIVE};
+	struct text own = {0}, asked = {0};
+	bool same = false;
+	for (int i = 0; i < 2 && !same; i++) {
+		own.size = 0;
+		tokenizer_pattern_translate(&own, "", spellings[i], strlen(spellings[i]));
+		same = !strcmp(own.data, pattern);
+	}
+	tokenizer_pattern_translate(&asked, "", ling, strlen(ling));
+	pattern = same ? asked.data : pattern;
+	hash_add(hash, pattern, strlen(pattern));
+	free(own.data), free(asked.data);
+}
+
+/* The hash of all that ids depend on, with Ling's pattern in the given spelling. The order of members and the spelling
+ * of merges in the file do not matter. */
+static uint32_t hash_tokenizer(const struct tokenizer *t, const char *ling)
+{
+	uint32_t hash = 0;
 	for (int i = 0; i < t->size; i++) {
 		const struct token *token = &t->tokens[i];
-		hash_add(t, t->bytes.data + token->at, token->size);
-		hash_add(t, (uint8_t[]){token->exists, token->added, token->special}, 3);
+		hash_add(&hash, t->bytes.data + token->at, token->size);
+		hash_add(&hash, (uint8_t[]){token->exists, token->added, token->special}, 3);
 	}
 	const size_t slots = (size_t)1 << (64 - t->merges_shift);
 	struct merge *list = allocate(t->num_merges * sizeof *list); /* by rank */
 	for (size_t i = 0; i < slots; i++)
 		if (t->merges[i].rank != NO_RANK)
 			list[t->merges[i].rank] = t->merges[i];
-	hash_add(t, list, t->num_merges * sizeof *list);
+	hash_add(&hash, list, t->num_merges * sizeof *list);
 	free(list);
 	for (int k = 0; k < 2; k++)
 		for (int i = 0; i < t->num_added[k]; i++) {
 			const struct added_token *a = &t->added[k][i];
-			hash_add(t, a->text, a->size);
-			hash_add(t, (uint8_t[]){k, a->special, a->single_word, a->lstrip, a->rstrip}, 5);
+			hash_add(&hash, a->text, a->size);
+			hash_add(&hash, (uint8_t[]){k, a->special, a->single_word, a->lstrip, a->rstrip}, 5);
 		}
 	for (int i = 0; i < t->num_splits; i++) {
-		hash_add(t, t->splits[i].pattern, strlen(t->splits[i].pattern));
-		hash_add(t, (uint8_t[]){t->splits[i].drop_matches, t->splits[i].drop_rest}, 2);
+		hash_pattern(&hash, t->splits[i].pattern, ling);
+		hash_add(&hash, (uint8_t[]){t->splits[i].drop_matches, t->splits[i].drop_rest}, 2);
 	}
-	hash_add(t, (uint8_t[]){t->nfc, t->ignore_merges}, 2);
-	hash_add(t, &t->end, sizeof t->end);
+	hash_add(&hash, (uint8_t[]){t->nfc, t->ignore_merges}, 2);
+	hash_add(&hash, &t->end, sizeof t->end);
+	return hash;
 }
 
 /* The token that ends a document: eos_token of the tokenizer_config.json beside PATH, where there is one, else
@@ -490,6 +510,41 @@ static int read_end(struct tokenizer *t, const char *path)
 			rc = fail("%s: `eos_token` is %.40s; expected a token of %s", config,
 					json_is_string(content) ? json_string_value(content) : json_kind(content), path);
 	}
+	json_decref(root);
+	return rc;
+}
+
+int chat_template_read(const char *dir, char **out)
+{
+	char path[PATH_LEN];
+	*out = NULL;
+	int there = path_join(path, dir, "chat_template.jinja") < 0 ? -1 : path_exists(path);
+	if (there > 0) {
+		const uint8_t *data;
+		size_t n;
+		if (map_file(path, &data, &n) < 0)
+			return -1;
+		*out = allocate(n + 1);
+		if (n)
+			memcpy(*out, data, n);
+		unmap_file(data, n);
+		return 0;
+	}
+	if (there == 0)
+		there = path_join(path, dir, "tokenizer_config.json") < 0 ? -1 : path_exists(path);
+	json_t *root = there > 0 ? json_read(path) : NULL, *item;
+	const json_t *template = json_object_get(root, "chat_template"), *list = template;
+	const char *name;
+	size_t i;
+	if (json_is_array(list)) {
+		template = NULL;
+		json_array_foreach((json_t *)list, i, item)
+			if ((name = json_string_value(json_object_get(item, "name"))) && !strcmp(name, "default"))
+				template = json_object_get(item, "template");
+	}
+	if (json_is_string(template))
+		*out = strdup(json_string_value(template));
+	const int rc = there < 0 || (there && !root) ? -1 : 0;
 	json_decref(root);
 	return rc;
 }
@@ -521,7 +576,12 @@ static int read_tokenizer(struct tokenizer *t, const char *path, const json_t *r
 	if (check_decoder(where, json_object_get(root, "decoder")) < 0 || read_model(t, path, root, added) < 0 ||
 			read_added(t, path, added, vocab_count) < 0 || read_end(t, path) < 0)
 		return -1;
-	hash_tokenizer(t);
+	char dir[PATH_LEN];
+	parent_of(dir, path);
+	if (chat_template_read(dir, &t->chat_template) < 0)
+		return -1;
+	t->hash = hash_tokenizer(t, LING_PATTERN);
+	t->old_hash = hash_tokenizer(t, LING_PATTERN_POSSESSIVE);
 	return 0;
 }
 
@@ -546,6 +606,7 @@ void tokenizer_free(struct tokenizer *t)
 		free(t->splits[i].pattern);
 	}
 	free(t->splits);
+	free(t->chat_template);
 	free(t->tokens), free(t->bytes.data), free(t->text_id), free(t->merges), free(t->merged);
 	string_table_free(&t->texts);
 	free(t);

@@ -40,7 +40,7 @@ struct split {
 struct tokenizer {
 	bool bytes_only;             /* the byte tokenizer: of the rest only size, hash, end and context_free are set */
 	int size;
-	uint32_t hash;
+	uint32_t hash, old_hash; /* see tokenizer.h */
 	int32_t end;
 	struct token *tokens;        /* [size] by id */
 	struct text bytes;           /* of all tokens */
@@ -59,6 +59,8 @@ struct tokenizer {
 	bool context_free;           /* none of them depends on the text around it (single_word, lstrip, rstrip) */
 	struct split *splits;        /* [num_splits] applied one after the other */
 	int num_splits;
+	char *chat_template;         /* of the model; NULL: none */
+	const char *chat_form;       /* the form that the user named instead; NULL: none */
 };
 
 /* The slot of a pair in t->merges: its own, or the empty one where it would be. Not a string_table, for this is the
@@ -87,6 +89,10 @@ int32_t token_of_text(const struct tokenizer *t, const char *text, size_t n);
  * does not support, or would encode to other ids than Hugging Face's library, is an error that names it. NULL on
  * error. */
 struct tokenizer *tokenizer_from_json(const char *path, const json_t *root);
+/* Reads the chat template of a model's directory: chat_template.jinja, else the `chat_template` of its
+ * tokenizer_config.json; of several by name the one named default. *out, which the caller frees, is NULL when there is
+ * none. */
+int chat_template_read(const char *dir, char **out);
 void tokenizer_free(struct tokenizer *t);
 
 /* Appends bytes in the byte-level alphabet, in which such files are written: a printable character stands for each
@@ -96,5 +102,9 @@ void byte_alphabet_append(struct text *out, const char *bytes, size_t n);
 /* The regular expression by which Ling's tokenizer cuts text into words. */
 #define LING_PATTERN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" \
 	"|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
+/* The same in llama.cpp's spelling: no character of the run before [\r\n]* is one of these, so giving back is in
+ * vain. */
+#define LING_PATTERN_POSSESSIVE "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}|" \
+	" ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
 
 #endif

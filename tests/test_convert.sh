@@ -57,6 +57,91 @@ test_directory_and_checkpoint() {
 	close_to "$(loss hf)" "$(loss f16)" 1e-3 "loss in float16"
 }
 
+# What a model has beside its weights goes along into the checkpoints of a run that starts from it, and into what is made from them.
+test_files_go_along() {
+	local file name
+	rm -rf m7 r7 && mkdir m7
+	cp $checkpoint/config.json $checkpoint/model.safetensors m7
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out m7/tokenizer.json text.txt
+	sed -i 's/"head_dim"/"eos_token_id": [261, 7], "pad_token_id": 261, "auto_map": {"AutoConfig": "c.C"}, "head_dim"/' m7/config.json
+	echo '{"eos_token": "<|endoftext|>"}' >m7/tokenizer_config.json
+	echo '{"eos_token_id": 261}' >m7/generation_config.json
+	echo '{"pad_token": "<|endoftext|>"}' >m7/special_tokens_map.json
+	echo 'class C: pass' >m7/c.py
+	echo '{{ messages }}' >m7/chat_template.jinja
+	echo 'about m7' >m7/README.md
+	expect 0 "" "$ling" tokenize --tokenizer m7 --out own text.txt
+	local run="tiny.yaml train.batch=2" own="data.tokenizer=none data.train=own data.valid=own train.init_from=m7"
+	expect 0 "" "$ling" train $run $own train.steps=2 train.output_dir=r7 train.stop_at_step=1
+	mv m7 moved # a run that continues has it all
+	expect 0 "" "$ling" train $run $own train.steps=2 train.output_dir=r7
+	mv moved m7
+	convert r7/step-0000002 c7
+	convert m7 begun7/step-0000000
+	convert m7 m7.gguf
+	convert r7/step-0000002 r7.gguf
+	for file in r7/step-0000001 r7/step-0000002 c7 begun7/step-0000000; do
+		for name in tokenizer.json tokenizer_config.json generation_config.json special_tokens_map.json c.py chat_template.jinja; do
+			same m7/$name $file/$name
+		done
+		[ "$(jq -c '[.eos_token_id, .pad_token_id, .auto_map.AutoConfig, .torch_dtype]' $file/config.json)" = '[[261,7],261,"c.C","float32"]' ] ||
+			problem "$file: $(cat $file/config.json)"
+	done
+	[ ! -e r7/step-0000002/README.md ] || problem "the README went along"
+	grep -qa tokenizer.chat_template r7.gguf || problem "no chat template in r7.gguf"
+	echo >>r7/step-0000002/chat_template.jinja
+	expect 1 "chat_template.jinja: " "$ling" train $run $own train.steps=3 train.output_dir=r7
+	# Ids of another tokenizer are refused; a named one is taken, with a warning where the two differ.
+	expect 1 "text: made by tokenizer byte" "$ling" train $run data.tokenizer=none train.init_from=m7 train.steps=2 train.output_dir=r8
+	[ ! -e r8/step-0000002 ] || problem "trained on ids of another tokenizer"
+	expect 0 "" "$ling" train $run train.init_from=m7 train.steps=2 train.output_dir=r9
+	has err.txt "warning: data.tokenizer byte"
+	[ ! -e r9/step-0000002/tokenizer.json ] || problem "a checkpoint has a tokenizer that its run did not have"
+	[ -e r9/step-0000002/generation_config.json ] || problem "generation_config.json is lost"
+	# The byte tokenizer of a checkpoint, too.
+	expect 1 "own: made by" "$ling" train $run data.tokenizer=none data.train=own data.valid=own train.init_from=$checkpoint train.steps=2 train.output_dir=r10
+	expect 0 "" "$ling" train $run data.tokenizer=none train.init_from=$checkpoint train.steps=2 train.output_dir=r11
+	expect 0 "" "$ling" generate r11/step-0000002 --prompt a --max-tokens 1
+}
+
+# HF -> GGUF -> HF changes the spelling of the pattern, and neither ids nor the hash; data made before are accepted both ways.
+test_tokenizer_stays_itself() {
+	rm -rf g7 again7
+	convert m7 g7.gguf
+	convert g7.gguf again7
+	! cmp -s m7/tokenizer.json again7/tokenizer.json || problem "the round trip changes nothing: this tests nothing"
+	expect 0 "" "$ling" tokenize --tokenizer again7 --out again text.txt
+	same again.bin own.bin
+	[ "$(jq .tokenizer_hash own.json)" = "$(jq .tokenizer_hash again.json)" ] || problem "another hash: $(cat own.json again.json)"
+	expect 0 "" "$ling" eval again7 --data own --seq-len 16 --max-windows 2
+	has out.txt "bits per byte"
+	expect 0 "" "$ling" tokenize --decode own --tokenizer again7
+}
+
+# eval compares the tokenizers of model and data; bits per byte do not vanish without a word.
+test_eval_identity() {
+	expect 1 "text.bin: made by tokenizer byte" "$ling" eval m7 --data text --seq-len 16
+	[ ! -s out.txt ] || problem "a loss was printed: $(cat out.txt)"
+	expect 0 "" "$ling" eval m7 --data own --seq-len 16
+	has out.txt "bits per byte"
+	[ ! -s err.txt ] || problem "a note: $(cat err.txt)"
+	cp out.txt known.txt
+	expect 0 "" "$ling" eval m7 --data text --seq-len 16 --tokenizer byte # the user's word
+	has out.txt "bits per byte"
+	expect 1 "own.bin: made by" "$ling" eval m7 --data own --seq-len 16 --tokenizer byte
+	cp own.bin bare.bin
+	cp own.idx bare.idx
+	expect 0 "" "$ling" eval m7 --data bare --seq-len 16
+	has err.txt "note: bare.bin: does not say what made its ids"
+	expect 0 "" "$ling" eval m7 --data bare --seq-len 16 --tokenizer m7
+	same out.txt known.txt
+	rm -rf none7 && mkdir none7 && cp m7/config.json m7/model.safetensors none7
+	expect 0 "" "$ling" eval none7 --data own --seq-len 16
+	has err.txt "note: own.bin: the model has no tokenizer"
+	expect 0 "" "$ling" eval none7 --data own --seq-len 16 --tokenizer m7
+	same out.txt known.txt
+}
+
 # A run goes on from a converted checkpoint as it begins with train.init_from.
 test_training_goes_on() {
 	convert bf16 goes-on/step-0000000 --to checkpoint
@@ -217,5 +302,5 @@ test_full_disk() {
 	done
 }
 
-check directory_and_checkpoint training_goes_on shards fold gguf paths config buffers refused_sources full_disk
+check directory_and_checkpoint training_goes_on shards fold gguf paths config buffers refused_sources full_disk files_go_along tokenizer_stays_itself eval_identity
 finish

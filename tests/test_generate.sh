@@ -153,6 +153,93 @@ test_variety() {
 	! cmp -s seed1.txt other.txt || problem "a seed's upper half changes nothing"
 }
 
+# An id or a list of ids ends a text by the model's own word: generation_config.json's, else config.json's.
+test_end_ids() {
+	rm -rf ends && mkdir ends && cp $model/config.json $model/model.safetensors ends
+	local from="ends --tokenizer byte --prompt abc --max-tokens 12 --json"
+	expect 0 "" "$ling" generate $from
+	has out.txt '"text": "def \"ghijk\na", "prompt_tokens": 3, "tokens": 12, "finish": "length"'
+	sed -i 's/"head_dim"/"eos_token_id": [999, 103], "head_dim"/' ends/config.json # 103: g
+	expect 0 "" "$ling" generate $from
+	has out.txt '"text": "def \"", "prompt_tokens": 3, "tokens": 5, "finish": "end"'
+	echo '{"eos_token_id": [105, 10]}' >ends/generation_config.json # i, new line
+	expect 0 "" "$ling" generate $from
+	has out.txt '"text": "def \"gh", "prompt_tokens": 3, "tokens": 7, "finish": "end"'
+	echo '{"eos_token_id": 102}' >ends/generation_config.json # f
+	expect 0 "" "$ling" generate $from
+	has out.txt '"text": "de", "prompt_tokens": 3, "tokens": 2, "finish": "end"'
+	echo '{"eos_token_id": ["f"]}' >ends/generation_config.json
+	expect 1 'generation_config.json: `eos_token_id` has' "$ling" generate $from
+}
+
+# rendered TEXT LEARNED [OPTIONS]: c.jsonl as tokens is TEXT, and the loss counts LEARNED.
+rendered() {
+	expect 0 "" "$ling" tokenize --tokenizer k --out c c.jsonl "${@:3}"
+	expect 0 "" "$ling" tokenize --decode c --tokenizer k
+	printf "$1" >want.txt
+	same out.txt want.txt
+	write_tokens learned 8 'S<' $(perl -e 'local $/; open A, "<:raw", "c.bin"; open B, "<:raw", "c.mask.bin"; my @mask = unpack "C*", <B>;
+		my $i = 0; print join " ", grep { $mask[$i++] } unpack "S<*", <A>')
+	expect 0 "" "$ling" tokenize --decode learned --tokenizer k
+	[ "$(cat out.txt)" = "$2" ] || problem "learned: $(cat out.txt)"
+}
+
+# A conversation becomes what the model's own chat_template makes of it; the texts are those of Jinja.
+test_chat_forms() {
+	local ling1="{% for message in messages %}{% set role = message['role'] | lower %}{% if role == 'user' %}{% set role = 'HUMAN' %}{% endif %}\
+{{ '<role>' + (role | upper) + '</role>' + message['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<role>ASSISTANT</role>' }}{% endif %}"
+	local ling2="{% set thinking_option = 'off' %}{{- '<role>SYSTEM</role>' }}{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}\
+{%- endif %}{{- 'detailed thinking ' + thinking_option + '<|role_end|>' }}{%- for message in messages %}{%- if message.role == 'user' %}\
+{{- '<role>HUMAN</role>' + message.content + '<|role_end|>' }}{%- elif message.role == 'assistant' %}{{- '<role>ASSISTANT</role>' + message.content }}\
+{{- '<|role_end|>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<role>ASSISTANT</role>' }}{%- endif %}"
+	local chatml="{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+	expect 0 "" "$ling" train-tokenizer --vocab-size 270 --special '<|role_end|>' --special '<|im_start|>' --special '<|im_end|>' \
+		--out k/tokenizer.json text.txt
+	printf '%s\n' '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"},
+		{"role": "user", "content": "V"}, {"role": "assistant", "content": "B"}]}' | tr -d '\n' >c.jsonl
+	local in_ling2='<role>SYSTEM</role>S\ndetailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|>'
+	in_ling2+='<role>HUMAN</role>V<|role_end|><role>ASSISTANT</role>B<|role_end|>'
+	local in_chatml='<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n'
+	in_chatml+='<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n'
+	expect 0 "" "$ling" tokenize --tokenizer k --out plain c.jsonl
+	printf '%s' "$ling1" >k/chat_template.jinja
+	expect 0 "" "$ling" tokenize --tokenizer k --out c c.jsonl
+	same c.bin plain.bin # as without a template
+	expect 0 "" "$ling" tokenize --decode c --tokenizer k
+	has out.txt '<role>SYSTEM</role>S<role>HUMAN</role>U<role>ASSISTANT</role>A<role>HUMAN</role>V<role>ASSISTANT</role>B<|endoftext|>'
+	printf '%s' "$ling2" >k/chat_template.jinja
+	rendered "$in_ling2" 'A<|role_end|>B<|role_end|>'
+	printf '%s' "$chatml" >k/chat_template.jinja
+	rendered "$in_chatml" 'A<|im_end|>B<|im_end|>'
+	rendered "$in_ling2" 'A<|role_end|>B<|role_end|>' --chat-form ling2
+	rm k/chat_template.jinja
+	rendered "$in_chatml" 'A<|im_end|>B<|im_end|>' --chat-form chatml
+	# A system message is Ling 2.0's in any case.
+	echo '{"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
+	rendered '<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|>' \
+		'A<|role_end|>' --chat-form ling2
+	# In tokenizer_config.json, alone or by name; and what is none of the three.
+	jq -n --arg t "$chatml" '{chat_template: [{name: "x", template: "y"}, {name: "default", template: $t}]}' >k/tokenizer_config.json
+	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
+	echo '{"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}' >k/tokenizer_config.json
+	expect 1 "--chat-form" "$ling" tokenize --tokenizer k --out c c.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form ling
+	expect 0 "" "$ling" tokenize --tokenizer k --out c text.txt # no conversation
+	expect 1 "ling2 or chatml" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form vicuna
+	echo '{"messages": [{"role": "tool", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
+	expect 1 "the role is \`tool\`" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form ling2
+	# generate: the template in the model's folder holds, whatever the tokenizer.
+	rm -rf own && mkdir own && cp $model/config.json $model/model.safetensors own
+	cp k/tokenizer_config.json own
+	expect 1 "--chat-form" "$ling" generate own --tokenizer byte --prompt abc --chat
+	expect 0 "" "$ling" generate own --tokenizer byte --prompt abc --max-tokens 1
+	expect 0 "" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form ling --max-tokens 8 --json
+	same out.txt chat.txt
+	expect 1 "no token <|im_end|>" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form chatml
+	expect 1 "--chat-form vicuna: expected" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form vicuna
+}
+
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.
 test_run_directory() {
 	rm -rf seen && cp -r run seen
@@ -177,5 +264,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety run_directory
+check generate batches wrong_use chat variety end_ids chat_forms run_directory
 finish

@@ -555,7 +555,7 @@ static void blocks(void **state)
 		}
 		struct tokenized result;
 		struct tokens tokens;
-		if (tokenize_files(at("t"), at("tokenizer.json"), false, FORMAT_BY_NAME, FILES, files, &result) < 0 ||
+		if (tokenize_files(at("t"), at("tokenizer.json"), NULL, false, FORMAT_BY_NAME, FILES, files, &result) < 0 ||
 				tokens_open(&tokens, at("t"), "none", tokenizer_size(t)) < 0)
 			fail_msg("%s: %s", names[v], error_text);
 		assert_int_equal(result.documents, FILES - 1);
@@ -608,12 +608,12 @@ static void lines(void **state)
 		struct tokenized result;
 		struct tokens tokens;
 		if (bad) {
-			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), NULL, true, FORMAT_BY_NAME, 1,
 				(char *[]){path}, &result), -1);
 			expect_error("in.jsonl:2001: `text` is an integer"); /* not 2003, which another thread saw */
 			continue;
 		}
-		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), NULL, true, FORMAT_BY_NAME, 1,
 			(char *[]){path}, &result), 0);
 		assert_int_equal(tokens_open(&tokens, at("l"), "none", tokenizer_size(t)), 0);
 		assert_int_equal(tokens.documents, LINES - (LINES + 3) / 7);
@@ -1077,7 +1077,7 @@ static void tokens_of(struct tokens *t, const char *name, const char *text)
 {
 	struct tokenized result;
 	put_string(at("text.txt"), text);
-	if (tokenize_files(at("t"), name, true, 1, (char *[]){at("text.txt")}, &result) < 0 ||
+	if (tokenize_files(at("t"), name, NULL, true, FORMAT_BY_NAME, 1, (char *[]){at("text.txt")}, &result) < 0 ||
 			tokens_open(t, at("t"), "none", 100000) < 0)
 		fail_msg("%s", error_text);
 }

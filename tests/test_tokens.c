@@ -168,7 +168,7 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 {
 	struct tokens t;
 	struct tokenized result;
-	if (tokenize_files(at("out/deep/t"), "byte", false, FORMAT_BY_NAME, num_files, files, &result) < 0 ||
+	if (tokenize_files(at("out/deep/t"), "byte", NULL, false, FORMAT_BY_NAME, num_files, files, &result) < 0 ||
 			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(t.count, length);
@@ -229,7 +229,7 @@ static void tokenize_foreign_path(void **state)
 	strcpy(expected, at("tok\xef\xbf\xbd"));
 	assert_int_equal(mkdir(dir, 0777), 0);
 	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
-	if (tokenize_files(at("t\xff"), dir, false, FORMAT_BY_NAME, 1, (char *[]){text}, &result) < 0 ||
+	if (tokenize_files(at("t\xff"), dir, NULL, false, FORMAT_BY_NAME, 1, (char *[]){text}, &result) < 0 ||
 			tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
 		fail_msg("%s", error_text);
 	struct tokenizer *tokenizer = tokenizer_open(dir);
@@ -327,7 +327,7 @@ static void tokenize_chat(void **state)
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].lines);
-		if (tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result) < 0)
+		if (tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result) < 0)
 			fail_msg("%s", error_text);
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
 		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
@@ -360,9 +360,9 @@ static void tokenize_chat(void **state)
 	expect_error("it is damaged, missing");
 	/* A file that is replaced leaves no mask for the next one. */
 	put_string(b, cases[0].lines);
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	put_string(b, "{\"text\":\"plain\"}");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
 	assert_int_equal(result.loss_tokens, 6);
@@ -380,7 +380,7 @@ static void end_targets(void **state)
 	int32_t input[L], target[L], document[L];
 	strcpy(b, at("b.jsonl"));
 	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	assert_true(result.loss_tokens == 4);
 	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
@@ -436,7 +436,7 @@ static void tokenize_long_chat(void **state)
 		size += all ? n : 1;
 		size += sprintf(line + size, "\"}");
 		put_file(b, line, size);
-		assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
 		for (int64_t i = 0; i < t.count; i++)
@@ -788,7 +788,7 @@ static void packed_documents(void **state)
 	struct data_options o;
 	struct blend b;
 	struct trainer_state s = {0};
-	assert_int_equal(data_options_init(&o, &c), 0);
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
 	assert_int_equal(blend_open(&b, &c, &o), 0);
 	blend_begin(&b, &c, &s);
 	const int64_t windows = count_windows(&b.files[0], PACKED_L);
@@ -851,7 +851,7 @@ static void packed_edges(void **state)
 	struct tokens t;
 	int32_t input[PACKED_L], target[PACKED_L], document[PACKED_L];
 	int seen[5 * PACKED_L + PACKED_L * 2] = {0};
-	assert_int_equal(data_options_init(&o, &c), 0);
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
 	put_documents(length, COUNT(length));
 	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
 	/* one; one and a rest of 1; three and a rest of 9; 4; 1; and L - 1, which takes a rest of 1: 7 windows */
@@ -968,21 +968,21 @@ static void tokenize_bad(void **state)
 	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].text);
-		assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
 		expect_error(cases[i].error);
 		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
 		assert_false(holds_temporary(scratch));
 	}
-	assert_int_equal(tokenize_files(at("t"), "gpt2", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "gpt2", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
 	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
 			"holds one");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){none}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){none}, &result), -1);
 	expect_error("none.txt: cannot open");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){dir}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){dir}, &result), -1);
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
-		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false,
+		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", NULL, false,
 				FORMAT_BY_NAME, 1,
 				(char *[]){b},
 				&result), -1);
@@ -990,9 +990,9 @@ static void tokenize_bad(void **state)
 	}
 	assert_false(exists(at("out")));
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
 	expect_error("t.json: is an input, but would be replaced");
-	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
 	expect_error("b.jsonl");
 }
 
@@ -1004,7 +1004,7 @@ static void manifest_broken(void **state)
 	char a[PATH_LEN];
 	strcpy(a, at("a.txt"));
 	put_string(a, "hello");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){a}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){a}, &result), 0);
 	char too_long[PATH_LEN + 8] = "[\"";
 	memset(too_long + 2, 'x', PATH_LEN);
 	strcpy(too_long + 2 + PATH_LEN, "\"]");

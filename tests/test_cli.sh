@@ -707,5 +707,49 @@ check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill
 ling=$root/ling
 long_steps=200
 mkdir optimised && cp tiny.yaml text.* valid.* optimised && cd optimised || exit 1
-check train bit_equal stop_and_continue signals kill
+# What a file holds is seen by its name and its bytes, and what is neither text nor JSON lines is refused by name.
+test_input_forms() {
+	local f kind
+	printf '{"text": "hello one"}\n{"text": "hello two"}\n' >forms.jsonl
+	expect 0 "" "$ling" tokenize --out right forms.jsonl
+	cp forms.jsonl FORMS.JSONL && cp forms.jsonl forms.Ndjson && gzip -c forms.jsonl >forms.jsonl.gz
+	printf '[{"text": "hello one"},\n {"text": "hello two"}]\n' >list.json
+	{ printf '\357\273\277' && cat forms.jsonl; } >mark.jsonl
+	{ head -1 forms.jsonl | gzip && tail -1 forms.jsonl | gzip; } >parts.ndjson.GZ
+	# zstd by hand: a frame of one raw block (RFC 8878)
+	perl -e 'local $/; open F, "<", "forms.jsonl"; $_ = <F>; my $n = length; print "\x28\xb5\x2f\xfd\x20", chr $n, substr(pack("V", $n << 3 | 1), 0, 3), $_' >forms.jsonl.zst
+	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst; do
+		expect 0 "" "$ling" tokenize --out form "$f"
+		same form.bin right.bin
+		same form.idx right.idx
+	done
+	expect 0 "" "$ling" tokenize --out form --format jsonl - <forms.jsonl
+	same form.bin right.bin
+	expect 1 "-: the standard input has no name" "$ling" tokenize --out form - <forms.jsonl
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out right-bpe.json forms.jsonl
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out form-bpe.json forms.jsonl.gz
+	same form-bpe.json right-bpe.json
+	printf 'The' >plain.txt && printf '\357\273\277The' >mark.txt
+	expect 0 "" "$ling" tokenize --out right plain.txt
+	expect 0 "" "$ling" tokenize --out form mark.txt
+	same form.bin right.bin
+
+	rm -f refused.*
+	for kind in 'PAR1x:a Parquet file' 'PK\003\004x:a zip archive' '!<arch>\nx:a .deb or ar' '\377\376a\000:text in UTF-16' 'a\000b:binary' \
+		'\351\350\340\371\351\350\340\371\351\350:mostly not UTF-8' '\3757zXZ\000:an xz file'; do
+		printf "${kind%%:*}" >foreign.txt
+		expect 1 "foreign.txt: is ${kind#*:}" "$ling" tokenize --out refused foreign.txt
+		expect 1 "foreign.txt: is ${kind#*:}" "$ling" train-tokenizer --vocab-size 262 --out refused.json foreign.txt
+	done
+	expect 0 "" "$ling" tokenize --out form --format text foreign.txt
+	head -c 30 forms.jsonl.gz >cut.jsonl.gz
+	expect 1 "cut.jsonl.gz: ends in the middle" "$ling" tokenize --out refused cut.jsonl.gz
+	head -c 30 forms.jsonl.zst >cut.jsonl.zst
+	expect 1 "cut.jsonl.zst: ends in the middle" "$ling" tokenize --out refused cut.jsonl.zst
+	echo '{"text": "a"}' >object.json
+	expect 1 "object.json: found an object; expected an array of records" "$ling" tokenize --out refused object.json
+	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"
+}
+
+check train bit_equal stop_and_continue signals kill input_forms
 finish

@@ -1214,6 +1214,47 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 }
 
 /* ============================================================================================================
+ * Batch sizes, and the length of a run
+ * ========================================================================================================== */
+
+int64_t batch_size(const struct config *c, int64_t tokens)
+{
+	const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment,
+			ramp = c->train.batch_warmup.tokens;
+	if (tokens >= ramp)
+		return c->train.batch;
+	int64_t increments = (c->train.batch - start + increment - 1) / increment;
+	int64_t batch = start + (int64_t)((__int128)tokens * increments / ramp) * increment;
+	return batch < c->train.batch ? batch : c->train.batch;
+}
+
+void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens)
+{
+	const int64_t L = c->data.seq_len, ramp = c->train.batch_warmup.tokens;
+	const bool by_steps = c->train.steps > 0;
+	while (by_steps ? step < c->train.steps : token < c->train.tokens) {
+		/* The batch stays the same up to `end`: the next level of the ramp, or the end of the run. */
+		const int64_t batch = batch_size(c, token);
+		int64_t end = INT64_MAX;
+		if (token < ramp) {
+			const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment;
+			const int64_t levels = (c->train.batch - start + increment - 1) / increment;
+			const int64_t level = levels ? (int64_t)((__int128)token * levels / ramp) + 1 : 1;
+			end = levels ? (int64_t)(((__int128)level * ramp + levels - 1) / levels) : ramp;
+		}
+		if (!by_steps && c->train.tokens < end)
+			end = c->train.tokens;
+		int64_t n = (end - token - 1) / (batch * L) + 1;
+		if (by_steps && c->train.steps - step < n)
+			n = c->train.steps - step;
+		step += n;
+		token += n * batch * L;
+	}
+	*steps = step;
+	*tokens = token;
+}
+
+/* ============================================================================================================
  * The blend
  * ========================================================================================================== */
 

@@ -226,4 +226,9 @@ enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 
+/* Sequences of the update that starts after `tokens` tokens. */
+int64_t batch_size(const struct config *c, int64_t tokens);
+/* Updates and tokens of the whole run, `step` updates and `token` tokens of which are done. */
+void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens);
+
 #endif

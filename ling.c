@@ -773,43 +773,6 @@ double learning_rate(const struct config *c, int64_t step, int64_t steps, double
 	return lr;
 }
 
-int64_t batch_size(const struct config *c, int64_t tokens)
-{
-	const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment,
-			ramp = c->train.batch_warmup.tokens;
-	if (tokens >= ramp)
-		return c->train.batch;
-	int64_t increments = (c->train.batch - start + increment - 1) / increment;
-	int64_t batch = start + (int64_t)((__int128)tokens * increments / ramp) * increment;
-	return batch < c->train.batch ? batch : c->train.batch;
-}
-
-void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens)
-{
-	const int64_t L = c->data.seq_len, ramp = c->train.batch_warmup.tokens;
-	const bool by_steps = c->train.steps > 0;
-	while (by_steps ? step < c->train.steps : token < c->train.tokens) {
-		/* The batch stays the same up to `end`: the next level of the ramp, or the end of the run. */
-		const int64_t batch = batch_size(c, token);
-		int64_t end = INT64_MAX;
-		if (token < ramp) {
-			const int64_t start = c->train.batch_warmup.start, increment = c->train.batch_warmup.increment;
-			const int64_t levels = (c->train.batch - start + increment - 1) / increment;
-			const int64_t level = levels ? (int64_t)((__int128)token * levels / ramp) + 1 : 1;
-			end = levels ? (int64_t)(((__int128)level * ramp + levels - 1) / levels) : ramp;
-		}
-		if (!by_steps && c->train.tokens < end)
-			end = c->train.tokens;
-		int64_t n = (end - token - 1) / (batch * L) + 1;
-		if (by_steps && c->train.steps - step < n)
-			n = c->train.steps - step;
-		step += n;
-		token += n * batch * L;
-	}
-	*steps = step;
-	*tokens = token;
-}
-
 /* ============================================================================================================
  * The step: compute the gradients, decide, update, report
  * ========================================================================================================== */
@@ -2357,28 +2320,6 @@ int trainer_save(struct trainer *t)
  * Making a trainer
  * ========================================================================================================== */
 
-/* Warns when data ranks have nothing to do in a step, with what would help: in a whole batch, or in the first and
- * smallest one of a batch warmup. */
-static void warn_of_idle_ranks(const struct config *c, int data)
-{
-	const bool warmup = c->train.batch_warmup.tokens && c->train.batch_warmup.start < c->train.batch;
-	const int first = warmup ? c->train.batch_warmup.start : c->train.batch, micro_batch = c->train.micro_batch;
-	const int64_t idle = idle_data_ranks(data, c->train.batch, micro_batch), idle_first = idle_data_ranks(data, first,
-			micro_batch);
-	if (idle && c->train.batch >= data)
-		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has %d sequences in "
-				"each micro-batch: set train.micro_batch=%d\n", (long long)idle, data, c->train.batch, micro_batch,
-				c->train.batch / data);
-	else if (idle)
-		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has fewer sequences "
-				"than there are data ranks: make it at least %d, or start %d ranks\n", (long long)idle, data,
-				c->train.batch, data, parallel_size() / data * c->train.batch);
-	else if (idle_first)
-		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do while the batch warmup's batch is %d: set "
-				"train.micro_batch=%d or train.batch_warmup.start=%lld\n", (long long)idle_first, data, first,
-				first < data ? 1 : first / data, (long long)(data - 1) * (first < data ? 1 : micro_batch) + 1);
-}
-
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
@@ -2389,7 +2330,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
 	layout_connect(&layout);
 	if (parallel_rank() == 0)
-		warn_of_idle_ranks(c, layout.data.size);
+		warn_of_idle_ranks(layout.data.size, c->train.batch, c->train.micro_batch,
+				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
 		rc = gradient_reduction_init(&t->reduction, &layout, t->model.num_elements);

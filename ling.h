@@ -377,10 +377,6 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 
 /* Learning rate of update `step` (from 1) of `steps`; progress: tokens before it / tokens of the run. */
 double learning_rate(const struct config *c, int64_t step, int64_t steps, double progress);
-/* Sequences of the update that starts after `tokens` tokens. */
-int64_t batch_size(const struct config *c, int64_t tokens);
-/* Updates and tokens of the whole run, `step` updates and `token` tokens of which are done. */
-void run_length(const struct config *c, int64_t step, int64_t token, int64_t *steps, int64_t *tokens);
 
 struct trainer {
 	struct config config;

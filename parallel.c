@@ -328,6 +328,25 @@ int64_t idle_data_ranks(int data, int64_t batch, int micro_batch)
 	return all < data ? data - all : 0;
 }
 
+void warn_of_idle_ranks(int data, int batch, int micro_batch, int first_batch)
+{
+	const int64_t idle = idle_data_ranks(data, batch, micro_batch);
+	const int64_t idle_first = idle_data_ranks(data, first_batch, micro_batch);
+	if (idle && batch >= data)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has %d sequences in "
+				"each micro-batch: set train.micro_batch=%d\n", (long long)idle, data, batch, micro_batch,
+				batch / data);
+	else if (idle)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do, since train.batch=%d has fewer sequences "
+				"than there are data ranks: make it at least %d, or start %d ranks\n", (long long)idle, data,
+				batch, data, parallel_size() / data * batch);
+	else if (idle_first)
+		fprintf(stderr, "warning: %lld of %d data ranks have nothing to do while the batch warmup's batch is %d: set "
+				"train.micro_batch=%d or train.batch_warmup.start=%lld\n", (long long)idle_first, data, first_batch,
+				first_batch < data ? 1 : first_batch / data,
+				(long long)(data - 1) * (first_batch < data ? 1 : micro_batch) + 1);
+}
+
 int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i)
 {
 	const int64_t left = m->batch - m->first - i * m->step;

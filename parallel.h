@@ -76,6 +76,9 @@ struct micro_batches {
 struct micro_batches micro_batches_of_rank(const struct group *data, int64_t batch, int micro_batch);
 /* Of `data` data ranks, those that no micro-batch of a batch is left for: they compute nothing. */
 int64_t idle_data_ranks(int data, int64_t batch, int micro_batch);
+/* Prints a warning when there are such ranks, with what would help: in a whole batch, or in the first one, which may be
+ * smaller. */
+void warn_of_idle_ranks(int data, int batch, int micro_batch, int first_batch);
 /* Sequences of micro-batch i of the rank, 0 .. size. */
 int64_t micro_batch_sequences(const struct micro_batches *m, int64_t i);
 /* The place of sequence i of the global batch among the sequences of the rank, which stand one micro-batch after the

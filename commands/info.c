@@ -275,14 +275,21 @@ static void print_plan(const json_t *report)
 				format_bytes(size[1], report_double(report, "smallest_layout.memory_bytes")));
 		return;
 	}
-	printf("\nlayouts that fit %s a rank; idle: data ranks without work\n%6s %6s %6s %12s %12s %12s %6s\n", size[0],
-			"data", "tensor", "expert", "memory", "at most", "sent", "idle");
+	bool idle = false;
+	for (size_t i = 0; i < json_array_size(layouts); i++)
+		idle |= report_integer(json_array_get(layouts, i), "idle_data_ranks") > 0;
+	printf("\nlayouts that fit %s a rank%s\n%6s %6s %6s %12s %12s %12s%s\n", size[0],
+			idle ? "; idle: data ranks without work" : "", "data", "tensor", "expert", "memory", "at most", "sent",
+			idle ? "   idle" : "");
 	for (size_t i = 0; i < json_array_size(layouts); i++) {
 		const json_t *l = json_array_get(layouts, i);
-		printf("%6d %6d %6d %12s %12s %12s %6d\n", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
+		printf("%6d %6d %6d %12s %12s %12s", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
 				(int)report_integer(l, "expert"), format_bytes(size[0], report_double(l, "memory_bytes")),
 				format_bytes(size[1], report_double(l, "memory_bytes_at_most")),
-				format_bytes(size[2], report_double(l, "bytes_sent")), (int)report_integer(l, "idle_data_ranks"));
+				format_bytes(size[2], report_double(l, "bytes_sent")));
+		if (idle)
+			printf(" %6d", (int)report_integer(l, "idle_data_ranks"));
+		printf("\n");
 	}
 }
 

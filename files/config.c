@@ -656,7 +656,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
 					"it back, or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(before, now))
-			fprintf(notes, "%s: %s -> %s%s\n", k->name, old, new, k->flags & BEGIN ? "; it is not read: the run goes on "
+			fprintf(notes, "%s: %s -> %s%s\n", k->name, old, new, k->flags & BEGIN ? "; it "
+					"is not read: the run goes on "
 					"with the weights of its checkpoint. For another start choose a new train.output_dir" : "");
 		free(old);
 		free(new);

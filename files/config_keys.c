@@ -430,7 +430,8 @@ int claim_key(struct loader *l, const struct key *k, struct place at)
 {
 	struct place *before = &l->places[k - l->table->keys];
 	if (before->source == at.source)
-		return at.line == WHOLE_FILE || at.line == COMMAND_LINE ? fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
+		return at.line == WHOLE_FILE || at.line == COMMAND_LINE ?
+				fail_at(at, "duplicate key %s (or another spelling of it); keep one", k->name) :
 				fail_at(at, "duplicate key %s, first given at line %d; keep one", k->name, before->line);
 	*before = at;
 	return 0;

@@ -6,6 +6,7 @@
 #include "tests/fuzz.h"
 
 #include "data.h"
+#include "files/tokenizer.h"
 #include "commands/tokenize.h"
 
 #include <stdbool.h>

@@ -1072,6 +1072,85 @@ static void training_refused(void **state)
 	}
 }
 
+/* A token file of `name` of a text, to be closed with tokens_close. */
+static void tokens_of(struct tokens *t, const char *name, const char *text)
+{
+	struct tokenized result;
+	put_string(at("text.txt"), text);
+	if (tokenize_files(at("t"), name, true, 1, (char *[]){at("text.txt")}, &result) < 0 ||
+			tokens_open(t, at("t"), "none", 100000) < 0)
+		fail_msg("%s", error_text);
+}
+
+/* Ids up to 65535 fit into two bytes: of 65,536 ids the last one does, and of 65,537 it needs four. */
+static void width_of_ids(void **state)
+{
+	(void)state;
+	for (int size = 65535; size <= 65537; size++) {
+		json_t *root = json_read(FIXTURES "/tokenizer.json"), *added = json_object_get(root, "added_tokens");
+		json_t *vocab = json_object_get(json_object_get(root, "model"), "vocab");
+		int next = (int)json_object_size(vocab);
+		json_t *token;
+		size_t i;
+		json_array_foreach(added, i, token) { /* what is in the vocabulary keeps its id there */
+			const json_int_t id = json_integer_value(json_object_get(token, "id"));
+			json_object_set_new(vocab, json_string_value(json_object_get(token, "content")), json_integer(id));
+			next = id >= next ? (int)id + 1 : next;
+		}
+		char name[32];
+		for (; next < size - 1; next++) {
+			snprintf(name, sizeof name, "unused%d", next);
+			json_object_set_new(vocab, name, json_integer(next));
+		}
+		json_t *last = json_deep_copy(json_array_get(added, 0));
+		json_object_set_new(last, "id", json_integer(size - 1));
+		json_object_set_new(last, "content", json_string("<last>"));
+		json_object_set_new(vocab, "<last>", json_integer(size - 1));
+		json_array_append_new(added, last);
+		struct tokenizer *t = open_json(root);
+		if (!t)
+			fail_msg("%s", error_text);
+		assert_int_equal(tokenizer_size(t), size);
+		struct tokens tokens;
+		int32_t id[3];
+		tokens_of(&tokens, at("tokenizer.json"), "!<last>!");
+		assert_int_equal(tokens.dtype, size <= 65536 ? UINT16 : INT32);
+		assert_int_equal(tokens.bin.size, tokens.count * (size <= 65536 ? 2 : 4));
+		assert_int_equal(tokens_read(&tokens, 0, 3, id), 0);
+		assert_true(id[0] == 0 && id[1] == size - 1 && id[2] == 0);
+		tokens_close(&tokens);
+		tokenizer_close(t);
+		json_decref(root);
+	}
+}
+
+/* A document ends with the end token once, whether its text ends with it or not; an end token in its middle, or two at
+ * its end, stay as they are. */
+static void ends_once(void **state)
+{
+	(void)state;
+	static const struct { const char *text; int count, ends; } cases[] = {
+		{"!", 2, 1}, {"!<|endoftext|>", 2, 1}, {"<|endoftext|>", 1, 1}, {"!<|endoftext|>!", 4, 2},
+		{"!<|endoftext|><|endoftext|>", 3, 2},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct tokens t;
+		int32_t id[8];
+		tokens_of(&t, FIXTURES, cases[i].text);
+		struct tokenizer *fixture = must_open(FIXTURES);
+		int ends = 0;
+		assert_int_equal(t.count, cases[i].count);
+		assert_int_equal(tokens_read(&t, 0, t.count, id), 0);
+		for (int k = 0; k < t.count; k++)
+			ends += id[k] == tokenizer_end(fixture);
+		assert_int_equal(ends, cases[i].ends);
+		assert_int_equal(id[t.count - 1], tokenizer_end(fixture));
+		assert_int_equal(t.documents, 1);
+		tokenizer_close(fixture);
+		tokens_close(&t);
+	}
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
@@ -1082,6 +1161,7 @@ int main(void)
 		TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
+		TEST(width_of_ids), TEST(ends_once),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

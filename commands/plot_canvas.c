@@ -338,7 +338,7 @@ int canvas_write_png(const struct canvas *c, const char *path)
 	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
 	image.width = CANVAS_WIDTH, image.height = CANVAS_HEIGHT;
 	int rc = 0;
-	if (!png_image_write_to_stdio(&image, file.stream, 0, c->rgb, 0, NULL))
+	if (!png_image_write_to_stdio(&image, file.stream, 0, c->rgb, 0, NULL) && !ferror(file.stream))
 		rc = fail("%s: cannot write the picture: %s", path, image.message);
 	return new_file_publish(&file, rc);
 }

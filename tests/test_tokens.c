@@ -188,16 +188,16 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 static void tokenize_good(void **state)
 {
 	(void)state;
-	put_file(at("a.txt"), "h\0\xff\n", 4);
+	put_file(at("a.txt"), "h\1\xff\n", 4);
 	put_string(at("empty.txt"), "");
 	put_string(at("b.jsonl"), "{\"text\":\"one\"}\n\n  \t\r\n"
 			"{\"id\":99999999999999999999999,\"text\":\"\\u00e9\\n\\u0000\\ud83d\\ude00\"}\r\n"
 			"{\"text\":\"\"}\n{\"text\":\"last\",\"text2\":[1,{}]}");
 	char a[PATH_LEN], b[PATH_LEN], e[PATH_LEN], big[PATH_LEN];
 	strcpy(a, at("a.txt")), strcpy(b, at("b.jsonl")), strcpy(e, at("empty.txt")), strcpy(big, at("big.txt"));
-	static const char both[] = "h\0\xff\n|one|\xc3\xa9\n\0\xf0\x9f\x98\x80|last|";
+	static const char both[] = "h\1\xff\n|one|\xc3\xa9\n\0\xf0\x9f\x98\x80|last|";
 	check_tokens(3, (char *[]){a, e, b}, both, sizeof both - 1, 4);
-	check_tokens(1, (char *[]){a}, "h\0\xff\n|", 5, 1); /* replaces */
+	check_tokens(1, (char *[]){a}, "h\1\xff\n|", 5, 1); /* replaces */
 
 	/* Longer than a sequence: 0, 1 and 2 cuts, at the cut and beside it. */
 	static const int sizes[] = {SEQUENCE_MAX - 1, SEQUENCE_MAX, SEQUENCE_MAX + 1, 2 * SEQUENCE_MAX,
@@ -208,7 +208,7 @@ static void tokenize_good(void **state)
 		for (int k = 0; k < n; k++)
 			text[k] = 'a' + k % 26;
 		put_file(big, text, n);
-		memcpy(text + n, "|h\0\xff\n|", 6);
+		memcpy(text + n, "|h\1\xff\n|", 6);
 		check_tokens(2, (char *[]){big, a}, text, n + 6, 2);
 		free(text);
 		size_t size;

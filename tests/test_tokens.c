@@ -782,7 +782,7 @@ static void packed_documents(void **state)
 	struct data_options o;
 	struct blend b;
 	struct trainer_state s = {0};
-	assert_int_equal(data_options_init(&o, &c), 0);
+	assert_int_equal(data_options_init(&o, &c, c.data.tokenizer), 0);
 	assert_int_equal(blend_open(&b, &c, &o), 0);
 	blend_begin(&b, &c, &s);
 	const int64_t windows = count_windows(&b.files[0], PACKED_L);
@@ -845,7 +845,7 @@ static void packed_edges(void **state)
 	struct tokens t;
 	int32_t input[PACKED_L], target[PACKED_L], document[PACKED_L];
 	int seen[5 * PACKED_L + PACKED_L * 2] = {0};
-	assert_int_equal(data_options_init(&o, &c), 0);
+	assert_int_equal(data_options_init(&o, &c, c.data.tokenizer), 0);
 	put_documents(length, COUNT(length));
 	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
 	/* one; one and a rest of 1; three and a rest of 9; 4; 1; and L - 1, which takes a rest of 1: 7 windows */

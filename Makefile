@@ -20,22 +20,23 @@ WARNINGS := -Wall -Wextra -Wshadow -Werror -Wno-pass-failed
 MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null)
 MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
 COMMON := -std=c11 -g -I. -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lz -lm
+LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lzstd -lz -lm
 
 # What is not installed, of the packages that pkg-config knows. Empty when all is there; `make MISSING=` goes on without them.
 missing = $(shell for p in $(1); do pkg-config --exists $$p 2>/dev/null || echo $$p; done)
-MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib)
+MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib libzstd)
 MISSING_FOR_TESTS := $(call missing,cmocka)
 
 # Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight
 # comparisons need; `sanitize`, in which bad input, leaks and short runs are tested; and `fuzz`. The last two have blocks so small that
-# a small file has many.
+# a small file has many; in `sanitize` a rank that waits also says so soon.
 BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
 DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
-SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS)
+SHORT_WAITS := -DNOTICE_SECONDS=0.5 -DREPORT_SECONDS=2
+SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS) $(SHORT_WAITS)
 FUZZ_FLAGS := $(COMMON) -O1 $(SANITIZERS) -fsanitize=fuzzer-no-link -DTEXT_BLOCK=64 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=16
 CLANG_FLAGS := $(COMMON) $(SMALL_BLOCKS) -fsyntax-only
 
@@ -102,9 +103,9 @@ RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
 DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double)
 SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
-TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double)
+TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double log_files.so)
 # What tests/run.sh runs, the longest first. The number behind a colon is of cores.
-LONG_TESTS := tests/test_parallel.sh:8 tests/test_plan.sh:4 tests/test_cli.sh tests/test_generate.sh tests/test_convert.sh tests/test_tasks.sh
+LONG_TESTS := tests/test_parallel.sh:8 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_cli.sh tests/test_generate.sh tests/test_convert.sh tests/test_tasks.sh
 SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
 
 $(RELEASE_TESTS) $(addprefix $(BUILD)/,test_parallel compare_checkpoints): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)
@@ -121,6 +122,10 @@ $(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)
 
 $(BUILD)/ling_double: $(BUILD)/double/commands/main.o $(DOUBLE)
 	$(CC) $(DOUBLE_FLAGS) $^ -o $@ $(LIBS)
+
+$(BUILD)/log_files.so: tests/log_files.c
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -g $(WARNINGS) -shared -fPIC $< -o $@ -ldl
 
 deps:
 	scripts/install-deps.sh

@@ -18,7 +18,8 @@
  * id, whether the index is sound) is kept in the manifest, and is valid as long as the files have the sizes and times
  * of modification that the manifest names. Without a valid manifest the pass is made, and a manifest is written if the
  * folder can be written to. One that `ling tokenize` wrote also says what the file must be (the checksum of the ids,
- * for example): if the file has changed since, it must still be that, or it is refused.
+ * for example): if the file has changed since, it must still be that, or it is refused. Only packing documents into
+ * windows reads the whole index each time.
  */
 #define _GNU_SOURCE
 #include "data.h"
@@ -232,7 +233,7 @@ struct piece { int64_t begin; int32_t length; };
 struct packed {
 	int64_t num_pieces, num_windows;
 	struct piece *piece;         /* [num_pieces] the longest first, those of the same length in the file's order */
-	int64_t *longer;             /* [L + 1] how many pieces are longer than l: piece[longer[l]] is the first of length l */
+	int64_t *longer;             /* [L + 1] how many are longer than l: piece[longer[l]] is the first of length l */
 	int64_t *first;              /* [num_windows + 1] window w has the places first[w] .. first[w + 1] - 1 */
 	int64_t *place;              /* [num_pieces] which piece is in each place */
 };
@@ -948,8 +949,8 @@ static int64_t collect_pieces(const struct tokens *t, int64_t L, struct piece *p
 	return n;
 }
 
-/* Best fit: window [n] gets the window of each piece, the longest first. Windows are numbered as they are begun. Returns
- * their number, or -1. Among windows with the same room the one that was used last is taken. */
+/* Best fit: window [n] gets the window of each piece, the longest first. Windows are numbered as they are begun.
+ * Returns their number, or -1. Among windows with the same room the one that was used last is taken. */
 static int64_t best_fit(const struct piece *piece, int64_t n, int64_t L, int64_t *window)
 {
 	const int64_t words = L / 64 + 1;
@@ -1183,8 +1184,8 @@ int open_data(struct tokens *t, const struct data_source *source, const struct d
 	t->document_mask = o->document_mask || packed;
 	int rc = 0;
 	if (packed && t->format != MEGATRON)
-		rc = fail("%s: has no index that tells where documents begin, so they cannot be packed; expected PREFIX.bin and "
-				"PREFIX.idx, as `ling tokenize` writes them; or set packing to windows", path);
+		rc = fail("%s: has no index that tells where documents begin, so they cannot be packed; expected PREFIX.bin "
+				"and PREFIX.idx, as `ling tokenize` writes them; or set packing to windows", path);
 	else if (packed && packing_make(t, L) < 0)
 		rc = -1;
 	else if (packed && count_windows(t, L) == 0)
@@ -1274,8 +1275,8 @@ static int check_blend(const struct blend *b, const struct trainer_state *now, c
 				b->files[i].path, 100 * found->share / SHARES_TOTAL, dir, 100 * expected->share / SHARES_TOTAL);
 	else if (found->tokens == expected->tokens && found->crc32 == expected->crc32 &&
 			(!found->packed_windows || !expected->packed_windows))
-		snprintf(what, sizeof what, "data.train: the documents of %s are %s windows; the run of %s is with data.packing "
-				"%s", b->files[i].path, found->packed_windows ? "packed into" : "read in consecutive", dir,
+		snprintf(what, sizeof what, "data.train: the documents of %s are %s windows; the run of %s is with "
+				"data.packing %s", b->files[i].path, found->packed_windows ? "packed into" : "read in consecutive", dir,
 				expected->packed_windows ? "documents" : "windows");
 	else if (found->tokens == expected->tokens && found->crc32 == expected->crc32)
 		snprintf(what, sizeof what, "data.train: %s has other documents (%lld windows) than the run of %s was started "

@@ -30,7 +30,7 @@
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
  *     engine                   generation: key-value caches, batches, sampling
- *     match                    what a pattern finds in a reply
+ *     match                    what a pattern finds in a reply; numbers and punctuation in it
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG

@@ -159,6 +159,10 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	struct task_result *result = NULL;
 	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
+	for (const struct task *t = tasks.task; rc == 0 && first && t < tasks.task + tasks.count; t++)
+		if (t->examples.count && !*t->examples.data)
+			fprintf(stderr, "note: task %s takes its examples from %s, the samples that it scores; name others with "
+					"examples.data, or that file itself\n", t->name, t->data);
 	struct tokenizer *tokenizer = rc == 0 ? tokenizer_of_model(dir, o->tokenizer) : NULL;
 	if (tokenizer && (end_ids_read(&ends, dir) < 0 || end_ids_read(&chat_ends, dir) < 0 ||
 			chat_form_choose(tokenizer, o->chat_form) < 0))

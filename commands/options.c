@@ -185,7 +185,8 @@ void command_line_read(struct command_line *line, const struct command *command,
 	line->given = allocate(n * sizeof *line->given);
 	for (int i = 0; i < n; i++) {
 		const struct command_option *o = &command->options[i];
-		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument, .doc = option_help(o)};
+		table[i] = (struct argp_option){.name = o->name, .key = FIRST_KEY + i, .arg = o->argument,
+				.doc = option_help(o)};
 		const bool suits = !o->initial || set_option(o, line->options, o->initial);
 		assert(suits);
 		(void)suits;

@@ -49,7 +49,8 @@ static int fail_sample(const struct task *t, const struct sample *s, const char 
 	va_start(args, format);
 	vsnprintf(text, sizeof text, format, args);
 	va_end(args);
-	return fail("%s:%lld: task %s: %s", t->data, (long long)s->line, t->name, text);
+	return fail("%s:%s%lld: task %s: %s", t->data, t->samples.one_value ? " record " : "", (long long)s->line, t->name,
+			text);
 }
 
 /* Memory of zeros for n elements, a number that the sizes of the task decide. NULL, with the error set, when there is
@@ -64,8 +65,8 @@ static void *task_memory(const struct task *t, const char *what, int64_t n, size
 
 /* ------------------------------------------------------------------------------- samples as tokens */
 
-/* chosen[examples.count] = the examples of sample i. They are drawn at random, by the seed and i alone, and none has
- * the same prompt and target as the sample itself. */
+/* chosen[examples.count] = the examples of sample i: the first ones, or drawn at random, by the seed and i alone. None
+ * has the same prompt and target as the sample itself. */
 static int choose_examples(const struct task *t, int64_t i, const struct sample **chosen)
 {
 	const struct samples *pool = t->pool.count ? &t->pool : &t->samples;
@@ -73,7 +74,8 @@ static int choose_examples(const struct task *t, int64_t i, const struct sample 
 	const struct random_stream order = {.seed = t->examples.seed, .purpose = RANDOM_EXAMPLES, .step = (uint32_t)i};
 	int n = 0;
 	for (int64_t j = 0; j < pool->count && n < t->examples.count; j++) {
-		const struct sample *s = &pool->sample[random_permute(j, pool->count, &order)];
+		const bool first = t->examples.choose == CHOOSE_FIRST;
+		const struct sample *s = &pool->sample[first ? j : (int64_t)random_permute(j, pool->count, &order)];
 		if (!same_text(&s->prompt, &own->prompt) || !same_text(&s->target, &own->target))
 			chosen[n++] = s;
 	}
@@ -83,31 +85,50 @@ static int choose_examples(const struct task *t, int64_t i, const struct sample 
 	return 0;
 }
 
-/* The ids of the context of sample i: its examples and its prompt. Without the chat form, also their text. */
+/* The ids of the context of sample i: the text of examples.text, its examples and its prompt. Without the chat form,
+ * also their text. */
 static int encode_context(const struct task *t, int64_t i, struct encoder *e, struct text *text, struct ids *out)
 {
 	const int n = t->examples.count;
 	const struct sample **example = allocate((n + 1) * sizeof *example);
-	struct message *message = allocate((2 * n + 1) * sizeof *message);
-	int rc = choose_examples(t, i, example);
+	struct message *message = allocate((2 * n + 2) * sizeof *message);
+	int messages = 0, rc = choose_examples(t, i, example);
+	if (rc == 0 && t->examples.text) {
+		message[messages++] = (struct message){"system", t->examples.text, strlen(t->examples.text), false};
+		text_append_string(text, t->examples.text);
+		text_append_string(text, t->separator);
+	}
 	if (rc == 0) {
 		example[n] = &t->samples.sample[i];
 		for (int j = 0; j <= n; j++) {
 			const struct sample *s = example[j];
-			message[2 * j] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size, false};
+			message[messages++] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size, false};
 			text_append(text, s->prompt.data, s->prompt.size);
 			if (j == n)
 				break;
-			message[2 * j + 1] = (struct message){"assistant", text_bytes(&s->target), s->target.size, false};
+			message[messages++] = (struct message){"assistant", text_bytes(&s->target), s->target.size, false};
 			text_append(text, s->target.data, s->target.size);
 			text_append(text, t->separator, strlen(t->separator));
 		}
-		rc = t->chat ? chat_encode(e, message, 2 * n + 1, true, out, NULL)
+		rc = t->chat ? chat_encode(e, message, messages, true, out, NULL)
 				: encode(e, text_bytes(text), text->size, true, out);
 	}
 	free(example);
 	free(message);
 	return rc;
+}
+
+/* Keeps the text of the last context: `text`, from which `context` is encoded; in chat form, and where the first `cut`
+ * of these tokens were cut, what the tokens stand for. */
+static void keep_text(struct task_work *w, const struct text *text, const struct ids *context, int64_t cut)
+{
+	struct task_context *x = &w->contexts[w->num_contexts - 1];
+	x->text = (int64_t)w->texts.size;
+	if (!w->task->chat && !cut)
+		text_append(&w->texts, text_bytes(text), text->size);
+	for (int64_t i = cut; i < context->count && (w->task->chat || cut); i++)
+		tokenizer_decode(w->tokenizer, context->id[i], true, &w->texts);
+	x->text_size = (int64_t)w->texts.size - x->text;
 }
 
 /* The ids of a context, given as text and as ids, and an option after it. The two are encoded as one text, so tokens
@@ -156,10 +177,10 @@ static int begin_token(const struct task_work *w, const struct sample *s, int32_
 	return 0;
 }
 
-/* Adds sample i, a question: `context` are the ids of its context encoded alone, full[n] those of the context and each
- * option. The ids of an option are those of full[c] from where it first differs from `context`. */
-static int add_question(struct task_work *w, int64_t i, const struct ids *context, const struct ids *full, int n,
-		int64_t L)
+/* Adds sample i, a question: `context` are the ids of its context, `text`, encoded alone, full[n] those of the context
+ * and each option. The ids of an option are those of full[c] from where it first differs from `context`. */
+static int add_question(struct task_work *w, int64_t i, const struct text *text, const struct ids *context,
+		const struct ids *full, int n, int64_t L)
 {
 	const struct sample *s = &w->task->samples.sample[i];
 	int64_t first = INT64_MAX, longest = 0; /* the first place of a scored id; ids of the longest sequence */
@@ -186,6 +207,7 @@ static int add_question(struct task_work *w, int64_t i, const struct ids *contex
 	struct task_context *x = add_context(w, i);
 	x->cut = cut > 0;
 	x->num_tokens = shared + bare - cut;
+	keep_text(w, text, context, cut);
 	if (bare)
 		append_id(&w->ids, begin);
 	append_ids(&w->ids, full[0].id + cut, shared - cut);
@@ -208,7 +230,7 @@ static int encode_question(struct task_work *w, int64_t i, struct encoder *e, in
 	for (int c = 0; c < s->num_choices && rc == 0; c++)
 		rc = encode_option(t, &s->choice[c], e, &text, &context, &full[c]);
 	if (rc == 0)
-		rc = add_question(w, i, &context, full, s->num_choices, L);
+		rc = add_question(w, i, &text, &context, full, s->num_choices, L);
 	for (int c = 0; c < s->num_choices; c++)
 		free(full[c].id);
 	free(full);
@@ -258,6 +280,7 @@ static int encode_prompt(struct task_work *w, int64_t i, struct encoder *e, int6
 		const int64_t room = L - w->task->max_tokens, cut = context.count > room ? context.count - room : 0;
 		x->cut = cut > 0;
 		x->num_tokens = context.count - cut;
+		keep_text(w, &text, &context, cut);
 		append_ids(&w->ids, context.id + cut, x->num_tokens);
 		if (x->num_tokens + w->task->max_tokens > w->longest)
 			w->longest = x->num_tokens + w->task->max_tokens;
@@ -303,6 +326,7 @@ int task_encode(struct task_work *w, const struct task *task, const struct token
 void task_work_free(struct task_work *w)
 {
 	free(w->ids.id);
+	free(w->texts.data);
 	free(w->contexts);
 	free(w->continuations);
 	free(w->log_likelihood);
@@ -570,12 +594,30 @@ static int best_option(const double *score, int n, int64_t *ties)
 	return best;
 }
 
+/* The text of a context, which task_work keeps. */
+static struct text context_text(const struct task_work *w, const struct task_context *x)
+{
+	return (struct text){w->texts.data ? w->texts.data + x->text : NULL, (size_t)x->text_size, 0};
+}
+
+/* The characters of an option without the white space that it begins with: what lm-evaluation-harness calls a choice,
+ * without its target_delimiter. At least 1. */
+static size_t count_characters(const struct text *t)
+{
+	size_t n = 0, i = 0;
+	while (i < t->size && (t->data[i] == ' ' || (t->data[i] >= '\t' && t->data[i] <= '\r')))
+		i++;
+	for (; i < t->size; i++)
+		n += ((uint8_t)t->data[i] & 0xc0) != 0x80;
+	return n ? n : 1;
+}
+
 /* The result of a question. Adds 1 to right[k] where the prediction of accuracy k is right. */
 static void question_result(const struct task_work *w, const struct task_context *x, struct task_result *result,
 		struct results *results, int64_t right[NUM_ACCURACIES])
 {
 	const struct sample *s = &w->task->samples.sample[x->sample];
-	struct sample_result r = {.sample = s, .cut = x->cut};
+	struct sample_result r = {.sample = s, .context = context_text(w, x), .cut = x->cut};
 	struct scored_tokens *option = allocate(s->num_choices * sizeof *option);
 	double *score = allocate(s->num_choices * sizeof *score);
 	struct ids ids = {0}; /* the scored ids of all options */
@@ -592,7 +634,8 @@ static void question_result(const struct task_work *w, const struct task_context
 	for (int k = 0; k < NUM_ACCURACIES; k++) {
 		for (int i = 0; i < s->num_choices; i++) {
 			const size_t units = k == ACCURACY_BYTES ? s->choice[i].size
-					: k == ACCURACY_TOKENS ? (size_t)option[i].num_tokens : 1;
+					: k == ACCURACY_TOKENS ? (size_t)option[i].num_tokens
+					: k == ACCURACY_CHARACTERS ? count_characters(&s->choice[i]) : 1;
 			score[i] = option[i].log_likelihood / units;
 		}
 		r.prediction[k] = best_option(score, s->num_choices, &result->ties[k]);
@@ -672,7 +715,8 @@ static void reply_result(const struct task_work *w, const struct task_context *x
 		struct results *results, int64_t *right)
 {
 	const double *reply = w->reply + (x - w->contexts) * (1 + w->task->max_tokens);
-	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .cut = x->cut};
+	struct sample_result r = {.sample = &w->task->samples.sample[x->sample], .context = context_text(w, x),
+		.cut = x->cut};
 	struct ids ids = {0};
 	for (int i = 0; i < reply[0]; i++) {
 		append_id(&ids, (int32_t)reply[1 + i]);
@@ -692,7 +736,7 @@ static void reply_result(const struct task_work *w, const struct task_context *x
 
 void task_score(struct task_work *w, struct task_result *result, struct results *results)
 {
-	static const char *const names[NUM_ACCURACIES] = {"accuracy", "accuracy_bytes", "accuracy_tokens"};
+	static const char *const names[NUM_ACCURACIES] = {"accuracy", "accuracy_bytes", "accuracy_tokens", "acc_norm"};
 	const bool choice = w->task->type == TASK_MULTIPLE_CHOICE;
 	int64_t right[NUM_ACCURACIES] = {0};
 	*result = (struct task_result){.task = w->task};

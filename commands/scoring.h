@@ -25,6 +25,7 @@ struct task_context {
 	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. Exact match: the prompt */
 	int64_t first_continuation;  /* in task_work.continuations */
 	int num_continuations;       /* exact match: 0 */
+	int64_t text, text_size;     /* in task_work.texts: of the context, but for what was cut; not of perplexity */
 	bool cut;                    /* lost its first tokens to fit into the window; perplexity: one of several windows */
 };
 struct task_continuation {
@@ -36,6 +37,7 @@ struct task_work {             /* a task as tokens, and what the model made of i
 	const struct tokenizer *tokenizer;
 	const struct ids *ends;      /* see struct generation_config; set before task_run, or NULL */
 	struct ids ids;              /* of all contexts and continuations */
+	struct text texts;           /* of all contexts */
 	struct task_context *contexts;           /* [num_contexts] in the order of the samples */
 	struct task_continuation *continuations; /* [num_continuations] */
 	int64_t num_contexts, num_continuations;

@@ -16,11 +16,14 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #define TASK_KEY(...) KEY_OF(struct task, __VA_ARGS__)
 
 static const char *const task_types[] = {"multiple_choice", "perplexity", "exact_match", NULL};
-static const char *const answer_forms[] = {"index", "number", "letter", "text", NULL};
+static const char *const answer_forms[] = {"index", "number", "letter", "text", "label", NULL};
+static const char *const on_null_names[] = {"error", "empty", "skip", NULL};
+static const char *const choose_names[] = {"random", "first", NULL};
 static const char *const match_names[] = {"first", "last", NULL};
 
 /* Flags of keys that only tasks of these types have. */
@@ -30,8 +33,15 @@ enum { OF_CHOICE = OWN_FLAG, OF_PERPLEXITY = OWN_FLAG << 1, OF_MATCH = OWN_FLAG 
 static const struct key task_keys[] = {
 	TASK_KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what the results call it"),
 	TASK_KEY(type, T_ENUM, 0, 0, NEEDED, NULL, "how it is scored", .names = task_types),
-	TASK_KEY(data, T_TEXT, 0, 0, NEEDED, NULL, "JSON lines, one sample each; the path begins at the task file"),
+	TASK_KEY(group, T_TEXT, 0, 0, NONE | OF_CHOICE | OF_MATCH, "off",
+		"a name that several tasks share: the results have their means"),
+	TASK_KEY(data, T_TEXT, 0, 0, NEEDED, NULL,
+		"JSON lines, one sample each, or one JSON array of samples; the path begins at the task file"),
+	TASK_KEY(field, T_STRING, 0, 0, NONE, "off", "where data are one JSON object: its field that holds the array"),
 	TASK_KEY(limit, T_INT64, 0, 1e12, NONE, "off", "score only this many first samples"),
+	TASK_KEY(on_null, T_ENUM, 0, 0, 0, "error",
+		"a null in a template: an error, or empty text; or skip: leave the sample out, also for a null answer",
+		.names = on_null_names),
 	TASK_KEY(text, T_STRING, 0, 0, OF_PERPLEXITY, "{text}", "template of the document"),
 	TASK_KEY(stride, T_INT64, 0, 1e9, NONE | OF_PERPLEXITY, "off",
 		"tokens that each window after the first scores; off: all of the window"),
@@ -42,8 +52,10 @@ static const struct key task_keys[] = {
 	TASK_KEY(answer, T_STRING, 0, 0, REQUIRED | OF_CHOICE | OF_MATCH, NULL,
 		"the field that holds the right option; or the right answer, or a list of right ones"),
 	TASK_KEY(answer_form, T_ENUM, 0, 0, OF_CHOICE, "index",
-		"how it says which: index from 0, number from 1, letter from A, or the option's text",
+		"how it says which: index from 0, number from 1, letter from A, the option's text, or its label",
 		.names = answer_forms),
+	TASK_KEY(labels, T_STRING, 0, 0, NONE | OF_CHOICE, "off",
+		"the field that holds the list of labels; or a template of an option's label, such as {option.label}"),
 	TASK_KEY(target, T_STRING, 0, 0, NONE | OF_MATCH, "off",
 		"template of the reply in an example; off: the first right answer"),
 	TASK_KEY(max_tokens, T_INT, 1, 1e6, OF_MATCH, "256", "longest reply"),
@@ -55,10 +67,18 @@ static const struct key task_keys[] = {
 	SECTION("normalize", OF_MATCH, "how reply and answers are made plain before they are compared"),
 	TASK_KEY(normalize.strip, T_BOOL, 0, 1, 0, "true", "without white space at both ends"),
 	TASK_KEY(normalize.lowercase, T_BOOL, 0, 1, 0, "false", "ASCII letters small"),
-	TASK_KEY(normalize.punctuation, T_BOOL, 0, 1, 0, "true", "with punctuation; false: ASCII punctuation is left out"),
-	SECTION("examples", NONE | OF_CHOICE | OF_MATCH, "solved samples in front of the prompt"),
-	TASK_KEY(examples.count, T_INT, 1, 1000, NEEDED, NULL, "how many"),
-	TASK_KEY(examples.data, T_TEXT, 0, 0, NONE, "off", "JSON lines to choose them from; off: the task's data"),
+	TASK_KEY(normalize.punctuation, T_BOOL, 0, 1, 0, "true",
+		"with punctuation; false: without ASCII punctuation that is no part of a number"),
+	TASK_KEY(normalize.number, T_BOOL, 0, 1, 0, "false", "a number in its plain form: $1,003.50 is 1003.5"),
+	TASK_KEY(normalize.ignore, T_STRINGS, 0, 0, NONE, "off", "PCRE2 patterns of text that is left out, first of all"),
+	SECTION("examples", NONE | OF_CHOICE | OF_MATCH, "solved samples, or a fixed text, in front of the prompt"),
+	TASK_KEY(examples.count, T_INT, 1, 1000, NONE, "off", "how many"),
+	TASK_KEY(examples.text, T_STRING, 0, 0, NONE, "off",
+		"a text in front of them, or instead, as it is; with chat: the system's message"),
+	TASK_KEY(examples.choose, T_ENUM, 0, 0, 0, "random",
+		"random: others for each sample; first: the first ones", .names = choose_names),
+	TASK_KEY(examples.data, T_TEXT, 0, 0, NONE, "off",
+		"data to choose them from, in the form of the task's own; off: these, which is told"),
 	TASK_KEY(examples.seed, T_UINT64, 0, 18446744073709551615.0, 0, "1", "of the choice"),
 	TASK_KEY(separator, T_STRING, 0, 0, OF_CHOICE | OF_MATCH, "\n\n", "text between examples and before the prompt"),
 	TASK_KEY(chat, T_BOOL, 0, 1, OF_CHOICE | OF_MATCH, "false",
@@ -99,11 +119,17 @@ static bool next_part(const char **at, struct template_part *p, const char **wro
 	return true;
 }
 
-/* Appends the value of a field, a string, a number, true or false. Anything else, and a field that is missing (NULL),
- * is an error, which begins with `where` and names the field. */
-static int value_append(const json_t *value, const char *field, size_t n, const char *where, struct text *out)
+/* What value_append and those that call it return for a null where on_null is skip. */
+enum { SKIPPED = 1 };
+
+/* Appends the value of a field, a string, a number, true or false; null as on_null says. Anything else, and a field
+ * that is missing (NULL), is an error, which begins with `where` and names the field. Returns 0, SKIPPED or -1. */
+static int value_append(const json_t *value, const char *field, size_t n, enum on_null on_null, const char *where,
+		struct text *out)
 {
 	char number[40];
+	if (json_is_null(value) && on_null != NULL_ERROR)
+		return on_null == NULL_SKIP ? SKIPPED : 0;
 	if (json_is_string(value)) {
 		text_append(out, json_string_value(value), json_string_length(value));
 		return 0;
@@ -119,16 +145,17 @@ static int value_append(const json_t *value, const char *field, size_t n, const 
 	} else if (json_is_boolean(value))
 		strcpy(number, json_is_true(value) ? "true" : "false");
 	else
-		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false", where,
-				n < 100 ? (int)n : 100, field, json_kind(value));
+		return fail("%s: the field `%.*s` is %s; expected a string, a number, true or false%s", where,
+				n < 100 ? (int)n : 100, field, json_kind(value),
+				json_is_null(value) ? " (on_null: empty or skip allows null)" : "");
 	text_append(out, number, strlen(number));
 	return 0;
 }
 
 /* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the
- * list of options, {option} is the item and {option.x} a field of it. */
-static int template_append(const char *template, const json_t *sample, const json_t *item, const char *where,
-		struct text *out)
+ * list of options, {option} is the item and {option.x} a field of it. Returns 0, SKIPPED or -1. */
+static int template_append(const char *template, const json_t *sample, const json_t *item, enum on_null on_null,
+		const char *where, struct text *out)
 {
 	static const char option[] = "option";
 	const size_t length = sizeof option - 1;
@@ -146,8 +173,9 @@ static int template_append(const char *template, const json_t *sample, const jso
 			value = item;
 		else
 			value = json_at_part(item, p.field + length + 1, p.field_size - length - 1);
-		if (value_append(value, p.field, p.field_size, where, out) < 0)
-			return -1;
+		const int rc = value_append(value, p.field, p.field_size, on_null, where, out);
+		if (rc != 0)
+			return rc;
 	}
 	return 0;
 }
@@ -169,16 +197,19 @@ static void strip(const struct text *t, size_t *begin, size_t *end)
 		--*end;
 }
 
-/* Normalizes a text in place, as the keys under normalize say: punctuation, letters, then white space at the ends. */
+/* Normalizes a text in place, as the keys under normalize say: what is to be ignored, punctuation, letters, white space
+ * at the ends. What is a number before or after that is only put into its plain form. */
 static void normalize(const struct task *t, struct text *text)
 {
-	size_t n = 0, begin = 0;
-	for (size_t i = 0; i < text->size; i++) {
-		const char c = text->data[i];
-		if (t->normalize.punctuation || !ispunct((uint8_t)c))
-			text->data[n++] = t->normalize.lowercase ? (char)tolower((uint8_t)c) : c;
-	}
-	text->size = n;
+	for (int64_t i = 0; i < t->normalize.ignore.count; i++)
+		pattern_remove(t->normalize.ignore.text[i], text);
+	if (t->normalize.number && plain_number(text))
+		return;
+	if (!t->normalize.punctuation)
+		remove_punctuation(text);
+	for (size_t i = 0; i < text->size && t->normalize.lowercase; i++)
+		text->data[i] = (char)tolower((uint8_t)text->data[i]);
+	size_t begin = 0, n = text->size;
 	if (t->normalize.strip)
 		strip(text, &begin, &n);
 	if (text->data) {
@@ -186,6 +217,8 @@ static void normalize(const struct task *t, struct text *text)
 		text->data[n - begin] = 0;
 	}
 	text->size = n - begin;
+	if (t->normalize.number)
+		plain_number(text);
 }
 
 bool task_reply_is_right(const struct task *t, const struct sample *s, const struct text *reply,
@@ -217,11 +250,11 @@ static int check_template(const struct loader *l, const char *key, const char *t
 	return wrong ? fail_key(l, key, "found %s", wrong) : 0;
 }
 
-/* Fails when the value of a key is not a pattern with a group. NULL is fine. */
-static int check_pattern(const struct loader *l, const char *key, const char *pattern)
+/* Fails when the value of a key is not a pattern, with a group if `group`. NULL is fine. */
+static int check_pattern(const struct loader *l, const char *key, const char *pattern, bool group)
 {
 	char wrong[160];
-	if (pattern && !pattern_check(pattern, wrong))
+	if (pattern && !pattern_check(pattern, group, wrong))
 		return fail_key(l, key, "found a pattern %s", wrong);
 	return 0;
 }
@@ -268,8 +301,23 @@ static int check_task(const struct loader *l, struct task *t, struct place start
 			return -1;
 	if (check_template(l, "prompt", t->prompt) < 0 || check_template(l, "text", t->text) < 0 ||
 			check_template(l, "option", t->option) < 0 || check_template(l, "target", t->target) < 0 ||
-			check_pattern(l, "extract", t->extract) < 0 || check_pattern(l, "extract_answer", t->extract_answer) < 0)
+			check_pattern(l, "extract", t->extract, true) < 0 ||
+			check_pattern(l, "extract_answer", t->extract_answer, true) < 0)
 		return -1;
+	for (int64_t i = 0; i < t->normalize.ignore.count; i++)
+		if (check_pattern(l, "normalize.ignore", t->normalize.ignore.text[i], false) < 0)
+			return -1;
+	if ((t->answer_form == ANSWER_LABEL) != (t->labels != NULL))
+		return fail_key(l, t->labels ? "labels" : "answer_form", t->labels ? "found without answer_form: label"
+				: "found label; expected the key labels beside it, which says where the labels are");
+	if (t->labels && strchr(t->labels, '{') && check_template(l, "labels", t->labels) < 0)
+		return -1;
+	static const char *const of_count[] = {"examples.data", "examples.choose", "examples.seed"};
+	for (int i = 0; i < 3; i++)
+		if (!t->examples.count && key_given(l, of_count[i]))
+			return fail_key(l, of_count[i], "examples.count is missing here, how many to choose");
+	if (t->examples.choose == CHOOSE_FIRST && key_given(l, "examples.seed"))
+		return fail_key(l, "examples.seed", "found beside choose: first, where nothing is random: take it away");
 	return task_path(l, t->data) < 0 || task_path(l, t->examples.data) < 0 ? -1 : 0;
 }
 
@@ -293,6 +341,9 @@ static int check_added_task(const struct loader *l, void *list, void *added, str
 	for (const struct task *other = tasks->task; other < t; other++)
 		if (!strcmp(other->name, t->name))
 			return fail_key(l, "name", "found %s twice; expected each task to have its own", t->name);
+		else if (*t->group && !strcmp(other->group, t->group) && other->type != t->type)
+			return fail_key(l, "group", "found %s, whose task %s is of type %s; expected tasks of one type in a group",
+					t->group, other->name, task_types[other->type]);
 	return 0;
 }
 
@@ -316,21 +367,32 @@ void tasks_print_keys(FILE *out)
 
 /* --------------------------------------------------------------------------------------------------- samples */
 
-/* Sets s->answer from the value of the answer's field. */
-static int find_answer(const struct task *t, const json_t *value, const char *where, struct sample *s)
+/* What a null answer is: only a template can be empty. */
+static enum on_null on_null_answer(const struct task *t)
+{
+	return t->on_null == NULL_SKIP ? NULL_SKIP : NULL_ERROR;
+}
+
+/* Sets s->answer from the value of the answer's field; label [num_choices] are those of the options, where answers are
+ * labels. Returns 0, SKIPPED or -1. */
+static int find_answer(const struct task *t, const json_t *value, const struct text *label, const char *where,
+		struct sample *s)
 {
 	struct text text = {0};
 	size_t begin, end;
-	if (value_append(value, t->answer, strlen(t->answer), where, &text) < 0)
-		return -1;
+	int rc = value_append(value, t->answer, strlen(t->answer), on_null_answer(t), where, &text);
+	if (rc != 0)
+		return rc;
 	strip(&text, &begin, &end);
 	const char *word = text.data ? text.data + begin : "";
 	const size_t n = end - begin;
 	int64_t answer = -1;
-	for (int i = 0; i < s->num_choices && answer < 0 && t->answer_form == ANSWER_TEXT; i++) {
+	const struct text *names = t->answer_form == ANSWER_TEXT ? s->choice
+			: t->answer_form == ANSWER_LABEL ? label : NULL;
+	for (int i = 0; i < s->num_choices && answer < 0 && names; i++) {
 		size_t first, last;
-		strip(&s->choice[i], &first, &last);
-		if (last - first == n && !memcmp(s->choice[i].data + first, word, n))
+		strip(&names[i], &first, &last);
+		if (last - first == n && (!n || !memcmp(names[i].data + first, word, n)))
 			answer = i;
 	}
 	if (t->answer_form == ANSWER_LETTER && n == 1 && isalpha((uint8_t)*word))
@@ -338,28 +400,56 @@ static int find_answer(const struct task *t, const json_t *value, const char *wh
 	if (t->answer_form <= ANSWER_NUMBER && n && n < 10 && strspn(word, "0123456789") == n)
 		answer = atoi(word) - (t->answer_form == ANSWER_NUMBER);
 	s->answer = (int)answer;
-	int rc = 0;
 	if (answer < 0 || answer >= s->num_choices) {
 		char expected[64], shown[64];
 		if (t->answer_form == ANSWER_TEXT)
 			snprintf(expected, sizeof expected, "the text of one of the %d options", s->num_choices);
+		else if (t->answer_form == ANSWER_LABEL)
+			snprintf(expected, sizeof expected, "the label of one of the %d options", s->num_choices);
 		else if (t->answer_form == ANSWER_LETTER)
 			snprintf(expected, sizeof expected, "a letter from A to %c",
 					'A' - 1 + (s->num_choices < 26 ? s->num_choices : 26));
 		else
 			snprintf(expected, sizeof expected, "%d to %d", t->answer_form == ANSWER_NUMBER,
 					s->num_choices - (t->answer_form == ANSWER_INDEX));
-		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s", where, t->answer, printable(shown, word),
-				expected, answer_forms[t->answer_form]);
+		rc = fail("%s: `%s` is \"%s\"; expected %s, as answer_form is %s%s", where, t->answer, printable(shown, word),
+				expected, answer_forms[t->answer_form], t->answer_form == ANSWER_LETTER
+				? " (options with labels of their own: answer_form: label)" : "");
 	}
 	free(text.data);
 	return rc;
 }
 
-/* Sets the options of a sample, which of them is right, and the target. */
+/* label[s->num_choices] = the labels of a sample's options; items: the list that the options come from, or NULL. */
+static int make_labels(const struct task *t, const json_t *object, const json_t *items, const char *where,
+		const struct sample *s, struct text *label)
+{
+	const bool template = strchr(t->labels, '{');
+	const json_t *list = template ? NULL : json_at(object, t->labels);
+	const int n = (int)json_array_size(list);
+	if (!template && (!json_is_array(list) || n != s->num_choices))
+		return fail("%s: the field `%s` is %s of %d; expected the list of the labels of the %d options", where,
+				t->labels, json_kind(list), n, s->num_choices);
+	for (int i = 0; i < s->num_choices; i++) {
+		struct text *own = &label[i];
+		const int rc = template ? template_append(t->labels, object, json_array_get(items, i), NULL_ERROR, where, own)
+				: value_append(json_array_get(list, i), t->labels, strlen(t->labels), NULL_ERROR, where, own);
+		if (rc < 0)
+			return -1;
+		for (const struct text *other = label; other < own; other++)
+			if (own->size == other->size && (!own->size || !memcmp(own->data, other->data, own->size)))
+				return fail("%s: options %d and %d have the same label; expected each to have its own", where,
+						(int)(other - label) + 1, i + 1);
+	}
+	return 0;
+}
+
+/* Sets the options of a sample, which of them is right, and the target. Returns 0, SKIPPED or -1. */
 static int make_options(const struct task *t, const json_t *object, const char *where, struct sample *s)
 {
 	const json_t *list = t->options.list ? NULL : json_at(object, *t->options.text);
+	if (json_is_null(list) && t->on_null == NULL_SKIP)
+		return SKIPPED;
 	if (!t->options.list && !json_is_array(list))
 		return fail("%s: the field `%s` is %s; expected the list of options", where, *t->options.text,
 				json_kind(list));
@@ -369,19 +459,26 @@ static int make_options(const struct task *t, const json_t *object, const char *
 	s->choice = allocate(n * sizeof *s->choice);
 	s->num_choices = (int)n;
 	for (size_t i = 0; i < n; i++) {
-		if (template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i), where,
-				&s->choice[i]) < 0)
-			return -1;
+		const int rc = template_append(list ? t->option : t->options.text[i], object, json_array_get(list, i),
+				t->on_null, where, &s->choice[i]);
+		if (rc != 0)
+			return rc;
 		if (!s->choice[i].size)
 			return fail("%s: option %zu is empty; expected text to score", where, i + 1);
 	}
-	if (find_answer(t, json_at(object, t->answer), where, s) < 0)
-		return -1;
-	text_append(&s->target, s->choice[s->answer].data, s->choice[s->answer].size);
-	return 0;
+	struct text *label = allocate(n * sizeof *label);
+	int rc = t->labels ? make_labels(t, object, list, where, s, label) : 0;
+	if (rc == 0)
+		rc = find_answer(t, json_at(object, t->answer), label, where, s);
+	for (size_t i = 0; i < n; i++)
+		free(label[i].data);
+	free(label);
+	if (rc == 0)
+		text_append(&s->target, s->choice[s->answer].data, s->choice[s->answer].size);
+	return rc;
 }
 
-/* Sets the right answers of a sample, normalized, and the target. */
+/* Sets the right answers of a sample, normalized, and the target. Returns 0, SKIPPED or -1. */
 static int make_answers(const struct task *t, const json_t *object, const char *where, struct sample *s)
 {
 	const json_t *value = json_at(object, t->answer);
@@ -393,8 +490,9 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 	for (int i = 0; i < n; i++) {
 		struct text *answer = &s->choice[i], whole = {0};
 		const json_t *item = json_is_array(value) ? json_array_get(value, i) : value;
-		if (value_append(item, t->answer, strlen(t->answer), where, &whole) < 0)
-			return -1;
+		const int rc = value_append(item, t->answer, strlen(t->answer), on_null_answer(t), where, &whole);
+		if (rc != 0)
+			return rc;
 		if (i == 0 && !t->target)
 			text_append(&s->target, whole.data, whole.size);
 		if (!t->extract_answer) {
@@ -407,54 +505,159 @@ static int make_answers(const struct task *t, const json_t *object, const char *
 		}
 		normalize(t, answer);
 	}
-	return t->target ? template_append(t->target, object, NULL, where, &s->target) : 0;
+	return t->target ? template_append(t->target, object, NULL, t->on_null, where, &s->target) : 0;
 }
 
-/* Adds the sample of a line of JSON lines. */
-static int add_sample(const struct task *t, struct samples *samples, const char *path, int64_t line, const char *json,
-		size_t n)
+static void sample_free(struct sample *s)
 {
-	char where[PATH_LEN + 24];
-	snprintf(where, sizeof where, "%s:%" PRId64, path, line);
-	json_t *object = json_line(where, json, n);
-	if (!object)
-		return -1;
+	for (int i = 0; i < s->num_choices; i++)
+		free(s->choice[i].data);
+	free(s->choice);
+	free(s->prompt.data);
+	free(s->target.data);
+}
+
+/* Adds the sample of a record, number `line` of its file, unless it is to be skipped. */
+static int add_sample(const struct task *t, struct samples *samples, const json_t *object, const char *where,
+		int64_t line)
+{
+	if (!json_is_object(object))
+		return fail("%s: is %s; expected an object", where, json_kind(object));
 	samples->sample = grow(samples->sample, samples->count, &samples->capacity, 1, sizeof *samples->sample);
 	struct sample *s = &samples->sample[samples->count++];
 	*s = (struct sample){.line = line};
-	int rc = template_append(t->type == TASK_PERPLEXITY ? t->text : t->prompt, object, NULL, where, &s->prompt);
+	int rc = template_append(t->type == TASK_PERPLEXITY ? t->text : t->prompt, object, NULL, t->on_null, where,
+			&s->prompt);
 	if (rc == 0 && t->type == TASK_PERPLEXITY && !s->prompt.size)
 		rc = fail("%s: the document is empty; expected text", where);
 	if (rc == 0 && t->type != TASK_PERPLEXITY)
 		rc = t->type == TASK_MULTIPLE_CHOICE ? make_options(t, object, where, s) : make_answers(t, object, where, s);
-	json_decref(object);
+	if (rc == SKIPPED) {
+		sample_free(s);
+		samples->count--, samples->skipped++;
+		return 0;
+	}
 	return rc;
 }
 
-/* Reads up to `limit` samples (0: all) of a JSONL file; blank lines are skipped. */
-static int load_samples(const struct task *t, struct samples *samples, const char *path, int64_t limit)
+/* Adds the sample of the only record of a file. Its error says where samples may be instead. */
+static int add_only_sample(const struct task *t, struct samples *samples, const json_t *object, const char *where)
+{
+	char text[sizeof error_text];
+	const char *key;
+	json_t *member;
+	if (add_sample(t, samples, object, where, 1) == 0)
+		return 0;
+	snprintf(text, sizeof text, "%s", error_text);
+	json_object_foreach((json_t *)object, key, member)
+		if (json_is_object(json_array_get(member, 0)) && (!t->options.text || strcmp(*t->options.text, key) != 0))
+			return fail("%s; if the samples are the array `%s` of this object, write field: %s", text, key, key);
+	return -1;
+}
+
+/* Adds the samples of a file that is one JSON value, up to `limit` (0: all): an array, the array in `field`, or an
+ * object that is the only record. */
+static int add_value(const struct task *t, struct samples *samples, const char *path, const json_t *value,
+		int64_t limit)
+{
+	char where[PATH_LEN + 32];
+	const json_t *list = t->field ? json_at(value, t->field) : value;
+	samples->one_value = true;
+	if (t->field && !json_is_array(list))
+		return fail("%s: the field `%s` is %s; expected the array of samples (task %s: field)", path, t->field,
+				json_kind(list), t->name);
+	if (json_is_object(list))
+		return add_only_sample(t, samples, list, path);
+	const size_t n = json_array_size(list);
+	for (size_t i = 0; i < n && (!limit || samples->count < limit); i++) {
+		snprintf(where, sizeof where, "%s: record %zu", path, i + 1);
+		if (add_sample(t, samples, json_array_get(list, i), where, (int64_t)i + 1) < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* Adds the samples of n bytes of JSON lines, up to `limit` (0: all); blank lines are skipped. */
+static int add_lines(const struct task *t, struct samples *samples, const char *path, const char *text, size_t n,
+		int64_t limit)
+{
+	char where[PATH_LEN + 32];
+	const char *end = text + n;
+	int rc = 0;
+	for (int64_t line = 1; text < end && rc == 0 && (!limit || samples->count < limit); line++) {
+		const char *stop = memchr(text, '\n', end - text);
+		const size_t length = (stop ? stop : end) - text;
+		if (!is_blank_line(text, length)) {
+			snprintf(where, sizeof where, "%s:%" PRId64, path, line);
+			json_t *object = json_line(where, text, length);
+			const bool only = line == 1 && (!stop || is_blank_line(stop, end - stop));
+			rc = !object ? -1 : only ? add_only_sample(t, samples, object, where)
+					: add_sample(t, samples, object, where, line);
+			json_decref(object);
+		}
+		text += length + 1;
+	}
+	return rc;
+}
+
+/* Whether n bytes are no JSON lines: they begin with an array, or their first line holds no whole value. */
+static bool is_one_value(const char *text, size_t n)
+{
+	const char *stop = memchr(text, '\n', n);
+	json_t *first = json_loadb(text, stop ? (size_t)(stop - text) : n, JSON_ALLOW_NUL, NULL);
+	json_decref(first);
+	return *text == '[' || !first;
+}
+
+/* Reads all of a file. */
+static int read_all(const struct task *t, const char *path, struct text *out)
 {
 	FILE *f = fopen(path, "re");
 	if (!f)
 		return fail("%s: cannot open: %s; task %s names it", path, strerror(errno), t->name);
-	char *json = NULL;
-	size_t capacity = 0;
-	ssize_t n = 0;
-	int rc = 0;
-	errno = 0;
-	for (int64_t line = 1; !rc && (!limit || samples->count < limit); line++) {
-		if ((n = getline(&json, &capacity, f)) < 0)
-			break;
-		if (!is_blank_line(json, n))
-			rc = add_sample(t, samples, path, line, json, n);
-		errno = 0;
-	}
-	if (!rc && n < 0 && !feof(f))
-		rc = fail("%s: cannot read: %s", path, strerror(errno));
-	if (!rc && !samples->count)
-		rc = fail("%s: no sample in it; expected JSON lines, one object each, for task %s", path, t->name);
-	free(json);
+	char buffer[1 << 16];
+	for (size_t n; (n = fread(buffer, 1, sizeof buffer, f));)
+		text_append(out, buffer, n);
+	const int rc = ferror(f) ? fail("%s: cannot read: %s", path, strerror(errno)) : 0;
 	fclose(f);
+	return rc;
+}
+
+static bool name_ends(const char *name, const char *ending)
+{
+	const size_t n = strlen(name), length = strlen(ending);
+	return n >= length && !strcasecmp(name + n - length, ending);
+}
+
+/* Reads up to `limit` samples (0: all) of a file of JSON lines, or of one JSON value. */
+static int load_samples(const struct task *t, struct samples *samples, const char *path, int64_t limit)
+{
+	struct text data = {0};
+	int rc = read_all(t, path, &data);
+	size_t begin = data.size >= 3 && !memcmp(data.data, "\xef\xbb\xbf", 3) ? 3 : 0; /* a byte order mark */
+	size_t first = begin;
+	while (first < data.size && is_blank_line(data.data + first, 1))
+		first++;
+	if (rc == 0 && first < data.size) {
+		const char *text = data.data + first;
+		const size_t n = data.size - first;
+		const bool one = t->field || is_one_value(text, n);
+		json_t *value = one ? json_value(path, text, n) : NULL;
+		if (value)
+			rc = add_value(t, samples, path, value, limit);
+		else if (t->field)
+			rc = fail("%s: is no JSON object; expected one, as task %s has the key field", path, t->name);
+		else if (*text == '[' || name_ends(path, ".json"))
+			rc = -1;
+		else
+			rc = add_lines(t, samples, path, data.data + begin, data.size - begin, limit);
+		json_decref(value);
+	}
+	if (!rc && !samples->count)
+		rc = fail(samples->skipped ? "%s: all its samples have a null, and on_null is skip; expected at least one "
+				"sample without, for task %s" : "%s: no sample in it; expected JSON lines, one object each, or a JSON "
+				"array, for task %s", path, t->name);
+	free(data.data);
 	return rc;
 }
 
@@ -479,14 +682,8 @@ int tasks_load(struct tasks *tasks, const char *path)
 
 static void samples_free(struct samples *samples)
 {
-	for (int64_t n = 0; n < samples->count; n++) {
-		struct sample *s = &samples->sample[n];
-		for (int i = 0; i < s->num_choices; i++)
-			free(s->choice[i].data);
-		free(s->choice);
-		free(s->prompt.data);
-		free(s->target.data);
-	}
+	for (int64_t n = 0; n < samples->count; n++)
+		sample_free(&samples->sample[n]);
 	free(samples->sample);
 }
 
@@ -513,7 +710,7 @@ void tasks_free(struct tasks *tasks)
 
 /* --------------------------------------------------------------------------------------------------- results */
 
-static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens"};
+static const char *const accuracy_names[NUM_ACCURACIES] = {"log_likelihood", "bytes", "tokens", "acc_norm"};
 
 enum { RESULT_SAMPLES, RESULT_SUMMARY, NUM_RESULT_FILES };
 struct results { struct new_file file[NUM_RESULT_FILES]; };
@@ -583,6 +780,8 @@ void results_add(struct results *r, const struct task *t, const struct sample_re
 		json_object_set_new(line, "prediction", s->matched ? text_to_json(&s->extracted) : json_null());
 		json_object_set_new(line, "correct", json_boolean(s->correct));
 	}
+	if (t->type != TASK_PERPLEXITY)
+		json_object_set_new(line, "context", text_to_json(&s->context));
 	char *text = json_text(line, JSON_COMPACT);
 	fprintf(r->file[RESULT_SAMPLES].stream, "%s\n", text);
 	free(text);
@@ -602,6 +801,9 @@ static json_t *result_to_json(const struct task_result *result)
 	json_t *json = json_pack("{s:o, s:s, s:o, s:I, s:o}",
 			"name", json_cstring(t->name), "type", task_types[t->type], "data", json_cstring(t->data),
 			"samples", (json_int_t)t->num_samples, "scores", scores);
+	json_object_set_new(json, "skipped", json_integer(t->samples.skipped));
+	if (*t->group)
+		json_object_set_new(json, "group", json_cstring(t->group));
 	if (t->type == TASK_PERPLEXITY) {
 		json_object_set_new(json, "tokens", json_integer(result->tokens));
 		json_object_set_new(json, "words", json_integer(result->words));
@@ -610,6 +812,8 @@ static json_t *result_to_json(const struct task_result *result)
 		return json;
 	}
 	json_object_set_new(json, "examples", json_integer(t->examples.count));
+	if (t->examples.count)
+		json_object_set_new(json, "examples_data", json_cstring(*t->examples.data ? t->examples.data : t->data));
 	json_object_set_new(json, "contexts_cut", json_integer(result->cut));
 	if (t->type == TASK_EXACT_MATCH) {
 		json_object_set_new(json, "unmatched", json_integer(result->unmatched));
@@ -622,15 +826,60 @@ static json_t *result_to_json(const struct task_result *result)
 	return json;
 }
 
+/* The sum of weight * value over the tasks of a group, of their score number i: a mean, as the weights add up to 1.
+ * Samples of different tasks are independent: the variances of the values add up. */
+static json_t *group_mean(const struct task_result *result, int64_t count, const char *group, int i, bool by_sample,
+		int64_t samples, int64_t tasks)
+{
+	double value = 0, variance = 0;
+	for (const struct task_result *r = result; r < result + count; r++) {
+		if (strcmp(r->task->group, group) != 0)
+			continue;
+		const double weight = by_sample ? (double)r->task->num_samples / samples : 1.0 / tasks;
+		value += weight * r->score[i].value;
+		variance += weight * weight * r->score[i].standard_error * r->score[i].standard_error;
+	}
+	return json_pack("{s:f, s:o}", "value", value,
+			"standard_error", isfinite(variance) ? json_real(sqrt(variance)) : json_null());
+}
+
+/* The means of the groups, in the order of their first tasks. */
+static json_t *groups_to_json(const struct task_result *result, int64_t count)
+{
+	json_t *groups = json_array();
+	for (int64_t first = 0; first < count; first++) {
+		const char *group = result[first].task->group;
+		int64_t samples = 0, before = 0;
+		json_t *names = json_array(), *scores = json_object();
+		for (int64_t j = 0; j < count && *group; j++)
+			if (!strcmp(result[j].task->group, group)) {
+				before += j < first;
+				samples += result[j].task->num_samples;
+				json_array_append_new(names, json_cstring(result[j].task->name));
+			}
+		const int64_t tasks = (int64_t)json_array_size(names);
+		for (int i = 0; i < result[first].num_scores && *group; i++)
+			json_object_set_new(scores, result[first].score[i].name, json_pack("{s:o, s:o}",
+					"mean_of_tasks", group_mean(result, count, group, i, false, samples, tasks),
+					"mean_of_samples", group_mean(result, count, group, i, true, samples, tasks)));
+		if (*group && !before)
+			json_array_append_new(groups, json_pack("{s:o, s:O, s:I, s:O}", "name", json_cstring(group), "tasks", names,
+					"samples", (json_int_t)samples, "scores", scores));
+		json_decref(names);
+		json_decref(scores);
+	}
+	return groups;
+}
+
 json_t *results_report(const struct evaluation_facts *facts, const struct task_result *result, int64_t count)
 {
 	json_t *tasks = json_array();
 	for (int64_t i = 0; i < count; i++)
 		json_array_append_new(tasks, result_to_json(&result[i]));
-	return json_pack("{s:o, s:o, s:o, s:I, s:o}",
+	return json_pack("{s:o, s:o, s:o, s:I, s:o, s:o}",
 			"model", json_cstring(facts->model), "tasks_file", json_cstring(facts->tasks),
 			"tokenizer_hash", crc_to_json(facts->tokenizer_hash), "seq_len", (json_int_t)facts->seq_len,
-			"tasks", tasks);
+			"tasks", tasks, "groups", groups_to_json(result, count));
 }
 
 int results_finish(struct results *r, const json_t *report)
@@ -659,6 +908,30 @@ static void print_count(const json_t *task, const char *key, const char *what)
 		printf("  %s: %" JSON_INTEGER_FORMAT "\n", what, n);
 }
 
+/* Prints the means of a group. */
+static void print_group(const json_t *group)
+{
+	static const char *const means[] = {"mean_of_tasks", "mean_of_samples"};
+	static const char *const words[] = {"mean of tasks", "mean of samples"};
+	char name[MAX_NAME * 3], samples[32];
+	for (int i = 0; i < 2; i++) {
+		const char *key;
+		json_t *score;
+		snprintf(name, sizeof name, "%s", json_string_value(json_object_get(group, "name")));
+		snprintf(samples, sizeof samples, "%" JSON_INTEGER_FORMAT,
+				json_integer_value(json_object_get(group, "samples")));
+		const char *type = words[i];
+		json_object_foreach(json_object_get(group, "scores"), key, score) {
+			const json_t *mean = json_object_get(score, means[i]);
+			printf("%-28s %-16s %8s  %-17s", name, type, samples, key);
+			print_number(json_object_get(mean, "value"), 6);
+			print_number(json_object_get(mean, "standard_error"), 3);
+			printf("\n");
+			*name = *samples = 0, type = "";
+		}
+	}
+}
+
 void print_results(const json_t *report)
 {
 	size_t i;
@@ -681,8 +954,12 @@ void print_results(const json_t *report)
 			printf("\n");
 			*name = *type = *samples = 0;
 		}
+		print_count(task, "skipped", "samples skipped, as a field is null");
 		print_count(task, "documents_in_several_windows", "documents in several windows");
 		print_count(task, "contexts_cut", "contexts cut from the left to fit into the window");
 		print_count(task, "unmatched", "replies that the pattern of extract does not match");
 	}
+	const json_t *group;
+	json_array_foreach(json_object_get(report, "groups"), i, group)
+		print_group(group);
 }

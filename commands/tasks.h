@@ -17,31 +17,41 @@
  * keys mean. -- */
 
 enum task_type { TASK_MULTIPLE_CHOICE, TASK_PERPLEXITY, TASK_EXACT_MATCH };
-enum answer_form { ANSWER_INDEX, ANSWER_NUMBER, ANSWER_LETTER, ANSWER_TEXT };
+enum answer_form { ANSWER_INDEX, ANSWER_NUMBER, ANSWER_LETTER, ANSWER_TEXT, ANSWER_LABEL };
+enum on_null { NULL_ERROR, NULL_EMPTY, NULL_SKIP };
+enum choose { CHOOSE_RANDOM, CHOOSE_FIRST };
 enum which_match { MATCH_FIRST, MATCH_LAST };
 
-struct sample {                /* one line of a task's data, its fields put into the templates of the task */
-	int64_t line;                /* its number in the file, from 1 */
+struct sample {                /* a record of a task's data, its fields put into the templates of the task */
+	int64_t line;                /* its line in the file, from 1; see one_value: its record's number */
 	struct text prompt;          /* perplexity: the document */
 	struct text target;          /* what follows the prompt where the sample is an example; perplexity: empty */
 	struct text *choice;         /* [num_choices] the options; exact match: the right answers, normalized */
 	int num_choices;             /* options: 2 to 1000 */
 	int answer;                  /* multiple choice: index of the right option, from 0 */
 };
-struct samples { struct sample *sample; int64_t count; size_t capacity; };
+struct samples {
+	struct sample *sample;       /* [count] */
+	int64_t count;
+	size_t capacity;
+	int64_t skipped;             /* left out because of a null; see on_null */
+	bool one_value;              /* the file is one JSON value, not lines */
+};
 
 struct task {                  /* the values of the keys (task_keys in tasks.c), NULL or 0: off; the samples */
-	char name[MAX_NAME];
+	char name[MAX_NAME], group[MAX_NAME];
 	enum task_type type;
 	char data[PATH_LEN];         /* a path from where ling was started, as the one of examples.data */
+	char *field;
 	int64_t limit;
+	enum on_null on_null;
 	char *prompt, *text, *option, *target, *separator;
 	struct strings options, stop;
-	char *answer, *extract, *extract_answer;
+	char *answer, *labels, *extract, *extract_answer;
 	enum answer_form answer_form;
 	enum which_match match;
-	struct { bool strip, lowercase, punctuation; } normalize;
-	struct { int count; char data[PATH_LEN]; uint64_t seed; } examples;
+	struct { bool strip, lowercase, punctuation, number; struct strings ignore; } normalize;
+	struct { int count; char *text, data[PATH_LEN]; enum choose choose; uint64_t seed; } examples;
 	bool chat;
 	int max_tokens;
 	int64_t stride;
@@ -66,13 +76,16 @@ bool task_reply_is_right(const struct task *t, const struct sample *s, const str
 
 /* -- results -- */
 
-/* What a multiple choice prediction is made by: the log-likelihood, or that over the option's bytes or tokens. */
-enum { ACCURACY_RAW, ACCURACY_BYTES, ACCURACY_TOKENS, NUM_ACCURACIES };
+/* What a multiple choice prediction is made by: the log-likelihood, or that over the option's bytes or tokens, or over
+ * its characters as lm-evaluation-harness counts them for acc_norm. */
+enum { ACCURACY_RAW, ACCURACY_BYTES, ACCURACY_TOKENS, ACCURACY_CHARACTERS, NUM_ACCURACIES };
 
 struct scored_tokens { double log_likelihood; const int32_t *id; int64_t num_tokens; }; /* in nats; id [num_tokens] */
 
 struct sample_result {
 	const struct sample *sample;
+	/* multiple choice, exact match: what the model was given, with examples and after cutting; not of documents */
+	struct text context;
 	bool cut;                    /* the context lost its first tokens; perplexity: the document took several windows */
 	/* [num_choices] the options; perplexity: the document, id NULL; exact match: the reply, log_likelihood 0 */
 	const struct scored_tokens *scored;

@@ -314,8 +314,8 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	return rc;
 }
 
-int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files,
-		char **files, struct tokenized *result)
+int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
+		enum text_format format, int num_files, char **files, struct tokenized *result)
 {
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *name = file_name(prefix);
@@ -331,7 +331,7 @@ int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat
 	if (!t)
 		return -1;
 	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 ||
-			inputs_check(num_files, files, outputs, NUM_OUTPUTS, &total) < 0 ||
+			inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		if (tokenizer_end(t) < 0)
 			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
@@ -341,7 +341,7 @@ int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat
 	}
 
 	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
-	struct input in = {.files = files, .num_files = num_files, .fd = -1,
+	struct input in = {.files = files, .num_files = num_files, .format = format,
 			.progress = progress_start("tokenize", total, 1e-6, "MB")};
 	struct new_file file[NUM_OUTPUTS] = {0};
 	int rc = 0;
@@ -357,14 +357,18 @@ int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat
 	return rc;
 }
 
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
-		struct tokenized *result)
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, enum text_format format,
+		int num_files, char **files, struct tokenized *result)
 {
-	return tokenize_in_form(prefix, tokenizer, NULL, special, num_files, files, result);
+	return tokenize_in_form(prefix, tokenizer, NULL, special, format, num_files, files, result);
 }
+
+static const char *const format_names[] = {"auto", "text", "jsonl", "json", NULL}; /* enum text_format */
+#define FORMAT_HELP "What the files hold: text, jsonl, json (an array of records), or auto (the default): by name"
 
 struct tokenize_options {
 	const char *tokenizer, *chat_form, *out, *decode;
+	int format;
 	bool special_as_text;
 };
 
@@ -374,7 +378,8 @@ static int run_tokenize(const struct command_line *line)
 	struct tokenized t;
 	int rc = 0;
 	if (o->decode)
-		rc = o->out || line->num_words || o->special_as_text ? fail("--decode goes with --tokenizer alone") : 0;
+		rc = o->out || line->num_words || o->special_as_text || o->format ?
+				fail("--decode goes with --tokenizer alone") : 0;
 	else if (!o->out)
 		rc = fail("--out is required");
 	else if (!line->num_words)
@@ -384,8 +389,7 @@ static int run_tokenize(const struct command_line *line)
 	if (o->decode)
 		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 	if (tokenize_in_form(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text,
-			line->num_words,
-			line->words, &t) < 0)
+			o->format, line->num_words, line->words, &t) < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
 			(long long)t.bytes);
@@ -403,20 +407,22 @@ static const struct command_option tokenize_table[] = {
 	TEXT_OPTION(tokenize_options, out, "out", "PREFIX", "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)"),
 	FLAG_OPTION(tokenize_options, special_as_text, "special-as-text",
 			"What looks like a special token in a text is text, and not that token"),
+	CHOICE_OPTION(tokenize_options, format, "format", "FORMAT", format_names, FORMAT_HELP),
 	TEXT_OPTION(tokenize_options, decode, "decode", "PREFIX",
 			"Print the text of a token file instead, special tokens included"),
 };
 
 const struct command tokenize_command = {
 	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
-	.help = "Make a token file from text files and JSON lines (.jsonl: each line has a `text`, or a conversation as "
-		"`messages`, `conversations`, or a `prompt` and its `completion`, of which the loss counts only the assistant's "
-		"replies; docs/training.md has the forms).",
+	.help = "Make a token file from text files and JSON lines, also packed (.gz, .zst); - is the standard input "
+		"(.jsonl or .ndjson, or .json with an array of them: each line has a `text`, or a conversation as "
+		"`messages`, `conversations`, or a `prompt` and its `completion`, of which the loss counts only the "
+		"assistant's replies; docs/training.md has the forms).",
 	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
 };
 
 struct train_tokenizer_options {
-	int vocab_size;
+	int vocab_size, format;
 	const char *out, *pattern;
 	struct strings special;
 };
@@ -425,7 +431,7 @@ static int run_train_tokenizer(const struct command_line *line)
 {
 	const struct train_tokenizer_options *o = line->options;
 	const struct tokenizer_training how = {o->vocab_size, o->pattern, (const char **)o->special.text,
-			(int)o->special.count, line->num_words, line->words};
+			(int)o->special.count, line->num_words, line->words, o->format};
 	struct tokenizer_trained t;
 	if (tokenizer_train(o->out, &how, &t) < 0)
 		return EXIT_WORK_FAILED;
@@ -442,6 +448,7 @@ static const struct command_option train_tokenizer_table[] = {
 	TEXT_OPTION(train_tokenizer_options, out, "out", "FILE", "The tokenizer.json", .required = true),
 	TEXT_OPTION(train_tokenizer_options, pattern, "pattern", "REGEX",
 			"What cuts text into words, beyond which nothing is merged (default: Ling's)"),
+	CHOICE_OPTION(train_tokenizer_options, format, "format", "FORMAT", format_names, FORMAT_HELP),
 	TEXTS_OPTION(train_tokenizer_options, special, "special", "TOKEN",
 			"A special token beside <|endoftext|>, <role> and </role>; may be given several times"),
 };

@@ -6,6 +6,8 @@
 
 #include "commands/command.h"
 
+#include "files/text.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,11 +23,11 @@ struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tok
  * two the loss counts only the assistant's replies; then there is also PREFIX.mask.bin. With `special`, the text of a
  * special token becomes that token, as in Hugging Face's library, but never in messages: a user cannot write a role's
  * tag. A PREFIX.json that is not a manifest is not replaced. Shows progress on stderr. */
-int tokenize_files(const char *prefix, const char *tokenizer, bool special, int num_files, char **files,
-		struct tokenized *result);
+int tokenize_files(const char *prefix, const char *tokenizer, bool special, enum text_format format,
+		int num_files, char **files, struct tokenized *result);
 /* The same with conversations in the named chat form; NULL: in the tokenizer's. */
-int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special, int num_files,
-		char **files, struct tokenized *result);
+int tokenize_in_form(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
+		enum text_format format, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included. tokenizer NULL: the one that the manifest names. */
 int tokens_print(const char *prefix, const char *tokenizer, FILE *out);
 

@@ -683,6 +683,15 @@ json_t *json_line(const char *where, const char *line, size_t n)
 	return root;
 }
 
+json_t *json_value(const char *path, const char *text, size_t n)
+{
+	json_error_t error;
+	json_t *value = parse_json(text, n, JSON_ALLOW_NUL, true, &error);
+	if (!value)
+		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
+	return value;
+}
+
 bool is_blank_line(const char *line, size_t n)
 {
 	size_t i = 0;

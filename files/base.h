@@ -165,14 +165,14 @@ int new_file_publish(struct new_file *file, int rc);
  * abandoned before, it is not part of the new set, and no file has its name. */
 int new_files_publish(struct new_file *files, int n, int rc);
 
-/* Closes the stream, removes the temporary file or directory, and gives up the lock. It may be called at any time, also on a struct that is all
- * zero. */
+/* Closes the stream, removes the temporary file or directory, and gives up the lock. It may be called
+ * at any time, also on a struct that is all zero. */
 void new_file_abandon(struct new_file *file);
 
 /* ------------------------------------------------------------------------------------------------------ JSON */
 
-/* Both parse a JSON object and refuse duplicate keys. An integer beyond 64 bits is no error, since nobody may read
- * that member: tokenizers have a model_max_length of 10^30. NULL on error; the caller owns the result. */
+/* The first two parse a JSON object; all refuse duplicate keys. An integer beyond 64 bits is no error: nobody may
+ * read that member: tokenizers have a model_max_length of 10^30. NULL on error; the caller owns the result. */
 
 /* A file. There, such an integer becomes a real number. */
 json_t *json_read(const char *path);
@@ -180,6 +180,9 @@ json_t *json_read(const char *path);
 /* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the
  * string of its digits, which a template can write as they stand. Strings may hold \u0000. */
 json_t *json_line(const char *where, const char *line, size_t n);
+
+/* Any value of n bytes of text, with the same integers and strings; `path` and a line begin the message. */
+json_t *json_value(const char *path, const char *text, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */
 bool is_blank_line(const char *line, size_t n);

@@ -94,11 +94,11 @@ static const struct key keys[] = {
 		"its directory; none: not known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
-	KEY(data.packing, T_ENUM, 0, 0, FIXED, "auto", "windows: tokens one after the other; documents: whole documents are "
-		"placed into windows, and do not see each other; auto: documents for files with a loss mask, else windows",
+	KEY(data.packing, T_ENUM, 0, 0, FIXED, "auto", "windows: tokens one after the other; documents: whole documents "
+		"are placed into windows, and do not see each other; auto: documents for files with a loss mask, else windows",
 		.names = packing_names),
-	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document; always "
-		"so where documents are packed"),
+	KEY(data.document_mask, T_BOOL, 0, 1, FIXED, "false", "attention and positions begin anew at each document; "
+		"always so where documents are packed"),
 	KEY(data.document_token, T_INT, -1, INT32_MAX, FIXED, "-1", "the id that separates documents where there is no "
 		"index; -1: none"),
 

@@ -16,8 +16,8 @@
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 /* Members that have content and no place in Ling's chat form: of a message, and of the record beside messages. */
-static const char *const no_place[] = {"tools", "functions", "documents", "image", "images", "audio", "audios", "video",
-	"videos"};
+static const char *const no_place[] = {"tools", "functions", "documents", "image", "images", "audio", "audios",
+	"video", "videos"};
 /* The same of a reply. */
 static const char *const no_place_in_reply[] = {"reasoning_content", "reasoning", "thinking", "tool_calls",
 	"function_call", "refusal"};
@@ -212,8 +212,8 @@ static void name_members(const json_t *record, struct text *out)
 		text_append_string(out, " and others");
 }
 
-/* The one of keys [n] that a record has; if it has none that is not null, the one that is null. NULL when there is none,
- * or several. */
+/* The one of keys [n] that a record has; if it has none that is not null, the one that is null. NULL when there is
+ * none, or several. */
 static const char *only_member(const json_t *record, const char *const *keys, size_t n)
 {
 	const char *found = NULL, *null = NULL;
@@ -235,8 +235,8 @@ int record_form(const json_t *record, const char *where, const char *text_field)
 	struct text names = {0};
 	name_members(record, &names);
 	fail("%s: found %s; expected one of a string `%s`, an array `messages` of {\"role\": ..., \"content\": ...}, an "
-			"array `conversations` of {\"from\": ..., \"value\": ...}, and a `prompt` with its `completion`, both strings "
-			"or both arrays of messages", where, names.data, text_field);
+			"array `conversations` of {\"from\": ..., \"value\": ...}, and a `prompt` with its `completion`, both "
+			"strings or both arrays of messages", where, names.data, text_field);
 	free(names.data);
 	return -1;
 }
@@ -270,8 +270,8 @@ int conversation_read(struct conversation *c, const json_t *record, const char *
 	if (!replies)
 		return fail("%s: no message is the assistant's; expected one, for the loss counts only its replies", where);
 	if (!learned)
-		return fail("%s: none of the assistant's messages is learned: each has weight 0, or is in `prompt`; expected one "
-				"that the loss counts, or take this line away", where);
+		return fail("%s: none of the assistant's messages is learned: each has weight 0, or is in `prompt`; expected "
+				"one that the loss counts, or take this line away", where);
 	return check_system(c, where, system);
 }
 
@@ -282,7 +282,8 @@ int conversation_read_prompt(struct conversation *c, const json_t *record, const
 	if (!key) {
 		struct text names = {0};
 		name_members(record, &names);
-		fail("%s: found %s; expected an object with one of `prompt`, `messages` and `conversations`", where, names.data);
+		fail("%s: found %s; expected an object with one of `prompt`, `messages` and `conversations`", where,
+				names.data);
 		free(names.data);
 		return -1;
 	}
@@ -293,8 +294,8 @@ int conversation_read_prompt(struct conversation *c, const json_t *record, const
 	if (list)
 		return read_messages(c, record, where, key) < 0 ? -1 : check_system(c, where, system);
 	if (system && !chat)
-		return fail("%s: found a system text beside a `prompt` that is not in the chat form, which has no place for it; "
-				"expected --chat", where);
+		return fail("%s: found a system text beside a `prompt` that is not in the chat form, which has no place for "
+				"it; expected --chat", where);
 	return field_content(record, where, key, add_message(c, chat ? "user" : NULL));
 }
 

@@ -7,13 +7,13 @@
  *   {"prompt": [messages], "completion": [messages]}                   TRL; the loss counts the completion's replies
  *
  * Messages of both spellings may be in both lists. A `content` or `value` is a string, or a list of parts {"type":
- * "text", "text": ...}, which follow each other with nothing between them. `weight` 0 of a message masks it; `loss` and
- * `train` are the same of other programs. `system` or `system_prompt` beside a conversation is its first message. A
+ * "text", "text": ...}, which follow each other with nothing between them. `weight` 0 of a message masks it; `loss`
+ * and `train` are the same of other programs. `system` or `system_prompt` beside a conversation is its first message. A
  * member that is null is as good as missing, because tables write what a record does not have as null.
  *
  * What has content and no place in Ling's chat form (see no_place in conversation.c), such as `reasoning_content`,
- * `tool_calls` and `tools`, is an error unless it is empty. Members with other names, such as `name` and `tool_call_id`,
- * are not read.
+ * `tool_calls` and `tools`, is an error unless it is empty. Members with other names, such as `name` and
+ * `tool_call_id`, are not read.
  */
 #ifndef LING_FILES_CONVERSATION_H
 #define LING_FILES_CONVERSATION_H
@@ -42,8 +42,8 @@ int record_form(const json_t *record, const char *where, const char *text_field)
 /* Reads the conversation of a record that is to be learned. The loss must count one of its messages. Call
  * conversation_free on error too. */
 int conversation_read(struct conversation *c, const json_t *record, const char *where);
-/* Reads a record that is to be continued: its `messages`, `conversations` or list `prompt`. A `prompt` that is a string
- * is with `chat` a user's message; without, c->messages[0] is that text, and its role is NULL. */
+/* Reads a record that is to be continued: its `messages`, `conversations` or list `prompt`. A `prompt` that is a
+ * string is with `chat` a user's message; without, c->messages[0] is that text, and its role is NULL. */
 int conversation_read_prompt(struct conversation *c, const json_t *record, const char *where, bool chat);
 void conversation_free(struct conversation *c);
 

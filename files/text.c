@@ -17,10 +17,245 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <utf8proc.h>
+#include <zlib.h>
+#include <zstd.h>
 
 #define BLOCKS_AT_ONCE 16      /* blocks in memory for each processor */
+
+/* -- bytes of a file -- */
+
+struct byte_source {
+	const char *path;
+	int fd;
+	int64_t size;                /* of a plain file when it was opened, or -1 */
+	int64_t consumed;            /* bytes read of it */
+	bool ended, between;         /* the file is at its end; between: so is what is packed in it */
+	enum { PLAIN, GZIP, ZSTD } packing;
+	z_stream gzip;
+	ZSTD_DStream *zstd;
+	uint8_t *packed;             /* [PACKED_BLOCK] what has been read of the file */
+	size_t at, count;            /* of `packed`: what is used already, what is there */
+	char *head;                  /* [HEAD_BYTES] the first bytes, unpacked */
+	size_t head_at, head_count;
+};
+enum { PACKED_BLOCK = 1 << 16, HEAD_BYTES = 4096 };
+
+/* Whether a text ends with a suffix, in any case. */
+static bool has_ending(const char *text, size_t n, const char *suffix)
+{
+	const size_t m = strlen(suffix);
+	return n > m && !strncasecmp(text + n - m, suffix, m);
+}
+
+enum text_format text_format(const char *path, enum text_format wanted)
+{
+	static const char *const packings[] = {".gz", ".zst", ".zstd"};
+	size_t n = strlen(path);
+	for (int i = 0; i < 3; i++)
+		if (has_ending(path, n, packings[i])) {
+			n -= strlen(packings[i]);
+			break;
+		}
+	if (wanted != FORMAT_BY_NAME)
+		return wanted;
+	return has_ending(path, n, ".jsonl") || has_ending(path, n, ".ndjson") ? FORMAT_JSONL
+		: has_ending(path, n, ".json") ? FORMAT_JSON : FORMAT_TEXT;
+}
+
+/* Reads more of the file into `packed`. */
+static int fill_packed(struct byte_source *s)
+{
+	if (s->at < s->count || s->ended)
+		return 0;
+	ssize_t n;
+	while ((n = read(s->fd, s->packed, PACKED_BLOCK)) < 0 && errno == EINTR)
+		;
+	if (n < 0)
+		return fail("%s: cannot read: %s", s->path, strerror(errno));
+	s->consumed += n;
+	s->at = 0, s->count = n, s->ended = n == 0;
+	if (s->ended && s->consumed < s->size)
+		return fail("%s: was cut short while it was read: it had %lld bytes, %lld could be read", s->path,
+				(long long)s->size, (long long)s->consumed);
+	return 0;
+}
+
+/* Unpacks up to n bytes. */
+static int64_t unpack(struct byte_source *s, char *out, size_t n)
+{
+	for (;;) {
+		if (fill_packed(s) < 0)
+			return -1;
+		const size_t left = s->count - s->at;
+		if (s->packing == PLAIN) {
+			const size_t size = left < n ? left : n;
+			memcpy(out, s->packed + s->at, size);
+			s->at += size;
+			return size;
+		}
+		if (!left && s->between)
+			return 0;
+		size_t made;
+		const char *wrong = NULL;
+		if (s->packing == GZIP) {
+			if (s->between && inflateReset(&s->gzip) != Z_OK) /* a file may be several, one behind the other */
+				return fail("%s: cannot unpack", s->path);
+			s->gzip.next_in = s->packed + s->at, s->gzip.avail_in = left;
+			s->gzip.next_out = (uint8_t *)out, s->gzip.avail_out = n;
+			const int rc = inflate(&s->gzip, Z_NO_FLUSH);
+			s->at = s->count - s->gzip.avail_in, made = n - s->gzip.avail_out;
+			s->between = rc == Z_STREAM_END;
+			if (rc != Z_OK && rc != Z_STREAM_END && rc != Z_BUF_ERROR)
+				wrong = s->gzip.msg ? s->gzip.msg : "damaged";
+		} else {
+			ZSTD_inBuffer in = {s->packed + s->at, left, 0};
+			ZSTD_outBuffer to = {out, n, 0};
+			const size_t rc = ZSTD_decompressStream(s->zstd, &to, &in);
+			s->at += in.pos, made = to.pos;
+			s->between = rc == 0;
+			if (ZSTD_isError(rc))
+				wrong = ZSTD_getErrorName(rc);
+		}
+		if (wrong)
+			return fail("%s: cannot unpack: %s", s->path, wrong);
+		if (made)
+			return made;
+		if (s->ended && !s->between)
+			return fail("%s: ends in the middle of what is packed; the file was cut short", s->path);
+	}
+}
+
+/* What foreign format bytes begin with, or NULL. */
+static const char *foreign_format(const char *head, size_t n)
+{
+	static const struct { const char *bytes; size_t size; const char *name; } known[] = {
+		{"PAR1", 4, "a Parquet file"}, {"PK\3\4", 4, "a zip archive"}, {"!<arch>\n", 8, "a .deb or ar archive"},
+		{"\xff\xfe", 2, "text in UTF-16"}, {"\xfe\xff", 2, "text in UTF-16"}, {"%PDF-", 5, "a PDF file"},
+		{"\x7f" "ELF", 4, "a program"}, {"\xfd" "7zXZ", 5, "an xz file"}, {"BZh", 3, "a bzip2 file"},
+		{"7z\xbc\xaf", 4, "a 7z archive"}, {"ARROW1", 6, "an Arrow file"}, {"\x89PNG", 4, "a picture"},
+		{"GGUF", 4, "a GGUF model"}, {"SQLite format 3", 15, "an SQLite database"},
+	};
+	for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+		if (n >= known[i].size && !memcmp(head, known[i].bytes, known[i].size))
+			return known[i].name;
+	if (n >= 262 && !memcmp(head + 257, "ustar", 5))
+		return "a tar archive";
+	if (memchr(head, 0, n))
+		return "binary: it has bytes that are 0";
+	size_t bad = 0;
+	utf8proc_int32_t code;
+	for (size_t i = 0; i < n;) {
+		const utf8proc_ssize_t size = utf8proc_iterate((const uint8_t *)head + i, n - i, &code);
+		if (size <= 0 && n - i >= 4)
+			bad++;
+		i += size > 0 ? size : 1;
+	}
+	return bad > n / 4 ? "mostly not UTF-8" : NULL;
+}
+
+/* Replaces what is still to be read, a JSON array of records, by a line for each record. */
+static int array_to_lines(struct byte_source *s)
+{
+	struct text all = {0}, lines = {0};
+	int64_t n = s->head_count - s->head_at;
+	json_error_t error;
+	text_append(&all, s->head + s->head_at, n);
+	while (n > 0 && (n = unpack(s, s->head, HEAD_BYTES)) > 0)
+		text_append(&all, s->head, n);
+	json_t *root = n < 0 ? NULL : json_loadb(all.data, all.size,
+			JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &error);
+	int rc = n < 0 ? -1 : 0;
+	if (rc == 0 && !root)
+		rc = fail("%s: not JSON: %s at line %d; a file with one record on a line is named .jsonl, or add --format "
+				"jsonl", s->path, error.text, error.line);
+	else if (rc == 0 && !json_is_array(root))
+		rc = fail("%s: found %s; expected an array of records, or JSON lines in a file named .jsonl", s->path,
+				json_kind(root));
+	for (size_t i = 0; rc == 0 && i < json_array_size(root); i++) {
+		char *line = json_text(json_array_get(root, i), JSON_COMPACT | JSON_ENCODE_ANY);
+		text_append_string(&lines, line);
+		text_append(&lines, "\n", 1);
+		free(line);
+	}
+	json_decref(root);
+	free(all.data);
+	free(s->head);
+	s->head = lines.data ? lines.data : allocate(1);
+	s->head_at = 0, s->head_count = lines.size;
+	return rc;
+}
+
+/* Looks at the first bytes of what was opened. */
+static int source_begin(struct byte_source *s, const char *name, enum text_format wanted)
+{
+	if (fill_packed(s) < 0)
+		return -1;
+	if (s->count >= 3 && !memcmp(s->packed, "\x1f\x8b\x08", 3))
+		s->packing = GZIP;
+	else if (s->count >= 4 && !memcmp(s->packed, "\x28\xb5\x2f\xfd", 4))
+		s->packing = ZSTD;
+	if (s->packing == GZIP && inflateInit2(&s->gzip, 15 + 16) != Z_OK)
+		return s->packing = PLAIN, fail("%s: no memory to unpack", s->path);
+	if (s->packing == ZSTD && !(s->zstd = ZSTD_createDStream()))
+		return fail("%s: no memory to unpack", s->path);
+	int64_t n = 1;
+	while (n > 0 && s->head_count < HEAD_BYTES) {
+		n = unpack(s, s->head + s->head_count, HEAD_BYTES - s->head_count);
+		s->head_count += n > 0 ? n : 0;
+	}
+	if (n < 0)
+		return -1;
+	if (s->head_count >= 3 && !memcmp(s->head, "\xef\xbb\xbf", 3))
+		s->head_at = 3;
+	const char *format = wanted == FORMAT_TEXT ? NULL : foreign_format(s->head, s->head_count);
+	if (format)
+		return fail("%s: is %s; expected text in UTF-8 or JSON lines, which may be packed by gzip or zstd: convert it, "
+				"or add --format text to read its bytes as text", s->path, format);
+	return text_format(name, wanted) == FORMAT_JSON ? array_to_lines(s) : 0;
+}
+
+struct byte_source *byte_source_open(const char *path, enum text_format wanted)
+{
+	struct stat st;
+	const bool standard = !strcmp(path, "-");
+	const int fd = standard ? dup(0) : open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", path, strerror(errno)), NULL;
+	struct byte_source *s = allocate(sizeof *s);
+	*s = (struct byte_source){.path = standard ? "the standard input" : path, .fd = fd, .size = -1,
+			.packed = allocate(PACKED_BLOCK), .head = allocate(HEAD_BYTES)};
+	if (!standard && fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+		s->size = st.st_size;
+	if (source_begin(s, path, wanted) == 0)
+		return s;
+	byte_source_close(s);
+	return NULL;
+}
+
+int64_t byte_source_read(struct byte_source *s, char *out, size_t n)
+{
+	const size_t left = s->head_count - s->head_at, size = left < n ? left : n;
+	if (!left)
+		return unpack(s, out, n);
+	memcpy(out, s->head + s->head_at, size);
+	s->head_at += size;
+	return size;
+}
+
+void byte_source_close(struct byte_source *s)
+{
+	if (!s)
+		return;
+	if (s->packing == GZIP)
+		inflateEnd(&s->gzip);
+	ZSTD_freeDStream(s->zstd);
+	close(s->fd);
+	free(s->packed), free(s->head), free(s);
+}
 
 /* -- files in blocks -- */
 
@@ -87,14 +322,13 @@ int64_t input_read(struct input *in, size_t done)
 	in->size -= done;
 	in->begin = in->count = 0;
 	for (;;) {
-		if (in->fd < 0 && in->next == in->num_files)
+		if (!in->source && in->next == in->num_files)
 			break;
-		const char *path = in->files[in->fd < 0 ? in->next : in->next - 1];
-		if (in->fd < 0) {
-			if ((in->fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
-				return fail("%s: cannot open: %s", path, strerror(errno));
-			in->next++;
-			in->lines = has_suffix(path, ".jsonl");
+		if (!in->source) {
+			const char *path = in->files[in->next++];
+			if (!(in->source = byte_source_open(path, in->format)))
+				return -1;
+			in->lines = text_format(path, in->format) != FORMAT_TEXT;
 			in->line = 1;
 		}
 		if (in->size == in->capacity) {
@@ -102,15 +336,14 @@ int64_t input_read(struct input *in, size_t done)
 				break;
 			in->data = grow(in->data, in->size, &in->capacity, 1, 1);
 		}
-		const ssize_t n = read(in->fd, in->data + in->size, in->capacity - in->size);
-		if (n < 0 && errno != EINTR)
-			return fail("%s: cannot read: %s", path, strerror(errno));
-		in->size += n > 0 ? n : 0;
-		if (n >= 0)
-			input_cut(in, n == 0);
+		const int64_t n = byte_source_read(in->source, in->data + in->size, in->capacity - in->size);
+		if (n < 0)
+			return -1;
+		in->size += n;
+		input_cut(in, n == 0);
 		if (n == 0) {
-			close(in->fd);
-			in->fd = -1;
+			byte_source_close(in->source);
+			in->source = NULL;
 		}
 	}
 	return in->count;
@@ -118,15 +351,21 @@ int64_t input_read(struct input *in, size_t done)
 
 void input_close(struct input *in)
 {
-	if (in->fd >= 0)
-		close(in->fd);
+	byte_source_close(in->source);
 	free(in->data), free(in->blocks);
 }
 
-int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total)
+int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs,
+		int64_t *total)
 {
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
+		if (!strcmp(files[i], "-")) {
+			if (format == FORMAT_BY_NAME)
+				return fail("-: the standard input has no name that tells what it is; add --format text or "
+						"--format jsonl");
+			continue;
+		}
 		if (stat(files[i], &in) < 0)
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))
@@ -198,19 +437,36 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 	return rc;
 }
 
+/* Appends all bytes of a file. */
+static int read_whole(const char *path, struct text *out)
+{
+	struct byte_source *s = byte_source_open(path, FORMAT_BY_NAME);
+	char bytes[4096];
+	int64_t n = s ? 1 : -1;
+	while (n > 0 && (n = byte_source_read(s, bytes, sizeof bytes)) > 0)
+		text_append(out, bytes, n);
+	byte_source_close(s);
+	if (n < 0)
+		free(out->data);
+	return n < 0 ? -1 : 0;
+}
+
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
 {
-	const bool jsonl = has_suffix(path, ".jsonl");
-	FILE *f = fopen(path, "re");
+	const bool jsonl = text_format(path, FORMAT_BY_NAME) != FORMAT_TEXT;
+	struct text all = {0};
 	*out = NULL, *n = 0;
-	if (!f)
-		return fail("%s: cannot open: %s", path, strerror(errno));
+	if (read_whole(path, &all) < 0)
+		return -1;
 	struct encoder *e = encoder_open(t);
-	char *line = NULL, where[PATH_LEN + 32];
-	size_t room = 0, capacity = 0;
+	char where[PATH_LEN + 32];
+	size_t capacity = 0, next;
 	int rc = 0;
-	ssize_t size;
-	for (long number = 1; rc == 0 && (size = getline(&line, &room, f)) >= 0; number++) {
+	long number = 1;
+	for (size_t at = 0; rc == 0 && at < all.size; at = next, number++) {
+		const char *line = all.data + at, *newline = memchr(line, '\n', all.size - at);
+		next = newline ? (size_t)(newline + 1 - all.data) : all.size;
+		size_t size = next - at;
 		while (size && (line[size - 1] == '\n' || line[size - 1] == '\r'))
 			size--;
 		if (size == 0 || (jsonl && is_blank_line(line, size)))
@@ -221,8 +477,6 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 		snprintf(where, sizeof where, "%s:%ld", path, number);
 		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
 	}
-	if (rc == 0 && ferror(f))
-		rc = fail("%s: cannot read: %s", path, strerror(errno));
 	if (rc == 0 && *n == 0)
 		rc = fail("%s: no prompts here; expected one on a line", path);
 	for (int i = 0; rc < 0 && i < *n; i++)
@@ -232,8 +486,7 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 		*out = NULL, *n = 0;
 	}
 	encoder_close(e);
-	free(line);
-	fclose(f);
+	free(all.data);
 	return rc;
 }
 

@@ -41,10 +41,28 @@ struct block {
 	bool file_complete;          /* that is the end of the file */
 };
 
-struct input {                 /* set files, num_files, fd -1 and progress; the rest is 0 at first */
+/* What a file holds. By its name: JSON lines are .jsonl and .ndjson, an array of records .json, in any case, and with
+ * .gz, .zst or .zstd behind it; all else is text. An array is read as a line for each record. */
+enum text_format { FORMAT_BY_NAME, FORMAT_TEXT, FORMAT_JSONL, FORMAT_JSON };
+/* What a file holds: what is wanted, unless that is FORMAT_BY_NAME. */
+enum text_format text_format(const char *path, enum text_format wanted);
+
+/* A file whose bytes are read in order: as they are, or unpacked where it is gzip or zstd, which is seen by its first
+ * bytes. "-" is the standard input. */
+struct byte_source;
+/* NULL on error. With FORMAT_BY_NAME, formats that are neither text nor JSON lines are refused by name. A byte order
+ * mark is skipped. */
+struct byte_source *byte_source_open(const char *path, enum text_format wanted);
+/* Reads up to n bytes. Returns their number, 0 at the end, or -1: a file cut short while it is read, or packed bytes
+ * that are damaged or end too soon, are errors. */
+int64_t byte_source_read(struct byte_source *s, char *out, size_t n);
+void byte_source_close(struct byte_source *s); /* NULL is fine */
+
+struct input {                 /* set files, num_files, format and progress; the rest is 0 at first */
 	char **files;
 	int num_files, next;         /* next: index of the file that will be opened next */
-	int fd;                      /* of the file being read, or -1 */
+	enum text_format format;
+	struct byte_source *source;  /* the file being read, or NULL */
 	bool lines;                  /* that file has JSON lines */
 	int64_t line;                /* its line at `begin`, from 1 */
 	char *data;                  /* what has been read of the files and not been encoded yet */
@@ -58,9 +76,10 @@ struct input {                 /* set files, num_files, fd -1 and progress; the 
  * the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
 void input_close(struct input *in);
-/* Fails when a file cannot be read, or is one of the outputs, which would replace it. Adds the sizes of the files to
- * *total. */
-int inputs_check(int num_files, char **files, char outputs[][PATH_LEN], int num_outputs, int64_t *total);
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" needs a format. Adds
+ * the sizes of the files to *total. */
+int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs,
+		int64_t *total);
 
 /* Encoders that no thread uses at the moment. */
 struct encoder_pool { const struct tokenizer *tokenizer; struct encoder **idle; size_t count, capacity; };

@@ -319,7 +319,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	if (path_copy(output[0], path) < 0)
 		return -1;
 	parent_of(dir, path);
-	if (inputs_check(how->num_files, how->files, output, 1, &total) < 0 || make_directories(dir) < 0)
+	if (inputs_check(how->num_files, how->files, how->format, output, 1, &total) < 0 || make_directories(dir) < 0)
 		return -1;
 	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special
 	 * token */
@@ -330,7 +330,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	struct new_file file = {0};
 	if (!rc)
 		rc = new_file_begin(&file, path); /* not only at the end: two would work for one file for hours */
-	struct input in = {.files = how->files, .num_files = how->num_files, .fd = -1,
+	struct input in = {.files = how->files, .num_files = how->num_files, .format = how->format,
 			.progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
 		rc = count_words(t, &in, &all);

@@ -4,6 +4,8 @@
 #ifndef LING_FILES_TOKENIZER_TRAINING_H
 #define LING_FILES_TOKENIZER_TRAINING_H
 
+#include "files/text.h"
+
 #include <stdint.h>
 
 struct tokenizer_training {
@@ -13,6 +15,7 @@ struct tokenizer_training {
 	int num_special;
 	int num_files;
 	char **files;                /* [num_files] text and .jsonl files, as for `ling tokenize` */
+	enum text_format format;     /* what the files hold */
 };
 /* vocab_size is less than asked for when no pairs are left to merge. bytes: of the files; words: distinct ones. */
 struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; };

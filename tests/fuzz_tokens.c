@@ -36,7 +36,8 @@ static void read_all(struct tokens *t, int vocab_size)
 			abort();
 		for (int64_t i = 0; i < n; i++)
 			if (document[i] < 0 || document[i] > i || (i > 0 && document[i] < document[i - 1]) ||
-					(target[i] != -1 && target[i] != ids[start + 1 + i]))
+					(target[i] != -1 && target[i] != ids[start + 1 + i] &&
+					(target[i] != t->end_token || target[i] >= vocab_size)))
 				abort();
 	}
 }

@@ -172,6 +172,127 @@ test_changed_config() {
 	[ "$(metric tokens tokens/metrics.jsonl | tail -n 1)" = 1600 ] || problem "tokens at the end: $(tail -n 1 tokens/metrics.jsonl)"
 }
 
+# What a command does when a run is already further, finished, or begun from other weights: it says so.
+test_said() {
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.stop_at_step=9
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.stop_at_step=5
+	has out.txt "stopped at once: train.stop_at_step is 5, and 9 of 20 steps are done"
+	[ "$(lines said/metrics.jsonl)" = 9 ] || problem "trained beyond stop_at_step: $(lines said/metrics.jsonl) steps"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.stop_at_step=9 train.init_from=run/step-0000015 # the same: goes on
+	has out.txt 'train.init_from: "" -> "run/step-0000015"; it is not read: the run goes on with the weights of its checkpoint'
+	cmp -s run/step-0000020/model.safetensors said/step-0000020/model.safetensors || problem "another run"
+	! grep -q "learning rate was" out.txt || problem "a rate that nothing raised: $(cat out.txt)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.steps=40 train.stop_at_step=21
+	has out.txt "the learning rate was 1.00e-05 at step 20 and is 1.00e-02 at step 21"
+	[ "$(grep -n "learning rate was" out.txt | cut -d: -f1)" -lt "$(grep -n "^step 21/" out.txt | cut -d: -f1)" ] || problem "said too late: $(cat out.txt)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.steps=40 train.stop_at_step=22
+	! grep -q "learning rate was" out.txt || problem "said again: $(cat out.txt)"
+	# of a key given twice the last wins
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=nowhere train.output_dir=twice train.steps=20 train.steps=2
+	[ "$(lines twice/metrics.jsonl)" = 2 ] && [ ! -e nowhere ] || problem "train.output_dir or train.steps given twice: $(ls -d nowhere twice)"
+}
+
+# The time left has validations apart: of 50 steps behind the first validation only one more is to come.
+test_time_left() {
+	perl -e 'print "all kinds of text " x 12000' >long.txt
+	expect 0 "" "$ling" tokenize --out long long.txt
+	local run="tiny.yaml data.valid=long data.seq_len=16 eval.max_windows=1500 train.output_dir=left train.steps=100 eval.every=50 checkpoint.every=off"
+	expect 0 "" "$ling" train $run train.stop_at_step=49
+	expect 0 "" "$ling" train $run train.stop_at_step=50
+	local seconds=$(metric seconds left/metrics.jsonl | tail -n 1) left=$(sed -n 's/^step 50.* \([0-9:]*\) left.*/\1/p' out.txt | tail -n 1)
+	awk -v left="$left" -v step="$seconds" 'BEGIN { n = split(left, part, ":"); for (i = 1; i <= n; i++) s = s * 60 + part[i]
+		exit !(n > 1 && s < 50 * step + 30) }' || problem "$left left, steps of $seconds s: $(tail -n 3 out.txt)"
+}
+
+# A stop during a validation ends it there, and the step is saved.
+test_stop_in_validation() {
+	rm -rf halted
+	perl -e 'print "all kinds of text " x 12000' >long.txt
+	[ -e long.bin ] || "$ling" tokenize --out long long.txt >/dev/null
+	perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$ling" train tiny.yaml data.valid='[long, long, long]' train.output_dir=halted eval.every=3 >out.txt 2>err.txt &
+	local pid=$!
+	wait_for_lines halted/metrics.jsonl 2
+	sleep 1
+	kill -INT $pid
+	wait $pid || problem "exit status $?: $(cat err.txt)"
+	has out.txt "asked to stop: this step's validation is left out" "stopped after step 3 of 20 and saved"
+	[ -e halted/step-0000003/trainer.json ] || problem "not saved: $(ls halted)"
+	! grep -q valid_loss halted/metrics.jsonl || problem "a validation loss of a part: $(tail -n 1 halted/metrics.jsonl)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=halted eval.every=off
+	[ "$(lines halted/metrics.jsonl)" = 20 ] || problem "$(lines halted/metrics.jsonl) steps"
+}
+
+# output_dir moved, deleted or replaced under a run: the next save notices it, and nothing is lost that could be saved.
+test_moved_directory() {
+	local how run="tiny.yaml train.output_dir=here eval.every=1 train.steps=400 schedule.decay=off checkpoint.every=100 checkpoint.keep=0 log.every=1000"
+	for how in move delete metrics replace; do
+		rm -rf here there
+		"$ling" train $run >out.txt 2>err.txt &
+		local pid=$! status
+		wait_for_lines here/metrics.jsonl 3
+		case $how in
+		move) mv here there ;;
+		delete) mv here there && rm -r there ;;
+		metrics) rm here/metrics.jsonl ;;
+		replace) mv here there && rm -r there && mkdir here && echo other >here/metrics.jsonl ;;
+		esac
+		wait $pid
+		status=$?
+		[ $status = 1 ] || problem "$how: exit status $status"
+		[ "$(grep -c '^ling' err.txt)" = 1 ] || problem "$how: $(cat err.txt)"
+		case $how in
+		move)
+			has err.txt "here was moved to $folder/there while the run wrote to it; this step is saved there"
+			[ -e there/step-0000100/trainer.json ] && [ ! -e here ] || problem "$how: $(ls -d here there/*)"
+			expect 0 "" "$ling" train $run train.output_dir=there train.stop_at_step=101
+			[ "$(lines there/metrics.jsonl)" = 101 ] || problem "$how: $(lines there/metrics.jsonl) steps" ;;
+		delete | metrics)
+			has err.txt "here/metrics.jsonl was deleted while the run wrote to it; this step is saved in here again"
+			[ -e here/step-0000100/trainer.json ] || problem "$how: $(ls here)"
+			expect 0 "" "$ling" train $run train.stop_at_step=101 ;;
+		replace)
+			has err.txt "here was deleted while the run wrote to it, and another run's files are in its place"
+			[ "$(cat here/*)" = other ] || problem "$how: $(ls here)" ;;
+		esac
+	done
+}
+
+# Weights to start from must be finite: the tensor is named.
+test_not_finite_start() {
+	local file
+	rm -rf nan && cp -r run/step-0000020 nan && rm nan/trainer.json nan/optimizer.safetensors
+	for value in '\0\0\300\177' '\0\0\200\377'; do
+		cp run/step-0000020/model.safetensors nan/
+		perl -MJSON::PP -e '
+			open my $f, "+<:raw", "nan/model.safetensors"; read $f, my $n, 8; $n = unpack "Q<", $n; read $f, my $json, $n;
+			my $t = decode_json($json); my $name = "model.layers.1.attention.dense.weight";
+			seek $f, 8 + $n + $t->{$name}{data_offsets}[0] + 4 * (24 * 2 + 5), 0; print $f "'"$value"'"; close $f;
+			$json =~ s/"__metadata__":\{.*?\}/q("__metadata__":{}) . " " x (length($&) - 17)/e;
+			open $f, "+<:raw", "nan/model.safetensors"; seek $f, 8, 0; print $f $json'
+		expect 1 "nan: tensor model.layers.1.attention.dense.weight has " "$ling" train tiny.yaml train.init_from=nan train.output_dir=from_nan
+		has err.txt "at row 2, column 5; expected finite numbers"
+		[ ! -e from_nan/metrics.jsonl ] || problem "it trained"
+	done
+}
+
+# ~ is the shell's: a path that begins with it is refused, wherever it is given.
+test_home_paths() {
+	expect 2 "train.output_dir: found ~/run (only a shell expands ~" "$ling" train tiny.yaml 'train.output_dir=~/run'
+	expect 2 "only a shell expands ~" "$ling" tokenize --out='~/text' text.txt
+	grep -qF "only a shell expands ~" <("$ling" tokenize --out x '~/text.txt' 2>&1) || problem "a word: $("$ling" tokenize --out x '~/text.txt' 2>&1)"
+	[ ! -e '~' ] || problem "a directory called ~ was made"
+}
+
+# What is not a directory but a GGUF file says how to make one.
+test_gguf_paths() {
+	printf 'GGUF\3\0\0\0' >model.gguf
+	for command in "info model.gguf" "eval model.gguf --data valid --seq-len 16" "generate model.gguf --prompt a" \
+		"train tiny.yaml model=model.gguf train.output_dir=g" "train tiny.yaml train.init_from=model.gguf train.output_dir=g"; do
+		"$ling" $command >out.txt 2>err.txt && problem "accepted: $command"
+		has err.txt "model.gguf: a GGUF file; expected a Hugging Face directory: make one with ling convert-checkpoint "
+	done
+}
+
 # The data of a run are known by their content, not by their place.
 test_changed_data() {
 	cp text.bin moved.bin && cp text.idx moved.idx && cp text.json moved.json
@@ -578,12 +699,57 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config changed_data chat packing blend formats \
+check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config said time_left stop_in_validation \
+	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
 	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 
 # What a user runs is the optimised program.
 ling=$root/ling
 long_steps=200
 mkdir optimised && cp tiny.yaml text.* valid.* optimised && cd optimised || exit 1
-check train bit_equal stop_and_continue signals kill
+# What a file holds is seen by its name and its bytes, and what is neither text nor JSON lines is refused by name.
+test_input_forms() {
+	local f kind
+	printf '{"text": "hello one"}\n{"text": "hello two"}\n' >forms.jsonl
+	expect 0 "" "$ling" tokenize --out right forms.jsonl
+	cp forms.jsonl FORMS.JSONL && cp forms.jsonl forms.Ndjson && gzip -c forms.jsonl >forms.jsonl.gz
+	printf '[{"text": "hello one"},\n {"text": "hello two"}]\n' >list.json
+	{ printf '\357\273\277' && cat forms.jsonl; } >mark.jsonl
+	{ head -1 forms.jsonl | gzip && tail -1 forms.jsonl | gzip; } >parts.ndjson.GZ
+	# zstd by hand: a frame of one raw block (RFC 8878)
+	perl -e 'local $/; open F, "<", "forms.jsonl"; $_ = <F>; my $n = length; print "\x28\xb5\x2f\xfd\x20", chr $n, substr(pack("V", $n << 3 | 1), 0, 3), $_' >forms.jsonl.zst
+	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst; do
+		expect 0 "" "$ling" tokenize --out form "$f"
+		same form.bin right.bin
+		same form.idx right.idx
+	done
+	expect 0 "" "$ling" tokenize --out form --format jsonl - <forms.jsonl
+	same form.bin right.bin
+	expect 1 "-: the standard input has no name" "$ling" tokenize --out form - <forms.jsonl
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out right-bpe.json forms.jsonl
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out form-bpe.json forms.jsonl.gz
+	same form-bpe.json right-bpe.json
+	printf 'The' >plain.txt && printf '\357\273\277The' >mark.txt
+	expect 0 "" "$ling" tokenize --out right plain.txt
+	expect 0 "" "$ling" tokenize --out form mark.txt
+	same form.bin right.bin
+
+	rm -f refused.*
+	for kind in 'PAR1x:a Parquet file' 'PK\003\004x:a zip archive' '!<arch>\nx:a .deb or ar' '\377\376a\000:text in UTF-16' 'a\000b:binary' \
+		'\351\350\340\371\351\350\340\371\351\350:mostly not UTF-8' '\3757zXZ\000:an xz file'; do
+		printf "${kind%%:*}" >foreign.txt
+		expect 1 "foreign.txt: is ${kind#*:}" "$ling" tokenize --out refused foreign.txt
+		expect 1 "foreign.txt: is ${kind#*:}" "$ling" train-tokenizer --vocab-size 262 --out refused.json foreign.txt
+	done
+	expect 0 "" "$ling" tokenize --out form --format text foreign.txt
+	head -c 30 forms.jsonl.gz >cut.jsonl.gz
+	expect 1 "cut.jsonl.gz: ends in the middle" "$ling" tokenize --out refused cut.jsonl.gz
+	head -c 30 forms.jsonl.zst >cut.jsonl.zst
+	expect 1 "cut.jsonl.zst: ends in the middle" "$ling" tokenize --out refused cut.jsonl.zst
+	echo '{"text": "a"}' >object.json
+	expect 1 "object.json: found an object; expected an array of records" "$ling" tokenize --out refused object.json
+	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"
+}
+
+check train bit_equal stop_and_continue signals kill input_forms
 finish

@@ -858,6 +858,169 @@ static void test_keys(void **state)
 		printf("%s", text);
 }
 
+/* A value of the same kind that differs; the caller owns it. */
+static json_t *other_value(const json_t *v)
+{
+	if (json_is_boolean(v))
+		return json_boolean(!json_is_true(v));
+	if (json_is_integer(v))
+		return json_integer(json_integer_value(v) + 1);
+	if (json_is_real(v))
+		return json_real(json_real_value(v) + 1);
+	if (json_is_string(v))
+		return json_string("another");
+	json_t *copy = json_deep_copy(v);
+	json_array_append_new(copy, json_object());
+	return copy;
+}
+
+/* What a continued run must not change: what its weights, its data and their order are. All else it may. Each key of
+ * the table is in one of the two lists: a new key must be put into one of them. */
+static const char *const never_changes[] = {
+	"model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads", "model.num_key_value_heads",
+	"model.head_dim", "model.vocab_size", "model.num_experts", "model.num_experts_per_tok",
+	"model.num_shared_experts", "model.moe_intermediate_size", "model.first_k_dense_replace",
+	"model.intermediate_size", "model.max_position_embeddings", "model.norm_topk_prob", "model.norm_head",
+	"model.tie_word_embeddings", "model.use_bias", "model.use_qkv_bias", "model.rope_theta", "model.rms_norm_eps",
+	"model.initializer_range", "data.tokenizer", "data.packing", "data.seq_len", "data.shuffle", "data.document_mask",
+	"data.document_token", "train.seed",
+};
+static const char *const may_change[] = {
+	"model.router.balance_loss_coef", "model.router.balance_loss_scope", "model.router.z_loss_coef",
+	"model.router.warmup_steps", "data.train", "data.valid", "data.blend_from_step", "train.output_dir",
+	"train.init_from", "train.steps", "train.tokens", "train.stop_at_step", "train.micro_batch", "train.batch",
+	"train.recompute", "train.grad_clip", "train.batch_warmup.start", "train.batch_warmup.increment",
+	"train.batch_warmup.tokens", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
+	"schedule.peak_lr", "schedule.warmup_steps", "schedule.drops", "schedule.decay.steps", "schedule.decay.shape",
+	"schedule.decay.final_lr", "checkpoint.every", "checkpoint.keep", "eval.every", "eval.max_windows", "log.every",
+	"parallel.tensor", "parallel.expert",
+};
+
+static bool is_listed(const char *const *list, int n, const char *name)
+{
+	for (int i = 0; i < n; i++)
+		if (!strcmp(list[i], name))
+			return true;
+	return false;
+}
+
+static void test_resume_every_key(void **state)
+{
+	(void)state;
+	struct config c;
+	char path[PATH_LEN], name[128], expected[160];
+	assert_int_equal(path_join(path, scratch, "notes"), 0);
+	load_ok(&c, full);
+	int fixed = 0, free_keys = 0;
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
+		if (k->type == T_SECTION || k->flags & ITEM)
+			continue;
+		const bool never = is_listed(never_changes, COUNT(never_changes), k->name);
+		const bool may = is_listed(may_change, COUNT(may_change), k->name);
+		if (never == may)
+			fail_msg("%s: say in this test whether a continued run may change it", k->name);
+		json_t *saved = config_to_json(&c), *object = saved;
+		snprintf(name, sizeof name, "%s", k->name);
+		char *leaf = strrchr(name, '.');
+		*leaf++ = 0;
+		for (char *rest = name, *part; (part = strsep(&rest, "."));)
+			object = json_object_get(object, part);
+		json_t *value = json_object_get(object, leaf);
+		assert_non_null(value);
+		json_object_set_new(object, leaf, other_value(value));
+		const int rc = compare(saved, 0, NULL, path);
+		if (rc != (never ? -1 : 0))
+			fail_msg("%s: a continued run %s", k->name, never ? "may change it" : error_text);
+		if (never) {
+			snprintf(expected, sizeof expected, "trainer.json: %s was ", k->name);
+			expect_error(expected);
+			assert_string_equal(get(path), "");
+			fixed++;
+		} else {
+			snprintf(expected, sizeof expected, "%s: ", k->name);
+			if (!strstr(get(path), expected))
+				fail_msg("%s changed, and no note tells it", k->name);
+			free_keys++;
+		}
+		json_decref(saved);
+	}
+	assert_int_equal(fixed, COUNT(never_changes));
+	assert_int_equal(free_keys, COUNT(may_change));
+}
+
+/* The keys of a model that weights to start from must share. All others of the model change no weight and nothing that
+ * is computed from one: training alone, or limits. */
+static const char *const free_of_weights[] = {
+	"model.initializer_range", "model.max_position_embeddings", "model.router.balance_loss_coef",
+	"model.router.balance_loss_scope", "model.router.z_loss_coef", "model.router.warmup_steps",
+};
+
+static void test_init_every_key(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, full);
+	c.model.first_k_dense_replace = 1, c.model.intermediate_size = 64; /* layers of both kinds */
+	int fixed = 0, free_keys = 0;
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
+		if (k->type == T_SECTION || !is_inside("model", k->name))
+			continue;
+		struct config theirs = c;
+		char *field = (char *)&theirs + k->offset;
+		if (k->type == T_BOOL)
+			*(bool *)field = !*(bool *)field;
+		else if (k->type == T_DOUBLE)
+			*(double *)field += 0.5;
+		else
+			*(int *)field += 1;
+		const bool may = is_listed(free_of_weights, COUNT(free_of_weights), k->name);
+		const int rc = config_check_init(&theirs.model, &c.model, "hf");
+		if (rc != (may ? 0 : -1))
+			fail_msg("%s of weights to start from %s", k->name, may ? error_text : "may differ");
+		if (!may) {
+			char expected[160];
+			snprintf(expected, sizeof expected, "hf/config.json: %s is ", k->name);
+			expect_error(expected);
+		}
+		fixed += !may, free_keys += may;
+	}
+	assert_true(fixed >= 19 && free_keys == COUNT(free_of_weights));
+}
+
+/* A number at a border of its key is taken, and one beyond it refused: for every key. */
+static void test_borders(void **state)
+{
+	(void)state;
+	static struct config c;
+	char text[64];
+	int borders = 0;
+	for (int i = 0; i < config_table.num_keys; i++) {
+		const struct key *k = &config_table.keys[i];
+		const bool whole = k->type == T_INT || k->type == T_INT64 || k->type == T_UINT64;
+		if (!whole && k->type != T_DOUBLE)
+			continue;
+		for (int high = 0; high < 2; high++) {
+			const double border = high ? k->max : k->min, step = whole ? 1 : fmax(fabs(border) * 1e-15, 1e-300);
+			if (border > 1e18)
+				continue; /* a double has no neighbour of it that is a whole number */
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", border);
+			const bool taken = !store_text(&c, k, 0, text, true);
+			if (taken != !(k->flags & (high ? BELOW : ABOVE)))
+				fail_msg("%s: %s is %s", k->name, text, taken ? "taken" : "refused");
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", high ? border + step : border - step);
+			if (!store_text(&c, k, 0, text, true))
+				fail_msg("%s: %s is beyond the border and taken", k->name, text);
+			snprintf(text, sizeof text, whole ? "%.0f" : "%.17g", high ? border - step : border + step);
+			if (store_text(&c, k, 0, text, true) && k->max > k->min)
+				fail_msg("%s: %s is within the borders and refused", k->name, text);
+			borders++;
+		}
+	}
+	assert_true(borders > 80);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -867,6 +1030,8 @@ int main(void)
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
+		cmocka_unit_test(test_resume_every_key),
+		cmocka_unit_test(test_init_every_key), cmocka_unit_test(test_borders),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

@@ -835,6 +835,79 @@ static void refused_metadata(void **state)
 	}
 }
 
+/* RoPE scaling of type none, which older converters write, is none; any other is refused. */
+static void rope_scaling(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	make_model(at("hf"), config_text, types);
+	assert_int_equal(convert(at("hf"), at("plain.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	/* Two more entries of 96 bytes together, so that all that follows stays aligned. */
+	char entries[] = "\x1c\0\0\0\0\0\0\0bailingmoe.rope.scaling.type\x08\0\0\0\x04\0\0\0\0\0\0\0none"
+			"\x13\0\0\0\0\0\0\0general.description\x08\0\0\0\x05\0\0\0\0\0\0\0words";
+	assert_int_equal(sizeof entries - 1, 96);
+	size_t size;
+	const uint8_t *file;
+	assert_int_equal(map_file(at("plain.gguf"), &file, &size), 0);
+	for (int i = 0; i < 2; i++) {
+		uint8_t *copy = allocate(size + 96);
+		memcpy(copy, file, 24);
+		copy[16] += 2; /* the number of entries */
+		memcpy(copy + 24, entries, 96);
+		memcpy(copy + 24 + 96, file + 24, size - 24);
+		put_file(at("scaled.gguf"), copy, size + 96);
+		free(copy);
+		const int rc = convert(at("scaled.gguf"), at("scaled%d", i), FORMAT_HUGGINGFACE, NULL, false, true);
+		if (i == 0 && rc < 0)
+			fail_msg("%s", error_text);
+		if (i == 1) {
+			assert_int_equal(rc, -1);
+			expect_error("the key `bailingmoe.rope.scaling.type` is not known");
+		}
+		memcpy(strstr(entries + 8, "type") + 16, "yarn", 4);
+	}
+	unmap_file(file, size);
+}
+
+static void expect_same_files(const char *a, const char *b)
+{
+	const uint8_t *x, *y;
+	size_t n, m;
+	char other[PATH_LEN];
+	strcpy(other, b);
+	assert_int_equal(map_file(a, &x, &n), 0);
+	assert_int_equal(map_file(other, &y, &m), 0);
+	assert_int_equal(n, m);
+	assert_memory_equal(x, y, n);
+	unmap_file(x, n);
+	unmap_file(y, m);
+}
+
+/* What GGUF has no place for, and what Hugging Face has none for, comes back from a round trip. */
+static void round_trip(void **state)
+{
+	(void)state;
+	enum dtype types[N];
+	char text[1024];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	snprintf(text, sizeof text, "{\"initializer_range\": 0.0061, %s", config_text + 1);
+	make_model(at("named"), text, types);
+	assert_int_equal(convert(at("named"), at("1.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	assert_int_equal(convert(at("1.gguf"), at("second"), FORMAT_HUGGINGFACE, NULL, false, true), 0);
+	json_t *config = read_json(at("second/config.json"));
+	assert_true(json_number_value(json_at(config, "initializer_range")) == 0.0061);
+	assert_string_equal(json_string_value(json_object_get(config, "general.name")), "named");
+	json_decref(config);
+	assert_int_equal(convert(at("second"), at("third"), FORMAT_HUGGINGFACE, NULL, false, true), 0);
+	assert_int_equal(convert(at("third"), at("2.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	assert_int_equal(convert(at("2.gguf"), at("3.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	expect_same_files(at("1.gguf"), at("2.gguf"));
+	expect_same_files(at("1.gguf"), at("3.gguf"));
+}
+
 /* ---- tokenizers ---- */
 
 /* A tokenizer.json for the small model: 7 ids. */
@@ -1020,7 +1093,8 @@ int main(void)
 				cmocka_unit_test(checksum_of_slices),
 		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories),
 				TEST(refused_numbers),
-		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(tokenizers), TEST(foreign_bytes),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling), TEST(round_trip),
+				TEST(tokenizers), TEST(foreign_bytes),
 				TEST(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

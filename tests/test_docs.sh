@@ -39,8 +39,8 @@ test_names() {
 	./ling train --keys >"$folder/keys.txt" && ./ling eval --keys >>"$folder/keys.txt" || problem "no keys"
 	for document in "${documents[@]}"; do
 		while read -r name; do
-			grep -qwF -- "$name" "${sources[@]}" scripts/* configs/* || [ "$name" = trust_remote_code ] || problem "$document: \`$name\` is not in the sources"
-		done < <(grep -oE '`[a-z0-9]+(_[a-z0-9]+)+`' "$document" | tr -d '`' | sort -u)
+			grep -qswF -- "$name" "${sources[@]}" scripts/* configs/* || [ "$name" = trust_remote_code ] || problem "$document: \`$name\` is not in the sources"
+		done < <(sed '/^## Coming from lm-evaluation-harness/,$d' "$document" | grep -oE '`[a-z0-9]+(_[a-z0-9]+)+`' | tr -d '`' | sort -u)
 		while read -r name; do
 			grep -qE "^ *$name[ .]" "$folder/keys.txt" || problem "$document: \`$name\` is no key of a config"
 		done < <(grep -oE '\b(model|data|train|optimizer|schedule|checkpoint|eval|log|parallel)\.[a-z]+[a-z0-9_.]*\b' "$document" |

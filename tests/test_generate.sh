@@ -228,6 +228,18 @@ test_chat_forms() {
 	expect 1 "--chat-form vicuna: expected" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form vicuna
 }
 
+# The same prompt twice in a file has draws of its own each time; the most likely tokens are the same.
+test_variety() {
+	printf 'abc\nabc\nabc\n' >same.txt
+	expect 0 "" "$ling" generate $model --prompts same.txt --max-tokens 30 --temperature 1.5 --json
+	[ "$(sed 's/"prompt": [0-9]*, //' out.txt | sort -u | wc -l)" = 3 ] || problem "the same draws: $(cat out.txt)"
+	expect 0 "" "$ling" generate $model --prompts same.txt --max-tokens 30 --json
+	[ "$(sed 's/"prompt": [0-9]*, //' out.txt | sort -u | wc -l)" = 1 ] || problem "other tokens: $(cat out.txt)"
+	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 1 --json | jq -r .text >seed1.txt
+	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 4294967297 --json | jq -r .text >other.txt
+	! cmp -s seed1.txt other.txt || problem "a seed's upper half changes nothing"
+}
+
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.
 test_run_directory() {
 	rm -rf seen && cp -r run seen
@@ -252,5 +264,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat end_ids chat_forms run_directory
+check generate batches wrong_use chat end_ids chat_forms variety run_directory
 finish

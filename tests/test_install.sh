@@ -1,5 +1,5 @@
 #!/bin/bash
-# What `make install` puts beside the program: the manual page and the completion for bash.
+# What `make install` puts beside the program: the manual page and the completion for bash. And the image that the Dockerfile makes.
 . "$(dirname "$0")/check.sh"
 
 # complete WORD...: prints what bash would offer for the last word of a command line.
@@ -27,7 +27,7 @@ test_manual() {
 	[ "$(lines commands.txt)" -ge 10 ] || problem "commands: $(cat commands.txt)"
 	while read -r command; do
 		grep -q "^ *ling $command\b" page.txt || problem "no ling $command in the page"
-		for option in $("$ling" "$command" --help | grep -oE '^ *(-[?V], )?--[a-z-]+' | grep -oE -- '--[a-z-]+$' | grep -vE -- '--(help|usage|version)'); do
+		for option in $("$ling" "$command" --help 2>/dev/null | grep -oE '^ *(-[?V], )?--[a-z-]+' | grep -oE -- '--[a-z-]+$' | grep -vE -- '--(help|usage|version)'); do
 			grep -qE -- "^ *$option\b" page.txt || problem "no $option of ling $command in the page"
 			n=$((n + 1))
 		done
@@ -62,5 +62,23 @@ test_files() {
 	[ -z "$(find "$stage" -type f)" ] || problem "left: $(find "$stage" -type f)"
 }
 
-check manual completion files
+# The Dockerfile installs the package of every shared library that ling asks for, and the Kubernetes file names paths that the image has.
+test_image() {
+	cd "$root" || return
+	local library package path n=0
+	while read -r library path; do
+		path=$(readlink -f "$path")
+		package=$(dpkg -S "$path" "${path#/usr}" 2>/dev/null | head -n 1 | sed "s/:.*//")
+		[ "$package" = libc6 ] || grep -qwF -- "$package" Dockerfile || problem "the Dockerfile lacks $package, which has $library"
+		n=$((n + 1))
+	done < <(ldd ling | grep -wF -f <(readelf -d ling | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p') | sed -n 's/^\s*\(\S*\) => \(\S*\) .*/\1 \2/p')
+	[ $n -ge 8 ] || problem "only $n libraries"
+	for path in /home/ling/.ssh /etc/ssh/sshd_ling; do
+		grep -qF "$path" Dockerfile && grep -qF "$path" scripts/launch-kubernetes.yaml || problem "$path is not in both files"
+	done
+	grep -q 'PREFIX=/usr/local$' Dockerfile && grep -q ' /usr/local/bin/ling$' scripts/launch-kubernetes.yaml || problem "ling's place"
+	grep -q 'useradd .*-u 1000 .*ling' Dockerfile && [ "$(grep -c 'runAsUser: 1000' scripts/launch-kubernetes.yaml)" = 2 ] || problem "ling's user"
+}
+
+check manual completion files image
 finish

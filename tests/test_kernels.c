@@ -560,6 +560,61 @@ static void test_threads(void **state)
 	free(x), free(w), free(rstd), free(work);
 }
 
+/* Uniform numbers, like normal ones, do not depend on where a call begins, nor on the stream's `first`. */
+static void test_uniform_positions(void **state)
+{
+	(void)state;
+	enum { N = 64 };
+	real all[N], part[N];
+	struct random_stream s = {.seed = 42, .purpose = RANDOM_ROUTING, .step = 9};
+	random_uniform(all, N, &s, 0);
+	for (int first = 0; first < 9; first++)
+		for (int n = 1; n < 11; n++) {
+			for (int i = 0; i < N; i++)
+				part[i] = -1;
+			random_uniform(part, n, &s, first);
+			assert_memory_equal(part, all + first, n * sizeof *part);
+			assert_true(part[n] == -1);
+		}
+	s.first = 7;
+	random_uniform(part, 20, &s, 6);
+	assert_memory_equal(part, all + 13, 20 * sizeof *part);
+	/* No two numbers of a stream are alike, and neither are those of another seed, purpose or step. */
+	for (int i = 0; i < N; i++)
+		for (int j = 0; j < i; j++)
+			assert_true(all[i] != all[j]);
+	const struct random_stream others[] = {
+		{.seed = 43, .purpose = RANDOM_ROUTING, .step = 9}, {.seed = 42, .purpose = RANDOM_INIT, .step = 9},
+		{.seed = 42, .purpose = RANDOM_ROUTING, .step = 10},
+		{.seed = 42 + (UINT64_C(1) << 32), .purpose = RANDOM_ROUTING, .step = 9},
+	};
+	for (int k = 0; k < 4; k++) {
+		random_uniform(part, N, &others[k], 0);
+		for (int i = 0; i < N; i++)
+			assert_true(part[i] != all[i]);
+	}
+}
+
+/* The order of an epoch depends on the seed, all 64 bits of it, and on the epoch. */
+static void test_permutations_differ(void **state)
+{
+	(void)state;
+	enum { N = 1000, ORDERS = 7 };
+	uint64_t image[ORDERS][N];
+	for (int k = 0; k < ORDERS; k++) {
+		const struct random_stream s = {.seed = k == 5 ? 4 : k == 6 ? 3 + (UINT64_C(1) << 40) : 3,
+				.purpose = RANDOM_SHUFFLE, .step = k < 5 ? k : 0};
+		for (uint64_t i = 0; i < N; i++)
+			image[k][i] = random_permute(i, N, &s);
+		for (int j = 0; j < k; j++) {
+			int same = 0;
+			for (int i = 0; i < N; i++)
+				same += image[k][i] == image[j][i];
+			assert_true(same < 12); /* the expected number is 1 */
+		}
+	}
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -573,6 +628,7 @@ int main(void)
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
 		cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_uniform_positions), cmocka_unit_test(test_permutations_differ),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -1304,6 +1304,39 @@ static void test_generate(void **state)
 	tokenizer_close(t);
 }
 
+/* No two weights of a model start alike, be they of one tensor, two layers, two experts or two seeds; and a seed counts
+ * with all of its 64 bits. */
+static void test_initial_weights_differ(void **state)
+{
+	(void)state;
+	enum { SEEDS = 3, FEW = 8 };
+	struct model_config c = {.hidden_size = 16, .num_hidden_layers = 3, .num_attention_heads = 2,
+		.num_key_value_heads = 1, .head_dim = 8, .vocab_size = 40, .num_experts = 4, .num_experts_per_tok = 2,
+		.num_shared_experts = 1, .moe_intermediate_size = 8, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
+		.initializer_range = 0.02};
+	const uint64_t seeds[SEEDS] = {1, 2, 1 + (UINT64_C(1) << 32)};
+	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	real (*begins)[FEW] = calloc(1000, sizeof *begins); /* of each random tensor of each seed */
+	int n = 0;
+	for (int seed = 0; seed < SEEDS; seed++) {
+		struct model m;
+		assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
+		model_randomize(&m, seeds[seed]);
+		for (int i = 0; i < m.num_parameters; i++) {
+			const struct parameter *t = &m.parameters[i];
+			if (!strstr(t->name, "norm") && n < 1000)
+				memcpy(begins[n++], m.params.memory + t->offset, sizeof *begins);
+		}
+		model_free(&m);
+	}
+	assert_true(n > SEEDS * 3 * 4 * 3 && n < 1000);
+	for (int i = 0; i < n; i++)
+		for (int j = 0; j < i; j++)
+			for (int a = 0; a < FEW; a++)
+				assert_true(begins[i][a] != begins[j][a] && (a == 0 || begins[i][a] != begins[i][a - 1]));
+	free(begins);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -1322,7 +1355,8 @@ int main(void)
 		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks),
 				cmocka_unit_test(test_norm_head),
 		cmocka_unit_test(test_learning_rate), cmocka_unit_test(test_batch_warmup), cmocka_unit_test(test_deal_batch),
-		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend),
+		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_initial_weights_differ),
+		cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend),
 				cmocka_unit_test(test_extend_long),
 		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token),
 				cmocka_unit_test(test_generate),

@@ -105,6 +105,14 @@ test_variants() {
 	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
 }
 
+# The balance loss with several sequences in a micro-batch: the tokens of a tensor rank begin and end within a sequence.
+test_balance_shares() {
+	local scope
+	for scope in sequence micro_batch; do
+		equal shares-$scope "2,2,1 4,4,2" train.micro_batch=3 data.seq_len=15 model.router.balance_loss_scope=$scope train.steps=8
+	done
+}
+
 # A blend of a text and conversations: windows of several documents, some with few targets and some with none.
 test_blend() {
 	perl -e 'for (1 .. 30) { my $n = $_ * 7 % 23; print qq({"prompt": ") . "question $n " x ($_ % 5 + 1) . qq(", "completion": ") . "x" x $n . qq("}\n) }' >chat.jsonl
@@ -325,6 +333,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants balance_shares blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

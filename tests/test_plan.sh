@@ -107,9 +107,37 @@ test_plan() {
 	grep -q "layouts that fit 256.000 GB" log.txt || problem "$(cat log.txt)"
 	"$ling" info "$root/configs/ling-plus.yaml" --ranks 2 --memory-per-node 256GB >log.txt || problem "no answer for Ling-Plus on 2 ranks"
 	grep -q "no layout fits" log.txt || problem "$(cat log.txt)"
+	# A rank without work is counted, and comes last in the list.
+	"$ling" info small.yaml --ranks 2 train.batch=16 train.micro_batch=16 >log.txt || problem "no plan for 2 ranks"
+	has log.txt "1 of 2 data ranks have nothing to do: set train.micro_batch=8"
+	[ "$(tail -n 1 log.txt | awk '{ print $1, $NF }')" = "2 1" ] || problem "the last layout should be the idle one: $(cat log.txt)"
+	[ "$("$ling" info small.yaml --ranks 4 train.batch=11 train.micro_batch=4 --json | jq -c '[.idle_data_ranks, (.layouts[] | select(.data == 4) | .idle_data_ranks)] | unique')" = "[1]" ] ||
+		problem "idle ranks of 4: $("$ling" info small.yaml --ranks 4 train.batch=11 train.micro_batch=4 --json)"
+	"$ling" info small.yaml --ranks 2 train.batch=16 train.micro_batch=8 >log.txt
+	! grep -q "nothing to do" log.txt || problem "$(cat log.txt)"
+	for size in 300KB 300kb 300kB 0.3mb; do
+		"$ling" info small.yaml --ranks 2 --memory-per-node $size >log.txt && grep -q "no layout fits 300.000 kB a rank" log.txt || problem "$size: $(cat log.txt)"
+	done
 	refused 1 "1, 2, 4 would work" --ranks 4 parallel.tensor=3
 	refused 2 "go with --ranks" --memory-per-node 1GB
 	refused 2 "such as 256GB" --ranks 4 --memory-per-node 256
+}
+
+# Data ranks that no micro-batch is left for: the warning says what helps, and taking its word helps.
+test_idle() {
+	local warning="^warning: 1 of 2 data ranks have nothing to do"
+	rm -rf run
+	logged 2 "$ling" train small.yaml train.batch=8 train.micro_batch=8
+	[ "$(grep -c "$warning.*train.batch=8 has 8 sequences in each micro-batch: set train.micro_batch=4\$" log.txt)" = 1 ] || problem "$(cat log.txt)"
+	rm -rf run
+	logged 2 "$ling" train small.yaml train.batch=8 train.micro_batch=4
+	! grep -q "nothing to do" log.txt || problem "$(cat log.txt)"
+	rm -rf run
+	logged 2 "$ling" train small.yaml train.batch=1 train.micro_batch=1
+	grep -q "$warning.*make it at least 2, or start 1 ranks" log.txt || problem "$(cat log.txt)"
+	rm -rf run
+	logged 2 "$ling" train small.yaml train.batch=8 train.micro_batch=2 train.batch_warmup='{start: 2, increment: 2, tokens: 1000}'
+	grep -q "$warning while the batch warmup's batch is 2: set train.micro_batch=1 or train.batch_warmup.start=3" log.txt || problem "$(cat log.txt)"
 }
 
 test_crowd() {
@@ -123,5 +151,5 @@ test_crowd() {
 	! grep -q "^warning" log.txt || problem "one thread on one core: $(cat log.txt)"
 }
 
-check traffic memory plan crowd
+check traffic memory plan idle crowd
 finish

@@ -388,6 +388,48 @@ static void a_run_directory_is_plotted(void **state)
 	assert_int_equal(unlink(metrics), 0);
 }
 
+/* Equal ratios are equal distances on a log axis, equal differences on another; from end to end. */
+static void values_stand_where_they_belong(void **state)
+{
+	(void)state;
+	const struct axis log_axis = make_axis(1, 1e4, 600, 100, 0, true);
+	const struct axis straight = make_axis(-2, 8, 100, 600, 0, false);
+	for (int i = 0; i <= 20; i++) {
+		assert_true(fabs(axis_at(&log_axis, pow(10, i * 0.2)) - (600 - 25 * i)) < 1e-6);
+		assert_true(fabs(axis_at(&straight, -2 + i * 0.5) - (100 + 25 * i)) < 1e-6);
+	}
+	assert_true(axis_at(&log_axis, 0.5) == 600 && axis_at(&log_axis, 2e4) == 100);
+	static const double ticks[] = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000};
+	assert_int_equal(log_axis.num_ticks, COUNT(ticks));
+	for (int i = 0; i < COUNT(ticks); i++)
+		assert_true(fabs(log_axis.ticks[i] - ticks[i]) < 1e-9 * ticks[i]);
+}
+
+/* A run whose losses fall from 1000 to 1 by equal ratios is a straight line on its log axis. */
+static void a_log_axis_is_one_in_the_picture(void **state)
+{
+	(void)state;
+	enum { N = 301 };
+	struct metrics *m = make_run(N, 0, 1, 0);
+	for (int i = 0; i < N; i++)
+		m[i].loss = pow(10, 3 - 3.0 * i / (N - 1));
+	draw(m, N, "log");
+	double mean[3];
+	for (int part = 0; part < 3; part++) { /* the smoothed line at a quarter, the middle, three quarters */
+		const int x = PLOT_LEFT + (PLOT_RIGHT - PLOT_LEFT) * (part + 1) / 4;
+		double sum = 0, n = 0;
+		for (int y = LOSS_TOP + 2; y < 848; y++) {
+			const uint8_t *p = picture + ((size_t)y * CANVAS_WIDTH + x) * 3;
+			if ((uint32_t)(p[0] << 16 | p[1] << 8 | p[2]) == SMOOTH)
+				sum += y, n++;
+		}
+		assert_true(n > 0);
+		mean[part] = sum / n;
+	}
+	assert_true(fabs(mean[0] + mean[2] - 2 * mean[1]) < 3 && mean[2] - mean[0] > 250);
+	free(m);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -406,6 +448,7 @@ int main(void)
 		cmocka_unit_test(what_cannot_be_written_is_said),
 		cmocka_unit_test(what_is_no_plain_file_stays_that),
 		cmocka_unit_test(a_run_directory_is_plotted),
+		cmocka_unit_test(values_stand_where_they_belong), cmocka_unit_test(a_log_axis_is_one_in_the_picture),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_empty_scratch);
 }

@@ -11,6 +11,7 @@
 #include "ling.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
+#include "commands/engine.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -103,6 +104,68 @@ static void test_answers(void **state)
 	tasks_free(&tasks);
 }
 
+/* Labels as answers: in a list of their own, or in the options. */
+static void test_labels(void **state)
+{
+	(void)state;
+	struct tasks tasks;
+	load_ok(&tasks, PROMPT "x, options: c.text, answer: k, answer_form: label, labels: c.label}",
+			"{\"c\": {\"text\": [\"w\", \"i\"], \"label\": [\"A\", \"B\"]}, \"k\": \"B\"}\n"
+			"{\"c\": {\"text\": [\"w\", \"i\", \"j\"], \"label\": [\"1\", 2, \"3\"]}, \"k\": \" 2\"}\n");
+	assert_int_equal(tasks.task[0].samples.sample[0].answer, 1);
+	assert_int_equal(tasks.task[0].samples.sample[1].answer, 1);
+	tasks_free(&tasks);
+	load_ok(&tasks, PROMPT "x, options: q.c, option: \" {option.text}\", answer: k, answer_form: label, "
+			"labels: \"{option.label}\"}",
+			"{\"q\": {\"c\": [{\"text\": \"w\", \"label\": \"B\"}, {\"text\": \"i\", \"label\": \"A\"}]}, "
+			"\"k\": \"A\"}\n");
+	assert_int_equal(tasks.task[0].samples.sample[0].answer, 1);
+	assert_text(tasks.task[0].samples.sample[0].target, " i");
+	tasks_free(&tasks);
+}
+
+static void test_nulls(void **state)
+{
+	(void)state;
+	static const char lines[] = "{\"q\": null, \"a\": 1}\n{\"q\": \"x\", \"a\": null}\n{\"q\": \"y\", \"a\": 3}\n";
+	struct tasks tasks;
+	load_ok(&tasks, MATCH ", on_null: skip, limit: 1}", lines);
+	assert_int_equal(tasks.task[0].samples.count, 1);
+	assert_int_equal(tasks.task[0].samples.skipped, 2);
+	assert_int_equal(tasks.task[0].samples.sample[0].line, 3);
+	tasks_free(&tasks);
+	load_ok(&tasks, MATCH ", on_null: empty, limit: 1}", lines);
+	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
+	assert_int_equal(tasks.task[0].samples.skipped, 0);
+	tasks_free(&tasks);
+}
+
+/* Data as one JSON value: an array, an object, an array in an object; a byte order mark. */
+static void test_values(void **state)
+{
+	(void)state;
+	static const struct { const char *keys, *data; int count; } cases[] = {
+		{"", "\n[{\"q\": 1,\n\"a\": 2}, {\"q\": 3, \"a\": 4}]\n", 2},
+		{", limit: 1", "[{\"q\": 1, \"a\": 2}, {\"q\": 3, \"a\": 4}]", 1},
+		{"", "{\n\t\"q\": 1,\n\t\"a\": 2\n}\n", 1},
+		{", field: d.e", "{\"canary\": \"x\", \"d\": {\"e\": [{\"q\": 1, \"a\": 2}, {\"q\": 3, \"a\": 4}]}}", 2},
+		{"", "\xef\xbb\xbf{\"q\": 1, \"a\": 2}\n{\"q\": 3, \"a\": 4}", 2},
+	};
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		struct tasks tasks;
+		char yaml[256];
+		snprintf(yaml, sizeof yaml, MATCH "%s}", cases[i].keys);
+		load_ok(&tasks, yaml, cases[i].data);
+		assert_int_equal(tasks.task[0].samples.count, cases[i].count);
+		assert_text(tasks.task[0].samples.sample[0].prompt, "1");
+		if (cases[i].count > 1) {
+			assert_text(tasks.task[0].samples.sample[1].prompt, "3");
+			assert_int_equal(tasks.task[0].samples.sample[1].line, 2);
+		}
+		tasks_free(&tasks);
+	}
+}
+
 static void test_bad_files(void **state)
 {
 	(void)state;
@@ -164,6 +227,25 @@ static void test_bad_files(void **state)
 		{MATCH "}", "{\"q\": \"\", \"a\": []}", {"d.jsonl:1", "empty list"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": [\"x\", null]}", {"d.jsonl:1", "null"}},
 		{MATCH ", extract_answer: \"#(.)\"}", "{\"q\": \"\", \"a\": \"x\"}", {"d.jsonl:1", "extract_answer"}},
+		{MATCH "}", "{\"q\": null, \"a\": 1}", {"d.jsonl:1", "null", "on_null"}},
+		{MATCH ", on_null: skip}", "{\"q\": null, \"a\": 1}", {"d.jsonl", "on_null is skip"}},
+		{MATCH ", normalize: {ignore: \"(\"}}", QUESTION, {"normalize.ignore", "byte 1"}},
+		{MATCH "}", "[{\"q\": 1, \"a\": 2}, 3]", {"record 2", "an integer"}},
+		{MATCH "}", "[{\"q\": 1,\n \"a\": }]", {"d.jsonl:2", "bad JSON"}},
+		{MATCH "}", "{\"canary\": 1, \"examples\": [{\"q\": 1, \"a\": 2}]}", {"`q`", "field: examples"}},
+		{MATCH ", field: b}", "{\"canary\": 1}", {"`b` is missing", "array of samples"}},
+		{MATCH ", field: b}", QUESTION QUESTION, {"d.jsonl", "no JSON object", "field"}},
+		{MATCH ", examples: {choose: first}}", QUESTION, {"examples.choose", "count", "missing"}},
+		{MATCH ", examples: {count: 1, choose: first, seed: 3}}", QUESTION, {"examples.seed", "choose: first"}},
+		{CHOICE ", answer_form: label}", QUESTION, {"answer_form", "labels"}},
+		{CHOICE ", labels: l}", QUESTION, {"labels", "answer_form: label"}},
+		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [\"A\"], \"a\": \"A\"}",
+			{"`l`", "2 options"}},
+		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [3, 3], \"a\": 3}",
+			{"same label"}},
+		{CHOICE ", answer_form: label, labels: l}", "{\"q\": 1, \"o\": [1, 2], \"l\": [3, 4], \"a\": 5}",
+			{"\"5\"", "label of one of the 2"}},
+		{CHOICE ", group: g}\n" MATCH ", group: g}", QUESTION, {"t.yaml:2", "group", "one type"}},
 		{TEXT "}", "{\"text\": \"\"}", {"d.jsonl:1", "empty"}},
 		{TEXT ", text: \"{t}\"}", "{\"text\": \"x\"}", {"d.jsonl:1", "`t`", "missing"}},
 		{"- {name: p, type: perplexity, data: none.jsonl}", "", {"none.jsonl", "No such file", "task p"}},
@@ -232,6 +314,44 @@ static void test_replies(void **state)
 	assert_false(is_right("", "\"Ab\"", "ab", "ab"));
 	assert_true(is_right(", normalize: {lowercase: true}", "\"Ab\"", "aB", "ab"));
 	assert_true(is_right(", normalize: {punctuation: false}", "\"1,200\"", "(1200).", "1200"));
+	/* without punctuation, numbers stay what they are */
+#define PLAIN ", normalize: {punctuation: false}"
+	assert_false(is_right(PLAIN, "\"-3\"", "3", "3"));
+	assert_true(is_right(PLAIN, "\"-3\"", "(-3).", "-3"));
+	assert_false(is_right(PLAIN, "\"1.5\"", "15", "15"));
+	assert_false(is_right(PLAIN, "\".5\"", "5", "5"));
+	assert_false(is_right(PLAIN, "\"-$5\"", "$5", "5"));
+	assert_false(is_right(PLAIN, "\"3/4\"", "34", "34"));
+	assert_false(is_right(PLAIN, "\"10:30\"", "1030", "1030"));
+	assert_false(is_right(PLAIN, "\"1,2\"", "12", "12"));
+	assert_true(is_right(PLAIN, "\"1,234,567.5\"", "$1234567.5.", "1234567.5"));
+	assert_true(is_right(PLAIN, "\"a-b, c.d... e\"", "ab cd e", "ab cd e"));
+	/* numbers as numbers */
+#define NUMBER ", normalize: {number: true}"
+	static const struct { const char *answer, *reply, *plain; bool right; } numbers[] = {
+		{"\"1003\"", "1,003", "1003", true}, {"\"1003\"", " $1,003.00. ", "1003", true},
+		{"1003", "1003.5", "1003.5", false},
+		{"\"-3\"", "3", "3", false}, {"-3", "\xe2\x88\x92" "3", "-3", true}, {"3", "+3", "3", true},
+		{"15", "1.5", "1.5", false},
+		{"0.5", ".50", "0.5", true}, {"50", "50%", "50", true}, {"\"0.5\"", "50%", "50", false},
+		{"0", "-0.0", "0", true},
+		{"\"-$5\"", "$-5.", "-5", true}, {"\"5 \u20ac\"", "\xe2\x82\xac" "5", "5", true},
+		{"\"1e3\"", "1,000", "1000", true},
+		{"\"2.5e-3\"", "0.0025", "0.0025", true}, {"120", "0120", "120", true}, {"\"1,2\"", "12", "12", false},
+		{"\"12,34,567\"", "1234567", "1234567", false}, {"\"0,500\"", "500", "500", false}, {"\"x\"", "x", "x", true},
+		{"\"1.2.3\"", "1.2.3", "1.2.3", true}, {"\"\"", "-", "-", false}, {"\"5 apples\"", "5", "5", false},
+		{"\"9007199254740993\"", "9007199254740992", "9007199254740992", false},
+		{"123456789012345678901234567890", "123,456,789,012,345,678,901,234,567,890.0",
+			"123456789012345678901234567890", true},
+	};
+	for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+		if (is_right(NUMBER, numbers[i].answer, numbers[i].reply, numbers[i].plain) != numbers[i].right)
+			fail_msg("%s and %s", numbers[i].answer, numbers[i].reply);
+	assert_true(is_right(", normalize: {number: true, punctuation: false}", "\"(1,003.0)\"", "1003", "1003"));
+	/* what is ignored */
+	assert_true(is_right(", normalize: {ignore: [\",\", \"(?s).*#### \"]}",
+			"\"1 and 2\\n#### 1,003\"", "1003", "1003"));
+	assert_true(is_right(", normalize: {ignore: \"x*\"}", "\"a\\u00e9b\"", "xa\xc3\xa9xxb", "a\xc3\xa9" "b"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\"", "5", "one is 5, two is 6", "5"));
 	assert_true(is_right(", extract: \"is (\\\\d+)\", match: last", "6", "one is 5, two is 6", "6"));
 	assert_false(is_right(", extract: \"is (\\\\d+)\"", "5", "5", NULL));
@@ -358,6 +478,7 @@ static void test_questions(void **state)
 				fail_msg("question %d, option %d: %.9g, expected %.9g", (int)i, c, w.log_likelihood[b], expected);
 			score[0][c] = w.log_likelihood[b];
 			score[1][c] = score[2][c] = w.log_likelihood[b] / x->choice[c].size;
+			score[3][c] = w.log_likelihood[b] / (x->choice[c].size - (*x->choice[c].data == ' '));
 		}
 		for (int k = 0; k < NUM_ACCURACIES; k++) {
 			int top = 0;
@@ -675,6 +796,24 @@ static void test_examples(void **state)
 	assert_memory_equal(w.ids.id, expected, sizeof expected);
 	task_work_free(&w);
 	tasks_free(&tasks);
+	/* the first ones, behind a fixed text; the sample itself is none of them */
+	load_ok(&tasks, MATCH ", separator: \"|\", max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, "
+			"limit: 2}", lines);
+	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
+	static const char *const contexts[] = {"T|b2|a", "T|a1|b"};
+	for (int i = 0; i < 2; i++) {
+		assert_int_equal(w.contexts[i].text_size, 6);
+		assert_memory_equal(w.texts.data + w.contexts[i].text, contexts[i], 6);
+		for (int j = 0; j < 6; j++)
+			assert_int_equal(w.ids.id[w.contexts[i].begin + j], contexts[i][j]);
+	}
+	task_work_free(&w);
+	/* what is cut from a context is not in its text: 4 of 6 tokens remain */
+	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), 5));
+	assert_int_equal(w.contexts[0].text_size, 4);
+	assert_memory_equal(w.texts.data, "b2|a", 4);
+	task_work_free(&w);
+	tasks_free(&tasks);
 	load_ok(&tasks, MATCH ", examples: {count: 4}, max_tokens: 1}", lines);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW), -1);
 	assert_non_null(strstr(error_text, "d.jsonl:1"));
@@ -749,15 +888,116 @@ static void test_generation(void **state)
 	model_free(&m);
 }
 
+/* A limit counts samples; the lines between them that hold nothing do not count. */
+static void test_limit(void **state)
+{
+	(void)state;
+	struct tasks tasks;
+	load_ok(&tasks, MATCH ", limit: 2}", "\n \n{\"q\": \"a\", \"a\": 1}\n\n\t\n{\"q\": \"b\", \"a\": 2}\n\n"
+			"{\"q\": \"c\", \"a\": 3}\n");
+	assert_int_equal(tasks.task[0].num_samples, 2);
+	const struct sample *s = tasks.task[0].samples.sample;
+	assert_text(s[0].prompt, "a");
+	assert_text(s[1].prompt, "b");
+	assert_true(s[0].line == 3 && s[1].line == 6);
+	tasks_free(&tasks);
+	load_ok(&tasks, MATCH ", limit: 4}", "\n{\"q\": \"a\", \"a\": 1}\n\n\n{\"q\": \"b\", \"a\": 2}\n");
+	assert_int_equal(tasks.task[0].num_samples, 2); /* fewer than the limit: all */
+	tasks_free(&tasks);
+}
+
+/* Numbers become text with the fewest digits that are the same number, wherever a template, an answer or an option
+ * holds them. */
+static void test_number_digits(void **state)
+{
+	(void)state;
+	static const struct { const char *json, *text; } cases[] = {
+		{"0.1", "0.1"}, {"2.5", "2.5"}, {"0.1234567", "0.1234567"}, {"3.14159265358979", "3.14159265358979"},
+		{"0.30000000000000004", "0.30000000000000004"}, {"16777217", "16777217"}, {"16777217.5", "16777217.5"},
+		{"123456789.123", "123456789.123"}, {"-0.001", "-0.001"}, {"1e300", "1e+300"},
+		{"1.7976931348623157e308", "1.7976931348623157e+308"}, {"9007199254740993", "9007199254740993"},
+		{"9223372036854775807", "9223372036854775807"}, {"-9223372036854775808", "-9223372036854775808"},
+		{"5.0", "5"}, {"100000.0", "100000"}, {"1000000.0", "1000000"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct tasks tasks;
+		char line[256];
+		snprintf(line, sizeof line, "{\"q\": %s, \"a\": [%s, \"x\"]}\n", cases[i].json, cases[i].json);
+		load_ok(&tasks, MATCH ", target: \"<{q}>\"}", line);
+		const struct sample *s = tasks.task[0].samples.sample;
+		assert_text(s->prompt, cases[i].text);
+		assert_text(s->choice[0], cases[i].text);
+		assert_true(s->target.size == strlen(cases[i].text) + 2);
+		tasks_free(&tasks);
+	}
+}
+
+/* The replies of examples: of a list of right answers the first alone, as a template the whole; and examples differ
+ * from sample to sample, and in their order. */
+static void test_examples_vary(void **state)
+{
+	(void)state;
+	enum { N = 12 };
+	struct tasks tasks;
+	struct task_work w;
+	char lines[N * 64] = "", *at_line = lines, seen[N][8];
+	for (int i = 0; i < N; i++)
+		at_line += sprintf(at_line, "{\"q\": \"%c\", \"a\": [\"%d\", \"wrong\", \"%d\"]}\n", 'a' + i, i % 10, i);
+	load_ok(&tasks, MATCH ", separator: \"\", max_tokens: 1, examples: {count: 3}}", lines);
+	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
+	int sets = 0;
+	bool used[N] = {false};
+	for (int i = 0; i < N; i++) {
+		const struct task_context *x = &w.contexts[i];
+		assert_int_equal(x->num_tokens, 7); /* three examples of a letter and a digit, and the prompt */
+		for (int j = 0; j < 7; j++)
+			seen[i][j] = (char)w.ids.id[x->begin + j];
+		seen[i][6] = 0; /* the prompt itself is another in each sample */
+		for (int j = 0; j < 6; j += 2) {
+			assert_int_equal(seen[i][j + 1] - '0', (seen[i][j] - 'a') % 10);
+			used[seen[i][j] - 'a'] = true;
+		}
+		int earlier = 0;
+		while (earlier < i && strcmp(seen[earlier], seen[i]))
+			earlier++;
+		sets += earlier == i;
+	}
+	assert_true(sets >= N - 2);
+	for (int i = 0; i < N; i++)
+		assert_true(used[i]);
+	task_work_free(&w);
+	tasks_free(&tasks);
+}
+
+/* Of several stop texts the one that begins first in the text ends it, whatever their order and length. */
+static void test_stops(void **state)
+{
+	(void)state;
+	static const struct { const char *stops[3]; size_t from, end; } cases[] = {
+		{{"gh", "cd", "ef"}, 0, 2}, {{"cd", "gh"}, 0, 2}, {{"gh"}, 0, 6}, {{"x", "y", "z"}, 0, 8},
+		{{"bcdefgh", "c"}, 0, 1}, {{"c", "bcdefgh"}, 0, 1}, {{"cd", "gh"}, 3, 6}, {{"h", "a"}, 0, 0},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		const struct text text = {.data = (char *)"abcdefgh", .size = 8};
+		struct strings stops = {.text = (char **)cases[i].stops};
+		while (stops.count < 3 && cases[i].stops[stops.count])
+			stops.count++;
+		assert_int_equal(find_stop(&text, cases[i].from, &stops), cases[i].end);
+	}
+}
+
 int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_bad_files),
+		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_labels),
+		cmocka_unit_test(test_nulls), cmocka_unit_test(test_values), cmocka_unit_test(test_bad_files),
 		cmocka_unit_test(test_paths),
 		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
 		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
+		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary),
+		cmocka_unit_test(test_stops),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);
 }

@@ -118,6 +118,11 @@ test_vocabulary() {
 	expect 1 "vocab_size" "$ling" eval $model --tasks all.yaml --tokenizer bpe.json
 }
 
+# A window in which five examples of bytes fit.
+test_long_window() {
+	expect 0 "" "$ling" train tiny.yaml model.max_position_embeddings=2048 train.output_dir=chars train.steps=3
+}
+
 test_bad_use() {
 	expect 2 "exclude each other" "$ling" eval $model --tasks all.yaml --data text --seq-len 16
 	expect 2 "--data is required, or --tasks" "$ling" eval $model
@@ -150,5 +155,83 @@ test_bad_tasks() {
 	[ "$(cat old/results.json)" = old ] && [ "$(ls old)" = results.json ] || problem "old: $(ls old)"
 }
 
-check results foreign_paths ranks vocabulary bad_use bad_tasks
+# Tiny files in the form in which each benchmark is published, and the task files of configs/tasks, with the lines that make their samples.
+test_ready_tasks() {
+	local file name
+	rm -rf ready && mkdir -p ready/configs/tasks ready/scripts && cp "$root"/configs/tasks/*.yaml ready/configs/tasks
+	cp "$root/scripts/csv-to-jsonl" ready/scripts && cd ready || return
+	mkdir -p grade-school-math/grade_school_math/data ARC-V1-Feb2018-2/ARC-{Easy,Challenge} data/{dev,test} dev val BIG-Bench-Hard/bbh AGIEval/data/v1
+	for file in train test; do
+		for name in 1 2 3 4 5 6; do
+			printf '{"question": "%s+1?", "answer": "%s+1=<<%s+1=%s>>%s\\n#### 1,%s00"}\n' $name $name $name $((name + 1)) $((name + 1)) $name
+		done >grade-school-math/grade_school_math/data/$file.jsonl
+	done
+	printf '%s\n' '{"ind": 24, "activity_label": "Roof", "ctx_a": "He [title] sits.", "ctx_b": "he", "ctx": "He [title] sits. he", "split": "val", "split_type": "indomain", "label": 3, "endings": ["[step] a b.", "c.", "d.", "e."], "source_id": "x"}' >hellaswag_val.jsonl
+	for name in Easy Challenge; do
+		printf '%s\n' '{"id":"a","question":{"stem":"Which?","choices":[{"text":"w","label":"A"},{"text":"iron","label":"B"}]},"answerKey":"B"}' \
+			'{"id":"b","question":{"stem":"Wet?","choices":[{"text":"sand","label":"1"},{"text":"sea","label":"2"},{"text":"dust","label":"3"}]},"answerKey":"2"}' \
+			>ARC-V1-Feb2018-2/ARC-$name/ARC-$name-Test.jsonl
+	done
+	for name in abstract_algebra world_religions; do
+		printf '"Find ""x"",\nnow",0,4,"2,5",6,B\nQ2,a,b,c,d,A\nQ3,a,b,c,d,C\nQ4,a,b,c,d,D\nQ5,a,b,c,d,A\nQ6,a,b,c,d,A\n' | tee data/dev/${name}_dev.csv >data/test/${name}_test.csv
+	done
+	for name in computer_network law; do
+		printf 'id,question,A,B,C,D,answer,explanation\r\n0,问____,1,2,3,4,C,"甲,乙"\r\n1,b,1,2,3,4,A,x\n2,c,1,2,3,4,A,x\n3,d,1,2,3,4,A,x\n4,e,1,2,3,4,A,x\n' >dev/${name}_dev.csv
+		printf 'id,question,A,B,C,D,answer\n0,问题____,1,2,3,4,C\n' >val/${name}_val.csv
+	done
+	for name in boolean_expressions navigate; do
+		printf '{"canary": "c", "examples": [{"input": "a\\nb", "target": "True"}, {"input": "b", "target": "False"}, {"input": "c", "target": "True"}, {"input": "d", "target": "True"}]}' >BIG-Bench-Hard/bbh/$name.json
+	done
+	printf '{"passage": "P.", "question": "Q", "options": ["(A)a", "(B)b", "(C)c", "(D)d", "(E)e"], "label": "E", "answer": null, "other": null}\n' >AGIEval/data/v1/lsat-ar.jsonl
+	printf '{"passage": null, "question": "Q", "options": ["(A)a", "(B)b", "(C)c", "(D)d"], "label": "D", "answer": null, "other": null}\n' >AGIEval/data/v1/logiqa-en.jsonl
+	for file in configs/tasks/*.yaml; do
+		sed -n 's/^#     //p' "$file" >make.sh
+		[ -s make.sh ] || problem "$file: no line that makes its samples"
+		bash -eu make.sh 2>err.txt || problem "$file: $(cat err.txt)"
+	done
+	for file in configs/tasks/*.yaml; do
+		name=$(basename "$file" .yaml)
+		expect 0 "" "$ling" eval ../chars/step-0000003 --tasks "$file" --out "$name"
+		[ ! -s err.txt ] || problem "$file: $(cat err.txt)"
+	done
+	[ "$(jq -c .answers gsm8k/samples.jsonl | head -n 1)" = '["1100"]' ] || problem "gsm8k: $(head -c 600 gsm8k/samples.jsonl)"
+	has hellaswag/samples.jsonl '"prompt":"Roof: He. sits. he"' '"answer":3'
+	[ "$(jq -c .answer arc/samples.jsonl | tr '\n' ' ')" = "1 1 1 1 " ] || problem "arc: $(cat arc/samples.jsonl)"
+	jq -e '.groups[0] | .name == "arc" and .samples == 4 and (.tasks | length) == 2 and .scores.acc_norm.mean_of_tasks.value == .scores.acc_norm.mean_of_samples.value' arc/results.json >/dev/null ||
+		problem "arc: $(cat arc/results.json)"
+	has mmlu/samples.jsonl '"prompt":"Find \"x\",\nnow\nA. 0\nB. 4\nC. 2,5\nD. 6\nAnswer:"' '"context":"The following are multiple choice questions (with answers) about abstract algebra.\n\n'
+	has mmlu-all/samples.jsonl 'about world religions.' '"task":"mmlu-world_religions"'
+	has ceval/samples.jsonl '"prompt":"问题____\nA. 1' '"answer":2'
+	has ceval-all/results.json '"ceval-law"'
+	has bbh/samples.jsonl '"prompt":"Q: a\nb\nA:"' '"answers":["True"]'
+	has bbh-all/results.json '"bbh-navigate"' '"mean_of_tasks"'
+	has agieval/samples.jsonl '"prompt":"P.Q: Q Answer' '"prompt":"Q: Q Answer' '"answer":4'
+	cd ..
+}
+
+# Groups: each task counts alike, or each sample. Skipped samples and examples from the task's own data are told.
+test_groups() {
+	local task
+	printf '%s\n' '{"q": "a", "o": ["x", "y"], "a": 0}' >one.jsonl
+	printf '%s\n' '{"q": "a", "o": ["x", "y"], "a": 1}' '{"q": "b", "o": ["x", "y"], "a": 1}' '{"q": null, "o": ["x", "y"], "a": 1}' \
+		'{"q": "c", "o": ["x", "y"], "a": 0}' >three.jsonl
+	for task in one three; do
+		printf -- '- {name: %s, group: both, type: multiple_choice, data: %s.jsonl, prompt: "{q}", options: o, answer: a, on_null: skip}\n' $task $task
+	done >groups.yaml
+	expect 0 "" "$ling" eval $model --tasks groups.yaml --json
+	jq -e '(.tasks[0].scores.accuracy.value) as $a | (.tasks[1].scores.accuracy.value) as $b | .groups[0].scores.accuracy as $g |
+		.tasks[1].skipped == 1 and .groups[0].samples == 4 and ($g.mean_of_tasks.value - ($a + $b) / 2 | fabs) < 1e-12 and
+		($g.mean_of_samples.value - ($a + 3 * $b) / 4 | fabs) < 1e-12 and $g.mean_of_tasks.standard_error == null' out.txt >/dev/null ||
+		problem "groups: $(cat out.txt)"
+	expect 0 "" "$ling" eval $model --tasks groups.yaml
+	has out.txt "both  " "mean of tasks" "mean of samples" "samples skipped, as a field is null: 1"
+	expect 0 "" "$ling" eval $model --tasks all.yaml
+	has err.txt "note: task choice takes its examples from choice.jsonl"
+	# what the model was given: the example, and in chat form the tags
+	jq -se 'map(select(.task == "choice" and .line == 1)) | .[0].context | test("^(grass is green|night is black)[.] sky is$")' results/samples.jsonl >/dev/null ||
+		problem "context: $(head -n 1 results/samples.jsonl)"
+	has results/samples.jsonl '"context":"<role>HUMAN</role>What is grass?<role>ASSISTANT</role>"'
+}
+
+check results foreign_paths ranks groups vocabulary long_window ready_tasks bad_use bad_tasks
 finish

@@ -555,7 +555,7 @@ static void blocks(void **state)
 		}
 		struct tokenized result;
 		struct tokens tokens;
-		if (tokenize_files(at("t"), at("tokenizer.json"), false, FILES, files, &result) < 0 ||
+		if (tokenize_files(at("t"), at("tokenizer.json"), false, FORMAT_BY_NAME, FILES, files, &result) < 0 ||
 				tokens_open(&tokens, at("t"), "none", tokenizer_size(t)) < 0)
 			fail_msg("%s: %s", names[v], error_text);
 		assert_int_equal(result.documents, FILES - 1);
@@ -608,11 +608,13 @@ static void lines(void **state)
 		struct tokenized result;
 		struct tokens tokens;
 		if (bad) {
-			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), -1);
+			assert_int_equal(tokenize_files(at("b"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+				(char *[]){path}, &result), -1);
 			expect_error("in.jsonl:2001: `text` is an integer"); /* not 2003, which another thread saw */
 			continue;
 		}
-		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, 1, (char *[]){path}, &result), 0);
+		assert_int_equal(tokenize_files(at("l"), at("tokenizer.json"), true, FORMAT_BY_NAME, 1,
+			(char *[]){path}, &result), 0);
 		assert_int_equal(tokens_open(&tokens, at("l"), "none", tokenizer_size(t)), 0);
 		assert_int_equal(tokens.documents, LINES - (LINES + 3) / 7);
 		assert_int_equal(tokens.count, whole.count);
@@ -1049,14 +1051,15 @@ static void training_refused(void **state)
 	snprintf(none, sizeof none, "%s", at("none.txt"));
 	static const char *foo[] = {"foo"}, *twice[] = {"<role>"}, *nothing[] = {""}, *broken[] = {"\xff"};
 	const struct { struct tokenizer_training how; const char *error; } cases[] = {
-		{{258, NULL, NULL, 0, 1, (char *[]){text}}, "expected 259, of which 256 are bytes and 3 are special"},
-		{{300, "(?<a", NULL, 0, 1, (char *[]){text}}, "this group"},
-		{{300, NULL, twice, 1, 1, (char *[]){text}}, "`<role>` is there twice"},
-		{{300, NULL, nothing, 1, 1, (char *[]){text}}, "`content` is empty"},
-		{{300, NULL, broken, 1, 1, (char *[]){text}}, "is not UTF-8"},
-		{{300, NULL, foo, 1, 1, (char *[]){text}}, "`foo` has id"},
-		{{300, NULL, NULL, 0, 1, (char *[]){empty}}, "nothing to learn from"},
-		{{300, NULL, NULL, 0, 1, (char *[]){none}}, "none.txt: cannot open"},
+		{{258, NULL, NULL, 0, 1, (char *[]){text}, FORMAT_BY_NAME},
+			"expected 259, of which 256 are bytes and 3 are special"},
+		{{300, "(?<a", NULL, 0, 1, (char *[]){text}, FORMAT_BY_NAME}, "this group"},
+		{{300, NULL, twice, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`<role>` is there twice"},
+		{{300, NULL, nothing, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`content` is empty"},
+		{{300, NULL, broken, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "is not UTF-8"},
+		{{300, NULL, foo, 1, 1, (char *[]){text}, FORMAT_BY_NAME}, "`foo` has id"},
+		{{300, NULL, NULL, 0, 1, (char *[]){empty}, FORMAT_BY_NAME}, "nothing to learn from"},
+		{{300, NULL, NULL, 0, 1, (char *[]){none}, FORMAT_BY_NAME}, "none.txt: cannot open"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		struct tokenizer_trained result;
@@ -1066,6 +1069,85 @@ static void training_refused(void **state)
 		struct stat st;
 		assert_int_equal(stat(at("bad.json"), &st), -1);
 		assert_false(holds_temporary(scratch));
+	}
+}
+
+/* A token file of `name` of a text, to be closed with tokens_close. */
+static void tokens_of(struct tokens *t, const char *name, const char *text)
+{
+	struct tokenized result;
+	put_string(at("text.txt"), text);
+	if (tokenize_files(at("t"), name, true, 1, (char *[]){at("text.txt")}, &result) < 0 ||
+			tokens_open(t, at("t"), "none", 100000) < 0)
+		fail_msg("%s", error_text);
+}
+
+/* Ids up to 65535 fit into two bytes: of 65,536 ids the last one does, and of 65,537 it needs four. */
+static void width_of_ids(void **state)
+{
+	(void)state;
+	for (int size = 65535; size <= 65537; size++) {
+		json_t *root = json_read(FIXTURES "/tokenizer.json"), *added = json_object_get(root, "added_tokens");
+		json_t *vocab = json_object_get(json_object_get(root, "model"), "vocab");
+		int next = (int)json_object_size(vocab);
+		json_t *token;
+		size_t i;
+		json_array_foreach(added, i, token) { /* what is in the vocabulary keeps its id there */
+			const json_int_t id = json_integer_value(json_object_get(token, "id"));
+			json_object_set_new(vocab, json_string_value(json_object_get(token, "content")), json_integer(id));
+			next = id >= next ? (int)id + 1 : next;
+		}
+		char name[32];
+		for (; next < size - 1; next++) {
+			snprintf(name, sizeof name, "unused%d", next);
+			json_object_set_new(vocab, name, json_integer(next));
+		}
+		json_t *last = json_deep_copy(json_array_get(added, 0));
+		json_object_set_new(last, "id", json_integer(size - 1));
+		json_object_set_new(last, "content", json_string("<last>"));
+		json_object_set_new(vocab, "<last>", json_integer(size - 1));
+		json_array_append_new(added, last);
+		struct tokenizer *t = open_json(root);
+		if (!t)
+			fail_msg("%s", error_text);
+		assert_int_equal(tokenizer_size(t), size);
+		struct tokens tokens;
+		int32_t id[3];
+		tokens_of(&tokens, at("tokenizer.json"), "!<last>!");
+		assert_int_equal(tokens.dtype, size <= 65536 ? UINT16 : INT32);
+		assert_int_equal(tokens.bin.size, tokens.count * (size <= 65536 ? 2 : 4));
+		assert_int_equal(tokens_read(&tokens, 0, 3, id), 0);
+		assert_true(id[0] == 0 && id[1] == size - 1 && id[2] == 0);
+		tokens_close(&tokens);
+		tokenizer_close(t);
+		json_decref(root);
+	}
+}
+
+/* A document ends with the end token once, whether its text ends with it or not; an end token in its middle, or two at
+ * its end, stay as they are. */
+static void ends_once(void **state)
+{
+	(void)state;
+	static const struct { const char *text; int count, ends; } cases[] = {
+		{"!", 2, 1}, {"!<|endoftext|>", 2, 1}, {"<|endoftext|>", 1, 1}, {"!<|endoftext|>!", 4, 2},
+		{"!<|endoftext|><|endoftext|>", 3, 2},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct tokens t;
+		int32_t id[8];
+		tokens_of(&t, FIXTURES, cases[i].text);
+		struct tokenizer *fixture = must_open(FIXTURES);
+		int ends = 0;
+		assert_int_equal(t.count, cases[i].count);
+		assert_int_equal(tokens_read(&t, 0, t.count, id), 0);
+		for (int k = 0; k < t.count; k++)
+			ends += id[k] == tokenizer_end(fixture);
+		assert_int_equal(ends, cases[i].ends);
+		assert_int_equal(id[t.count - 1], tokenizer_end(fixture));
+		assert_int_equal(t.documents, 1);
+		tokenizer_close(fixture);
+		tokens_close(&t);
 	}
 }
 
@@ -1079,6 +1161,7 @@ int main(void)
 		TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
+		TEST(width_of_ids), TEST(ends_once),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -168,7 +168,7 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 {
 	struct tokens t;
 	struct tokenized result;
-	if (tokenize_files(at("out/deep/t"), "byte", false, num_files, files, &result) < 0 ||
+	if (tokenize_files(at("out/deep/t"), "byte", false, FORMAT_BY_NAME, num_files, files, &result) < 0 ||
 			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(t.count, length);
@@ -229,7 +229,7 @@ static void tokenize_foreign_path(void **state)
 	strcpy(expected, at("tok\xef\xbf\xbd"));
 	assert_int_equal(mkdir(dir, 0777), 0);
 	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
-	if (tokenize_files(at("t\xff"), dir, false, 1, (char *[]){text}, &result) < 0 ||
+	if (tokenize_files(at("t\xff"), dir, false, FORMAT_BY_NAME, 1, (char *[]){text}, &result) < 0 ||
 			tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
 		fail_msg("%s", error_text);
 	struct tokenizer *tokenizer = tokenizer_open(dir);
@@ -303,11 +303,14 @@ static void tokenize_chat(void **state)
 		/* ShareGPT, and its list with the other spelling */
 		{"{\"conversations\":[{\"from\":\"system\",\"value\":\"s\"},{\"from\":\"human\",\"value\":\"h\"},"
 			"{\"from\":\"gpt\",\"value\":\"g\",\"weight\":1}," SAYS("user", "u") "," SAYS("assistant", "a") "]}",
-			"<role>SYSTEM</role>s<role>HUMAN</role>h<role>ASSISTANT</role>[g]^<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
+			"<role>SYSTEM</role>s<role>HUMAN</role>h<role>ASSISTANT</role>[g]^"
+			"<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
 		/* text parts; developer; members that are null, empty, or say nothing about the text */
-		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"2+\"},"
-			"{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},{\"role\":\"assistant\",\"content\":[],\"from\":null,"
-			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
+		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\","
+			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},"
+			"{\"role\":\"assistant\",\"content\":[],\"from\":null,"
+			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],"
+			"\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
 			"<role>SYSTEM</role>d<role>HUMAN</role>2+2<role>ASSISTANT</role>[|"},
 		/* system beside the messages */
 		{"{\"system\":\"s\",\"prompt\":\"p\",\"completion\":\"c\"}",
@@ -324,7 +327,7 @@ static void tokenize_chat(void **state)
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].lines);
-		if (tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result) < 0)
+		if (tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result) < 0)
 			fail_msg("%s", error_text);
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
 		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
@@ -357,9 +360,9 @@ static void tokenize_chat(void **state)
 	expect_error("it is damaged, missing");
 	/* A file that is replaced leaves no mask for the next one. */
 	put_string(b, cases[0].lines);
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	put_string(b, "{\"text\":\"plain\"}");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
 	assert_int_equal(result.loss_tokens, 6);
@@ -377,13 +380,14 @@ static void end_targets(void **state)
 	int32_t input[L], target[L], document[L];
 	strcpy(b, at("b.jsonl"));
 	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 	assert_true(result.loss_tokens == 4);
 	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 		assert_int_equal(t.count, L + 1);
 		for (int k = 0; k < 2; k++) {
 			int counted = 0;
+			t.document_mask = k;
 			assert_int_equal(read_window(&t, 0, L, NULL, input, target, k ? document : NULL), 0);
 			for (int p = 0; p < L; p++) {
 				const bool says_a = input[p] == 'a', says_b = input[p] == 'b';
@@ -432,7 +436,7 @@ static void tokenize_long_chat(void **state)
 		size += all ? n : 1;
 		size += sprintf(line + size, "\"}");
 		put_file(b, line, size);
-		assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
 		for (int64_t i = 0; i < t.count; i++)
@@ -723,17 +727,19 @@ static void put_documents(const int32_t *length, int n)
 
 static struct config packed_config(void)
 {
-	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", .seq_len = PACKED_L,
-			.packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1}, .train.seed = 7};
+	struct config c = {.model.vocab_size = INT32_MAX, .data = {.num_train = 1, .tokenizer = "none", 
+			.seq_len = PACKED_L, .packing = PACKING_DOCUMENTS, .shuffle = true, .document_token = -1},
+			.train.seed = 7};
 	c.data.train[0] = (struct data_source){.dtype = "none", .weight = 1};
 	strcpy(c.data.train[0].path, at("t"));
 	return c;
 }
 
 /* Checks a window: whole documents (of at most L + 1 tokens), each seen once more in `seen`, then padding without
- * targets. document_of [tokens]: which document a token is of; begin [documents + 1]. Returns the places of padding. */
-static int check_packed(const int32_t *input, const int32_t *target, const int32_t *document, const int32_t *document_of,
-		const int32_t *begin, int *seen)
+ * targets. document_of [tokens]: which document a token is of; begin [documents + 1]. Returns the places of
+ * padding. */
+static int check_packed(const int32_t *input, const int32_t *target, const int32_t *document,
+		const int32_t *document_of, const int32_t *begin, int *seen)
 {
 	int i = 0;
 	while (i < PACKED_L && target[i] >= 0) {
@@ -900,7 +906,8 @@ static void tokenize_bad(void **state)
 	(void)state;
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
-		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"}, {"{\"text\":1}", "b.jsonl:1: `text` is a"},
+		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"},
+		{"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
 		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
@@ -909,7 +916,8 @@ static void tokenize_bad(void **state)
 		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found `text`, `messages`; expected one of"},
 		{"{\"messages\":[],\"completion\":1}", "found `messages`, `completion`; expected one of"},
 		{"{}", "b.jsonl:1: found no members; expected one of"},
-		{"{\"prompt\":\"a\"}", "found `prompt`; expected one of"}, {"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
+		{"{\"prompt\":\"a\"}", "found `prompt`; expected one of"},
+		{"{\"completion\":\"a\"}", "b.jsonl:1: `prompt` is missing"},
 		{"{\"prompt\":1,\"completion\":\"a\"}", "`prompt` is an integer"},
 		{"{\"prompt\":\"a\",\"completion\":null}", "`completion` is null"},
 		{"{\"messages\":{}}", "b.jsonl:1: `messages` is an object"}, {"{\"messages\":[]}", "`messages` is empty"},
@@ -921,7 +929,8 @@ static void tokenize_bad(void **state)
 			"message 1: `content`, part 1: `type` is image_url; expected \"text\""},
 		{"{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
 			"message 1: `content`, part 1: `text` is missing"},
-		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}", "message 1: `content` is null; expected a string"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}",
+			"message 1: `content` is null; expected a string"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
 			"message 1: `tool_calls` has no place in Ling's chat form"},
 		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
@@ -943,11 +952,13 @@ static void tokenize_bad(void **state)
 		{"{\"prompt\":[" USER "],\"completion\":\"a\"}", "b.jsonl:1: `completion` is a string"},
 		{"{\"prompt\":\"a\",\"completion\":[" SAYS("assistant", "a") "]}", "b.jsonl:1: `prompt` is a string"},
 		{"{\"prompt\":[{}],\"completion\":[" SAYS("assistant", "a") "]}", "`prompt`, message 1: `role` is missing"},
-		{"{\"conversations\":[{\"from\":\"bing\",\"value\":\"a\"}]}", "message 1: `from` is \"bing\"; expected system,"},
+		{"{\"conversations\":[{\"from\":\"bing\",\"value\":\"a\"}]}",
+			"message 1: `from` is \"bing\"; expected system,"},
 		{"{\"conversations\":[{\"from\":\"gpt\"}]}", "message 1: `value` is missing"},
 		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"content\":\"b\"}]}",
 			"message 1: found `content` beside `from`"},
-		{"{\"messages\":[" USER "],\"conversations\":[" USER "]}", "found `messages`, `conversations`; expected one of"},
+		{"{\"messages\":[" USER "],\"conversations\":[" USER "]}",
+			"found `messages`, `conversations`; expected one of"},
 		{"{\"messages\":[{\"role\":\"assistent\",\"content\":\"a\"}]}",
 			"message 1: `role` is \"assistent\"; expected system, developer, user,"},
 		{"{\"messages\":[" USER "]}", "no message is the assistant's"},
@@ -957,30 +968,31 @@ static void tokenize_bad(void **state)
 	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].text);
-		assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){b}, &result), -1);
+		assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
 		expect_error(cases[i].error);
 		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
 		assert_false(holds_temporary(scratch));
 	}
-	assert_int_equal(tokenize_files(at("t"), "gpt2", false, 1, (char *[]){b}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "gpt2", false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
 	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
 			"holds one");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){none}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){none}, &result), -1);
 	expect_error("none.txt: cannot open");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){dir}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){dir}, &result), -1);
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
-		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false, 1,
+		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", false,
+				FORMAT_BY_NAME, 1,
 				(char *[]){b},
 				&result), -1);
 		expect_error("has no name in it; expected a prefix");
 	}
 	assert_false(exists(at("out")));
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
 	expect_error("t.json: is an input, but would be replaced");
-	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", false, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
 	expect_error("b.jsonl");
 }
 
@@ -992,7 +1004,7 @@ static void manifest_broken(void **state)
 	char a[PATH_LEN];
 	strcpy(a, at("a.txt"));
 	put_string(a, "hello");
-	assert_int_equal(tokenize_files(at("t"), "byte", false, 1, (char *[]){a}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", false, FORMAT_BY_NAME, 1, (char *[]){a}, &result), 0);
 	char too_long[PATH_LEN + 8] = "[\"";
 	memset(too_long + 2, 'x', PATH_LEN);
 	strcpy(too_long + 2 + PATH_LEN, "\"]");
@@ -1052,6 +1064,75 @@ static void manifest_broken(void **state)
 	expect_error("outside the vocabulary of 200 that its manifest has");
 }
 
+/* A window needs a target behind its last input: k L tokens are k - 1 windows. The last window ends within the file. */
+static void windows_end_in_the_file(void **state)
+{
+	(void)state;
+	enum { L = 5, MOST = 43 };
+	uint16_t ids[MOST];
+	int32_t input[L], target[L];
+	for (int i = 0; i < MOST; i++)
+		ids[i] = 100 + i;
+	for (int n = 1; n <= MOST; n++) {
+		struct tokens t;
+		put_file(at("ids.bin"), ids, n * sizeof *ids);
+		if (tokens_open(&t, at("ids.bin"), "uint16", 1000) < 0)
+			fail_msg("%s", error_text);
+		const int64_t windows = count_windows(&t, L);
+		assert_int_equal(windows, (n - 1) / L);
+		for (int64_t w = 0; w < windows; w++) {
+			assert_int_equal(read_window(&t, w, L, NULL, input, target, NULL), 0);
+			for (int i = 0; i < L; i++)
+				assert_true(input[i] == 100 + w * L + i && target[i] == input[i] + 1);
+		}
+		if (windows)
+			assert_true(target[L - 1] < 100 + n);
+		tokens_close(&t);
+		assert_int_equal(unlink(at("ids.json")), 0);
+	}
+}
+
+/* Each epoch of a file has each window once, in an order of its own: another than all before it, than the other file's,
+ * than with another seed. Without shuffling all are in the order of the file. */
+static void epochs_have_orders_of_their_own(void **state)
+{
+	(void)state;
+	enum { WINDOWS = 24, EPOCHS = 6, ORDERS = 3 * EPOCHS };
+	static int64_t order[ORDERS][WINDOWS];
+	struct blend b = {.num_files = 2, .seq_len = 8, .seed = 3, .shuffle = true};
+	b.files[0].count = b.files[1].count = WINDOWS * 8 + 1;
+	for (int run = 0; run < 2; run++) {
+		struct source_state sources[MAX_SOURCES] = {{.share = INT64_C(1) << 31, .order = 0},
+				{.share = INT64_C(1) << 31, .order = 1}};
+		int taken[2] = {0, 0};
+		b.seed = 3 + run;
+		for (int i = 0; i < 2 * EPOCHS * WINDOWS; i++) {
+			const struct blend_sample s = blend_next(&b, sources);
+			const int n = taken[s.file]++, k = (run ? 2 : s.file) * EPOCHS + n / WINDOWS;
+			assert_true(s.window >= 0 && s.window < WINDOWS);
+			if (!run || s.file == 0)
+				order[k][n % WINDOWS] = s.window;
+		}
+		assert_true(taken[0] == EPOCHS * WINDOWS && taken[1] == taken[0]);
+	}
+	for (int k = 0; k < ORDERS; k++) {
+		bool seen[WINDOWS] = {false}, sorted = true;
+		for (int i = 0; i < WINDOWS; i++) {
+			assert_false(seen[order[k][i]]);
+			seen[order[k][i]] = true;
+			sorted = sorted && order[k][i] == i;
+		}
+		assert_false(sorted);
+		for (int j = 0; j < k; j++)
+			assert_memory_not_equal(order[j], order[k], sizeof order[k]);
+	}
+	b.shuffle = false;
+	struct source_state sources[MAX_SOURCES] = {{.share = INT64_C(1) << 32}};
+	b.num_files = 1;
+	for (int i = 0; i < 2 * WINDOWS; i++)
+		assert_int_equal(blend_next(&b, sources).window, i % WINDOWS);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -1059,6 +1140,7 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(packed_documents),
 		TEST(packed_edges), TEST(manifest_broken),
+		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,103 @@
+/*
+ * tests/faults.c - a library for LD_PRELOAD that makes one call fail which touches files, or kills the process there.
+ *
+ * FAULT_AT=N: the call number N, from 1. FAULT_KILL set: SIGKILL in place of an error. The call is named on stderr as
+ * "fault: ...". An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
+ * is exchanged for /dev/full. Of the writes of a stream one after the other only the first three count.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define REAL(name) __typeof__(&name) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
+
+/* Counts a call. Whether it is the one that fails. */
+static bool fault(const char *call, const char *what)
+{
+	static int calls;
+	static const char *at;
+	if (!at && !(at = getenv("FAULT_AT")))
+		at = "0";
+	if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) != atoi(at))
+		return false;
+	dprintf(2, "fault: %s %s\n", call, what);
+	if (getenv("FAULT_KILL"))
+		raise(SIGKILL);
+	errno = EIO;
+	return true;
+}
+
+static bool counts(const char *path)
+{
+	return strncmp(path, "/proc", 5) && strncmp(path, "/sys", 4) && strncmp(path, "/dev", 4);
+}
+
+int open(const char *path, int flags, ...)
+{
+	REAL(open);
+	va_list args;
+	va_start(args, flags);
+	const mode_t mode = flags & O_CREAT ? va_arg(args, mode_t) : 0;
+	va_end(args);
+	return counts(path) && fault("open", path) ? -1 : real(path, flags, mode);
+}
+
+FILE *fopen(const char *path, const char *mode)
+{
+	REAL(fopen);
+	return counts(path) && fault("fopen", path) ? NULL : real(path, mode);
+}
+
+int mkdir(const char *path, mode_t mode)
+{
+	REAL(mkdir);
+	return fault("mkdir", path) ? -1 : real(path, mode);
+}
+
+int fsync(int fd)
+{
+	(void)fd; /* nothing is brought to disk: no power fails here, and the tests are many times faster */
+	return fault("fsync", "") ? -1 : 0;
+}
+
+int rename(const char *from, const char *to)
+{
+	REAL(rename);
+	return fault("rename", to) ? -1 : real(from, to);
+}
+
+int unlink(const char *path)
+{
+	REAL(unlink);
+	return fault("unlink", path) ? -1 : real(path);
+}
+
+int rmdir(const char *path)
+{
+	REAL(rmdir);
+	return fault("rmdir", path) ? -1 : real(path);
+}
+
+size_t fwrite(const void *data, size_t size, size_t n, FILE *f)
+{
+	REAL(fwrite);
+	static FILE *last;
+	static int again;
+	struct stat st;
+	again = f == last ? again + 1 : 0, last = f;
+	if (again < 3 && fstat(fileno(f), &st) == 0 && S_ISREG(st.st_mode) && fileno(f) > 2 && fault("fwrite", "")) {
+		const int full = open("/dev/full", O_WRONLY);
+		dup2(full, fileno(f));
+		close(full);
+	}
+	return real(data, size, n, f);
+}

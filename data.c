@@ -1123,6 +1123,17 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	return 0;
 }
 
+int print_windows(const char *key, const struct tokens *files, int n, int64_t L)
+{
+	char line[PATH_LEN + 320];
+	for (int i = 0; i < n; i++) {
+		if (describe_windows(line, sizeof line, &files[i], L) < 0)
+			return -1;
+		printf("%s: %s\n", key, line);
+	}
+	return 0;
+}
+
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer)
 {
 	*o = (struct data_options){.tokenizer = tokenizer, .vocab_size = c->model.vocab_size, .seq_len = c->data.seq_len,

@@ -134,6 +134,8 @@ int read_window(const struct tokens *data, int64_t i, int64_t L, const struct ra
 /* Writes how a file became windows: their number, the share of documents that are cut, and of tokens that are left out
  * or padding. Reads the whole index. */
 int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L);
+/* Prints such a line for each of n files, behind the key of the config that names them. */
+int print_windows(const char *key, const struct tokens *files, int n, int64_t L);
 
 /* What a token file must agree with, and how it is read. */
 struct data_options {

@@ -1450,37 +1450,6 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 	return 0;
 }
 
-/* "1, 2, 4": the divisors of both numbers. */
-static const char *common_divisors(char out[128], int a, int b)
-{
-	int n = 0;
-	for (int d = 1; d <= a && d <= b && n < 100; d++)
-		if (a % d == 0 && b % d == 0)
-			n += snprintf(out + n, 128 - n, "%s%d", n ? ", " : "", d);
-	return out;
-}
-
-int layout_check(const struct model_config *c, int ranks, int tensor, int expert)
-{
-	char values[128];
-	const int heads = c->num_key_value_heads, all_heads = c->num_attention_heads;
-	if (ranks % tensor || heads % tensor || all_heads % tensor) {
-		int both = 1;
-		for (int d = 1; d <= heads; d++)
-			if (heads % d == 0 && all_heads % d == 0)
-				both = d;
-		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s "
-				"would work", tensor, ranks, all_heads, heads, common_divisors(values, ranks, both));
-	}
-	if (c->vocab_size < tensor)
-		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor,
-				c->vocab_size);
-	if (ranks % expert || c->num_experts % expert)
-		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks,
-				c->num_experts, common_divisors(values, ranks, c->num_experts));
-	return 0;
-}
-
 /* ============================================================================================================
  * Sharded optimizer state: of each bucket, one shard a rank
  * ========================================================================================================== */
@@ -2325,7 +2294,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int layers = c->model.num_hidden_layers;
 	*t = (struct trainer){.config = *c};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	if (parallel_agree(layout_check(&c->model, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
+	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
+			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
 		return -1;
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
 	layout_connect(&layout);
@@ -2437,21 +2407,6 @@ static int take_along(struct trainer *t, const char *dir)
 	return rc;
 }
 
-/* Says for each file how it became windows. */
-static int print_windows(const struct trainer *t)
-{
-	char line[PATH_LEN + 320];
-	const struct config *c = &t->config;
-	for (int i = 0; i < c->data.num_train + c->data.num_valid; i++) {
-		const bool train = i < c->data.num_train;
-		const struct tokens *file = train ? &t->train.files[i] : &t->valid[i - c->data.num_train];
-		if (describe_windows(line, sizeof line, file, c->data.seq_len) < 0)
-			return -1;
-		printf("data.%s: %s\n", train ? "train" : "valid", line);
-	}
-	return 0;
-}
-
 /* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
 static int init_from(struct trainer *t, const char *dir)
 {
@@ -2490,6 +2445,7 @@ static int resume(struct trainer *t, const char *dir)
 static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
+	int rc = 0;
 	if (parallel_agree(take_along(t, dir)) < 0)
 		return -1;
 	/* Rank 0 first: it may have to examine all of the files, and leaves what it found for the others. */
@@ -2506,7 +2462,10 @@ static int trainer_start(struct trainer *t, const char *dir)
 		free(t->document);
 		t->document = NULL;
 	}
-	if (parallel_agree(is_rank0(t) ? print_windows(t) : 0) < 0)
+	if (is_rank0(t) && (print_windows("data.train", t->train.files, c->data.num_train, c->data.seq_len) < 0 ||
+			print_windows("data.valid", t->valid, c->data.num_valid, c->data.seq_len) < 0))
+		rc = -1;
+	if (parallel_agree(rc) < 0)
 		return -1;
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)

@@ -344,9 +344,6 @@ int64_t head_chunk(int64_t V, int tensor);
 int extend_rope(struct model *m, int64_t n);
 /* The table of the whole model, whichever ranks hold it. To be freed; NULL when memory is short. */
 struct parameter *global_parameters(const struct model_config *c, int *n);
-/* Refuses a layout that does not fit the model, naming the values that would. */
-int layout_check(const struct model_config *c, int ranks, int tensor, int expert);
-
 /* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
 	int64_t num_elements, num_parameters, num_buckets, num_state; /* as in struct model */

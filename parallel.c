@@ -283,6 +283,36 @@ bool parallel_all_failed(void)
  * Layout
  * ========================================================================================================== */
 
+/* "1, 2, 4": the divisors of both numbers. */
+static const char *common_divisors(char out[128], int a, int b)
+{
+	int n = 0;
+	for (int d = 1; d <= a && d <= b && n < 100; d++)
+		if (a % d == 0 && b % d == 0)
+			n += snprintf(out + n, 128 - n, "%s%d", n ? ", " : "", d);
+	return out;
+}
+
+int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert)
+{
+	char values[128];
+	if (ranks % tensor || kv_heads % tensor || heads % tensor) {
+		int both = 1;
+		for (int d = 1; d <= kv_heads; d++)
+			if (kv_heads % d == 0 && heads % d == 0)
+				both = d;
+		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s "
+				"would work", tensor, ranks, heads, kv_heads, common_divisors(values, ranks, both));
+	}
+	if (vocab_size < tensor)
+		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor,
+				vocab_size);
+	if (ranks % expert || num_experts % expert)
+		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks,
+				num_experts, common_divisors(values, ranks, num_experts));
+	return 0;
+}
+
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 {
 	return (struct layout){

@@ -57,6 +57,9 @@ struct layout {
 	struct group expert_data;    /* ranks with the same experts */
 };
 
+/* Refuses a layout that does not fit a model with so many query heads, key-value heads, vocabulary entries and experts,
+ * naming the values that would. */
+int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert);
 /* The layout of rank `rank` of `ranks`, with `tensor` ranks in a tensor group and `expert` in an expert group. It is
  * not connected: it serves to plan, and the collectives cannot use it. */
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);

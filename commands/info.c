@@ -151,7 +151,8 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
 	const struct layout last = layout_of_rank(ranks - 1, ranks, tensor, expert);
 	struct memory_plan *m = &p->memory;
-	if (layout_check(&c->model, ranks, tensor, expert) < 0 ||
+	if (layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
+			c->model.num_experts, ranks, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
 	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;

@@ -22,8 +22,8 @@ struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tok
  * `messages` of a conversation ([{"role": ..., "content": ...}]), or a `prompt` and its `completion`. In the latter
  * two the loss counts only the assistant's replies; then there is also PREFIX.mask.bin. With `special`, the text of a
  * special token becomes that token, as in Hugging Face's library, but never in messages: a user cannot write a role's
- * tag. Conversations are written in the
- * named chat form, or, with NULL, in the tokenizer's. A PREFIX.json that is not a manifest is not replaced. Shows progress on stderr. */
+ * tag. Conversations are written in the named chat form, or, with NULL, in the tokenizer's. A PREFIX.json that is not a
+ * manifest is not replaced. Shows progress on stderr. */
 int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
 		enum text_format format, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included. tokenizer NULL: the one that the manifest names. */

@@ -992,7 +992,8 @@ static void tokenize_bad(void **state)
 	put_string(own, "precious");
 	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
 	expect_error("t.json: is an input, but would be replaced");
-	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own},
+			&result), -1);
 	expect_error("b.jsonl");
 }
 
@@ -1138,7 +1139,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(tokens_types), TEST(tokens_broken), TEST(tokenize_good), TEST(tokenize_foreign_path),
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
-		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all), TEST(packed_documents),
+		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
+				TEST(packed_documents),
 		TEST(packed_edges), TEST(manifest_broken),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};

@@ -103,7 +103,7 @@ RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
 DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double)
 SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
-TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double log_files.so)
+TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double log_files.so faults.so)
 # What tests/run.sh runs, the longest first. The number behind a colon is of cores.
 LONG_TESTS := tests/test_parallel.sh:8 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_cli.sh tests/test_generate.sh tests/test_convert.sh tests/test_tasks.sh
 SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
@@ -123,7 +123,7 @@ $(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)
 $(BUILD)/ling_double: $(BUILD)/double/commands/main.o $(DOUBLE)
 	$(CC) $(DOUBLE_FLAGS) $^ -o $@ $(LIBS)
 
-$(BUILD)/log_files.so: tests/log_files.c
+$(addprefix $(BUILD)/,log_files.so faults.so): $(BUILD)/%.so: tests/%.c
 	@mkdir -p $(@D)
 	$(CC) -std=c11 -g $(WARNINGS) -shared -fPIC $< -o $@ -ldl
 

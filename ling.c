@@ -1029,11 +1029,6 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
 	const struct group *data_group = &m->layout.data;
 	for (int64_t first = 0; first < windows; first += data_group->size) {
-		double stop = stop_requested;
-		all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1); /* all ranks stop at the same window */
-		e->stopped = stop > 0;
-		if (e->stopped)
-			break;
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
@@ -1053,15 +1048,13 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	m->document = NULL;
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
 	free(input);
-	if (!e->stopped) {
-		e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
-		e->loss = sums[0] / e->tokens;
-	}
+	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
+	e->loss = sums[0] / e->tokens;
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. Leaves it out, and sets t->stop, when a rank is
- * asked to stop meanwhile. */
+/* Puts the mean loss over all targets of the validation files into *m. A stop waits for it: a run that is stopped has the
+ * same metrics as one that is not. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
@@ -1072,12 +1065,6 @@ static int validate(struct trainer *t, struct metrics *m)
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
-		if (e.stopped) {
-			t->stop = true;
-			if (is_rank0(t))
-				print_status(stdout, "asked to stop: this step's validation is left out", true);
-			return 0;
-		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
 	}
@@ -2389,6 +2376,9 @@ static int take_along(struct trainer *t, const char *dir)
 	int rc = path_copy(t->tokenizer, c->data.tokenizer);
 	if (!*from || rc < 0)
 		return rc;
+	struct model_config model; /* for its errors alone, which say what init_from may be */
+	if (!*dir && config_from_huggingface(&model, from) < 0)
+		return -1;
 	if (is_rank0(t))
 		rc = model_files_read(&t->files, from);
 	t->state.files = &t->files;

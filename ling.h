@@ -426,12 +426,10 @@ struct evaluation {
 	double loss;                 /* mean cross-entropy, nats */
 	int64_t tokens;              /* targets that count */
 	int64_t bytes;               /* of their text; 0 without a tokenizer */
-	bool stopped;                /* a rank was asked to stop: the rest is 0 */
 };
 /* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
  * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
- * same result. Rank 0 shows the progress on standard error. When a rank is asked to stop, all end at their next window.
- * Fails when an id is outside the vocabulary. */
+ * same result. Rank 0 shows the progress on standard error. Fails when an id is outside the vocabulary. */
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e);
 

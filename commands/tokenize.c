@@ -252,7 +252,7 @@ static int index_finish(struct token_writer *w, const char *path)
 static int tokenize_all(struct token_writer *w, const char *prefix, const char *idx_path, bool special,
 		struct input *in)
 {
-	uint8_t header[IDX_HEADER] = {0}; /* a placeholder: index_finish() writes the header */
+	uint8_t header[IDX_HEADER] = {0}; /* index_finish() writes the header */
 	fwrite(header, IDX_HEADER, 1, w->idx);
 	struct encoder_pool pool = {.tokenizer = w->tokenizer};
 	int64_t done = 0, blocks = 0;

@@ -204,24 +204,6 @@ test_time_left() {
 		exit !(n > 1 && s < 50 * step + 30) }' || problem "$left left, steps of $seconds s: $(tail -n 3 out.txt)"
 }
 
-# A stop during a validation ends it there, and the step is saved.
-test_stop_in_validation() {
-	rm -rf halted
-	perl -e 'print "all kinds of text " x 12000' >long.txt
-	[ -e long.bin ] || "$ling" tokenize --out long long.txt >/dev/null
-	perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$ling" train tiny.yaml data.valid='[long, long, long]' train.output_dir=halted eval.every=3 >out.txt 2>err.txt &
-	local pid=$!
-	wait_for_lines halted/metrics.jsonl 2
-	sleep 1
-	kill -INT $pid
-	wait $pid || problem "exit status $?: $(cat err.txt)"
-	has out.txt "asked to stop: this step's validation is left out" "stopped after step 3 of 20 and saved"
-	[ -e halted/step-0000003/trainer.json ] || problem "not saved: $(ls halted)"
-	! grep -q valid_loss halted/metrics.jsonl || problem "a validation loss of a part: $(tail -n 1 halted/metrics.jsonl)"
-	expect 0 "" "$ling" train tiny.yaml train.output_dir=halted eval.every=off
-	[ "$(lines halted/metrics.jsonl)" = 20 ] || problem "$(lines halted/metrics.jsonl) steps"
-}
-
 # output_dir moved, deleted or replaced under a run: the next save notices it, and nothing is lost that could be saved.
 test_moved_directory() {
 	local how run="tiny.yaml train.output_dir=here eval.every=1 train.steps=400 schedule.decay=off checkpoint.every=100 checkpoint.keep=0 log.every=1000"
@@ -699,7 +681,7 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config said time_left stop_in_validation \
+check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
 	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
 	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 

@@ -45,8 +45,8 @@ static void example_init(struct example *x)
 		x->mean[i] = -1.0 / (3 + i), x->std[i] = 1 / sqrt(2 + i);
 	x->state = (struct trainer_state){.step = 5, .samples = 20, .tokens = 320, .num_layers = 3, .router_mean = x->mean,
 		.router_std = x->std, .num_sources = 2, .sources = {{1234567890123, 0xfedcba98, INT64_C(3) << 30,
-				-(INT64_C(5) << 30), 17, 0},
-		{300, 1, 1 << 30, INT64_C(5) << 30, INT64_MAX / 2, 4}}};
+				-(INT64_C(5) << 30), 17, 0, 0},
+		{300, 1, 1 << 30, INT64_C(5) << 30, INT64_MAX / 2, 12, 4}}};
 	x->model[0] = (struct named_tensor){"model.w", 2, 3, x->w};
 	x->model[1] = (struct named_tensor){"model.b", 2, 0, x->w + 3};
 	x->optimizer[0] = (struct named_tensor){"exp_avg.model.w", 2, 3, x->m};

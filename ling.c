@@ -1053,8 +1053,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop waits for it: a run that is stopped has the
- * same metrics as one that is not. */
+/* Puts the mean loss over all targets of the validation files into *m. A stop waits for it, so that a run that is
+ * stopped and continued has the same metrics as one that is not. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;

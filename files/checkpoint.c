@@ -364,7 +364,8 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 {
 	char path[PATH_LEN];
 	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL, NULL) < 0)
+			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL,
+					s->files ? s->files->gguf_name : NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)

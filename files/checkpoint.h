@@ -16,6 +16,7 @@
  * They go along into each checkpoint of a run that starts from its weights. */
 struct model_files {
 	json_t *config;              /* config.json, whose keys that are not the model's go along; NULL: none */
+	const json_t *gguf_name;     /* the model's name where it comes from a GGUF file, which has no config.json; or NULL */
 	struct model_file { char *name; char *data; size_t size; } *list;
 	int count;
 	size_t capacity;

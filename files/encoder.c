@@ -630,8 +630,8 @@ static int write_opening(struct message_writer *w, int role)
 /* Writes the end of the first system message. */
 static int write_system_end(struct message_writer *w, const char *tools)
 {
-	if (tools && write_form(w, "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
-			"provided with function signatures within <tools></tools> XML tags:\n<tools>") < 0)
+	if (tools && write_form(w, "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou "
+			"are provided with function signatures within <tools></tools> XML tags:\n<tools>") < 0)
 		return -1;
 	if (tools)
 		text_append_string(&w->text, tools);

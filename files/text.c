@@ -407,8 +407,9 @@ void encoder_pool_close(struct encoder_pool *pool)
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
 {
+	const struct message message = {.role = "user", .content = text, .content_size = n};
 	if (chat)
-		return chat_encode(e, &(struct message){.role = "user", .content = text, .content_size = n}, 1, true, out, NULL);
+		return chat_encode(e, &message, 1, true, out, NULL);
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)

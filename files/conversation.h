@@ -13,9 +13,9 @@
  *
  * Where the chat form has a place for them (`tools` below is true), an assistant's message may have
  * `reasoning_content`, a string, and `tool_calls`, a list of {"name": ..., "arguments": ...}, each perhaps within
- * {"function": ...}; its content may then be null. `tools` beside the messages are a list of objects, or a string that holds that list. What
- * has content and no place (see no_place in conversation.c) is an error unless it is empty. Members with other names,
- * such as `name` and `tool_call_id`, are not read.
+ * {"function": ...}; its content may then be null. `tools` beside the messages are a list of objects, or a string
+ * that holds that list. What has content and no place (see no_place in conversation.c) is an error unless it is empty.
+ * Members with other names, such as `name` and `tool_call_id`, are not read.
  */
 #ifndef LING_FILES_CONVERSATION_H
 #define LING_FILES_CONVERSATION_H

@@ -724,6 +724,8 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	else if (m->validation_stopped)
+		json_object_set_new(root, "validation_stopped", json_true());
 	json_t *samples = json_array();
 	for (int i = 0; i < m->num_sources; i++)
 		json_array_append_new(samples, json_integer(m->source_samples[i]));
@@ -834,6 +836,7 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 			return -1;
 	m->has_valid_loss = valid;
 	m->valid_loss = 0;
+	m->validation_stopped = json_is_true(json_object_get(line, "validation_stopped"));
 	return valid ? metric_value(valid, where, "valid_loss", &m->valid_loss) : 0;
 }
 
@@ -889,6 +892,56 @@ FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_li
 	else if (!newline)
 		putc('\n', f);
 	return f;
+}
+
+bool metrics_lack_validation(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1};
+	int rc;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || path_exists(path) <= 0 ||
+			map_file(path, &r.data, &r.size) < 0)
+		return false; /* if that is an error, metrics_open finds it too */
+	while ((rc = metrics_next(&r)) > 0)
+		;
+	unmap_file(r.data, r.size);
+	free(r.loads);
+	return rc == 0 && r.row.step == step && r.row.validation_stopped;
+}
+
+int metrics_set_valid_loss(const char *output_dir, double valid_loss)
+{
+	char path[PATH_LEN];
+	const uint8_t *data;
+	size_t size;
+	struct new_file file;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || map_file(path, &data, &size) < 0)
+		return -1;
+	size_t begin = size ? size - 1 : 0; /* of the last line; a new line may end it */
+	while (begin && data[begin - 1] != '\n')
+		begin--;
+	json_t *line = json_line(path, (const char *)data + begin, size - begin), *value;
+	json_t *root = json_object(), *nonfinite = json_array();
+	const char *key;
+	json_object_foreach(line, key, value) /* its members stay as they are, in their order */
+		if (!strcmp(key, "validation_stopped"))
+			json_object_set_new(root, "valid_loss", metric_number(valid_loss, "valid_loss", nonfinite));
+		else
+			json_object_set(root, key, value);
+	json_array_extend(nonfinite, json_object_get(line, "nonfinite"));
+	if (json_array_size(nonfinite))
+		json_object_set(root, "nonfinite", nonfinite);
+	char *text = json_text(root, JSON_REAL_PRECISION(17));
+	int rc = line ? new_file_begin(&file, path) : -1;
+	if (rc == 0) {
+		fwrite(data, 1, begin, file.stream);
+		fprintf(file.stream, "%s\n", text);
+		rc = new_file_publish(&file, 0);
+	}
+	free(text);
+	json_decref(line), json_decref(root), json_decref(nonfinite);
+	unmap_file(data, size);
+	return rc;
 }
 
 int metrics_read(const char *run_dir, struct metrics **out, int *count)

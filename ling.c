@@ -1031,6 +1031,10 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
+		double stop = stop_requested;
+		all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1);
+		if ((e->stopped = stop > 0))
+			break;
 		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
 			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */
 		m->document = document;
@@ -1053,8 +1057,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop waits for it, so that a run that is
- * stopped and continued has the same metrics as one that is not. */
+/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run that
+ * continues makes up for it, so that its metrics are those of a run that was not stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
@@ -1065,6 +1069,10 @@ static int validate(struct trainer *t, struct metrics *m)
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
+		if (e.stopped) {
+			m->validation_stopped = t->stop = true;
+			return 0;
+		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
 	}
@@ -1189,7 +1197,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) &&
 				save_progress(t, metrics_file) < 0)
 			return -1;
-		if (stop && !last) {
+		if (stop && (!last || m.validation_stopped)) {
 			char line[160];
 			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < m.step;
 			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command%s continues",
@@ -1205,8 +1213,36 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	return 0;
 }
 
+/* Makes up for the validation of the current step if a stop ended it. */
+static int finish_validation(struct trainer *t)
+{
+	const char *dir = t->config.train.output_dir;
+	struct metrics m = {.step = t->state.step};
+	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
+	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
+	if (!lacks || !has_validation(t, m.step))
+		return 0;
+	if (is_rank0(t))
+		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
+	if (validate(t, &m) < 0 || m.validation_stopped)
+		return m.validation_stopped ? 0 : -1;
+	if (parallel_agree(is_rank0(t) ? metrics_set_valid_loss(dir, m.valid_loss) : 0) < 0)
+		return -1;
+	return isfinite(m.valid_loss) ? 0 : fail("step %lld: the validation loss is %g; remove its checkpoint to continue "
+			"from an earlier one", (long long)m.step, plain_nan(m.valid_loss));
+}
+
 int trainer_run(struct trainer *t)
 {
+	t->stop = false;
+	if (finish_validation(t) < 0)
+		return -1;
+	if (t->stop) {
+		if (is_rank0(t))
+			printf("stopped before the validation of step %lld was complete; the same command continues\n",
+					(long long)t->state.step);
+		return 0;
+	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
 			printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step,

@@ -1028,12 +1028,14 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	struct progress p = progress_start("evaluating", windows * L, 1, "tokens");
 	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
 	const struct group *data_group = &m->layout.data;
+	const int64_t stop_every = 1 + 1024 / L; /* windows of a rank, after which the ranks ask one another */
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		double stop = stop_requested;
-		all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1);
-		if ((e->stopped = stop > 0))
+		if (first / data_group->size % stop_every == 0)
+			all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
+		if (e->stopped)
 			break;
 		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
 			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */

@@ -435,7 +435,7 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 		struct evaluation *e);
 
 /* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved, and a validation
- * ends after its current window. Global because a signal handler gets no pointer of ours. */
+ * ends within 1,024 tokens and a window. Global because a signal handler gets no pointer of ours. */
 extern volatile sig_atomic_t stop_requested;
 
 #endif

@@ -1027,8 +1027,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run that
- * continues makes up for it, so that its metrics are those of a run that was not stopped. */
+/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run
+ * that continues makes up for it, so that its metrics are those of a run that was not stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
@@ -1855,7 +1855,8 @@ static void compare_tokenizers(struct trainer *t, const char *dir)
 }
 
 /* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
- * run continues from or, where that is "", from `start`, the directory of init_from. */
+ * run continues from or, where that is "", from `start`, the directory of init_from, whose config.json must describe
+ * the same model. */
 static int take_along(struct trainer *t, const char *dir, const char *start)
 {
 	struct config *c = &t->config;
@@ -1865,8 +1866,9 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 	int rc = path_copy(t->tokenizer, c->data.tokenizer);
 	if (!*from || rc < 0)
 		return rc;
-	struct model_config model; /* for its errors alone, which say what init_from may be */
-	if (!*dir && config_from_huggingface(&model, from) < 0)
+	struct model_config described;
+	if (!*dir && (config_from_huggingface(&described, from) < 0 ||
+			config_check_init(&described, &c->model, from) < 0))
 		return -1;
 	if (is_rank0(t))
 		rc = model_files_read(&t->files, from);
@@ -1884,16 +1886,6 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 		rc = path_copy(t->tokenizer, from);
 	tokenizer_close(theirs);
 	return rc;
-}
-
-/* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
-static int init_from(struct trainer *t, const char *dir)
-{
-	struct model_config theirs;
-	int rc = config_from_huggingface(&theirs, dir);
-	if (rc == 0)
-		rc = config_check_init(&theirs, &t->config.model, dir);
-	return parallel_agree(rc) < 0 ? -1 : model_load(&t->model, dir);
 }
 
 /* Continues from a checkpoint: state, weights, moments. Config and data must be those of the same run. */
@@ -1953,7 +1945,7 @@ static int trainer_start(struct trainer *t, const char *dir)
 	if (*dir)
 		return resume(t, dir);
 	if (*start)
-		return init_from(t, start);
+		return model_load(&t->model, start);
 	model_randomize(&t->model, c->train.seed);
 	return 0;
 }

@@ -211,8 +211,8 @@ static void test_events(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(test_deviation), TEST(test_warmup_and_not_finite), TEST(test_level_shift), TEST(test_skips), TEST(test_state),
-		TEST(test_bad_state), TEST(test_events),
+		TEST(test_deviation), TEST(test_warmup_and_not_finite), TEST(test_level_shift), TEST(test_skips),
+		TEST(test_state), TEST(test_bad_state), TEST(test_events),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

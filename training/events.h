@@ -26,8 +26,8 @@ void events_close(struct event_log *log);
 /* A number for the members of an event: null where it is not finite, which JSON cannot say. */
 json_t *json_number(double x);
 
-/* Calls `each` for every event of RUN_DIR/events.jsonl in its order, until it returns nonzero, and returns that, or 0 at
- * the end; -1 when a line is no event. No file is no event. */
+/* Calls `each` for every event of RUN_DIR/events.jsonl in its order, until it returns nonzero, and returns that, or 0
+ * at the end; -1 when a line is no event. No file is no event. */
 int events_read(const char *run_dir, int (*each)(void *context, const json_t *event), void *context);
 
 #endif

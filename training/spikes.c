@@ -16,6 +16,7 @@
 static const double floors[NUM_SPIKE_SIGNALS] = {0.02, 0.1, 0.1};
 
 static const char *const signal_names[NUM_SPIKE_SIGNALS] = {"loss", "grad_norm", "update_norm"};
+static const char *const run_names[NUM_DECIDING_SIGNALS] = {"run_loss", "run_grad_norm"};
 
 int spike_detector_init(struct spike_detector *d, const struct spike_options *o)
 {
@@ -134,7 +135,8 @@ void spike_accept(struct spike_detector *d, const double x[NUM_SPIKE_SIGNALS])
 bool spike_skipped(struct spike_detector *d, int64_t batch)
 {
 	int old = 0;
-	while (old < d->num_skips && (d->skips[old] <= batch - d->options.window || d->num_skips - old > d->options.max_skips))
+	while (old < d->num_skips && (d->skips[old] <= batch - d->options.window ||
+			d->num_skips - old > d->options.max_skips))
 		old++;
 	d->num_skips -= old;
 	memmove(d->skips, d->skips + old, d->num_skips * sizeof *d->skips);
@@ -172,8 +174,8 @@ json_t *spike_detector_to_json(const struct spike_detector *d)
 	json_t *state = json_object(), *skips = json_array();
 	for (int i = 0; i < NUM_SPIKE_SIGNALS; i++)
 		json_object_set_new(state, signal_names[i], reals_to_json(d->values[i], d->count));
-	json_object_set_new(state, "run_loss", reals_to_json(d->run_values[SPIKE_LOSS], d->run));
-	json_object_set_new(state, "run_grad_norm", reals_to_json(d->run_values[SPIKE_GRAD_NORM], d->run));
+	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
+		json_object_set_new(state, run_names[i], reals_to_json(d->run_values[i], d->run));
 	for (int i = 0; i < d->num_skips; i++)
 		json_array_append_new(skips, json_integer(d->skips[i]));
 	json_object_set_new(state, "skips", skips);
@@ -187,9 +189,9 @@ int spike_detector_from_json(struct spike_detector *d, const json_t *state, cons
 	for (int i = 0; i < NUM_SPIKE_SIGNALS; i++)
 		if ((n[i] = reals_from_json(d->values[i], d->options.window, state, signal_names[i], where)) < 0)
 			return -1;
-	if ((run[0] = reals_from_json(d->run_values[SPIKE_LOSS], LEVEL_SHIFT_RUN, state, "run_loss", where)) < 0 ||
-			(run[1] = reals_from_json(d->run_values[SPIKE_GRAD_NORM], LEVEL_SHIFT_RUN, state, "run_grad_norm", where)) < 0)
-		return -1;
+	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
+		if ((run[i] = reals_from_json(d->run_values[i], LEVEL_SHIFT_RUN, state, run_names[i], where)) < 0)
+			return -1;
 	if (n[0] != n[1] || n[0] != n[2] || run[0] != run[1])
 		return fail("%s: windows of %d, %d and %d values, runs of %d and %d; expected equal numbers", where, n[0], n[1],
 				n[2], run[0], run[1]);

@@ -148,6 +148,21 @@ static void test_nulls(void **state)
 	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
 	assert_int_equal(tasks.task[0].samples.skipped, 0);
 	tasks_free(&tasks);
+	/* in an option: an item of the list, a template of one, the list itself */
+	static const char options[] = "{\"o\": [\"x\", null], \"y\": 1, \"a\": 0}\n{\"o\": null, \"y\": 1, \"a\": 0}\n"
+			"{\"o\": [\"x\", \"y\"], \"y\": null, \"a\": 1}\n{\"o\": [\"x\", \"y\"], \"y\": 1, \"a\": 1}\n";
+	load_ok(&tasks, PROMPT "x, options: o, option: \" {option}\", answer: a, on_null: skip}", options);
+	assert_int_equal(tasks.task[0].samples.count, 2);
+	assert_int_equal(tasks.task[0].samples.skipped, 2);
+	assert_int_equal(tasks.task[0].samples.sample[0].line, 3);
+	tasks_free(&tasks);
+	load_ok(&tasks, PROMPT "x, options: [\" x\", \" {y}\"], answer: a, on_null: skip}", options);
+	assert_int_equal(tasks.task[0].samples.count, 3);
+	assert_int_equal(tasks.task[0].samples.sample[2].line, 4);
+	tasks_free(&tasks);
+	assert_int_equal(load(&tasks, PROMPT "x, options: o, option: \" {option}\", answer: a}", options), -1);
+	assert_non_null(strstr(error_text, "d.jsonl:1: the field `option` is null"));
+	tasks_free(&tasks);
 }
 
 /* Data as one JSON value: an array, an object, an array in an object; a byte order mark. */

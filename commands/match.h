@@ -13,8 +13,8 @@
 bool pattern_check(const char *pattern, bool group, char wrong[160]);
 
 /* Appends the group of the first match in a text, or of the last one, of a pattern that pattern_check accepts: of
- * several groups the first that is not empty, as in lm-evaluation-harness. The text may hold any bytes. False where the pattern does not match, or where matching takes more than PCRE2's limit of
- * steps. */
+ * several groups the first that is not empty, as in lm-evaluation-harness. The text may hold any bytes. False where
+ * the pattern does not match, or where matching takes more than PCRE2's limit of steps. */
 bool pattern_extract(const char *pattern, bool last, const struct text *in, struct text *out);
 
 /* Removes from a text, in place, each match of a pattern that pattern_check accepts: what \K leaves of it. Where

@@ -70,8 +70,9 @@ static void test_templates(void **state)
 	assert_text(s->target, " B/a\xc3\xa9\nb");
 	tasks_free(&tasks);
 	/* .strip(): white space of Unicode too, and nothing but it; of an item's field; of a null */
-	load_ok(&tasks, "- {name: c, type: multiple_choice, data: d.jsonl, prompt: \"|{q.strip()}|{n.strip()}|{e.strip()}\", "
-			"options: o, option: \" {option.t.strip()}\", answer: a, on_null: empty}",
+	load_ok(&tasks, "- {name: c, type: multiple_choice, data: d.jsonl, "
+			"prompt: \"|{q.strip()}|{n.strip()}|{e.strip()}\", options: o, "
+			" option: \" {option.t.strip()}\", answer: a, on_null: empty}",
 			"{\"q\": \"\\u3000\\t \\u00a0a  b\\u00e9\\u2009\\n\", \"n\": null, \"e\": \" \\u0085\", "
 			"\"o\": [{\"t\": \" x \"}, {\"t\": \"\\u4f60\"}], \"a\": 1}");
 	s = tasks.task[0].samples.sample;

@@ -253,13 +253,12 @@ static void packing_free(struct packed *p)
  * Opening
  * ========================================================================================================== */
 
-/* Where the arrays of a checked index begin. */
+/* Where the arrays of a checked index begin. The header is not read again: the file may have changed since. */
 struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *documents; };
 
 static struct index index_of(const struct tokens *t)
 {
-	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26),
-			.lengths = t->idx.data + IDX_HEADER};
+	struct index x = {.sequences = t->sequences, .entries = t->documents + 1, .lengths = t->idx.data + IDX_HEADER};
 	x.pointers = x.lengths + 4 * x.sequences;
 	x.documents = x.pointers + 8 * x.sequences;
 	return x;
@@ -290,7 +289,7 @@ static int index_header(struct tokens *t, const char *path)
 		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
 	if (!entries)
 		return fail("%s: no document index; expected it to begin with 0", path);
-	t->documents = entries - 1;
+	t->sequences = n, t->documents = entries - 1;
 	t->count = t->bin.size / token_width(t);
 	return 0;
 }
@@ -621,14 +620,14 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 			target[i] = t->loss_mask[start + 1 + i] == LOSS_END ? t->end_token : -1;
 }
 
-/* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
+/* The number of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
  * changed since it was opened. */
 static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
 {
 	const struct index x = index_of(t);
 	const uint64_t sequence = load_i64(x.documents + 8 * i);
 	*begin = sequence < x.sequences ? load_i64(x.pointers + 8 * sequence) / token_width(t) : t->count;
-	if (x.entries != (uint64_t)t->documents + 1 || sequence > x.sequences || *begin < 0 || *begin > t->count)
+	if (sequence > x.sequences || *begin < 0 || *begin > t->count)
 		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path,
 				(long long)i, (unsigned long long)sequence);
 	return 0;

@@ -372,7 +372,7 @@ static int run_tokenize(const struct command_line *line)
 	struct tokenized t;
 	int rc = 0;
 	if (o->decode)
-		rc = o->out || line->num_words || o->special_as_text || o->format ?
+		rc = o->out || o->chat_form || line->num_words || o->special_as_text || o->format ?
 				fail("--decode goes with --tokenizer alone") : 0;
 	else if (!o->out)
 		rc = fail("--out is required");

@@ -14,6 +14,7 @@
 #include "files/safetensors.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
+#include "files/unicode.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -90,12 +91,15 @@ int model_files_read(struct model_files *f, const char *dir)
 	for (int i = 0; i < n; i++) {
 		const uint8_t *data;
 		size_t size;
+		const char *name = entries[i]->d_name;
 		if (!rc)
-			rc = path_join(path, dir, entries[i]->d_name);
+			rc = path_join(path, dir, name);
+		if (!rc && utf8_valid(name, strlen(name)) < strlen(name)) /* a checkpoint's trainer.json must name it */
+			rc = fail("%s: its name is not UTF-8, so that a checkpoint cannot hold it; rename it or take it away", path);
 		if (!rc && stat(path, &st) == 0 && S_ISREG(st.st_mode) && (rc = map_file(path, &data, &size)) == 0) {
 			f->list = grow(f->list, f->count, &f->capacity, 1, sizeof *f->list);
 			struct model_file *file = &f->list[f->count++];
-			*file = (struct model_file){strdup(entries[i]->d_name), allocate(size + 1), size};
+			*file = (struct model_file){copy_string(name), allocate(size + 1), size};
 			if (size)
 				memcpy(file->data, data, size);
 			unmap_file(data, size);

@@ -408,10 +408,10 @@ static const struct command_option tokenize_table[] = {
 
 const struct command tokenize_command = {
 	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
-	.help = "Make a token file from text files and JSON lines, also packed (.gz, .zst); - is the standard input "
-		"(.jsonl or .ndjson, or .json with an array of them: each line has a `text`, or a conversation as "
-		"`messages`, `conversations`, or a `prompt` and its `completion`, of which the loss counts only the "
-		"assistant's replies; docs/training.md has the forms).",
+	.help = "Make a token file from text files and JSON lines (.jsonl, .ndjson, or .json with an array of records), "
+		"also packed (.gz, .zst); - is the standard input. A record has a `text`, or is a conversation, as `messages`, "
+		"`conversations`, or a `prompt` and its `completion`, of which the loss counts only the assistant's replies; "
+		"docs/training.md has the forms.",
 	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
 };
 

@@ -95,7 +95,8 @@ int model_files_read(struct model_files *f, const char *dir)
 		if (!rc)
 			rc = path_join(path, dir, name);
 		if (!rc && utf8_valid(name, strlen(name)) < strlen(name)) /* a checkpoint's trainer.json must name it */
-			rc = fail("%s: its name is not UTF-8, so that a checkpoint cannot hold it; rename it or take it away", path);
+			rc = fail("%s: its name is not UTF-8, so that a checkpoint cannot hold it; rename it or take it away",
+					path);
 		if (!rc && stat(path, &st) == 0 && S_ISREG(st.st_mode) && (rc = map_file(path, &data, &size)) == 0) {
 			f->list = grow(f->list, f->count, &f->capacity, 1, sizeof *f->list);
 			struct model_file *file = &f->list[f->count++];

@@ -37,7 +37,11 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 		rc = tokens_read(&tokens, i, n, ids);
 		text.size = 0;
 		for (int64_t k = 0; !rc && k < n; k++)
-			tokenizer_decode(t, ids[k], true, &text);
+			if (ids[k] < tokenizer_size(t))
+				tokenizer_decode(t, ids[k], true, &text);
+			else
+				rc = fail("%s: token %lld: id %d is none of the %d that %s has; expected --tokenizer to name what made "
+						"the ids", tokens.path, (long long)(i + k), ids[k], tokenizer_size(t), name);
 		if (!rc && fwrite(text.data, 1, text.size, out) != text.size)
 			break; /* the caller sees that it failed */
 	}

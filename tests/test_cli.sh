@@ -594,6 +594,8 @@ test_usage() {
 	expect 2 "--out : expected a path, found nothing" "$ling" train-tokenizer --vocab-size 300 --out "" text.txt
 	expect 2 "argument 1 is empty" "$ling" plot ""
 	expect 2 "goes with --tokenizer alone" "$ling" tokenize --decode text --chat-form ling2
+	write_tokens wide 8 'S<' 97 257
+	expect 1 "wide.bin: token 1: id 257 is none of the 257 that byte has" "$ling" tokenize --decode wide --tokenizer byte
 }
 
 # A BLAS library whose products are wrong, as some are on new processors, is found before any training.

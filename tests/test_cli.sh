@@ -594,6 +594,7 @@ test_usage() {
 	expect 2 "--out : expected a path, found nothing" "$ling" train-tokenizer --vocab-size 300 --out "" text.txt
 	expect 2 "argument 1 is empty" "$ling" plot ""
 	expect 2 "goes with --tokenizer alone" "$ling" tokenize --decode text --chat-form ling2
+	expect 2 "go with --data" "$ling" eval run/step-0000020 --tasks tasks.yaml --packing windows
 	write_tokens wide 8 'S<' 97 257
 	expect 1 "wide.bin: token 1: id 257 is none of the 257 that byte has" "$ling" tokenize --decode wide --tokenizer byte
 }

@@ -278,17 +278,20 @@ static size_t text_cut(const char *text, size_t n)
 	return word ? word : character ? character : n;
 }
 
-/* Cuts what has been read of a file into blocks. `ended`: that is all of it. */
-static void input_cut(struct input *in, bool ended)
+/* Cuts what has been read of a file into blocks; its last `fresh` bytes are new, 0 at the end of the file. */
+static void input_cut(struct input *in, size_t fresh)
 {
 	const char *path = in->files[in->next - 1];
 	const size_t count = in->count;
+	const bool ended = fresh == 0;
+	size_t searched = in->size - in->begin - fresh; /* bytes of the next block in which there is no end for it */
 	for (;;) {
 		const char *text = in->data + in->begin;
 		const size_t left = in->size - in->begin;
 		size_t n = ended ? left : 0;
 		if (in->lines && left >= TEXT_BLOCK) {
-			const char *newline = memchr(text + TEXT_BLOCK - 1, '\n', left - TEXT_BLOCK + 1);
+			const size_t from = searched > TEXT_BLOCK - 1 ? searched : TEXT_BLOCK - 1;
+			const char *newline = memchr(text + from, '\n', left - from);
 			n = newline ? (size_t)(newline + 1 - text) : n;
 		} else if (!in->lines && left >= TEXT_BLOCK + LOOK_AHEAD)
 			n = text_cut(text, TEXT_BLOCK);
@@ -300,6 +303,7 @@ static void input_cut(struct input *in, bool ended)
 		for (size_t i = 0; in->lines && i < n; i++)
 			in->line += text[i] == '\n';
 		in->begin += n;
+		searched = 0;
 	}
 	for (size_t i = count; i < in->count; i++)
 		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != path || in->blocks[i - 1].file_complete;
@@ -342,7 +346,7 @@ int64_t input_read(struct input *in, size_t done)
 		if (n < 0)
 			return -1;
 		in->size += n;
-		input_cut(in, n == 0);
+		input_cut(in, n);
 		if (n == 0) {
 			byte_source_close(in->source);
 			in->source = NULL;

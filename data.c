@@ -128,20 +128,24 @@ static int token_type_code(const char *name)
 	return 0;
 }
 
-int manifest_check_format(const char *path, const json_t *root)
+json_t *manifest_read_json(const char *path)
 {
-	const char *format = field_text(root, path, "format");
-	if (!format || strcmp(format, MANIFEST_FORMAT))
-		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away",
-				path, format ? format : "", MANIFEST_FORMAT);
-	return 0;
+	json_t *root = json_read(path);
+	const char *format = root ? field_text(root, path, "format") : NULL;
+	if (format && !strcmp(format, MANIFEST_FORMAT))
+		return root;
+	if (format)
+		fail("%s: `format` is \"%.40s\"; expected \"%s\"", path, format, MANIFEST_FORMAT);
+	json_decref(root);
+	char what[sizeof error_text];
+	snprintf(what, sizeof what, "%s", error_text);
+	fail("%.3000s; if it is not a token file's manifest, move it away", what);
+	return NULL;
 }
 
 /* What an older version of the manifest does not have becomes -1, or the state of no file. */
 static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
 {
-	if (manifest_check_format(path, root) < 0)
-		return -1;
 	*m = (struct manifest){.largest_id = -1, .loss_tokens = -1, .end_token = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
@@ -178,7 +182,7 @@ static int manifest_read(struct manifest *m, const char *path)
 	int there = path_exists(path);
 	if (there <= 0)
 		return there;
-	json_t *root = json_read(path);
+	json_t *root = manifest_read_json(path);
 	int rc = root ? manifest_parse(m, path, root) : -1;
 	json_decref(root);
 	return rc < 0 ? -1 : 1;

@@ -97,8 +97,8 @@ struct manifest {
 
 /* The manifest as JSON, which the caller owns. */
 json_t *manifest_to_json(const struct manifest *m);
-/* Fails when `root`, read from `path`, is not a manifest. */
-int manifest_check_format(const char *path, const json_t *root);
+/* The JSON of the manifest at `path`, which the caller owns. NULL on error, also where it is something else. */
+json_t *manifest_read_json(const char *path);
 /* The state of a file. That there is none is not an error. */
 int file_state_read(struct file_state *s, const char *path);
 /* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin.

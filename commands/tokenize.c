@@ -284,8 +284,8 @@ static int output_check(const char *path)
 	const int there = path_exists(path);
 	if (there <= 0)
 		return there;
-	json_t *root = json_read(path);
-	const int rc = root ? manifest_check_format(path, root) : -1;
+	json_t *root = manifest_read_json(path);
+	const int rc = root ? 0 : -1;
 	json_decref(root);
 	return rc;
 }

@@ -33,6 +33,8 @@ test_tokenize() {
 	printf '{"text": "ab"}\n{"txt": "c"}\n' >bad.jsonl
 	expect 1 "bad.jsonl:2" "$ling" tokenize --out bad bad.jsonl
 	[ ! -e bad.bin ] || problem "bad.bin was left behind"
+	echo '[{"text": "ab"}]' >other.json
+	expect 1 "other.json: expected a JSON object at top level; if it is not a token file's manifest, move it away" "$ling" tokenize --out other two.jsonl
 	expect 1 "nothere.txt" "$ling" tokenize --out bad nothere.txt
 	expect 1 "directory" "$ling" tokenize --out bad .
 	expect 1 "byte" "$ling" tokenize --tokenizer words --out bad text.txt

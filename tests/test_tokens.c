@@ -1015,7 +1015,7 @@ static void manifest_broken(void **state)
 	memset(too_long + 2, 'x', PATH_LEN);
 	strcpy(too_long + 2 + PATH_LEN, "\"]");
 	const struct { const char *key, *json, *error; } cases[] = {
-		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is \"\""},
+		{"format", "[\"x\"]", "`format` is \"x\""}, {"format", "[]", "`format` is missing"},
 		{"tokenizer", "[]", "`tokenizer` is missing"},
 		{"tokenizer", too_long, "`tokenizer` is too long"},
 		{"tokenizer_hash", "[\"00000000\"]", "`tokenizer_hash` is 00000000"},

@@ -334,12 +334,12 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 ||
-			inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
+	int rc = chat_form_choose(t, chat_form);
+	if (rc == 0 && tokenizer_end(t) < 0)
+		rc = fail("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
+				"tokenizer_config.json beside it", tokenizer);
+	if (rc < 0 || inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
-		if (tokenizer_end(t) < 0)
-			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
-					"tokenizer_config.json beside it", tokenizer);
 		tokenizer_close(t);
 		return -1;
 	}
@@ -348,7 +348,6 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	struct input in = {.files = files, .num_files = num_files, .format = format,
 			.progress = progress_start("tokenize", total, 1e-6, "MB")};
 	struct new_file file[NUM_OUTPUTS] = {0};
-	int rc = 0;
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
 		rc = new_member_begin(&file[k], outputs[k]);
 	if (rc == 0)

@@ -543,6 +543,7 @@ vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, m
 	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
 	cp -r run/step-0000020 named && echo notes >"$(not_utf8 named/notes).txt"
 	expect 1 "its name is not UTF-8, so that a checkpoint cannot hold it" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=named
+	expect 1 "its name is not UTF-8" "$ling" convert-checkpoint named made/step-0000000 --to checkpoint
 	for change in num_experts=8 moe_intermediate_size=9 num_hidden_layers=1 rope_theta=77 norm_head=off rms_norm_eps=0.1 num_experts_per_tok=1 norm_topk_prob=off head_dim=12; do
 		expect 1 "model.${change%=*}" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.$change
 	done

@@ -556,7 +556,7 @@ void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value)
 		text_append(loss_mask, &value, 1);
 }
 
-/* Appends the ids of three texts as those of one. */
+/* Appends the ids of two texts as those of one. */
 static int encode_joined(struct encoder *e, const char *first, const char *text, size_t n, const char *last,
 		struct ids *out)
 {

@@ -1202,7 +1202,7 @@ static int finish_validation(struct trainer *t)
 			"from an earlier one", (long long)m.step, plain_nan(m.valid_loss));
 }
 
-int trainer_run(struct trainer *t)
+enum run_result trainer_run(struct trainer *t)
 {
 	t->stop = false;
 	if (finish_validation(t) < 0)

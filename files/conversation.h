@@ -12,8 +12,8 @@
  * member that is null is as good as missing, because tables write what a record does not have as null.
  *
  * What has content and no place in Ling's chat form (see no_place in conversation.c), such as `reasoning_content`,
- * `tool_calls` and `tools`, is an error unless it is empty. Members with other names, such as `name` and
- * `tool_call_id`, are not read.
+ * `tool_calls` and `tools`, and the `name` of a speaker who is no tool, is an error unless it is empty. Members with
+ * other names, such as `id`, `tool_call_id`, `timestamp` and `model`, are not read.
  */
 #ifndef LING_FILES_CONVERSATION_H
 #define LING_FILES_CONVERSATION_H

@@ -21,7 +21,7 @@ static void tokenize(char *path)
 	const char *prefix = fuzz_path("t");
 	struct tokens t;
 	struct tokenized result;
-	if (tokenize_files(prefix, "byte", NULL, false, FORMAT_BY_NAME, 1, &path, &result) < 0)
+	if (tokenize_files(prefix, "byte", NULL, false, NULL, 1, &path, &result) < 0)
 		return;
 	int64_t loss_tokens = 0;
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)

@@ -240,7 +240,7 @@ static void not_json(void **state)
 		{"1e400", "too large a number, 1e400"}, {"-1.5E+999", "too large a number, -1.5E+999"},
 		{"\"x\\ud83d\"", "broken text, with half of a surrogate pair, \\ud83d"}, {"\"\\uDE00\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\uDE00"},
 		{"\"\\ud83d\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\ud83d"}, {"\"\\ud83d", NULL},
-		{"\"a\xe9z\"", "broken text, not UTF-8 at its byte 0xe9"}, {"\"\xed\xa0\x80\"", "not UTF-8, but has the byte 0xed"},
+		{"\"a\xe9z\"", "broken text, not UTF-8 at its byte 0xe9"}, {"\"\xed\xa0\x80\"", "broken text, not UTF-8 at its byte 0xed"},
 		{"nan", NULL}, {"NaNs", NULL}, {"-NaN", NULL}, {"+Infinity", NULL}, {"1e400e5", NULL}, {"\"\\x\"", NULL},
 		{"\"\\\\ud83d NaN 1e400\"", "a string"}, {"\"\\ud83d\\ude00\"", "a string"}, {"1e-400", "a real number"},
 		{"[1,\"]\",{}]", "an array"}, {"{\"b\":NaN}", "an object"}, {"99999999999999999999", "a string"},

@@ -228,8 +228,8 @@ struct byte_source *byte_source_open(const char *path, enum text_format wanted)
 	struct byte_source *s = allocate(sizeof *s);
 	*s = (struct byte_source){.path = standard ? "the standard input" : path, .fd = fd, .size = -1,
 			.packed = allocate(PACKED_BLOCK), .head = allocate(HEAD_BYTES)};
-	if (!standard && fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
-		s->size = st.st_size;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+		s->size = st.st_size - lseek(fd, 0, SEEK_CUR); /* some of the standard input may have been read before */
 	if (source_begin(s, path, wanted) == 0)
 		return s;
 	byte_source_close(s);

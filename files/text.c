@@ -162,17 +162,16 @@ static int array_to_lines(struct byte_source *s)
 {
 	struct text all = {0}, lines = {0};
 	int64_t n = s->head_count - s->head_at;
-	json_error_t error;
 	text_append(&all, s->head + s->head_at, n);
 	while (n > 0 && (n = unpack(s, s->head, HEAD_BYTES)) > 0)
 		text_append(&all, s->head, n);
-	json_t *root = n < 0 ? NULL : json_loadb(all.data, all.size,
-			JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &error);
-	int rc = n < 0 ? -1 : 0;
-	if (rc == 0 && !root)
-		rc = fail("%s: not JSON: %s at line %d; a file with one record on a line is named .jsonl, or add --format "
-				"jsonl", s->path, error.text, error.line);
-	else if (rc == 0 && !json_is_array(root))
+	json_t *root = n < 0 ? NULL : json_value(s->path, all.data, all.size);
+	int rc = root ? 0 : -1;
+	if (n == 0 && !root) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%.3000s; a file with one record on a line is named .jsonl, or add --format jsonl", what);
+	} else if (root && !json_is_array(root))
 		rc = fail("%s: found %s; expected an array of records, or JSON lines in a file named .jsonl", s->path,
 				json_kind(root));
 	for (size_t i = 0; rc == 0 && i < json_array_size(root); i++) {
@@ -367,12 +366,12 @@ int inputs_check(int num_files, char **files, const struct text_options *o, char
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
 		lines |= text_format(files[i], o->format) != FORMAT_TEXT;
-		if (!strcmp(files[i], "-")) {
-			if (o->format == FORMAT_BY_NAME)
-				return fail("-: the standard input has no name that tells what it is; add --format text or "
-						"--format jsonl");
+		const bool standard = !strcmp(files[i], "-");
+		if ((standard || !strncmp(files[i], "/dev/", 5)) && o->format == FORMAT_BY_NAME)
+			return fail("%s: %s has no name that tells what it is; add --format text or --format jsonl", files[i],
+					standard ? "the standard input" : "a device or a pipe");
+		if (standard)
 			continue;
-		}
 		if (stat(files[i], &in) < 0)
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))

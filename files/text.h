@@ -85,8 +85,8 @@ struct input {                 /* set files, num_files, options and progress; th
  * the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
 void input_close(struct input *in);
-/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" needs a format, and what is
- * said of JSON lines a file that has them. Adds the sizes of the files to *total. */
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" and what is in /dev need a
+ * format, and what is said of JSON lines a file that has them. Adds the sizes of the files to *total. */
 int inputs_check(int num_files, char **files, const struct text_options *o, char outputs[][PATH_LEN], int num_outputs,
 		int64_t *total);
 

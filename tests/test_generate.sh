@@ -36,6 +36,18 @@ test_generate() {
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"
 }
 
+# A byte order mark is no part of the first prompt.
+test_mark() {
+	local f
+	for f in prompts.txt prompts.jsonl; do
+		expect 0 "" "$ling" generate $model --prompts $f --max-tokens 5 --json
+		cp out.txt plain.txt
+		{ printf '\357\273\277' && cat $f; } >mark.${f#*.}
+		expect 0 "" "$ling" generate $model --prompts mark.${f#*.} --max-tokens 5 --json
+		same out.txt plain.txt
+	done
+}
+
 test_batches() {
 	local way drawn="--temperature 1.5 --seed 4"
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json
@@ -264,5 +276,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety end_ids chat_forms run_directory
+check generate mark batches wrong_use chat variety end_ids chat_forms run_directory
 finish

@@ -68,7 +68,8 @@ ssize_t read(int fd, void *bytes, size_t n)
 	const ssize_t found = real(fd, bytes, n);
 	snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
 	const ssize_t size = ending && !done ? readlink(name, path, sizeof path) : -1;
-	if (size >= (ssize_t)(ending ? strlen(ending) : 0) && !memcmp(path + size - strlen(ending), ending, strlen(ending))) {
+	const ssize_t length = size < 0 ? 0 : strlen(ending);
+	if (size >= length && size > 0 && !memcmp(path + size - length, ending, length)) {
 		done = true;
 		dprintf(2, "fault: shrink %s\n", truncate(name, lseek(fd, 0, SEEK_CUR)) < 0 ? strerror(errno) : ending);
 	}

@@ -238,9 +238,12 @@ static void not_json(void **state)
 	static const struct { const char *value, *kind; } cases[] = {
 		{"NaN", "NaN"}, {"Infinity", "Infinity"}, {"-Infinity", "-Infinity"},
 		{"1e400", "too large a number, 1e400"}, {"-1.5E+999", "too large a number, -1.5E+999"},
-		{"\"x\\ud83d\"", "broken text, with half of a surrogate pair, \\ud83d"}, {"\"\\uDE00\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\uDE00"},
-		{"\"\\ud83d\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\ud83d"}, {"\"\\ud83d", NULL},
-		{"\"a\xe9z\"", "broken text, not UTF-8 at its byte 0xe9"}, {"\"\xed\xa0\x80\"", "broken text, not UTF-8 at its byte 0xed"},
+		{"\"x\\ud83d\"", "broken text, with half of a surrogate pair, \\ud83d"},
+		{"\"\\uDE00\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\uDE00"},
+		{"\"\\ud83d\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\ud83d"},
+		{"\"\\ud83d", NULL},
+		{"\"a\xe9z\"", "broken text, not UTF-8 at its byte 0xe9"},
+		{"\"\xed\xa0\x80\"", "broken text, not UTF-8 at its byte 0xed"},
 		{"nan", NULL}, {"NaNs", NULL}, {"-NaN", NULL}, {"+Infinity", NULL}, {"1e400e5", NULL}, {"\"\\x\"", NULL},
 		{"\"\\\\ud83d NaN 1e400\"", "a string"}, {"\"\\ud83d\\ude00\"", "a string"}, {"1e-400", "a real number"},
 		{"[1,\"]\",{}]", "an array"}, {"{\"b\":NaN}", "an object"}, {"99999999999999999999", "a string"},
@@ -248,7 +251,8 @@ static void not_json(void **state)
 	char text[256];
 	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
 		/* before and behind it: strings that look like it, a key with a half, an integer that is too large */
-		snprintf(text, sizeof text, "{\"t\":\"NaN \\\" 1e400\",\"v\": %s ,\"\\ud801\" :[NaN,1],\"\\ud802\":\"e\",\"z\":\"\\u00e9\"}",
+		snprintf(text, sizeof text, "{\"t\":\"NaN \\\" 1e400\",\"v\": %s ,"
+				"\"\\ud801\" :[NaN,1],\"\\ud802\":\"e\",\"z\":\"\\u00e9\"}",
 				cases[i].value);
 		json_t *line = json_line("here", text, strlen(text));
 		assert_int_equal(line != NULL, cases[i].kind != NULL);

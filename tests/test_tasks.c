@@ -172,8 +172,10 @@ static void test_values(void **state)
 static void test_packed_data(void **state)
 {
 	(void)state;
-	static const char lines[] = "\xef\xbb\xbf{\"q\": 1, \"a\": 2, \"p\": NaN}\n{\"q\": 3, \"a\": 4, \"p\": \"\\udc00\"}\n",
-			array[] = "[{\"q\": 1, \"a\": 2, \"p\": 1e400},\n{\"q\": 3, \"a\": 4}]", object[] = "{\"f\": [{\"q\": 1, \"a\": 2}, {\"q\": 3, \"a\": 4}]}";
+	static const char lines[] = "\xef\xbb\xbf{\"q\": 1, \"a\": 2, \"p\": NaN}\n"
+			"{\"q\": 3, \"a\": 4, \"p\": \"\\udc00\"}\n",
+			array[] = "[{\"q\": 1, \"a\": 2, \"p\": 1e400},\n{\"q\": 3, \"a\": 4}]",
+			object[] = "{\"f\": [{\"q\": 1, \"a\": 2}, {\"q\": 3, \"a\": 4}]}";
 	static const struct { const char *name, *keys, *data; } cases[] = {
 		{"d.jsonl", "", lines}, {"d.json", "", array}, {"d", "", lines}, {"d.jsonl", ", field: f", object},
 		{"d.json", ", field: f", object},

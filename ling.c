@@ -1817,11 +1817,11 @@ static void compare_tokenizers(struct trainer *t, const char *dir)
 }
 
 /* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
- * run continues from or, where that is "", from init_from. */
-static int take_along(struct trainer *t, const char *dir)
+ * run continues from or, where that is "", from `start`, the directory of init_from. */
+static int take_along(struct trainer *t, const char *dir, const char *start)
 {
 	struct config *c = &t->config;
-	const char *from = *dir ? dir : c->train.init_from;
+	const char *from = *dir ? dir : start;
 	const bool named = strcmp(c->data.tokenizer, "none");
 	struct tokenizer *theirs;
 	int rc = path_copy(t->tokenizer, c->data.tokenizer);
@@ -1887,8 +1887,10 @@ static int resume(struct trainer *t, const char *dir)
 static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
+	char start[PATH_LEN] = ""; /* the config keeps init_from as it was asked for, to compare it */
 	int rc = 0;
-	if (parallel_agree(take_along(t, dir)) < 0)
+	if ((!*dir && *c->train.init_from && find_model(start, c->train.init_from) < 0) ||
+			parallel_agree(take_along(t, dir, start)) < 0)
 		return -1;
 	/* Rank 0 first: it may have to examine all of the files, and leaves what it found for the others. */
 	if (parallel_agree(is_rank0(t) ? open_data_files(t) : 0) < 0 ||
@@ -1912,8 +1914,8 @@ static int trainer_start(struct trainer *t, const char *dir)
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);
-	if (*c->train.init_from)
-		return init_from(t, c->train.init_from);
+	if (*start)
+		return init_from(t, start);
 	model_randomize(&t->model, c->train.seed);
 	return 0;
 }

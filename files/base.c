@@ -894,6 +894,19 @@ const char *json_kind(const json_t *v)
 	return found ? found : v ? kinds[json_typeof(v)] : "missing";
 }
 
+const char *json_flaw(const json_t *v)
+{
+	const char *found = json_is_object(v) ? json_string_value(json_object_get(v, NOT_JSON)) : NULL, *key;
+	json_t *inner;
+	size_t i;
+	if (json_is_object(v))
+		json_object_foreach((json_t *)v, key, inner)
+			found = found ? found : json_flaw(inner);
+	json_array_foreach(v, i, inner)
+		found = found ? found : json_flaw(inner);
+	return found;
+}
+
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out)
 {
 	const json_t *v = json_object_get(object, key);

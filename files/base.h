@@ -214,6 +214,10 @@ const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* 
  * lives as long as the value. */
 const char *json_kind(const json_t *v);
 
+/* What json_kind says of a value that is no JSON, anywhere within v; NULL when there is none. For who writes all of v,
+ * whatever it holds. */
+const char *json_flaw(const json_t *v);
+
 /* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
  * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);

@@ -416,8 +416,9 @@ void encoder_pool_close(struct encoder_pool *pool)
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
 {
+	const struct message message = {.role = "user", .content = text, .content_size = n};
 	if (chat)
-		return chat_encode(e, &(struct message){"user", text, n, false}, 1, true, out, NULL);
+		return chat_encode(e, &message, 1, true, out, NULL);
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)
@@ -434,7 +435,7 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 {
 	json_t *root = json_line(where, line, n);
 	struct conversation c = {0};
-	int rc = root ? conversation_read_prompt(&c, root, where, chat) : -1;
+	int rc = root ? conversation_read_prompt(&c, root, where, chat, chat_has_tools(e)) : -1;
 	if (rc == 0 && (rc = c.messages[0].role ? chat_encode(e, c.messages, c.count, true, out, NULL)
 			: prompt_encode(e, c.messages[0].content, c.messages[0].content_size, false, out)) < 0) {
 		char what[sizeof error_text];
@@ -520,7 +521,7 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 	d->ids.count = d->loss_mask.size = 0;
 	const int form = record_form(root, where, text_field);
 	int rc = form < 0 ? -1 : form == RECORD_TEXT ? field_content(root, where, text_field, &text)
-			: conversation_read(&c, root, where);
+			: conversation_read(&c, root, where, chat_has_tools(e));
 	if (rc == 0)
 		rc = form == RECORD_TEXT ? encode(e, text.content, text.content_size, special, &d->ids)
 				: chat_encode(e, c.messages, c.count, false, &d->ids, &d->loss_mask);

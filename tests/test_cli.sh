@@ -538,6 +538,16 @@ test_init_from() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=from2 train.init_from="$fixture" train.steps=2 data.tokenizer=none \
 		data.train=few data.valid=off "model={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
 vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6, rope_theta: 10000}"
+	# A run's directory stands for its newest checkpoint, when the run begins; the config keeps what was asked for.
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=1
+	has err.txt "note: run is a run: taking its newest checkpoint, run/step-0000020"
+	cmp -s from/step-0000001/model.safetensors from4/step-0000001/model.safetensors || problem "other weights"
+	[ "$(jq -r .config.train.init_from from4/step-0000001/trainer.json)" = run ] || problem "not as it was asked for"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=2
+	! grep -q "run is a run\|train.init_from" out.txt err.txt || problem "read again, or a change that is none: $(cat out.txt err.txt)"
+	expect 2 "run is the directory of a run; expected one of its checkpoints" "$ling" train tiny.yaml train.output_dir=from5 model=run
+	mkdir bare && touch bare/metrics.jsonl
+	expect 1 "bare is the directory of a run that has no checkpoint yet" "$ling" train tiny.yaml train.output_dir=from5 train.init_from=bare
 	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
 	for change in num_experts=8 moe_intermediate_size=9 num_hidden_layers=1 rope_theta=77 norm_head=off rms_norm_eps=0.1 num_experts_per_tok=1 norm_topk_prob=off head_dim=12; do
 		expect 1 "model.${change%=*}" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=run/step-0000020 model.$change

@@ -455,8 +455,9 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3, false}, {"assistant", "a", 1, false},
-		{"human", "h", 1, false}}, bad[] = {{"boss", "b", 1, false}};
+	const struct message messages[] = {{.role = "system", .content = "s\0s", .content_size = 3},
+		{.role = "assistant", .content = "a", .content_size = 1}, {.role = "human", .content = "h", .content_size = 1}},
+		bad[] = {{.role = "boss", .content = "b", .content_size = 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =
@@ -926,7 +927,7 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[" USER ",NaN]}", "message 2: `role` is missing"},
 		{"{\"messages\":[" SAYS("assistant", "a") "],\"tools\":Infinity}", "b.jsonl:1: `tools` has no place"},
 		{"{\"messages\":[{\"role\":\"user\",\"content\":\"a\",\"name\":\"Ann\"}]}",
-			"message 1: `name` has no place in Ling's chat form"},
+			"message 1: `name` has no place here in the model's chat form"},
 		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"name\":\"Ann\"}]}",
 			"message 1: `name` has no place"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"thoughts\":\"t\"}]}", "`thoughts` has no place"},
@@ -952,7 +953,7 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}",
 			"message 1: `content` is null; expected a string"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
-			"message 1: `tool_calls` has no place in Ling's chat form"},
+			"message 1: `tool_calls` has no place here in the model's chat form"},
 		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
 			"message 2: `reasoning_content` has no place"},
 		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"tools\":[{\"type\":\"function\"}]}",

@@ -184,7 +184,7 @@ json_t *json_read(const char *path);
  * they are read, and only there. */
 json_t *json_line(const char *where, const char *line, size_t n);
 
-/* Any value of n bytes of text, read in the same way; `path` and a line begin the message. */
+/* An object or an array of n bytes of text, read in the same way; `path` and a line begin the message. */
 json_t *json_value(const char *path, const char *text, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */

@@ -36,6 +36,18 @@ test_generate() {
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"
 }
 
+# A byte order mark is no part of the first prompt.
+test_mark() {
+	local f
+	for f in prompts.txt prompts.jsonl; do
+		expect 0 "" "$ling" generate $model --prompts $f --max-tokens 5 --json
+		cp out.txt plain.txt
+		{ printf '\357\273\277' && cat $f; } >mark.${f#*.}
+		expect 0 "" "$ling" generate $model --prompts mark.${f#*.} --max-tokens 5 --json
+		same out.txt plain.txt
+	done
+}
+
 test_batches() {
 	local way drawn="--temperature 1.5 --seed 4"
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json
@@ -344,6 +356,8 @@ test_chat_tools() {
 		printf '%s\n' "$message" >c.jsonl
 		expect 1 "$text" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
 	done <<-END
+		{"tools": [{"name": "g", "n": [NaN]}], "messages": [$user, $answer]}|\`tools\`, tool 1: has a value that is NaN; expected JSON
+		{"messages": [$user, {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"x": [1, 1e400]}}]}]}|\`arguments\` has a value that is too large a number, 1e400
 		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A"}, $user, $answer]}|message 2: Ling 2.0's template leaves out the reasoning
 		{"messages": [$user, {"role": "assistant", "content": "x<think>t</think>A"}]}|message 2: its content has text before <think>
 		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A</think>"}]}|message 2: its content holds </think> twice
@@ -384,5 +398,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety end_ids chat_forms chat_tools run_directory
+check generate mark batches wrong_use chat variety end_ids chat_forms chat_tools run_directory
 finish

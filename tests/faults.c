@@ -2,7 +2,7 @@
  * tests/faults.c - a library for LD_PRELOAD that makes one call fail which touches files, or kills the process there.
  *
  * FAULT_AT=N: the call number N, from 1. FAULT_KILL set: SIGKILL in place of an error. The call is named on stderr as
- * "fault: ...". An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
+ * "fault: ...". FAULT_STOP=NAME: the process stops, until SIGCONT, at its first call of that name, which then works. An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
  * is exchanged for /dev/full. Of the writes of a stream one after the other only the first three count.
  */
 #define _GNU_SOURCE
@@ -24,7 +24,12 @@
 static bool fault(const char *call, const char *what)
 {
 	static int calls;
+	static bool stopped;
 	static const char *at;
+	if (!stopped && getenv("FAULT_STOP") && !strcmp(getenv("FAULT_STOP"), call)) {
+		stopped = true;
+		raise(SIGSTOP);
+	}
 	if (!at && !(at = getenv("FAULT_AT")))
 		at = "0";
 	if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) != atoi(at))

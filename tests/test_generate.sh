@@ -151,6 +151,9 @@ test_variety() {
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 1 --json | jq -r .text >seed1.txt
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 4294967297 --json | jq -r .text >other.txt
 	! cmp -s seed1.txt other.txt || problem "a seed's upper half changes nothing"
+	# Each position has draws of its own: where all tokens are equally likely, many come.
+	"$ling" generate $model --prompt abc --max-tokens 60 --temperature 100 --json >flat.txt
+	jq -e '.tokens >= 30 and (.text | explode | unique | length) >= 10' flat.txt >/dev/null || problem "the same at each position: $(cat flat.txt)"
 }
 
 # An id or a list of ids ends a text by the model's own word: generation_config.json's, else config.json's.

@@ -36,7 +36,7 @@ test_exclusive() {
 # The first signal waits for the end of the step, which takes minutes here; a second one does not.
 test_second_signal() {
 	local signal pid start status
-	for signal in TERM INT; do
+	for signal in TERM INT HUP USR1; do
 		rm -rf long
 		# Background jobs of a script ignore SIGINT; the program must not inherit that.
 		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' \

@@ -1151,6 +1151,32 @@ static void ends_once(void **state)
 	}
 }
 
+/* A file that loses its end while it is read is an error; one that only grows is read as far as it goes. */
+static void cut_while_read(void **state)
+{
+	(void)state;
+	enum { SIZE = 200000 };
+	static char text[SIZE], out[SIZE + 1];
+	memset(text, 'a', SIZE);
+	for (int change = -1; change <= 1; change++) {
+		const char *path = put_file(at("cut.txt"), text, SIZE);
+		struct byte_source *s = byte_source_open(path, FORMAT_BY_NAME);
+		assert_non_null(s);
+		int64_t n = byte_source_read(s, out, 10), all = n;
+		assert_int_equal(n, 10);
+		if (change)
+			assert_int_equal(truncate(path, SIZE + 10 * change), 0);
+		while ((n = byte_source_read(s, out, sizeof out)) > 0)
+			all += n;
+		assert_int_equal(n, change < 0 ? -1 : 0);
+		if (change < 0)
+			expect_error("cut.txt: was cut short while it was read: it had 200000 bytes, 199990 could be read");
+		else
+			assert_int_equal(all, SIZE + 10 * change);
+		byte_source_close(s);
+	}
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
@@ -1161,7 +1187,7 @@ int main(void)
 		TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
-		TEST(width_of_ids), TEST(ends_once),
+		TEST(width_of_ids), TEST(ends_once), TEST(cut_while_read),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

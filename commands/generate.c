@@ -189,7 +189,7 @@ static int run_generate(const struct command_line *line)
 	g.ends = &ends;
 	if (rc == 0)
 		rc = end_ids_read(&ends, dir) < 0 ? -1 : chat_form_choose(t, o->chat_form);
-	if (rc == 0 && (o->chat || (o->prompts && has_suffix(o->prompts, ".jsonl"))))
+	if (rc == 0 && (o->chat || (o->prompts && text_format(o->prompts, FORMAT_BY_NAME) != FORMAT_TEXT)))
 		chat_end_append(t, &ends);
 	if (rc == 0)
 		rc = read_prompts(o, t, &ids, &n);

@@ -141,6 +141,31 @@ test_chat() {
 	refuse "bad.jsonl:1: found \`question\`; expected an object with one of" '{"question": "a"}\n'
 }
 
+# A conversation's reply ends with the token that closes a message, whatever the name of the file; a text goes on.
+test_chat_end() {
+	local name
+	rm -rf closes && mkdir closes && cp $model/config.json $model/model.safetensors closes
+	# the bytes have the ids of the byte tokenizer, but h, in whose place there is the token
+	perl -MJSON::PP -CO -e 'my ($n, %vocab) = 256; for (0 .. 255) {
+			my $plain = $_ >= 33 && $_ <= 126 || $_ >= 161 && $_ != 173; $vocab{chr($plain ? $_ : $n++)} = $_ }
+		@vocab{"h", "<|im_end|>", "<|endoftext|>", "<|im_start|>"} = (257, 104, 256, 258);
+		my @added = map { { id => $$_[0], content => $$_[1], special => JSON::PP::true, map { $_ => JSON::PP::false }
+			qw(single_word lstrip rstrip normalized) } } [104, "<|im_end|>"], [256, "<|endoftext|>"], [258, "<|im_start|>"];
+		print JSON::PP->new->encode({version => "1.0", truncation => undef, padding => undef, added_tokens => \@added, normalizer => undef,
+			pre_tokenizer => {type => "ByteLevel", add_prefix_space => JSON::PP::false, trim_offsets => JSON::PP::true, use_regex => JSON::PP::false},
+			post_processor => undef, decoder => {type => "ByteLevel"}, model => {type => "BPE", vocab => \%vocab, merges => []}})' >closes/tokenizer.json
+	echo '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "abcdef \"ghijk\nabc"}]}' >closing.jsonl
+	cp closing.jsonl CLOSING.JSONL && cp closing.jsonl closing.ndjson && gzip -k closing.jsonl
+	for name in closing.jsonl CLOSING.JSONL closing.ndjson closing.jsonl.gz; do
+		expect 0 "" "$ling" generate closes --prompts $name --chat-form chatml --max-tokens 8 --json
+		has out.txt '"text": "def \"g"' '"finish": "end"'
+	done
+	expect 0 "" "$ling" generate closes --prompt abc --max-tokens 8 --json
+	has out.txt '"text": "def \"gi"' '"tokens": 8, "finish": "length"'
+	expect 0 "" "$ling" generate closes --prompt abc --chat --chat-form chatml --max-tokens 30 --json
+	grep -q '"finish": "end"' out.txt || problem "--chat: the reply goes on: $(cat out.txt)"
+}
+
 # The same prompt twice in a file has draws of its own each time; the most likely tokens are the same.
 test_variety() {
 	printf 'abc\nabc\nabc\n' >same.txt
@@ -267,5 +292,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety end_ids chat_forms run_directory
+check generate batches wrong_use chat chat_end variety end_ids chat_forms run_directory
 finish

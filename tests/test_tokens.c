@@ -989,9 +989,21 @@ static void tokenize_bad(void **state)
 		expect_error("has no name in it; expected a prefix");
 	}
 	assert_false(exists(at("out")));
+	static const char *const outputs[] = {".bin", ".mask.bin", ".idx", ".json"};
+	for (int i = 0; i < COUNT(outputs); i++) {
+		char output[PATH_LEN], link_to_it[PATH_LEN], error[64];
+		strcpy(output, put_string(at("t%s", outputs[i]), "precious"));
+		strcpy(link_to_it, at("link%d.txt", i));
+		assert_int_equal(link(output, link_to_it), 0);
+		snprintf(error, sizeof error, "%s: is an input, but would be replaced", file_name(output));
+		for (int linked = 0; linked < 2; linked++) {
+			assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1,
+					(char *[]){linked ? link_to_it : output}, &result), -1);
+			expect_error(linked ? "txt: is an input, but would be replaced" : error);
+		}
+		assert_int_equal(unlink(output), 0);
+	}
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
-	expect_error("t.json: is an input, but would be replaced");
 	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own},
 			&result), -1);
 	expect_error("b.jsonl");

@@ -814,6 +814,22 @@ static void test_examples(void **state)
 	assert_memory_equal(w.texts.data, "b2|a", 4);
 	task_work_free(&w);
 	tasks_free(&tasks);
+	/* in chat form the tags are a part of it, where they are special tokens too */
+	static const char in_chat[] = "<role>SYSTEM</role>T<role>HUMAN</role>b<role>ASSISTANT</role>2"
+			"<role>HUMAN</role>a<role>ASSISTANT</role>";
+	struct tokenizer *with_tags = tokenizer_open("tests/fixtures/tokenizer");
+	assert_true(with_tags && tokenizer_id(with_tags, "<role>") >= 0);
+	const struct tokenizer *const both[] = {byte_tokenizer(), with_tags};
+	load_ok(&tasks, MATCH ", chat: true, max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, limit: 1}",
+			lines);
+	for (int i = 0; i < 2; i++) {
+		assert_done(task_encode(&w, &tasks.task[0], both[i], 300));
+		assert_int_equal(w.contexts[0].text_size, strlen(in_chat));
+		assert_memory_equal(w.texts.data + w.contexts[0].text, in_chat, strlen(in_chat));
+		task_work_free(&w);
+	}
+	tokenizer_close(with_tags);
+	tasks_free(&tasks);
 	load_ok(&tasks, MATCH ", examples: {count: 4}, max_tokens: 1}", lines);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW), -1);
 	assert_non_null(strstr(error_text, "d.jsonl:1"));

@@ -164,6 +164,17 @@ test_chat_end() {
 	has out.txt '"text": "def \"gi"' '"tokens": 8, "finish": "length"'
 	expect 0 "" "$ling" generate closes --prompt abc --chat --chat-form chatml --max-tokens 30 --json
 	grep -q '"finish": "end"' out.txt || problem "--chat: the reply goes on: $(cat out.txt)"
+	# so it is in evaluations; and there too a list of ids ends any reply
+	local reply
+	reply=$(jq .text out.txt)
+	echo '{"q": "abc", "a": "x"}' >closes.jsonl
+	printf -- '- { name: %s, type: exact_match, data: closes.jsonl, prompt: "{q}", answer: a, max_tokens: 30, chat: %s }\n' in_chat true plain false >closes.yaml
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se --argjson reply "$reply" 'map({(.task): .}) | add | .in_chat.reply == $reply and (.in_chat.tokens | length) < 30 and (.plain.tokens | length) == 30' \
+		closed/samples.jsonl >/dev/null || problem "not $reply: $(cat closed/samples.jsonl)"
+	echo '{"eos_token_id": [999, 103]}' >closes/generation_config.json # g
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se 'map(select(.task == "plain")) | .[0].reply == "def \""' closed/samples.jsonl >/dev/null || problem "it did not end: $(cat closed/samples.jsonl)"
 }
 
 # The same prompt twice in a file has draws of its own each time; the most likely tokens are the same.

@@ -138,6 +138,19 @@ static void test_nulls(void **state)
 	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
 	assert_int_equal(tasks.task[0].samples.skipped, 0);
 	tasks_free(&tasks);
+	/* an answer cannot be empty, one of a list neither; by default nothing may be null */
+	static const struct { const char *task, *line; } bad[] = {
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": null}\n"},
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": [\"1\", null]}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", \"4\"], \"a\": null}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+		{MATCH "}", "{\"q\": null, \"a\": \"1\"}\n"}, {CHOICE "}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		assert_int_equal(load(&tasks, bad[i].task, bad[i].line), -1);
+		expect_error(i == 3 ? "d.jsonl:1: option 2 is empty" : "d.jsonl:1: the field `|` is null; expected a string");
+		tasks_free(&tasks);
+	}
 }
 
 /* Data as one JSON value: an array, an object, an array in an object; a byte order mark. */
@@ -523,6 +536,35 @@ static struct tokenizer *pair_tokenizer(void)
 	if (!t)
 		fail_msg("%s", error_text);
 	return t;
+}
+
+/* Each accuracy divides by its own units: nothing, bytes, tokens, or the characters behind the white space. */
+static void test_units(void **state)
+{
+	(void)state;
+	static const struct { const char *options; double log_likelihood[2]; int best[NUM_ACCURACIES]; } cases[] = {
+		{"\" ab\", \"\xc3\xa9\xc3\xa9\"", {-2.4, -2.3}, {1, 1, 1, 1}}, /* 2 and 2 characters, 3 and 4 bytes */
+		{"\"ab\", \"\xc3\xa9\xc3\xa9\"", {-2.2, -2.3}, {0, 1, 1, 0}},
+		{"\"\\t\\n  abcd\", \"abcd\"", {-4.2, -4.1}, {1, 0, 0, 1}}, /* 4 and 4 characters, 8 and 4 bytes */
+		{"\" \", \"ab\"", {-1.0, -1.9}, {0, 1, 1, 1}}, /* white space alone counts as one */
+		{"\"a b\", \"abc\"", {-3.0, -3.1}, {0, 0, 0, 0}}, /* inside it counts */
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		char line[128];
+		struct tasks tasks;
+		struct task_work w;
+		struct task_result result;
+		snprintf(line, sizeof line, "{\"q\": \"x\", \"o\": [%s], \"a\": 1}\n", cases[i].options);
+		load_ok(&tasks, CHOICE "}", line);
+		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
+		memcpy(w.log_likelihood, cases[i].log_likelihood, sizeof cases[i].log_likelihood);
+		task_score(&w, &result, NULL);
+		for (int k = 0; k < NUM_ACCURACIES; k++)
+			if (result.score[k].value != cases[i].best[k])
+				fail_msg("options %s: %s takes the wrong one", cases[i].options, result.score[k].name);
+		task_work_free(&w);
+		tasks_free(&tasks);
+	}
 }
 
 /* Where an option's first bytes merge with the context's last ones, its tokens are those that the context alone does
@@ -1009,7 +1051,7 @@ int main(void)
 		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_labels),
 		cmocka_unit_test(test_nulls), cmocka_unit_test(test_values), cmocka_unit_test(test_bad_files),
 		cmocka_unit_test(test_paths),
-		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
+		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_units), cmocka_unit_test(test_merges),
 		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
 		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary),

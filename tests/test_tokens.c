@@ -841,6 +841,61 @@ static void packed_documents(void **state)
 	free(document_of);
 }
 
+/* The windows of a file of documents, the longest first: each goes into the fullest window that has room for it. */
+static int best_fit_windows(const int32_t *length, int n)
+{
+	static int room[300], sorted[300];
+	int windows = 0;
+	for (int i = 0; i < n; i++) {
+		int j = i;
+		for (; j > 0 && sorted[j - 1] < length[i] - 1; j--)
+			sorted[j] = sorted[j - 1];
+		sorted[j] = length[i] - 1;
+	}
+	for (int i = 0; i < n; i++) {
+		int best = -1;
+		for (int w = 0; w < windows; w++)
+			if (room[w] >= sorted[i] && (best < 0 || room[w] < room[best]))
+				best = w;
+		if (best < 0)
+			room[best = windows++] = PACKED_L;
+		room[best] -= sorted[i];
+	}
+	return windows;
+}
+
+static void packing_is_best_fit(void **state)
+{
+	(void)state;
+	static const struct { int32_t length[8]; int n, windows; } cases[] = { /* a document of n tokens has n - 1 places */
+		{{201, 151, 107, 57}, 4, 2}, /* exactly full */
+		{{201, 151, 41, 37, 36, 36}, 6, 2}, /* 200 + 40 and 150 + 36 + 35 + 35 */
+		{{PACKED_L + 1, 2, PACKED_L, 2}, 4, 3}, {{129, 129, 130, 129}, 4, 3},
+	};
+	static int32_t length[300];
+	const struct config c = packed_config();
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	for (int i = 0; i < COUNT(cases) + 10; i++) {
+		int n = COUNT(length), windows;
+		const int32_t *documents = length;
+		if (i < COUNT(cases)) {
+			documents = cases[i].length, n = cases[i].n, windows = cases[i].windows;
+			assert_int_equal(best_fit_windows(documents, n), windows);
+		} else {
+			uint32_t x = i;
+			for (int k = 0; k < n; k++)
+				x = 1664525 * x + 1013904223, length[k] = 2 + (x >> 8) % (PACKED_L - 20 * (i % 10));
+			windows = best_fit_windows(length, n);
+		}
+		put_documents(documents, n);
+		assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+		assert_int_equal(count_windows(&t, PACKED_L), windows);
+		tokens_close(&t);
+	}
+}
+
 /* Documents that are longer than a window, that have nothing to learn, and files that cannot be packed. */
 static void packed_edges(void **state)
 {
@@ -1153,7 +1208,7 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
 				TEST(packed_documents),
-		TEST(packed_edges), TEST(manifest_broken),
+		TEST(packed_edges), TEST(packing_is_best_fit), TEST(manifest_broken),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

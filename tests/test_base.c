@@ -306,12 +306,15 @@ static void planted_names(void **state)
 }
 
 static int flock_error; /* errno of flock, or 0: it works */
-static const char *lock_to_remove; /* a lock file that its holder removes, and lets go, just before the next flock */
+/* A lock file that its holder removes, and lets go, just before the next flock; somebody else makes it anew. */
+static const char *lock_to_remove;
 
 int flock(int fd, int operation)
 {
-	if (lock_to_remove)
+	if (lock_to_remove) {
 		assert_int_equal(unlink(lock_to_remove), 0);
+		put_string(lock_to_remove, "process 2");
+	}
 	lock_to_remove = NULL;
 	if (!flock_error)
 		return syscall(SYS_flock, fd, operation);

@@ -65,6 +65,9 @@ static void tokens_types(void **state)
 		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
 		assert_int_equal(tokens_read(&t, 4, 1, out), 0);
 		assert_int_equal(out[0], 3);
+		t.vocab_size = cases[i].largest; /* as if the file had been changed since it was opened */
+		assert_int_equal(tokens_read(&t, 0, 5, out), -1);
+		expect_error("t.bin: token 1: id ");
 		tokens_close(&t);
 		assert_int_equal(tokens_open(&t, at("t"), "none", cases[i].largest), -1);
 		assert_true(!t.bin.data && !t.count && !t.ids);
@@ -896,6 +899,35 @@ static void packing_is_best_fit(void **state)
 	}
 }
 
+/* Documents of each length have an order of their own, also where there are as many of one length as of another. */
+static void lengths_have_orders_of_their_own(void **state)
+{
+	(void)state;
+	enum { EACH = 40 };
+	int32_t length[2 * EACH], input[PACKED_L], target[PACKED_L], document[PACKED_L], order[2][EACH];
+	int taken[2] = {0, 0}, equal = 0;
+	for (int i = 0; i < 2 * EACH; i++)
+		length[i] = i < EACH ? PACKED_L + 1 : PACKED_L;
+	put_documents(length, 2 * EACH);
+	const struct config c = packed_config();
+	const struct random_stream shuffle = {.seed = 7, .purpose = RANDOM_SHUFFLE};
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_int_equal(count_windows(&t, PACKED_L), 2 * EACH);
+	for (int i = 0; i < 2 * EACH; i++) {
+		assert_int_equal(read_window(&t, i, PACKED_L, &shuffle, input, target, document), 0);
+		const int k = *input >= EACH * (PACKED_L + 1), begin = k * EACH * (PACKED_L + 1);
+		assert_true(taken[k] < EACH);
+		order[k][taken[k]++] = (*input - begin) / length[k * EACH];
+	}
+	for (int i = 0; i < EACH; i++)
+		equal += order[0][i] == order[1][i];
+	assert_true(equal < EACH / 2);
+	tokens_close(&t);
+}
+
 /* Documents that are longer than a window, that have nothing to learn, and files that cannot be packed. */
 static void packed_edges(void **state)
 {
@@ -1208,7 +1240,7 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
 				TEST(packed_documents),
-		TEST(packed_edges), TEST(packing_is_best_fit), TEST(manifest_broken),
+		TEST(packed_edges), TEST(packing_is_best_fit), TEST(lengths_have_orders_of_their_own), TEST(manifest_broken),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

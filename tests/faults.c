@@ -2,8 +2,9 @@
  * tests/faults.c - a library for LD_PRELOAD that makes one call fail which touches files, or kills the process there.
  *
  * FAULT_AT=N: the call number N, from 1. FAULT_KILL set: SIGKILL in place of an error. The call is named on stderr as
- * "fault: ...". FAULT_STOP=NAME: the process stops, until SIGCONT, at its first call of that name, which then works. An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
+ * "fault: ...". An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
  * is exchanged for /dev/full. Of the writes of a stream one after the other only the first three count.
+ * FAULT_STOP=NAME: the process stops, until SIGCONT, at its first call of that name, which then works.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -464,7 +464,8 @@ static void memory_limits(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files), TEST(planted_names),
+		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files),
+		TEST(planted_names),
 				TEST(large_integers),
 		TEST(foreign_bytes), TEST(locks), TEST(paths),
 		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits),

@@ -26,6 +26,11 @@ test_generate() {
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
 	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
 		problem "found: $(cat out.txt)"
+	local stop # of any length, its first byte that of any token
+	for stop in d ghi 'f "g' 'def "ghijk'; do
+		expect 0 "" "$ling" generate $model --prompt "abc" --stop "$stop" --json
+		[ "$(jq -r '.text + "|" + .finish' out.txt)" = "$(x='def "ghijk' && printf %s "${x%%"$stop"*}")|stop" ] || problem "--stop $stop: $(cat out.txt)"
+	done
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi'
 	[ "$(cat out.txt)" = 'def "g' ] || problem "found: $(cat out.txt)"
 	# The whole room that the model has, by default.

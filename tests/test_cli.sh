@@ -187,6 +187,11 @@ test_said() {
 	[ "$(grep -n "learning rate was" out.txt | cut -d: -f1)" -lt "$(grep -n "^step 21/" out.txt | cut -d: -f1)" ] || problem "said too late: $(cat out.txt)"
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.steps=40 train.stop_at_step=22
 	! grep -q "learning rate was" out.txt || problem "said again: $(cat out.txt)"
+	# a rate that the warmup raises undoes nothing
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=warm train.stop_at_step=3
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=warm train.stop_at_step=4
+	[ "$(metric lr warm/metrics.jsonl | sort -gu | wc -l)" = 4 ] || problem "no rising rates: $(metric lr warm/metrics.jsonl)"
+	! grep -q "learning rate was" out.txt || problem "a rate that the warmup raised: $(cat out.txt)"
 	# of a key given twice the last wins
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=nowhere train.output_dir=twice train.steps=20 train.steps=2
 	[ "$(lines twice/metrics.jsonl)" = 2 ] && [ ! -e nowhere ] || problem "train.output_dir or train.steps given twice: $(ls -d nowhere twice)"

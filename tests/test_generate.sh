@@ -36,6 +36,9 @@ test_generate() {
 	# The whole room that the model has, by default.
 	expect 0 "" "$ling" generate $model --prompt "abc" --json
 	grep -q '"tokens": 61, "finish": "length"' out.txt || problem "found: $(cat out.txt)"
+	# An evaluation's windows have all of that room, and no more.
+	expect 0 "" "$ling" eval $model --data text --seq-len 64 --max-windows 1
+	expect 1 "--seq-len 65 is more than the model's max_position_embeddings, 64" "$ling" eval $model --data text --seq-len 65 --max-windows 1
 	# An empty prompt is a document's beginning.
 	expect 0 "" "$ling" generate $model --prompt "" --max-tokens 1 --json
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"

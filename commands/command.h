@@ -3,7 +3,7 @@
  * several commands share.
  *
  * Each command defines one struct command. main.c has the list of them, and options.c reads a command line into the
- * command's own struct of options. All of it is constant data, from which help texts and manual pages can be made.
+ * command's own struct of options. All of it is constant data, from which help texts and the manual page are made.
  */
 #ifndef LING_COMMANDS_COMMAND_H
 #define LING_COMMANDS_COMMAND_H

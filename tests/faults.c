@@ -6,6 +6,7 @@
  * is exchanged for /dev/full. Of the writes of a stream one after the other only the first three count.
  *
  * FAULT_SHRINK=ENDING: after the first read() of a file whose path ends so, the rest of the file is gone.
+ * FAULT_STOP=NAME: the process stops, until SIGCONT, at its first call of that name, which then works.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -26,7 +27,12 @@
 static bool fault(const char *call, const char *what)
 {
 	static int calls;
+	static bool stopped;
 	static const char *at;
+	if (!stopped && getenv("FAULT_STOP") && !strcmp(getenv("FAULT_STOP"), call)) {
+		stopped = true;
+		raise(SIGSTOP);
+	}
 	if (!at && !(at = getenv("FAULT_AT")))
 		at = "0";
 	if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) != atoi(at))

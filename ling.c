@@ -1827,7 +1827,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction +
 			plan.saving;
-	const double machine = usable_memory("") / parallel_local_ranks();
+	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	bool fits = total <= machine;
 	if (fits) {
 		m->parameters = calloc(plan.num_parameters, sizeof *m->parameters);

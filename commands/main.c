@@ -19,6 +19,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -62,18 +63,22 @@ static bool can_map(size_t bytes)
 	return p != MAP_FAILED && munmap(p, bytes) == 0;
 }
 
-/* Sets error_text: a limit of this process is too low for OpenBLAS and the stacks of the threads. */
-static int fail_limit(size_t needed, int threads, const char *advice)
+/* Fails where the limits of this process are too low for what libraries and the stacks of the threads need. */
+static int need_memory(size_t bytes, const char *libraries, int threads)
 {
-	return fail("this process needs %zu MB of memory for OpenBLAS and %d thread%s, and has %.0f MB: raise the limit "
-			"(ulimit -v, ulimit -d)%s", needed >> 20, threads, threads == 1 ? "" : "s", process_memory() / (1 << 20),
-			advice);
+	if (can_map(bytes))
+		return 0;
+	return fail("this process needs %zu MB of memory for %s and %d thread%s, and has %.0f MB: raise the limit "
+			"(ulimit -v, ulimit -d), or set OMP_NUM_THREADS lower", bytes >> 20, libraries, threads,
+			threads == 1 ? "" : "s", process_memory() / (1 << 20));
 }
 
 enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
 
 /* Of OpenBLAS: what it maps for each of its threads. When that cannot be had, it tries for ever. */
 #define BLAS_BUFFER ((size_t)128 << 20)
+/* What Open MPI maps when it starts, about: libraries, threads, memory that ranks share. */
+#define MPI_BYTES ((size_t)192 << 20)
 
 /* While OpenBLAS is loaded, it starts its threads; they take their buffers, and where they cannot, the process does not
  * end. So this runs before the libraries are initialised (the linker's .preinit_array): where a limit is too low,
@@ -93,12 +98,10 @@ static void limit_openblas(int argc, char **argv, char **environment)
 				threads = strtol(environment[n] + strlen(names[i]), NULL, 10);
 	if (threads < 1)
 		threads = sysconf(_SC_NPROCESSORS_ONLN);
-	if (threads == 1 || can_map(threads * (BLAS_BUFFER + STACK_BYTES)))
+	if (threads == 1 || need_memory(threads * (BLAS_BUFFER + STACK_BYTES), "OpenBLAS", (int)threads) == 0)
 		return;
 	const struct command *command = find_command(argc > 1 ? argv[1] : NULL);
 	if (command && command->measures_openblas) {
-		/* a child of MPI's launcher too ends with its job */
-		fail_limit(threads * (BLAS_BUFFER + STACK_BYTES), (int)threads, ", or set OMP_NUM_THREADS lower");
 		dprintf(STDERR_FILENO, "ling: %s\n", error_text);
 		_exit(EXIT_WORK_FAILED);
 	}
@@ -115,13 +118,27 @@ static void limit_openblas(int argc, char **argv, char **environment)
 __attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char **, char **) =
 	limit_openblas;
 
-/* Fails where the limits of this process leave too little for OpenBLAS's buffer and the stacks of the threads, which
- * OpenMP would end the program for. */
-static int check_limits(const struct command *command)
+/* Fails where the limits of this process leave too little for MPI, if it is still to be started, for OpenBLAS's buffers
+ * and for the stacks of the threads. Each of these libraries would end the program in its own way, or hang. */
+static int check_limits(const struct command *command, bool starts_mpi)
 {
 	const int threads = kernels_threads();
 	const size_t needed = (command->measures_openblas ? threads : 1) * BLAS_BUFFER + (size_t)threads * STACK_BYTES;
-	return can_map(needed) ? 0 : fail_limit(needed, threads, ", or set OMP_NUM_THREADS lower");
+	return starts_mpi ? need_memory(needed + MPI_BYTES, "MPI, OpenBLAS", threads)
+		: need_memory(needed, "OpenBLAS", threads);
+}
+
+/* Makes OpenBLAS take its buffers by a product of n x n matrices, before the model takes the memory that a limit
+ * leaves. */
+static void take_buffers(const struct command *command)
+{
+	const int64_t n = 512;
+	if (isinf(process_memory()))
+		return;
+	real *a = allocate(3 * n * n * sizeof *a);
+	single_gemm(a, a + n * n, false, a + 2 * n * n, false, n, n, n,
+			command->measures_openblas ? kernels_threads() : 1);
+	free(a);
 }
 
 /* Makes the first thread's stack large enough for the blocks of a matrix product, which are on it. */
@@ -259,25 +276,31 @@ int main(int argc, char **argv)
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);
 	argv[1] = name; /* the program's name in messages about options */
-	struct command_line line;
 	int status = EXIT_DONE;
 	if (command->computes) { /* before the command line is read, since that may end the program: see end_early() */
-		const int rc = check_limits(command);
-		if (rc < 0) {
-			fprintf(stderr, "ling: rank %d: %s\n", parallel_rank(), error_text);
+		if (check_limits(command, launcher_rank() >= 0) < 0) {
+			if (launcher_rank() < 0)
+				fprintf(stderr, "ling: %s\n", error_text);
+			else
+				fprintf(stderr, "ling: rank %d: %s\n", launcher_rank(), error_text);
 			return EXIT_WORK_FAILED;
 		}
 		parallel_start();
-		if (parallel_same(crc_of(0, (const uint8_t *)name, strlen(name)), "the command") < 0)
+		if (parallel_same(crc_of(0, (const uint8_t *)name, strlen(name)), "the command") < 0 ||
+				parallel_agree(check_limits(command, false)) < 0)
 			status = EXIT_WORK_FAILED;
+		else
+			take_buffers(command);
 	}
-	command_line_read(&line, command, argc - 1, argv + 1);
-	if (status == EXIT_DONE && command->computes && !command->checks_products &&
-			parallel_agree(check_before_work(openblas)) < 0)
-		status = EXIT_WORK_FAILED;
-	if (status == EXIT_DONE)
-		status = command->run(&line);
-	command_line_free(&line);
+	if (status == EXIT_DONE) {
+		struct command_line line;
+		command_line_read(&line, command, argc - 1, argv + 1);
+		if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
+			status = EXIT_WORK_FAILED;
+		else
+			status = command->run(&line);
+		command_line_free(&line);
+	}
 	if (status == EXIT_DONE && !command->prints_progress && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;

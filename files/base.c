@@ -104,6 +104,14 @@ void forget_temporary(const char *path)
 			r->used = false;
 }
 
+/* Removes what is temporary. It allocates nothing. */
+static void remove_temporaries(void)
+{
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && !r->data)
+			directory_remove(r->path);
+}
+
 /* Prints error_text, removes what is temporary, and ends the program. Also called by a signal handler, so it allocates
  * nothing. Of several threads the first one does it. */
 __attribute__((noreturn)) static void end_at_once(void)
@@ -116,9 +124,7 @@ __attribute__((noreturn)) static void end_at_once(void)
 		: snprintf(line, sizeof line, "ling: rank %d: %s\n", launcher_rank(), error_text);
 	ssize_t done = write(STDERR_FILENO, line, n);
 	(void)done; /* there is no one else to tell */
-	for (struct resource *r = resources; r; r = r->next)
-		if (r->used && !r->data)
-			directory_remove(r->path);
+	remove_temporaries();
 	_exit(1);
 }
 
@@ -152,6 +158,7 @@ void limits_start(void)
 	sigaction(SIGBUS, &action, NULL);
 	signal(SIGXFSZ, SIG_IGN); /* write() then fails with EFBIG */
 	json_set_alloc_funcs(allocate, free);
+	atexit(remove_temporaries); /* libraries may end the program too: OpenMP does, without memory */
 }
 
 double process_memory(void)
@@ -176,7 +183,10 @@ double process_memory(void)
 
 void out_of_memory(size_t n)
 {
-	set_error("out of memory: %zu bytes were needed", n);
+	if (n)
+		set_error("out of memory: %zu bytes were needed", n);
+	else
+		set_error("out of memory");
 	fflush(stdout);
 	end_at_once();
 }

@@ -47,8 +47,9 @@ void limits_start(void);
 /* Bytes that the limits of this process (ulimit -v, ulimit -d) leave it; INFINITY without such limits. */
 double process_memory(void);
 
-/* Whenever the program ends for lack of memory, or because a mapped file was cut short, it first removes what these two
- * have on their list: temporary files, and temporary directories of plain files. Add one before it is there. */
+/* Whenever the program ends for lack of memory, because a mapped file was cut short, or by exit(), it first removes
+ * what these two have on their list: temporary files, and temporary directories of plain files. Add one before it is
+ * there. */
 void remember_temporary(const char *path);
 void forget_temporary(const char *path);
 

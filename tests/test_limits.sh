@@ -75,7 +75,8 @@ test_file_sizes() {
 	limited 8 "samples.jsonl: cannot write: File too large" eval $model --tasks tasks.yaml --out results
 	limited 8 "cannot write: File too large" train tiny.yaml train.output_dir=small
 	[ ! -e new ] && [ ! -e new.gguf ] && [ ! -e step-0000000 ] && [ ! -e small/step-0000002 ] || problem "made $(ls -d new* step* small/step*)"
-	limited 1 "metrics.jsonl: cannot write: File too large" train tiny.yaml train.output_dir=metrics train.steps=12
+	(ulimit -f 1 && exec "$ling" train tiny.yaml train.output_dir=metrics train.steps=12) >out.txt 2>err.txt
+	[ $? = 1 ] && has err.txt "metrics.jsonl: cannot write step 4: File too large" || problem "metrics: $(head -c 400 err.txt)"
 }
 
 # A limit of memory gives an error that says what is needed, before OpenBLAS or a thread meets it.
@@ -135,5 +136,16 @@ test_full_output() {
 	done
 }
 
-check cut_files file_sizes memory_limits no_memory full_output
+# A rank whose command line ends it, or that runs another command, ends the job: the others would wait for it.
+test_other_command_line() {
+	local other
+	for other in "train --help" "train --no-such-option" "eval $model --data text --seq-len 16"; do
+		ranks 1 "$ling" train tiny.yaml train.output_dir=other : -n 1 "$ling" $other >out.txt 2>err.txt
+		[ $? != 0 ] && [ $? != 124 ] && grep -q '^ling: rank 1.*\(ends with its command line, and others go on\|the command differs from rank 0\)' err.txt ||
+			problem "$other: $(head -c 400 err.txt)"
+	done
+	ranks 2 "$ling" train --help >out.txt 2>err.txt || problem "--help on both: $(head -c 400 err.txt)"
+}
+
+check cut_files file_sizes memory_limits no_memory full_output other_command_line
 finish

@@ -1173,7 +1173,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	return 0;
 }
 
-int trainer_run(struct trainer *t)
+enum run_result trainer_run(struct trainer *t)
 {
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))

@@ -27,6 +27,7 @@
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/spikes            loss and gradient spikes: the detector
+ *   training/faults            faults to order: --inject
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -339,8 +340,11 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
  * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
+/* How a run ended, the same on all ranks. RUN_DONE: at its end, or at stop_at_step; RUN_STOPPED: a signal asked for a
+ * stop, and the step is saved; RUN_GO_BACK: it must continue from an earlier checkpoint, error_text says why. */
+enum run_result { RUN_FAILED = -1, RUN_DONE, RUN_STOPPED, RUN_GO_BACK };
 /* Trains to the end, or until a rank is asked to stop; not at all beyond stop_at_step. */
-int trainer_run(struct trainer *t);
+enum run_result trainer_run(struct trainer *t);
 /* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 

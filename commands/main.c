@@ -234,6 +234,7 @@ static bool print_error(void)
 static void end_early(int status, void *argument)
 {
 	(void)argument;
+	const int given = status;
 	if (status == EXIT_DONE && (fflush(stdout) || ferror(stdout))) {
 		fprintf(stderr, "ling: cannot write to standard output: %s\n", strerror(errno));
 		status = EXIT_WORK_FAILED;
@@ -246,7 +247,7 @@ static void end_early(int status, void *argument)
 		parallel_stop(status ? status : EXIT_WORK_FAILED);
 	}
 	parallel_stop(EXIT_DONE);
-	if (status == EXIT_WORK_FAILED)
+	if (status != given)
 		_exit(status);
 }
 
@@ -307,7 +308,8 @@ int main(int argc, char **argv)
 	}
 	if (command->prints_progress && !freopen("/dev/null", "w", stdout)) /* end_early() need not look at it */
 		fclose(stdout);
-	const bool together = status == EXIT_DONE || print_error(); /* all ranks end here, and none needs to be stopped */
+	/* all ranks end here, and none needs to be stopped */
+	const bool together = status == EXIT_DONE || status == EXIT_STOPPED || print_error();
 	fflush(NULL);
 	parallel_stop(together ? 0 : status);
 	return status;

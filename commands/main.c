@@ -238,8 +238,6 @@ static void end_early(int status, void *argument)
 	if (status == EXIT_DONE && (fflush(stdout) || ferror(stdout))) {
 		fprintf(stderr, "ling: cannot write to standard output: %s\n", strerror(errno));
 		status = EXIT_WORK_FAILED;
-		if (parallel_size() == 1)
-			_exit(status);
 	}
 	if (parallel_size() > 1 && !parallel_all_failed()) {
 		fprintf(stderr, "ling: rank %d on %s ends with its command line, and others go on: give all ranks the same\n",

@@ -95,7 +95,7 @@ static void new_file_without_room(void **state)
 	const int rc = new_file_publish(&a, 0);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	expect_error("/x: cannot write: File too large; free some space");
+	expect_error("/x: cannot write: File too large: files are limited to 10000 bytes here");
 	assert_holds(path, "old");
 	assert_int_equal(new_file_begin(&a, at("nowhere/x")), -1);
 	expect_error("nowhere/x: cannot create: No such file");

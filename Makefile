@@ -40,7 +40,7 @@ SANITIZE_FLAGS := $(COMMON) -O1 $(SANITIZERS) $(SMALL_BLOCKS) $(SHORT_WAITS)
 FUZZ_FLAGS := $(COMMON) -O1 $(SANITIZERS) -fsanitize=fuzzer-no-link -DTEXT_BLOCK=64 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=16
 CLANG_FLAGS := $(COMMON) $(SMALL_BLOCKS) -fsyntax-only
 
-SOURCES := $(wildcard *.c files/*.c commands/*.c)
+SOURCES := $(wildcard *.c files/*.c model/*.c training/*.c commands/*.c)
 TEST_SOURCES := $(wildcard tests/*.c)
 LIBRARY := $(patsubst %.c,%.o,$(filter-out commands/main.c,$(SOURCES))) # all but main: what the tests link
 RELEASE := $(LIBRARY:%=$(BUILD)/release/%)

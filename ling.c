@@ -11,11 +11,9 @@
  *   The step                            gradients, decision, update, report
  *   The loop                            batch, step, evaluation, metrics, checkpoint
  * Then what the above stands on:
- *   Parameters                          the table of parameters; what of each a rank holds
- *   Sharded optimizer state             buckets, and which shard of each a rank updates
  *   Memory                              planned, then allocated, then divided
  *   Weights                             random, or from files, where evaluation uses them in place
- *   Checkpoints                         read and written by all ranks together
+ *   Checkpoints                         saving one
  *   Making a trainer                    new, or continued from a checkpoint
  * In comments, "alone" means: with one process, where every group of ranks has size 1.
  */
@@ -31,6 +29,8 @@
 #include "files/tokenizer.h"
 #include "files/checkpoint.h"
 #include "data.h"
+#include "model/parameters.h"
+#include "model/weight_files.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -43,29 +43,6 @@
 /* ============================================================================================================
  * Sizes, phases, tokens of a rank
  * ========================================================================================================== */
-
-/* Whether a layer has routed experts; else its feed-forward part is one dense SwiGLU. */
-static bool has_experts(const struct model_config *c, int layer)
-{
-	return layer >= c->first_k_dense_replace;
-}
-
-int shared_width(const struct model_config *c, int layer)
-{
-	return has_experts(c, layer) ? c->num_shared_experts * c->moe_intermediate_size : c->intermediate_size;
-}
-
-/* Rows of the query_key_value matrix; of this rank, if c is. */
-static int qkv_width(const struct model_config *c)
-{
-	return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
-}
-
-/* Columns of the attention's output matrix. */
-static int attention_width(const struct model_config *c)
-{
-	return c->num_attention_heads * c->head_dim;
-}
 
 /* Ends a phase of the step: adds the time since the last call to the phase's account. Also lets the collectives that
  * are under way proceed, since a phase is a good length of time between two calls of MPI. */
@@ -688,19 +665,10 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
  * a reduce_scatter: each receives the sum of the shard that it updates.
  * ========================================================================================================== */
 
-/* Defined under "Sharded optimizer state". A part of a parameter whose moments this rank keeps, and which it updates
- * and writes to checkpoints: elements from .. end of what the rank holds of the parameter; their moments begin at
- * `state`. */
-struct optimizer_shard { const struct parameter *parameter; int64_t from, end, state; };
-struct optimizer_shard_iterator { int bucket, parameter; }; /* begins as {0} */
-static bool next_optimizer_shard(const struct model *m, struct optimizer_shard_iterator *w, struct optimizer_shard *p);
-static const struct group *sharing_group(const struct layout *l, enum sharing sharing);
-static int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size);
-
 static void finish_oldest_bucket(struct gradient_reduction *r, struct model *m)
 {
 	const int place = r->finished++ % MAX_REDUCTIONS;
-	const struct bucket *b = &m->buckets[r->under_way[place].bucket];
+	const struct bucket *b = &m->table.buckets[r->under_way[place].bucket];
 	int64_t size;
 	reduce_scatter_finish(&r->under_way[place].scatter, m->grads.memory + b->offset + own_shard(&m->layout, b, &size),
 			false);
@@ -709,8 +677,8 @@ static void finish_oldest_bucket(struct gradient_reduction *r, struct model *m)
 /* The gradients of a block are complete on this rank: starts to reduce its buckets. Nothing happens when r is NULL. */
 static void start_reduction(struct gradient_reduction *r, struct model *m, int block)
 {
-	for (int i = 0; r && i < m->num_buckets; i++) {
-		const struct bucket *b = &m->buckets[i];
+	for (int i = 0; r && i < m->table.num_buckets; i++) {
+		const struct bucket *b = &m->table.buckets[i];
 		const struct group *g = sharing_group(&m->layout, b->sharing);
 		if (b->block != block || g->size == 1)
 			continue;
@@ -735,10 +703,10 @@ static void finish_reduction(struct gradient_reduction *r, struct model *m)
 double gradient_square(const struct model *m)
 {
 	double sum = 0;
-	for (int i = 0; i < m->num_buckets; i++) {
+	for (int i = 0; i < m->table.num_buckets; i++) {
 		int64_t size;
-		const int64_t begin = own_shard(&m->layout, &m->buckets[i], &size);
-		sum += sum_of_squares(m->grads.memory + m->buckets[i].offset + begin, size);
+		const int64_t begin = own_shard(&m->layout, &m->table.buckets[i], &size);
+		sum += sum_of_squares(m->grads.memory + m->table.buckets[i].offset + begin, size);
 	}
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
@@ -912,21 +880,21 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct model *m = &t->model;
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
-	for (bool more = next_optimizer_shard(m, &walk, &p); more;) {
+	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t begin = p.parameter->offset + p.from, state = p.state;
 		int64_t end = begin;
 		while (more && p.parameter->offset + p.from == end && (p.parameter->cols > 0) == decay) {
 			end += p.end - p.from;
-			more = next_optimizer_shard(m, &walk, &p);
+			more = next_optimizer_shard(&m->table, &walk, &p);
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
 		adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state, m->grads.memory + begin,
 				end - begin, &o);
 	}
-	for (int i = 0; i < m->num_buckets; i++) {
-		const struct bucket *b = &m->buckets[i];
+	for (int i = 0; i < m->table.num_buckets; i++) {
+		const struct bucket *b = &m->table.buckets[i];
 		int64_t size;
 		real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
 		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
@@ -1205,7 +1173,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	return 0;
 }
 
-int trainer_run(struct trainer *t)
+enum run_result trainer_run(struct trainer *t)
 {
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
@@ -1232,280 +1200,6 @@ int trainer_run(struct trainer *t)
 	if (f && fclose(f) && rc == 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 	return rc;
-}
-
-/* ============================================================================================================
- * Parameters: the table of all parameters, and which part of each a rank holds
- * ========================================================================================================== */
-
-/* A walk over the parameters that a rank holds, in the order of memory. It counts them, and fills the table and the
- * pointers where these are given. */
-struct parameter_walk {
-	const struct layout *layout;
-	struct parameter *parameters; /* NULL: only count */
-	real *memory;                /* NULL: only count */
-	int num_parameters, block, expert;
-	int64_t num_elements;
-};
-
-/* Elements of a parameter that this rank holds. */
-static int64_t parameter_size(const struct parameter *t)
-{
-	return (t->shard.num_rows[0] + t->shard.num_rows[1] + t->shard.num_rows[2]) * t->shard.num_cols;
-}
-
-/* Adds the given shard of a parameter, whose name is "prefix" + "name", to the walk. Returns where it is in memory. */
-static real *add_shard(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols,
-		enum init init, enum sharing sharing, struct shard shard)
-{
-	struct parameter t = {.rows = rows, .cols = cols, .shard = shard, .offset = w->num_elements, .block = w->block,
-			.expert = w->expert, .init = init, .sharing = sharing};
-	if (w->parameters) {
-		snprintf(t.name, sizeof t.name, "%s%s", prefix, name);
-		w->parameters[w->num_parameters] = t;
-	}
-	w->num_parameters++;
-	w->num_elements += parameter_size(&t);
-	return w->memory ? w->memory + t.offset : NULL;
-}
-
-/* Adds a parameter of which this rank holds everything. */
-static real *add_parameter(struct parameter_walk *w, const char *prefix, const char *name, int64_t rows, int64_t cols,
-		enum init init, enum sharing sharing)
-{
-	const struct shard all = {.num_rows = {rows}, .num_cols = cols ? cols : 1};
-	return add_shard(w, prefix, name, rows, cols, init, sharing, all);
-}
-
-/* Adds this rank's rows of a parameter that the tensor group splits by vocabulary. */
-static real *add_vocabulary(struct parameter_walk *w, const char *name, int64_t V, int64_t H)
-{
-	const struct group *g = &w->layout->tensor;
-	const int64_t first = shard_begin(V, g->rank, g->size), end = shard_begin(V, g->rank + 1, g->size);
-	const struct shard rows = {.row = {first}, .num_rows = {end - first}, .num_cols = H};
-	return add_shard(w, "", name, V, H, INIT_NORMAL, SHARED_BY_DATA, rows);
-}
-
-/* Adds the gate, up and down matrices of one SwiGLU of the given width. Gate and up are neighbours: one product
- * computes both. */
-static void add_swiglu(struct parameter_walk *w, const char *prefix, int64_t H, int64_t width, real **gate_up,
-		real **down, enum sharing sharing)
-{
-	*gate_up = add_parameter(w, prefix, "gate_proj.weight", width, H, INIT_NORMAL, sharing);
-	add_parameter(w, prefix, "up_proj.weight", width, H, INIT_NORMAL, sharing);
-	if (down)
-		*down = add_parameter(w, prefix, "down_proj.weight", H, width, INIT_NORMAL, sharing);
-}
-
-/* Adds what this rank holds of layer l; c is the whole model's config. First what all ranks have, then heads, then
- * experts. */
-static void add_layer(struct parameter_walk *w, const struct model_config *c, int l, struct layer_params *p)
-{
-	const int64_t H = c->hidden_size, I = c->moe_intermediate_size, d = c->head_dim;
-	char layer[48], prefix[96]; /* well within MAX_NAME with what follows */
-	snprintf(layer, sizeof layer, "model.layers.%d.", l);
-	*p = (struct layer_params){0};
-	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
-	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
-	if (c->use_bias)
-		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS, SHARED_BY_WORLD);
-	if (has_experts(c, l))
-		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER, SHARED_BY_WORLD);
-	if (shared_width(c, l)) {
-		snprintf(prefix, sizeof prefix, "%smlp.%s", layer, has_experts(c, l) ? "shared_experts." : "");
-		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down, SHARED_BY_WORLD);
-	}
-
-	/* All query heads stand before all key heads before all value heads: a rank's rows are a range of each. */
-	const int64_t rank = w->layout->tensor.rank, heads = c->num_attention_heads, kv = c->num_key_value_heads;
-	const int64_t q_rows = heads / w->layout->tensor.size * d, kv_rows = kv / w->layout->tensor.size * d;
-	struct shard qkv = {.row = {rank * q_rows, heads * d + rank * kv_rows, (heads + kv) * d + rank * kv_rows},
-			.num_rows = {q_rows, kv_rows, kv_rows}, .num_cols = 1};
-	if (c->use_qkv_bias)
-		p->qkv_bias = add_shard(w, layer, "attention.query_key_value.bias", qkv_width(c), 0, INIT_ZEROS,
-				SHARED_BY_DATA, qkv);
-	qkv.num_cols = H;
-	p->qkv = add_shard(w, layer, "attention.query_key_value.weight", qkv_width(c), H, INIT_NORMAL, SHARED_BY_DATA,
-			qkv);
-	p->dense = add_shard(w, layer, "attention.dense.weight", H, attention_width(c), INIT_NORMAL, SHARED_BY_DATA,
-			(struct shard){.num_rows = {H}, .col = rank * q_rows, .num_cols = q_rows});
-
-	/* [experts, 2I, H] and [experts, H, I]: all the gates and ups first, then all the downs, for the grouped
-	 * products. */
-	const int experts = c->num_experts / w->layout->expert.size, first = w->layout->expert.rank * experts;
-	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
-		real *gate_up;
-		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
-		add_swiglu(w, prefix, H, I, &gate_up, NULL, SHARED_BY_EXPERT_DATA);
-		if (e == first)
-			p->gate_up = gate_up;
-	}
-	for (int e = first; has_experts(c, l) && e < first + experts; e++) {
-		snprintf(prefix, sizeof prefix, "%smlp.experts.%d.", layer, w->expert = e);
-		real *down = add_parameter(w, prefix, "down_proj.weight", H, I, INIT_NORMAL, SHARED_BY_EXPERT_DATA);
-		if (e == first)
-			p->down = down;
-	}
-}
-
-/* Adds what this rank holds of the model; c is the whole model's config. p->layer must have room for all layers. */
-static void add_model(struct parameter_walk *w, const struct model_config *c, struct params *p)
-{
-	p->memory = w->memory;
-	p->embedding = add_vocabulary(w, "model.word_embeddings.weight", c->vocab_size, c->hidden_size);
-	for (int l = 0; l < c->num_hidden_layers; l++) {
-		w->block++;
-		add_layer(w, c, l, &p->layer[l]);
-	}
-	w->block++;
-	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES, SHARED_BY_WORLD);
-	p->lm_head = c->tie_word_embeddings ? p->embedding :
-			add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
-}
-
-/* The table of a rank of a layout, in the order of memory; tensors that all ranks hold come in the same order
- * everywhere. To be freed; NULL when memory is short. */
-static struct parameter *list_parameters(const struct model_config *c, const struct layout *layout, int *n)
-{
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
-	struct parameter_walk count = {.layout = layout}, fill = count;
-	if (params.layer)
-		add_model(&count, c, &params);
-	fill.parameters = params.layer ? calloc(count.num_parameters, sizeof *fill.parameters) : NULL;
-	if (fill.parameters)
-		add_model(&fill, c, &params);
-	else
-		fail("out of memory for the names of the model's tensors");
-	free(params.layer);
-	*n = count.num_parameters;
-	return fill.parameters;
-}
-
-struct parameter *global_parameters(const struct model_config *c, int *n)
-{
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	return list_parameters(c, &alone, n);
-}
-
-/* The config of the model as one rank of a layout computes it: its heads, and its part of the vocabulary. */
-static struct model_config local_config(const struct model_config *c, const struct layout *l)
-{
-	struct model_config local = *c;
-	local.num_attention_heads /= l->tensor.size;
-	local.num_key_value_heads /= l->tensor.size;
-	local.vocab_size = (int)(shard_begin(c->vocab_size, l->tensor.rank + 1, l->tensor.size) -
-			shard_begin(c->vocab_size, l->tensor.rank, l->tensor.size));
-	return local;
-}
-
-const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
-	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
-	{"router", "mlp.gate.weight"}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."},
-};
-
-int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops,
-		const struct model_config *c, int64_t seq_len)
-{
-	int n;
-	struct parameter *global = global_parameters(c, &n);
-	int64_t products = 0;
-	if (!global)
-		return -1;
-	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
-	for (int i = 0; i < n; i++) {
-		const struct parameter *t = &global[i];
-		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
-		int part = 0;
-		while (!strstr(t->name, parameter_parts[part].pattern))
-			part++;
-		count[part].total += parameter_size(t);
-		if (!expert) {
-			count[part].active += parameter_size(t);
-			products += t->cols && !looked_up ? parameter_size(t) : 0;
-		}
-	}
-	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {
-		if (!strcmp(parameter_parts[part].name, "experts") && c->num_experts) {
-			count[part].active = count[part].total / c->num_experts * c->num_experts_per_tok;
-			products += count[part].active;
-		}
-		count[NUM_PARAMETER_PARTS].total += count[part].total;
-		count[NUM_PARAMETER_PARTS].active += count[part].active;
-	}
-	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
-	free(global);
-	return 0;
-}
-
-/* ============================================================================================================
- * Sharded optimizer state: of each bucket, one shard a rank
- * ========================================================================================================== */
-
-static const struct group *sharing_group(const struct layout *l, enum sharing sharing)
-{
-	return sharing == SHARED_BY_WORLD ? &l->world : sharing == SHARED_BY_DATA ? &l->data : &l->expert_data;
-}
-
-/* The shard of a bucket that this rank keeps the moments of: its size, and where in the bucket it begins. */
-static int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size)
-{
-	const struct group *g = sharing_group(l, b->sharing);
-	const int64_t begin = shard_begin(b->size, g->rank, g->size);
-	*size = shard_begin(b->size, g->rank + 1, g->size) - begin;
-	return begin;
-}
-
-/* Divides the parameters of a table into buckets. Returns their number, and fills them in unless `buckets` is NULL.
- * *num_state: elements of this rank's shards. */
-static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
-		int num_parameters, const struct layout *l)
-{
-	int n = 0;
-	*num_state = 0;
-	for (int i = 0; i < num_parameters;) {
-		const struct parameter *first = &parameters[i];
-		int64_t size = 0;
-		for (; i < num_parameters && parameters[i].block == first->block &&
-				parameters[i].sharing == first->sharing; i++)
-			size += parameter_size(&parameters[i]);
-		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
-			const int64_t left = size - done;
-			const struct bucket b = {.offset = first->offset + done, .size = left < BUCKET_SIZE ? left : BUCKET_SIZE,
-					.state = *num_state, .block = first->block, .sharing = first->sharing};
-			int64_t own;
-			own_shard(l, &b, &own);
-			*num_state += own;
-			if (buckets)
-				buckets[n] = b;
-			n++;
-		}
-	}
-	return n;
-}
-
-/* The next shard in the order of memory; false after the last one. */
-static bool next_optimizer_shard(const struct model *m, struct optimizer_shard_iterator *w, struct optimizer_shard *p)
-{
-	for (; w->bucket < m->num_buckets; w->bucket++) {
-		const struct bucket *b = &m->buckets[w->bucket];
-		const struct parameter *t = &m->parameters[w->parameter], *end_of_table = m->parameters + m->num_parameters;
-		int64_t size;
-		const int64_t begin = b->offset + own_shard(&m->layout, b, &size), end = begin + size;
-		while (t < end_of_table && t->offset + parameter_size(t) <= begin)
-			t++;
-		w->parameter = (int)(t - m->parameters);
-		if (t == end_of_table || t->offset >= end)
-			continue;
-		const int64_t last = t->offset + parameter_size(t), from = t->offset > begin ? t->offset : begin,
-				to = last < end ? last : end;
-		*p = (struct optimizer_shard){t, from - t->offset, to - t->offset, b->state + from - begin};
-		if (last <= end)
-			w->parameter++;
-		if (last >= end)
-			w->bucket++;
-		return true;
-	}
-	return false;
 }
 
 /* ============================================================================================================
@@ -1692,31 +1386,28 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make "
 				"micro_batch or seq_len smaller", (long long)B, (long long)L, c->num_experts_per_tok,
 				layout->expert.size, INT32_MAX);
-	int n;
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
-	struct parameter *parameters = list_parameters(c, layout, &n);
+	struct parameter_table table;
 	struct arena certain = {0}, arrivals = {0};
-	if (!acts.layer || !parameters) {
+	if (!acts.layer || parameter_table_init(&table, c, layout) < 0) {
 		free(acts.layer);
-		free(parameters);
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
 	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L,
 			mode);
-	*plan = (struct memory_plan){.num_parameters = n, .activations = certain.used, .arrivals = arrivals.used};
-	for (int i = 0; i < n; i++) {
-		/* Writing a checkpoint takes memory for one tensor and one shard, see write_parameters. */
-		const int64_t whole = parameters[i].rows * (parameters[i].cols ? parameters[i].cols : 1);
-		const size_t bytes = (whole + BUCKET_SIZE) * sizeof(real);
-		plan->saving = training && bytes > plan->saving ? bytes : plan->saving;
-		plan->num_elements += parameter_size(&parameters[i]);
+	*plan = (struct memory_plan){.num_elements = table.num_elements, .num_state = table.num_state,
+			.activations = certain.used, .arrivals = arrivals.used};
+	for (int i = 0; training && i < table.num_parameters; i++) {
+		/* Writing a checkpoint takes memory for one tensor and one shard, see write_weight_files. */
+		const int64_t cols = table.parameters[i].cols;
+		const size_t bytes = (table.parameters[i].rows * (cols ? cols : 1) + BUCKET_SIZE) * sizeof(real);
+		plan->saving = bytes > plan->saving ? bytes : plan->saving;
 	}
-	plan->num_buckets = make_buckets(NULL, &plan->num_state, parameters, n, layout);
 	plan->weights = plan->num_elements * sizeof(real);
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training ? MAX_REDUCTIONS * bucket_scratch(layout, plan->num_elements) * sizeof(real) : 0;
-	free(parameters);
+	parameter_table_free(&table);
 	free(acts.layer);
 	return 0;
 }
@@ -1778,15 +1469,15 @@ int extend_rope(struct model *m, int64_t n)
 static struct weight weight_at(const struct model *m, const real *at, bool pair)
 {
 	struct weight w = {.data = at};
-	int low = 0, high = m->num_parameters - 1;
+	int low = 0, high = m->table.num_parameters - 1;
 	while (at && low < high) {
 		const int mid = (low + high + 1) / 2;
-		if (m->parameters[mid].offset <= at - m->params.memory)
+		if (m->table.parameters[mid].offset <= at - m->params.memory)
 			low = mid;
 		else
 			high = mid - 1;
 	}
-	const struct parameter *t = &m->parameters[low];
+	const struct parameter *t = &m->table.parameters[low];
 	if (at && t->mapped)
 		w = (struct weight){.data = t->mapped, .second = pair ? t[1].mapped : NULL, .bf16 = t->bf16};
 	return w;
@@ -1830,8 +1521,6 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const double machine = usable_memory("") / parallel_local_ranks();
 	bool fits = total <= machine;
 	if (fits) {
-		m->parameters = calloc(plan.num_parameters, sizeof *m->parameters);
-		m->buckets = calloc(plan.num_buckets, sizeof *m->buckets);
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
 		m->grads.layer = calloc(layers, sizeof *m->grads.layer);
 		m->acts.layer = calloc(layers, sizeof *m->acts.layer);
@@ -1841,8 +1530,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		m->head_scale = c->norm_head ? calloc(c->hidden_size, sizeof(real)) : NULL;
 		m->acts_memory = allocate_large(m->acts_bytes = plan.activations);
 		m->arrivals_memory = reserve_memory(m->arrivals_bytes = plan.arrivals);
-		fits = m->parameters && m->buckets && m->params.layer && m->grads.layer && m->acts.layer && m->weights &&
-				m->expert_weights && m->params.memory && extend_rope(m, seq_len) == 0 &&
+		fits = parameter_table_init(&m->table, c, layout) == 0 && m->params.layer && m->grads.layer && m->acts.layer &&
+				m->weights && m->expert_weights && m->params.memory && extend_rope(m, seq_len) == 0 &&
 				(m->head_scale || !c->norm_head) && m->acts_memory && (m->arrivals_memory || !plan.arrivals);
 		if (training) {
 			m->grads.memory = allocate_large(plan.gradients);
@@ -1858,14 +1547,10 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 				"smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9,
 				plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
-	m->num_parameters = plan.num_parameters;
-	m->num_elements = plan.num_elements;
-	add_model(&(struct parameter_walk){.layout = layout, .parameters = m->parameters, .memory = m->params.memory}, c,
-			&m->params);
+	place_params(&m->params, m->params.memory, c, layout);
 	if (training)
-		add_model(&(struct parameter_walk){.layout = layout, .memory = m->grads.memory}, c, &m->grads);
+		place_params(&m->grads, m->grads.memory, c, layout);
 	place_weights(m);
-	m->num_buckets = make_buckets(m->buckets, &m->num_state, m->parameters, m->num_parameters, layout);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
 	alloc_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c,
 			max_sequences, seq_len, mode);
@@ -1874,8 +1559,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 
 void model_free(struct model *m)
 {
-	free(m->parameters);
-	free(m->buckets);
+	parameter_table_free(&m->table);
 	free(m->params.layer);
 	free(m->weights);
 	free(m->expert_weights);
@@ -1901,31 +1585,6 @@ void model_free(struct model *m)
  * Weights: random, or from files
  * ========================================================================================================== */
 
-/* The row of the whole tensor that row r of a shard is. */
-static int64_t global_row(const struct shard *s, int64_t r)
-{
-	int i = 0;
-	for (; i < 2 && r >= s->num_rows[i]; i++)
-		r -= s->num_rows[i];
-	return s->row[i] + r;
-}
-
-/* The longest run of elements from `from` on, and up to `end`, of what a rank holds of a parameter that is a run in
- * the whole tensor too. Returns its length, and in *first where it begins in the whole tensor. */
-static int64_t global_run(const struct parameter *t, int64_t from, int64_t end, int64_t *first)
-{
-	const struct shard *s = &t->shard;
-	const int64_t cols = t->cols ? t->cols : 1, row = from / s->num_cols, col = from % s->num_cols;
-	*first = global_row(s, row) * cols + s->col + col;
-	if (s->num_cols < cols)
-		return end - from < s->num_cols - col ? end - from : s->num_cols - col;
-	/* Whole rows: up to where this range of rows ends, and the ranges that follow it in the whole tensor too. */
-	int64_t rows_end = s->num_rows[0];
-	for (int i = 1; i < 3 && (rows_end <= row || s->row[i] == s->row[i - 1] + s->num_rows[i - 1]); i++)
-		rows_end += s->num_rows[i];
-	return end < rows_end * cols ? end - from : rows_end * cols - from;
-}
-
 /* The stream of random numbers of a tensor: keyed by its name (FNV-1a), so that no layout of ranks changes it. */
 static struct random_stream parameter_stream(const struct parameter *t, uint64_t seed)
 {
@@ -1939,8 +1598,8 @@ static struct random_stream parameter_stream(const struct parameter *t, uint64_t
 void model_randomize(struct model *m, uint64_t seed)
 {
 	const double bound = 1 / sqrt(m->config.hidden_size);
-	for (int i = 0; i < m->num_parameters; i++) {
-		const struct parameter *t = &m->parameters[i];
+	for (int i = 0; i < m->table.num_parameters; i++) {
+		const struct parameter *t = &m->table.parameters[i];
 		const struct random_stream stream = parameter_stream(t, seed);
 		const int64_t n = t->shard.num_cols;
 		real *w = m->params.memory + t->offset;
@@ -1960,83 +1619,21 @@ void model_randomize(struct model *m, uint64_t seed)
 	model_update_head_scale(m);
 }
 
-/* Opens the files of one kind. They must hold a tensor named prefix + NAME for each of the whole model's and each of
- * the prefixes, and no others. The ranks share the work of verifying the checksums. */
-static struct tensors *open_tensors(const struct model *m, const char *dir, const char *kind, int num_prefixes,
-		const char *const *prefixes)
-{
-	int n, rc = 0;
-	struct parameter *global = global_parameters(&m->global, &n);
-	struct tensors *w = global ? tensors_open(dir, kind) : NULL;
-	char name[MAX_NAME + 16];
-	if (!w) {
-		free(global);
-		return NULL;
-	}
-	for (int p = 0; p < num_prefixes; p++)
-		for (int i = 0; i < n && rc == 0; i++) {
-			snprintf(name, sizeof name, "%s%s", prefixes[p], global[i].name);
-			if (!tensors_has(w, name))
-				rc = fail("%s: tensor %s is missing", dir, name);
-		}
-	if (rc == 0 && tensors_count(w) != num_prefixes * n) {
-		/* All expected tensors are there, so there are more: names one. The search is slow, but only made to report
-		 * an error. */
-		for (int i = 0; i < tensors_count(w) && rc == 0; i++) {
-			bool known = false;
-			for (int j = 0; j < num_prefixes * n && !known; j++) {
-				snprintf(name, sizeof name, "%s%s", prefixes[j / n], global[j % n].name);
-				known = !strcmp(name, tensors_name(w, i));
-			}
-			if (!known)
-				rc = fail("%s: tensor %s is not a part of the model that config.json describes", dir,
-						tensors_name(w, i));
-		}
-	}
-	const bool fits = tensors_bytes(w) <= usable_memory("");
-	if (!fits && m->mode == EVALUATE && m->layout.world.rank == 0)
-		fprintf(stderr, "note: %s is larger than the memory that may be used here: what is read in place is not "
-				"checked against its checksums first\n", dir);
-	const int num_verified = fits || m->mode != EVALUATE ? tensors_count(w) : 0;
-	for (int i = m->layout.world.rank; i < num_verified && rc == 0; i += m->layout.world.size)
-		rc = tensors_verify(w, i);
-	free(global);
-	if (rc < 0) {
-		tensors_close(w);
-		w = NULL;
-	}
-	return w;
-}
-
-/* Reads elements from .. end of what this rank holds of a parameter. */
-static int read_shard(struct tensors *w, const char *prefix, const struct parameter *t, int64_t from, int64_t end,
-		real *out)
-{
-	char name[MAX_NAME + 16];
-	int rc = 0;
-	snprintf(name, sizeof name, "%s%s", prefix, t->name);
-	for (int64_t at = from, n, first; at < end && rc == 0; at += n) {
-		n = global_run(t, at, end, &first);
-		rc = tensors_read_range(w, name, t->rows, t->cols, first, n, out + at - from);
-	}
-	return rc;
-}
-
 /* Finds the matrices that can be used in the mapped files: this rank's shard is a run of elements there, of a type and
  * at an address that products can read. Gate and up must be alike. Memory must suffice for the others. */
 static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
 {
 	double bytes = 0;
-	for (int i = 0; i < m->num_parameters; i++) {
-		struct parameter *t = &m->parameters[i];
+	for (int i = 0; i < m->table.num_parameters; i++) {
+		struct parameter *t = &m->table.parameters[i];
 		int64_t first;
 		t->mapped = NULL;
 		if (t->cols && global_run(t, 0, parameter_size(t), &first) == parameter_size(t) &&
 				tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped, &t->bf16) < 0)
 			return -1;
 	}
-	for (int i = 0; i < m->num_parameters; i++) {
-		struct parameter *t = &m->parameters[i];
+	for (int i = 0; i < m->table.num_parameters; i++) {
+		struct parameter *t = &m->table.parameters[i];
 		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
 			t[0].mapped = t[1].mapped = NULL;
 		if (!t->mapped)
@@ -2073,16 +1670,15 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 int model_load(struct model *m, const char *dir)
 {
 	const bool map = m->mode == EVALUATE;
-	struct tensors *w = open_tensors(m, dir, "model", 1, (const char *[]){""});
+	struct tensors *w = open_weights(&m->table, &m->global, dir, map);
 	int rc = w ? 0 : -1;
 	if (rc == 0 && map)
 		rc = map_parameters(m, w, dir);
-	for (int i = 0; i < m->num_parameters && rc == 0; i++)
-		if (!m->parameters[i].mapped)
-			rc = read_shard(w, "", &m->parameters[i], 0, parameter_size(&m->parameters[i]),
-					m->params.memory + m->parameters[i].offset);
-	for (int i = 0; i < m->num_parameters && rc == 0 && !map; i++)
-		rc = check_finite(m, &m->parameters[i], dir);
+	for (int i = 0; i < m->table.num_parameters && rc == 0; i++)
+		if (!m->table.parameters[i].mapped)
+			rc = read_weights(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
+	for (int i = 0; i < m->table.num_parameters && rc == 0 && !map; i++)
+		rc = check_finite(m, &m->table.parameters[i], dir);
 	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
 	m->files = map ? w : NULL;
 	rc = parallel_agree(rc);
@@ -2094,153 +1690,8 @@ int model_load(struct model *m, const char *dir)
 }
 
 /* ============================================================================================================
- * Checkpoints: read and written by all ranks together
+ * Checkpoints
  * ========================================================================================================== */
-
-static const char *const moment_prefixes[2] = {"exp_avg.", "exp_avg_sq."};
-
-/* Reads the moments that this rank keeps. */
-static int load_moments(struct model *m, const char *dir)
-{
-	struct tensors *w = open_tensors(m, dir, "optimizer", 2, moment_prefixes);
-	int rc = w ? 0 : -1;
-	struct optimizer_shard p;
-	for (struct optimizer_shard_iterator walk = {0}; rc == 0 && next_optimizer_shard(m, &walk, &p);) {
-		rc = read_shard(w, moment_prefixes[0], p.parameter, p.from, p.end, m->exp_avg + p.state);
-		if (rc == 0)
-			rc = read_shard(w, moment_prefixes[1], p.parameter, p.from, p.end, m->exp_avg_sq + p.state);
-	}
-	tensors_close(w);
-	return parallel_agree(rc);
-}
-
-/* The rank that writes parameter number `number` of the whole model: one that holds it, where it is an expert's; the
- * others in turn. */
-static int writer_of(const struct layout *l, const struct parameter *t, int number, int num_experts)
-{
-	if (t->sharing != SHARED_BY_EXPERT_DATA)
-		return number % l->world.size;
-	return t->block % l->expert_data.size * l->expert.size + t->expert / (num_experts / l->expert.size);
-}
-
-/* A shard on its way to the rank that writes its tensor: elements from .. end of what the sender holds of the
- * parameter. */
-struct shard_message { struct shard shard; int64_t from, end; real data[]; };
-
-/* A message's tag tells its tensor: the tensor's number modulo CHECKPOINT_TAGS, since MPI promises tags up to 32767
- * only. The double build has fewer tags, so that small models use each tag several times. */
-#ifndef CHECKPOINT_TAGS
-#define CHECKPOINT_TAGS 32768
-#endif
-
-/* Copies a shard to its place in the whole tensor. */
-static void place_shard(real *tensor, const struct parameter *t, const struct shard_message *p)
-{
-	const struct parameter sender = {.rows = t->rows, .cols = t->cols, .shard = p->shard};
-	for (int64_t at = p->from, n, first; at < p->end; at += n) {
-		n = global_run(&sender, at, p->end, &first);
-		memcpy(tensor + first, p->data + at - p->from, n * sizeof *tensor);
-	}
-}
-
-/* Writes this rank's tensors of the given blocks to a file. Tensor by tensor, in the same order on all ranks, the
- * ranks send the shards that they keep to the tensor's writer: no rank needs more memory than one tensor and one
- * shard. blocks[b] are the weights or, with `moments`, exp_avg and exp_avg_sq. After a failure a rank still receives
- * the others' shards: they would wait for ever otherwise. */
-static int write_parameters(const struct model *m, const struct parameter *global, int n, const char *path,
-		bool moments, int num_blocks, real *const *blocks, const char *const *prefixes)
-{
-	const struct group *world = &m->layout.world;
-	struct named_tensor *tensors = calloc((size_t)n * num_blocks, sizeof *tensors); /* those that this rank writes */
-	char (*names)[MAX_NAME + 16] = calloc((size_t)n * num_blocks, sizeof *names);
-	struct shard_message *message = malloc(sizeof *message + (BUCKET_SIZE + 1) * sizeof(real));
-	struct safetensors_writer *w = NULL;
-	int64_t largest = 1;
-	int count = 0, rc = 0;
-	if (!tensors || !names || !message)
-		rc = fail("%s: out of memory for the names of %d tensors", path, n);
-	for (int b = 0; b < num_blocks && rc == 0; b++)
-		for (int i = 0; i < n; i++)
-			if (writer_of(&m->layout, &global[i], i, m->config.num_experts) == world->rank) {
-				snprintf(names[count], sizeof *names, "%s%s", prefixes[b], global[i].name);
-				tensors[count] = (struct named_tensor){.name = names[count], .rows = global[i].rows,
-						.cols = global[i].cols};
-				largest = parameter_size(&global[i]) > largest ? parameter_size(&global[i]) : largest;
-				count++;
-			}
-	real *tensor = rc == 0 ? malloc(largest * sizeof *tensor) : NULL;
-	if (rc == 0 && !tensor)
-		rc = fail("%s: out of memory for a tensor of %lld elements", path, (long long)largest);
-	rc = parallel_agree(rc); /* nobody sends what another could not take */
-	if (rc < 0) {
-		free(tensor);
-		tensor = NULL;
-	}
-	if (rc == 0 && !(w = safetensors_create(path, tensors, count)))
-		rc = -1;
-	for (int b = 0; b < num_blocks && tensor; b++) {
-		struct optimizer_shard_iterator walk = {0};
-		struct optimizer_shard p;
-		bool more = next_optimizer_shard(m, &walk, &p);
-		for (int i = 0; i < n; i++) {
-			const int writer = writer_of(&m->layout, &global[i], i, m->config.num_experts),
-					tag = (b * n + i) % CHECKPOINT_TAGS;
-			if (tag == 0) /* all messages that had a tag before have been received: it can be used again */
-				parallel_agree(0);
-			int64_t left = parameter_size(&global[i]);
-			for (; more && !strcmp(p.parameter->name, global[i].name); more = next_optimizer_shard(m, &walk, &p)) {
-				const int64_t size = p.end - p.from;
-				message->shard = p.parameter->shard;
-				message->from = p.from;
-				message->end = p.end;
-				memcpy(message->data, blocks[b] + (moments ? p.state : p.parameter->offset + p.from),
-						size * sizeof(real));
-				if (writer != world->rank) {
-					send_message(world, writer, tag, message, sizeof *message + size * sizeof(real));
-					continue;
-				}
-				place_shard(tensor, &global[i], message);
-				left -= size;
-			}
-			while (writer == world->rank && left > 0) {
-				receive_message(world, tag, message, sizeof *message + BUCKET_SIZE * sizeof(real));
-				place_shard(tensor, &global[i], message);
-				left -= message->end - message->from;
-			}
-			if (writer == world->rank && rc == 0)
-				rc = safetensors_append(w, tensor, parameter_size(&global[i]));
-		}
-	}
-	if (rc == 0)
-		rc = safetensors_finish(w);
-	else
-		safetensors_abandon(w);
-	free(tensor);
-	free(message);
-	free(names);
-	free(tensors);
-	return parallel_agree(rc);
-}
-
-/* All ranks write their tensors of a checkpoint into its temporary directory. */
-static int write_checkpoint_files(struct trainer *t, const char *dir)
-{
-	struct model *m = &t->model;
-	const struct group *world = &m->layout.world;
-	char path[PATH_LEN];
-	int n, rc = -1;
-	struct parameter *global = global_parameters(&m->global, &n);
-	if (parallel_agree(global ? 0 : -1) == 0) {
-		shard_path(path, dir, "model", world->rank, world->size);
-		rc = write_parameters(m, global, n, path, false, 1, &m->params.memory, (const char *[]){""});
-	}
-	if (rc == 0) {
-		shard_path(path, dir, "optimizer", world->rank, world->size);
-		rc = write_parameters(m, global, n, path, true, 2, (real *[]){m->exp_avg, m->exp_avg_sq}, moment_prefixes);
-	}
-	free(global);
-	return rc;
-}
 
 int trainer_save(struct trainer *t)
 {
@@ -2248,9 +1699,9 @@ int trainer_save(struct trainer *t)
 	const struct group *world = &m->layout.world;
 	struct { int begun; char dir[PATH_LEN]; } directory = {0};
 	int rc = 0;
-	if (!isfinite(sum_of_squares(m->params.memory, m->num_elements)) ||
-			!isfinite(sum_of_squares(m->exp_avg, m->num_state)) ||
-			!isfinite(sum_of_squares(m->exp_avg_sq, m->num_state)))
+	if (!isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) ||
+			!isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) ||
+			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
 				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
 	if (parallel_agree(rc) < 0)
@@ -2262,7 +1713,7 @@ int trainer_save(struct trainer *t)
 	broadcast(world, &directory, sizeof directory);
 	if (directory.begun == 1) /* it is there already */
 		return 0;
-	rc = write_checkpoint_files(t, directory.dir);
+	rc = write_weight_files(&m->table, &m->global, directory.dir, m->params.memory, m->exp_avg, m->exp_avg_sq);
 	if (is_rank0(t)) {
 		if (rc == 0)
 			rc = checkpoint_commit(&t->config, &t->state, directory.dir, world->size);
@@ -2291,7 +1742,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
-		rc = gradient_reduction_init(&t->reduction, &layout, t->model.num_elements);
+		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
@@ -2410,6 +1861,7 @@ static int init_from(struct trainer *t, const char *dir)
 /* Continues from a checkpoint: state, weights, moments. Config and data must be those of the same run. */
 static int resume(struct trainer *t, const char *dir)
 {
+	struct model *m = &t->model;
 	FILE *notes = is_rank0(t) ? stdout : fopen("/dev/null", "w");
 	int rc = notes ? checkpoint_read_state(dir, &t->config, &t->state, notes) : fail("/dev/null: %s", strerror(errno));
 	if (notes && !is_rank0(t))
@@ -2422,7 +1874,7 @@ static int resume(struct trainer *t, const char *dir)
 		return -1;
 	if (rc == 1 && is_rank0(t))
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);
-	if (load_moments(&t->model, dir) < 0 || model_load(&t->model, dir) < 0)
+	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 || model_load(m, dir) < 0)
 		return -1;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
 	if (is_rank0(t))

@@ -23,7 +23,11 @@
  *   files/tokenizer_training   making a vocabulary
  *   files/convert              from one format of a model to another
  *   data                       what a run reads and leaves behind: token files, windows, blends, loss masks, metrics
- *   ling                       the model (parameters, forward, loss, backward) and one training run
+ *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
+ *   model/weight_files         weights and moments in files, read and written by all ranks together
+ *   training/events            events.jsonl: what happened in a run besides its steps
+ *   training/spikes            loss and gradient spikes: the detector
+ *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
  *     options                  reads a command line by such a table
@@ -63,6 +67,7 @@
 #include "files/tokenizer.h"
 #include "files/checkpoint.h"
 #include "data.h"
+#include "model/parameters.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -71,76 +76,12 @@
 
 #define LING_VERSION "0.1.0"
 
-/* ============================================================================================================
- * Parameters. A rank holds its parameters in one block of memory; a table names them, and the structs below point into
- * the block. The gradients are a second block of the same form.
- * ========================================================================================================== */
-
-enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
-
-/* Which ranks hold the same elements, so that their gradients are added up: all; those of a data group; those with the
- * same experts. */
-enum sharing { SHARED_BY_WORLD, SHARED_BY_DATA, SHARED_BY_EXPERT_DATA };
-
-/* The part of a tensor that a rank holds: up to three ranges of rows, stored one after the other, and one range of
- * columns. */
-struct shard { int64_t row[3], num_rows[3], col, num_cols; };
-
-struct parameter {               /* an entry of the table */
-	char name[MAX_NAME];         /* Hugging Face's */
-	/* of the whole tensor; a vector has cols 0. Vectors (norms, biases) have no weight decay */
-	int64_t rows, cols;
-	struct shard shard;          /* what this rank holds of it */
-	int64_t offset;              /* of its first element in the block of memory */
-	/* 0 the embedding, 1 + l layer l, 1 + num_hidden_layers the final norm and the head */
-	int block;
-	int expert;                  /* which expert's, where sharing is SHARED_BY_EXPERT_DATA */
-	enum init init;
-	enum sharing sharing;
-	/* where the shard is in a mapped file, which is then read instead of the block; or NULL */
-	const void *mapped;
-	bool bf16;                   /* it is bfloat16 there, else real */
-};
-
-struct layer_params {
-	real *attention_norm;        /* [H] */
-	real *ffn_norm;              /* [H] */
-	real *qkv_bias, *dense_bias; /* [(nh + 2 nkv) d], [H]; or NULL */
-	real *qkv;                   /* [(nh + 2 nkv) d, H] */
-	real *dense;                 /* [H, nh d] */
-	real *router;                /* [E, H]; NULL in a dense layer */
-	real *gate_up;               /* [E, 2I, H]: each expert's gate rows, then its up rows */
-	real *down;                  /* [E, H, I] */
-	/* [2W, H], W = shared_width(): the shared experts, or all of a dense layer; NULL if W is 0 */
-	real *shared_gate_up;
-	real *shared_down;           /* [H, W] */
-};
-
-struct params {
-	real *memory;                /* [num_elements] the block */
-	real *embedding;             /* [V, H] */
-	real *norm;                  /* [H] the final norm */
-	real *lm_head;               /* [V, H]; the embedding itself when tied */
-	struct layer_params *layer;  /* [num_hidden_layers] */
-};
-
 /* The same matrices as the forward pass reads them: in the block, or, in a model that is only evaluated, in its mapped
  * files. */
 struct layer_weights {
 	struct weight qkv, dense, router, shared_gate_up, shared_down;
 	struct weight *gate_up, *down; /* [num_experts] */
 };
-
-/* A gradient bucket: a run of elements of one block that the same ranks share. Each of these ranks, rank i of n, keeps
- * the optimizer's state of shard i of n of the bucket, and updates that shard of the weights (ZeRO-1: Rajbhandari et
- * al. 2020, arXiv:1910.02054). */
-struct bucket {
-	int64_t offset, size;        /* elements in the block of memory */
-	int64_t state;               /* where this rank's shard begins in exp_avg and exp_avg_sq */
-	int block;
-	enum sharing sharing;
-};
-enum { BUCKET_SIZE = 4 << 20 };  /* most elements of a bucket */
 
 /* ============================================================================================================
  * Activations
@@ -231,19 +172,14 @@ struct model {
 	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
 	enum model_mode mode;
 	struct layout layout;
-	struct parameter *parameters; /* [num_parameters] in the order of memory */
-	int num_parameters;
-	int64_t num_elements;        /* of all of them, on this rank */
+	struct parameter_table table; /* the parameters that this rank holds */
 	struct params params, grads;
 	struct weight embedding, lm_head;
 	struct layer_weights *weights; /* [num_hidden_layers] */
 	struct weight *expert_weights; /* what gate_up and down of `weights` point into */
 	struct tensors *files;       /* open as long as weights are mapped in them, or NULL */
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
-	struct bucket *buckets;      /* [num_buckets] in the order of memory */
-	int num_buckets;
-	int64_t num_state;           /* elements whose moments this rank keeps */
-	real *exp_avg, *exp_avg_sq;  /* [num_state] */
+	real *exp_avg, *exp_avg_sq;  /* [table.num_state] the moments that this rank keeps */
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
 	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
 	int64_t num_positions;
@@ -334,19 +270,15 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 double gradient_square(const struct model *m);
 
 struct step_sums step_sums_shape(const struct model_config *c); /* size and stride alone */
-/* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
-int shared_width(const struct model_config *c, int layer);
 /* How many tokens the head computes logits for at a time. V: entries of the whole vocabulary, which `tensor` ranks
  * split. */
 int64_t head_chunk(int64_t V, int tensor);
 /* Makes the rotary embedding's table at least n positions long. Returns -1, without setting error_text, when memory is
  * short. */
 int extend_rope(struct model *m, int64_t n);
-/* The table of the whole model, whichever ranks hold it. To be freed; NULL when memory is short. */
-struct parameter *global_parameters(const struct model_config *c, int *n);
 /* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
-	int64_t num_elements, num_parameters, num_buckets, num_state; /* as in struct model */
+	int64_t num_elements, num_state; /* as in struct parameter_table */
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
 	size_t reduction;            /* scratch of the reduction of gradients */
@@ -356,17 +288,6 @@ struct memory_plan {
  * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode);
-
-/* The parts of a model that parameters are counted in. A tensor belongs to the first one whose pattern is in its
- * name. */
-enum { NUM_PARAMETER_PARTS = 7 };
-extern const struct parameter_part { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];
-struct parameter_count { int64_t total, active; }; /* active: those that one token uses */
-/* Counts the parameters of each part, and all of them in the last element. *flops: the FLOPs of training on a token at
- * seq_len: 6 for each active parameter of a matrix product (2 forward, 4 backward), and causal attention over seq_len
- * / 2 tokens on average. Fails when memory is short. */
-int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops,
-		const struct model_config *c, int64_t seq_len);
 
 /* ============================================================================================================
  * Schedules and one training run
@@ -417,8 +338,11 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
  * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
+/* How a run ended, the same on all ranks. RUN_DONE: at its end, or at stop_at_step; RUN_STOPPED: a signal asked for a
+ * stop, and the step is saved; RUN_GO_BACK: it must continue from an earlier checkpoint, error_text says why. */
+enum run_result { RUN_FAILED = -1, RUN_DONE, RUN_STOPPED, RUN_GO_BACK };
 /* Trains to the end, or until a rank is asked to stop; not at all beyond stop_at_step. */
-int trainer_run(struct trainer *t);
+enum run_result trainer_run(struct trainer *t);
 /* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 

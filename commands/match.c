@@ -53,8 +53,13 @@ bool pattern_extract(const char *pattern, bool last, const struct text *in, stru
 		if (pcre2_match(code, (PCRE2_SPTR)(in->data ? in->data : ""), in->size, at, 0, match, NULL) < 0)
 			break;
 		const PCRE2_SIZE *v = pcre2_get_ovector_pointer(match);
-		if (v[2] != PCRE2_UNSET && v[3] >= v[2])
-			matched = true, begin = v[2], size = v[3] - v[2];
+		const uint32_t groups = pcre2_get_ovector_count(match);
+		uint32_t g = 1;
+		while (g < groups && (v[2 * g] == PCRE2_UNSET || v[2 * g + 1] <= v[2 * g]))
+			g++;
+		g = g < groups ? g : 1; /* all are empty */
+		if (v[2 * g] != PCRE2_UNSET && v[2 * g + 1] >= v[2 * g])
+			matched = true, begin = v[2 * g], size = v[2 * g + 1] - v[2 * g];
 		at = v[1] > at ? v[1] : at + 1; /* after an empty match, or one that \K moved: the next character */
 		while (at < in->size && ((uint8_t)in->data[at] & 0xc0) == 0x80)
 			at++;

@@ -12,9 +12,9 @@
  * "a pattern ". */
 bool pattern_check(const char *pattern, bool group, char wrong[160]);
 
-/* Appends group 1 of the first match in a text, or of the last one, of a pattern that pattern_check accepts. The text
- * may hold any bytes. False where the pattern does not match, or where matching takes more than PCRE2's limit of
- * steps. */
+/* Appends the group of the first match in a text, or of the last one, of a pattern that pattern_check accepts: of
+ * several groups the first that is not empty, as in lm-evaluation-harness. The text may hold any bytes. False where
+ * the pattern does not match, or where matching takes more than PCRE2's limit of steps. */
 bool pattern_extract(const char *pattern, bool last, const struct text *in, struct text *out);
 
 /* Removes from a text, in place, each match of a pattern that pattern_check accepts: what \K leaves of it. Where

@@ -600,14 +600,13 @@ static struct text context_text(const struct task_work *w, const struct task_con
 	return (struct text){w->texts.data ? w->texts.data + x->text : NULL, (size_t)x->text_size, 0};
 }
 
-/* The characters of an option without the white space that it begins with: what lm-evaluation-harness calls a choice,
- * without its target_delimiter. At least 1. */
+/* The characters of an option without one character of white space that it begins with: what lm-evaluation-harness
+ * calls a choice, without its target_delimiter. Further white space is the choice's own. At least 1. */
 static size_t count_characters(const struct text *t)
 {
-	size_t n = 0, i = 0;
-	while (i < t->size && (t->data[i] == ' ' || (t->data[i] >= '\t' && t->data[i] <= '\r')))
-		i++;
-	for (; i < t->size; i++)
+	size_t n = 0;
+	const bool delimiter = t->size && (*t->data == ' ' || (*t->data >= '\t' && *t->data <= '\r'));
+	for (size_t i = delimiter; i < t->size; i++)
 		n += ((uint8_t)t->data[i] & 0xc0) != 0x80;
 	return n ? n : 1;
 }

@@ -61,7 +61,7 @@ static const struct key task_keys[] = {
 	TASK_KEY(max_tokens, T_INT, 1, 1e6, OF_MATCH, "256", "longest reply"),
 	TASK_KEY(stop, T_STRINGS, 0, 0, NONE | OF_MATCH, "off", "texts at which the reply ends"),
 	TASK_KEY(extract, T_STRING, 0, 0, NONE | OF_MATCH, "off",
-		"PCRE2 pattern whose group 1 is the reply's answer; off: all of the reply"),
+		"PCRE2 pattern whose group is the reply's answer (of several, the first that is not empty); off: all of it"),
 	TASK_KEY(extract_answer, T_STRING, 0, 0, NONE | OF_MATCH, "off", "the same for what the answer's field holds"),
 	TASK_KEY(match, T_ENUM, 0, 0, OF_MATCH, "first", "the match of extract that counts", .names = match_names),
 	SECTION("normalize", OF_MATCH, "how reply and answers are made plain before they are compared"),
@@ -119,6 +119,40 @@ static bool next_part(const char **at, struct template_part *p, const char **wro
 	return true;
 }
 
+static bool is_ascii_space(char c)
+{
+	return c == ' ' || (c >= '\t' && c <= '\r');
+}
+
+/* The bytes of the white space that n bytes begin with, or 0: what Python's str.strip() takes away. */
+static size_t white_space(const char *s, size_t n)
+{
+	static const char *const spaces[] = {"\xc2\x85", "\xc2\xa0", "\xe1\x9a\x80", "\xe2\x80\xa8", "\xe2\x80\xa9",
+		"\xe2\x80\xaf", "\xe2\x81\x9f", "\xe3\x80\x80"};
+	if (n && (is_ascii_space(*s) || (*s >= '\x1c' && *s <= '\x1f')))
+		return 1;
+	if (n >= 3 && !memcmp(s, "\xe2\x80", 2) && (uint8_t)s[2] >= 0x80 && (uint8_t)s[2] <= 0x8a)
+		return 3;
+	for (size_t i = 0; i < sizeof spaces / sizeof *spaces; i++)
+		if (n >= strlen(spaces[i]) && !memcmp(s, spaces[i], strlen(spaces[i])))
+			return strlen(spaces[i]);
+	return 0;
+}
+
+/* Takes the white space at both ends away from what a text has from byte `begin` on. */
+static void strip_from(struct text *t, size_t begin)
+{
+	size_t first = begin, end = begin, length;
+	while ((length = white_space(t->data + first, t->size - first)))
+		first += length;
+	for (size_t i = end = first; i < t->size; i += length ? length : 1)
+		if (!(length = white_space(t->data + i, t->size - i)))
+			end = i + 1;
+	memmove(t->data + begin, t->data + first, end - first);
+	t->size = begin + end - first;
+	t->data[t->size] = 0;
+}
+
 /* What value_append and those that call it return for a null where on_null is skip. */
 enum { SKIPPED = 1 };
 
@@ -153,17 +187,21 @@ static int value_append(const json_t *value, const char *field, size_t n, enum o
 }
 
 /* Appends a template, which check_template has accepted, with the fields of a sample. With `item`, an entry of the
- * list of options, {option} is the item and {option.x} a field of it. Returns 0, SKIPPED or -1. */
+ * list of options, {option} is the item and {option.x} a field of it. A field with .strip() behind its name is without
+ * white space at both ends. Returns 0, SKIPPED or -1. */
 static int template_append(const char *template, const json_t *sample, const json_t *item, enum on_null on_null,
 		const char *where, struct text *out)
 {
-	static const char option[] = "option";
-	const size_t length = sizeof option - 1;
+	static const char option[] = "option", stripped[] = ".strip()";
+	const size_t length = sizeof option - 1, suffix = sizeof stripped - 1;
 	const char *wrong;
 	for (struct template_part p; next_part(&template, &p, &wrong);) {
 		text_append(out, p.text, p.text_size);
 		if (!p.field)
 			continue;
+		const bool strips = p.field_size > suffix && !memcmp(p.field + p.field_size - suffix, stripped, suffix);
+		const size_t begin = out->size;
+		p.field_size -= strips ? suffix : 0;
 		const json_t *value;
 		const bool of_item = item && p.field_size >= length && !memcmp(p.field, option, length) &&
 				(p.field_size == length || p.field[length] == '.');
@@ -176,16 +214,13 @@ static int template_append(const char *template, const json_t *sample, const jso
 		const int rc = value_append(value, p.field, p.field_size, on_null, where, out);
 		if (rc != 0)
 			return rc;
+		if (strips && out->data)
+			strip_from(out, begin);
 	}
 	return 0;
 }
 
 /* -------------------------------------------------------------------------------------------------- replies */
-
-static bool is_ascii_space(char c)
-{
-	return c == ' ' || (c >= '\t' && c <= '\r');
-}
 
 /* Where a text without the white space at both ends begins and ends. */
 static void strip(const struct text *t, size_t *begin, size_t *end)

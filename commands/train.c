@@ -99,7 +99,7 @@ static int run_train(const struct command_line *line)
 	}
 	if (parallel_rank() == 0)
 		close(lock);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	return rc < 0 ? EXIT_WORK_FAILED : rc == RUN_STOPPED ? EXIT_STOPPED : rc == RUN_GO_BACK ? EXIT_GO_BACK : EXIT_DONE;
 }
 
 static const struct command_option options[] = {

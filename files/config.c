@@ -34,6 +34,7 @@ static const char *const dtype_names[] = {
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 const char *const packing_names[] = {"auto", "windows", "documents", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
+static const char *const spike_action_names[] = {"off", "watch", "skip", "ladder", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
 
@@ -137,6 +138,18 @@ static const struct key keys[] = {
 	KEY(schedule.decay.steps, T_INT64, 0, 1e12, NEEDED | NONE, NULL, "last steps of the run, over which it decays"),
 	KEY(schedule.decay.shape, T_ENUM, 0, 0, 0, "1-sqrt", "form of the curve", .names = shape_names),
 	KEY(schedule.decay.final_lr, T_DOUBLE, 0, 100, 0, "0", "learning rate at the end"),
+
+	SECTION("spikes", 0, "batches whose loss or gradient norm is far above those before"),
+	KEY(spikes.action, T_ENUM, 0, 0, 0, "ladder", "what is done with them: nothing, report, skip, or skip and retry",
+		.names = spike_action_names),
+	KEY(spikes.window, T_INT, 16, 4096, 0, "128", "steps that a batch is compared with"),
+	KEY(spikes.warmup, T_INT, 8, 4096, 0, "32", "steps before finite spikes are looked for"),
+	KEY(spikes.loss_threshold, T_DOUBLE, 1, 1e6, 0, "8", "robust standard deviations of the loss above its median"),
+	KEY(spikes.grad_threshold, T_DOUBLE, 1, 1e6, 0, "20", "the same of the gradient norm"),
+	KEY(spikes.retry_lr, T_DOUBLE, 0, 1, ABOVE, "0.1", "learning rate of a step on samples that spike again, times it"),
+	KEY(spikes.max_skips, T_INT, 0, 4096, 0, "10", "batches of the last window that may be skipped"),
+	KEY(spikes.rollback, T_INT, 0, 1000, NONE, "off", "times that a run with more skips goes back to a checkpoint; "
+		"off: it ends"),
 
 	SECTION("checkpoint", 0, "saving"),
 	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE, "off", "steps between checkpoints; off: only at the end"),
@@ -361,6 +374,10 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 	if (c->train.batch_warmup.start > c->train.batch && c->train.batch)
 		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
 				c->train.batch_warmup.start, c->train.batch);
+
+	if (c->spikes.warmup > c->spikes.window)
+		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
+				c->spikes.window);
 
 	for (int i = 1; i < c->schedule.num_drops; i++)
 		if (c->schedule.drops[i].at <= c->schedule.drops[i - 1].at)

@@ -47,6 +47,16 @@ struct data_source {           /* a token file of the config */
 	double weight;               /* in the blend; of no meaning for validation */
 };
 
+enum spike_action { SPIKES_OFF, SPIKES_WATCH, SPIKES_SKIP, SPIKES_LADDER };
+struct spike_options {         /* see training/spikes.h and docs/stability.md */
+	enum spike_action action;
+	int window, warmup;          /* accepted steps that a batch is compared with; those before it judges */
+	double loss_threshold, grad_threshold; /* in robust standard deviations */
+	double retry_lr;             /* the learning rate of a step on samples that spike again, times it */
+	int max_skips;               /* of the last `window` batches; more end the run or roll it back */
+	int rollback;                /* how many times a run may go back */
+};
+
 struct config {
 	struct model_config model;
 	struct {
@@ -77,6 +87,7 @@ struct config {
 		int num_drops;
 		struct { int64_t steps; enum decay_shape shape; double final_lr; } decay;
 	} schedule;
+	struct spike_options spikes;
 	struct { int64_t every; int keep; } checkpoint; /* every 0 = only at the end */
 	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
 	struct { int64_t every; } log;

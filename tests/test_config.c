@@ -246,7 +246,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"wrong section", MODEL DATA "train: {seq_len: 5}\n", {"unknown key train.seq_len", "did you mean data.seq_len?"}},
 	{"far from everything", VALID "optimizer: {quantum: 1}\n",
 		{"unknown key optimizer.quantum", "one of beta1, beta2, eps"}},
-	{"later section", VALID "spikes: {tensor: 2}\n", {"unknown key spikes", "expected one of model, data, train"}},
+	{"unlike any section", VALID "zzz: {tensor: 2}\n", {"unknown key zzz", "expected one of model, data, train"}},
 	{"dotted key", VALID "log.every: 3\n", {"run.yaml:5:", "log.every", "nested"}},
 	{"long key",
 		VALID "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
@@ -893,7 +893,9 @@ static const char *const may_change[] = {
 	"train.recompute", "train.grad_clip", "train.batch_warmup.start", "train.batch_warmup.increment",
 	"train.batch_warmup.tokens", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
 	"schedule.peak_lr", "schedule.warmup_steps", "schedule.drops", "schedule.decay.steps", "schedule.decay.shape",
-	"schedule.decay.final_lr", "checkpoint.every", "checkpoint.keep", "eval.every", "eval.max_windows", "log.every",
+	"schedule.decay.final_lr", "spikes.action", "spikes.window", "spikes.warmup", "spikes.loss_threshold",
+	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
+	"checkpoint.keep", "eval.every", "eval.max_windows", "log.every",
 	"parallel.tensor", "parallel.expert",
 };
 

@@ -3,7 +3,7 @@
 . "$(dirname "$0")/check.sh"
 cd "$root" || exit 1
 documents=(README.md CONTRIBUTING.md CHANGELOG.md docs/*.md)
-sources=(./*.c ./*.h files/*.[ch] commands/*.[ch])
+sources=(./*.c ./*.h files/*.[ch] model/*.[ch] training/*.[ch] commands/*.[ch])
 
 # Every link names a file that is there, and a heading of it if there is a '#'.
 test_links() {
@@ -28,7 +28,7 @@ test_files() {
 	for document in "${documents[@]}"; do
 		while read -r file; do
 			[ -e "$file" ] || [ -e "docs/$file" ] || [ -e "scripts/$file" ] || [[ $file == llm.c || $file == *NAME* ]] || problem "$document names $file"
-		done < <(grep -oE '\b((docs|tests|scripts|configs|files|commands)/)?[A-Za-z0-9_-]+\.([ch]|sh|md|py)\b|\b(docs|tests|scripts|configs|files|commands)/[a-z0-9_./-]*[a-z0-9]\b' \
+		done < <(grep -oE '\b((docs|tests|scripts|configs|files|model|training|commands)/)?[A-Za-z0-9_-]+\.([ch]|sh|md|py)\b|\b(docs|tests|scripts|configs|files|model|training|commands)/[a-z0-9_./-]*[a-z0-9]\b' \
 			"$document" | sort -u)
 	done
 }
@@ -81,7 +81,7 @@ test_moe_table() {
 # The table of README.md names every source file, with its lines to within a third, or 50.
 test_file_table() {
 	local file said lines
-	for file in *.c files/*.c commands/*.c; do
+	for file in *.c files/*.c model/*.c training/*.c commands/*.c; do
 		said=$(sed -n "s#^| ${file//./\\.} | \([0-9]*\) |.*#\1#p" README.md)
 		lines=$(wc -l <"$file")
 		if [ -z "$said" ]; then
@@ -90,7 +90,7 @@ test_file_table() {
 			problem "README.md: $file has $lines lines, not $said"
 		fi
 	done
-	for file in *.h files/*.h commands/*.h; do
+	for file in *.h files/*.h model/*.h training/*.h commands/*.h; do
 		[ -e "${file%h}c" ] || grep -q "^| $file " README.md || problem "README.md: the table of files lacks $file"
 	done
 }

@@ -3,8 +3,8 @@
 . "$(dirname "$0")/check.sh"
 cd "$root" || exit 1
 
-mapfile -t sources < <(printf '%s\n' *.c files/*.c commands/*.c)
-mapfile -t headers < <(printf '%s\n' *.h files/*.h commands/*.h)
+mapfile -t sources < <(printf '%s\n' *.c files/*.c model/*.c training/*.c commands/*.c)
+mapfile -t headers < <(printf '%s\n' *.h files/*.h model/*.h training/*.h commands/*.h)
 # What commands may use of other commands; main.c may use all, as it has the table of commands.
 shared_by_commands="engine scoring tasks self_check command options report match plot_canvas"
 

@@ -45,7 +45,7 @@ static void make_trainer(struct trainer *t, const struct config *c)
 {
 	assert_done(trainer_allocate(t, c));
 	/* Nothing may depend on what gradients were before. */
-	for (int64_t i = 0; i < t->model.num_elements; i++)
+	for (int64_t i = 0; i < t->model.table.num_elements; i++)
 		t->model.grads.memory[i] = NAN;
 }
 
@@ -123,8 +123,8 @@ static void test_golden(void **state)
 		if (step == 1)
 			check_logits(&t, expected, name);
 		assert_done(trainer_step(&t, c.train.batch, &m));
-		for (int i = 0; step == 1 && i < t.model.num_parameters; i++) {
-			const struct parameter *x = &t.model.parameters[i];
+		for (int i = 0; step == 1 && i < t.model.table.num_parameters; i++) {
+			const struct parameter *x = &t.model.table.parameters[i];
 			char grad[MAX_NAME + 8];
 			snprintf(grad, sizeof grad, "grad.%s", x->name);
 			compare(expected, grad, t.model.grads.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
@@ -137,8 +137,8 @@ static void test_golden(void **state)
 	static const char *const names[] = {"loss", "balance_loss", "z_loss", "grad_norm", "lr"};
 	for (int i = 0; i < 5; i++)
 		compare(expected, names[i], parts[i], 5, 0, TOLERANCE, name);
-	for (int i = 0; i < t.model.num_parameters; i++) {
-		const struct parameter *x = &t.model.parameters[i];
+	for (int i = 0; i < t.model.table.num_parameters; i++) {
+		const struct parameter *x = &t.model.table.parameters[i];
 		char after[MAX_NAME + 8];
 		snprintf(after, sizeof after, "after.%s", x->name);
 		compare(expected, after, t.model.params.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
@@ -204,13 +204,13 @@ static void test_micro_batches(void **state)
 		load_step(&t, expected, 1);
 		assert_done(trainer_step(&t, c.train.batch, &m));
 		if (micro == 1) {
-			gradient = calloc(t.model.num_elements, sizeof *gradient);
-			for (int64_t i = 0; i < t.model.num_elements; i++)
+			gradient = calloc(t.model.table.num_elements, sizeof *gradient);
+			for (int64_t i = 0; i < t.model.table.num_elements; i++)
 				gradient[i] = t.model.grads.memory[i];
 			loss = m.loss;
 		}
 		assert_true(fabs(m.loss - loss) <= 1e-6 * loss);
-		assert_close(t.model.grads.memory, gradient, t.model.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6,
+		assert_close(t.model.grads.memory, gradient, t.model.table.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6,
 				"gradients of a micro-batch");
 		tensors_close(expected);
 		trainer_free(&t);
@@ -237,7 +237,7 @@ static void test_recompute(void **state)
 			make_trainer(&t, &c);
 			snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
 			assert_done(model_load(&t.model, path));
-			const size_t bytes = t.model.num_elements * sizeof(real);
+			const size_t bytes = t.model.table.num_elements * sizeof(real);
 			for (int step = 1; step <= 3; step++) {
 				load_step(&t, expected, step);
 				assert_done(trainer_step(&t, c.train.batch, &m));
@@ -329,9 +329,9 @@ static void test_empty_micro_batch(void **state)
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
 		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
 		model_backward(&t.model, t.input, 0, &step, NULL);
-		for (int64_t j = 0; j < t.model.num_elements; j++)
+		for (int64_t j = 0; j < t.model.table.num_elements; j++)
 			assert_true(t.model.grads.memory[j] == i);
-		for (int64_t j = 0; j < t.model.num_elements; j++)
+		for (int64_t j = 0; j < t.model.table.num_elements; j++)
 			t.model.grads.memory[j] = 1;
 		step.accumulate = true;
 	}
@@ -408,7 +408,7 @@ static void test_clip(void **state)
 		t.config.train.grad_clip = i ? 1e9 : 0.125; /* far below and far above the norm */
 		load_step(&t, expected, 1);
 		assert_done(trainer_step(&t, c.train.batch, &m));
-		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.num_elements)) / (1 - c.optimizer.beta1);
+		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.table.num_elements)) / (1 - c.optimizer.beta1);
 		assert_true(m.grad_norm > 0.5 && fabs(norm / (i ? m.grad_norm : 0.125) - 1) < 1e-6);
 		tensors_close(expected);
 		trainer_free(&t);
@@ -447,7 +447,7 @@ static void test_finite_differences(void **state)
 	before.step = 1; /* alpha = 1/3 */
 	t.state = before;
 	assert_done(trainer_step(&t, c.train.batch, &m));
-	const int64_t n = t.model.num_elements;
+	const int64_t n = t.model.table.num_elements;
 	real *gradient = malloc(n * sizeof *gradient), *w = t.model.params.memory;
 	memcpy(gradient, t.model.grads.memory, n * sizeof *gradient);
 	double difference = 0, norm = 0;
@@ -516,7 +516,7 @@ static void test_packed_documents(void **state)
 		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
-		const int64_t n = packed.model.num_elements;
+		const int64_t n = packed.model.table.num_elements;
 		double *expected = malloc(n * sizeof *expected);
 		for (int64_t i = 0; i < n; i++)
 			expected[i] = alone.model.grads.memory[i];
@@ -653,7 +653,7 @@ static void test_norm_head(void **state)
 	struct tensors *expected;
 	struct metrics m;
 	load_case(&c, &t, &expected, "base");
-	const int64_t n = t.model.num_elements, H = c.model.hidden_size, V = c.model.vocab_size;
+	const int64_t n = t.model.table.num_elements, H = c.model.hidden_size, V = c.model.vocab_size;
 	real *before = malloc(n * sizeof *before);
 	memcpy(before, t.model.params.memory, n * sizeof *before);
 	load_step(&t, expected, 1);
@@ -799,18 +799,18 @@ static void test_initial_weights(void **state)
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 	model_randomize(&m, 1);
-	real *first = malloc(m.num_elements * sizeof *first);
-	memcpy(first, m.params.memory, m.num_elements * sizeof *first);
+	real *first = malloc(m.table.num_elements * sizeof *first);
+	memcpy(first, m.params.memory, m.table.num_elements * sizeof *first);
 	const int threads = omp_get_max_threads();
 	omp_set_num_threads(threads + 2);
 	model_randomize(&m, 1);
 	omp_set_num_threads(threads);
-	assert_memory_equal(first, m.params.memory, m.num_elements * sizeof *first);
+	assert_memory_equal(first, m.params.memory, m.table.num_elements * sizeof *first);
 	model_randomize(&m, 2);
-	assert_memory_not_equal(first, m.params.memory, m.num_elements * sizeof *first);
+	assert_memory_not_equal(first, m.params.memory, m.table.num_elements * sizeof *first);
 	free(first);
-	for (int i = 0; i < m.num_parameters; i++) {
-		const struct parameter *t = &m.parameters[i];
+	for (int i = 0; i < m.table.num_parameters; i++) {
+		const struct parameter *t = &m.table.parameters[i];
 		const int64_t n = t->rows * (t->cols ? t->cols : 1);
 		double mean = 0, square = 0, largest = 0;
 		for (int64_t j = 0; j < n; j++) {
@@ -978,9 +978,10 @@ static const char *put_weights(const struct model *m, int kind)
 	size_t header_size, at_data = 0;
 	FILE *h = open_memstream(&header, &header_size);
 	fprintf(h, "{");
-	for (int place = 0; place < m->num_parameters; place++) {
-		const int i = kind == BACKWARDS ? m->num_parameters - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
-		const struct parameter *t = &m->parameters[i];
+	for (int place = 0; place < m->table.num_parameters; place++) {
+		const int i = kind == BACKWARDS ? m->table.num_parameters - 1 - place : place,
+				type = kind == BACKWARDS ? 0 : i % 3;
+		const struct parameter *t = &m->table.parameters[i];
 		const size_t bytes = t->rows * (t->cols ? t->cols : 1) * sizes[type];
 		fprintf(h, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", place ? "," : "", t->name, names[type],
 				(long long)t->rows);
@@ -999,9 +1000,11 @@ static const char *put_weights(const struct model *m, int kind)
 	const uint64_t length = header_size;
 	fwrite(&length, 8, 1, f);
 	fwrite(header, 1, header_size, f);
-	for (int place = 0; place < m->num_parameters; place++) {
-		const int i = kind == BACKWARDS ? m->num_parameters - 1 - place : place, type = kind == BACKWARDS ? 0 : i % 3;
-		for (int64_t j = 0; j < m->parameters[i].rows * (m->parameters[i].cols ? m->parameters[i].cols : 1); j++) {
+	for (int place = 0; place < m->table.num_parameters; place++) {
+		const int i = kind == BACKWARDS ? m->table.num_parameters - 1 - place : place,
+				type = kind == BACKWARDS ? 0 : i % 3;
+		const struct parameter *t = &m->table.parameters[i];
+		for (int64_t j = 0; j < t->rows * (t->cols ? t->cols : 1); j++) {
 			const float value = (float)((j * 37 + i * 11) % 61 - 30) / 32;
 			uint32_t bits, half = 0;
 			memcpy(&bits, &value, 4);
@@ -1036,12 +1039,12 @@ static void check_mapped(const struct model_config *c, const char *path, int num
 		assert_done(model_load(&mapped, path));
 	assert_done(model_load(&copied, path));
 	int n = 0;
-	for (int i = 0; i < mapped.num_parameters; i++) {
-		assert_null(copied.parameters[i].mapped);
-		n += mapped.parameters[i].mapped != NULL;
+	for (int i = 0; i < mapped.table.num_parameters; i++) {
+		assert_null(copied.table.parameters[i].mapped);
+		n += mapped.table.parameters[i].mapped != NULL;
 	}
 	if (n != num_mapped)
-		fail_msg("%s: %d of %d tensors are mapped, expected %d", path, n, mapped.num_parameters, num_mapped);
+		fail_msg("%s: %d of %d tensors are mapped, expected %d", path, n, mapped.table.num_parameters, num_mapped);
 	struct model *models[2] = {&mapped, &copied};
 	for (int i = 0; i < 2; i++) {
 		model_forward(models[i], input, 2, NULL, NULL);
@@ -1081,8 +1084,8 @@ static void check_mapped_parts(const struct model_config *c, const char *path)
 		const int64_t H = c->hidden_size, I = c->moe_intermediate_size, V = mapped.config.vocab_size, d = c->head_dim;
 		const int nh = mapped.config.num_attention_heads, nkv = mapped.config.num_key_value_heads;
 		int num_mapped = 0;
-		for (int i = 0; i < mapped.num_parameters; i++)
-			num_mapped += mapped.parameters[i].mapped != NULL;
+		for (int i = 0; i < mapped.table.num_parameters; i++)
+			num_mapped += mapped.table.parameters[i].mapped != NULL;
 		assert_true(num_mapped > 0);
 		compare_weight(&mapped.embedding, copied.params.embedding, V * H, "embedding");
 		compare_weight(&mapped.lm_head, copied.params.lm_head, V * H, "lm_head");
@@ -1114,11 +1117,12 @@ static void test_mapped(void **state)
 	assert_done(config_from_huggingface(&c, FIXTURES "huggingface_shards"));
 	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 	int matrices = 0, mixed = 0;
-	for (int i = 0; i < m.num_parameters; i++) {
-		matrices += m.parameters[i].cols > 0;
-		const bool gate = strstr(m.parameters[i].name, "gate_proj"), up = strstr(m.parameters[i].name, "up_proj");
+	for (int i = 0; i < m.table.num_parameters; i++) {
+		matrices += m.table.parameters[i].cols > 0;
+		const char *name = m.table.parameters[i].name;
+		const bool gate = strstr(name, "gate_proj"), up = strstr(name, "up_proj");
 		/* gate and up never have the same type */
-		mixed += m.parameters[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float));
+		mixed += m.table.parameters[i].cols && !gate && !up && (i % 3 == 0 || (i % 3 == 1 && is_float));
 	}
 	assert_true(mixed > 0 && mixed < matrices);
 	check_mapped(&c, FIXTURES "huggingface_shards", matrices);
@@ -1322,8 +1326,8 @@ static void test_initial_weights_differ(void **state)
 		struct model m;
 		assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
 		model_randomize(&m, seeds[seed]);
-		for (int i = 0; i < m.num_parameters; i++) {
-			const struct parameter *t = &m.parameters[i];
+		for (int i = 0; i < m.table.num_parameters; i++) {
+			const struct parameter *t = &m.table.parameters[i];
 			if (!strstr(t->name, "norm") && n < 1000)
 				memcpy(begins[n++], m.params.memory + t->offset, sizeof *begins);
 		}

@@ -265,7 +265,8 @@ static void test_micro_batches(void)
 static double norm_of(struct layout layout, int n, struct bucket *buckets, const double *values)
 {
 	real gradient[64];
-	struct model m = {.layout = layout, .buckets = buckets, .num_buckets = n, .grads.memory = gradient};
+	struct model m = {.layout = layout, .table = {.layout = layout, .buckets = buckets, .num_buckets = n},
+			.grads.memory = gradient};
 	int64_t at = 0;
 	for (int i = 0; i < n; i++) {
 		buckets[i].offset = at;
@@ -322,7 +323,7 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 		parallel_stop(1);
 	}
 	struct model *m = &t->model;
-	for (int64_t i = 0; i < m->num_elements; i++)
+	for (int64_t i = 0; i < m->table.num_elements; i++)
 		m->grads.memory[i] = NAN; /* no result may depend on what they were */
 	for (int i = 0; i < 4; i++)
 		m->params.layer[0].attention_norm[i] = m->params.layer[0].ffn_norm[i] = m->params.norm[i] = 1;
@@ -358,8 +359,8 @@ static void test_valid_tokens(void)
 		 * token 1. */
 		double gradient[5 * 4] = {0};
 		const struct model *model = &t.model;
-		for (int i = 0; i < model->num_buckets; i++) {
-			const struct bucket *c = &model->buckets[i];
+		for (int i = 0; i < model->table.num_buckets; i++) {
+			const struct bucket *c = &model->table.buckets[i];
 			const struct group *g = c->sharing == SHARED_BY_WORLD ? &model->layout.world : &model->layout.data;
 			const int64_t head = model->params.lm_head - model->params.memory;
 			const int64_t begin = shard_begin(c->size, g->rank, g->size), end = shard_begin(c->size, g->rank + 1,

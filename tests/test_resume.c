@@ -117,8 +117,8 @@ static void nothing_infinite_is_saved(void **state)
 	make_config(&c);
 	make_step(&t, &c);
 	const struct { real *x; int64_t n; } blocks[] = {
-		{t.model.params.memory, t.model.num_elements}, {t.model.exp_avg, t.model.num_state},
-		{t.model.exp_avg_sq, t.model.num_state},
+		{t.model.params.memory, t.model.table.num_elements}, {t.model.exp_avg, t.model.table.num_state},
+		{t.model.exp_avg_sq, t.model.table.num_state},
 	};
 	const real bad[] = {INFINITY, -INFINITY, NAN};
 	for (int b = 0; b < COUNT(blocks); b++)

@@ -69,6 +69,17 @@ static void test_templates(void **state)
 	assert_int_equal(s->answer, 1);
 	assert_text(s->target, " B/a\xc3\xa9\nb");
 	tasks_free(&tasks);
+	/* .strip(): white space of Unicode too, and nothing but it; of an item's field; of a null */
+	load_ok(&tasks, "- {name: c, type: multiple_choice, data: d.jsonl, "
+			"prompt: \"|{q.strip()}|{n.strip()}|{e.strip()}\", options: o, "
+			" option: \" {option.t.strip()}\", answer: a, on_null: empty}",
+			"{\"q\": \"\\u3000\\t \\u00a0a  b\\u00e9\\u2009\\n\", \"n\": null, \"e\": \" \\u0085\", "
+			"\"o\": [{\"t\": \" x \"}, {\"t\": \"\\u4f60\"}], \"a\": 1}");
+	s = tasks.task[0].samples.sample;
+	assert_text(s->prompt, "|a  b\xc3\xa9||");
+	assert_text(s->choice[0], " x");
+	assert_text(s->choice[1], " \xe4\xbd\xa0");
+	tasks_free(&tasks);
 	/* an integer of more than 64 bits, here and where nobody reads it */
 	load_ok(&tasks, MATCH "}", "{\"q\": 123456789012345678901234567890, "
 			"\"id\": 123456789012345678901234567890, \"a\": 1}");
@@ -137,6 +148,21 @@ static void test_nulls(void **state)
 	load_ok(&tasks, MATCH ", on_null: empty, limit: 1}", lines);
 	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
 	assert_int_equal(tasks.task[0].samples.skipped, 0);
+	tasks_free(&tasks);
+	/* in an option: an item of the list, a template of one, the list itself */
+	static const char options[] = "{\"o\": [\"x\", null], \"y\": 1, \"a\": 0}\n{\"o\": null, \"y\": 1, \"a\": 0}\n"
+			"{\"o\": [\"x\", \"y\"], \"y\": null, \"a\": 1}\n{\"o\": [\"x\", \"y\"], \"y\": 1, \"a\": 1}\n";
+	load_ok(&tasks, PROMPT "x, options: o, option: \" {option}\", answer: a, on_null: skip}", options);
+	assert_int_equal(tasks.task[0].samples.count, 2);
+	assert_int_equal(tasks.task[0].samples.skipped, 2);
+	assert_int_equal(tasks.task[0].samples.sample[0].line, 3);
+	tasks_free(&tasks);
+	load_ok(&tasks, PROMPT "x, options: [\" x\", \" {y}\"], answer: a, on_null: skip}", options);
+	assert_int_equal(tasks.task[0].samples.count, 3);
+	assert_int_equal(tasks.task[0].samples.sample[2].line, 4);
+	tasks_free(&tasks);
+	assert_int_equal(load(&tasks, PROMPT "x, options: o, option: \" {option}\", answer: a}", options), -1);
+	assert_non_null(strstr(error_text, "d.jsonl:1: the field `option` is null"));
 	tasks_free(&tasks);
 }
 
@@ -357,6 +383,16 @@ static void test_replies(void **state)
 	assert_false(is_right(", extract: \"is (\\\\d+)\"", "5", "5", NULL));
 	assert_true(is_right(", extract: \"#### (.*)\", extract_answer: \"#### (.*)\"",
 			"\"2 and 3 #### 5\"", "so #### 5", "5"));
+	/* of several groups the one that has something: lm-evaluation-harness's flexible-extract, and what it ignores */
+#define FLEXIBLE ", match: last, extract: \"(-?[$0-9.,]{2,})|(-?[0-9]+)\", " \
+	"extract_answer: \"#### (-?[0-9.,]+)\", normalize: {"
+#define IGNORES "lowercase: true, ignore: [\",\", \"\\\\$\", \"(?s).*#### \", \"\\\\.$\"]}"
+	assert_true(is_right(FLEXIBLE "number: true}", "\"3 and 2\\n#### 5\"", "12 of them, so 5 apples", "5"));
+	assert_true(is_right(FLEXIBLE IGNORES, "\"#### 5\"", "12 of them, so 5 apples", "5"));
+	assert_true(is_right(FLEXIBLE IGNORES, "\"#### 1,200\"", "It is 3, or $1,200.", "1200"));
+	assert_false(is_right(FLEXIBLE IGNORES, "\"#### -12\"", "It is 12", "12"));
+	assert_false(is_right(FLEXIBLE IGNORES, "\"#### 18\"", "It is 18.00", "18.00"));
+	assert_true(is_right(FLEXIBLE "number: true}", "\"#### 18\"", "It is 18.00", "18"));
 	/* a group that takes no part, an empty match, bytes that are no UTF-8 */
 	assert_true(is_right(", extract: \"x|(y)\"", "\"y\"", "x y", "y"));
 	assert_true(is_right(", extract: \"(z*)\", match: last", "\"\"", "\xe4\xbd\xa0zz", ""));
@@ -499,6 +535,36 @@ static void test_questions(void **state)
 	task_work_free(&w);
 	tasks_free(&tasks);
 	model_free(&m);
+}
+
+/* What acc_norm divides by: characters, not bytes, and of the white space at the beginning all but one. */
+static void test_acc_norm(void **state)
+{
+	(void)state;
+	static const struct { const char *options[2]; double log_likelihood[2]; int best; } cases[] = {
+		{{" \xc3\xa9\xe4\xbd\xa0", " abc"}, {-3, -4}, 1}, /* -3 / 2 and -4 / 3 */
+		{{"  ab", " wxy"}, {-3, -3.6}, 0},                 /* -3 / 3 and -3.6 / 3 */
+		{{" a", " abcd"}, {-1, -3}, 1},                    /* -1 / 1 and -3 / 4 */
+		{{"\na", "abc"}, {-2, -4}, 1},                     /* -2 / 1 and -4 / 3 */
+	};
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		struct tasks tasks;
+		struct task_work w;
+		struct task_result result;
+		char yaml[256];
+		snprintf(yaml, sizeof yaml, PROMPT "x, options: [\"%s\", \"%s\"], answer: a}",
+				*cases[i].options[0] == '\n' ? "\\na" : cases[i].options[0], cases[i].options[1]);
+		load_ok(&tasks, yaml, cases[i].best ? "{\"a\": 1}" : "{\"a\": 0}");
+		assert_text(tasks.task[0].samples.sample[0].choice[0], cases[i].options[0]);
+		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
+		memcpy(w.log_likelihood, cases[i].log_likelihood, sizeof cases[i].log_likelihood);
+		task_score(&w, &result, NULL);
+		assert_string_equal(result.score[3].name, "acc_norm");
+		if (result.score[3].value != 1)
+			fail_msg("case %d", (int)i);
+		task_work_free(&w);
+		tasks_free(&tasks);
+	}
 }
 
 /* A byte-level BPE tokenizer without a regular expression, so that any pair may merge: 256 bytes, three merges,
@@ -993,7 +1059,8 @@ int main(void)
 		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_labels),
 		cmocka_unit_test(test_nulls), cmocka_unit_test(test_values), cmocka_unit_test(test_bad_files),
 		cmocka_unit_test(test_paths),
-		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions), cmocka_unit_test(test_merges),
+		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions),
+		cmocka_unit_test(test_acc_norm), cmocka_unit_test(test_merges),
 		cmocka_unit_test(test_bits), cmocka_unit_test(test_windows),
 		cmocka_unit_test(test_documents), cmocka_unit_test(test_examples), cmocka_unit_test(test_generation),
 		cmocka_unit_test(test_limit), cmocka_unit_test(test_number_digits), cmocka_unit_test(test_examples_vary),

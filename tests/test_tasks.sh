@@ -155,57 +155,190 @@ test_bad_tasks() {
 	[ "$(cat old/results.json)" = old ] && [ "$(ls old)" = results.json ] || problem "old: $(ls old)"
 }
 
-# Tiny files in the form in which each benchmark is published, and the task files of configs/tasks, with the lines that make their samples.
+# same WHAT FILE FILTER EXPECTED: what jq finds in the first line of a file of samples, as text, equals EXPECTED.
+same() {
+	local found
+	found=$(head -n 1 "$2" | jq -r "$3"; echo .)
+	[ "$found" = "$4"$'\n'. ] || problem "$1: found:"$'\n'"${found%?}expected:"$'\n'"$4"
+}
+
+# Tiny files in the form in which each benchmark is published, and the task files of configs/tasks, with the lines that make their samples. The
+# texts that the model is given are those of lm-evaluation-harness.
 test_ready_tasks() {
-	local file name
+	local file name text
 	rm -rf ready && mkdir -p ready/configs/tasks ready/scripts && cp "$root"/configs/tasks/*.yaml ready/configs/tasks
 	cp "$root/scripts/csv-to-jsonl" ready/scripts && cd ready || return
-	mkdir -p grade-school-math/grade_school_math/data ARC-V1-Feb2018-2/ARC-{Easy,Challenge} data/{dev,test} dev val BIG-Bench-Hard/bbh AGIEval/data/v1
-	for file in train test; do
-		for name in 1 2 3 4 5 6; do
-			printf '{"question": "%s+1?", "answer": "%s+1=<<%s+1=%s>>%s\\n#### 1,%s00"}\n' $name $name $name $((name + 1)) $((name + 1)) $name
-		done >grade-school-math/grade_school_math/data/$file.jsonl
-	done
-	printf '%s\n' '{"ind": 24, "activity_label": "Roof", "ctx_a": "He [title] sits.", "ctx_b": "he", "ctx": "He [title] sits. he", "split": "val", "split_type": "indomain", "label": 3, "endings": ["[step] a b.", "c.", "d.", "e."], "source_id": "x"}' >hellaswag_val.jsonl
+	mkdir -p grade-school-math/grade_school_math/data ARC-V1-Feb2018-2/ARC-{Easy,Challenge} data/{dev,test} dev val BIG-Bench-Hard/{bbh,cot-prompts} AGIEval/data/v1
+	for name in 1 2 3 4 5; do
+		printf '{"question": "Ann has %s pears and finds one. How many has she?", "answer": "She has %s+1=<<%s+1=%s>>%s pears.\\n#### 1,%s00"}\n' $name $name $name $((name + 1)) $((name + 1)) $name
+	done >grade-school-math/grade_school_math/data/train.jsonl
+	echo '{"question": "How cold is it?", "answer": "It is -5.\n#### -5"}' >grade-school-math/grade_school_math/data/test.jsonl
+	# the second of the contexts has no second part
+	printf '%s\n' '{"ind": 24, "activity_label": "Roof repair", "ctx_a": "How to mend it [title] Look. [step] A man   sits.", "ctx_b": "then HE", "ctx": "How to mend it [title] Look. [step] A man   sits. then HE", "split": "val", "split_type": "indomain", "label": 3, "endings": [" is [substeps] up. ", "[step] a b.", "goes [title] Now.", "stays."], "source_id": "wikihow~1"}' \
+		'{"ind": 25, "activity_label": "Sail", "ctx_a": "A boat.", "ctx_b": "", "ctx": "A boat.", "split": "val", "split_type": "zeroshot", "label": "1", "endings": ["b", "c", "d", "e"], "source_id": "activitynet~v"}' >hellaswag_val.jsonl
 	for name in Easy Challenge; do
-		printf '%s\n' '{"id":"a","question":{"stem":"Which?","choices":[{"text":"w","label":"A"},{"text":"iron","label":"B"}]},"answerKey":"B"}' \
-			'{"id":"b","question":{"stem":"Wet?","choices":[{"text":"sand","label":"1"},{"text":"sea","label":"2"},{"text":"dust","label":"3"}]},"answerKey":"2"}' \
+		printf '%s\n' '{"id":"a","question":{"stem":"Wet?","choices":[{"text":"sand","label":"1"},{"text":"sea","label":"2"},{"text":"dust","label":"3"},{"text":"air","label":"4"}]},"answerKey":"2"}' \
+			'{"id":"b","question":{"stem":"Which?","choices":[{"text":"w","label":"A"},{"text":"iron","label":"B"}]},"answerKey":"B"}' \
 			>ARC-V1-Feb2018-2/ARC-$name/ARC-$name-Test.jsonl
 	done
+	# questions that begin with a blank, without and with quotes
 	for name in abstract_algebra world_religions; do
-		printf '"Find ""x"",\nnow",0,4,"2,5",6,B\nQ2,a,b,c,d,A\nQ3,a,b,c,d,C\nQ4,a,b,c,d,D\nQ5,a,b,c,d,A\nQ6,a,b,c,d,A\n' | tee data/dev/${name}_dev.csv >data/test/${name}_test.csv
+		printf '%s\n' ' Who?,a,"b,",c,d,A' '" Find ""x"" ",0,1,2,3,D' Q3,a,b,c,d,C Q4,a,b,c,d,D Q5,a,b,c,d,A Q6,a,b,c,d,A >data/dev/${name}_dev.csv
+		printf '" Find ""y"",\nnow",0,4,"2,5",6,B\n' >data/test/${name}_test.csv
 	done
 	for name in computer_network law; do
 		printf 'id,question,A,B,C,D,answer,explanation\r\n0,问____,1,2,3,4,C,"甲,乙"\r\n1,b,1,2,3,4,A,x\n2,c,1,2,3,4,A,x\n3,d,1,2,3,4,A,x\n4,e,1,2,3,4,A,x\n' >dev/${name}_dev.csv
-		printf 'id,question,A,B,C,D,answer\n0,问题____,1,2,3,4,C\n' >val/${name}_val.csv
+		printf 'id,question,A,B,C,D,answer\n0,　问题____ ,1,2,3,4,D\n' >val/${name}_val.csv
 	done
+	printf '{\n\t"computer_network": [\n\t\t"Computer Network",\n\t\t"\\u8ba1\\u7b97\\u673a\\u7f51\\u7edc",\n\t\t"STEM"\n\t],\n\t"law": [\n\t\t"Law",\n\t\t"\\u6cd5\\u5b66"\n\t]\n}' >subject_mapping.json
 	for name in boolean_expressions navigate; do
-		printf '{"canary": "c", "examples": [{"input": "a\\nb", "target": "True"}, {"input": "b", "target": "False"}, {"input": "c", "target": "True"}, {"input": "d", "target": "True"}]}' >BIG-Bench-Hard/bbh/$name.json
+		printf '{"canary": "c", "examples": [{"input": "a\\nb", "target": "True"}, {"input": "c", "target": "False"}, {"input": "d", "target": "No"}, {"input": "e", "target": "False"}]}' >BIG-Bench-Hard/bbh/$name.json
+		printf '%s\n' 'canary GUID' '-----' "Find out about $name." '' 'Q: not so: # is' "A: Let's think step by step." '  Well: "no". So the answer is False.' '' \
+			'Q: so is' "A: Let's think step by step." 'So the answer is True.' >BIG-Bench-Hard/cot-prompts/$name.txt
 	done
 	printf '{"passage": "P.", "question": "Q", "options": ["(A)a", "(B)b", "(C)c", "(D)d", "(E)e"], "label": "E", "answer": null, "other": null}\n' >AGIEval/data/v1/lsat-ar.jsonl
 	printf '{"passage": null, "question": "Q", "options": ["(A)a", "(B)b", "(C)c", "(D)d"], "label": "D", "answer": null, "other": null}\n' >AGIEval/data/v1/logiqa-en.jsonl
+	printf '{"passage": null, "question": "何时？", "options": ["(A)一", "(B)二", "(C)三", "(D)四"], "label": "A", "other": {"source": "x"}}\n' >AGIEval/data/v1/gaokao-history.jsonl
 	for file in configs/tasks/*.yaml; do
 		sed -n 's/^#     //p' "$file" >make.sh
 		[ -s make.sh ] || problem "$file: no line that makes its samples"
 		bash -eu make.sh 2>err.txt || problem "$file: $(cat err.txt)"
 	done
-	for file in configs/tasks/*.yaml; do
+	# what Hugging Face publishes of ARC, HellaSwag and MMLU, as JSON lines, with the changes that the comments name
+	mkdir hf
+	echo '{"id": "a", "question": "Wet?", "choices": {"text": ["sand", "sea", "dust", "air"], "label": ["1", "2", "3", "4"]}, "answerKey": "2"}' >hf/arc.jsonl
+	echo '{"question": " Find \"y\",\nnow", "subject": "abstract_algebra", "choices": ["0", "4", "2,5", "6"], "answer": 1}' >hf/mmlu.jsonl
+	cat >hf-tasks.yaml <<-'END'
+		- name: arc
+		  type: multiple_choice
+		  data: hf/arc.jsonl
+		  prompt: "Question: {question}\nAnswer:"
+		  options: choices.text
+		  option: " {option}"
+		  answer: answerKey
+		  answer_form: label
+		  labels: choices.label
+		- name: mmlu
+		  type: multiple_choice
+		  data: hf/mmlu.jsonl
+		  prompt: "{question.strip()}\nA. {choices.0}\nB. {choices.1}\nC. {choices.2}\nD. {choices.3}\nAnswer:"
+		  options: [" A", " B", " C", " D"]
+		  answer: answer
+		  answer_form: index
+	END
+	for file in configs/tasks/*.yaml hf-tasks.yaml; do
 		name=$(basename "$file" .yaml)
 		expect 0 "" "$ling" eval ../chars/step-0000003 --tasks "$file" --out "$name"
 		[ ! -s err.txt ] || problem "$file: $(cat err.txt)"
 	done
-	[ "$(jq -c .answers gsm8k/samples.jsonl | head -n 1)" = '["1100"]' ] || problem "gsm8k: $(head -c 600 gsm8k/samples.jsonl)"
-	has hellaswag/samples.jsonl '"prompt":"Roof: He. sits. he"' '"answer":3'
+
+	same gsm8k gsm8k/samples.jsonl .answers[0] "-5"
+	# five examples, each once, in any order
+	text=$(jq -r .context gsm8k/samples.jsonl)
+	[ "$(sed '/^$/d' <<<"$text" | sort)" = "$(for name in 1 2 3 4 5; do
+		printf 'Question: Ann has %s pears and finds one. How many has she?\nAnswer: She has %s+1=<<%s+1=%s>>%s pears.\n#### 1,%s00\n' $name $name $name $((name + 1)) $((name + 1)) $name
+	done | { cat; printf 'Question: How cold is it?\nAnswer:\n'; } | sort)" ] || problem "gsm8k: $text"
+	[[ $text == Question:*$'00\n\nQuestion: How cold is it?\nAnswer:' ]] || problem "gsm8k: $text"
+
+	same hellaswag hellaswag/samples.jsonl .context "Roof repair: How to mend it. Look. A man  sits. Then he"
+	same hellaswag hellaswag/samples.jsonl '[.options[].text] | tojson' '[" is up.","  a b."," goes. Now."," stays."]'
+	same hellaswag hellaswag/samples.jsonl .answer 3
+	same hellaswag <(sed 1d hellaswag/samples.jsonl) .context "Sail: A boat."
+	same hellaswag <(sed 1d hellaswag/samples.jsonl) .answer 1
+
+	for name in arc hf-tasks; do
+		same $name $name/samples.jsonl .context $'Question: Wet?\nAnswer:'
+		same $name $name/samples.jsonl '[.options[].text] | tojson' '[" sand"," sea"," dust"," air"]'
+		same $name $name/samples.jsonl .answer 1
+	done
 	[ "$(jq -c .answer arc/samples.jsonl | tr '\n' ' ')" = "1 1 1 1 " ] || problem "arc: $(cat arc/samples.jsonl)"
 	jq -e '.groups[0] | .name == "arc" and .samples == 4 and (.tasks | length) == 2 and .scores.acc_norm.mean_of_tasks.value == .scores.acc_norm.mean_of_samples.value' arc/results.json >/dev/null ||
 		problem "arc: $(cat arc/results.json)"
-	has mmlu/samples.jsonl '"prompt":"Find \"x\",\nnow\nA. 0\nB. 4\nC. 2,5\nD. 6\nAnswer:"' '"context":"The following are multiple choice questions (with answers) about abstract algebra.\n\n'
+
+	same mmlu mmlu/samples.jsonl .context 'The following are multiple choice questions (with answers) about abstract algebra.
+
+Who?
+A. a
+B. b,
+C. c
+D. d
+Answer: A
+
+Find "x"
+A. 0
+B. 1
+C. 2
+D. 3
+Answer: D
+
+Q3
+A. a
+B. b
+C. c
+D. d
+Answer: C
+
+Q4
+A. a
+B. b
+C. c
+D. d
+Answer: D
+
+Q5
+A. a
+B. b
+C. c
+D. d
+Answer: A
+
+Find "y",
+now
+A. 0
+B. 4
+C. 2,5
+D. 6
+Answer:'
+	same mmlu mmlu/samples.jsonl .answer 1
+	same hf-mmlu <(sed 1d hf-tasks/samples.jsonl) '"\(.context) \(.answer)"' $'Find "y",\nnow\nA. 0\nB. 4\nC. 2,5\nD. 6\nAnswer: 1'
 	has mmlu-all/samples.jsonl 'about world religions.' '"task":"mmlu-world_religions"'
-	has ceval/samples.jsonl '"prompt":"问题____\nA. 1' '"answer":2'
+
+	text=$'以下是中国关于法学的单项选择题，请选出其中的正确答案。\n\n'
+	for name in "问____ C" "b A" "c A" "d A" "e A"; do
+		text+="${name% *}"$'\nA. 1\nB. 2\nC. 3\nD. 4\n答案： '"${name#* }"$'\n\n'
+	done
+	text+=$'问题____\nA. 1\nB. 2\nC. 3\nD. 4\n答案：'
+	same ceval ceval/samples.jsonl .context "${text/法学/计算机网络}"
+	same ceval ceval/samples.jsonl '[.options[].text] | tojson' '[" A"," B"," C"," D"]'
+	same ceval ceval/samples.jsonl .answer 3
+	same ceval-all <(sed 1d ceval-all/samples.jsonl) .context "$text"
 	has ceval-all/results.json '"ceval-law"'
-	has bbh/samples.jsonl '"prompt":"Q: a\nb\nA:"' '"answers":["True"]'
+
+	same bbh bbh/samples.jsonl \
+		'.context | split("\n\n") | (.[:3] | sort) + .[3:] | tojson' '["Q: c\nA: False","Q: d\nA: No","Q: e\nA: False","Q: a\nb\nA:"]'
+	same bbh bbh/samples.jsonl .answers[0] True
 	has bbh-all/results.json '"bbh-navigate"' '"mean_of_tasks"'
-	has agieval/samples.jsonl '"prompt":"P.Q: Q Answer' '"prompt":"Q: Q Answer' '"answer":4'
+	same bbh-cot bbh-cot/samples.jsonl .context 'Find out about boolean_expressions.
+
+Q: not so: # is
+A: Let'"'"'s think step by step.
+  Well: "no". So the answer is False.
+
+Q: so is
+A: Let'"'"'s think step by step.
+So the answer is True.
+
+Q: a
+b
+A: Let'"'"'s think step by step.
+'
+	has bbh-cot/results.json '"bbh-cot-navigate"'
+
+	same agieval agieval/samples.jsonl .context $'P.Q: Q Answer Choices: (A)a (B)b (C)c (D)d (E)e\nA: Among A through E, the answer is'
+	same agieval agieval/samples.jsonl '[.options[].text] | tojson' '[" (A)a"," (B)b"," (C)c"," (D)d"," (E)e"]'
+	same agieval agieval/samples.jsonl .answer 4
+	same agieval <(sed 1d agieval/samples.jsonl) .context $'Q: Q Answer Choices: (A)a (B)b (C)c (D)d\nA: Among A through D, the answer is'
+	same agieval <(sed 1,2d agieval/samples.jsonl) .context $'问题：何时？ 选项：(A)一 (B)二 (C)三 (D)四\n答案：从A到D, 我们应选择'
 	cd ..
 }
 

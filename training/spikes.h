@@ -1,0 +1,73 @@
+/*
+ * training/spikes.h - loss and gradient spikes: a detector over the steps of a run.
+ *
+ * A spike is a batch whose loss or gradient norm lies far above those of the last steps, or is not finite. "Far" is
+ * measured by robust statistics, which a few large values cannot move: x deviates by
+ *     (x - median) / max(1.4826 MAD, floor |median|)
+ * robust standard deviations from the last `window` accepted values, where MAD is the median of their distances from
+ * their median; 1.4826 MAD estimates the standard deviation of a normal distribution (Hampel 1974). The relative floor
+ * keeps a flat stretch, where MAD is nearly 0, from making a spike of every small rise.
+ */
+#ifndef LING_TRAINING_SPIKES_H
+#define LING_TRAINING_SPIKES_H
+
+#include "files/base.h"
+#include "files/config.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* What is watched. The first two decide, the third is only reported. */
+enum spike_signal { SPIKE_LOSS, SPIKE_GRAD_NORM, SPIKE_UPDATE_NORM, NUM_SPIKE_SIGNALS };
+enum { NUM_DECIDING_SIGNALS = 2 };
+
+/* Spikes one after the other that make a new level: see SPIKE_LEVEL_SHIFT. */
+enum { LEVEL_SHIFT_RUN = 5 };
+
+struct spike_detector {
+	struct spike_options options;
+	int count;                   /* accepted steps in the windows, 0 .. options.window */
+	double *values[NUM_SPIKE_SIGNALS]; /* [options.window] of the accepted steps, oldest first */
+	int run;                     /* spikes with finite values one after the other, up to the last batch */
+	double run_values[NUM_DECIDING_SIGNALS][LEVEL_SHIFT_RUN]; /* theirs, oldest first */
+	int num_skips;               /* batches skipped of the last options.window */
+	int64_t *skips;              /* [options.max_skips + 1] their numbers, ascending */
+};
+
+enum spike_verdict {
+	SPIKE_NONE,
+	SPIKE_FOUND,
+	/* The level has changed for good: LEVEL_SHIFT_RUN batches one after the other were spikes with finite values that
+	 * agree with each other: they differ by less than half of what they lie above the old median. */
+	SPIKE_LEVEL_SHIFT,
+};
+
+/* Makes a detector that has seen nothing. Fails when memory is short; spike_detector_free may follow. */
+int spike_detector_init(struct spike_detector *d, const struct spike_options *o);
+void spike_detector_free(struct spike_detector *d);
+/* Forgets all steps and skips. */
+void spike_detector_clear(struct spike_detector *d);
+
+/* The deviation of x in robust standard deviations: infinity if x is not finite; 0 while fewer than options.warmup
+ * steps have been accepted. */
+double spike_deviation(const struct spike_detector *d, enum spike_signal signal, double x);
+
+/* Judges a batch by its loss and gradient norm. Changes only the run of spikes, and on a level shift the windows, which
+ * then hold the values of the run before this batch. */
+enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS]);
+
+/* Adds a step that was taken to the windows. A value that is not finite, of a signal that is only reported, counts as
+ * the largest of its window. */
+void spike_accept(struct spike_detector *d, const double x[NUM_SPIKE_SIGNALS]);
+
+/* Notes that batch number `batch` of the run was skipped. Returns whether more than options.max_skips of the last
+ * options.window batches were. */
+bool spike_skipped(struct spike_detector *d, int64_t batch);
+
+/* The state as JSON, which the caller owns, and back, where `where` names it in messages. A detector with a smaller
+ * window than the state's keeps the newest values. */
+json_t *spike_detector_to_json(const struct spike_detector *d);
+int spike_detector_from_json(struct spike_detector *d, const json_t *state, const char *where);
+
+#endif

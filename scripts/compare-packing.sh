@@ -1,6 +1,6 @@
 #!/bin/bash
 # Compares the two ways of data.packing on conversations: `windows`, which cut a conversation wherever a window ends, and `documents`, which
-# keep it whole. Makes 10,000 conversations of log-normal lengths, in which the user tells several things about himself and then asks for each,
+# keep it whole. A third is between them: `masked`, windows with data.document_mask, where conversations are cut but see only themselves. Makes 10,000 conversations of log-normal lengths, in which the user tells several things about himself and then asks for each,
 # and 500 more that no training sees. Trains a small model with each way and each seed on the same number of tokens, and evaluates all of them
 # on the 500 in the same way: each conversation whole and alone. Prints how many conversations were cut, the share of tokens that are padding,
 # the loss of the 500 conversations' answers for each seed, and the difference.
@@ -10,7 +10,7 @@
 # SEEDS   the seeds ("1 2 3")
 # STEPS   steps of each training, of 1024 tokens (800)
 #
-# Some minutes on two cores. Everything is left in build/compare-packing; run it again after an interruption and it goes on.
+# Some five minutes on two cores. Everything is left in build/compare-packing; run it again after an interruption and it goes on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -eq 0 ] || { sed -n '2,/^set/s/^# \?//p' "$0"; [ "$*" = --help ] && exit; exit 2; }
@@ -91,12 +91,14 @@ if [ ! -f "$out/held-out.idx" ]; then
 fi
 
 for seed in $seeds; do
-	for way in documents windows; do
+	for way in windows masked documents; do
 		run=$out/$way-$seed
+		case $way in masked) keys="data.packing=windows data.document_mask=true" ;; *) keys=data.packing=$way ;; esac
 		[ -f "$run.json" ] && continue
 		echo
-		echo "data.packing $way, seed $seed:"
-		./ling train "$out/config.yaml" data.packing=$way train.seed="$seed" train.output_dir="$run" | tee "$run.log"
+		echo "$way, seed $seed:"
+		# shellcheck disable=SC2086 # words are meant to split
+		./ling train "$out/config.yaml" $keys train.seed="$seed" train.output_dir="$run" | tee "$run.log"
 		./ling eval "$run" --data "$out/held-out" --packing documents --seq-len 256 --json >"$run.json"
 	done
 done
@@ -105,7 +107,7 @@ done
 loss() { sed 's/.*"loss": \([0-9.e-]*\).*/\1/' "$out/$1-$2.json"; }
 echo
 printf '%-10s %9s %16s  held-out loss of seeds %s\n' packing padding "documents cut" "$seeds"
-for way in windows documents; do
+for way in windows masked documents; do
 	line=$(grep -h '^data.train: ' "$out/$way-${seeds%% *}.log" | head -n 1)
 	padding=$(sed -n 's/.* \([0-9.]*%\) of the tokens are padding.*/\1/p' <<<"$line") # windows have none
 	printf '%-10s %9s %16s ' $way "${padding:-0%}" "$(sed 's/.*: \([0-9]*\) of [0-9]* documents cut (\([0-9.]*%\)).*/\1 (\2)/' <<<"$line")"
@@ -114,7 +116,9 @@ for way in windows documents; do
 	done
 	echo
 done
-for seed in $seeds; do
-	echo "$(loss documents "$seed") $(loss windows "$seed")"
-done | awk '{ d = $1 - $2; sum += d; if (NR == 1 || d < least) least = d; if (NR == 1 || d > most) most = d }
-	END { printf "documents - windows: mean %+.4f, from %+.4f to %+.4f\n", sum / NR, least, most }'
+for way in windows masked; do
+	for seed in $seeds; do
+		echo "$(loss documents "$seed") $(loss $way "$seed")"
+	done | awk -v way=$way '{ d = $1 - $2; sum += d; if (NR == 1 || d < least) least = d; if (NR == 1 || d > most) most = d }
+		END { printf "documents - %s: mean %+.4f, from %+.4f to %+.4f\n", way, sum / NR, least, most }'
+done

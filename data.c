@@ -83,6 +83,9 @@ json_t *manifest_to_json(const struct manifest *m)
 		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer),
 				"tokenizer_hash", crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size,
 				"bytes", (json_int_t)m->bytes));
+	if (*m->text_field)
+		json_object_update_new(root, json_pack("{s:o, s:I}", "text_field", json_cstring(m->text_field),
+				"skipped_lines", (json_int_t)m->lines_skipped));
 	if (m->end_token >= 0)
 		json_object_set_new(root, "end_token", json_integer(m->end_token));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
@@ -158,6 +161,12 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 			return fail("%s: `tokenizer` is %s", path, *tokenizer ? "too long" : "empty");
 	} else if (!files)
 		return fail("%s: `tokenizer` is missing; expected a string", path);
+	if (json_object_get(root, "text_field")) {
+		const char *field = field_text(root, path, "text_field");
+		if (!field || field_int(root, path, "skipped_lines", 0, INT64_MAX, &m->lines_skipped) < 0)
+			return -1;
+		snprintf(m->text_field, sizeof m->text_field, "%s", field);
+	}
 	if (json_object_get(root, "end_token") && field_int(root, path, "end_token", 0, INT32_MAX, &m->end_token) < 0)
 		return -1;
 	const char *dtype = field_text(root, path, "dtype");
@@ -559,6 +568,8 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 				return -1;
 			memcpy(found.tokenizer, m.tokenizer, sizeof found.tokenizer);
 			found.tokenizer_hash = m.tokenizer_hash, found.vocab_size = m.vocab_size, found.bytes = m.bytes;
+			memcpy(found.text_field, m.text_field, sizeof found.text_field);
+			found.lines_skipped = m.lines_skipped;
 		}
 		m = found;
 	}

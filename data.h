@@ -87,6 +87,8 @@ struct manifest {
 	int64_t vocab_size;          /* of the tokenizer */
 	int64_t end_token;           /* its end token; -1: none, or not known */
 	int64_t bytes;               /* of the text that was tokenized */
+	char text_field[MAX_NAME];   /* the member of JSON lines that held it; "": there were none, or not known */
+	int64_t lines_skipped;       /* JSON lines that could not be used */
 	int dtype;                   /* a code of TOKEN_TYPES */
 	int64_t tokens, documents;   /* documents -1: the format does not tell */
 	int64_t largest_id;

@@ -1556,7 +1556,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction +
 			plan.saving;
-	const double machine = usable_memory("") / parallel_local_ranks();
+	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	bool fits = total <= machine;
 	if (fits) {
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
@@ -1580,8 +1580,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	}
 	if (!fits) {
 		model_free(m);
-		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, "
-				"optimizer %.1f, activations %.1f); %.1f GB may be used here: make the model, micro_batch or seq_len "
+		return fail("%lld parameters and %d x %d tokens at a time need %.3f GB (weights %.1f, gradients %.1f, "
+				"optimizer %.1f, activations %.1f); %.3f GB may be used here: make the model, micro_batch or seq_len "
 				"smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9,
 				plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}

@@ -33,6 +33,7 @@
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
  *     options                  reads a command line by such a table
+ *     startup                  what a process arranges before a command runs
  *     report                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
  *     engine                   generation: key-value caches, batches, sampling
@@ -54,9 +55,10 @@
  * Arrays are row-major: in [A, B], B is contiguous. A weight is [out, in] and y = x W^T. dX is the gradient of the
  * loss with respect to X.
  *
- * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; stop_requested,
- * which a signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows
- * of MPI; and in commands/options.c the two variables of argp, which are argp's own.
+ * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
+ * files/base.c, the list of mapped and temporary files, which a signal handler must find; stop_requested, which a
+ * signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows of MPI;
+ * and in commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

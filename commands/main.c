@@ -16,13 +16,12 @@
 #include "commands/doctor.h"
 #include "commands/plot.h"
 #include "commands/manual.h"
+#include "commands/startup.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 static const struct command *const commands[] = {
@@ -45,59 +44,22 @@ static void print_usage(FILE *out)
 			"--completion` a completion for bash; `make install` installs both.\n");
 }
 
-enum { STACK_BYTES = 8 << 20, STACK_NEEDED = 3 << 20 };
-
-/* Makes the first thread's stack large enough for the blocks of a matrix product, which are on it. */
-static int widen_stack(void)
+/* The command of that name, or NULL. */
+static const struct command *find_command(const char *name)
 {
-	struct rlimit stack;
-	if (getrlimit(RLIMIT_STACK, &stack) < 0 || stack.rlim_cur == RLIM_INFINITY || stack.rlim_cur >= STACK_BYTES)
-		return 0;
-	stack.rlim_cur = stack.rlim_max == RLIM_INFINITY || stack.rlim_max > STACK_BYTES ? STACK_BYTES : stack.rlim_max;
-	if (stack.rlim_cur >= STACK_NEEDED && setrlimit(RLIMIT_STACK, &stack) == 0)
-		return 0;
-	return fail("the stack is limited to %lld kB, and matrix products need %d: raise it with ulimit -s %d",
-			(long long)stack.rlim_cur >> 10, STACK_NEEDED >> 10, STACK_BYTES >> 10);
+	for (int i = 0; name && i < NUM_COMMANDS; i++)
+		if (!strcmp(name, commands[i]->name))
+			return commands[i];
+	return NULL;
 }
 
-/* Sets environment variables that OpenBLAS and OpenMP read while they are loaded, and starts the program again, once,
- * so that they do. A variable that the user has set keeps its value.
- * - OPENBLAS_CORETYPE, with `openblas`: an old OpenBLAS does not know a new processor, and takes a kernel that is
- *   several times too slow.
- * - GOMP_SPINCOUNT: OpenMP's idle threads spin for milliseconds, which on a machine with other work takes cores from
- *   the threads that compute.
- * - OMP_STACKSIZE: the other threads need the same stack as the first one, see widen_stack(). */
-static void use_best_environment(char **argv, bool openblas)
+/* Runs before the libraries are initialised. */
+static void before_libraries(int argc, char **argv, char **environment)
 {
-	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
-	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
-	if (!core && !spins && !stacks)
-		return;
-	if (spins)
-		setenv("GOMP_SPINCOUNT", "1000", 1);
-	if (stacks)
-		setenv("OMP_STACKSIZE", "8M", 1);
-	if (core) {
-		if (parallel_rank() == 0)
-			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with "
-					"OPENBLAS_CORETYPE=%s\n", blas_core(), core, core);
-		setenv("OPENBLAS_CORETYPE", core, 1);
-	}
-	execv("/proc/self/exe", argv);
-	fprintf(stderr, "note: could not start again (%s): slower than it could be\n", strerror(errno));
+	const struct command *command = find_command(argc > 1 ? argv[1] : NULL);
+	limit_openblas(argv, environment, command && command->measures_openblas);
 }
-
-/* Opens /dev/null in place of standard input, output and error where they are closed. Else the next file that is
- * opened would get one of their descriptors, and messages would be written into it. */
-static void open_standard_files(void)
-{
-	int fd;
-	do
-		fd = open("/dev/null", O_RDWR);
-	while (fd >= 0 && fd <= STDERR_FILENO);
-	if (fd >= 0)
-		close(fd);
-}
+__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char **, char **) = before_libraries;
 
 /* Handles a command line whose first word names no command. Returns the exit status. */
 static int run_without_command(const char *word)
@@ -134,13 +96,32 @@ static bool print_error(void)
 	return true;
 }
 
+/* At the end of every command. What was printed must have been written, and what ends before main() does, as --help
+ * and a wrong option do, must do so on all ranks: where others go on, they would wait for this one. */
+static void end_early(int status, void *argument)
+{
+	(void)argument;
+	const int given = status;
+	if (status == EXIT_DONE && (fflush(stdout) || ferror(stdout))) {
+		fprintf(stderr, "ling: cannot write to standard output: %s\n", strerror(errno));
+		status = EXIT_WORK_FAILED;
+	}
+	if (parallel_size() > 1 && !parallel_all_failed()) {
+		fprintf(stderr, "ling: rank %d on %s ends with its command line, and others go on: give all ranks the same\n",
+				parallel_rank(), parallel_host());
+		parallel_stop(status ? status : EXIT_WORK_FAILED);
+	}
+	parallel_stop(EXIT_DONE);
+	if (status != given)
+		_exit(status);
+}
+
 int main(int argc, char **argv)
 {
 	open_standard_files();
-	const struct command *command = NULL;
-	for (int i = 0; argc > 1 && i < NUM_COMMANDS; i++)
-		if (!strcmp(argv[1], commands[i]->name))
-			command = commands[i];
+	limits_start();
+	on_exit(end_early, NULL);
+	const struct command *command = find_command(argc > 1 ? argv[1] : NULL);
 	if (!command)
 		return run_without_command(argc > 1 ? argv[1] : NULL);
 	if (command->computes && widen_stack() < 0) {
@@ -161,20 +142,37 @@ int main(int argc, char **argv)
 	char name[64];
 	snprintf(name, sizeof name, "ling %s", command->name);
 	argv[1] = name; /* the program's name in messages about options */
-	struct command_line line;
-	command_line_read(&line, command, argc - 1, argv + 1);
-	if (command->computes)
-		parallel_start();
 	int status = EXIT_DONE;
-	if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
-		status = EXIT_WORK_FAILED;
-	if (status == EXIT_DONE)
-		status = command->run(&line);
-	command_line_free(&line);
+	if (command->computes) { /* before the command line is read, since that may end the program: see end_early() */
+		if (check_limits(command, launcher_rank() >= 0) < 0) {
+			if (launcher_rank() < 0)
+				fprintf(stderr, "ling: %s\n", error_text);
+			else
+				fprintf(stderr, "ling: rank %d: %s\n", launcher_rank(), error_text);
+			return EXIT_WORK_FAILED;
+		}
+		parallel_start();
+		if (parallel_same(crc_of(0, (const uint8_t *)name, strlen(name)), "the command") < 0 ||
+				parallel_agree(check_limits(command, false)) < 0)
+			status = EXIT_WORK_FAILED;
+		else
+			take_buffers(command);
+	}
+	if (status == EXIT_DONE) {
+		struct command_line line;
+		command_line_read(&line, command, argc - 1, argv + 1);
+		if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
+			status = EXIT_WORK_FAILED;
+		else
+			status = command->run(&line);
+		command_line_free(&line);
+	}
 	if (status == EXIT_DONE && !command->prints_progress && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
+	if (command->prints_progress && !freopen("/dev/null", "w", stdout)) /* end_early() need not look at it */
+		fclose(stdout);
 	/* all ranks end here, and none needs to be stopped */
 	const bool together = status == EXIT_DONE || status == EXIT_STOPPED || print_error();
 	fflush(NULL);

@@ -419,6 +419,7 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 			make_directories(c->train.output_dir) < 0)
 		return -1;
 	directory_remove(dir);
+	remember_temporary(dir);
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
@@ -438,6 +439,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 		checkpoint_abandon(dir);
 		return -1;
 	}
+	forget_temporary(dir);
 	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
@@ -448,6 +450,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 void checkpoint_abandon(const char *dir)
 {
 	directory_remove(dir);
+	forget_temporary(dir);
 }
 
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN])

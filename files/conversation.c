@@ -18,10 +18,12 @@
 /* Members that have content and no place in a chat form: of a message, and of the record beside messages, where `tools`
  * may have one. */
 static const char *const no_place[] = {"tools", "functions", "documents", "image", "images", "audio", "audios",
-	"video", "videos"};
+	"video", "videos", "history", "attachments"};
 /* The same of a reply; the first two may have a place. */
 static const char *const no_place_in_reply[] = {"reasoning_content", "tool_calls", "reasoning", "thinking",
-	"function_call", "refusal"};
+	"function_call", "refusal", "reasoning_details", "thinking_blocks", "thoughts", "tool_plan"};
+/* The same of a message that is no tool's: who speaks. The name of a tool is that of the call before it. */
+static const char *const no_place_unless_tool[] = {"name"};
 /* Members of a message that say whether the loss counts it: of OpenAI and Axolotl; ms-swift and XTuner; Axolotl. */
 static const char *const weights[] = {"weight", "loss", "train"};
 
@@ -210,6 +212,8 @@ static int read_calls(const json_t *list, const char *where, struct message *m)
 			return -1;
 		if (!arguments)
 			return fail("%s: `arguments` is missing; expected an object, or a string that holds it", place);
+		if (json_flaw(arguments))
+			return fail("%s: `arguments` has a value that is %s; expected JSON", place, json_flaw(arguments));
 		struct text *text = &m->calls[m->num_calls++];
 		text_append_string(text, "{\"name\": \""), text_append_string(text, name);
 		text_append_string(text, "\", \"arguments\": ");
@@ -237,6 +241,8 @@ static int read_tools(struct conversation *c, const json_t *record, const char *
 	json_array_foreach(list, i, tool) {
 		if (rc == 0 && !json_is_object(tool))
 			rc = fail("%s: `tools`, tool %zu: is %s; expected an object", where, i + 1, json_kind(tool));
+		if (rc == 0 && json_flaw(tool))
+			rc = fail("%s: `tools`, tool %zu: has a value that is %s; expected JSON", where, i + 1, json_flaw(tool));
 		text_append_string(text, "\n"), append_json(text, tool);
 	}
 	c->messages[0].tools = text->data;
@@ -265,6 +271,8 @@ static int read_message(struct conversation *c, const json_t *v, const char *whe
 	const json_t *calls = member(v, "tool_calls"), *reasoning = member(v, "reasoning_content");
 	if (check_place(v, where, no_place, 0, COUNT(no_place)) < 0 ||
 			check_place(v, where, no_place_in_reply, parts ? 2 : 0, COUNT(no_place_in_reply)) < 0 ||
+			(strcmp(chat_role(role), "TOOL") &&
+			check_place(v, where, no_place_unless_tool, 0, COUNT(no_place_unless_tool)) < 0) ||
 			(parts && has_content(calls) && read_calls(calls, where, m) < 0))
 		return -1;
 	if (parts && reasoning) {
@@ -323,8 +331,8 @@ static int check_system(struct conversation *c, const char *where, int beside)
 	return 0;
 }
 
-/* Appends the names of a record's members, for a message: "`a`, `b`". */
-static void name_members(const json_t *record, struct text *out)
+/* Appends the names of a record's members, or of its strings alone, for a message: "`a`, `b`". */
+static void name_members(const json_t *record, bool strings, struct text *out)
 {
 	enum { MOST = 12 };            /* names */
 	const char *key;
@@ -332,6 +340,8 @@ static void name_members(const json_t *record, struct text *out)
 	json_t *v;
 	size_t i = 0;
 	json_object_foreach((json_t *)record, key, v) {
+		if (strings && !json_is_string(v))
+			continue;
 		if (i < MOST) {
 			text_append_string(out, i ? ", `" : "`");
 			text_append_string(out, printable(shown, key));
@@ -340,7 +350,7 @@ static void name_members(const json_t *record, struct text *out)
 		i++;
 	}
 	if (i == 0)
-		text_append_string(out, "no members");
+		text_append_string(out, strings ? "none" : "no members");
 	if (i > MOST)
 		text_append_string(out, " and others");
 }
@@ -361,16 +371,22 @@ static const char *only_member(const json_t *record, const char *const *keys, si
 
 int record_form(const json_t *record, const char *where, const char *text_field)
 {
-	const char *const keys[] = {text_field, "messages", "conversations", "completion"};
-	const char *key = only_member(record, keys, COUNT(keys));
+	static const char *const conversations[] = {"messages", "conversations", "completion"};
+	const char *keys[1 + COUNT(conversations)] = {text_field};
+	size_t n = 1;
+	for (size_t i = 0; i < COUNT(conversations); i++)
+		if (strcmp(conversations[i], text_field) != 0)
+			keys[n++] = conversations[i];
+	const char *key = only_member(record, keys, n);
 	if (key)
 		return key == text_field ? RECORD_TEXT : RECORD_CONVERSATION;
-	struct text names = {0};
-	name_members(record, &names);
+	struct text names = {0}, strings = {0};
+	name_members(record, false, &names), name_members(record, true, &strings);
 	fail("%s: found %s; expected one of a string `%s`, an array `messages` of {\"role\": ..., \"content\": ...}, an "
 			"array `conversations` of {\"from\": ..., \"value\": ...}, and a `prompt` with its `completion`, both "
-			"strings or both arrays of messages", where, names.data, text_field);
-	free(names.data);
+			"strings or both arrays of messages; --text-field NAME takes the text from another string: %s", where,
+			names.data, text_field, strings.data);
+	free(names.data), free(strings.data);
 	return -1;
 }
 
@@ -415,7 +431,7 @@ int conversation_read_prompt(struct conversation *c, const json_t *record, const
 	const char *key = only_member(record, keys, COUNT(keys));
 	if (!key) {
 		struct text names = {0};
-		name_members(record, &names);
+		name_members(record, false, &names);
 		fail("%s: found %s; expected an object with one of `prompt`, `messages` and `conversations`", where,
 				names.data);
 		free(names.data);

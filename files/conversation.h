@@ -15,7 +15,8 @@
  * `reasoning_content`, a string, and `tool_calls`, a list of {"name": ..., "arguments": ...}, each perhaps within
  * {"function": ...}; its content may then be null. `tools` beside the messages are a list of objects, or a string
  * that holds that list. What has content and no place (see no_place in conversation.c) is an error unless it is empty.
- * Members with other names, such as `name` and `tool_call_id`, are not read.
+ * The `name` of a speaker who is no tool has no place. Members with other names, such as `id`, `tool_call_id`,
+ * `timestamp` and `model`, are not read.
  */
 #ifndef LING_FILES_CONVERSATION_H
 #define LING_FILES_CONVERSATION_H

@@ -1181,6 +1181,15 @@ static void test_choose_token(void **state)
 				fail_msg("case %zu: token %d came %d times of %d, expected %g", i, v, count[v], DRAWS, DRAWS * e);
 		}
 	}
+	/* The fewest tokens that have top_p of the probability: of four equal ones one has a quarter, two have a half. */
+	const real even[4] = {0};
+	for (int n = 1; n <= 4; n++) {
+		int seen = 0;
+		s = (struct sampling){1, 0.25 * n, 0, 7};
+		for (int j = 0; j < 200; j++)
+			seen |= 1 << choose_token(&s, even, 4, 0, j, ids);
+		assert_int_equal(seen, (1 << n) - 1);
+	}
 	/* Any sizes: the ranking by a heap is that of sorting. */
 	enum { MANY = 300 };
 	real many[MANY];

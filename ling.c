@@ -886,7 +886,7 @@ static struct decision decide(struct trainer *t, const struct metrics *m)
 	if (verdict == SPIKE_LEVEL_SHIFT) {
 		d.kind = "level_shift", d.message = "taken, this is the level now";
 	} else if (verdict == SPIKE_FOUND && action == SPIKES_WATCH) {
-		d.kind = "spike", d.message = "taken, spikes.action is watch";
+		d.kind = "spike", d.message = usable ? "taken, spikes.action is watch" : "not finite, the run ends";
 	} else if (verdict == SPIKE_FOUND && action == SPIKES_LADDER && usable && d.attempts) {
 		d.kind = "retry", d.message = "taken with a lower learning rate, samples of it were tried before";
 		d.lr_scale = t->config.spikes.retry_lr;

@@ -387,7 +387,9 @@ static void test_not_finite(void **state)
 	make_table_model(&t, 2, 4, 1, 2, 8);
 	t.model.params.lm_head[7] = NAN;
 	real before = t.model.params.embedding[0];
-	for (enum spike_action action = SPIKES_OFF; action <= SPIKES_LADDER; action++) {
+	static const enum spike_action actions[] = {SPIKES_OFF, SPIKES_WATCH, SPIKES_LADDER};
+	for (int i = 0; i < COUNT(actions); i++) {
+		const enum spike_action action = actions[i];
 		t.config.spikes.action = action;
 		assert_int_equal(trainer_step(&t, 2, &m), action < SPIKES_SKIP ? STEP_GO_BACK : STEP_SKIPPED);
 		assert_true(isnan(m.loss) && m.step == 1);

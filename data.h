@@ -39,6 +39,7 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	int dtype;                   /* of the ids: a code of TOKEN_TYPES, an index of token_types */
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset; else -1 */
+	int64_t sequences;           /* of an indexed dataset */
 	const uint8_t *ids;          /* [count] of that type */
 	const uint8_t *loss_mask;    /* [count] LOSS_NONE, LOSS_TOKEN or LOSS_END; NULL: the loss counts every token */
 	int32_t end_token;           /* the target that LOSS_END stands for; -1: not known, and there is none */
@@ -86,6 +87,8 @@ struct manifest {
 	int64_t vocab_size;          /* of the tokenizer */
 	int64_t end_token;           /* its end token; -1: none, or not known */
 	int64_t bytes;               /* of the text that was tokenized */
+	char text_field[MAX_NAME];   /* the member of JSON lines that held it; "": there were none, or not known */
+	int64_t lines_skipped;       /* JSON lines that could not be used */
 	int dtype;                   /* a code of TOKEN_TYPES */
 	int64_t tokens, documents;   /* documents -1: the format does not tell */
 	int64_t largest_id;
@@ -96,8 +99,8 @@ struct manifest {
 
 /* The manifest as JSON, which the caller owns. */
 json_t *manifest_to_json(const struct manifest *m);
-/* Fails when `root`, read from `path`, is not a manifest. */
-int manifest_check_format(const char *path, const json_t *root);
+/* The JSON of the manifest at `path`, which the caller owns. NULL on error, also where it is something else. */
+json_t *manifest_read_json(const char *path);
 /* The state of a file. That there is none is not an error. */
 int file_state_read(struct file_state *s, const char *path);
 /* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin.
@@ -153,9 +156,8 @@ struct data_options {
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer);
 
 /* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
- * that and its own are known; tell where its documents begin, if they are masked; have an index, if its
- * documents are packed; and have a target that counts in its
- * first max_windows windows (0: in any). */
+ * that and its own are known; tell where its documents begin, if they are masked; have an index, if its documents are
+ * packed; and have a target that counts in its first max_windows windows (0: in any). */
 int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
 
 /* ============================================================================================================
@@ -209,6 +211,7 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;
 	double valid_loss;
+	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
 	/* these are written only; metrics_read leaves them 0 */
 	int num_kinds;               /* kinds of traffic (parallel.h); 0 in one process */
 	const char *const *kinds;    /* [num_kinds] their names */
@@ -232,6 +235,10 @@ enum metrics_place {
 	METRICS_LOST,                /* deleted, and something else is in output_dir's place */
 };
 enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN]);
+/* Whether the last line of OUTPUT_DIR/metrics.jsonl is that of `step`, and says that its validation was stopped. */
+bool metrics_lack_validation(const char *output_dir, int64_t step);
+/* Gives that line the valid_loss that it would have had. The file is replaced by a new one: it must not be open. */
+int metrics_set_valid_loss(const char *output_dir, double valid_loss);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 

@@ -3,7 +3,7 @@
  * several commands share.
  *
  * Each command defines one struct command. main.c has the list of them, and options.c reads a command line into the
- * command's own struct of options. All of it is constant data, from which help texts and manual pages can be made.
+ * command's own struct of options. All of it is constant data, from which help texts and the manual page are made.
  */
 #ifndef LING_COMMANDS_COMMAND_H
 #define LING_COMMANDS_COMMAND_H
@@ -110,9 +110,5 @@ struct command_line {
 bool option_given(const struct command_line *line, const char *name);
 
 enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute together */
-
-/* The model that a word of the command line names: the path itself or, where it is the directory of a run, that of its
- * newest checkpoint, which a note on stderr names. Collective. */
-int find_model(char path[PATH_LEN], const char *word);
 
 #endif

@@ -10,10 +10,12 @@
 #include "files/checkpoint.h"
 
 #include "files/base.h"
+#include "parallel.h"
 #include "files/config.h"
 #include "files/safetensors.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
+#include "files/unicode.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -68,6 +70,14 @@ bool is_model_file(const char *name)
 	return !strcmp(name, "LICENSE");
 }
 
+/* Fails when trainer.json cannot name a file. */
+static int check_name(const char *path)
+{
+	const char *name = file_name(path);
+	return utf8_valid(name, strlen(name)) == strlen(name) ? 0 : fail("%s: its name is not UTF-8, so that a "
+			"checkpoint cannot hold it; rename it or take it away", path);
+}
+
 /* For scandir: these files, in the order of their names. */
 static int is_model_entry(const struct dirent *e)
 {
@@ -90,12 +100,13 @@ int model_files_read(struct model_files *f, const char *dir)
 	for (int i = 0; i < n; i++) {
 		const uint8_t *data;
 		size_t size;
+		const char *name = entries[i]->d_name;
 		if (!rc)
-			rc = path_join(path, dir, entries[i]->d_name);
+			rc = path_join(path, dir, name) < 0 ? -1 : check_name(path);
 		if (!rc && stat(path, &st) == 0 && S_ISREG(st.st_mode) && (rc = map_file(path, &data, &size)) == 0) {
 			f->list = grow(f->list, f->count, &f->capacity, 1, sizeof *f->list);
 			struct model_file *file = &f->list[f->count++];
-			*file = (struct model_file){strdup(entries[i]->d_name), allocate(size + 1), size};
+			*file = (struct model_file){copy_string(name), allocate(size + 1), size};
 			if (size)
 				memcpy(file->data, data, size);
 			unmap_file(data, size);
@@ -235,7 +246,7 @@ static int file_to_json(const char *dir, const char *name, json_t *files)
 {
 	int64_t size;
 	uint32_t crc;
-	if (checkpoint_file_crc(dir, name, &size, &crc) < 0)
+	if (check_name(name) < 0 || checkpoint_file_crc(dir, name, &size, &crc) < 0)
 		return -1;
 	json_t *entry = json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc));
 	return json_object_set_new(files, name, entry);
@@ -367,7 +378,8 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 {
 	char path[PATH_LEN];
 	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL, NULL) < 0)
+			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL,
+					s->files ? s->files->gguf_name : NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
@@ -424,6 +436,7 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 			make_directories(c->train.output_dir) < 0)
 		return -1;
 	directory_remove(dir);
+	remember_temporary(dir);
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
@@ -443,6 +456,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 		checkpoint_abandon(dir);
 		return -1;
 	}
+	forget_temporary(dir);
 	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
@@ -453,6 +467,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 void checkpoint_abandon(const char *dir)
 {
 	directory_remove(dir);
+	forget_temporary(dir);
 }
 
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
@@ -485,6 +500,29 @@ int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN])
 		rc = checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
 	free(steps);
 	return rc;
+}
+
+int find_model(char path[PATH_LEN], const char *name)
+{
+	char file[PATH_LEN];
+	struct stat st;
+	int found = 0, rc = path_join(file, name, "config.json");
+	if (rc == 0 && stat(name, &st) == 0 && S_ISDIR(st.st_mode) && stat(file, &st) < 0) {
+		found = checkpoint_newest(name, path);
+		rc = found < 0 ? -1 : path_join(file, name, "metrics.jsonl");
+		if (rc == 0 && !found && stat(file, &st) == 0)
+			rc = fail("%s is the directory of a run that has no checkpoint yet", name);
+	}
+	if (rc == 0 && !found && snprintf(path, PATH_LEN, "%s", name) >= PATH_LEN)
+		rc = fail("%.200s...: the path is too long", name);
+	if (parallel_agree(rc) < 0)
+		return -1;
+	/* A run that goes on may save another checkpoint between the looks of two ranks. */
+	if (parallel_same(crc32_z(0, (const void *)path, strlen(path)), "the newest checkpoint") < 0)
+		return -1;
+	if (found && parallel_rank() == 0)
+		fprintf(stderr, "note: %s is a run: taking its newest checkpoint, %s\n", name, path);
+	return 0;
 }
 
 int checkpoint_find(const char *output_dir, char path[PATH_LEN])

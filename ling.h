@@ -74,6 +74,8 @@
 #include "model/parameters.h"
 #include "training/events.h"
 #include "training/spikes.h"
+#include "training/faults.h"
+#include "training/health.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -315,6 +317,8 @@ struct trainer {
 	struct spike_detector spikes;
 	struct retry_queue retry;    /* samples of skipped batches that wait */
 	int rollbacks;               /* times that the run went back to a checkpoint */
+	struct faults faults;        /* --inject */
+	struct slow_ranks slow_ranks;
 	struct batch_sample *samples; /* [train.batch] of the whole current batch */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
@@ -324,6 +328,8 @@ struct trainer {
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	/* of the last step */
+	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
+	double work;                 /* multiply-adds of this rank's forward passes */
 	bool stop;                   /* a rank was asked to stop; the same on all ranks */
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */

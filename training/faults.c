@@ -98,14 +98,16 @@ static int read_fault(struct fault *x, const char *text)
 	return wrong ? fail("--inject %s: %s; expected " FORM, text, wrong) : 0;
 }
 
-int faults_read(struct faults *f, int n, char *const *texts)
+int faults_read(struct faults *f, int n, char *const *texts, int ranks)
 {
-	*f = (struct faults){.log.fd = -1, .list = calloc(n + 1, sizeof *f->list)};
-	if (!f->list)
-		return fail("out of memory for %d faults", n);
-	for (f->count = 0; f->count < n; f->count++)
-		if (read_fault(&f->list[f->count], texts[f->count]) < 0)
+	*f = (struct faults){.log.fd = -1, .list = allocate(n * sizeof *f->list)};
+	for (f->count = 0; f->count < n; f->count++) {
+		struct fault *x = &f->list[f->count];
+		if (read_fault(x, texts[f->count]) < 0)
 			return -1;
+		if (x->rank >= ranks)
+			return fail("--inject %s: there is no rank %d; expected 0 to %d", x->text, x->rank, ranks - 1);
+	}
 	return 0;
 }
 
@@ -139,14 +141,10 @@ static int read_event(void *context, const json_t *event)
 	return 0;
 }
 
-int faults_begin(struct faults *f, const char *run_dir, int rank, int ranks, uint64_t seed)
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed)
 {
 	f->rank = rank;
 	f->seed = seed;
-	for (int i = 0; i < f->count; i++)
-		if (f->list[i].rank >= ranks)
-			return fail("--inject %s: there is no rank %d; expected 0 to %d", f->list[i].text, f->list[i].rank,
-					ranks - 1);
 	return !f->count ? 0 : events_read(run_dir, read_event, f) < 0 ? -1 : events_open(&f->log, run_dir);
 }
 

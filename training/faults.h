@@ -55,12 +55,12 @@ struct faults {
 	json_t *poisoned;            /* array of [file, first, last]: samples whose targets are random; or NULL */
 };
 
-/* Reads n texts, which must outlive *f. Fails, naming the text, at the first that is no fault. faults_free may follow
- * in any case. */
-int faults_read(struct faults *f, int n, char *const *texts);
-/* Takes the rank of this process, of `ranks`, and what RUN_DIR/events.jsonl says about faults that have come. Fails when
- * a fault names a rank that is not there. No rank may write events before all have come back from here. */
-int faults_begin(struct faults *f, const char *run_dir, int rank, int ranks, uint64_t seed);
+/* Reads n texts, which must outlive *f. Fails, naming the text, at the first that is no fault, or that is for a rank
+ * beyond the `ranks` of the run. faults_free may follow in any case. */
+int faults_read(struct faults *f, int n, char *const *texts, int ranks);
+/* Takes the rank of this process, and what RUN_DIR/events.jsonl says about faults that have come. No rank may write
+ * events before all have come back from here. */
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed);
 void faults_free(struct faults *f);
 
 /* The first fault of that kind that comes to this rank at that moment of the step; NULL if none does. It does not come

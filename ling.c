@@ -2256,16 +2256,6 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 	return rc;
 }
 
-/* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
-static int init_from(struct trainer *t, const char *dir)
-{
-	struct model_config theirs;
-	int rc = config_from_huggingface(&theirs, dir);
-	if (rc == 0)
-		rc = config_check_init(&theirs, &t->config.model, dir);
-	return parallel_agree(rc) < 0 ? -1 : model_load(&t->model, dir);
-}
-
 /* Names the samples that wait, but whose files are in the blend no more. */
 static int drop_lost(struct trainer *t, const int *index)
 {

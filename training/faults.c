@@ -197,7 +197,7 @@ static uint64_t random_bits(const struct faults *f, const struct fault *x, int64
 {
 	const struct random_stream s = {.seed = f->seed, .purpose = RANDOM_FAULTS + 256 + (int)(x - f->list),
 			.step = (uint32_t)step};
-	return random_permute(0, UINT64_MAX, &s);
+	return random_permute((uint64_t)f->rank, UINT64_MAX, &s);
 }
 
 /* Turns one bit of one of this rank's weights. */

@@ -814,8 +814,8 @@ static int64_t count_targets(const struct trainer *t, const struct micro_batches
 	return (int64_t)count;
 }
 
-/* Multiply-adds of the last forward pass, of T tokens, on this rank: its share of the tokens, and the expert rows that it
- * was sent. */
+/* Multiply-adds of the last forward pass, of T tokens, on this rank: its share of the tokens, and the expert rows that
+ * it was sent. */
 static double forward_work(const struct model *m, int64_t T)
 {
 	const struct model_config *c = &m->config;
@@ -826,7 +826,8 @@ static double forward_work(const struct model *m, int64_t T)
 		work += (double)T * ((qkv_width(c) + attention_width(c)) * H + attention_width(c) * (int64_t)m->seq_len);
 		work += (double)N * 3 * H * shared_width(c, l);
 		if (has_experts(c, l))
-			work += (double)N * H * c->num_experts + (double)m->acts.layer[l].num_rows * 3 * H * c->moe_intermediate_size;
+			work += (double)N * H * c->num_experts +
+					(double)m->acts.layer[l].num_rows * 3 * H * c->moe_intermediate_size;
 	}
 	return work;
 }

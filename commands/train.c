@@ -121,8 +121,8 @@ static int run_train(const struct command_line *line)
 
 static const struct command_option options[] = {
 	TEXTS_OPTION(train_options, inject, "inject", "FAULT",
-			"A fault to order, for trying recovery: KIND@step=N[,rank=R][,during=step|update|save][,ms=M][,probability=P]; "
-			"KIND: kill, stop, nan, inf, flip, slow, diskfull or poison; may be given several times"),
+			"A fault to order, for trying recovery: KIND@step=N[,rank=R][,during=step|update|save][,ms=M]"
+			"[,probability=P]; KIND: kill, stop, nan, inf, flip, slow, diskfull or poison; may be given several times"),
 	PRINT_OPTION("keys", config_print_keys, "Print every key of a config with its default and meaning"),
 };
 

@@ -157,7 +157,8 @@ static const struct key keys[] = {
 	KEY(checkpoint.keep, T_INT, 0, 1e9, 0, "2", "newest checkpoints that are kept; 0: all"),
 
 	SECTION("health", 0, "looking for sick machines"),
-	KEY(health.every, T_INT64, 0, 1e12, NONE, "1000", "steps between comparisons of what ranks must have alike; off: none"),
+	KEY(health.every, T_INT64, 0, 1e12, NONE, "1000", "steps between comparisons of what ranks must have alike; off: "
+		"none"),
 
 	SECTION("eval", 0, "validation"),
 	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),

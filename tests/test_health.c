@@ -66,7 +66,8 @@ static void test_computed_twice(void **state)
 }
 
 /* Compares the pace of four ranks at a step. */
-static void pace(struct slow_ranks *s, const struct event_log *log, int64_t step, double a, double b, double c, double d)
+static void pace(struct slow_ranks *s, const struct event_log *log, int64_t step, double a, double b, double c,
+		double d)
 {
 	slow_ranks_compare(s, (double[]){a, b, c, d}, 4, false, log, step);
 }

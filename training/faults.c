@@ -27,8 +27,8 @@ static const enum fault_moment moments[NUM_FAULT_KINDS][2] = {
 	[FAULT_DISKFULL] = {MOMENT_SAVE, MOMENT_SAVE}, [FAULT_POISON] = {MOMENT_STEP, MOMENT_STEP},
 };
 
-#define FORM "KIND@step=N[,rank=R][,during=step|update|save][,ms=M][,probability=P], KIND being kill, stop, nan, inf, " \
-	"flip, slow, diskfull or poison"
+#define FORM "KIND@step=N[,rank=R][,during=step|update|save][,ms=M][,probability=P], KIND being kill, stop, nan, " \
+	"inf, flip, slow, diskfull or poison"
 
 /* Reads a whole number, low .. high; false when the text is none. */
 static bool read_whole(const char *text, int64_t low, int64_t high, int64_t *out)
@@ -63,7 +63,7 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 				x->moment = moments[x->kind][i];
 				return NULL;
 			}
-		return moments[x->kind][0] == moments[x->kind][1] ? "this kind of fault has one moment only, and needs no during"
+		return moments[x->kind][0] == moments[x->kind][1] ? "this kind of fault has one moment only"
 			: x->kind == FAULT_FLIP ? "during is step or update" : "during is step or save";
 	}
 	if (!strcmp(key, "probability") && x->kind != FAULT_SLOW) {

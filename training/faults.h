@@ -21,7 +21,7 @@
 enum fault_kind {
 	FAULT_KILL,                  /* the rank dies, as by kill -9 */
 	FAULT_STOP,                  /* the rank stands still, as by kill -STOP */
-	FAULT_NAN, FAULT_INF,        /* an element of the summed gradient is NaN, or infinite, on the rank that updates it */
+	FAULT_NAN, FAULT_INF,        /* an element of the summed gradient is so on the rank that updates it */
 	FAULT_FLIP,                  /* one bit of one weight of the rank is turned */
 	FAULT_SLOW,                  /* the rank sleeps ms milliseconds in every step from N on */
 	FAULT_DISKFULL,              /* the rank has no room on the disk for the checkpoint after step N */

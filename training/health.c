@@ -277,8 +277,8 @@ void slow_ranks_compare(struct slow_ranks *s, const double *pace, int num_ranks,
 					parallel_rank_host(r), "ratio", ratio, "expected_loss", 1 - 1 / ratio));
 			if (tell)
 				fprintf(stderr, "warning: step %lld: rank %d on %s is slow: it computes %.2f times as long as the "
-						"median of the ranks. As all wait for it, the run loses up to %.0f%% of its speed\n", (long long)step,
-						r, parallel_rank_host(r), ratio, 100 * (1 - 1 / ratio));
+						"median of the ranks. As all wait for it, the run loses up to %.0f%% of its speed\n",
+						(long long)step, r, parallel_rank_host(r), ratio, 100 * (1 - 1 / ratio));
 		} else if (!above && x->named) {
 			x->named = false;
 			event_write(log, step, "slow_rank_over", json_pack("{s:i, s:s, s:f}", "rank", r, "host",

@@ -41,9 +41,9 @@ enum { SLOW_WINDOW = 50, SLOW_AGAIN = 1000 }; /* steps */
 #define SLOW_RATIO 1.3
 
 /* The speed of the ranks. A rank is slow when the time that it computes for a unit of work is more than SLOW_RATIO
- * times the median of all ranks, as a mean over SLOW_WINDOW steps and again over the next SLOW_WINDOW: so one long pause
- * is not enough. An even number of ranks has two medians; the smaller one is taken, so that of two ranks the faster one is
- * the measure. */
+ * times the median of all ranks, as a mean over SLOW_WINDOW steps and again over the next SLOW_WINDOW: so one long
+ * pause is not enough. An even number of ranks has two medians; the smaller one is taken, so that of two ranks the
+ * faster one is the measure. */
 struct slow_ranks {
 	double seconds, work;        /* of this rank, in the current window */
 	int steps;                   /* of the current window so far */

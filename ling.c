@@ -1147,7 +1147,7 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 }
 
 /* Compares what the ranks must have alike; see training/health.h. before: what loss_beforehand returned. */
-static int compare_ranks(const struct trainer *t, double before)
+static int compare_ranks(const struct trainer *t, int64_t batch, double before)
 {
 	const struct trainer_state *s = &t->state;
 	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
@@ -1155,10 +1155,19 @@ static int compare_ranks(const struct trainer *t, double before)
 		counters[4 + 2 * i] = s->sources[i].taken;
 		counters[5 + 2 * i] = s->sources[i].credit;
 	}
+	uint32_t samples = 0, windows = 0;
+	for (int64_t i = 0; i < batch; i++) {
+		const int64_t sample[] = {t->samples[i].file, t->samples[i].number, t->samples[i].attempts};
+		samples = crc_of(samples, (const uint8_t *)sample, sizeof sample);
+	}
+	for (int i = 0; i < NUM_SPIKE_SIGNALS; i++)
+		windows = crc_of(windows, (const uint8_t *)t->spikes.values[i], t->spikes.count * sizeof *t->spikes.values[i]);
 	const struct replicated values[] = {
 		{"router_mean", s->router_mean, s->num_layers * sizeof *s->router_mean},
 		{"router_std", s->router_std, s->num_layers * sizeof *s->router_std},
 		{"position in the data", counters, sizeof counters},
+		{"samples of the batch", &samples, sizeof samples},
+		{"detector of spikes", &windows, sizeof windows},
 	};
 	const struct health_input in = {.table = &t->model.table, .config = &t->model.global,
 			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
@@ -1187,7 +1196,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	report_sums(t, m);
 
 	pause = pause_account(&t->model);
-	const bool differ = check && compare_ranks(t, before) < 0;
+	const bool differ = check && compare_ranks(t, batch, before) < 0;
 	resume_account(&account, &t->model, &pause);
 	if (differ) {
 		report_costs(&account, t, m);

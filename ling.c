@@ -898,8 +898,8 @@ struct decision {
 	int attempts;                /* the most that a sample of the batch had been tried before */
 };
 
-/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the update,
- * overflow: the second moment would stay infinite for ever. */
+/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the
+ * update, overflow: the second moment would stay infinite for ever. */
 static bool is_usable(const struct metrics *m, double grad_scale)
 {
 	return isfinite(m->loss) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr) &&
@@ -959,9 +959,9 @@ static void report_decision(struct trainer *t, const struct decision *d, const s
 	char line[320];
 	if (!d->kind || !is_rank0(t))
 		return;
-	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g (%.1f): "
-			"%s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss), d->deviation[SPIKE_LOSS],
-			plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
+	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g "
+			"(%.1f): %s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss),
+			d->deviation[SPIKE_LOSS], plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
 	print_status(stdout, line, true);
 	event_write(&t->events, t->state.step, d->kind, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:i, s:o}",
 			"batch", (json_int_t)t->state.batches, "loss", json_number(m->loss), "grad_norm", json_number(m->grad_norm),
@@ -997,8 +997,8 @@ static void skip(struct trainer *t, struct decision *d, const struct metrics *m)
 		return;
 	d->result = STEP_SKIPPED_TOO_MANY;
 	fail("step %lld: %d of the last %d batches were skipped; spikes.max_skips allows %d. The last one has loss %g, "
-			"balance loss %g, z-loss %g, gradient norm %g. Nothing new is saved, and the checkpoints stay: continue from "
-			"one before the trouble (remove the later ones; spikes.rollback does that by itself); lower "
+			"balance loss %g, z-loss %g, gradient norm %g. Nothing new is saved, and the checkpoints stay: continue "
+			"from one before the trouble (remove the later ones; spikes.rollback does that by itself); lower "
 			"schedule.peak_lr, or look at the data that events.jsonl names", (long long)m->step, t->spikes.num_skips,
 			o->window, o->max_skips, plain_nan(m->loss), plain_nan(m->balance_loss), plain_nan(m->z_loss),
 			plain_nan(m->grad_norm));
@@ -1056,9 +1056,9 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 static void update(struct trainer *t, const struct decision *d, struct metrics *m)
 {
 	const struct config *c = &t->config;
-	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
-			.eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay, .grad_scale = d->grad_scale,
-			.step = m->step});
+	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1,
+			.beta2 = c->optimizer.beta2, .eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
+			.grad_scale = d->grad_scale, .step = m->step});
 	update_router_statistics(t, m->tokens - t->state.tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
@@ -1385,8 +1385,8 @@ static void print_raised_rate(const struct trainer *t, const struct metrics *bef
 }
 
 /* Goes back to the newest checkpoint from before the first of the skipped batches that the detector remembers. The
- * position in the data stays: the samples since that checkpoint, and those that waited at it, are passed over, and named.
- * Later checkpoints and metrics are removed. */
+ * position in the data stays: the samples since that checkpoint, and those that waited at it, are passed over, and
+ * named. Later checkpoints and metrics are removed. */
 static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 {
 	const struct config *c = &t->config;
@@ -2275,8 +2275,8 @@ static int drop_lost(struct trainer *t, const int *index)
 	if (n && rc == 0 && is_rank0(t)) {
 		json_t *list = samples_to_json(lost, n);
 		char *text = json_text(list, JSON_COMPACT);
-		printf("%lld samples that were to be tried again are dropped, their files are in data.train no more; file, first "
-				"and last number: %s\n", (long long)n, text);
+		printf("%lld samples that were to be tried again are dropped, their files are in data.train no more; file, "
+				"first and last number: %s\n", (long long)n, text);
 		free(text);
 		event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o}", "batch",
 				(json_int_t)t->state.batches, "why", "their files left the blend", "samples", list));

@@ -26,7 +26,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
- *   training/spikes            loss and gradient spikes: the detector
+ *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
  *   training/faults            faults to order: --inject
  *   training/health            sick hardware: replicas that differ, slow ranks
  *   ling                       the model (forward, loss, backward) and one training run

@@ -109,6 +109,7 @@ test_second_signal() {
 
 # "The same command continues": also a command that says where to stop.
 test_same_command() {
+	rm -rf whole parts
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=whole
 	local again
 	for again in 7 20; do

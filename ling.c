@@ -1412,21 +1412,6 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	return 0;
 }
 
-/* `bytes` of zeros for a large array, or NULL. On huge pages where the system has them, since products read all of it;
- * and written first by all threads, so that each page is near one of them. */
-static void *allocate_large(size_t bytes)
-{
-	const size_t page = 2 << 20, size = (bytes / page + 1) * page;
-	char *p = aligned_alloc(page, size);
-	if (!p)
-		return NULL;
-	madvise(p, size, MADV_HUGEPAGE);
-	#pragma omp parallel for
-	for (size_t i = 0; i < size; i += page)
-		memset(p + i, 0, page);
-	return p;
-}
-
 /* Address space whose pages come when they are written, or NULL: for expert rows, which take what arrives, up to all
  * rows of the group; and for the weights of a model that is only evaluated, which take what cannot be mapped. */
 static void *reserve_memory(size_t bytes)

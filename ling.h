@@ -27,6 +27,7 @@
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/spikes            loss and gradient spikes: the detector
+ *   training/faults            faults to order: --inject
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -350,6 +351,7 @@ struct evaluation {
 	double loss;                 /* mean cross-entropy, nats */
 	int64_t tokens;              /* targets that count */
 	int64_t bytes;               /* of their text; 0 without a tokenizer */
+	bool stopped;                /* by stop_requested on a rank: the rest means nothing */
 };
 /* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
  * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
@@ -357,8 +359,8 @@ struct evaluation {
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e);
 
-/* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved. Global because a
- * signal handler gets no pointer of ours. */
+/* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved, and a validation
+ * ends within 1,024 tokens and a window. Global because a signal handler gets no pointer of ours. */
 extern volatile sig_atomic_t stop_requested;
 
 #endif

@@ -619,35 +619,156 @@ static size_t scan_number(const char *text, size_t n, bool *large)
 	return size;
 }
 
-/* A copy of a JSON text in which integers beyond 64 bits are strings of their digits, or else real numbers. */
-static struct text rewrite_large_integers(const char *text, size_t n, bool as_string)
+/* What stands for a value that is no JSON: an object with this one member, whose text says what was found. So every
+ * reader of such a value sees that it is of the wrong type, and json_kind tells why. */
+#define NOT_JSON "(not JSON)"
+
+static void append_not_json(struct text *out, const char *what, const char *found, size_t n)
+{
+	enum { MOST = 40 };            /* bytes of `found` */
+	text_append_string(out, "{\"" NOT_JSON "\":\"");
+	text_append_string(out, what);
+	text_append(out, found, n < MOST ? n : MOST);
+	text_append_string(out, n > MOST ? "...\"}" : "\"}");
+}
+
+/* The length of NaN, Infinity or -Infinity at the beginning of a JSON text of n bytes; 0 if it is none. */
+static size_t scan_no_number(const char *text, size_t n)
+{
+	static const char *const names[] = {"NaN", "Infinity", "-Infinity"};
+	for (int i = 0; i < 3; i++) {
+		const size_t size = strlen(names[i]);
+		if (n >= size && !memcmp(text, names[i], size) && (n == size || !isalnum((unsigned char)text[size])))
+			return size;
+	}
+	return 0;
+}
+
+/* Whether a number is a real one beyond what a double holds. */
+static bool is_too_large(const char *text, size_t n)
+{
+	struct text number = {0};
+	char *end;
+	if (n < 5 || (text[0] == '0' && isdigit((unsigned char)text[1]))) /* a leading 0 is an error, and stays one */
+		return false;
+	text_append(&number, text, n);
+	const bool large = isinf(strtod(number.data, &end)) && !*end;
+	free(number.data);
+	return large;
+}
+
+/* Whether \uXXXX, in hexadecimal digits, begins a text of n bytes; *code: what it stands for. */
+static bool scan_escape(const char *text, size_t n, unsigned *code)
+{
+	char digits[5] = "";
+	if (n < 6 || text[0] != '\\' || text[1] != 'u')
+		return false;
+	memcpy(digits, text + 2, 4);
+	*code = strtoul(digits, NULL, 16);
+	return strspn(digits, "0123456789abcdefABCDEF") == 4;
+}
+
+/* Reads a JSON string that begins with the quote at text[0]. Returns its length with both quotes. *bad: the first
+ * place in it that is half of a surrogate pair or not UTF-8, or NULL. copy, unless it is NULL, gets the string with
+ * U+FFFD in such places: the digits of a half follow it, so that different keys stay different. */
+static size_t scan_string(const char *text, size_t n, const char **bad, struct text *copy)
+{
+	size_t i = 1, size;
+	*bad = NULL;
+	for (; i < n && text[i] != '"'; i += size) {
+		unsigned code, low;
+		utf8proc_int32_t character;
+		const char *at = text + i;
+		bool half = false;
+		if (scan_escape(at, n - i, &code)) {
+			const bool pair = code >> 10 == 0xd800 >> 10 && scan_escape(at + 6, n - i < 6 ? 0 : n - i - 6, &low) &&
+				low >> 10 == 0xdc00 >> 10;
+			size = pair ? 12 : 6;
+			half = !pair && code >> 11 == 0xd800 >> 11;
+		} else if (*at == '\\')
+			size = n - i < 2 ? 1 : 2;
+		else if ((*at & 0x80) == 0)
+			size = 1;
+		else {
+			const utf8proc_ssize_t found = utf8proc_iterate((const uint8_t *)at, n - i, &character);
+			size = found > 0 ? found : 1;
+			half = found <= 0;
+		}
+		if (half && !*bad)
+			*bad = at;
+		if (copy && half)
+			text_append_string(copy, "\xef\xbf\xbd"), text_append(copy, size == 6 ? at + 2 : "", size == 6 ? 4 : 0);
+		else if (copy)
+			text_append(copy, at, size);
+	}
+	return i < n ? i + 1 : n;
+}
+
+/* Appends the JSON string that begins a text of n bytes; with `lenient` as one that can be read: a value that cannot
+ * is exchanged for an object that says so. Returns its length. */
+static size_t rewrite_string(struct text *out, const char *text, size_t n, bool lenient)
+{
+	const char *bad;
+	char byte[8];
+	const size_t size = scan_string(text, n, &bad, NULL);
+	size_t next = size;
+	while (next < n && is_blank_line(text + next, 1))
+		next++;
+	if (!bad || !lenient)
+		text_append(out, text, size);
+	else if (next < n && text[next] == ':') { /* a key */
+		text_append(out, "\"", 1);
+		scan_string(text, n, &bad, out);
+		text_append(out, "\"", 1);
+	} else if (*bad == '\\')
+		append_not_json(out, "broken text, with half of a surrogate pair, \\\\", bad + 1, 5);
+	else {
+		snprintf(byte, sizeof byte, "0x%02x", (unsigned char)*bad);
+		append_not_json(out, "broken text, not UTF-8 at its byte ", byte, strlen(byte));
+	}
+	return size;
+}
+
+/* A copy of a JSON text in which integers beyond 64 bits are real numbers. With `lenient` they are strings of their
+ * digits, and other values that are no JSON are exchanged for objects that say so: NaN and infinities, real numbers
+ * that are too large, strings with half of a surrogate pair or with bytes that are not UTF-8. */
+static struct text rewrite_json(const char *text, size_t n, bool lenient)
 {
 	struct text out = {0};
-	bool quoted = false, large;
 	for (size_t i = 0, size; i < n; i += size) {
-		size = 1, large = false;
-		if (quoted && text[i] == '\\' && i + 1 < n)
-			size = 2;
-		else if (text[i] == '"')
-			quoted = !quoted;
-		else if (!quoted && (isdigit((unsigned char)text[i]) || text[i] == '-'))
-			size = scan_number(text + i, n - i, &large);
-		if (large && as_string)
-			text_append(&out, "\"", 1);
-		text_append(&out, text + i, size);
-		if (large)
-			text_append(&out, as_string ? "\"" : ".0", as_string ? 1 : 2);
+		const char *at = text + i;
+		const size_t no_number = lenient ? scan_no_number(at, n - i) : 0;
+		bool large = false;
+		if (*at == '"') {
+			size = rewrite_string(&out, at, n - i, lenient);
+			continue;
+		}
+		size = no_number ? no_number : isdigit((unsigned char)*at) || *at == '-' ? scan_number(at, n - i, &large) : 1;
+		if (no_number)
+			append_not_json(&out, "", at, size);
+		else if (lenient && !large && is_too_large(at, size))
+			append_not_json(&out, "too large a number, ", at, size);
+		else {
+			if (large && lenient)
+				text_append(&out, "\"", 1);
+			text_append(&out, at, size);
+			if (large)
+				text_append(&out, lenient ? "\"" : ".0", lenient ? 1 : 2);
+		}
 	}
 	return out;
 }
 
 /* Parses JSON; see json_read and json_line. */
-static json_t *parse_json(const char *text, size_t n, size_t flags, bool large_as_string, json_error_t *error)
+static json_t *parse_json(const char *text, size_t n, size_t flags, bool lenient, json_error_t *error)
 {
 	json_t *root = json_loadb(n ? text : "", n, JSON_REJECT_DUPLICATES | flags, error);
-	if (!root && json_error_code(error) == json_error_numeric_overflow) {
-		struct text again = rewrite_large_integers(text, n, large_as_string);
-		root = json_loadb(again.data, again.size, JSON_REJECT_DUPLICATES | flags, error);
+	const enum json_error_code code = root ? json_error_unknown : json_error_code(error);
+	if (code == json_error_numeric_overflow ||
+			(lenient && (code == json_error_invalid_syntax || code == json_error_invalid_utf8))) {
+		struct text again = rewrite_json(text, n, lenient);
+		if (again.size != n || memcmp(again.data, text, n) != 0)
+			root = json_loadb(again.data, again.size, JSON_REJECT_DUPLICATES | flags, error);
 		free(again.data);
 	}
 	return root;
@@ -770,7 +891,21 @@ const char *json_kind(const json_t *v)
 		[JSON_INTEGER] = "an integer", [JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false",
 		[JSON_NULL] = "null",
 	};
-	return v ? kinds[json_typeof(v)] : "missing";
+	const char *found = json_is_object(v) ? json_string_value(json_object_get(v, NOT_JSON)) : NULL;
+	return found ? found : v ? kinds[json_typeof(v)] : "missing";
+}
+
+const char *json_flaw(const json_t *v)
+{
+	const char *found = json_is_object(v) ? json_string_value(json_object_get(v, NOT_JSON)) : NULL, *key;
+	json_t *inner;
+	size_t i;
+	if (json_is_object(v))
+		json_object_foreach((json_t *)v, key, inner)
+			found = found ? found : json_flaw(inner);
+	json_array_foreach(v, i, inner)
+		found = found ? found : json_flaw(inner);
+	return found;
 }
 
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out)

@@ -178,11 +178,13 @@ void new_file_abandon(struct new_file *file);
 json_t *json_read(const char *path);
 
 /* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the
- * string of its digits, which a template can write as they stand. Strings may hold \u0000. */
+ * string of its digits, which a template can write as they stand. Strings may hold \u0000. Values that other programs
+ * write although they are no JSON become objects that no reader takes, and that json_kind names: NaN, Infinity, real
+ * numbers like 1e400, strings with half of a surrogate pair or with bytes that are not UTF-8. So they are errors where
+ * they are read, and only there. */
 json_t *json_line(const char *where, const char *line, size_t n);
 
-/* An object or an array of n bytes of text, with the same integers and strings; `path` and a line begin the message.
- * */
+/* An object or an array of n bytes of text, read in the same way; `path` and a line begin the message. */
 json_t *json_value(const char *path, const char *text, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */
@@ -208,8 +210,13 @@ json_t *json_cstring(const char *text);
 const json_t *json_at(const json_t *value, const char *path);
 const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* the path is n bytes long */
 
-/* The type of a value in words, "missing" for NULL. */
+/* The type of a value in words, "missing" for NULL; for a value that is no JSON (see json_line), what was found. It
+ * lives as long as the value. */
 const char *json_kind(const json_t *v);
+
+/* What json_kind says of a value that is no JSON, anywhere within v; NULL when there is none. For who writes all of v,
+ * whatever it holds. */
+const char *json_flaw(const json_t *v);
 
 /* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
  * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */

@@ -11,6 +11,7 @@
 #include "files/checkpoint.h"
 
 #include "files/base.h"
+#include "parallel.h"
 #include "files/config.h"
 #include "files/safetensors.h"
 #include "files/tensors.h"
@@ -389,7 +390,8 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 {
 	char path[PATH_LEN];
 	if (model_files_write(files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", files ? files->config : NULL, NULL) < 0)
+			config_write(path, &c->model, "float32", files ? files->config : NULL,
+					files ? files->gguf_name : NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
@@ -508,6 +510,29 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 	}
 	free(steps);
 	return rc;
+}
+
+int find_model(char path[PATH_LEN], const char *name)
+{
+	char file[PATH_LEN];
+	struct stat st;
+	int found = 0, rc = path_join(file, name, "config.json");
+	if (rc == 0 && stat(name, &st) == 0 && S_ISDIR(st.st_mode) && stat(file, &st) < 0) {
+		found = checkpoint_newest(name, path);
+		rc = found < 0 ? -1 : path_join(file, name, "metrics.jsonl");
+		if (rc == 0 && !found && stat(file, &st) == 0)
+			rc = fail("%s is the directory of a run that has no checkpoint yet", name);
+	}
+	if (rc == 0 && !found && snprintf(path, PATH_LEN, "%s", name) >= PATH_LEN)
+		rc = fail("%.200s...: the path is too long", name);
+	if (parallel_agree(rc) < 0)
+		return -1;
+	/* A run that goes on may save another checkpoint between the looks of two ranks. */
+	if (parallel_same(crc32_z(0, (const void *)path, strlen(path)), "the newest checkpoint") < 0)
+		return -1;
+	if (found && parallel_rank() == 0)
+		fprintf(stderr, "note: %s is a run: taking its newest checkpoint, %s\n", name, path);
+	return 0;
 }
 
 int checkpoint_clean(const char *output_dir)

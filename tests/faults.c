@@ -4,6 +4,8 @@
  * FAULT_AT=N: the call number N, from 1. FAULT_KILL set: SIGKILL in place of an error. The call is named on stderr as
  * "fault: ...". An open, mkdir, fsync, rename, unlink or rmdir fails with EIO; for a write, the file behind the stream
  * is exchanged for /dev/full. Of the writes of a stream one after the other only the first three count.
+ *
+ * FAULT_SHRINK=ENDING: after the first read() of a file whose path ends so, the rest of the file is gone.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -55,6 +57,23 @@ FILE *fopen(const char *path, const char *mode)
 {
 	REAL(fopen);
 	return counts(path) && fault("fopen", path) ? NULL : real(path, mode);
+}
+
+ssize_t read(int fd, void *bytes, size_t n)
+{
+	REAL(read);
+	static bool done;
+	const char *ending = getenv("FAULT_SHRINK");
+	char name[64], path[4096];
+	const ssize_t found = real(fd, bytes, n);
+	snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+	const ssize_t size = ending && !done ? readlink(name, path, sizeof path) : -1;
+	const ssize_t length = size < 0 ? 0 : strlen(ending);
+	if (size >= length && size > 0 && !memcmp(path + size - length, ending, length)) {
+		done = true;
+		dprintf(2, "fault: shrink %s\n", truncate(name, lseek(fd, 0, SEEK_CUR)) < 0 ? strerror(errno) : ending);
+	}
+	return found;
 }
 
 int mkdir(const char *path, mode_t mode)

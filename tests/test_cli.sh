@@ -540,6 +540,16 @@ test_init_from() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=from2 train.init_from="$fixture" train.steps=2 data.tokenizer=none \
 		data.train=few data.valid=off "model={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
 vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6, rope_theta: 10000}"
+	# A run's directory stands for its newest checkpoint, when the run begins; the config keeps what was asked for.
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=1
+	has err.txt "note: run is a run: taking its newest checkpoint, run/step-0000020"
+	cmp -s from/step-0000001/model.safetensors from4/step-0000001/model.safetensors || problem "other weights"
+	[ "$(jq -r .config.train.init_from from4/step-0000001/trainer.json)" = run ] || problem "not as it was asked for"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=2
+	! grep -q "run is a run\|train.init_from" out.txt err.txt || problem "read again, or a change that is none: $(cat out.txt err.txt)"
+	expect 2 "run is the directory of a run; expected one of its checkpoints" "$ling" train tiny.yaml train.output_dir=from5 model=run
+	mkdir bare && touch bare/metrics.jsonl
+	expect 1 "bare is the directory of a run that has no checkpoint yet" "$ling" train tiny.yaml train.output_dir=from5 train.init_from=bare
 	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
 	cp -r run/step-0000020 named && echo notes >"$(not_utf8 named/notes).txt"
 	expect 1 "its name is not UTF-8, so that a checkpoint cannot hold it" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=named
@@ -725,6 +735,11 @@ test_input_forms() {
 	expect 0 "" "$ling" tokenize --out form large.json
 	same form.bin right.bin
 	expect 1 "-: the standard input has no name" "$ling" tokenize --out form - <forms.jsonl
+	for f in /dev/stdin /dev/fd/0; do
+		expect 1 "$f: a device or a pipe has no name that tells what it is" "$ling" tokenize --out form $f <forms.jsonl
+		expect 0 "" "$ling" tokenize --out form --format jsonl $f <forms.jsonl
+		same form.bin right.bin
+	done
 	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out right-bpe.json forms.jsonl
 	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out form-bpe.json forms.jsonl.gz
 	same form-bpe.json right-bpe.json
@@ -753,5 +768,40 @@ test_input_forms() {
 	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"
 }
 
-check train bit_equal stop_and_continue signals kill input_forms
+# Lines that cannot be used, and the member that holds the text.
+test_bad_lines() {
+	# what is no JSON costs nothing in a member that nobody reads, and is named in one that is read
+	printf '{"text":"a","meta":{"score":NaN},"p":[1e400,-Infinity]}\n{"text":"b","x":"cut \\ud83d"}\n' >unread.jsonl
+	expect 0 "" "$ling" tokenize --out unread --json unread.jsonl
+	[ "$(cat out.txt)" = '{"path": "unread", "documents": 2, "tokens": 4, "bytes": 2, "loss_tokens": 4, "skipped_lines": 0}' ] ||
+		problem "$(cat out.txt)"
+	[ "$("$ling" tokenize --decode unread | tr -d '\0')" = "ab" ] || problem "$("$ling" tokenize --decode unread)"
+	printf '[{"text":"a","meta":{"score":NaN},"id":99999999999999999999},\n{"text":"b","x":"\\ud83d"}]' >unread.json
+	expect 0 "" "$ling" tokenize --out array unread.json
+	same array.bin unread.bin
+	printf '{"text":"cut \\ud83d"}\n{"text":"b"}\nnonsense\n{"body":"c"}\n' >read.jsonl
+	expect 1 'read.jsonl:1: `text` is broken text, with half of a surrogate pair, \ud83d; expected a string; --skip-bad-lines' \
+		"$ling" tokenize --out read read.jsonl
+	expect 1 'read.jsonl:1: `text` is broken text' "$ling" train-tokenizer --vocab-size 262 --out read.json read.jsonl
+	expect 0 "" "$ling" tokenize --out read --skip-bad-lines read.jsonl
+	has out.txt "read: 1 documents, 2 tokens, 1 bytes, 3 bad lines skipped"
+	[ "$(sed 's/: .*//' err.txt | tr '\n' ' ')" = "skipped skipped skipped 3 lines could not be used, and were skipped " ] || problem "$(cat err.txt)"
+	has err.txt "skipped: read.jsonl:1: " "skipped: read.jsonl:3: bad JSON" "skipped: read.jsonl:4: found \`body\`"
+	jq -e '.text_field == "text" and .skipped_lines == 3' read.json >/dev/null || problem "$(cat read.json)"
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out bpe.json --skip-bad-lines --json read.jsonl
+	jq -e '.vocab_size == 259 and .skipped_lines == 3 and .words == 1' out.txt >/dev/null || problem "$(cat out.txt)"
+	has err.txt "3 lines could not be used"
+	expect 1 "nothing to write" "$ling" tokenize --out none --skip-bad-lines --text-field nobody read.jsonl
+	has err.txt "4 lines could not be used"
+	# another member
+	expect 0 "" "$ling" tokenize --out body --skip-bad-lines --text-field body --json read.jsonl
+	[ "$(jq -c '[.documents, .skipped_lines]' out.txt)" = "[1,3]" ] || problem "$(cat out.txt)"
+	[ "$(jq -r .text_field body.json)" = body ] || problem "$(cat body.json)"
+	expect 1 'found `text`; expected one of a string `body`' "$ling" train-tokenizer --vocab-size 262 --out no.json --text-field body read.jsonl
+	expect 1 "text.txt: is text; expected a file of JSON lines, to which --skip-bad-lines belongs" "$ling" tokenize --out no --skip-bad-lines text.txt
+	expect 2 "decode" "$ling" tokenize --decode read --skip-bad-lines
+	! compgen -G 'no[.n]*' >/dev/null || problem "made $(ls no*)"
+}
+
+check train bit_equal stop_and_continue signals kill input_forms bad_lines
 finish

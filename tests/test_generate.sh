@@ -36,6 +36,18 @@ test_generate() {
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"
 }
 
+# A byte order mark is no part of the first prompt.
+test_mark() {
+	local f
+	for f in prompts.txt prompts.jsonl; do
+		expect 0 "" "$ling" generate $model --prompts $f --max-tokens 5 --json
+		cp out.txt plain.txt
+		{ printf '\357\273\277' && cat $f; } >mark.${f#*.}
+		expect 0 "" "$ling" generate $model --prompts mark.${f#*.} --max-tokens 5 --json
+		same out.txt plain.txt
+	done
+}
+
 test_batches() {
 	local way drawn="--temperature 1.5 --seed 4"
 	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --batch 1 --json
@@ -228,7 +240,9 @@ test_chat_forms() {
 	expect 0 "" "$ling" tokenize --tokenizer k --out c text.txt # no conversation
 	expect 1 "ling2 or chatml" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form vicuna
 	echo '{"messages": [{"role": "tool", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
-	expect 1 "the role is \`tool\`" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form ling2
+	printf '%s' "$ling2" >k/chat_template.jinja # this one has no place for it
+	expect 1 "the role is \`tool\`" "$ling" tokenize --tokenizer k --out c c.jsonl
+	rm k/chat_template.jinja
 	# generate: the template in the model's folder holds, whatever the tokenizer.
 	rm -rf own && mkdir own && cp $model/config.json $model/model.safetensors own
 	cp k/tokenizer_config.json own
@@ -246,6 +260,118 @@ test_chat_forms() {
 	mv out.txt many.txt
 	expect 0 "" "$ling" generate own --tokenizer k --prompts many.ndjson --chat-form chatml --temperature 100 --json
 	same out.txt many.txt
+}
+
+# Tools, calls, results and reasoning as Ling 2.0's template writes them; the texts are those of Jinja.
+test_chat_tools() {
+	local call='"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1e-7, "s": "a\"\n"}}}, {"name": "g", "arguments": "{}"}]'
+	local tools='"tools": [{"type": "function", "function": {"name": "add", "parameters": {"x": {"minimum": 0.5}, "n\u00e9": [1, true, null]}}}, {"name": "g"}]'
+	local user='{"role": "user", "content": "U"}' answer='{"role": "assistant", "content": "A"}' k=tools_k
+	expect 0 "" "$ling" train-tokenizer --vocab-size 270 --special '<|role_end|>' --special '<think>' --special '</think>' --special '<tool_call>' \
+		--out $k/tokenizer.json text.txt
+	# shellcheck disable=SC2028 # the backslashes are JSON's
+	echo '{'"$tools"', "messages": [{"role": "system", "content": "S"}, '"$user"', {"role": "assistant", "content": "<think>\nold\n</think>\n\nA", "weight": 0},
+		{"role": "user", "content": "V"}, {"role": "assistant", "content": "B", "reasoning_content": "\nwhy\n", '"$call"'},
+		{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"},
+		{"role": "assistant", "content": null, "tool_calls": [{"name": "g", "arguments": {"e": {}}}]}, {"role": "tool", "content": "5"},
+		{"role": "assistant", "content": "t</think>C"}]}' | tr -d '\n' >c.jsonl
+	cat >want.txt <<-'END'
+		<role>SYSTEM</role>S
+		# Tools
+
+		You may call one or more functions to assist with the user query.
+
+		You are provided with function signatures within <tools></tools> XML tags:
+		<tools>
+		{"type": "function", "function": {"name": "add", "parameters": {"x": {"minimum": 0.5}, "né": [1, true, null]}}}
+		{"name": "g"}
+		</tools>
+
+		For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+		<tool_call>
+		{"name": <function-name>, "arguments": <args-json-object>}
+		</tool_call>
+		detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|><role>HUMAN</role>V<|role_end|><role>ASSISTANT</role>
+		<think>
+		why
+		</think>
+
+		B
+		<tool_call>
+		{"name": "add", "arguments": {"x": 1e-07, "s": "a\"\n"}}
+		</tool_call>
+		<tool_call>
+		{"name": "g", "arguments": {}}
+		</tool_call><|role_end|><role>OBSERVATION</role>
+		<tool_response>
+		3
+		</tool_response>
+		<tool_response>
+		4
+		</tool_response><|role_end|><role>ASSISTANT</role><tool_call>
+		{"name": "g", "arguments": {"e": {}}}
+		</tool_call><|role_end|><role>OBSERVATION</role>
+		<tool_response>
+		5
+		</tool_response><|role_end|><role>ASSISTANT</role>
+		<think>
+		t
+		</think>
+
+		C<|role_end|>
+	END
+	perl -0pi -e 's/\n$//' want.txt
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	expect 0 "" "$ling" tokenize --decode c --tokenizer $k
+	same out.txt want.txt
+	# The same ids as those of the whole text: tags are tokens where the tokenizer has them.
+	jq -Rs '{text: .}' -c want.txt >whole.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out whole whole.jsonl
+	head -c -2 whole.bin | cmp -s - c.bin || problem "other ids than those of the whole text"
+	# The loss counts what the assistant says, thinks and calls, and not the results.
+	write_tokens learned 8 'S<' $(perl -e 'local $/; open A, "<:raw", "c.bin"; open B, "<:raw", "c.mask.bin"; my @mask = unpack "C*", <B>;
+		my $i = 0; print join " ", grep { $mask[$i++] } unpack "S<*", <A>')
+	expect 0 "" "$ling" tokenize --decode learned --tokenizer $k
+	perl -0ne 's/^.*?V<\|role_end\|>//s; print join "", /<role>ASSISTANT<\/role>(.*?<\|role_end\|>)/gs' want.txt >want_learned.txt
+	same out.txt want_learned.txt
+	# Tools without a system message, also as a string.
+	echo '{"tools": "[{\"name\": \"g\"}]", "messages": ['"$user, $answer"']}' >c.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	expect 0 "" "$ling" tokenize --decode c --tokenizer $k
+	has out.txt '<role>SYSTEM</role># Tools'
+	has out.txt '{"name": "g"}'
+	# A template has a place for tools if it writes them as that one does.
+	printf '%s\n' "thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
+		"<role>ASSISTANT</role> <tools> tool | tojson '\\n</tools>\\n\\nFor each function call' <role>OBSERVATION</role> '\\n<tool_response>\\n' '\\n</tool_response>'" \
+		"'<tool_call>\\n{\"name\": \"' tool_call.arguments | tojson '}\\n</tool_call>' ns.last_query_index" \
+		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n')" >$k/chat_template.jinja
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	sed -i 's/tool | tojson/tool/' $k/chat_template.jinja
+	expect 1 "c.jsonl:1: \`tools\` has no place" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	echo '{"messages": ['"$user"', {"role": "assistant", "content": "t</think>A"}]}' >c.jsonl
+	expect 1 "message 2: its content holds </think>, which the model's template takes apart" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	# What that template would leave out, and what is no call.
+	while IFS='|' read -r message text; do
+		printf '%s\n' "$message" >c.jsonl
+		expect 1 "$text" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	done <<-END
+		{"tools": [{"name": "g", "n": [NaN]}], "messages": [$user, $answer]}|\`tools\`, tool 1: has a value that is NaN; expected JSON
+		{"messages": [$user, {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"x": [1, 1e400]}}]}]}|\`arguments\` has a value that is too large a number, 1e400
+		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A"}, $user, $answer]}|message 2: Ling 2.0's template leaves out the reasoning
+		{"messages": [$user, {"role": "assistant", "content": "x<think>t</think>A"}]}|message 2: its content has text before <think>
+		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A</think>"}]}|message 2: its content holds </think> twice
+		{"messages": [$user, {"role": "assistant", "content": "A", "reasoning_content": ["t"]}]}|message 2: \`reasoning_content\` is an array
+		{"messages": [$user, {"role": "assistant", "content": "A", "reasoning": "t"}]}|message 2: \`reasoning\` has no place
+		{"messages": [{"role": "user", "content": "U", "reasoning_content": "t"}, $answer]}|message 1: \`reasoning_content\` has no place
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": {"name": "g"}}]}|message 2: \`tool_calls\` is an object
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": ["g"]}]}|message 2: \`tool_calls\`, call 1: is a string
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": [{"name": "g"}]}]}|call 1: \`arguments\` is missing
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": [{"function": {"arguments": {}}}]}]}|call 1: \`name\` is missing
+		{"messages": [$user, {"role": "assistant", "content": null}]}|message 2: \`content\` is null
+		{"messages": [$user, $answer], "tools": ["g"]}|tool 1: is a string; expected an object
+		{"messages": [$user, $answer], "tools": {"g": 1}}|\`tools\` is an object; expected a list of objects
+	END
 }
 
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.
@@ -272,5 +398,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety end_ids chat_forms run_directory
+check generate mark batches wrong_use chat variety end_ids chat_forms chat_tools run_directory
 finish

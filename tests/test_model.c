@@ -887,13 +887,6 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 						(long long)(first[i] + segments[i].num_tokens - 1), (long long)L);
 		done = 0;
 		for (int b = 0; b < B; b++) {
-			if (draw(&seed, 3) == 0) {
-				struct kv_cache copy;
-				assert_done(kv_cache_init(&copy, m, L + draw(&seed, 5)));
-				kv_cache_copy(m, &copy, &caches[b], caches[b].length - draw(&seed, caches[b].length > 0));
-				kv_cache_free(&caches[b]);
-				caches[b] = copy;
-			}
 			if (draw(&seed, 31) == 0)
 				caches[b].length = draw(&seed, caches[b].length);
 			done += caches[b].length;

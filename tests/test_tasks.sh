@@ -364,6 +364,10 @@ test_groups() {
 	jq -se 'map(select(.task == "choice" and .line == 1)) | .[0].context | test("^(grass is green|night is black)[.] sky is$")' results/samples.jsonl >/dev/null ||
 		problem "context: $(head -n 1 results/samples.jsonl)"
 	has results/samples.jsonl '"context":"<role>HUMAN</role>What is grass?<role>ASSISTANT</role>"'
+	printf '{"q": "%s?", "a": "%s"}\n' 1 one 2 two 3 three >match.jsonl
+	echo '- {name: match, type: exact_match, data: match.jsonl, prompt: "{q}", answer: a, max_tokens: 1, examples: {count: 2, choose: first}}' >match.yaml
+	expect 0 "" "$ling" eval $model --tasks match.yaml --out match
+	[ "$(jq -r '.context | gsub("\n"; "/")' match/samples.jsonl | tail -n 1)" = "1?one//2?two//3?" ] || problem "context: $(cat match/samples.jsonl)"
 }
 
 check results foreign_paths ranks groups vocabulary long_window ready_tasks bad_use bad_tasks

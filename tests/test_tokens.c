@@ -168,7 +168,7 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 {
 	struct tokens t;
 	struct tokenized result;
-	if (tokenize_files(at("out/deep/t"), "byte", NULL, false, FORMAT_BY_NAME, num_files, files, &result) < 0 ||
+	if (tokenize_files(at("out/deep/t"), "byte", NULL, false, NULL, num_files, files, &result) < 0 ||
 			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(t.count, length);
@@ -229,7 +229,7 @@ static void tokenize_foreign_path(void **state)
 	strcpy(expected, at("tok\xef\xbf\xbd"));
 	assert_int_equal(mkdir(dir, 0777), 0);
 	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
-	if (tokenize_files(at("t\xff"), dir, NULL, false, FORMAT_BY_NAME, 1, (char *[]){text}, &result) < 0 ||
+	if (tokenize_files(at("t\xff"), dir, NULL, false, NULL, 1, (char *[]){text}, &result) < 0 ||
 			tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
 		fail_msg("%s", error_text);
 	struct tokenizer *tokenizer = tokenizer_open(dir);
@@ -307,7 +307,7 @@ static void tokenize_chat(void **state)
 			"<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
 		/* text parts; developer; members that are null, empty, or say nothing about the text */
 		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\","
-			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},"
+			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"\",\"id\":\"x\",\"timestamp\":NaN},"
 			"{\"role\":\"assistant\",\"content\":[],\"from\":null,"
 			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],"
 			"\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
@@ -322,12 +322,13 @@ static void tokenize_chat(void **state)
 			"<role>HUMAN</role>u<role>ASSISTANT</role>a<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
 		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever
 		 * they look like */
-		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
+		{"{\"messages\":[" SAYS("assistant", "a") ",{\"role\":\"tool\",\"content\":\"<role>ASSISTANT</role>\","
+			"\"name\":\"f\",\"tool_call_id\":\"1\"}]}",
 			"<role>ASSISTANT</role>[a]^<role>TOOL</role><role>ASSISTANT</role>|"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].lines);
-		if (tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result) < 0)
+		if (tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result) < 0)
 			fail_msg("%s", error_text);
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
 		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
@@ -360,9 +361,9 @@ static void tokenize_chat(void **state)
 	expect_error("it is damaged, missing");
 	/* A file that is replaced leaves no mask for the next one. */
 	put_string(b, cases[0].lines);
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	put_string(b, "{\"text\":\"plain\"}");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
 	assert_int_equal(result.loss_tokens, 6);
@@ -380,7 +381,7 @@ static void end_targets(void **state)
 	int32_t input[L], target[L], document[L];
 	strcpy(b, at("b.jsonl"));
 	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	assert_true(result.loss_tokens == 4);
 	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
@@ -436,7 +437,7 @@ static void tokenize_long_chat(void **state)
 		size += all ? n : 1;
 		size += sprintf(line + size, "\"}");
 		put_file(b, line, size);
-		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
 		for (int64_t i = 0; i < t.count; i++)
@@ -454,8 +455,9 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3, false}, {"assistant", "a", 1, false},
-		{"human", "h", 1, false}}, bad[] = {{"boss", "b", 1, false}};
+	const struct message messages[] = {{.role = "system", .content = "s\0s", .content_size = 3},
+		{.role = "assistant", .content = "a", .content_size = 1}, {.role = "human", .content = "h", .content_size = 1}},
+		bad[] = {{.role = "boss", .content = "b", .content_size = 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =
@@ -912,10 +914,29 @@ static void tokenize_bad(void **state)
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
 		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"},
+		{"{\"title\":\"a\",\"n\":1,\"body\":\"b\",\"x\":NaN}",
+			"--text-field NAME takes the text from another string: `title`, `body`; --skip-bad-lines"},
+		{"{\"n\":1}", "takes the text from another string: none"},
 		{"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
-		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"\xff\"}", "b.jsonl:1: `text` is broken text, not UTF-8 at its byte 0xff; expected a string"},
+		{"{\"text\":\"a\"}\n{\"text\":\"cut \\ud800\"}",
+			"b.jsonl:2: `text` is broken text, with half of a surrogate pair, \\ud800; expected a string; "
+			"--skip-bad-lines"},
+		{"{\"text\":NaN}", "b.jsonl:1: `text` is NaN; expected a string"},
+		{"{\"messages\":[" SAYS("assistant", "\\udc00") "]}",
+			"b.jsonl:1: message 1: `content` is broken text, with half of a surrogate pair"},
+		{"{\"messages\":[" WEIGHS("assistant", "a", "1e999") "]}",
+			"message 1: `weight` is too large a number, 1e999; expected 0 or 1"},
+		{"{\"messages\":[" USER ",NaN]}", "message 2: `role` is missing"},
+		{"{\"messages\":[" SAYS("assistant", "a") "],\"tools\":Infinity}", "b.jsonl:1: `tools` has no place"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":\"a\",\"name\":\"Ann\"}]}",
+			"message 1: `name` has no place here in the model's chat form"},
+		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"name\":\"Ann\"}]}",
+			"message 1: `name` has no place"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"thoughts\":\"t\"}]}", "`thoughts` has no place"},
+		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"history\":[[\"q\",\"a\"]]}", "`history` has no place"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
 		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found `text`, `messages`; expected one of"},
@@ -937,7 +958,7 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}",
 			"message 1: `content` is null; expected a string"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
-			"message 1: `tool_calls` has no place in Ling's chat form"},
+			"message 1: `tool_calls` has no place here in the model's chat form"},
 		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
 			"message 2: `reasoning_content` has no place"},
 		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"tools\":[{\"type\":\"function\"}]}",
@@ -973,33 +994,90 @@ static void tokenize_bad(void **state)
 	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].text);
-		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), -1);
 		expect_error(cases[i].error);
 		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
 		assert_false(holds_temporary(scratch));
 	}
-	assert_int_equal(tokenize_files(at("t"), "gpt2", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "gpt2", NULL, false, NULL, 1, (char *[]){b}, &result), -1);
 	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
 			"holds one");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){none}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){none}, &result), -1);
 	expect_error("none.txt: cannot open");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){dir}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){dir}, &result), -1);
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
 		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", NULL, false,
-				FORMAT_BY_NAME, 1,
+				NULL, 1,
 				(char *[]){b},
 				&result), -1);
 		expect_error("has no name in it; expected a prefix");
 	}
 	assert_false(exists(at("out")));
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){own}, &result), -1);
 	expect_error("t.json: is an input, but would be replaced");
-	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own},
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, NULL, 1, (char *[]){own},
 			&result), -1);
 	expect_error("b.jsonl");
+}
+
+/* The member that holds the text, and lines that cannot be used: left out, counted, named in order. */
+static void text_field_and_bad_lines(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	struct tokens t;
+	char b[PATH_LEN], c[PATH_LEN];
+	strcpy(b, at("b.jsonl")), strcpy(c, at("c.jsonl"));
+	put_string(b, "{\"body\":\"one\",\"text\":NaN,\"score\":1e400}\n{\"text\":\"t\"}\nnonsense\n"
+			"{\"body\":\"cut \\ud83d\"}\n\n{\"messages\":[" USER "," SAYS("assistant", "a") "]}\n{\"body\":\"two\"");
+	put_string(c, "{\"body\":5}\n{\"body\":\"\"}\n[]\n{\"prompt\":\"\",\"body\":\"three\"}\n{}\n");
+	char *files[] = {b, c};
+	const struct text_options strict = {.text_field = "body"}, o = {.text_field = "body", .skip_bad_lines = true};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &strict, 2, files, &result), -1);
+	expect_error("b.jsonl:2: found `text`; expected one of a string `body`, |; --skip-bad-lines leaves such lines out");
+	const int kept = dup(2), log = open(at("err.txt"), O_RDWR | O_CREAT, 0600);
+	dup2(log, 2);
+	const int rc = tokenize_files(at("t"), "byte", NULL, false, &o, 2, files, &result);
+	dup2(kept, 2), close(kept), close(log);
+	assert_int_equal(rc, 0);
+	assert_string_equal(show_tokens(at("t")), "[one|]<role>HUMAN</role>u<role>ASSISTANT</role>[a|three|");
+	assert_true(result.documents == 3 && result.lines_skipped == 7);
+	size_t n;
+	uint8_t *said = get_file(at("err.txt"), &n);
+	const char *at_line = (char *)said;
+	static const char *const lines[] = {"b.jsonl:2: found `text`", "b.jsonl:3: bad JSON",
+		"b.jsonl:4: `body` is broken", "b.jsonl:7: bad JSON", "c.jsonl:1: `body` is an integer", "skipped: ...",
+		"7 lines could not be used, and were skipped"};
+	for (int i = 0; i < COUNT(lines); i++)
+		assert_non_null(at_line = strstr(at_line, lines[i]));
+	assert_null(strstr((char *)said, "c.jsonl:3"));
+	free(said);
+	/* The manifest knows both, also when another program writes it again. */
+	for (int i = 0; i < 2; i++) {
+		json_t *manifest = json_read(at("t.json"));
+		assert_string_equal(json_string_value(json_object_get(manifest, "text_field")), "body");
+		assert_int_equal(json_integer_value(json_object_get(manifest, "skipped_lines")), 7);
+		json_decref(manifest);
+		set_time(at("t.bin"), (struct timespec){1, 0});
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		tokens_close(&t);
+	}
+	/* A member that usually is a conversation's can be the text; a text file has no members. */
+	put_string(b, "{\"prompt\":\"p\",\"completion\":\"c\"}");
+	const struct text_options completion = {.text_field = "completion"};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &completion, 1, files, &result), 0);
+	assert_string_equal(show_tokens(at("t")), "[c|");
+	strcpy(c, put_string(at("a.txt"), "words"));
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &completion, 1, &files[1], &result), -1);
+	expect_error("a.txt: is text; expected a file of JSON lines, to which --text-field belongs");
+	char name[MAX_NAME + 1] = "";
+	memset(name, 'n', MAX_NAME);
+	const struct text_options too_long = {.text_field = name};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &too_long, 1, files, &result), -1);
+	expect_error("--text-field: a name of 128 bytes; expected at most 127");
 }
 
 static void manifest_broken(void **state)
@@ -1010,7 +1088,7 @@ static void manifest_broken(void **state)
 	char a[PATH_LEN];
 	strcpy(a, at("a.txt"));
 	put_string(a, "hello");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){a}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){a}, &result), 0);
 	char too_long[PATH_LEN + 8] = "[\"";
 	memset(too_long + 2, 'x', PATH_LEN);
 	strcpy(too_long + 2 + PATH_LEN, "\"]");
@@ -1146,7 +1224,7 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
 				TEST(packed_documents),
-		TEST(packed_edges), TEST(manifest_broken),
+		TEST(packed_edges), TEST(manifest_broken), TEST(text_field_and_bad_lines),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -192,6 +192,7 @@ int weight_writer_init(struct weight_writer *w, const struct parameter_table *ta
 		rc = assign_writers(w->writer, bytes, w->global, w->n, c->num_experts, table->layout.expert.size, world->size,
 				host);
 	for (int i = 0; i < w->n && rc == 0; i++) {
+		w->bytes += saved_bytes(&w->global[i]);
 		w->file_bytes += saved_bytes(&w->global[i]) + 3 * TENSOR_HEADER;
 		if (w->writer[i] != world->rank)
 			continue;
@@ -418,7 +419,7 @@ int plan_saving(size_t *saving, size_t *copy, const struct model_config *c, cons
 	for (int r = 0; r < ranks && rc == 0; r++)
 		most = bytes[r] > most ? bytes[r] : most;
 	*saving = (largest + BUCKET_SIZE) * sizeof(real);
-	*copy = most + BUCKET_SIZE * sizeof(real);
+	*copy = most;
 	free(global);
 	free(writer);
 	free(host);

@@ -48,6 +48,7 @@ struct weight_writer {
 	int *writer;                 /* [n] the rank that writes each */
 	int num_own;                 /* parameters that this rank writes, */
 	int64_t elements, largest;   /* their elements, and those of the largest */
+	int64_t bytes;               /* of all tensors, on all ranks */
 	int64_t file_bytes;          /* of all files of all ranks, at most */
 	int64_t least, most;         /* bytes of tensors of the rank that writes least, and of the one that writes most */
 	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; NULL: none yet */

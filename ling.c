@@ -886,8 +886,8 @@ struct decision {
 	int attempts;                /* the most that a sample of the batch had been tried before */
 };
 
-/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the update,
- * overflow: the second moment would stay infinite for ever. */
+/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the
+ * update, overflow: the second moment would stay infinite for ever. */
 static bool is_usable(const struct metrics *m, double grad_scale)
 {
 	return isfinite(m->loss) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr) &&
@@ -916,7 +916,7 @@ static struct decision decide(struct trainer *t, const struct metrics *m)
 	if (verdict == SPIKE_LEVEL_SHIFT) {
 		d.kind = "level_shift", d.message = "taken, this is the level now";
 	} else if (verdict == SPIKE_FOUND && action == SPIKES_WATCH) {
-		d.kind = "spike", d.message = "taken, spikes.action is watch";
+		d.kind = "spike", d.message = usable ? "taken, spikes.action is watch" : "not finite, the run ends";
 	} else if (verdict == SPIKE_FOUND && action == SPIKES_LADDER && usable && d.attempts) {
 		d.kind = "retry", d.message = "taken with a lower learning rate, samples of it were tried before";
 		d.lr_scale = t->config.spikes.retry_lr;
@@ -947,9 +947,9 @@ static void report_decision(struct trainer *t, const struct decision *d, const s
 	char line[320];
 	if (!d->kind || !is_rank0(t))
 		return;
-	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g (%.1f): "
-			"%s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss), d->deviation[SPIKE_LOSS],
-			plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
+	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g "
+			"(%.1f): %s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss),
+			d->deviation[SPIKE_LOSS], plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
 	print_status(stdout, line, true);
 	event_write(&t->events, t->state.step, d->kind, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:i, s:o}",
 			"batch", (json_int_t)t->state.batches, "loss", json_number(m->loss), "grad_norm", json_number(m->grad_norm),
@@ -985,8 +985,8 @@ static void skip(struct trainer *t, struct decision *d, const struct metrics *m)
 		return;
 	d->result = STEP_SKIPPED_TOO_MANY;
 	fail("step %lld: %d of the last %d batches were skipped; spikes.max_skips allows %d. The last one has loss %g, "
-			"balance loss %g, z-loss %g, gradient norm %g. Nothing new is saved, and the checkpoints stay: continue from "
-			"one before the trouble (remove the later ones; spikes.rollback does that by itself); lower "
+			"balance loss %g, z-loss %g, gradient norm %g. Nothing new is saved, and the checkpoints stay: continue "
+			"from one before the trouble (remove the later ones; spikes.rollback does that by itself); lower "
 			"schedule.peak_lr, or look at the data that events.jsonl names", (long long)m->step, t->spikes.num_skips,
 			o->window, o->max_skips, plain_nan(m->loss), plain_nan(m->balance_loss), plain_nan(m->z_loss),
 			plain_nan(m->grad_norm));
@@ -1044,9 +1044,9 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 static void update(struct trainer *t, const struct decision *d, struct metrics *m)
 {
 	const struct config *c = &t->config;
-	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
-			.eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay, .grad_scale = d->grad_scale,
-			.step = m->step});
+	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1,
+			.beta2 = c->optimizer.beta2, .eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
+			.grad_scale = d->grad_scale, .step = m->step});
 	update_router_statistics(t, m->tokens - t->state.tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
@@ -1377,8 +1377,8 @@ static void print_raised_rate(const struct trainer *t, const struct metrics *bef
 }
 
 /* Goes back to the newest checkpoint from before the first of the skipped batches that the detector remembers. The
- * position in the data stays: the samples since that checkpoint, and those that waited at it, are passed over, and named.
- * Later checkpoints and metrics are removed. */
+ * position in the data stays: the samples since that checkpoint, and those that waited at it, are passed over, and
+ * named. Later checkpoints and metrics are removed. */
 static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 {
 	const struct config *c = &t->config;
@@ -1889,7 +1889,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const int layers = c->num_hidden_layers;
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = planned_bytes(&plan) - plan.weights + weights;
-	const double machine = usable_memory("") / parallel_local_ranks();
+	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	bool fits = total <= machine;
 	if (fits) {
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
@@ -1913,8 +1913,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	}
 	if (!fits) {
 		model_free(m);
-		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, "
-				"optimizer %.1f, activations %.1f); %.1f GB may be used here: make the model, micro_batch or seq_len "
+		return fail("%lld parameters and %d x %d tokens at a time need %.3f GB (weights %.1f, gradients %.1f, "
+				"optimizer %.1f, activations %.1f); %.3f GB may be used here: make the model, micro_batch or seq_len "
 				"smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9,
 				plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
@@ -2103,7 +2103,7 @@ static int init_saver(struct trainer *t)
 	if (plan_memory(&plan, &c->model, l, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
 	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
-			machine = usable_memory("") / parallel_local_ranks();
+			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	const bool fits = without + plan.copy <= machine, wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
 	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)
 		return fail("checkpoint.async is true: the copy that is written while training goes on takes %.1f GB beside "
@@ -2256,8 +2256,8 @@ static int drop_lost(struct trainer *t, const int *index)
 	if (n && rc == 0 && is_rank0(t)) {
 		json_t *list = samples_to_json(lost, n);
 		char *text = json_text(list, JSON_COMPACT);
-		printf("%lld samples that were to be tried again are dropped, their files are in data.train no more; file, first "
-				"and last number: %s\n", (long long)n, text);
+		printf("%lld samples that were to be tried again are dropped, their files are in data.train no more; file, "
+				"first and last number: %s\n", (long long)n, text);
 		free(text);
 		event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o}", "batch",
 				(json_int_t)t->state.batches, "why", "their files left the blend", "samples", list));

@@ -27,7 +27,7 @@
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
- *   training/spikes            loss and gradient spikes: the detector
+ *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
  *   training/faults            faults to order: --inject
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
@@ -54,9 +54,10 @@
  * Arrays are row-major: in [A, B], B is contiguous. A weight is [out, in] and y = x W^T. dX is the gradient of the
  * loss with respect to X.
  *
- * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; stop_requested,
- * which a signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows
- * of MPI; and in commands/options.c the two variables of argp, which are argp's own.
+ * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
+ * files/base.c, the list of mapped and temporary files, which a signal handler must find; stop_requested, which a
+ * signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows of MPI;
+ * and in commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

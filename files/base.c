@@ -9,13 +9,16 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -54,12 +57,138 @@ const char *printable(char out[64], const char *text)
 	return out;
 }
 
+/* ------------------------------------------------------------------------------- what an early end must know */
+
+/* A mapped file, or a temporary file or directory. */
+struct resource {
+	struct resource *next;
+	const uint8_t *data;         /* the mapping's memory, size bytes; NULL for what is temporary */
+	size_t size;
+	_Atomic bool used;           /* else it is free for the next one */
+	char path[PATH_LEN];
+};
+
+/* The list of all: see the globals in ling.h. Entries are never released, so that a signal handler can read it at any
+ * time. */
+static struct resource *_Atomic resources;
+
+static void remember(const char *path, const uint8_t *data, size_t size)
+{
+	#pragma omp critical (resources)
+	{
+		struct resource *r = resources;
+		while (r && r->used)
+			r = r->next;
+		const bool is_new = !r;
+		if (is_new)
+			r = allocate(sizeof *r);
+		r->data = data, r->size = size;
+		snprintf(r->path, sizeof r->path, "%s", path);
+		r->used = true;
+		if (is_new) {
+			r->next = resources;
+			resources = r;
+		}
+	}
+}
+
+void remember_temporary(const char *path)
+{
+	remember(path, NULL, 0);
+}
+
+void forget_temporary(const char *path)
+{
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && !r->data && !strcmp(r->path, path))
+			r->used = false;
+}
+
+/* Removes what is temporary. It allocates nothing. */
+static void remove_temporaries(void)
+{
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && !r->data)
+			directory_remove(r->path);
+}
+
+/* Prints error_text, removes what is temporary, and ends the program. Also called by a signal handler, so it allocates
+ * nothing. Of several threads the first one does it. */
+__attribute__((noreturn)) static void end_at_once(void)
+{
+	static atomic_flag ends = ATOMIC_FLAG_INIT;
+	while (atomic_flag_test_and_set(&ends))
+		pause();
+	char line[sizeof error_text + 64];
+	const int n = launcher_rank() < 0 ? snprintf(line, sizeof line, "ling: %s\n", error_text)
+		: snprintf(line, sizeof line, "ling: rank %d: %s\n", launcher_rank(), error_text);
+	ssize_t done = write(STDERR_FILENO, line, n);
+	(void)done; /* there is no one else to tell */
+	remove_temporaries();
+	_exit(1);
+}
+
+static void set_cut_short(const struct resource *r)
+{
+	set_error("%s: became shorter while it was read, or its disk failed: leave a file as it is while a command uses it",
+			r->path);
+}
+
+/* Handles SIGBUS, which a read of a mapped file raises where the file has no bytes any more. It comes from that read,
+ * inside of no function that holds a lock which end_at_once() needs. Any other SIGBUS ends the program as usual. */
+static void handle_bus_error(int number, siginfo_t *info, void *context)
+{
+	(void)context;
+	const uintptr_t at = (uintptr_t)info->si_addr, page = sysconf(_SC_PAGESIZE);
+	for (struct resource *r = resources; r && info->si_code > 0; r = r->next) {
+		const uintptr_t begin = (uintptr_t)r->data;
+		if (r->used && r->data && at >= begin && at - begin < (r->size + page - 1) / page * page) {
+			set_cut_short(r);
+			end_at_once();
+		}
+	}
+	signal(number, SIG_DFL);
+	raise(number);
+}
+
+void limits_start(void)
+{
+	struct sigaction action = {.sa_sigaction = handle_bus_error, .sa_flags = SA_SIGINFO};
+	sigemptyset(&action.sa_mask);
+	sigaction(SIGBUS, &action, NULL);
+	signal(SIGXFSZ, SIG_IGN); /* write() then fails with EFBIG */
+	json_set_alloc_funcs(allocate, free);
+	atexit(remove_temporaries); /* libraries may end the program too: OpenMP does, without memory */
+}
+
+double process_memory(void)
+{
+	static const struct { int limit, field; } kinds[] = {{RLIMIT_AS, 0}, {RLIMIT_DATA, 5}}; /* fields of statm */
+	double pages[6] = {0}, least = INFINITY;
+	FILE *f = fopen("/proc/self/statm", "re");
+	for (int i = 0; f && i < 6; i++)
+		if (fscanf(f, "%lf", &pages[i]) != 1)
+			pages[i] = 0;
+	if (f)
+		fclose(f);
+	for (int i = 0; i < 2; i++) {
+		struct rlimit limit;
+		if (getrlimit(kinds[i].limit, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+			least = fmin(least, fmax(0, (double)limit.rlim_cur - pages[kinds[i].field] * sysconf(_SC_PAGESIZE)));
+	}
+	return least;
+}
+
 /* ---------------------------------------------------------------------------------------------------- memory */
 
-__attribute__((noreturn)) static void out_of_memory(size_t n)
+void out_of_memory(size_t n)
 {
-	fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
-	exit(1);
+	if (n)
+		set_error("out of memory: %zu bytes were needed", n);
+	else
+		set_error("out of memory");
+	fflush(stdout);
+	end_at_once();
 }
 
 void *allocate(size_t n)
@@ -191,8 +320,10 @@ int map_file(const char *path, const uint8_t **data, size_t *size)
 		void *p = mmap(NULL, st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
 		if (p == MAP_FAILED)
 			rc = fail("%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
-		else
+		else {
 			*data = p, *size = st.st_size;
+			remember(path, p, st.st_size);
+		}
 	}
 	close(fd);
 	return rc;
@@ -200,8 +331,12 @@ int map_file(const char *path, const uint8_t **data, size_t *size)
 
 void unmap_file(const uint8_t *data, size_t size)
 {
-	if (data)
-		munmap((void *)data, size);
+	if (!data)
+		return;
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && r->data == data)
+			r->used = false;
+	munmap((void *)data, size);
 }
 
 FILE *file_create(const char *path)
@@ -214,6 +349,17 @@ FILE *file_create(const char *path)
 
 int fail_write(const char *path, int error)
 {
+	struct stat st;
+	struct rlimit limit;
+	/* the system reads a mapped file for a write */
+	for (struct resource *r = resources; r && error == EFAULT; r = r->next)
+		if (r->used && r->data && stat(r->path, &st) == 0 && st.st_size < (off_t)r->size) {
+			set_cut_short(r);
+			return -1;
+		}
+	if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+		return fail("%s: cannot write: %s: files are limited to %llu bytes here: raise that with ulimit -f", path,
+				strerror(error), (unsigned long long)limit.rlim_cur);
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
@@ -295,12 +441,16 @@ void directory_remove(const char *path)
 {
 	if (unlink(path) == 0)
 		return;
-	DIR *dir = opendir(path);
-	for (struct dirent *e; dir && (e = readdir(dir));)
-		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-			unlinkat(dirfd(dir), e->d_name, 0);
-	if (dir)
-		closedir(dir);
+	_Alignas(struct dirent64) char entries[4096]; /* opendir() would allocate memory, and there may be none */
+	const int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+	for (ssize_t n; fd >= 0 && (n = getdents64(fd, entries, sizeof entries)) > 0;)
+		for (const char *p = entries; p < entries + n; p += ((const struct dirent64 *)p)->d_reclen) {
+			const char *name = ((const struct dirent64 *)p)->d_name;
+			if (strcmp(name, ".") && strcmp(name, ".."))
+				unlinkat(fd, name, 0);
+		}
+	if (fd >= 0)
+		close(fd);
 	if (rmdir(path) < 0 && errno != ENOENT)
 		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
 }
@@ -333,14 +483,12 @@ static bool same_file(const struct stat *a, const struct stat *b)
 	return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
 }
 
-/* Takes the lock NAME.lock. Where a file system has no locks, file->locked stays false: the temporary names keep the
+/* Takes the lock `path`. Where a file system has no locks, file->locked stays false: the temporary names keep the
  * writers apart, and the last one wins. A holder removes the file before it lets go, so what was locked may be gone. */
-static int take_lock(struct new_file *file)
+static int take_lock(struct new_file *file, const char *path)
 {
-	char path[PATH_LEN], host[64] = "", holder[128];
+	char host[64] = "", holder[128];
 	struct stat held, there;
-	if (path_suffix(path, file->path, ".lock") < 0)
-		return -1;
 	for (int attempt = 0; attempt < 1000; attempt++) {
 		const int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
 		if (fd < 0)
@@ -377,8 +525,10 @@ static void release_lock(struct new_file *file)
 	char path[PATH_LEN];
 	if (!file->locked)
 		return;
-	if (path_suffix(path, file->path, ".lock") == 0)
+	if (path_suffix(path, file->path, ".lock") == 0) {
 		unlink(path);
+		forget_temporary(path);
+	}
 	close(file->lock);
 	file->locked = false;
 }
@@ -423,6 +573,7 @@ static int create_temporary(struct new_file *file, bool directory)
 	for (int attempt = 0; attempt < 100; attempt++) {
 		if (temporary_name(file->temporary, file->path) < 0)
 			return -1;
+		remember_temporary(file->temporary); /* before it is there: this may end the program */
 		if (directory && mkdir(file->temporary, 0777) == 0)
 			return 0;
 		const int fd = directory ? -1
@@ -430,6 +581,7 @@ static int create_temporary(struct new_file *file, bool directory)
 		if (fd >= 0 && (file->stream = fdopen(fd, "w")))
 			return 0;
 		const int error = errno;
+		forget_temporary(file->temporary);
 		if (fd >= 0) {
 			close(fd);
 			unlink(file->temporary);
@@ -442,12 +594,17 @@ static int create_temporary(struct new_file *file, bool directory)
 
 int new_file_lock(struct new_file *file, const char *path)
 {
+	char lock[PATH_LEN];
 	memset(file, 0, sizeof *file);
-	if (path_copy(file->path, path) < 0 || take_lock(file) < 0)
+	if (path_copy(file->path, path) < 0 || path_suffix(lock, path, ".lock") < 0)
 		return -1;
+	remember_temporary(lock);
+	const int rc = take_lock(file, lock);
 	if (file->locked)
 		remove_leftovers(file);
-	return 0;
+	else
+		forget_temporary(lock);
+	return rc;
 }
 
 int new_file_begin(struct new_file *file, const char *path)
@@ -508,8 +665,10 @@ void new_file_abandon(struct new_file *file)
 {
 	if (file->stream)
 		fclose(file->stream);
-	if (*file->temporary)
+	if (*file->temporary) {
 		directory_remove(file->temporary);
+		forget_temporary(file->temporary);
+	}
 	file->stream = NULL;
 	*file->temporary = 0;
 	release_lock(file);
@@ -528,6 +687,7 @@ static int take_name(struct new_file *file)
 {
 	if (rename(file->temporary, file->path) < 0)
 		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
+	forget_temporary(file->temporary);
 	*file->temporary = 0;
 	return 0;
 }
@@ -826,8 +986,8 @@ char *json_text(const json_t *value, size_t flags)
 {
 	char *text = json_dumps(value, flags);
 	if (!text) {
-		fprintf(stderr, "ling: out of memory while writing JSON\n");
-		exit(1);
+		set_error("out of memory while writing JSON");
+		end_at_once();
 	}
 	return text;
 }

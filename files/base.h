@@ -39,9 +39,26 @@ const char *printable(char out[64], const char *text);
 
 /* ---------------------------------------------------------------------------------------------------- memory */
 
+/* Call first of all. A mapped file that another program cuts short then ends this one with a message that names the
+ * file, instead of a signal; a write beyond the largest size that files may have (ulimit -f) fails instead of raising a
+ * signal; and jansson's functions end the program when there is no memory, instead of leaving members out. */
+void limits_start(void);
+
+/* Bytes that the limits of this process (ulimit -v, ulimit -d) leave it; INFINITY without such limits. */
+double process_memory(void);
+
+/* Whenever the program ends for lack of memory, because a mapped file was cut short, or by exit(), it first removes
+ * what these two have on their list: temporary files, and temporary directories of plain files. Add one before it is
+ * there. */
+void remember_temporary(const char *path);
+void forget_temporary(const char *path);
+
 /* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of
  * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);
+
+/* Ends the program as allocate() does: for libraries that have got no memory. n: the bytes needed; 0: not known. */
+void out_of_memory(size_t n) __attribute__((noreturn));
 
 /* A copy of a text, never NULL; release it with free(). */
 char *copy_string(const char *text);

@@ -452,6 +452,7 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 			make_directories(c->train.output_dir) < 0)
 		return -1;
 	directory_remove(dir);
+	remember_temporary(dir);
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
@@ -471,6 +472,7 @@ int checkpoint_publish(const struct config *c, const struct model_files *files, 
 		checkpoint_abandon(dir);
 		return -1;
 	}
+	forget_temporary(dir);
 	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
@@ -507,6 +509,7 @@ int checkpoint_room(const char *output_dir, const struct model_files *files, dou
 void checkpoint_abandon(const char *dir)
 {
 	directory_remove(dir);
+	forget_temporary(dir);
 }
 
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
@@ -708,6 +711,18 @@ static bool is_forbidden(const char *dir, const char *name)
 	return path_join(path, dir, name) == 0 && access(path, R_OK) < 0 && errno == EACCES;
 }
 
+/* Whether a file of JSON is whole: the only byte whose loss its checksum does not tell is the newline at its end. */
+static bool ends_with_newline(const char *path)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return false;
+	const bool whole = size && data[size - 1] == '\n';
+	unmap_file(data, size);
+	return whole;
+}
+
 int checkpoint_check(const char *dir, const struct config *asked)
 {
 	char path[PATH_LEN], name[64];
@@ -721,6 +736,11 @@ int checkpoint_check(const char *dir, const struct config *asked)
 	json_t *root = json_read(path);
 	if (!root)
 		return 0;
+	if (!ends_with_newline(path)) {
+		json_decref(root);
+		fail("%s: its last byte is missing; the file is damaged", path);
+		return 0;
+	}
 	uint32_t crc;
 	json_t *copy = json_deep_copy(root); /* less its checksum, once that is computed */
 	const json_t *config = json_object_get(root, "config"), *version = json_object_get(root, "version");

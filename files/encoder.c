@@ -139,10 +139,8 @@ struct encoder *encoder_open(const struct tokenizer *t)
 	e->match = pcre2_match_data_create(1, NULL);
 	e->context = pcre2_match_context_create(NULL);
 	e->stack = pcre2_jit_stack_create(1 << 15, 1 << 24, NULL);
-	if (!e->cache || !e->match || !e->context || !e->stack) {
-		fprintf(stderr, "ling: out of memory for an encoder\n");
-		exit(1);
-	}
+	if (!e->cache || !e->match || !e->context || !e->stack)
+		out_of_memory(sizeof *e->cache << CACHE_BITS);
 	memset(e->cache, 0, sizeof *e->cache << CACHE_BITS);
 	pcre2_jit_stack_assign(e->context, NULL, e->stack);
 	return e;

@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -94,7 +95,7 @@ static void new_file_without_room(void **state)
 	const int rc = new_file_publish(&a, 0);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	expect_error("/x: cannot write: File too large; free some space");
+	expect_error("/x: cannot write: File too large: files are limited to 10000 bytes here");
 	assert_holds(path, "old");
 	assert_int_equal(new_file_begin(&a, at("nowhere/x")), -1);
 	expect_error("nowhere/x: cannot create: No such file");
@@ -301,10 +302,72 @@ static void foreign_bytes(void **state)
 	}
 }
 
+static uint32_t next_numbers[4]; /* what getrandom gives next, in place of a random number, down to the first 0 */
+static void (*at_random)(void);  /* called then */
+
+ssize_t getrandom(void *out, size_t n, unsigned flags)
+{
+	if (n != sizeof *next_numbers || !*next_numbers)
+		return syscall(SYS_getrandom, out, n, flags);
+	memcpy(out, next_numbers, n);
+	memmove(next_numbers, next_numbers + 1, sizeof next_numbers - n);
+	if (at_random)
+		at_random();
+	return n;
+}
+
+/* Puts something under the temporary names 1, 2 and 3 of the file x, as somebody else may do at any time. */
+static void plant(void)
+{
+	put_string(at("x.tmp-00000001"), "of another");
+	assert_true(symlink("victim", at("x.tmp-00000002")) == 0 || errno == EEXIST);
+	assert_true(symlink("nowhere", at("x.tmp-00000003")) == 0 || errno == EEXIST);
+}
+
+/* What has a temporary name already is left alone, and never written through: another name is taken. */
+static void planted_names(void **state)
+{
+	(void)state;
+	struct new_file file;
+	char path[PATH_LEN], victim[PATH_LEN];
+	strcpy(path, at("x")), strcpy(victim, put_string(at("victim"), "victim"));
+	at_random = plant;
+	for (int directory = 0; directory < 2; directory++) {
+		memcpy(next_numbers, (uint32_t[]){1, 2, 3, 4}, sizeof next_numbers);
+		if (directory)
+			assert_int_equal(new_directory_begin(&file, path), 0);
+		else
+			begin_member(&file, path, "ours");
+		assert_string_equal(file_name(file.temporary), "x.tmp-00000004");
+		next_numbers[0] = 0;
+		assert_int_equal(directory ? (new_file_abandon(&file), 0) : new_file_publish(&file, 0), 0);
+		assert_holds(path, "ours");
+		assert_holds(victim, "victim");
+		assert_holds(at("x.tmp-00000001"), "of another");
+		assert_false(exists(at("nowhere")));
+	}
+	at_random = NULL;
+	/* A lock is never what a link points to. */
+	assert_int_equal(symlink("victim", at("y.lock")), 0);
+	assert_int_equal(new_file_begin(&file, at("y")), -1);
+	expect_error("y.lock: is a link; expected a lock file: remove it");
+	assert_holds(victim, "victim");
+	assert_int_equal(symlink("nowhere", at("z.lock")), 0);
+	assert_int_equal(new_file_begin(&file, at("z")), -1);
+	assert_false(exists(at("nowhere")));
+}
+
 static int flock_error; /* errno of flock, or 0: it works */
+/* A lock file that its holder removes, and lets go, just before the next flock; somebody else makes it anew. */
+static const char *lock_to_remove;
 
 int flock(int fd, int operation)
 {
+	if (lock_to_remove) {
+		assert_int_equal(unlink(lock_to_remove), 0);
+		put_string(lock_to_remove, "process 2");
+	}
+	lock_to_remove = NULL;
 	if (!flock_error)
 		return syscall(SYS_flock, fd, operation);
 	errno = flock_error;
@@ -327,6 +390,26 @@ static void locks(void **state)
 	const int again = lock_directory(at("run"));
 	assert_true(again >= 0);
 	close(again);
+
+	/* A lock on a file that has lost its name locks nobody out: it is taken on the file that has the name. */
+	struct new_file a, b;
+	char path[PATH_LEN], lock[PATH_LEN];
+	strcpy(path, at("x")), strcpy(lock, put_string(at("x.lock"), "process 1"));
+	lock_to_remove = lock;
+	begin(&a, path, "text");
+	assert_int_equal(new_file_begin(&b, path), -1);
+	expect_error("is writing it");
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	assert_holds(path, "text");
+	/* Without locks, two have names of their own, and the last one wins. */
+	flock_error = ENOLCK;
+	begin(&a, path, "a");
+	begin(&b, path, "b");
+	assert_int_equal(new_file_publish(&b, 0), 0);
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	flock_error = 0;
+	assert_holds(path, "a");
+	assert_false(exists(at("x.lock")) || holds_temporary(scratch));
 }
 
 static void paths(void **state)
@@ -434,7 +517,7 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files),
-				TEST(large_integers), TEST(not_json),
+		TEST(planted_names), TEST(large_integers), TEST(not_json),
 		TEST(foreign_bytes), TEST(locks), TEST(paths),
 		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits),
 	};

@@ -26,11 +26,19 @@ test_generate() {
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
 	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
 		problem "found: $(cat out.txt)"
+	local stop # of any length, its first byte that of any token
+	for stop in d ghi 'f "g' 'def "ghijk'; do
+		expect 0 "" "$ling" generate $model --prompt "abc" --stop "$stop" --json
+		[ "$(jq -r '.text + "|" + .finish' out.txt)" = "$(x='def "ghijk' && printf %s "${x%%"$stop"*}")|stop" ] || problem "--stop $stop: $(cat out.txt)"
+	done
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi'
 	[ "$(cat out.txt)" = 'def "g' ] || problem "found: $(cat out.txt)"
 	# The whole room that the model has, by default.
 	expect 0 "" "$ling" generate $model --prompt "abc" --json
 	grep -q '"tokens": 61, "finish": "length"' out.txt || problem "found: $(cat out.txt)"
+	# An evaluation's windows have all of that room, and no more.
+	expect 0 "" "$ling" eval $model --data text --seq-len 64 --max-windows 1
+	expect 1 "--seq-len 65 is more than the model's max_position_embeddings, 64" "$ling" eval $model --data text --seq-len 65 --max-windows 1
 	# An empty prompt is a document's beginning.
 	expect 0 "" "$ling" generate $model --prompt "" --max-tokens 1 --json
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"
@@ -153,6 +161,42 @@ test_chat() {
 	refuse "bad.jsonl:1: found \`question\`; expected an object with one of" '{"question": "a"}\n'
 }
 
+# A conversation's reply ends with the token that closes a message, whatever the name of the file; a text goes on.
+test_chat_end() {
+	local name
+	rm -rf closes && mkdir closes && cp $model/config.json $model/model.safetensors closes
+	# the bytes have the ids of the byte tokenizer, but h, in whose place there is the token
+	perl -MJSON::PP -CO -e 'my ($n, %vocab) = 256; for (0 .. 255) {
+			my $plain = $_ >= 33 && $_ <= 126 || $_ >= 161 && $_ != 173; $vocab{chr($plain ? $_ : $n++)} = $_ }
+		@vocab{"h", "<|im_end|>", "<|endoftext|>", "<|im_start|>"} = (257, 104, 256, 258);
+		my @added = map { { id => $$_[0], content => $$_[1], special => JSON::PP::true, map { $_ => JSON::PP::false }
+			qw(single_word lstrip rstrip normalized) } } [104, "<|im_end|>"], [256, "<|endoftext|>"], [258, "<|im_start|>"];
+		print JSON::PP->new->encode({version => "1.0", truncation => undef, padding => undef, added_tokens => \@added, normalizer => undef,
+			pre_tokenizer => {type => "ByteLevel", add_prefix_space => JSON::PP::false, trim_offsets => JSON::PP::true, use_regex => JSON::PP::false},
+			post_processor => undef, decoder => {type => "ByteLevel"}, model => {type => "BPE", vocab => \%vocab, merges => []}})' >closes/tokenizer.json
+	echo '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "abcdef \"ghijk\nabc"}]}' >closing.jsonl
+	cp closing.jsonl CLOSING.JSONL && cp closing.jsonl closing.ndjson && gzip -k closing.jsonl
+	for name in closing.jsonl CLOSING.JSONL closing.ndjson closing.jsonl.gz; do
+		expect 0 "" "$ling" generate closes --prompts $name --chat-form chatml --max-tokens 8 --json
+		has out.txt '"text": "def \"g"' '"finish": "end"'
+	done
+	expect 0 "" "$ling" generate closes --prompt abc --max-tokens 8 --json
+	has out.txt '"text": "def \"gi"' '"tokens": 8, "finish": "length"'
+	expect 0 "" "$ling" generate closes --prompt abc --chat --chat-form chatml --max-tokens 30 --json
+	grep -q '"finish": "end"' out.txt || problem "--chat: the reply goes on: $(cat out.txt)"
+	# so it is in evaluations; and there too a list of ids ends any reply
+	local reply
+	reply=$(jq .text out.txt)
+	echo '{"q": "abc", "a": "x"}' >closes.jsonl
+	printf -- '- { name: %s, type: exact_match, data: closes.jsonl, prompt: "{q}", answer: a, max_tokens: 30, chat: %s }\n' in_chat true plain false >closes.yaml
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se --argjson reply "$reply" 'map({(.task): .}) | add | .in_chat.reply == $reply and (.in_chat.tokens | length) < 30 and (.plain.tokens | length) == 30' \
+		closed/samples.jsonl >/dev/null || problem "not $reply: $(cat closed/samples.jsonl)"
+	echo '{"eos_token_id": [999, 103]}' >closes/generation_config.json # g
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se 'map(select(.task == "plain")) | .[0].reply == "def \""' closed/samples.jsonl >/dev/null || problem "it did not end: $(cat closed/samples.jsonl)"
+}
+
 # The same prompt twice in a file has draws of its own each time; the most likely tokens are the same.
 test_variety() {
 	printf 'abc\nabc\nabc\n' >same.txt
@@ -163,6 +207,9 @@ test_variety() {
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 1 --json | jq -r .text >seed1.txt
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 4294967297 --json | jq -r .text >other.txt
 	! cmp -s seed1.txt other.txt || problem "a seed's upper half changes nothing"
+	# Each position has draws of its own: where all tokens are equally likely, many come.
+	"$ling" generate $model --prompt abc --max-tokens 60 --temperature 100 --json >flat.txt
+	jq -e '.tokens >= 30 and (.text | explode | unique | length) >= 10' flat.txt >/dev/null || problem "the same at each position: $(cat flat.txt)"
 }
 
 # An id or a list of ids ends a text by the model's own word: generation_config.json's, else config.json's.
@@ -398,5 +445,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate mark batches wrong_use chat variety end_ids chat_forms chat_tools run_directory
+check generate mark batches wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
 finish

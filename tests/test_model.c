@@ -387,7 +387,12 @@ static void test_not_finite(void **state)
 	make_table_model(&t, 2, 4, 1, 2, 8);
 	t.model.params.lm_head[7] = NAN;
 	real before = t.model.params.embedding[0];
-	for (enum spike_action action = SPIKES_OFF; action <= SPIKES_LADDER; action++) {
+	static const enum spike_action actions[] = {SPIKES_OFF, SPIKES_WATCH, SPIKES_LADDER};
+	t.config.spikes = (struct spike_options){.window = 16, .warmup = 8, .max_skips = 3};
+	spike_detector_free(&t.spikes);
+	assert_done(spike_detector_init(&t.spikes, &t.config.spikes));
+	for (int i = 0; i < COUNT(actions); i++) {
+		const enum spike_action action = actions[i];
 		t.config.spikes.action = action;
 		assert_int_equal(trainer_step(&t, 2, &m), action < SPIKES_SKIP ? STEP_GO_BACK : STEP_SKIPPED);
 		assert_true(isnan(m.loss) && m.step == 1);
@@ -1183,6 +1188,15 @@ static void test_choose_token(void **state)
 			if (fabs(count[v] - DRAWS * e) > 5 * sqrt(DRAWS * e * (1 - e)))
 				fail_msg("case %zu: token %d came %d times of %d, expected %g", i, v, count[v], DRAWS, DRAWS * e);
 		}
+	}
+	/* The fewest tokens that have top_p of the probability: of four equal ones one has a quarter, two have a half. */
+	const real even[4] = {0};
+	for (int n = 1; n <= 4; n++) {
+		int seen = 0;
+		s = (struct sampling){1, 0.25 * n, 0, 7};
+		for (int j = 0; j < 200; j++)
+			seen |= 1 << choose_token(&s, even, 4, 0, j, ids);
+		assert_int_equal(seen, (1 << n) - 1);
 	}
 	/* Any sizes: the ranking by a heap is that of sorting. */
 	enum { MANY = 300 };

@@ -124,6 +124,38 @@ test_cut_short() {
 	! compgen -G 'cut.[bim]*' >/dev/null && [ ! -e cut.json ] || problem "made $(ls cut.*)"
 }
 
+# at_once NAME OUTPUT...: of two new_NAME at once, which make these in `out`, the second one says who holds the name; it
+# changes nothing for the first one, which stands still just before a rename and then makes what it makes alone.
+at_once() {
+	local name=$1 outputs="${*:2}" pid first tries=0 want
+	rm -rf out && mkdir out
+	"new_$name" >/dev/null 2>&1 || problem "$name: does not work"
+	want=$(state)
+	rm -rf out && mkdir out
+	"new_$name" LD_PRELOAD="$faults" FAULT_STOP=rename >first.txt 2>&1 &
+	first=$!
+	while ! pid=$(cat out/*.lock 2>/dev/null | sed -n '1s/^process \([0-9]*\) on .*/\1/p') || ! grep -qs '^State:.T' "/proc/$pid/status"; do
+		tries=$((tries + 1))
+		[ $tries -lt 1000 ] || { problem "$name: no lock: $(ls out) $(cat first.txt)"; break; }
+		sleep 0.01
+	done
+	expect 1 "process $pid on" "new_$name"
+	[ "$(state)" = absent ] || problem "$name: there is a result of the second one: $(ls out)"
+	kill -CONT "$pid"
+	wait $first || problem "$name, the first one: $(cat first.txt)"
+	[ "$(state)" = "$want" ] || problem "$name: not what one alone makes: $(ls out)"
+	! compgen -G 'out/*.tmp-*' >/dev/null && ! compgen -G 'out/*.lock' >/dev/null || problem "$name: left $(ls out)"
+}
+
+test_two_of_each() {
+	at_once vocabulary t.json
+	at_once tokenize x.bin x.mask.bin x.idx
+	at_once directory hf
+	at_once gguf m.gguf
+	at_once checkpoint step-0000000
+	at_once eval samples.jsonl results.json
+}
+
 # A link in place of an output is replaced, and what it points to stays.
 test_links() {
 	mkdir -p sd other && echo victim >other/victim
@@ -143,5 +175,5 @@ test_no_room() {
 	expect 1 "/dev/full: cannot write: No space left on device" "$ling" train-tokenizer --vocab-size 266 --out /dev/full words.txt
 }
 
-check tokenize vocabulary directory gguf checkpoint plot eval two_at_once cut_short links no_room
+check tokenize vocabulary directory gguf checkpoint plot eval two_at_once two_of_each cut_short links no_room
 finish

@@ -83,7 +83,7 @@ test_stopped_validation() {
 # The first signal waits for the end of the step, which takes minutes here; a second one does not.
 test_second_signal() {
 	local signal pid start status
-	for signal in TERM INT; do
+	for signal in TERM INT HUP USR1; do
 		rm -rf long
 		# Background jobs of a script ignore SIGINT; the program must not inherit that.
 		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' \
@@ -96,8 +96,10 @@ test_second_signal() {
 		kill -0 $pid 2>/dev/null || problem "the first SIG$signal ended the program: $(cat out.txt err.txt)"
 		start=$SECONDS
 		kill -$signal $pid
+		(sleep 10; kill -9 $pid) >/dev/null 2>&1 & # not for minutes
 		wait $pid 2>/dev/null
 		status=$?
+		kill $! 2>/dev/null
 		[ $status = $((128 + $(kill -l $signal))) ] || problem "a second SIG$signal: exit status $status"
 		[ $((SECONDS - start)) -le 3 ] || problem "a second SIG$signal: $((SECONDS - start)) seconds"
 		[ "$(lines long/metrics.jsonl)" = 0 ] || problem "the step was over before"
@@ -107,6 +109,7 @@ test_second_signal() {
 
 # "The same command continues": also a command that says where to stop.
 test_same_command() {
+	rm -rf whole parts
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=whole
 	local again
 	for again in 7 20; do

@@ -151,6 +151,19 @@ static void test_nulls(void **state)
 	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
 	assert_int_equal(tasks.task[0].samples.skipped, 0);
 	tasks_free(&tasks);
+	/* an answer cannot be empty, one of a list neither; by default nothing may be null */
+	static const struct { const char *task, *line; } bad[] = {
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": null}\n"},
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": [\"1\", null]}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", \"4\"], \"a\": null}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+		{MATCH "}", "{\"q\": null, \"a\": \"1\"}\n"}, {CHOICE "}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		assert_int_equal(load(&tasks, bad[i].task, bad[i].line), -1);
+		expect_error(i == 3 ? "d.jsonl:1: option 2 is empty" : "d.jsonl:1: the field `|` is null; expected a string");
+		tasks_free(&tasks);
+	}
 	/* in an option: an item of the list, a template of one, the list itself */
 	static const char options[] = "{\"o\": [\"x\", null], \"y\": 1, \"a\": 0}\n{\"o\": null, \"y\": 1, \"a\": 0}\n"
 			"{\"o\": [\"x\", \"y\"], \"y\": null, \"a\": 1}\n{\"o\": [\"x\", \"y\"], \"y\": 1, \"a\": 1}\n";
@@ -931,6 +944,22 @@ static void test_examples(void **state)
 	assert_int_equal(w.contexts[0].text_size, 4);
 	assert_memory_equal(w.texts.data, "b2|a", 4);
 	task_work_free(&w);
+	tasks_free(&tasks);
+	/* in chat form the tags are a part of it, where they are special tokens too */
+	static const char in_chat[] = "<role>SYSTEM</role>T<role>HUMAN</role>b<role>ASSISTANT</role>2"
+			"<role>HUMAN</role>a<role>ASSISTANT</role>";
+	struct tokenizer *with_tags = tokenizer_open("tests/fixtures/tokenizer");
+	assert_true(with_tags && tokenizer_id(with_tags, "<role>") >= 0);
+	const struct tokenizer *const both[] = {byte_tokenizer(), with_tags};
+	load_ok(&tasks, MATCH ", chat: true, max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, limit: 1}",
+			lines);
+	for (int i = 0; i < 2; i++) {
+		assert_done(task_encode(&w, &tasks.task[0], both[i], 300));
+		assert_int_equal(w.contexts[0].text_size, strlen(in_chat));
+		assert_memory_equal(w.texts.data + w.contexts[0].text, in_chat, strlen(in_chat));
+		task_work_free(&w);
+	}
+	tokenizer_close(with_tags);
 	tasks_free(&tasks);
 	load_ok(&tasks, MATCH ", examples: {count: 4}, max_tokens: 1}", lines);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW), -1);

@@ -1153,6 +1153,80 @@ static void ends_once(void **state)
 	}
 }
 
+/* Earlier versions gave Ling's pattern another hash in each of its spellings. It has one now, and token files from then
+ * are accepted with either; the values are those of such a version. */
+static void hashes_of_earlier_versions(void **state)
+{
+	(void)state;
+	static const char possessive[] = LING_PATTERN_POSSESSIVE;
+	static const struct { const char *hash; bool accepted; } cases[] = {{"e5975999", true}, {"d5591a06", true},
+		{"d5591a07", false}};
+	size_t n;
+	char *text = (char *)get_file(FIXTURES "/tokenizer.json", &n);
+	json_t *root = json_loads(text, 0, NULL);
+	free(text);
+	json_t *pre = json_object_get(root, "pre_tokenizer"), *part;
+	size_t i;
+	json_array_foreach(json_object_get(pre, "pretokenizers"), i, part)
+		if (json_object_get(json_object_get(part, "pattern"), "Regex"))
+			json_object_set_new(json_object_get(part, "pattern"), "Regex", json_string(possessive));
+	json_dump_file(root, at("possessive.json"), 0);
+	json_decref(root);
+	struct tokenizer *t = must_open(FIXTURES), *other = must_open(at("possessive.json"));
+	assert_int_equal(tokenizer_hash(t), 0xe5975999);
+	assert_int_equal(tokenizer_hash(other), 0xe5975999);
+	struct tokenized result;
+	assert_int_equal(tokenize_files(at("t"), FIXTURES, NULL, false, NULL, 1,
+			(char *[]){(char *)put_string(at("t.txt"), "one two three four")}, &result), 0);
+	const struct config c = {.model.vocab_size = 500, .data.seq_len = 4, .data.document_token = -1};
+	struct data_options o;
+	struct data_source source = {.dtype = "none"};
+	strcpy(source.path, at("t"));
+	assert_int_equal(data_options_init(&o, &c, FIXTURES), 0);
+	for (int k = 0; k < COUNT(cases); k++) {
+		struct tokens data;
+		const uint32_t hash = strtoul(cases[k].hash, NULL, 16);
+		assert_true(tokenizer_has_hash(t, hash) == cases[k].accepted);
+		assert_true(tokenizer_has_hash(other, hash) == cases[k].accepted);
+		json_t *manifest = json_read(at("t.json"));
+		json_object_set_new(manifest, "tokenizer_hash", json_string(cases[k].hash));
+		assert_int_equal(json_write(at("t.json"), manifest), 0);
+		json_decref(manifest);
+		assert_int_equal(open_data(&data, &source, &o, 0), cases[k].accepted ? 0 : -1);
+		if (cases[k].accepted)
+			tokens_close(&data);
+		else
+			expect_error("made by tokenizer|d5591a07|which has e5975999");
+	}
+	tokenizer_close(t), tokenizer_close(other);
+}
+
+/* A file that loses its end while it is read is an error; one that only grows is read as far as it goes. */
+static void cut_while_read(void **state)
+{
+	(void)state;
+	enum { SIZE = 200000 };
+	static char text[SIZE], out[SIZE + 1];
+	memset(text, 'a', SIZE);
+	for (int change = -1; change <= 1; change++) {
+		const char *path = put_file(at("cut.txt"), text, SIZE);
+		struct byte_source *s = byte_source_open(path, FORMAT_BY_NAME);
+		assert_non_null(s);
+		int64_t n = byte_source_read(s, out, 10), all = n;
+		assert_int_equal(n, 10);
+		if (change)
+			assert_int_equal(truncate(path, SIZE + 10 * change), 0);
+		while ((n = byte_source_read(s, out, sizeof out)) > 0)
+			all += n;
+		assert_int_equal(n, change < 0 ? -1 : 0);
+		if (change < 0)
+			expect_error("cut.txt: was cut short while it was read: it had 200000 bytes, 199990 could be read");
+		else
+			assert_int_equal(all, SIZE + 10 * change);
+		byte_source_close(s);
+	}
+}
+
 /* A caller may have room for more bytes than zlib counts. */
 static void unpacks_into_much_room(void **state)
 {
@@ -1186,7 +1260,8 @@ int main(void)
 		TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
-		TEST(width_of_ids), TEST(ends_once), TEST(unpacks_into_much_room),
+		TEST(width_of_ids), TEST(ends_once), TEST(unpacks_into_much_room), TEST(cut_while_read),
+		TEST(hashes_of_earlier_versions),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

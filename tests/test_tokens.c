@@ -65,6 +65,9 @@ static void tokens_types(void **state)
 		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
 		assert_int_equal(tokens_read(&t, 4, 1, out), 0);
 		assert_int_equal(out[0], 3);
+		t.vocab_size = cases[i].largest; /* as if the file had been changed since it was opened */
+		assert_int_equal(tokens_read(&t, 0, 5, out), -1);
+		expect_error("t.bin: token 1: id ");
 		tokens_close(&t);
 		assert_int_equal(tokens_open(&t, at("t"), "none", cases[i].largest), -1);
 		assert_true(!t.bin.data && !t.count && !t.ids);
@@ -848,6 +851,90 @@ static void packed_documents(void **state)
 	free(document_of);
 }
 
+/* The windows of a file of documents, the longest first: each goes into the fullest window that has room for it. */
+static int best_fit_windows(const int32_t *length, int n)
+{
+	static int room[300], sorted[300];
+	int windows = 0;
+	for (int i = 0; i < n; i++) {
+		int j = i;
+		for (; j > 0 && sorted[j - 1] < length[i] - 1; j--)
+			sorted[j] = sorted[j - 1];
+		sorted[j] = length[i] - 1;
+	}
+	for (int i = 0; i < n; i++) {
+		int best = -1;
+		for (int w = 0; w < windows; w++)
+			if (room[w] >= sorted[i] && (best < 0 || room[w] < room[best]))
+				best = w;
+		if (best < 0)
+			room[best = windows++] = PACKED_L;
+		room[best] -= sorted[i];
+	}
+	return windows;
+}
+
+static void packing_is_best_fit(void **state)
+{
+	(void)state;
+	static const struct { int32_t length[8]; int n, windows; } cases[] = { /* a document of n tokens has n - 1 places */
+		{{201, 151, 107, 57}, 4, 2}, /* exactly full */
+		{{201, 151, 41, 37, 36, 36}, 6, 2}, /* 200 + 40 and 150 + 36 + 35 + 35 */
+		{{PACKED_L + 1, 2, PACKED_L, 2}, 4, 3}, {{129, 129, 130, 129}, 4, 3},
+	};
+	static int32_t length[300];
+	const struct config c = packed_config();
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	for (int i = 0; i < COUNT(cases) + 10; i++) {
+		int n = COUNT(length), windows;
+		const int32_t *documents = length;
+		if (i < COUNT(cases)) {
+			documents = cases[i].length, n = cases[i].n, windows = cases[i].windows;
+			assert_int_equal(best_fit_windows(documents, n), windows);
+		} else {
+			uint32_t x = i;
+			for (int k = 0; k < n; k++)
+				x = 1664525 * x + 1013904223, length[k] = 2 + (x >> 8) % (PACKED_L - 20 * (i % 10));
+			windows = best_fit_windows(length, n);
+		}
+		put_documents(documents, n);
+		assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+		assert_int_equal(count_windows(&t, PACKED_L), windows);
+		tokens_close(&t);
+	}
+}
+
+/* Documents of each length have an order of their own, also where there are as many of one length as of another. */
+static void lengths_have_orders_of_their_own(void **state)
+{
+	(void)state;
+	enum { EACH = 40 };
+	int32_t length[2 * EACH], input[PACKED_L], target[PACKED_L], document[PACKED_L], order[2][EACH];
+	int taken[2] = {0, 0}, equal = 0;
+	for (int i = 0; i < 2 * EACH; i++)
+		length[i] = i < EACH ? PACKED_L + 1 : PACKED_L;
+	put_documents(length, 2 * EACH);
+	const struct config c = packed_config();
+	const struct random_stream shuffle = {.seed = 7, .purpose = RANDOM_SHUFFLE};
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_int_equal(count_windows(&t, PACKED_L), 2 * EACH);
+	for (int i = 0; i < 2 * EACH; i++) {
+		assert_int_equal(read_window(&t, i, PACKED_L, &shuffle, input, target, document), 0);
+		const int k = *input >= EACH * (PACKED_L + 1), begin = k * EACH * (PACKED_L + 1);
+		assert_true(taken[k] < EACH);
+		order[k][taken[k]++] = (*input - begin) / length[k * EACH];
+	}
+	for (int i = 0; i < EACH; i++)
+		equal += order[0][i] == order[1][i];
+	assert_true(equal < EACH / 2);
+	tokens_close(&t);
+}
+
 /* Documents that are longer than a window, that have nothing to learn, and files that cannot be packed. */
 static void packed_edges(void **state)
 {
@@ -1015,9 +1102,21 @@ static void tokenize_bad(void **state)
 		expect_error("has no name in it; expected a prefix");
 	}
 	assert_false(exists(at("out")));
+	static const char *const outputs[] = {".bin", ".mask.bin", ".idx", ".json"};
+	for (int i = 0; i < COUNT(outputs); i++) {
+		char output[PATH_LEN], link_to_it[PATH_LEN], error[64];
+		strcpy(output, put_string(at("t%s", outputs[i]), "precious"));
+		strcpy(link_to_it, at("link%d.txt", i));
+		assert_int_equal(link(output, link_to_it), 0);
+		snprintf(error, sizeof error, "%s: is an input, but would be replaced", file_name(output));
+		for (int linked = 0; linked < 2; linked++) {
+			assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1,
+					(char *[]){linked ? link_to_it : output}, &result), -1);
+			expect_error(linked ? "txt: is an input, but would be replaced" : error);
+		}
+		assert_int_equal(unlink(output), 0);
+	}
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){own}, &result), -1);
-	expect_error("t.json: is an input, but would be replaced");
 	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, NULL, 1, (char *[]){own},
 			&result), -1);
 	expect_error("b.jsonl");
@@ -1224,7 +1323,8 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
 				TEST(packed_documents),
-		TEST(packed_edges), TEST(manifest_broken), TEST(text_field_and_bad_lines),
+		TEST(packed_edges), TEST(packing_is_best_fit), TEST(lengths_have_orders_of_their_own), TEST(manifest_broken),
+		TEST(text_field_and_bad_lines),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

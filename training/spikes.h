@@ -93,8 +93,8 @@ void retry_queue_free(struct retry_queue *q);
  * that have had MAX_ATTEMPTS are left out: they become the first of samples [n], and their number is returned. */
 int64_t retry_queue_add(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch,
 		int within);
-/* Takes what is due from the queue into batch number `batch`: at most half of its n samples, but one at least, to random
- * places of samples [n]. The other places become a sample of file -1: they are to be filled with new samples. */
+/* Takes what is due from the queue into batch number `batch`: at most half of its n samples, but one at least, to
+ * random places of samples [n]. The other places become a sample of file -1: they are to be filled with new samples. */
 void retry_queue_draw(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch);
 /* Moves the samples of files that are in the blend no more (index [num_files] -1) to `lost`, which has room for
  * q->count, and returns their number; the others get the index of their file in the new blend. */

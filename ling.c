@@ -1413,6 +1413,7 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 	struct model *m = &t->model;
 	json_decref(t->state.spikes);
 	t->state.spikes = spikes_to_json(t);
+	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
 	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
 			.weights = m->params.memory, .exp_avg = m->exp_avg, .exp_avg_sq = m->exp_avg_sq,
 			.sync = {metrics_file ? fileno(metrics_file) : -1, t->events.fd}, .async = async});

@@ -44,38 +44,63 @@ test_refused() {
 test_kill() {
 	local n
 	for n in 1 3; do
+		set -- checkpoint.every=2 checkpoint.async=false --inject "kill@step=6,rank=$((n - 1))" --inject kill@step=8,during=save
 		train $n "whole-$n" 0 checkpoint.every=2
-		train $n "killed-$n" killed checkpoint.every=2 --inject kill@step=6,rank=$((n - 1)) --inject kill@step=8,during=save
+		train $n "killed-$n" killed "$@"
 		is "event" "$(event "killed-$n" fault '[.fault, .rank, .at_step, .step]')" "[\"kill@step=6,rank=$((n - 1))\",$((n - 1)),6,5]"
 		is "checkpoint" "$(basename "$(ls -d "killed-$n"/step-* | tail -n 1)")" step-0000004
-		train $n "killed-$n" killed checkpoint.every=2 --inject kill@step=6,rank=$((n - 1)) --inject kill@step=8,during=save
+		train $n "killed-$n" killed "$@"
 		is "event" "$(event "killed-$n" fault '[.fault, .rank, .at_step, .step]' | tail -n 1)" '["kill@step=8,during=save",0,8,8]'
 		is "checkpoint" "$(basename "$(ls -d "killed-$n"/step-* | tail -n 1)")" step-0000006
-		train $n "killed-$n" 0 checkpoint.every=2 --inject kill@step=6,rank=$((n - 1)) --inject kill@step=8,during=save
+		train $n "killed-$n" 0 "$@"
 		same_files "whole-$n" "killed-$n" 0000010
 	done
 }
 
-# A rank that is stopped stands still in the step, and goes on where it was when it is told to.
+# stopped RANK: waits until that rank of the run stands still, and tells it to go on.
+stopped() {
+	local pid tries=0
+	until [ -s "pid.$1" ] && pid=$(cat "pid.$1") && grep -q '^State:.T' "/proc/$pid/status" || [ $tries -ge 400 ]; do
+		sleep 0.05
+		tries=$((tries + 1))
+	done
+	grep -q '^State:.T' "/proc/$pid/status" || problem "rank $1 is not stopped: $(grep State "/proc/$pid/status")"
+	[ "$(lines stopped/metrics.jsonl)" -ge $(($2 - 1)) ] && [ "$(lines stopped/metrics.jsonl)" -le "$2" ] ||
+		problem "$(lines stopped/metrics.jsonl) steps; expected $2 or one less"
+	kill -CONT "$pid"
+}
+
+# A rank that is stopped stands still, in the step or in the middle of a file of a checkpoint, and goes on where it was when it is told to.
 test_stop() {
-	local run pid tries=0
+	local run
 	cat >launch.sh <<-END
 		#!/bin/bash
 		echo \$\$ >pid.\$OMPI_COMM_WORLD_RANK
 		exec "$ling" "\$@"
 	END
 	chmod +x launch.sh
-	ranks 3 ./launch.sh train tiny.yaml train.output_dir=stopped --inject stop@step=4,rank=2 >out.txt 2>err.txt &
+	ranks 3 ./launch.sh train tiny.yaml train.output_dir=stopped checkpoint.every=6 --inject stop@step=4,rank=2 \
+		--inject stop@step=6,rank=1,during=save >out.txt 2>err.txt &
 	run=$!
-	wait_for_lines stopped/metrics.jsonl 3
-	pid=$(cat pid.2)
-	until grep -q '^State:.T' "/proc/$pid/status" || [ $tries -ge 200 ]; do sleep 0.05; tries=$((tries + 1)); done
-	grep -q '^State:.T' "/proc/$pid/status" || problem "rank 2 is not stopped: $(grep State "/proc/$pid/status")"
-	is "steps" "$(lines stopped/metrics.jsonl)" 3
-	kill -CONT "$pid"
+	stopped 2 3
+	stopped 1 7 # the others may be in the next step
 	wait $run || problem "exit status $?: $(head -c 600 err.txt)"
 	is "steps" "$(lines stopped/metrics.jsonl)" 10
-	is "event" "$(event stopped fault '[.rank, .step]')" '[2,3]'
+	is "event" "$(event stopped fault '[.rank, .step]' | tr '\n' ' ')" '[2,3] [1,6] '
+	is "checkpoints" "$(cd stopped && echo step-*)" "step-0000006 step-0000010"
+	same_files whole-3 stopped 0000010
+}
+
+# No room for a checkpoint: the older ones stay, the next one is tried as planned, and training is not disturbed.
+test_diskfull() {
+	local n
+	for n in 1 3; do
+		train $n "full-$n" 0 checkpoint.every=2 checkpoint.keep=0 --inject diskfull@step=4,rank=$((n - 1)) --inject diskfull@step=8
+		is "faults" "$(event "full-$n" fault '[.rank, .step]' | tr '\n' ' ')" "[$((n - 1)),4] [0,8] "
+		is "failed" "$(event "full-$n" save_failed .step | tr '\n' ' ')" "4 8 "
+		is "checkpoints" "$(cd "full-$n" && echo step-*)" "step-0000002 step-0000006 step-0000010"
+		same_files "whole-$n" "full-$n" 0000010
+	done
 }
 
 # What is not finite on one rank is skipped by all.
@@ -156,7 +181,7 @@ test_health_changes_nothing() {
 		same_files "healthy-$n" "unwatched-$n" 0000010
 		cmp -s <(steady "healthy-$n/metrics.jsonl") <(steady "unwatched-$n/metrics.jsonl") ||
 			problem "$n ranks: other metrics: $(diff <(steady "healthy-$n/metrics.jsonl") <(steady "unwatched-$n/metrics.jsonl") | head -n 4)"
-		is "events" "$(jq -r .kind "healthy-$n/events.jsonl" | tr '\n' ' ')" "start stop "
+		is "events" "$(jq -r .kind "healthy-$n/events.jsonl" | tr '\n' ' ')" "start save stop "
 	done
 }
 
@@ -171,5 +196,5 @@ test_slow() {
 	is "slow" "$(event even slow_rank .)" ""
 }
 
-check refused kill stop not_finite poison flip health_changes_nothing slow
+check refused kill stop diskfull not_finite poison flip health_changes_nothing slow
 finish

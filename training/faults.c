@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 #include "kernels.h"
+#include "files/safetensors.h"
 #include "model/parameters.h"
 #include "training/events.h"
 
@@ -256,6 +257,20 @@ void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const 
 		fault_write(f, x, step, NULL);
 		raise(SIGKILL);
 	}
+}
+
+struct write_fault faults_in_save(struct faults *f, int64_t step, int64_t bytes)
+{
+	static const struct { enum fault_kind kind; int signal; } kinds[] = {{FAULT_DISKFULL, 0}, {FAULT_STOP, SIGSTOP},
+		{FAULT_KILL, SIGKILL}};
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+		const struct fault *x = fault_comes(f, kinds[i].kind, step, MOMENT_SAVE);
+		if (x) {
+			fault_write(f, x, step, NULL);
+			return (struct write_fault){.after = bytes / 2, .signal = kinds[i].signal};
+		}
+	}
+	return (struct write_fault){.after = INT64_MAX};
 }
 
 const struct fault *fault_poisons(struct faults *f, int64_t step)

@@ -11,6 +11,7 @@
 #define LING_TRAINING_FAULTS_H
 
 #include "files/base.h"
+#include "files/safetensors.h"
 #include "model/parameters.h"
 #include "training/events.h"
 
@@ -72,8 +73,12 @@ void fault_write(const struct faults *f, const struct fault *x, int64_t step, js
 
 /* What a fault can harm: this rank's weights and gradients, [table->num_elements] each. */
 struct fault_target { const struct parameter_table *table; real *weights, *gradients; };
-/* Does what comes to this rank at that moment, but for FAULT_DISKFULL and FAULT_POISON. target: of MOMENT_SAVE NULL. */
+/* Does what comes to this rank at MOMENT_STEP or MOMENT_UPDATE, but for FAULT_POISON. */
 void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const struct fault_target *target);
+
+/* What comes while this rank writes the checkpoint after `step`, of which it writes so many bytes of weights: it comes
+ * after half of them. The event is written at once. */
+struct write_fault faults_in_save(struct faults *f, int64_t step, int64_t bytes);
 
 /* Whether FAULT_POISON comes to the batch of this step. If so its samples, as samples_to_json (training/spikes.h) lists
  * them, must be given to faults_poison, which remembers them and writes the event. */

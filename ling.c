@@ -969,6 +969,7 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	report_costs(&account, t, m);
 	if (decision.update)
 		return 0;
+	t->go_back = true;
 	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "
 			"the weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
 			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
@@ -1148,7 +1149,8 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			return -1;
 		if (is_rank0(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
-		if (m.has_valid_loss && !isfinite(m.valid_loss))
+		t->go_back = m.has_valid_loss && !isfinite(m.valid_loss);
+		if (t->go_back)
 			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints "
 					"stay", (long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = t->stop || m.step == c->train.stop_at_step;
@@ -1164,6 +1166,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 					(long long)m.step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
+			t->stopped = t->stop;
 			return 0;
 		}
 	}
@@ -1704,7 +1707,8 @@ int trainer_save(struct trainer *t)
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
 				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	if (parallel_agree(rc) < 0)
+	t->go_back = parallel_agree(rc) < 0;
+	if (t->go_back)
 		return -1;
 	if (is_rank0(t))
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);

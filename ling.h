@@ -314,6 +314,9 @@ struct trainer {
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
+	/* how the run ended; the same on all ranks */
+	bool stopped;                /* before its end, since a rank was asked to stop; train.stop_at_step does not count */
+	bool go_back;                /* it failed, and can go on from an earlier checkpoint alone */
 	/* of the last step */
 	bool stop;                   /* a rank was asked to stop; the same on all ranks */
 	double communication;        /* seconds of it on this rank */

@@ -15,9 +15,13 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* The exit statuses of the program, and what a command's run() returns. After any but EXIT_DONE error_text says
- * why. */
-enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2 };
+/* The exit statuses of the program, and what a command's run() returns. After any but EXIT_DONE and EXIT_STOPPED
+ * error_text says why. */
+enum {
+	EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2,
+	EXIT_STOPPED = 3,            /* a signal asked a training run to stop: it has saved, and the same command continues */
+	EXIT_GO_BACK = 4,            /* a training run cannot go on from here: an earlier checkpoint is needed */
+};
 
 enum option_type {
 	OPTION_FLAG,                 /* no argument; sets a bool */

@@ -175,7 +175,8 @@ int main(int argc, char **argv)
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
-	const bool together = status == EXIT_DONE || print_error(); /* all ranks end here, and none needs to be stopped */
+	/* All ranks end here, and none needs to be stopped. */
+	const bool together = status == EXIT_DONE || status == EXIT_STOPPED || print_error();
 	fflush(NULL);
 	parallel_stop(together ? 0 : status);
 	return status;

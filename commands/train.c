@@ -79,7 +79,7 @@ static int run_train(const struct command_line *line)
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;
 	struct trainer t;
-	int rc = trainer_init(&t, &c);
+	int rc = trainer_init(&t, &c), status = EXIT_WORK_FAILED;
 	if (rc == 0) {
 		const struct layout *l = &t.model.layout;
 		const struct layout alone = layout_of_rank(0, 1, 1, 1);
@@ -95,11 +95,12 @@ static int run_train(const struct command_line *line)
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
+		status = rc == 0 ? t.stopped ? EXIT_STOPPED : EXIT_DONE : t.go_back ? EXIT_GO_BACK : EXIT_WORK_FAILED;
 		trainer_free(&t);
 	}
 	if (parallel_rank() == 0)
 		close(lock);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
+	return status;
 }
 
 static const struct command_option options[] = {
@@ -108,8 +109,9 @@ static const struct command_option options[] = {
 
 const struct command train_command = {
 	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
-	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM "
-		"and SIGINT save and stop.",
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM, "
+		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
+		"but from an earlier checkpoint.",
 	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true,
 	.prints_progress = true,
 };

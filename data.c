@@ -128,20 +128,24 @@ static int token_type_code(const char *name)
 	return 0;
 }
 
-int manifest_check_format(const char *path, const json_t *root)
+json_t *manifest_read_json(const char *path)
 {
-	const char *format = field_text(root, path, "format");
-	if (!format || strcmp(format, MANIFEST_FORMAT))
-		return fail("%s: `format` is \"%.40s\"; expected \"%s\"; if it is not a token file's manifest, move it away",
-				path, format ? format : "", MANIFEST_FORMAT);
-	return 0;
+	json_t *root = json_read(path);
+	const char *format = root ? field_text(root, path, "format") : NULL;
+	if (format && !strcmp(format, MANIFEST_FORMAT))
+		return root;
+	if (format)
+		fail("%s: `format` is \"%.40s\"; expected \"%s\"", path, format, MANIFEST_FORMAT);
+	json_decref(root);
+	char what[sizeof error_text];
+	snprintf(what, sizeof what, "%s", error_text);
+	fail("%.3000s; if it is not a token file's manifest, move it away", what);
+	return NULL;
 }
 
 /* What an older version of the manifest does not have becomes -1, or the state of no file. */
 static int manifest_parse(struct manifest *m, const char *path, const json_t *root)
 {
-	if (manifest_check_format(path, root) < 0)
-		return -1;
 	*m = (struct manifest){.largest_id = -1, .loss_tokens = -1, .end_token = -1};
 	const json_t *files = json_object_get(root, "files");
 	if (json_object_get(root, "tokenizer")) {
@@ -178,7 +182,7 @@ static int manifest_read(struct manifest *m, const char *path)
 	int there = path_exists(path);
 	if (there <= 0)
 		return there;
-	json_t *root = json_read(path);
+	json_t *root = manifest_read_json(path);
 	int rc = root ? manifest_parse(m, path, root) : -1;
 	json_decref(root);
 	return rc < 0 ? -1 : 1;
@@ -253,13 +257,12 @@ static void packing_free(struct packed *p)
  * Opening
  * ========================================================================================================== */
 
-/* Where the arrays of a checked index begin. */
+/* Where the arrays of a checked index begin. The header is not read again: the file may have changed since. */
 struct index { uint64_t sequences, entries; const uint8_t *lengths, *pointers, *documents; };
 
 static struct index index_of(const struct tokens *t)
 {
-	struct index x = {.sequences = load_i64(t->idx.data + 18), .entries = load_i64(t->idx.data + 26),
-			.lengths = t->idx.data + IDX_HEADER};
+	struct index x = {.sequences = t->sequences, .entries = t->documents + 1, .lengths = t->idx.data + IDX_HEADER};
 	x.pointers = x.lengths + 4 * x.sequences;
 	x.documents = x.pointers + 8 * x.sequences;
 	return x;
@@ -290,7 +293,7 @@ static int index_header(struct tokens *t, const char *path)
 		return fail("%s: %llu bytes after the document index; expected none", path, (unsigned long long)rest);
 	if (!entries)
 		return fail("%s: no document index; expected it to begin with 0", path);
-	t->documents = entries - 1;
+	t->sequences = n, t->documents = entries - 1;
 	t->count = t->bin.size / token_width(t);
 	return 0;
 }
@@ -621,14 +624,14 @@ void tokens_mask(const struct tokens *t, int64_t start, int64_t n, int32_t *targ
 			target[i] = t->loss_mask[start + 1 + i] == LOSS_END ? t->end_token : -1;
 }
 
-/* The index of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
+/* The number of the token that document i begins with, 0 <= i <= t->documents. Checks it again: the file may have
  * changed since it was opened. */
 static int document_begin(const struct tokens *t, int64_t i, int64_t *begin)
 {
 	const struct index x = index_of(t);
 	const uint64_t sequence = load_i64(x.documents + 8 * i);
 	*begin = sequence < x.sequences ? load_i64(x.pointers + 8 * sequence) / token_width(t) : t->count;
-	if (x.entries != (uint64_t)t->documents + 1 || sequence > x.sequences || *begin < 0 || *begin > t->count)
+	if (sequence > x.sequences || *begin < 0 || *begin > t->count)
 		return fail("%s: its index was changed while it was in use: document %lld begins with sequence %llu", t->path,
 				(long long)i, (unsigned long long)sequence);
 	return 0;

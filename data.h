@@ -39,6 +39,7 @@ struct tokens {                /* a token file, mapped; see data.c for the forma
 	int dtype;                   /* of the ids: a code of TOKEN_TYPES, an index of token_types */
 	int64_t count;               /* tokens */
 	int64_t documents;           /* of an indexed dataset; else -1 */
+	int64_t sequences;           /* of an indexed dataset */
 	const uint8_t *ids;          /* [count] of that type */
 	const uint8_t *loss_mask;    /* [count] LOSS_NONE, LOSS_TOKEN or LOSS_END; NULL: the loss counts every token */
 	int32_t end_token;           /* the target that LOSS_END stands for; -1: not known, and there is none */
@@ -96,8 +97,8 @@ struct manifest {
 
 /* The manifest as JSON, which the caller owns. */
 json_t *manifest_to_json(const struct manifest *m);
-/* Fails when `root`, read from `path`, is not a manifest. */
-int manifest_check_format(const char *path, const json_t *root);
+/* The JSON of the manifest at `path`, which the caller owns. NULL on error, also where it is something else. */
+json_t *manifest_read_json(const char *path);
 /* The state of a file. That there is none is not an error. */
 int file_state_read(struct file_state *s, const char *path);
 /* The states of the files that belong to a token file: of the ids at `path`, and of PREFIX.idx and PREFIX.mask.bin.
@@ -153,9 +154,8 @@ struct data_options {
 int data_options_init(struct data_options *o, const struct config *c, const char *tokenizer);
 
 /* Opens a token file for training or evaluation. It must hold at least one window; be made by o->tokenizer, if both
- * that and its own are known; tell where its documents begin, if they are masked; have an index, if its
- * documents are packed; and have a target that counts in its
- * first max_windows windows (0: in any). */
+ * that and its own are known; tell where its documents begin, if they are masked; have an index, if its documents are
+ * packed; and have a target that counts in its first max_windows windows (0: in any). */
 int open_data(struct tokens *t, const struct data_source *source, const struct data_options *o, int64_t max_windows);
 
 /* ============================================================================================================

@@ -21,6 +21,7 @@
 #include "ling.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -168,6 +169,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	int64_t first;
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const struct group *tensor = &m->layout.tensor;
+	heartbeat_operation("attention", l);
 	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->residual, x->input, N * H);
 	/* The output product sums over all heads: with a tensor group each rank has its heads' summand, and rank 0 adds
@@ -313,6 +315,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
+	heartbeat_operation(experts ? "router" : "dense", l);
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->residual, N * H);
@@ -320,6 +323,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) {
 		router_forward(m, l, T, step, sums);
 		end_phase(m, PHASE_ROUTER);
+		heartbeat_operation("experts", l);
 		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
 		 * x->token[r]. */
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
@@ -442,6 +446,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
+	heartbeat_operation("head", -1);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
@@ -570,6 +575,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
+	heartbeat_operation(experts ? "experts" : "dense", l);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	end_phase(m, PHASE_OTHER);
@@ -589,6 +595,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	}
 	if (experts) { /* dnormed += the experts' and the router's */
 		experts_backward(m, l, B, step);
+		heartbeat_operation("router", l);
 		router_backward(m, l, B, step);
 		end_phase(m, PHASE_ROUTER);
 	}
@@ -609,6 +616,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	heartbeat_operation("attention", l);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
@@ -652,6 +660,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
+	heartbeat_operation("embedding", -1);
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
@@ -880,6 +889,7 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct model *m = &t->model;
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
+	heartbeat_operation("optimizer", -1);
 	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t begin = p.parameter->offset + p.from, state = p.state;
@@ -939,6 +949,7 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->seconds = t->model.phase_start - a->start;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = parallel_seconds() - a->communication;
+	heartbeat_own_seconds(m->seconds - t->communication);
 	t->slowest = slowest_rank(world, m->seconds - t->communication);
 	parallel_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
@@ -969,7 +980,6 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	report_costs(&account, t, m);
 	if (decision.update)
 		return 0;
-	t->go_back = true;
 	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "
 			"the weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
 			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
@@ -1030,6 +1040,7 @@ static int validate(struct trainer *t, struct metrics *m)
 	const double start = clock_seconds();
 	double sum = 0;
 	int64_t tokens = 0;
+	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
@@ -1088,6 +1099,7 @@ static int save_progress(struct trainer *t, FILE *metrics_file)
 {
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	int rc = 0, place = 0;
+	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
 	memcpy(named, t->config.train.output_dir, sizeof named);
 	if (is_rank0(t)) {
 		rc = metrics_sync(metrics_file);
@@ -1125,15 +1137,17 @@ static void print_raised_rate(const struct trainer *t, const struct metrics *bef
 	fflush(stdout);
 }
 
-/* Trains from where the trainer stands to the end, or to a stop. */
+/* Trains from where the trainer stands to the end, or to a stop. Returns an enum run_result. */
 static int training_loop(struct trainer *t, FILE *metrics_file)
 {
 	const struct config *c = &t->config;
 	const int64_t first_token = t->state.tokens;
 	const double start = clock_seconds();
 	t->validation_seconds = t->num_validations = 0;
-	while (t->state.step < t->steps) {
+	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
+		heartbeat_operation("batch", -1);
 		const int64_t batch = trainer_next_batch(t);
 		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
 			return -1;
@@ -1149,8 +1163,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 			return -1;
 		if (is_rank0(t) && metrics_write(metrics_file, &m) < 0)
 			return -1;
-		t->go_back = m.has_valid_loss && !isfinite(m.valid_loss);
-		if (t->go_back)
+		if (m.has_valid_loss && !isfinite(m.valid_loss))
 			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints "
 					"stay", (long long)m.step, plain_nan(m.valid_loss));
 		const bool stop = t->stop || m.step == c->train.stop_at_step;
@@ -1166,8 +1179,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 					(long long)m.step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
-			t->stopped = t->stop;
-			return 0;
+			return t->stop ? RUN_STOPPED : RUN_DONE;
 		}
 	}
 	if (is_rank0(t))
@@ -1176,7 +1188,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	return 0;
 }
 
-int trainer_run(struct trainer *t)
+enum run_result trainer_run(struct trainer *t)
 {
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
@@ -1200,7 +1212,7 @@ int trainer_run(struct trainer *t)
 	int rc = training_loop(t, f);
 	if (rc < 0 && is_rank0(t) && is_terminal(stdout))
 		printf("\n"); /* the error goes on a line of its own */
-	if (f && fclose(f) && rc == 0)
+	if (f && fclose(f) && rc >= 0)
 		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 	return rc;
 }
@@ -1707,8 +1719,7 @@ int trainer_save(struct trainer *t)
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
 		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
 				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	t->go_back = parallel_agree(rc) < 0;
-	if (t->go_back)
+	if (parallel_agree(rc) < 0)
 		return -1;
 	if (is_rank0(t))
 		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);

@@ -4,6 +4,7 @@
  * The files, from the bottom up. A file may use those above it in this list, and no others.
  *
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
+ *   files/heartbeat            what each rank is doing, for others to see
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
  *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
@@ -38,8 +39,8 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
- *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
- *                              too, and doctor has bench
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
+ *                              train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -54,7 +55,8 @@
  *
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; stop_requested,
  * which a signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows
- * of MPI; and in commands/options.c the two variables of argp, which are argp's own.
+ * of MPI; in files/heartbeat.c the page of this rank, to which whatever computes or waits writes; and in
+ * commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -314,9 +316,6 @@ struct trainer {
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
-	/* how the run ended; the same on all ranks */
-	bool stopped;                /* before its end, since a rank was asked to stop; train.stop_at_step does not count */
-	bool go_back;                /* it failed, and can go on from an earlier checkpoint alone */
 	/* of the last step */
 	bool stop;                   /* a rank was asked to stop; the same on all ranks */
 	double communication;        /* seconds of it on this rank */
@@ -341,8 +340,11 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
  * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);
+/* How a run ended, the same on all ranks. RUN_DONE: at its end, or at stop_at_step; RUN_STOPPED: a signal asked for a
+ * stop, and the step is saved; RUN_GO_BACK: it must continue from an earlier checkpoint, error_text says why. */
+enum run_result { RUN_FAILED = -1, RUN_DONE, RUN_STOPPED, RUN_GO_BACK };
 /* Trains to the end, or until a rank is asked to stop; not at all beyond stop_at_step. */
-int trainer_run(struct trainer *t);
+enum run_result trainer_run(struct trainer *t);
 /* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 

@@ -10,6 +10,7 @@
 #include "parallel.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 
 #include <mpi.h>
@@ -210,8 +211,9 @@ static void report_silent_ranks(const char *what, double waited)
 static void wait_for(MPI_Request *requests, int n, const char *what)
 {
 	const double start = clock_seconds();
-	double noticed = start, reported = start, t = start;
+	double noticed = start, reported = start, told = start, t = start;
 	int done = 0;
+	heartbeat_wait(what);
 	/* a rank that never waits long must read its notices too, or they would pile up */
 	if (start - mpi.notices_read > NOTICE_SECONDS) {
 		mpi.notices_read = start;
@@ -221,6 +223,10 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
 			break;
+		if (t - told > 0.1) {
+			told = t;
+			heartbeat_still_waiting(t - start);
+		}
 		if (t - noticed < NOTICE_SECONDS)
 			continue;
 		noticed = t;
@@ -232,6 +238,7 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 		}
 	}
 	mpi.seconds += t - start;
+	heartbeat_wait_end();
 }
 
 /* ============================================================================================================

@@ -3,7 +3,7 @@
  * several commands share.
  *
  * Each command defines one struct command. main.c has the list of them, and options.c reads a command line into the
- * command's own struct of options. All of it is constant data, from which help texts and manual pages can be made.
+ * command's own struct of options. All of it is constant data, from which help texts and the manual page are made.
  */
 #ifndef LING_COMMANDS_COMMAND_H
 #define LING_COMMANDS_COMMAND_H
@@ -16,12 +16,9 @@
 #include <stdio.h>
 
 /* The exit statuses of the program, and what a command's run() returns. After any but EXIT_DONE and EXIT_STOPPED
- * error_text says why. */
-enum {
-	EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2,
-	EXIT_STOPPED = 3,            /* a signal asked a training run to stop: it has saved, and the same command continues */
-	EXIT_GO_BACK = 4,            /* a training run cannot go on from here: an earlier checkpoint is needed */
-};
+ * error_text says why. EXIT_STOPPED: a signal asked a run to stop; it is saved, and the same command continues.
+ * EXIT_GO_BACK: a run must continue from an earlier checkpoint: too many spikes, or weights that are not finite. */
+enum { EXIT_DONE = 0, EXIT_WORK_FAILED = 1, EXIT_WRONG_USE = 2, EXIT_STOPPED = 3, EXIT_GO_BACK = 4 };
 
 enum option_type {
 	OPTION_FLAG,                 /* no argument; sets a bool */

@@ -219,8 +219,9 @@ static int run_eval(const struct command_line *line)
 			option_given(line, "chat-form")))
 		rc = fail("--batch, --out and --chat-form go with --tasks");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
-			option_given(line, "document-mask") || option_given(line, "document-token")))
-		rc = fail("--max-windows, --dtype, --document-mask and --document-token go with --data");
+			option_given(line, "packing") || option_given(line, "document-mask") ||
+			option_given(line, "document-token")))
+		rc = fail("--max-windows, --dtype, --packing, --document-mask and --document-token go with --data");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
 	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)

@@ -167,6 +167,8 @@ static int run_generate(const struct command_line *line)
 			.no_cache = o->no_cache, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
 	struct model_config c;
 	struct ids *ids = NULL, ends = {0};
+	/* prompts that may be conversations */
+	const bool chat = o->chat || (o->prompts && text_format(o->prompts, FORMAT_BY_NAME) != FORMAT_TEXT);
 	int n = 0, rc = 0;
 	if (!o->prompt == !o->prompts)
 		rc = fail("give either --prompt TEXT or --prompts FILE");
@@ -174,6 +176,8 @@ static int run_generate(const struct command_line *line)
 			option_given(line, "seed")))
 		rc = fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is "
 				"taken");
+	else if (o->chat_form && !chat)
+		rc = fail("--chat-form goes with --chat, or with --prompts of JSON lines");
 	else if (parallel_size() > 1)
 		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
 	if (rc < 0)
@@ -189,7 +193,7 @@ static int run_generate(const struct command_line *line)
 	g.ends = &ends;
 	if (rc == 0)
 		rc = end_ids_read(&ends, dir) < 0 ? -1 : chat_form_choose(t, o->chat_form);
-	if (rc == 0 && (o->chat || (o->prompts && has_suffix(o->prompts, ".jsonl"))))
+	if (rc == 0 && chat)
 		chat_end_append(t, &ends);
 	if (rc == 0)
 		rc = read_prompts(o, t, &ids, &n);
@@ -209,8 +213,9 @@ static const struct command_option options[] = {
 	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT",
 			"Continue this text; an empty one is the beginning of a document"),
 	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
-			"Continue each line of a text file; of FILE.jsonl, each line's `prompt`, or reply to its `messages` or "
-			"`conversations`; where the assistant spoke last, continue that"),
+			"Continue each line of a text file; of JSON lines (.jsonl, .ndjson, or .json with an array of them) each "
+			"one's `prompt`, or reply to its `messages` or `conversations`; where the assistant spoke last, continue "
+			"that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,

@@ -175,7 +175,7 @@ int main(int argc, char **argv)
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;
 	}
-	/* All ranks end here, and none needs to be stopped. */
+	/* all ranks end here, and none needs to be stopped */
 	const bool together = status == EXIT_DONE || status == EXIT_STOPPED || print_error();
 	fflush(NULL);
 	parallel_stop(together ? 0 : status);

@@ -65,9 +65,10 @@ static bool takes_path(const struct command_option *o)
 static bool set_text(const struct command_option *o, const char **place, const char *value)
 {
 	*place = value;
-	if (!takes_path(o) || !is_home_path(value))
+	const bool empty = !*value;
+	if (!takes_path(o) || !(empty || is_home_path(value)))
 		return true;
-	set_error("a path: " HOME_PATH_HINT);
+	set_error(empty ? "a path, found nothing: a shell variable may be unset" : "a path: " HOME_PATH_HINT);
 	return false;
 }
 
@@ -137,7 +138,9 @@ static void check_use(const struct command_line *line, struct argp_state *state)
 	if (line->num_words > c->max_words)
 		argp_error(state, "unexpected '%s'", line->words[c->max_words]);
 	for (int i = 0; i < line->num_words; i++)
-		if (is_home_path(line->words[i]))
+		if (!*line->words[i])
+			argp_error(state, "argument %d is empty: a shell variable may be unset", i + 1);
+		else if (is_home_path(line->words[i]))
 			argp_error(state, "%s: " HOME_PATH_HINT, line->words[i]);
 }
 

@@ -37,7 +37,11 @@ int tokens_print(const char *prefix, const char *tokenizer, FILE *out)
 		rc = tokens_read(&tokens, i, n, ids);
 		text.size = 0;
 		for (int64_t k = 0; !rc && k < n; k++)
-			tokenizer_decode(t, ids[k], true, &text);
+			if (ids[k] < tokenizer_size(t))
+				tokenizer_decode(t, ids[k], true, &text);
+			else
+				rc = fail("%s: token %lld: id %d is none of the %d that %s has; expected --tokenizer to name what made "
+						"the ids", tokens.path, (long long)(i + k), ids[k], tokenizer_size(t), name);
 		if (!rc && fwrite(text.data, 1, text.size, out) != text.size)
 			break; /* the caller sees that it failed */
 	}
@@ -280,8 +284,8 @@ static int output_check(const char *path)
 	const int there = path_exists(path);
 	if (there <= 0)
 		return there;
-	json_t *root = json_read(path);
-	const int rc = root ? manifest_check_format(path, root) : -1;
+	json_t *root = manifest_read_json(path);
+	const int rc = root ? 0 : -1;
 	json_decref(root);
 	return rc;
 }
@@ -330,12 +334,12 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	struct tokenizer *t = tokenizer_open(tokenizer);
 	if (!t)
 		return -1;
-	if (chat_form_choose(t, chat_form) < 0 || tokenizer_end(t) < 0 ||
-			inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
+	int rc = chat_form_choose(t, chat_form);
+	if (rc == 0 && tokenizer_end(t) < 0)
+		rc = fail("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
+				"tokenizer_config.json beside it", tokenizer);
+	if (rc < 0 || inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
-		if (tokenizer_end(t) < 0)
-			set_error("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
-					"tokenizer_config.json beside it", tokenizer);
 		tokenizer_close(t);
 		return -1;
 	}
@@ -344,7 +348,6 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	struct input in = {.files = files, .num_files = num_files, .format = format,
 			.progress = progress_start("tokenize", total, 1e-6, "MB")};
 	struct new_file file[NUM_OUTPUTS] = {0};
-	int rc = 0;
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
 		rc = new_member_begin(&file[k], outputs[k]);
 	if (rc == 0)
@@ -372,7 +375,7 @@ static int run_tokenize(const struct command_line *line)
 	struct tokenized t;
 	int rc = 0;
 	if (o->decode)
-		rc = o->out || line->num_words || o->special_as_text || o->format ?
+		rc = o->out || o->chat_form || line->num_words || o->special_as_text || o->format ?
 				fail("--decode goes with --tokenizer alone") : 0;
 	else if (!o->out)
 		rc = fail("--out is required");
@@ -408,10 +411,10 @@ static const struct command_option tokenize_table[] = {
 
 const struct command tokenize_command = {
 	.name = "tokenize", .usage = "--out PREFIX FILE...\n--decode PREFIX", .max_words = ANY_NUMBER,
-	.help = "Make a token file from text files and JSON lines, also packed (.gz, .zst); - is the standard input "
-		"(.jsonl or .ndjson, or .json with an array of them: each line has a `text`, or a conversation as "
-		"`messages`, `conversations`, or a `prompt` and its `completion`, of which the loss counts only the "
-		"assistant's replies; docs/training.md has the forms).",
+	.help = "Make a token file from text files and JSON lines (.jsonl, .ndjson, or .json with an array of records), "
+		"also packed (.gz, .zst); - is the standard input. A record has a `text`, or is a conversation, as `messages`, "
+		"`conversations`, or a `prompt` and its `completion`, of which the loss counts only the assistant's replies; "
+		"docs/training.md has the forms.",
 	.run = run_tokenize, COMMAND_OPTIONS(tokenize_options, tokenize_table),
 };
 

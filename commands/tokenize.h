@@ -18,12 +18,11 @@
 
 struct tokenized { int64_t documents, tokens, bytes, loss_tokens; }; /* loss_tokens: tokens that the loss counts */
 /* Makes PREFIX.bin, .idx and .json from text and JSON lines, with all processors and in bounded memory: a text file
- * may be of any size. A text file is one document. So is a line of a .jsonl file, which has a `text`, or the
- * `messages` of a conversation ([{"role": ..., "content": ...}]), or a `prompt` and its `completion`. In the latter
- * two the loss counts only the assistant's replies; then there is also PREFIX.mask.bin. With `special`, the text of a
- * special token becomes that token, as in Hugging Face's library, but never in messages: a user cannot write a role's
- * tag. Conversations are written in the named chat form, or, with NULL, in the tokenizer's. A PREFIX.json that is not a
- * manifest is not replaced. Shows progress on stderr. */
+ * may be of any size. A text file is one document. So is a line of a .jsonl file, which has a `text` or is a
+ * conversation (files/conversation.h), of which the loss counts only the assistant's replies; then there is also
+ * PREFIX.mask.bin. With `special`, the text of a special token becomes that token, as in Hugging Face's library, but
+ * never in messages: a user cannot write a role's tag. Conversations are written in the named chat form, or, with NULL,
+ * in the tokenizer's. A PREFIX.json that is not a manifest is not replaced. Shows progress on stderr. */
 int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
 		enum text_format format, int num_files, char **files, struct tokenized *result);
 /* Writes the text of a token file, special tokens included. tokenizer NULL: the one that the manifest names. */

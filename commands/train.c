@@ -5,6 +5,7 @@
 #include "commands/train.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/config.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -76,10 +77,15 @@ static int run_train(const struct command_line *line)
 	warn_of_oversubscription();
 	catch_signals();
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
+	if (lock >= 0 && parallel_rank() == 0)
+		heartbeat_create(c.train.output_dir, parallel_size());
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;
+	char host[64] = "";
+	gethostname(host, sizeof host - 1);
+	heartbeat_join(c.train.output_dir, parallel_rank(), host);
 	struct trainer t;
-	int rc = trainer_init(&t, &c), status = EXIT_WORK_FAILED;
+	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
 		const struct layout *l = &t.model.layout;
 		const struct layout alone = layout_of_rank(0, 1, 1, 1);
@@ -95,12 +101,13 @@ static int run_train(const struct command_line *line)
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
-		status = rc == 0 ? t.stopped ? EXIT_STOPPED : EXIT_DONE : t.go_back ? EXIT_GO_BACK : EXIT_WORK_FAILED;
+		heartbeat_phase(HEARTBEAT_END, t.state.step);
 		trainer_free(&t);
 	}
+	heartbeat_leave();
 	if (parallel_rank() == 0)
 		close(lock);
-	return status;
+	return rc < 0 ? EXIT_WORK_FAILED : rc == RUN_STOPPED ? EXIT_STOPPED : rc == RUN_GO_BACK ? EXIT_GO_BACK : EXIT_DONE;
 }
 
 static const struct command_option options[] = {

@@ -344,7 +344,8 @@ static int take_lock(struct new_file *file)
 	for (int attempt = 0; attempt < 1000; attempt++) {
 		const int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
 		if (fd < 0)
-			return errno == ELOOP ? fail("%s: is a link; expected a lock file: remove it", path)
+			return errno == ELOOP || errno == EISDIR ? fail("%s: is a %s; expected a lock file: remove it", path,
+					errno == ELOOP ? "link" : "directory")
 				: fail("%s: cannot create: %s", file->path, strerror(errno));
 		const int error = flock(fd, LOCK_EX | LOCK_NB) < 0 ? errno : 0;
 		if (error == EWOULDBLOCK) {
@@ -547,8 +548,8 @@ struct old_file { char kept[PATH_LEN]; bool aside, replaced; };
 static int set_aside(const struct new_file *file, struct old_file *old)
 {
 	struct stat st;
-	if (lstat(file->path, &st) < 0 && errno == ENOENT)
-		return 0;
+	if (lstat(file->path, &st) < 0)
+		return errno == ENOENT ? 0 : fail("%s: cannot stat: %s", file->path, strerror(errno));
 	if (S_ISDIR(st.st_mode))
 		return fail("%s: cannot replace: %s", file->path, strerror(EISDIR));
 	if (temporary_name(old->kept, file->path) < 0)

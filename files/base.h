@@ -181,7 +181,8 @@ json_t *json_read(const char *path);
  * string of its digits, which a template can write as they stand. Strings may hold \u0000. */
 json_t *json_line(const char *where, const char *line, size_t n);
 
-/* Any value of n bytes of text, with the same integers and strings; `path` and a line begin the message. */
+/* An object or an array of n bytes of text, with the same integers and strings; `path` and a line begin the message.
+ * */
 json_t *json_value(const char *path, const char *text, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */

@@ -14,6 +14,7 @@
 #include "files/safetensors.h"
 #include "files/tensors.h"
 #include "files/tokenizer.h"
+#include "files/unicode.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -68,6 +69,14 @@ bool is_model_file(const char *name)
 	return !strcmp(name, "LICENSE");
 }
 
+/* Fails when trainer.json cannot name a file. */
+static int check_name(const char *path)
+{
+	const char *name = file_name(path);
+	return utf8_valid(name, strlen(name)) == strlen(name) ? 0 : fail("%s: its name is not UTF-8, so that a "
+			"checkpoint cannot hold it; rename it or take it away", path);
+}
+
 /* For scandir: these files, in the order of their names. */
 static int is_model_entry(const struct dirent *e)
 {
@@ -90,12 +99,13 @@ int model_files_read(struct model_files *f, const char *dir)
 	for (int i = 0; i < n; i++) {
 		const uint8_t *data;
 		size_t size;
+		const char *name = entries[i]->d_name;
 		if (!rc)
-			rc = path_join(path, dir, entries[i]->d_name);
+			rc = path_join(path, dir, name) < 0 ? -1 : check_name(path);
 		if (!rc && stat(path, &st) == 0 && S_ISREG(st.st_mode) && (rc = map_file(path, &data, &size)) == 0) {
 			f->list = grow(f->list, f->count, &f->capacity, 1, sizeof *f->list);
 			struct model_file *file = &f->list[f->count++];
-			*file = (struct model_file){strdup(entries[i]->d_name), allocate(size + 1), size};
+			*file = (struct model_file){copy_string(name), allocate(size + 1), size};
 			if (size)
 				memcpy(file->data, data, size);
 			unmap_file(data, size);
@@ -235,7 +245,7 @@ static int file_to_json(const char *dir, const char *name, json_t *files)
 {
 	int64_t size;
 	uint32_t crc;
-	if (checkpoint_file_crc(dir, name, &size, &crc) < 0)
+	if (check_name(name) < 0 || checkpoint_file_crc(dir, name, &size, &crc) < 0)
 		return -1;
 	json_t *entry = json_pack("{s:I, s:o}", "size", (json_int_t)size, "crc32", crc_to_json(crc));
 	return json_object_set_new(files, name, entry);

@@ -42,7 +42,8 @@ struct byte_source {
 	char *head;                  /* [HEAD_BYTES] the first bytes, unpacked */
 	size_t head_at, head_count;
 };
-enum { PACKED_BLOCK = 1 << 16, HEAD_BYTES = 4096 };
+/* MOST_AT_ONCE: bytes that one call unpacks at the most, for zlib counts in 32 bits */
+enum { PACKED_BLOCK = 1 << 16, HEAD_BYTES = 4096, MOST_AT_ONCE = 1 << 30 };
 
 /* Whether a text ends with a suffix, in any case. */
 static bool has_ending(const char *text, size_t n, const char *suffix)
@@ -66,18 +67,19 @@ enum text_format text_format(const char *path, enum text_format wanted)
 		: has_ending(path, n, ".json") ? FORMAT_JSON : FORMAT_TEXT;
 }
 
-/* Reads more of the file into `packed`. */
-static int fill_packed(struct byte_source *s)
+/* Reads more of the file until `least` bytes of `packed` are not used yet, or the file ends. A pipe may give fewer
+ * bytes at a time. Bytes that are not used yet must be at the front. */
+static int fill_packed(struct byte_source *s, size_t least)
 {
-	if (s->at < s->count || s->ended)
-		return 0;
-	ssize_t n;
-	while ((n = read(s->fd, s->packed, PACKED_BLOCK)) < 0 && errno == EINTR)
-		;
-	if (n < 0)
-		return fail("%s: cannot read: %s", s->path, strerror(errno));
-	s->consumed += n;
-	s->at = 0, s->count = n, s->ended = n == 0;
+	if (s->at == s->count)
+		s->at = s->count = 0;
+	while (s->count - s->at < least && !s->ended) {
+		const ssize_t n = read(s->fd, s->packed + s->count, PACKED_BLOCK - s->count);
+		if (n < 0 && errno != EINTR)
+			return fail("%s: cannot read: %s", s->path, strerror(errno));
+		s->consumed += n > 0 ? n : 0;
+		s->count += n > 0 ? n : 0, s->ended = n == 0;
+	}
 	if (s->ended && s->consumed < s->size)
 		return fail("%s: was cut short while it was read: it had %lld bytes, %lld could be read", s->path,
 				(long long)s->size, (long long)s->consumed);
@@ -87,8 +89,9 @@ static int fill_packed(struct byte_source *s)
 /* Unpacks up to n bytes. */
 static int64_t unpack(struct byte_source *s, char *out, size_t n)
 {
+	n = n < MOST_AT_ONCE ? n : MOST_AT_ONCE;
 	for (;;) {
-		if (fill_packed(s) < 0)
+		if (fill_packed(s, 1) < 0)
 			return -1;
 		const size_t left = s->count - s->at;
 		if (s->packing == PLAIN) {
@@ -162,17 +165,16 @@ static int array_to_lines(struct byte_source *s)
 {
 	struct text all = {0}, lines = {0};
 	int64_t n = s->head_count - s->head_at;
-	json_error_t error;
 	text_append(&all, s->head + s->head_at, n);
 	while (n > 0 && (n = unpack(s, s->head, HEAD_BYTES)) > 0)
 		text_append(&all, s->head, n);
-	json_t *root = n < 0 ? NULL : json_loadb(all.data, all.size,
-			JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &error);
-	int rc = n < 0 ? -1 : 0;
-	if (rc == 0 && !root)
-		rc = fail("%s: not JSON: %s at line %d; a file with one record on a line is named .jsonl, or add --format "
-				"jsonl", s->path, error.text, error.line);
-	else if (rc == 0 && !json_is_array(root))
+	json_t *root = n < 0 ? NULL : json_value(s->path, all.data, all.size);
+	int rc = root ? 0 : -1;
+	if (n == 0 && !root) {
+		char what[sizeof error_text];
+		snprintf(what, sizeof what, "%s", error_text);
+		fail("%.3000s; a file with one record on a line is named .jsonl, or add --format jsonl", what);
+	} else if (root && !json_is_array(root))
 		rc = fail("%s: found %s; expected an array of records, or JSON lines in a file named .jsonl", s->path,
 				json_kind(root));
 	for (size_t i = 0; rc == 0 && i < json_array_size(root); i++) {
@@ -192,7 +194,7 @@ static int array_to_lines(struct byte_source *s)
 /* Looks at the first bytes of what was opened. */
 static int source_begin(struct byte_source *s, const char *name, enum text_format wanted)
 {
-	if (fill_packed(s) < 0)
+	if (fill_packed(s, 4) < 0)
 		return -1;
 	if (s->count >= 3 && !memcmp(s->packed, "\x1f\x8b\x08", 3))
 		s->packing = GZIP;
@@ -276,17 +278,20 @@ static size_t text_cut(const char *text, size_t n)
 	return word ? word : character ? character : n;
 }
 
-/* Cuts what has been read of a file into blocks. `ended`: that is all of it. */
-static void input_cut(struct input *in, bool ended)
+/* Cuts what has been read of a file into blocks; its last `fresh` bytes are new, 0 at the end of the file. */
+static void input_cut(struct input *in, size_t fresh)
 {
 	const char *path = in->files[in->next - 1];
 	const size_t count = in->count;
+	const bool ended = fresh == 0;
+	size_t searched = in->size - in->begin - fresh; /* bytes of the next block in which there is no end for it */
 	for (;;) {
 		const char *text = in->data + in->begin;
 		const size_t left = in->size - in->begin;
 		size_t n = ended ? left : 0;
 		if (in->lines && left >= TEXT_BLOCK) {
-			const char *newline = memchr(text + TEXT_BLOCK - 1, '\n', left - TEXT_BLOCK + 1);
+			const size_t from = searched > TEXT_BLOCK - 1 ? searched : TEXT_BLOCK - 1;
+			const char *newline = memchr(text + from, '\n', left - from);
 			n = newline ? (size_t)(newline + 1 - text) : n;
 		} else if (!in->lines && left >= TEXT_BLOCK + LOOK_AHEAD)
 			n = text_cut(text, TEXT_BLOCK);
@@ -298,6 +303,7 @@ static void input_cut(struct input *in, bool ended)
 		for (size_t i = 0; in->lines && i < n; i++)
 			in->line += text[i] == '\n';
 		in->begin += n;
+		searched = 0;
 	}
 	for (size_t i = count; i < in->count; i++)
 		in->blocks[i].first = i == 0 || in->blocks[i - 1].path != path || in->blocks[i - 1].file_complete;
@@ -340,7 +346,7 @@ int64_t input_read(struct input *in, size_t done)
 		if (n < 0)
 			return -1;
 		in->size += n;
-		input_cut(in, n == 0);
+		input_cut(in, n);
 		if (n == 0) {
 			byte_source_close(in->source);
 			in->source = NULL;
@@ -372,7 +378,7 @@ int inputs_check(int num_files, char **files, enum text_format format, char outp
 			return fail("%s: expected a text or .jsonl file, found a directory", files[i]);
 		for (int k = 0; k < num_outputs; k++)
 			if (stat(outputs[k], &out) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-				return fail("%s: is an input, but would be replaced by the output; choose another prefix", files[i]);
+				return fail("%s: is an input, but would be replaced by the output; choose another --out", files[i]);
 		*total += in.st_size;
 	}
 	return 0;

@@ -17,8 +17,8 @@
 /* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is
  * always an id: an empty text becomes the end token, behind which a document begins. */
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
-/* Reads prompts: each line of a text file that is not empty; of a .jsonl file each line's `prompt`, or its
- * `messages`, a conversation whose reply is to come. (*out)[n]: free each id, and *out. */
+/* Reads prompts: each line of a text file that is not empty; of JSON lines what conversation_read_prompt reads.
+ * (*out)[n]: free each id, and *out. */
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
 
 /* -- files in blocks -- */

@@ -104,6 +104,10 @@ static void new_file_without_room(void **state)
 	expect_error("path longer than 1023 bytes");
 	assert_int_equal(new_file_begin(&a, scratch), -1);
 	expect_error("Is a directory");
+	assert_int_equal(mkdir(at("x.lock"), 0777), 0);
+	assert_int_equal(new_file_begin(&a, path), -1);
+	expect_error("/x.lock: is a directory; expected a lock file");
+	assert_int_equal(rmdir(at("x.lock")), 0);
 	assert_false(holds_temporary(scratch));
 }
 

@@ -238,6 +238,14 @@ test_chat_forms() {
 	same out.txt chat.txt
 	expect 1 "no token <|im_end|>" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form chatml
 	expect 1 "--chat-form vicuna: expected" "$ling" generate own --tokenizer byte --prompt abc --chat --chat-form vicuna
+	expect 2 "--chat-form goes with --chat" "$ling" generate own --tokenizer byte --prompt abc --chat-form ling
+	# Whatever the name of the file, a reply ends with the token that ends a message.
+	yes '{"messages": [{"role": "user", "content": "abc"}]}' | head -n 30 >many.jsonl
+	cp many.jsonl many.ndjson
+	expect 0 "" "$ling" generate own --tokenizer k --prompts many.jsonl --chat-form chatml --temperature 100 --json
+	mv out.txt many.txt
+	expect 0 "" "$ling" generate own --tokenizer k --prompts many.ndjson --chat-form chatml --temperature 100 --json
+	same out.txt many.txt
 }
 
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.

@@ -27,6 +27,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <utf8proc.h>
+#include <zlib.h>
 #include "test.h"
 
 #include <omp.h>
@@ -1151,6 +1152,29 @@ static void ends_once(void **state)
 	}
 }
 
+/* A caller may have room for more bytes than zlib counts. */
+static void unpacks_into_much_room(void **state)
+{
+	(void)state;
+	enum { BYTES = 100000 };
+	char *text = allocate(BYTES + 1), *out = allocate(BYTES + 1);
+	memset(text, 'a', BYTES);
+	const char *path = at("a.gz");
+	gzFile gz = gzopen(path, "w");
+	assert_int_equal(gzwrite(gz, text, BYTES), BYTES);
+	assert_int_equal(gzclose(gz), Z_OK);
+	struct byte_source *s = byte_source_open(path, FORMAT_TEXT);
+	assert_non_null(s);
+	int64_t size = 0, n;
+	while ((n = byte_source_read(s, out + size, (size_t)1 << 32)) > 0 && n <= BYTES - size)
+		size += n;
+	assert_int_equal(n, 0);
+	assert_int_equal(size, BYTES);
+	assert_string_equal(out, text);
+	byte_source_close(s);
+	free(text), free(out);
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
@@ -1161,7 +1185,7 @@ int main(void)
 		TEST(added_ids),
 		TEST(translations), TEST(training),
 		TEST(training_is_stable), TEST(training_refused),
-		TEST(width_of_ids), TEST(ends_once),
+		TEST(width_of_ids), TEST(ends_once), TEST(unpacks_into_much_room),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -188,10 +188,10 @@ void heartbeat_operation(const char *name, int layer)
 	STORE(changed, now());
 }
 
-void heartbeat_wait(const char *collective)
+void heartbeat_wait(const char *collective, bool numbered)
 {
 	store_name(page()->collective, collective);
-	STORE(number, LOAD(number) + 1);
+	STORE(number, LOAD(number) + numbered);
 	STORE(waited, 0);
 	STORE(state, LOAD(state) | WAITS);
 	STORE(changed, now());

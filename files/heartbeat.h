@@ -41,9 +41,10 @@ void heartbeat_phase(enum heartbeat_phase phase, int64_t step);
 /* An operation begins, such as "attention"; at most 15 bytes are kept. layer: from 0; -1 where it is of none. */
 void heartbeat_operation(const char *name, int layer);
 /* The rank waits for others in a collective, whose name ("gradients") has at most 15 bytes: before the wait, each
- * tenth of a second in it with the seconds so far, and after it. Collectives are numbered as they are waited for: ranks
- * that call the same collectives have the same numbers. */
-void heartbeat_wait(const char *collective);
+ * tenth of a second in it with the seconds so far, and after it. Collectives are numbered as they are waited for, but
+ * with `numbered` false, for a message from one rank to another: then ranks that are equally far have the same
+ * number. */
+void heartbeat_wait(const char *collective, bool numbered);
 void heartbeat_still_waiting(double seconds);
 void heartbeat_wait_end(void);
 /* The seconds that this rank computed in the last step, its waiting not counted. */

@@ -117,6 +117,9 @@ $(DOUBLE_TESTS) $(BUILD)/compare_checkpoints_double: $(BUILD)/%_double: $(BUILD)
 $(SANITIZE_TESTS): $(BUILD)/%: $(BUILD)/sanitize/tests/%.o $(SANITIZE)
 	$(CC) $(SANITIZE_FLAGS) $^ -o $@ -lcmocka $(LIBS)
 
+# It spoils products (see there).
+$(BUILD)/test_products: private LIBS += -Wl,--wrap=single_gemm
+
 $(BUILD)/sanitize/ling: $(BUILD)/sanitize/commands/main.o $(SANITIZE)
 	$(CC) $(SANITIZE_FLAGS) $^ -o $@ $(LIBS)
 

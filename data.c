@@ -83,6 +83,9 @@ json_t *manifest_to_json(const struct manifest *m)
 		json_object_update_new(root, json_pack("{s:o, s:o, s:I, s:I}", "tokenizer", json_cstring(m->tokenizer),
 				"tokenizer_hash", crc_to_json(m->tokenizer_hash), "vocab_size", (json_int_t)m->vocab_size,
 				"bytes", (json_int_t)m->bytes));
+	if (*m->text_field)
+		json_object_update_new(root, json_pack("{s:o, s:I}", "text_field", json_cstring(m->text_field),
+				"skipped_lines", (json_int_t)m->lines_skipped));
 	if (m->end_token >= 0)
 		json_object_set_new(root, "end_token", json_integer(m->end_token));
 	json_object_update_new(root, json_pack("{s:s, s:I, s:I, s:I, s:I, s:o, s:o}", "dtype", token_types[m->dtype].name,
@@ -158,6 +161,12 @@ static int manifest_parse(struct manifest *m, const char *path, const json_t *ro
 			return fail("%s: `tokenizer` is %s", path, *tokenizer ? "too long" : "empty");
 	} else if (!files)
 		return fail("%s: `tokenizer` is missing; expected a string", path);
+	if (json_object_get(root, "text_field")) {
+		const char *field = field_text(root, path, "text_field");
+		if (!field || field_int(root, path, "skipped_lines", 0, INT64_MAX, &m->lines_skipped) < 0)
+			return -1;
+		snprintf(m->text_field, sizeof m->text_field, "%s", field);
+	}
 	if (json_object_get(root, "end_token") && field_int(root, path, "end_token", 0, INT32_MAX, &m->end_token) < 0)
 		return -1;
 	const char *dtype = field_text(root, path, "dtype");
@@ -559,6 +568,8 @@ static int tokens_load(struct tokens *t, const char *path, const char *dtype, in
 				return -1;
 			memcpy(found.tokenizer, m.tokenizer, sizeof found.tokenizer);
 			found.tokenizer_hash = m.tokenizer_hash, found.vocab_size = m.vocab_size, found.bytes = m.bytes;
+			memcpy(found.text_field, m.text_field, sizeof found.text_field);
+			found.lines_skipped = m.lines_skipped;
 		}
 		m = found;
 	}
@@ -727,6 +738,8 @@ int metrics_write(FILE *f, const struct metrics *m)
 	json_object_set_new(root, "expert_load", load);
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	else if (m->validation_stopped)
+		json_object_set_new(root, "validation_stopped", json_true());
 	json_t *samples = json_array();
 	for (int i = 0; i < m->num_sources; i++)
 		json_array_append_new(samples, json_integer(m->source_samples[i]));
@@ -837,6 +850,7 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 			return -1;
 	m->has_valid_loss = valid;
 	m->valid_loss = 0;
+	m->validation_stopped = json_is_true(json_object_get(line, "validation_stopped"));
 	return valid ? metric_value(valid, where, "valid_loss", &m->valid_loss) : 0;
 }
 
@@ -892,6 +906,56 @@ FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_li
 	else if (!newline)
 		putc('\n', f);
 	return f;
+}
+
+bool metrics_lack_validation(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1};
+	int rc;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || path_exists(path) <= 0 ||
+			map_file(path, &r.data, &r.size) < 0)
+		return false; /* if that is an error, metrics_open finds it too */
+	while ((rc = metrics_next(&r)) > 0)
+		;
+	unmap_file(r.data, r.size);
+	free(r.loads);
+	return rc == 0 && r.row.step == step && r.row.validation_stopped;
+}
+
+int metrics_set_valid_loss(const char *output_dir, double valid_loss)
+{
+	char path[PATH_LEN];
+	const uint8_t *data;
+	size_t size;
+	struct new_file file;
+	if (path_join(path, output_dir, "metrics.jsonl") < 0 || map_file(path, &data, &size) < 0)
+		return -1;
+	size_t begin = size ? size - 1 : 0; /* of the last line; a new line may end it */
+	while (begin && data[begin - 1] != '\n')
+		begin--;
+	json_t *line = json_line(path, (const char *)data + begin, size - begin), *value;
+	json_t *root = json_object(), *nonfinite = json_array();
+	const char *key;
+	json_object_foreach(line, key, value) /* its members stay as they are, in their order */
+		if (!strcmp(key, "validation_stopped"))
+			json_object_set_new(root, "valid_loss", metric_number(valid_loss, "valid_loss", nonfinite));
+		else
+			json_object_set(root, key, value);
+	json_array_extend(nonfinite, json_object_get(line, "nonfinite"));
+	if (json_array_size(nonfinite))
+		json_object_set(root, "nonfinite", nonfinite);
+	char *text = json_text(root, JSON_REAL_PRECISION(17));
+	int rc = line ? new_file_begin(&file, path) : -1;
+	if (rc == 0) {
+		fwrite(data, 1, begin, file.stream);
+		fprintf(file.stream, "%s\n", text);
+		rc = new_file_publish(&file, 0);
+	}
+	free(text);
+	json_decref(line), json_decref(root), json_decref(nonfinite);
+	unmap_file(data, size);
+	return rc;
 }
 
 int metrics_read(const char *run_dir, struct metrics **out, int *count)

@@ -87,6 +87,8 @@ struct manifest {
 	int64_t vocab_size;          /* of the tokenizer */
 	int64_t end_token;           /* its end token; -1: none, or not known */
 	int64_t bytes;               /* of the text that was tokenized */
+	char text_field[MAX_NAME];   /* the member of JSON lines that held it; "": there were none, or not known */
+	int64_t lines_skipped;       /* JSON lines that could not be used */
 	int dtype;                   /* a code of TOKEN_TYPES */
 	int64_t tokens, documents;   /* documents -1: the format does not tell */
 	int64_t largest_id;
@@ -202,6 +204,7 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;
 	double valid_loss;
+	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
 	/* these are written only; metrics_read leaves them 0 */
 	int num_kinds;               /* kinds of traffic (parallel.h); 0 in one process */
 	const char *const *kinds;    /* [num_kinds] their names */
@@ -225,6 +228,10 @@ enum metrics_place {
 	METRICS_LOST,                /* deleted, and something else is in output_dir's place */
 };
 enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN]);
+/* Whether the last line of OUTPUT_DIR/metrics.jsonl is that of `step`, and says that its validation was stopped. */
+bool metrics_lack_validation(const char *output_dir, int64_t step);
+/* Gives that line the valid_loss that it would have had. The file is replaced by a new one: it must not be open. */
+int metrics_set_valid_loss(const char *output_dir, double valid_loss);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 

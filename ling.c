@@ -1007,9 +1007,15 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	struct progress p = progress_start("evaluating", windows * L, 1, "tokens");
 	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
 	const struct group *data_group = &m->layout.data;
+	const int64_t stop_every = 1 + 1024 / L; /* windows of a rank, after which the ranks ask one another */
 	for (int64_t first = 0; first < windows; first += data_group->size) {
 		const int64_t i = first + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
+		double stop = stop_requested;
+		if (first / data_group->size % stop_every == 0)
+			all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
+		if (e->stopped)
+			break;
 		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
 			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */
 		m->document = document;
@@ -1032,8 +1038,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop waits for it, so that a run that is
- * stopped and continued has the same metrics as one that is not. */
+/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run
+ * that continues makes up for it, so that its metrics are those of a run that was not stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
@@ -1045,6 +1051,10 @@ static int validate(struct trainer *t, struct metrics *m)
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
+		if (e.stopped) {
+			m->validation_stopped = t->stop = true;
+			return 0;
+		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
 	}
@@ -1172,7 +1182,7 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) &&
 				save_progress(t, metrics_file) < 0)
 			return -1;
-		if (stop && !last) {
+		if (stop && (!last || m.validation_stopped)) {
 			char line[160];
 			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < m.step;
 			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command%s continues",
@@ -1188,8 +1198,36 @@ static int training_loop(struct trainer *t, FILE *metrics_file)
 	return 0;
 }
 
+/* Makes up for the validation of the current step if a stop ended it. */
+static int finish_validation(struct trainer *t)
+{
+	const char *dir = t->config.train.output_dir;
+	struct metrics m = {.step = t->state.step};
+	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
+	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
+	if (!lacks || !has_validation(t, m.step))
+		return 0;
+	if (is_rank0(t))
+		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
+	if (validate(t, &m) < 0 || m.validation_stopped)
+		return m.validation_stopped ? 0 : -1;
+	if (parallel_agree(is_rank0(t) ? metrics_set_valid_loss(dir, m.valid_loss) : 0) < 0)
+		return -1;
+	return isfinite(m.valid_loss) ? 0 : fail("step %lld: the validation loss is %g; remove its checkpoint to continue "
+			"from an earlier one", (long long)m.step, plain_nan(m.valid_loss));
+}
+
 enum run_result trainer_run(struct trainer *t)
 {
+	t->stop = false;
+	if (finish_validation(t) < 0)
+		return -1;
+	if (t->stop) {
+		if (is_rank0(t))
+			printf("stopped before the validation of step %lld was complete; the same command continues\n",
+					(long long)t->state.step);
+		return 0;
+	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
 			printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step,
@@ -1533,7 +1571,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction +
 			plan.saving;
-	const double machine = usable_memory("") / parallel_local_ranks();
+	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	bool fits = total <= machine;
 	if (fits) {
 		m->params.layer = calloc(layers, sizeof *m->params.layer);
@@ -1557,8 +1595,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	}
 	if (!fits) {
 		model_free(m);
-		return fail("%lld parameters and %d x %d tokens at a time need %.1f GB (weights %.1f, gradients %.1f, "
-				"optimizer %.1f, activations %.1f); %.1f GB may be used here: make the model, micro_batch or seq_len "
+		return fail("%lld parameters and %d x %d tokens at a time need %.3f GB (weights %.1f, gradients %.1f, "
+				"optimizer %.1f, activations %.1f); %.3f GB may be used here: make the model, micro_batch or seq_len "
 				"smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9,
 				plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
@@ -1832,18 +1870,20 @@ static void compare_tokenizers(struct trainer *t, const char *dir)
 }
 
 /* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
- * run continues from or, where that is "", from init_from. */
-static int take_along(struct trainer *t, const char *dir)
+ * run continues from or, where that is "", from `start`, the directory of init_from, whose config.json must describe
+ * the same model. */
+static int take_along(struct trainer *t, const char *dir, const char *start)
 {
 	struct config *c = &t->config;
-	const char *from = *dir ? dir : c->train.init_from;
+	const char *from = *dir ? dir : start;
 	const bool named = strcmp(c->data.tokenizer, "none");
 	struct tokenizer *theirs;
 	int rc = path_copy(t->tokenizer, c->data.tokenizer);
 	if (!*from || rc < 0)
 		return rc;
-	struct model_config model; /* for its errors alone, which say what init_from may be */
-	if (!*dir && config_from_huggingface(&model, from) < 0)
+	struct model_config described;
+	if (!*dir && (config_from_huggingface(&described, from) < 0 ||
+			config_check_init(&described, &c->model, from) < 0))
 		return -1;
 	if (is_rank0(t))
 		rc = model_files_read(&t->files, from);
@@ -1861,16 +1901,6 @@ static int take_along(struct trainer *t, const char *dir)
 		rc = path_copy(t->tokenizer, from);
 	tokenizer_close(theirs);
 	return rc;
-}
-
-/* Takes the weights of a Hugging Face directory, whose config.json must describe the same model. */
-static int init_from(struct trainer *t, const char *dir)
-{
-	struct model_config theirs;
-	int rc = config_from_huggingface(&theirs, dir);
-	if (rc == 0)
-		rc = config_check_init(&theirs, &t->config.model, dir);
-	return parallel_agree(rc) < 0 ? -1 : model_load(&t->model, dir);
 }
 
 /* Continues from a checkpoint: state, weights, moments. Config and data must be those of the same run. */
@@ -1902,8 +1932,10 @@ static int resume(struct trainer *t, const char *dir)
 static int trainer_start(struct trainer *t, const char *dir)
 {
 	const struct config *c = &t->config;
+	char start[PATH_LEN] = ""; /* the config keeps init_from as it was asked for, to compare it */
 	int rc = 0;
-	if (parallel_agree(take_along(t, dir)) < 0)
+	if ((!*dir && *c->train.init_from && find_model(start, c->train.init_from) < 0) ||
+			parallel_agree(take_along(t, dir, start)) < 0)
 		return -1;
 	/* Rank 0 first: it may have to examine all of the files, and leaves what it found for the others. */
 	if (parallel_agree(is_rank0(t) ? open_data_files(t) : 0) < 0 ||
@@ -1927,8 +1959,8 @@ static int trainer_start(struct trainer *t, const char *dir)
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);
-	if (*c->train.init_from)
-		return init_from(t, c->train.init_from);
+	if (*start)
+		return model_load(&t->model, start);
 	model_randomize(&t->model, c->train.seed);
 	return 0;
 }

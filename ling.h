@@ -28,6 +28,7 @@
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/spikes            loss and gradient spikes: the detector
+ *   training/faults            faults to order: --inject
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -53,10 +54,11 @@
  * Arrays are row-major: in [A, B], B is contiguous. A weight is [out, in] and y = x W^T. dX is the gradient of the
  * loss with respect to X.
  *
- * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; stop_requested,
- * which a signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows
- * of MPI; in files/heartbeat.c the page of this rank, to which whatever computes or waits writes; and in
- * commands/options.c the two variables of argp, which are argp's own.
+ * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
+ * files/base.c, the list of mapped and temporary files, which a signal handler must find; stop_requested, which a
+ * signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows of MPI;
+ * in files/heartbeat.c the page of this rank, to which whatever computes or waits writes; and in commands/options.c the
+ * two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -352,6 +354,7 @@ struct evaluation {
 	double loss;                 /* mean cross-entropy, nats */
 	int64_t tokens;              /* targets that count */
 	int64_t bytes;               /* of their text; 0 without a tokenizer */
+	bool stopped;                /* by stop_requested on a rank: the rest means nothing */
 };
 /* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
  * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
@@ -359,8 +362,8 @@ struct evaluation {
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e);
 
-/* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved. Global because a
- * signal handler gets no pointer of ours. */
+/* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved, and a validation
+ * ends within 1,024 tokens and a window. Global because a signal handler gets no pointer of ours. */
 extern volatile sig_atomic_t stop_requested;
 
 #endif

@@ -111,8 +111,4 @@ bool option_given(const struct command_line *line, const char *name);
 
 enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute together */
 
-/* The model that a word of the command line names: the path itself or, where it is the directory of a run, that of its
- * newest checkpoint, which a note on stderr names. Collective. */
-int find_model(char path[PATH_LEN], const char *word);
-
 #endif

@@ -5,6 +5,7 @@
 #include "commands/convert.h"
 
 #include "files/base.h"
+#include "files/checkpoint.h"
 #include "files/convert.h"
 #include "ling.h"
 #include "commands/report.h"

@@ -10,7 +10,6 @@
 #include "files/tokenizer.h"
 #include "ling.h"
 
-#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,15 +35,6 @@ void kv_cache_free(struct kv_cache *c)
 {
 	free(c->kv);
 	*c = (struct kv_cache){0};
-}
-
-void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_cache *from, int64_t n)
-{
-	const int64_t width = 2 * m->config.num_key_value_heads * m->config.head_dim;
-	assert(n <= from->length && n <= to->capacity);
-	for (int l = 0; l < m->config.num_hidden_layers; l++)
-		memcpy(to->kv + l * to->capacity * width, from->kv + l * from->capacity * width, n * width * sizeof *to->kv);
-	to->length = n;
 }
 
 /* ------------------------------------------------------------------------------------------------ sampling */

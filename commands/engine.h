@@ -19,8 +19,6 @@
  * leaves nothing to free. */
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity);
 void kv_cache_free(struct kv_cache *c); /* a cache of zeros is fine */
-/* Makes `to` hold the first n tokens of `from` and nothing else. n is at most from->length and to->capacity. */
-void kv_cache_copy(const struct model *m, struct kv_cache *to, const struct kv_cache *from, int64_t n);
 
 /* How the next token is chosen. Temperature 0: the most likely token, the lowest id among equals. Above 0: a draw with
  * the probabilities softmax(logits / temperature) from the top_k most likely tokens (0: from all), and of these from

@@ -5,6 +5,7 @@
 #include "commands/evaluate.h"
 
 #include "files/base.h"
+#include "files/checkpoint.h"
 #include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "parallel.h"

@@ -5,6 +5,7 @@
 #include "commands/generate.h"
 
 #include "files/base.h"
+#include "files/checkpoint.h"
 #include "files/encoder.h"
 #include "files/tokenizer.h"
 #include "files/unicode.h"

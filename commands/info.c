@@ -8,6 +8,7 @@
 #include "files/base.h"
 #include "parallel.h"
 #include "files/config.h"
+#include "files/checkpoint.h"
 #include "ling.h"
 #include "commands/report.h"
 

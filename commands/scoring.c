@@ -94,7 +94,8 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 	struct message *message = allocate((2 * n + 2) * sizeof *message);
 	int messages = 0, rc = choose_examples(t, i, example);
 	if (rc == 0 && t->examples.text) {
-		message[messages++] = (struct message){"system", t->examples.text, strlen(t->examples.text), false};
+		message[messages++] = (struct message){.role = "system", .content = t->examples.text,
+				.content_size = strlen(t->examples.text)};
 		text_append_string(text, t->examples.text);
 		text_append_string(text, t->separator);
 	}
@@ -102,11 +103,13 @@ static int encode_context(const struct task *t, int64_t i, struct encoder *e, st
 		example[n] = &t->samples.sample[i];
 		for (int j = 0; j <= n; j++) {
 			const struct sample *s = example[j];
-			message[messages++] = (struct message){"user", text_bytes(&s->prompt), s->prompt.size, false};
+			message[messages++] = (struct message){.role = "user", .content = text_bytes(&s->prompt),
+					.content_size = s->prompt.size};
 			text_append(text, s->prompt.data, s->prompt.size);
 			if (j == n)
 				break;
-			message[messages++] = (struct message){"assistant", text_bytes(&s->target), s->target.size, false};
+			message[messages++] = (struct message){.role = "assistant", .content = text_bytes(&s->target),
+					.content_size = s->target.size};
 			text_append(text, s->target.data, s->target.size);
 			text_append(text, t->separator, strlen(t->separator));
 		}

@@ -8,15 +8,14 @@
 #include "commands/match.h"
 #include "files/base.h"
 #include "files/config_keys.h"
+#include "files/text.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 #define TASK_KEY(...) KEY_OF(struct task, __VA_ARGS__)
 
@@ -639,29 +638,24 @@ static int add_lines(const struct task *t, struct samples *samples, const char *
 static bool is_one_value(const char *text, size_t n)
 {
 	const char *stop = memchr(text, '\n', n);
-	json_t *first = json_loadb(text, stop ? (size_t)(stop - text) : n, JSON_ALLOW_NUL, NULL);
+	json_t *first = json_value("", text, stop ? (size_t)(stop - text) : n);
 	json_decref(first);
 	return *text == '[' || !first;
 }
 
-/* Reads all of a file. */
+/* Reads all of a file, as it is or unpacked. */
 static int read_all(const struct task *t, const char *path, struct text *out)
 {
-	FILE *f = fopen(path, "re");
-	if (!f)
-		return fail("%s: cannot open: %s; task %s names it", path, strerror(errno), t->name);
-	char buffer[1 << 16];
-	for (size_t n; (n = fread(buffer, 1, sizeof buffer, f));)
+	struct byte_source *source = byte_source_open(path, FORMAT_JSONL);
+	char buffer[1 << 16], what[sizeof error_text];
+	int64_t n = source ? 1 : -1;
+	while (n > 0 && (n = byte_source_read(source, buffer, sizeof buffer)) > 0)
 		text_append(out, buffer, n);
-	const int rc = ferror(f) ? fail("%s: cannot read: %s", path, strerror(errno)) : 0;
-	fclose(f);
-	return rc;
-}
-
-static bool name_ends(const char *name, const char *ending)
-{
-	const size_t n = strlen(name), length = strlen(ending);
-	return n >= length && !strcasecmp(name + n - length, ending);
+	byte_source_close(source);
+	if (n == 0)
+		return 0;
+	snprintf(what, sizeof what, "%s", error_text);
+	return fail("%.3000s; task %s names it", what, t->name);
 }
 
 /* Reads up to `limit` samples (0: all) of a file of JSON lines, or of one JSON value. */
@@ -669,8 +663,7 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 {
 	struct text data = {0};
 	int rc = read_all(t, path, &data);
-	size_t begin = data.size >= 3 && !memcmp(data.data, "\xef\xbb\xbf", 3) ? 3 : 0; /* a byte order mark */
-	size_t first = begin;
+	size_t first = 0;
 	while (first < data.size && is_blank_line(data.data + first, 1))
 		first++;
 	if (rc == 0 && first < data.size) {
@@ -682,10 +675,10 @@ static int load_samples(const struct task *t, struct samples *samples, const cha
 			rc = add_value(t, samples, path, value, limit);
 		else if (t->field)
 			rc = fail("%s: is no JSON object; expected one, as task %s has the key field", path, t->name);
-		else if (*text == '[' || name_ends(path, ".json"))
+		else if (*text == '[' || text_format(path, FORMAT_BY_NAME) == FORMAT_JSON)
 			rc = -1;
 		else
-			rc = add_lines(t, samples, path, data.data + begin, data.size - begin, limit);
+			rc = add_lines(t, samples, path, data.data, data.size, limit);
 		json_decref(value);
 	}
 	if (!rc && !samples->count)

@@ -10,6 +10,7 @@
 #include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
+#include "commands/report.h"
 
 #include <jansson.h>
 #include <stddef.h>
@@ -189,7 +190,7 @@ static int write_text(struct token_writer *w, struct encoder *e, const struct in
 
 /* Threads encode the blocks of in; then they are written in order. Returns how many bytes of in->data have been
  * written, or -1. */
-static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, const struct input *in, bool special)
+static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, struct input *in, bool special)
 {
 	const int64_t n = in->count;
 	struct encoded_block *results = allocate(n * sizeof *results);
@@ -209,6 +210,8 @@ static int64_t write_blocks(struct token_writer *w, struct encoder_pool *pool, c
 	bool stuck = false; /* more of the last file must be read before its text can be cut */
 	for (int64_t i = 0; i < n; i++) {
 		const struct block *b = &in->blocks[i];
+		if (!rc)
+			input_count_skipped(in, &results[i]);
 		if (!rc && !stuck)
 			rc = b->line ? write_block(w, &results[i], true) : write_text(w, e, in, b, special, &results[i], &done);
 		stuck = !b->line && done < b->end;
@@ -264,6 +267,7 @@ static int tokenize_all(struct token_writer *w, const char *prefix, const char *
 		done = write_blocks(w, &pool, in, special);
 	encoder_pool_close(&pool);
 	progress_end(&in->progress);
+	input_say_skipped(in);
 	int rc = done < 0 || blocks < 0 ? -1 : 0;
 	if (!rc && !writer_failed(w) && !w->documents)
 		rc = fail("%s: nothing to write: no text in %d input file%s", prefix, in->num_files,
@@ -311,6 +315,10 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 	m->dtype = w->dtype, m->tokens = w->tokens, m->documents = w->documents, m->bytes = w->bytes;
 	m->largest_id = w->largest_id, m->loss_tokens = w->loss_tokens;
 	m->crc32 = w->crc, m->mask_crc32 = w->mask_crc;
+	for (int i = 0; i < in->num_files; i++)
+		if (text_format(in->files[i], in->options.format) != FORMAT_TEXT)
+			snprintf(m->text_field, sizeof m->text_field, "%s", text_field_of(&in->options));
+	m->lines_skipped = in->lines_skipped;
 	json_t *json = rc == 0 ? manifest_to_json(m) : NULL;
 	if (json)
 		json_print(file[OUTPUT_MANIFEST].stream, json);
@@ -319,8 +327,9 @@ static int tokenize_to(struct token_writer *w, const char *prefix, const char *n
 }
 
 int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_form, bool special,
-		enum text_format format, int num_files, char **files, struct tokenized *result)
+		const struct text_options *o, int num_files, char **files, struct tokenized *result)
 {
+	const struct text_options options = o ? *o : (struct text_options){0};
 	char outputs[NUM_OUTPUTS][PATH_LEN], dir[PATH_LEN];
 	const char *name = file_name(prefix);
 	if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
@@ -329,6 +338,8 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	for (int k = 0; k < NUM_OUTPUTS; k++)
 		if (path_suffix(outputs[k], prefix, output_suffixes[k]) < 0)
 			return -1;
+	if (strlen(text_field_of(&options)) >= MAX_NAME)
+		return fail("--text-field: a name of %zu bytes; expected at most %d", strlen(options.text_field), MAX_NAME - 1);
 	int64_t total = 0;
 	parent_of(dir, prefix);
 	struct tokenizer *t = tokenizer_open(tokenizer);
@@ -338,14 +349,14 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	if (rc == 0 && tokenizer_end(t) < 0)
 		rc = fail("%s: has no token that ends a document; expected <|endoftext|>, or the `eos_token` of a "
 				"tokenizer_config.json beside it", tokenizer);
-	if (rc < 0 || inputs_check(num_files, files, format, outputs, NUM_OUTPUTS, &total) < 0 ||
+	if (rc < 0 || inputs_check(num_files, files, &options, outputs, NUM_OUTPUTS, &total) < 0 ||
 			output_check(outputs[OUTPUT_MANIFEST]) < 0 || make_directories(dir) < 0) {
 		tokenizer_close(t);
 		return -1;
 	}
 
 	struct token_writer w = {.tokenizer = t, .dtype = tokenizer_size(t) <= UINT16_MAX + 1 ? UINT16 : INT32};
-	struct input in = {.files = files, .num_files = num_files, .format = format,
+	struct input in = {.files = files, .num_files = num_files, .options = options,
 			.progress = progress_start("tokenize", total, 1e-6, "MB")};
 	struct new_file file[NUM_OUTPUTS] = {0};
 	for (int k = 0; k < NUM_OUTPUTS && rc == 0; k++)
@@ -353,7 +364,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	if (rc == 0)
 		rc = tokenize_to(&w, prefix, tokenizer, file, special, &in);
 	rc = new_files_publish(file, NUM_OUTPUTS, rc);
-	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.loss_tokens};
+	*result = (struct tokenized){w.documents, w.tokens, w.bytes, w.loss_tokens, in.lines_skipped};
 	input_close(&in);
 	tokenizer_close(t);
 	free(w.continued);
@@ -361,13 +372,41 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 }
 
 static const char *const format_names[] = {"auto", "text", "jsonl", "json", NULL}; /* enum text_format */
-#define FORMAT_HELP "What the files hold: text, jsonl, json (an array of records), or auto (the default): by name"
+/* The options that say how files become texts, of a struct with these fields. */
+#define TEXT_INPUT_OPTIONS(s) \
+	CHOICE_OPTION(s, format, "format", "FORMAT", format_names, \
+			"What the files hold: text, jsonl, json (an array of records), or auto (the default): by name"), \
+	TEXT_OPTION(s, text_field, "text-field", "NAME", \
+			"The member of a JSON line that holds its text (default: text)"), \
+	FLAG_OPTION(s, skip_bad_lines, "skip-bad-lines", \
+			"Leave out JSON lines that cannot be used: the first few are named, all are counted"), \
+	FLAG_OPTION(s, json, "json", "Print one JSON object")
 
 struct tokenize_options {
-	const char *tokenizer, *chat_form, *out, *decode;
+	const char *tokenizer, *chat_form, *out, *decode, *text_field;
 	int format;
-	bool special_as_text;
+	bool special_as_text, skip_bad_lines, json;
 };
+
+/* Ends the line of a result that is printed as text. */
+static void print_skipped(const json_t *report)
+{
+	const int64_t n = report_integer(report, "skipped_lines");
+	if (n)
+		printf(", %lld bad line%s skipped", (long long)n, n == 1 ? "" : "s");
+	printf("\n");
+}
+
+static void print_tokenized(const json_t *report)
+{
+	const int64_t tokens = report_integer(report, "tokens"), loss_tokens = report_integer(report, "loss_tokens");
+	printf("%s: %lld documents, %lld tokens, %lld bytes", report_text(report, "path"),
+			(long long)report_integer(report, "documents"), (long long)tokens,
+			(long long)report_integer(report, "bytes"));
+	if (loss_tokens < tokens)
+		printf(", loss on %lld tokens", (long long)loss_tokens);
+	print_skipped(report);
+}
 
 static int run_tokenize(const struct command_line *line)
 {
@@ -375,7 +414,8 @@ static int run_tokenize(const struct command_line *line)
 	struct tokenized t;
 	int rc = 0;
 	if (o->decode)
-		rc = o->out || o->chat_form || line->num_words || o->special_as_text || o->format ?
+		rc = o->out || o->chat_form || line->num_words || o->special_as_text || o->format || o->text_field ||
+				o->skip_bad_lines || o->json ?
 				fail("--decode goes with --tokenizer alone") : 0;
 	else if (!o->out)
 		rc = fail("--out is required");
@@ -385,14 +425,14 @@ static int run_tokenize(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (o->decode)
 		return tokens_print(o->decode, o->tokenizer, stdout) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text, o->format,
+	const struct text_options how = {o->format, o->text_field, o->skip_bad_lines};
+	if (tokenize_files(o->out, o->tokenizer ? o->tokenizer : "byte", o->chat_form, !o->special_as_text, &how,
 			line->num_words, line->words, &t) < 0)
 		return EXIT_WORK_FAILED;
-	printf("%s: %lld documents, %lld tokens, %lld bytes", o->out, (long long)t.documents, (long long)t.tokens,
-			(long long)t.bytes);
-	if (t.loss_tokens < t.tokens)
-		printf(", loss on %lld tokens", (long long)t.loss_tokens);
-	printf("\n");
+	json_t *report = json_pack("{s:o, s:I, s:I, s:I, s:I, s:I}", "path", json_cstring(o->out),
+			"documents", (json_int_t)t.documents, "tokens", (json_int_t)t.tokens, "bytes", (json_int_t)t.bytes,
+			"loss_tokens", (json_int_t)t.loss_tokens, "skipped_lines", (json_int_t)t.lines_skipped);
+	report_print(report, o->json, print_tokenized);
 	return EXIT_DONE;
 }
 
@@ -404,7 +444,7 @@ static const struct command_option tokenize_table[] = {
 	TEXT_OPTION(tokenize_options, out, "out", "PREFIX", "Write PREFIX.bin, PREFIX.idx and PREFIX.json (required)"),
 	FLAG_OPTION(tokenize_options, special_as_text, "special-as-text",
 			"What looks like a special token in a text is text, and not that token"),
-	CHOICE_OPTION(tokenize_options, format, "format", "FORMAT", format_names, FORMAT_HELP),
+	TEXT_INPUT_OPTIONS(tokenize_options),
 	TEXT_OPTION(tokenize_options, decode, "decode", "PREFIX",
 			"Print the text of a token file instead, special tokens included"),
 };
@@ -420,21 +460,32 @@ const struct command tokenize_command = {
 
 struct train_tokenizer_options {
 	int vocab_size, format;
-	const char *out, *pattern;
+	const char *out, *pattern, *text_field;
 	struct strings special;
+	bool skip_bad_lines, json;
 };
+
+static void print_trained(const json_t *report)
+{
+	printf("%s: %lld tokens, %lld merges, from %lld bytes with %lld distinct words", report_text(report, "path"),
+			(long long)report_integer(report, "vocab_size"), (long long)report_integer(report, "merges"),
+			(long long)report_integer(report, "bytes"), (long long)report_integer(report, "words"));
+	print_skipped(report);
+}
 
 static int run_train_tokenizer(const struct command_line *line)
 {
 	const struct train_tokenizer_options *o = line->options;
 	const struct tokenizer_training how = {o->vocab_size, o->pattern, (const char **)o->special.text,
-			(int)o->special.count, line->num_words, line->words, o->format};
+			(int)o->special.count, line->num_words, line->words, {o->format, o->text_field, o->skip_bad_lines}};
 	struct tokenizer_trained t;
 	if (tokenizer_train(o->out, &how, &t) < 0)
 		return EXIT_WORK_FAILED;
-	printf("%s: %d tokens, %lld merges, from %lld bytes with %lld distinct words\n", o->out, t.vocab_size,
-			(long long)t.merges, (long long)t.bytes, (long long)t.words);
-	if (t.vocab_size < o->vocab_size)
+	json_t *report = json_pack("{s:o, s:i, s:I, s:I, s:I, s:I}", "path", json_cstring(o->out),
+			"vocab_size", t.vocab_size, "merges", (json_int_t)t.merges, "bytes", (json_int_t)t.bytes,
+			"words", (json_int_t)t.words, "skipped_lines", (json_int_t)t.lines_skipped);
+	report_print(report, o->json, print_trained);
+	if (t.vocab_size < o->vocab_size && !o->json)
 		printf("the text has no more pairs to merge\n");
 	return EXIT_DONE;
 }
@@ -445,7 +496,7 @@ static const struct command_option train_tokenizer_table[] = {
 	TEXT_OPTION(train_tokenizer_options, out, "out", "FILE", "The tokenizer.json", .required = true),
 	TEXT_OPTION(train_tokenizer_options, pattern, "pattern", "REGEX",
 			"What cuts text into words, beyond which nothing is merged (default: Ling's)"),
-	CHOICE_OPTION(train_tokenizer_options, format, "format", "FORMAT", format_names, FORMAT_HELP),
+	TEXT_INPUT_OPTIONS(train_tokenizer_options),
 	TEXTS_OPTION(train_tokenizer_options, special, "special", "TOKEN",
 			"A special token beside <|endoftext|>, <role> and </role>; may be given several times"),
 };

@@ -9,13 +9,16 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -54,12 +57,138 @@ const char *printable(char out[64], const char *text)
 	return out;
 }
 
+/* ------------------------------------------------------------------------------- what an early end must know */
+
+/* A mapped file, or a temporary file or directory. */
+struct resource {
+	struct resource *next;
+	const uint8_t *data;         /* the mapping's memory, size bytes; NULL for what is temporary */
+	size_t size;
+	_Atomic bool used;           /* else it is free for the next one */
+	char path[PATH_LEN];
+};
+
+/* The list of all: see the globals in ling.h. Entries are never released, so that a signal handler can read it at any
+ * time. */
+static struct resource *_Atomic resources;
+
+static void remember(const char *path, const uint8_t *data, size_t size)
+{
+	#pragma omp critical (resources)
+	{
+		struct resource *r = resources;
+		while (r && r->used)
+			r = r->next;
+		const bool is_new = !r;
+		if (is_new)
+			r = allocate(sizeof *r);
+		r->data = data, r->size = size;
+		snprintf(r->path, sizeof r->path, "%s", path);
+		r->used = true;
+		if (is_new) {
+			r->next = resources;
+			resources = r;
+		}
+	}
+}
+
+void remember_temporary(const char *path)
+{
+	remember(path, NULL, 0);
+}
+
+void forget_temporary(const char *path)
+{
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && !r->data && !strcmp(r->path, path))
+			r->used = false;
+}
+
+/* Removes what is temporary. It allocates nothing. */
+static void remove_temporaries(void)
+{
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && !r->data)
+			directory_remove(r->path);
+}
+
+/* Prints error_text, removes what is temporary, and ends the program. Also called by a signal handler, so it allocates
+ * nothing. Of several threads the first one does it. */
+__attribute__((noreturn)) static void end_at_once(void)
+{
+	static atomic_flag ends = ATOMIC_FLAG_INIT;
+	while (atomic_flag_test_and_set(&ends))
+		pause();
+	char line[sizeof error_text + 64];
+	const int n = launcher_rank() < 0 ? snprintf(line, sizeof line, "ling: %s\n", error_text)
+		: snprintf(line, sizeof line, "ling: rank %d: %s\n", launcher_rank(), error_text);
+	ssize_t done = write(STDERR_FILENO, line, n);
+	(void)done; /* there is no one else to tell */
+	remove_temporaries();
+	_exit(1);
+}
+
+static void set_cut_short(const struct resource *r)
+{
+	set_error("%s: became shorter while it was read, or its disk failed: leave a file as it is while a command uses it",
+			r->path);
+}
+
+/* Handles SIGBUS, which a read of a mapped file raises where the file has no bytes any more. It comes from that read,
+ * inside of no function that holds a lock which end_at_once() needs. Any other SIGBUS ends the program as usual. */
+static void handle_bus_error(int number, siginfo_t *info, void *context)
+{
+	(void)context;
+	const uintptr_t at = (uintptr_t)info->si_addr, page = sysconf(_SC_PAGESIZE);
+	for (struct resource *r = resources; r && info->si_code > 0; r = r->next) {
+		const uintptr_t begin = (uintptr_t)r->data;
+		if (r->used && r->data && at >= begin && at - begin < (r->size + page - 1) / page * page) {
+			set_cut_short(r);
+			end_at_once();
+		}
+	}
+	signal(number, SIG_DFL);
+	raise(number);
+}
+
+void limits_start(void)
+{
+	struct sigaction action = {.sa_sigaction = handle_bus_error, .sa_flags = SA_SIGINFO};
+	sigemptyset(&action.sa_mask);
+	sigaction(SIGBUS, &action, NULL);
+	signal(SIGXFSZ, SIG_IGN); /* write() then fails with EFBIG */
+	json_set_alloc_funcs(allocate, free);
+	atexit(remove_temporaries); /* libraries may end the program too: OpenMP does, without memory */
+}
+
+double process_memory(void)
+{
+	static const struct { int limit, field; } kinds[] = {{RLIMIT_AS, 0}, {RLIMIT_DATA, 5}}; /* fields of statm */
+	double pages[6] = {0}, least = INFINITY;
+	FILE *f = fopen("/proc/self/statm", "re");
+	for (int i = 0; f && i < 6; i++)
+		if (fscanf(f, "%lf", &pages[i]) != 1)
+			pages[i] = 0;
+	if (f)
+		fclose(f);
+	for (int i = 0; i < 2; i++) {
+		struct rlimit limit;
+		if (getrlimit(kinds[i].limit, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+			least = fmin(least, fmax(0, (double)limit.rlim_cur - pages[kinds[i].field] * sysconf(_SC_PAGESIZE)));
+	}
+	return least;
+}
+
 /* ---------------------------------------------------------------------------------------------------- memory */
 
-__attribute__((noreturn)) static void out_of_memory(size_t n)
+void out_of_memory(size_t n)
 {
-	fprintf(stderr, "ling: out of memory: %zu bytes were needed\n", n);
-	exit(1);
+	if (n)
+		set_error("out of memory: %zu bytes were needed", n);
+	else
+		set_error("out of memory");
+	fflush(stdout);
+	end_at_once();
 }
 
 void *allocate(size_t n)
@@ -191,8 +320,10 @@ int map_file(const char *path, const uint8_t **data, size_t *size)
 		void *p = mmap(NULL, st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
 		if (p == MAP_FAILED)
 			rc = fail("%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
-		else
+		else {
 			*data = p, *size = st.st_size;
+			remember(path, p, st.st_size);
+		}
 	}
 	close(fd);
 	return rc;
@@ -200,8 +331,12 @@ int map_file(const char *path, const uint8_t **data, size_t *size)
 
 void unmap_file(const uint8_t *data, size_t size)
 {
-	if (data)
-		munmap((void *)data, size);
+	if (!data)
+		return;
+	for (struct resource *r = resources; r; r = r->next)
+		if (r->used && r->data == data)
+			r->used = false;
+	munmap((void *)data, size);
 }
 
 FILE *file_create(const char *path)
@@ -214,6 +349,17 @@ FILE *file_create(const char *path)
 
 int fail_write(const char *path, int error)
 {
+	struct stat st;
+	struct rlimit limit;
+	/* the system reads a mapped file for a write */
+	for (struct resource *r = resources; r && error == EFAULT; r = r->next)
+		if (r->used && r->data && stat(r->path, &st) == 0 && st.st_size < (off_t)r->size) {
+			set_cut_short(r);
+			return -1;
+		}
+	if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+		return fail("%s: cannot write: %s: files are limited to %llu bytes here: raise that with ulimit -f", path,
+				strerror(error), (unsigned long long)limit.rlim_cur);
 	return fail("%s: cannot write: %s; free some space or choose another place", path, strerror(error));
 }
 
@@ -295,12 +441,16 @@ void directory_remove(const char *path)
 {
 	if (unlink(path) == 0)
 		return;
-	DIR *dir = opendir(path);
-	for (struct dirent *e; dir && (e = readdir(dir));)
-		if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
-			unlinkat(dirfd(dir), e->d_name, 0);
-	if (dir)
-		closedir(dir);
+	_Alignas(struct dirent64) char entries[4096]; /* opendir() would allocate memory, and there may be none */
+	const int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+	for (ssize_t n; fd >= 0 && (n = getdents64(fd, entries, sizeof entries)) > 0;)
+		for (const char *p = entries; p < entries + n; p += ((const struct dirent64 *)p)->d_reclen) {
+			const char *name = ((const struct dirent64 *)p)->d_name;
+			if (strcmp(name, ".") && strcmp(name, ".."))
+				unlinkat(fd, name, 0);
+		}
+	if (fd >= 0)
+		close(fd);
 	if (rmdir(path) < 0 && errno != ENOENT)
 		fprintf(stderr, "ling: warning: %s: cannot remove this old directory: %s\n", path, strerror(errno));
 }
@@ -333,14 +483,12 @@ static bool same_file(const struct stat *a, const struct stat *b)
 	return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
 }
 
-/* Takes the lock NAME.lock. Where a file system has no locks, file->locked stays false: the temporary names keep the
+/* Takes the lock `path`. Where a file system has no locks, file->locked stays false: the temporary names keep the
  * writers apart, and the last one wins. A holder removes the file before it lets go, so what was locked may be gone. */
-static int take_lock(struct new_file *file)
+static int take_lock(struct new_file *file, const char *path)
 {
-	char path[PATH_LEN], host[64] = "", holder[128];
+	char host[64] = "", holder[128];
 	struct stat held, there;
-	if (path_suffix(path, file->path, ".lock") < 0)
-		return -1;
 	for (int attempt = 0; attempt < 1000; attempt++) {
 		const int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
 		if (fd < 0)
@@ -377,8 +525,10 @@ static void release_lock(struct new_file *file)
 	char path[PATH_LEN];
 	if (!file->locked)
 		return;
-	if (path_suffix(path, file->path, ".lock") == 0)
+	if (path_suffix(path, file->path, ".lock") == 0) {
 		unlink(path);
+		forget_temporary(path);
+	}
 	close(file->lock);
 	file->locked = false;
 }
@@ -423,6 +573,7 @@ static int create_temporary(struct new_file *file, bool directory)
 	for (int attempt = 0; attempt < 100; attempt++) {
 		if (temporary_name(file->temporary, file->path) < 0)
 			return -1;
+		remember_temporary(file->temporary); /* before it is there: this may end the program */
 		if (directory && mkdir(file->temporary, 0777) == 0)
 			return 0;
 		const int fd = directory ? -1
@@ -430,6 +581,7 @@ static int create_temporary(struct new_file *file, bool directory)
 		if (fd >= 0 && (file->stream = fdopen(fd, "w")))
 			return 0;
 		const int error = errno;
+		forget_temporary(file->temporary);
 		if (fd >= 0) {
 			close(fd);
 			unlink(file->temporary);
@@ -442,12 +594,17 @@ static int create_temporary(struct new_file *file, bool directory)
 
 int new_file_lock(struct new_file *file, const char *path)
 {
+	char lock[PATH_LEN];
 	memset(file, 0, sizeof *file);
-	if (path_copy(file->path, path) < 0 || take_lock(file) < 0)
+	if (path_copy(file->path, path) < 0 || path_suffix(lock, path, ".lock") < 0)
 		return -1;
+	remember_temporary(lock);
+	const int rc = take_lock(file, lock);
 	if (file->locked)
 		remove_leftovers(file);
-	return 0;
+	else
+		forget_temporary(lock);
+	return rc;
 }
 
 int new_file_begin(struct new_file *file, const char *path)
@@ -508,8 +665,10 @@ void new_file_abandon(struct new_file *file)
 {
 	if (file->stream)
 		fclose(file->stream);
-	if (*file->temporary)
+	if (*file->temporary) {
 		directory_remove(file->temporary);
+		forget_temporary(file->temporary);
+	}
 	file->stream = NULL;
 	*file->temporary = 0;
 	release_lock(file);
@@ -528,6 +687,7 @@ static int take_name(struct new_file *file)
 {
 	if (rename(file->temporary, file->path) < 0)
 		return fail("%s: cannot rename to %s: %s", file->temporary, file->path, strerror(errno));
+	forget_temporary(file->temporary);
 	*file->temporary = 0;
 	return 0;
 }
@@ -619,35 +779,156 @@ static size_t scan_number(const char *text, size_t n, bool *large)
 	return size;
 }
 
-/* A copy of a JSON text in which integers beyond 64 bits are strings of their digits, or else real numbers. */
-static struct text rewrite_large_integers(const char *text, size_t n, bool as_string)
+/* What stands for a value that is no JSON: an object with this one member, whose text says what was found. So every
+ * reader of such a value sees that it is of the wrong type, and json_kind tells why. */
+#define NOT_JSON "(not JSON)"
+
+static void append_not_json(struct text *out, const char *what, const char *found, size_t n)
+{
+	enum { MOST = 40 };            /* bytes of `found` */
+	text_append_string(out, "{\"" NOT_JSON "\":\"");
+	text_append_string(out, what);
+	text_append(out, found, n < MOST ? n : MOST);
+	text_append_string(out, n > MOST ? "...\"}" : "\"}");
+}
+
+/* The length of NaN, Infinity or -Infinity at the beginning of a JSON text of n bytes; 0 if it is none. */
+static size_t scan_no_number(const char *text, size_t n)
+{
+	static const char *const names[] = {"NaN", "Infinity", "-Infinity"};
+	for (int i = 0; i < 3; i++) {
+		const size_t size = strlen(names[i]);
+		if (n >= size && !memcmp(text, names[i], size) && (n == size || !isalnum((unsigned char)text[size])))
+			return size;
+	}
+	return 0;
+}
+
+/* Whether a number is a real one beyond what a double holds. */
+static bool is_too_large(const char *text, size_t n)
+{
+	struct text number = {0};
+	char *end;
+	if (n < 5 || (text[0] == '0' && isdigit((unsigned char)text[1]))) /* a leading 0 is an error, and stays one */
+		return false;
+	text_append(&number, text, n);
+	const bool large = isinf(strtod(number.data, &end)) && !*end;
+	free(number.data);
+	return large;
+}
+
+/* Whether \uXXXX, in hexadecimal digits, begins a text of n bytes; *code: what it stands for. */
+static bool scan_escape(const char *text, size_t n, unsigned *code)
+{
+	char digits[5] = "";
+	if (n < 6 || text[0] != '\\' || text[1] != 'u')
+		return false;
+	memcpy(digits, text + 2, 4);
+	*code = strtoul(digits, NULL, 16);
+	return strspn(digits, "0123456789abcdefABCDEF") == 4;
+}
+
+/* Reads a JSON string that begins with the quote at text[0]. Returns its length with both quotes. *bad: the first
+ * place in it that is half of a surrogate pair or not UTF-8, or NULL. copy, unless it is NULL, gets the string with
+ * U+FFFD in such places: the digits of a half follow it, so that different keys stay different. */
+static size_t scan_string(const char *text, size_t n, const char **bad, struct text *copy)
+{
+	size_t i = 1, size;
+	*bad = NULL;
+	for (; i < n && text[i] != '"'; i += size) {
+		unsigned code, low;
+		utf8proc_int32_t character;
+		const char *at = text + i;
+		bool half = false;
+		if (scan_escape(at, n - i, &code)) {
+			const bool pair = code >> 10 == 0xd800 >> 10 && scan_escape(at + 6, n - i < 6 ? 0 : n - i - 6, &low) &&
+				low >> 10 == 0xdc00 >> 10;
+			size = pair ? 12 : 6;
+			half = !pair && code >> 11 == 0xd800 >> 11;
+		} else if (*at == '\\')
+			size = n - i < 2 ? 1 : 2;
+		else if ((*at & 0x80) == 0)
+			size = 1;
+		else {
+			const utf8proc_ssize_t found = utf8proc_iterate((const uint8_t *)at, n - i, &character);
+			size = found > 0 ? found : 1;
+			half = found <= 0;
+		}
+		if (half && !*bad)
+			*bad = at;
+		if (copy && half)
+			text_append_string(copy, "\xef\xbf\xbd"), text_append(copy, size == 6 ? at + 2 : "", size == 6 ? 4 : 0);
+		else if (copy)
+			text_append(copy, at, size);
+	}
+	return i < n ? i + 1 : n;
+}
+
+/* Appends the JSON string that begins a text of n bytes; with `lenient` as one that can be read: a value that cannot
+ * is exchanged for an object that says so. Returns its length. */
+static size_t rewrite_string(struct text *out, const char *text, size_t n, bool lenient)
+{
+	const char *bad;
+	char byte[8];
+	const size_t size = scan_string(text, n, &bad, NULL);
+	size_t next = size;
+	while (next < n && is_blank_line(text + next, 1))
+		next++;
+	if (!bad || !lenient)
+		text_append(out, text, size);
+	else if (next < n && text[next] == ':') { /* a key */
+		text_append(out, "\"", 1);
+		scan_string(text, n, &bad, out);
+		text_append(out, "\"", 1);
+	} else if (*bad == '\\')
+		append_not_json(out, "broken text, with half of a surrogate pair, \\\\", bad + 1, 5);
+	else {
+		snprintf(byte, sizeof byte, "0x%02x", (unsigned char)*bad);
+		append_not_json(out, "broken text, not UTF-8 at its byte ", byte, strlen(byte));
+	}
+	return size;
+}
+
+/* A copy of a JSON text in which integers beyond 64 bits are real numbers. With `lenient` they are strings of their
+ * digits, and other values that are no JSON are exchanged for objects that say so: NaN and infinities, real numbers
+ * that are too large, strings with half of a surrogate pair or with bytes that are not UTF-8. */
+static struct text rewrite_json(const char *text, size_t n, bool lenient)
 {
 	struct text out = {0};
-	bool quoted = false, large;
 	for (size_t i = 0, size; i < n; i += size) {
-		size = 1, large = false;
-		if (quoted && text[i] == '\\' && i + 1 < n)
-			size = 2;
-		else if (text[i] == '"')
-			quoted = !quoted;
-		else if (!quoted && (isdigit((unsigned char)text[i]) || text[i] == '-'))
-			size = scan_number(text + i, n - i, &large);
-		if (large && as_string)
-			text_append(&out, "\"", 1);
-		text_append(&out, text + i, size);
-		if (large)
-			text_append(&out, as_string ? "\"" : ".0", as_string ? 1 : 2);
+		const char *at = text + i;
+		const size_t no_number = lenient ? scan_no_number(at, n - i) : 0;
+		bool large = false;
+		if (*at == '"') {
+			size = rewrite_string(&out, at, n - i, lenient);
+			continue;
+		}
+		size = no_number ? no_number : isdigit((unsigned char)*at) || *at == '-' ? scan_number(at, n - i, &large) : 1;
+		if (no_number)
+			append_not_json(&out, "", at, size);
+		else if (lenient && !large && is_too_large(at, size))
+			append_not_json(&out, "too large a number, ", at, size);
+		else {
+			if (large && lenient)
+				text_append(&out, "\"", 1);
+			text_append(&out, at, size);
+			if (large)
+				text_append(&out, lenient ? "\"" : ".0", lenient ? 1 : 2);
+		}
 	}
 	return out;
 }
 
 /* Parses JSON; see json_read and json_line. */
-static json_t *parse_json(const char *text, size_t n, size_t flags, bool large_as_string, json_error_t *error)
+static json_t *parse_json(const char *text, size_t n, size_t flags, bool lenient, json_error_t *error)
 {
 	json_t *root = json_loadb(n ? text : "", n, JSON_REJECT_DUPLICATES | flags, error);
-	if (!root && json_error_code(error) == json_error_numeric_overflow) {
-		struct text again = rewrite_large_integers(text, n, large_as_string);
-		root = json_loadb(again.data, again.size, JSON_REJECT_DUPLICATES | flags, error);
+	const enum json_error_code code = root ? json_error_unknown : json_error_code(error);
+	if (code == json_error_numeric_overflow ||
+			(lenient && (code == json_error_invalid_syntax || code == json_error_invalid_utf8))) {
+		struct text again = rewrite_json(text, n, lenient);
+		if (again.size != n || memcmp(again.data, text, n) != 0)
+			root = json_loadb(again.data, again.size, JSON_REJECT_DUPLICATES | flags, error);
 		free(again.data);
 	}
 	return root;
@@ -705,8 +986,8 @@ char *json_text(const json_t *value, size_t flags)
 {
 	char *text = json_dumps(value, flags);
 	if (!text) {
-		fprintf(stderr, "ling: out of memory while writing JSON\n");
-		exit(1);
+		set_error("out of memory while writing JSON");
+		end_at_once();
 	}
 	return text;
 }
@@ -770,7 +1051,21 @@ const char *json_kind(const json_t *v)
 		[JSON_INTEGER] = "an integer", [JSON_REAL] = "a real number", [JSON_TRUE] = "true", [JSON_FALSE] = "false",
 		[JSON_NULL] = "null",
 	};
-	return v ? kinds[json_typeof(v)] : "missing";
+	const char *found = json_is_object(v) ? json_string_value(json_object_get(v, NOT_JSON)) : NULL;
+	return found ? found : v ? kinds[json_typeof(v)] : "missing";
+}
+
+const char *json_flaw(const json_t *v)
+{
+	const char *found = json_is_object(v) ? json_string_value(json_object_get(v, NOT_JSON)) : NULL, *key;
+	json_t *inner;
+	size_t i;
+	if (json_is_object(v))
+		json_object_foreach((json_t *)v, key, inner)
+			found = found ? found : json_flaw(inner);
+	json_array_foreach(v, i, inner)
+		found = found ? found : json_flaw(inner);
+	return found;
 }
 
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out)

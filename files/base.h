@@ -39,9 +39,26 @@ const char *printable(char out[64], const char *text);
 
 /* ---------------------------------------------------------------------------------------------------- memory */
 
+/* Call first of all. A mapped file that another program cuts short then ends this one with a message that names the
+ * file, instead of a signal; a write beyond the largest size that files may have (ulimit -f) fails instead of raising a
+ * signal; and jansson's functions end the program when there is no memory, instead of leaving members out. */
+void limits_start(void);
+
+/* Bytes that the limits of this process (ulimit -v, ulimit -d) leave it; INFINITY without such limits. */
+double process_memory(void);
+
+/* Whenever the program ends for lack of memory, because a mapped file was cut short, or by exit(), it first removes
+ * what these two have on their list: temporary files, and temporary directories of plain files. Add one before it is
+ * there. */
+void remember_temporary(const char *path);
+void forget_temporary(const char *path);
+
 /* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of
  * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);
+
+/* Ends the program as allocate() does: for libraries that have got no memory. n: the bytes needed; 0: not known. */
+void out_of_memory(size_t n) __attribute__((noreturn));
 
 /* A copy of a text, never NULL; release it with free(). */
 char *copy_string(const char *text);
@@ -178,11 +195,13 @@ void new_file_abandon(struct new_file *file);
 json_t *json_read(const char *path);
 
 /* A line of n bytes of a file of JSON lines; `where`, a file and line, begins the message. Such an integer becomes the
- * string of its digits, which a template can write as they stand. Strings may hold \u0000. */
+ * string of its digits, which a template can write as they stand. Strings may hold \u0000. Values that other programs
+ * write although they are no JSON become objects that no reader takes, and that json_kind names: NaN, Infinity, real
+ * numbers like 1e400, strings with half of a surrogate pair or with bytes that are not UTF-8. So they are errors where
+ * they are read, and only there. */
 json_t *json_line(const char *where, const char *line, size_t n);
 
-/* An object or an array of n bytes of text, with the same integers and strings; `path` and a line begin the message.
- * */
+/* An object or an array of n bytes of text, read in the same way; `path` and a line begin the message. */
 json_t *json_value(const char *path, const char *text, size_t n);
 
 /* Whether a line of n bytes holds only white space, and so no JSON. */
@@ -208,8 +227,13 @@ json_t *json_cstring(const char *text);
 const json_t *json_at(const json_t *value, const char *path);
 const json_t *json_at_part(const json_t *value, const char *path, size_t n); /* the path is n bytes long */
 
-/* The type of a value in words, "missing" for NULL. */
+/* The type of a value in words, "missing" for NULL; for a value that is no JSON (see json_line), what was found. It
+ * lives as long as the value. */
 const char *json_kind(const json_t *v);
+
+/* What json_kind says of a value that is no JSON, anywhere within v; NULL when there is none. For who writes all of v,
+ * whatever it holds. */
+const char *json_flaw(const json_t *v);
 
 /* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
  * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */

@@ -10,6 +10,7 @@
 #include "files/checkpoint.h"
 
 #include "files/base.h"
+#include "parallel.h"
 #include "files/config.h"
 #include "files/safetensors.h"
 #include "files/tensors.h"
@@ -374,7 +375,8 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 {
 	char path[PATH_LEN];
 	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL, NULL) < 0)
+			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL,
+					s->files ? s->files->gguf_name : NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
@@ -417,6 +419,7 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 			make_directories(c->train.output_dir) < 0)
 		return -1;
 	directory_remove(dir);
+	remember_temporary(dir);
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
@@ -436,6 +439,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 		checkpoint_abandon(dir);
 		return -1;
 	}
+	forget_temporary(dir);
 	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
@@ -446,6 +450,7 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 void checkpoint_abandon(const char *dir)
 {
 	directory_remove(dir);
+	forget_temporary(dir);
 }
 
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
@@ -466,6 +471,29 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 	}
 	free(steps);
 	return rc;
+}
+
+int find_model(char path[PATH_LEN], const char *name)
+{
+	char file[PATH_LEN];
+	struct stat st;
+	int found = 0, rc = path_join(file, name, "config.json");
+	if (rc == 0 && stat(name, &st) == 0 && S_ISDIR(st.st_mode) && stat(file, &st) < 0) {
+		found = checkpoint_newest(name, path);
+		rc = found < 0 ? -1 : path_join(file, name, "metrics.jsonl");
+		if (rc == 0 && !found && stat(file, &st) == 0)
+			rc = fail("%s is the directory of a run that has no checkpoint yet", name);
+	}
+	if (rc == 0 && !found && snprintf(path, PATH_LEN, "%s", name) >= PATH_LEN)
+		rc = fail("%.200s...: the path is too long", name);
+	if (parallel_agree(rc) < 0)
+		return -1;
+	/* A run that goes on may save another checkpoint between the looks of two ranks. */
+	if (parallel_same(crc32_z(0, (const void *)path, strlen(path)), "the newest checkpoint") < 0)
+		return -1;
+	if (found && parallel_rank() == 0)
+		fprintf(stderr, "note: %s is a run: taking its newest checkpoint, %s\n", name, path);
+	return 0;
 }
 
 int checkpoint_find(const char *output_dir, char path[PATH_LEN])

@@ -16,6 +16,7 @@
  * They go along into each checkpoint of a run that starts from its weights. */
 struct model_files {
 	json_t *config;              /* config.json, whose keys that are not the model's go along; NULL: none */
+	const json_t *gguf_name;     /* the name of a model from a GGUF file, which has no config.json; or NULL */
 	struct model_file { char *name; char *data; size_t size; } *list;
 	int count;
 	size_t capacity;
@@ -79,7 +80,11 @@ int shards_finish(const char *dir, const char *stem, int num_shards);
  * newest one that is not whole is an error. */
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
 
-/* The same for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
+/* The directory of the model that `name` means, on a command line or as train.init_from: `name` itself or, where that
+ * is the directory of a run, its newest checkpoint, which a note on stderr names. Collective. */
+int find_model(char path[PATH_LEN], const char *name);
+
+/* checkpoint_newest for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
  * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 

@@ -105,7 +105,8 @@ static const struct key keys[] = {
 
 	SECTION("train", 0, "the run"),
 	KEY(train.output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of checkpoints and metrics"),
-	KEY(train.init_from, T_TEXT, 0, 0, NONE | BEGIN, "off", "Hugging Face directory whose weights the run starts from"),
+	KEY(train.init_from, T_TEXT, 0, 0, NONE | BEGIN, "off", "Hugging Face directory whose weights the run "
+		"starts from; of a run's directory, its newest checkpoint"),
 	KEY(train.seed, T_UINT64, 0, 18446744073709551615.0, FIXED, "1", "of all random numbers"),
 	KEY(train.steps, T_INT64, 0, 1e12, NONE, "off", "length of the run in steps; this or train.tokens"),
 	KEY(train.tokens, T_INT64, 0, MAX_TOKENS, NONE, "off", "length of the run in tokens; this or train.steps"),
@@ -255,8 +256,11 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 	if (refuse_gguf(l->model_path) < 0)
 		return -1;
 	if (huggingface) {
-		if (path_join(path, l->model_path, "config.json") < 0)
+		if (path_join(beside, l->model_path, "metrics.jsonl") < 0 || path_join(path, l->model_path, "config.json") < 0)
 			return -1;
+		if (path_exists(path) == 0 && path_exists(beside) > 0)
+			return fail_at(at, "model: %s is the directory of a run; expected one of its checkpoints, such as "
+					"%s/step-0000100", l->model_path, l->model_path);
 		strcpy(l->model_path, path);
 	}
 	struct config other;

@@ -11,9 +11,12 @@
  * and `train` are the same of other programs. `system` or `system_prompt` beside a conversation is its first message. A
  * member that is null is as good as missing, because tables write what a record does not have as null.
  *
- * What has content and no place in Ling's chat form (see no_place in conversation.c), such as `reasoning_content`,
- * `tool_calls` and `tools`, is an error unless it is empty. Members with other names, such as `name` and
- * `tool_call_id`, are not read.
+ * Where the chat form has a place for them (`tools` below is true), an assistant's message may have
+ * `reasoning_content`, a string, and `tool_calls`, a list of {"name": ..., "arguments": ...}, each perhaps within
+ * {"function": ...}; its content may then be null. `tools` beside the messages are a list of objects, or a string
+ * that holds that list. What has content and no place (see no_place in conversation.c) is an error unless it is empty.
+ * The `name` of a speaker who is no tool has no place. Members with other names, such as `id`, `tool_call_id`,
+ * `timestamp` and `model`, are not read.
  */
 #ifndef LING_FILES_CONVERSATION_H
 #define LING_FILES_CONVERSATION_H
@@ -29,7 +32,8 @@ struct conversation {          /* {0} is empty; its strings live as long as the 
 	struct message *messages;    /* [count] */
 	int count;
 	size_t capacity;
-	struct text *joined;         /* [num_joined] contents that were lists of parts */
+	bool tools;                  /* the chat form has a place for tools and reasoning */
+	struct text *joined;         /* [num_joined] contents that were lists of parts, and the tools */
 	size_t num_joined, joined_capacity;
 };
 
@@ -41,10 +45,10 @@ enum record_form { RECORD_TEXT, RECORD_CONVERSATION };
 int record_form(const json_t *record, const char *where, const char *text_field);
 /* Reads the conversation of a record that is to be learned. The loss must count one of its messages. Call
  * conversation_free on error too. */
-int conversation_read(struct conversation *c, const json_t *record, const char *where);
+int conversation_read(struct conversation *c, const json_t *record, const char *where, bool tools);
 /* Reads a record that is to be continued: its `messages`, `conversations` or list `prompt`. A `prompt` that is a
  * string is with `chat` a user's message; without, c->messages[0] is that text, and its role is NULL. */
-int conversation_read_prompt(struct conversation *c, const json_t *record, const char *where, bool chat);
+int conversation_read_prompt(struct conversation *c, const json_t *record, const char *where, bool chat, bool tools);
 void conversation_free(struct conversation *c);
 
 /* The string member `key` of what stands at `where`, which may hold any bytes. */

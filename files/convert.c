@@ -616,7 +616,8 @@ static int write_checkpoint(struct converter *p, const struct conversion *to)
 {
 	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* copy_files brings its files */
 	const int layers = c.model.num_hidden_layers;
-	const struct model_files others = {.config = p->source->config_json};
+	const struct model_files others = {.config = p->source->config_json,
+			.gguf_name = json_object_get(p->source->metadata, "general.name")};
 	struct trainer_state s = {.files = &others, .num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
 			.router_std = allocate(layers * sizeof(double))};
 	char dir[PATH_LEN], path[PATH_LEN];

@@ -38,6 +38,7 @@ struct cached_word {           /* 64 bytes: a line of the processor's cache */
 struct encoder {
 	const struct tokenizer *tokenizer;
 	const struct chat_form *form; /* NULL: the tokenizer's chat_template makes none that is known */
+	bool has_tools;              /* see chat_has_tools */
 	bool special;                /* of this call: special tokens are recognised */
 	bool counts_words;           /* see encoder_count_words */
 	struct string_table words;
@@ -62,7 +63,8 @@ static const struct chat_form {
 	{"ling", "<role>", "</role>", NULL, "", {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"}, NULL,
 		{"<role>ASSISTANT</role>", "HUMAN", "messages", "add_generation_prompt"},
 		{"<|", "think", "tool", "trim", "strip", "bos_token", "OBSERVATION"}},
-	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", NULL}, "detailed thinking off",
+	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION"},
+		"detailed thinking off",
 		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
 			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'",
 					"add_generation_prompt"},
@@ -71,6 +73,16 @@ static const struct chat_form {
 		{"<|im_start|>", "<|im_end|>", "messages", "add_generation_prompt"},
 		{"<role>", "think", "tool", "trim", "strip", "bos_token", "eos_token", "You are", "strftime", "<|im_sep|>"}},
 };
+/* A template of ling2 has a place for tools and reasoning, and it is that of chat_encode_closed, if it has these. */
+static const char *const tool_marks[] = {"<tools>", "tool | tojson", "</tools>\\n\\nFor each function call",
+	"<role>OBSERVATION</role>", "\\n<tool_response>\\n", "\\n</tool_response>", "<tool_call>\\n{\"name\": \"",
+	"tool_call.arguments | tojson", "}\\n</tool_call>", "ns.last_query_index",
+	"\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n')"};
+/* Tags that the form writes into a message, and which may be tokens. */
+static const char *const message_tags[] = {"<think>", "</think>", "<tools>", "</tools>", "<tool_call>", "</tool_call>",
+	"<tool_response>", "</tool_response>"};
+enum { NUM_TOOL_MARKS = sizeof tool_marks / sizeof *tool_marks };
+enum { NUM_MESSAGE_TAGS = sizeof message_tags / sizeof *message_tags };
 enum { NUM_CHAT_FORMS = sizeof chat_forms / sizeof *chat_forms };
 
 /* The form that the user named, or that the tokenizer's template makes; NULL: none of them. */
@@ -108,21 +120,27 @@ bool chat_closes(const struct encoder *e)
 	return e->form && e->form->close;
 }
 
+bool chat_has_tools(const struct encoder *e)
+{
+	return e->has_tools;
+}
+
 struct encoder *encoder_open(const struct tokenizer *t)
 {
 	struct encoder *e = allocate(sizeof *e);
 	e->tokenizer = t;
 	e->form = chat_form_of(t);
+	e->has_tools = e->form && e->form->system;
+	for (int i = 0; i < NUM_TOOL_MARKS && !t->chat_form && t->chat_template; i++)
+		e->has_tools &= strstr(t->chat_template, tool_marks[i]) != NULL;
 	if (t->bytes_only)
 		return e;
 	e->cache = aligned_alloc(sizeof *e->cache, sizeof *e->cache << CACHE_BITS);
 	e->match = pcre2_match_data_create(1, NULL);
 	e->context = pcre2_match_context_create(NULL);
 	e->stack = pcre2_jit_stack_create(1 << 15, 1 << 24, NULL);
-	if (!e->cache || !e->match || !e->context || !e->stack) {
-		fprintf(stderr, "ling: out of memory for an encoder\n");
-		exit(1);
-	}
+	if (!e->cache || !e->match || !e->context || !e->stack)
+		out_of_memory(sizeof *e->cache << CACHE_BITS);
 	memset(e->cache, 0, sizeof *e->cache << CACHE_BITS);
 	pcre2_jit_stack_assign(e->context, NULL, e->stack);
 	return e;
@@ -556,80 +574,226 @@ void append_loss_mask(struct text *loss_mask, const struct ids *ids, char value)
 		text_append(loss_mask, &value, 1);
 }
 
-/* Appends the ids of two texts as those of one. */
-static int encode_joined(struct encoder *e, const char *first, const char *text, size_t n, const char *last,
-		struct ids *out)
+enum { SYSTEM, HUMAN, ASSISTANT, TOOL };
+
+/* What is to be encoded together: contents, in which nothing is a tag, and what the form writes around them. */
+struct message_writer {
+	struct encoder *e;
+	struct ids *out;
+	struct text text;            /* not encoded yet */
+};
+
+static int writer_flush(struct message_writer *w)
 {
-	struct text joined = {0};
-	text_append_string(&joined, first), text_append(&joined, text, n), text_append_string(&joined, last);
-	const int rc = encode(e, joined.data, joined.size, false, out);
-	free(joined.data);
+	const int rc = w->text.size ? encode(w->e, w->text.data, w->text.size, false, w->out) : 0;
+	w->text.size = 0;
 	return rc;
 }
 
-/* Appends what opens a message, and its content unless that is NULL, of a form in which each message is closed. Nothing
- * of a reply is joined with what is before it, for it is generated behind that. */
-static int closed_message(struct encoder *e, int role, const char *content, size_t n, const char *last, struct ids *out)
+/* Adds what the form writes: its tags are tokens where the tokenizer has them. */
+static int write_form(struct message_writer *w, const char *text)
 {
-	const struct chat_form *f = e->form;
-	const bool tags = *f->between == '<', reply = role == 2 || !content;
-	char opening[64];
-	snprintf(opening, sizeof opening, "%s%s", f->roles[role], tags ? "" : f->between);
-	if (chat_tag(e, f->open, out) < 0 || ((tags || reply) && encode(e, opening, strlen(opening), false, out) < 0) ||
-			(tags && chat_tag(e, f->between, out) < 0))
-		return -1;
-	return content ? encode_joined(e, tags || reply ? "" : opening, content, n, last, out) : 0;
+	while (*text) {
+		int k = 0;
+		while (k < NUM_MESSAGE_TAGS && (strncmp(text, message_tags[k], strlen(message_tags[k])) ||
+				tokenizer_id(w->e->tokenizer, message_tags[k]) < 0))
+			k++;
+		if (k == NUM_MESSAGE_TAGS) {
+			text_append(&w->text, text++, 1);
+			continue;
+		}
+		if (writer_flush(w) < 0)
+			return -1;
+		append_id(w->out, tokenizer_id(w->e->tokenizer, message_tags[k]));
+		text += strlen(message_tags[k]);
+	}
+	return 0;
 }
 
-/* chat_encode for these forms. */
-static int chat_encode_closed(struct encoder *e, const struct message *messages, int n, bool reply, struct ids *out,
-		struct text *loss_mask)
+/* Writes what opens a message. Nothing of a reply is encoded together with it, for it is generated behind that. */
+static int write_opening(struct message_writer *w, int role)
+{
+	const struct chat_form *f = w->e->form;
+	const bool tags = *f->between == '<';
+	if (chat_tag(w->e, f->open, w->out) < 0)
+		return -1;
+	text_append_string(&w->text, f->roles[role]);
+	if (!tags)
+		text_append_string(&w->text, f->between);
+	if ((tags || role == ASSISTANT) && writer_flush(w) < 0)
+		return -1;
+	return tags ? chat_tag(w->e, f->between, w->out) : 0;
+}
+
+/* Writes the end of the first system message. */
+static int write_system_end(struct message_writer *w, const char *tools)
+{
+	if (tools && write_form(w, "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou "
+			"are provided with function signatures within <tools></tools> XML tags:\n<tools>") < 0)
+		return -1;
+	if (tools)
+		text_append_string(&w->text, tools);
+	if (tools && write_form(w, "\n</tools>\n\nFor each function call, return a json object with function name and "
+			"arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, "
+			"\"arguments\": <args-json-object>}\n</tool_call>\n") < 0)
+		return -1;
+	return write_form(w, w->e->form->system);
+}
+
+/* A part of a text. */
+struct span { const char *text; size_t n; };
+
+/* Leaves out the new lines at the beginning, or at the end. */
+static void strip_begin(struct span *s)
+{
+	while (s->n && *s->text == '\n')
+		s->text++, s->n--;
+}
+
+static void strip_end(struct span *s)
+{
+	while (s->n && s->text[s->n - 1] == '\n')
+		s->n--;
+}
+
+/* Parts a content that holds what was thought: <think>reasoning</think>answer. Number is the message's, for errors. */
+static int split_reasoning(struct span *reasoning, struct span *content, int number)
+{
+	static const char begin[] = "<think>", end[] = "</think>";
+	const char *close = memmem(content->text, content->n, end, strlen(end));
+	if (!close)
+		return 0;
+	*reasoning = (struct span){content->text, close - content->text};
+	content->text = close + strlen(end), content->n -= reasoning->n + strlen(end);
+	if (memmem(content->text, content->n, end, strlen(end)))
+		return fail("message %d: its content holds </think> twice, and Ling 2.0's template would leave out what is "
+				"between; expected one, or `reasoning_content`", number);
+	const char *open = memmem(reasoning->text, reasoning->n, begin, strlen(begin));
+	const char *inside = open ? open + strlen(begin) : reasoning->text;
+	for (const char *p = reasoning->text; open && p < open; p++)
+		if (*p != '\n')
+			return fail("message %d: its content has text before <think>, which Ling 2.0's template would leave out; "
+					"expected <think> at the beginning", number);
+	*reasoning = (struct span){inside, reasoning->text + reasoning->n - inside};
+	if (memmem(reasoning->text, reasoning->n, begin, strlen(begin)))
+		return fail("message %d: its content holds <think> twice, and Ling 2.0's template would leave out what is "
+				"between; expected one, or `reasoning_content`", number);
+	strip_end(reasoning), strip_begin(reasoning), strip_begin(content);
+	return 0;
+}
+
+/* Writes a reply as Ling 2.0's template does. It leaves out the reasoning of a reply that a question follows; where the
+ * loss counts that reply, that is an error. */
+static int write_reply(struct message_writer *w, const struct message *m, int number, bool last_round, bool learned)
+{
+	struct span content = {m->content, m->content_size}, reasoning = {m->reasoning, m->reasoning_size};
+	if (!w->e->has_tools && w->e->form->system && memmem(content.text, content.n, "</think>", 8))
+		return fail("message %d: its content holds </think>, which the model's template takes apart; expected the "
+				"answer alone", number);
+	if (w->e->has_tools && !m->reasoning && split_reasoning(&reasoning, &content, number) < 0)
+		return -1;
+	if (reasoning.n && !last_round && learned)
+		return fail("message %d: Ling 2.0's template leaves out the reasoning of a reply that another question "
+				"follows; expected none, or \"weight\": 0 beside that reply, and each round that is to teach reasoning "
+				"as the last one of a conversation", number);
+	const bool said = content.n;
+	if (reasoning.n && last_round) {
+		strip_begin(&reasoning), strip_end(&reasoning), strip_begin(&content);
+		if (write_form(w, "\n<think>\n") < 0)
+			return -1;
+		text_append(&w->text, reasoning.text, reasoning.n);
+		if (write_form(w, "\n</think>\n\n") < 0)
+			return -1;
+	}
+	text_append(&w->text, content.text, content.n);
+	for (int i = 0; i < m->num_calls; i++) {
+		if (write_form(w, said || i ? "\n<tool_call>\n" : "<tool_call>\n") < 0)
+			return -1;
+		text_append(&w->text, m->calls[i].data, m->calls[i].size);
+		if (write_form(w, "\n</tool_call>") < 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* The number of a message's role, or -1 where the form has no place for it. */
+static int role_number(const struct encoder *e, const struct message *m)
 {
 	static const char *const names[NUM_CHAT_ROLES] = {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"};
+	const char *name = chat_role(m->role);
+	int role = 0;
+	while (name && role < NUM_CHAT_ROLES && strcmp(names[role], name))
+		role++;
+	return !name || role == NUM_CHAT_ROLES || (role == TOOL && e->form->system && !e->has_tools) ? -1 : role;
+}
+
+/* The index of the last message that is a question: a user's, but for results of tools that are written as one. */
+static int last_question(const struct encoder *e, const struct message *messages, int n)
+{
+	static const char begin[] = "<tool_response>", end[] = "</tool_response>";
+	for (int i = n - 1; i >= 0; i--) {
+		const struct message *m = &messages[i];
+		if (role_number(e, m) == HUMAN && (m->content_size < strlen(end) ||
+				memcmp(m->content, begin, strlen(begin)) ||
+				memcmp(m->content + m->content_size - strlen(end), end, strlen(end))))
+			return i;
+	}
+	return n - 1;
+}
+
+/* chat_encode for these forms; w is empty. */
+static int chat_encode_closed(struct message_writer *w, const struct message *messages, int n, bool reply,
+		struct text *loss_mask)
+{
+	struct encoder *e = w->e;
 	const struct chat_form *f = e->form;
-	const bool no_system = f->system && (n == 0 || !chat_role(messages[0].role) ||
-			strcmp(chat_role(messages[0].role), "SYSTEM"));
+	const int question = last_question(e, messages, n);
+	const char *tools = n ? messages[0].tools : NULL;
 	int role = -1;
 	if (tokenizer_id(e->tokenizer, f->close) < 0)
 		return fail("the tokenizer has no token %s; expected one, for it ends each message in the chat form %s",
 				f->close, f->name);
-	append_loss_mask(loss_mask, out, LOSS_NONE);
-	if (no_system && (closed_message(e, 0, "", 0, f->system, out) < 0 || chat_tag(e, f->close, out) < 0))
+	append_loss_mask(loss_mask, w->out, LOSS_NONE);
+	if (f->system && (n == 0 || role_number(e, &messages[0]) != SYSTEM) && (write_opening(w, SYSTEM) < 0 ||
+			write_system_end(w, tools) < 0 || writer_flush(w) < 0 || chat_tag(e, f->close, w->out) < 0))
 		return -1;
 	for (int i = 0; i < n; i++) {
-		char shown[64], last[64] = "";
+		char shown[64];
 		const struct message *m = &messages[i];
-		const char *name = chat_role(m->role);
-		for (role = 0; name && role < NUM_CHAT_ROLES && strcmp(names[role], name);)
-			role++;
-		if (!name || role == NUM_CHAT_ROLES || !f->roles[role])
+		const int before = role, next = i + 1 < n ? role_number(e, &messages[i + 1]) : -1;
+		role = role_number(e, m);
+		if (role < 0)
 			return fail("message %d: the role is `%s`, for which the chat form %s has no place here; expected system, "
-					"user%s or assistant", i + 1, printable(shown, m->role), f->name, f->roles[3] ? ", tool" : "");
-		if (f->system && role == 2 && memmem(m->content, m->content_size, "</think>", 8))
-			return fail("message %d: its content holds </think>, which Ling 2.0's template takes apart; expected the "
-					"answer alone", i + 1);
-		if (f->system && role == 0 && i == 0)
-			snprintf(last, sizeof last, "\n%s", f->system);
-		append_loss_mask(loss_mask, out, LOSS_NONE);
-		if (role == 2) {
-			if (closed_message(e, role, NULL, 0, "", out) < 0)
-				return -1;
-			append_loss_mask(loss_mask, out, LOSS_NONE);
-			if (encode(e, m->content, m->content_size, false, out) < 0)
-				return -1;
-		} else if (closed_message(e, role, m->content, m->content_size, last, out) < 0)
+					"user%s or assistant", i + 1, printable(shown, m->role), f->name,
+					f->system && !e->has_tools ? "" : ", tool");
+		const bool results = role == TOOL && f->system;
+		if (!(results && before == TOOL) && write_opening(w, role) < 0)
 			return -1;
-		if (reply && role == 2 && i + 1 == n) /* the beginning of the reply */
+		append_loss_mask(loss_mask, w->out, LOSS_NONE);
+		if (results && write_form(w, "\n<tool_response>\n") < 0)
+			return -1;
+		if (role == ASSISTANT) {
+			if (write_reply(w, m, i + 1, i > question, loss_mask && !m->masked) < 0)
+				return -1;
+		} else
+			text_append(&w->text, m->content, m->content_size);
+		if (results && write_form(w, "\n</tool_response>") < 0)
+			return -1;
+		if (f->system && role == SYSTEM && i == 0 && (write_form(w, "\n") < 0 || write_system_end(w, tools) < 0))
+			return -1;
+		if (writer_flush(w) < 0)
+			return -1;
+		if (reply && role == ASSISTANT && i + 1 == n) /* the beginning of the reply */
 			break;
-		if (chat_tag(e, f->close, out) < 0)
+		if (!(results && next == TOOL) && chat_tag(e, f->close, w->out) < 0)
 			return -1;
-		append_loss_mask(loss_mask, out, role == 2 && !m->masked ? LOSS_TOKEN : LOSS_NONE);
-		if (*f->after && encode(e, f->after, strlen(f->after), false, out) < 0)
+		append_loss_mask(loss_mask, w->out, role == ASSISTANT && !m->masked ? LOSS_TOKEN : LOSS_NONE);
+		if (*f->after && encode(e, f->after, strlen(f->after), false, w->out) < 0)
 			return -1;
 	}
-	if (reply && role != 2 && closed_message(e, 2, NULL, 0, "", out) < 0)
+	if (reply && role != ASSISTANT && write_opening(w, ASSISTANT) < 0)
 		return -1;
-	append_loss_mask(loss_mask, out, LOSS_NONE);
+	append_loss_mask(loss_mask, w->out, LOSS_NONE);
 	return 0;
 }
 
@@ -641,8 +805,12 @@ int chat_encode(struct encoder *e, const struct message *messages, int n, bool r
 		return fail("the model's chat_template, `%s`, makes none of the forms that are known here; expected ling, "
 				"ling2 or chatml; --chat-form names the one to use", printable(template, e->tokenizer->chat_template));
 	}
-	if (e->form->close)
-		return chat_encode_closed(e, messages, n, reply, out, loss_mask);
+	if (e->form->close) {
+		struct message_writer w = {.e = e, .out = out};
+		const int rc = chat_encode_closed(&w, messages, n, reply, loss_mask);
+		free(w.text.data);
+		return rc;
+	}
 	const int32_t end = tokenizer_end(e->tokenizer);
 	bool replied = false, learned = false; /* the message before is the assistant's; and the loss counts it */
 	append_loss_mask(loss_mask, out, LOSS_NONE);

@@ -41,7 +41,8 @@ const struct string_table *encoder_count_words(struct encoder *e);
  *   ling     of Ling-Lite and Ling-Plus; below
  *   ling2    of Ling 2.0: <role>SYSTEM</role>content, a new line, detailed thinking off<|role_end|>, without a system
  *            message from `detailed` on; then <role>HUMAN</role>question<|role_end|> and
- *            <role>ASSISTANT</role>answer<|role_end|>
+ *            <role>ASSISTANT</role>answer<|role_end|>. It has a place for tools, their calls and results, and for
+ *            reasoning behind the last question; see docs/generation.md
  *   chatml   <|im_start|>user, a new line, question<|im_end|>, a new line; and so on
  * The form is that of the chat_template beside the tokenizer or in the model's directory; ling without one. A template
  * that makes something else is an error, unless the user names a form.
@@ -55,6 +56,8 @@ int chat_form_choose(struct tokenizer *t, const char *name);
 void chat_end_append(const struct tokenizer *t, struct ids *out);
 /* Whether each message has an end of its own, so that no end token need follow a conversation. */
 bool chat_closes(const struct encoder *e);
+/* Whether the form has a place for tools, their calls and results, and reasoning. */
+bool chat_has_tools(const struct encoder *e);
 
 /* Ling's form:
  * <role>HUMAN</role>question<role>ASSISTANT</role>answer and so on, with nothing between the messages, and the end
@@ -65,6 +68,11 @@ struct message {
 	const char *role, *content;  /* role: see chat_role */
 	size_t content_size;
 	bool masked;                 /* the loss does not count it, although it is the assistant's */
+	const char *reasoning;       /* of the assistant: what it thought before; or NULL */
+	size_t reasoning_size;
+	struct text *calls;          /* [num_calls] of the assistant: such as {"name": "f", "arguments": {"x": 1}} */
+	int num_calls;
+	const char *tools;           /* of the first message: the tools there are, a new line and JSON for each; or NULL */
 };
 /* A role as the form spells it: SYSTEM for "system" or "developer", HUMAN for "user" or "human", ASSISTANT for
  * "assistant" or "gpt", TOOL for "tool", in any case; NULL for anything else. */

@@ -147,11 +147,6 @@ int tensor_verify(const struct tensor *t)
 	return 0;
 }
 
-int tensors_verify(const struct tensors *w, int i)
-{
-	return tensor_verify(&w->tensors[i]);
-}
-
 /* tensor_of_shape for a matrix, or, where cols is 0, a vector. */
 static const struct tensor *tensor_matrix(const struct tensors *w, const char *name, int64_t rows, int64_t cols)
 {

@@ -100,7 +100,7 @@ int64_t named_tensor_size(const struct named_tensor *a);
 int tensors_read(const struct tensors *w, const struct named_tensor *a);
 
 /* Copies elements first .. first+n-1 (row-major) of a tensor whose whole shape must be [rows, cols] (cols 0: a
- * vector), converted likewise. No checksum: see tensors_verify. */
+ * vector), converted likewise. No checksum: see tensor_verify. */
 int tensors_read_range(const struct tensors *w, const char *name, int64_t rows, int64_t cols, int64_t first, int64_t n,
 		real *out);
 
@@ -116,9 +116,8 @@ int tensors_read_int(const struct tensors *w, const char *name, int64_t n, int32
 /* The bytes of a tensor, mapped. */
 const uint8_t *tensor_bytes(const struct tensor *t);
 
-/* Checks a tensor's checksum where the file holds one; tensors_verify that of tensor i. */
+/* Checks a tensor's checksum where the file holds one. */
 int tensor_verify(const struct tensor *t);
-int tensors_verify(const struct tensors *w, int i);
 
 /* -------------------------------------------------------------------------------------------- types of numbers */
 

@@ -230,8 +230,8 @@ struct byte_source *byte_source_open(const char *path, enum text_format wanted)
 	struct byte_source *s = allocate(sizeof *s);
 	*s = (struct byte_source){.path = standard ? "the standard input" : path, .fd = fd, .size = -1,
 			.packed = allocate(PACKED_BLOCK), .head = allocate(HEAD_BYTES)};
-	if (!standard && fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
-		s->size = st.st_size;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+		s->size = st.st_size - lseek(fd, 0, SEEK_CUR); /* some of the standard input may have been read before */
 	if (source_begin(s, path, wanted) == 0)
 		return s;
 	byte_source_close(s);
@@ -332,9 +332,9 @@ int64_t input_read(struct input *in, size_t done)
 			break;
 		if (!in->source) {
 			const char *path = in->files[in->next++];
-			if (!(in->source = byte_source_open(path, in->format)))
+			if (!(in->source = byte_source_open(path, in->options.format)))
 				return -1;
-			in->lines = text_format(path, in->format) != FORMAT_TEXT;
+			in->lines = text_format(path, in->options.format) != FORMAT_TEXT;
 			in->line = 1;
 		}
 		if (in->size == in->capacity) {
@@ -361,17 +361,24 @@ void input_close(struct input *in)
 	free(in->data), free(in->blocks);
 }
 
-int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs,
+const char *text_field_of(const struct text_options *o)
+{
+	return o->text_field ? o->text_field : "text";
+}
+
+int inputs_check(int num_files, char **files, const struct text_options *o, char outputs[][PATH_LEN], int num_outputs,
 		int64_t *total)
 {
+	bool lines = false;
 	for (int i = 0; i < num_files; i++) {
 		struct stat in, out;
-		if (!strcmp(files[i], "-")) {
-			if (format == FORMAT_BY_NAME)
-				return fail("-: the standard input has no name that tells what it is; add --format text or "
-						"--format jsonl");
+		lines |= text_format(files[i], o->format) != FORMAT_TEXT;
+		const bool standard = !strcmp(files[i], "-");
+		if ((standard || !strncmp(files[i], "/dev/", 5)) && o->format == FORMAT_BY_NAME)
+			return fail("%s: %s has no name that tells what it is; add --format text or --format jsonl", files[i],
+					standard ? "the standard input" : "a device or a pipe");
+		if (standard)
 			continue;
-		}
 		if (stat(files[i], &in) < 0)
 			return fail("%s: cannot open: %s", files[i], strerror(errno));
 		if (S_ISDIR(in.st_mode))
@@ -381,6 +388,9 @@ int inputs_check(int num_files, char **files, enum text_format format, char outp
 				return fail("%s: is an input, but would be replaced by the output; choose another --out", files[i]);
 		*total += in.st_size;
 	}
+	if (!lines && (o->text_field || o->skip_bad_lines))
+		return fail("%s: is text; expected a file of JSON lines, to which %s belongs: name it .jsonl, or add --format "
+				"jsonl", files[0], o->text_field ? "--text-field" : "--skip-bad-lines");
 	return 0;
 }
 
@@ -413,8 +423,9 @@ void encoder_pool_close(struct encoder_pool *pool)
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
 {
+	const struct message message = {.role = "user", .content = text, .content_size = n};
 	if (chat)
-		return chat_encode(e, &(struct message){"user", text, n, false}, 1, true, out, NULL);
+		return chat_encode(e, &message, 1, true, out, NULL);
 	if (encode(e, text, n, true, out) < 0)
 		return -1;
 	if (out->count == 0 && tokenizer_end(encoder_tokenizer(e)) < 0)
@@ -431,7 +442,7 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 {
 	json_t *root = json_line(where, line, n);
 	struct conversation c = {0};
-	int rc = root ? conversation_read_prompt(&c, root, where, chat) : -1;
+	int rc = root ? conversation_read_prompt(&c, root, where, chat, chat_has_tools(e)) : -1;
 	if (rc == 0 && (rc = c.messages[0].role ? chat_encode(e, c.messages, c.count, true, out, NULL)
 			: prompt_encode(e, c.messages[0].content, c.messages[0].content_size, false, out)) < 0) {
 		char what[sizeof error_text];
@@ -507,16 +518,17 @@ static int64_t text_bytes(const struct tokenizer *t, const struct ids *ids)
 	return bytes;
 }
 
-/* Encodes the object of a line, which is a document; it has no ids when its text is empty. `special`: see encode();
- * it applies to a `text`. Members with other names may hold anything, integers of more than 64 bits too. */
-static int line_document(struct encoder *e, const json_t *root, const char *where, bool special, struct document *d)
+/* Encodes the object of a line, which is a document; it has no ids when its text, the member `text_field`, is empty.
+ * `special`: see encode(); it applies to that text. Members with other names may hold anything. */
+static int line_document(struct encoder *e, const json_t *root, const char *where, const char *text_field,
+		bool special, struct document *d)
 {
 	struct conversation c = {0};
 	struct message text;
 	d->ids.count = d->loss_mask.size = 0;
-	const int form = record_form(root, where, "text");
-	int rc = form < 0 ? -1 : form == RECORD_TEXT ? field_content(root, where, "text", &text)
-			: conversation_read(&c, root, where);
+	const int form = record_form(root, where, text_field);
+	int rc = form < 0 ? -1 : form == RECORD_TEXT ? field_content(root, where, text_field, &text)
+			: conversation_read(&c, root, where, chat_has_tools(e));
 	if (rc == 0)
 		rc = form == RECORD_TEXT ? encode(e, text.content, text.content_size, special, &d->ids)
 				: chat_encode(e, c.messages, c.count, false, &d->ids, &d->loss_mask);
@@ -533,13 +545,13 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 }
 
 /* Encodes one line of a JSONL file, which is not blank, into *d. */
-static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n, bool special,
-		struct document *d)
+static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n,
+		const char *text_field, bool special, struct document *d)
 {
 	char where[PATH_LEN + 32];
 	snprintf(where, sizeof where, "%s:%ld", path, line);
 	json_t *root = json_line(where, json, n);
-	int rc = root ? line_document(e, root, where, special, d) : -1;
+	int rc = root ? line_document(e, root, where, text_field, special, d) : -1;
 	json_decref(root);
 	return rc;
 }
@@ -548,6 +560,8 @@ void encoded_block_free(struct encoded_block *out)
 {
 	for (size_t i = 0; i < out->count; i++)
 		free(out->documents[i].ids.id), free(out->documents[i].loss_mask.data);
+	for (int i = 0; i < SKIPPED_SHOWN; i++)
+		free(out->skipped[i]);
 	free(out->documents), free(out->error);
 	*out = (struct encoded_block){0};
 }
@@ -584,7 +598,36 @@ void encode_lines(struct encoder *e, const struct input *in, const struct block 
 		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
 		if (is_blank_line(text, n))
 			continue;
-		if (parse_line(e, b->path, line, text, n, special, new_document(out)) < 0)
-			out->error = copy_string(error_text);
+		if (parse_line(e, b->path, line, text, n, text_field_of(&in->options), special, new_document(out)) == 0)
+			continue;
+		if (!in->options.skip_bad_lines) {
+			struct text message = {0};
+			text_append_string(&message, error_text);
+			text_append_string(&message, "; --skip-bad-lines leaves such lines out");
+			out->error = message.data;
+			break;
+		}
+		if (out->lines_skipped < SKIPPED_SHOWN)
+			out->skipped[out->lines_skipped] = copy_string(error_text);
+		out->lines_skipped++;
+		const struct document *d = &out->documents[--out->count];
+		free(d->ids.id), free(d->loss_mask.data);
 	}
+}
+
+void input_count_skipped(struct input *in, const struct encoded_block *r)
+{
+	for (int i = 0; i < SKIPPED_SHOWN && r->skipped[i] && in->lines_skipped + i < SKIPPED_SHOWN; i++) {
+		progress_end(&in->progress);
+		fprintf(stderr, "skipped: %s\n", r->skipped[i]);
+	}
+	in->lines_skipped += r->lines_skipped;
+}
+
+void input_say_skipped(const struct input *in)
+{
+	if (in->lines_skipped)
+		fprintf(stderr, "%s%lld line%s could not be used, and %s skipped\n",
+				in->lines_skipped > SKIPPED_SHOWN ? "skipped: ...\n" : "", (long long)in->lines_skipped,
+				in->lines_skipped == 1 ? "" : "s", in->lines_skipped == 1 ? "was" : "were");
 }

@@ -44,6 +44,14 @@ struct block {
 /* What a file holds. By its name: JSON lines are .jsonl and .ndjson, an array of records .json, in any case, and with
  * .gz, .zst or .zstd behind it; all else is text. An array is read as a line for each record. */
 enum text_format { FORMAT_BY_NAME, FORMAT_TEXT, FORMAT_JSONL, FORMAT_JSON };
+/* How files become texts; all zero is usual. */
+struct text_options {
+	enum text_format format;     /* what all of them hold */
+	const char *text_field;      /* the member of a JSON line that holds its text; NULL: "text" */
+	bool skip_bad_lines;         /* a JSON line that cannot be used is left out, and no error */
+};
+/* The same, never NULL. */
+const char *text_field_of(const struct text_options *o);
 /* What a file holds: what is wanted, unless that is FORMAT_BY_NAME. */
 enum text_format text_format(const char *path, enum text_format wanted);
 
@@ -58,10 +66,10 @@ struct byte_source *byte_source_open(const char *path, enum text_format wanted);
 int64_t byte_source_read(struct byte_source *s, char *out, size_t n);
 void byte_source_close(struct byte_source *s); /* NULL is fine */
 
-struct input {                 /* set files, num_files, format and progress; the rest is 0 at first */
+struct input {                 /* set files, num_files, options and progress; the rest is 0 at first */
 	char **files;
 	int num_files, next;         /* next: index of the file that will be opened next */
-	enum text_format format;
+	struct text_options options;
 	struct byte_source *source;  /* the file being read, or NULL */
 	bool lines;                  /* that file has JSON lines */
 	int64_t line;                /* its line at `begin`, from 1 */
@@ -70,15 +78,16 @@ struct input {                 /* set files, num_files, format and progress; the
 	size_t begin;                /* of the bytes that are in no block yet */
 	struct block *blocks;        /* [count] in the order of the files */
 	size_t count, blocks_capacity;
+	int64_t lines_skipped;       /* see input_count_skipped */
 	struct progress progress;
 };
 /* Forgets the blocks and the first `done` bytes, and reads on. Returns how many blocks there are now, 0 at the end of
  * the last file, or -1. */
 int64_t input_read(struct input *in, size_t done);
 void input_close(struct input *in);
-/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" needs a format. Adds
- * the sizes of the files to *total. */
-int inputs_check(int num_files, char **files, enum text_format format, char outputs[][PATH_LEN], int num_outputs,
+/* Fails when a file cannot be read, or is one of the outputs, which would replace it. "-" and what is in /dev need a
+ * format, and what is said of JSON lines a file that has them. Adds the sizes of the files to *total. */
+int inputs_check(int num_files, char **files, const struct text_options *o, char outputs[][PATH_LEN], int num_outputs,
 		int64_t *total);
 
 /* Encoders that no thread uses at the moment. */
@@ -93,13 +102,16 @@ struct document {
 	int64_t bytes;               /* of text that the ids stand for */
 };
 
+enum { SKIPPED_SHOWN = 5 };    /* so many of the lines that were skipped are named */
 struct encoded_block {
 	struct document *documents;  /* [count] JSON lines: one for each line whose text is not empty; text: one */
 	size_t count, capacity;
 	size_t done;                 /* text: the end of what the document is made from, in input.data */
 	char *error;                 /* a message, or NULL */
+	int64_t lines_skipped;       /* JSON lines that cannot be used */
+	char *skipped[SKIPPED_SHOWN]; /* messages about the first of them */
 };
-/* Encodes a block of JSON lines. `special`: see encode(); it applies to the `text` of a line. */
+/* Encodes a block of JSON lines. `special`: see encode(); it applies to the text of a line that is no conversation. */
 void encode_lines(struct encoder *e, const struct input *in, const struct block *b, bool special,
 		struct encoded_block *out);
 /* Encodes text of a block's file from byte `begin` of input.data on, up to the first place at or behind `stop` where
@@ -107,5 +119,10 @@ void encode_lines(struct encoder *e, const struct input *in, const struct block 
 void encode_text(struct encoder *e, const struct input *in, const struct block *b, size_t begin, size_t stop,
 		size_t known, bool special, struct encoded_block *out);
 void encoded_block_free(struct encoded_block *out);
+/* Counts the lines that were skipped in a block, and names the first few of all blocks on stderr. Call it in the order
+ * of the blocks. */
+void input_count_skipped(struct input *in, const struct encoded_block *r);
+/* Says on stderr how many lines were skipped, if any were. */
+void input_say_skipped(const struct input *in);
 
 #endif

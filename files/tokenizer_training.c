@@ -268,33 +268,32 @@ static int count_words(const struct tokenizer *t, struct input *in, struct strin
 	int64_t n;
 	int rc = 0;
 	for (size_t done = 0; !rc && (n = input_read(in, done)) != 0; done = in->begin) {
-		char **errors = allocate((n < 0 ? 0 : n) * sizeof *errors);
+		struct encoded_block *results = allocate((n < 0 ? 0 : n) * sizeof *results);
 		rc = n < 0 ? -1 : 0;
 		#pragma omp parallel for schedule(dynamic)
 		for (int64_t i = 0; i < n; i++) {
 			const struct block *b = &in->blocks[i];
 			struct encoder *e = encoder_take(&pool);
-			struct encoded_block r = {0};
 			encoder_count_words(e);
 			if (b->line)
-				encode_lines(e, in, b, false, &r);
+				encode_lines(e, in, b, false, &results[i]);
 			else { /* as if the block were a file */
 				const struct block alone = {.path = b->path, .file_end = b->end, .file_complete = true};
-				encode_text(e, in, &alone, b->begin, SIZE_MAX, b->end, false, &r);
+				encode_text(e, in, &alone, b->begin, SIZE_MAX, b->end, false, &results[i]);
 			}
 			encoder_give(&pool, e);
-			errors[i] = r.error;
-			r.error = NULL;
-			encoded_block_free(&r);
 		}
 		for (int64_t i = 0; i < n; i++) {
-			if (!rc && errors[i])
-				rc = fail("%s", errors[i]);
-			free(errors[i]);
+			if (!rc)
+				input_count_skipped(in, &results[i]);
+			if (!rc && results[i].error)
+				rc = fail("%s", results[i].error);
+			encoded_block_free(&results[i]);
 		}
-		free(errors);
+		free(results);
 	}
 	progress_end(&in->progress);
+	input_say_skipped(in);
 	for (size_t k = 0; k < pool.count; k++) {
 		const struct string_table *words = encoder_count_words(pool.idle[k]);
 		for (size_t i = 0; !rc && i < words->count; i++) {
@@ -319,7 +318,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	if (path_copy(output[0], path) < 0)
 		return -1;
 	parent_of(dir, path);
-	if (inputs_check(how->num_files, how->files, how->format, output, 1, &total) < 0 || make_directories(dir) < 0)
+	if (inputs_check(how->num_files, how->files, &how->options, output, 1, &total) < 0 || make_directories(dir) < 0)
 		return -1;
 	/* the tokenizer without merges: it cuts the text, and reading it finds what is wrong with a pattern or a special
 	 * token */
@@ -330,7 +329,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 	struct new_file file = {0};
 	if (!rc)
 		rc = new_file_begin(&file, path); /* not only at the end: two would work for one file for hours */
-	struct input in = {.files = how->files, .num_files = how->num_files, .format = how->format,
+	struct input in = {.files = how->files, .num_files = how->num_files, .options = how->options,
 			.progress = progress_start("train-tokenizer", total, 1e-6, "MB")};
 	if (!rc)
 		rc = count_words(t, &in, &all);
@@ -350,7 +349,7 @@ int tokenizer_train(const char *path, const struct tokenizer_training *how, stru
 		json_print(file.stream, root);
 	rc = new_file_publish(&file, rc);
 	*result = (struct tokenizer_trained){.vocab_size = tokens.count + 3 + how->num_special, .bytes = in.progress.done,
-		.words = all.count, .merges = merges.count / 2};
+		.words = all.count, .merges = merges.count / 2, .lines_skipped = in.lines_skipped};
 	json_decref(root);
 	input_close(&in);
 	tokenizer_close(t);

@@ -15,10 +15,11 @@ struct tokenizer_training {
 	int num_special;
 	int num_files;
 	char **files;                /* [num_files] text and .jsonl files, as for `ling tokenize` */
-	enum text_format format;     /* what the files hold */
+	struct text_options options; /* how the files become texts */
 };
-/* vocab_size is less than asked for when no pairs are left to merge. bytes: of the files; words: distinct ones. */
-struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges; };
+/* vocab_size is less than asked for when no pairs are left to merge. bytes: of the files; words: distinct ones;
+ * lines_skipped: of JSON lines that cannot be used. */
+struct tokenizer_trained { int vocab_size; int64_t bytes, words, merges, lines_skipped; };
 /* Trains a byte-level BPE as Hugging Face's BpeTrainer does: again and again the pair with the highest count is
  * merged; of equal counts the pair with the smaller ids, the left one first. Writes a tokenizer.json at `path`. The
  * result does not depend on the number of threads. A text file is taken in blocks of about 256 KiB that end with a

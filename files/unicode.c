@@ -145,10 +145,8 @@ bool nfc_append(struct text *out, const char *text, size_t n)
 			continue;
 		uint8_t *composed;
 		const ssize_t size = utf8proc_map((const uint8_t *)text, end, &composed, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
-		if (size < 0) { /* no memory: the text is valid */
-			fprintf(stderr, "ling: NFC of %zu bytes: %s\n", end, utf8proc_errmsg(size));
-			exit(1);
-		}
+		if (size < 0) /* the text is valid */
+			out_of_memory(end);
 		changed |= (size_t)size != end || memcmp(composed, text, size);
 		text_append(out, (const char *)composed, size);
 		free(composed);

@@ -57,7 +57,7 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 				"checked against its checksums first\n", dir);
 	const int num_verified = fits || !mapped ? tensors_count(w) : 0;
 	for (int i = world->rank; i < num_verified && rc == 0; i += world->size)
-		rc = tensors_verify(w, i);
+		rc = tensor_verify(&w->tensors[i]);
 	free(global);
 	if (rc < 0) {
 		tensors_close(w);

@@ -15,14 +15,23 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* What could be tokenized must be a good token file. */
-static void tokenize(char *path)
+/* What could be tokenized must be a good token file. Where no line is bad, none is skipped. */
+static void tokenize(char *path, bool json_lines)
 {
 	const char *prefix = fuzz_path("t");
+	const struct text_options skip = {.skip_bad_lines = true};
 	struct tokens t;
-	struct tokenized result;
-	if (tokenize_files(prefix, "byte", NULL, false, FORMAT_BY_NAME, 1, &path, &result) < 0)
+	struct tokenized result, skipping;
+	const bool good = tokenize_files(prefix, "byte", NULL, false, NULL, 1, &path, &result) == 0;
+	const int rc = json_lines ? tokenize_files(prefix, "byte", NULL, false, &skip, 1, &path, &skipping) : -1;
+	if (good && json_lines && (rc < 0 || skipping.lines_skipped || skipping.tokens != result.tokens ||
+			skipping.documents != result.documents))
+		abort();
+	if (!good && rc < 0)
 		return;
+	result = json_lines ? skipping : result;
+	if (!good && !result.lines_skipped)
+		abort();
 	int64_t loss_tokens = 0;
 	if (tokens_open(&t, prefix, "none", 257) < 0 || t.documents < 1 || t.count < 1 || t.count != result.tokens)
 		abort();
@@ -65,7 +74,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 		return 0;
 	int kind = *data++;
 	if (kind < 110)
-		tokenize(fuzz_file(kind < 100 ? "in.jsonl" : "in.txt", data, n - 1));
+		tokenize(fuzz_file(kind < 100 ? "in.jsonl" : "in.txt", data, n - 1), kind < 100);
 	else {
 		fuzz_file("metrics.jsonl", data, n - 1);
 		read_metrics(kind - 110, n == 1);

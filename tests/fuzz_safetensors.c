@@ -36,7 +36,7 @@ static void read_weights(void)
 			tensors_read(w, &a);
 			tensors_read_range(w, t->name, a.rows - 1, a.cols, 1, bytes / 4, out);
 			tensors_read_range(w, t->name, a.rows - 1, a.cols, 1, a.rows - 2, out);
-			tensors_verify(w, i);
+			tensor_verify(&w->tensors[i]);
 			tensors_read_int(w, t->name, bytes / 4, (int32_t *)out);
 			tensors_read_int(w, t->name, bytes / 8, (int32_t *)out);
 		}

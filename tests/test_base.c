@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -94,7 +95,7 @@ static void new_file_without_room(void **state)
 	const int rc = new_file_publish(&a, 0);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	expect_error("/x: cannot write: File too large; free some space");
+	expect_error("/x: cannot write: File too large: files are limited to 10000 bytes here");
 	assert_holds(path, "old");
 	assert_int_equal(new_file_begin(&a, at("nowhere/x")), -1);
 	expect_error("nowhere/x: cannot create: No such file");
@@ -226,13 +227,61 @@ static void large_integers(void **state)
 		{"{\"b\":99999999999999999999,\"a\":0123456789012345678901}", "here: bad JSON"},
 		{"{\"a\":99999999999999999999,\"a\":1}", "here: bad JSON: duplicate"}, {"{\"a\":1,\"a\":1}", "duplicate"},
 		{"[99999999999999999999]", "here: is an array"},
-		{"{\"a\":-}", "bad JSON"}, {"{\"a\":1e999}", "real number overflow"}, {"", "bad JSON"},
+		{"{\"a\":-}", "bad JSON"}, {"{\"a\":01e999}", "bad JSON"}, {"", "bad JSON"},
 		{"99", "here: bad JSON"},
 	};
 	for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
 		assert_null(json_line("here", bad[i].text, strlen(bad[i].text)));
 		expect_error(bad[i].error);
 	}
+}
+
+/* What other programs write although it is no JSON costs its own member alone, and is named there. */
+static void not_json(void **state)
+{
+	(void)state;
+	static const struct { const char *value, *kind; } cases[] = {
+		{"NaN", "NaN"}, {"Infinity", "Infinity"}, {"-Infinity", "-Infinity"},
+		{"1e400", "too large a number, 1e400"}, {"-1.5E+999", "too large a number, -1.5E+999"},
+		{"\"x\\ud83d\"", "broken text, with half of a surrogate pair, \\ud83d"},
+		{"\"\\uDE00\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\uDE00"},
+		{"\"\\ud83d\\ud83d\\ude00\"", "broken text, with half of a surrogate pair, \\ud83d"},
+		{"\"\\ud83d", NULL},
+		{"\"a\xe9z\"", "broken text, not UTF-8 at its byte 0xe9"},
+		{"\"\xed\xa0\x80\"", "broken text, not UTF-8 at its byte 0xed"},
+		{"nan", NULL}, {"NaNs", NULL}, {"-NaN", NULL}, {"+Infinity", NULL}, {"1e400e5", NULL}, {"\"\\x\"", NULL},
+		{"\"\\\\ud83d NaN 1e400\"", "a string"}, {"\"\\ud83d\\ude00\"", "a string"}, {"1e-400", "a real number"},
+		{"[1,\"]\",{}]", "an array"}, {"{\"b\":NaN}", "an object"}, {"99999999999999999999", "a string"},
+	};
+	char text[256];
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+		/* before and behind it: strings that look like it, a key with a half, an integer that is too large */
+		snprintf(text, sizeof text, "{\"t\":\"NaN \\\" 1e400\",\"v\": %s ,"
+				"\"\\ud801\" :[NaN,1],\"\\ud802\":\"e\",\"z\":\"\\u00e9\"}",
+				cases[i].value);
+		json_t *line = json_line("here", text, strlen(text));
+		assert_int_equal(line != NULL, cases[i].kind != NULL);
+		if (!line)
+			continue;
+		assert_string_equal(json_kind(json_object_get(line, "v")), cases[i].kind);
+		assert_string_equal(json_string_value(json_object_get(line, "t")), "NaN \" 1e400");
+		assert_string_equal(json_string_value(json_object_get(line, "z")), "\xc3\xa9");
+		assert_string_equal(json_string_value(json_object_get(line, "\xef\xbf\xbd" "d802")), "e");
+		assert_int_equal(json_integer_value(json_at(line, "\xef\xbf\xbd" "d801.1")), 1);
+		assert_int_equal(json_object_size(line), 5);
+		json_decref(line);
+	}
+	/* A member that is read. */
+	json_t *line = json_line("here", "{\"n\":NaN}", 9);
+	int64_t n;
+	assert_null(field_text(line, "here", "n"));
+	expect_error("here: `n` is NaN; expected a string");
+	assert_int_equal(field_int(line, "here", "n", 0, 9, &n), -1);
+	expect_error("here: `n` is NaN; expected an integer");
+	json_decref(line);
+	/* A file of the program's own has no such values. */
+	assert_null(json_read(put_string(at("x.json"), "{\"a\":NaN}")));
+	expect_error("x.json:1: bad JSON");
 }
 
 /* Bytes that are not UTF-8 are written as JSON that can be read. */
@@ -253,10 +302,72 @@ static void foreign_bytes(void **state)
 	}
 }
 
+static uint32_t next_numbers[4]; /* what getrandom gives next, in place of a random number, down to the first 0 */
+static void (*at_random)(void);  /* called then */
+
+ssize_t getrandom(void *out, size_t n, unsigned flags)
+{
+	if (n != sizeof *next_numbers || !*next_numbers)
+		return syscall(SYS_getrandom, out, n, flags);
+	memcpy(out, next_numbers, n);
+	memmove(next_numbers, next_numbers + 1, sizeof next_numbers - n);
+	if (at_random)
+		at_random();
+	return n;
+}
+
+/* Puts something under the temporary names 1, 2 and 3 of the file x, as somebody else may do at any time. */
+static void plant(void)
+{
+	put_string(at("x.tmp-00000001"), "of another");
+	assert_true(symlink("victim", at("x.tmp-00000002")) == 0 || errno == EEXIST);
+	assert_true(symlink("nowhere", at("x.tmp-00000003")) == 0 || errno == EEXIST);
+}
+
+/* What has a temporary name already is left alone, and never written through: another name is taken. */
+static void planted_names(void **state)
+{
+	(void)state;
+	struct new_file file;
+	char path[PATH_LEN], victim[PATH_LEN];
+	strcpy(path, at("x")), strcpy(victim, put_string(at("victim"), "victim"));
+	at_random = plant;
+	for (int directory = 0; directory < 2; directory++) {
+		memcpy(next_numbers, (uint32_t[]){1, 2, 3, 4}, sizeof next_numbers);
+		if (directory)
+			assert_int_equal(new_directory_begin(&file, path), 0);
+		else
+			begin_member(&file, path, "ours");
+		assert_string_equal(file_name(file.temporary), "x.tmp-00000004");
+		next_numbers[0] = 0;
+		assert_int_equal(directory ? (new_file_abandon(&file), 0) : new_file_publish(&file, 0), 0);
+		assert_holds(path, "ours");
+		assert_holds(victim, "victim");
+		assert_holds(at("x.tmp-00000001"), "of another");
+		assert_false(exists(at("nowhere")));
+	}
+	at_random = NULL;
+	/* A lock is never what a link points to. */
+	assert_int_equal(symlink("victim", at("y.lock")), 0);
+	assert_int_equal(new_file_begin(&file, at("y")), -1);
+	expect_error("y.lock: is a link; expected a lock file: remove it");
+	assert_holds(victim, "victim");
+	assert_int_equal(symlink("nowhere", at("z.lock")), 0);
+	assert_int_equal(new_file_begin(&file, at("z")), -1);
+	assert_false(exists(at("nowhere")));
+}
+
 static int flock_error; /* errno of flock, or 0: it works */
+/* A lock file that its holder removes, and lets go, just before the next flock; somebody else makes it anew. */
+static const char *lock_to_remove;
 
 int flock(int fd, int operation)
 {
+	if (lock_to_remove) {
+		assert_int_equal(unlink(lock_to_remove), 0);
+		put_string(lock_to_remove, "process 2");
+	}
+	lock_to_remove = NULL;
 	if (!flock_error)
 		return syscall(SYS_flock, fd, operation);
 	errno = flock_error;
@@ -279,6 +390,26 @@ static void locks(void **state)
 	const int again = lock_directory(at("run"));
 	assert_true(again >= 0);
 	close(again);
+
+	/* A lock on a file that has lost its name locks nobody out: it is taken on the file that has the name. */
+	struct new_file a, b;
+	char path[PATH_LEN], lock[PATH_LEN];
+	strcpy(path, at("x")), strcpy(lock, put_string(at("x.lock"), "process 1"));
+	lock_to_remove = lock;
+	begin(&a, path, "text");
+	assert_int_equal(new_file_begin(&b, path), -1);
+	expect_error("is writing it");
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	assert_holds(path, "text");
+	/* Without locks, two have names of their own, and the last one wins. */
+	flock_error = ENOLCK;
+	begin(&a, path, "a");
+	begin(&b, path, "b");
+	assert_int_equal(new_file_publish(&b, 0), 0);
+	assert_int_equal(new_file_publish(&a, 0), 0);
+	flock_error = 0;
+	assert_holds(path, "a");
+	assert_false(exists(at("x.lock")) || holds_temporary(scratch));
 }
 
 static void paths(void **state)
@@ -386,7 +517,7 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files),
-				TEST(large_integers),
+		TEST(planted_names), TEST(large_integers), TEST(not_json),
 		TEST(foreign_bytes), TEST(locks), TEST(paths),
 		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits),
 	};

@@ -187,7 +187,10 @@ static void checkpoint_round_trip(void **state)
 	assert_int_equal(rename(path, at("run/step-0000004")), 0);
 	assert_int_equal(checkpoint_read_state(at("run/step-0000004"), &x.config, &y.state, stderr), -1);
 	expect_error("run/step-0000004/trainer.json: `step` is 5, but the directory's name says 4");
-	assert_int_equal(rename(at("run/step-0000004"), path), 0);
+	assert_int_equal(rename(at("run/step-0000004"), at("run/step-0000050")), 0);
+	assert_int_equal(checkpoint_read_state(at("run/step-0000050"), &x.config, &y.state, stderr), -1);
+	expect_error("run/step-0000050/trainer.json: `step` is 5, but the directory's name says 50");
+	assert_int_equal(rename(at("run/step-0000050"), path), 0);
 	x.std[1] = NAN;
 	assert_int_equal(example_save(&x, 6), -1);
 	expect_error("router_std of layer 1 is ");

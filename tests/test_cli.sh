@@ -189,6 +189,11 @@ test_said() {
 	[ "$(grep -n "learning rate was" out.txt | cut -d: -f1)" -lt "$(grep -n "^step 21/" out.txt | cut -d: -f1)" ] || problem "said too late: $(cat out.txt)"
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=said train.steps=40 train.stop_at_step=22
 	! grep -q "learning rate was" out.txt || problem "said again: $(cat out.txt)"
+	# a rate that the warmup raises undoes nothing
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=warm train.stop_at_step=3
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=warm train.stop_at_step=4
+	[ "$(metric lr warm/metrics.jsonl | sort -gu | wc -l)" = 4 ] || problem "no rising rates: $(metric lr warm/metrics.jsonl)"
+	! grep -q "learning rate was" out.txt || problem "a rate that the warmup raised: $(cat out.txt)"
 	# of a key given twice the last wins
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=nowhere train.output_dir=twice train.steps=20 train.steps=2
 	[ "$(lines twice/metrics.jsonl)" = 2 ] && [ ! -e nowhere ] || problem "train.output_dir or train.steps given twice: $(ls -d nowhere twice)"
@@ -236,7 +241,7 @@ test_moved_directory() {
 			expect 0 "" "$ling" train $run train.stop_at_step=101 ;;
 		replace)
 			has err.txt "here was deleted while the run wrote to it, and another run's files are in its place"
-			[ "$(cat here/*)" = other ] || problem "$how: $(ls here)" ;;
+			[ "$(ls -A here)" = metrics.jsonl ] && [ "$(cat here/metrics.jsonl)" = other ] || problem "$how: $(ls -A here)" ;;
 		esac
 	done
 }
@@ -540,6 +545,16 @@ test_init_from() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=from2 train.init_from="$fixture" train.steps=2 data.tokenizer=none \
 		data.train=few data.valid=off "model={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, \
 vocab_size: 33, num_experts: 6, num_experts_per_tok: 2, num_shared_experts: 2, moe_intermediate_size: 6, rope_theta: 10000}"
+	# A run's directory stands for its newest checkpoint, when the run begins; the config keeps what was asked for.
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=1
+	has err.txt "note: run is a run: taking its newest checkpoint, run/step-0000020"
+	cmp -s from/step-0000001/model.safetensors from4/step-0000001/model.safetensors || problem "other weights"
+	[ "$(jq -r .config.train.init_from from4/step-0000001/trainer.json)" = run ] || problem "not as it was asked for"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=from4 train.init_from=run train.stop_at_step=2
+	! grep -q "run is a run\|train.init_from" out.txt err.txt || problem "read again, or a change that is none: $(cat out.txt err.txt)"
+	expect 2 "run is the directory of a run; expected one of its checkpoints" "$ling" train tiny.yaml train.output_dir=from5 model=run
+	mkdir bare && touch bare/metrics.jsonl
+	expect 1 "bare is the directory of a run that has no checkpoint yet" "$ling" train tiny.yaml train.output_dir=from5 train.init_from=bare
 	expect 1 "nothere" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=nothere
 	cp -r run/step-0000020 named && echo notes >"$(not_utf8 named/notes).txt"
 	expect 1 "its name is not UTF-8, so that a checkpoint cannot hold it" "$ling" train tiny.yaml train.output_dir=from3 train.init_from=named
@@ -711,7 +726,9 @@ test_input_forms() {
 	{ head -1 forms.jsonl | gzip && tail -1 forms.jsonl | gzip; } >parts.ndjson.GZ
 	# zstd by hand: a frame of one raw block (RFC 8878)
 	perl -e 'local $/; open F, "<", "forms.jsonl"; $_ = <F>; my $n = length; print "\x28\xb5\x2f\xfd\x20", chr $n, substr(pack("V", $n << 3 | 1), 0, 3), $_' >forms.jsonl.zst
-	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst; do
+	cp forms.jsonl.zst forms.jsonl.ZSTD
+	perl -e 'print "[", " " x 9000; print qq({"text": "hello one"},), "\n" x 9000, qq({"text": "hello two"}])' >long.json # longer than what is looked at first
+	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json long.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst forms.jsonl.ZSTD; do
 		expect 0 "" "$ling" tokenize --out form "$f"
 		same form.bin right.bin
 		same form.idx right.idx
@@ -725,6 +742,11 @@ test_input_forms() {
 	expect 0 "" "$ling" tokenize --out form large.json
 	same form.bin right.bin
 	expect 1 "-: the standard input has no name" "$ling" tokenize --out form - <forms.jsonl
+	for f in /dev/stdin /dev/fd/0; do
+		expect 1 "$f: a device or a pipe has no name that tells what it is" "$ling" tokenize --out form $f <forms.jsonl
+		expect 0 "" "$ling" tokenize --out form --format jsonl $f <forms.jsonl
+		same form.bin right.bin
+	done
 	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out right-bpe.json forms.jsonl
 	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out form-bpe.json forms.jsonl.gz
 	same form-bpe.json right-bpe.json
@@ -734,12 +756,19 @@ test_input_forms() {
 	same form.bin right.bin
 
 	rm -f refused.*
-	for kind in 'PAR1x:a Parquet file' 'PK\003\004x:a zip archive' '!<arch>\nx:a .deb or ar' '\377\376a\000:text in UTF-16' 'a\000b:binary' \
+	for kind in 'PAR1x:a Parquet file' 'PK\003\004x:a zip archive' '!<arch>\nx:a .deb or ar' '\377\376a\000:text in UTF-16' '\376\377a:text in UTF-16' 'a\000b:binary' \
 		'\351\350\340\371\351\350\340\371\351\350:mostly not UTF-8' '\3757zXZ\000:an xz file'; do
 		printf "${kind%%:*}" >foreign.txt
 		expect 1 "foreign.txt: is ${kind#*:}" "$ling" tokenize --out refused foreign.txt
 		expect 1 "foreign.txt: is ${kind#*:}" "$ling" train-tokenizer --vocab-size 262 --out refused.json foreign.txt
 	done
+	tar -cf archive.txt plain.txt
+	expect 1 "archive.txt: is a tar archive" "$ling" tokenize --out refused archive.txt
+	# a quarter of the bytes may be in another encoding, and no more
+	printf 'a\351b\351cdef' >quarter.txt
+	expect 0 "" "$ling" tokenize --out form quarter.txt
+	printf '\351a\351b\351cde' >more.txt
+	expect 1 "more.txt: is mostly not UTF-8" "$ling" tokenize --out refused more.txt
 	expect 0 "" "$ling" tokenize --out form --format text foreign.txt
 	head -c 30 forms.jsonl.gz >cut.jsonl.gz
 	expect 1 "cut.jsonl.gz: ends in the middle" "$ling" tokenize --out refused cut.jsonl.gz
@@ -753,5 +782,40 @@ test_input_forms() {
 	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"
 }
 
-check train bit_equal stop_and_continue signals kill input_forms
+# Lines that cannot be used, and the member that holds the text.
+test_bad_lines() {
+	# what is no JSON costs nothing in a member that nobody reads, and is named in one that is read
+	printf '{"text":"a","meta":{"score":NaN},"p":[1e400,-Infinity]}\n{"text":"b","x":"cut \\ud83d"}\n' >unread.jsonl
+	expect 0 "" "$ling" tokenize --out unread --json unread.jsonl
+	[ "$(cat out.txt)" = '{"path": "unread", "documents": 2, "tokens": 4, "bytes": 2, "loss_tokens": 4, "skipped_lines": 0}' ] ||
+		problem "$(cat out.txt)"
+	[ "$("$ling" tokenize --decode unread | tr -d '\0')" = "ab" ] || problem "$("$ling" tokenize --decode unread)"
+	printf '[{"text":"a","meta":{"score":NaN},"id":99999999999999999999},\n{"text":"b","x":"\\ud83d"}]' >unread.json
+	expect 0 "" "$ling" tokenize --out array unread.json
+	same array.bin unread.bin
+	printf '{"text":"cut \\ud83d"}\n{"text":"b"}\nnonsense\n{"body":"c"}\n' >read.jsonl
+	expect 1 'read.jsonl:1: `text` is broken text, with half of a surrogate pair, \ud83d; expected a string; --skip-bad-lines' \
+		"$ling" tokenize --out read read.jsonl
+	expect 1 'read.jsonl:1: `text` is broken text' "$ling" train-tokenizer --vocab-size 262 --out read.json read.jsonl
+	expect 0 "" "$ling" tokenize --out read --skip-bad-lines read.jsonl
+	has out.txt "read: 1 documents, 2 tokens, 1 bytes, 3 bad lines skipped"
+	[ "$(sed 's/: .*//' err.txt | tr '\n' ' ')" = "skipped skipped skipped 3 lines could not be used, and were skipped " ] || problem "$(cat err.txt)"
+	has err.txt "skipped: read.jsonl:1: " "skipped: read.jsonl:3: bad JSON" "skipped: read.jsonl:4: found \`body\`"
+	jq -e '.text_field == "text" and .skipped_lines == 3' read.json >/dev/null || problem "$(cat read.json)"
+	expect 0 "" "$ling" train-tokenizer --vocab-size 262 --out bpe.json --skip-bad-lines --json read.jsonl
+	jq -e '.vocab_size == 259 and .skipped_lines == 3 and .words == 1' out.txt >/dev/null || problem "$(cat out.txt)"
+	has err.txt "3 lines could not be used"
+	expect 1 "nothing to write" "$ling" tokenize --out none --skip-bad-lines --text-field nobody read.jsonl
+	has err.txt "4 lines could not be used"
+	# another member
+	expect 0 "" "$ling" tokenize --out body --skip-bad-lines --text-field body --json read.jsonl
+	[ "$(jq -c '[.documents, .skipped_lines]' out.txt)" = "[1,3]" ] || problem "$(cat out.txt)"
+	[ "$(jq -r .text_field body.json)" = body ] || problem "$(cat body.json)"
+	expect 1 'found `text`; expected one of a string `body`' "$ling" train-tokenizer --vocab-size 262 --out no.json --text-field body read.jsonl
+	expect 1 "text.txt: is text; expected a file of JSON lines, to which --skip-bad-lines belongs" "$ling" tokenize --out no --skip-bad-lines text.txt
+	expect 2 "decode" "$ling" tokenize --decode read --skip-bad-lines
+	! compgen -G 'no[.n]*' >/dev/null || problem "made $(ls no*)"
+}
+
+check train bit_equal stop_and_continue signals kill input_forms bad_lines
 finish

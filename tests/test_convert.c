@@ -906,6 +906,14 @@ static void round_trip(void **state)
 	assert_int_equal(convert(at("2.gguf"), at("3.gguf"), FORMAT_GGUF, "f32", false, true), 0);
 	expect_same_files(at("1.gguf"), at("2.gguf"));
 	expect_same_files(at("1.gguf"), at("3.gguf"));
+	/* by way of a checkpoint that training can go on from */
+	assert_int_equal(convert(at("1.gguf"), at("run/step-0000000"), FORMAT_CHECKPOINT, NULL, false, true), 0);
+	assert_int_equal(convert(at("run/step-0000000"), at("4.gguf"), FORMAT_GGUF, "f32", false, true), 0);
+	expect_same_files(at("1.gguf"), at("4.gguf"));
+	assert_int_equal(convert(at("run/step-0000000"), at("fourth"), FORMAT_HUGGINGFACE, NULL, false, true), 0);
+	config = read_json(at("fourth/config.json"));
+	assert_string_equal(json_string_value(json_object_get(config, "general.name")), "named");
+	json_decref(config);
 }
 
 /* ---- tokenizers ---- */

@@ -26,14 +26,34 @@ test_generate() {
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi' --json
 	[ "$(cat out.txt)" = '{"prompt": 0, "text": "def \"g", "prompt_tokens": 3, "tokens": 8, "finish": "stop"}' ] ||
 		problem "found: $(cat out.txt)"
+	local stop # of any length, its first byte that of any token
+	for stop in d ghi 'f "g' 'def "ghijk'; do
+		expect 0 "" "$ling" generate $model --prompt "abc" --stop "$stop" --json
+		[ "$(jq -r '.text + "|" + .finish' out.txt)" = "$(x='def "ghijk' && printf %s "${x%%"$stop"*}")|stop" ] || problem "--stop $stop: $(cat out.txt)"
+	done
 	expect 0 "" "$ling" generate $model --prompt "abc" --stop 'hi'
 	[ "$(cat out.txt)" = 'def "g' ] || problem "found: $(cat out.txt)"
 	# The whole room that the model has, by default.
 	expect 0 "" "$ling" generate $model --prompt "abc" --json
 	grep -q '"tokens": 61, "finish": "length"' out.txt || problem "found: $(cat out.txt)"
+	# An evaluation's windows have all of that room, and no more.
+	expect 0 "" "$ling" eval $model --data text --seq-len 64 --max-windows 1
+	expect 1 "--seq-len 65 is more than the model's max_position_embeddings, 64" "$ling" eval $model --data text --seq-len 65 --max-windows 1
 	# An empty prompt is a document's beginning.
 	expect 0 "" "$ling" generate $model --prompt "" --max-tokens 1 --json
 	grep -q '"prompt_tokens": 1, "tokens": 1,' out.txt || problem "found: $(cat out.txt)"
+}
+
+# A byte order mark is no part of the first prompt.
+test_mark() {
+	local f
+	for f in prompts.txt prompts.jsonl; do
+		expect 0 "" "$ling" generate $model --prompts $f --max-tokens 5 --json
+		cp out.txt plain.txt
+		{ printf '\357\273\277' && cat $f; } >mark.${f#*.}
+		expect 0 "" "$ling" generate $model --prompts mark.${f#*.} --max-tokens 5 --json
+		same out.txt plain.txt
+	done
 }
 
 test_batches() {
@@ -141,6 +161,42 @@ test_chat() {
 	refuse "bad.jsonl:1: found \`question\`; expected an object with one of" '{"question": "a"}\n'
 }
 
+# A conversation's reply ends with the token that closes a message, whatever the name of the file; a text goes on.
+test_chat_end() {
+	local name
+	rm -rf closes && mkdir closes && cp $model/config.json $model/model.safetensors closes
+	# the bytes have the ids of the byte tokenizer, but h, in whose place there is the token
+	perl -MJSON::PP -CO -e 'my ($n, %vocab) = 256; for (0 .. 255) {
+			my $plain = $_ >= 33 && $_ <= 126 || $_ >= 161 && $_ != 173; $vocab{chr($plain ? $_ : $n++)} = $_ }
+		@vocab{"h", "<|im_end|>", "<|endoftext|>", "<|im_start|>"} = (257, 104, 256, 258);
+		my @added = map { { id => $$_[0], content => $$_[1], special => JSON::PP::true, map { $_ => JSON::PP::false }
+			qw(single_word lstrip rstrip normalized) } } [104, "<|im_end|>"], [256, "<|endoftext|>"], [258, "<|im_start|>"];
+		print JSON::PP->new->encode({version => "1.0", truncation => undef, padding => undef, added_tokens => \@added, normalizer => undef,
+			pre_tokenizer => {type => "ByteLevel", add_prefix_space => JSON::PP::false, trim_offsets => JSON::PP::true, use_regex => JSON::PP::false},
+			post_processor => undef, decoder => {type => "ByteLevel"}, model => {type => "BPE", vocab => \%vocab, merges => []}})' >closes/tokenizer.json
+	echo '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "abcdef \"ghijk\nabc"}]}' >closing.jsonl
+	cp closing.jsonl CLOSING.JSONL && cp closing.jsonl closing.ndjson && gzip -k closing.jsonl
+	for name in closing.jsonl CLOSING.JSONL closing.ndjson closing.jsonl.gz; do
+		expect 0 "" "$ling" generate closes --prompts $name --chat-form chatml --max-tokens 8 --json
+		has out.txt '"text": "def \"g"' '"finish": "end"'
+	done
+	expect 0 "" "$ling" generate closes --prompt abc --max-tokens 8 --json
+	has out.txt '"text": "def \"gi"' '"tokens": 8, "finish": "length"'
+	expect 0 "" "$ling" generate closes --prompt abc --chat --chat-form chatml --max-tokens 30 --json
+	grep -q '"finish": "end"' out.txt || problem "--chat: the reply goes on: $(cat out.txt)"
+	# so it is in evaluations; and there too a list of ids ends any reply
+	local reply
+	reply=$(jq .text out.txt)
+	echo '{"q": "abc", "a": "x"}' >closes.jsonl
+	printf -- '- { name: %s, type: exact_match, data: closes.jsonl, prompt: "{q}", answer: a, max_tokens: 30, chat: %s }\n' in_chat true plain false >closes.yaml
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se --argjson reply "$reply" 'map({(.task): .}) | add | .in_chat.reply == $reply and (.in_chat.tokens | length) < 30 and (.plain.tokens | length) == 30' \
+		closed/samples.jsonl >/dev/null || problem "not $reply: $(cat closed/samples.jsonl)"
+	echo '{"eos_token_id": [999, 103]}' >closes/generation_config.json # g
+	expect 0 "" "$ling" eval closes --tasks closes.yaml --chat-form chatml --out closed
+	jq -se 'map(select(.task == "plain")) | .[0].reply == "def \""' closed/samples.jsonl >/dev/null || problem "it did not end: $(cat closed/samples.jsonl)"
+}
+
 # The same prompt twice in a file has draws of its own each time; the most likely tokens are the same.
 test_variety() {
 	printf 'abc\nabc\nabc\n' >same.txt
@@ -151,6 +207,9 @@ test_variety() {
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 1 --json | jq -r .text >seed1.txt
 	"$ling" generate $model --prompt abc --max-tokens 30 --temperature 1.5 --seed 4294967297 --json | jq -r .text >other.txt
 	! cmp -s seed1.txt other.txt || problem "a seed's upper half changes nothing"
+	# Each position has draws of its own: where all tokens are equally likely, many come.
+	"$ling" generate $model --prompt abc --max-tokens 60 --temperature 100 --json >flat.txt
+	jq -e '.tokens >= 30 and (.text | explode | unique | length) >= 10' flat.txt >/dev/null || problem "the same at each position: $(cat flat.txt)"
 }
 
 # An id or a list of ids ends a text by the model's own word: generation_config.json's, else config.json's.
@@ -228,7 +287,9 @@ test_chat_forms() {
 	expect 0 "" "$ling" tokenize --tokenizer k --out c text.txt # no conversation
 	expect 1 "ling2 or chatml" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form vicuna
 	echo '{"messages": [{"role": "tool", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
-	expect 1 "the role is \`tool\`" "$ling" tokenize --tokenizer k --out c c.jsonl --chat-form ling2
+	printf '%s' "$ling2" >k/chat_template.jinja # this one has no place for it
+	expect 1 "the role is \`tool\`" "$ling" tokenize --tokenizer k --out c c.jsonl
+	rm k/chat_template.jinja
 	# generate: the template in the model's folder holds, whatever the tokenizer.
 	rm -rf own && mkdir own && cp $model/config.json $model/model.safetensors own
 	cp k/tokenizer_config.json own
@@ -246,6 +307,118 @@ test_chat_forms() {
 	mv out.txt many.txt
 	expect 0 "" "$ling" generate own --tokenizer k --prompts many.ndjson --chat-form chatml --temperature 100 --json
 	same out.txt many.txt
+}
+
+# Tools, calls, results and reasoning as Ling 2.0's template writes them; the texts are those of Jinja.
+test_chat_tools() {
+	local call='"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1e-7, "s": "a\"\n"}}}, {"name": "g", "arguments": "{}"}]'
+	local tools='"tools": [{"type": "function", "function": {"name": "add", "parameters": {"x": {"minimum": 0.5}, "n\u00e9": [1, true, null]}}}, {"name": "g"}]'
+	local user='{"role": "user", "content": "U"}' answer='{"role": "assistant", "content": "A"}' k=tools_k
+	expect 0 "" "$ling" train-tokenizer --vocab-size 270 --special '<|role_end|>' --special '<think>' --special '</think>' --special '<tool_call>' \
+		--out $k/tokenizer.json text.txt
+	# shellcheck disable=SC2028 # the backslashes are JSON's
+	echo '{'"$tools"', "messages": [{"role": "system", "content": "S"}, '"$user"', {"role": "assistant", "content": "<think>\nold\n</think>\n\nA", "weight": 0},
+		{"role": "user", "content": "V"}, {"role": "assistant", "content": "B", "reasoning_content": "\nwhy\n", '"$call"'},
+		{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"},
+		{"role": "assistant", "content": null, "tool_calls": [{"name": "g", "arguments": {"e": {}}}]}, {"role": "tool", "content": "5"},
+		{"role": "assistant", "content": "t</think>C"}]}' | tr -d '\n' >c.jsonl
+	cat >want.txt <<-'END'
+		<role>SYSTEM</role>S
+		# Tools
+
+		You may call one or more functions to assist with the user query.
+
+		You are provided with function signatures within <tools></tools> XML tags:
+		<tools>
+		{"type": "function", "function": {"name": "add", "parameters": {"x": {"minimum": 0.5}, "né": [1, true, null]}}}
+		{"name": "g"}
+		</tools>
+
+		For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+		<tool_call>
+		{"name": <function-name>, "arguments": <args-json-object>}
+		</tool_call>
+		detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|><role>HUMAN</role>V<|role_end|><role>ASSISTANT</role>
+		<think>
+		why
+		</think>
+
+		B
+		<tool_call>
+		{"name": "add", "arguments": {"x": 1e-07, "s": "a\"\n"}}
+		</tool_call>
+		<tool_call>
+		{"name": "g", "arguments": {}}
+		</tool_call><|role_end|><role>OBSERVATION</role>
+		<tool_response>
+		3
+		</tool_response>
+		<tool_response>
+		4
+		</tool_response><|role_end|><role>ASSISTANT</role><tool_call>
+		{"name": "g", "arguments": {"e": {}}}
+		</tool_call><|role_end|><role>OBSERVATION</role>
+		<tool_response>
+		5
+		</tool_response><|role_end|><role>ASSISTANT</role>
+		<think>
+		t
+		</think>
+
+		C<|role_end|>
+	END
+	perl -0pi -e 's/\n$//' want.txt
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	expect 0 "" "$ling" tokenize --decode c --tokenizer $k
+	same out.txt want.txt
+	# The same ids as those of the whole text: tags are tokens where the tokenizer has them.
+	jq -Rs '{text: .}' -c want.txt >whole.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out whole whole.jsonl
+	head -c -2 whole.bin | cmp -s - c.bin || problem "other ids than those of the whole text"
+	# The loss counts what the assistant says, thinks and calls, and not the results.
+	write_tokens learned 8 'S<' $(perl -e 'local $/; open A, "<:raw", "c.bin"; open B, "<:raw", "c.mask.bin"; my @mask = unpack "C*", <B>;
+		my $i = 0; print join " ", grep { $mask[$i++] } unpack "S<*", <A>')
+	expect 0 "" "$ling" tokenize --decode learned --tokenizer $k
+	perl -0ne 's/^.*?V<\|role_end\|>//s; print join "", /<role>ASSISTANT<\/role>(.*?<\|role_end\|>)/gs' want.txt >want_learned.txt
+	same out.txt want_learned.txt
+	# Tools without a system message, also as a string.
+	echo '{"tools": "[{\"name\": \"g\"}]", "messages": ['"$user, $answer"']}' >c.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	expect 0 "" "$ling" tokenize --decode c --tokenizer $k
+	has out.txt '<role>SYSTEM</role># Tools'
+	has out.txt '{"name": "g"}'
+	# A template has a place for tools if it writes them as that one does.
+	printf '%s\n' "thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
+		"<role>ASSISTANT</role> <tools> tool | tojson '\\n</tools>\\n\\nFor each function call' <role>OBSERVATION</role> '\\n<tool_response>\\n' '\\n</tool_response>'" \
+		"'<tool_call>\\n{\"name\": \"' tool_call.arguments | tojson '}\\n</tool_call>' ns.last_query_index" \
+		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n')" >$k/chat_template.jinja
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	sed -i 's/tool | tojson/tool/' $k/chat_template.jinja
+	expect 1 "c.jsonl:1: \`tools\` has no place" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	echo '{"messages": ['"$user"', {"role": "assistant", "content": "t</think>A"}]}' >c.jsonl
+	expect 1 "message 2: its content holds </think>, which the model's template takes apart" "$ling" tokenize --tokenizer $k --out c c.jsonl
+	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	# What that template would leave out, and what is no call.
+	while IFS='|' read -r message text; do
+		printf '%s\n' "$message" >c.jsonl
+		expect 1 "$text" "$ling" tokenize --tokenizer $k --out c c.jsonl --chat-form ling2
+	done <<-END
+		{"tools": [{"name": "g", "n": [NaN]}], "messages": [$user, $answer]}|\`tools\`, tool 1: has a value that is NaN; expected JSON
+		{"messages": [$user, {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"x": [1, 1e400]}}]}]}|\`arguments\` has a value that is too large a number, 1e400
+		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A"}, $user, $answer]}|message 2: Ling 2.0's template leaves out the reasoning
+		{"messages": [$user, {"role": "assistant", "content": "x<think>t</think>A"}]}|message 2: its content has text before <think>
+		{"messages": [$user, {"role": "assistant", "content": "<think>t</think>A</think>"}]}|message 2: its content holds </think> twice
+		{"messages": [$user, {"role": "assistant", "content": "A", "reasoning_content": ["t"]}]}|message 2: \`reasoning_content\` is an array
+		{"messages": [$user, {"role": "assistant", "content": "A", "reasoning": "t"}]}|message 2: \`reasoning\` has no place
+		{"messages": [{"role": "user", "content": "U", "reasoning_content": "t"}, $answer]}|message 1: \`reasoning_content\` has no place
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": {"name": "g"}}]}|message 2: \`tool_calls\` is an object
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": ["g"]}]}|message 2: \`tool_calls\`, call 1: is a string
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": [{"name": "g"}]}]}|call 1: \`arguments\` is missing
+		{"messages": [$user, {"role": "assistant", "content": "A", "tool_calls": [{"function": {"arguments": {}}}]}]}|call 1: \`name\` is missing
+		{"messages": [$user, {"role": "assistant", "content": null}]}|message 2: \`content\` is null
+		{"messages": [$user, $answer], "tools": ["g"]}|tool 1: is a string; expected an object
+		{"messages": [$user, $answer], "tools": {"g": 1}}|\`tools\` is an object; expected a list of objects
+	END
 }
 
 # The directory of a run stands for its newest checkpoint, which a note names. Nothing in the run changes.
@@ -272,5 +445,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate batches wrong_use chat variety end_ids chat_forms run_directory
+check generate mark batches wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
 finish

@@ -103,6 +103,59 @@ test_two_at_once() {
 	[ "$(ls two.*)" = "$(printf 'two.bin\ntwo.idx\ntwo.json')" ] || problem "left: $(ls two.*)"
 }
 
+# A file that is cut short while it is read is an error, plain or packed, also where what is left is whole in itself.
+test_cut_short() {
+	local file
+	perl -e 'print "{\"text\": \"", "x" x 50, "\"}\n" for 1 .. 4096' >cut.jsonl # lines of 64 bytes: cut between two of them
+	gzip -1 -c <(perl -e 'srand 1; print "{\"text\": \"", rand, "\"}\n" for 1 .. 40000') >cut.jsonl.gz
+	# two zstd frames (RFC 8878) of 65,536 bytes, each one raw block: cut between them
+	perl -e 'print "\x28\xb5\x2f\xfd\0\x50", substr(pack("V", 65527 << 3 | 1), 0, 3), "{\"text\": \"", "x" x 65514, "\"}\n" for 1, 2' >cut.jsonl.zst
+	for file in cut.jsonl cut.jsonl.gz cut.jsonl.zst; do
+		[ "$(stat -c %s $file)" -gt 100000 ] || problem "$file: $(stat -c %s $file) bytes"
+		expect 0 "" "$ling" tokenize --out whole $file
+		cp $file again && expect 1 "was cut short while it was read: it had $(stat -c %s $file) bytes, 65536 could be read" \
+			env LD_PRELOAD="$faults" FAULT_SHRINK=$file "$ling" tokenize --out cut $file
+		has err.txt "$file: was cut short"
+		cp again $file && expect 1 "the standard input: was cut short" \
+			env LD_PRELOAD="$faults" FAULT_SHRINK=$file "$ling" tokenize --out cut --format jsonl - <$file
+		cp again $file && expect 1 "$file: was cut short" \
+			env LD_PRELOAD="$faults" FAULT_SHRINK=$file "$ling" train-tokenizer --vocab-size 262 --out cut.json $file
+	done
+	! compgen -G 'cut.[bim]*' >/dev/null && [ ! -e cut.json ] || problem "made $(ls cut.*)"
+}
+
+# at_once NAME OUTPUT...: of two new_NAME at once, which make these in `out`, the second one says who holds the name; it
+# changes nothing for the first one, which stands still just before a rename and then makes what it makes alone.
+at_once() {
+	local name=$1 outputs="${*:2}" pid first tries=0 want
+	rm -rf out && mkdir out
+	"new_$name" >/dev/null 2>&1 || problem "$name: does not work"
+	want=$(state)
+	rm -rf out && mkdir out
+	"new_$name" LD_PRELOAD="$faults" FAULT_STOP=rename >first.txt 2>&1 &
+	first=$!
+	while ! pid=$(cat out/*.lock 2>/dev/null | sed -n '1s/^process \([0-9]*\) on .*/\1/p') || ! grep -qs '^State:.T' "/proc/$pid/status"; do
+		tries=$((tries + 1))
+		[ $tries -lt 1000 ] || { problem "$name: no lock: $(ls out) $(cat first.txt)"; break; }
+		sleep 0.01
+	done
+	expect 1 "process $pid on" "new_$name"
+	[ "$(state)" = absent ] || problem "$name: there is a result of the second one: $(ls out)"
+	kill -CONT "$pid"
+	wait $first || problem "$name, the first one: $(cat first.txt)"
+	[ "$(state)" = "$want" ] || problem "$name: not what one alone makes: $(ls out)"
+	! compgen -G 'out/*.tmp-*' >/dev/null && ! compgen -G 'out/*.lock' >/dev/null || problem "$name: left $(ls out)"
+}
+
+test_two_of_each() {
+	at_once vocabulary t.json
+	at_once tokenize x.bin x.mask.bin x.idx
+	at_once directory hf
+	at_once gguf m.gguf
+	at_once checkpoint step-0000000
+	at_once eval samples.jsonl results.json
+}
+
 # A link in place of an output is replaced, and what it points to stays.
 test_links() {
 	mkdir -p sd other && echo victim >other/victim
@@ -122,5 +175,5 @@ test_no_room() {
 	expect 1 "/dev/full: cannot write: No space left on device" "$ling" train-tokenizer --vocab-size 266 --out /dev/full words.txt
 }
 
-check tokenize vocabulary directory gguf checkpoint plot eval two_at_once links no_room
+check tokenize vocabulary directory gguf checkpoint plot eval two_at_once two_of_each cut_short links no_room
 finish

@@ -34,10 +34,57 @@ test_exclusive() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=busy train.steps=1000000 train.stop_at_step=$((after + 6))
 }
 
+# stopped_in_validation STEP: the run `halted` is told to stop in the validation of a step, and does not wait for it.
+stopped_in_validation() {
+	local pid
+	# shellcheck disable=SC2086 # words are meant to split
+	"$root/ling" train tiny.yaml train.output_dir=halted $slow >first.txt 2>first-err.txt &
+	pid=$!
+	wait_for_lines halted/metrics.jsonl $(($1 - 1))
+	sleep 0.5
+	kill -TERM $pid
+	wait $pid || problem "step $1: $(cat first-err.txt)"
+	[ "$(lines halted/metrics.jsonl)" = "$1" ] || problem "$(lines halted/metrics.jsonl) lines; expected $1"
+	jq -es '(.[-1] | .validation_stopped and (has("valid_loss") | not)) and ([.[:-1][] | select(.validation_stopped)] | length == 0)' \
+		halted/metrics.jsonl >/dev/null || problem "step $1: $(tail -n 1 halted/metrics.jsonl)"
+}
+
+# A stop ends a validation too. The run that goes on makes up for it, so that its metrics are those of one that was not stopped.
+test_stopped_validation() {
+	local slow="train.steps=6 eval.every=4 data.valid=slow checkpoint.every=off" i
+	for ((i = 0; i < 20; i++)); do cat "$root/ling.h"; done | head -c 150000 >slow.txt
+	expect 0 "" "$ling" tokenize --out slow slow.txt
+	# shellcheck disable=SC2086 # words are meant to split
+	expect 0 "" "$root/ling" train tiny.yaml train.output_dir=whole $slow
+	[ "$(grep -c valid_loss whole/metrics.jsonl)" = 2 ] || problem "validations: $(cat whole/metrics.jsonl)"
+	rm -rf halted
+	stopped_in_validation 4
+	has first.txt "stopped after step 4 of 6 and saved; the same command continues"
+	# stopped again before it is made up for, then in the last one
+	"$root/ling" train tiny.yaml train.output_dir=halted $slow >first.txt 2>first-err.txt &
+	local pid=$!
+	for ((i = 0; i < 100; i++)); do grep -q "validating step 4" first.txt && break; sleep 0.05; done
+	kill -TERM $pid
+	wait $pid || problem "$(cat first-err.txt)"
+	has first.txt "stopped before the validation of step 4 was complete; the same command continues"
+	stopped_in_validation 6
+	has first.txt "validating step 4, where the run was stopped"
+	has first.txt "stopped after step 6 of 6 and saved; the same command continues"
+	# shellcheck disable=SC2086 # words are meant to split
+	expect 0 "" "$root/ling" train tiny.yaml train.output_dir=halted $slow
+	has out.txt "nothing is left to do: 6 of 6 steps are done"
+	cmp -s <(steady whole/metrics.jsonl) <(steady halted/metrics.jsonl) || problem "other metrics: $(cat halted/metrics.jsonl)"
+	cmp -s whole/step-0000006/model.safetensors halted/step-0000006/model.safetensors || problem "other weights"
+	cmp -s whole/step-0000006/optimizer.safetensors halted/step-0000006/optimizer.safetensors || problem "other moments"
+	! compgen -G 'halted/metrics.jsonl?*' >/dev/null || problem "left $(ls halted)"
+	expect 0 "" "$root/ling" train tiny.yaml train.output_dir=halted $slow
+	! grep -q validating out.txt || problem "validated again: $(cat out.txt)"
+}
+
 # The first signal waits for the end of the step, which takes minutes here; a second one does not.
 test_second_signal() {
 	local signal pid start status
-	for signal in TERM INT; do
+	for signal in TERM INT HUP USR1; do
 		rm -rf long
 		# Background jobs of a script ignore SIGINT; the program must not inherit that.
 		perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' \
@@ -50,8 +97,10 @@ test_second_signal() {
 		kill -0 $pid 2>/dev/null || problem "the first SIG$signal ended the program: $(cat out.txt err.txt)"
 		start=$SECONDS
 		kill -$signal $pid
+		(sleep 10; kill -9 $pid) >/dev/null 2>&1 & # not for minutes
 		wait $pid 2>/dev/null
 		status=$?
+		kill $! 2>/dev/null
 		[ $status = $((128 + $(kill -l $signal))) ] || problem "a second SIG$signal: exit status $status"
 		[ $((SECONDS - start)) -le 3 ] || problem "a second SIG$signal: $((SECONDS - start)) seconds"
 		[ "$(lines long/metrics.jsonl)" = 0 ] || problem "the step was over before"
@@ -87,5 +136,5 @@ test_max_windows() {
 	[ "$(sort -u losses.txt | wc -l)" = 3 ] || problem "losses of 1, 3, 12 and 13 of 12 windows: $(cat losses.txt)"
 }
 
-check exclusive second_signal same_command max_windows
+check exclusive second_signal stopped_validation same_command max_windows
 finish

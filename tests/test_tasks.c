@@ -20,6 +20,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <zlib.h>
+#include <zstd.h>
 
 #include "test.h"
 
@@ -149,6 +151,19 @@ static void test_nulls(void **state)
 	assert_int_equal(tasks.task[0].samples.sample[0].prompt.size, 0);
 	assert_int_equal(tasks.task[0].samples.skipped, 0);
 	tasks_free(&tasks);
+	/* an answer cannot be empty, one of a list neither; by default nothing may be null */
+	static const struct { const char *task, *line; } bad[] = {
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": null}\n"},
+		{MATCH ", on_null: empty}", "{\"q\": \"x\", \"a\": [\"1\", null]}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", \"4\"], \"a\": null}\n"},
+		{CHOICE ", on_null: empty}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+		{MATCH "}", "{\"q\": null, \"a\": \"1\"}\n"}, {CHOICE "}", "{\"q\": \"x\", \"o\": [\"3\", null], \"a\": 0}\n"},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		assert_int_equal(load(&tasks, bad[i].task, bad[i].line), -1);
+		expect_error(i == 3 ? "d.jsonl:1: option 2 is empty" : "d.jsonl:1: the field `|` is null; expected a string");
+		tasks_free(&tasks);
+	}
 	/* in an option: an item of the list, a template of one, the list itself */
 	static const char options[] = "{\"o\": [\"x\", null], \"y\": 1, \"a\": 0}\n{\"o\": null, \"y\": 1, \"a\": 0}\n"
 			"{\"o\": [\"x\", \"y\"], \"y\": null, \"a\": 1}\n{\"o\": [\"x\", \"y\"], \"y\": 1, \"a\": 1}\n";
@@ -190,6 +205,54 @@ static void test_values(void **state)
 		}
 		tasks_free(&tasks);
 	}
+}
+
+/* The same samples from files that gzip or zstd has packed, under any name; damage and foreign formats have names. */
+static void test_packed_data(void **state)
+{
+	(void)state;
+	static const char lines[] = "\xef\xbb\xbf{\"q\": 1, \"a\": 2, \"p\": NaN}\n"
+			"{\"q\": 3, \"a\": 4, \"p\": \"\\udc00\"}\n",
+			array[] = "[{\"q\": 1, \"a\": 2, \"p\": 1e400},\n{\"q\": 3, \"a\": 4}]",
+			object[] = "{\"f\": [{\"q\": 1, \"a\": 2}, {\"q\": 3, \"a\": 4}]}";
+	static const struct { const char *name, *keys, *data; } cases[] = {
+		{"d.jsonl", "", lines}, {"d.json", "", array}, {"d", "", lines}, {"d.jsonl", ", field: f", object},
+		{"d.json", ", field: f", object},
+	};
+	static const char *const endings[] = {"", ".gz", ".zst", ".ZSTD"};
+	struct tasks tasks;
+	char yaml[PATH_LEN], data[PATH_LEN];
+	uint8_t packed[1024];
+	for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+		for (int k = 0; k < 4; k++) {
+			const size_t n = strlen(cases[i].data);
+			snprintf(data, sizeof data, "%s", at("%s%s", cases[i].name, endings[k]));
+			snprintf(yaml, sizeof yaml, "- {name: m, type: exact_match, data: %s%s, prompt: \"{q}\", answer: a%s}",
+					cases[i].name, endings[k], cases[i].keys);
+			if (k == 1) {
+				gzFile f = gzopen(data, "wb");
+				assert_true(f && gzwrite(f, cases[i].data, n) == (int)n && gzclose(f) == Z_OK);
+			} else
+				put_file(data, k ? (void *)packed : (void *)cases[i].data,
+						k ? ZSTD_compress(packed, sizeof packed, cases[i].data, n, 3) : n);
+			assert_done(tasks_load(&tasks, put_string(at("t.yaml"), yaml)));
+			assert_int_equal(tasks.task[0].samples.count, 2);
+			assert_text(tasks.task[0].samples.sample[0].prompt, "1");
+			assert_text(tasks.task[0].samples.sample[1].prompt, "3");
+			tasks_free(&tasks);
+		}
+	gzFile f = gzopen(at("whole.gz"), "wb");
+	assert_true(f && gzwrite(f, lines, sizeof lines - 1) > 0 && gzclose(f) == Z_OK);
+	size_t n;
+	uint8_t *whole = get_file(at("whole.gz"), &n);
+	put_file(at("d.jsonl"), whole, n - 9);
+	free(whole);
+	assert_int_equal(tasks_load(&tasks, put_string(at("t.yaml"), MATCH "}")), -1);
+	expect_error("d.jsonl: ends in the middle of what is packed|; task m names it");
+	tasks_free(&tasks);
+	assert_int_equal(load(&tasks, MATCH "}", "PAR1 and so on"), -1);
+	expect_error("d.jsonl: is a Parquet file");
+	tasks_free(&tasks);
 }
 
 static void test_bad_files(void **state)
@@ -250,6 +313,8 @@ static void test_bad_files(void **state)
 			{"d.jsonl:1", "A to B"}},
 		{CHOICE ", answer_form: text}", "{\"q\": \"\", \"o\": [\"x\", \"y\"], \"a\": \"z\"}",
 			{"d.jsonl:1", "\"z\"", "text of one of the 2"}},
+		{MATCH "}", "{\"q\": NaN, \"a\": 1}", {"d.jsonl:1", "`q` is NaN"}},
+		{MATCH "}", "{\"q\": 1, \"a\": \"\\ud800\"}", {"d.jsonl:1", "half of a surrogate pair"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": []}", {"d.jsonl:1", "empty list"}},
 		{MATCH "}", "{\"q\": \"\", \"a\": [\"x\", null]}", {"d.jsonl:1", "null"}},
 		{MATCH ", extract_answer: \"#(.)\"}", "{\"q\": \"\", \"a\": \"x\"}", {"d.jsonl:1", "extract_answer"}},
@@ -880,6 +945,22 @@ static void test_examples(void **state)
 	assert_memory_equal(w.texts.data, "b2|a", 4);
 	task_work_free(&w);
 	tasks_free(&tasks);
+	/* in chat form the tags are a part of it, where they are special tokens too */
+	static const char in_chat[] = "<role>SYSTEM</role>T<role>HUMAN</role>b<role>ASSISTANT</role>2"
+			"<role>HUMAN</role>a<role>ASSISTANT</role>";
+	struct tokenizer *with_tags = tokenizer_open("tests/fixtures/tokenizer");
+	assert_true(with_tags && tokenizer_id(with_tags, "<role>") >= 0);
+	const struct tokenizer *const both[] = {byte_tokenizer(), with_tags};
+	load_ok(&tasks, MATCH ", chat: true, max_tokens: 1, examples: {count: 1, choose: first, text: \"T\"}, limit: 1}",
+			lines);
+	for (int i = 0; i < 2; i++) {
+		assert_done(task_encode(&w, &tasks.task[0], both[i], 300));
+		assert_int_equal(w.contexts[0].text_size, strlen(in_chat));
+		assert_memory_equal(w.texts.data + w.contexts[0].text, in_chat, strlen(in_chat));
+		task_work_free(&w);
+	}
+	tokenizer_close(with_tags);
+	tasks_free(&tasks);
 	load_ok(&tasks, MATCH ", examples: {count: 4}, max_tokens: 1}", lines);
 	assert_int_equal(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW), -1);
 	assert_non_null(strstr(error_text, "d.jsonl:1"));
@@ -1057,7 +1138,8 @@ int main(void)
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_templates), cmocka_unit_test(test_answers), cmocka_unit_test(test_labels),
-		cmocka_unit_test(test_nulls), cmocka_unit_test(test_values), cmocka_unit_test(test_bad_files),
+		cmocka_unit_test(test_nulls), cmocka_unit_test(test_values), cmocka_unit_test(test_packed_data),
+		cmocka_unit_test(test_bad_files),
 		cmocka_unit_test(test_paths),
 		cmocka_unit_test(test_replies), cmocka_unit_test(test_questions),
 		cmocka_unit_test(test_acc_norm), cmocka_unit_test(test_merges),

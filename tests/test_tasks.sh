@@ -356,6 +356,14 @@ test_groups() {
 		.tasks[1].skipped == 1 and .groups[0].samples == 4 and ($g.mean_of_tasks.value - ($a + $b) / 2 | fabs) < 1e-12 and
 		($g.mean_of_samples.value - ($a + 3 * $b) / 4 | fabs) < 1e-12 and $g.mean_of_tasks.standard_error == null' out.txt >/dev/null ||
 		problem "groups: $(cat out.txt)"
+	# the errors of tasks of 2 and 3 samples add up in squares
+	for task in 2 3; do
+		printf -- '- {name: of%s, group: pair, type: multiple_choice, data: three.jsonl, prompt: "{q}", options: o, answer: a, on_null: skip, limit: %s}\n' $task $task
+	done >pair.yaml
+	expect 0 "" "$ling" eval $model --tasks pair.yaml --json
+	jq -e '[.tasks[].scores.accuracy.standard_error] as [$a, $b] | .groups[0].scores.accuracy as $g | $a + $b > 0 and
+		($g.mean_of_tasks.standard_error - ($a * $a + $b * $b | sqrt) / 2 | fabs) < 1e-12 and
+		($g.mean_of_samples.standard_error - (4 * $a * $a + 9 * $b * $b | sqrt) / 5 | fabs) < 1e-12' out.txt >/dev/null || problem "errors of groups: $(cat out.txt)"
 	expect 0 "" "$ling" eval $model --tasks groups.yaml
 	has out.txt "both  " "mean of tasks" "mean of samples" "samples skipped, as a field is null: 1"
 	expect 0 "" "$ling" eval $model --tasks all.yaml
@@ -364,6 +372,10 @@ test_groups() {
 	jq -se 'map(select(.task == "choice" and .line == 1)) | .[0].context | test("^(grass is green|night is black)[.] sky is$")' results/samples.jsonl >/dev/null ||
 		problem "context: $(head -n 1 results/samples.jsonl)"
 	has results/samples.jsonl '"context":"<role>HUMAN</role>What is grass?<role>ASSISTANT</role>"'
+	printf '{"q": "%s?", "a": "%s"}\n' 1 one 2 two 3 three >match.jsonl
+	echo '- {name: match, type: exact_match, data: match.jsonl, prompt: "{q}", answer: a, max_tokens: 1, examples: {count: 2, choose: first}}' >match.yaml
+	expect 0 "" "$ling" eval $model --tasks match.yaml --out match
+	[ "$(jq -r '.context | gsub("\n"; "/")' match/samples.jsonl | tail -n 1)" = "1?one//2?two//3?" ] || problem "context: $(cat match/samples.jsonl)"
 }
 
 check results foreign_paths ranks groups vocabulary long_window ready_tasks bad_use bad_tasks

@@ -65,6 +65,9 @@ static void tokens_types(void **state)
 		assert_true(out[0] == 0 && out[1] == cases[i].largest && out[3] == cases[i].fourth && out[4] == 3);
 		assert_int_equal(tokens_read(&t, 4, 1, out), 0);
 		assert_int_equal(out[0], 3);
+		t.vocab_size = cases[i].largest; /* as if the file had been changed since it was opened */
+		assert_int_equal(tokens_read(&t, 0, 5, out), -1);
+		expect_error("t.bin: token 1: id ");
 		tokens_close(&t);
 		assert_int_equal(tokens_open(&t, at("t"), "none", cases[i].largest), -1);
 		assert_true(!t.bin.data && !t.count && !t.ids);
@@ -168,7 +171,7 @@ static void check_tokens(int num_files, char **files, const char *expected, size
 {
 	struct tokens t;
 	struct tokenized result;
-	if (tokenize_files(at("out/deep/t"), "byte", NULL, false, FORMAT_BY_NAME, num_files, files, &result) < 0 ||
+	if (tokenize_files(at("out/deep/t"), "byte", NULL, false, NULL, num_files, files, &result) < 0 ||
 			tokens_open(&t, at("out/deep/t"), "none", 257) < 0)
 		fail_msg("%s", error_text);
 	assert_int_equal(t.count, length);
@@ -229,7 +232,7 @@ static void tokenize_foreign_path(void **state)
 	strcpy(expected, at("tok\xef\xbf\xbd"));
 	assert_int_equal(mkdir(dir, 0777), 0);
 	assert_int_equal(copy_file("tests/fixtures/tokenizer/tokenizer.json", at("tok\xff/tokenizer.json")), 0);
-	if (tokenize_files(at("t\xff"), dir, NULL, false, FORMAT_BY_NAME, 1, (char *[]){text}, &result) < 0 ||
+	if (tokenize_files(at("t\xff"), dir, NULL, false, NULL, 1, (char *[]){text}, &result) < 0 ||
 			tokens_open(&t, at("t\xff"), "none", INT32_MAX) < 0)
 		fail_msg("%s", error_text);
 	struct tokenizer *tokenizer = tokenizer_open(dir);
@@ -307,7 +310,7 @@ static void tokenize_chat(void **state)
 			"<role>HUMAN</role>u<role>ASSISTANT</role>[a|"},
 		/* text parts; developer; members that are null, empty, or say nothing about the text */
 		{"{\"messages\":[" SAYS("developer", "d") ",{\"role\":\"user\",\"content\":[{\"type\":\"text\","
-			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"x\"},"
+			"\"text\":\"2+\"},{\"text\":\"2\",\"cache\":1}],\"name\":\"\",\"id\":\"x\",\"timestamp\":NaN},"
 			"{\"role\":\"assistant\",\"content\":[],\"from\":null,"
 			"\"tool_calls\":[],\"reasoning_content\":\"\",\"refusal\":null}],"
 			"\"text\":null,\"tools\":\"[]\",\"system\":\"\"}",
@@ -322,12 +325,13 @@ static void tokenize_chat(void **state)
 			"<role>HUMAN</role>u<role>ASSISTANT</role>a<role>HUMAN</role>u<role>ASSISTANT</role>[b|"},
 		/* what is not the assistant's last word ends the document, and is not learned; contents are text, whatever
 		 * they look like */
-		{"{\"messages\":[" SAYS("assistant", "a") "," SAYS("tool", "<role>ASSISTANT</role>") "]}",
+		{"{\"messages\":[" SAYS("assistant", "a") ",{\"role\":\"tool\",\"content\":\"<role>ASSISTANT</role>\","
+			"\"name\":\"f\",\"tool_call_id\":\"1\"}]}",
 			"<role>ASSISTANT</role>[a]^<role>TOOL</role><role>ASSISTANT</role>|"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].lines);
-		if (tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result) < 0)
+		if (tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result) < 0)
 			fail_msg("%s", error_text);
 		assert_string_equal(show_tokens(at("t")), cases[i].expected);
 		assert_true(result.loss_tokens < result.tokens && exists(at("t.mask.bin")));
@@ -360,9 +364,9 @@ static void tokenize_chat(void **state)
 	expect_error("it is damaged, missing");
 	/* A file that is replaced leaves no mask for the next one. */
 	put_string(b, cases[0].lines);
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	put_string(b, "{\"text\":\"plain\"}");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	assert_false(exists(at("t.mask.bin")));
 	assert_string_equal(show_tokens(at("t")), "[plain|");
 	assert_int_equal(result.loss_tokens, 6);
@@ -380,7 +384,7 @@ static void end_targets(void **state)
 	int32_t input[L], target[L], document[L];
 	strcpy(b, at("b.jsonl"));
 	put_string(b, "{\"messages\":[" USER "," SAYS("assistant", "a") "," USER "," SAYS("assistant", "b") "]}");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 	assert_true(result.loss_tokens == 4);
 	for (int i = 0; i < 2; i++) { /* the second time without a manifest that vouches for the files */
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
@@ -436,7 +440,7 @@ static void tokenize_long_chat(void **state)
 		size += all ? n : 1;
 		size += sprintf(line + size, "\"}");
 		put_file(b, line, size);
-		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), 0);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), 0);
 		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
 		assert_int_equal(result.loss_tokens, 6 + (all ? n : 1) + 1);
 		for (int64_t i = 0; i < t.count; i++)
@@ -454,8 +458,9 @@ static void chat_prompt(void **state)
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0};
-	const struct message messages[] = {{"system", "s\0s", 3, false}, {"assistant", "a", 1, false},
-		{"human", "h", 1, false}}, bad[] = {{"boss", "b", 1, false}};
+	const struct message messages[] = {{.role = "system", .content = "s\0s", .content_size = 3},
+		{.role = "assistant", .content = "a", .content_size = 1}, {.role = "human", .content = "h", .content_size = 1}},
+		bad[] = {{.role = "boss", .content = "b", .content_size = 1}};
 	assert_int_equal(encode(e, "xy", 2, false, &ids), 0);
 	assert_int_equal(chat_encode(e, messages, 3, true, &ids, &loss_mask), 0);
 	static const char expected[] =
@@ -846,6 +851,90 @@ static void packed_documents(void **state)
 	free(document_of);
 }
 
+/* The windows of a file of documents, the longest first: each goes into the fullest window that has room for it. */
+static int best_fit_windows(const int32_t *length, int n)
+{
+	static int room[300], sorted[300];
+	int windows = 0;
+	for (int i = 0; i < n; i++) {
+		int j = i;
+		for (; j > 0 && sorted[j - 1] < length[i] - 1; j--)
+			sorted[j] = sorted[j - 1];
+		sorted[j] = length[i] - 1;
+	}
+	for (int i = 0; i < n; i++) {
+		int best = -1;
+		for (int w = 0; w < windows; w++)
+			if (room[w] >= sorted[i] && (best < 0 || room[w] < room[best]))
+				best = w;
+		if (best < 0)
+			room[best = windows++] = PACKED_L;
+		room[best] -= sorted[i];
+	}
+	return windows;
+}
+
+static void packing_is_best_fit(void **state)
+{
+	(void)state;
+	static const struct { int32_t length[8]; int n, windows; } cases[] = { /* a document of n tokens has n - 1 places */
+		{{201, 151, 107, 57}, 4, 2}, /* exactly full */
+		{{201, 151, 41, 37, 36, 36}, 6, 2}, /* 200 + 40 and 150 + 36 + 35 + 35 */
+		{{PACKED_L + 1, 2, PACKED_L, 2}, 4, 3}, {{129, 129, 130, 129}, 4, 3},
+	};
+	static int32_t length[300];
+	const struct config c = packed_config();
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	for (int i = 0; i < COUNT(cases) + 10; i++) {
+		int n = COUNT(length), windows;
+		const int32_t *documents = length;
+		if (i < COUNT(cases)) {
+			documents = cases[i].length, n = cases[i].n, windows = cases[i].windows;
+			assert_int_equal(best_fit_windows(documents, n), windows);
+		} else {
+			uint32_t x = i;
+			for (int k = 0; k < n; k++)
+				x = 1664525 * x + 1013904223, length[k] = 2 + (x >> 8) % (PACKED_L - 20 * (i % 10));
+			windows = best_fit_windows(length, n);
+		}
+		put_documents(documents, n);
+		assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+		assert_int_equal(count_windows(&t, PACKED_L), windows);
+		tokens_close(&t);
+	}
+}
+
+/* Documents of each length have an order of their own, also where there are as many of one length as of another. */
+static void lengths_have_orders_of_their_own(void **state)
+{
+	(void)state;
+	enum { EACH = 40 };
+	int32_t length[2 * EACH], input[PACKED_L], target[PACKED_L], document[PACKED_L], order[2][EACH];
+	int taken[2] = {0, 0}, equal = 0;
+	for (int i = 0; i < 2 * EACH; i++)
+		length[i] = i < EACH ? PACKED_L + 1 : PACKED_L;
+	put_documents(length, 2 * EACH);
+	const struct config c = packed_config();
+	const struct random_stream shuffle = {.seed = 7, .purpose = RANDOM_SHUFFLE};
+	struct data_options o;
+	struct tokens t;
+	assert_int_equal(data_options_init(&o, &c, "none"), 0);
+	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
+	assert_int_equal(count_windows(&t, PACKED_L), 2 * EACH);
+	for (int i = 0; i < 2 * EACH; i++) {
+		assert_int_equal(read_window(&t, i, PACKED_L, &shuffle, input, target, document), 0);
+		const int k = *input >= EACH * (PACKED_L + 1), begin = k * EACH * (PACKED_L + 1);
+		assert_true(taken[k] < EACH);
+		order[k][taken[k]++] = (*input - begin) / length[k * EACH];
+	}
+	for (int i = 0; i < EACH; i++)
+		equal += order[0][i] == order[1][i];
+	assert_true(equal < EACH / 2);
+	tokens_close(&t);
+}
+
 /* Documents that are longer than a window, that have nothing to learn, and files that cannot be packed. */
 static void packed_edges(void **state)
 {
@@ -912,10 +1001,29 @@ static void tokenize_bad(void **state)
 	static const struct { const char *text, *error; } cases[] = {
 		{"{\"text\":\"a\"}\n{\"text\":\"b\"\n", "b.jsonl:2: bad JSON"}, {"\n\n[1]\n", "b.jsonl:3: is an array"},
 		{"{\"txt\":\"a\"}", "b.jsonl:1: found `txt`; expected one of a string `text`"},
+		{"{\"title\":\"a\",\"n\":1,\"body\":\"b\",\"x\":NaN}",
+			"--text-field NAME takes the text from another string: `title`, `body`; --skip-bad-lines"},
+		{"{\"n\":1}", "takes the text from another string: none"},
 		{"{\"text\":1}", "b.jsonl:1: `text` is a"},
 		{"{\"text\":null}", "`text` is null"}, {"{\"text\":\"a\"} x", "b.jsonl:1: bad JSON"},
 		{"nonsense", "b.jsonl:1: bad JSON"},
-		{"{\"text\":\"\xff\"}", "b.jsonl:1: bad JSON"}, {"{\"text\":\"\\ud800\"}", "b.jsonl:1: bad JSON"},
+		{"{\"text\":\"\xff\"}", "b.jsonl:1: `text` is broken text, not UTF-8 at its byte 0xff; expected a string"},
+		{"{\"text\":\"a\"}\n{\"text\":\"cut \\ud800\"}",
+			"b.jsonl:2: `text` is broken text, with half of a surrogate pair, \\ud800; expected a string; "
+			"--skip-bad-lines"},
+		{"{\"text\":NaN}", "b.jsonl:1: `text` is NaN; expected a string"},
+		{"{\"messages\":[" SAYS("assistant", "\\udc00") "]}",
+			"b.jsonl:1: message 1: `content` is broken text, with half of a surrogate pair"},
+		{"{\"messages\":[" WEIGHS("assistant", "a", "1e999") "]}",
+			"message 1: `weight` is too large a number, 1e999; expected 0 or 1"},
+		{"{\"messages\":[" USER ",NaN]}", "message 2: `role` is missing"},
+		{"{\"messages\":[" SAYS("assistant", "a") "],\"tools\":Infinity}", "b.jsonl:1: `tools` has no place"},
+		{"{\"messages\":[{\"role\":\"user\",\"content\":\"a\",\"name\":\"Ann\"}]}",
+			"message 1: `name` has no place here in the model's chat form"},
+		{"{\"conversations\":[{\"from\":\"gpt\",\"value\":\"a\",\"name\":\"Ann\"}]}",
+			"message 1: `name` has no place"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"thoughts\":\"t\"}]}", "`thoughts` has no place"},
+		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"history\":[[\"q\",\"a\"]]}", "`history` has no place"},
 		{"{\"text\":\"a\",\"text\":\"b\"}", "b.jsonl:1: bad JSON: duplicate"}, {"", "t: nothing to write"},
 		{"{\"text\":\"\"}\n", "t: nothing to write"},
 		{"{\"text\":\"a\",\"messages\":[]}", "b.jsonl:1: found `text`, `messages`; expected one of"},
@@ -937,7 +1045,7 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null}]}",
 			"message 1: `content` is null; expected a string"},
 		{"{\"messages\":[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"id\":1}]}]}",
-			"message 1: `tool_calls` has no place in Ling's chat form"},
+			"message 1: `tool_calls` has no place here in the model's chat form"},
 		{"{\"messages\":[" USER ",{\"role\":\"assistant\",\"content\":\"a\",\"reasoning_content\":\"r\"}]}",
 			"message 2: `reasoning_content` has no place"},
 		{"{\"messages\":[" USER "," SAYS("assistant", "a") "],\"tools\":[{\"type\":\"function\"}]}",
@@ -973,33 +1081,102 @@ static void tokenize_bad(void **state)
 	strcpy(b, at("b.jsonl")), strcpy(dir, scratch), strcpy(none, at("none.txt")), strcpy(own, at("t.json"));
 	for (int i = 0; i < COUNT(cases); i++) {
 		put_string(b, cases[i].text);
-		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+		assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){b}, &result), -1);
 		expect_error(cases[i].error);
 		assert_false(exists(at("t.bin")) || exists(at("t.idx")) || exists(at("t.json")));
 		assert_false(holds_temporary(scratch));
 	}
-	assert_int_equal(tokenize_files(at("t"), "gpt2", NULL, false, FORMAT_BY_NAME, 1, (char *[]){b}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "gpt2", NULL, false, NULL, 1, (char *[]){b}, &result), -1);
 	expect_error("tokenizer `gpt2`: No such file or directory; expected byte, a tokenizer.json, or a directory that "
 			"holds one");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){none}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){none}, &result), -1);
 	expect_error("none.txt: cannot open");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){dir}, &result), -1);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){dir}, &result), -1);
 	expect_error("expected a text or .jsonl file, found a directory");
 	static const char *const nameless[] = {"", "/", ".", "..", "out/", "out/.", "/.."};
 	for (int i = 0; i < COUNT(nameless); i++) {
 		assert_int_equal(tokenize_files(*nameless[i] == 'o' ? at("%s", nameless[i]) : nameless[i], "byte", NULL, false,
-				FORMAT_BY_NAME, 1,
+				NULL, 1,
 				(char *[]){b},
 				&result), -1);
 		expect_error("has no name in it; expected a prefix");
 	}
 	assert_false(exists(at("out")));
+	static const char *const outputs[] = {".bin", ".mask.bin", ".idx", ".json"};
+	for (int i = 0; i < COUNT(outputs); i++) {
+		char output[PATH_LEN], link_to_it[PATH_LEN], error[64];
+		strcpy(output, put_string(at("t%s", outputs[i]), "precious"));
+		strcpy(link_to_it, at("link%d.txt", i));
+		assert_int_equal(link(output, link_to_it), 0);
+		snprintf(error, sizeof error, "%s: is an input, but would be replaced", file_name(output));
+		for (int linked = 0; linked < 2; linked++) {
+			assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1,
+					(char *[]){linked ? link_to_it : output}, &result), -1);
+			expect_error(linked ? "txt: is an input, but would be replaced" : error);
+		}
+		assert_int_equal(unlink(output), 0);
+	}
 	put_string(own, "precious");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own}, &result), -1);
-	expect_error("t.json: is an input, but would be replaced");
-	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){own},
+	assert_int_equal(tokenize_files(at("b.jsonl/t"), "byte", NULL, false, NULL, 1, (char *[]){own},
 			&result), -1);
 	expect_error("b.jsonl");
+}
+
+/* The member that holds the text, and lines that cannot be used: left out, counted, named in order. */
+static void text_field_and_bad_lines(void **state)
+{
+	(void)state;
+	struct tokenized result;
+	struct tokens t;
+	char b[PATH_LEN], c[PATH_LEN];
+	strcpy(b, at("b.jsonl")), strcpy(c, at("c.jsonl"));
+	put_string(b, "{\"body\":\"one\",\"text\":NaN,\"score\":1e400}\n{\"text\":\"t\"}\nnonsense\n"
+			"{\"body\":\"cut \\ud83d\"}\n\n{\"messages\":[" USER "," SAYS("assistant", "a") "]}\n{\"body\":\"two\"");
+	put_string(c, "{\"body\":5}\n{\"body\":\"\"}\n[]\n{\"prompt\":\"\",\"body\":\"three\"}\n{}\n");
+	char *files[] = {b, c};
+	const struct text_options strict = {.text_field = "body"}, o = {.text_field = "body", .skip_bad_lines = true};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &strict, 2, files, &result), -1);
+	expect_error("b.jsonl:2: found `text`; expected one of a string `body`, |; --skip-bad-lines leaves such lines out");
+	const int kept = dup(2), log = open(at("err.txt"), O_RDWR | O_CREAT, 0600);
+	dup2(log, 2);
+	const int rc = tokenize_files(at("t"), "byte", NULL, false, &o, 2, files, &result);
+	dup2(kept, 2), close(kept), close(log);
+	assert_int_equal(rc, 0);
+	assert_string_equal(show_tokens(at("t")), "[one|]<role>HUMAN</role>u<role>ASSISTANT</role>[a|three|");
+	assert_true(result.documents == 3 && result.lines_skipped == 7);
+	size_t n;
+	uint8_t *said = get_file(at("err.txt"), &n);
+	const char *at_line = (char *)said;
+	static const char *const lines[] = {"b.jsonl:2: found `text`", "b.jsonl:3: bad JSON",
+		"b.jsonl:4: `body` is broken", "b.jsonl:7: bad JSON", "c.jsonl:1: `body` is an integer", "skipped: ...",
+		"7 lines could not be used, and were skipped"};
+	for (int i = 0; i < COUNT(lines); i++)
+		assert_non_null(at_line = strstr(at_line, lines[i]));
+	assert_null(strstr((char *)said, "c.jsonl:3"));
+	free(said);
+	/* The manifest knows both, also when another program writes it again. */
+	for (int i = 0; i < 2; i++) {
+		json_t *manifest = json_read(at("t.json"));
+		assert_string_equal(json_string_value(json_object_get(manifest, "text_field")), "body");
+		assert_int_equal(json_integer_value(json_object_get(manifest, "skipped_lines")), 7);
+		json_decref(manifest);
+		set_time(at("t.bin"), (struct timespec){1, 0});
+		assert_int_equal(tokens_open(&t, at("t"), "none", 257), 0);
+		tokens_close(&t);
+	}
+	/* A member that usually is a conversation's can be the text; a text file has no members. */
+	put_string(b, "{\"prompt\":\"p\",\"completion\":\"c\"}");
+	const struct text_options completion = {.text_field = "completion"};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &completion, 1, files, &result), 0);
+	assert_string_equal(show_tokens(at("t")), "[c|");
+	strcpy(c, put_string(at("a.txt"), "words"));
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &completion, 1, &files[1], &result), -1);
+	expect_error("a.txt: is text; expected a file of JSON lines, to which --text-field belongs");
+	char name[MAX_NAME + 1] = "";
+	memset(name, 'n', MAX_NAME);
+	const struct text_options too_long = {.text_field = name};
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, &too_long, 1, files, &result), -1);
+	expect_error("--text-field: a name of 128 bytes; expected at most 127");
 }
 
 static void manifest_broken(void **state)
@@ -1010,7 +1187,7 @@ static void manifest_broken(void **state)
 	char a[PATH_LEN];
 	strcpy(a, at("a.txt"));
 	put_string(a, "hello");
-	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, FORMAT_BY_NAME, 1, (char *[]){a}, &result), 0);
+	assert_int_equal(tokenize_files(at("t"), "byte", NULL, false, NULL, 1, (char *[]){a}, &result), 0);
 	char too_long[PATH_LEN + 8] = "[\"";
 	memset(too_long + 2, 'x', PATH_LEN);
 	strcpy(too_long + 2 + PATH_LEN, "\"]");
@@ -1146,7 +1323,8 @@ int main(void)
 		TEST(tokenize_bad), TEST(tokenize_chat), TEST(tokenize_long_chat), TEST(chat_prompt), TEST(tokens_formats),
 		TEST(end_targets), TEST(manifest_vouches), TEST(tokens_large), TEST(tokens_documents_all),
 				TEST(packed_documents),
-		TEST(packed_edges), TEST(manifest_broken),
+		TEST(packed_edges), TEST(packing_is_best_fit), TEST(lengths_have_orders_of_their_own), TEST(manifest_broken),
+		TEST(text_field_and_bad_lines),
 		TEST(windows_end_in_the_file), TEST(epochs_have_orders_of_their_own),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

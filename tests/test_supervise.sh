@@ -91,14 +91,14 @@ test_kills_of_three_ranks() {
 
 # The steps take no time to speak of, and a second is ten of them and more.
 test_stopped_in_a_step() {
-	supervise stopped --hang-least 1 --hang-unseen 30 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=stopped checkpoint.every=off
+	supervise stopped --hang-least 1 --hang-unseen 15 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=stopped checkpoint.every=off train.steps=200
 	wait_for_lines stopped/metrics.jsonl 5
 	kill -STOP "$(cat pid.1)"
 	ended 0
 	grep -qE 'hang: rank 1 on [^ ]+ has been in .*(step [0-9]+) for [1-9][0-9]* s( without a sign)?; rank(s 0, 2 wait| 0 waits) in [a-z ]+ \(number [0-9]+\)' err.txt ||
 		problem "$(grep supervise err.txt)"
 	[ "$(events stopped 'select(.kind == "hang") | .ranks | map(.rank) | tostring')" = '[1]' ] || problem "$(cat stopped/events.jsonl)"
-	metric step stopped/metrics.jsonl | cmp -s - <(seq 80) || problem "steps: $(metric step stopped/metrics.jsonl | tr '\n' ' ')"
+	metric step stopped/metrics.jsonl | cmp -s - <(seq 200) || problem "steps: $(metric step stopped/metrics.jsonl | tr '\n' ' ')"
 	has out.txt "1 hang" "hang at step"
 }
 

@@ -212,7 +212,8 @@ char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 	for (int i = 0; i < n; i++)
 		if (place[i] < 0 && named++ < MOST_NAMED) {
 			const struct heartbeat_rank *r = &w->now.rank[i];
-			append(&out, "%srank %d on %s has been in ", named > 1 ? "; " : "", i, *r->host ? r->host : "an unknown host");
+			append(&out, "%srank %d on %s has been in ", named > 1 ? "; " : "", i,
+					*r->host ? r->host : "an unknown host");
 			append_place(&out, r);
 			append(&out, " for %.0f s%s", time - w->rank[i].changed, r->waits ? " without a sign" : "");
 		}

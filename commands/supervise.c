@@ -510,8 +510,8 @@ static void print_summary(const json_t *r)
 {
 	size_t i;
 	json_t *incident;
-	printf("%lld restart%s: %lld crash%s, %lld hang%s, %lld time%s back; %lld steps lost. Goodput %.1f%%: %.0f s in steps "
-			"that the run kept, of %.0f s\n", (long long)report_integer(r, "restarts"),
+	printf("%lld restart%s: %lld crash%s, %lld hang%s, %lld time%s back; %lld steps lost. Goodput %.1f%%: %.0f s in "
+			"steps that the run kept, of %.0f s\n", (long long)report_integer(r, "restarts"),
 			report_integer(r, "restarts") == 1 ? "" : "s", (long long)report_integer(r, "crashes"),
 			report_integer(r, "crashes") == 1 ? "" : "es", (long long)report_integer(r, "hangs"),
 			report_integer(r, "hangs") == 1 ? "" : "s", (long long)report_integer(r, "went_back"),
@@ -610,8 +610,8 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(supervise_options, max_restarts, "max-restarts", "N", 0, 1000000,
 		"Give up when the run was started again so many times", .initial = "100"),
 	NUMBER_OPTION(supervise_options, hang_factor, "hang-factor", "F", 2, 1e6,
-		"A step hangs when it takes F times the median of the last ones; a start, first step, evaluation or save when it "
-		"takes F times the longest one seen", .initial = "10"),
+		"A step hangs when it takes F times the median of the last ones; a start, first step, evaluation or save when "
+		"it takes F times the longest one seen", .initial = "10"),
 	NUMBER_OPTION(supervise_options, hang_least, "hang-least", "SECONDS", 0, 1e9,
 		"But nothing hangs before so many seconds", .initial = "60"),
 	NUMBER_OPTION(supervise_options, hang_unseen, "hang-unseen", "SECONDS", 0, 1e9,
@@ -629,8 +629,8 @@ static const struct command_option options[] = {
 
 const struct command supervise_command = {
 	.name = "supervise", .usage = "-- COMMAND ...", .min_words = 1, .max_words = ANY_NUMBER,
-	.help = "Run a command such as `mpirun -n 4 ling train CONFIG`, and start it again, from the newest checkpoint, when "
-		"it crashes or hangs. Exit status 0, 2 and 3 of the command end it; after 4 it goes back to the checkpoint before. "
-		"SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the run save and stop, with exit status 3.",
+	.help = "Run a command such as `mpirun -n 4 ling train CONFIG`, and start it again, from the newest checkpoint, "
+		"when it crashes or hangs. Exit status 0, 2 and 3 of the command end it; after 4 it goes back to the checkpoint "
+		"before. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the run save and stop, with exit status 3.",
 	.run = run_supervise, COMMAND_OPTIONS(supervise_options, options), .prints_progress = true,
 };

@@ -100,8 +100,8 @@ static void test_slow_is_not_hung(void **state)
 	hang_watch_end(&watch);
 }
 
-/* Start, first step, evaluation and save have limits of their own, by the longest of each that was seen, also in a start
- * before this one. */
+/* Start, first step, evaluation and save have limits of their own, by the longest of each that was seen, also in a
+ * start before this one. */
 static void test_phases_have_their_own_limits(void **state)
 {
 	(void)state;
@@ -187,14 +187,14 @@ static void test_description(void **state)
 		run[0].waited++, run[2].waited++;
 		look(t);
 	}
-	expect_description(132, "rank 1 on box has been in the wait for agreement (number 71) of the save of step 52 for 30 s "
-			"without a sign; rank 0 waits in checkpoint (number 70); rank 2 waits in agreement (number 71)");
+	expect_description(132, "rank 1 on box has been in the wait for agreement (number 71) of the save of step 52 for "
+			"30 s without a sign; rank 0 waits in checkpoint (number 70); rank 2 waits in agreement (number 71)");
 	for (int t = 133; t <= 200; t++) {
 		run[0].waited++, run[1].waited++, run[2].waited++;
 		look(t);
 	}
-	expect_description(200, "all ranks wait, and none computes; rank 0 waits in checkpoint (number 70); ranks 1, 2 wait "
-			"in agreement (number 71)");
+	expect_description(200, "all ranks wait, and none computes; rank 0 waits in checkpoint (number 70); ranks 1, 2 "
+			"wait in agreement (number 71)");
 	hang_watch_end(&watch);
 	begin(1);
 	expect_description(12, "no rank has begun to train for 12 s");

@@ -1158,7 +1158,7 @@ static int read_packed_window(const struct tokens *t, int64_t i, int64_t L, cons
 		if (document)
 			document[j] = at;
 	}
-	return 0;
+	return (int)at;
 }
 
 int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
@@ -1228,7 +1228,8 @@ int read_window(const struct tokens *data, int64_t i, int64_t L, const struct ra
 	tokens_mask(data, i * L, L, target);
 	if (document && !data->document_mask)
 		memset(document, 0, L * sizeof *document);
-	return document && data->document_mask ? tokens_documents(data, i * L, L, document, target) : 0;
+	const int rc = document && data->document_mask ? tokens_documents(data, i * L, L, document, target) : 0;
+	return rc < 0 ? -1 : (int)L;
 }
 
 /* Fails when the loss counts for no target of the first `windows` windows. Reads no further than the first window that
@@ -1240,12 +1241,12 @@ static int check_targets(const struct tokens *data, int64_t windows, int64_t L)
 		return fail("out of memory for a window of %lld tokens", (long long)L);
 	int rc = 0;
 	bool counts = false;
-	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, NULL, input, target, document)) == 0;
+	for (int64_t i = 0; i < windows && !counts && (rc = read_window(data, i, L, NULL, input, target, document)) > 0;
 			i++)
 		for (int64_t t = 0; t < L; t++)
 			counts |= target[t] >= 0;
 	free(input);
-	return rc < 0 || counts ? rc : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; "
+	return rc < 0 ? -1 : counts ? 0 : fail("%s: the loss counts for none of the tokens in its %lld windows of %lld; "
 			"expected a mask%s that leaves some", data->path, (long long)windows, (long long)L,
 			data->document_mask ? " or documents of more than one token" : "");
 }

@@ -130,7 +130,8 @@ int64_t count_windows(const struct tokens *t, int64_t L);
 
 /* Copies window i: inputs [L]; targets [L], -1 where the loss does not count; and, unless document is NULL, where in
  * the window each input's document begins [L]: see tokens_documents, or all 0 where t->document_mask is not set. order:
- * the epoch's random numbers, which choose among pieces of the same length; NULL: the order of the file. */
+ * the epoch's random numbers, which choose among pieces of the same length; NULL: the order of the file. Returns how
+ * many of the inputs, from the first, are no padding, or -1. */
 int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
 		int32_t *target, int32_t *document);
 

@@ -1468,7 +1468,8 @@ void topk_backward(real *ds, const real *dweight, const int32_t *index, const re
 }
 
 void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
-		const real *lse, const int32_t *index, int64_t first, int64_t T, int64_t B, int64_t L, int64_t E, int k)
+		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
+		int64_t E, int k)
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
@@ -1476,7 +1477,8 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
 		memset(ps, 0, E * sizeof *ps);
-		for (int64_t t = max64(b * L - first, 0); t < min64((b + 1) * L - first, T); t++) {
+		const int64_t end = b * L + (length ? length[b] : L);
+		for (int64_t t = max64(b * L - first, 0); t < min64(end - first, T); t++) {
 			for (int j = 0; j < k; j++)
 				c[index[t * k + j]]++;
 			for (int64_t e = 0; e < E; e++) {
@@ -1491,14 +1493,17 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 	}
 }
 
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t first, int64_t T,
-		int64_t L, int64_t E, double balance_scale, double z_scale)
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
+		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale)
 {
 	/* Balance: dp_e = balance_scale factor_e, and the softmax gives ds_e = p_e (dp_e - sum_i p_i dp_i).
 	 * z: d(z_scale lse^2)/ds_e = 2 z_scale lse p_e. */
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
-		const real *f = factor + (first + t) / L * E, *row = p + t * E;
+		const int64_t b = (first + t) / L;
+		if (length && (first + t) % L >= length[b])
+			continue;
+		const real *f = factor + b * E, *row = p + t * E;
 		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t e = 0; e < E; e++)

@@ -183,15 +183,17 @@ void topk_backward(real *ds, const real *dweight, const int32_t *index, const re
 		int64_t E, int k, bool renormalise);
 
 /* For each of the B sequences of L tokens of a micro-batch, sums over its tokens among the T tokens from token `first`
- * of the micro-batch on. These T are the ones of s, p [T, E], lse [T] and index [T, k]. count [B, E]: assignments;
- * p_sum [B, E]: sums of p; sums [B]. */
+ * of the micro-batch on. These T are the ones of s, p [T, E], lse [T] and index [T, k]. Of each sequence the first
+ * length[b] tokens count, the rest is padding; length [B], NULL: all do. count [B, E]: assignments; p_sum [B, E]: sums
+ * of p; sums [B]. */
 struct router_sums { double s, s_squared, z; }; /* of the logits, of their squares, and of lse^2 */
 void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
-		const real *lse, const int32_t *index, int64_t first, int64_t T, int64_t B, int64_t L, int64_t E, int k);
+		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
+		int64_t E, int k);
 /* Adds to ds [T, E] the gradient of balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2 of each of these tokens,
- * b being its sequence; factor [B, E]. */
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, int64_t first, int64_t T,
-		int64_t L, int64_t E, double balance_scale, double z_scale);
+ * b being its sequence; factor [B, E]. Nothing for padding. */
+void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
+		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale);
 
 /* -- token dispatch: R = T k rows, sorted by expert -- */
 

@@ -192,7 +192,8 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 	const int64_t L = m->seq_len, B = T / L, E = c->num_experts, N = own_tokens(m, T, &first);
 	const int k = c->num_experts_per_tok;
 	double *count = a->sequence_count, *p_sum = a->sequence_p; /* [B, E] */
-	router_statistics(a->router_sums, count, p_sum, a->logits, x->p, x->router_lse, x->index, first, N, B, L, E, k);
+	router_statistics(a->router_sums, count, p_sum, a->logits, x->p, x->router_lse, x->index, m->length, first, N, B, L,
+			E, k);
 	struct layer_sums *sum = layer_sums(sums, l);
 	for (int b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
@@ -204,9 +205,10 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 	/* f_e needs the assignments of all tokens, whichever rank of the tensor group has them; of P_e each rank adds its
 	 * own tokens' share. */
 	all_reduce_sum(&m->layout.tensor, TRAFFIC_STATISTICS, count, B * E);
-	int64_t together = L; /* tokens that count together: those of each sequence, or of the whole micro-batch */
+	int64_t all = 0; /* tokens of the micro-batch without padding */
+	for (int b = 0; b < B; b++)
+		all += m->length ? m->length[b] : L;
 	if (c->router.balance_loss_scope == SCOPE_MICRO_BATCH) {
-		together = T;
 		for (int64_t e = 0; e < E; e++) {
 			for (int b = 1; b < B; b++) {
 				count[e] += count[b * E + e];
@@ -217,6 +219,9 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 		}
 	}
 	for (int64_t i = 0; i < B * E; i++) {
+		/* tokens that count together: those of the sequence, or of the whole micro-batch */
+		const int64_t together = c->router.balance_loss_scope == SCOPE_MICRO_BATCH ? all
+				: m->length ? m->length[i / E] : L;
 		double f = count[i] / ((double)k * together);
 		x->balance_factor[i] = (real)(E * f);
 		/* P_e is p_sum / together; weighted with the tokens' part of the step, together / num_tokens */
@@ -508,7 +513,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	}
 	/* ds += the gradient of  balance_loss_coef E sum_e f_e P_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
 	 * constants, P_e and the mean sums over the tokens divided by the step's tokens */
-	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, first, N, L, E,
+	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
 	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, N, H, E, true);
@@ -774,38 +779,43 @@ int64_t trainer_next_batch(struct trainer *t)
 	memcpy(t->next_sources, t->state.sources, sizeof t->next_sources);
 	for (int64_t i = 0; i < batch; i++) { /* every rank draws all samples, and reads its own */
 		const struct blend_sample sample = blend_next(&t->train, t->next_sources);
-		const int64_t at = micro_batch_place(&own, i) * L;
-		if (at >= 0 && blend_read(&t->train, &sample, t->input + at, t->target + at,
-				t->document ? t->document + at : NULL) < 0)
+		const int64_t place = micro_batch_place(&own, i), at = place * L;
+		if (place >= 0 && (t->length[place] = blend_read(&t->train, &sample, t->input + at, t->target + at,
+				t->document ? t->document + at : NULL)) < 0)
 			return -1;
 	}
 	return batch;
 }
 
-/* The targets of the global batch that count. Every rank of the data group has its sequences' number; a double holds
- * their sum exactly. */
-static int64_t count_targets(const struct trainer *t, const struct micro_batches *own)
+/* Counts the tokens of the global batch that are no padding, and the targets that count. Every rank of the data group
+ * has its sequences' numbers; a double holds their sums exactly. */
+static void count_tokens(const struct trainer *t, const struct micro_batches *own, struct step *step)
 {
 	const int64_t L = t->config.data.seq_len;
-	double count = 0;
+	double count[2] = {0};
 	for (int64_t i = 0; i < own->num; i++)
-		for (int64_t j = 0; j < micro_batch_sequences(own, i) * L; j++)
-			count += t->target[i * own->size * L + j] >= 0;
-	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, &count, 1);
-	return (int64_t)count;
+		for (int64_t b = 0; b < micro_batch_sequences(own, i); b++) {
+			const int64_t place = i * own->size + b;
+			count[0] += t->length[place];
+			for (int64_t j = 0; j < L; j++)
+				count[1] += t->target[place * L + j] >= 0;
+		}
+	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, count, 2);
+	step->num_tokens = (int64_t)count[0];
+	step->num_targets = (int64_t)count[1];
 }
 
 /* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks: the gradient of
  * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, and t->stop. Returns the
- * targets that count. */
-static int64_t compute_gradients(struct trainer *t, int64_t batch)
+ * counts of tokens and targets. */
+static struct step compute_gradients(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;
 	const int64_t L = t->config.data.seq_len;
 	const struct micro_batches own = own_micro_batches(t, batch);
-	struct step step = {.seed = t->config.train.seed, .index = t->state.step, .num_tokens = batch * L,
-			.num_targets = count_targets(t, &own), .router_mean = t->state.router_mean,
+	struct step step = {.seed = t->config.train.seed, .index = t->state.step, .router_mean = t->state.router_mean,
 			.router_std = t->state.router_std};
+	count_tokens(t, &own, &step);
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
 	for (int64_t i = 0; i < own.num; i++) {
 		const int B = (int)micro_batch_sequences(&own, i);
@@ -815,6 +825,7 @@ static int64_t compute_gradients(struct trainer *t, int64_t batch)
 		step.first_sequence = B ? own.first + i * own.step : 0;
 		step.accumulate = i > 0;
 		m->document = t->document ? t->document + at : NULL;
+		m->length = t->length + i * own.size;
 		model_forward(m, input, B, &step, &t->sums);
 		const double loss = model_loss(m, target, B, &step);
 		/* the ranks of a tensor group have the same tokens */
@@ -824,7 +835,8 @@ static int64_t compute_gradients(struct trainer *t, int64_t batch)
 	t->sums.values[1] = stop_requested;
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[1] > 0;
-	return step.num_targets;
+	m->length = NULL;
+	return step;
 }
 
 /* Fills in *m from the step's sums: balance loss and z-loss, as means over the layers that have experts, and the expert
@@ -912,14 +924,15 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 	model_update_head_scale(m);
 }
 
-/* Weights, moments, router statistics and the position in the data: all that an update changes. */
-static void update(struct trainer *t, const struct decision *d, const struct metrics *m)
+/* Weights, moments, router statistics and the position in the data: all that an update changes. num_tokens: those of
+ * the batch that are no padding. */
+static void update(struct trainer *t, const struct decision *d, const struct metrics *m, int64_t num_tokens)
 {
 	const struct config *c = &t->config;
 	update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
 			.eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay, .grad_scale = d->grad_scale,
 			.step = m->step});
-	update_router_statistics(t, m->tokens - t->state.tokens);
+	update_router_statistics(t, num_tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
 	t->state.tokens = m->tokens;
@@ -964,17 +977,18 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
 	const struct step_account account = open_account(&t->model);
 
-	const int64_t num_targets = compute_gradients(t, batch);
+	const struct step counts = compute_gradients(t, batch);
 	*m = (struct metrics){
 		.step = step, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = (int)batch,
-		.loss = num_targets ? t->sums.values[0] / num_targets : 0, .grad_norm = sqrt(gradient_square(&t->model)),
+		.loss = counts.num_targets ? t->sums.values[0] / counts.num_targets : 0,
+		.grad_norm = sqrt(gradient_square(&t->model)),
 		.lr = learning_rate(&t->config, step, t->steps, (double)t->state.tokens / t->tokens),
 	};
 	report_sums(t, m);
 
 	const struct decision decision = decide(t, m);
 	if (decision.update)
-		update(t, &decision, m);
+		update(t, &decision, m, counts.num_tokens);
 	end_phase(&t->model, PHASE_OPTIMIZER);
 
 	report_costs(&account, t, m);
@@ -1016,8 +1030,10 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 			all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
 		if (e->stopped)
 			break;
-		if (B && rc == 0 && (rc = read_window(data, i, L, NULL, input, target, document)) < 0)
+		if (B && rc == 0 && read_window(data, i, L, NULL, input, target, document) < 0) {
+			rc = -1;
 			memset(input, 0, 3 * L * sizeof *input); /* so that it can take part, without the bad ids, up to the end */
+		}
 		m->document = document;
 		model_forward(m, input, B, NULL, NULL);
 		const double loss = model_loss(m, target, B, NULL);
@@ -1804,12 +1820,13 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
+	t->length = calloc(sequences, sizeof(int32_t));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->input || !t->target ||
-			(documents && !t->document)))
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->length || !t->input ||
+			!t->target || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -1818,6 +1835,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	}
 	for (int l = 0; l < layers; l++)
 		t->state.router_std[l] = 1;
+	for (int64_t i = 0; i < sequences; i++)
+		t->length[i] = c->data.seq_len;
 	return 0;
 }
 
@@ -1836,6 +1855,7 @@ void trainer_free(struct trainer *t)
 	free(t->input);
 	free(t->target);
 	free(t->document);
+	free(t->length);
 	*t = (struct trainer){0};
 }
 

@@ -191,6 +191,9 @@ struct model {
 	int64_t num_positions;
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */
 	const int32_t *document;
+	/* [B] how many tokens of each window are no padding, which the router's losses and statistics leave out; set
+	 * before model_forward in training, kept until model_backward; NULL: all are */
+	const int32_t *length;
 	struct activations acts;
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
@@ -203,7 +206,7 @@ struct model {
 struct step {
 	uint64_t seed;
 	int64_t index;               /* updates done before this one */
-	int64_t num_tokens;          /* of the global batch */
+	int64_t num_tokens;          /* of the global batch, without padding */
 	int64_t num_targets;         /* of the global batch: targets that count */
 	int64_t first_sequence;      /* of this micro-batch, in the global batch */
 	bool accumulate;             /* add to the gradients: every micro-batch of a rank but its first */
@@ -318,6 +321,7 @@ struct trainer {
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
 	int32_t *input, *target;     /* [sequences, L] */
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */
+	int32_t *length;             /* [sequences] tokens of each that are no padding */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	/* of the last step */

@@ -141,7 +141,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
 	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) +
 			world * (step_sums_shape(c).size + 3) * sizeof(double) +
-			(l->data.size - 1) * sizeof(double); /* the last one: the number of targets */
+			(l->data.size - 1) * 2 * sizeof(double); /* the last one: the numbers of tokens and of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 }

@@ -341,7 +341,7 @@ static void run_router_losses(const struct call *x)
 	int32_t index[B * L];
 	memset(index, 0, sizeof index); /* no loss depends on the counts */
 	softmax_forward(p, lse, x->in[0], B * L, E);
-	router_statistics(sums, count, p_sum, x->in[0], p, lse, index, 0, B * L, B, L, E, 1);
+	router_statistics(sums, count, p_sum, x->in[0], p, lse, index, NULL, 0, B * L, B, L, E, 1);
 	x->out[0] = x->out[1] = 0;
 	for (int64_t b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
@@ -350,7 +350,7 @@ static void run_router_losses(const struct call *x)
 	}
 	if (!x->accumulate)
 		memset(x->gradient[0], 0, B * L * E * sizeof(real)); /* router_loss_backward always adds to ds */
-	router_loss_backward(x->gradient[0], p, lse, balance_factor, 0, B * L, L, E, x->dout[0], x->dout[1]);
+	router_loss_backward(x->gradient[0], p, lse, balance_factor, NULL, 0, B * L, L, E, x->dout[0], x->dout[1]);
 }
 
 enum { ROUTED_T = 5, ROUTED_K = 2, ROUTED_E = 4, ROUTED_R = ROUTED_T * ROUTED_K };

@@ -272,7 +272,7 @@ static void test_router_statistics(void **state)
 	random_normal(s, B * L * E, &(struct random_stream){.seed = 7}, 0);
 	softmax_forward(p, lse, s, B * L, E);
 	topk_forward(index, weight, p, B * L, E, K, true);
-	router_statistics(sums, count, p_sum, s, p, lse, index, 0, B * L, B, L, E, K);
+	router_statistics(sums, count, p_sum, s, p, lse, index, NULL, 0, B * L, B, L, E, K);
 	for (int b = 0; b < B; b++) {
 		double total = 0, sum = 0, squares = 0;
 		for (int e = 0; e < E; e++) {
@@ -286,6 +286,36 @@ static void test_router_statistics(void **state)
 		for (int i = b * L * E; i < (b + 1) * L * E; i++)
 			sum += s[i], squares += (double)s[i] * s[i];
 		assert_true(fabs(sums[b].s - sum) < 1e-12 && fabs(sums[b].s_squared - squares) < 1e-12);
+	}
+
+	/* Padding, here the last token of the first sequence and the last two of the second, is left out: the sums are
+	 * those of the tokens before it, and its gradient stays. Also where a rank has the tokens from number 1 on. */
+	const int32_t length[B] = {2, 1};
+	real ds[B * L * E], factor[B * E];
+	random_normal(factor, B * E, &(struct random_stream){.seed = 8}, 0);
+	for (int first = 0; first < 2; first++) {
+		const int n = B * L - first;
+		struct router_sums padded[B];
+		double padded_count[B * E], padded_p[B * E];
+		router_statistics(padded, padded_count, padded_p, s + first * E, p + first * E, lse + first, index + first * K,
+				length, first, n, B, L, E, K);
+		for (int b = 0; b < B; b++) {
+			double z = 0, p0 = 0, counted = 0;
+			for (int t = b == 0 ? first : 0; t < length[b]; t++)
+				z += (double)lse[b * L + t] * lse[b * L + t], p0 += p[(b * L + t) * E], counted += K;
+			for (int e = 0; e < E; e++)
+				counted -= padded_count[b * E + e];
+			assert_true(counted == 0 && fabs(padded[b].z - z) < 1e-12 && fabs(padded_p[b * E] - p0) < 1e-12);
+		}
+		memset(ds, 0, sizeof ds);
+		router_loss_backward(ds, p + first * E, lse + first, factor, length, first, n, L, E, 1, 1);
+		for (int t = 0; t < n; t++) {
+			const bool padding = (t + first) % L >= length[(t + first) / L];
+			double size = 0;
+			for (int e = 0; e < E; e++)
+				size += fabs(ds[t * E + e]);
+			assert_true(padding ? size == 0 : size > 0);
+		}
 	}
 }
 

@@ -477,13 +477,13 @@ static void test_finite_differences(void **state)
 	trainer_free(&t);
 }
 
-/* Documents packed into windows have the loss and the gradients that they have alone, each at the beginning of a
- * window of its own. */
+/* Documents packed into windows have the losses, the router's included, and the gradients that they have alone, each at
+ * the beginning of a window of its own. The rest of a window is padding, and counts nowhere. */
 static void test_packed_documents(void **state)
 {
 	(void)state;
 	enum { L = 12, V = 30, DOCUMENTS = 5 };
-	static const int length[DOCUMENTS] = {12, 3, 5, 1, 3}; /* two windows */
+	static const int length[DOCUMENTS] = {12, 3, 5, 1, 2}; /* two windows, the second with one token of padding */
 	for (enum model_mode recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 		struct trainer packed, alone;
 		struct metrics m[2];
@@ -492,20 +492,25 @@ static void test_packed_documents(void **state)
 					.head_dim = 6,
 				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5,
 						.rope_theta = 100,
-				.rms_norm_eps = 1e-6, .initializer_range = 0.5, .norm_topk_prob = true, .norm_head = true},
+				.rms_norm_eps = 1e-6, .initializer_range = 0.5, .norm_topk_prob = true, .norm_head = true,
+				.router = {.balance_loss_coef = 0.5, .z_loss_coef = 0.1,
+						.balance_loss_scope = SCOPE_MICRO_BATCH}},
 			.data = {.seq_len = L, .document_mask = true},
-			.train = {.steps = 1, .micro_batch = 2, .batch = DOCUMENTS, .recompute = recompute},
+			.train = {.steps = 1, .micro_batch = DOCUMENTS, .batch = DOCUMENTS, .recompute = recompute},
 			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
 		};
 		make_trainer(&alone, &c);
-		c.train.micro_batch = 1;
+		c.train.micro_batch = 2;
 		make_trainer(&packed, &c);
 		model_randomize(&packed.model, 1);
 		model_randomize(&alone.model, 1);
 		for (int i = 0; i < DOCUMENTS * L; i++) {
 			packed.target[i] = alone.target[i] = -1;
-			alone.input[i] = 7 * i % V; /* what stands behind a document does not matter */
+			alone.input[i] = packed.input[i] = 7 * i % V; /* what stands behind a document does not matter */
 		}
+		packed.length[1] = 11;
+		for (int d = 0; d < DOCUMENTS; d++)
+			alone.length[d] = length[d];
 		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
 			for (int i = 0; i < length[d]; i++) {
 				packed.document[at + i] = at % L;
@@ -516,6 +521,12 @@ static void test_packed_documents(void **state)
 		assert_done(trainer_step(&packed, 2, &m[0]));
 		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
+		assert_true(fabs(m[0].balance_loss / m[1].balance_loss - 1) < TOLERANCE && m[0].balance_loss > 1);
+		assert_true(fabs(m[0].z_loss / m[1].z_loss - 1) < TOLERANCE && m[0].z_loss > 0.1);
+		for (int l = 0; l < 2; l++)
+			assert_true(fabs(m[0].expert_load[l] / m[1].expert_load[l] - 1) < TOLERANCE &&
+					fabs(packed.state.router_mean[l] - alone.state.router_mean[l]) < TOLERANCE &&
+					fabs(packed.state.router_std[l] / alone.state.router_std[l] - 1) < TOLERANCE);
 		const int64_t n = packed.model.table.num_elements;
 		double *expected = malloc(n * sizeof *expected);
 		for (int64_t i = 0; i < n; i++)

@@ -68,7 +68,8 @@ static int compute(void **state)
 	swiglu_forward(ex.act[0], ex.gate_up[0][0], in.x[0], ex.token, gate_up, ex.row_weight, ex.offset, E, H, I);
 	grouped_matmul_forward(ex.out_rows[0], ex.act[0], NULL, down, ex.offset, E, I, H, false);
 	combine_rows(ex.y[0], ex.out_rows[0], ex.position, T, K, H, false);
-	router_statistics(&ex.sums, ex.count, ex.p_sum, ex.s[0], ex.p[0], ex.lse, ex.index[0], 0, T, 1, T, E, K);
+	router_statistics(&ex.sums, ex.count, ex.p_sum, ex.s[0], ex.p[0], ex.lse, ex.index[0], NULL, 0, T, 1, T, E,
+			K);
 	for (int e = 0; e < E; e++) {
 		ex.f[e] = ex.count[e] / R;
 		ex.P[e] = ex.p_sum[e] / T;
@@ -89,7 +90,7 @@ static int compute(void **state)
 	permute_backward(ex.dweight[0], ex.row_dweight, ex.position, R);
 	topk_backward(ex.ds_topk[0], ex.dweight[0], ex.index[0], ex.weight[0], ex.p[0], T, E, K, true);
 	copy_array(ex.ds[0], ex.ds_topk[0], T * E);
-	router_loss_backward(ex.ds[0], ex.p[0], ex.lse, factor, 0, T, T, E, balance_coef / T, z_coef / T);
+	router_loss_backward(ex.ds[0], ex.p[0], ex.lse, factor, NULL, 0, T, T, E, balance_coef / T, z_coef / T);
 	matmul_backward_weight(ex.d_router[0], ex.ds[0], in.x[0], T, H, E, false);
 	copy_array(ex.dx[0], ex.dx_experts[0], T * H);
 	matmul_backward_input(ex.dx[0], ex.ds[0], in.router[0], T, H, E, true);

@@ -392,7 +392,7 @@ static void end_targets(void **state)
 		for (int k = 0; k < 2; k++) {
 			int counted = 0;
 			t.document_mask = k;
-			assert_int_equal(read_window(&t, 0, L, NULL, input, target, k ? document : NULL), 0);
+			assert_int_equal(read_window(&t, 0, L, NULL, input, target, k ? document : NULL), L);
 			for (int p = 0; p < L; p++) {
 				const bool says_a = input[p] == 'a', says_b = input[p] == 'b';
 				counted += target[p] >= 0;
@@ -820,14 +820,17 @@ static void packed_documents(void **state)
 			blend_begin(&b, &c, &alone);
 			alone.sources[0].taken = epoch * windows + n;
 			const struct blend_sample sample = blend_next(&b, s.sources), other = blend_next(&b, alone.sources);
-			assert_int_equal(blend_read(&b, &sample, input, target, document), 0);
-			assert_int_equal(blend_read(&b, &other, again, again + PACKED_L, again + 2 * PACKED_L), 0);
+			const int real_tokens = blend_read(&b, &sample, input, target, document);
+			assert_int_equal(blend_read(&b, &other, again, again + PACKED_L, again + 2 * PACKED_L), real_tokens);
 			assert_memory_equal(input, again, sizeof input);
 			assert_memory_equal(target, again + PACKED_L, sizeof target);
 			assert_memory_equal(document, again + 2 * PACKED_L, sizeof document);
-			padding += check_packed(input, target, document, document_of, begin, seen);
+			const int padded = check_packed(input, target, document, document_of, begin, seen);
+			assert_int_equal(padded, PACKED_L - real_tokens);
+			padding += padded;
 			moved += epoch > 0 && first_epoch[n] != input[0];
-			assert_int_equal(read_window(&b.files[0], sample.window, PACKED_L, NULL, again, target, document), 0);
+			assert_int_equal(read_window(&b.files[0], sample.window, PACKED_L, NULL, again, target, document),
+					real_tokens);
 			exchanged += memcmp(again, input, sizeof input) != 0;
 			if (epoch == 0)
 				first_epoch[n] = input[0];
@@ -924,7 +927,7 @@ static void lengths_have_orders_of_their_own(void **state)
 	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
 	assert_int_equal(count_windows(&t, PACKED_L), 2 * EACH);
 	for (int i = 0; i < 2 * EACH; i++) {
-		assert_int_equal(read_window(&t, i, PACKED_L, &shuffle, input, target, document), 0);
+		assert_true(read_window(&t, i, PACKED_L, &shuffle, input, target, document) > 0);
 		const int k = *input >= EACH * (PACKED_L + 1), begin = k * EACH * (PACKED_L + 1);
 		assert_true(taken[k] < EACH);
 		order[k][taken[k]++] = (*input - begin) / length[k * EACH];
@@ -951,7 +954,7 @@ static void packed_edges(void **state)
 	/* one; one and a rest of 1; three and a rest of 9; 4; 1; and L - 1, which takes a rest of 1: 7 windows */
 	assert_int_equal(count_windows(&t, PACKED_L), 7);
 	for (int i = 0; i < 7; i++) {
-		assert_int_equal(read_window(&t, i, PACKED_L, NULL, input, target, document), 0);
+		assert_true(read_window(&t, i, PACKED_L, NULL, input, target, document) > 0);
 		for (int j = 0; j < PACKED_L; j++)
 			if (target[j] >= 0) {
 				assert_int_equal(target[j], input[j] + 1);
@@ -1264,7 +1267,7 @@ static void windows_end_in_the_file(void **state)
 		const int64_t windows = count_windows(&t, L);
 		assert_int_equal(windows, (n - 1) / L);
 		for (int64_t w = 0; w < windows; w++) {
-			assert_int_equal(read_window(&t, w, L, NULL, input, target, NULL), 0);
+			assert_int_equal(read_window(&t, w, L, NULL, input, target, NULL), L);
 			for (int i = 0; i < L; i++)
 				assert_true(input[i] == 100 + w * L + i && target[i] == input[i] + 1);
 		}

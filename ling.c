@@ -1242,7 +1242,7 @@ enum run_result trainer_run(struct trainer *t)
 		if (is_rank0(t))
 			printf("stopped before the validation of step %lld was complete; the same command continues\n",
 					(long long)t->state.step);
-		return 0;
+		return RUN_STOPPED;
 	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))

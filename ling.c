@@ -21,6 +21,7 @@
 #include "ling.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -174,6 +175,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	int64_t first;
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const struct group *tensor = &m->layout.tensor;
+	heartbeat_operation("attention", l);
 	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->residual, x->input, N * H);
 	/* The output product sums over all heads: with a tensor group each rank has its heads' summand, and rank 0 adds
@@ -324,6 +326,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
+	heartbeat_operation(experts ? "router" : "dense", l);
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->residual, N * H);
@@ -331,6 +334,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) {
 		router_forward(m, l, T, step, sums);
 		end_phase(m, PHASE_ROUTER);
+		heartbeat_operation("experts", l);
 		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
 		 * x->token[r]. */
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
@@ -453,6 +457,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
+	heartbeat_operation("head", -1);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
@@ -581,6 +586,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
+	heartbeat_operation(experts ? "experts" : "dense", l);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	end_phase(m, PHASE_OTHER);
@@ -600,6 +606,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	}
 	if (experts) { /* dnormed += the experts' and the router's */
 		experts_backward(m, l, B, step);
+		heartbeat_operation("router", l);
 		router_backward(m, l, B, step);
 		end_phase(m, PHASE_ROUTER);
 	}
@@ -620,6 +627,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	heartbeat_operation("attention", l);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
@@ -663,6 +671,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
+	heartbeat_operation("embedding", -1);
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
@@ -1070,6 +1079,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
 	double square = 0;
+	heartbeat_operation("optimizer", -1);
 	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t begin = p.parameter->offset + p.from, state = p.state;
@@ -1139,6 +1149,7 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->seconds = t->model.phase_start - a->start;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = parallel_seconds() - a->communication;
+	heartbeat_own_seconds(m->seconds - t->communication);
 	t->slowest = slowest_rank(world, m->seconds - t->communication);
 	parallel_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
@@ -1332,6 +1343,7 @@ static int validate(struct trainer *t, struct metrics *m)
 	const double start = clock_seconds();
 	double sum = 0;
 	int64_t tokens = 0;
+	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
@@ -1467,6 +1479,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	const double start = clock_seconds();
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
+	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return RUN_GO_BACK;
@@ -1581,8 +1594,10 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 	int64_t first_token = t->state.tokens;
 	double start = clock_seconds();
 	t->validation_seconds = t->num_validations = 0;
-	while (t->state.step < t->steps) {
+	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
+		heartbeat_operation("batch", -1);
 		const int64_t batch = trainer_next_batch(t);
 		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
 			return RUN_FAILED;
@@ -1637,7 +1652,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 					(long long)step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
-			return RUN_DONE;
+			return t->stop ? RUN_STOPPED : RUN_DONE;
 		}
 	}
 	if (is_rank0(t))
@@ -1680,7 +1695,7 @@ enum run_result trainer_run(struct trainer *t)
 		if (is_rank0(t))
 			printf("stopped before the validation of step %lld was complete; the same command continues\n",
 					(long long)t->state.step);
-		return 0;
+		return RUN_STOPPED;
 	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
@@ -1724,7 +1739,7 @@ enum run_result trainer_run(struct trainer *t)
 				list_samples(t, t->retry.list, t->retry.count, NULL)));
 		events_close(&t->events);
 	}
-	if (f && fclose(f) && result == RUN_DONE) {
+	if (f && fclose(f) && result >= RUN_DONE) {
 		fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 		return RUN_FAILED;
 	}

@@ -8,13 +8,13 @@ head -c 640 "$root/ling.h" >text.txt
 "$ling" tokenize --out text text.txt >/dev/null 2>&1 || exit 1
 tiny train.steps=10
 
-# train RANKS DIR STATUS OPTIONS...: a run, which must end with that exit status; one rank is a process without a launcher. STATUS "killed": as by
-# SIGKILL.
+# train RANKS DIR STATUS OPTIONS...: a run, which must end with that exit status; one rank is a process without a launcher, built with sanitizers.
+# STATUS "killed": as by SIGKILL.
 train() {
-	local n=$1 out=$2 want=$3 launch= status
+	local n=$1 out=$2 want=$3 launch=$root/build/sanitize/ling status
 	shift 3
-	[ "$n" = 1 ] || launch="ranks $n"
-	$launch "$ling" train tiny.yaml train.output_dir="$out" "$@" >out.txt 2>err.txt
+	[ "$n" = 1 ] || launch="ranks $n $ling"
+	$launch train tiny.yaml train.output_dir="$out" "$@" >out.txt 2>err.txt
 	status=$?
 	[ $status = "$want" ] || { [ "$want" = killed ] && [ $status -gt 128 ]; } ||
 		problem "$n ranks, $out $*: exit status $status, expected $want: $(head -c 600 err.txt)"

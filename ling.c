@@ -21,6 +21,7 @@
 #include "ling.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -172,6 +173,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	int64_t first;
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const struct group *tensor = &m->layout.tensor;
+	heartbeat_operation("attention", l);
 	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->residual, x->input, N * H);
 	/* The output product sums over all heads: with a tensor group each rank has its heads' summand, and rank 0 adds
@@ -322,6 +324,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
+	heartbeat_operation(experts ? "router" : "dense", l);
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->residual, N * H);
@@ -329,6 +332,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) {
 		router_forward(m, l, T, step, sums);
 		end_phase(m, PHASE_ROUTER);
+		heartbeat_operation("experts", l);
 		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
 		 * x->token[r]. */
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
@@ -451,6 +455,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
+	heartbeat_operation("head", -1);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
@@ -579,6 +584,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
+	heartbeat_operation(experts ? "experts" : "dense", l);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	end_phase(m, PHASE_OTHER);
@@ -598,6 +604,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	}
 	if (experts) { /* dnormed += the experts' and the router's */
 		experts_backward(m, l, B, step);
+		heartbeat_operation("router", l);
 		router_backward(m, l, B, step);
 		end_phase(m, PHASE_ROUTER);
 	}
@@ -618,6 +625,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	heartbeat_operation("attention", l);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
@@ -661,6 +669,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
+	heartbeat_operation("embedding", -1);
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
@@ -823,8 +832,8 @@ static void report_save(struct trainer *t, int ended)
 	if (is_terminal(stdout))
 		printf("\n");
 	fflush(stdout);
-	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints are "
-			"as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
+	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints "
+			"are as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
 	event_write(&t->events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
 }
 
@@ -1028,6 +1037,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
 	double square = 0;
+	heartbeat_operation("optimizer", -1);
 	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t begin = p.parameter->offset + p.from, state = p.state;
@@ -1097,6 +1107,7 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->seconds = t->model.phase_start - a->start;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = parallel_seconds() - a->communication;
+	heartbeat_own_seconds(m->seconds - t->communication);
 	t->slowest = slowest_rank(world, m->seconds - t->communication);
 	parallel_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
@@ -1146,6 +1157,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
+static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1203,6 +1215,7 @@ static int validate(struct trainer *t, struct metrics *m)
 	const double start = clock_seconds();
 	double sum = 0;
 	int64_t tokens = 0;
+	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
@@ -1321,10 +1334,10 @@ static int fail_last_save(const struct trainer *t)
 	char reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
 	if (t->saved_step < 0)
-		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, and "
-				"start it again", (long long)t->state.step, reason);
-	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: make "
-			"room, and the same command goes on from there", (long long)t->state.step, reason,
+		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, "
+				"and start it again", (long long)t->state.step, reason);
+	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: "
+			"make room, and the same command goes on from there", (long long)t->state.step, reason,
 			(long long)t->saved_step);
 }
 
@@ -1337,6 +1350,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	const double start = clock_seconds();
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
+	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return RUN_GO_BACK;
@@ -1369,8 +1383,9 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	report_save(t, rc < 0 ? -1 : rc == 0 && t->saver.stage == SAVE_NONE);
 	if (is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO && rc <= 0 &&
 			save_schedule_saved(&t->schedule, t->state.step, rc < 0 ? -1 : t->save_seconds))
-		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, and checkpoint.mtbf is %g h\n",
-				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds, t->config.checkpoint.mtbf);
+		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, checkpoint.mtbf is %g h\n",
+				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds,
+				t->config.checkpoint.mtbf);
 	fflush(stdout);
 	return parallel_agree(is_rank0(t) && !stays ? fail("%s", reason) : 0) < 0 ? RUN_FAILED : RUN_DONE;
 }
@@ -1404,10 +1419,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	char dir[PATH_LEN] = "", reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
 	report_save(t, saver_finish(&t->saver));
-	const int found = is_rank0(t) ? checkpoint_before(c->train.output_dir, before, dir) : 0;
-	if (parallel_agree(found < 0 ? -1 : 0) < 0)
+	if (choose_checkpoint(t, before, dir) < 0)
 		return RUN_FAILED;
-	broadcast(&t->model.layout.world, dir, sizeof dir);
 	if (!*dir) {
 		fail("%s. There is no checkpoint from step %lld or before to go back to", reason, (long long)before);
 		return RUN_GO_BACK;
@@ -1424,6 +1437,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 					(json_int_t)now[i].taken - 1));
 	memcpy(t->state.sources, now, sizeof now);
 	t->state.batches = batches;
+	t->schedule.last = t->state.step;
+	t->unwritten.size = 0; /* lines of steps that are undone */
 	t->retry.count = 0;
 	spike_detector_clear(&t->spikes);
 	t->rollbacks = rollbacks;
@@ -1451,8 +1466,10 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 	int64_t first_token = t->state.tokens;
 	double start = clock_seconds();
 	t->validation_seconds = t->num_validations = 0;
-	while (t->state.step < t->steps) {
+	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
+		heartbeat_operation("batch", -1);
 		const int64_t batch = trainer_next_batch(t);
 		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
 			return RUN_FAILED;
@@ -1507,7 +1524,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 					(long long)step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
-			return RUN_DONE;
+			return t->stop ? RUN_STOPPED : RUN_DONE;
 		}
 	}
 	if (is_rank0(t))
@@ -1550,7 +1567,7 @@ enum run_result trainer_run(struct trainer *t)
 		if (is_rank0(t))
 			printf("stopped before the validation of step %lld was complete; the same command continues\n",
 					(long long)t->state.step);
-		return 0;
+		return RUN_STOPPED;
 	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
@@ -1594,7 +1611,7 @@ enum run_result trainer_run(struct trainer *t)
 				list_samples(t, t->retry.list, t->retry.count, NULL)));
 		events_close(&t->events);
 	}
-	if (f && fclose(f) && result == RUN_DONE) {
+	if (f && fclose(f) && result >= RUN_DONE) {
 		fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
 		return RUN_FAILED;
 	}
@@ -2120,7 +2137,8 @@ static int init_saver(struct trainer *t)
 		return -1;
 	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
 			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
-	const bool fits = without + plan.copy <= machine, wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
+	const bool fits = without + plan.copy <= machine;
+	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
 	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)
 		return fail("checkpoint.async is true: the copy that is written while training goes on takes %.1f GB beside "
 				"the %.1f GB of training, and %.1f GB may be used here: set it to auto or false, or take more ranks",
@@ -2286,8 +2304,8 @@ static int drop_lost(struct trainer *t, const int *index)
 	return rc;
 }
 
-/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data must be those of the same run. What differs in
- * the config is written to notes; NULL: not. */
+/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data
+ * must be those of the same run. What differs in the config is written to notes; NULL: not. */
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 {
 	struct model *m = &t->model;
@@ -2374,11 +2392,13 @@ static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]
 		reasons[num_damaged++] = copy_string(error_text);
 		if (c->checkpoint.strict)
 			rc = parallel_agree(is_rank0(t) ? fail("%s: this newest checkpoint is damaged: %s; repair it, or set "
-					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0]) : 0);
+					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0])
+					: 0);
 	}
 	if (rc == 0 && n > 0 && !whole)
-		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the newest: "
-				"%s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n, reasons[0]) : 0);
+		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the "
+				"newest: %s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n,
+				reasons[0]) : 0);
 	if (rc == 0 && num_damaged) {
 		int64_t damaged[num_damaged];
 		for (int i = 0; i < num_damaged && is_rank0(t); i++)

@@ -4,6 +4,7 @@
  * The files, from the bottom up. A file may use those above it in this list, and no others.
  *
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
+ *   files/heartbeat            what each rank is doing, for others to see
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
  *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
@@ -41,8 +42,9 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
- *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
- *                              too, and doctor has bench
+ *     hang                     hung or slow, by the heartbeat of a run
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
+ *                              train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -58,7 +60,8 @@
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
  * files/base.c, the list of mapped and temporary files, which a signal handler must find; stop_requested, which a
  * signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows of MPI;
- * and in commands/options.c the two variables of argp, which are argp's own.
+ * in files/heartbeat.c the page of this rank, to which whatever computes or waits writes; and in commands/options.c the
+ * two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

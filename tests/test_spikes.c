@@ -333,7 +333,7 @@ static void make_config(struct config *c, const char *run, const char *more)
 		"  head_dim: 4, vocab_size: 33, num_experts: 4, num_experts_per_tok: 2, num_shared_experts: 1,\n"
 		"  moe_intermediate_size: 4, initializer_range: 0.1, router: { warmup_steps: 20 } }\n"
 		"data: { train: [{ path: %s, dtype: uint16, weight: 2 }, { path: %s, dtype: uint16 }], seq_len: %d }\n"
-		"train: { output_dir: %s, steps: 160, micro_batch: 2, batch: %d }\nschedule: { peak_lr: 1.0e-2 }\n"
+		"train: { output_dir: %s, steps: 240, micro_batch: 2, batch: %d }\nschedule: { peak_lr: 1.0e-2 }\n"
 		"spikes: { window: 32, warmup: 16, loss_threshold: 6, grad_threshold: 12, max_skips: 4000 }\n%s", first,
 		second, LENGTH, at("%s", run), BATCH, more);
 	assert_done(config_load(c, put_string(at("run.yaml"), yaml), 0, NULL, false));

@@ -853,8 +853,8 @@ static void report_save(struct trainer *t, int ended)
 	if (is_terminal(stdout))
 		printf("\n");
 	fflush(stdout);
-	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints are "
-			"as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
+	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints "
+			"are as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
 	event_write(&t->events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
 }
 
@@ -1286,6 +1286,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
+static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1463,10 +1464,10 @@ static int fail_last_save(const struct trainer *t)
 	char reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
 	if (t->saved_step < 0)
-		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, and "
-				"start it again", (long long)t->state.step, reason);
-	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: make "
-			"room, and the same command goes on from there", (long long)t->state.step, reason,
+		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, "
+				"and start it again", (long long)t->state.step, reason);
+	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: "
+			"make room, and the same command goes on from there", (long long)t->state.step, reason,
 			(long long)t->saved_step);
 }
 
@@ -1512,8 +1513,9 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	report_save(t, rc < 0 ? -1 : rc == 0 && t->saver.stage == SAVE_NONE);
 	if (is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO && rc <= 0 &&
 			save_schedule_saved(&t->schedule, t->state.step, rc < 0 ? -1 : t->save_seconds))
-		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, and checkpoint.mtbf is %g h\n",
-				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds, t->config.checkpoint.mtbf);
+		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, checkpoint.mtbf is %g h\n",
+				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds,
+				t->config.checkpoint.mtbf);
 	fflush(stdout);
 	return parallel_agree(is_rank0(t) && !stays ? fail("%s", reason) : 0) < 0 ? RUN_FAILED : RUN_DONE;
 }
@@ -1547,10 +1549,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	char dir[PATH_LEN] = "", reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
 	report_save(t, saver_finish(&t->saver));
-	const int found = is_rank0(t) ? checkpoint_before(c->train.output_dir, before, dir) : 0;
-	if (parallel_agree(found < 0 ? -1 : 0) < 0)
+	if (choose_checkpoint(t, before, dir) < 0)
 		return RUN_FAILED;
-	broadcast(&t->model.layout.world, dir, sizeof dir);
 	if (!*dir) {
 		fail("%s. There is no checkpoint from step %lld or before to go back to", reason, (long long)before);
 		return RUN_GO_BACK;
@@ -1567,6 +1567,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 					(json_int_t)now[i].taken - 1));
 	memcpy(t->state.sources, now, sizeof now);
 	t->state.batches = batches;
+	t->schedule.last = t->state.step;
+	t->unwritten.size = 0; /* lines of steps that are undone */
 	t->retry.count = 0;
 	spike_detector_clear(&t->spikes);
 	t->rollbacks = rollbacks;
@@ -2265,7 +2267,8 @@ static int init_saver(struct trainer *t)
 		return -1;
 	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
 			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
-	const bool fits = without + plan.copy <= machine, wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
+	const bool fits = without + plan.copy <= machine;
+	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
 	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)
 		return fail("checkpoint.async is true: the copy that is written while training goes on takes %.1f GB beside "
 				"the %.1f GB of training, and %.1f GB may be used here: set it to auto or false, or take more ranks",
@@ -2433,8 +2436,8 @@ static int drop_lost(struct trainer *t, const int *index)
 	return rc;
 }
 
-/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data must be those of the same run. What differs in
- * the config is written to notes; NULL: not. */
+/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data
+ * must be those of the same run. What differs in the config is written to notes; NULL: not. */
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 {
 	struct model *m = &t->model;
@@ -2521,11 +2524,13 @@ static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]
 		reasons[num_damaged++] = copy_string(error_text);
 		if (c->checkpoint.strict)
 			rc = parallel_agree(is_rank0(t) ? fail("%s: this newest checkpoint is damaged: %s; repair it, or set "
-					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0]) : 0);
+					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0])
+					: 0);
 	}
 	if (rc == 0 && n > 0 && !whole)
-		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the newest: "
-				"%s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n, reasons[0]) : 0);
+		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the "
+				"newest: %s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n,
+				reasons[0]) : 0);
 	if (rc == 0 && num_damaged) {
 		int64_t damaged[num_damaged];
 		for (int i = 0; i < num_damaged && is_rank0(t); i++)

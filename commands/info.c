@@ -223,7 +223,8 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
 			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction},
-			{"saving", m->saving}, {"copy for saves", m->copy}, {"expert rows", asked.rows}, {"total", asked.certain + asked.rows},
+			{"saving", m->saving}, {"copy for saves", m->copy}, {"expert rows", asked.rows},
+			{"total", asked.certain + asked.rows},
 			{"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
 	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
 	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)

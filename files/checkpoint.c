@@ -532,18 +532,6 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 	return rc;
 }
 
-int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN])
-{
-	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps), last = n - 1, rc = n < 0 ? -1 : 0;
-	while (last >= 0 && (steps[last] > step || !checkpoint_is_whole(output_dir, steps[last])))
-		last--;
-	if (last >= 0)
-		rc = checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
-	free(steps);
-	return rc;
-}
-
 int find_model(char path[PATH_LEN], const char *name)
 {
 	char file[PATH_LEN];

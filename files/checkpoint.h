@@ -111,9 +111,6 @@ int checkpoint_check(const char *dir, const struct config *asked);
 /* Renames the damaged checkpoint of a step to damaged-step-NNNNNNN, where nothing takes it for a checkpoint. */
 int checkpoint_set_aside(const char *output_dir, int64_t step);
 
-/* The newest whole checkpoint whose step is not after `step`: 1 and its path, 0 when there is none, -1 on error. */
-int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN]);
-
 /* Removes the checkpoints of later steps than `step`. Failures are warnings. */
 void checkpoint_remove_after(const char *output_dir, int64_t step);
 

@@ -154,15 +154,15 @@ static const struct key keys[] = {
 		"off: it ends"),
 
 	SECTION("checkpoint", 0, "saving"),
-	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE | AUTO, "off", "steps between checkpoints; off: only at the end; auto: "
-		"what loses least time, by the measured cost of a checkpoint and mtbf"),
+	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE | AUTO, "off", "steps between checkpoints; off: only at the end; "
+		"auto: what loses least time, by the measured cost of a checkpoint and mtbf"),
 	KEY(checkpoint.mtbf, T_DOUBLE, 0, 1e6, ABOVE, "24", "hours between two failures of the run, for every: auto"),
 	KEY(checkpoint.keep, T_INT, 0, 1e9, 0, "2", "newest checkpoints that are kept; 0: all"),
 	KEY(checkpoint.keep_every, T_INT64, 0, 1e12, NONE, "off", "checkpoints of every so many steps are kept for ever"),
-	KEY(checkpoint.async, T_ENUM, 0, 0, 0, "auto", "training goes on while a copy of the state is written; auto: where "
-		"the memory has room for the copy", .names = async_names),
-	KEY(checkpoint.strict, T_BOOL, 0, 1, 0, "false", "a damaged newest checkpoint ends the run at its start, instead of "
-		"being set aside for the one before"),
+	KEY(checkpoint.async, T_ENUM, 0, 0, 0, "auto", "training goes on while a copy of the state is written; auto: "
+		"where the memory has room for the copy", .names = async_names),
+	KEY(checkpoint.strict, T_BOOL, 0, 1, 0, "false", "a damaged newest checkpoint ends the run at its start, instead "
+		"of being set aside for the one before"),
 	KEY(checkpoint.hosts, T_INT, 0, 65536, NONE, "off", "machines among which the bytes of a checkpoint are balanced; "
 		"off: those on which the ranks are; a number pretends so many, for tests"),
 

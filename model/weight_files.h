@@ -13,8 +13,9 @@
 
 #include <stdbool.h>
 
-/* Whether the checksums of all tensors are verified, work that the ranks share. VERIFY_IF_IN_MEMORY: the tensors will be
- * used in place in the mapped files; where these are larger than memory they are not verified, and a note says so. */
+/* Whether the checksums of all tensors are verified, work that the ranks share. VERIFY_IF_IN_MEMORY: the tensors will
+ * be used in place in the mapped files; where these are larger than memory they are not verified, and a note says so.
+ */
 enum verify { DO_NOT_VERIFY, VERIFY, VERIFY_IF_IN_MEMORY };
 
 /* -- reading -- */
@@ -51,8 +52,8 @@ struct weight_writer {
 	int64_t elements, largest;   /* their elements, and those of the largest */
 	int64_t bytes;               /* of all tensors, on all ranks */
 	int64_t file_bytes;          /* of all files of all ranks, at most */
-	int64_t least, most;         /* bytes of tensors of the rank that writes least, and of the one that writes most */
-	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; NULL: none yet */
+	int64_t least, most;         /* bytes of tensors of the ranks that write least and most */
+	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; or NULL */
 	struct write_fault fault;    /* of this rank's file of weights */
 };
 enum { TENSOR_HEADER = 512 };    /* bytes that a tensor takes in the headers and the index, at most */

@@ -631,7 +631,8 @@ static void writers_balanced(void **state)
 		const int ranks = cases[k].ranks, *host = cases[k].host;
 		int64_t sum[6] = {0}, of_host[6] = {0}, ranks_of[6] = {0}, all = 0;
 		int hosts = 0;
-		assert_int_equal(assign_writers(writer, bytes, global, n, c.num_experts, cases[k].expert_ranks, ranks, host), 0);
+		assert_int_equal(assign_writers(writer, bytes, global, n, c.num_experts, cases[k].expert_ranks, ranks,
+				host), 0);
 		assert_int_equal(assign_writers(again, bytes_again, global, n, c.num_experts, cases[k].expert_ranks, ranks,
 				host), 0);
 		assert_memory_equal(writer, again, n * sizeof *writer);

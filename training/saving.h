@@ -36,7 +36,7 @@ struct saver {
 	json_t *trainer;             /* on rank 0, until it is committed */
 	char dir[PATH_LEN];          /* the temporary directory */
 	int64_t step;
-	int sync[2];                 /* on rank 0: files that must be on disk before the checkpoint has its name; -1: none */
+	int sync[2];                 /* on rank 0: files that are brought to disk before it has its name; -1: none */
 	bool async;
 	double began, seconds;       /* clock_seconds() at its beginning; seconds until it was complete */
 	/* this rank's thread, in which `stage` runs */
@@ -67,15 +67,15 @@ int saver_begin(struct saver *s, const struct save_request *request);
 
 /* What this rank says of the save under way: 1 or 0 for "my thread is at work", and for "it failed". */
 void saver_flags(const struct saver *s, double flags[2]);
-/* With the sums of these over the ranks, which were taken at one time: 1: the save under way is complete; 0: none is, or
- * it goes on; -1: it failed. Collective, the same on all ranks. */
+/* With the sums of these over the ranks, which were taken at one time: 1: the save under way is complete; 0: none is,
+ * or it goes on; -1: it failed. Collective, the same on all ranks. */
 int saver_advance(struct saver *s, const double flags[2]);
 /* Waits for the save under way, if there is one. The same results, 0 only when there was none. Collective. */
 int saver_finish(struct saver *s);
 
-/* How often to save: checkpoint.every auto. Saving every sqrt(2 C M) seconds loses least, where a save costs C seconds of
- * training and a failure, one in M seconds on average, half an interval of work (Young 1974). The first save comes early,
- * to measure C. */
+/* How often to save: checkpoint.every auto. Saving every sqrt(2 C M) seconds loses least, where a save costs C seconds
+ * of training and a failure, one in M seconds on average, half an interval of work (Young 1974). The first save comes
+ * early, to measure C. */
 struct save_schedule {
 	double mtbf;                 /* M */
 	double cost, step_seconds;   /* C; mean of a step */

@@ -207,8 +207,8 @@ int health_check(const struct health_input *in, const struct event_log *log, int
 			continue;
 		twice = false;
 		event_write(log, step, "miscomputed", json_pack("{s:i, s:s, s:o, s:o}", "rank", r, "host",
-				parallel_rank_host(r), "loss", json_number(double_of(its[LOSS])), "again",
-				json_number(double_of(its[LOSS + 1]))));
+				parallel_rank_host(r), "loss", json_number(double_of(its[LOSS])), "difference",
+				json_number(double_of(its[LOSS + 1]) - double_of(its[LOSS]))));
 		if (l->world.rank == 0)
 			fprintf(stderr, "warning: step %lld: rank %d on %s computed a micro-batch twice, and the losses %.17g and "
 					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, r, parallel_rank_host(r),

@@ -117,13 +117,19 @@ test_stopped_in_a_save() {
 		tries=$((tries + 1))
 	done
 	ended 0
-	grep -qE 'hang: rank 1 on [^ ]+ has been in .*the save of step [0-9]+ for' err.txt || problem "after $tries tries: $(grep supervise err.txt)"
+	grep -qE "hang: rank 1 on [^ ]+ has been in .*the save of step [0-9]+ for .*; process $pid of rank 1 is stopped" err.txt || problem "after $tries tries: $(grep supervise err.txt)"
 	[ "$(events saving 'select(.kind == "hang") | .ranks[] | "\(.rank) \(.phase)"')" = "1 save" ] || problem "$(cat saving/events.jsonl)"
 	metric step saving/metrics.jsonl | cmp -s - <(seq 60) || problem "steps: $(metric step saving/metrics.jsonl | tr '\n' ' ')"
 }
 
 # A supervisor that is killed: the run saves and ends, and the next supervisor waits for that and goes on.
 test_killed_supervisor() {
+	supervise orphan1 -- ./rank.sh train tiny.yaml train.output_dir=orphan1 train.steps=100000
+	wait_for_lines orphan1/metrics.jsonl 20
+	kill -9 $supervisor
+	local tries=0
+	while kill -0 "$(cat pid.0)" 2>/dev/null && [ $tries -lt 1000 ]; do sleep 0.01; tries=$((tries + 1)); done
+	has out.txt "stopped after step"
 	supervise orphan -- $mpirun ./rank.sh train tiny.yaml train.output_dir=orphan
 	wait_for_lines orphan/metrics.jsonl 20
 	expect 1 "supervise" "$ling" supervise --run orphan -- true # there is one already

@@ -143,9 +143,10 @@ test_killed_supervisor() {
 # As long as somebody else holds the directory, nothing is started there; for ever, that is an error.
 test_held_directory() {
 	mkdir -p held
-	flock held sleep 2 &
+	flock held sleep 3 &
 	sleep 0.2
-	expect 1 "another ling train has been writing there" "$ling" supervise --run held --hang-unseen 0.1 -- touch started
+	expect 1 "" "$ling" supervise --run held --hang-unseen 0.1 -- touch started
+	has err.txt "another ling train has been writing there"
 	[ ! -e started ] || problem "it was started"
 	expect 0 "" "$ling" supervise --run held -- touch started
 	has err.txt "another ling train is writing in held; waiting for its end"

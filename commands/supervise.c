@@ -265,8 +265,8 @@ static char *add_process_states(const struct supervisor *s, char *hang, const js
 		if (strcmp(host, r->host))
 			continue;
 		const bool there = process_look(&p, r->pid) && p.started == r->pid_started;
-		const char *state = !there ? "is gone" : p.state == 'T' ? "is stopped" : p.state == 'D' ? "waits for a disk or a "
-			"server" : p.state == 'Z' ? "has ended" : NULL;
+		const char *state = !there ? "is gone" : p.state == 'Z' ? "has ended" : p.state == 'T' ? "is stopped"
+			: p.state == 'D' ? "waits for a disk or a server" : NULL;
 		if (state) {
 			snprintf(part, sizeof part, "; process %d of rank %d %s", r->pid, rank, state);
 			text_append_string(&out, part);

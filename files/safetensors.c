@@ -248,6 +248,7 @@ struct safetensors_writer {
 	FILE *f;
 	json_t *header;            /* tensors in the order of their data: jansson keeps it */
 	int64_t written;           /* bytes of data */
+	int64_t full_after;        /* bytes of data after which the disk is taken to be full */
 	int n, current;            /* tensors; the one that the next byte belongs to, or an empty one before it */
 	/* [n] bytes up to its end; checksum so far; bytes of an element */
 	struct { int64_t end; uint32_t crc; int size; } tensors[];
@@ -324,7 +325,7 @@ struct safetensors_writer *safetensors_create_typed(const char *path, const stru
 		return NULL;
 	}
 	struct safetensors_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
-	*w = (struct safetensors_writer){.f = f, .header = header, .n = n};
+	*w = (struct safetensors_writer){.f = f, .header = header, .n = n, .full_after = INT64_MAX};
 	memcpy(w->path, copy, PATH_LEN);
 	for (int i = 0; i < n; i++) {
 		w->tensors[i].size = dtypes[types[i]].size;
@@ -346,6 +347,11 @@ struct safetensors_writer *safetensors_create(const char *path, const struct nam
 	return w;
 }
 
+void safetensors_full_after(struct safetensors_writer *w, int64_t bytes)
+{
+	w->full_after = bytes;
+}
+
 int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, int64_t bytes, int size)
 {
 	while (bytes > 0) {
@@ -356,6 +362,8 @@ int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, 
 		const int64_t left = w->tensors[w->current].end - w->written, piece = bytes < left ? bytes : left;
 		uint32_t *crc = &w->tensors[w->current].crc;
 		*crc = crc_of(*crc, data, piece);
+		if (w->written + piece > w->full_after)
+			return fail_write(w->path, ENOSPC);
 		if (fwrite(data, 1, piece, w->f) != (size_t)piece)
 			return fail_write(w->path, errno);
 		data += piece, bytes -= piece, w->written += piece;

@@ -43,6 +43,9 @@ int safetensors_append(struct safetensors_writer *w, const real *data, int64_t c
 /* The same for bytes: whole elements of `size` bytes. */
 int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, int64_t bytes, int size);
 
+/* Makes writing fail as on a full disk once so many bytes of data are written: for tests of what then happens. */
+void safetensors_full_after(struct safetensors_writer *w, int64_t bytes);
+
 /* Checks that all elements are there, writes a CRC-32 of each tensor into the header's metadata, and brings the file
  * to disk. On error it is removed. Frees w in any case. */
 int safetensors_finish(struct safetensors_writer *w);

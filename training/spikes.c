@@ -73,12 +73,14 @@ static double center(const struct spike_detector *d, enum spike_signal signal, d
 {
 	const double *values = d->values[signal];
 	const int n = d->count, half = n / 2;
-	double middle = center_of(values, n, deviation), moved[n];
+	double middle = center_of(values, n, deviation), moved[n], moved_deviation;
 	const double fall = half ? median_of(values, half) - median_of(values + n - half, half) : 0;
 	if (fall > *deviation) {
 		for (int i = 0; i < n; i++)
 			moved[i] = values[i] - fall / (n - half) * (n - i);
-		middle = center_of(moved, n, deviation);
+		const double moved_middle = center_of(moved, n, &moved_deviation);
+		if (moved_deviation < *deviation)
+			middle = moved_middle, *deviation = moved_deviation;
 	}
 	*deviation = fmax(*deviation, floors[signal] * fabs(middle));
 	return middle;

@@ -18,7 +18,7 @@ head -c 640 "$root/LICENSE" >text.txt
 tiny train.micro_batch=1 train.batch=6 train.steps=80 checkpoint.every=3 log.every=50
 
 supervisor=0
-trap '[ $supervisor = 0 ] || kill -9 $supervisor 2>/dev/null; kill -9 $(cat pid.*) 2>/dev/null' EXIT
+trap '[ $supervisor = 0 ] || kill -9 $supervisor 2>/dev/null; kill -9 $(cat pid.* 2>/dev/null) 2>/dev/null' EXIT
 
 # supervise RUN OPTION... -- COMMAND...: begins to supervise a run in the background, and sets supervisor.
 supervise() {
@@ -107,7 +107,7 @@ phase() { echo $(($(od -An -tu4 -j$((4096 * (1 + $2) + 48)) -N4 "$1/heartbeat") 
 
 test_stopped_in_a_save() {
 	local tries=0 pid
-	supervise saving --hang-least 1 --hang-unseen 3 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=saving checkpoint.every=1 train.steps=60
+	supervise saving --hang-least 1 --hang-unseen 3 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=saving checkpoint.every=1 checkpoint.async=false train.steps=60
 	wait_for_lines saving/metrics.jsonl 5
 	pid=$(cat pid.1)
 	while [ $tries -lt 1000 ]; do
@@ -192,11 +192,22 @@ test_go_back() {
 	same_end whole1 back 80
 	[ -e back/gone-back-step-0000020/trainer.json ] || problem "$(ls back)"
 	has out.txt "continuing from back/step-0000010"
-	[ "$(events back 'select(.kind == "restart") | "\(.from) \(.set_aside)"')" = "10 back/gone-back-step-0000020" ] || problem "$(cat back/events.jsonl)"
+	[ "$(events back 'select(.kind == "restart") | "\(.from) \(.set_aside[0])"')" = "10 back/gone-back-step-0000020" ] || problem "$(cat back/events.jsonl)"
 	supervise back -- sh -c 'exit 4'
 	ended 4
 	has err.txt "giving up: 3 starts in a row came no further than step 80"
-	[ "$(find back -maxdepth 1 -name 'gone-back-*' | wc -l)" = 3 ] || problem "$(ls back)"
+	# further back each time
+	[ "$(cd back && echo gone-back-* step-*)" = "gone-back-step-0000020 gone-back-step-0000078 gone-back-step-0000080 step-*" ] || problem "$(ls back)"
+	# a run that comes as far as before, and again must go back: first to step 2, then to step 1
+	expect 0 "" "$release" train tiny.yaml train.output_dir=deep checkpoint.every=1 checkpoint.keep=9 train.steps=3
+	cat >deep.sh <<-END
+		#!/bin/bash
+		"$release" train tiny.yaml train.output_dir=deep checkpoint.every=1 checkpoint.keep=9 train.steps=3 && exit 4
+	END
+	chmod +x deep.sh
+	supervise deep -- ./deep.sh
+	ended 4
+	[ "$(events deep 'select(.kind == "restart") | .from' | tr '\n' ' ')" = "2 1 " ] || problem "$(cat deep/events.jsonl)"
 }
 
 test_giving_up() {

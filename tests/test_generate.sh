@@ -278,6 +278,27 @@ test_chat_forms() {
 	echo '{"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
 	rendered '<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|>' \
 		'A<|role_end|>' --chat-form ling2
+	# The same in other spellings; and what differs in one place: it is refused.
+	local template text=$chatml
+	printf '%s\n' '{%- for m in messages -%}' '<|im_start|>{{ m.role }}' '{{ m["content"] }}<|im_end|>' '{% endfor -%}' '{# one #}' \
+		'{%- if add_generation_prompt -%}' '<|im_start|>assistant' '{% endif %}' >k/chat_template.jinja
+	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
+	printf '%s\n' '{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}' \
+		'{%- for message in messages %}' "    {{- '<|im_start|>' ~ (message['role'] + \"\\n\") }}" '    {%- generation %}' \
+		"    {{- message['content'] ~ '<|im_end|>\\n' -}}" '    {%- endgeneration %}' '{%- endfor %}' \
+		"{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}" >k/chat_template.jinja
+	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
+	for template in "${text/ + \'\\n\'\}/\}}" "${text/message[\'role\']/message[\'role\'] | upper}" "{{ '<s>' }}$text" "$text " \
+			"${text/\{\{/{% if message.role != 'system' %\}{{}" "${ling1/content\'] /content\'] + eos_token }" "${ling1/<\/role>/</role>\\n}" \
+			"${ling1/HUMAN/USER}" '{{' '{%-' "{{ m['a" ''; do
+		printf '%s' "$template" >k/chat_template.jinja
+		expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+	done
+	rm k/chat_template.jinja
+	for template in '{"default": "x"}' 5 '[{"name": "tool_use", "template": "x"}]'; do
+		echo "{\"chat_template\": $template}" >k/tokenizer_config.json
+		expect 1 "expected a string, or a list" "$ling" tokenize --tokenizer k --out c c.jsonl
+	done
 	# In tokenizer_config.json, alone or by name; and what is none of the three.
 	jq -n --arg t "$chatml" '{chat_template: [{name: "x", template: "y"}, {name: "default", template: $t}]}' >k/tokenizer_config.json
 	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'

@@ -24,8 +24,8 @@ static const char *const no_place_in_reply[] = {"reasoning_content", "tool_calls
 	"function_call", "refusal", "reasoning_details", "thinking_blocks", "thoughts", "tool_plan"};
 /* The same of a message that is no tool's: who speaks. The name of a tool is that of the call before it. */
 static const char *const no_place_unless_tool[] = {"name"};
-/* Members of a message that say whether the loss counts it: of OpenAI and Axolotl; ms-swift and XTuner; Axolotl; and other
- * names that these let their users give them. */
+/* Members of a message that say whether the loss counts it: of OpenAI and Axolotl; ms-swift and XTuner; Axolotl; and
+ * names that their users give them. */
 static const char *const weights[] = {"weight", "loss", "train", "training", "loss_scale", "loss_weight"};
 
 /* A member that is not null, or NULL. */

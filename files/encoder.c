@@ -149,8 +149,8 @@ static void outline_code(const char *code, size_t n, bool statement, struct text
 }
 
 /* What a template writes, in one spelling: its texts as they are, {value} and {statement} without blanks and
- * parentheses, `m` for a message. Blanks and new lines around them go where Hugging Face's settings of Jinja (trim_blocks,
- * lstrip_blocks) take them away. The caller frees the text. */
+ * parentheses, `m` for a message. Blanks and new lines around them go where Hugging Face's settings of Jinja
+ * (trim_blocks, lstrip_blocks) take them away. The caller frees the text. */
 static char *template_outline(const char *template)
 {
 	static const char unset[] = "{ifnotadd_generation_promptisdefined}{setadd_generation_prompt=false}{endif}";
@@ -167,7 +167,8 @@ static char *template_outline(const char *template)
 		const char mark[] = {kind == '{' ? '}' : kind, '}', 0};
 		const char *end = strstr(template + i + 2, mark);
 		size_t begin = i + 2, stop = end ? (size_t)(end - template) : n;
-		const bool strip = begin < stop && template[begin] == '-', strip_behind = stop > begin && template[stop - 1] == '-';
+		const bool strip = begin < stop && template[begin] == '-';
+		const bool strip_behind = stop > begin && template[stop - 1] == '-';
 		size_t left = out.size;
 		while (left > literal && strchr(strip ? " \t\r\n" : kind == '{' ? "" : " \t", out.data[left - 1]))
 			left--;

@@ -279,7 +279,7 @@ test_chat_forms() {
 	rendered '<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|>' \
 		'A<|role_end|>' --chat-form ling2
 	# The same in other spellings; and what differs in one place: it is refused.
-	local template text=$chatml
+	local template
 	printf '%s\n' '{%- for m in messages -%}' '<|im_start|>{{ m.role }}' '{{ m["content"] }}<|im_end|>' '{% endfor -%}' '{# one #}' \
 		'{%- if add_generation_prompt -%}' '<|im_start|>assistant' '{% endif %}' >k/chat_template.jinja
 	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
@@ -288,11 +288,15 @@ test_chat_forms() {
 		"    {{- message['content'] ~ '<|im_end|>\\n' -}}" '    {%- endgeneration %}' '{%- endfor %}' \
 		"{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}" >k/chat_template.jinja
 	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
-	for template in "${text/ + \'\\n\'\}/\}}" "${text/message[\'role\']/message[\'role\'] | upper}" "{{ '<s>' }}$text" "$text " \
-			"${text/\{\{/{% if message.role != 'system' %\}{{}" "${ling1/content\'] /content\'] + eos_token }" "${ling1/<\/role>/</role>\\n}" \
-			"${ling1/HUMAN/USER}" '{{' '{%-' "{{ m['a" ''; do
-		printf '%s' "$template" >k/chat_template.jinja
-		expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+	local change edits=("s/ + '.n'}}/}}/" "s/'role']/'role'] | upper/" "s/^/{{ '<s>' }}/" 's/$/ /' "s/'content'/'text'/" 's/n{% endif/n\\n{% endif/'
+		"s/{{/{% if message.role != 'system' %}{{/" 's/.*/{{/' 's/.*/{%-/' "s/.*/{{ m['a/" 's/.*//')
+	for template in "$chatml" "$ling1"; do
+		for change in "${edits[@]}"; do
+			sed "$change" <<<"$template" | tr -d '\n' >k/chat_template.jinja
+			[ "$(cat k/chat_template.jinja)" != "$template" ] || continue
+			expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+		done
+		edits=("s/content'] /content'] + eos_token /" 's/<.role>/&\\n/' 's/HUMAN/USER/' 's/lower/trim/' 's/$/{{ eos_token }}/')
 	done
 	rm k/chat_template.jinja
 	for template in '{"default": "x"}' 5 '[{"name": "tool_use", "template": "x"}]'; do

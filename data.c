@@ -708,6 +708,7 @@ static const struct { const char *key; size_t offset; } metric_reals[] = {
 	{"z_loss", offsetof(struct metrics, z_loss)},
 	{"lr", offsetof(struct metrics, lr)},
 	{"grad_norm", offsetof(struct metrics, grad_norm)},
+	{"update_norm", offsetof(struct metrics, update_norm)},
 	{"seconds", offsetof(struct metrics, seconds)},
 	{"tokens_per_second", offsetof(struct metrics, tokens_per_second)},
 };
@@ -736,6 +737,8 @@ int metrics_write(FILE *f, const struct metrics *m)
 	for (int i = 0; i < m->num_layers; i++)
 		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
 	json_object_set_new(root, "expert_load", load);
+	if (m->attempts)
+		json_object_set_new(root, "attempts", json_integer(m->attempts));
 	if (m->has_valid_loss)
 		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
 	else if (m->validation_stopped)
@@ -837,7 +840,11 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 	m->batch = batch;
 	for (size_t i = 0; i < NUM_METRIC_REALS; i++) {
 		const char *key = metric_reals[i].key;
-		if (metric_value(json_object_get(line, key), where, key, (double *)((char *)m + metric_reals[i].offset)) < 0)
+		double *value = (double *)((char *)m + metric_reals[i].offset);
+		*value = NAN;
+		if (!json_object_get(line, key) && value == &m->update_norm)
+			continue; /* written by an earlier version */
+		if (metric_value(json_object_get(line, key), where, key, value) < 0)
 			return -1;
 	}
 	const json_t *load = json_object_get(line, "expert_load"), *valid = json_object_get(line, "valid_loss");
@@ -848,6 +855,10 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 	for (int i = 0; i < m->num_layers; i++)
 		if (metric_value(json_array_get(load, i), where, "expert_load", &r->loads[r->num_loads++]) < 0)
 			return -1;
+	int64_t attempts = 0;
+	if (json_object_get(line, "attempts") && field_int(line, where, "attempts", 0, INT32_MAX, &attempts) < 0)
+		return -1;
+	m->attempts = attempts;
 	m->has_valid_loss = valid;
 	m->valid_loss = 0;
 	m->validation_stopped = json_is_true(json_object_get(line, "validation_stopped"));
@@ -1410,14 +1421,18 @@ static int check_blend(const struct blend *b, const struct trainer_state *now, c
 			"data.blend_from_step=%lld", what, (long long)s->step);
 }
 
-int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir)
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir, int *index)
 {
 	struct trainer_state now = {0};
+	for (int j = 0; index && j < MAX_SOURCES; j++)
+		index[j] = j;
 	blend_begin(b, c, &now);
 	if (check_blend(b, &now, s, dir) == 0)
 		return 0;
 	if (s->step != c->data.blend_from_step)
 		return -1;
+	for (int j = 0; index && j < MAX_SOURCES; j++)
+		index[j] = -1;
 	int next_order = 0;
 	for (int j = 0; j < s->num_sources; j++)
 		next_order = s->sources[j].order >= next_order ? s->sources[j].order + 1 : next_order;
@@ -1428,6 +1443,8 @@ int blend_resume(const struct blend *b, const struct config *c, struct trainer_s
 		const bool known = j < s->num_sources;
 		now.sources[i].order = known ? s->sources[j].order : next_order++;
 		now.sources[i].taken = known ? s->sources[j].taken : 0;
+		if (known && index)
+			index[j] = i;
 		if (known)
 			s->sources[j].tokens = -1; /* the same file may be in the blend twice */
 	}
@@ -1453,17 +1470,22 @@ static int next_source(struct source_state *sources, int n)
 	return best;
 }
 
+struct blend_sample blend_sample_at(const struct blend *b, const struct source_state *sources, int file,
+		int64_t number)
+{
+	/* Sample number n of a file is window n mod N of epoch n / N, N being its windows; or, shuffled, the image of that
+	 * window under the epoch's permutation. */
+	const int64_t windows = count_windows(&b->files[file], b->seq_len), epoch = number / windows;
+	const struct random_stream order = {.seed = b->seed, .purpose = RANDOM_SHUFFLE + sources[file].order,
+			.step = (uint32_t)epoch};
+	return (struct blend_sample){file, number, b->shuffle ?
+			(int64_t)random_permute(number % windows, windows, &order) : number % windows, order};
+}
+
 struct blend_sample blend_next(const struct blend *b, struct source_state *sources)
 {
 	const int file = next_source(sources, b->num_files);
-	struct source_state *source = &sources[file];
-	/* Sample number n of a file is window n mod N of epoch n / N, N being its windows; or, shuffled, the image of that
-	 * window under the epoch's permutation. */
-	const int64_t windows = count_windows(&b->files[file], b->seq_len), n = source->taken++, epoch = n / windows;
-	const struct random_stream order = {.seed = b->seed, .purpose = RANDOM_SHUFFLE + source->order,
-			.step = (uint32_t)epoch};
-	return (struct blend_sample){file, b->shuffle ? (int64_t)random_permute(n % windows, windows, &order)
-			: n % windows, order};
+	return blend_sample_at(b, sources, file, sources[file].taken++);
 }
 
 int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t *input, int32_t *target,

@@ -182,10 +182,15 @@ void blend_close(struct blend *b);
 void blend_begin(const struct blend *b, const struct config *c, struct trainer_state *s);
 /* Compares the files and shares of the config with those of the state, which was read from checkpoint `dir`. Returns 0
  * when they are the same. Where they differ, that is an error; but if data.blend_from_step is the state's step, the
- * new blend begins there: 1. Then each file that was in it before goes on from where it stands. */
-int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir);
-/* Draws the next sample: window `window` of file `file`. Advances the states of the sources, sources [num_files]. */
-struct blend_sample { int file; int64_t window; struct random_stream order; };
+ * new blend begins there: 1. Then each file that was in it before goes on from where it stands. index [MAX_SOURCES],
+ * or NULL: the index in the new blend of each file of the state, -1 when it is not in it. */
+int blend_resume(const struct blend *b, const struct config *c, struct trainer_state *s, const char *dir, int *index);
+/* Sample `number` of file `file` is window `window` of that file, in the order of its epoch. */
+struct blend_sample { int file; int64_t number, window; struct random_stream order; };
+/* The same sample whenever it is asked for. sources [num_files]: the states of the sources at any time of the run. */
+struct blend_sample blend_sample_at(const struct blend *b, const struct source_state *sources, int file,
+		int64_t number);
+/* Draws the next sample. Advances the states of the sources. */
 struct blend_sample blend_next(const struct blend *b, struct source_state *sources);
 /* Reads a sample: read_window in the order of its epoch. */
 int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t *input, int32_t *target,
@@ -201,6 +206,8 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int64_t step, samples, tokens;
 	int batch;
 	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
+	double update_norm;          /* of what the weights changed by; NaN where an earlier version wrote the line */
+	int attempts;                /* the most that a sample of the batch had been tried before; 0: all are new */
 	int num_layers;              /* layers with experts */
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;

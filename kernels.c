@@ -1661,8 +1661,9 @@ void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *tar
  * AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2)
  * ========================================================================================================== */
 
-void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
+double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o)
 {
+	double partial[SUM_BLOCKS];
 	const real beta1 = (real)o->beta1, beta2 = (real)o->beta2;
 	const real one_minus_beta1 = (real)(1 - o->beta1), one_minus_beta2 = (real)(1 - o->beta2);
 	const real eps = (real)o->eps, grad_scale = (real)o->grad_scale;
@@ -1671,11 +1672,23 @@ void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, in
 	const real v_correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));
 	/* w = (1 - lr weight_decay) w - lr m_hat / (sqrt(v_hat) + eps),
 	 * with m_hat = m / (1 - beta1^step) and v_hat = v / (1 - beta2^step). */
-	#pragma omp parallel for simd
-	for (int64_t i = 0; i < n; i++) {
-		real g = grad[i] * grad_scale;
-		real m = exp_avg[i] = beta1 * exp_avg[i] + one_minus_beta1 * g;
-		real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + one_minus_beta2 * g * g;
-		w[i] = w[i] * decay - step_size * m / ((real)sqrt(v) * v_correction + eps);
+	#pragma omp parallel for
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		double sum = 0;
+		#pragma omp simd reduction(+ : sum)
+		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++) {
+			real g = grad[i] * grad_scale;
+			real m = exp_avg[i] = beta1 * exp_avg[i] + one_minus_beta1 * g;
+			real v = exp_avg_sq[i] = beta2 * exp_avg_sq[i] + one_minus_beta2 * g * g;
+			real next = w[i] * decay - step_size * m / ((real)sqrt(v) * v_correction + eps);
+			double change = next - w[i];
+			sum += change * change;
+			w[i] = next;
+		}
+		partial[b] = sum;
 	}
+	double sum = 0;
+	for (int b = 0; b < SUM_BLOCKS; b++)
+		sum += partial[b];
+	return sum;
 }

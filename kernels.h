@@ -152,7 +152,7 @@ void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout,
 
 /* Purposes; the low 16 bits are free for the caller, for a layer's number for example. */
 enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16, RANDOM_SAMPLING = 4 << 16,
-	RANDOM_EXAMPLES = 5 << 16, RANDOM_FAULTS = 7 << 16 };
+	RANDOM_EXAMPLES = 5 << 16, RANDOM_RETRY = 6 << 16, RANDOM_FAULTS = 7 << 16 };
 struct random_stream {
 	uint64_t seed;
 	uint32_t purpose, step;
@@ -242,7 +242,8 @@ struct adamw {
 	double grad_scale;           /* the gradient is multiplied by it first: 1, or less where it is clipped */
 	int64_t step;                /* updates done, this one included */
 };
-/* One update of n parameters w from grad, and of their moments exp_avg and exp_avg_sq; all [n]. */
-void adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o);
+/* One update of n parameters w from grad, and of their moments exp_avg and exp_avg_sq; all [n]. Returns the sum of
+ * squares of what w changed by. */
+double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, int64_t n, const struct adamw *o);
 
 #endif

@@ -21,6 +21,7 @@
 #include "ling.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -31,9 +32,12 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "model/weight_files.h"
+#include "training/events.h"
+#include "training/spikes.h"
 
 #include <assert.h>
 #include <errno.h>
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -168,6 +172,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	int64_t first;
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const struct group *tensor = &m->layout.tensor;
+	heartbeat_operation("attention", l);
 	attention_core_forward(m, l, T, segments, n);
 	copy_array(x->residual, x->input, N * H);
 	/* The output product sums over all heads: with a tensor group each rank has its heads' summand, and rank 0 adds
@@ -318,6 +323,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
+	heartbeat_operation(experts ? "router" : "dense", l);
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->residual, N * H);
@@ -325,6 +331,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) {
 		router_forward(m, l, T, step, sums);
 		end_phase(m, PHASE_ROUTER);
+		heartbeat_operation("experts", l);
 		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
 		 * x->token[r]. */
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
@@ -447,6 +454,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
+	heartbeat_operation("head", -1);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
@@ -575,6 +583,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
+	heartbeat_operation(experts ? "experts" : "dense", l);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	end_phase(m, PHASE_OTHER);
@@ -594,6 +603,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	}
 	if (experts) { /* dnormed += the experts' and the router's */
 		experts_backward(m, l, B, step);
+		heartbeat_operation("router", l);
 		router_backward(m, l, B, step);
 		end_phase(m, PHASE_ROUTER);
 	}
@@ -614,6 +624,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	heartbeat_operation("attention", l);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
@@ -657,6 +668,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
+	heartbeat_operation("embedding", -1);
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
@@ -767,9 +779,13 @@ int64_t trainer_next_batch(struct trainer *t)
 {
 	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
 	const struct micro_batches own = own_micro_batches(t, batch);
-	memcpy(t->next_sources, t->state.sources, sizeof t->next_sources);
+	retry_queue_draw(&t->retry, t->samples, batch, t->config.train.seed, ++t->state.batches);
 	for (int64_t i = 0; i < batch; i++) { /* every rank draws all samples, and reads its own */
-		const struct blend_sample sample = blend_next(&t->train, t->next_sources);
+		struct batch_sample *s = &t->samples[i];
+		const struct blend_sample sample = s->file < 0 ? blend_next(&t->train, t->state.sources)
+				: blend_sample_at(&t->train, t->state.sources, s->file, s->number);
+		s->file = sample.file;
+		s->number = sample.number;
 		const int64_t place = micro_batch_place(&own, i), at = place * L;
 		if (place >= 0 && (t->length[place] = blend_read(&t->train, &sample, t->input + at, t->target + at,
 				t->document ? t->document + at : NULL)) < 0)
@@ -851,22 +867,120 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	m->expert_load = t->expert_load;
 }
 
-/* What all ranks do with the gradient. */
+/* What all ranks do with a batch. */
 struct decision {
-	bool update;                 /* else the gradient is dropped, and the run ends */
-	double grad_scale;           /* the update is of this times the gradient */
+	enum step_result result;
+	const char *kind, *message;  /* of the event that tells of it, and in words; NULL: it is an ordinary step */
+	bool accept;                 /* its values enter the window of the detector */
+	double lr_scale, grad_scale; /* the update is of these times the learning rate, and times the gradient */
+	double deviation[NUM_DECIDING_SIGNALS]; /* of loss and gradient norm, see training/spikes.h */
+	int attempts;                /* the most that a sample of the batch had been tried before */
 };
 
-/* Decides whether and how to update, from numbers that are the same on all ranks: *m and the config. Weights and state
- * have not changed yet. */
-static struct decision decide(const struct trainer *t, const struct metrics *m)
+/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the
+ * update, overflow: the second moment would stay infinite for ever. */
+static bool is_usable(const struct metrics *m, double grad_scale)
 {
+	return isfinite(m->loss) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr) &&
+			isfinite(m->grad_norm) && isfinite((real)(m->grad_norm * grad_scale * m->grad_norm * grad_scale));
+}
+
+/* Decides what to do with the batch, from numbers that are the same on all ranks: *m, the config, the samples' earlier
+ * attempts, the detector, of which only the run of spikes and, on a level shift, the windows change. */
+static struct decision decide(struct trainer *t, const struct metrics *m)
+{
+	const enum spike_action action = t->config.spikes.action;
 	const double clip = t->config.train.grad_clip, norm = m->grad_norm;
-	return (struct decision){
-		.update = isfinite(m->loss) && isfinite(norm) && isfinite(m->balance_loss) && isfinite(m->z_loss) &&
-				isfinite(m->lr),
-		.grad_scale = clip > 0 && norm > clip ? clip / norm : 1,
-	};
+	struct decision d = {.lr_scale = 1, .grad_scale = clip > 0 && norm > clip ? clip / norm : 1};
+	const bool usable = is_usable(m, d.grad_scale);
+	for (int i = 0; i < m->batch; i++)
+		d.attempts = t->samples[i].attempts > d.attempts ? t->samples[i].attempts : d.attempts;
+	if (!usable && action < SPIKES_SKIP)
+		d.result = STEP_GO_BACK;
+	if (action == SPIKES_OFF)
+		return d;
+	const double x[NUM_DECIDING_SIGNALS] = {usable ? m->loss : INFINITY, norm};
+	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
+		d.deviation[i] = spike_deviation(&t->spikes, i, x[i]);
+	const enum spike_verdict verdict = spike_judge(&t->spikes, x);
+	d.accept = verdict != SPIKE_FOUND;
+	if (verdict == SPIKE_LEVEL_SHIFT) {
+		d.kind = "level_shift", d.message = "taken, this is the level now";
+	} else if (verdict == SPIKE_FOUND && action == SPIKES_WATCH) {
+		d.kind = "spike", d.message = usable ? "taken, spikes.action is watch" : "not finite, the run ends";
+	} else if (verdict == SPIKE_FOUND && action == SPIKES_LADDER && usable && d.attempts) {
+		d.kind = "retry", d.message = "taken with a lower learning rate, samples of it were tried before";
+		d.lr_scale = t->config.spikes.retry_lr;
+	} else if (verdict == SPIKE_FOUND) {
+		d.kind = "skip", d.message = "skipped";
+		d.result = STEP_SKIPPED;
+	}
+	return d;
+}
+
+/* Which samples they are, for an event; windows: an array that gets [file, window] of each, or NULL. */
+static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows)
+{
+	struct batch_sample *sorted = allocate(n * sizeof *sorted);
+	if (n)
+		memcpy(sorted, samples, n * sizeof *sorted);
+	json_t *list = samples_to_json(sorted, n);
+	for (int64_t i = 0; i < n && windows; i++)
+		json_array_append_new(windows, json_pack("[i, I]", sorted[i].file, (json_int_t)
+				blend_sample_at(&t->train, t->state.sources, sorted[i].file, sorted[i].number).window));
+	free(sorted);
+	return list;
+}
+
+/* Tells what was decided, and why: one line, and an event, whose step is the last one that is done. */
+static void report_decision(struct trainer *t, const struct decision *d, const struct metrics *m)
+{
+	char line[320];
+	if (!d->kind || !is_rank0(t))
+		return;
+	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g "
+			"(%.1f): %s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss),
+			d->deviation[SPIKE_LOSS], plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
+	print_status(stdout, line, true);
+	event_write(&t->events, t->state.step, d->kind, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:i, s:o}",
+			"batch", (json_int_t)t->state.batches, "loss", json_number(m->loss), "grad_norm", json_number(m->grad_norm),
+			"balance_loss", json_number(m->balance_loss), "z_loss", json_number(m->z_loss),
+			"loss_deviation", json_number(d->deviation[SPIKE_LOSS]),
+			"grad_norm_deviation", json_number(d->deviation[SPIKE_GRAD_NORM]), "lr", json_number(m->lr),
+			"attempts", d->attempts, "samples", list_samples(t, t->samples, m->batch, NULL)));
+}
+
+/* Names samples that are trained no more, and why. */
+static void report_drop(struct trainer *t, const char *why, const struct batch_sample *samples, int64_t n)
+{
+	char line[160];
+	if (!n || !is_rank0(t))
+		return;
+	json_t *windows = json_array(), *list = list_samples(t, samples, n, windows);
+	snprintf(line, sizeof line, "%lld samples are dropped (%s) and named in %s", (long long)n, why, "events.jsonl");
+	print_status(stdout, line, true);
+	event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o, s:o}", "batch",
+			(json_int_t)t->state.batches, "why", why, "samples", list, "windows", windows));
+}
+
+/* What a batch that is not taken leaves: its samples go into the queue, or are dropped and named. */
+static void skip(struct trainer *t, struct decision *d, const struct metrics *m)
+{
+	const struct spike_options *o = &t->config.spikes;
+	int64_t dropped = m->batch;
+	if (o->action == SPIKES_LADDER)
+		dropped = retry_queue_add(&t->retry, t->samples, m->batch, t->config.train.seed, t->state.batches,
+				o->window / 4);
+	report_drop(t, o->action == SPIKES_LADDER ? "skipped too often" : "skipped", t->samples, dropped);
+	if (!spike_skipped(&t->spikes, t->state.batches))
+		return;
+	d->result = STEP_SKIPPED_TOO_MANY;
+	fail("step %lld: %d of the last %d batches were skipped; spikes.max_skips allows %d. The last one has loss %g, "
+			"balance loss %g, z-loss %g, gradient norm %g. Nothing new is saved, and the checkpoints stay: continue "
+			"from one before the trouble (remove the later ones; spikes.rollback does that by itself); lower "
+			"schedule.peak_lr, or look at the data that events.jsonl names", (long long)m->step, t->spikes.num_skips,
+			o->window, o->max_skips, plain_nan(m->loss), plain_nan(m->balance_loss), plain_nan(m->z_loss),
+			plain_nan(m->grad_norm));
 }
 
 /* For the routing warmup: the running mean and standard deviation of each layer's router logits s become
@@ -886,12 +1000,14 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
  * (sqrt(v_hat) + eps), on the shards that this rank updates, neighbours with the same decay together. Then all ranks
- * gather all shards. */
-static void update_weights(struct trainer *t, const struct adamw *optimizer)
+ * gather all shards. Returns the norm of what the weights changed by, every distinct parameter once. */
+static double update_weights(struct trainer *t, const struct adamw *optimizer)
 {
 	struct model *m = &t->model;
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
+	double square = 0;
+	heartbeat_operation("optimizer", -1);
 	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t begin = p.parameter->offset + p.from, state = p.state;
@@ -902,8 +1018,8 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
-		adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state, m->grads.memory + begin,
-				end - begin, &o);
+		square += adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state,
+				m->grads.memory + begin, end - begin, &o);
 	}
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
@@ -912,21 +1028,30 @@ static void update_weights(struct trainer *t, const struct adamw *optimizer)
 		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
 	}
 	model_update_head_scale(m);
+	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
+	return sqrt(square);
 }
 
-/* Weights, moments, router statistics and the position in the data: all that an update changes. num_tokens: those of
- * the batch that are no padding. */
-static void update(struct trainer *t, const struct decision *d, const struct metrics *m, int64_t num_tokens)
+/* Weights, moments, router statistics, counters, the window of the detector: all that an update changes. num_tokens:
+ * those of the batch that are no padding. */
+static void update(struct trainer *t, const struct decision *d, struct metrics *m, int64_t num_tokens)
 {
 	const struct config *c = &t->config;
-	update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1, .beta2 = c->optimizer.beta2,
-			.eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay, .grad_scale = d->grad_scale,
-			.step = m->step});
+	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1,
+			.beta2 = c->optimizer.beta2, .eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
+			.grad_scale = d->grad_scale, .step = m->step});
 	update_router_statistics(t, num_tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
 	t->state.tokens = m->tokens;
-	memcpy(t->state.sources, t->next_sources, sizeof t->state.sources);
+	if (!d->accept)
+		return;
+	const double deviation = spike_deviation(&t->spikes, SPIKE_UPDATE_NORM, m->update_norm);
+	if (deviation > c->spikes.grad_threshold && is_rank0(t)) /* only told */
+		event_write(&t->events, t->state.step, "spike", json_pack("{s:I, s:o, s:o}", "batch",
+				(json_int_t)t->state.batches, "update_norm", json_number(m->update_norm), "update_norm_deviation",
+				json_number(deviation)));
+	spike_accept(&t->spikes, (double[]){m->loss, m->grad_norm, m->update_norm});
 }
 
 /* The time and the counters of communication when a step began; bytes sent by this rank. */
@@ -947,11 +1072,12 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	const struct group *world = &t->model.layout.world;
 	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
 	for (int i = 0; i < m->num_sources; i++)
-		t->source_samples[i] = t->next_sources[i].taken;
+		t->source_samples[i] = t->state.sources[i].taken;
 	m->source_samples = t->source_samples;
 	m->seconds = t->model.phase_start - a->start;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = parallel_seconds() - a->communication;
+	heartbeat_own_seconds(m->seconds - t->communication);
 	t->slowest = slowest_rank(world, m->seconds - t->communication);
 	parallel_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
@@ -961,7 +1087,7 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->bytes_sent = t->bytes_sent;
 }
 
-int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
+enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
 	const struct step_account account = open_account(&t->model);
@@ -975,25 +1101,32 @@ int trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 	};
 	report_sums(t, m);
 
-	const struct decision decision = decide(t, m);
-	if (decision.update)
+	struct decision decision = decide(t, m);
+	m->lr *= decision.lr_scale;
+	m->attempts = decision.attempts;
+	if (decision.result == STEP_TAKEN)
 		update(t, &decision, m, counts.num_tokens);
+	report_decision(t, &decision, m);
+	if (decision.result == STEP_SKIPPED)
+		skip(t, &decision, m);
 	end_phase(&t->model, PHASE_OPTIMIZER);
 
 	report_costs(&account, t, m);
-	if (decision.update)
-		return 0;
-	return fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so "
-			"the weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
-			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
-			"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
-			plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
-			(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+	if (decision.result == STEP_GO_BACK)
+		fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
+				"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
+				"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
+				"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
+				plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
+				(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+	return decision.result;
 }
 
 /* ============================================================================================================
  * The loop
  * ========================================================================================================== */
+
+static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1051,6 +1184,7 @@ static int validate(struct trainer *t, struct metrics *m)
 	const double start = clock_seconds();
 	double sum = 0;
 	int64_t tokens = 0;
+	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
 	for (int i = 0; i < c->data.num_valid; i++) {
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
@@ -1113,6 +1247,7 @@ static int save_progress(struct trainer *t, FILE *metrics_file)
 {
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	int rc = 0, place = 0;
+	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
 	memcpy(named, t->config.train.output_dir, sizeof named);
 	if (is_rank0(t)) {
 		rc = metrics_sync(metrics_file);
@@ -1142,7 +1277,7 @@ static void print_raised_rate(const struct trainer *t, const struct metrics *bef
 	/* the rate that the last step would have had under the schedule as it is now */
 	const double same = learning_rate(c, step, t->steps, (double)(t->state.tokens - tokens) / t->tokens),
 			next = learning_rate(c, step + 1, t->steps, (double)t->state.tokens / t->tokens);
-	if (step && before->step == step && next > before->lr && before->lr < same * (1 - 1e-6))
+	if (step && before->step == step && !before->attempts && next > before->lr && before->lr < same * (1 - 1e-6))
 		printf("the learning rate was %.2e at step %lld and is %.2e at step %lld: the schedule of %lld steps undoes a "
 				"drop, decay or lower peak of the run so far; if that is not wanted, stop, and lower schedule.peak_lr "
 				"or go back to a checkpoint from before the decay\n", before->lr, (long long)step, next,
@@ -1150,53 +1285,126 @@ static void print_raised_rate(const struct trainer *t, const struct metrics *bef
 	fflush(stdout);
 }
 
-/* Trains from where the trainer stands to the end, or to a stop. */
-static int training_loop(struct trainer *t, FILE *metrics_file)
+/* Goes back to the newest checkpoint from before the first of the skipped batches that the detector remembers. The
+ * position in the data stays: the samples since that checkpoint, and those that waited at it, are passed over, and
+ * named. Later checkpoints and metrics are removed. */
+static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 {
 	const struct config *c = &t->config;
-	const int64_t first_token = t->state.tokens;
-	const double start = clock_seconds();
+	const int64_t from = t->state.step, batches = t->state.batches;
+	/* The batches since the first skip were skips or steps. */
+	const int64_t before = from - (batches - t->spikes.skips[0] + 1 - t->spikes.num_skips);
+	char dir[PATH_LEN] = "", reason[sizeof error_text];
+	memcpy(reason, error_text, sizeof reason);
+	const int found = is_rank0(t) ? checkpoint_before(c->train.output_dir, before, dir) : 0;
+	if (parallel_agree(found < 0 ? -1 : 0) < 0)
+		return RUN_FAILED;
+	broadcast(&t->model.layout.world, dir, sizeof dir);
+	if (!*dir) {
+		fail("%s. There is no checkpoint from step %lld or before to go back to", reason, (long long)before);
+		return RUN_GO_BACK;
+	}
+	struct source_state now[MAX_SOURCES];
+	const int rollbacks = t->rollbacks + 1;
+	memcpy(now, t->state.sources, sizeof now);
+	if (load_checkpoint(t, dir, NULL) < 0)
+		return RUN_FAILED;
+	json_t *passed_over = samples_to_json(t->retry.list, t->retry.count);
+	for (int i = 0; i < t->state.num_sources; i++)
+		if (now[i].taken > t->state.sources[i].taken)
+			json_array_append_new(passed_over, json_pack("[i, I, I]", i, (json_int_t)t->state.sources[i].taken,
+					(json_int_t)now[i].taken - 1));
+	memcpy(t->state.sources, now, sizeof now);
+	t->state.batches = batches;
+	t->retry.count = 0;
+	spike_detector_clear(&t->spikes);
+	t->rollbacks = rollbacks;
+	int rc = 0;
+	if (is_rank0(t)) {
+		char line[PATH_LEN + 160];
+		snprintf(line, sizeof line, "too many batches were skipped: back from step %lld to %s, rollback %d of %d; the "
+				"samples since are passed over", (long long)from, dir, rollbacks, c->spikes.rollback);
+		print_status(stdout, line, true);
+		checkpoint_remove_after(c->train.output_dir, t->state.step);
+		event_write(&t->events, t->state.step, "rollback", json_pack("{s:I, s:I, s:i, s:O}", "batch",
+				(json_int_t)batches, "from_step", (json_int_t)from, "rollbacks", rollbacks, "samples", passed_over));
+		fclose(*metrics_file);
+		*metrics_file = metrics_open(c->train.output_dir, t->state.step, NULL);
+		rc = *metrics_file ? 0 : -1;
+	}
+	json_decref(passed_over);
+	return parallel_agree(rc) < 0 ? RUN_FAILED : RUN_DONE;
+}
+
+/* Trains from where the trainer stands to the end, or to a stop. */
+static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
+{
+	const struct config *c = &t->config;
+	int64_t first_token = t->state.tokens;
+	double start = clock_seconds();
 	t->validation_seconds = t->num_validations = 0;
-	while (t->state.step < t->steps) {
+	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
+		heartbeat_operation("batch", -1);
 		const int64_t batch = trainer_next_batch(t);
 		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
-			return -1;
-		if (trainer_step(t, batch, &m) < 0) {
+			return RUN_FAILED;
+		const enum step_result result = trainer_step(t, batch, &m);
+		const bool taken = result == STEP_TAKEN;
+		if (result == STEP_GO_BACK) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
 			if (is_rank0(t))
-				metrics_write(metrics_file, &m); /* shows the step that failed; its own failure matters less */
-			return fail("%s", reason);
+				metrics_write(*metrics_file, &m); /* shows the step that failed; its own failure matters less */
+			fail("%s", reason);
+			return RUN_GO_BACK;
 		}
-		const bool last = m.step == t->steps;
-		if (has_validation(t, m.step) && validate(t, &m) < 0)
-			return -1;
-		if (is_rank0(t) && metrics_write(metrics_file, &m) < 0)
-			return -1;
-		if (m.has_valid_loss && !isfinite(m.valid_loss))
-			return fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints "
-					"stay", (long long)m.step, plain_nan(m.valid_loss));
-		const bool stop = t->stop || m.step == c->train.stop_at_step;
-		if (is_rank0(t) && (last || stop || m.step % c->log.every == 0 || m.has_valid_loss))
+		if (result == STEP_SKIPPED_TOO_MANY) {
+			const enum run_result back = t->rollbacks < c->spikes.rollback ? roll_back(t, metrics_file) : RUN_GO_BACK;
+			if (back != RUN_DONE)
+				return back;
+			first_token = t->state.tokens;
+			start = clock_seconds();
+			t->validation_seconds = t->num_validations = 0;
+		}
+		const int64_t step = t->state.step;
+		const bool last = step == t->steps;
+		if (taken && has_validation(t, step) && validate(t, &m) < 0)
+			return RUN_FAILED;
+		if (taken && is_rank0(t) && metrics_write(*metrics_file, &m) < 0)
+			return RUN_FAILED;
+		if (taken && m.has_valid_loss && !isfinite(m.valid_loss)) {
+			fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
+					(long long)step, plain_nan(m.valid_loss));
+			return RUN_GO_BACK;
+		}
+		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
+		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
 			print_progress(t, &m, (clock_seconds() - start - t->validation_seconds) / (m.tokens - first_token));
-		if ((last || stop || (c->checkpoint.every && m.step % c->checkpoint.every == 0)) &&
-				save_progress(t, metrics_file) < 0)
-			return -1;
+		if ((last || stop || (taken && c->checkpoint.every && step % c->checkpoint.every == 0)) &&
+				save_progress(t, *metrics_file) < 0)
+			return RUN_FAILED;
 		if (stop && (!last || m.validation_stopped)) {
 			char line[160];
-			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < m.step;
+			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < step;
 			snprintf(line, sizeof line, "stopped after step %lld of %lld and saved; the same command%s continues",
-					(long long)m.step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
+					(long long)step, (long long)t->steps, beyond ? " without train.stop_at_step" : "");
 			if (is_rank0(t))
 				print_status(stdout, line, true);
-			return 0;
+			return t->stop ? RUN_STOPPED : RUN_DONE;
 		}
 	}
 	if (is_rank0(t))
 		printf("done: %lld steps, %lld tokens, checkpoint %s/step-%07lld\n", (long long)t->state.step,
 				(long long)t->state.tokens, c->train.output_dir, (long long)t->state.step);
-	return 0;
+	return RUN_DONE;
+}
+
+/* Opens events.jsonl on rank 0, unless it is open. */
+static int open_events(struct trainer *t)
+{
+	return is_rank0(t) && t->events.fd < 0 ? events_open(&t->events, t->config.train.output_dir) : 0;
 }
 
 /* Makes up for the validation of the current step if a stop ended it. */
@@ -1227,7 +1435,7 @@ enum run_result trainer_run(struct trainer *t)
 		if (is_rank0(t))
 			printf("stopped before the validation of step %lld was complete; the same command continues\n",
 					(long long)t->state.step);
-		return 0;
+		return RUN_STOPPED;
 	}
 	if (t->state.step >= t->steps) {
 		if (is_rank0(t))
@@ -1244,16 +1452,31 @@ enum run_result trainer_run(struct trainer *t)
 	}
 	struct metrics before = {0};
 	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step, &before) : NULL;
-	if (parallel_agree(is_rank0(t) && !f ? -1 : 0) < 0)
-		return -1;
-	if (is_rank0(t))
+	if (parallel_agree((is_rank0(t) && !f) || open_events(t) < 0 ? -1 : 0) < 0) {
+		if (f)
+			fclose(f);
+		return RUN_FAILED;
+	}
+	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
-	int rc = training_loop(t, f);
-	if (rc < 0 && is_rank0(t) && is_terminal(stdout))
-		printf("\n"); /* the error goes on a line of its own */
-	if (f && fclose(f) && rc == 0)
-		rc = fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
-	return rc;
+		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
+				(json_int_t)t->state.batches));
+	}
+	enum run_result result = training_loop(t, &f);
+	if (is_rank0(t)) {
+		static const char *const why[] = {"failed", "done", "signal", "go back"}; /* by enum run_result */
+		if (result != RUN_DONE && result != RUN_STOPPED && is_terminal(stdout))
+			printf("\n"); /* the error goes on a line of its own */
+		event_write(&t->events, t->state.step, "stop", json_pack("{s:I, s:s, s:o}", "batch",
+				(json_int_t)t->state.batches, "why", why[result - RUN_FAILED], "waiting",
+				list_samples(t, t->retry.list, t->retry.count, NULL)));
+		events_close(&t->events);
+	}
+	if (f && fclose(f) && result >= RUN_DONE) {
+		fail("%s/metrics.jsonl: %s", t->config.train.output_dir, strerror(errno));
+		return RUN_FAILED;
+	}
+	return result;
 }
 
 /* ============================================================================================================
@@ -1747,12 +1970,43 @@ int model_load(struct model *m, const char *dir)
  * Checkpoints
  * ========================================================================================================== */
 
+/* What the run must remember of spikes. */
+static json_t *spikes_to_json(const struct trainer *t)
+{
+	json_t *state = spike_detector_to_json(&t->spikes);
+	json_object_set_new(state, "queue", retry_queue_to_json(&t->retry));
+	json_object_set_new(state, "rollbacks", json_integer(t->rollbacks));
+	return state;
+}
+
+/* The same back, from the state that was read from checkpoint `dir`. One from before there was anything to remember
+ * leaves all empty. */
+static int spikes_from_json(struct trainer *t, const char *dir)
+{
+	const json_t *state = t->state.spikes;
+	char where[PATH_LEN + 32];
+	int64_t taken[MAX_SOURCES], rollbacks = 0;
+	snprintf(where, sizeof where, "%s/trainer.json: spikes", dir);
+	for (int i = 0; i < t->state.num_sources; i++)
+		taken[i] = t->state.sources[i].taken;
+	spike_detector_clear(&t->spikes);
+	t->retry.count = 0;
+	if (state && (spike_detector_from_json(&t->spikes, state, where) < 0 || retry_queue_from_json(&t->retry,
+			json_object_get(state, "queue"), where, t->state.num_sources, taken, t->state.batches) < 0 ||
+			field_int(state, where, "rollbacks", 0, INT32_MAX, &rollbacks) < 0))
+		return -1;
+	t->rollbacks = (int)rollbacks;
+	return 0;
+}
+
 int trainer_save(struct trainer *t)
 {
 	struct model *m = &t->model;
 	const struct group *world = &m->layout.world;
 	struct { int begun; char dir[PATH_LEN]; } directory = {0};
 	int rc = 0;
+	json_decref(t->state.spikes);
+	t->state.spikes = spikes_to_json(t);
 	if (!isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) ||
 			!isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) ||
 			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
@@ -1784,7 +2038,7 @@ int trainer_save(struct trainer *t)
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
-	*t = (struct trainer){.config = *c};
+	*t = (struct trainer){.config = *c, .events.fd = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
 	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
 			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
@@ -1799,6 +2053,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
+	if (rc == 0)
+		rc = spike_detector_init(&t->spikes, &c->spikes);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
 	const size_t tokens = sequences * c->data.seq_len;
 	t->state.num_layers = layers;
@@ -1808,10 +2064,11 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->length = calloc(sequences, sizeof(int32_t));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
+	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->length || !t->input ||
-			!t->target || (documents && !t->document)))
+			!t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -1841,7 +2098,12 @@ void trainer_free(struct trainer *t)
 	free(t->target);
 	free(t->document);
 	free(t->length);
-	*t = (struct trainer){0};
+	free(t->samples);
+	retry_queue_free(&t->retry);
+	spike_detector_free(&t->spikes);
+	json_decref(t->state.spikes);
+	events_close(&t->events);
+	*t = (struct trainer){.events.fd = -1};
 }
 
 static int open_data_files(struct trainer *t)
@@ -1908,25 +2170,57 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 	return rc;
 }
 
-/* Continues from a checkpoint: state, weights, moments. Config and data must be those of the same run. */
-static int resume(struct trainer *t, const char *dir)
+/* Names the samples that wait, but whose files are in the blend no more. */
+static int drop_lost(struct trainer *t, const int *index)
+{
+	struct batch_sample *lost = allocate(t->retry.count * sizeof *lost);
+	const int64_t n = retry_queue_remap(&t->retry, index, lost);
+	const int rc = parallel_agree(n ? open_events(t) : 0);
+	if (n && rc == 0 && is_rank0(t)) {
+		json_t *list = samples_to_json(lost, n);
+		char *text = json_text(list, JSON_COMPACT);
+		printf("%lld samples that were to be tried again are dropped, their files are in data.train no more; file, "
+				"first and last number: %s\n", (long long)n, text);
+		free(text);
+		event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o}", "batch",
+				(json_int_t)t->state.batches, "why", "their files left the blend", "samples", list));
+	}
+	free(lost);
+	return rc;
+}
+
+/* Takes state, weights and moments from a checkpoint. Config and data must be those of the same run. What differs in
+ * the config is written to notes; NULL: not. */
+static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 {
 	struct model *m = &t->model;
-	FILE *notes = is_rank0(t) ? stdout : fopen("/dev/null", "w");
-	int rc = notes ? checkpoint_read_state(dir, &t->config, &t->state, notes) : fail("/dev/null: %s", strerror(errno));
-	if (notes && !is_rank0(t))
-		fclose(notes);
+	FILE *nowhere = notes ? NULL : fopen("/dev/null", "w");
+	int index[MAX_SOURCES], rc = notes || nowhere ? 0 : fail("/dev/null: %s", strerror(errno));
+	if (rc == 0)
+		rc = checkpoint_read_state(dir, &t->config, &t->state, notes ? notes : nowhere);
+	if (nowhere)
+		fclose(nowhere);
+	if (rc == 0)
+		rc = spikes_from_json(t, dir);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	if (!t->state.num_sources) /* the checkpoint is a converted model, which has seen no data: any data is right */
 		blend_begin(&t->train, &t->config, &t->state);
-	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir)) < 0)
+	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir, index)) < 0 || drop_lost(t, index) < 0)
 		return -1;
-	if (rc == 1 && is_rank0(t))
+	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);
 	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 || model_load(m, dir) < 0)
 		return -1;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
+	return 0;
+}
+
+/* Continues from a checkpoint. */
+static int resume(struct trainer *t, const char *dir)
+{
+	if (load_checkpoint(t, dir, is_rank0(t) ? stdout : NULL) < 0)
+		return -1;
 	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
 	return 0;

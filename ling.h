@@ -4,6 +4,7 @@
  * The files, from the bottom up. A file may use those above it in this list, and no others.
  *
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
+ *   files/heartbeat            what each rank is doing, for others to see
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
  *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
@@ -26,7 +27,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
- *   training/spikes            loss and gradient spikes: the detector
+ *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
  *   training/faults            faults to order: --inject
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
@@ -40,8 +41,9 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
- *     train, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has train-tokenizer
- *                              too, and doctor has bench
+ *     hang                     hung or slow, by the heartbeat of a run
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
+ *                              train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -57,7 +59,8 @@
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
  * files/base.c, the list of mapped and temporary files, which a signal handler must find; stop_requested, which a
  * signal handler sets; use_openblas in kernels.c, set once at the start; in parallel.c what this process knows of MPI;
- * and in commands/options.c the two variables of argp, which are argp's own.
+ * in files/heartbeat.c the page of this rank, to which whatever computes or waits writes; and in commands/options.c the
+ * two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -71,6 +74,8 @@
 #include "files/checkpoint.h"
 #include "data.h"
 #include "model/parameters.h"
+#include "training/events.h"
+#include "training/spikes.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -311,8 +316,11 @@ struct trainer {
 	struct trainer_state state;
 	struct model_files files;    /* of init_from, or of the checkpoint that the run continues from; on rank 0 */
 	char tokenizer[PATH_LEN];    /* of the run: data.tokenizer, or the directory of init_from's; "none" */
-	/* what state.sources becomes with the update on the current batch */
-	struct source_state next_sources[MAX_SOURCES];
+	struct event_log events;     /* of rank 0, while it trains */
+	struct spike_detector spikes;
+	struct retry_queue retry;    /* samples of skipped batches that wait */
+	int rollbacks;               /* times that the run went back to a checkpoint */
+	struct batch_sample *samples; /* [train.batch] of the whole current batch */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
@@ -335,13 +343,20 @@ int trainer_allocate(struct trainer *t, const struct config *c);
  * output_dir. */
 int trainer_init(struct trainer *t, const struct config *c);
 void trainer_free(struct trainer *t);
-/* Draws the next batch, and reads this rank's sequences of it into input and target. Returns the sequences of the
- * global batch. -1 on error, which may be on this rank alone. */
+/* Draws the next batch: samples that are to be tried again, and new ones. Reads this rank's sequences of it into input
+ * and target. Returns the sequences of the global batch. -1 on error, which may be on this rank alone. */
 int64_t trainer_next_batch(struct trainer *t);
+/* What became of a batch, the same on all ranks. */
+enum step_result {
+	STEP_GO_BACK = -1,           /* the gradient is not finite, and spikes.action says no more; error_text says what */
+	STEP_TAKEN,
+	STEP_SKIPPED,                /* a spike: its samples wait in the queue, or are dropped */
+	STEP_SKIPPED_TOO_MANY,       /* so were more than spikes.max_skips of the last batches; error_text says so */
+};
 /* One optimizer step on the global batch of `batch` sequences whose part of this rank is in input and target. Fills
- * *m, in which expert_load points into the trainer. Fails, with weights and state unchanged, when loss or gradient is
- * not finite. */
-int trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
+ * *m, in which expert_load points into the trainer. If the step is not taken, weights, moments and state are unchanged,
+ * but for detector and queue. */
+enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
  * Fails, and writes nothing, when weights or moments are not finite. */
 int trainer_save(struct trainer *t);

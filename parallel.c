@@ -10,6 +10,7 @@
 #include "parallel.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "kernels.h"
 
 #include <mpi.h>
@@ -206,12 +207,13 @@ static void report_silent_ranks(const char *what, double waited)
 }
 
 /* Waits until all n requests are done, and counts the time as communication. `what` names the collective in
- * messages. */
-static void wait_for(MPI_Request *requests, int n, const char *what)
+ * messages. numbered: all ranks of the group call it. */
+static void wait_in(MPI_Request *requests, int n, const char *what, bool numbered)
 {
 	const double start = clock_seconds();
-	double noticed = start, reported = start, t = start;
+	double noticed = start, reported = start, told = start, t = start;
 	int done = 0;
+	heartbeat_wait(what, numbered);
 	/* a rank that never waits long must read its notices too, or they would pile up */
 	if (start - mpi.notices_read > NOTICE_SECONDS) {
 		mpi.notices_read = start;
@@ -221,6 +223,10 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
 			break;
+		if (t - told > 0.1) {
+			told = t;
+			heartbeat_still_waiting(t - start);
+		}
 		if (t - noticed < NOTICE_SECONDS)
 			continue;
 		noticed = t;
@@ -232,6 +238,12 @@ static void wait_for(MPI_Request *requests, int n, const char *what)
 		}
 	}
 	mpi.seconds += t - start;
+	heartbeat_wait_end();
+}
+
+static void wait_for(MPI_Request *requests, int n, const char *what)
+{
+	wait_in(requests, n, what, true);
 }
 
 /* ============================================================================================================
@@ -631,12 +643,12 @@ void send_message(const struct group *g, int to, int tag, const void *x, int64_t
 {
 	MPI_Request request;
 	MPI_Isend(x, mpi_count(bytes), MPI_BYTE, to, tag, comm_of(g), &request);
-	wait_for(&request, 1, "checkpoint");
+	wait_in(&request, 1, "checkpoint", false);
 }
 
 void receive_message(const struct group *g, int tag, void *x, int64_t bytes)
 {
 	MPI_Request request;
 	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
-	wait_for(&request, 1, "checkpoint");
+	wait_in(&request, 1, "checkpoint", false);
 }

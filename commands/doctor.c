@@ -306,6 +306,7 @@ static int run_bench(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	}
 	c.train.steps = BENCH_STEPS + 1;
+	c.spikes.action = SPIKES_OFF;
 	c.train.batch_warmup.tokens = 0;
 	int rc = trainer_allocate(&t, &c);
 	if (rc == 0) {

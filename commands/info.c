@@ -140,7 +140,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
 	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) +
-			world * (step_sums_shape(c).size + 3) * sizeof(double) +
+			world * (step_sums_shape(c).size + 4) * sizeof(double) +
 			(l->data.size - 1) * 2 * sizeof(double); /* the last one: the numbers of tokens and of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];

@@ -8,6 +8,7 @@
 #include "ling.h"
 #include "commands/options.h"
 #include "commands/train.h"
+#include "commands/supervise.h"
 #include "commands/evaluate.h"
 #include "commands/generate.h"
 #include "commands/tokenize.h"
@@ -25,8 +26,8 @@
 #include <unistd.h>
 
 static const struct command *const commands[] = {
-	&train_command, &eval_command, &generate_command, &tokenize_command, &train_tokenizer_command, &convert_command,
-	&info_command, &bench_command, &doctor_command, &plot_command,
+	&train_command, &supervise_command, &eval_command, &generate_command, &tokenize_command, &train_tokenizer_command,
+	&convert_command, &info_command, &bench_command, &doctor_command, &plot_command,
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };

@@ -75,8 +75,9 @@ void manual_print(FILE *out, const struct command *const *commands, int num_comm
 		for (int j = 0; j < c->num_options; j++)
 			print_option(out, &c->options[j]);
 	}
-	fprintf(out, ".SH EXIT STATUS\n%d: done. %d: the work failed. %d: wrong use.\n", EXIT_DONE, EXIT_WORK_FAILED,
-			EXIT_WRONG_USE);
+	fprintf(out, ".SH EXIT STATUS\n%d: done. %d: the work failed. %d: wrong use. %d: a signal stopped a training run, "
+			"which has saved; the same command continues. %d: a training run cannot go on from here, but from an "
+			"earlier checkpoint.\n", EXIT_DONE, EXIT_WORK_FAILED, EXIT_WRONG_USE, EXIT_STOPPED, EXIT_GO_BACK);
 	fputs(".SH ENVIRONMENT\n.TP\n.B OMP_NUM_THREADS\nThreads of a process (default: all cores).\n"
 			".TP\n.B LING_PRODUCTS\n", out);
 	print_paragraph(out, "openblas: OpenBLAS computes most matrix products, instead of ling's own code.");

@@ -5,6 +5,7 @@
 #include "commands/train.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/config.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -76,8 +77,13 @@ static int run_train(const struct command_line *line)
 	warn_of_oversubscription();
 	catch_signals();
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
+	if (lock >= 0 && parallel_rank() == 0)
+		heartbeat_create(c.train.output_dir, parallel_size());
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;
+	char host[64] = "";
+	gethostname(host, sizeof host - 1);
+	heartbeat_join(c.train.output_dir, parallel_rank(), host);
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
@@ -95,8 +101,10 @@ static int run_train(const struct command_line *line)
 			fflush(stdout);
 		}
 		rc = trainer_run(&t);
+		heartbeat_phase(HEARTBEAT_END, t.state.step);
 		trainer_free(&t);
 	}
+	heartbeat_leave();
 	if (parallel_rank() == 0)
 		close(lock);
 	return rc < 0 ? EXIT_WORK_FAILED : rc == RUN_STOPPED ? EXIT_STOPPED : rc == RUN_GO_BACK ? EXIT_GO_BACK : EXIT_DONE;
@@ -108,8 +116,9 @@ static const struct command_option options[] = {
 
 const struct command train_command = {
 	.name = "train", .usage = "CONFIG.yaml [key.path=value ...]", .min_words = 1, .max_words = ANY_NUMBER,
-	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM "
-		"and SIGINT save and stop.",
+	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM, "
+		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
+		"but from an earlier checkpoint.",
 	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true,
 	.prints_progress = true,
 };

@@ -299,6 +299,9 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT,
 			"version", TRAINER_VERSION, "step", (json_int_t)s->step, "samples", (json_int_t)s->samples,
 			"tokens", (json_int_t)s->tokens, "sources", sources_to_json(s), "parts", num_shards);
+	json_object_set_new(root, "batches", json_integer(s->batches));
+	if (s->spikes)
+		json_object_set(root, "spikes", s->spikes);
 	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
@@ -384,30 +387,44 @@ static int checkpoint_fill(const char *dir, const struct config *c, const struct
 	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, num_shards) < 0 ? -1 : sync_path(dir);
 }
 
+/* Removes a checkpoint. A failure is a warning. */
+static void checkpoint_remove(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN], temporary[PATH_LEN];
+	/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole one's. */
+	if (checkpoint_path(path, output_dir, "step-", step) < 0 ||
+			checkpoint_path(temporary, output_dir, ".tmp-step-", step) < 0)
+		return; /* too long a path to have been made by us */
+	if (rename(path, temporary) < 0)
+		fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
+	else if (sync_path(output_dir) < 0) /* a power cut must not undo the renaming, but keep the removals */
+		fprintf(stderr, "ling: warning: %s: this old checkpoint stays: %s\n", temporary, error_text);
+	else
+		directory_remove(temporary);
+}
+
 /* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
  * are warnings: the new checkpoint is safe. */
 static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
 {
-	char path[PATH_LEN], temporary[PATH_LEN];
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps);
 	if (n < 0)
 		fprintf(stderr, "ling: warning: old checkpoints stay: %s\n", error_text);
-	for (int i = n - 1; i >= 0; i--) {
-		if (!checkpoint_is_whole(output_dir, steps[i]) || keep-- > 0 || steps[i] == saved)
-			continue;
-		/* Under the temporary name first: a crash while removing must not leave half a checkpoint under a whole
-		 * one's. */
-		if (checkpoint_path(path, output_dir, "step-", steps[i]) < 0 ||
-				checkpoint_path(temporary, output_dir, ".tmp-step-", steps[i]) < 0)
-			continue; /* too long a path to have been made by us */
-		if (rename(path, temporary) < 0)
-			fprintf(stderr, "ling: warning: %s: cannot remove this old checkpoint: %s\n", path, strerror(errno));
-		else if (sync_path(output_dir) < 0) /* a power cut must not undo the renaming, but keep the removals */
-			fprintf(stderr, "ling: warning: %s: this old checkpoint stays: %s\n", temporary, error_text);
-		else
-			directory_remove(temporary);
-	}
+	for (int i = n - 1; i >= 0; i--)
+		if (checkpoint_is_whole(output_dir, steps[i]) && keep-- <= 0 && steps[i] != saved)
+			checkpoint_remove(output_dir, steps[i]);
+	free(steps);
+}
+
+void checkpoint_remove_after(const char *output_dir, int64_t step)
+{
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps);
+	if (n < 0)
+		fprintf(stderr, "ling: warning: later checkpoints stay: %s\n", error_text);
+	for (int i = n - 1; i >= 0 && steps[i] > step; i--)
+		checkpoint_remove(output_dir, steps[i]);
 	free(steps);
 }
 
@@ -469,6 +486,18 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 		rc = fail("%s/trainer.json: cannot be read (%s), so that this newest checkpoint is not whole; repair it, or "
 				"remove that directory to %s", path, reason, older);
 	}
+	free(steps);
+	return rc;
+}
+
+int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN])
+{
+	int64_t *steps;
+	int n = checkpoint_list(output_dir, &steps), last = n - 1, rc = n < 0 ? -1 : 0;
+	while (last >= 0 && (steps[last] > step || !checkpoint_is_whole(output_dir, steps[last])))
+		last--;
+	if (last >= 0)
+		rc = checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
 	free(steps);
 	return rc;
 }
@@ -643,6 +672,13 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
 			checkpoint_check_files(dir, path, root) < 0))
 		rc = -1;
+	if (rc == 0) {
+		json_decref(s->spikes);
+		s->spikes = json_incref(json_object_get(root, "spikes"));
+		s->batches = s->step; /* as in checkpoints from before batches were skipped */
+		if (json_object_get(root, "batches"))
+			rc = field_int(root, path, "batches", 0, INT64_MAX / 2, &s->batches);
+	}
 	if (rc == 0 && named >= 0 && named != s->step)
 		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "
 				"remove it", path, (long long)s->step, (long long)named);

@@ -32,7 +32,9 @@ bool is_model_file(const char *name);
 /* What a run must remember besides weights and optimizer. */
 struct trainer_state {
 	const struct model_files *files; /* go along into each checkpoint; NULL: none */
-	int64_t step, samples, tokens; /* updates done, sequences and tokens consumed */
+	int64_t step, samples, tokens; /* updates done, sequences and tokens that they were of */
+	int64_t batches;           /* drawn, with those that were skipped */
+	json_t *spikes;            /* the detector of spikes and the samples that wait, see training/spikes.h; or NULL */
 	int num_layers;            /* entries of the two arrays below */
 	double *router_mean, *router_std; /* per layer, of stochastic routing warmup; owned by the caller */
 	int num_sources;           /* the token files of the blend, in the order of the config */
@@ -41,7 +43,7 @@ struct trainer_state {
 		uint32_t crc32;
 		int64_t share;           /* of the samples, out of 2^32 */
 		int64_t credit;          /* its share of all samples so far less what it gave, in 2^-32 samples */
-		int64_t taken;           /* samples that it gave */
+		int64_t taken;           /* samples that it gave, with those of skipped batches */
 		int64_t packed_windows;  /* the windows of an epoch where its documents are packed; else 0 */
 		int order;               /* number of its shuffle: no two files have the same one */
 	} sources[MAX_SOURCES];
@@ -88,9 +90,16 @@ int find_model(char path[PATH_LEN], const char *name);
  * not whole is an error. Removes temporary directories. */
 int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
 
-/* Reads trainer.json's state; num_layers must be set and must match. First compares the config that the run had with
- * the one asked for: a difference that would make the continued run another run (model shape, seed, data order) fails,
- * naming the key and both values; any other, and a key that only one of them has, is written as a line to `notes`. */
+/* The newest whole checkpoint whose step is not after `step`: 1 and its path, 0 when there is none, -1 on error. */
+int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN]);
+
+/* Removes the checkpoints of later steps than `step`. Failures are warnings. */
+void checkpoint_remove_after(const char *output_dir, int64_t step);
+
+/* Reads trainer.json's state, in place of what *s held; num_layers must be set and must match. First compares the
+ * config that the run had with the one asked for: a difference that would make the continued run another run (model
+ * shape, seed, data order) fails, naming the key and both values; any other, and a key that only one of them has, is
+ * written as a line to `notes`. */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
 /* Checks the format, version and checksum of trainer.json, read from `path`. Removes the member crc32 from root. */

@@ -47,6 +47,7 @@ struct data_source {           /* a token file of the config */
 	double weight;               /* in the blend; of no meaning for validation */
 };
 
+enum { MAX_SPIKE_WINDOW = 4096 };
 enum spike_action { SPIKES_OFF, SPIKES_WATCH, SPIKES_SKIP, SPIKES_LADDER };
 struct spike_options {         /* see training/spikes.h and docs/stability.md */
 	enum spike_action action;

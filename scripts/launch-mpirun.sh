@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains on the ranks of one machine, or of several that ssh reaches, by Open MPI's mpirun:
+# Trains on the ranks of one machine, or of several that ssh reaches, by Open MPI's mpirun, which `ling supervise` starts again, from the newest
+# checkpoint, when a rank dies or hangs:
 #
 #   RANKS=2 scripts/launch-mpirun.sh CONFIG.yaml [key.path=value ...]
 #
@@ -31,14 +32,6 @@ options=()
 [ -z "${NETWORK:-}" ] || options+=(--mca btl_tcp_if_include "$NETWORK" --mca oob_tcp_if_include "$NETWORK")
 [ "$(id -u)" != 0 ] || options+=(--allow-run-as-root) # in a container
 
-# Ctrl-C or SIGTERM: mpirun would kill the ranks within a second. USR1 it passes on, and they finish the step, save and end. A second one kills.
-setsid mpirun -n "$ranks" "${place[@]}" -x OMP_NUM_THREADS "${options[@]}" "$ling" train "$@" &
-mpirun=$!
-trap 'kill -USR1 $mpirun' INT TERM
-status=0
-wait $mpirun || status=$?
-while kill -0 $mpirun 2>/dev/null; do # a signal interrupted the wait
-	status=0
-	wait $mpirun || status=$?
-done
-exit $status
+# After Ctrl-C or SIGTERM mpirun alone would kill the ranks within a second; ling supervise lets them finish the step, save and end. A second one
+# kills. Exit status: 0 done, 3 stopped and saved (the same command continues), 1 and 4 given up, 2 wrong use.
+exec "$ling" supervise -- mpirun -n "$ranks" "${place[@]}" -x OMP_NUM_THREADS "${options[@]}" "$ling" train "$@"

@@ -126,7 +126,7 @@ test_continue_plain() {
 # Steps of a run that is stopped from outside: so many that it is not over before that.
 long_steps=20
 
-# A signal in the middle: saves, exit status 0, continues to the same end.
+# A signal in the middle: saves, exit status 3, continues to the same end.
 test_signals() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=undisturbed train.steps=$long_steps
 	for signal in TERM INT; do
@@ -139,7 +139,7 @@ test_signals() {
 		kill -$signal $pid
 		wait $pid
 		local status=$?
-		[ $status = 0 ] || problem "SIG$signal: exit status $status: $(cat err.txt)"
+		[ $status = 3 ] || problem "SIG$signal: exit status $status: $(cat err.txt)"
 		grep -q "stopped after step" out.txt || problem "SIG$signal: $(tail -n 2 out.txt)"
 		expect 0 "" "$ling" train tiny.yaml train.output_dir=signalled train.steps=$long_steps
 		same_run undisturbed signalled $long_steps

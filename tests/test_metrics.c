@@ -11,8 +11,8 @@ static struct metrics example_metrics(int64_t step, double *load)
 	load[0] = 1.0 / 3 + step, load[1] = 2;
 	return (struct metrics){.step = step, .samples = 8 * step, .tokens = 1 << step, .batch = 8,
 			.loss = 5.0 / (3 + step),
-		.balance_loss = 1.1, .z_loss = 1e-300, .lr = 1e-4 / 3, .grad_norm = 0.1, .seconds = 1,
-				.tokens_per_second = 1e6 / 7,
+		.balance_loss = 1.1, .z_loss = 1e-300, .lr = 1e-4 / 3, .grad_norm = 0.1, .update_norm = 0.01 / 3, .seconds = 1,
+				.tokens_per_second = 1e6 / 7, .attempts = step == 3 ? 2 : 0,
 		.num_layers = 2, .expert_load = load, .has_valid_loss = step == 2, .valid_loss = step == 2 ? 0.7 : 0};
 }
 
@@ -44,7 +44,8 @@ static void check_metrics(int last)
 		e.expert_load = m[i].expert_load;
 		assert_true(m[i].step == e.step && m[i].samples == e.samples && m[i].tokens == e.tokens &&
 				m[i].batch == e.batch);
-		assert_memory_equal(&m[i].loss, &e.loss, offsetof(struct metrics, num_layers) - offsetof(struct metrics,
+		assert_int_equal(m[i].attempts, e.attempts);
+		assert_memory_equal(&m[i].loss, &e.loss, offsetof(struct metrics, attempts) - offsetof(struct metrics,
 				loss));
 		assert_int_equal(m[i].has_valid_loss, e.has_valid_loss);
 		assert_same(m[i].valid_loss, e.valid_loss);

@@ -19,7 +19,8 @@ test_exclusive() {
 	before=$(lines busy/metrics.jsonl)
 	wait_for_lines busy/metrics.jsonl $((before + 3))
 	kill -TERM $pid
-	wait $pid || problem "the first run was disturbed: $(cat first-err.txt)"
+	wait $pid
+	[ $? = 3 ] || problem "the first run was disturbed: $(cat first-err.txt)"
 	after=$(lines busy/metrics.jsonl)
 	[ "$(metric step busy/metrics.jsonl | sort -nu | wc -l)" = "$after" ] || problem "steps written twice"
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=busy train.steps=1000000 train.stop_at_step=$((after + 2))
@@ -42,7 +43,8 @@ stopped_in_validation() {
 	wait_for_lines halted/metrics.jsonl $(($1 - 1))
 	sleep 0.5
 	kill -TERM $pid
-	wait $pid || problem "step $1: $(cat first-err.txt)"
+	wait $pid
+	[ $? = 3 ] || problem "step $1: $(cat first-err.txt)"
 	[ "$(lines halted/metrics.jsonl)" = "$1" ] || problem "$(lines halted/metrics.jsonl) lines; expected $1"
 	jq -es '(.[-1] | .validation_stopped and (has("valid_loss") | not)) and ([.[:-1][] | select(.validation_stopped)] | length == 0)' \
 		halted/metrics.jsonl >/dev/null || problem "step $1: $(tail -n 1 halted/metrics.jsonl)"
@@ -64,7 +66,8 @@ test_stopped_validation() {
 	local pid=$!
 	for ((i = 0; i < 100; i++)); do grep -q "validating step 4" first.txt && break; sleep 0.05; done
 	kill -TERM $pid
-	wait $pid || problem "$(cat first-err.txt)"
+	wait $pid
+	[ $? = 3 ] || problem "$(cat first-err.txt)"
 	has first.txt "stopped before the validation of step 4 was complete; the same command continues"
 	stopped_in_validation 6
 	has first.txt "validating step 4, where the run was stopped"
@@ -109,14 +112,14 @@ test_second_signal() {
 
 # "The same command continues": also a command that says where to stop.
 test_same_command() {
-	expect 0 "" "$ling" train tiny.yaml train.output_dir=whole
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=straight
 	local again
 	for again in 7 20; do
 		expect 0 "" "$ling" train tiny.yaml train.output_dir=parts train.stop_at_step=7
 		[ "$(lines parts/metrics.jsonl)" = $again ] || problem "expected step $again: $(tail -n 1 out.txt)"
 		if [ $again = 7 ]; then has out.txt "stopped after step 7 of 20 and saved; the same command continues"; fi
 	done
-	same whole/step-0000020/model.safetensors parts/step-0000020/model.safetensors
+	same straight/step-0000020/model.safetensors parts/step-0000020/model.safetensors
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=parts train.stop_at_step=7
 	has out.txt "nothing is left to do"
 }

@@ -847,13 +847,13 @@ static void packed_documents(void **state)
 	/* another packing, as of a run from before there was a choice, or other documents of the same tokens */
 	s.step = 1;
 	s.sources[0].packed_windows = 0;
-	assert_int_equal(blend_resume(&b, &c, &s, "run"), -1);
+	assert_int_equal(blend_resume(&b, &c, &s, "run", NULL), -1);
 	expect_error("are packed into windows; the run of run is with data.packing windows; set it back");
 	s.sources[0].packed_windows = windows + 1;
-	assert_int_equal(blend_resume(&b, &c, &s, "run"), -1);
+	assert_int_equal(blend_resume(&b, &c, &s, "run", NULL), -1);
 	expect_error("t.bin has other documents (");
 	s.sources[0].packed_windows = windows;
-	assert_int_equal(blend_resume(&b, &c, &s, "run"), 0);
+	assert_int_equal(blend_resume(&b, &c, &s, "run", NULL), 0);
 	blend_close(&b);
 	free(document_of);
 }

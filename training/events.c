@@ -64,7 +64,7 @@ void event_write(const struct event_log *log, int64_t step, const char *kind, js
 	if (members)
 		json_object_update(event, members);
 	json_decref(members);
-	char *text = log->fd < 0 ? NULL : json_text(event, JSON_COMPACT);
+	char *text = log->fd < 0 ? NULL : json_text(event, JSON_COMPACT | JSON_REAL_PRECISION(15));
 	if (text) {
 		const size_t n = strlen(text);
 		text[n] = '\n'; /* in the place of the final 0 */

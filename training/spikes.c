@@ -1,10 +1,12 @@
 /*
- * training/spikes.c - loss and gradient spikes: a detector over the steps of a run.
+ * training/spikes.c - loss and gradient spikes: a detector over the steps of a run, and the queue of samples that wait
+ * to be tried again.
  */
 #include "training/spikes.h"
 
 #include "files/base.h"
 #include "files/config.h"
+#include "kernels.h"
 
 #include <float.h>
 #include <math.h>
@@ -207,5 +209,121 @@ int spike_detector_from_json(struct spike_detector *d, const json_t *state, cons
 	}
 	d->count = n[0];
 	d->run = run[0];
+	return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------- the queue */
+
+void retry_queue_free(struct retry_queue *q)
+{
+	free(q->list);
+	*q = (struct retry_queue){0};
+}
+
+int64_t retry_queue_add(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch,
+		int within)
+{
+	int64_t dropped = 0;
+	q->list = grow(q->list, q->count, &q->capacity, n, sizeof *q->list);
+	for (int64_t i = 0; i < n; i++) {
+		struct batch_sample s = samples[i];
+		/* A permutation of the batches rather than independent numbers: so the samples of a bad batch come back one by
+		 * one as far as possible, and those that are good do not share a batch with the bad one again. */
+		const struct random_stream order = {.seed = seed, .step = (uint32_t)batch,
+				.purpose = RANDOM_RETRY + 1 + (uint32_t)(i / within % 65535)};
+		s.attempts++;
+		s.due = batch + 2 + (int64_t)random_permute(i % within, within, &order);
+		if (s.attempts < MAX_ATTEMPTS)
+			q->list[q->count++] = s;
+		else
+			samples[dropped++] = s;
+	}
+	return dropped;
+}
+
+void retry_queue_draw(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch)
+{
+	const int64_t most = n > 1 ? n / 2 : 1;
+	const struct random_stream places = {.seed = seed, .purpose = RANDOM_RETRY, .step = (uint32_t)batch};
+	int64_t drawn = 0, left = 0;
+	for (int64_t i = 0; i < n; i++)
+		samples[i] = (struct batch_sample){.file = -1};
+	for (int64_t i = 0; i < q->count; i++)
+		if (drawn < most && q->list[i].due <= batch)
+			samples[random_permute(drawn++, n, &places)] = q->list[i];
+		else
+			q->list[left++] = q->list[i];
+	q->count = left;
+}
+
+int64_t retry_queue_remap(struct retry_queue *q, const int *index, struct batch_sample *lost)
+{
+	int64_t left = 0, num_lost = 0;
+	for (int64_t i = 0; i < q->count; i++) {
+		struct batch_sample s = q->list[i];
+		if (index[s.file] < 0) {
+			lost[num_lost++] = s;
+		} else {
+			s.file = index[s.file];
+			q->list[left++] = s;
+		}
+	}
+	q->count = left;
+	return num_lost;
+}
+
+static int compare_samples(const void *a, const void *b)
+{
+	const struct batch_sample *x = a, *y = b;
+	return x->file != y->file ? (x->file > y->file) - (x->file < y->file)
+			: (x->number > y->number) - (x->number < y->number);
+}
+
+json_t *samples_to_json(struct batch_sample *samples, int64_t n)
+{
+	json_t *array = json_array();
+	if (n)
+		qsort(samples, n, sizeof *samples, compare_samples);
+	for (int64_t i = 0, next; i < n; i = next) {
+		for (next = i + 1; next < n && samples[next].file == samples[i].file &&
+				samples[next].number == samples[next - 1].number + 1;)
+			next++;
+		json_array_append_new(array, json_pack("[i, I, I]", samples[i].file, (json_int_t)samples[i].number,
+				(json_int_t)samples[next - 1].number));
+	}
+	return array;
+}
+
+json_t *retry_queue_to_json(const struct retry_queue *q)
+{
+	json_t *array = json_array();
+	for (int64_t i = 0; i < q->count; i++)
+		json_array_append_new(array, json_pack("[i, I, i, I]", q->list[i].file, (json_int_t)q->list[i].number,
+				q->list[i].attempts, (json_int_t)q->list[i].due));
+	return array;
+}
+
+int retry_queue_from_json(struct retry_queue *q, const json_t *state, const char *where, int num_files,
+		const int64_t *taken, int64_t batch)
+{
+	if (!json_is_array(state))
+		return fail("%s: `queue` is %s; expected an array", where, json_kind(state));
+	const size_t n = json_array_size(state);
+	q->count = 0;
+	q->list = grow(q->list, 0, &q->capacity, n, sizeof *q->list);
+	for (size_t i = 0; i < n; i++) {
+		const json_t *entry = json_array_get(state, i);
+		int64_t x[4];
+		bool good = json_is_array(entry) && json_array_size(entry) == 4;
+		for (int j = 0; j < 4 && good; j++) {
+			good = json_is_integer(json_array_get(entry, j));
+			x[j] = json_integer_value(json_array_get(entry, j));
+		}
+		if (!good || x[0] < 0 || x[0] >= num_files || x[1] < 0 || x[1] >= taken[x[0]] || x[2] < 1 ||
+				x[2] >= MAX_ATTEMPTS || x[3] < 1 || x[3] > batch + MAX_SPIKE_WINDOW)
+			return fail("%s: `queue` entry %zu is not [file, number, attempts, batch] of a sample that was drawn and "
+					"is to be tried again", where, i);
+		q->list[q->count++] = (struct batch_sample){(int)x[0], x[1], (int)x[2], x[3]};
+	}
 	return 0;
 }

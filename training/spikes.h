@@ -1,5 +1,6 @@
 /*
- * training/spikes.h - loss and gradient spikes: a detector over the steps of a run.
+ * training/spikes.h - loss and gradient spikes: a detector over the steps of a run, and the queue of samples that wait
+ * to be tried again.
  *
  * A spike is a batch whose loss or gradient norm lies far above those of the last steps, or is not finite. "Far" is
  * measured by robust statistics, which a few large values cannot move: x deviates by
@@ -69,5 +70,42 @@ bool spike_skipped(struct spike_detector *d, int64_t batch);
  * window than the state's keeps the newest values. */
 json_t *spike_detector_to_json(const struct spike_detector *d);
 int spike_detector_from_json(struct spike_detector *d, const json_t *state, const char *where);
+
+/* A sample of a batch, or one that waits in the queue. */
+struct batch_sample {
+	int file;                    /* index in data.train */
+	int64_t number;              /* of that file's samples: see blend_sample_at */
+	int attempts;                /* batches with it that were skipped, 0 .. MAX_ATTEMPTS - 1 */
+	int64_t due;                 /* in the queue: the first batch that it may be in */
+};
+/* With so many skipped batches a sample is dropped. */
+enum { MAX_ATTEMPTS = 3 };
+
+/* Samples of skipped batches, until they are in another batch: the longest waiting first. */
+struct retry_queue {
+	struct batch_sample *list;   /* [count] */
+	int64_t count;
+	size_t capacity;
+};
+void retry_queue_free(struct retry_queue *q);
+/* Puts the n samples of batch number `batch`, which was skipped, into the queue, each with one attempt more. Each is
+ * due at a random one of the next `within` batches but the very next one; of `within` samples no two at the same. Those
+ * that have had MAX_ATTEMPTS are left out: they become the first of samples [n], and their number is returned. */
+int64_t retry_queue_add(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch,
+		int within);
+/* Takes what is due from the queue into batch number `batch`: at most half of its n samples, but one at least, to
+ * random places of samples [n]. The other places become a sample of file -1: they are to be filled with new samples. */
+void retry_queue_draw(struct retry_queue *q, struct batch_sample *samples, int64_t n, uint64_t seed, int64_t batch);
+/* Moves the samples of files that are in the blend no more (index [num_files] -1) to `lost`, which has room for
+ * q->count, and returns their number; the others get the index of their file in the new blend. */
+int64_t retry_queue_remap(struct retry_queue *q, const int *index, struct batch_sample *lost);
+
+/* Which samples they are, for events: an array of [file, first number, last number], sorted. Sorts the list. */
+json_t *samples_to_json(struct batch_sample *samples, int64_t n);
+/* The queue as JSON, which the caller owns, and back: a sample's file must be below num_files, its number below
+ * taken[file], and it must be due within MAX_SPIKE_WINDOW batches of batch number `batch`. */
+json_t *retry_queue_to_json(const struct retry_queue *q);
+int retry_queue_from_json(struct retry_queue *q, const json_t *state, const char *where, int num_files,
+		const int64_t *taken, int64_t batch);
 
 #endif

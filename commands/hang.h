@@ -1,0 +1,61 @@
+/*
+ * commands/hang.h - tells a run that hangs from one that is slow, by its heartbeat. It knows no process and no file:
+ * `ling supervise` gives it what it has read, and the time.
+ *
+ * A run goes on as long as some rank begins another step or phase. It hangs when none does for longer than a limit,
+ * which is a multiple of what the same took before in this run: of the median step, of the longest start, first step,
+ * evaluation or save. Times are measured by the reader's own clock, so that the clocks of the ranks need not agree.
+ */
+#ifndef LING_COMMANDS_HANG_H
+#define LING_COMMANDS_HANG_H
+
+#include "files/heartbeat.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+struct hang_limits {
+	double factor;               /* a limit is so many times what was seen, */
+	double least;                /* but at least so many seconds; */
+	double unseen;               /* and so many seconds for what was not seen yet */
+};
+
+/* What was seen in all starts of a run. */
+enum { HANG_STEPS = 128 };
+struct hang_history {
+	double steps[HANG_STEPS];    /* seconds of the last steps, in a ring */
+	int64_t num_steps;           /* of all that were seen */
+	double longest[NUM_HEARTBEAT_PHASES]; /* seconds; 0: none was seen */
+};
+
+/* One start of a run. */
+struct hang_watch {
+	struct hang_history *history;
+	struct heartbeat now;        /* as it was read last; no ranks before the first time */
+	struct rank_watch { double phase_begun, changed, sign; } *rank; /* times of the reader's clock; sign: any change */
+	double started, progress;    /* when the watch began; when some rank last began a step or phase */
+	bool stepped;                /* a step was finished */
+};
+
+/* A watch begins: the run is started at `time`. */
+void hang_watch_begin(struct hang_watch *w, struct hang_history *history, double time);
+/* Takes what was read at `time`, whose ranks it then owns. */
+void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time);
+void hang_watch_end(struct hang_watch *w);
+
+/* Seconds that a phase may take. */
+double hang_limit(const struct hang_history *h, const struct hang_limits *limits, enum heartbeat_phase phase);
+/* The median of the last steps, in seconds; 0 when none was seen. */
+double hang_median_step(const struct hang_history *h);
+/* The seconds without progress when they are too many, else 0; *limit: those that are allowed now. */
+double hang_detect(const struct hang_watch *w, const struct hang_limits *limits, double time, double *limit);
+
+/* The updates that are done, as far as the heartbeat says; -1 when it says nothing. */
+int64_t hang_steps_done(const struct hang_watch *w);
+
+/* Who is in the way, in words: "rank 2 on HOST has been in attention of layer 3 of step 812 for 41 s; ranks 0, 1, 3
+ * wait in gradients (number 7711)". *members: the same for an event, a new object. The caller frees the text. */
+char *hang_describe(const struct hang_watch *w, double time, json_t **members);
+
+#endif

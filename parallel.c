@@ -114,7 +114,12 @@ int parallel_local_ranks(void)
 
 const char *parallel_host(void)
 {
-	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
+	return parallel_rank_host(parallel_rank());
+}
+
+const char *parallel_rank_host(int rank)
+{
+	return mpi.running ? mpi.hosts[rank] : "this machine";
 }
 
 int parallel_hosts(int *host)

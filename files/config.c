@@ -166,6 +166,10 @@ static const struct key keys[] = {
 	KEY(checkpoint.hosts, T_INT, 0, 65536, NONE, "off", "machines among which the bytes of a checkpoint are balanced; "
 		"off: those on which the ranks are; a number pretends so many, for tests"),
 
+	SECTION("health", 0, "looking for sick machines"),
+	KEY(health.every, T_INT64, 0, 1e12, NONE, "1000", "steps between comparisons of what ranks must have alike; off: "
+		"none"),
+
 	SECTION("eval", 0, "validation"),
 	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),
 	KEY(eval.max_windows, T_INT64, 0, 1e12, NONE, "off", "sequences of an evaluation; off: all"),

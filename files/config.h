@@ -101,6 +101,7 @@ struct config {
 		bool strict;             /* refuse a damaged newest one */
 		int hosts;               /* that bytes are balanced among; 0 = the real ones */
 	} checkpoint;
+	struct { int64_t every; } health; /* see training/health.h; 0 = never */
 	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
 	struct { int64_t every; } log;
 	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */

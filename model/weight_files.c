@@ -183,7 +183,7 @@ int weight_writer_init(struct weight_writer *w, const struct parameter_table *ta
 		const int *host)
 {
 	const struct group *world = &table->layout.world;
-	*w = (struct weight_writer){.table = table, .full_after = INT64_MAX};
+	*w = (struct weight_writer){.table = table, .fault = {.after = INT64_MAX}};
 	w->global = global_parameters(c, &w->n);
 	w->writer = calloc(w->n, sizeof *w->writer);
 	int64_t *bytes = calloc(world->size, sizeof *bytes);
@@ -321,8 +321,8 @@ static struct safetensors_writer *create_file(const struct weight_writer *w, con
 					count++;
 				}
 		file = safetensors_create(path, tensors, count);
-		if (file)
-			safetensors_full_after(file, w->full_after);
+		if (file && kind == 0)
+			safetensors_set_fault(file, w->fault);
 	}
 	free(names);
 	free(tensors);

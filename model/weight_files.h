@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "files/config.h"
+#include "files/safetensors.h"
 #include "files/tensors.h"
 #include "model/parameters.h"
 
@@ -53,8 +54,7 @@ struct weight_writer {
 	int64_t file_bytes;          /* of all files of all ranks, at most */
 	int64_t least, most;         /* bytes of tensors of the ranks that write least and most */
 	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; or NULL */
-	/* Bytes of a file after which writing fails as on a full disk: for tests of what then happens; else INT64_MAX */
-	int64_t full_after;
+	struct write_fault fault;    /* of this rank's file of weights */
 };
 enum { TENSOR_HEADER = 512 };    /* bytes that a tensor takes in the headers and the index, at most */
 /* host [ranks]: see assign_writers. weight_writer_free may follow a failure. */

@@ -1480,7 +1480,8 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	const double start = clock_seconds();
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
-	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
+	const bool waits = last || t->saver.stage != SAVE_NONE; /* for all files, of this save or the one before */
+	heartbeat_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return RUN_GO_BACK;
@@ -1548,6 +1549,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	const int64_t before = from - (batches - t->spikes.skips[0] + 1 - t->spikes.num_skips);
 	char dir[PATH_LEN] = "", reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
+	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	report_save(t, saver_finish(&t->saver));
 	if (choose_checkpoint(t, before, dir) < 0)
 		return RUN_FAILED;
@@ -1557,7 +1559,6 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	}
 	struct source_state now[MAX_SOURCES];
 	const int rollbacks = t->rollbacks + 1;
-	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	memcpy(now, t->state.sources, sizeof now);
 	if (load_checkpoint(t, dir, NULL) < 0)
 		return RUN_FAILED;
@@ -1729,6 +1730,8 @@ enum run_result trainer_run(struct trainer *t)
 	enum run_result result = training_loop(t, &f);
 	char reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
+	if (t->saver.stage != SAVE_NONE)
+		heartbeat_phase(HEARTBEAT_WRITE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	set_error("%s", reason);
 	if (is_rank0(t) && t->unwritten.size && metrics_append(f, t->unwritten.data) == 0)

@@ -91,9 +91,12 @@ double hang_median_step(const struct hang_history *h)
 
 double hang_limit(const struct hang_history *h, const struct hang_limits *limits, enum heartbeat_phase phase)
 {
-	/* Where ranks are at their end, they wait for the last one to write. */
 	const double seen = phase == HEARTBEAT_STEP ? hang_median_step(h)
 			: h->longest[phase == HEARTBEAT_NONE ? HEARTBEAT_START : phase == HEARTBEAT_END ? HEARTBEAT_WRITE : phase];
+	/* A wait for files may have begun when they were almost written: a short one says nothing of the next. Ranks that
+	 * are at their end wait for the last one to write. */
+	if (phase == HEARTBEAT_WRITE || phase == HEARTBEAT_END)
+		return fmax(limits->factor * seen, limits->unseen);
 	return seen > 0 ? fmax(limits->factor * seen, limits->least) : limits->unseen;
 }
 

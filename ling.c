@@ -837,8 +837,7 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 /* Tells of a save that has ended: see saver_report. */
 static void report_save(struct trainer *t, int ended)
 {
-	if (ended > 0)
-		t->saved_step = t->saver.step;
+	t->saved_step = ended > 0 ? t->saver.step : t->saved_step;
 	saver_report(&t->saver, ended, t->save_seconds, &t->events);
 }
 

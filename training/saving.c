@@ -32,6 +32,8 @@ int saver_init(struct saver *s, const struct parameter_table *table, const struc
 		host[r] = (int)((int64_t)r * c->checkpoint.hosts / world->size);
 	rc = weight_writer_init(&s->weights, table, &c->model, host);
 	free(host);
+	if (rc == 0 && copies) /* now: in the first save, training would wait for the system to find the memory */
+		s->copies = reserve_copy(&s->weights) == 0;
 	return rc;
 }
 
@@ -145,7 +147,6 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	s->config = *r->config;
 	s->files = r->state->files;
 	s->step = r->state->step;
-	s->async = r->async && s->copies;
 	s->began = clock_seconds();
 	memcpy(s->sync, r->sync, sizeof s->sync);
 	if (s->rank == 0) {
@@ -159,6 +160,7 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	if (directory.begun == 1)
 		return 1;
 	int rc;
+	s->async = r->async && parallel_agree(s->copies ? 0 : fail("no memory for a copy")) == 0;
 	if (s->async && (rc = copy_weights(&s->weights, r->weights, r->exp_avg, r->exp_avg_sq)) == 0) {
 		start_stage(s, SAVE_WRITES);
 		return 0;

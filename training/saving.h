@@ -74,12 +74,12 @@ int saver_advance(struct saver *s, const double flags[2]);
 /* Waits for the save under way, if there is one. The same results, 0 only when there was none. Collective. */
 int saver_finish(struct saver *s);
 
-/* Tells, on rank 0, of a save that has ended, in an event and, of a failure, on stderr: 1: well; -1: not, with the reason
- * in error_text; 0: none has. stall: the seconds that training waited for it. */
+/* Tells, on rank 0, of a save that has ended, in an event and, of a failure, on stderr: 1: well; -1: not, with the
+ * reason in error_text; 0: none has. stall: the seconds that training waited for it. */
 void saver_report(const struct saver *s, int ended, double stall, const struct event_log *events);
 
-/* fail() for a save that failed, with the reason in error_text, where the run ends. saved_step: of the newest checkpoint
- * that there is; -1: none. */
+/* fail() for a save that failed, with the reason in error_text, where the run ends. saved_step: of the newest
+ * checkpoint that there is; -1: none. */
 int saver_fail_last(const struct saver *s, int64_t saved_step);
 
 /* Finds the newest whole checkpoint of the run that is not of a later step than `most`: `dir` is its path, or "" when

@@ -66,7 +66,7 @@ static void *run_thread(void *saver)
 {
 	struct saver *s = saver;
 	omp_set_num_threads(1);
-	setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10); /* of the thread, on Linux; a failure does no harm */
+	setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 5); /* of the thread, on Linux; a failure does no harm */
 	s->rc = run_stage(s);
 	memcpy(s->error, error_text, sizeof s->error);
 	atomic_store_explicit(&s->ended, true, memory_order_release);

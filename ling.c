@@ -1317,7 +1317,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	memcpy(t->state.sources, now, sizeof now);
 	t->state.batches = batches;
 	t->retry.count = 0;
-	spike_detector_clear(&t->spikes);
+	spike_detector_forget_skips(&t->spikes); /* the windows are those of the checkpoint, as the weights are */
 	t->rollbacks = rollbacks;
 	int rc = 0;
 	if (is_rank0(t)) {

@@ -1306,6 +1306,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	}
 	struct source_state now[MAX_SOURCES];
 	const int rollbacks = t->rollbacks + 1;
+	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	memcpy(now, t->state.sources, sizeof now);
 	if (load_checkpoint(t, dir, NULL) < 0)
 		return RUN_FAILED;

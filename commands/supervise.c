@@ -71,6 +71,7 @@ struct supervisor {
 	double began;
 	int64_t first_step, best;    /* steps done at the beginning, and the most that were ever done */
 	int restarts, crashes, hangs, backs;
+	int64_t back_to;             /* the step that it last went back to */
 	int failures, failed_starts; /* in a row: without progress; without a step */
 	int64_t steps_lost;
 	json_t *incidents;
@@ -249,6 +250,33 @@ static void look(struct supervisor *s)
 	}
 }
 
+/* Appends what the system says of the ranks of this machine that are in the way: the member `ranks` of a hang. */
+static char *add_process_states(const struct supervisor *s, char *hang, const json_t *in_the_way)
+{
+	struct text out = {0};
+	size_t i;
+	json_t *entry;
+	char host[64] = "", part[96];
+	gethostname(host, sizeof host - 1);
+	text_append_string(&out, hang);
+	json_array_foreach(in_the_way, i, entry) {
+		const int rank = (int)json_integer_value(json_object_get(entry, "rank"));
+		const struct heartbeat_rank *r = &s->watch.now.rank[rank];
+		struct process p;
+		if (strcmp(host, r->host))
+			continue;
+		const bool there = process_look(&p, r->pid) && p.started == r->pid_started;
+		const char *state = !there ? "is gone" : p.state == 'Z' ? "has ended" : p.state == 'T' ? "is stopped"
+			: p.state == 'D' ? "waits for a disk or a server" : NULL;
+		if (state) {
+			snprintf(part, sizeof part, "; process %d of rank %d %s", r->pid, rank, state);
+			text_append_string(&out, part);
+		}
+	}
+	free(hang);
+	return out.data;
+}
+
 /* Watches the command until it has ended, or hangs. *status: its exit status, or the signal that ended it. *text: what
  * hangs, and *members of the event. */
 static enum end watch(struct supervisor *s, int *status, char **text, json_t **members)
@@ -266,6 +294,7 @@ static enum end watch(struct supervisor *s, int *status, char **text, json_t **m
 		if (since || s->stops > 1) {
 			if (since) {
 				*text = hang_describe(&s->watch, time, members);
+				*text = add_process_states(s, *text, json_object_get(*members, "ranks"));
 				json_object_set_new(*members, "limit_seconds", json_real(limit));
 				json_object_set_new(*members, "detect_seconds", json_real(since));
 			}
@@ -319,32 +348,42 @@ static int wait_for_lock(struct supervisor *s)
 	return 1;
 }
 
-/* Moves the newest checkpoint aside, as gone-back-step-NNNNNNN, and names it in *aside. Returns the step of the one
- * before, 0 where there is none; -1 on error. */
-static int64_t go_back(const struct supervisor *s, char aside[PATH_LEN])
+/* Moves the newest checkpoint aside, as gone-back-step-NNNNNNN, and appends its new path to `aside`. Returns 1; 0 when
+ * there is none; -1 on error. */
+static int set_newest_aside(const struct supervisor *s, json_t *aside)
 {
-	char path[PATH_LEN];
-	*aside = 0;
+	char path[PATH_LEN], other[PATH_LEN], name[320];
 	const int found = checkpoint_newest(s->run, path);
 	if (found <= 0)
 		return found;
-	const char *name = file_name(path);
-	for (int i = 1; ; i++) {
-		char other[PATH_LEN];
+	for (int i = 1, taken = 1; taken; i++) {
 		if (i == 1)
-			snprintf(other, sizeof other, "gone-back-%.200s", name);
+			snprintf(name, sizeof name, "gone-back-%.200s", file_name(path));
 		else
-			snprintf(other, sizeof other, "gone-back-%.200s.%d", name, i);
-		if (path_join(aside, s->run, other) < 0)
+			snprintf(name, sizeof name, "gone-back-%.200s.%d", file_name(path), i);
+		if (path_join(other, s->run, name) < 0 || (taken = path_exists(other)) < 0)
 			return -1;
-		if (path_exists(aside) == 0)
-			break;
 	}
-	if (rename(path, aside) < 0)
-		return fail("%s: cannot be renamed to %s: %s", path, aside, strerror(errno));
-	if (sync_path(s->run) < 0)
-		return -1;
-	return newest_checkpoint(s, path);
+	if (rename(path, other) < 0)
+		return fail("%s: cannot be renamed to %s: %s", path, other, strerror(errno));
+	json_array_append_new(aside, json_cstring(other));
+	return sync_path(s->run) < 0 ? -1 : 1;
+}
+
+/* Goes back to the checkpoint before the newest one; when the run made no progress since it last went back, further
+ * back than that time: what it then started from was no better. Returns the step that it will start from, -1 on
+ * error. aside: the checkpoints that were set aside. */
+static int64_t go_back(struct supervisor *s, json_t *aside)
+{
+	char path[PATH_LEN];
+	const int64_t before = s->failures && s->backs ? s->back_to : INT64_MAX;
+	int found;
+	do
+		found = set_newest_aside(s, aside);
+	while (found > 0 && newest_checkpoint(s, path) >= before && before > 0);
+	s->backs++;
+	s->back_to = newest_checkpoint(s, path);
+	return found < 0 ? -1 : s->back_to;
 }
 
 /* How a start ended, in words, for a person. */
@@ -375,7 +414,7 @@ static void record(struct supervisor *s, const char *kind, int64_t done, const c
 /* What follows a failure; `done`: the steps that were done. Returns the exit status when that is the end, else -1. */
 static int after_failure(struct supervisor *s, int status, int64_t done)
 {
-	char path[PATH_LEN], aside[PATH_LEN] = "";
+	char path[PATH_LEN];
 	const bool back = status == EXIT_GO_BACK;
 	int64_t from = newest_checkpoint(s, path);
 	const int64_t most = done > from ? done : from;
@@ -385,7 +424,8 @@ static int after_failure(struct supervisor *s, int status, int64_t done)
 	if (s->stops)
 		return EXIT_STOPPED;
 	const char *reason = NULL;
-	char words[160];
+	char words[1024] = "";
+	json_t *aside = json_array(); /* paths of checkpoints */
 	if (s->failed_starts >= MOST_FAILED_STARTS && s->layout < s->o->fewer_ranks.count) {
 		s->layout++;
 		s->failures = s->failed_starts = 0;
@@ -402,10 +442,10 @@ static int after_failure(struct supervisor *s, int status, int64_t done)
 	if (!reason && back) {
 		from = go_back(s, aside);
 		if (from < 0)
-			reason = error_text;
-		s->backs++;
+			reason = memcpy(words, error_text, sizeof words - 1);
 	}
 	if (reason) {
+		json_decref(aside);
 		event_write(&s->events, most, "giving_up", json_pack("{s:o}", "reason", json_cstring(reason)));
 		fail("giving up: %s", reason);
 		return back ? EXIT_GO_BACK : EXIT_WORK_FAILED;
@@ -415,20 +455,23 @@ static int after_failure(struct supervisor *s, int status, int64_t done)
 	s->steps_lost += lost;
 	json_object_set_new(json_array_get(s->incidents, json_array_size(s->incidents) - 1), "steps_lost",
 			json_integer(lost));
-	if (*aside)
-		say("going back: the newest checkpoint is now %s", aside);
+	for (size_t i = 0; i < json_array_size(aside); i++)
+		say("going back: the newest checkpoint is now %s", json_string_value(json_array_get(aside, i)));
 	say("starting again in %.0f s, from %s%lld%s%s", pause, from ? "step " : "the beginning, step ", (long long)from,
 			s->layout ? ", with " : "", s->layout ? s->o->fewer_ranks.text[s->layout - 1] : "");
 	const double until = clock_seconds() + pause;
 	for (double left; !s->stops && (left = until - clock_seconds()) > 0;)
 		wait_for_signal(s, left);
-	if (s->stops)
+	if (s->stops) {
+		json_decref(aside);
 		return EXIT_STOPPED;
+	}
 	s->restarts++;
 	json_t *members = json_pack("{s:i, s:I, s:I, s:f}", "restart", s->restarts, "from", (json_int_t)from, "steps_lost",
 			(json_int_t)lost, "pause_seconds", pause);
-	if (*aside)
-		json_object_set_new(members, "set_aside", json_cstring(aside));
+	if (back)
+		json_object_set(members, "set_aside", aside);
+	json_decref(aside);
 	if (s->layout)
 		json_object_set_new(members, "command", json_cstring(s->o->fewer_ranks.text[s->layout - 1]));
 	event_write(&s->events, from, "restart", members);
@@ -458,13 +501,13 @@ static int start_once(struct supervisor *s)
 		describe_end(words, end, status);
 		fail("%s: it is not started again", words);
 		rc = EXIT_WRONG_USE;
-	} else if (s->stops) {
-		rc = EXIT_STOPPED; /* it was asked to end, and its newest checkpoint is there */
-		end_command(s);
 	} else if (end == END_HANG) {
 		s->hangs++;
 		say("hang: %s", hang);
 		record(s, "hang", done, hang, members);
+		end_command(s);
+	} else if (s->stops) {
+		rc = EXIT_STOPPED; /* it was asked to end, and its newest checkpoint is there */
 		end_command(s);
 	} else {
 		s->crashes += status != EXIT_GO_BACK || end != END_EXIT;

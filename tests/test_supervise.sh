@@ -18,7 +18,7 @@ head -c 640 "$root/LICENSE" >text.txt
 tiny train.micro_batch=1 train.batch=6 train.steps=80 checkpoint.every=3 log.every=50
 
 supervisor=0
-trap '[ $supervisor = 0 ] || kill -9 $supervisor 2>/dev/null; kill -9 $(cat pid.*) 2>/dev/null' EXIT
+trap '[ $supervisor = 0 ] || kill -9 $supervisor 2>/dev/null; kill -9 $(cat pid.* 2>/dev/null) 2>/dev/null' EXIT
 
 # supervise RUN OPTION... -- COMMAND...: begins to supervise a run in the background, and sets supervisor.
 supervise() {
@@ -69,10 +69,10 @@ kills() {
 test_kills_of_one_rank() {
 	"$release" train tiny.yaml train.output_dir=whole1 >/dev/null 2>&1 || problem "the undisturbed run"
 	supervise killed1 -- ./rank.sh train tiny.yaml train.output_dir=killed1
-	kills killed1 1 5
+	kills killed1 1 4
 	ended 0
 	same_end whole1 killed1 80
-	[ "$(events killed1 'select(.kind == "crash") | .signal' | grep -c 9)" -ge 4 ] || problem "crashes: $(cat killed1/events.jsonl)"
+	[ "$(events killed1 'select(.kind == "crash") | .signal' | grep -c 9)" -ge 3 ] || problem "crashes: $(cat killed1/events.jsonl)"
 	[ "$(events killed1 'select(.kind == "restart") | .restart' | tail -n 1)" = "$(events killed1 'select(.kind == "end") | .restarts')" ] ||
 		problem "restarts: $(cat killed1/events.jsonl)"
 	has out.txt "steps lost. Goodput" "crash at step" "training again after"
@@ -117,13 +117,19 @@ test_stopped_in_a_save() {
 		tries=$((tries + 1))
 	done
 	ended 0
-	grep -qE 'hang: rank 1 on [^ ]+ has been in .*the save of step [0-9]+ for' err.txt || problem "after $tries tries: $(grep supervise err.txt)"
+	grep -qE "hang: rank 1 on [^ ]+ has been in .*the save of step [0-9]+ for .*; process $pid of rank 1 is stopped" err.txt || problem "after $tries tries: $(grep supervise err.txt)"
 	[ "$(events saving 'select(.kind == "hang") | .ranks[] | "\(.rank) \(.phase)"')" = "1 save" ] || problem "$(cat saving/events.jsonl)"
 	metric step saving/metrics.jsonl | cmp -s - <(seq 60) || problem "steps: $(metric step saving/metrics.jsonl | tr '\n' ' ')"
 }
 
 # A supervisor that is killed: the run saves and ends, and the next supervisor waits for that and goes on.
 test_killed_supervisor() {
+	supervise orphan1 -- ./rank.sh train tiny.yaml train.output_dir=orphan1 train.steps=100000
+	wait_for_lines orphan1/metrics.jsonl 20
+	kill -9 $supervisor
+	local tries=0
+	while kill -0 "$(cat pid.0)" 2>/dev/null && [ $tries -lt 1000 ]; do sleep 0.01; tries=$((tries + 1)); done
+	has out.txt "stopped after step"
 	supervise orphan -- $mpirun ./rank.sh train tiny.yaml train.output_dir=orphan
 	wait_for_lines orphan/metrics.jsonl 20
 	expect 1 "supervise" "$ling" supervise --run orphan -- true # there is one already
@@ -134,12 +140,27 @@ test_killed_supervisor() {
 	[ "$(events orphan 'select(.kind == "crash") | .kind' | wc -l)" = 0 ] || problem "$(cat orphan/events.jsonl)"
 }
 
+# As long as somebody else holds the directory, nothing is started there; for ever, that is an error.
+test_held_directory() {
+	mkdir -p held
+	flock held sleep 3 &
+	sleep 0.2
+	expect 1 "" "$ling" supervise --run held --hang-unseen 0.1 -- touch started
+	has err.txt "another ling train has been writing there"
+	[ ! -e started ] || problem "it was started"
+	expect 0 "" "$ling" supervise --run held -- touch started
+	has err.txt "another ling train is writing in held; waiting for its end"
+	wait
+	[ -e started ] || problem "it was not started"
+}
+
 # TERM and USR1: the run saves, and the supervisor ends with 3; the same command goes on.
 test_stop() {
-	local signal
-	for signal in TERM USR1; do
+	local signal ranks
+	for signal in USR1 TERM; do
 		rm -rf asked
-		supervise asked -- $mpirun ./rank.sh train tiny.yaml train.output_dir=asked
+		if [ $signal = TERM ]; then ranks=$mpirun; else ranks=; fi
+		supervise asked -- $ranks ./rank.sh train tiny.yaml train.output_dir=asked
 		wait_for_lines asked/metrics.jsonl 20
 		kill -$signal $supervisor
 		ended 3
@@ -171,11 +192,22 @@ test_go_back() {
 	same_end whole1 back 80
 	[ -e back/gone-back-step-0000020/trainer.json ] || problem "$(ls back)"
 	has out.txt "continuing from back/step-0000010"
-	[ "$(events back 'select(.kind == "restart") | "\(.from) \(.set_aside)"')" = "10 back/gone-back-step-0000020" ] || problem "$(cat back/events.jsonl)"
+	[ "$(events back 'select(.kind == "restart") | "\(.from) \(.set_aside[0])"')" = "10 back/gone-back-step-0000020" ] || problem "$(cat back/events.jsonl)"
 	supervise back -- sh -c 'exit 4'
 	ended 4
 	has err.txt "giving up: 3 starts in a row came no further than step 80"
-	[ "$(find back -maxdepth 1 -name 'gone-back-*' | wc -l)" = 3 ] || problem "$(ls back)"
+	# further back each time
+	[ "$(cd back && echo gone-back-* step-*)" = "gone-back-step-0000020 gone-back-step-0000078 gone-back-step-0000080 step-*" ] || problem "$(ls back)"
+	# a run that comes as far as before, and again must go back: first to step 2, then to step 1
+	expect 0 "" "$release" train tiny.yaml train.output_dir=deep checkpoint.every=1 checkpoint.keep=9 train.steps=3
+	cat >deep.sh <<-END
+		#!/bin/bash
+		"$release" train tiny.yaml train.output_dir=deep checkpoint.every=1 checkpoint.keep=9 train.steps=3 && exit 4
+	END
+	chmod +x deep.sh
+	supervise deep -- ./deep.sh
+	ended 4
+	[ "$(events deep 'select(.kind == "restart") | .from' | tr '\n' ' ')" = "2 1 " ] || problem "$(cat deep/events.jsonl)"
 }
 
 test_giving_up() {
@@ -220,8 +252,8 @@ test_wrong_use() {
 	[ "$(events wrong .kind | tr '\n' ' ')" = "end end " ] || problem "$(cat wrong/events.jsonl)"
 	# the run's directory is that of the config, whatever options of ling train there are
 	expect 0 "" "$ling" supervise -- "$release" train tiny.yaml train.output_dir=found train.steps=3
-	[ "$(events found .kind)" = "end" ] || problem "$(ls found)"
+	[ "$(events found .kind | tail -n 1)" = "end" ] || problem "$(ls found)"
 }
 
-check kills_of_one_rank kills_of_three_ranks stopped_in_a_step stopped_in_a_save killed_supervisor stop go_back giving_up fewer_ranks wrong_use
+check kills_of_one_rank kills_of_three_ranks stopped_in_a_step stopped_in_a_save killed_supervisor held_directory stop go_back giving_up fewer_ranks wrong_use
 finish

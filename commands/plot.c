@@ -94,7 +94,8 @@ static int add_mark(void *context, const json_t *event)
 	const int64_t step = json_integer_value(json_object_get(event, "step")),
 			batch = json_integer_value(json_object_get(event, "batch"));
 	const bool restart = !strcmp(kind, "start") || !strcmp(kind, "resume"), back = !strcmp(kind, "rollback");
-	struct plot_mark mark = {.step = step, .batch = batch, .loss = json_is_number(loss) ? json_number_value(loss) : NAN};
+	struct plot_mark mark = {.step = step, .batch = batch,
+			.loss = json_is_number(loss) ? json_number_value(loss) : NAN};
 	size_t left = 0;
 	for (size_t i = 0; i < marks->count; i++)
 		if (!(restart && marks->list[i].batch > batch) && !(back && marks->list[i].step > step))
@@ -388,6 +389,7 @@ static const struct command_option options[] = {
 
 const struct command plot_command = {
 	.name = "plot", .usage = "RUN_DIR", .min_words = 1, .max_words = 1,
-	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG, and mark what was done with spikes.",
+	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG, and mark what was done with "
+		"spikes.",
 	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
 };

@@ -8,7 +8,8 @@
 #include "data.h"
 
 /* Draws the metrics of RUN_DIR as a PNG file: training and validation loss, with the decisions about bad batches that
- * events.jsonl names, learning rate and batch size, and the expert load of each layer. A device, a pipe or a link as png_path stays one. */
+ * events.jsonl names, learning rate and batch size, and the expert load of each layer. A device, a pipe or a link as
+ * png_path stays one. */
 int plot_run(const char *run_dir, const char *png_path);
 
 /* The left and the right edge of each panel, in pixels; the picture is CANVAS_WIDTH x CANVAS_HEIGHT. */

@@ -687,7 +687,8 @@ int main(void)
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
 		cmocka_unit_test(test_threads),
-		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions), cmocka_unit_test(test_permutations_differ),
+		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions),
+		cmocka_unit_test(test_permutations_differ),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -725,7 +725,7 @@ static json_t *metric_number(double x, const char *key, json_t *nonfinite)
 	return json_null();
 }
 
-int metrics_write(FILE *f, const struct metrics *m)
+char *metrics_line(const struct metrics *m)
 {
 	json_t *nonfinite = json_array(), *load = json_array();
 	json_t *root = json_pack("{s:I, s:I, s:I, s:i}", "step", (json_int_t)m->step, "samples", (json_int_t)m->samples,
@@ -734,6 +734,8 @@ int metrics_write(FILE *f, const struct metrics *m)
 		double x = *(const double *)((const char *)m + metric_reals[i].offset);
 		json_object_set_new(root, metric_reals[i].key, metric_number(x, metric_reals[i].key, nonfinite));
 	}
+	if (m->save_seconds)
+		json_object_set_new(root, "save_seconds", json_real(m->save_seconds));
 	for (int i = 0; i < m->num_layers; i++)
 		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
 	json_object_set_new(root, "expert_load", load);
@@ -758,20 +760,41 @@ int metrics_write(FILE *f, const struct metrics *m)
 	if (json_array_size(nonfinite))
 		json_object_set(root, "nonfinite", nonfinite);
 	char *text = json_text(root, JSON_REAL_PRECISION(17));
-	fprintf(f, "%s\n", text);
+	struct text line = {0};
+	text_append_string(&line, text);
+	text_append_string(&line, "\n");
 	free(text);
 	json_decref(nonfinite);
 	json_decref(root);
-	if (fflush(f) != 0 || ferror(f))
-		return fail("metrics.jsonl: cannot write step %lld: %s", (long long)m->step, strerror(errno));
+	return line.data;
+}
+
+int metrics_append(FILE *f, const char *lines)
+{
+	const int fd = fileno(f);
+	struct stat before;
+	const bool known = fflush(f) == 0 && fstat(fd, &before) == 0;
+	for (size_t n = strlen(lines), at = 0; at < n;) {
+		const ssize_t written = write(fd, lines + at, n - at);
+		if (written < 0 && errno == EINTR)
+			continue;
+		if (written <= 0) {
+			const int error = errno;
+			if (known && S_ISREG(before.st_mode) && at && ftruncate(fd, before.st_size) < 0)
+				return fail("metrics.jsonl: cannot remove half a line: %s", strerror(errno));
+			return fail("metrics.jsonl: cannot write: %s", strerror(error));
+		}
+		at += written;
+	}
 	return 0;
 }
 
-int metrics_sync(FILE *f)
+int metrics_write(FILE *f, const struct metrics *m)
 {
-	if (fflush(f) != 0 || fsync(fileno(f)) < 0)
-		return fail("metrics.jsonl: cannot bring to disk: %s", strerror(errno));
-	return 0;
+	char *line = metrics_line(m);
+	const int rc = metrics_append(f, line);
+	free(line);
+	return rc;
 }
 
 enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN])

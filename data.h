@@ -214,6 +214,7 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double valid_loss;
 	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
 	/* these are written only; metrics_read leaves them 0 */
+	double save_seconds;         /* that training waited for the save after the step before; 0: there was none */
 	int num_kinds;               /* kinds of traffic (parallel.h); 0 in one process */
 	const char *const *kinds;    /* [num_kinds] their names */
 	const int64_t *bytes_sent;   /* [num_kinds] by rank 0 in the step */
@@ -224,10 +225,12 @@ struct metrics {               /* one step; a non-finite number is written as nu
  * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error.
  * *last, which may be NULL, becomes the last line that stays, without expert_load; its step is 0 without one. */
 FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last);
-/* Appends the line of a step. */
+/* The line of a step, which the caller frees. */
+char *metrics_line(const struct metrics *m);
+/* Appends lines. On failure nothing of them is in the file. */
+int metrics_append(FILE *f, const char *lines);
+/* Both. */
 int metrics_write(FILE *f, const struct metrics *m);
-/* Brings the lines to disk: call it before a checkpoint, so that no checkpoint is ahead of its metrics. */
-int metrics_sync(FILE *f);
 /* Whether OUTPUT_DIR/metrics.jsonl still is the file that f writes to; if not, error_text says what to do. */
 enum metrics_place {
 	METRICS_IN_PLACE,

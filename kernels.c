@@ -20,8 +20,10 @@
 #undef I /* complex.h's, which cblas.h includes */
 #include <math.h>
 #include <omp.h>
+#include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/mman.h>
 
 /* ============================================================================================================
  * Small functions that several kernels use
@@ -630,6 +632,19 @@ double sum_of_squares(const real *x, int64_t n)
 	for (int b = 0; b < SUM_BLOCKS; b++)
 		sum += partial[b];
 	return sum;
+}
+
+void *allocate_large(size_t bytes)
+{
+	const size_t page = 2 << 20, size = (bytes / page + 1) * page;
+	char *p = aligned_alloc(page, size);
+	if (!p)
+		return NULL;
+	madvise(p, size, MADV_HUGEPAGE);
+	#pragma omp parallel for
+	for (size_t i = 0; i < size; i += page)
+		memset(p + i, 0, page);
+	return p;
 }
 
 void copy_array(real *out, const real *in, int64_t n)

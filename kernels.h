@@ -15,6 +15,7 @@
 #include "files/base.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* -- OpenBLAS, and the number of threads -- */
@@ -43,6 +44,9 @@ const char *blas_better_core(void);
 
 /* The sum of x[i]^2 over n elements, in double. */
 double sum_of_squares(const real *x, int64_t n);
+/* `bytes` of zeros for a large array, to be released with free(), or NULL. On huge pages where the system has them,
+ * since products read all of it; and written first by all threads, so that each page is near one of them. */
+void *allocate_large(size_t bytes);
 /* out [n] = in [n]. */
 void copy_array(real *out, const real *in, int64_t n);
 /* out [T, N]: out[t, j] = x[t, j] * scale[j]; x [T, N], scale [N]. out may be x. */

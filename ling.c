@@ -33,7 +33,10 @@
 #include "model/parameters.h"
 #include "model/weight_files.h"
 #include "training/events.h"
+#include "training/saving.h"
 #include "training/spikes.h"
+#include "training/faults.h"
+#include "training/health.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -96,7 +99,7 @@ static void reduce_scatter_sequence(struct model *m, real *own, bool accumulate,
 struct step_sums step_sums_shape(const struct model_config *c)
 {
 	const int64_t stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	return (struct step_sums){.size = 2 + stride * c->num_hidden_layers, .stride = stride};
+	return (struct step_sums){.size = NUM_SUMS + stride * c->num_hidden_layers, .stride = stride};
 }
 
 /* Allocates the sums; the caller frees s->values. */
@@ -109,7 +112,7 @@ static int step_sums_init(struct step_sums *s, const struct model_config *c)
 
 static struct layer_sums *layer_sums(const struct step_sums *s, int layer)
 {
-	return (struct layer_sums *)(s->values + 2 + s->stride * layer);
+	return (struct layer_sums *)(s->values + NUM_SUMS + s->stride * layer);
 }
 
 /* ============================================================================================================
@@ -775,6 +778,23 @@ static struct micro_batches own_micro_batches(const struct trainer *t, int64_t b
 	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 }
 
+static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows);
+
+/* --inject poison: the targets of the poisoned samples among the batch become random. */
+static void poison(struct trainer *t, const struct micro_batches *own, int64_t batch)
+{
+	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
+	const struct fault *x = fault_poisons(&t->faults, step);
+	if (x)
+		faults_poison(&t->faults, x, step, list_samples(t, t->samples, batch, NULL));
+	for (int64_t i = 0; i < batch; i++) {
+		const int64_t at = micro_batch_place(own, i) * L;
+		if (at >= 0)
+			faults_poison_targets(&t->faults, t->samples[i].file, t->samples[i].number, t->target + at, L,
+					t->config.model.vocab_size);
+	}
+}
+
 int64_t trainer_next_batch(struct trainer *t)
 {
 	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
@@ -791,6 +811,8 @@ int64_t trainer_next_batch(struct trainer *t)
 				t->document ? t->document + at : NULL)) < 0)
 			return -1;
 	}
+	if (t->faults.count)
+		poison(t, &own, batch);
 	return batch;
 }
 
@@ -812,9 +834,51 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 	step->num_targets = (int64_t)count[1];
 }
 
+/* Tells, on rank 0, of a save that has ended: 1 well, -1 not, with the reason in error_text; 0: none has. The run goes
+ * on. */
+static void report_save(struct trainer *t, int ended)
+{
+	const struct saver *s = &t->saver;
+	if (ended > 0)
+		t->saved_step = s->step;
+	if (!ended || !is_rank0(t))
+		return;
+	if (ended > 0) {
+		event_write(&t->events, s->step, "save", json_pack("{s:o, s:o, s:I, s:I, s:I, s:b}", "stall_seconds",
+				json_number(t->save_seconds), "write_seconds", json_number(s->seconds), "bytes",
+				(json_int_t)s->weights.bytes, "rank_bytes_min", (json_int_t)s->weights.least, "rank_bytes_max",
+				(json_int_t)s->weights.most, "async", s->async));
+		return;
+	}
+	if (is_terminal(stdout))
+		printf("\n");
+	fflush(stdout);
+	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints "
+			"are as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
+	event_write(&t->events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
+}
+
+/* Multiply-adds of the last forward pass, of T tokens, on this rank: its share of the tokens, and the expert rows that
+ * it was sent. */
+static double forward_work(const struct model *m, int64_t T)
+{
+	const struct model_config *c = &m->config;
+	int64_t first;
+	const int64_t H = c->hidden_size, N = own_tokens(m, T, &first);
+	double work = (double)T * H * c->vocab_size;
+	for (int l = 0; l < c->num_hidden_layers; l++) {
+		work += (double)T * ((qkv_width(c) + attention_width(c)) * H + attention_width(c) * (int64_t)m->seq_len);
+		work += (double)N * 3 * H * shared_width(c, l);
+		if (has_experts(c, l))
+			work += (double)N * H * c->num_experts +
+					(double)m->acts.layer[l].num_rows * 3 * H * c->moe_intermediate_size;
+	}
+	return work;
+}
+
 /* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks: the gradient of
- * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, and t->stop. Returns the
- * counts of tokens and targets. */
+ * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
+ * t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;
@@ -824,6 +888,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 			.router_std = t->state.router_std};
 	count_tokens(t, &own, &step);
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
+	t->work = 0;
 	for (int64_t i = 0; i < own.num; i++) {
 		const int B = (int)micro_batch_sequences(&own, i);
 		const int64_t at = i * own.size * L;
@@ -835,13 +900,20 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		m->length = t->length + i * own.size;
 		model_forward(m, input, B, &step, &t->sums);
 		const double loss = model_loss(m, target, B, &step);
+		t->first_loss = i == 0 ? loss : t->first_loss;
+		t->work += forward_work(m, B * L);
 		/* the ranks of a tensor group have the same tokens */
-		t->sums.values[0] += m->layout.tensor.rank == 0 ? loss : 0;
+		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
 	}
-	t->sums.values[1] = stop_requested;
+	t->sums.values[SUM_STOP] = stop_requested;
+	t->sums.values[SUM_SAVE_DUE] = is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO &&
+			save_schedule_due(&t->schedule, t->state.step + 1);
+	saver_flags(&t->saver, &t->sums.values[SUM_SAVE_BUSY]);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
-	t->stop = t->sums.values[1] > 0;
+	t->stop = t->sums.values[SUM_STOP] > 0;
+	t->save_due = t->sums.values[SUM_SAVE_DUE] > 0;
+	report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
 	m->length = NULL;
 	return step;
 }
@@ -1087,20 +1159,105 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->bytes_sent = t->bytes_sent;
 }
 
+/* Where an account stands while something is done that is no part of the step. */
+struct pause { struct step_account account; double phase_start, phase_seconds[NUM_PHASES]; };
+
+static struct pause pause_account(const struct model *m)
+{
+	struct pause p = {.account = {.start = clock_seconds(), .communication = parallel_seconds()},
+			.phase_start = m->phase_start};
+	parallel_bytes(p.account.sent);
+	memcpy(p.phase_seconds, m->phase_seconds, sizeof p.phase_seconds);
+	return p;
+}
+
+/* Goes on as if no time had passed, and nothing had been sent, since the pause began. */
+static void resume_account(struct step_account *a, struct model *m, const struct pause *p)
+{
+	const double seconds = clock_seconds() - p->account.start;
+	int64_t sent[NUM_TRAFFIC];
+	parallel_bytes(sent);
+	a->start += seconds;
+	a->communication += parallel_seconds() - p->account.communication;
+	for (int i = 0; i < NUM_TRAFFIC; i++)
+		a->sent[i] += sent[i] - p->account.sent[i];
+	m->phase_start = p->phase_start + seconds;
+	memcpy(m->phase_seconds, p->phase_seconds, sizeof p->phase_seconds);
+}
+
+/* The forward pass and loss of this rank's first micro-batch, which compute_gradients will compute again: returns what
+ * t->first_loss must then be. Leaves nothing that the step reads. */
+static double loss_beforehand(struct trainer *t, int64_t batch)
+{
+	struct model *m = &t->model;
+	const struct micro_batches own = own_micro_batches(t, batch);
+	const int B = (int)micro_batch_sequences(&own, 0);
+	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
+			.first_sequence = B ? own.first : 0, .router_mean = t->state.router_mean,
+			.router_std = t->state.router_std};
+	m->document = t->document;
+	m->length = t->length;
+	model_forward(m, t->input, B, &step, NULL);
+	return model_loss(m, t->target, B, NULL);
+}
+
+/* Compares what the ranks must have alike; see training/health.h. before: what loss_beforehand returned. */
+static int compare_ranks(const struct trainer *t, int64_t batch, double before)
+{
+	const struct trainer_state *s = &t->state;
+	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
+	for (int i = 0; i < s->num_sources; i++) {
+		counters[4 + 2 * i] = s->sources[i].taken;
+		counters[5 + 2 * i] = s->sources[i].credit;
+	}
+	uint32_t samples = 0, windows = 0;
+	for (int64_t i = 0; i < batch; i++) {
+		const int64_t sample[] = {t->samples[i].file, t->samples[i].number, t->samples[i].attempts};
+		samples = crc_of(samples, (const uint8_t *)sample, sizeof sample);
+	}
+	for (int i = 0; i < NUM_SPIKE_SIGNALS; i++)
+		windows = crc_of(windows, (const uint8_t *)t->spikes.values[i], t->spikes.count * sizeof *t->spikes.values[i]);
+	const struct replicated values[] = {
+		{"router_mean", s->router_mean, s->num_layers * sizeof *s->router_mean},
+		{"router_std", s->router_std, s->num_layers * sizeof *s->router_std},
+		{"position in the data", counters, sizeof counters},
+		{"samples of the batch", &samples, sizeof samples},
+		{"detector of spikes", &windows, sizeof windows},
+	};
+	const struct health_input in = {.table = &t->model.table, .config = &t->model.global,
+			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
+			.loss = {before, t->first_loss}};
+	return health_check(&in, &t->events, s->step);
+}
+
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
-	const struct step_account account = open_account(&t->model);
+	const bool check = t->config.health.every && step % t->config.health.every == 0;
+	const struct fault_target target = {&t->model.table, t->model.params.memory, t->model.grads.memory};
+	struct step_account account = open_account(&t->model);
 
+	faults_act(&t->faults, step, MOMENT_STEP, &target);
+	struct pause pause = pause_account(&t->model);
+	const double before = check ? loss_beforehand(t, batch) : 0;
+	resume_account(&account, &t->model, &pause);
 	const struct step counts = compute_gradients(t, batch);
+	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
 	*m = (struct metrics){
 		.step = step, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = (int)batch,
-		.loss = counts.num_targets ? t->sums.values[0] / counts.num_targets : 0,
+		.loss = counts.num_targets ? t->sums.values[SUM_LOSS] / counts.num_targets : 0,
 		.grad_norm = sqrt(gradient_square(&t->model)),
 		.lr = learning_rate(&t->config, step, t->steps, (double)t->state.tokens / t->tokens),
 	};
 	report_sums(t, m);
 
+	pause = pause_account(&t->model);
+	const bool differ = check && compare_ranks(t, batch, before) < 0;
+	resume_account(&account, &t->model, &pause);
+	if (differ) {
+		report_costs(&account, t, m);
+		return STEP_GO_BACK;
+	}
 	struct decision decision = decide(t, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
@@ -1112,6 +1269,8 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	end_phase(&t->model, PHASE_OPTIMIZER);
 
 	report_costs(&account, t, m);
+	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
+			t->state.step);
 	if (decision.result == STEP_GO_BACK)
 		fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
 				"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
@@ -1127,6 +1286,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
+static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1240,32 +1400,125 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
 
-/* Brings the metrics to disk, then saves a checkpoint: so no checkpoint is ahead of its metrics. When output_dir was
- * moved or deleted meanwhile, the checkpoint is saved where its directory is now, or in a new one, and then the run
- * fails, with what to do. */
-static int save_progress(struct trainer *t, FILE *metrics_file)
+/* What the run must remember of spikes. */
+static json_t *spikes_to_json(const struct trainer *t)
 {
+	json_t *state = spike_detector_to_json(&t->spikes);
+	json_object_set_new(state, "queue", retry_queue_to_json(&t->retry));
+	json_object_set_new(state, "rollbacks", json_integer(t->rollbacks));
+	return state;
+}
+
+/* Appends the line of a step to the metrics, behind those that could not be written before. Where the disk is full, it
+ * waits in memory for the next one: the run must not end for it. */
+static void write_metrics(struct trainer *t, FILE *metrics_file, const struct metrics *m)
+{
+	const bool waiting = t->unwritten.size > 0;
+	char *line = metrics_line(m);
+	text_append_string(&t->unwritten, line);
+	free(line);
+	if (metrics_append(metrics_file, t->unwritten.data) == 0)
+		t->unwritten.size = 0;
+	else if (!waiting)
+		fprintf(stderr, "ling: warning: step %lld: %s; lines of metrics wait in memory until they can be written\n",
+				(long long)m->step, error_text);
+}
+
+/* Fails, alike on all ranks, when weights or moments are not finite: a checkpoint of them would be of no use. */
+static int check_state(const struct trainer *t)
+{
+	const struct model *m = &t->model;
+	int rc = 0;
+	if (!isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) ||
+			!isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) ||
+			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
+		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
+				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
+	return parallel_agree(rc);
+}
+
+/* Begins to save the current step; none is under way. See saver_begin for the result. */
+static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
+{
+	struct model *m = &t->model;
+	json_decref(t->state.spikes);
+	t->state.spikes = spikes_to_json(t);
+	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
+	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
+			.weights = m->params.memory, .exp_avg = m->exp_avg, .exp_avg_sq = m->exp_avg_sq,
+			.sync = {metrics_file ? fileno(metrics_file) : -1, t->events.fd}, .async = async});
+}
+
+int trainer_save(struct trainer *t)
+{
+	report_save(t, saver_finish(&t->saver));
+	if (check_state(t) < 0)
+		return -1;
+	const int rc = begin_save(t, NULL, false);
+	return rc < 0 ? -1 : 0;
+}
+
+/* What a save that failed at the end of a run means. */
+static int fail_last_save(const struct trainer *t)
+{
+	char reason[sizeof error_text];
+	memcpy(reason, error_text, sizeof reason);
+	if (t->saved_step < 0)
+		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, "
+				"and start it again", (long long)t->state.step, reason);
+	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: "
+			"make room, and the same command goes on from there", (long long)t->state.step, reason,
+			(long long)t->saved_step);
+}
+
+/* Saves a checkpoint, with the metrics on disk before it: no checkpoint is ahead of its metrics. `last`: the run ends
+ * here, so that it must succeed now; else a failure is reported, and training goes on. When output_dir was moved or
+ * deleted meanwhile, the checkpoint is saved where its directory is now, or in a new one, and then the run fails, with
+ * what to do. */
+static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool last)
+{
+	const double start = clock_seconds();
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
-	int rc = 0, place = 0;
-	heartbeat_phase(HEARTBEAT_SAVE, t->state.step);
+	struct { int place, metrics; } found = {0};
+	const bool waits = last || t->saver.stage != SAVE_NONE; /* for all files, of this save or the one before */
+	heartbeat_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
+	report_save(t, saver_finish(&t->saver));
+	if (check_state(t) < 0)
+		return RUN_GO_BACK;
 	memcpy(named, t->config.train.output_dir, sizeof named);
 	if (is_rank0(t)) {
-		rc = metrics_sync(metrics_file);
-		place = rc < 0 ? 0 : metrics_place(metrics_file, named, now);
-		if (place == METRICS_LOST)
-			rc = -1;
-		if (place != METRICS_IN_PLACE)
+		found.metrics = t->unwritten.size ? metrics_append(metrics_file, t->unwritten.data) : 0;
+		if (found.metrics == 0)
+			t->unwritten.size = 0;
+		found.place = metrics_place(metrics_file, named, now);
+		if (found.place != METRICS_IN_PLACE)
 			memcpy(reason, error_text, sizeof reason);
 	}
-	if (parallel_agree(rc) < 0)
-		return -1;
-	if (place == METRICS_MOVED)
+	const int metrics = parallel_agree(found.metrics);
+	broadcast(&t->model.layout.world, &found, sizeof found);
+	if (found.place == METRICS_LOST) {
+		parallel_agree(is_rank0(t) ? fail("%s", reason) : 0);
+		return RUN_FAILED;
+	}
+	const bool stays = found.place == METRICS_IN_PLACE;
+	if (found.place == METRICS_MOVED)
 		memcpy(t->config.train.output_dir, now, sizeof now);
-	rc = trainer_save(t);
+	t->saver.step = t->state.step;
+	int rc = metrics < 0 ? -1 : begin_save(t, metrics_file, stays && !last);
 	memcpy(t->config.train.output_dir, named, sizeof named);
-	if (rc == 0 && place != METRICS_IN_PLACE)
-		rc = fail("%s", reason);
-	return parallel_agree(rc);
+	t->save_seconds = t->unreported_save_seconds = clock_seconds() - start;
+	if (rc < 0 && (last || !stays)) {
+		fail_last_save(t);
+		return RUN_FAILED;
+	}
+	report_save(t, rc < 0 ? -1 : rc == 0 && t->saver.stage == SAVE_NONE);
+	if (is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO && rc <= 0 &&
+			save_schedule_saved(&t->schedule, t->state.step, rc < 0 ? -1 : t->save_seconds))
+		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, checkpoint.mtbf is %g h\n",
+				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds,
+				t->config.checkpoint.mtbf);
+	fflush(stdout);
+	return parallel_agree(is_rank0(t) && !stays ? fail("%s", reason) : 0) < 0 ? RUN_FAILED : RUN_DONE;
 }
 
 /* Says so before the first step of a continued run whose schedule makes the learning rate rise again that drops or
@@ -1296,17 +1549,16 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	const int64_t before = from - (batches - t->spikes.skips[0] + 1 - t->spikes.num_skips);
 	char dir[PATH_LEN] = "", reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
-	const int found = is_rank0(t) ? checkpoint_before(c->train.output_dir, before, dir) : 0;
-	if (parallel_agree(found < 0 ? -1 : 0) < 0)
+	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
+	report_save(t, saver_finish(&t->saver));
+	if (choose_checkpoint(t, before, dir) < 0)
 		return RUN_FAILED;
-	broadcast(&t->model.layout.world, dir, sizeof dir);
 	if (!*dir) {
 		fail("%s. There is no checkpoint from step %lld or before to go back to", reason, (long long)before);
 		return RUN_GO_BACK;
 	}
 	struct source_state now[MAX_SOURCES];
 	const int rollbacks = t->rollbacks + 1;
-	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	memcpy(now, t->state.sources, sizeof now);
 	if (load_checkpoint(t, dir, NULL) < 0)
 		return RUN_FAILED;
@@ -1317,6 +1569,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 					(json_int_t)now[i].taken - 1));
 	memcpy(t->state.sources, now, sizeof now);
 	t->state.batches = batches;
+	t->schedule.last = t->state.step;
+	t->unwritten.size = 0; /* lines of steps that are undone */
 	t->retry.count = 0;
 	spike_detector_forget_skips(&t->spikes); /* the windows are those of the checkpoint, as the weights are */
 	t->rollbacks = rollbacks;
@@ -1357,7 +1611,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
 			if (is_rank0(t))
-				metrics_write(*metrics_file, &m); /* shows the step that failed; its own failure matters less */
+				write_metrics(t, *metrics_file, &m); /* shows the step that failed */
 			fail("%s", reason);
 			return RUN_GO_BACK;
 		}
@@ -1373,8 +1627,13 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		const bool last = step == t->steps;
 		if (taken && has_validation(t, step) && validate(t, &m) < 0)
 			return RUN_FAILED;
-		if (taken && is_rank0(t) && metrics_write(*metrics_file, &m) < 0)
-			return RUN_FAILED;
+		m.save_seconds = t->unreported_save_seconds;
+		if (taken)
+			t->unreported_save_seconds = 0;
+		if (taken && is_rank0(t))
+			write_metrics(t, *metrics_file, &m);
+		if (taken)
+			save_schedule_step(&t->schedule, m.seconds);
 		if (taken && m.has_valid_loss && !isfinite(m.valid_loss)) {
 			fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
 					(long long)step, plain_nan(m.valid_loss));
@@ -1383,9 +1642,13 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
 		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
 			print_progress(t, &m, (clock_seconds() - start - t->validation_seconds) / (m.tokens - first_token));
-		if ((last || stop || (taken && c->checkpoint.every && step % c->checkpoint.every == 0)) &&
-				save_progress(t, *metrics_file) < 0)
-			return RUN_FAILED;
+		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
+				: c->checkpoint.every && step % c->checkpoint.every == 0;
+		if (last || stop || (taken && due)) {
+			const enum run_result saved = save_progress(t, *metrics_file, last || stop);
+			if (saved != RUN_DONE)
+				return saved;
+		}
 		if (stop && (!last || m.validation_stopped)) {
 			char line[160];
 			const bool beyond = c->train.stop_at_step && c->train.stop_at_step < step;
@@ -1463,7 +1726,16 @@ enum run_result trainer_run(struct trainer *t)
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
 				(json_int_t)t->state.batches));
 	}
+	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);
+	char reason[sizeof error_text];
+	memcpy(reason, error_text, sizeof reason);
+	if (t->saver.stage != SAVE_NONE)
+		heartbeat_phase(HEARTBEAT_WRITE, t->state.step);
+	report_save(t, saver_finish(&t->saver));
+	set_error("%s", reason);
+	if (is_rank0(t) && t->unwritten.size && metrics_append(f, t->unwritten.data) == 0)
+		t->unwritten.size = 0;
 	if (is_rank0(t)) {
 		static const char *const why[] = {"failed", "done", "signal", "go back"}; /* by enum run_result */
 		if (result != RUN_DONE && result != RUN_STOPPED && is_terminal(stdout))
@@ -1675,11 +1947,10 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 			mode);
 	*plan = (struct memory_plan){.num_elements = table.num_elements, .num_state = table.num_state,
 			.activations = certain.used, .arrivals = arrivals.used};
-	for (int i = 0; training && i < table.num_parameters; i++) {
-		/* Writing a checkpoint takes memory for one tensor and one shard, see write_weight_files. */
-		const int64_t cols = table.parameters[i].cols;
-		const size_t bytes = (table.parameters[i].rows * (cols ? cols : 1) + BUCKET_SIZE) * sizeof(real);
-		plan->saving = bytes > plan->saving ? bytes : plan->saving;
+	if (training && plan_saving(&plan->saving, &plan->copy, c, layout) < 0) {
+		parameter_table_free(&table);
+		free(acts.layer);
+		return -1;
 	}
 	plan->weights = plan->num_elements * sizeof(real);
 	plan->gradients = training ? plan->weights : 0;
@@ -1690,19 +1961,9 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	return 0;
 }
 
-/* `bytes` of zeros for a large array, or NULL. On huge pages where the system has them, since products read all of it;
- * and written first by all threads, so that each page is near one of them. */
-static void *allocate_large(size_t bytes)
+double planned_bytes(const struct memory_plan *p)
 {
-	const size_t page = 2 << 20, size = (bytes / page + 1) * page;
-	char *p = aligned_alloc(page, size);
-	if (!p)
-		return NULL;
-	madvise(p, size, MADV_HUGEPAGE);
-	#pragma omp parallel for
-	for (size_t i = 0; i < size; i += page)
-		memset(p + i, 0, page);
-	return p;
+	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->saving;
 }
 
 /* Address space whose pages come when they are written, or NULL: for expert rows, which take what arrives, up to all
@@ -1794,8 +2055,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		return -1;
 	const int layers = c->num_hidden_layers;
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
-	const double total = (double)weights + plan.gradients + plan.optimizer + plan.activations + plan.reduction +
-			plan.saving;
+	const double total = planned_bytes(&plan) - plan.weights + weights;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	bool fits = total <= machine;
 	if (fits) {
@@ -1945,10 +2205,11 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 	return 0;
 }
 
-int model_load(struct model *m, const char *dir)
+/* model_load, with or without a check of the checksums. */
+static int load_weights(struct model *m, const char *dir, enum verify verify)
 {
 	const bool map = m->mode == EVALUATE;
-	struct tensors *w = open_weights(&m->table, &m->global, dir, map);
+	struct tensors *w = open_weights(&m->table, &m->global, dir, verify);
 	int rc = w ? 0 : -1;
 	if (rc == 0 && map)
 		rc = map_parameters(m, w, dir);
@@ -1967,18 +2228,14 @@ int model_load(struct model *m, const char *dir)
 	return rc;
 }
 
+int model_load(struct model *m, const char *dir)
+{
+	return load_weights(m, dir, m->mode == EVALUATE ? VERIFY_IF_IN_MEMORY : VERIFY);
+}
+
 /* ============================================================================================================
  * Checkpoints
  * ========================================================================================================== */
-
-/* What the run must remember of spikes. */
-static json_t *spikes_to_json(const struct trainer *t)
-{
-	json_t *state = spike_detector_to_json(&t->spikes);
-	json_object_set_new(state, "queue", retry_queue_to_json(&t->retry));
-	json_object_set_new(state, "rollbacks", json_integer(t->rollbacks));
-	return state;
-}
 
 /* The same back, from the state that was read from checkpoint `dir`. One from before there was anything to remember
  * leaves all empty. */
@@ -2000,46 +2257,33 @@ static int spikes_from_json(struct trainer *t, const char *dir)
 	return 0;
 }
 
-int trainer_save(struct trainer *t)
-{
-	struct model *m = &t->model;
-	const struct group *world = &m->layout.world;
-	struct { int begun; char dir[PATH_LEN]; } directory = {0};
-	int rc = 0;
-	json_decref(t->state.spikes);
-	t->state.spikes = spikes_to_json(t);
-	if (!isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) ||
-			!isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) ||
-			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
-		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
-				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	if (parallel_agree(rc) < 0)
-		return -1;
-	if (is_rank0(t))
-		rc = directory.begun = checkpoint_begin(&t->config, &t->state, directory.dir);
-	if (parallel_agree(rc < 0 ? -1 : 0) < 0)
-		return -1;
-	broadcast(world, &directory, sizeof directory);
-	if (directory.begun == 1) /* it is there already */
-		return 0;
-	rc = write_weight_files(&m->table, &m->global, directory.dir, m->params.memory, m->exp_avg, m->exp_avg_sq);
-	if (is_rank0(t)) {
-		if (rc == 0)
-			rc = checkpoint_commit(&t->config, &t->state, directory.dir, world->size);
-		else
-			checkpoint_abandon(directory.dir);
-	}
-	return parallel_agree(rc);
-}
-
 /* ============================================================================================================
  * Making a trainer
  * ========================================================================================================== */
 
+/* Decides whether saves may go on while training does: whether there is memory for the copy. */
+static int init_saver(struct trainer *t)
+{
+	const struct config *c = &t->config;
+	const struct layout *l = &t->model.layout;
+	struct memory_plan plan;
+	if (plan_memory(&plan, &c->model, l, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
+		return -1;
+	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
+			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
+	const bool fits = without + plan.copy <= machine;
+	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
+	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)
+		return fail("checkpoint.async is true: the copy that is written while training goes on takes %.1f GB beside "
+				"the %.1f GB of training, and %.1f GB may be used here: set it to auto or false, or take more ranks",
+				plan.copy / 1e9, without / 1e9, machine / 1e9);
+	return saver_init(&t->saver, &t->model.table, c, wanted && fits);
+}
+
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
-	*t = (struct trainer){.config = *c, .events.fd = -1};
+	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
 	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
 			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
@@ -2054,6 +2298,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
+	if (rc == 0)
+		rc = init_saver(t);
 	if (rc == 0)
 		rc = spike_detector_init(&t->spikes, &c->spikes);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
@@ -2089,6 +2335,8 @@ void trainer_free(struct trainer *t)
 	for (int i = 0; i < MAX_SOURCES; i++)
 		tokens_close(&t->valid[i]);
 	gradient_reduction_free(&t->reduction);
+	saver_free(&t->saver);
+	free(t->unwritten.data);
 	model_free(&t->model);
 	model_files_free(&t->files);
 	free(t->sums.values);
@@ -2104,7 +2352,9 @@ void trainer_free(struct trainer *t)
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
 	events_close(&t->events);
-	*t = (struct trainer){.events.fd = -1};
+	faults_free(&t->faults);
+	slow_ranks_free(&t->slow_ranks);
+	*t = (struct trainer){.events.fd = -1, .faults.log.fd = -1};
 }
 
 static int open_data_files(struct trainer *t)
@@ -2190,8 +2440,8 @@ static int drop_lost(struct trainer *t, const int *index)
 	return rc;
 }
 
-/* Takes state, weights and moments from a checkpoint. Config and data must be those of the same run. What differs in
- * the config is written to notes; NULL: not. */
+/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data
+ * must be those of the same run. What differs in the config is written to notes; NULL: not. */
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 {
 	struct model *m = &t->model;
@@ -2211,8 +2461,10 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 		return -1;
 	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);
-	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 || model_load(m, dir) < 0)
+	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 ||
+			load_weights(m, dir, DO_NOT_VERIFY) < 0)
 		return -1;
+	t->saved_step = t->state.step;
 	run_length(&t->config, t->state.step, t->state.tokens, &t->steps, &t->tokens);
 	return 0;
 }
@@ -2225,6 +2477,75 @@ static int resume(struct trainer *t, const char *dir)
 	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
 	return 0;
+}
+
+/* Sets aside the damaged checkpoints of these n steps, since an older one is whole. reasons [n]: what is wrong. */
+static int set_aside(struct trainer *t, const int64_t *steps, int n, char *const *reasons)
+{
+	const char *dir = t->config.train.output_dir;
+	int rc = is_rank0(t) ? open_events(t) : 0;
+	for (int i = 0; i < n && rc == 0 && is_rank0(t); i++) {
+		rc = checkpoint_set_aside(dir, steps[i]);
+		if (rc < 0)
+			break;
+		fprintf(stderr, "ling: warning: the checkpoint of step %lld is damaged and is now %s/damaged-step-%07lld: %s\n",
+				(long long)steps[i], dir, (long long)steps[i], reasons[i]);
+		event_write(&t->events, steps[i], "checkpoint_damaged", json_pack("{s:o}", "reason",
+				json_cstring(reasons[i])));
+	}
+	return parallel_agree(rc);
+}
+
+/* Finds the newest whole checkpoint of the run that is not of a later step than `most`: `dir` is its path, or "" when
+ * there is none at all. Damaged newer ones are set aside; checkpoint.strict: they are an error. It is an error when
+ * there are checkpoints, but none is whole: a run never begins anew in silence. Collective. */
+static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN])
+{
+	const struct config *c = &t->config;
+	const struct group *world = &t->model.layout.world;
+	int64_t *steps = NULL;
+	char **reasons = NULL;
+	int n = is_rank0(t) ? checkpoint_list(c->train.output_dir, &steps) : 0, num_damaged = 0, rc, whole = 0;
+	*dir = 0;
+	while (n > 0 && steps[n - 1] > most)
+		n--;
+	if ((rc = parallel_agree(n < 0 ? -1 : 0)) < 0)
+		return -1;
+	broadcast(world, &n, sizeof n);
+	reasons = allocate((n + 1) * sizeof *reasons);
+	for (int i = n - 1; i >= 0 && rc == 0 && !whole; i--) {
+		whole = !is_rank0(t) ? 1 : checkpoint_path(dir, c->train.output_dir, "step-", steps[i]) < 0 ? -1
+				: checkpoint_check(dir, c);
+		if ((rc = parallel_agree(whole < 0 ? -1 : 0)) < 0)
+			break;
+		struct { int whole; char dir[PATH_LEN]; } found = {whole, ""};
+		memcpy(found.dir, dir, sizeof found.dir);
+		broadcast(world, &found, sizeof found);
+		memcpy(dir, found.dir, sizeof found.dir);
+		whole = found.whole && verify_weight_files(&t->model.table, &t->model.global, dir) == 0;
+		if (whole)
+			break;
+		reasons[num_damaged++] = copy_string(error_text);
+		if (c->checkpoint.strict)
+			rc = parallel_agree(is_rank0(t) ? fail("%s: this newest checkpoint is damaged: %s; repair it, or set "
+					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0])
+					: 0);
+	}
+	if (rc == 0 && n > 0 && !whole)
+		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the "
+				"newest: %s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n,
+				reasons[0]) : 0);
+	if (rc == 0 && num_damaged) {
+		int64_t damaged[num_damaged];
+		for (int i = 0; i < num_damaged && is_rank0(t); i++)
+			damaged[i] = steps[n - 1 - i];
+		rc = set_aside(t, damaged, num_damaged, reasons);
+	}
+	for (int i = 0; i < num_damaged; i++)
+		free(reasons[i]);
+	free(reasons);
+	free(steps);
+	return rc;
 }
 
 /* Opens the data, on which the ranks must agree. Then sets the weights: from the checkpoint `dir` or, where that is
@@ -2267,17 +2588,18 @@ static int trainer_start(struct trainer *t, const char *dir)
 
 int trainer_init(struct trainer *t, const struct config *c)
 {
-	char dir[PATH_LEN] = "";
+	char dir[PATH_LEN];
 	const struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
 	uint32_t program = 0;
 	int rc = file_crc32("/proc/self/exe", &program);
 	if (rc == 0 && all.world.rank == 0)
-		rc = checkpoint_find(c->train.output_dir, dir);
+		rc = checkpoint_clean(c->train.output_dir);
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 ||
 			parallel_same(config_crc32(c), "the config") < 0 || trainer_allocate(t, c) < 0)
 		return -1;
-	broadcast(&t->model.layout.world, dir, sizeof dir);
-	rc = trainer_start(t, dir);
+	rc = choose_checkpoint(t, INT64_MAX, dir);
+	if (rc >= 0)
+		rc = trainer_start(t, dir);
 	if (rc < 0)
 		trainer_free(t);
 	return rc;

@@ -27,8 +27,10 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   training/events            events.jsonl: what happened in a run besides its steps
+ *   training/saving            saves: room, the thread that writes, how often
  *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
  *   training/faults            faults to order: --inject
+ *   training/health            sick hardware: replicas that differ, slow ranks
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -75,7 +77,10 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "training/events.h"
+#include "training/saving.h"
 #include "training/spikes.h"
+#include "training/faults.h"
+#include "training/health.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -217,10 +222,15 @@ struct step {
 
 /* Sums over the micro-batches of a step so far, in one block of doubles, so that one all_reduce adds them up over the
  * ranks. */
+enum {
+	SUM_LOSS,                    /* cross-entropy in nats, over the targets that count */
+	SUM_STOP,                    /* how many ranks were asked to stop */
+	SUM_SAVE_BUSY, SUM_SAVE_FAILED, /* see saver_flags */
+	SUM_SAVE_DUE,                /* rank 0 asks for a checkpoint after this step */
+	NUM_SUMS
+};
 struct step_sums {
-	/* [size] values[0]: cross-entropy in nats, over the targets that count; values[1]: how many ranks were asked to
-	 * stop; then one struct layer_sums, of `stride` doubles, for each layer */
-	double *values;
+	double *values;              /* [size] NUM_SUMS; then one struct layer_sums, of `stride` doubles, for each layer */
 	int64_t size, stride;
 };
 struct layer_sums {              /* of one layer */
@@ -293,12 +303,15 @@ struct memory_plan {
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
 	size_t reduction;            /* scratch of the reduction of gradients */
-	size_t saving;               /* taken while a checkpoint is written */
+	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
+	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
 /* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
  * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode);
+/* Bytes that are certain to be needed: all but arrivals and copy. */
+double planned_bytes(const struct memory_plan *p);
 
 /* ============================================================================================================
  * Schedules and one training run
@@ -320,7 +333,16 @@ struct trainer {
 	struct spike_detector spikes;
 	struct retry_queue retry;    /* samples of skipped batches that wait */
 	int rollbacks;               /* times that the run went back to a checkpoint */
+	struct faults faults;        /* --inject */
+	struct slow_ranks slow_ranks;
 	struct batch_sample *samples; /* [train.batch] of the whole current batch */
+	struct saver saver;
+	struct save_schedule schedule; /* of checkpoint.every auto; rank 0 decides */
+	bool save_due;               /* by it, after this step; the same on all ranks */
+	int64_t saved_step;          /* of the newest checkpoint that this process knows of; -1: none */
+	double save_seconds;         /* that training waited for the last save, */
+	double unreported_save_seconds; /* which the next line of the metrics tells */
+	struct text unwritten;       /* lines of metrics for which the disk had no room */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
@@ -330,6 +352,8 @@ struct trainer {
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	/* of the last step */
+	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
+	double work;                 /* multiply-adds of this rank's forward passes */
 	bool stop;                   /* a rank was asked to stop; the same on all ranks */
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */

@@ -114,7 +114,25 @@ int parallel_local_ranks(void)
 
 const char *parallel_host(void)
 {
-	return mpi.running ? mpi.hosts[parallel_rank()] : "this machine";
+	return parallel_rank_host(parallel_rank());
+}
+
+const char *parallel_rank_host(int rank)
+{
+	return mpi.running ? mpi.hosts[rank] : "this machine";
+}
+
+int parallel_hosts(int *host)
+{
+	const int ranks = parallel_size();
+	int num_hosts = 0;
+	for (int r = 0; r < ranks; r++) {
+		int same = 0;
+		while (mpi.running && strcmp(mpi.hosts[same], mpi.hosts[r]))
+			same++;
+		host[r] = same == r ? num_hosts++ : host[same];
+	}
+	return num_hosts;
 }
 
 double parallel_seconds(void)

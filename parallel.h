@@ -27,6 +27,11 @@ int parallel_size(void);
 int parallel_local_ranks(void);
 /* The name of this rank's machine. */
 const char *parallel_host(void);
+/* The name of the machine of another rank. */
+const char *parallel_rank_host(int rank);
+/* host [parallel_size()]: the number of each rank's machine, in the order of their first ranks. Returns how many
+ * machines there are. */
+int parallel_hosts(int *host);
 
 /* The ranks, their threads and the cores that they may run on, of this machine. `first`: this rank is the first of all
  * ranks whose machine has more threads than cores. Collective: all ranks call it, each with its number of threads. */

@@ -91,9 +91,12 @@ double hang_median_step(const struct hang_history *h)
 
 double hang_limit(const struct hang_history *h, const struct hang_limits *limits, enum heartbeat_phase phase)
 {
-	/* Where the ranks are at their end, they wait for the last one to save. */
 	const double seen = phase == HEARTBEAT_STEP ? hang_median_step(h)
-			: h->longest[phase == HEARTBEAT_NONE ? HEARTBEAT_START : phase == HEARTBEAT_END ? HEARTBEAT_SAVE : phase];
+			: h->longest[phase == HEARTBEAT_NONE ? HEARTBEAT_START : phase == HEARTBEAT_END ? HEARTBEAT_WRITE : phase];
+	/* A wait for files may have begun when they were almost written: a short one says nothing of the next. Ranks that
+	 * are at their end wait for the last one to write. */
+	if (phase == HEARTBEAT_WRITE || phase == HEARTBEAT_END)
+		return fmax(limits->factor * seen, limits->unseen);
 	return seen > 0 ? fmax(limits->factor * seen, limits->least) : limits->unseen;
 }
 
@@ -153,8 +156,8 @@ static void append_place(struct text *out, const struct heartbeat_rank *r)
 		append(out, "%s of layer %d of ", name, r->layer);
 	else if (*name)
 		append(out, "%s of ", name);
-	if (r->phase == HEARTBEAT_EVALUATION || r->phase == HEARTBEAT_SAVE)
-		append(out, "the %s of ", heartbeat_phase_names[r->phase]);
+	if (r->phase == HEARTBEAT_EVALUATION || r->phase == HEARTBEAT_SAVE || r->phase == HEARTBEAT_WRITE)
+		append(out, "the %s of ", heartbeat_phase_names[r->phase == HEARTBEAT_WRITE ? HEARTBEAT_SAVE : r->phase]);
 	append(out, "step %lld", (long long)r->step);
 }
 

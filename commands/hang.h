@@ -44,7 +44,7 @@ void hang_watch_begin(struct hang_watch *w, struct hang_history *history, double
 void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time);
 void hang_watch_end(struct hang_watch *w);
 
-/* Seconds that a phase may take. */
+/* Seconds that a phase may take. For HEARTBEAT_WRITE that is never less than for what was not seen. */
 double hang_limit(const struct hang_history *h, const struct hang_limits *limits, enum heartbeat_phase phase);
 /* The median of the last steps, in seconds; 0 when none was seen. */
 double hang_median_step(const struct hang_history *h);

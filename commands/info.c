@@ -146,8 +146,8 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 		sent[NUM_TRAFFIC] += sent[i];
 }
 
-/* Plans a layout. Fails when the model cannot have it. */
-static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert)
+/* Plans a layout, on ranks that have `room` bytes each. Fails when the model cannot have it. */
+static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert, double room)
 {
 	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
 	const struct layout last = layout_of_rank(ranks - 1, ranks, tensor, expert);
@@ -156,8 +156,12 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 			c->model.num_experts, ranks, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
-	p->certain = (double)m->weights + m->gradients + m->optimizer + m->activations + m->reduction + m->saving;
+	p->certain = planned_bytes(m);
 	p->rows = (double)m->arrivals / expert;
+	if (!c->checkpoint.every || c->checkpoint.async == ASYNC_FALSE ||
+			(c->checkpoint.async == ASYNC_AUTO && p->certain + p->rows + m->copy > room))
+		m->copy = 0; /* saves are not asynchronous */
+	p->certain += m->copy;
 	p->idle = idle_data_ranks(p->layout.data.size, c->train.batch, c->train.micro_batch);
 	plan_traffic(p, c);
 	return 0;
@@ -199,12 +203,12 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 	struct layout_plan asked, smallest = {0}, *plans = NULL;
 	size_t n = 0, capacity = 0;
 	const int max_expert = c->model.num_experts ? c->model.num_experts : 1;
-	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert) < 0)
+	if (plan_layout(&asked, c, ranks, c->parallel.tensor, c->parallel.expert, room) < 0)
 		return NULL;
 	for (int tensor = 1; tensor <= ranks && tensor <= c->model.num_key_value_heads; tensor++)
 		for (int expert = 1; expert <= ranks && expert <= max_expert; expert++) {
 			struct layout_plan p;
-			if (ranks % tensor || ranks % expert || plan_layout(&p, c, ranks, tensor, expert) < 0)
+			if (ranks % tensor || ranks % expert || plan_layout(&p, c, ranks, tensor, expert, room) < 0)
 				continue;
 			if (!smallest.certain || p.certain + p.rows < smallest.certain + smallest.rows)
 				smallest = p;
@@ -219,7 +223,8 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
 			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction},
-			{"saving", m->saving}, {"expert rows", asked.rows}, {"total", asked.certain + asked.rows},
+			{"saving", m->saving}, {"copy for saves", m->copy}, {"expert rows", asked.rows},
+			{"total", asked.certain + asked.rows},
 			{"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
 	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
 	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)

@@ -69,7 +69,10 @@ static void warn_of_oversubscription(void)
 				: threads ? "" : " and start fewer ranks on a machine");
 }
 
-static int run_train(const struct command_line *line)
+struct train_options { struct strings inject; };
+
+/* The command, but for the faults that were ordered, which the trainer gets: then *faults is empty. */
+static int train(const struct command_line *line, struct faults *faults)
 {
 	struct config c;
 	if (parallel_agree(config_load(&c, line->words[0], line->num_words - 1, line->words + 1, false)) < 0)
@@ -87,6 +90,8 @@ static int run_train(const struct command_line *line)
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
 	if (rc == 0) {
+		t.faults = *faults;
+		*faults = (struct faults){.log.fd = -1};
 		const struct layout *l = &t.model.layout;
 		const struct layout alone = layout_of_rank(0, 1, 1, 1);
 		struct memory_plan whole = {0};
@@ -100,7 +105,8 @@ static int run_train(const struct command_line *line)
 			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
 		}
-		rc = trainer_run(&t);
+		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
+		rc = rc < 0 ? rc : (int)trainer_run(&t);
 		heartbeat_phase(HEARTBEAT_END, t.state.step);
 		trainer_free(&t);
 	}
@@ -110,7 +116,21 @@ static int run_train(const struct command_line *line)
 	return rc < 0 ? EXIT_WORK_FAILED : rc == RUN_STOPPED ? EXIT_STOPPED : rc == RUN_GO_BACK ? EXIT_GO_BACK : EXIT_DONE;
 }
 
+static int run_train(const struct command_line *line)
+{
+	const struct train_options *o = line->options;
+	struct faults faults;
+	int status = EXIT_WRONG_USE;
+	if (parallel_agree(faults_read(&faults, (int)o->inject.count, o->inject.text, parallel_size())) == 0)
+		status = train(line, &faults);
+	faults_free(&faults);
+	return status;
+}
+
 static const struct command_option options[] = {
+	TEXTS_OPTION(train_options, inject, "inject", "FAULT",
+			"A fault to order, for trying recovery: KIND@step=N[,rank=R][,during=step|update|save][,ms=M]"
+			"[,probability=P]; KIND: kill, stop, nan, inf, flip, slow, diskfull or poison; may be given several times"),
 	PRINT_OPTION("keys", config_print_keys, "Print every key of a config with its default and meaning"),
 };
 
@@ -119,6 +139,6 @@ const struct command train_command = {
 	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM, "
 		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
 		"but from an earlier checkpoint.",
-	.run = run_train, .options = options, .num_options = sizeof options / sizeof *options, .computes = true,
+	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true,
 	.prints_progress = true,
 };

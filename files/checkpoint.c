@@ -3,6 +3,7 @@
  *
  *   step-0000200        a checkpoint, always whole
  *   .tmp-step-0000200   one that is being written or removed; after a crash it is of no use, and is removed
+ *   damaged-step-0000200   one that was found to be damaged when a run was to continue from it
  * Every byte has a checksum: tensors in the headers of their files; these headers, the indexes and config.json in
  * trainer.json; trainer.json in itself.
  */
@@ -24,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -191,9 +193,7 @@ static int by_step(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* Lists the steps of the checkpoints in output_dir, whole or not, ascending. The caller frees *steps. Returns their
- * number, or -1. */
-static int checkpoint_list(const char *output_dir, int64_t **steps)
+int checkpoint_list(const char *output_dir, int64_t **steps)
 {
 	*steps = NULL;
 	DIR *dir = opendir(output_dir);
@@ -290,21 +290,41 @@ static json_t *sources_to_json(const struct trainer_state *s)
 	return array;
 }
 
-/* Writes trainer.json, when all other files are complete. */
-static int trainer_write(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
+json_t *trainer_to_json(const struct config *c, const struct trainer_state *s, int num_shards)
 {
-	char path[PATH_LEN], name[64];
-	if (path_join(path, dir, "trainer.json") < 0)
-		return -1;
+	char path[PATH_LEN];
+	if (num_shards < 1 || num_shards > MAX_SHARDS) {
+		fail("%s: %d shards; expected 1 to %d", c->train.output_dir, num_shards, MAX_SHARDS);
+		return NULL;
+	}
+	if (checkpoint_path(path, c->train.output_dir, "step-", s->step) < 0)
+		return NULL;
 	json_t *root = json_pack("{s:s, s:i, s:I, s:I, s:I, s:o, s:i}", "format", TRAINER_FORMAT,
 			"version", TRAINER_VERSION, "step", (json_int_t)s->step, "samples", (json_int_t)s->samples,
 			"tokens", (json_int_t)s->tokens, "sources", sources_to_json(s), "parts", num_shards);
 	json_object_set_new(root, "batches", json_integer(s->batches));
 	if (s->spikes)
 		json_object_set(root, "spikes", s->spikes);
-	json_t *files = json_object(), *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
+	json_t *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
+	json_object_set_new(root, "router_mean", mean);
+	json_object_set_new(root, "router_std", std);
+	json_object_set_new(root, "files", json_object()); /* trainer_write fills it in */
+	if (!rc && json_object_set_new(root, "config", run_to_json(c)) < 0)
+		rc = fail("%s: the config cannot be written as JSON", path);
+	if (!rc)
+		return root;
+	json_decref(root);
+	return NULL;
+}
+
+/* Writes trainer.json, when all other files are complete: with their sizes and checksums, and its own. */
+static int trainer_write(const char *dir, json_t *root, int num_shards)
+{
+	char path[PATH_LEN], name[64];
+	json_t *files = json_object_get(root, "files");
+	int rc = path_join(path, dir, "trainer.json");
 	for (int i = 0; !rc && checkpoint_file_name(name, i, num_shards); i++)
 		rc = file_to_json(dir, name, files);
 	struct dirent **others = NULL;
@@ -317,16 +337,10 @@ static int trainer_write(const char *dir, const struct config *c, const struct t
 		free(others[i]);
 	}
 	free(others);
-	json_object_set_new(root, "router_mean", mean);
-	json_object_set_new(root, "router_std", std);
-	json_object_set_new(root, "files", files);
-	if (!rc && json_object_set_new(root, "config", run_to_json(c)) < 0)
-		rc = fail("%s: the config cannot be written as JSON", path);
 	if (!rc) {
 		json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
 		rc = json_write(path, root);
 	}
-	json_decref(root);
 	return rc;
 }
 
@@ -374,17 +388,18 @@ static int copy_tokenizer(const char *dir, const struct config *c)
 }
 
 /* Completes the directory, and brings all of it to disk. */
-static int checkpoint_fill(const char *dir, const struct config *c, const struct trainer_state *s, int num_shards)
+static int checkpoint_fill(const char *dir, const struct config *c, const struct model_files *files, json_t *trainer,
+		int num_shards)
 {
 	char path[PATH_LEN];
-	if (model_files_write(s->files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
-			config_write(path, &c->model, "float32", s->files ? s->files->config : NULL,
-					s->files ? s->files->gguf_name : NULL) < 0)
+	if (model_files_write(files, dir) < 0 || path_join(path, dir, "config.json") < 0 ||
+			config_write(path, &c->model, "float32", files ? files->config : NULL,
+					files ? files->gguf_name : NULL) < 0)
 		return -1;
 	for (int i = 0; i < 2; i++)
 		if (shards_finish(dir, stems[i], num_shards) < 0)
 			return -1;
-	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, c, s, num_shards) < 0 ? -1 : sync_path(dir);
+	return copy_tokenizer(dir, c) < 0 || trainer_write(dir, trainer, num_shards) < 0 ? -1 : sync_path(dir);
 }
 
 /* Removes a checkpoint. A failure is a warning. */
@@ -403,16 +418,17 @@ static void checkpoint_remove(const char *output_dir, int64_t step)
 		directory_remove(temporary);
 }
 
-/* Removes all but the `keep` newest checkpoints, never that of step `saved`. What is not whole is left alone. Failures
- * are warnings: the new checkpoint is safe. */
-static void checkpoint_prune(const char *output_dir, int keep, int64_t saved)
+/* Removes all but the `keep` newest checkpoints and those of every keep_every-th step (0: none), never that of step
+ * `saved`. What is not whole is left alone. Failures are warnings: the new checkpoint is safe. */
+static void checkpoint_prune(const char *output_dir, int keep, int64_t keep_every, int64_t saved)
 {
 	int64_t *steps;
 	int n = checkpoint_list(output_dir, &steps);
 	if (n < 0)
 		fprintf(stderr, "ling: warning: old checkpoints stay: %s\n", error_text);
 	for (int i = n - 1; i >= 0; i--)
-		if (checkpoint_is_whole(output_dir, steps[i]) && keep-- <= 0 && steps[i] != saved)
+		if (checkpoint_is_whole(output_dir, steps[i]) && keep-- <= 0 && steps[i] != saved &&
+				!(keep_every && steps[i] % keep_every == 0))
 			checkpoint_remove(output_dir, steps[i]);
 	free(steps);
 }
@@ -440,15 +456,15 @@ int checkpoint_begin(const struct config *c, const struct trainer_state *s, char
 	return mkdir(dir, 0777) < 0 ? fail("%s: cannot create directory: %s", dir, strerror(errno)) : 0;
 }
 
-int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards)
+int checkpoint_publish(const struct config *c, const struct model_files *files, json_t *trainer, const char *dir)
 {
 	char target[PATH_LEN];
-	int rc = 0;
-	if (num_shards < 1 || num_shards > MAX_SHARDS)
-		rc = fail("%s: %d shards; expected 1 to %d", dir, num_shards, MAX_SHARDS);
-	else if (checkpoint_path(target, c->train.output_dir, "step-", s->step) < 0 ||
-			checkpoint_fill(dir, c, s, num_shards) < 0)
-		rc = -1;
+	const int64_t step = json_integer_value(json_object_get(trainer, "step"));
+	const int num_shards = json_integer_value(json_object_get(trainer, "parts"));
+	int rc = checkpoint_path(target, c->train.output_dir, "step-", step);
+	if (rc == 0)
+		rc = checkpoint_fill(dir, c, files, trainer, num_shards);
+	json_decref(trainer);
 	if (rc == 0 && rename(dir, target) < 0)
 		rc = fail("%s: cannot rename to %s: %s; if that is an old checkpoint, remove it", dir, target,
 				strerror(errno));
@@ -460,8 +476,34 @@ int checkpoint_commit(const struct config *c, const struct trainer_state *s, con
 	if (sync_path(c->train.output_dir) < 0)
 		return -1;
 	if (c->checkpoint.keep > 0)
-		checkpoint_prune(c->train.output_dir, c->checkpoint.keep, s->step);
+		checkpoint_prune(c->train.output_dir, c->checkpoint.keep, c->checkpoint.keep_every, step);
 	return 0;
+}
+
+int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards)
+{
+	json_t *trainer = trainer_to_json(c, s, num_shards);
+	if (trainer)
+		return checkpoint_publish(c, s->files, trainer, dir);
+	checkpoint_abandon(dir);
+	return -1;
+}
+
+int checkpoint_room(const char *output_dir, const struct model_files *files, double bytes)
+{
+	enum { OTHER_FILES = 1 << 20 }; /* bytes of config.json and trainer.json, and what directories take, at most */
+	struct statvfs disk;
+	bytes += OTHER_FILES;
+	for (int i = 0; files && i < files->count; i++)
+		bytes += files->list[i].size;
+	if (make_directories(output_dir) < 0)
+		return -1;
+	if (statvfs(output_dir, &disk) < 0)
+		return 0; /* what it does not tell will show when it is written */
+	const double free_bytes = (double)disk.f_bavail * disk.f_frsize;
+	return bytes <= free_bytes ? 0 : fail("%s: a checkpoint needs %.3f GB, and %.3f GB are free on this disk, where "
+			"older checkpoints go only when the new one is there: free some space, or choose another place", output_dir,
+			bytes / 1e9, free_bytes / 1e9);
 }
 
 void checkpoint_abandon(const char *dir)
@@ -490,18 +532,6 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 	return rc;
 }
 
-int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN])
-{
-	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps), last = n - 1, rc = n < 0 ? -1 : 0;
-	while (last >= 0 && (steps[last] > step || !checkpoint_is_whole(output_dir, steps[last])))
-		last--;
-	if (last >= 0)
-		rc = checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
-	free(steps);
-	return rc;
-}
-
 int find_model(char path[PATH_LEN], const char *name)
 {
 	char file[PATH_LEN];
@@ -525,7 +555,7 @@ int find_model(char path[PATH_LEN], const char *name)
 	return 0;
 }
 
-int checkpoint_find(const char *output_dir, char path[PATH_LEN])
+int checkpoint_clean(const char *output_dir)
 {
 	char left[PATH_LEN];
 	DIR *dir = opendir(output_dir);
@@ -535,7 +565,21 @@ int checkpoint_find(const char *output_dir, char path[PATH_LEN])
 		if (step_of(e->d_name, ".tmp-step-") >= 0 && path_join(left, output_dir, e->d_name) == 0)
 			directory_remove(left);
 	closedir(dir);
-	return checkpoint_newest(output_dir, path);
+	return 0;
+}
+
+int checkpoint_set_aside(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN], aside[PATH_LEN];
+	if (checkpoint_path(path, output_dir, "step-", step) < 0 ||
+			checkpoint_path(aside, output_dir, "damaged-step-", step) < 0)
+		return -1;
+	if (rename(path, aside) < 0) {
+		directory_remove(aside); /* that of an earlier time */
+		if (rename(path, aside) < 0)
+			return fail("%s: cannot rename to %s: %s", path, aside, strerror(errno));
+	}
+	return sync_path(output_dir);
 }
 
 /* Reads an array of n finite numbers of at least `low`. */
@@ -648,6 +692,69 @@ int trainer_check(json_t *root, const char *path)
 	return 0;
 }
 
+/* Whether a file of a checkpoint is there but may not be read, which is no damage. */
+static bool is_forbidden(const char *dir, const char *name)
+{
+	char path[PATH_LEN];
+	return path_join(path, dir, name) == 0 && access(path, R_OK) < 0 && errno == EACCES;
+}
+
+/* Whether a file of JSON is whole: the only byte whose loss its checksum does not tell is the newline at its end. */
+static bool ends_with_newline(const char *path)
+{
+	const uint8_t *data;
+	size_t size;
+	if (map_file(path, &data, &size) < 0)
+		return false;
+	const bool whole = size && data[size - 1] == '\n';
+	unmap_file(data, size);
+	return whole;
+}
+
+int checkpoint_check(const char *dir, const struct config *asked)
+{
+	char path[PATH_LEN], name[64];
+	if (path_join(path, dir, "trainer.json") < 0)
+		return -1;
+	if (access(path, R_OK) < 0) {
+		const int error = errno;
+		fail("%s: cannot be read: %s", path, strerror(error));
+		return error == EACCES ? -1 : 0;
+	}
+	json_t *root = json_read(path);
+	if (!root)
+		return 0;
+	if (!ends_with_newline(path)) {
+		json_decref(root);
+		fail("%s: its last byte is missing; the file is damaged", path);
+		return 0;
+	}
+	uint32_t crc;
+	json_t *copy = json_deep_copy(root); /* less its checksum, once that is computed */
+	const json_t *config = json_object_get(root, "config"), *version = json_object_get(root, "version");
+	const bool other_version = json_is_integer(version) && json_integer_value(version) != TRAINER_VERSION;
+	const bool unchanged = field_crc(root, path, "crc32", &crc) == 0 && trainer_crc(copy) == crc;
+	FILE *notes = fopen("/dev/null", "we");
+	json_decref(copy);
+	int rc = notes ? 0 : fail("/dev/null: %s", strerror(errno));
+	if (rc == 0 && trainer_check(root, path) < 0) /* what the program that saved it wrote is no damage */
+		rc = unchanged || (other_version && !json_object_get(root, "crc32")) ? -1 : 1;
+	if (rc == 0 && json_is_object(config))
+		rc = config_compare(config, asked, path, notes);
+	if (notes)
+		fclose(notes);
+	int64_t num_shards = 1;
+	if (rc == 0 && json_object_get(root, "parts"))
+		rc = field_int(root, path, "parts", 1, MAX_SHARDS, &num_shards);
+	for (int i = 0; rc == 0 && checkpoint_file_name(name, i, num_shards); i++)
+		if (is_forbidden(dir, name))
+			rc = fail("%s/%s: may not be read by this user", dir, name);
+	if (rc == 0 && checkpoint_check_files(dir, path, root) < 0)
+		rc = 1;
+	json_decref(root);
+	return rc < 0 ? -1 : rc == 0;
+}
+
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes)
 {
 	char path[PATH_LEN];
@@ -669,8 +776,7 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
 			field_sources(root, path, s) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
-			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0 ||
-			checkpoint_check_files(dir, path, root) < 0))
+			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0))
 		rc = -1;
 	if (rc == 0) {
 		json_decref(s->spikes);

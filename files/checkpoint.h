@@ -66,8 +66,18 @@ void shard_path(char path[PATH_LEN], const char *dir, const char *stem, int shar
 
 /* Checks that all shards are there with sound headers and no tensor twice, adds config.json, trainer.json and, for
  * several shards, the two indexes, brings all to disk, renames the directory, and removes all but the
- * c->checkpoint.keep newest checkpoints (0: none). On error dir is removed. */
+ * c->checkpoint.keep newest checkpoints (0: none) and those of every c->checkpoint.keep_every-th step. On error dir is
+ * removed. */
 int checkpoint_commit(const struct config *c, const struct trainer_state *s, const char *dir, int num_shards);
+
+/* The same in two parts, so that training can go on before the second one: what trainer.json says of the state, which
+ * the caller owns, or NULL; and all else, which takes the JSON over. `files` may be NULL. */
+json_t *trainer_to_json(const struct config *c, const struct trainer_state *s, int num_shards);
+int checkpoint_publish(const struct config *c, const struct model_files *files, json_t *trainer, const char *dir);
+
+/* Fails when output_dir's disk has no room for a checkpoint whose files of tensors take so many bytes; the message has
+ * what is needed and what is free. Creates output_dir. `files` may be NULL. */
+int checkpoint_room(const char *output_dir, const struct model_files *files, double bytes);
 
 /* Removes the temporary directory. */
 void checkpoint_abandon(const char *dir);
@@ -86,12 +96,20 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
  * is the directory of a run, its newest checkpoint, which a note on stderr names. Collective. */
 int find_model(char path[PATH_LEN], const char *name);
 
-/* checkpoint_newest for a run that continues: 1 and its path, 0 when there is none, -1 on error; a newest one that is
- * not whole is an error. Removes temporary directories. */
-int checkpoint_find(const char *output_dir, char path[PATH_LEN]);
+/* Lists the steps of the checkpoints in output_dir, whole or not, ascending. The caller frees *steps. Returns their
+ * number, or -1. */
+int checkpoint_list(const char *output_dir, int64_t **steps);
 
-/* The newest whole checkpoint whose step is not after `step`: 1 and its path, 0 when there is none, -1 on error. */
-int checkpoint_before(const char *output_dir, int64_t step, char path[PATH_LEN]);
+/* Removes what a run that was killed has left of a checkpoint that it was writing or removing. */
+int checkpoint_clean(const char *output_dir);
+
+/* Whether a checkpoint is as it was saved, but for the content of its tensors: 1, or 0 when a file is damaged or
+ * missing, which error_text names. -1 on an error that is no damage, also when its config is that of another run than
+ * the one asked for (see checkpoint_read_state). */
+int checkpoint_check(const char *dir, const struct config *asked);
+
+/* Renames the damaged checkpoint of a step to damaged-step-NNNNNNN, where nothing takes it for a checkpoint. */
+int checkpoint_set_aside(const char *output_dir, int64_t step);
 
 /* Removes the checkpoints of later steps than `step`. Failures are warnings. */
 void checkpoint_remove_after(const char *output_dir, int64_t step);

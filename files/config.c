@@ -35,6 +35,7 @@ static const char *const tokenizer_names[] = {"byte", "none", NULL};
 const char *const packing_names[] = {"auto", "windows", "documents", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const spike_action_names[] = {"off", "watch", "skip", "ladder", NULL};
+static const char *const async_names[] = {"false", "true", "auto", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
 
@@ -153,8 +154,21 @@ static const struct key keys[] = {
 		"off: it ends"),
 
 	SECTION("checkpoint", 0, "saving"),
-	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE, "off", "steps between checkpoints; off: only at the end"),
+	KEY(checkpoint.every, T_INT64, 0, 1e12, NONE | AUTO, "off", "steps between checkpoints; off: only at the end; "
+		"auto: what loses least time, by the measured cost of a checkpoint and mtbf"),
+	KEY(checkpoint.mtbf, T_DOUBLE, 0, 1e6, ABOVE, "24", "hours between two failures of the run, for every: auto"),
 	KEY(checkpoint.keep, T_INT, 0, 1e9, 0, "2", "newest checkpoints that are kept; 0: all"),
+	KEY(checkpoint.keep_every, T_INT64, 0, 1e12, NONE, "off", "checkpoints of every so many steps are kept for ever"),
+	KEY(checkpoint.async, T_ENUM, 0, 0, 0, "auto", "training goes on while a copy of the state is written; auto: "
+		"where the memory has room for the copy", .names = async_names),
+	KEY(checkpoint.strict, T_BOOL, 0, 1, 0, "false", "a damaged newest checkpoint ends the run at its start, instead "
+		"of being set aside for the one before"),
+	KEY(checkpoint.hosts, T_INT, 0, 65536, NONE, "off", "machines among which the bytes of a checkpoint are balanced; "
+		"off: those on which the ranks are; a number pretends so many, for tests"),
+
+	SECTION("health", 0, "looking for sick machines"),
+	KEY(health.every, T_INT64, 0, 1e12, NONE, "1000", "steps between comparisons of what ranks must have alike; off: "
+		"none"),
 
 	SECTION("eval", 0, "validation"),
 	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),
@@ -169,6 +183,7 @@ static const struct key keys[] = {
 };
 
 #define NUM_KEYS ((int)(sizeof keys / sizeof *keys))
+_Static_assert((int)EVERY_AUTO == (int)AUTO_VALUE, "checkpoint.every: auto");
 _Static_assert(NUM_KEYS <= MAX_KEYS, "the places of all keys must fit");
 
 static int load_model(struct loader *l, const struct key *section, const char *name, struct place at);

@@ -58,6 +58,9 @@ struct spike_options {         /* see training/spikes.h and docs/stability.md */
 	int rollback;                /* how many times a run may go back */
 };
 
+enum checkpoint_async { ASYNC_FALSE, ASYNC_TRUE, ASYNC_AUTO };
+enum { EVERY_AUTO = -1 };        /* of checkpoint.every */
+
 struct config {
 	struct model_config model;
 	struct {
@@ -89,7 +92,16 @@ struct config {
 		struct { int64_t steps; enum decay_shape shape; double final_lr; } decay;
 	} schedule;
 	struct spike_options spikes;
-	struct { int64_t every; int keep; } checkpoint; /* every 0 = only at the end */
+	struct {
+		int64_t every;           /* steps; 0 = only at the end, EVERY_AUTO = by the cost of a save and mtbf */
+		double mtbf;             /* hours between two failures */
+		int keep;                /* newest ones; 0 = all */
+		int64_t keep_every;      /* every so many steps one stays for ever; 0 = none */
+		enum checkpoint_async async;
+		bool strict;             /* refuse a damaged newest one */
+		int hosts;               /* that bytes are balanced among; 0 = the real ones */
+	} checkpoint;
+	struct { int64_t every; } health; /* see training/health.h; 0 = never */
 	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
 	struct { int64_t every; } log;
 	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */

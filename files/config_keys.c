@@ -121,7 +121,8 @@ static const char *describe_item(char out[128], const struct key_table *t, const
 const char *describe_key(char out[256], const struct key_table *t, const struct key *k)
 {
 	char item[128];
-	const char *off = k->flags & NONE ? ", or off" : "";
+	const char *off = k->flags & AUTO ? k->flags & NONE ? ", or off, or auto" : ", or auto"
+			: k->flags & NONE ? ", or off" : "";
 	if (k->names) {
 		int n = 0;
 		for (int i = 0; k->names[i]; i++)
@@ -275,6 +276,10 @@ const char *store_text(void *structure, const struct key *k, size_t shift, const
 		return "";
 	}
 
+	if (k->flags & AUTO && !strcmp(text, "auto")) {
+		*(int64_t *)field = AUTO_VALUE;
+		return NULL;
+	}
 	double number = 0;
 	uint64_t whole = 0;
 	bool is_whole = true;
@@ -338,7 +343,9 @@ static json_t *item_to_json(const struct key_table *t, const void *structure, co
 		return out;
 	}
 	case T_INT: return json_integer(*(const int *)field);
-	case T_INT64: return json_integer(*(const int64_t *)field);
+	case T_INT64:
+		return k->flags & AUTO && *(const int64_t *)field == AUTO_VALUE ? json_string("auto")
+				: json_integer(*(const int64_t *)field);
 	case T_UINT64:
 		if (*(const uint64_t *)field <= INT64_MAX)
 			return json_integer(*(const uint64_t *)field);

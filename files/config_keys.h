@@ -35,8 +35,11 @@ enum key_flags {
 	BELOW = 16,                /* max itself is not allowed */
 	ITEM = 32,                 /* belongs to an item of a T_LIST */
 	OR_PATH = 64,              /* of a T_TEXT with names: any other text too, as a path */
+	AUTO = 128,                /* of a T_INT64: `auto` is allowed: AUTO_VALUE */
 	OWN_FLAG = 256,            /* this and all higher bits mean what the owner of the table says */
 };
+
+enum { AUTO_VALUE = -1 };
 
 struct key {
 	const char *name;          /* dotted path */

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 const char *const heartbeat_phase_names[NUM_HEARTBEAT_PHASES] = {"none", "start", "first step", "step", "evaluation",
-	"save", "end"};
+	"save", "write", "end"};
 
 enum { PAGE = 4096, NAME = 16, MAX_RANKS = 1 << 20 };
 #define MAGIC "lingbeat"

@@ -18,10 +18,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* What a training run does, as far as a limit of time is concerned. */
+/* What a training run does, as far as a limit of time is concerned. HEARTBEAT_SAVE: a save in which training waits as
+ * long as in any other; HEARTBEAT_WRITE: one in which it waits for all files, while most saves go on in the
+ * background. */
 enum heartbeat_phase {
 	HEARTBEAT_NONE,              /* the rank has not written yet */
-	HEARTBEAT_START, HEARTBEAT_FIRST_STEP, HEARTBEAT_STEP, HEARTBEAT_EVALUATION, HEARTBEAT_SAVE, HEARTBEAT_END,
+	HEARTBEAT_START, HEARTBEAT_FIRST_STEP, HEARTBEAT_STEP, HEARTBEAT_EVALUATION, HEARTBEAT_SAVE,
+	HEARTBEAT_WRITE, HEARTBEAT_END,
 	NUM_HEARTBEAT_PHASES
 };
 extern const char *const heartbeat_phase_names[NUM_HEARTBEAT_PHASES];

@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -248,6 +249,7 @@ struct safetensors_writer {
 	FILE *f;
 	json_t *header;            /* tensors in the order of their data: jansson keeps it */
 	int64_t written;           /* bytes of data */
+	struct write_fault fault;
 	int n, current;            /* tensors; the one that the next byte belongs to, or an empty one before it */
 	/* [n] bytes up to its end; checksum so far; bytes of an element */
 	struct { int64_t end; uint32_t crc; int size; } tensors[];
@@ -324,7 +326,7 @@ struct safetensors_writer *safetensors_create_typed(const char *path, const stru
 		return NULL;
 	}
 	struct safetensors_writer *w = allocate(sizeof *w + n * sizeof *w->tensors);
-	*w = (struct safetensors_writer){.f = f, .header = header, .n = n};
+	*w = (struct safetensors_writer){.f = f, .header = header, .n = n, .fault = {.after = INT64_MAX}};
 	memcpy(w->path, copy, PATH_LEN);
 	for (int i = 0; i < n; i++) {
 		w->tensors[i].size = dtypes[types[i]].size;
@@ -346,6 +348,22 @@ struct safetensors_writer *safetensors_create(const char *path, const struct nam
 	return w;
 }
 
+void safetensors_set_fault(struct safetensors_writer *w, struct write_fault fault)
+{
+	w->fault = fault;
+}
+
+/* So many bytes are written that the fault comes. */
+static int meet_fault(struct safetensors_writer *w)
+{
+	fflush(w->f);
+	if (!w->fault.signal)
+		return fail_write(w->path, ENOSPC);
+	w->fault.after = INT64_MAX;
+	raise(w->fault.signal);
+	return 0;
+}
+
 int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, int64_t bytes, int size)
 {
 	while (bytes > 0) {
@@ -353,7 +371,10 @@ int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, 
 			w->current++;
 		if (w->current == w->n)
 			return fail("%s: %lld elements more than its %d tensors hold", w->path, (long long)bytes / size, w->n);
-		const int64_t left = w->tensors[w->current].end - w->written, piece = bytes < left ? bytes : left;
+		if (w->written == w->fault.after && meet_fault(w) < 0)
+			return -1;
+		const int64_t end = w->tensors[w->current].end, next = w->written < w->fault.after && end > w->fault.after
+				? w->fault.after : end, left = next - w->written, piece = bytes < left ? bytes : left;
 		uint32_t *crc = &w->tensors[w->current].crc;
 		*crc = crc_of(*crc, data, piece);
 		if (fwrite(data, 1, piece, w->f) != (size_t)piece)

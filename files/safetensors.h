@@ -43,6 +43,11 @@ int safetensors_append(struct safetensors_writer *w, const real *data, int64_t c
 /* The same for bytes: whole elements of `size` bytes. */
 int safetensors_append_bytes(struct safetensors_writer *w, const uint8_t *data, int64_t bytes, int size);
 
+/* For trying what then happens: once `after` bytes of data are in the file, the process gets a signal; or, with
+ * signal 0, writing fails as on a full disk. after INT64_MAX: never. */
+struct write_fault { int64_t after; int signal; };
+void safetensors_set_fault(struct safetensors_writer *w, struct write_fault fault);
+
 /* Checks that all elements are there, writes a CRC-32 of each tensor into the header's metadata, and brings the file
  * to disk. On error it is removed. Frees w in any case. */
 int safetensors_finish(struct safetensors_writer *w);

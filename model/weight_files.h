@@ -7,25 +7,71 @@
 
 #include "kernels.h"
 #include "files/config.h"
+#include "files/safetensors.h"
 #include "files/tensors.h"
 #include "model/parameters.h"
 
 #include <stdbool.h>
 
-/* Opens the model's files of a directory, which must have all of its tensors and no others. The ranks share the work of
- * verifying the checksums. `mapped`: the tensors will be used in place; files larger than memory are then not verified,
- * and a note says so. NULL on error, which may be on this rank alone. */
+/* Whether the checksums of all tensors are verified, work that the ranks share. VERIFY_IF_IN_MEMORY: the tensors will
+ * be used in place in the mapped files; where these are larger than memory they are not verified, and a note says so.
+ */
+enum verify { DO_NOT_VERIFY, VERIFY, VERIFY_IF_IN_MEMORY };
+
+/* -- reading -- */
+
+/* Opens the model's files of a directory, which must have all of its tensors and no others. NULL on error, which may be
+ * on this rank alone. */
 struct tensors *open_weights(const struct parameter_table *table, const struct model_config *c, const char *dir,
-		bool mapped);
+		enum verify verify);
 /* Reads what this rank holds of a parameter into out [parameter_size(t)]. */
 int read_weights(struct tensors *w, const struct parameter *t, real *out);
-/* Reads the moments that this rank keeps, [table->num_state] each, from a checkpoint. Collective. */
+/* Whether the files of a checkpoint have all tensors of weights and moments, with the right checksums. Collective. */
+int verify_weight_files(const struct parameter_table *table, const struct model_config *c, const char *dir);
+/* Reads the moments that this rank keeps, [table->num_state] each, from a checkpoint, whose checksums it does not
+ * verify. Collective. */
 int load_moments(const struct parameter_table *table, const struct model_config *c, const char *dir, real *exp_avg,
 		real *exp_avg_sq);
-/* Writes the files model*.safetensors and optimizer*.safetensors of a checkpoint's directory, one of each a rank, from
- * weights [table->num_elements] and moments [table->num_state]. Takes memory for one tensor and one shard more.
- * Collective. */
-int write_weight_files(const struct parameter_table *table, const struct model_config *c, const char *dir,
-		real *weights, real *exp_avg, real *exp_avg_sq);
+
+/* -- writing -- Each rank writes one file of weights and one of moments, with whole tensors. Their bytes are balanced
+ * over the hosts, and over the ranks of a host. */
+
+/* writer [n]: the rank, of `ranks`, that writes each of the n parameters of the whole model with its moments; bytes
+ * [ranks]: what each will write. host [ranks]: the number of each rank's host, from 0. The same numbers give the same
+ * result on every rank. */
+int assign_writers(int *writer, int64_t *bytes, const struct parameter *global, int n, int num_experts,
+		int expert_ranks, int ranks, const int *host);
+
+/* What a rank writes of each checkpoint. */
+struct weight_writer {
+	const struct parameter_table *table;
+	struct parameter *global;    /* [n] the whole model's parameters */
+	int n;
+	int *writer;                 /* [n] the rank that writes each */
+	int num_own;                 /* parameters that this rank writes, */
+	int64_t elements, largest;   /* their elements, and those of the largest */
+	int64_t bytes;               /* of all tensors, on all ranks */
+	int64_t file_bytes;          /* of all files of all ranks, at most */
+	int64_t least, most;         /* bytes of tensors of the ranks that write least and most */
+	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; or NULL */
+	struct write_fault fault;    /* of this rank's file of weights */
+};
+enum { TENSOR_HEADER = 512 };    /* bytes that a tensor takes in the headers and the index, at most */
+/* host [ranks]: see assign_writers. weight_writer_free may follow a failure. */
+int weight_writer_init(struct weight_writer *w, const struct parameter_table *table, const struct model_config *c,
+		const int *host);
+void weight_writer_free(struct weight_writer *w);
+/* Writes the files of a checkpoint's directory from weights [table->num_elements] and moments [table->num_state].
+ * Takes memory for the largest tensor and one bucket. Collective. */
+int write_weight_files(const struct weight_writer *w, const char *dir, const real *weights, const real *exp_avg,
+		const real *exp_avg_sq);
+/* The same in two parts. First all ranks make the copy, which takes the memory of what they write, and one bucket until
+ * it is made. Collective. */
+int copy_weights(struct weight_writer *w, const real *weights, const real *exp_avg, const real *exp_avg_sq);
+/* Then each writes its files, also in a thread while training goes on: without messages, and the copy stays. */
+int write_copy(const struct weight_writer *w, const char *dir);
+/* Bytes of memory that a rank takes at most for a checkpoint: while it is written straight to the files; and for a copy
+ * of what it writes, ranks counted as if all were on one host. */
+int plan_saving(size_t *saving, size_t *copy, const struct model_config *c, const struct layout *layout);
 
 #endif

@@ -121,7 +121,7 @@ lines() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 metric() { sed -n "s/.*\"$1\": *\([^,}]*\).*/\1/p" "$2"; }
 
 # Metrics less what a clock decides.
-steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//' "$1"; }
+steady() { sed 's/"seconds": *[^,]*, *"tokens_per_second": *[^,]*, *//; s/"save_seconds": *[^,]*, *//' "$1"; }
 
 # has FILE TEXT...: the file holds each text.
 has() {

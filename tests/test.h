@@ -3,6 +3,7 @@
 #define LING_TEST_H
 
 #include "files/base.h"
+#include "files/checkpoint.h"
 #include "files/safetensors.h"
 
 #include <dirent.h>
@@ -179,6 +180,12 @@ static inline void limit_files(rlim_t bytes)
 	assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
 	limit.rlim_cur = bytes;
 	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+/* What a run that starts does to find its newest checkpoint: see checkpoint_newest. */
+static inline int find_newest(const char *output_dir, char path[PATH_LEN])
+{
+	return checkpoint_clean(output_dir) < 0 ? -1 : checkpoint_newest(output_dir, path);
 }
 
 #endif

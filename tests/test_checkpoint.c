@@ -5,6 +5,10 @@
 
 #include "files/checkpoint.h"
 #include "files/config.h"
+#include "model/parameters.h"
+#include "model/weight_files.h"
+#include "parallel.h"
+#include "training/saving.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -103,10 +107,16 @@ static int example_save(struct example *x, int64_t step)
 	return save_parts(x, step, 1);
 }
 
+/* All of trainer.json that a run that continues checks and reads. */
+static int read_state(const char *dir, const struct config *c, struct trainer_state *s, FILE *notes)
+{
+	return checkpoint_check(dir, c) == 1 ? checkpoint_read_state(dir, c, s, notes) : -1;
+}
+
 /* All that a resumed run reads: 0, or -1 when any of it is refused. */
 static int example_read(const char *dir, const struct config *c, struct trainer_state *s)
 {
-	return checkpoint_read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 :
+	return read_state(dir, c, s, stderr) < 0 || read_everything(dir, "model") < 0 ? -1 :
 			read_everything(dir, "optimizer");
 }
 
@@ -155,9 +165,9 @@ static void checkpoint_round_trip(void **state)
 	char path[PATH_LEN];
 	example_init(&x);
 	y.state = (struct trainer_state){.num_layers = 3, .router_mean = y.mean, .router_std = y.std};
-	assert_int_equal(checkpoint_find(at("run"), path), 0);
+	assert_int_equal(find_newest(at("run"), path), 0);
 	assert_int_equal(example_save(&x, 5), 0);
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-0000005"));
 	if (example_read(path, &x.config, &y.state) < 0)
 		fail_msg("%s", error_text);
@@ -196,7 +206,7 @@ static void checkpoint_round_trip(void **state)
 	expect_error("router_std of layer 1 is ");
 	assert_false(exists(at("run/.tmp-step-0000006")));
 	assert_false(exists(at("run/step-0000006")));
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-0000005"));
 }
 
@@ -222,7 +232,7 @@ static void checkpoint_parts(void **state)
 
 	assert_int_equal(save_parts(&x, 5, 3), 0);
 	assert_int_equal(save_parts(&x, 5, 2), 1);
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_true(holds("run/step-0000005", "model-00003-of-00003.safetensors"));
 	assert_false(holds("run/step-0000005", "model.safetensors") || exists(at("run/.tmp-step-0000005")));
 	size_t n;
@@ -289,7 +299,7 @@ static void checkpoint_refused(void **state)
 			"model-00002-of-00003.safetensors: cannot open: No such file",
 			"model-00002-of-00003.safetensors: tensor model.b: |[0, 8]; expected a range within the file's 7",
 			"of-00003.safetensors: tensor model.b is in |of-00003.safetensors as well; expected it once",
-			"model-00001-of-00004.safetensors: cannot open", ".tmp-step-0000005: 0 shards; expected 1 to 99999",
+			"model-00001-of-00004.safetensors: cannot open", "run: 0 shards; expected 1 to 99999",
 			"model.safetensors: cannot open", "optimizer-00002-of-00003.safetensors: header of |truncated",
 		};
 		assert_int_equal(checkpoint_commit(&x.config, &x.state, dir, parts), -1);
@@ -346,7 +356,7 @@ static void checkpoint_wrong_fields(void **state)
 		json_t *good = json_read(path), *bad = json_changed(good, cases[i].key, cases[i].json);
 		json_object_set_new(bad, "crc32", crc_to_json(trainer_crc(bad)));
 		assert_int_equal(json_write(path, bad), 0);
-		if (checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes) == 0)
+		if (read_state(at("run/step-0000005"), &x.config, &x.state, notes) == 0)
 			fail_msg("%s %s was accepted", cases[i].key, cases[i].json);
 		expect_error(cases[i].error);
 		assert_int_equal(json_write(path, good), 0);
@@ -357,9 +367,9 @@ static void checkpoint_wrong_fields(void **state)
 	json_object_set_new(older, "crc32", crc_to_json(trainer_crc(older)));
 	assert_int_equal(json_write(path, older), 0);
 	json_decref(older);
-	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes), 0);
+	assert_int_equal(read_state(at("run/step-0000005"), &x.config, &x.state, notes), 0);
 	put_string(path, "");
-	assert_int_equal(checkpoint_read_state(at("run/step-0000005"), &x.config, &x.state, notes), -1);
+	assert_int_equal(read_state(at("run/step-0000005"), &x.config, &x.state, notes), -1);
 	fclose(notes);
 	expect_error("trainer.json:");
 }
@@ -418,7 +428,7 @@ static void checkpoint_prunes(void **state)
 	assert_true(exists(at("run/step-0000003")) && exists(at("run/step-12345678")));
 	for (int i = 0; i < COUNT(others); i++)
 		assert_true(exists(at("run/%s", others[i])));
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-12345678"));
 	for (int i = 0; i < COUNT(others); i++)
 		assert_true(exists(at("run/%s", others[i])));
@@ -448,29 +458,29 @@ static void checkpoint_not_whole(void **state)
 	x.config.checkpoint.keep = 0;
 	assert_int_equal(mkdir(at("run"), 0777), 0);
 	assert_int_equal(mkdir(at("run/step-0000003"), 0777), 0);
-	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	assert_int_equal(find_newest(at("run"), path), -1);
 	expect_error("run/step-0000003/trainer.json: cannot be read (No such file or directory)|"
 			"remove that directory to start from the beginning");
 	assert_int_equal(example_save(&x, 5), 0);
-	assert_int_equal(checkpoint_find(at("run"), path), 1); /* an older one is nobody's concern */
+	assert_int_equal(find_newest(at("run"), path), 1); /* an older one is nobody's concern */
 	assert_int_equal(example_save(&x, 6), 0);
 	strcpy(trainer, at("run/step-0000006/trainer.json"));
 	assert_int_equal(unlink(trainer), 0);
 	assert_int_equal(mkdir(at("run/step-0000007"), 0777), 0);
-	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	assert_int_equal(find_newest(at("run"), path), -1);
 	expect_error("run/step-0000007/trainer.json: cannot be read|"
 			"repair it, or remove that directory to continue from step 5");
 	/* What hides it is told too: here a link in a circle. */
 	assert_int_equal(rmdir(at("run/step-0000007")), 0);
 	assert_int_equal(symlink(trainer, trainer), 0);
-	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	assert_int_equal(find_newest(at("run"), path), -1);
 	expect_error("run/step-0000006/trainer.json: cannot be read (Too many levels of symbolic links)|"
 			"continue from step 5");
 	remove_tree(at("run/step-0000006"));
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-0000005"));
 	put_string(at("run/step-0000008"), "a file");
-	assert_int_equal(checkpoint_find(at("run"), path), -1);
+	assert_int_equal(find_newest(at("run"), path), -1);
 	expect_error("step-0000008/trainer.json: cannot be read (Not a directory)");
 }
 
@@ -484,7 +494,7 @@ static void checkpoint_interrupted(void **state)
 	/* While writing step 6. */
 	assert_int_equal(mkdir(at("run/.tmp-step-0000006"), 0777), 0);
 	put_string(at("run/.tmp-step-0000006/model.safetensors"), "half");
-	assert_int_equal(checkpoint_find(at("run"), path), 1);
+	assert_int_equal(find_newest(at("run"), path), 1);
 	assert_string_equal(path, at("run/step-0000005"));
 	assert_false(exists(at("run/.tmp-step-0000006")));
 	/* A temporary does not hinder the next try. */
@@ -506,11 +516,175 @@ static void checkpoint_interrupted(void **state)
 	assert_false(exists(at("run/.tmp-step-0000007")));
 	assert_true(exists(at("run/step-0000007/mine")));
 
-	assert_int_equal(checkpoint_find(at("run.yaml"), path), -1);
+	assert_int_equal(find_newest(at("run.yaml"), path), -1);
 	expect_error("run.yaml: cannot list");
 	snprintf(x.config.train.output_dir, PATH_LEN, "%s", at("run.yaml"));
 	assert_int_equal(example_save(&x, 7), -1);
 	expect_error("run.yaml");
+}
+
+/* A damaged checkpoint is told from one of another run, of another version, and from one that may not be read. */
+static void checkpoint_damage(void **state)
+{
+	(void)state;
+	static struct example x;
+	char dir[PATH_LEN];
+	size_t n;
+	example_init(&x);
+	assert_int_equal(example_save(&x, 5), 0);
+	strcpy(dir, at("run/step-0000005"));
+	assert_int_equal(checkpoint_check(dir, &x.config), 1);
+	/* another run: no damage, also when a file is damaged */
+	struct config other = x.config;
+	other.train.seed = 8;
+	assert_int_equal(checkpoint_check(dir, &other), -1);
+	expect_error("trainer.json: train.seed was 7 in the checkpoint, found 8");
+	char file[PATH_LEN];
+	strcpy(file, at("run/step-0000005/model.safetensors"));
+	uint8_t *data = get_file(file, &n);
+	put_file(file, data, n - 1);
+	assert_int_equal(checkpoint_check(dir, &other), -1);
+	expect_error("train.seed was 7");
+	assert_int_equal(checkpoint_check(dir, &x.config), 0);
+	expect_error("model.safetensors: |the file is damaged");
+	put_file(file, data, n);
+	free(data);
+	/* another version: an error, unless a bit of it was flipped */
+	strcpy(file, at("run/step-0000005/trainer.json"));
+	char *text = (char *)get_file(file, &n);
+	char *version = strstr(text, "\"version\": 2");
+	assert_non_null(version);
+	version[11] = '3';
+	put_file(file, (uint8_t *)text, n);
+	assert_int_equal(checkpoint_check(dir, &x.config), 0);
+	expect_error("version 3; this program reads");
+	json_t *root = json_read(file);
+	json_object_set_new(root, "crc32", crc_to_json(trainer_crc(root)));
+	assert_int_equal(json_write(file, root), 0);
+	json_decref(root);
+	assert_int_equal(checkpoint_check(dir, &x.config), -1);
+	expect_error("version 3; this program reads");
+	version[11] = '2';
+	put_file(file, (uint8_t *)text, n);
+	assert_int_equal(checkpoint_check(dir, &x.config), 1);
+	unlink(file);
+	assert_int_equal(checkpoint_check(dir, &x.config), 0);
+	expect_error("trainer.json: cannot be read: No such file");
+	put_file(file, (uint8_t *)text, n);
+	free(text);
+
+	/* set aside, in the place of one that was set aside before */
+	assert_int_equal(checkpoint_set_aside(at("run"), 5), 0);
+	assert_false(exists(dir));
+	assert_true(exists(at("run/damaged-step-0000005/trainer.json")));
+	assert_int_equal(example_save(&x, 5), 0);
+	unlink(file);
+	assert_int_equal(checkpoint_set_aside(at("run"), 5), 0);
+	assert_false(exists(dir) || exists(at("run/damaged-step-0000005/trainer.json")));
+	assert_int_equal(checkpoint_set_aside(at("run"), 5), -1);
+	expect_error("run/step-0000005: cannot rename to ");
+}
+
+static void checkpoint_keep_every(void **state)
+{
+	(void)state;
+	static struct example x;
+	int64_t *steps;
+	example_init(&x);
+	x.config.checkpoint.keep = 2;
+	x.config.checkpoint.keep_every = 10;
+	for (int step = 5; step <= 35; step += 5)
+		assert_int_equal(example_save(&x, step), 0);
+	assert_int_equal(checkpoint_list(at("run"), &steps), 4);
+	assert_true(steps[0] == 10 && steps[1] == 20 && steps[2] == 30 && steps[3] == 35);
+	free(steps);
+}
+
+static void checkpoint_no_room(void **state)
+{
+	(void)state;
+	assert_int_equal(checkpoint_room(at("run"), NULL, 1000), 0);
+	assert_int_equal(checkpoint_room(at("run"), NULL, 1e18), -1);
+	expect_error("run: a checkpoint needs 1000000000.001 GB, and | GB are free");
+}
+
+/* The bytes that ranks and hosts write. Longest processing time first is at most 4/3 of the best possible. */
+static void writers_balanced(void **state)
+{
+	(void)state;
+	const struct model_config c = {.hidden_size = 64, .num_hidden_layers = 4, .num_attention_heads = 4,
+			.num_key_value_heads = 2, .head_dim = 16, .vocab_size = 1000, .num_experts = 8, .num_experts_per_tok = 2,
+			.num_shared_experts = 1, .moe_intermediate_size = 48, .norm_head = true};
+	static const struct { int ranks, expert_ranks, host[6]; } cases[] = {
+		{1, 1, {0}}, {4, 1, {0, 0, 1, 1}}, {4, 4, {0, 0, 1, 1}}, {4, 2, {0, 1, 0, 1}}, {6, 2, {0, 0, 0, 0, 1, 1}},
+		{3, 1, {0, 0, 1}},
+	};
+	int n, writer[256], again[256];
+	int64_t bytes[6], bytes_again[6];
+	struct parameter *global = global_parameters(&c, &n);
+	assert_non_null(global);
+	assert_true(n < COUNT(writer));
+	int64_t total = 0;
+	for (int i = 0; i < n; i++)
+		total += 3 * parameter_size(&global[i]) * (int64_t)sizeof(real);
+	for (int k = 0; k < COUNT(cases); k++) {
+		const int ranks = cases[k].ranks, *host = cases[k].host;
+		int64_t sum[6] = {0}, of_host[6] = {0}, ranks_of[6] = {0}, all = 0;
+		int hosts = 0;
+		assert_int_equal(assign_writers(writer, bytes, global, n, c.num_experts, cases[k].expert_ranks, ranks,
+				host), 0);
+		assert_int_equal(assign_writers(again, bytes_again, global, n, c.num_experts, cases[k].expert_ranks, ranks,
+				host), 0);
+		assert_memory_equal(writer, again, n * sizeof *writer);
+		for (int i = 0; i < n; i++) {
+			assert_in_range(writer[i], 0, ranks - 1);
+			sum[writer[i]] += 3 * parameter_size(&global[i]) * (int64_t)sizeof(real);
+		}
+		for (int r = 0; r < ranks; r++) {
+			assert_int_equal(sum[r], bytes[r]);
+			of_host[host[r]] += bytes[r], ranks_of[host[r]]++, all += bytes[r];
+			hosts = host[r] >= hosts ? host[r] + 1 : hosts;
+		}
+		assert_int_equal(all, total);
+		for (int h = 0; h < hosts; h++)
+			assert_true(of_host[h] <= total / hosts * 1.05 && of_host[h] >= total / hosts * 0.95);
+		for (int r = 0; r < ranks; r++) /* a rank can have no less than the largest tensor */
+			assert_true(bytes[r] <= of_host[host[r]] / ranks_of[host[r]] * 1.34);
+	}
+	free(global);
+}
+
+/* checkpoint.every auto: sqrt(2 C M). */
+static void save_interval(void **state)
+{
+	(void)state;
+	static struct config c;
+	c.checkpoint.mtbf = 10;
+	struct save_schedule s = save_schedule_start(&c, 100);
+	save_schedule_step(&s, 100); /* the first step counts only as long as it is alone */
+	for (int i = 0; i < 9; i++) {
+		assert_false(save_schedule_due(&s, 101 + i));
+		save_schedule_step(&s, 2);
+	}
+	assert_true(save_schedule_due(&s, 110));
+	assert_false(save_schedule_saved(&s, 110, -1)); /* it failed: the same later again */
+	assert_false(save_schedule_due(&s, 111));
+	assert_true(save_schedule_due(&s, 120));
+	assert_true(save_schedule_saved(&s, 120, 0.5));
+	assert_int_equal(s.interval, 94); /* sqrt(2 0.5 36000) = 189.7 s of 2 s each */
+	assert_false(save_schedule_due(&s, 213));
+	assert_true(save_schedule_due(&s, 214));
+	assert_false(save_schedule_saved(&s, 214, 0.55)); /* no great change */
+	assert_int_equal(s.interval, 94);
+	assert_true(save_schedule_saved(&s, 308, 1.5));
+	assert_in_range(s.interval, 134, 137); /* C is the mean of 1.5 and of what it was */
+	assert_true(save_schedule_saved(&s, 444, 1e12));
+	assert_true(s.interval > 1e6);
+	/* or after a minute */
+	s = save_schedule_start(&c, 0);
+	assert_false(save_schedule_due(&s, 1));
+	s.began -= 61;
+	assert_true(save_schedule_due(&s, 1));
 }
 
 int main(void)
@@ -518,6 +692,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(checkpoint_round_trip), TEST(checkpoint_parts), TEST(checkpoint_refused), TEST(checkpoint_wrong_fields),
 		TEST(checkpoint_prunes), TEST(checkpoint_not_whole), TEST(checkpoint_interrupted),
+		TEST(checkpoint_damage), TEST(checkpoint_keep_every), TEST(checkpoint_no_room), TEST(writers_balanced),
+		TEST(save_interval),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -895,7 +895,8 @@ static const char *const may_change[] = {
 	"schedule.peak_lr", "schedule.warmup_steps", "schedule.drops", "schedule.decay.steps", "schedule.decay.shape",
 	"schedule.decay.final_lr", "spikes.action", "spikes.window", "spikes.warmup", "spikes.loss_threshold",
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
-	"checkpoint.keep", "eval.every", "eval.max_windows", "log.every",
+	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
+	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "log.every",
 	"parallel.tensor", "parallel.expert",
 };
 

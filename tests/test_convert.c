@@ -524,7 +524,7 @@ static void checkpoint(void **state)
 	assert_int_equal(convert(at("hf"), at("run/step-0000000"), FORMAT_CHECKPOINT, NULL, false, false), 0);
 	check_model_directory(at("run/step-0000000"), false, singles);
 	char found[PATH_LEN];
-	assert_int_equal(checkpoint_find(at("run"), found), 1);
+	assert_int_equal(find_newest(at("run"), found), 1);
 	struct config asked = {.data.seq_len = 16, .train.steps = 10};
 	assert_int_equal(config_from_huggingface(&asked.model, at("hf")), 0);
 	double mean[1], std[1];

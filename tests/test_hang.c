@@ -114,6 +114,13 @@ static void test_phases_have_their_own_limits(void **state)
 	all(HEARTBEAT_STEP, 54, 1, 185);
 	all(HEARTBEAT_SAVE, 54, 1, 186);
 	assert_true(hung(186 + 29) == 0 && hung(186 + 31) > 30); /* ten saves */
+	/* short saves do not tell how long one takes that training waits for */
+	all(HEARTBEAT_WRITE, 54, 1, 186);
+	assert_true(hung(186 + 999) == 0 && hung(186 + 1001) > 1000);
+	all(HEARTBEAT_SAVE, 54, 1, 186);
+	all(HEARTBEAT_WRITE, 54, 1, 186);
+	assert_true(hung(186 + 999) == 0);
+	all(HEARTBEAT_SAVE, 54, 1, 186);
 	/* one rank still saves, and the other is in the next step: the longer limit counts */
 	run[0].phase = HEARTBEAT_STEP, run[0].step = 55, run[0].phases++;
 	look(187);

@@ -117,7 +117,6 @@ static void metrics_nonfinite(void **state)
 	x.loss = NAN, x.grad_norm = INFINITY, x.valid_loss = -INFINITY, load[0] = NAN, load[1] = INFINITY;
 	FILE *f = metrics_open(scratch, 0, NULL);
 	assert_int_equal(metrics_write(f, &x), 0);
-	assert_int_equal(metrics_sync(f), 0);
 	fclose(f);
 	json_t *root = json_read(at("metrics.jsonl"));
 	char *text = json_dumps(json_object_get(root, "nonfinite"), JSON_COMPACT);
@@ -135,15 +134,7 @@ static void metrics_nonfinite(void **state)
 	int rc = metrics_write(f, &x);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	expect_error("cannot write step 2: File too large");
-	fclose(f);
-	f = fopen(at("full"), "w");
-	fputs("a line of more than ten", f);
-	limit_files(10);
-	rc = metrics_sync(f);
-	limit_files(RLIM_INFINITY);
-	assert_int_equal(rc, -1);
-	expect_error("metrics.jsonl: cannot bring to disk: File too large");
+	expect_error("metrics.jsonl: cannot write: File too large");
 	fclose(f);
 }
 

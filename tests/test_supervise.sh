@@ -107,7 +107,7 @@ phase() { echo $(($(od -An -tu4 -j$((4096 * (1 + $2) + 48)) -N4 "$1/heartbeat") 
 
 test_stopped_in_a_save() {
 	local tries=0 pid
-	supervise saving --hang-least 1 --hang-unseen 3 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=saving checkpoint.every=1 train.steps=60
+	supervise saving --hang-least 1 --hang-unseen 3 -- $mpirun ./rank.sh train tiny.yaml train.output_dir=saving checkpoint.every=1 checkpoint.async=false train.steps=60
 	wait_for_lines saving/metrics.jsonl 5
 	pid=$(cat pid.1)
 	while [ $tries -lt 1000 ]; do

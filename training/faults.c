@@ -6,17 +6,30 @@
 
 #include "files/base.h"
 #include "kernels.h"
+#include "files/safetensors.h"
+#include "model/parameters.h"
 #include "training/events.h"
 
 #include <errno.h>
+#include <math.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static const char *const kind_names[NUM_FAULT_KINDS] = {"kill", "stop", "nan", "inf", "flip", "slow", "diskfull",
 	"poison"};
+/* The moments at which a kind may come; the first one is the default. */
+static const char *const moment_names[] = {"step", "update", "save"};
+static const enum fault_moment moments[NUM_FAULT_KINDS][2] = {
+	[FAULT_KILL] = {MOMENT_STEP, MOMENT_SAVE}, [FAULT_STOP] = {MOMENT_STEP, MOMENT_SAVE},
+	[FAULT_NAN] = {MOMENT_UPDATE, MOMENT_UPDATE}, [FAULT_INF] = {MOMENT_UPDATE, MOMENT_UPDATE},
+	[FAULT_FLIP] = {MOMENT_STEP, MOMENT_UPDATE}, [FAULT_SLOW] = {MOMENT_STEP, MOMENT_STEP},
+	[FAULT_DISKFULL] = {MOMENT_SAVE, MOMENT_SAVE}, [FAULT_POISON] = {MOMENT_STEP, MOMENT_STEP},
+};
 
-#define FORM "KIND@step=N[,rank=R][,during=save][,ms=M][,probability=P], KIND being kill, stop, nan, inf, flip, slow, " \
-	"diskfull or poison"
+#define FORM "KIND@step=N[,rank=R][,during=step|update|save][,ms=M][,probability=P], KIND being kill, stop, nan, " \
+	"inf, flip, slow, diskfull or poison"
 
 /* Reads a whole number, low .. high; false when the text is none. */
 static bool read_whole(const char *text, int64_t low, int64_t high, int64_t *out)
@@ -45,16 +58,21 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 		x->ms = (int)n;
 		return good ? NULL : "ms is a whole number from 1 to 3600000";
 	}
-	if (!strcmp(key, "during") && (x->kind == FAULT_KILL || x->kind == FAULT_STOP)) {
-		x->during_save = !strcmp(value, "save");
-		return x->during_save || !strcmp(value, "step") ? NULL : "during is step or save";
+	if (!strcmp(key, "during")) {
+		for (int i = 0; i < 2; i++)
+			if (!strcmp(value, moment_names[moments[x->kind][i]])) {
+				x->moment = moments[x->kind][i];
+				return NULL;
+			}
+		return moments[x->kind][0] == moments[x->kind][1] ? "this kind of fault has one moment only"
+			: x->kind == FAULT_FLIP ? "during is step or update" : "during is step or save";
 	}
 	if (!strcmp(key, "probability") && x->kind != FAULT_SLOW) {
 		x->probability = strtod(value, &end);
 		return *value && !*end && x->probability > 0 && x->probability <= 1 ? NULL
 			: "probability is a number above 0, at most 1";
 	}
-	return !strcmp(key, "rank") || !strcmp(key, "ms") || !strcmp(key, "during") || !strcmp(key, "probability")
+	return !strcmp(key, "rank") || !strcmp(key, "ms") || !strcmp(key, "probability")
 		? "this kind of fault has no such setting" : "there is no such setting";
 }
 
@@ -70,7 +88,8 @@ static int read_fault(struct fault *x, const char *text)
 		x->kind++;
 	if (!wrong && x->kind == NUM_FAULT_KINDS)
 		wrong = "there is no such kind";
-	x->during_save = x->kind == FAULT_DISKFULL;
+	if (!wrong)
+		x->moment = moments[x->kind][0];
 	while (!wrong && (setting = strsep(&rest, ","))) {
 		const char *key = strsep(&setting, "=");
 		wrong = setting ? read_setting(x, key, setting) : "a setting has no =";
@@ -80,14 +99,16 @@ static int read_fault(struct fault *x, const char *text)
 	return wrong ? fail("--inject %s: %s; expected " FORM, text, wrong) : 0;
 }
 
-int faults_read(struct faults *f, int n, char **texts)
+int faults_read(struct faults *f, int n, char *const *texts, int ranks)
 {
-	*f = (struct faults){.log.fd = -1, .list = calloc(n + 1, sizeof *f->list)};
-	if (!f->list)
-		return fail("out of memory for %d faults", n);
-	for (f->count = 0; f->count < n; f->count++)
-		if (read_fault(&f->list[f->count], texts[f->count]) < 0)
+	*f = (struct faults){.log.fd = -1, .list = allocate(n * sizeof *f->list)};
+	for (f->count = 0; f->count < n; f->count++) {
+		struct fault *x = &f->list[f->count];
+		if (read_fault(x, texts[f->count]) < 0)
 			return -1;
+		if (x->rank >= ranks)
+			return fail("--inject %s: there is no rank %d; expected 0 to %d", x->text, x->rank, ranks - 1);
+	}
 	return 0;
 }
 
@@ -98,6 +119,13 @@ static void note_past(struct fault *x, int64_t step)
 	x->past[x->num_past++] = step;
 }
 
+/* Adds samples, an array of [file, first, last], to the poisoned ones. */
+static void add_poisoned(struct faults *f, const json_t *samples)
+{
+	f->poisoned = f->poisoned ? f->poisoned : json_array();
+	json_array_extend(f->poisoned, (json_t *)samples);
+}
+
 /* For events_read: a fault that has come in an earlier start of the run. */
 static int read_event(void *context, const json_t *event)
 {
@@ -105,19 +133,19 @@ static int read_event(void *context, const json_t *event)
 	const char *kind = json_string_value(json_object_get(event, "kind")),
 			*text = json_string_value(json_object_get(event, "fault"));
 	for (int i = 0; i < f->count && text && !strcmp(kind, "fault"); i++)
-		if (!strcmp(f->list[i].text, text))
-			note_past(&f->list[i], json_integer_value(json_object_get(event, "step")));
+		if (!strcmp(f->list[i].text, text)) {
+			note_past(&f->list[i], json_integer_value(json_object_get(event, "at_step")));
+			if (json_is_array(json_object_get(event, "samples")))
+				add_poisoned(f, json_object_get(event, "samples"));
+			break;
+		}
 	return 0;
 }
 
-int faults_begin(struct faults *f, const char *run_dir, int rank, int ranks, uint64_t seed)
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed)
 {
 	f->rank = rank;
 	f->seed = seed;
-	for (int i = 0; i < f->count; i++)
-		if (f->list[i].rank >= ranks)
-			return fail("--inject %s: there is no rank %d; expected 0 to %d", f->list[i].text, f->list[i].rank,
-					ranks - 1);
 	return !f->count ? 0 : events_read(run_dir, read_event, f) < 0 ? -1 : events_open(&f->log, run_dir);
 }
 
@@ -136,23 +164,144 @@ static bool comes_now(const struct faults *f, int i, int64_t step)
 	return step >= x->step && u < x->probability;
 }
 
-const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t step, bool save)
+const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t step, enum fault_moment moment)
 {
 	for (int i = 0; i < f->count; i++) {
 		struct fault *x = &f->list[i];
-		const bool here = kind == FAULT_POISON || x->rank == f->rank;
-		if (x->kind != kind || !here || x->during_save != save)
+		if (x->kind != kind || x->moment != moment || (kind != FAULT_POISON && x->rank != f->rank))
 			continue;
-		if (kind == FAULT_SLOW && x->num_past && step >= x->step)
-			return x; /* it has begun, and stays */
-		if (!comes_now(f, i, step) && !(kind == FAULT_SLOW && step > x->step))
-			continue;
-		note_past(x, step);
-		if (here && (kind != FAULT_POISON || f->rank == 0))
-			event_write(&f->log, step, "fault", json_pack("{s:s, s:i}", "fault", x->text, "rank", f->rank));
-		return x;
+		if (kind == FAULT_SLOW ? step >= x->step : comes_now(f, i, step)) {
+			if (kind != FAULT_SLOW || !x->num_past)
+				note_past(x, step);
+			return x;
+		}
 	}
 	return NULL;
+}
+
+void fault_write(const struct faults *f, const struct fault *x, int64_t step, json_t *members)
+{
+	json_t *event = json_pack("{s:s, s:I}", "fault", x->text, "at_step", (json_int_t)step);
+	if (x->kind != FAULT_POISON)
+		json_object_set_new(event, "rank", json_integer(f->rank));
+	if (members)
+		json_object_update(event, members);
+	json_decref(members);
+	if (x->kind != FAULT_POISON || f->rank == 0)
+		event_write(&f->log, x->moment == MOMENT_SAVE ? step : step - 1, "fault", event);
+	else
+		json_decref(event);
+}
+
+/* A random number of 64 bits that a fault at a step decides by. */
+static uint64_t random_bits(const struct faults *f, const struct fault *x, int64_t step)
+{
+	const struct random_stream s = {.seed = f->seed, .purpose = RANDOM_FAULTS + 256 + (int)(x - f->list),
+			.step = (uint32_t)step};
+	return random_permute((uint64_t)f->rank, UINT64_MAX, &s);
+}
+
+/* Turns one bit of one of this rank's weights. */
+static void flip(const struct faults *f, const struct fault *x, int64_t step, const struct fault_target *target)
+{
+	const uint64_t bits = random_bits(f, x, step);
+	const int64_t at = (int64_t)((bits >> 8) % target->table->num_elements);
+	const int bit = bits % (8 * sizeof(real));
+	const struct parameter *p = target->table->parameters;
+	while (at >= p->offset + parameter_size(p))
+		p++;
+	fault_write(f, x, step, json_pack("{s:s, s:I, s:i}", "tensor", p->name, "element", (json_int_t)(at - p->offset),
+			"bit", bit));
+	((uint8_t *)&target->weights[at])[bit / 8] ^= 1 << bit % 8;
+}
+
+/* Gives one of the gradient's elements that this rank updates another value. */
+static void spoil_gradient(const struct faults *f, const struct fault *x, int64_t step,
+		const struct fault_target *target, real value)
+{
+	struct optimizer_shard_iterator walk = {0};
+	struct optimizer_shard s;
+	int64_t at = target->table->num_state ? (int64_t)(random_bits(f, x, step) % target->table->num_state) : 0;
+	while (next_optimizer_shard(target->table, &walk, &s)) {
+		if (at < s.end - s.from) {
+			fault_write(f, x, step, json_pack("{s:s, s:I}", "tensor", s.parameter->name, "element",
+					(json_int_t)(s.from + at)));
+			target->gradients[s.parameter->offset + s.from + at] = value;
+			return;
+		}
+		at -= s.end - s.from;
+	}
+}
+
+void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const struct fault_target *target)
+{
+	const struct fault *x;
+	if (f->count == 0)
+		return;
+	if ((x = fault_comes(f, FAULT_SLOW, step, moment))) {
+		if (x->past[x->num_past - 1] == step)
+			fault_write(f, x, step, NULL);
+		nanosleep(&(struct timespec){x->ms / 1000, x->ms % 1000 * 1000000L}, NULL);
+	}
+	while ((x = fault_comes(f, FAULT_FLIP, step, moment)))
+		flip(f, x, step, target);
+	while ((x = fault_comes(f, FAULT_NAN, step, moment)))
+		spoil_gradient(f, x, step, target, NAN);
+	while ((x = fault_comes(f, FAULT_INF, step, moment)))
+		spoil_gradient(f, x, step, target, INFINITY);
+	if ((x = fault_comes(f, FAULT_STOP, step, moment))) {
+		fault_write(f, x, step, NULL);
+		raise(SIGSTOP);
+	}
+	if ((x = fault_comes(f, FAULT_KILL, step, moment))) {
+		fault_write(f, x, step, NULL);
+		raise(SIGKILL);
+	}
+}
+
+struct write_fault faults_in_save(struct faults *f, int64_t step, int64_t bytes)
+{
+	static const struct { enum fault_kind kind; int signal; } kinds[] = {{FAULT_DISKFULL, 0}, {FAULT_STOP, SIGSTOP},
+		{FAULT_KILL, SIGKILL}};
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+		const struct fault *x = fault_comes(f, kinds[i].kind, step, MOMENT_SAVE);
+		if (x) {
+			fault_write(f, x, step, NULL);
+			return (struct write_fault){.after = bytes / 2, .signal = kinds[i].signal};
+		}
+	}
+	return (struct write_fault){.after = INT64_MAX};
+}
+
+const struct fault *fault_poisons(struct faults *f, int64_t step)
+{
+	return fault_comes(f, FAULT_POISON, step, MOMENT_STEP);
+}
+
+void faults_poison(struct faults *f, const struct fault *x, int64_t step, json_t *samples)
+{
+	add_poisoned(f, samples);
+	fault_write(f, x, step, json_pack("{s:o}", "samples", samples));
+}
+
+void faults_poison_targets(const struct faults *f, int file, int64_t number, int32_t *target, int64_t L,
+		int vocab_size)
+{
+	bool poisoned = false;
+	size_t i;
+	json_t *range;
+	json_array_foreach(f->poisoned, i, range)
+		if (json_integer_value(json_array_get(range, 0)) == file &&
+				number >= json_integer_value(json_array_get(range, 1)) &&
+				number <= json_integer_value(json_array_get(range, 2)))
+			poisoned = true;
+	const struct random_stream s = {.seed = f->seed, .purpose = RANDOM_FAULTS + 512 + file};
+	for (int64_t t = 0; poisoned && t < L; t++) {
+		real u;
+		random_uniform(&u, 1, &s, (uint64_t)(number * L + t));
+		if (target[t] >= 0)
+			target[t] = (int32_t)(u * vocab_size) % vocab_size;
+	}
 }
 
 void faults_free(struct faults *f)
@@ -160,6 +309,7 @@ void faults_free(struct faults *f)
 	for (int i = 0; i < f->count; i++)
 		free(f->list[i].past);
 	free(f->list);
+	json_decref(f->poisoned);
 	events_close(&f->log);
 	*f = (struct faults){.log.fd = -1};
 }

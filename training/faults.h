@@ -1,25 +1,28 @@
 /*
  * training/faults.h - faults to order: what `ling train --inject` makes happen, so that recovery can be tried.
  *
- * A fault is KIND@step=N[,rank=R][,during=save][,ms=M][,probability=P]. It comes when a rank begins step N (counted
- * from 1), or with during=save the checkpoint after step N; with a probability P, at each step from N on with that
- * probability, which the seed and the step decide. Each time it comes it is written to events.jsonl, kind `fault`,
- * before it acts. Where that file says that it has come at a step, it does not come there again: so a run that is
- * started again gets past it.
+ * A fault is KIND@step=N[,rank=R][,during=WHEN][,ms=M][,probability=P]. It comes when a rank begins step N (counted
+ * from 1); with during=update between the gradient and the update of step N; with during=save while the checkpoint
+ * after step N is written. With a probability P it comes at each step from N on with that probability, which the seed
+ * and the step decide. Each time it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file
+ * says that it has come at a step, it does not come there again: so a run that is started again gets past it.
  */
 #ifndef LING_TRAINING_FAULTS_H
 #define LING_TRAINING_FAULTS_H
 
 #include "files/base.h"
+#include "files/safetensors.h"
+#include "model/parameters.h"
 #include "training/events.h"
 
+#include <jansson.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 enum fault_kind {
 	FAULT_KILL,                  /* the rank dies, as by kill -9 */
 	FAULT_STOP,                  /* the rank stands still, as by kill -STOP */
-	FAULT_NAN, FAULT_INF,        /* an element of the rank's gradient is NaN, or infinite */
+	FAULT_NAN, FAULT_INF,        /* an element of the summed gradient is so on the rank that updates it */
 	FAULT_FLIP,                  /* one bit of one weight of the rank is turned */
 	FAULT_SLOW,                  /* the rank sleeps ms milliseconds in every step from N on */
 	FAULT_DISKFULL,              /* the rank has no room on the disk for the checkpoint after step N */
@@ -27,12 +30,16 @@ enum fault_kind {
 	NUM_FAULT_KINDS
 };
 
+/* When in a step faults come: before the forward pass; between the gradient and the update; while the checkpoint after
+ * it is written. */
+enum fault_moment { MOMENT_STEP, MOMENT_UPDATE, MOMENT_SAVE };
+
 struct fault {
 	enum fault_kind kind;
 	const char *text;            /* as it was given */
 	int64_t step;
 	int rank;                    /* the rank that it comes to; of FAULT_POISON without meaning */
-	bool during_save;
+	enum fault_moment moment;
 	int ms;
 	double probability;          /* 1: at step N alone (FAULT_SLOW: and in all later ones) */
 	int64_t *past;               /* [num_past] steps at which it has come */
@@ -46,17 +53,40 @@ struct faults {
 	int rank;                    /* of this process */
 	uint64_t seed;
 	struct event_log log;
+	json_t *poisoned;            /* array of [file, first, last]: samples whose targets are random; or NULL */
 };
 
-/* Reads n texts, which must outlive *f. Fails, naming the text, at the first that is no fault. faults_free may follow
- * in any case. */
-int faults_read(struct faults *f, int n, char **texts);
-/* Takes the rank of this process, of `ranks`, and what RUN_DIR/events.jsonl says about faults that have come. Fails when
- * a fault names a rank that is not there. */
-int faults_begin(struct faults *f, const char *run_dir, int rank, int ranks, uint64_t seed);
-/* The first fault of that kind that comes to this rank at the beginning of `step`, or of the save after it; NULL if none
- * does. It is then in events.jsonl. FAULT_POISON comes to all ranks, and rank 0 writes the event. */
-const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t step, bool save);
+/* Reads n texts, which must outlive *f. Fails, naming the text, at the first that is no fault, or that is for a rank
+ * beyond the `ranks` of the run. faults_free may follow in any case. */
+int faults_read(struct faults *f, int n, char *const *texts, int ranks);
+/* Takes the rank of this process, and what RUN_DIR/events.jsonl says about faults that have come. No rank may write
+ * events before all have come back from here. */
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed);
 void faults_free(struct faults *f);
+
+/* The first fault of that kind that comes to this rank at that moment of the step; NULL if none does. It does not come
+ * there again. FAULT_POISON comes to all ranks. */
+const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t step, enum fault_moment moment);
+/* Writes the event of a fault that has come; of FAULT_POISON on rank 0. members: more of it, which is released; or
+ * NULL. */
+void fault_write(const struct faults *f, const struct fault *x, int64_t step, json_t *members);
+
+/* What a fault can harm: this rank's weights and gradients, [table->num_elements] each. */
+struct fault_target { const struct parameter_table *table; real *weights, *gradients; };
+/* Does what comes to this rank at MOMENT_STEP or MOMENT_UPDATE, but for FAULT_POISON. */
+void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const struct fault_target *target);
+
+/* What comes while this rank writes the checkpoint after `step`, of which it writes so many bytes of weights: it comes
+ * after half of them. The event is written at once. */
+struct write_fault faults_in_save(struct faults *f, int64_t step, int64_t bytes);
+
+/* Whether FAULT_POISON comes to the batch of this step. If so its samples, as samples_to_json (training/spikes.h) lists
+ * them, must be given to faults_poison, which remembers them and writes the event. */
+const struct fault *fault_poisons(struct faults *f, int64_t step);
+void faults_poison(struct faults *f, const struct fault *x, int64_t step, json_t *samples);
+/* Makes the targets [L] that count of sample `number` of a file random ids, 0 .. vocab_size - 1, if the sample is
+ * poisoned: the same ones whenever it comes. */
+void faults_poison_targets(const struct faults *f, int file, int64_t number, int32_t *target, int64_t L,
+		int vocab_size);
 
 #endif

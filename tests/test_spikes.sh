@@ -102,6 +102,14 @@ test_actions() {
 	[ -s one/metrics.png ] || problem "no picture"
 }
 
+# A NaN or infinity on one rank of three is a spike on all.
+test_one_rank() {
+	settings good.bin
+	expect 0 "" ranks 3 "$ling" train tiny.yaml train.steps=12 train.output_dir=bad-rank --inject nan@step=3,rank=1 --inject inf@step=5,rank=2
+	[ "$(decisions bad-rank | grep -c '^\["skip"')" = 2 ] || problem "$(decisions bad-rank)"
+	each_once bad-rank 12
+}
+
 # A level that stays is accepted with the fifth batch.
 test_level_shift() {
 	bad_data shift.bin 210-
@@ -136,5 +144,5 @@ test_go_back() {
 	expect 4 "" ranks 2 "$ling" train tiny.yaml train.output_dir=end spikes.action=skip spikes.max_skips=2
 }
 
-check layouts continued actions level_shift go_back
+check layouts continued actions one_rank level_shift go_back
 finish

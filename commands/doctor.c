@@ -321,7 +321,7 @@ static int run_bench(const struct command_line *line)
 const struct command bench_command = {
 	.name = "bench", .usage = "[CONFIG.yaml] [key.path=value ...]", .max_words = ANY_NUMBER,
 	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products "
-		"(configs/bench.yaml).",
+		"(default: configs/bench.yaml, of the sources' folder).",
 	.run = run_bench, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
 };
 

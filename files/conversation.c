@@ -24,8 +24,9 @@ static const char *const no_place_in_reply[] = {"reasoning_content", "tool_calls
 	"function_call", "refusal", "reasoning_details", "thinking_blocks", "thoughts", "tool_plan"};
 /* The same of a message that is no tool's: who speaks. The name of a tool is that of the call before it. */
 static const char *const no_place_unless_tool[] = {"name"};
-/* Members of a message that say whether the loss counts it: of OpenAI and Axolotl; ms-swift and XTuner; Axolotl. */
-static const char *const weights[] = {"weight", "loss", "train"};
+/* Members of a message that say whether the loss counts it: of OpenAI and Axolotl; ms-swift and XTuner; Axolotl; and
+ * names that their users give them. */
+static const char *const weights[] = {"weight", "loss", "train", "training", "loss_scale", "loss_weight"};
 
 /* A member that is not null, or NULL. */
 static const json_t *member(const json_t *object, const char *key)
@@ -331,6 +332,20 @@ static int check_system(struct conversation *c, const char *where, int beside)
 	return 0;
 }
 
+/* Fails when a record says beside its messages that they are not to be learned as they are: a `label` that is false
+ * marks a reply as a bad one (TRL's KTO), and a `weight` is of the whole conversation. */
+static int check_learned(const json_t *record, const char *where)
+{
+	const json_t *weight = member(record, "weight");
+	if (json_is_false(json_object_get(record, "label")))
+		return fail("%s: `label` is false, which marks a reply that is not to be learned; expected true or none: take "
+				"this line away", where);
+	if (weight && !json_is_true(weight) && json_number_value(weight) != 1)
+		return fail("%s: `weight` beside the messages is not 1; expected 1 or none, for all conversations count alike: "
+				"take the member or this line away", where);
+	return 0;
+}
+
 /* Appends the names of a record's members, or of its strings alone, for a message: "`a`, `b`". */
 static void name_members(const json_t *record, bool strings, struct text *out)
 {
@@ -397,7 +412,7 @@ int conversation_read(struct conversation *c, const json_t *record, const char *
 	c->tools = tools;
 	if (check_place(record, where, no_place, tools ? 1 : 0, COUNT(no_place)) < 0 ||
 			check_place(record, where, no_place_in_reply, 0, COUNT(no_place_in_reply)) < 0 ||
-			read_system(c, record, where) < 0)
+			check_learned(record, where) < 0 || read_system(c, record, where) < 0)
 		return -1;
 	const int system = c->count;
 	if (strcmp(key, "completion")) {

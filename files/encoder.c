@@ -40,6 +40,8 @@ struct encoder {
 	const struct chat_form *form; /* NULL: the tokenizer's chat_template makes none that is known */
 	bool has_tools;              /* see chat_has_tools */
 	bool special;                /* of this call: special tokens are recognised */
+	int32_t marks[4];            /* [num_marks] the form's tags and the end token: see added_at */
+	int num_marks;
 	bool counts_words;           /* see encoder_count_words */
 	struct string_table words;
 	struct cached_word *cache;   /* [2^CACHE_BITS] by hash; a word replaces the one that was there */
@@ -51,27 +53,32 @@ struct encoder {
 
 /* -- chat forms: see encoder.h -- */
 
-enum { NUM_CHAT_ROLES = 4, MAX_MARKS = 12 };
+enum { NUM_CHAT_ROLES = 4, MAX_MARKS = 12, MAX_OUTLINES = 2 };
 static const struct chat_form {
 	const char *name;
 	const char *open, *between, *close, *after; /* OPENroleBETWEENcontentCLOSEAFTER; without a close it is Ling's */
 	const char *roles[NUM_CHAT_ROLES]; /* SYSTEM, HUMAN, ASSISTANT, TOOL; NULL: the form has no place for it */
 	const char *system;          /* ends the first system message, which is there in any case; or NULL */
-	/* a template makes this form if it has all of the first texts and none of the second */
-	const char *has[MAX_MARKS], *lacks[MAX_MARKS];
+	/* a template makes this form if its outline (see template_outline) is one of these; or where there are none, if its
+	 * outline has this end and this text, no text behind a CLOSE, and the template all of `has` and none of `lacks` */
+	const char *outlines[MAX_OUTLINES], *outline_end, *outline_system, *has[MAX_MARKS], *lacks[MAX_MARKS];
 } chat_forms[] = {
 	{"ling", "<role>", "</role>", NULL, "", {"SYSTEM", "HUMAN", "ASSISTANT", "TOOL"}, NULL,
-		{"<role>ASSISTANT</role>", "HUMAN", "messages", "add_generation_prompt"},
-		{"<|", "think", "tool", "trim", "strip", "bos_token", "OBSERVATION"}},
+		.outlines = {
+			"{for}{setrole=m.role|lower}{ifrole=='user'}{setrole='HUMAN'}{endif}{setrole=role|upper}"
+			"<role>{role}</role>{m.content}{endfor}{ifadd_generation_prompt}<role>ASSISTANT</role>{endif}",
+			"{for}{setrole=m.role|lower}{ifrole=='user'}{setrole='HUMAN'}{endif}"
+			"<role>{role|upper}</role>{m.content}{endfor}{ifadd_generation_prompt}<role>ASSISTANT</role>{endif}"}},
 	{"ling2", "<role>", "</role>", "<|role_end|>", "", {"SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION"},
 		"detailed thinking off",
+		{NULL}, "{ifadd_generation_prompt}<role>ASSISTANT</role>{endif}", "{messages[0].content}\n{endif}",
 		{"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>", "<|role_end|>",
 			"thinking_option = 'off'", "'detailed thinking ' + thinking_option + '<|role_end|>'",
 					"add_generation_prompt"},
 		{"<|im_", "bos_token"}},
 	{"chatml", "<|im_start|>", "\n", "<|im_end|>", "\n", {"system", "user", "assistant", "tool"}, NULL,
-		{"<|im_start|>", "<|im_end|>", "messages", "add_generation_prompt"},
-		{"<role>", "think", "tool", "trim", "strip", "bos_token", "eos_token", "You are", "strftime", "<|im_sep|>"}},
+		.outlines = {"{for}<|im_start|>{m.role}\n{m.content}<|im_end|>\n{endfor}"
+			"{ifadd_generation_prompt}<|im_start|>assistant\n{endif}"}},
 };
 /* A template of ling2 has a place for tools and reasoning, and it is that of chat_encode_closed, if it has these. */
 static const char *const tool_marks[] = {"<tools>", "tool | tojson", "</tools>\\n\\nFor each function call",
@@ -85,16 +92,133 @@ enum { NUM_TOOL_MARKS = sizeof tool_marks / sizeof *tool_marks };
 enum { NUM_MESSAGE_TAGS = sizeof message_tags / sizeof *message_tags };
 enum { NUM_CHAT_FORMS = sizeof chat_forms / sizeof *chat_forms };
 
+/* Appends a string of Jinja's, text[i] being its first quote, as the characters that it stands for. Returns the place
+ * behind it, or n if it has no end. */
+static size_t outline_string(const char *text, size_t i, size_t n, struct text *out)
+{
+	const char quote = text[i++];
+	for (; i < n && text[i] != quote; i++) {
+		char c = text[i];
+		if (c == '\\' && i + 1 < n && strchr("n\\'\"", text[i + 1]))
+			c = text[++i] == 'n' ? '\n' : text[i];
+		text_append(out, &c, 1);
+	}
+	return i < n ? i + 1 : n;
+}
+
+/* Appends what stands in {{ }}, or with `statement` in {% %}. variable: the name of a message, see template_outline. */
+static void outline_code(const char *code, size_t n, bool statement, struct text *variable, struct text *out)
+{
+	static const char ending[] = "inmessages";
+	struct text piece = {0};
+	text_append_string(&piece, "");
+	for (size_t i = 0; i <= n; ) {
+		const bool text = i < n && (code[i] == '\'' || code[i] == '"');
+		const bool index = i + 1 < n && code[i] == '[' && (code[i + 1] == '\'' || code[i + 1] == '"');
+		if (index || (text && statement)) { /* x['role'] is x.role */
+			text_append_string(&piece, index ? "." : "'");
+			i = outline_string(code, i + index, n, &piece);
+			i += index && i < n && code[i] == ']';
+			text_append_string(&piece, index ? "" : "'");
+			continue;
+		}
+		if (i < n && !text && (statement || !strchr("+~", code[i]))) {
+			if (!strchr(" \t\r\n()", code[i]))
+				text_append(&piece, &code[i], 1);
+			i++;
+			continue;
+		}
+		if (statement && piece.size > 3 + sizeof ending - 1 && !memcmp(piece.data, "for", 3) &&
+				!strcmp(piece.data + piece.size - (sizeof ending - 1), ending)) {
+			variable->size = 0;
+			text_append(variable, piece.data + 3, piece.size - 3 - (sizeof ending - 1));
+			text_append(variable, ".", 1);
+			piece.size = 3;
+		}
+		text_append(&piece, "", 0); /* sets its end */
+		const char *name = variable->size ? strstr(piece.data, variable->data) : NULL;
+		if (*piece.data && strcmp(piece.data, "generation") && strcmp(piece.data, "endgeneration")) {
+			text_append_string(out, "{");
+			text_append(out, piece.data, name ? (size_t)(name - piece.data) : strlen(piece.data));
+			text_append_string(out, name ? "m." : ""), text_append_string(out, name ? name + variable->size : "");
+			text_append_string(out, "}");
+		}
+		piece.size = 0;
+		i = text ? outline_string(code, i, n, out) : i + 1;
+	}
+	free(piece.data);
+}
+
+/* What a template writes, in one spelling: its texts as they are, {value} and {statement} without blanks and
+ * parentheses, `m` for a message. Blanks and new lines around them go where Hugging Face's settings of Jinja
+ * (trim_blocks, lstrip_blocks) take them away. The caller frees the text. */
+static char *template_outline(const char *template)
+{
+	static const char unset[] = "{ifnotadd_generation_promptisdefined}{setadd_generation_prompt=false}{endif}";
+	struct text out = {0}, variable = {0};
+	const size_t n = strlen(template);
+	size_t literal = 0;          /* where in out the text begins that a {%- may still shorten */
+	text_append_string(&out, ""), text_append_string(&variable, "");
+	for (size_t i = 0; i < n; ) {
+		const char kind = template[i] == '{' && i + 1 < n ? template[i + 1] : 0;
+		if (kind != '{' && kind != '%' && kind != '#') {
+			text_append(&out, &template[i++], 1);
+			continue;
+		}
+		const char mark[] = {kind == '{' ? '}' : kind, '}', 0};
+		const char *end = strstr(template + i + 2, mark);
+		size_t begin = i + 2, stop = end ? (size_t)(end - template) : n;
+		const bool strip = begin < stop && template[begin] == '-';
+		const bool strip_behind = stop > begin && template[stop - 1] == '-';
+		size_t left = out.size;
+		while (left > literal && strchr(strip ? " \t\r\n" : kind == '{' ? "" : " \t", out.data[left - 1]))
+			left--;
+		if (strip || left == 0 || out.data[left - 1] == '\n')
+			out.size = left;
+		begin += begin < stop && strchr("-+", template[begin]), stop -= strip_behind && stop > begin;
+		if (kind != '#')
+			outline_code(template + begin, stop - begin, kind == '%', &variable, &out);
+		literal = out.size;
+		i = end ? (size_t)(end - template) + 2 : n;
+		if (strip_behind)
+			i += strspn(template + i, " \t\r\n");
+		else if (kind != '{')
+			i += template[i] == '\n';
+	}
+	if (out.size > literal && out.data[out.size - 1] == '\n')
+		out.size--;
+	text_append(&out, "", 0);
+	free(variable.data);
+	if (!strncmp(out.data, unset, strlen(unset)))
+		memmove(out.data, out.data + strlen(unset), strlen(out.data + strlen(unset)) + 1);
+	return out.data;
+}
+
+/* Whether a template makes a form. */
+static bool template_fits(const char *template, const struct chat_form *f)
+{
+	bool fits = false;
+	char *outline = template_outline(template);
+	for (int k = 0; k < MAX_OUTLINES && f->outlines[k]; k++)
+		fits |= !strcmp(outline, f->outlines[k]);
+	if (f->outline_end) {
+		const size_t n = strlen(outline), m = strlen(f->outline_end), close = strlen(f->close);
+		fits = n >= m && !strcmp(outline + n - m, f->outline_end) && strstr(outline, f->outline_system);
+		for (const char *at = outline; (at = strstr(at, f->close)); at += close)
+			fits &= at[close] == '{'; /* no text follows */
+	}
+	free(outline);
+	for (int k = 0; k < MAX_MARKS; k++)
+		fits &= (!f->has[k] || strstr(template, f->has[k])) && (!f->lacks[k] || !strstr(template, f->lacks[k]));
+	return fits;
+}
+
 /* The form that the user named, or that the tokenizer's template makes; NULL: none of them. */
 static const struct chat_form *chat_form_of(const struct tokenizer *t)
 {
 	for (int i = 0; i < NUM_CHAT_FORMS; i++) {
 		const struct chat_form *f = &chat_forms[i];
-		bool fits = t->chat_form ? !strcmp(t->chat_form, f->name) : true;
-		for (int k = 0; k < MAX_MARKS && !t->chat_form && t->chat_template; k++)
-			fits &= (!f->has[k] || strstr(t->chat_template, f->has[k])) &&
-					(!f->lacks[k] || !strstr(t->chat_template, f->lacks[k]));
-		if (fits)
+		if (t->chat_form ? !strcmp(t->chat_form, f->name) : !t->chat_template || template_fits(t->chat_template, f))
 			return f;
 	}
 	return NULL;
@@ -135,6 +259,13 @@ struct encoder *encoder_open(const struct tokenizer *t)
 		e->has_tools &= strstr(t->chat_template, tool_marks[i]) != NULL;
 	if (t->bytes_only)
 		return e;
+	const char *const tags[] = {e->form ? e->form->open : NULL, e->form && *e->form->between == '<' ? e->form->between
+			: NULL, e->form ? e->form->close : NULL};
+	for (int i = 0; i < 3; i++)
+		if (tags[i] && tokenizer_id(t, tags[i]) >= 0)
+			e->marks[e->num_marks++] = tokenizer_id(t, tags[i]);
+	if (t->end >= 0)
+		e->marks[e->num_marks++] = t->end;
 	e->cache = aligned_alloc(sizeof *e->cache, sizeof *e->cache << CACHE_BITS);
 	e->match = pcre2_match_data_create(1, NULL);
 	e->context = pcre2_match_context_create(NULL);
@@ -322,6 +453,16 @@ struct match {
 	int32_t id;                  /* of an added token; else -1 */
 };
 
+/* Whether an added token is found in this call. Without special tokens a tag of the chat form and the end token are not
+ * found either: many files do not call them special, and no content may be mistaken for a role or an end. */
+static bool is_sought(const struct encoder *e, const struct added_token *a)
+{
+	bool mark = a->special;
+	for (int i = 0; i < e->num_marks; i++)
+		mark |= a->id == e->marks[i];
+	return e->special || !mark;
+}
+
 /* The longest added token of list k that text begins with, or NULL. *more: text is the beginning of a longer one. */
 static const struct added_token *added_at(const struct encoder *e, int k, const char *text, size_t n, bool *more)
 {
@@ -341,7 +482,7 @@ static const struct added_token *added_at(const struct encoder *e, int k, const 
 			}
 			*(side ? &high : &low) = first;
 		}
-		if (low < high && list[low].size == depth + 1 && (e->special || !list[low].special))
+		if (low < high && list[low].size == depth + 1 && is_sought(e, &list[low]))
 			longest = &list[low];
 	}
 	*more = depth == n && low < high && list[high - 1].size > n;

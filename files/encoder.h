@@ -19,10 +19,10 @@ const struct tokenizer *encoder_tokenizer(const struct encoder *e);
 
 /* Appends the ids of n bytes, whatever they are. They are those of Hugging Face's encode(text,
  * add_special_tokens=False); the file's post_processor, truncation and padding are not applied. With `special`, the
- * text of a special token becomes that token; else it is ordinary text. (Added tokens that are not special are always
- * recognised.) A longest run of bytes that are not UTF-8 is a word of its own, and the text between two such runs is
- * encoded as if it were alone. Decoding the ids gives every byte back, unless the tokenizer drops some (NFC, Split
- * with Removed, lstrip, rstrip). */
+ * text of a special token becomes that token; else it is ordinary text, and so is the text of the end token and of the
+ * chat form's tags, special or not. (Other added tokens that are not special are always recognised.) A longest run of
+ * bytes that are not UTF-8 is a word of its own, and the text between two such runs is encoded as if it were alone.
+ * Decoding the ids gives every byte back, unless the tokenizer drops some (NFC, Split with Removed, lstrip, rstrip). */
 int encode(struct encoder *e, const char *text, size_t n, bool special, struct ids *out);
 
 /* The same for a text that is encoded in parts: appends the ids of text[0 .. result), where the result is the first

@@ -100,6 +100,10 @@ static int64_t unpack(struct byte_source *s, char *out, size_t n)
 			s->at += size;
 			return size;
 		}
+		if (s->packing == GZIP && s->between && left && !s->packed[s->at]) { /* zeros that fill a block, as of a tape */
+			s->at++;
+			continue;
+		}
 		if (!left && s->between)
 			return 0;
 		size_t made;
@@ -141,6 +145,8 @@ static const char *foreign_format(const char *head, size_t n)
 		{"\x7f" "ELF", 4, "a program"}, {"\xfd" "7zXZ", 5, "an xz file"}, {"BZh", 3, "a bzip2 file"},
 		{"7z\xbc\xaf", 4, "a 7z archive"}, {"ARROW1", 6, "an Arrow file"}, {"\x89PNG", 4, "a picture"},
 		{"GGUF", 4, "a GGUF model"}, {"SQLite format 3", 15, "an SQLite database"},
+		{"\x04\x22\x4d\x18", 4, "an lz4 file"},
+		{"version https://git-lfs.github.com/spec/v1\n", 43, "a pointer of Git LFS to a file, which git lfs pull gets"},
 	};
 	for (size_t i = 0; i < sizeof known / sizeof *known; i++)
 		if (n >= known[i].size && !memcmp(head, known[i].bytes, known[i].size))
@@ -198,12 +204,15 @@ static int source_begin(struct byte_source *s, const char *name, enum text_forma
 		return -1;
 	if (s->count >= 3 && !memcmp(s->packed, "\x1f\x8b\x08", 3))
 		s->packing = GZIP;
-	else if (s->count >= 4 && !memcmp(s->packed, "\x28\xb5\x2f\xfd", 4))
+	else if (s->count >= 4 && (!memcmp(s->packed, "\x28\xb5\x2f\xfd", 4) ||
+			((s->packed[0] & 0xF0) == 0x50 && !memcmp(s->packed + 1, "\x2a\x4d\x18", 3)))) /* a frame to skip */
 		s->packing = ZSTD;
 	if (s->packing == GZIP && inflateInit2(&s->gzip, 15 + 16) != Z_OK)
 		return s->packing = PLAIN, fail("%s: no memory to unpack", s->path);
 	if (s->packing == ZSTD && !(s->zstd = ZSTD_createDStream()))
 		return fail("%s: no memory to unpack", s->path);
+	if (s->zstd) /* what `zstd --long=31` writes, too */
+		ZSTD_DCtx_setParameter(s->zstd, ZSTD_d_windowLogMax, 31);
 	int64_t n = 1;
 	while (n > 0 && s->head_count < HEAD_BYTES) {
 		n = unpack(s, s->head + s->head_count, HEAD_BYTES - s->head_count);

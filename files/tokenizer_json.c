@@ -542,9 +542,12 @@ int chat_template_read(const char *dir, char **out)
 			if ((name = json_string_value(json_object_get(item, "name"))) && !strcmp(name, "default"))
 				template = json_object_get(item, "template");
 	}
+	int rc = there < 0 || (there && !root) ? -1 : 0;
 	if (json_is_string(template))
 		*out = strdup(json_string_value(template));
-	const int rc = there < 0 || (there && !root) ? -1 : 0;
+	else if (list && !json_is_null(list))
+		rc = fail("%s: `chat_template` is %s; expected a string, or a list of {\"name\": ..., \"template\": ...} with "
+				"one named \"default\"", path, json_kind(list));
 	json_decref(root);
 	return rc;
 }

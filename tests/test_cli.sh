@@ -728,7 +728,12 @@ test_input_forms() {
 	perl -e 'local $/; open F, "<", "forms.jsonl"; $_ = <F>; my $n = length; print "\x28\xb5\x2f\xfd\x20", chr $n, substr(pack("V", $n << 3 | 1), 0, 3), $_' >forms.jsonl.zst
 	cp forms.jsonl.zst forms.jsonl.ZSTD
 	perl -e 'print "[", " " x 9000; print qq({"text": "hello one"},), "\n" x 9000, qq({"text": "hello two"}])' >long.json # longer than what is looked at first
-	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json long.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst forms.jsonl.ZSTD; do
+	# zeros behind gzip that fill a block; a frame to skip in front, as pzstd writes it; a window of 256 MB
+	{ cat forms.jsonl.gz && head -c 70000 /dev/zero; } >zeros.jsonl.gz
+	{ printf '\120\052\115\030\004\0\0\0abcd' && cat forms.jsonl.zst; } >skip.jsonl.zst
+	perl -e 'local $/; open F, "<", "forms.jsonl"; $_ = <F>; print "\x28\xb5\x2f\xfd\0\x90", substr(pack("V", length() << 3 | 1), 0, 3), $_' >wide.jsonl.zst
+	for f in FORMS.JSONL forms.Ndjson forms.jsonl.gz list.json long.json mark.jsonl parts.ndjson.GZ forms.jsonl.zst forms.jsonl.ZSTD \
+			zeros.jsonl.gz skip.jsonl.zst wide.jsonl.zst; do
 		expect 0 "" "$ling" tokenize --out form "$f"
 		same form.bin right.bin
 		same form.idx right.idx
@@ -757,13 +762,17 @@ test_input_forms() {
 
 	rm -f refused.*
 	for kind in 'PAR1x:a Parquet file' 'PK\003\004x:a zip archive' '!<arch>\nx:a .deb or ar' '\377\376a\000:text in UTF-16' '\376\377a:text in UTF-16' 'a\000b:binary' \
-		'\351\350\340\371\351\350\340\371\351\350:mostly not UTF-8' '\3757zXZ\000:an xz file'; do
+		'\351\350\340\371\351\350\340\371\351\350:mostly not UTF-8' '\3757zXZ\000:an xz file' '\004\042\115\030x:an lz4 file'; do
 		printf "${kind%%:*}" >foreign.txt
 		expect 1 "foreign.txt: is ${kind#*:}" "$ling" tokenize --out refused foreign.txt
 		expect 1 "foreign.txt: is ${kind#*:}" "$ling" train-tokenizer --vocab-size 262 --out refused.json foreign.txt
 	done
 	tar -cf archive.txt plain.txt
 	expect 1 "archive.txt: is a tar archive" "$ling" tokenize --out refused archive.txt
+	printf 'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n' >pointer.txt
+	expect 1 "pointer.txt: is a pointer of Git LFS" "$ling" tokenize --out refused pointer.txt
+	{ cat forms.jsonl.gz && head -c 9 /dev/zero && echo x; } >rest.jsonl.gz
+	expect 1 "rest.jsonl.gz: cannot unpack" "$ling" tokenize --out refused rest.jsonl.gz
 	# a quarter of the bytes may be in another encoding, and no more
 	printf 'a\351b\351cdef' >quarter.txt
 	expect 0 "" "$ling" tokenize --out form quarter.txt

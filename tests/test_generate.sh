@@ -278,6 +278,37 @@ test_chat_forms() {
 	echo '{"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]}' >c.jsonl
 	rendered '<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|>' \
 		'A<|role_end|>' --chat-form ling2
+	# The same in other spellings; and what differs in one place: it is refused.
+	local template
+	printf '%s\n' '{%- for m in messages -%}' '<|im_start|>{{ m.role }}' '{{ m["content"] }}<|im_end|>' '{% endfor -%}' '{# one #}' \
+		'{%- if add_generation_prompt -%}' '<|im_start|>assistant' '{% endif %}' >k/chat_template.jinja
+	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
+	printf '%s\n' '{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}' \
+		'{%- for message in messages %}' "    {{- '<|im_start|>' ~ (message['role'] + \"\\n\") }}" '    {%- generation %}' \
+		"    {{- message['content'] ~ '<|im_end|>\\n' -}}" '    {%- endgeneration %}' '{%- endfor %}' \
+		"{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}" >k/chat_template.jinja
+	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
+	local change edits=("s/ + '.n'}}/}}/" "s/'role']/'role'] | upper/" "s/^/{{ '<s>' }}/" 's/$/ /' "s/'content'/'text'/" 's/n{% endif/n\\n{% endif/'
+		"s/{{/{% if message.role != 'system' %}{{/" 's/.*/{{/' 's/.*/{%-/' "s/.*/{{ m['a/" 's/.*//')
+	for template in "$chatml" "$ling1"; do
+		for change in "${edits[@]}"; do
+			sed "$change" <<<"$template" | tr -d '\n' >k/chat_template.jinja
+			[ "$(cat k/chat_template.jinja)" != "$template" ] || continue
+			expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+		done
+		edits=("s/content'] /content'] + eos_token /" 's/<.role>/&\\n/' 's/HUMAN/USER/' 's/lower/trim/' 's/$/{{ eos_token }}/')
+	done
+	for change in 's/|role_end|>. }}{%- elif/|role_end|>\\n'"' }}{%- elif/" 's/content + .*{%- endif %}{{-/content }}{%- endif %}{{-/' \
+			's/<role>ASSISTANT<.role>. }}{%- endif/<role>ASSISTANT<\/role><think>'"' }}{%- endif/"; do
+		sed "$change" <<<"$ling2" | tr -d '\n' >k/chat_template.jinja
+		[ "$(cat k/chat_template.jinja)" != "$ling2" ] || problem "unchanged by $change"
+		expect 1 "makes none of the forms" "$ling" tokenize --tokenizer k --out c c.jsonl
+	done
+	rm k/chat_template.jinja
+	for template in '{"default": "x"}' 5 '[{"name": "tool_use", "template": "x"}]'; do
+		echo "{\"chat_template\": $template}" >k/tokenizer_config.json
+		expect 1 "expected a string, or a list" "$ling" tokenize --tokenizer k --out c c.jsonl
+	done
 	# In tokenizer_config.json, alone or by name; and what is none of the three.
 	jq -n --arg t "$chatml" '{chat_template: [{name: "x", template: "y"}, {name: "default", template: $t}]}' >k/tokenizer_config.json
 	rendered '<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n' 'A<|im_end|>'
@@ -388,10 +419,11 @@ test_chat_tools() {
 	has out.txt '<role>SYSTEM</role># Tools'
 	has out.txt '{"name": "g"}'
 	# A template has a place for tools if it writes them as that one does.
-	printf '%s\n' "thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
+	printf '%s\n' "{# thinking_option = 'off' 'detailed thinking ' + thinking_option + '<|role_end|>' add_generation_prompt <role>SYSTEM</role> <role>HUMAN</role>" \
 		"<role>ASSISTANT</role> <tools> tool | tojson '\\n</tools>\\n\\nFor each function call' <role>OBSERVATION</role> '\\n<tool_response>\\n' '\\n</tool_response>'" \
 		"'<tool_call>\\n{\"name\": \"' tool_call.arguments | tojson '}\\n</tool_call>' ns.last_query_index" \
-		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n')" >$k/chat_template.jinja
+		"'\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') #}" \
+		"{{- messages[0].content + '\\n' }}{% endif %}{% if add_generation_prompt %}{{- '<role>ASSISTANT</role>' }}{% endif %}" >$k/chat_template.jinja
 	expect 0 "" "$ling" tokenize --tokenizer $k --out c c.jsonl
 	sed -i 's/tool | tojson/tool/' $k/chat_template.jinja
 	expect 1 "c.jsonl:1: \`tools\` has no place" "$ling" tokenize --tokenizer $k --out c c.jsonl

@@ -56,6 +56,23 @@ static void test_deviation(void **state)
 	spike_detector_free(&d);
 }
 
+/* A loss that falls in a straight line, with noise of 0.01: the next value is expected on the line. A rise is no excuse. */
+static void test_trend(void **state)
+{
+	(void)state;
+	struct spike_detector d = make_detector();
+	for (int i = 0; i < 16; i++)
+		spike_accept(&d, (double[]){6 - 0.1 * i + (i % 2 ? 0.01 : -0.01), 1, 1});
+	const double next = 6 - 0.1 * 16, deviation = 0.02 * next; /* the floor */
+	assert_true(fabs(spike_deviation(&d, SPIKE_LOSS, next)) < 0.2);
+	assert_true(fabs(spike_deviation(&d, SPIKE_LOSS, next + 9 * deviation) - 9) < 0.2);
+	for (int i = 0; i < 16; i++)
+		spike_accept(&d, (double[]){4 + 0.1 * i, 1, 1});
+	assert_same(spike_deviation(&d, SPIKE_LOSS, 4.75), 0); /* the median; 1.4826 MAD is 0.593 */
+	assert_true(fabs(spike_deviation(&d, SPIKE_LOSS, 5.6) - 0.85 / 0.59304) < 1e-9);
+	spike_detector_free(&d);
+}
+
 static void test_warmup_and_not_finite(void **state)
 {
 	(void)state;
@@ -469,7 +486,7 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		TEST(test_deviation), TEST(test_warmup_and_not_finite), TEST(test_level_shift), TEST(test_skips),
+		TEST(test_deviation), TEST(test_trend), TEST(test_warmup_and_not_finite), TEST(test_level_shift), TEST(test_skips),
 		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_queue), TEST(test_queue_json),
 		TEST(each_sample_once),
 	};

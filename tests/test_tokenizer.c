@@ -697,11 +697,10 @@ static void questions(void **state)
 	encoder_close(NULL);
 }
 
-/* The chat form's tags and its end are tokens of their own; what looks like them in a content is text. */
-static void chat(void **state)
+/* The chat form's tags and its end are tokens of their own; what looks like them in a content is text, whether or not
+ * the file calls the tokens special. */
+static void check_chat(struct tokenizer *t)
 {
-	(void)state;
-	struct tokenizer *t = must_open(FIXTURES);
 	struct encoder *e = encoder_open(t);
 	struct ids ids = {0};
 	struct text loss_mask = {0}, text = {0};
@@ -730,6 +729,18 @@ static void chat(void **state)
 	free(ids.id), free(reply.id), free(loss_mask.data), free(text.data);
 	encoder_close(e);
 	tokenizer_close(t);
+}
+
+static void chat(void **state)
+{
+	(void)state;
+	check_chat(must_open(FIXTURES));
+	json_t *empty = json_object(), *root = patched(empty), *token;
+	size_t i;
+	json_array_foreach(json_object_get(root, "added_tokens"), i, token)
+		json_object_set_new(token, "special", json_false());
+	check_chat(open_json(root));
+	json_decref(root), json_decref(empty);
 }
 
 /* The end token that a tokenizer_config.json names; and what else changes ids changes the hash. */

@@ -303,6 +303,10 @@ static void tokenize_chat(void **state)
 			"^<role>ASSISTANT</role>^<role>HUMAN</role>u|"},
 		{"{\"messages\":[" SAYS("assistant", "a") ",{\"role\":\"assistant\",\"content\":\"b\",\"train\":false}]}",
 			"<role>ASSISTANT</role>[a]^<role>ASSISTANT</role>b|"},
+		{"{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"training\":false},"
+			"{\"role\":\"assistant\",\"content\":\"b\",\"loss_scale\":0},"
+			"{\"role\":\"assistant\",\"content\":\"c\",\"loss_weight\":1}],\"label\":true,\"weight\":1.0}",
+			"<role>ASSISTANT</role>a<role>ASSISTANT</role>b<role>ASSISTANT</role>[c|"},
 		/* ShareGPT, and its list with the other spelling */
 		{"{\"conversations\":[{\"from\":\"system\",\"value\":\"s\"},{\"from\":\"human\",\"value\":\"h\"},"
 			"{\"from\":\"gpt\",\"value\":\"g\",\"weight\":1}," SAYS("user", "u") "," SAYS("assistant", "a") "]}",
@@ -1062,6 +1066,9 @@ static void tokenize_bad(void **state)
 		{"{\"messages\":[" WEIGHS("assistant", "a", "0.5") "]}", "message 1: `weight` is 0.5; expected 0 or 1"},
 		{"{\"messages\":[" WEIGHS("assistant", "a", "\"1\"") "]}", "message 1: `weight` is a string; expected 0 or 1"},
 		{"{\"messages\":[" WEIGHS("user", "a", "1") "]}", "message 1: `weight` is 1, and the role is \"user\""},
+		{"{\"prompt\":\"p\",\"completion\":\"bad\",\"label\":false}", "b.jsonl:1: `label` is false"},
+		{"{\"messages\":[" SAYS("assistant", "a") "],\"weight\":0}", "b.jsonl:1: `weight` beside the messages is"},
+		{"{\"messages\":[" SAYS("assistant", "a") "],\"weight\":\"1\"}", "`weight` beside the messages is not 1"},
 		{"{\"messages\":[" USER "," WEIGHS("assistant", "a", "0") "]}", "none of the assistant's messages is learned"},
 		{"{\"prompt\":[" USER "," SAYS("assistant", "a") "],\"completion\":[" USER "]}",
 			"none of the assistant's messages is learned"},

@@ -54,16 +54,40 @@ static double median(double *x, int n)
 	return n % 2 ? x[n / 2] : x[n / 2 - 1] / 2 + x[n / 2] / 2;
 }
 
-/* The median of the accepted values of a signal, and their standard deviation, estimated as spikes.h says. */
+/* The median of n numbers, n > 0. */
+static double median_of(const double *x, int n)
+{
+	double sorted[n];
+	memcpy(sorted, x, n * sizeof *x);
+	return median(sorted, n);
+}
+
+/* The median of n numbers, n > 0, and their standard deviation, estimated from MAD. */
+static double center_of(const double *x, int n, double *deviation)
+{
+	double distance[n];
+	const double middle = median_of(x, n);
+	for (int i = 0; i < n; i++)
+		distance[i] = fabs(x[i] - middle);
+	*deviation = 1.4826 * median(distance, n);
+	return middle;
+}
+
+/* The median of the accepted values of a signal, and their standard deviation, as spikes.h says. */
 static double center(const struct spike_detector *d, enum spike_signal signal, double *deviation)
 {
-	const int n = d->count;
-	double x[n];
-	memcpy(x, d->values[signal], n * sizeof *x);
-	const double middle = median(x, n);
-	for (int i = 0; i < n; i++)
-		x[i] = fabs(x[i] - middle);
-	*deviation = fmax(1.4826 * median(x, n), floors[signal] * fabs(middle));
+	const double *values = d->values[signal];
+	const int n = d->count, half = n / 2;
+	double middle = center_of(values, n, deviation), moved[n], moved_deviation;
+	const double fall = half ? median_of(values, half) - median_of(values + n - half, half) : 0;
+	if (fall > *deviation) {
+		for (int i = 0; i < n; i++)
+			moved[i] = values[i] - fall / (n - half) * (n - i);
+		const double moved_middle = center_of(moved, n, &moved_deviation);
+		if (moved_deviation < *deviation)
+			middle = moved_middle, *deviation = moved_deviation;
+	}
+	*deviation = fmax(*deviation, floors[signal] * fabs(middle));
 	return middle;
 }
 

@@ -1536,7 +1536,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	t->schedule.last = t->state.step;
 	t->unwritten.size = 0; /* lines of steps that are undone */
 	t->retry.count = 0;
-	spike_detector_clear(&t->spikes);
+	spike_detector_forget_skips(&t->spikes); /* the windows are those of the checkpoint, as the weights are */
 	t->rollbacks = rollbacks;
 	int rc = 0;
 	if (is_rank0(t)) {

@@ -53,6 +53,8 @@ int spike_detector_init(struct spike_detector *d, const struct spike_options *o)
 void spike_detector_free(struct spike_detector *d);
 /* Forgets all steps and skips. */
 void spike_detector_clear(struct spike_detector *d);
+/* Forgets the skips and the run of spikes; the windows stay. */
+void spike_detector_forget_skips(struct spike_detector *d);
 
 /* The deviation of x in robust standard deviations: infinity if x is not finite; 0 while fewer than options.warmup
  * steps have been accepted. */

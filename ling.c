@@ -1167,11 +1167,21 @@ static void resume_account(struct step_account *a, struct model *m, const struct
 	memcpy(m->phase_seconds, p->phase_seconds, sizeof p->phase_seconds);
 }
 
-/* The forward pass and loss of this rank's first micro-batch, which compute_gradients will compute again: returns what
- * t->first_loss must then be. Leaves nothing that the step reads. */
-static double loss_beforehand(struct trainer *t, int64_t batch)
+/* Whether the ranks are compared in step number `step`. */
+static bool is_checked(const struct trainer *t, int64_t step)
+{
+	return t->config.health.every && step % t->config.health.every == 0;
+}
+
+/* In a step that is checked: the forward pass and loss of this rank's first micro-batch, which compute_gradients will
+ * compute again. Returns what t->first_loss must then be. Leaves nothing that the step reads, and is not in its
+ * account. */
+static double loss_beforehand(struct trainer *t, int64_t batch, struct step_account *account)
 {
 	struct model *m = &t->model;
+	if (!is_checked(t, t->state.step + 1))
+		return 0;
+	const struct pause pause = pause_account(m);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
@@ -1180,13 +1190,19 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	m->document = t->document;
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
-	return model_loss(m, t->target, B, NULL);
+	const double loss = model_loss(m, t->target, B, NULL);
+	resume_account(account, m, &pause);
+	return loss;
 }
 
-/* Compares what the ranks must have alike; see training/health.h. before: what loss_beforehand returned. */
-static int compare_ranks(const struct trainer *t, int64_t batch, double before)
+/* In a step that is checked: compares what the ranks must have alike; see training/health.h. before: what
+ * loss_beforehand returned. It is not in the step's account. */
+static int compare_ranks(struct trainer *t, int64_t batch, double before, struct step_account *account)
 {
 	const struct trainer_state *s = &t->state;
+	if (!is_checked(t, s->step + 1))
+		return 0;
+	const struct pause pause = pause_account(&t->model);
 	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
 	for (int i = 0; i < s->num_sources; i++) {
 		counters[4 + 2 * i] = s->sources[i].taken;
@@ -1209,37 +1225,52 @@ static int compare_ranks(const struct trainer *t, int64_t batch, double before)
 	const struct health_input in = {.table = &t->model.table, .config = &t->model.global,
 			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
 			.loss = {before, t->first_loss}};
-	return health_check(&in, &t->events, s->step);
+	const int rc = health_check(&in, &t->events, s->step);
+	resume_account(account, &t->model, &pause);
+	return rc;
+}
+
+/* What the gradient of a batch says of it, before a decision. counts: what compute_gradients returned. */
+static struct metrics measure_gradients(struct trainer *t, int64_t batch, const struct step *counts)
+{
+	struct metrics m = {
+		.step = t->state.step + 1, .samples = t->state.samples + batch,
+		.tokens = t->state.tokens + batch * t->config.data.seq_len, .batch = (int)batch,
+		.loss = counts->num_targets ? t->sums.values[SUM_LOSS] / counts->num_targets : 0,
+		.grad_norm = sqrt(gradient_square(&t->model)),
+		.lr = learning_rate(&t->config, t->state.step + 1, t->steps, (double)t->state.tokens / t->tokens),
+	};
+	report_sums(t, &m);
+	return m;
+}
+
+/* fail() for a step whose gradient is not finite. */
+static void fail_not_finite(const struct trainer *t, const struct metrics *m)
+{
+	fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
+			"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
+			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
+			"start; or look at the data of samples %lld to %lld", (long long)m->step, plain_nan(m->loss),
+			plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
+			(long long)t->state.samples, (long long)(t->state.samples + m->batch - 1));
 }
 
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
-	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
-	const bool check = t->config.health.every && step % t->config.health.every == 0;
+	const int64_t step = t->state.step + 1;
 	const struct fault_target target = {&t->model.table, t->model.params.memory, t->model.grads.memory};
 	struct step_account account = open_account(&t->model);
 
 	faults_act(&t->faults, step, MOMENT_STEP, &target);
-	struct pause pause = pause_account(&t->model);
-	const double before = check ? loss_beforehand(t, batch) : 0;
-	resume_account(&account, &t->model, &pause);
+	const double before = loss_beforehand(t, batch, &account);
 	const struct step counts = compute_gradients(t, batch);
 	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
-	*m = (struct metrics){
-		.step = step, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = (int)batch,
-		.loss = counts.num_targets ? t->sums.values[SUM_LOSS] / counts.num_targets : 0,
-		.grad_norm = sqrt(gradient_square(&t->model)),
-		.lr = learning_rate(&t->config, step, t->steps, (double)t->state.tokens / t->tokens),
-	};
-	report_sums(t, m);
-
-	pause = pause_account(&t->model);
-	const bool differ = check && compare_ranks(t, batch, before) < 0;
-	resume_account(&account, &t->model, &pause);
-	if (differ) {
+	*m = measure_gradients(t, batch, &counts);
+	if (compare_ranks(t, batch, before, &account) < 0) {
 		report_costs(&account, t, m);
 		return STEP_GO_BACK;
 	}
+
 	struct decision decision = decide(t, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
@@ -1254,12 +1285,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
 			t->state.step);
 	if (decision.result == STEP_GO_BACK)
-		fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
-				"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
-				"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
-				"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
-				plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
-				(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+		fail_not_finite(t, m);
 	return decision.result;
 }
 
@@ -1276,8 +1302,10 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	const int64_t windows = max_windows && max_windows < all ? max_windows : all;
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L;
 	int32_t *document = data->document_mask ? target + L : NULL;
-	if (!input)
-		return fail("out of memory for a window of %lld tokens", (long long)L);
+	if (parallel_agree(input ? 0 : fail("out of memory for a window of %lld tokens", (long long)L)) < 0) {
+		free(input);
+		return -1;
+	}
 	*e = (struct evaluation){0};
 	double sums[3] = {0}; /* loss, its tokens, bytes */
 	int rc = 0;

@@ -35,6 +35,7 @@
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
+#include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
 
@@ -777,15 +778,13 @@ static struct micro_batches own_micro_batches(const struct trainer *t, int64_t b
 	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 }
 
-static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows);
-
 /* --inject poison: the targets of the poisoned samples among the batch become random. */
 static void poison(struct trainer *t, const struct micro_batches *own, int64_t batch)
 {
 	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
 	const struct fault *x = fault_poisons(&t->faults, step);
 	if (x)
-		faults_poison(&t->faults, x, step, list_samples(t, t->samples, batch, NULL));
+		faults_poison(&t->faults, x, step, list_samples(t->samples, batch));
 	for (int64_t i = 0; i < batch; i++) {
 		const int64_t at = micro_batch_place(own, i) * L;
 		if (at >= 0)
@@ -921,97 +920,17 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	m->expert_load = t->expert_load;
 }
 
-/* What all ranks do with a batch. */
-struct decision {
-	enum step_result result;
-	const char *kind, *message;  /* of the event that tells of it, and in words; NULL: it is an ordinary step */
-	bool accept;                 /* its values enter the window of the detector */
-	double lr_scale, grad_scale; /* the update is of these times the learning rate, and times the gradient */
-	double deviation[NUM_DECIDING_SIGNALS]; /* of loss and gradient norm, see training/spikes.h */
-	int attempts;                /* the most that a sample of the batch had been tried before */
-};
-
-/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the
- * update, overflow: the second moment would stay infinite for ever. */
-static bool is_usable(const struct metrics *m, double grad_scale)
-{
-	return isfinite(m->loss) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr) &&
-			isfinite(m->grad_norm) && isfinite((real)(m->grad_norm * grad_scale * m->grad_norm * grad_scale));
-}
-
-/* Decides what to do with the batch, from numbers that are the same on all ranks: *m, the config, the samples' earlier
- * attempts, the detector, of which only the run of spikes and, on a level shift, the windows change. */
-static struct decision decide(struct trainer *t, const struct metrics *m)
-{
-	const enum spike_action action = t->config.spikes.action;
-	const double clip = t->config.train.grad_clip, norm = m->grad_norm;
-	struct decision d = {.lr_scale = 1, .grad_scale = clip > 0 && norm > clip ? clip / norm : 1};
-	const bool usable = is_usable(m, d.grad_scale);
-	for (int i = 0; i < m->batch; i++)
-		d.attempts = t->samples[i].attempts > d.attempts ? t->samples[i].attempts : d.attempts;
-	if (!usable && action < SPIKES_SKIP)
-		d.result = STEP_GO_BACK;
-	if (action == SPIKES_OFF)
-		return d;
-	const double x[NUM_DECIDING_SIGNALS] = {usable ? m->loss : INFINITY, norm};
-	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
-		d.deviation[i] = spike_deviation(&t->spikes, i, x[i]);
-	const enum spike_verdict verdict = spike_judge(&t->spikes, x);
-	d.accept = verdict != SPIKE_FOUND;
-	if (verdict == SPIKE_LEVEL_SHIFT) {
-		d.kind = "level_shift", d.message = "taken, this is the level now";
-	} else if (verdict == SPIKE_FOUND && action == SPIKES_WATCH) {
-		d.kind = "spike", d.message = usable ? "taken, spikes.action is watch" : "not finite, the run ends";
-	} else if (verdict == SPIKE_FOUND && action == SPIKES_LADDER && usable && d.attempts) {
-		d.kind = "retry", d.message = "taken with a lower learning rate, samples of it were tried before";
-		d.lr_scale = t->config.spikes.retry_lr;
-	} else if (verdict == SPIKE_FOUND) {
-		d.kind = "skip", d.message = "skipped";
-		d.result = STEP_SKIPPED;
-	}
-	return d;
-}
-
-/* Which samples they are, for an event; windows: an array that gets [file, window] of each, or NULL. */
-static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows)
-{
-	struct batch_sample *sorted = allocate(n * sizeof *sorted);
-	if (n)
-		memcpy(sorted, samples, n * sizeof *sorted);
-	json_t *list = samples_to_json(sorted, n);
-	for (int64_t i = 0; i < n && windows; i++)
-		json_array_append_new(windows, json_pack("[i, I]", sorted[i].file, (json_int_t)
-				blend_sample_at(&t->train, t->state.sources, sorted[i].file, sorted[i].number).window));
-	free(sorted);
-	return list;
-}
-
-/* Tells what was decided, and why: one line, and an event, whose step is the last one that is done. */
-static void report_decision(struct trainer *t, const struct decision *d, const struct metrics *m)
-{
-	char line[320];
-	if (!d->kind || !is_rank0(t))
-		return;
-	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g "
-			"(%.1f): %s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss),
-			d->deviation[SPIKE_LOSS], plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
-	print_status(stdout, line, true);
-	event_write(&t->events, t->state.step, d->kind, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:i, s:o}",
-			"batch", (json_int_t)t->state.batches, "loss", json_number(m->loss), "grad_norm", json_number(m->grad_norm),
-			"balance_loss", json_number(m->balance_loss), "z_loss", json_number(m->z_loss),
-			"loss_deviation", json_number(d->deviation[SPIKE_LOSS]),
-			"grad_norm_deviation", json_number(d->deviation[SPIKE_GRAD_NORM]), "lr", json_number(m->lr),
-			"attempts", d->attempts, "samples", list_samples(t, t->samples, m->batch, NULL)));
-}
-
-/* Names samples that are trained no more, and why. */
-static void report_drop(struct trainer *t, const char *why, const struct batch_sample *samples, int64_t n)
+/* Names samples that are trained no more, and why. Sorts them on rank 0. */
+static void report_drop(struct trainer *t, const char *why, struct batch_sample *samples, int64_t n)
 {
 	char line[160];
 	if (!n || !is_rank0(t))
 		return;
-	json_t *windows = json_array(), *list = list_samples(t, samples, n, windows);
-	snprintf(line, sizeof line, "%lld samples are dropped (%s) and named in %s", (long long)n, why, "events.jsonl");
+	json_t *list = samples_to_json(samples, n), *windows = json_array();
+	for (int64_t i = 0; i < n; i++)
+		json_array_append_new(windows, json_pack("[i, I]", samples[i].file, (json_int_t)
+				blend_sample_at(&t->train, t->state.sources, samples[i].file, samples[i].number).window));
+	snprintf(line, sizeof line, "%lld samples are dropped (%s) and named in events.jsonl", (long long)n, why);
 	print_status(stdout, line, true);
 	event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o, s:o}", "batch",
 			(json_int_t)t->state.batches, "why", why, "samples", list, "windows", windows));
@@ -1271,12 +1190,13 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 		return STEP_GO_BACK;
 	}
 
-	struct decision decision = decide(t, m);
+	struct decision decision = decide(&t->spikes, t->config.train.grad_clip, t->samples, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
 	if (decision.result == STEP_TAKEN)
 		update(t, &decision, m, counts.num_tokens);
-	report_decision(t, &decision, m);
+	if (is_rank0(t))
+		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)
 		skip(t, &decision, m);
 	end_phase(&t->model, PHASE_OPTIMIZER);
@@ -1732,7 +1652,7 @@ enum run_result trainer_run(struct trainer *t)
 			printf("\n"); /* the error goes on a line of its own */
 		event_write(&t->events, t->state.step, "stop", json_pack("{s:I, s:s, s:o}", "batch",
 				(json_int_t)t->state.batches, "why", why[result - RUN_FAILED], "waiting",
-				list_samples(t, t->retry.list, t->retry.count, NULL)));
+				list_samples(t->retry.list, t->retry.count)));
 		events_close(&t->events);
 	}
 	if (f && fclose(f) && result >= RUN_DONE) {

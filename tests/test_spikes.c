@@ -515,7 +515,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(test_deviation), TEST(test_trend), TEST(test_warmup_and_not_finite), TEST(test_level_shift),
 		TEST(test_skips),
-		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_event_cut_short), TEST(test_queue), TEST(test_queue_json),
+		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_event_cut_short),
+		TEST(test_queue), TEST(test_queue_json),
 		TEST(each_sample_once),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

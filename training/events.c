@@ -55,8 +55,8 @@ json_t *json_number(double x)
 	return isfinite(x) ? json_real(x) : json_null();
 }
 
-/* Appends n bytes of text. Where the disk has room for a part of them only, takes that part back, so that the next event
- * begins a line, unless another process has written behind it. Returns 0, or -1 with errno. */
+/* Appends n bytes of text. Where the disk has room for a part of them only, takes that part back, so that the next
+ * event begins a line, unless another process has written behind it. Returns 0, or -1 with errno. */
 static int append_line(int fd, const char *text, size_t n)
 {
 	struct stat s;

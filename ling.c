@@ -2421,6 +2421,23 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 	return rc;
 }
 
+/* Says that the checkpoints of a new run will have no tokenizer, where that is so, and which one made its data. `start`
+ * as in take_along(); what is said there of a tokenizer that cannot be read is enough. */
+static void note_no_tokenizer(const struct trainer *t, const char *start)
+{
+	struct tokenizer *theirs = NULL;
+	const bool none = !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0);
+	tokenizer_close(theirs);
+	if (!none)
+		return;
+	const char *name = t->train.files[0].tokenizer;
+	for (int i = 1; i < t->train.num_files; i++)
+		if (!*t->train.files[i].tokenizer || t->train.files[i].tokenizer_hash != t->train.files[0].tokenizer_hash)
+			name = "";
+	fprintf(stderr, "note: without data.tokenizer the checkpoints have no tokenizer, which `ling generate` and GGUF files "
+			"need: add data.tokenizer: %s\n", *name ? name : "with the tokenizer that made the data");
+}
+
 /* Names the samples that wait, but whose files are in the blend no more. */
 static int drop_lost(struct trainer *t, const int *index)
 {
@@ -2440,6 +2457,18 @@ static int drop_lost(struct trainer *t, const int *index)
 	return rc;
 }
 
+/* A run without a tokenizer, which continues from checkpoint `dir`, gets one: it must be what made the data, of which
+ * open_data() has compared those that name theirs. */
+static int check_added_tokenizer(const struct trainer *t, const char *dir)
+{
+	for (int i = 0; i < t->train.num_files; i++)
+		if (!*t->train.files[i].tokenizer)
+			return fail("%s: data.tokenizer was none in the checkpoint, found %s; expected the same, for %s has no "
+					"manifest that says which tokenizer made it: set it back, or choose a new train.output_dir", dir,
+					t->config.data.tokenizer, t->train.files[i].path);
+	return 0;
+}
+
 /* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data
  * must be those of the same run. What differs in the config is written to notes; NULL: not. */
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
@@ -2451,6 +2480,8 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 		rc = checkpoint_read_state(dir, &t->config, &t->state, notes ? notes : nowhere);
 	if (nowhere)
 		fclose(nowhere);
+	if (rc == 1)
+		rc = check_added_tokenizer(t, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
 	if (parallel_agree(rc) < 0)
@@ -2580,6 +2611,8 @@ static int trainer_start(struct trainer *t, const char *dir)
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);
+	if (is_rank0(t))
+		note_no_tokenizer(t, start);
 	if (*start)
 		return model_load(&t->model, start);
 	model_randomize(&t->model, c->train.seed);

@@ -117,7 +117,7 @@ void checkpoint_remove_after(const char *output_dir, int64_t step);
 /* Reads trainer.json's state, in place of what *s held; num_layers must be set and must match. First compares the
  * config that the run had with the one asked for: a difference that would make the continued run another run (model
  * shape, seed, data order) fails, naming the key and both values; any other, and a key that only one of them has, is
- * written as a line to `notes`. */
+ * written as a line to `notes`. 1 where data.tokenizer is new: see config_compare(). */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
 /* Checks the format, version and checksum of trainer.json, read from `path`. Removes the member crc32 from root. */

@@ -333,6 +333,24 @@ test_chat() {
 	expect 1 "unlearned.bin: the loss counts for none of the tokens" "$ling" train tiny.yaml data.train=unlearned data.valid=chat train.output_dir=chat8
 }
 
+# A run without a tokenizer says so, and may get the one that made its data when it continues.
+test_added_tokenizer() {
+	cp text.bin bare.bin && cp text.idx bare.idx
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none train.output_dir=added train.stop_at_step=5
+	has err.txt "note: without data.tokenizer the checkpoints have no tokenizer" "add data.tokenizer: byte"
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none train.output_dir=added train.stop_at_step=6
+	[ ! -s err.txt ] || problem "a run that continues notes: $(cat err.txt)"
+	expect 1 "text: made by tokenizer byte" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=bpe train.output_dir=added
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 train.output_dir=added
+	has out.txt 'data.tokenizer: "none" -> "byte"'
+	expect 1 'data.tokenizer was "byte" in the checkpoint' "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=bpe data.train=bare data.valid=off train.output_dir=added
+	expect 0 "" "$ling" generate added --prompt a --max-tokens 1
+	# data that does not say what made it
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none data.train=bare data.valid=off train.output_dir=bare train.stop_at_step=1
+	has err.txt "add data.tokenizer: with the tokenizer that made the data"
+	expect 1 "data.tokenizer was none in the checkpoint, found byte" "$ling" train tiny.yaml model.vocab_size=300 data.train=bare data.valid=off train.output_dir=bare
+}
+
 # Conversations are packed: whole documents in windows, with the same bits wherever the run stops, and each of them once an epoch.
 test_packing() {
 	local packed="data.train=chat data.valid=chat data.seq_len=40 train.batch=5"
@@ -707,7 +725,7 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
+check tokenize train bpe added_tokenizer bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
 	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
 	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 

@@ -1525,3 +1525,23 @@ bool blend_has_documents(const struct blend *b)
 		has |= b->files[i].document_mask;
 	return has;
 }
+
+void blend_note_tokenizer(const struct blend *b)
+{
+	const char *name = b->files[0].tokenizer;
+	for (int i = 1; i < b->num_files; i++)
+		if (!*b->files[i].tokenizer || b->files[i].tokenizer_hash != b->files[0].tokenizer_hash)
+			name = "";
+	fprintf(stderr, "note: without data.tokenizer the checkpoints have no tokenizer, which `ling generate` and GGUF "
+			"files need: add data.tokenizer: %s\n", *name ? name : "with the tokenizer that made the data");
+}
+
+int blend_check_tokenizer(const struct blend *b, const char *name, const char *dir)
+{
+	for (int i = 0; i < b->num_files; i++)
+		if (!*b->files[i].tokenizer)
+			return fail("%s: data.tokenizer was none in the checkpoint, found %s; expected the same, for %s has no "
+					"manifest that says which tokenizer made it: set it back, or choose a new train.output_dir", dir,
+					name, b->files[i].path);
+	return 0;
+}

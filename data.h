@@ -197,6 +197,11 @@ int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t
 		int32_t *document);
 /* Whether samples need `document`, because a file's documents are masked or packed. */
 bool blend_has_documents(const struct blend *b);
+/* Says that the checkpoints of a run without data.tokenizer have none, and which one made the data. */
+void blend_note_tokenizer(const struct blend *b);
+/* A run without data.tokenizer, which continues from checkpoint `dir`, gets the tokenizer `name`. Fails where a file
+ * does not say what made it; open_data() has compared the others. */
+int blend_check_tokenizer(const struct blend *b, const char *name, const char *dir);
 
 /* ============================================================================================================
  * Metrics

@@ -834,28 +834,11 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 	step->num_targets = (int64_t)count[1];
 }
 
-/* Tells, on rank 0, of a save that has ended: 1 well, -1 not, with the reason in error_text; 0: none has. The run goes
- * on. */
+/* Tells of a save that has ended: see saver_report. */
 static void report_save(struct trainer *t, int ended)
 {
-	const struct saver *s = &t->saver;
-	if (ended > 0)
-		t->saved_step = s->step;
-	if (!ended || !is_rank0(t))
-		return;
-	if (ended > 0) {
-		event_write(&t->events, s->step, "save", json_pack("{s:o, s:o, s:I, s:I, s:I, s:b}", "stall_seconds",
-				json_number(t->save_seconds), "write_seconds", json_number(s->seconds), "bytes",
-				(json_int_t)s->weights.bytes, "rank_bytes_min", (json_int_t)s->weights.least, "rank_bytes_max",
-				(json_int_t)s->weights.most, "async", s->async));
-		return;
-	}
-	if (is_terminal(stdout))
-		printf("\n");
-	fflush(stdout);
-	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints "
-			"are as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
-	event_write(&t->events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
+	t->saved_step = ended > 0 ? t->saver.step : t->saved_step;
+	saver_report(&t->saver, ended, t->save_seconds, &t->events);
 }
 
 /* Multiply-adds of the last forward pass, of T tokens, on this rank: its share of the tokens, and the expert rows that
@@ -1286,7 +1269,6 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
-static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN]);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1428,13 +1410,12 @@ static void write_metrics(struct trainer *t, FILE *metrics_file, const struct me
 static int check_state(const struct trainer *t)
 {
 	const struct model *m = &t->model;
-	int rc = 0;
-	if (!isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) ||
-			!isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) ||
-			!isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state)))
-		rc = fail("after step %lld weights or optimizer state are not finite, and are not saved; the earlier "
-				"checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up", (long long)t->state.step);
-	return parallel_agree(rc);
+	const bool finite = isfinite(sum_of_squares(m->params.memory, m->table.num_elements)) &&
+			isfinite(sum_of_squares(m->exp_avg, m->table.num_state)) &&
+			isfinite(sum_of_squares(m->exp_avg_sq, m->table.num_state));
+	return parallel_agree(finite ? 0 : fail("after step %lld weights or optimizer state are not finite, and are not "
+			"saved; the earlier checkpoints stay. Lower schedule.peak_lr or lengthen its warm-up",
+			(long long)t->state.step));
 }
 
 /* Begins to save the current step; none is under way. See saver_begin for the result. */
@@ -1454,21 +1435,7 @@ int trainer_save(struct trainer *t)
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return -1;
-	const int rc = begin_save(t, NULL, false);
-	return rc < 0 ? -1 : 0;
-}
-
-/* What a save that failed at the end of a run means. */
-static int fail_last_save(const struct trainer *t)
-{
-	char reason[sizeof error_text];
-	memcpy(reason, error_text, sizeof reason);
-	if (t->saved_step < 0)
-		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, "
-				"and start it again", (long long)t->state.step, reason);
-	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: "
-			"make room, and the same command goes on from there", (long long)t->state.step, reason,
-			(long long)t->saved_step);
+	return begin_save(t, NULL, false) < 0 ? -1 : 0;
 }
 
 /* Saves a checkpoint, with the metrics on disk before it: no checkpoint is ahead of its metrics. `last`: the run ends
@@ -1508,15 +1475,12 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	memcpy(t->config.train.output_dir, named, sizeof named);
 	t->save_seconds = t->unreported_save_seconds = clock_seconds() - start;
 	if (rc < 0 && (last || !stays)) {
-		fail_last_save(t);
+		saver_fail_last(&t->saver, t->saved_step);
 		return RUN_FAILED;
 	}
 	report_save(t, rc < 0 ? -1 : rc == 0 && t->saver.stage == SAVE_NONE);
-	if (is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO && rc <= 0 &&
-			save_schedule_saved(&t->schedule, t->state.step, rc < 0 ? -1 : t->save_seconds))
-		printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, checkpoint.mtbf is %g h\n",
-				(long long)t->schedule.interval, t->schedule.cost, t->schedule.step_seconds,
-				t->config.checkpoint.mtbf);
+	if (is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO && rc <= 0)
+		save_schedule_saved(&t->schedule, t->state.step, rc < 0 ? -1 : t->save_seconds);
 	fflush(stdout);
 	return parallel_agree(is_rank0(t) && !stays ? fail("%s", reason) : 0) < 0 ? RUN_FAILED : RUN_DONE;
 }
@@ -1551,7 +1515,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	memcpy(reason, error_text, sizeof reason);
 	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	report_save(t, saver_finish(&t->saver));
-	if (choose_checkpoint(t, before, dir) < 0)
+	if (checkpoint_choose(&t->config, &t->model.table, &t->events, before, dir) < 0)
 		return RUN_FAILED;
 	if (!*dir) {
 		fail("%s. There is no checkpoint from step %lld or before to go back to", reason, (long long)before);
@@ -1572,7 +1536,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	t->schedule.last = t->state.step;
 	t->unwritten.size = 0; /* lines of steps that are undone */
 	t->retry.count = 0;
-	spike_detector_clear(&t->spikes);
+	spike_detector_forget_skips(&t->spikes); /* the windows are those of the checkpoint, as the weights are */
 	t->rollbacks = rollbacks;
 	int rc = 0;
 	if (is_rank0(t)) {
@@ -1627,13 +1591,12 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		const bool last = step == t->steps;
 		if (taken && has_validation(t, step) && validate(t, &m) < 0)
 			return RUN_FAILED;
-		m.save_seconds = t->unreported_save_seconds;
-		if (taken)
-			t->unreported_save_seconds = 0;
-		if (taken && is_rank0(t))
-			write_metrics(t, *metrics_file, &m);
-		if (taken)
+		if (taken && is_rank0(t)) {
 			save_schedule_step(&t->schedule, m.seconds);
+			m.save_seconds = t->unreported_save_seconds;
+			t->unreported_save_seconds = 0;
+			write_metrics(t, *metrics_file, &m);
+		}
 		if (taken && m.has_valid_loss && !isfinite(m.valid_loss)) {
 			fail("step %lld: the validation loss is %g, and the weights are not saved; the earlier checkpoints stay",
 					(long long)step, plain_nan(m.valid_loss));
@@ -2369,24 +2332,6 @@ static int open_data_files(struct trainer *t)
 	return rc;
 }
 
-/* Where data.tokenizer and init_from's tokenizer are two: the user may have added tokens, so this is a warning. Then
- * the files of init_from's tokenizer do not go along. */
-static void compare_tokenizers(struct trainer *t, const char *dir)
-{
-	struct tokenizer *theirs, *ours = tokenizer_open(t->config.data.tokenizer);
-	if (ours && tokenizer_find(&theirs, dir, NULL) > 0) {
-		if (!tokenizer_has_hash(ours, tokenizer_hash(theirs))) {
-			fprintf(stderr, "warning: data.tokenizer %s has the hash %08x, the tokenizer of train.init_from %s %08x: "
-					"unless the one extends the other, ids mean something else to these weights. The checkpoints get "
-					"data.tokenizer\n", t->config.data.tokenizer, (unsigned)tokenizer_hash(ours), dir,
-					(unsigned)tokenizer_hash(theirs));
-			model_files_drop_tokenizer(&t->files);
-		}
-		tokenizer_close(theirs);
-	}
-	tokenizer_close(ours);
-}
-
 /* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
  * run continues from or, where that is "", from `start`, the directory of init_from, whose config.json must describe
  * the same model. */
@@ -2407,7 +2352,7 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 		rc = model_files_read(&t->files, from);
 	t->state.files = &t->files;
 	if (rc == 0 && named && !*dir && is_rank0(t))
-		compare_tokenizers(t, from);
+		model_files_compare_tokenizer(&t->files, c->data.tokenizer, from);
 	if (rc < 0 || named)
 		return rc;
 	const int found = tokenizer_find(&theirs, from, NULL);
@@ -2419,23 +2364,6 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 		rc = path_copy(t->tokenizer, from);
 	tokenizer_close(theirs);
 	return rc;
-}
-
-/* Says that the checkpoints of a new run will have no tokenizer, where that is so, and which one made its data. `start`
- * as in take_along(); what is said there of a tokenizer that cannot be read is enough. */
-static void note_no_tokenizer(const struct trainer *t, const char *start)
-{
-	struct tokenizer *theirs = NULL;
-	const bool none = !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0);
-	tokenizer_close(theirs);
-	if (!none)
-		return;
-	const char *name = t->train.files[0].tokenizer;
-	for (int i = 1; i < t->train.num_files; i++)
-		if (!*t->train.files[i].tokenizer || t->train.files[i].tokenizer_hash != t->train.files[0].tokenizer_hash)
-			name = "";
-	fprintf(stderr, "note: without data.tokenizer the checkpoints have no tokenizer, which `ling generate` and GGUF files "
-			"need: add data.tokenizer: %s\n", *name ? name : "with the tokenizer that made the data");
 }
 
 /* Names the samples that wait, but whose files are in the blend no more. */
@@ -2457,19 +2385,7 @@ static int drop_lost(struct trainer *t, const int *index)
 	return rc;
 }
 
-/* A run without a tokenizer, which continues from checkpoint `dir`, gets one: it must be what made the data, of which
- * open_data() has compared those that name theirs. */
-static int check_added_tokenizer(const struct trainer *t, const char *dir)
-{
-	for (int i = 0; i < t->train.num_files; i++)
-		if (!*t->train.files[i].tokenizer)
-			return fail("%s: data.tokenizer was none in the checkpoint, found %s; expected the same, for %s has no "
-					"manifest that says which tokenizer made it: set it back, or choose a new train.output_dir", dir,
-					t->config.data.tokenizer, t->train.files[i].path);
-	return 0;
-}
-
-/* Takes state, weights and moments from a checkpoint, which choose_checkpoint has found to be whole. Config and data
+/* Takes state, weights and moments from a checkpoint, which checkpoint_choose has found to be whole. Config and data
  * must be those of the same run. What differs in the config is written to notes; NULL: not. */
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 {
@@ -2481,7 +2397,7 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 	if (nowhere)
 		fclose(nowhere);
 	if (rc == 1)
-		rc = check_added_tokenizer(t, dir);
+		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
 	if (parallel_agree(rc) < 0)
@@ -2508,75 +2424,6 @@ static int resume(struct trainer *t, const char *dir)
 	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
 	return 0;
-}
-
-/* Sets aside the damaged checkpoints of these n steps, since an older one is whole. reasons [n]: what is wrong. */
-static int set_aside(struct trainer *t, const int64_t *steps, int n, char *const *reasons)
-{
-	const char *dir = t->config.train.output_dir;
-	int rc = is_rank0(t) ? open_events(t) : 0;
-	for (int i = 0; i < n && rc == 0 && is_rank0(t); i++) {
-		rc = checkpoint_set_aside(dir, steps[i]);
-		if (rc < 0)
-			break;
-		fprintf(stderr, "ling: warning: the checkpoint of step %lld is damaged and is now %s/damaged-step-%07lld: %s\n",
-				(long long)steps[i], dir, (long long)steps[i], reasons[i]);
-		event_write(&t->events, steps[i], "checkpoint_damaged", json_pack("{s:o}", "reason",
-				json_cstring(reasons[i])));
-	}
-	return parallel_agree(rc);
-}
-
-/* Finds the newest whole checkpoint of the run that is not of a later step than `most`: `dir` is its path, or "" when
- * there is none at all. Damaged newer ones are set aside; checkpoint.strict: they are an error. It is an error when
- * there are checkpoints, but none is whole: a run never begins anew in silence. Collective. */
-static int choose_checkpoint(struct trainer *t, int64_t most, char dir[PATH_LEN])
-{
-	const struct config *c = &t->config;
-	const struct group *world = &t->model.layout.world;
-	int64_t *steps = NULL;
-	char **reasons = NULL;
-	int n = is_rank0(t) ? checkpoint_list(c->train.output_dir, &steps) : 0, num_damaged = 0, rc, whole = 0;
-	*dir = 0;
-	while (n > 0 && steps[n - 1] > most)
-		n--;
-	if ((rc = parallel_agree(n < 0 ? -1 : 0)) < 0)
-		return -1;
-	broadcast(world, &n, sizeof n);
-	reasons = allocate((n + 1) * sizeof *reasons);
-	for (int i = n - 1; i >= 0 && rc == 0 && !whole; i--) {
-		whole = !is_rank0(t) ? 1 : checkpoint_path(dir, c->train.output_dir, "step-", steps[i]) < 0 ? -1
-				: checkpoint_check(dir, c);
-		if ((rc = parallel_agree(whole < 0 ? -1 : 0)) < 0)
-			break;
-		struct { int whole; char dir[PATH_LEN]; } found = {whole, ""};
-		memcpy(found.dir, dir, sizeof found.dir);
-		broadcast(world, &found, sizeof found);
-		memcpy(dir, found.dir, sizeof found.dir);
-		whole = found.whole && verify_weight_files(&t->model.table, &t->model.global, dir) == 0;
-		if (whole)
-			break;
-		reasons[num_damaged++] = copy_string(error_text);
-		if (c->checkpoint.strict)
-			rc = parallel_agree(is_rank0(t) ? fail("%s: this newest checkpoint is damaged: %s; repair it, or set "
-					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0])
-					: 0);
-	}
-	if (rc == 0 && n > 0 && !whole)
-		rc = parallel_agree(is_rank0(t) ? fail("%s: none of its %d checkpoints is whole; what is wrong with the "
-				"newest: %s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n,
-				reasons[0]) : 0);
-	if (rc == 0 && num_damaged) {
-		int64_t damaged[num_damaged];
-		for (int i = 0; i < num_damaged && is_rank0(t); i++)
-			damaged[i] = steps[n - 1 - i];
-		rc = set_aside(t, damaged, num_damaged, reasons);
-	}
-	for (int i = 0; i < num_damaged; i++)
-		free(reasons[i]);
-	free(reasons);
-	free(steps);
-	return rc;
 }
 
 /* Opens the data, on which the ranks must agree. Then sets the weights: from the checkpoint `dir` or, where that is
@@ -2611,8 +2458,9 @@ static int trainer_start(struct trainer *t, const char *dir)
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);
-	if (is_rank0(t))
-		note_no_tokenizer(t, start);
+	struct tokenizer *theirs;
+	if (is_rank0(t) && !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0))
+		blend_note_tokenizer(&t->train);
 	if (*start)
 		return model_load(&t->model, start);
 	model_randomize(&t->model, c->train.seed);
@@ -2630,7 +2478,7 @@ int trainer_init(struct trainer *t, const struct config *c)
 	if (parallel_agree(rc < 0 ? -1 : 0) < 0 || parallel_same(program, "the program") < 0 ||
 			parallel_same(config_crc32(c), "the config") < 0 || trainer_allocate(t, c) < 0)
 		return -1;
-	rc = choose_checkpoint(t, INT64_MAX, dir);
+	rc = checkpoint_choose(c, &t->model.table, &t->events, INT64_MAX, dir);
 	if (rc >= 0)
 		rc = trainer_start(t, dir);
 	if (rc < 0)

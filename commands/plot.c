@@ -1,11 +1,13 @@
 /*
- * commands/plot.c - `ling plot`: what the picture of a run shows: losses, learning rate and batch size, expert load.
+ * commands/plot.c - `ling plot`: what the picture of a run shows: losses, with marks of what was decided about bad
+ * batches, learning rate and batch size, expert load.
  */
 #define _GNU_SOURCE
 #include "commands/plot.h"
 
 #include "files/base.h"
 #include "data.h"
+#include "training/events.h"
 #include "commands/plot_canvas.h"
 
 #include <math.h>
@@ -73,6 +75,63 @@ static bool mark_nonfinite(struct canvas *c, const struct series *s, const struc
 	return last >= 0;
 }
 
+/* -- marks of what was decided about bad batches -- */
+
+static const struct { const char *kind, *name; uint32_t colour; } mark_kinds[NUM_PLOT_MARKS] = {
+	{"skip", "skipped", 0xd95f02}, {"retry", "at a lower rate", 0x7b3fa0}, {"drop", "dropped", 0x202020},
+	{"level_shift", "new level", 0x1b9e50}, {"rollback", "went back", 0xd6267f},
+};
+
+/* The marks of a run, in the order of its events. */
+struct mark_list { struct plot_mark *list; size_t count, capacity; };
+
+/* Adds the mark of an event, if it is such an event. Where the run went back, what it undid is marked no more. */
+static int add_mark(void *context, const json_t *event)
+{
+	struct mark_list *marks = context;
+	const char *kind = json_string_value(json_object_get(event, "kind"));
+	const json_t *loss = json_object_get(event, "loss");
+	const int64_t step = json_integer_value(json_object_get(event, "step")),
+			batch = json_integer_value(json_object_get(event, "batch"));
+	const bool restart = !strcmp(kind, "start") || !strcmp(kind, "resume"), back = !strcmp(kind, "rollback");
+	struct plot_mark mark = {.step = step, .batch = batch,
+			.loss = json_is_number(loss) ? json_number_value(loss) : NAN};
+	size_t left = 0;
+	for (size_t i = 0; i < marks->count; i++)
+		if (!(restart && marks->list[i].batch > batch) && !(back && marks->list[i].step > step))
+			marks->list[left++] = marks->list[i];
+	marks->count = left;
+	for (int i = 0; i < NUM_PLOT_MARKS; i++)
+		if (!strcmp(kind, mark_kinds[i].kind)) {
+			mark.kind = i;
+			mark.step += i == PLOT_SKIP || i == PLOT_DROP; /* the step that the batch was for */
+			marks->list = grow(marks->list, marks->count, &marks->capacity, 1, sizeof *marks->list);
+			marks->list[marks->count++] = mark;
+		}
+	return 0;
+}
+
+/* Draws the marks of a kind at the loss of the batch, or at the top of the panel where that is higher or not finite; a
+ * mark without a loss at the bottom. Returns whether there is one. */
+static bool draw_marks(struct canvas *c, const struct plot_mark *marks, int n, int kind, const struct axis *x,
+		const struct axis *y, int top, int bottom)
+{
+	bool any = false;
+	for (int i = 0; i < n; i++) {
+		if (marks[i].kind != kind)
+			continue;
+		const bool named = kind == PLOT_DROP || kind == PLOT_ROLLBACK; /* these have no loss */
+		const double px = fmin(fmax(axis_at(x, marks[i].step), PLOT_LEFT + 5), PLOT_RIGHT - 5);
+		const double py = named ? bottom - 7 : can_show(marks[i].loss) ? axis_at(y, marks[i].loss) : top;
+		stroke(c, px, fmin(fmax(py, top + 6), bottom - 6), px, fmin(fmax(py, top + 6), bottom - 6), 11);
+		if (kind == PLOT_ROLLBACK)
+			stroke(c, px, top, px, bottom, 1.6);
+		any = true;
+	}
+	paint(c, mark_kinds[kind].colour);
+	return any;
+}
+
 /* Draws a panel's heading above it and, at the right, the legend: the series that have a name. */
 static void draw_heading(struct canvas *c, int top, const char *heading, const struct series *s, int num_series)
 {
@@ -131,8 +190,8 @@ static int smooth(const struct series *s, bool geometric, double *x, double *y, 
 
 /* Training and validation loss. The axis is linear; where the largest loss is more than ten times the median,
  * logarithmic. */
-static void loss_panel(struct canvas *c, const struct series *train, const struct series *valid, const struct axis *x,
-		const char *x_name, int top, int bottom)
+static void loss_panel(struct canvas *c, const struct series *train, const struct series *valid,
+		const struct plot_mark *marks, int num_marks, const struct axis *x, const char *x_name, int top, int bottom)
 {
 	double *all = allocate((size_t)(train->count + valid->count) * sizeof *all);
 	for (int i = 0; i < train->count + valid->count; i++)
@@ -149,7 +208,7 @@ static void loss_panel(struct canvas *c, const struct series *train, const struc
 	bool raw_only = window == 1;
 	char label[64];
 	snprintf(label, sizeof label, "training, %smean of %d steps", is_log ? "geometric " : "", window);
-	struct series s[] = {
+	struct series s[4 + NUM_PLOT_MARKS] = {
 		{"training", raw_only ? 0x1f5fa8 : 0x93bce4, raw_only ? 2.2 : 1.4, raw_only ? 6 : 0, false,
 			train->count, train->x, train->y},
 		{raw_only ? NULL : label, 0x1f5fa8, 2.4, 0, false, raw_only ? 0 : blocks, smooth_x, smooth_y},
@@ -164,8 +223,11 @@ static void loss_panel(struct canvas *c, const struct series *train, const struc
 		draw_series(c, &s[i], x, &y);
 	bool train_marked = mark_nonfinite(c, train, x, bottom), valid_marked = mark_nonfinite(c, valid, x, bottom);
 	s[3].name = train_marked || valid_marked ? "non-finite" : NULL;
+	for (int i = 0; i < NUM_PLOT_MARKS; i++)
+		if (draw_marks(c, marks, num_marks, i, x, &y, top, bottom))
+			s[4 + i] = (struct series){mark_kinds[i].name, mark_kinds[i].colour, 0, 11, false, 0, NULL, NULL};
 	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
-	draw_heading(c, top, "Loss", s, 4);
+	draw_heading(c, top, "Loss", s, 4 + NUM_PLOT_MARKS);
 }
 
 /* A vertical axis from 0 to `room` times the largest value of a series. */
@@ -247,7 +309,8 @@ static void load_panel(struct canvas *c, const struct metrics *m, int n, int lay
 	draw_heading(c, top, heading, NULL, 0);
 }
 
-int plot_metrics(const struct metrics *m, int n, const char *title, const char *png_path)
+int plot_metrics(const struct metrics *m, int n, const struct plot_mark *marks, int num_marks, const char *title,
+		const char *png_path)
 {
 	double *block = allocate((size_t)n * 6 * sizeof *block), lo = INFINITY, hi = -INFINITY, tokens = 0;
 	double *step = block, *loss = step + n, *lr = loss + n, *batch = lr + n;
@@ -275,7 +338,7 @@ int plot_metrics(const struct metrics *m, int n, const char *title, const char *
 	format_number(total, tokens, tokens / 100, tokens);
 	snprintf(x_name, sizeof x_name, "step (%s tokens in all)", total);
 	int loss_bottom = layers ? 610 : 850, schedule_bottom = layers ? 970 : 1430;
-	loss_panel(&c, &loss_series, &valid_series, &x, x_name, 105, loss_bottom);
+	loss_panel(&c, &loss_series, &valid_series, marks, num_marks, &x, x_name, 105, loss_bottom);
 	schedule_panel(&c, &lr_series, &batch_series, &x, loss_bottom + 110, schedule_bottom);
 	if (layers)
 		load_panel(&c, m, n, layers, &x, schedule_bottom + 110, 1430);
@@ -291,16 +354,17 @@ int plot_run(const char *run_dir, const char *png_path)
 	int n;
 	if (metrics_read(run_dir, &m, &n) < 0)
 		return -1;
+	struct mark_list marks = {0};
 	int rc;
 	char *full = realpath(run_dir, NULL); /* so that "." has a name */
 	if (n == 0)
 		rc = fail("%s/metrics.jsonl: no steps to draw; expected a line for each step; let `ling train` do its first "
 				"step", run_dir);
-	else {
+	else if ((rc = events_read(run_dir, add_mark, &marks)) == 0) {
 		const char *name = file_name(full ? full : run_dir);
-		rc = plot_metrics(m, n, *name ? name : run_dir, png_path);
+		rc = plot_metrics(m, n, marks.list, (int)marks.count, *name ? name : run_dir, png_path);
 	}
-	free(full), free(m);
+	free(full), free(m), free(marks.list);
 	return rc;
 }
 
@@ -325,6 +389,7 @@ static const struct command_option options[] = {
 
 const struct command plot_command = {
 	.name = "plot", .usage = "RUN_DIR", .min_words = 1, .max_words = 1,
-	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG.",
+	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG, and mark what was done with "
+		"spikes.",
 	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
 };

@@ -121,7 +121,8 @@ int model_files_read(struct model_files *f, const char *dir)
 	return rc;
 }
 
-void model_files_drop_tokenizer(struct model_files *f)
+/* Forgets the files of the tokenizer. */
+static void drop_tokenizer(struct model_files *f)
 {
 	static const char *const beginnings[] = {"tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab",
 			"merges", "chat_template"};
@@ -136,6 +137,21 @@ void model_files_drop_tokenizer(struct model_files *f)
 			f->list[kept++] = f->list[i];
 	}
 	f->count = kept;
+}
+
+void model_files_compare_tokenizer(struct model_files *f, const char *name, const char *dir)
+{
+	struct tokenizer *theirs, *ours = tokenizer_open(name);
+	if (ours && tokenizer_find(&theirs, dir, NULL) > 0) {
+		if (!tokenizer_has_hash(ours, tokenizer_hash(theirs))) {
+			fprintf(stderr, "warning: data.tokenizer %s has the hash %08x, the tokenizer of train.init_from %s %08x: "
+					"unless the one extends the other, ids mean something else to these weights. The checkpoints get "
+					"data.tokenizer\n", name, (unsigned)tokenizer_hash(ours), dir, (unsigned)tokenizer_hash(theirs));
+			drop_tokenizer(f);
+		}
+		tokenizer_close(theirs);
+	}
+	tokenizer_close(ours);
 }
 
 void model_files_free(struct model_files *f)

@@ -23,8 +23,9 @@ struct model_files {
 };
 /* Reads them all. *f is new; model_files_free may follow in any case. */
 int model_files_read(struct model_files *f, const char *dir);
-/* Forgets the files of the tokenizer: the run has another one. */
-void model_files_drop_tokenizer(struct model_files *f);
+/* Where `name`, data.tokenizer, and the tokenizer in the directory `dir` of init_from are two, it warns, for the user
+ * may have added tokens, and forgets the files of the latter. */
+void model_files_compare_tokenizer(struct model_files *f, const char *name, const char *dir);
 void model_files_free(struct model_files *f);
 /* Whether a file is one of them, by its name. */
 bool is_model_file(const char *name);

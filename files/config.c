@@ -93,8 +93,8 @@ static const struct key keys[] = {
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
 	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off",
 		"a run that continues at this step may change data.train"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | ADDED | OR_PATH, "none", "what made the token ids: byte, or a tokenizer.json or "
-		"its directory; none: not known, taken as they are", .names = tokenizer_names),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | ADDED | OR_PATH, "none", "what made the token ids: byte, or a "
+		"tokenizer.json or its directory; none: not known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
 	KEY(data.packing, T_ENUM, 0, 0, FIXED, "auto", "windows: tokens one after the other; documents: whole documents "
@@ -148,7 +148,7 @@ static const struct key keys[] = {
 	KEY(spikes.window, T_INT, 16, MAX_SPIKE_WINDOW, 0, "128", "steps that a batch is compared with"),
 	KEY(spikes.warmup, T_INT, 8, MAX_SPIKE_WINDOW, 0, "32", "steps before finite spikes are looked for"),
 	KEY(spikes.loss_threshold, T_DOUBLE, 1, 1e6, 0, "8", "robust standard deviations of the loss above its median"),
-	KEY(spikes.grad_threshold, T_DOUBLE, 1, 1e6, 0, "20", "the same of the gradient norm"),
+	KEY(spikes.grad_threshold, T_DOUBLE, 1, 1e6, 0, "200", "the same of the gradient norm"),
 	KEY(spikes.retry_lr, T_DOUBLE, 0, 1, ABOVE, "0.1", "learning rate of a step on samples that spike again, times it"),
 	KEY(spikes.max_skips, T_INT, 0, 4096, 0, "10", "batches of the last window that may be skipped"),
 	KEY(spikes.rollback, T_INT, 0, 1000, NONE, "off", "times that a run with more skips goes back to a checkpoint; "

@@ -353,20 +353,21 @@ static int make_buffers(struct shard_message **message, real **tensor, int64_t e
 	return rc;
 }
 
+int reserve_copy(struct weight_writer *w)
+{
+	w->copy = allocate_large((3 * w->elements + 1) * sizeof *w->copy);
+	return w->copy ? 0 : fail("out of memory for the copy of a checkpoint, %.1f GB", 3.0 * w->elements *
+			sizeof *w->copy / 1e9);
+}
+
 int copy_weights(struct weight_writer *w, const real *weights, const real *exp_avg, const real *exp_avg_sq)
 {
 	const struct blocks blocks = {{weights, exp_avg, exp_avg_sq}};
 	struct shard_message *message;
 	real *tensor;
-	if (!w->copy)
-		w->copy = allocate_large((3 * w->elements + 1) * sizeof *w->copy);
-	int rc = w->copy ? 0 : fail("out of memory for the copy of a checkpoint, %.1f GB", 3.0 * w->elements *
-			sizeof *w->copy / 1e9);
-	if (parallel_agree(rc) < 0 || make_buffers(&message, &tensor, 0) < 0) {
-		free(w->copy);
-		w->copy = NULL;
+	int rc;
+	if (make_buffers(&message, &tensor, 0) < 0)
 		return -1;
-	}
 	rc = collect(w, &blocks, 0, 3, message, NULL, NULL);
 	free(message);
 	return rc;

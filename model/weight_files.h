@@ -65,8 +65,9 @@ void weight_writer_free(struct weight_writer *w);
  * Takes memory for the largest tensor and one bucket. Collective. */
 int write_weight_files(const struct weight_writer *w, const char *dir, const real *weights, const real *exp_avg,
 		const real *exp_avg_sq);
-/* The same in two parts. First all ranks make the copy, which takes the memory of what they write, and one bucket until
- * it is made. Collective. */
+/* The same in two parts, for which each rank has first taken the memory of what it writes, once for all checkpoints. */
+int reserve_copy(struct weight_writer *w);
+/* All ranks make the copy, with one bucket of memory more. Collective. */
 int copy_weights(struct weight_writer *w, const real *weights, const real *exp_avg, const real *exp_avg_sq);
 /* Then each writes its files, also in a thread while training goes on: without messages, and the copy stays. */
 int write_copy(const struct weight_writer *w, const char *dir);

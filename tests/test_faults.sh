@@ -20,6 +20,9 @@ train() {
 		problem "$n ranks, $out $*: exit status $status, expected $want: $(head -c 600 err.txt)"
 }
 
+# whole N: the run whole-N on N ranks, to which nothing happens.
+whole() { [ -e "whole-$1" ] || train "$1" "whole-$1" 0 checkpoint.every=2; }
+
 # event DIR KIND FILTER: what jq's FILTER makes of the events of a kind.
 event() { jq -c "select(.kind == \"$2\") | $3" "$1/events.jsonl"; }
 
@@ -45,7 +48,7 @@ test_kill() {
 	local n
 	for n in 1 3; do
 		set -- checkpoint.every=2 checkpoint.async=false --inject "kill@step=6,rank=$((n - 1))" --inject kill@step=8,during=save
-		train $n "whole-$n" 0 checkpoint.every=2
+		whole $n
 		train $n "killed-$n" killed "$@"
 		is "event" "$(event "killed-$n" fault '[.fault, .rank, .at_step, .step]')" "[\"kill@step=6,rank=$((n - 1))\",$((n - 1)),6,5]"
 		is "checkpoint" "$(basename "$(ls -d "killed-$n"/step-* | tail -n 1)")" step-0000004
@@ -79,6 +82,7 @@ test_stop() {
 		exec "$ling" "\$@"
 	END
 	chmod +x launch.sh
+	whole 3
 	ranks 3 ./launch.sh train tiny.yaml train.output_dir=stopped checkpoint.every=6 --inject stop@step=4,rank=2 \
 		--inject stop@step=6,rank=1,during=save >out.txt 2>err.txt &
 	run=$!
@@ -95,6 +99,7 @@ test_stop() {
 test_diskfull() {
 	local n
 	for n in 1 3; do
+		whole $n
 		train $n "full-$n" 0 checkpoint.every=2 checkpoint.keep=0 --inject diskfull@step=4,rank=$((n - 1)) --inject diskfull@step=8
 		is "faults" "$(event "full-$n" fault '[.rank, .step]' | tr '\n' ' ')" "[$((n - 1)),4] [0,8] "
 		is "failed" "$(event "full-$n" save_failed .step | tr '\n' ' ')" "4 8 "
@@ -118,6 +123,7 @@ test_not_finite() {
 test_poison() {
 	local n
 	for n in 1 3; do
+		whole $n
 		train $n "poison-$n" 0 spikes.action=off --inject poison@step=3
 		[ -z "$(comm -3 <(metric loss "whole-$n/metrics.jsonl" | head -n 2) <(metric loss "poison-$n/metrics.jsonl" | head -n 2))" ] ||
 			problem "the steps before differ"
@@ -144,6 +150,7 @@ flipped() {
 # A bit that is turned in a weight is found before the update, and the step is not taken; when the run goes on, it ends as it should have.
 test_flip() {
 	local every="health.every=1 checkpoint.every=1"
+	whole 3
 	set -- --inject flip@step=3,rank=1 --inject flip@step=5,rank=2,during=update --inject flip@step=8
 	# shellcheck disable=SC2086 # words are meant to split
 	{

@@ -645,6 +645,35 @@ static void test_permutations_differ(void **state)
 	}
 }
 
+/* The sum of squares of what AdamW changes: that of a plain loop over the weights before and after, and the same bits
+ * for any number of threads. */
+static void test_update_norm(void **state)
+{
+	(void)state;
+	enum { N = 10007 };
+	const int before = omp_get_max_threads();
+	double first = 0;
+	for (int threads = 1; threads <= 5; threads++) {
+		real *w = normal_array(N, 1), *old = normal_array(N, 1), *m = normal_array(N, 2), *v = normal_array(N, 3),
+				*g = normal_array(N, 4);
+		double sum = 0;
+		for (int i = 0; i < N; i++)
+			v[i] *= v[i];
+		omp_set_num_threads(threads);
+		const double square = adamw_update(w, m, v, g, N, &(struct adamw){.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95,
+				.eps = 1e-8, .weight_decay = 0.1, .grad_scale = 0.5, .step = 3});
+		for (int i = 0; i < N; i++)
+			sum += ((double)w[i] - old[i]) * ((double)w[i] - old[i]);
+		if (!(fabs(square - sum) <= 1e-6 * sum && sum > 0.1))
+			fail_msg("%g is not %g", square, sum);
+		first = threads == 1 ? square : first;
+		assert_same(square, first);
+		free(w), free(old), free(m), free(v), free(g);
+	}
+	omp_set_num_threads(before);
+	assert_true(adamw_update(NULL, NULL, NULL, NULL, 0, &(struct adamw){.step = 1}) == 0);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -658,7 +687,8 @@ int main(void)
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
 		cmocka_unit_test(test_threads),
-		cmocka_unit_test(test_uniform_positions), cmocka_unit_test(test_permutations_differ),
+		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions),
+		cmocka_unit_test(test_permutations_differ),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

@@ -58,7 +58,7 @@ static struct metrics *make_run(int n, int layers, int64_t first, int valid_ever
 static void draw(const struct metrics *m, int n, const char *title)
 {
 	const char *path = at("a.png");
-	assert_int_equal(plot_metrics(m, n, title, path), 0);
+	assert_int_equal(plot_metrics(m, n, NULL, 0, title, path), 0);
 	png_image image = {.version = PNG_IMAGE_VERSION};
 	assert_true(png_image_begin_read_from_file(&image, path));
 	assert_int_equal(image.format & (PNG_FORMAT_FLAG_COLOR | PNG_FORMAT_FLAG_ALPHA), PNG_FORMAT_FLAG_COLOR);
@@ -311,15 +311,15 @@ static void what_cannot_be_written_is_said(void **state)
 	(void)state;
 	struct metrics *m = make_run(5, 1, 1, 0);
 	char *path = at("nowhere/a.png"), too_long[PATH_LEN];
-	assert_int_equal(plot_metrics(m, 5, "t", path), -1);
+	assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", path), -1);
 	assert_non_null(strstr(error_text, path));
-	assert_int_equal(plot_metrics(m, 5, "t", scratch), -1); /* a directory */
+	assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", scratch), -1); /* a directory */
 	assert_non_null(strstr(error_text, scratch));
 	memset(too_long, 'x', sizeof too_long - 1), too_long[sizeof too_long - 1] = 0;
-	assert_int_equal(plot_metrics(m, 5, "t", too_long), -1);
+	assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", too_long), -1);
 	path = at("full.png");
 	limit_files(10000);
-	int rc = plot_metrics(m, 5, "t", path);
+	int rc = plot_metrics(m, 5, NULL, 0, "t", path);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
 	assert_non_null(strstr(error_text, "full.png"));
@@ -338,12 +338,12 @@ static void what_is_no_plain_file_stays_that(void **state)
 	char command[2 * PATH_LEN + 16];
 	assert_int_equal(symlink("plain.png", link), 0);
 	for (int i = 0; i < 2; i++) { /* to nowhere, to a file */
-		assert_int_equal(plot_metrics(m, 5, "t", link), 0);
+		assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", link), 0);
 		assert_true(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
 		assert_true(lstat(plain, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 1000);
 		const off_t size = st.st_size;
 		assert_int_equal(truncate(plain, 1), 0);
-		assert_int_equal(plot_metrics(m, 5, "t", plain), 0);
+		assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", plain), 0);
 		assert_true(lstat(plain, &st) == 0 && st.st_size == size);
 	}
 	assert_int_equal(unlink(link), 0);
@@ -352,14 +352,14 @@ static void what_is_no_plain_file_stays_that(void **state)
 	snprintf(command, sizeof command, "cat %s > %s", fifo, copy);
 	FILE *reader = popen(command, "r");
 	assert_non_null(reader);
-	assert_int_equal(plot_metrics(m, 5, "t", link), 0);
+	assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", link), 0);
 	assert_int_equal(pclose(reader), 0);
 	assert_true(lstat(link, &st) == 0 && S_ISLNK(st.st_mode));
 	assert_true(lstat(fifo, &st) == 0 && S_ISFIFO(st.st_mode));
 	const off_t size = lstat(plain, &st) == 0 ? st.st_size : 0;
 	assert_true(lstat(copy, &st) == 0 && st.st_size == size);
 	unlink(plain), unlink(link), unlink(fifo), unlink(copy);
-	assert_int_equal(plot_metrics(m, 5, "t", "/dev/null"), 0);
+	assert_int_equal(plot_metrics(m, 5, NULL, 0, "t", "/dev/null"), 0);
 	assert_true(lstat("/dev/null", &st) == 0 && S_ISCHR(st.st_mode));
 	free(m);
 }

@@ -56,7 +56,8 @@ static void test_deviation(void **state)
 	spike_detector_free(&d);
 }
 
-/* A loss that falls in a straight line, with noise of 0.01: the next value is expected on the line. A rise is no excuse. */
+/* A loss that falls in a straight line, with noise of 0.01: the next value is expected on the line. A rise is no
+ * excuse. */
 static void test_trend(void **state)
 {
 	(void)state;
@@ -486,7 +487,8 @@ int main(void)
 {
 	kernels_init(false);
 	const struct CMUnitTest tests[] = {
-		TEST(test_deviation), TEST(test_trend), TEST(test_warmup_and_not_finite), TEST(test_level_shift), TEST(test_skips),
+		TEST(test_deviation), TEST(test_trend), TEST(test_warmup_and_not_finite), TEST(test_level_shift),
+		TEST(test_skips),
 		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_queue), TEST(test_queue_json),
 		TEST(each_sample_once),
 	};

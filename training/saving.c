@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 #include "parallel.h"
+#include "training/events.h"
 
 #include <errno.h>
 #include <math.h>
@@ -31,6 +32,8 @@ int saver_init(struct saver *s, const struct parameter_table *table, const struc
 		host[r] = (int)((int64_t)r * c->checkpoint.hosts / world->size);
 	rc = weight_writer_init(&s->weights, table, &c->model, host);
 	free(host);
+	if (rc == 0 && copies) /* now: in the first save, training would wait for the system to find the memory */
+		s->copies = reserve_copy(&s->weights) == 0;
 	return rc;
 }
 
@@ -63,7 +66,7 @@ static void *run_thread(void *saver)
 {
 	struct saver *s = saver;
 	omp_set_num_threads(1);
-	setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 10); /* of the thread, on Linux; a failure does no harm */
+	setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 5); /* of the thread, on Linux; a failure does no harm */
 	s->rc = run_stage(s);
 	memcpy(s->error, error_text, sizeof s->error);
 	atomic_store_explicit(&s->ended, true, memory_order_release);
@@ -144,7 +147,6 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	s->config = *r->config;
 	s->files = r->state->files;
 	s->step = r->state->step;
-	s->async = r->async && s->copies;
 	s->began = clock_seconds();
 	memcpy(s->sync, r->sync, sizeof s->sync);
 	if (s->rank == 0) {
@@ -158,6 +160,7 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	if (directory.begun == 1)
 		return 1;
 	int rc;
+	s->async = r->async && parallel_agree(s->copies ? 0 : fail("no memory for a copy")) == 0;
 	if (s->async && (rc = copy_weights(&s->weights, r->weights, r->exp_avg, r->exp_avg_sq)) == 0) {
 		start_stage(s, SAVE_WRITES);
 		return 0;
@@ -212,6 +215,108 @@ int saver_finish(struct saver *s)
 	return rc;
 }
 
+void saver_report(const struct saver *s, int ended, double stall, const struct event_log *events)
+{
+	if (!ended || s->rank > 0)
+		return;
+	if (ended > 0) {
+		event_write(events, s->step, "save", json_pack("{s:o, s:o, s:I, s:I, s:I, s:b}", "stall_seconds",
+				json_number(stall), "write_seconds", json_number(s->seconds), "bytes",
+				(json_int_t)s->weights.bytes, "rank_bytes_min", (json_int_t)s->weights.least, "rank_bytes_max",
+				(json_int_t)s->weights.most, "async", s->async));
+		return;
+	}
+	if (is_terminal(stdout))
+		printf("\n");
+	fflush(stdout);
+	fprintf(stderr, "ling: warning: step %lld: the checkpoint was not saved: %s. Training goes on, older checkpoints "
+			"are as they were, and the next one is tried as planned\n", (long long)s->step, error_text);
+	event_write(events, s->step, "save_failed", json_pack("{s:o}", "reason", json_cstring(error_text)));
+}
+
+int saver_fail_last(const struct saver *s, int64_t saved_step)
+{
+	char reason[sizeof error_text];
+	memcpy(reason, error_text, sizeof reason);
+	if (saved_step < 0)
+		return fail("step %lld could not be saved: %s. The run has no checkpoint, all its steps are lost: make room, "
+				"and start it again", (long long)s->step, reason);
+	return fail("step %lld could not be saved: %s. Lost is what was trained after step %lld, the newest checkpoint: "
+			"make room, and the same command goes on from there", (long long)s->step, reason,
+			(long long)saved_step);
+}
+
+/* ============================================================================================================
+ * The newest whole checkpoint
+ * ========================================================================================================== */
+
+/* Sets aside the damaged checkpoints of these n steps, since an older one is whole. reasons [n]: what is wrong. */
+static int set_aside(const char *dir, bool is_rank0, struct event_log *events, const int64_t *steps, int n,
+		char *const *reasons)
+{
+	int rc = is_rank0 && events->fd < 0 ? events_open(events, dir) : 0;
+	for (int i = 0; i < n && rc == 0 && is_rank0; i++) {
+		rc = checkpoint_set_aside(dir, steps[i]);
+		if (rc < 0)
+			break;
+		fprintf(stderr, "ling: warning: the checkpoint of step %lld is damaged and is now %s/damaged-step-%07lld: %s\n",
+				(long long)steps[i], dir, (long long)steps[i], reasons[i]);
+		event_write(events, steps[i], "checkpoint_damaged", json_pack("{s:o}", "reason",
+				json_cstring(reasons[i])));
+	}
+	return parallel_agree(rc);
+}
+
+int checkpoint_choose(const struct config *c, const struct parameter_table *table, struct event_log *events,
+		int64_t most, char dir[PATH_LEN])
+{
+	const struct group *world = &table->layout.world;
+	const bool is_rank0 = world->rank == 0;
+	int64_t *steps = NULL;
+	char **reasons = NULL;
+	int n = is_rank0 ? checkpoint_list(c->train.output_dir, &steps) : 0, num_damaged = 0, rc, whole = 0;
+	*dir = 0;
+	while (n > 0 && steps[n - 1] > most)
+		n--;
+	if ((rc = parallel_agree(n < 0 ? -1 : 0)) < 0)
+		return -1;
+	broadcast(world, &n, sizeof n);
+	reasons = allocate((n + 1) * sizeof *reasons);
+	for (int i = n - 1; i >= 0 && rc == 0 && !whole; i--) {
+		whole = !is_rank0 ? 1 : checkpoint_path(dir, c->train.output_dir, "step-", steps[i]) < 0 ? -1
+				: checkpoint_check(dir, c);
+		if ((rc = parallel_agree(whole < 0 ? -1 : 0)) < 0)
+			break;
+		struct { int whole; char dir[PATH_LEN]; } found = {whole, ""};
+		memcpy(found.dir, dir, sizeof found.dir);
+		broadcast(world, &found, sizeof found);
+		memcpy(dir, found.dir, sizeof found.dir);
+		whole = found.whole && verify_weight_files(table, &c->model, dir) == 0;
+		if (whole)
+			break;
+		reasons[num_damaged++] = copy_string(error_text);
+		if (c->checkpoint.strict)
+			rc = parallel_agree(is_rank0 ? fail("%s: this newest checkpoint is damaged: %s; repair it, or set "
+					"checkpoint.strict=false to set it aside and continue from the one before", dir, reasons[0])
+					: 0);
+	}
+	if (rc == 0 && n > 0 && !whole)
+		rc = parallel_agree(is_rank0 ? fail("%s: none of its %d checkpoints is whole; what is wrong with the "
+				"newest: %s. Repair one, or remove them all to start from the beginning", c->train.output_dir, n,
+				reasons[0]) : 0);
+	if (rc == 0 && num_damaged) {
+		int64_t damaged[num_damaged];
+		for (int i = 0; i < num_damaged && is_rank0; i++)
+			damaged[i] = steps[n - 1 - i];
+		rc = set_aside(c->train.output_dir, is_rank0, events, damaged, num_damaged, reasons);
+	}
+	for (int i = 0; i < num_damaged; i++)
+		free(reasons[i]);
+	free(reasons);
+	free(steps);
+	return rc;
+}
+
 /* ============================================================================================================
  * How often
  * ========================================================================================================== */
@@ -250,5 +355,7 @@ bool save_schedule_saved(struct save_schedule *s, int64_t step, double cost)
 	if (s->interval && llabs(interval - s->interval) * 10 < s->interval)
 		return false;
 	s->interval = interval;
+	printf("checkpoints come every %lld steps: one costs %.3f s, a step takes %.3f s, checkpoint.mtbf is %g h\n",
+			(long long)interval, s->cost, s->step_seconds, s->mtbf / 3600);
 	return true;
 }

@@ -16,6 +16,7 @@
 #include "files/checkpoint.h"
 #include "model/parameters.h"
 #include "model/weight_files.h"
+#include "training/events.h"
 
 #include <jansson.h>
 #include <pthread.h>
@@ -73,6 +74,21 @@ int saver_advance(struct saver *s, const double flags[2]);
 /* Waits for the save under way, if there is one. The same results, 0 only when there was none. Collective. */
 int saver_finish(struct saver *s);
 
+/* Tells, on rank 0, of a save that has ended, in an event and, of a failure, on stderr: 1: well; -1: not, with the
+ * reason in error_text; 0: none has. stall: the seconds that training waited for it. */
+void saver_report(const struct saver *s, int ended, double stall, const struct event_log *events);
+
+/* fail() for a save that failed, with the reason in error_text, where the run ends. saved_step: of the newest
+ * checkpoint that there is; -1: none. */
+int saver_fail_last(const struct saver *s, int64_t saved_step);
+
+/* Finds the newest whole checkpoint of the run that is not of a later step than `most`: `dir` is its path, or "" when
+ * there is none at all. Damaged newer ones are set aside, with an event in `events`, which is opened if it is not;
+ * checkpoint.strict: they are an error. It is an error when there are checkpoints, but none is whole: a run never
+ * begins anew in silence. Collective. */
+int checkpoint_choose(const struct config *c, const struct parameter_table *table, struct event_log *events,
+		int64_t most, char dir[PATH_LEN]);
+
 /* How often to save: checkpoint.every auto. Saving every sqrt(2 C M) seconds loses least, where a save costs C seconds
  * of training and a failure, one in M seconds on average, half an interval of work (Young 1974). The first save comes
  * early, to measure C. */
@@ -90,7 +106,7 @@ void save_schedule_step(struct save_schedule *s, double seconds);
 /* Whether to save after a step. */
 bool save_schedule_due(const struct save_schedule *s, int64_t step);
 /* A save was begun at a step, and kept training waiting for `cost` seconds; negative: it failed. Returns whether the
- * interval has changed, by a tenth at least. */
+ * interval has changed, by a tenth at least; then it is printed. */
 bool save_schedule_saved(struct save_schedule *s, int64_t step, double cost);
 
 #endif

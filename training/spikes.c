@@ -42,6 +42,11 @@ void spike_detector_clear(struct spike_detector *d)
 	d->count = d->run = d->num_skips = 0;
 }
 
+void spike_detector_forget_skips(struct spike_detector *d)
+{
+	d->run = d->num_skips = 0;
+}
+
 /* The median of n numbers, n > 0, which it sorts. */
 static double median(double *x, int n)
 {

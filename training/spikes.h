@@ -8,8 +8,8 @@
  * robust standard deviations from the last `window` accepted values, where MAD is the median of their distances from
  * their median; 1.4826 MAD estimates the standard deviation of a normal distribution (Hampel 1974). The relative floor
  * keeps a flat stretch, where MAD is nearly 0, from making a spike of every small rise.
- * Where the values fall, as the loss does early in a run, the fall itself would count as deviation, and hide a spike. So
- * if the median of the window's second half is below that of the first by more than a standard deviation, all values
+ * Where the values fall, as the loss does early in a run, the fall itself would count as deviation, and hide a spike.
+ * So if the median of the window's second half is below that of the first by more than a standard deviation, all values
  * are first moved down along the line through these two medians, to where they would be now, unless they then lie
  * further apart. A rise is not taken out.
  */
@@ -53,6 +53,8 @@ int spike_detector_init(struct spike_detector *d, const struct spike_options *o)
 void spike_detector_free(struct spike_detector *d);
 /* Forgets all steps and skips. */
 void spike_detector_clear(struct spike_detector *d);
+/* Forgets the skips and the run of spikes; the windows stay. */
+void spike_detector_forget_skips(struct spike_detector *d);
 
 /* The deviation of x in robust standard deviations: infinity if x is not finite; 0 while fewer than options.warmup
  * steps have been accepted. */

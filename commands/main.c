@@ -129,6 +129,8 @@ int main(int argc, char **argv)
 		fprintf(stderr, "ling: %s\n", error_text);
 		return EXIT_WORK_FAILED;
 	}
+	if (!command->handles_signals)
+		remove_temporaries_at_signals();
 	const char *products = getenv("LING_PRODUCTS");
 	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
 		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or "

@@ -140,5 +140,5 @@ const struct command train_command = {
 		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
 		"but from an earlier checkpoint.",
 	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true,
-	.prints_progress = true,
+	.handles_signals = true, .prints_progress = true,
 };

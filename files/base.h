@@ -53,6 +53,10 @@ double process_memory(void);
 void remember_temporary(const char *path);
 void forget_temporary(const char *path);
 
+/* From now on the program does the same before SIGINT, SIGTERM or SIGHUP ends it. A set of files that it is about to
+ * publish (new_files_publish) is published first. A signal that is ignored stays so. */
+void remove_temporaries_at_signals(void);
+
 /* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of
  * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
 void *allocate(size_t n);

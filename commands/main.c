@@ -138,20 +138,27 @@ int main(int argc, char **argv)
 		return EXIT_WRONG_USE;
 	}
 	const bool openblas = products && !strcmp(products, "openblas");
+	char name[64], *words[argc]; /* the command line less "ling": the program's name in messages about it comes first */
+	snprintf(name, sizeof name, "ling %s", command->name);
+	words[0] = name;
+	memcpy(words + 1, argv + 2, (argc - 1) * sizeof *words); /* with the NULL at the end */
+	/* --help or a wrong option ends the program here; of many ranks, not before MPI has started: see end_early() */
+	struct command_line line = {0};
+	const bool many = command->computes && launcher_rank() >= 0;
+	if (!many)
+		command_line_read(&line, command, argc - 1, words);
 	if (command->computes || command->has_threads)
 		use_best_environment(argv, openblas || command->measures_openblas);
 	kernels_init(openblas);
 
-	char name[64];
-	snprintf(name, sizeof name, "ling %s", command->name);
-	argv[1] = name; /* the program's name in messages about options */
 	int status = EXIT_DONE;
-	if (command->computes) { /* before the command line is read, since that may end the program: see end_early() */
+	if (command->computes) {
 		if (check_limits(command, launcher_rank() >= 0) < 0) {
 			if (launcher_rank() < 0)
 				fprintf(stderr, "ling: %s\n", error_text);
 			else
 				fprintf(stderr, "ling: rank %d: %s\n", launcher_rank(), error_text);
+			command_line_free(&line);
 			return EXIT_WORK_FAILED;
 		}
 		parallel_start();
@@ -161,15 +168,15 @@ int main(int argc, char **argv)
 		else
 			take_buffers(command);
 	}
+	if (many && status == EXIT_DONE)
+		command_line_read(&line, command, argc - 1, words);
 	if (status == EXIT_DONE) {
-		struct command_line line;
-		command_line_read(&line, command, argc - 1, argv + 1);
 		if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
 			status = EXIT_WORK_FAILED;
 		else
 			status = command->run(&line);
-		command_line_free(&line);
 	}
+	command_line_free(&line);
 	if (status == EXIT_DONE && !command->prints_progress && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;

@@ -655,7 +655,11 @@ END
 	# where the library computes nothing, it is only told
 	expect 0 "" env LD_PRELOAD=$PWD/wrong.so "$root/ling" eval run/step-0000020 --data valid --seq-len 16
 	grep -q "^warning: OpenBLAS's .* wrong products" err.txt || problem "no warning: $(cat err.txt)"
+	# a command line that is wrong, or asks for help, needs no library
 	expect 2 "unexpected" "$root/ling" doctor now
+	! grep -q "^note:" err.txt || problem "started again: $(cat err.txt)"
+	expect 0 "" "$root/ling" bench --help
+	[ ! -s err.txt ] || problem "bench --help: $(cat err.txt)"
 	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" doctor
 	grep -q "^matmul .* ok$" out.txt || problem "no table: $(cat out.txt)"
 }

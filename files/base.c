@@ -385,6 +385,12 @@ void unmap_file(const uint8_t *data, size_t size)
 	munmap((void *)data, size);
 }
 
+int refuse_lfs(const char *path, const uint8_t *data, size_t size)
+{
+	const size_t n = sizeof LFS_BEGIN - 1;
+	return size < n || memcmp(data, LFS_BEGIN, n) ? 0 : fail("%s: is " LFS_NAME, path);
+}
+
 FILE *file_create(const char *path)
 {
 	FILE *f = fopen(path, "we");
@@ -991,8 +997,11 @@ json_t *json_read(const char *path)
 	if (map_file(path, &data, &size) < 0)
 		return NULL;
 	json_error_t error;
-	json_t *root = parse_json((const char *)data, size, 0, false, &error);
+	const int rc = refuse_lfs(path, data, size);
+	json_t *root = rc < 0 ? NULL : parse_json((const char *)data, size, 0, false, &error);
 	unmap_file(data, size);
+	if (rc < 0)
+		return NULL;
 	if (!root)
 		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
 	else if (!json_is_object(root)) {

@@ -119,6 +119,13 @@ struct file_map { const uint8_t *data; size_t size; };
 int map_file(const char *path, const uint8_t **data, size_t *size);
 void unmap_file(const uint8_t *data, size_t size);
 
+/* What a file begins with that stands in place of another one, where a repository was fetched without Git LFS; and its
+ * name, for a message. */
+#define LFS_BEGIN "version https://git-lfs.github.com/spec/v1\n"
+#define LFS_NAME "a pointer of Git LFS to a file, which git lfs pull gets"
+/* Fails when a whole file is one. */
+int refuse_lfs(const char *path, const uint8_t *data, size_t size);
+
 /* Opens a file for writing; what is in it is lost. NULL on error. For a file that must never be seen half written, use
  * struct new_file. */
 FILE *file_create(const char *path);

@@ -146,7 +146,7 @@ static const char *foreign_format(const char *head, size_t n)
 		{"7z\xbc\xaf", 4, "a 7z archive"}, {"ARROW1", 6, "an Arrow file"}, {"\x89PNG", 4, "a picture"},
 		{"GGUF", 4, "a GGUF model"}, {"SQLite format 3", 15, "an SQLite database"},
 		{"\x04\x22\x4d\x18", 4, "an lz4 file"},
-		{"version https://git-lfs.github.com/spec/v1\n", 43, "a pointer of Git LFS to a file, which git lfs pull gets"},
+		{LFS_BEGIN, sizeof LFS_BEGIN - 1, LFS_NAME},
 	};
 	for (size_t i = 0; i < sizeof known / sizeof *known; i++)
 		if (n >= known[i].size && !memcmp(head, known[i].bytes, known[i].size))

@@ -1200,10 +1200,11 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	const int64_t windows = count_windows(t, L);
 	const struct packed *p = t->packing;
 	int64_t documents = 0, cut = 0, used = 0, begin, next = 0;
-	char counts[128] = "its documents are not known";
-	if (t->format == MEGATRON && document_begin(t, 0, &next) < 0)
+	char counts[128] = "";
+	const bool counted = t->format == MEGATRON && (p || t->loss_mask); /* a plain text may be cut anywhere */
+	if (counted && document_begin(t, 0, &next) < 0)
 		return -1;
-	for (int64_t i = 0; t->format == MEGATRON && i < t->documents; i++) {
+	for (int64_t i = 0; counted && i < t->documents; i++) {
 		begin = next;
 		if (document_begin(t, i + 1, &next) < 0)
 			return -1;
@@ -1214,10 +1215,10 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	for (int64_t i = 0; p && i < p->num_pieces; i++)
 		used += p->piece[i].length;
 	if (documents)
-		snprintf(counts, sizeof counts, "%lld of %lld documents cut (%.1f%%)", (long long)cut, (long long)documents,
+		snprintf(counts, sizeof counts, "%lld of %lld documents cut (%.1f%%), ", (long long)cut, (long long)documents,
 				100.0 * cut / documents);
 	const double wasted = p ? 1 - (double)used / (windows * L) : 1 - (double)(windows * L) / (t->count - 1);
-	snprintf(line, size, "%s: %lld windows of %lld tokens, %s: %s, %.1f%% of the tokens are %s%s", t->path,
+	snprintf(line, size, "%s: %lld windows of %lld tokens, %s: %s%.1f%% of the tokens are %s%s", t->path,
 			(long long)windows, (long long)L, p ? "documents packed" : "one after the other", counts, 100 * wasted,
 			p ? "padding" : "left out", p && cut ? "; only those longer than a window are cut"
 			: !p && t->loss_mask && cut ? "; data.packing documents would keep conversations whole" : "");

@@ -1142,9 +1142,14 @@ int field_int(const json_t *object, const char *where, const char *key, int64_t 
 const char *field_text(const json_t *object, const char *where, const char *key)
 {
 	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
+	const char *text = json_string_value(v);
+	if (!text)
 		fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	return json_string_value(v);
+	else if (strlen(text) != json_string_length(v)) {
+		fail("%s: `%s` has a character \\u0000; expected none", where, key);
+		text = NULL;
+	}
+	return text;
 }
 
 int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out)

@@ -247,7 +247,8 @@ const char *json_kind(const json_t *v);
 const char *json_flaw(const json_t *v);
 
 /* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
- * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */
+ * (NULL on error, also where it holds a \u0000); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and
+ * line, begins the message. */
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);
 const char *field_text(const json_t *object, const char *where, const char *key);
 int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);

@@ -116,6 +116,7 @@ test_wrong_use() {
 	refuse "bad.jsonl:1" '{"messages": []}\n'
 	refuse "bad.jsonl:1: message 1: \`content\` is missing" '{"messages": [{"role": "user"}]}\n'
 	refuse "nobody" '{"messages": [{"role": "nobody", "content": "x"}]}\n'
+	refuse "bad.jsonl:1: message 1: \`role\` has a character \\u0000" '{"messages": [{"role": "user\\u0000x", "content": "x"}]}\n'
 	refuse "bad.jsonl:1: bad JSON" '{"prompt": "a"\n'
 	refuse "bad.jsonl:1: found \`max_new_tokens\`; expected none: the option --max-tokens is for all prompts" '{"prompt": "a", "max_new_tokens": 5}\n'
 	refuse "the option --temperature is" '{"messages": [{"role": "user", "content": "a"}], "stop": null, "temperature": 0}\n'

@@ -808,6 +808,8 @@ test_input_forms() {
 	echo '{"text": "a"}' >object.json
 	expect 1 "object.json: found an object; expected an array of records" "$ling" tokenize --out refused object.json
 	printf '{"text": "a"}\n{"text": "b"}\n' >several.json
+	printf '[\n{"text": "a"},\n{"text": 3}]\n' >record.json
+	expect 1 "record.json: record 2: " "$ling" tokenize --out refused record.json
 	expect 1 "several.json:2: bad JSON: end of file expected" "$ling" tokenize --out refused several.json
 	has err.txt "a file with one record on a line is named .jsonl"
 	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"

@@ -54,6 +54,19 @@ static const struct command *find_command(const char *name)
 	return NULL;
 }
 
+/* The command that a wrong name most likely means; NULL when none is near. */
+static const struct command *nearest_command(const char *name)
+{
+	const struct command *best = NULL;
+	int best_distance = (int)strlen(name) / 2 + 1;
+	for (int i = 0; i < NUM_COMMANDS; i++) {
+		const int distance = edit_distance(name, commands[i]->name);
+		if (distance < best_distance)
+			best = commands[i], best_distance = distance;
+	}
+	return best;
+}
+
 /* Runs before the libraries are initialised. */
 static void before_libraries(int argc, char **argv, char **environment)
 {
@@ -78,10 +91,17 @@ static int run_without_command(const char *word)
 		return EXIT_DONE;
 	}
 	const bool help = word && (!strcmp(word, "--help") || !strcmp(word, "-?") || !strcmp(word, "help"));
-	if (word && !help)
-		fprintf(stderr, "ling: unknown command '%s'\n\n", word);
-	print_usage(help ? stdout : stderr);
-	return help ? EXIT_DONE : EXIT_WRONG_USE;
+	if (!word || help) {
+		print_usage(help ? stdout : stderr);
+		return help ? EXIT_DONE : EXIT_WRONG_USE;
+	}
+	const struct command *meant = nearest_command(word);
+	char shown[64];
+	fprintf(stderr, "ling: unknown command %s", printable(shown, word));
+	if (meant)
+		fprintf(stderr, "; did you mean %s?", meant->name);
+	fprintf(stderr, "\nTry `ling --help' for the list of commands.\n");
+	return EXIT_WRONG_USE;
 }
 
 /* Prints error_text, once if all ranks have failed, else on each rank that has, with its name. Returns whether all

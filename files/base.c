@@ -43,6 +43,29 @@ void set_error(const char *format, ...)
 			*p = '?';
 }
 
+int edit_distance(const char *a, const char *b)
+{
+	int row[64], n = strlen(b);
+	if (n > 63 || strlen(a) > 63)
+		return 99;
+	for (int j = 0; j <= n; j++)
+		row[j] = j;
+	for (int i = 0; a[i]; i++) {
+		int diagonal = row[0];
+		row[0] = i + 1;
+		for (int j = 0; j < n; j++) {
+			int best = diagonal + (a[i] != b[j]);
+			if (row[j] + 1 < best)
+				best = row[j] + 1;
+			if (row[j + 1] + 1 < best)
+				best = row[j + 1] + 1;
+			diagonal = row[j + 1];
+			row[j + 1] = best;
+		}
+	}
+	return row[n];
+}
+
 const char *printable(char out[64], const char *text)
 {
 	int n = 0;

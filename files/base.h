@@ -37,6 +37,10 @@ static inline int failure(void) { return -1; }
  * character. */
 const char *printable(char out[64], const char *text);
 
+/* How far a name is from the one that may be meant: the Levenshtein distance, in bytes. Names of more than 63 bytes are
+ * far from everything. */
+int edit_distance(const char *a, const char *b);
+
 /* ---------------------------------------------------------------------------------------------------- memory */
 
 /* Call first of all. A mapped file that another program cuts short then ends this one with a message that names the

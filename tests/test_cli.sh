@@ -611,7 +611,9 @@ test_paths() {
 }
 
 test_usage() {
-	expect 2 "unknown command" "$ling" trian tiny.yaml
+	expect 2 "unknown command trian; did you mean train?" "$ling" trian tiny.yaml
+	expect 2 "unknown command qqqqqqq" "$ling" qqqqqqq
+	! grep -q "did you mean" err.txt && [ "$(lines err.txt)" = 2 ] || problem "found: $(cat err.txt)"
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version

@@ -328,7 +328,9 @@ test_chat() {
 	expect 0 "" "$ling" tokenize --out nothing nothing.jsonl
 	expect 1 "the loss counts for none of the tokens" "$ling" eval chat/step-0000020 --data nothing --seq-len 16 --max-windows 2
 	expect 1 "the loss counts for none of the tokens in its 2 windows of 16" "$ling" train tiny.yaml data.train=chat data.valid=nothing data.seq_len=16 eval.max_windows=2 train.output_dir=chat8
-	[ ! -e chat8/metrics.jsonl ] || problem "trained before it looked at what validates"
+	[ ! -e chat8 ] || problem "trained before it looked at what validates, or left the directory of a run that could not begin"
+	mkdir own8 && expect 1 "nothere" "$ling" train tiny.yaml data.train=nothere train.output_dir=own8
+	[ -d own8 ] || problem "removed a directory that it had not made"
 	cp chat.bin unlearned.bin && cp chat.idx unlearned.idx && tr '\1' '\0' <chat.mask.bin >unlearned.mask.bin
 	expect 1 "unlearned.bin: the loss counts for none of the tokens" "$ling" train tiny.yaml data.train=unlearned data.valid=chat train.output_dir=chat8
 }

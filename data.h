@@ -135,8 +135,8 @@ int64_t count_windows(const struct tokens *t, int64_t L);
 int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
 		int32_t *target, int32_t *document);
 
-/* Writes how a file became windows: their number, the share of tokens that are left out or padding and, of conversations
- * and packed documents, how many are cut. Reads the whole index. */
+/* Writes how a file became windows: their number, the share of tokens that are left out or padding and, of
+ * conversations and packed documents, how many are cut, for which it reads the whole index. */
 int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L);
 /* Prints such a line for each of n files, behind the key of the config that names them. */
 int print_windows(const char *key, const struct tokens *files, int n, int64_t L);

@@ -120,6 +120,8 @@ static int train(const struct command_line *line, struct faults *faults)
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
 		heartbeat_phase(HEARTBEAT_END, t.state.step);
 		trainer_free(&t);
+	} else if (parallel_rank() == 0) {
+		heartbeat_remove(c.train.output_dir); /* a run that was refused leaves nothing */
 	}
 	heartbeat_leave();
 	if (made && !started)

@@ -209,7 +209,7 @@ static int by_step(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-int checkpoint_list(const char *output_dir, int64_t **steps)
+int checkpoint_list(const char *output_dir, const char *prefix, int64_t **steps)
 {
 	*steps = NULL;
 	DIR *dir = opendir(output_dir);
@@ -219,7 +219,7 @@ int checkpoint_list(const char *output_dir, int64_t **steps)
 	size_t capacity = 0;
 	errno = 0;
 	for (struct dirent *e; (e = readdir(dir)); errno = 0) {
-		int64_t step = step_of(e->d_name, "step-");
+		int64_t step = step_of(e->d_name, prefix);
 		if (step < 0)
 			continue;
 		*steps = grow(*steps, n, &capacity, 1, sizeof **steps);
@@ -439,7 +439,7 @@ static void checkpoint_remove(const char *output_dir, int64_t step)
 static void checkpoint_prune(const char *output_dir, int keep, int64_t keep_every, int64_t saved)
 {
 	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps);
+	int n = checkpoint_list(output_dir, "step-", &steps);
 	if (n < 0)
 		fprintf(stderr, "ling: warning: old checkpoints stay: %s\n", error_text);
 	for (int i = n - 1; i >= 0; i--)
@@ -452,7 +452,7 @@ static void checkpoint_prune(const char *output_dir, int keep, int64_t keep_ever
 void checkpoint_remove_after(const char *output_dir, int64_t step)
 {
 	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps);
+	int n = checkpoint_list(output_dir, "step-", &steps);
 	if (n < 0)
 		fprintf(stderr, "ling: warning: later checkpoints stay: %s\n", error_text);
 	for (int i = n - 1; i >= 0 && steps[i] > step; i--)
@@ -531,7 +531,7 @@ void checkpoint_abandon(const char *dir)
 int checkpoint_newest(const char *output_dir, char path[PATH_LEN])
 {
 	int64_t *steps;
-	int n = checkpoint_list(output_dir, &steps), last = n - 1;
+	int n = checkpoint_list(output_dir, "step-", &steps), last = n - 1;
 	int rc = n <= 0 ? n : checkpoint_path(path, output_dir, "step-", steps[last]) < 0 ? -1 : 1;
 	if (rc > 0 && !checkpoint_is_whole(output_dir, steps[last])) {
 		/* To continue from an older one would throw work away that can perhaps be saved: the user decides. */
@@ -789,9 +789,9 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 	if (added < 0)
 		rc = -1;
 	if (rc == 0 && (
-			field_int(root, path, "step", 0, INT64_MAX, &s->step) < 0 ||
-			field_int(root, path, "samples", 0, INT64_MAX, &s->samples) < 0 ||
-			field_int(root, path, "tokens", 0, INT64_MAX, &s->tokens) < 0 ||
+			field_int(root, path, "step", 0, INT64_MAX / 2, &s->step) < 0 || /* room for more */
+			field_int(root, path, "samples", 0, INT64_MAX / 2, &s->samples) < 0 ||
+			field_int(root, path, "tokens", 0, INT64_MAX / 2, &s->tokens) < 0 ||
 			field_sources(root, path, s) < 0 ||
 			field_reals(root, path, "router_mean", s->num_layers, -INFINITY, s->router_mean) < 0 ||
 			field_reals(root, path, "router_std", s->num_layers, 0, s->router_std) < 0))

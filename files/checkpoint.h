@@ -97,9 +97,9 @@ int checkpoint_newest(const char *output_dir, char path[PATH_LEN]);
  * is the directory of a run, its newest checkpoint, which a note on stderr names. Collective. */
 int find_model(char path[PATH_LEN], const char *name);
 
-/* Lists the steps of the checkpoints in output_dir, whole or not, ascending. The caller frees *steps. Returns their
- * number, or -1. */
-int checkpoint_list(const char *output_dir, int64_t **steps);
+/* Lists the steps of the checkpoints in output_dir, whole or not, whose names are the prefix and a step ("step-", or
+ * "damaged-step-" for those that were set aside), ascending. The caller frees *steps. Returns their number, or -1. */
+int checkpoint_list(const char *output_dir, const char *prefix, int64_t **steps);
 
 /* Removes what a run that was killed has left of a checkpoint that it was writing or removing. */
 int checkpoint_clean(const char *output_dir);

@@ -166,6 +166,13 @@ void heartbeat_leave(void)
 	beat.page = NULL;
 }
 
+void heartbeat_remove(const char *run_dir)
+{
+	char path[PATH_LEN];
+	if (path_join(path, run_dir, "heartbeat") == 0)
+		unlink(path);
+}
+
 void heartbeat_phase(enum heartbeat_phase phase, int64_t step)
 {
 	const double t = clock_seconds();

@@ -38,6 +38,8 @@ void heartbeat_create(const char *run_dir, int ranks);
 void heartbeat_join(const char *run_dir, int rank, const char *host);
 /* Removes the mapping. The file stays. */
 void heartbeat_leave(void);
+/* Removes the file. */
+void heartbeat_remove(const char *run_dir);
 
 /* A phase begins. step: the step that is computed, or of which the weights are evaluated or saved. */
 void heartbeat_phase(enum heartbeat_phase phase, int64_t step);

@@ -349,6 +349,7 @@ static void checkpoint_wrong_fields(void **state)
 		{"sources", "[[" SOURCE_JSON("5", "0") "," SOURCE_JSON("4294967297", "0") "]]",
 			"source 2: `share` is 4294967297"},
 		{"sources", "[[" SOURCE_JSON("5", "-9223372036854775807") "]]", "source 1: `credit` is -9223372036854775807"},
+		{"tokens", "[9223372036854775807]", "`tokens` is 9223372036854775807; expected 0 to 4611686018427387903"},
 		{"step", "[6]", "`step` is 6, but the directory's name says 5"},
 		{"config", "[{\"model\":{\"head_dim\":4}}]", "model.head_dim was 4 in the checkpoint, found 8"},
 	};
@@ -595,7 +596,7 @@ static void checkpoint_keep_every(void **state)
 	x.config.checkpoint.keep_every = 10;
 	for (int step = 5; step <= 35; step += 5)
 		assert_int_equal(example_save(&x, step), 0);
-	assert_int_equal(checkpoint_list(at("run"), &steps), 4);
+	assert_int_equal(checkpoint_list(at("run"), "step-", &steps), 4);
 	assert_true(steps[0] == 10 && steps[1] == 20 && steps[2] == 30 && steps[3] == 35);
 	free(steps);
 }

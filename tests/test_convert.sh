@@ -90,7 +90,7 @@ test_files_go_along() {
 	[ ! -e r7/step-0000002/README.md ] || problem "the README went along"
 	grep -qa tokenizer.chat_template r7.gguf || problem "no chat template in r7.gguf"
 	echo >>r7/step-0000002/chat_template.jinja
-	expect 1 "chat_template.jinja: " "$ling" train $run $own train.steps=3 checkpoint.strict=true train.output_dir=r7
+	expect 1 "chat_template.jinja: " "$ling" train $run $own train.steps=3 train.output_dir=r7 checkpoint.strict=true
 	# Ids of another tokenizer are refused; a named one is taken, with a warning where the two differ.
 	expect 1 "text: made by tokenizer byte" "$ling" train $run data.tokenizer=none train.init_from=m7 train.steps=2 train.output_dir=r8
 	[ ! -e r8/step-0000002 ] || problem "trained on ids of another tokenizer"
@@ -260,7 +260,7 @@ test_refused_sources() {
 	expect 1 "pointer.gguf: is a pointer of Git LFS" "$ling" convert-checkpoint pointer.gguf refused
 	expect 1 "hf: is there already" "$ling" convert-checkpoint $checkpoint hf
 	refuse "nothere: cannot open" nothere
-	mkdir begun && touch begun/metrics.jsonl && refuse "is the directory of a run" begun
+	mkdir held && touch held/metrics.jsonl && refuse "is the directory of a run" held
 	refuse "no GGUF file" tiny.yaml
 	expect 1 "expected RUN/step-0000000" "$ling" convert-checkpoint hf x --to checkpoint
 	refuse "tokenizer.json: is not there" hf --to gguf

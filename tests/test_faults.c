@@ -29,6 +29,7 @@ static void test_refused(void **state)
 		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=0.5", "has no such setting"},
 		{"kill@step=3,colour=red", "there is no such setting"}, {"kill@step=3,", "a setting has no ="},
 		{"kill@step=3,rank=2", "there is no rank 2; expected 0 to 1"},
+		{"stop@step=1", "it is there twice"},
 	};
 	for (int i = 0; i < COUNT(bad); i++) {
 		struct faults f;

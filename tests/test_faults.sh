@@ -195,7 +195,7 @@ test_health_changes_nothing() {
 # A rank that takes longer than the others is named, once; ranks that are alike are not. All sleep in each step, so that what else the machine
 # does counts little.
 test_slow() {
-	train 3 slow 0 train.steps=110 --inject slow@step=1,rank=0,ms=10 --inject slow@step=20,rank=1,ms=30 --inject slow@step=1,rank=2,ms=10
+	train 3 slow 0 train.steps=110 --inject slow@step=1,rank=0,ms=20 --inject slow@step=20,rank=1,ms=60 --inject slow@step=1,rank=2,ms=20
 	is "slow" "$(event slow slow_rank '[.step, .rank, .ratio > 1.6 and .ratio < 3.2, .expected_loss > 0.3]')" '[100,1,true,true]'
 	has err.txt "rank 1 on $(uname -n) is slow: it computes "
 	is "fault" "$(event slow fault '[.rank, .step]' | tr '\n' ' ')" "[0,0] [2,0] [1,19] "

@@ -463,7 +463,7 @@ static void write_failure(void **state)
 	int rc = safetensors_write(path, &(struct named_tensor){"big", 1 << 20, 0, big}, 1);
 	limit_files(RLIM_INFINITY);
 	assert_int_equal(rc, -1);
-	expect_error("big.safetensors: cannot write: File too large; free some space");
+	expect_error("big.safetensors: cannot write: File too large: files are limited to 65536 bytes here");
 	assert_false(exists(path));
 	/* Pieces that only stop fitting when they leave the buffer. */
 	struct safetensors_writer *w = safetensors_create(path, &(struct named_tensor){"big", 1 << 20, 0, NULL}, 1);

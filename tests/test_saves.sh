@@ -255,6 +255,12 @@ test_damage_more() {
 	damage flip hurt/step-0000020/model.safetensors
 	expect 1 "model.safetensors" "$ling" eval hurt --data text --seq-len 16
 	expect 1 "model.safetensors" "$ling" generate hurt --prompt abc
+	# Damaged ones that were set aside, and nothing else: no run begins anew in silence, unless a supervisor has gone back to the beginning.
+	cp -r hurt aside && mv aside/step-0000020 aside/damaged-step-0000020
+	expect 1 "aside: its only checkpoints are 1 damaged ones, the newest damaged-step-0000020" "$ling" train tiny.yaml train.output_dir=aside
+	same aside/metrics.jsonl whole/metrics.jsonl
+	cp -r aside/damaged-step-0000020 aside/gone-back-step-0000015
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=aside train.stop_at_step=1
 	# Another config is no damage.
 	expect 1 "train.seed was 3 in the checkpoint, found 4" "$ling" train tiny.yaml train.output_dir=hurt train.seed=4
 	[ "$(steps hurt)" = 20 ] || problem "$(ls hurt)"

@@ -55,7 +55,7 @@ same_end() {
 	metric loss "$2/metrics.jsonl" | cmp -s - <(metric loss "$1/metrics.jsonl") || problem "$2: other losses"
 }
 
-# kills RUN RANKS N: kills a rank N times, each time at a random moment some steps beyond what the run had reached before.
+# kills RUN RANKS N: kills a rank of a run that is slowed down N times, each time at a random moment some steps beyond what the run had reached before.
 kills() {
 	local i best=0
 	for ((i = 0; i < $3; i++)); do
@@ -68,7 +68,7 @@ kills() {
 
 test_kills_of_one_rank() {
 	"$release" train tiny.yaml train.output_dir=whole1 >/dev/null 2>&1 || problem "the undisturbed run"
-	supervise killed1 -- ./rank.sh train tiny.yaml train.output_dir=killed1
+	supervise killed1 -- ./rank.sh train tiny.yaml train.output_dir=killed1 --inject slow@step=1,ms=10
 	kills killed1 1 4
 	ended 0
 	same_end whole1 killed1 80
@@ -80,7 +80,7 @@ test_kills_of_one_rank() {
 
 test_kills_of_three_ranks() {
 	$mpirun "$release" train tiny.yaml train.output_dir=whole3 >/dev/null 2>&1 || problem "the undisturbed run"
-	supervise killed3 --json -- $mpirun ./rank.sh train tiny.yaml train.output_dir=killed3
+	supervise killed3 --json -- $mpirun ./rank.sh train tiny.yaml train.output_dir=killed3 --inject slow@step=1,ms=10
 	kills killed3 3 3
 	ended 0
 	same_end whole3 killed3 80

@@ -108,6 +108,9 @@ int faults_read(struct faults *f, int n, char *const *texts, int ranks)
 			return -1;
 		if (x->rank >= ranks)
 			return fail("--inject %s: there is no rank %d; expected 0 to %d", x->text, x->rank, ranks - 1);
+		for (const struct fault *other = f->list; other < x; other++)
+			if (!strcmp(other->text, x->text)) /* events.jsonl could not tell which of them has come */
+				return fail("--inject %s: it is there twice; a fault comes once at a step", x->text);
 	}
 	return 0;
 }

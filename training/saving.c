@@ -267,6 +267,24 @@ static int set_aside(const char *dir, bool is_rank0, struct event_log *events, c
 	return parallel_agree(rc);
 }
 
+/* Where a run would begin anew: fails when its only checkpoints are damaged ones that were set aside. When a
+ * supervisor has gone back from the last whole one, the beginning is what it wants. */
+static int check_beginning(const char *dir)
+{
+	int64_t *damaged, *gone_back;
+	const int n = checkpoint_list(dir, "damaged-step-", &damaged);
+	const int back = n > 0 ? checkpoint_list(dir, "gone-back-step-", &gone_back) : 0;
+	const int64_t newest = n > 0 ? damaged[n - 1] : 0;
+	if (n > 0)
+		free(gone_back);
+	free(damaged);
+	if (n < 0 || back < 0)
+		return -1;
+	return !n || back ? 0 : fail("%s: its only checkpoints are %d damaged ones, the newest damaged-step-%07lld. Repair "
+			"one and give it its name back, step-%07lld, or remove them to start from the beginning", dir, n,
+			(long long)newest, (long long)newest);
+}
+
 int checkpoint_choose(const struct config *c, const struct parameter_table *table, struct event_log *events,
 		int64_t most, char dir[PATH_LEN])
 {
@@ -274,8 +292,10 @@ int checkpoint_choose(const struct config *c, const struct parameter_table *tabl
 	const bool is_rank0 = world->rank == 0;
 	int64_t *steps = NULL;
 	char **reasons = NULL;
-	int n = is_rank0 ? checkpoint_list(c->train.output_dir, &steps) : 0, num_damaged = 0, rc, whole = 0;
+	int n = is_rank0 ? checkpoint_list(c->train.output_dir, "step-", &steps) : 0, num_damaged = 0, rc, whole = 0;
 	*dir = 0;
+	if (n == 0 && is_rank0 && most == INT64_MAX && check_beginning(c->train.output_dir) < 0)
+		n = -1;
 	while (n > 0 && steps[n - 1] > most)
 		n--;
 	if ((rc = parallel_agree(n < 0 ? -1 : 0)) < 0)

@@ -84,8 +84,8 @@ int saver_fail_last(const struct saver *s, int64_t saved_step);
 
 /* Finds the newest whole checkpoint of the run that is not of a later step than `most`: `dir` is its path, or "" when
  * there is none at all. Damaged newer ones are set aside, with an event in `events`, which is opened if it is not;
- * checkpoint.strict: they are an error. It is an error when there are checkpoints, but none is whole: a run never
- * begins anew in silence. Collective. */
+ * checkpoint.strict: they are an error. It is an error when there are checkpoints, but none is whole, also when all
+ * were set aside before: a run never begins anew in silence. Collective. */
 int checkpoint_choose(const struct config *c, const struct parameter_table *table, struct event_log *events,
 		int64_t most, char dir[PATH_LEN]);
 

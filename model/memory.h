@@ -1,0 +1,184 @@
+/*
+ * model/memory.h - what a model holds in memory: weights, activations, scratch. All of it is planned first, and then
+ * allocated once. Letters for sizes as in ling.h.
+ */
+#ifndef LING_MODEL_MEMORY_H
+#define LING_MODEL_MEMORY_H
+
+#include "kernels.h"
+#include "parallel.h"
+#include "files/config.h"
+#include "files/tensors.h"
+#include "model/parameters.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* The same matrices as the forward pass reads them: in the block, or, in a model that is only evaluated, in its mapped
+ * files. */
+struct layer_weights {
+	struct weight qkv, dense, router, shared_gate_up, shared_down;
+	struct weight *gate_up, *down; /* [num_experts] */
+};
+
+/* ============================================================================================================
+ * Activations
+ * ========================================================================================================== */
+
+/* What a layer's forward pass leaves for its backward pass. Where a layer need not keep it (see enum model_mode), all
+ * layers share the same arrays.
+ *
+ * One process alone: N = T, A = R, and experts = E. Tensor parallel: each rank of the tensor group has its heads of
+ * all T tokens in attention, and its N of the T tokens everywhere else (sequence parallel: Korthikanti et al. 2022,
+ * arXiv:2205.05198). Then R = N k. Expert parallel: each rank has E / ranks experts, and A rows of tokens arrive for
+ * them, 0 <= A <= ranks R. */
+struct layer_activations {
+	real *input;                 /* [N, H] the residual stream before the layer */
+	real *attention_rstd;        /* [N] */
+	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
+	real *attention;             /* [T, nh d] */
+	real *lse;                   /* [T, nh] */
+	real *residual;              /* [N, H] the residual stream between attention and experts */
+	real *ffn_rstd;              /* [N] */
+	real *p, *router_lse;        /* [N, E], [N] softmax and log-sum-exp of the router's logits */
+	/* [N, E] softmax of the logits with routing noise; p itself where there is no routing warmup */
+	real *p_hat;
+	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
+	int32_t *index;              /* [N, k] chosen experts */
+	real *weight;                /* [N, k] their weights */
+	real *row_weight;            /* [R] the same in row order: rows sorted by expert */
+	int32_t *position, *token;   /* [R] see dispatch_plan */
+	int64_t *offset;             /* [E + 1] rows offset[e] .. offset[e + 1] - 1 are expert e's */
+	/* The rows that this rank's experts compute, sorted by expert. Alone they are the rows above: num_rows = R, and
+	 * expert_offset, row and expert_weight are offset, token and row_weight. */
+	int64_t num_rows;            /* A */
+	int64_t *expert_offset;      /* [experts + 1] */
+	int32_t *row;                /* [A] for each row: which row of arrivals it is; alone, which token */
+	real *expert_weight;         /* [A] */
+	real *arrivals;              /* [A, H] in the order of arrival; alone NULL, the rows are read from the tokens */
+	/* [ranks, experts] rows from each rank for each expert; this and the next two: alone NULL */
+	int64_t *arrived;
+	int64_t *sent, *received;    /* [ranks] rows to and from each rank */
+	real *gate_up;               /* [A, 2I] */
+	real *shared_gate_up;        /* [N, 2W] */
+};
+
+struct activations {
+	struct layer_activations *layer; /* [num_hidden_layers] */
+	real *output;                /* [N, H] the residual stream after the last layer */
+	real *rstd;                  /* [N] of the final norm */
+	real *normed;                /* [N, H] the output of the last RMSNorm that was computed */
+	real *gathered;              /* [T, H] all tokens, gathered from the tensor group; alone NULL */
+	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
+	/* work space, one for all layers */
+	real *logits;                /* [N, E] the router's */
+	real *rows;                  /* [R, H] tokens sorted by expert, and what the experts made of them */
+	real *expert_rows;           /* [A, H] the experts' results, sorted by expert; alone the same array as rows */
+	real *returns;               /* [A, H] the same in the order of arrival; alone NULL */
+	real *arrived_weight;        /* [A] row weights in the order of arrival; alone NULL */
+	real *act;                   /* [A, I] */
+	real *shared_act;            /* [N, W] */
+	real *reduce_scatter_scratch, *attention_scratch, *sum_scratch;
+	int64_t *expert_count;       /* [E] */
+	double *sequence_count, *sequence_p; /* [B, E] of each sequence: assignments to each expert, and sums of p */
+	struct router_sums *router_sums; /* [B] */
+	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
+	double *head_loss;           /* [2, C] loss, and sum of exponentials */
+	double *head_norm;           /* [H] column sums of squares */
+	/* for the backward pass */
+	real *dstream;               /* [N, H] of the residual stream */
+	real *dnormed;               /* [N, H] */
+	real *dqkv, *dattention;     /* [T, (nh + 2 nkv) d], [T, nh d] */
+	real *dlogits, *dweight;     /* [N, E], [N, k] */
+	real *dgate_up, *dexpert_weight; /* [A, 2I], [A] */
+	real *dshared_gate_up;       /* [N, 2W] */
+};
+
+/* ============================================================================================================
+ * The model
+ * ========================================================================================================== */
+
+/* Where the time of a step goes. */
+enum phase { PHASE_ATTENTION, PHASE_ROUTER, PHASE_PERMUTE, PHASE_EXPERTS, PHASE_HEAD, PHASE_OPTIMIZER, PHASE_OTHER,
+		NUM_PHASES };
+
+struct model {
+	struct model_config global;  /* of the whole model */
+	struct model_config config;  /* the same, but with this rank's numbers of heads and of vocabulary entries */
+	int64_t first_vocab;         /* the first vocabulary entry of this rank */
+	int num_experts;             /* of this rank */
+	int max_sequences, seq_len;  /* activations have room for this many windows of seq_len tokens */
+	enum model_mode mode;
+	struct layout layout;
+	struct parameter_table table; /* the parameters that this rank holds */
+	struct params params, grads;
+	struct weight embedding, lm_head;
+	struct layer_weights *weights; /* [num_hidden_layers] */
+	struct weight *expert_weights; /* what gate_up and down of `weights` point into */
+	struct tensors *files;       /* open as long as weights are mapped in them, or NULL */
+	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
+	real *exp_avg, *exp_avg_sq;  /* [table.num_state] the moments that this rank keeps */
+	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
+	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
+	int64_t num_positions;
+	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */
+	const int32_t *document;
+	/* [B] how many tokens of each window are no padding, which the router's losses and statistics leave out; set
+	 * before model_forward in training, kept until model_backward; NULL: all are */
+	const int32_t *length;
+	struct activations acts;
+	void *acts_memory, *arrivals_memory;
+	size_t acts_bytes, arrivals_bytes;
+	struct all_to_all dispatch;  /* expert rows under way */
+	double phase_seconds[NUM_PHASES]; /* of the current step */
+	double phase_start;          /* clock_seconds() when the current phase began */
+};
+
+/* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The
+ * layout must be connected. Fails when memory does not suffice, and says how much is needed. model_free may follow a
+ * failure. */
+int model_init(struct model *m, const struct model_config *config, const struct layout *layout, int max_sequences,
+		int seq_len, enum model_mode mode);
+void model_free(struct model *m);
+/* Lets the forward pass find its weights where they are: in the block, or in mapped files. For whoever has changed
+ * parameter.mapped. */
+void place_weights(struct model *m);
+/* The reduction of the gradients over the ranks, while the backward pass goes on: as soon as the gradients of a block
+ * are complete on this rank, its buckets are on their way. When the backward pass ends, each rank has the sum over the
+ * ranks in its shards. */
+enum { MAX_REDUCTIONS = 8 };     /* buckets under way at once */
+struct gradient_reduction {
+	/* reduction i has place i % MAX_REDUCTIONS */
+	struct { struct reduce_scatter scatter; int bucket; } under_way[MAX_REDUCTIONS];
+	int started, finished;       /* reductions of this backward pass */
+	real *scratch;               /* [MAX_REDUCTIONS, scratch_size]; NULL in one process */
+	int64_t scratch_size;
+};
+/* Allocates the scratch, for a rank with num_elements parameters. gradient_reduction_free may follow a failure. */
+int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements);
+void gradient_reduction_free(struct gradient_reduction *r);
+
+/* How many tokens the head computes logits for at a time. V: entries of the whole vocabulary, which `tensor` ranks
+ * split. */
+int64_t head_chunk(int64_t V, int tensor);
+/* Makes the rotary embedding's table at least n positions long. Returns -1, without setting error_text, when memory is
+ * short. */
+int extend_rope(struct model *m, int64_t n);
+/* What a rank holds, and the bytes that it takes. */
+struct memory_plan {
+	int64_t num_elements, num_state; /* as in struct parameter_table */
+	size_t weights, gradients, optimizer, activations;
+	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
+	size_t reduction;            /* scratch of the reduction of gradients */
+	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
+	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
+};
+/* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
+ * of it. Fails when a micro-batch has too many expert rows to be counted. */
+int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
+		int64_t L, enum model_mode mode);
+/* Bytes that are certain to be needed: all but arrivals and copy. */
+double planned_bytes(const struct memory_plan *p);
+
+#endif

@@ -35,6 +35,7 @@
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
+#include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
 
@@ -777,15 +778,13 @@ static struct micro_batches own_micro_batches(const struct trainer *t, int64_t b
 	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 }
 
-static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows);
-
 /* --inject poison: the targets of the poisoned samples among the batch become random. */
 static void poison(struct trainer *t, const struct micro_batches *own, int64_t batch)
 {
 	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
 	const struct fault *x = fault_poisons(&t->faults, step);
 	if (x)
-		faults_poison(&t->faults, x, step, list_samples(t, t->samples, batch, NULL));
+		faults_poison(&t->faults, x, step, list_samples(t->samples, batch));
 	for (int64_t i = 0; i < batch; i++) {
 		const int64_t at = micro_batch_place(own, i) * L;
 		if (at >= 0)
@@ -921,97 +920,17 @@ static void report_sums(struct trainer *t, struct metrics *m)
 	m->expert_load = t->expert_load;
 }
 
-/* What all ranks do with a batch. */
-struct decision {
-	enum step_result result;
-	const char *kind, *message;  /* of the event that tells of it, and in words; NULL: it is an ordinary step */
-	bool accept;                 /* its values enter the window of the detector */
-	double lr_scale, grad_scale; /* the update is of these times the learning rate, and times the gradient */
-	double deviation[NUM_DECIDING_SIGNALS]; /* of loss and gradient norm, see training/spikes.h */
-	int attempts;                /* the most that a sample of the batch had been tried before */
-};
-
-/* Whether a gradient can be used: nothing is NaN or infinite, nor does the square of an element, scaled for the
- * update, overflow: the second moment would stay infinite for ever. */
-static bool is_usable(const struct metrics *m, double grad_scale)
-{
-	return isfinite(m->loss) && isfinite(m->balance_loss) && isfinite(m->z_loss) && isfinite(m->lr) &&
-			isfinite(m->grad_norm) && isfinite((real)(m->grad_norm * grad_scale * m->grad_norm * grad_scale));
-}
-
-/* Decides what to do with the batch, from numbers that are the same on all ranks: *m, the config, the samples' earlier
- * attempts, the detector, of which only the run of spikes and, on a level shift, the windows change. */
-static struct decision decide(struct trainer *t, const struct metrics *m)
-{
-	const enum spike_action action = t->config.spikes.action;
-	const double clip = t->config.train.grad_clip, norm = m->grad_norm;
-	struct decision d = {.lr_scale = 1, .grad_scale = clip > 0 && norm > clip ? clip / norm : 1};
-	const bool usable = is_usable(m, d.grad_scale);
-	for (int i = 0; i < m->batch; i++)
-		d.attempts = t->samples[i].attempts > d.attempts ? t->samples[i].attempts : d.attempts;
-	if (!usable && action < SPIKES_SKIP)
-		d.result = STEP_GO_BACK;
-	if (action == SPIKES_OFF)
-		return d;
-	const double x[NUM_DECIDING_SIGNALS] = {usable ? m->loss : INFINITY, norm};
-	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
-		d.deviation[i] = spike_deviation(&t->spikes, i, x[i]);
-	const enum spike_verdict verdict = spike_judge(&t->spikes, x);
-	d.accept = verdict != SPIKE_FOUND;
-	if (verdict == SPIKE_LEVEL_SHIFT) {
-		d.kind = "level_shift", d.message = "taken, this is the level now";
-	} else if (verdict == SPIKE_FOUND && action == SPIKES_WATCH) {
-		d.kind = "spike", d.message = usable ? "taken, spikes.action is watch" : "not finite, the run ends";
-	} else if (verdict == SPIKE_FOUND && action == SPIKES_LADDER && usable && d.attempts) {
-		d.kind = "retry", d.message = "taken with a lower learning rate, samples of it were tried before";
-		d.lr_scale = t->config.spikes.retry_lr;
-	} else if (verdict == SPIKE_FOUND) {
-		d.kind = "skip", d.message = "skipped";
-		d.result = STEP_SKIPPED;
-	}
-	return d;
-}
-
-/* Which samples they are, for an event; windows: an array that gets [file, window] of each, or NULL. */
-static json_t *list_samples(const struct trainer *t, const struct batch_sample *samples, int64_t n, json_t *windows)
-{
-	struct batch_sample *sorted = allocate(n * sizeof *sorted);
-	if (n)
-		memcpy(sorted, samples, n * sizeof *sorted);
-	json_t *list = samples_to_json(sorted, n);
-	for (int64_t i = 0; i < n && windows; i++)
-		json_array_append_new(windows, json_pack("[i, I]", sorted[i].file, (json_int_t)
-				blend_sample_at(&t->train, t->state.sources, sorted[i].file, sorted[i].number).window));
-	free(sorted);
-	return list;
-}
-
-/* Tells what was decided, and why: one line, and an event, whose step is the last one that is done. */
-static void report_decision(struct trainer *t, const struct decision *d, const struct metrics *m)
-{
-	char line[320];
-	if (!d->kind || !is_rank0(t))
-		return;
-	snprintf(line, sizeof line, "spike at step %lld, batch %lld: loss %.4f (%.1f deviations), gradient norm %.4g "
-			"(%.1f): %s", (long long)m->step, (long long)t->state.batches, plain_nan(m->loss),
-			d->deviation[SPIKE_LOSS], plain_nan(m->grad_norm), d->deviation[SPIKE_GRAD_NORM], d->message);
-	print_status(stdout, line, true);
-	event_write(&t->events, t->state.step, d->kind, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:i, s:o}",
-			"batch", (json_int_t)t->state.batches, "loss", json_number(m->loss), "grad_norm", json_number(m->grad_norm),
-			"balance_loss", json_number(m->balance_loss), "z_loss", json_number(m->z_loss),
-			"loss_deviation", json_number(d->deviation[SPIKE_LOSS]),
-			"grad_norm_deviation", json_number(d->deviation[SPIKE_GRAD_NORM]), "lr", json_number(m->lr),
-			"attempts", d->attempts, "samples", list_samples(t, t->samples, m->batch, NULL)));
-}
-
-/* Names samples that are trained no more, and why. */
-static void report_drop(struct trainer *t, const char *why, const struct batch_sample *samples, int64_t n)
+/* Names samples that are trained no more, and why. Sorts them on rank 0. */
+static void report_drop(struct trainer *t, const char *why, struct batch_sample *samples, int64_t n)
 {
 	char line[160];
 	if (!n || !is_rank0(t))
 		return;
-	json_t *windows = json_array(), *list = list_samples(t, samples, n, windows);
-	snprintf(line, sizeof line, "%lld samples are dropped (%s) and named in %s", (long long)n, why, "events.jsonl");
+	json_t *list = samples_to_json(samples, n), *windows = json_array();
+	for (int64_t i = 0; i < n; i++)
+		json_array_append_new(windows, json_pack("[i, I]", samples[i].file, (json_int_t)
+				blend_sample_at(&t->train, t->state.sources, samples[i].file, samples[i].number).window));
+	snprintf(line, sizeof line, "%lld samples are dropped (%s) and named in events.jsonl", (long long)n, why);
 	print_status(stdout, line, true);
 	event_write(&t->events, t->state.step, "drop", json_pack("{s:I, s:s, s:o, s:o}", "batch",
 			(json_int_t)t->state.batches, "why", why, "samples", list, "windows", windows));
@@ -1167,11 +1086,21 @@ static void resume_account(struct step_account *a, struct model *m, const struct
 	memcpy(m->phase_seconds, p->phase_seconds, sizeof p->phase_seconds);
 }
 
-/* The forward pass and loss of this rank's first micro-batch, which compute_gradients will compute again: returns what
- * t->first_loss must then be. Leaves nothing that the step reads. */
-static double loss_beforehand(struct trainer *t, int64_t batch)
+/* Whether the ranks are compared in step number `step`. */
+static bool is_checked(const struct trainer *t, int64_t step)
+{
+	return t->config.health.every && step % t->config.health.every == 0;
+}
+
+/* In a step that is checked: the forward pass and loss of this rank's first micro-batch, which compute_gradients will
+ * compute again. Returns what t->first_loss must then be. Leaves nothing that the step reads, and is not in its
+ * account. */
+static double loss_beforehand(struct trainer *t, int64_t batch, struct step_account *account)
 {
 	struct model *m = &t->model;
+	if (!is_checked(t, t->state.step + 1))
+		return 0;
+	const struct pause pause = pause_account(m);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
@@ -1180,13 +1109,19 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	m->document = t->document;
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
-	return model_loss(m, t->target, B, NULL);
+	const double loss = model_loss(m, t->target, B, NULL);
+	resume_account(account, m, &pause);
+	return loss;
 }
 
-/* Compares what the ranks must have alike; see training/health.h. before: what loss_beforehand returned. */
-static int compare_ranks(const struct trainer *t, int64_t batch, double before)
+/* In a step that is checked: compares what the ranks must have alike; see training/health.h. before: what
+ * loss_beforehand returned. It is not in the step's account. */
+static int compare_ranks(struct trainer *t, int64_t batch, double before, struct step_account *account)
 {
 	const struct trainer_state *s = &t->state;
+	if (!is_checked(t, s->step + 1))
+		return 0;
+	const struct pause pause = pause_account(&t->model);
 	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
 	for (int i = 0; i < s->num_sources; i++) {
 		counters[4 + 2 * i] = s->sources[i].taken;
@@ -1209,43 +1144,59 @@ static int compare_ranks(const struct trainer *t, int64_t batch, double before)
 	const struct health_input in = {.table = &t->model.table, .config = &t->model.global,
 			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
 			.loss = {before, t->first_loss}};
-	return health_check(&in, &t->events, s->step);
+	const int rc = health_check(&in, &t->events, s->step);
+	resume_account(account, &t->model, &pause);
+	return rc;
+}
+
+/* What the gradient of a batch says of it, before a decision. counts: what compute_gradients returned. */
+static struct metrics measure_gradients(struct trainer *t, int64_t batch, const struct step *counts)
+{
+	struct metrics m = {
+		.step = t->state.step + 1, .samples = t->state.samples + batch,
+		.tokens = t->state.tokens + batch * t->config.data.seq_len, .batch = (int)batch,
+		.loss = counts->num_targets ? t->sums.values[SUM_LOSS] / counts->num_targets : 0,
+		.grad_norm = sqrt(gradient_square(&t->model)),
+		.lr = learning_rate(&t->config, t->state.step + 1, t->steps, (double)t->state.tokens / t->tokens),
+	};
+	report_sums(t, &m);
+	return m;
+}
+
+/* fail() for a step whose gradient is not finite. */
+static void fail_not_finite(const struct trainer *t, const struct metrics *m)
+{
+	fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
+			"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
+			"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
+			"start; or look at the data of samples %lld to %lld", (long long)m->step, plain_nan(m->loss),
+			plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
+			(long long)t->state.samples, (long long)(t->state.samples + m->batch - 1));
 }
 
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
-	const int64_t num_tokens = batch * t->config.data.seq_len, step = t->state.step + 1;
-	const bool check = t->config.health.every && step % t->config.health.every == 0;
+	const int64_t step = t->state.step + 1;
 	const struct fault_target target = {&t->model.table, t->model.params.memory, t->model.grads.memory};
 	struct step_account account = open_account(&t->model);
 
 	faults_act(&t->faults, step, MOMENT_STEP, &target);
-	struct pause pause = pause_account(&t->model);
-	const double before = check ? loss_beforehand(t, batch) : 0;
-	resume_account(&account, &t->model, &pause);
+	const double before = loss_beforehand(t, batch, &account);
 	const struct step counts = compute_gradients(t, batch);
 	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
-	*m = (struct metrics){
-		.step = step, .samples = t->state.samples + batch, .tokens = t->state.tokens + num_tokens, .batch = (int)batch,
-		.loss = counts.num_targets ? t->sums.values[SUM_LOSS] / counts.num_targets : 0,
-		.grad_norm = sqrt(gradient_square(&t->model)),
-		.lr = learning_rate(&t->config, step, t->steps, (double)t->state.tokens / t->tokens),
-	};
-	report_sums(t, m);
-
-	pause = pause_account(&t->model);
-	const bool differ = check && compare_ranks(t, batch, before) < 0;
-	resume_account(&account, &t->model, &pause);
-	if (differ) {
+	*m = measure_gradients(t, batch, &counts);
+	if (compare_ranks(t, batch, before, &account) < 0) {
 		report_costs(&account, t, m);
 		return STEP_GO_BACK;
 	}
-	struct decision decision = decide(t, m);
+
+	struct decision decision = decide(&t->spikes, t->config.train.grad_clip, t->samples, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
 	if (decision.result == STEP_TAKEN)
 		update(t, &decision, m, counts.num_tokens);
-	report_decision(t, &decision, m);
+	if (is_rank0(t))
+		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)
 		skip(t, &decision, m);
 	end_phase(&t->model, PHASE_OPTIMIZER);
@@ -1254,12 +1205,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
 			t->state.step);
 	if (decision.result == STEP_GO_BACK)
-		fail("step %lld: loss %g, balance loss %g, z-loss %g, gradient norm %g, learning rate %g: not finite, so the "
-				"weights were left as they were and the run ends; the checkpoints stay. Lower schedule.peak_lr or "
-				"lengthen its warm-up, and continue from an earlier checkpoint (remove the later ones) or from the "
-				"start; or look at the data of samples %lld to %lld", (long long)step, plain_nan(m->loss),
-				plain_nan(m->balance_loss), plain_nan(m->z_loss), plain_nan(m->grad_norm), plain_nan(m->lr),
-				(long long)t->state.samples, (long long)(t->state.samples + batch - 1));
+		fail_not_finite(t, m);
 	return decision.result;
 }
 
@@ -1276,8 +1222,10 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	const int64_t windows = max_windows && max_windows < all ? max_windows : all;
 	int32_t *input = calloc(3 * L, sizeof *input), *target = input + L;
 	int32_t *document = data->document_mask ? target + L : NULL;
-	if (!input)
-		return fail("out of memory for a window of %lld tokens", (long long)L);
+	if (parallel_agree(input ? 0 : fail("out of memory for a window of %lld tokens", (long long)L)) < 0) {
+		free(input);
+		return -1;
+	}
 	*e = (struct evaluation){0};
 	double sums[3] = {0}; /* loss, its tokens, bytes */
 	int rc = 0;
@@ -1704,7 +1652,7 @@ enum run_result trainer_run(struct trainer *t)
 			printf("\n"); /* the error goes on a line of its own */
 		event_write(&t->events, t->state.step, "stop", json_pack("{s:I, s:s, s:o}", "batch",
 				(json_int_t)t->state.batches, "why", why[result - RUN_FAILED], "waiting",
-				list_samples(t, t->retry.list, t->retry.count, NULL)));
+				list_samples(t->retry.list, t->retry.count)));
 		events_close(&t->events);
 	}
 	if (f && fclose(f) && result >= RUN_DONE) {

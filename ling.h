@@ -30,6 +30,7 @@
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
  *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
+ *   training/decision          what is done with a batch: a step, no step, going back
  *   training/faults            faults to order: --inject
  *   training/health            sick hardware: replicas that differ, slow ranks
  *   ling                       the model (forward, loss, backward) and one training run
@@ -82,6 +83,7 @@
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
+#include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
 
@@ -217,13 +219,6 @@ void trainer_free(struct trainer *t);
 /* Draws the next batch: samples that are to be tried again, and new ones. Reads this rank's sequences of it into input
  * and target. Returns the sequences of the global batch. -1 on error, which may be on this rank alone. */
 int64_t trainer_next_batch(struct trainer *t);
-/* What became of a batch, the same on all ranks. */
-enum step_result {
-	STEP_GO_BACK = -1,           /* the gradient is not finite, and spikes.action says no more; error_text says what */
-	STEP_TAKEN,
-	STEP_SKIPPED,                /* a spike: its samples wait in the queue, or are dropped */
-	STEP_SKIPPED_TOO_MANY,       /* so were more than spikes.max_skips of the last batches; error_text says so */
-};
 /* One optimizer step on the global batch of `batch` sequences whose part of this rank is in input and target. Fills
  * *m, in which expert_load points into the trainer. If the step is not taken, weights, moments and state are unchanged,
  * but for detector and queue. */

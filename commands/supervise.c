@@ -132,9 +132,10 @@ static int start(struct supervisor *s)
 			execl("/bin/sh", "sh", "-c", s->o->fewer_ranks.text[s->layout - 1], (char *)NULL);
 		else
 			execvp(s->command[0], s->command);
+		const int error = errno;
 		fprintf(stderr, "ling supervise: %s: cannot be started: %s\n", s->layout ? "/bin/sh" : s->command[0],
-				strerror(errno));
-		_exit(errno == ENOENT ? NOT_FOUND : NOT_EXECUTABLE);
+				strerror(error));
+		_exit(error == ENOENT ? NOT_FOUND : NOT_EXECUTABLE);
 	}
 	setpgid(s->pid, s->pid); /* both do: whoever comes first */
 	hang_watch_begin(&s->watch, &s->history, clock_seconds());

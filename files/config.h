@@ -53,7 +53,7 @@ struct spike_options {         /* see training/spikes.h and docs/stability.md */
 	enum spike_action action;
 	int window, warmup;          /* accepted steps that a batch is compared with; those before it judges */
 	double loss_threshold, grad_threshold; /* in robust standard deviations */
-	double retry_lr;             /* the learning rate of a step on samples that spike again, times it */
+	double retry_lr;             /* samples that spike again are trained at the learning rate times this */
 	int max_skips;               /* of the last `window` batches; more end the run or roll it back */
 	int rollback;                /* how many times a run may go back */
 };

@@ -85,7 +85,6 @@ static int read_shard(struct tensors *w, const char *prefix, const struct parame
 	return rc;
 }
 
-
 int read_weights(struct tensors *w, const struct parameter *t, real *out)
 {
 	return read_shard(w, "", t, 0, parameter_size(t), out);

@@ -686,6 +686,8 @@ static void save_interval(void **state)
 	assert_false(save_schedule_due(&s, 1));
 	s.began -= 61;
 	assert_true(save_schedule_due(&s, 1));
+	assert_false(save_schedule_saved(&s, 1, -1)); /* when that failed, again a minute later, not in each step */
+	assert_false(save_schedule_due(&s, 2));
 }
 
 int main(void)

@@ -231,6 +231,32 @@ static void test_events(void **state)
 	assert_int_equal(n, 3);
 }
 
+/* Where the disk is full in the middle of an event, that event is lost, and not the file. */
+static void test_event_cut_short(void **state)
+{
+	(void)state;
+	struct event_log log;
+	struct rlimit before, limit;
+	struct stat st;
+	int n = 0;
+	assert_int_equal(events_open(&log, scratch), 0);
+	assert_int_equal(ftruncate(log.fd, 0), 0);
+	event_write(&log, 0, "start", NULL);
+	assert_int_equal(fstat(log.fd, &st), 0);
+	assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+	limit = before;
+	limit.rlim_cur = st.st_size + 10;
+	signal(SIGXFSZ, SIG_IGN);
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+	event_write(&log, 1, "save_failed", NULL);
+	assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+	event_write(&log, 1, "save", NULL);
+	events_close(&log);
+	if (events_read(scratch, count_event, &n) < 0)
+		fail_msg("%s", error_text);
+	assert_int_equal(n, 2);
+}
+
 /* ---- the queue ---- */
 
 static struct batch_sample sample(int file, int64_t number, int attempts)
@@ -489,7 +515,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(test_deviation), TEST(test_trend), TEST(test_warmup_and_not_finite), TEST(test_level_shift),
 		TEST(test_skips),
-		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_queue), TEST(test_queue_json),
+		TEST(test_state), TEST(test_bad_state), TEST(test_events), TEST(test_event_cut_short),
+		TEST(test_queue), TEST(test_queue_json),
 		TEST(each_sample_once),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -19,8 +19,8 @@ bad_data() {
 }
 
 settings() {
-	tiny data.train="[{ path: $1, dtype: uint16 }]" data.shuffle=off train.steps=64 spikes.window=16 spikes.warmup=8 spikes.loss_threshold=3 \
-		spikes.grad_threshold=6
+	tiny data.train="[{ path: $1, dtype: uint16 }]" data.shuffle=off train.steps=64 spikes.window=16 spikes.warmup=8 spikes.loss_threshold=6 \
+		spikes.grad_threshold=12
 }
 
 # What was decided: kind, batch, step, samples, attempts.

@@ -55,6 +55,21 @@ json_t *json_number(double x)
 	return isfinite(x) ? json_real(x) : json_null();
 }
 
+/* Appends n bytes of text. Where the disk has room for a part of them only, takes that part back, so that the next
+ * event begins a line, unless another process has written behind it. Returns 0, or -1 with errno. */
+static int append_line(int fd, const char *text, size_t n)
+{
+	struct stat s;
+	const ssize_t done = write(fd, text, n);
+	if (done < 0 || (size_t)done == n)
+		return done < 0 ? -1 : 0;
+	const off_t end = lseek(fd, 0, SEEK_CUR);
+	if (fstat(fd, &s) < 0 || s.st_size != end || ftruncate(fd, end - done) < 0)
+		return -1;
+	errno = ENOSPC;
+	return -1;
+}
+
 void event_write(const struct event_log *log, int64_t step, const char *kind, json_t *members)
 {
 	struct timespec now;
@@ -68,7 +83,7 @@ void event_write(const struct event_log *log, int64_t step, const char *kind, js
 	if (text) {
 		const size_t n = strlen(text);
 		text[n] = '\n'; /* in the place of the final 0 */
-		if (write(log->fd, text, n + 1) != (ssize_t)n + 1)
+		if (append_line(log->fd, text, n + 1) < 0)
 			fprintf(stderr, "warning: %s: the event `%s` of step %lld cannot be written: %s\n", log->path, kind,
 					(long long)step, strerror(errno));
 	}

@@ -17,10 +17,10 @@ struct event_log { int fd; char path[PATH_LEN]; };
 
 /* Opens RUN_DIR/events.jsonl, which it creates, for appending; a last line that is not complete is removed. */
 int events_open(struct event_log *log, const char *run_dir);
-/* Appends an event with one write(): it is there whole when the program is killed right after. members: an object with
- * the members of that kind, which is released; NULL: none, also when memory was short. A NaN or infinity among them is
- * written as null. Does nothing on a log that was not opened (fd -1). A failure is a warning on standard error: what
- * happened is more important than its record. */
+/* Appends an event with one write(): it is there whole when the program is killed right after, and not at all when the
+ * disk is full. members: an object with the members of that kind, which is released; NULL: none. A NaN or infinity
+ * among them is written as null. Does nothing on a log that was not opened (fd -1). A failure is a warning on standard
+ * error: what happened is more important than its record. */
 void event_write(const struct event_log *log, int64_t step, const char *kind, json_t *members);
 void events_close(struct event_log *log);
 /* A number for the members of an event: null where it is not finite, which JSON cannot say. */

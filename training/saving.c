@@ -367,6 +367,7 @@ bool save_schedule_due(const struct save_schedule *s, int64_t step)
 bool save_schedule_saved(struct save_schedule *s, int64_t step, double cost)
 {
 	s->last = step;
+	s->began = clock_seconds();
 	if (cost < 0)
 		return false;
 	s->cost = s->interval ? (s->cost + cost) / 2 : cost;

@@ -23,7 +23,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* What is watched. The first two decide, the third is only reported. */
+/* What is watched. The first two decide what is done with a batch; the third is only reported. */
 enum spike_signal { SPIKE_LOSS, SPIKE_GRAD_NORM, SPIKE_UPDATE_NORM, NUM_SPIKE_SIGNALS };
 enum { NUM_DECIDING_SIGNALS = 2 };
 
@@ -60,8 +60,8 @@ void spike_detector_forget_skips(struct spike_detector *d);
  * steps have been accepted. */
 double spike_deviation(const struct spike_detector *d, enum spike_signal signal, double x);
 
-/* Judges a batch by its loss and gradient norm. Changes only the run of spikes, and on a level shift the windows, which
- * then hold the values of the run before this batch. */
+/* Judges a batch by its loss and gradient norm. Changes only the run of spikes; a level shift also forgets the skips
+ * and the windows, which then hold the values of the run before this batch. */
 enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS]);
 
 /* Adds a step that was taken to the windows. A value that is not finite, of a signal that is only reported, counts as

@@ -1200,10 +1200,11 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	const int64_t windows = count_windows(t, L);
 	const struct packed *p = t->packing;
 	int64_t documents = 0, cut = 0, used = 0, begin, next = 0;
-	char counts[128] = "its documents are not known";
-	if (t->format == MEGATRON && document_begin(t, 0, &next) < 0)
+	char counts[128] = "";
+	const bool counted = t->format == MEGATRON && (p || t->loss_mask); /* a plain text may be cut anywhere */
+	if (counted && document_begin(t, 0, &next) < 0)
 		return -1;
-	for (int64_t i = 0; t->format == MEGATRON && i < t->documents; i++) {
+	for (int64_t i = 0; counted && i < t->documents; i++) {
 		begin = next;
 		if (document_begin(t, i + 1, &next) < 0)
 			return -1;
@@ -1214,10 +1215,10 @@ int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L)
 	for (int64_t i = 0; p && i < p->num_pieces; i++)
 		used += p->piece[i].length;
 	if (documents)
-		snprintf(counts, sizeof counts, "%lld of %lld documents cut (%.1f%%)", (long long)cut, (long long)documents,
+		snprintf(counts, sizeof counts, "%lld of %lld documents cut (%.1f%%), ", (long long)cut, (long long)documents,
 				100.0 * cut / documents);
 	const double wasted = p ? 1 - (double)used / (windows * L) : 1 - (double)(windows * L) / (t->count - 1);
-	snprintf(line, size, "%s: %lld windows of %lld tokens, %s: %s, %.1f%% of the tokens are %s%s", t->path,
+	snprintf(line, size, "%s: %lld windows of %lld tokens, %s: %s%.1f%% of the tokens are %s%s", t->path,
 			(long long)windows, (long long)L, p ? "documents packed" : "one after the other", counts, 100 * wasted,
 			p ? "padding" : "left out", p && cut ? "; only those longer than a window are cut"
 			: !p && t->loss_mask && cut ? "; data.packing documents would keep conversations whole" : "");
@@ -1524,4 +1525,24 @@ bool blend_has_documents(const struct blend *b)
 	for (int i = 0; i < b->num_files; i++)
 		has |= b->files[i].document_mask;
 	return has;
+}
+
+void blend_note_tokenizer(const struct blend *b)
+{
+	const char *name = b->files[0].tokenizer;
+	for (int i = 1; i < b->num_files; i++)
+		if (!*b->files[i].tokenizer || b->files[i].tokenizer_hash != b->files[0].tokenizer_hash)
+			name = "";
+	fprintf(stderr, "note: without data.tokenizer the checkpoints have no tokenizer, which `ling generate` and GGUF "
+			"files need: add data.tokenizer: %s\n", *name ? name : "with the tokenizer that made the data");
+}
+
+int blend_check_tokenizer(const struct blend *b, const char *name, const char *dir)
+{
+	for (int i = 0; i < b->num_files; i++)
+		if (!*b->files[i].tokenizer)
+			return fail("%s: data.tokenizer was none in the checkpoint, found %s; expected the same, for %s has no "
+					"manifest that says which tokenizer made it: set it back, or choose a new train.output_dir", dir,
+					name, b->files[i].path);
+	return 0;
 }

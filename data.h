@@ -135,8 +135,8 @@ int64_t count_windows(const struct tokens *t, int64_t L);
 int read_window(const struct tokens *data, int64_t i, int64_t L, const struct random_stream *order, int32_t *input,
 		int32_t *target, int32_t *document);
 
-/* Writes how a file became windows: their number, the share of documents that are cut, and of tokens that are left out
- * or padding. Reads the whole index. */
+/* Writes how a file became windows: their number, the share of tokens that are left out or padding and, of
+ * conversations and packed documents, how many are cut, for which it reads the whole index. */
 int describe_windows(char *line, size_t size, const struct tokens *t, int64_t L);
 /* Prints such a line for each of n files, behind the key of the config that names them. */
 int print_windows(const char *key, const struct tokens *files, int n, int64_t L);
@@ -197,6 +197,11 @@ int blend_read(const struct blend *b, const struct blend_sample *sample, int32_t
 		int32_t *document);
 /* Whether samples need `document`, because a file's documents are masked or packed. */
 bool blend_has_documents(const struct blend *b);
+/* Says that the checkpoints of a run without data.tokenizer have none, and which one made the data. */
+void blend_note_tokenizer(const struct blend *b);
+/* A run without data.tokenizer, which continues from checkpoint `dir`, gets the tokenizer `name`. Fails where a file
+ * does not say what made it; open_data() has compared the others. */
+int blend_check_tokenizer(const struct blend *b, const char *name, const char *dir);
 
 /* ============================================================================================================
  * Metrics

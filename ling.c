@@ -1912,24 +1912,6 @@ static int open_data_files(struct trainer *t)
 	return rc;
 }
 
-/* Where data.tokenizer and init_from's tokenizer are two: the user may have added tokens, so this is a warning. Then
- * the files of init_from's tokenizer do not go along. */
-static void compare_tokenizers(struct trainer *t, const char *dir)
-{
-	struct tokenizer *theirs, *ours = tokenizer_open(t->config.data.tokenizer);
-	if (ours && tokenizer_find(&theirs, dir, NULL) > 0) {
-		if (!tokenizer_has_hash(ours, tokenizer_hash(theirs))) {
-			fprintf(stderr, "warning: data.tokenizer %s has the hash %08x, the tokenizer of train.init_from %s %08x: "
-					"unless the one extends the other, ids mean something else to these weights. The checkpoints get "
-					"data.tokenizer\n", t->config.data.tokenizer, (unsigned)tokenizer_hash(ours), dir,
-					(unsigned)tokenizer_hash(theirs));
-			model_files_drop_tokenizer(&t->files);
-		}
-		tokenizer_close(theirs);
-	}
-	tokenizer_close(ours);
-}
-
 /* Finds the tokenizer of the run, and reads what goes along into its checkpoints, from the checkpoint `dir` that the
  * run continues from or, where that is "", from `start`, the directory of init_from, whose config.json must describe
  * the same model. */
@@ -1950,7 +1932,7 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 		rc = model_files_read(&t->files, from);
 	t->state.files = &t->files;
 	if (rc == 0 && named && !*dir && is_rank0(t))
-		compare_tokenizers(t, from);
+		model_files_compare_tokenizer(&t->files, c->data.tokenizer, from);
 	if (rc < 0 || named)
 		return rc;
 	const int found = tokenizer_find(&theirs, from, NULL);
@@ -1994,6 +1976,8 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 		rc = checkpoint_read_state(dir, &t->config, &t->state, notes ? notes : nowhere);
 	if (nowhere)
 		fclose(nowhere);
+	if (rc == 1)
+		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
 	if (parallel_agree(rc) < 0)
@@ -2054,6 +2038,9 @@ static int trainer_start(struct trainer *t, const char *dir)
 	blend_begin(&t->train, c, &t->state);
 	if (*dir)
 		return resume(t, dir);
+	struct tokenizer *theirs;
+	if (is_rank0(t) && !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0))
+		blend_note_tokenizer(&t->train);
 	if (*start)
 		return model_load(&t->model, start);
 	model_randomize(&t->model, c->train.seed);

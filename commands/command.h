@@ -92,6 +92,7 @@ struct command {
 	bool has_threads;            /* it computes nothing, but its threads wait for the disk, and should sleep then */
 	bool measures_openblas;
 	bool checks_products;        /* run() itself does */
+	bool handles_signals;        /* run() itself does; else they end the program, once temporary files are removed */
 	bool prints_progress;        /* its standard output is only progress: it need not be written */
 };
 #define COMMAND_OPTIONS(s, table) \

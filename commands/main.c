@@ -54,6 +54,19 @@ static const struct command *find_command(const char *name)
 	return NULL;
 }
 
+/* The command that a wrong name most likely means; NULL when none is near. */
+static const struct command *nearest_command(const char *name)
+{
+	const struct command *best = NULL;
+	int best_distance = (int)strlen(name) / 2 + 1;
+	for (int i = 0; i < NUM_COMMANDS; i++) {
+		const int distance = edit_distance(name, commands[i]->name);
+		if (distance < best_distance)
+			best = commands[i], best_distance = distance;
+	}
+	return best;
+}
+
 /* Runs before the libraries are initialised. */
 static void before_libraries(int argc, char **argv, char **environment)
 {
@@ -78,10 +91,17 @@ static int run_without_command(const char *word)
 		return EXIT_DONE;
 	}
 	const bool help = word && (!strcmp(word, "--help") || !strcmp(word, "-?") || !strcmp(word, "help"));
-	if (word && !help)
-		fprintf(stderr, "ling: unknown command '%s'\n\n", word);
-	print_usage(help ? stdout : stderr);
-	return help ? EXIT_DONE : EXIT_WRONG_USE;
+	if (!word || help) {
+		print_usage(help ? stdout : stderr);
+		return help ? EXIT_DONE : EXIT_WRONG_USE;
+	}
+	const struct command *meant = nearest_command(word);
+	char shown[64];
+	fprintf(stderr, "ling: unknown command %s", printable(shown, word));
+	if (meant)
+		fprintf(stderr, "; did you mean %s?", meant->name);
+	fprintf(stderr, "\nTry `ling --help' for the list of commands.\n");
+	return EXIT_WRONG_USE;
 }
 
 /* Prints error_text, once if all ranks have failed, else on each rank that has, with its name. Returns whether all
@@ -129,6 +149,8 @@ int main(int argc, char **argv)
 		fprintf(stderr, "ling: %s\n", error_text);
 		return EXIT_WORK_FAILED;
 	}
+	if (!command->handles_signals)
+		remove_temporaries_at_signals();
 	const char *products = getenv("LING_PRODUCTS");
 	if (products && strcmp(products, "openblas") && strcmp(products, "ling")) {
 		fprintf(stderr, "ling: LING_PRODUCTS is '%s': expected ling (its own kernel, as when it is unset) or "
@@ -136,20 +158,27 @@ int main(int argc, char **argv)
 		return EXIT_WRONG_USE;
 	}
 	const bool openblas = products && !strcmp(products, "openblas");
+	char name[64], *words[argc]; /* the command line less "ling": the program's name in messages about it comes first */
+	snprintf(name, sizeof name, "ling %s", command->name);
+	words[0] = name;
+	memcpy(words + 1, argv + 2, (argc - 1) * sizeof *words); /* with the NULL at the end */
+	/* --help or a wrong option ends the program here; of many ranks, not before MPI has started: see end_early() */
+	struct command_line line = {0};
+	const bool many = command->computes && launcher_rank() >= 0;
+	if (!many)
+		command_line_read(&line, command, argc - 1, words);
 	if (command->computes || command->has_threads)
 		use_best_environment(argv, openblas || command->measures_openblas);
 	kernels_init(openblas);
 
-	char name[64];
-	snprintf(name, sizeof name, "ling %s", command->name);
-	argv[1] = name; /* the program's name in messages about options */
 	int status = EXIT_DONE;
-	if (command->computes) { /* before the command line is read, since that may end the program: see end_early() */
+	if (command->computes) {
 		if (check_limits(command, launcher_rank() >= 0) < 0) {
 			if (launcher_rank() < 0)
 				fprintf(stderr, "ling: %s\n", error_text);
 			else
 				fprintf(stderr, "ling: rank %d: %s\n", launcher_rank(), error_text);
+			command_line_free(&line);
 			return EXIT_WORK_FAILED;
 		}
 		parallel_start();
@@ -159,15 +188,15 @@ int main(int argc, char **argv)
 		else
 			take_buffers(command);
 	}
+	if (many && status == EXIT_DONE)
+		command_line_read(&line, command, argc - 1, words);
 	if (status == EXIT_DONE) {
-		struct command_line line;
-		command_line_read(&line, command, argc - 1, argv + 1);
 		if (command->computes && !command->checks_products && parallel_agree(check_before_work(openblas)) < 0)
 			status = EXIT_WORK_FAILED;
 		else
 			status = command->run(&line);
-		command_line_free(&line);
 	}
+	command_line_free(&line);
 	if (status == EXIT_DONE && !command->prints_progress && (fflush(stdout) || ferror(stdout))) {
 		fail("cannot write to standard output: %s", strerror(errno));
 		status = EXIT_WORK_FAILED;

@@ -206,7 +206,7 @@ void command_line_read(struct command_line *line, const struct command *command,
 void command_line_free(struct command_line *line)
 {
 	const struct command *c = line->command;
-	for (int i = 0; i < c->num_options; i++)
+	for (int i = 0; c && i < c->num_options; i++)
 		if (c->options[i].type == OPTION_TEXTS)
 			free(((struct strings *)((char *)line->options + c->options[i].offset))->text);
 	free(line->options);

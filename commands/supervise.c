@@ -676,5 +676,6 @@ const struct command supervise_command = {
 	.help = "Run a command such as `mpirun -n 4 ling train CONFIG`, and start it again, from the newest checkpoint, "
 		"when it crashes or hangs. Exit status 0, 2 and 3 of the command end it; after 4 it goes back to the "
 		"checkpoint before. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the run save and stop, with exit status 3.",
-	.run = run_supervise, COMMAND_OPTIONS(supervise_options, options), .prints_progress = true,
+	.run = run_supervise, COMMAND_OPTIONS(supervise_options, options), .handles_signals = true,
+	.prints_progress = true,
 };

@@ -69,6 +69,15 @@ static void warn_of_oversubscription(void)
 				: threads ? "" : " and start fewer ranks on a machine");
 }
 
+/* Removes the directory of a run that could not begin, unless there is more in it than the heartbeat. */
+static void remove_unused(const char *dir)
+{
+	char path[PATH_LEN];
+	if (path_join(path, dir, "heartbeat") == 0)
+		unlink(path);
+	rmdir(dir);
+}
+
 struct train_options { struct strings inject; };
 
 /* The command, but for the faults that were ordered, which the trainer gets: then *faults is empty. */
@@ -79,6 +88,7 @@ static int train(const struct command_line *line, struct faults *faults)
 		return EXIT_WRONG_USE;
 	warn_of_oversubscription();
 	catch_signals();
+	const bool made = parallel_rank() == 0 && path_exists(c.train.output_dir) == 0;
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
 	if (lock >= 0 && parallel_rank() == 0)
 		heartbeat_create(c.train.output_dir, parallel_size());
@@ -89,7 +99,8 @@ static int train(const struct command_line *line, struct faults *faults)
 	heartbeat_join(c.train.output_dir, parallel_rank(), host);
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
-	if (rc == 0) {
+	const bool started = rc == 0;
+	if (started) {
 		t.faults = *faults;
 		*faults = (struct faults){.log.fd = -1};
 		const struct layout *l = &t.model.layout;
@@ -113,6 +124,8 @@ static int train(const struct command_line *line, struct faults *faults)
 		heartbeat_remove(c.train.output_dir); /* a run that was refused leaves nothing */
 	}
 	heartbeat_leave();
+	if (made && !started)
+		remove_unused(c.train.output_dir);
 	if (parallel_rank() == 0)
 		close(lock);
 	return rc < 0 ? EXIT_WORK_FAILED : rc == RUN_STOPPED ? EXIT_STOPPED : rc == RUN_GO_BACK ? EXIT_GO_BACK : EXIT_DONE;
@@ -142,5 +155,5 @@ const struct command train_command = {
 		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
 		"but from an earlier checkpoint.",
 	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true,
-	.prints_progress = true,
+	.handles_signals = true, .prints_progress = true,
 };

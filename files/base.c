@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -40,6 +41,29 @@ void set_error(const char *format, ...)
 	for (char *p = error_text; *p; p++) /* foreign names are in it: they must not steer the terminal */
 		if (iscntrl((unsigned char)*p))
 			*p = '?';
+}
+
+int edit_distance(const char *a, const char *b)
+{
+	int row[64], n = strlen(b);
+	if (n > 63 || strlen(a) > 63)
+		return 99;
+	for (int j = 0; j <= n; j++)
+		row[j] = j;
+	for (int i = 0; a[i]; i++) {
+		int diagonal = row[0];
+		row[0] = i + 1;
+		for (int j = 0; j < n; j++) {
+			int best = diagonal + (a[i] != b[j]);
+			if (row[j] + 1 < best)
+				best = row[j] + 1;
+			if (row[j + 1] + 1 < best)
+				best = row[j + 1] + 1;
+			diagonal = row[j + 1];
+			row[j + 1] = best;
+		}
+	}
+	return row[n];
 }
 
 const char *printable(char out[64], const char *text)
@@ -110,6 +134,51 @@ static void remove_temporaries(void)
 	for (struct resource *r = resources; r; r = r->next)
 		if (r->used && !r->data)
 			directory_remove(r->path);
+}
+
+/* How many functions are at work whose steps belong together, in all threads; ENDS: a signal ends the program, and none
+ * may begin. And the signal that came meanwhile, or 0. */
+static _Atomic int undivided, late_signal;
+enum { ENDS = -1 };
+
+static void begin_undivided(void)
+{
+	for (int n = undivided; n == ENDS || !atomic_compare_exchange_weak(&undivided, &n, n + 1);)
+		if (n == ENDS)
+			pause(), n = undivided;
+}
+
+static void end_undivided(void)
+{
+	if (atomic_fetch_sub(&undivided, 1) == 1 && late_signal)
+		raise(late_signal);
+}
+
+/* Handles a signal that asks the program to end: removes what is temporary, then lets the signal end it. */
+static void handle_end(int number)
+{
+	int none = 0;
+	sigset_t this;
+	if (!atomic_compare_exchange_strong(&undivided, &none, ENDS)) {
+		late_signal = number;
+		return;
+	}
+	remove_temporaries();
+	signal(number, SIG_DFL);
+	sigemptyset(&this);
+	sigaddset(&this, number);
+	pthread_sigmask(SIG_UNBLOCK, &this, NULL);
+	raise(number);
+}
+
+void remove_temporaries_at_signals(void)
+{
+	static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
+	const struct sigaction ours = {.sa_handler = handle_end, .sa_flags = SA_RESTART};
+	struct sigaction old;
+	for (int i = 0; i < 3; i++)
+		if (sigaction(numbers[i], NULL, &old) == 0 && old.sa_handler != SIG_IGN) /* nohup ignores SIGHUP */
+			sigaction(numbers[i], &ours, NULL);
 }
 
 /* Prints error_text, removes what is temporary, and ends the program. Also called by a signal handler, so it allocates
@@ -339,6 +408,12 @@ void unmap_file(const uint8_t *data, size_t size)
 	munmap((void *)data, size);
 }
 
+int refuse_lfs(const char *path, const uint8_t *data, size_t size)
+{
+	const size_t n = sizeof LFS_BEGIN - 1;
+	return size < n || memcmp(data, LFS_BEGIN, n) ? 0 : fail("%s: is " LFS_NAME, path);
+}
+
 FILE *file_create(const char *path)
 {
 	FILE *f = fopen(path, "we");
@@ -526,8 +601,8 @@ static void release_lock(struct new_file *file)
 	if (!file->locked)
 		return;
 	if (path_suffix(path, file->path, ".lock") == 0) {
+		forget_temporary(path); /* first: as soon as it is gone, the name may be another process's */
 		unlink(path);
-		forget_temporary(path);
 	}
 	close(file->lock);
 	file->locked = false;
@@ -598,12 +673,14 @@ int new_file_lock(struct new_file *file, const char *path)
 	memset(file, 0, sizeof *file);
 	if (path_copy(file->path, path) < 0 || path_suffix(lock, path, ".lock") < 0)
 		return -1;
+	begin_undivided(); /* until the lock is ours, it must not be removed */
 	remember_temporary(lock);
 	const int rc = take_lock(file, lock);
 	if (file->locked)
 		remove_leftovers(file);
 	else
 		forget_temporary(lock);
+	end_undivided();
 	return rc;
 }
 
@@ -735,6 +812,7 @@ int new_files_publish(struct new_file *files, int n, int rc)
 	for (int i = 0; i < n; i++)
 		rc = new_file_close(&files[i], rc);
 	const bool begun = rc == 0;
+	begin_undivided();
 	if (begun && (rc = set_aside(last, &old[n - 1])) == 0)
 		rc = sync_parent(last->path);
 	for (int i = 0; i < n - 1 && rc == 0; i++) {
@@ -753,6 +831,7 @@ int new_files_publish(struct new_file *files, int n, int rc)
 			unlink(old[i].kept);
 	for (int i = 0; i < n; i++)
 		new_file_abandon(&files[i]);
+	end_undivided();
 	free(old);
 	return rc;
 }
@@ -941,8 +1020,11 @@ json_t *json_read(const char *path)
 	if (map_file(path, &data, &size) < 0)
 		return NULL;
 	json_error_t error;
-	json_t *root = parse_json((const char *)data, size, 0, false, &error);
+	const int rc = refuse_lfs(path, data, size);
+	json_t *root = rc < 0 ? NULL : parse_json((const char *)data, size, 0, false, &error);
 	unmap_file(data, size);
+	if (rc < 0)
+		return NULL;
 	if (!root)
 		fail("%s:%d: bad JSON: %s", path, error.line, error.text);
 	else if (!json_is_object(root)) {
@@ -1083,9 +1165,14 @@ int field_int(const json_t *object, const char *where, const char *key, int64_t 
 const char *field_text(const json_t *object, const char *where, const char *key)
 {
 	const json_t *v = json_object_get(object, key);
-	if (!json_is_string(v))
+	const char *text = json_string_value(v);
+	if (!text)
 		fail("%s: `%s` is %s; expected a string", where, key, json_kind(v));
-	return json_string_value(v);
+	else if (strlen(text) != json_string_length(v)) {
+		fail("%s: `%s` has a character \\u0000; expected none", where, key);
+		text = NULL;
+	}
+	return text;
 }
 
 int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out)

@@ -37,6 +37,10 @@ static inline int failure(void) { return -1; }
  * character. */
 const char *printable(char out[64], const char *text);
 
+/* How far a name is from the one that may be meant: the Levenshtein distance, in bytes. Names of more than 63 bytes are
+ * far from everything. */
+int edit_distance(const char *a, const char *b);
+
 /* ---------------------------------------------------------------------------------------------------- memory */
 
 /* Call first of all. A mapped file that another program cuts short then ends this one with a message that names the
@@ -52,6 +56,10 @@ double process_memory(void);
  * there. */
 void remember_temporary(const char *path);
 void forget_temporary(const char *path);
+
+/* From now on the program does the same before SIGINT, SIGTERM or SIGHUP ends it. A set of files that it is about to
+ * publish (new_files_publish) is published first. A signal that is ignored stays so. */
+void remove_temporaries_at_signals(void);
 
 /* calloc that cannot return NULL: without memory it ends the program. It is for small things, bounded by the sizes of
  * checked files; what a user's sizes decide is allocated with calloc and checked. n may be 0. */
@@ -114,6 +122,13 @@ struct file_map { const uint8_t *data; size_t size; };
 /* Maps a whole regular file, read-only. An empty file gives *data NULL and *size 0. Release with unmap_file. */
 int map_file(const char *path, const uint8_t **data, size_t *size);
 void unmap_file(const uint8_t *data, size_t size);
+
+/* What a file begins with that stands in place of another one, where a repository was fetched without Git LFS; and its
+ * name, for a message. */
+#define LFS_BEGIN "version https://git-lfs.github.com/spec/v1\n"
+#define LFS_NAME "a pointer of Git LFS to a file, which git lfs pull gets"
+/* Fails when a whole file is one. */
+int refuse_lfs(const char *path, const uint8_t *data, size_t size);
 
 /* Opens a file for writing; what is in it is lost. NULL on error. For a file that must never be seen half written, use
  * struct new_file. */
@@ -236,7 +251,8 @@ const char *json_kind(const json_t *v);
 const char *json_flaw(const json_t *v);
 
 /* Each of these three reads a member of `object`: an integer in low..high; a string, which lives as long as the object
- * (NULL on error); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and line, begins the message. */
+ * (NULL on error, also where it holds a \u0000); a CRC-32 in eight hexadecimal digits. `where`, a file or a file and
+ * line, begins the message. */
 int field_int(const json_t *object, const char *where, const char *key, int64_t low, int64_t high, int64_t *out);
 const char *field_text(const json_t *object, const char *where, const char *key);
 int field_crc(const json_t *object, const char *where, const char *key, uint32_t *out);

@@ -121,7 +121,8 @@ int model_files_read(struct model_files *f, const char *dir)
 	return rc;
 }
 
-void model_files_drop_tokenizer(struct model_files *f)
+/* Forgets the files of the tokenizer. */
+static void drop_tokenizer(struct model_files *f)
 {
 	static const char *const beginnings[] = {"tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab",
 			"merges", "chat_template"};
@@ -136,6 +137,21 @@ void model_files_drop_tokenizer(struct model_files *f)
 			f->list[kept++] = f->list[i];
 	}
 	f->count = kept;
+}
+
+void model_files_compare_tokenizer(struct model_files *f, const char *name, const char *dir)
+{
+	struct tokenizer *theirs, *ours = tokenizer_open(name);
+	if (ours && tokenizer_find(&theirs, dir, NULL) > 0) {
+		if (!tokenizer_has_hash(ours, tokenizer_hash(theirs))) {
+			fprintf(stderr, "warning: data.tokenizer %s has the hash %08x, the tokenizer of train.init_from %s %08x: "
+					"unless the one extends the other, ids mean something else to these weights. The checkpoints get "
+					"data.tokenizer\n", name, (unsigned)tokenizer_hash(ours), dir, (unsigned)tokenizer_hash(theirs));
+			drop_tokenizer(f);
+		}
+		tokenizer_close(theirs);
+	}
+	tokenizer_close(ours);
 }
 
 void model_files_free(struct model_files *f)
@@ -740,7 +756,7 @@ int checkpoint_check(const char *dir, const struct config *asked)
 	if (rc == 0 && trainer_check(root, path) < 0) /* what the program that saved it wrote is no damage */
 		rc = unchanged || (other_version && !json_object_get(root, "crc32")) ? -1 : 1;
 	if (rc == 0 && json_is_object(config))
-		rc = config_compare(config, asked, path, notes);
+		rc = config_compare(config, asked, path, notes) < 0 ? -1 : 0;
 	if (notes)
 		fclose(notes);
 	int64_t num_shards = 1;
@@ -767,9 +783,11 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 	const json_t *config = json_object_get(root, "config");
 	int rc = trainer_check(root, path);
 	/* The config comes first: what differs because the config does should not be reported instead of it. */
-	if (rc == 0)
-		rc = json_is_object(config) ? config_compare(config, asked, path, notes)
-			: fail("%s: `config` is %s; expected an object", path, json_kind(config));
+	if (rc == 0 && !json_is_object(config))
+		rc = fail("%s: `config` is %s; expected an object", path, json_kind(config));
+	const int added = rc == 0 ? config_compare(config, asked, path, notes) : -1;
+	if (added < 0)
+		rc = -1;
 	if (rc == 0 && (
 			field_int(root, path, "step", 0, INT64_MAX / 2, &s->step) < 0 || /* room for more */
 			field_int(root, path, "samples", 0, INT64_MAX / 2, &s->samples) < 0 ||
@@ -789,5 +807,5 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 		rc = fail("%s: `step` is %lld, but the directory's name says %lld; give the directory its own name back, or "
 				"remove it", path, (long long)s->step, (long long)named);
 	json_decref(root);
-	return rc;
+	return rc < 0 ? -1 : added;
 }

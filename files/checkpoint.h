@@ -23,8 +23,9 @@ struct model_files {
 };
 /* Reads them all. *f is new; model_files_free may follow in any case. */
 int model_files_read(struct model_files *f, const char *dir);
-/* Forgets the files of the tokenizer: the run has another one. */
-void model_files_drop_tokenizer(struct model_files *f);
+/* Where `name`, data.tokenizer, and the tokenizer in the directory `dir` of init_from are two, it warns, for the user
+ * may have added tokens, and forgets the files of the latter. */
+void model_files_compare_tokenizer(struct model_files *f, const char *name, const char *dir);
 void model_files_free(struct model_files *f);
 /* Whether a file is one of them, by its name. */
 bool is_model_file(const char *name);
@@ -117,7 +118,7 @@ void checkpoint_remove_after(const char *output_dir, int64_t step);
 /* Reads trainer.json's state, in place of what *s held; num_layers must be set and must match. First compares the
  * config that the run had with the one asked for: a difference that would make the continued run another run (model
  * shape, seed, data order) fails, naming the key and both values; any other, and a key that only one of them has, is
- * written as a line to `notes`. */
+ * written as a line to `notes`. 1 where data.tokenizer is new: see config_compare(). */
 int checkpoint_read_state(const char *dir, const struct config *asked, struct trainer_state *s, FILE *notes);
 
 /* Checks the format, version and checksum of trainer.json, read from `path`. Removes the member crc32 from root. */

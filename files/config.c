@@ -26,6 +26,7 @@ enum {                        /* flags of these keys */
 	DENSE = OWN_FLAG << 2,     /* of the model's dense layers only */
 	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
 	BEGIN = OWN_FLAG << 4,     /* read when a run begins, and not when it continues */
+	ADDED = OWN_FLAG << 5,     /* fixed, but where it was none it may be given later: see config_compare() */
 };
 
 static const char *const dtype_names[] = {
@@ -92,8 +93,8 @@ static const struct key keys[] = {
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
 	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off",
 		"a run that continues at this step may change data.train"),
-	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | OR_PATH, "none", "what made the token ids: byte, or a tokenizer.json or "
-		"its directory; none: not known, taken as they are", .names = tokenizer_names),
+	KEY(data.tokenizer, T_TEXT, 0, 0, FIXED | ADDED | OR_PATH, "none", "what made the token ids: byte, or a "
+		"tokenizer.json or its directory; none: not known, taken as they are", .names = tokenizer_names),
 	KEY(data.seq_len, T_INT, 1, 1e6, REQUIRED | FIXED, NULL, "tokens of a sequence"),
 	KEY(data.shuffle, T_BOOL, 0, 1, FIXED, "true", "mix the order of the sequences"),
 	KEY(data.packing, T_ENUM, 0, 0, FIXED, "auto", "windows: tokens one after the other; documents: whole documents "
@@ -667,6 +668,7 @@ json_t *run_to_json(const struct config *c)
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
 {
 	int rc = 0;
+	bool added = false;
 	char shown[64], path[128];
 	const bool model_alone = json_object_size(saved) == 1 && json_object_get(saved, "model");
 	for (int i = -1; i < NUM_KEYS && !rc; i++) {
@@ -688,6 +690,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		char *old = before ? value_text(before) : NULL, *new = value_text(now);
 		if (!before)
 			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
+		else if (!json_equal(before, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
+			added = true, fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
 		else if (!json_equal(before, now) && k->flags & FIXED)
 			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
 					"it back, or choose a new train.output_dir", where, k->name, old, new);
@@ -699,7 +703,7 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		free(new);
 		json_decref(now);
 	}
-	return rc;
+	return rc < 0 ? -1 : added;
 }
 
 int config_check_init(const struct model_config *theirs, const struct model_config *asked, const char *dir)

@@ -158,7 +158,8 @@ json_t *run_to_json(const struct config *c);
 
 /* Compares the config that a checkpoint at `where` had with the one asked for. A difference in a key that a run must
  * not change fails; all else that differs, and keys that only one of them knows, are lines in notes. Where the
- * checkpoint has a model but no run, only the model counts. */
+ * checkpoint has a model but no run, only the model counts. Returns 1, with a line too, where data.tokenizer was none
+ * and is a tokenizer now: the caller must check that it has made the data. */
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes);
 
 /* A checksum of all values: different configs have different ones, but for chance. */

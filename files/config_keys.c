@@ -59,30 +59,6 @@ static const struct key *section_of(const struct key_table *t, const struct key 
 	return find_key(t, path);
 }
 
-/* Levenshtein distance; words of more than 63 bytes are far from everything. */
-static int edit_distance(const char *a, const char *b)
-{
-	int row[64], n = strlen(b);
-	if (n > 63 || strlen(a) > 63)
-		return 99;
-	for (int j = 0; j <= n; j++)
-		row[j] = j;
-	for (int i = 0; a[i]; i++) {
-		int diagonal = row[0];
-		row[0] = i + 1;
-		for (int j = 0; j < n; j++) {
-			int best = diagonal + (a[i] != b[j]);
-			if (row[j] + 1 < best)
-				best = row[j] + 1;
-			if (row[j + 1] + 1 < best)
-				best = row[j + 1] + 1;
-			diagonal = row[j + 1];
-			row[j + 1] = best;
-		}
-	}
-	return row[n];
-}
-
 /* The key that a wrong path most likely means, preferring its own section; NULL when none is near. */
 static const struct key *nearest_key(const struct key_table *t, const char *path)
 {

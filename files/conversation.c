@@ -28,6 +28,12 @@ static const char *const no_place_unless_tool[] = {"name"};
  * names that their users give them. */
 static const char *const weights[] = {"weight", "loss", "train", "training", "loss_scale", "loss_weight"};
 
+/* Members beside a prompt that ask other programs for what an option of `ling generate` does for all prompts. */
+static const struct { const char *key, *option; } asked_for[] = {{"max_tokens", "max-tokens"},
+	{"max_new_tokens", "max-tokens"}, {"max_completion_tokens", "max-tokens"}, {"n_predict", "max-tokens"},
+	{"temperature", "temperature"}, {"top_k", "top-k"}, {"top_p", "top-p"}, {"seed", "seed"}, {"stop", "stop"},
+	{"stop_sequences", "stop"}};
+
 /* A member that is not null, or NULL. */
 static const json_t *member(const json_t *object, const char *key)
 {
@@ -285,7 +291,7 @@ static int read_message(struct conversation *c, const json_t *v, const char *whe
 		m->content = "";
 	else if (read_content(c, v, where, content_key, m) < 0)
 		return -1;
-	return read_weight(v, where, m);
+	return c->continued ? 0 : read_weight(v, where, m);
 }
 
 /* Reads the array of messages `key` of a record. */
@@ -453,7 +459,12 @@ int conversation_read_prompt(struct conversation *c, const json_t *record, const
 		return -1;
 	}
 	const bool list = strcmp(key, "prompt") || json_is_array(json_object_get(record, key));
+	c->continued = true;
 	c->tools = tools && (list || chat);
+	for (size_t i = 0; i < COUNT(asked_for); i++)
+		if (member(record, asked_for[i].key))
+			return fail("%s: found `%s`; expected none: the option --%s is for all prompts", where, asked_for[i].key,
+					asked_for[i].option);
 	if (check_place(record, where, no_place, c->tools ? 1 : 0, COUNT(no_place)) < 0 ||
 			read_system(c, record, where) < 0)
 		return -1;

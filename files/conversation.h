@@ -32,6 +32,7 @@ struct conversation {          /* {0} is empty; its strings live as long as the 
 	struct message *messages;    /* [count] */
 	int count;
 	size_t capacity;
+	bool continued;              /* it is a prompt: nothing is learned of it, so weights mean nothing */
 	bool tools;                  /* the chat form has a place for tools and reasoning */
 	struct text *joined;         /* [num_joined] contents that were lists of parts, and the tools */
 	size_t num_joined, joined_capacity;
@@ -47,7 +48,8 @@ int record_form(const json_t *record, const char *where, const char *text_field)
  * conversation_free on error too. */
 int conversation_read(struct conversation *c, const json_t *record, const char *where, bool tools);
 /* Reads a record that is to be continued: its `messages`, `conversations` or list `prompt`. A `prompt` that is a
- * string is with `chat` a user's message; without, c->messages[0] is that text, and its role is NULL. */
+ * string is with `chat` a user's message; without, c->messages[0] is that text, and its role is NULL. Members that ask
+ * for what is an option here, such as `max_tokens`, are an error. */
 int conversation_read_prompt(struct conversation *c, const json_t *record, const char *where, bool chat, bool tools);
 void conversation_free(struct conversation *c);
 

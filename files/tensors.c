@@ -33,7 +33,8 @@ struct tensor_file *tensor_file_map(struct tensors *w, const char *path)
 {
 	struct tensor_file *s = allocate(sizeof *s);
 	s->next = w->files, w->files = s;
-	return path_copy(s->path, path) < 0 || map_file(path, &s->map, &s->size) < 0 ? NULL : s;
+	return path_copy(s->path, path) < 0 || map_file(path, &s->map, &s->size) < 0 ||
+			refuse_lfs(path, s->map, s->size) < 0 ? NULL : s;
 }
 
 void tensors_close(struct tensors *w)

@@ -146,7 +146,7 @@ static const char *foreign_format(const char *head, size_t n)
 		{"7z\xbc\xaf", 4, "a 7z archive"}, {"ARROW1", 6, "an Arrow file"}, {"\x89PNG", 4, "a picture"},
 		{"GGUF", 4, "a GGUF model"}, {"SQLite format 3", 15, "an SQLite database"},
 		{"\x04\x22\x4d\x18", 4, "an lz4 file"},
-		{"version https://git-lfs.github.com/spec/v1\n", 43, "a pointer of Git LFS to a file, which git lfs pull gets"},
+		{LFS_BEGIN, sizeof LFS_BEGIN - 1, LFS_NAME},
 	};
 	for (size_t i = 0; i < sizeof known / sizeof *known; i++)
 		if (n >= known[i].size && !memcmp(head, known[i].bytes, known[i].size))
@@ -428,6 +428,12 @@ void encoder_pool_close(struct encoder_pool *pool)
 	free(pool->idle);
 }
 
+/* Writes where a record is, for a message: its line, or its number in an array; both count from 1. */
+static void name_place(char where[PATH_LEN + 32], const char *path, enum text_format format, int64_t number)
+{
+	snprintf(where, PATH_LEN + 32, format == FORMAT_JSON ? "%s: record %lld" : "%s:%lld", path, (long long)number);
+}
+
 /* -- prompts -- */
 
 int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out)
@@ -479,7 +485,8 @@ static int read_whole(const char *path, struct text *out)
 
 int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
 {
-	const bool jsonl = text_format(path, FORMAT_BY_NAME) != FORMAT_TEXT;
+	const enum text_format format = text_format(path, FORMAT_BY_NAME);
+	const bool jsonl = format != FORMAT_TEXT;
 	struct text all = {0};
 	*out = NULL, *n = 0;
 	if (read_whole(path, &all) < 0)
@@ -500,7 +507,7 @@ int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct 
 		*out = grow(*out, *n, &capacity, 1, sizeof **out);
 		struct ids *ids = &(*out)[(*n)++];
 		*ids = (struct ids){0};
-		snprintf(where, sizeof where, "%s:%ld", path, number);
+		name_place(where, path, format, number);
 		rc = jsonl ? prompt_from_json(e, where, line, size, chat, ids) : prompt_encode(e, line, size, chat, ids);
 	}
 	if (rc == 0 && *n == 0)
@@ -554,13 +561,13 @@ static int line_document(struct encoder *e, const json_t *root, const char *wher
 }
 
 /* Encodes one line of a JSONL file, which is not blank, into *d. */
-static int parse_line(struct encoder *e, const char *path, long line, const char *json, size_t n,
-		const char *text_field, bool special, struct document *d)
+static int parse_line(struct encoder *e, const struct input *in, const char *path, int64_t line, const char *json,
+		size_t n, bool special, struct document *d)
 {
 	char where[PATH_LEN + 32];
-	snprintf(where, sizeof where, "%s:%ld", path, line);
+	name_place(where, path, text_format(path, in->options.format), line);
 	json_t *root = json_line(where, json, n);
-	int rc = root ? line_document(e, root, where, text_field, special, d) : -1;
+	int rc = root ? line_document(e, root, where, text_field_of(&in->options), special, d) : -1;
 	json_decref(root);
 	return rc;
 }
@@ -607,7 +614,7 @@ void encode_lines(struct encoder *e, const struct input *in, const struct block 
 		n = newline ? (size_t)(newline + 1 - text) : b->end - i;
 		if (is_blank_line(text, n))
 			continue;
-		if (parse_line(e, b->path, line, text, n, text_field_of(&in->options), special, new_document(out)) == 0)
+		if (parse_line(e, in, b->path, line, text, n, special, new_document(out)) == 0)
 			continue;
 		if (!in->options.skip_bad_lines) {
 			struct text message = {0};

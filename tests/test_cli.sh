@@ -328,9 +328,29 @@ test_chat() {
 	expect 0 "" "$ling" tokenize --out nothing nothing.jsonl
 	expect 1 "the loss counts for none of the tokens" "$ling" eval chat/step-0000020 --data nothing --seq-len 16 --max-windows 2
 	expect 1 "the loss counts for none of the tokens in its 2 windows of 16" "$ling" train tiny.yaml data.train=chat data.valid=nothing data.seq_len=16 eval.max_windows=2 train.output_dir=chat8
-	[ ! -e chat8/metrics.jsonl ] || problem "trained before it looked at what validates"
+	[ ! -e chat8 ] || problem "trained before it looked at what validates, or left the directory of a run that could not begin"
+	mkdir own8 && expect 1 "nothere" "$ling" train tiny.yaml data.train=nothere train.output_dir=own8
+	[ -d own8 ] || problem "removed a directory that it had not made"
 	cp chat.bin unlearned.bin && cp chat.idx unlearned.idx && tr '\1' '\0' <chat.mask.bin >unlearned.mask.bin
 	expect 1 "unlearned.bin: the loss counts for none of the tokens" "$ling" train tiny.yaml data.train=unlearned data.valid=chat train.output_dir=chat8
+}
+
+# A run without a tokenizer says so, and may get the one that made its data when it continues.
+test_added_tokenizer() {
+	cp text.bin unnamed.bin && cp text.idx unnamed.idx
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none train.output_dir=added train.stop_at_step=5
+	has err.txt "note: without data.tokenizer the checkpoints have no tokenizer" "add data.tokenizer: byte"
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none train.output_dir=added train.stop_at_step=6
+	[ ! -s err.txt ] || problem "a run that continues notes: $(cat err.txt)"
+	expect 1 "text: made by tokenizer byte" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=bpe train.output_dir=added
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 train.output_dir=added
+	has out.txt 'data.tokenizer: "none" -> "byte"'
+	expect 1 'data.tokenizer was "byte" in the checkpoint' "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=bpe data.train=unnamed data.valid=off train.output_dir=added
+	expect 0 "" "$ling" generate added --prompt a --max-tokens 1
+	# data that does not say what made it
+	expect 0 "" "$ling" train tiny.yaml model.vocab_size=300 data.tokenizer=none data.train=unnamed data.valid=off train.output_dir=unnamed train.stop_at_step=1
+	has err.txt "add data.tokenizer: with the tokenizer that made the data"
+	expect 1 "data.tokenizer was none in the checkpoint, found byte" "$ling" train tiny.yaml model.vocab_size=300 data.train=unnamed data.valid=off train.output_dir=unnamed
 }
 
 # Conversations are packed: whole documents in windows, with the same bits wherever the run stops, and each of them once an epoch.
@@ -593,7 +613,9 @@ test_paths() {
 }
 
 test_usage() {
-	expect 2 "unknown command" "$ling" trian tiny.yaml
+	expect 2 "unknown command trian; did you mean train?" "$ling" trian tiny.yaml
+	expect 2 "unknown command qqqqqqq" "$ling" qqqqqqq
+	! grep -q "did you mean" err.txt && [ "$(lines err.txt)" = 2 ] || problem "found: $(cat err.txt)"
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
@@ -637,7 +659,11 @@ END
 	# where the library computes nothing, it is only told
 	expect 0 "" env LD_PRELOAD=$PWD/wrong.so "$root/ling" eval run/step-0000020 --data valid --seq-len 16
 	grep -q "^warning: OpenBLAS's .* wrong products" err.txt || problem "no warning: $(cat err.txt)"
+	# a command line that is wrong, or asks for help, needs no library
 	expect 2 "unexpected" "$root/ling" doctor now
+	! grep -q "^note:" err.txt || problem "started again: $(cat err.txt)"
+	expect 0 "" "$root/ling" bench --help
+	[ ! -s err.txt ] || problem "bench --help: $(cat err.txt)"
 	expect 1 "wrong products" env LD_PRELOAD=$PWD/wrong.so "$root/ling" doctor
 	grep -q "^matmul .* ok$" out.txt || problem "no table: $(cat out.txt)"
 }
@@ -707,7 +733,7 @@ test_plot() {
 	expect 1 "nothere" "$ling" plot nothere
 }
 
-check tokenize train bpe bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
+check tokenize train bpe added_tokenizer bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
 	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
 	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
 
@@ -786,6 +812,8 @@ test_input_forms() {
 	echo '{"text": "a"}' >object.json
 	expect 1 "object.json: found an object; expected an array of records" "$ling" tokenize --out refused object.json
 	printf '{"text": "a"}\n{"text": "b"}\n' >several.json
+	printf '[\n{"text": "a"},\n{"text": 3}]\n' >record.json
+	expect 1 "record.json: record 2: " "$ling" tokenize --out refused record.json
 	expect 1 "several.json:2: bad JSON: end of file expected" "$ling" tokenize --out refused several.json
 	has err.txt "a file with one record on a line is named .jsonl"
 	! compgen -G 'refused*' >/dev/null || problem "made $(ls refused*)"

@@ -251,6 +251,13 @@ test_buffers() {
 }
 
 test_refused_sources() {
+	# of a repository that was fetched without Git LFS
+	rm -rf lfs && cp -r $checkpoint lfs && rm lfs/trainer.json
+	printf 'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n' >lfs/model.safetensors
+	expect 1 "lfs/model.safetensors: is a pointer of Git LFS to a file, which git lfs pull gets" "$ling" convert-checkpoint lfs refused
+	cp lfs/model.safetensors pointer.json && cp lfs/model.safetensors pointer.gguf
+	expect 1 "pointer.json: is a pointer of Git LFS" "$ling" generate $checkpoint --tokenizer pointer.json --prompt a
+	expect 1 "pointer.gguf: is a pointer of Git LFS" "$ling" convert-checkpoint pointer.gguf refused
 	expect 1 "hf: is there already" "$ling" convert-checkpoint $checkpoint hf
 	refuse "nothere: cannot open" nothere
 	mkdir held && touch held/metrics.jsonl && refuse "is the directory of a run" held

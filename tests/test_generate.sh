@@ -116,7 +116,10 @@ test_wrong_use() {
 	refuse "bad.jsonl:1" '{"messages": []}\n'
 	refuse "bad.jsonl:1: message 1: \`content\` is missing" '{"messages": [{"role": "user"}]}\n'
 	refuse "nobody" '{"messages": [{"role": "nobody", "content": "x"}]}\n'
+	refuse "bad.jsonl:1: message 1: \`role\` has a character \\u0000" '{"messages": [{"role": "user\\u0000x", "content": "x"}]}\n'
 	refuse "bad.jsonl:1: bad JSON" '{"prompt": "a"\n'
+	refuse "bad.jsonl:1: found \`max_new_tokens\`; expected none: the option --max-tokens is for all prompts" '{"prompt": "a", "max_new_tokens": 5}\n'
+	refuse "the option --temperature is" '{"messages": [{"role": "user", "content": "a"}], "stop": null, "temperature": 0}\n'
 	[ ! -s out.txt ] || problem "something was printed: $(cat out.txt)"
 	# A directory without a word about its tokenizer, and a tokenizer with more ids than the model.
 	rm -rf bare && mkdir bare && cp $model/config.json $model/model.safetensors bare
@@ -144,6 +147,10 @@ test_chat() {
 	same out.txt chat.txt
 	grep -q '"prompt_tokens": 3,' chat.txt && problem "a message is no plain prompt"
 	expect 0 "" "$ling" generate $model --prompt "<role>HUMAN</role>abc<role>ASSISTANT</role>" --max-tokens 8 --json
+	same out.txt chat.txt
+	# what the loss counts does not matter here
+	printf '%s\n' '{"messages": [{"role": "user", "content": "abc", "weight": 1}]}' >chat.jsonl
+	expect 0 "" "$ling" generate $model --prompts chat.jsonl --max-tokens 8 --json
 	same out.txt chat.txt
 	# a reply that has begun is continued, and a system text goes first
 	printf '%s\n' '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}' >begun.jsonl

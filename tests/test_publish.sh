@@ -124,21 +124,27 @@ test_cut_short() {
 	! compgen -G 'cut.[bim]*' >/dev/null && [ ! -e cut.json ] || problem "made $(ls cut.*)"
 }
 
-# at_once NAME OUTPUT...: of two new_NAME at once, which make these in `out`, the second one says who holds the name; it
-# changes nothing for the first one, which stands still just before a rename and then makes what it makes alone.
-at_once() {
-	local name=$1 outputs="${*:2}" pid first tries=0 want
+# stopped NAME: begins new_NAME in a new `out` and waits until it stands still before its first rename; `first` and `pid` are its processes.
+stopped() {
+	local tries=0
 	rm -rf out && mkdir out
-	"new_$name" >/dev/null 2>&1 || problem "$name: does not work"
-	want=$(state)
-	rm -rf out && mkdir out
-	"new_$name" LD_PRELOAD="$faults" FAULT_STOP=rename >first.txt 2>&1 &
+	"new_$1" LD_PRELOAD="$faults" FAULT_STOP=rename >first.txt 2>&1 &
 	first=$!
 	while ! pid=$(cat out/*.lock 2>/dev/null | sed -n '1s/^process \([0-9]*\) on .*/\1/p') || ! grep -qs '^State:.T' "/proc/$pid/status"; do
 		tries=$((tries + 1))
-		[ $tries -lt 1000 ] || { problem "$name: no lock: $(ls out) $(cat first.txt)"; break; }
+		[ $tries -lt 1000 ] || { problem "$1: no lock: $(ls out) $(cat first.txt)"; break; }
 		sleep 0.01
 	done
+}
+
+# at_once NAME OUTPUT...: of two new_NAME at once, which make these in `out`, the second one says who holds the name; it
+# changes nothing for the first one, which stands still just before a rename and then makes what it makes alone.
+at_once() {
+	local name=$1 outputs="${*:2}" pid first want
+	rm -rf out && mkdir out
+	"new_$name" >/dev/null 2>&1 || problem "$name: does not work"
+	want=$(state)
+	stopped "$name"
 	expect 1 "process $pid on" "new_$name"
 	[ "$(state)" = absent ] || problem "$name: there is a result of the second one: $(ls out)"
 	kill -CONT "$pid"
@@ -154,6 +160,46 @@ test_two_of_each() {
 	at_once gguf m.gguf
 	at_once checkpoint step-0000000
 	at_once eval samples.jsonl results.json
+}
+
+# A signal ends a command, which leaves nothing behind; a set of files that is being published is whole before.
+test_signals() {
+	local name signal first pid status outputs="x.bin x.mask.bin x.idx" want
+	for name in vocabulary directory gguf checkpoint plot; do
+		for signal in 15 1; do
+			stopped $name
+			kill -$signal "$pid" && kill -CONT "$pid"
+			wait "$first" 2>/dev/null
+			status=$?
+			[ $status = $((128 + signal)) ] && [ -z "$(ls -A out)" ] || problem "$name, signal $signal: status $status, left $(ls -A out)"
+		done
+	done
+	rm -rf out && mkdir out && new_tokenize >/dev/null 2>&1
+	want=$(state)
+	stopped tokenize
+	kill -TERM "$pid" && kill -CONT "$pid"
+	wait "$first" 2>/dev/null
+	status=$?
+	[ $status = 143 ] && [ "$(state)" = "$want" ] || problem "tokenize while it publishes: status $status, $(ls out)"
+	! compgen -G 'out/*.tmp-*' >/dev/null && ! compgen -G 'out/*.lock' >/dev/null || problem "tokenize: left $(ls out)"
+	rm -rf out && mkdir out
+	mkfifo text.pipe
+	"$ling" tokenize --out out/x text.pipe >/dev/null 2>&1 &
+	first=$!
+	exec 7>text.pipe
+	kill -TERM "$first"
+	wait "$first" 2>/dev/null
+	status=$?
+	exec 7>&-
+	[ $status = 143 ] && [ -z "$(ls -A out)" ] || problem "tokenize while it reads: status $status, left $(ls -A out)"
+	# what is ignored stays so
+	(trap '' HUP && exec "$ling" tokenize --out out/x text.pipe) >/dev/null 2>first.txt &
+	first=$!
+	exec 7>text.pipe
+	kill -HUP "$first"
+	echo text >&7
+	exec 7>&-
+	wait "$first" || problem "a signal that is ignored ended it: $(cat first.txt)"
 }
 
 # A link in place of an output is replaced, and what it points to stays.
@@ -175,5 +221,5 @@ test_no_room() {
 	expect 1 "/dev/full: cannot write: No space left on device" "$ling" train-tokenizer --vocab-size 266 --out /dev/full words.txt
 }
 
-check tokenize vocabulary directory gguf checkpoint plot eval two_at_once two_of_each cut_short links no_room
+check tokenize vocabulary directory gguf checkpoint plot eval two_at_once two_of_each signals cut_short links no_room
 finish

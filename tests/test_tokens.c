@@ -978,7 +978,8 @@ static void packed_edges(void **state)
 	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
 	assert_true(!t.packing && !t.document_mask);
 	assert_int_equal(describe_windows(line, sizeof line, &t, PACKED_L), 0);
-	assert_non_null(strstr(line, "one after the other: 3 of 6 documents cut"));
+	assert_non_null(strstr(line, "one after the other: "));
+	assert_null(strstr(line, "documents cut")); /* which does a plain text no harm */
 	uint8_t mask[7 * PACKED_L];
 	memset(mask, 1, sizeof mask);
 	put_file(at("t.mask.bin"), mask, t.count);
@@ -989,6 +990,8 @@ static void packed_edges(void **state)
 	o.packing = PACKING_WINDOWS;
 	assert_int_equal(open_data(&t, &c.data.train[0], &o, 0), 0);
 	assert_true(!t.packing && !t.document_mask);
+	assert_int_equal(describe_windows(line, sizeof line, &t, PACKED_L), 0);
+	assert_non_null(strstr(line, "one after the other: 3 of 6 documents cut"));
 	tokens_close(&t);
 	/* nothing to pack; no index */
 	o.packing = PACKING_DOCUMENTS;

@@ -393,7 +393,7 @@ static void test_not_finite(void **state)
 	assert_done(spike_detector_init(&t.spikes, &t.config.spikes));
 	for (int i = 0; i < COUNT(actions); i++) {
 		const enum spike_action action = actions[i];
-		t.config.spikes.action = action;
+		t.config.spikes.action = t.spikes.options.action = action;
 		assert_int_equal(trainer_step(&t, 2, &m), action < SPIKES_SKIP ? STEP_GO_BACK : STEP_SKIPPED);
 		assert_true(isnan(m.loss) && m.step == 1);
 		if (action < SPIKES_SKIP)

@@ -22,6 +22,17 @@ static struct spike_detector make_detector(void)
 	return d;
 }
 
+static enum spike_verdict judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS])
+{
+	double deviation[NUM_DECIDING_SIGNALS], expected[NUM_DECIDING_SIGNALS];
+	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
+		expected[i] = spike_deviation(d, i, x[i]);
+	const enum spike_verdict verdict = spike_judge(d, x, deviation);
+	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
+		assert_same(deviation[i], expected[i]);
+	return verdict;
+}
+
 /* Accepts n steps around loss 2 and gradient norm 1, with a spread of 1 % and 20 %. */
 static void accept_ordinary(struct spike_detector *d, int n)
 {
@@ -78,18 +89,18 @@ static void test_warmup_and_not_finite(void **state)
 {
 	(void)state;
 	struct spike_detector d = make_detector();
-	assert_int_equal(spike_judge(&d, (double[]){1e30, 1e30}), SPIKE_NONE);
-	assert_int_equal(spike_judge(&d, (double[]){NAN, 1}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){1, INFINITY}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){1, -INFINITY}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){1e30, 1e30}), SPIKE_NONE);
+	assert_int_equal(judge(&d, (double[]){NAN, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){1, INFINITY}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){1, -INFINITY}), SPIKE_FOUND);
 	accept_ordinary(&d, 7);
-	assert_int_equal(spike_judge(&d, (double[]){1e30, 1}), SPIKE_NONE);
+	assert_int_equal(judge(&d, (double[]){1e30, 1}), SPIKE_NONE);
 	accept_ordinary(&d, 1);
-	assert_int_equal(spike_judge(&d, (double[]){1e30, 1}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){2, 1e30}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){-1e30, 0}), SPIKE_NONE); /* one-sided */
-	assert_int_equal(spike_judge(&d, (double[]){2 + 2 * 0.02 * 7.9, 1}), SPIKE_NONE);
-	assert_int_equal(spike_judge(&d, (double[]){2 + 2 * 0.02 * 8.6, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){1e30, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){2, 1e30}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){-1e30, 0}), SPIKE_NONE); /* one-sided */
+	assert_int_equal(judge(&d, (double[]){2 + 2 * 0.02 * 7.9, 1}), SPIKE_NONE);
+	assert_int_equal(judge(&d, (double[]){2 + 2 * 0.02 * 8.6, 1}), SPIKE_FOUND);
 	spike_detector_free(&d);
 }
 
@@ -101,26 +112,26 @@ static void test_level_shift(void **state)
 	struct spike_detector d = make_detector();
 	accept_ordinary(&d, 16);
 	for (int i = 0; i < 4; i++)
-		assert_int_equal(spike_judge(&d, (double[]){3 + 0.1 * i, 1}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){3, 1}), SPIKE_LEVEL_SHIFT);
+		assert_int_equal(judge(&d, (double[]){3 + 0.1 * i, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){3, 1}), SPIKE_LEVEL_SHIFT);
 	assert_int_equal(d.count, 4);
 	spike_accept(&d, (double[]){3, 1, 0.01});
 	accept_ordinary(&d, 11);
-	assert_int_equal(spike_judge(&d, (double[]){3.5, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){3.5, 1}), SPIKE_FOUND);
 	spike_detector_free(&d);
 
 	d = make_detector();
 	accept_ordinary(&d, 16);
 	for (int i = 0; i < 4; i++)
-		assert_int_equal(spike_judge(&d, (double[]){3, 1}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){2, 1}), SPIKE_NONE); /* the run is over */
+		assert_int_equal(judge(&d, (double[]){3, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){2, 1}), SPIKE_NONE); /* the run is over */
 	for (int i = 0; i < 4; i++)
-		assert_int_equal(spike_judge(&d, (double[]){3, 1}), SPIKE_FOUND);
-	assert_int_equal(spike_judge(&d, (double[]){NAN, 1}), SPIKE_FOUND);
+		assert_int_equal(judge(&d, (double[]){3, 1}), SPIKE_FOUND);
+	assert_int_equal(judge(&d, (double[]){NAN, 1}), SPIKE_FOUND);
 	for (int i = 0; i < 20; i++) /* always more than twice as far */
-		assert_int_equal(spike_judge(&d, (double[]){3 * pow(1.5, i), 1}), SPIKE_FOUND);
+		assert_int_equal(judge(&d, (double[]){3 * pow(1.5, i), 1}), SPIKE_FOUND);
 	for (int i = 0; i < 20; i++)
-		assert_int_equal(spike_judge(&d, (double[]){INFINITY, 1}), SPIKE_FOUND);
+		assert_int_equal(judge(&d, (double[]){INFINITY, 1}), SPIKE_FOUND);
 	spike_detector_free(&d);
 }
 
@@ -154,8 +165,8 @@ static void test_state(void **state)
 		random = random * 1664525 + 1013904223;
 		const double u = random / 4294967296.0, loss = i % 50 > 40 ? 4 + u : 2 + 0.02 * u,
 				norm = i % 37 == 0 ? 50 : i % 101 == 100 ? NAN : 1 + u;
-		const enum spike_verdict verdict = spike_judge(&a, (double[]){loss, norm});
-		assert_int_equal(spike_judge(&b, (double[]){loss, norm}), verdict);
+		const enum spike_verdict verdict = judge(&a, (double[]){loss, norm});
+		assert_int_equal(judge(&b, (double[]){loss, norm}), verdict);
 		if (verdict != SPIKE_FOUND) {
 			spike_accept(&a, (double[]){loss, norm, u});
 			spike_accept(&b, (double[]){loss, norm, u});

@@ -37,9 +37,7 @@ struct decision decide(struct spike_detector *detector, double grad_clip, const 
 	if (action == SPIKES_OFF)
 		return d;
 	const double x[NUM_DECIDING_SIGNALS] = {usable ? m->loss : INFINITY, norm};
-	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++)
-		d.deviation[i] = spike_deviation(detector, i, x[i]);
-	const enum spike_verdict verdict = spike_judge(detector, x);
+	const enum spike_verdict verdict = spike_judge(detector, x, d.deviation);
 	d.accept = verdict != SPIKE_FOUND;
 	if (verdict == SPIKE_LEVEL_SHIFT) {
 		d.kind = "level_shift", d.message = "taken, this is the level now";

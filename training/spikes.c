@@ -124,12 +124,14 @@ static bool is_new_level(const struct spike_detector *d, enum spike_signal signa
 	return x[LEVEL_SHIFT_RUN - 1] - x[0] < (middle - center(d, signal, &deviation)) / 2;
 }
 
-enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS])
+enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS],
+		double deviation[NUM_DECIDING_SIGNALS])
 {
 	const double thresholds[NUM_DECIDING_SIGNALS] = {d->options.loss_threshold, d->options.grad_threshold};
 	bool spike = false, finite = true, spikes[NUM_DECIDING_SIGNALS];
 	for (int i = 0; i < NUM_DECIDING_SIGNALS; i++) {
-		spikes[i] = spike_deviation(d, i, x[i]) > thresholds[i];
+		deviation[i] = spike_deviation(d, i, x[i]);
+		spikes[i] = deviation[i] > thresholds[i];
 		spike |= spikes[i];
 		finite &= isfinite(x[i]) != 0;
 	}

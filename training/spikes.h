@@ -60,9 +60,10 @@ void spike_detector_forget_skips(struct spike_detector *d);
  * steps have been accepted. */
 double spike_deviation(const struct spike_detector *d, enum spike_signal signal, double x);
 
-/* Judges a batch by its loss and gradient norm. Changes only the run of spikes; a level shift also forgets the skips
- * and the windows, which then hold the values of the run before this batch. */
-enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS]);
+/* Judges a batch by its loss and gradient norm, and gives their deviations. Changes only the run of spikes; a level
+ * shift also forgets the skips and the windows, which then hold the values of the run before this batch. */
+enum spike_verdict spike_judge(struct spike_detector *d, const double x[NUM_DECIDING_SIGNALS],
+		double deviation[NUM_DECIDING_SIGNALS]);
 
 /* Adds a step that was taken to the windows. A value that is not finite, of a signal that is only reported, counts as
  * the largest of its window. */

@@ -38,7 +38,7 @@
  *     command                  what a command is: a table of options and a function; what several commands share
  *     options                  reads a command line by such a table
  *     startup                  what a process arranges before a command runs
- *     report                   the result of a command, built once as JSON, printed as JSON or as text
+ *     result                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
  *     engine                   generation: key-value caches, batches, sampling
  *     match                    what a pattern finds in a reply; numbers and punctuation in it

@@ -8,7 +8,7 @@
 #include "files/checkpoint.h"
 #include "files/convert.h"
 #include "ling.h"
-#include "commands/report.h"
+#include "commands/result.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,8 +37,8 @@ static int check_conversion(const struct convert_options *o, enum model_format f
 
 static void print_conversion(const json_t *report)
 {
-	printf("%s: %lld tensors, %.3g GB\n", report_text(report, "path"), (long long)report_integer(report, "tensors"),
-			report_double(report, "bytes") / 1e9);
+	printf("%s: %lld tensors, %.3g GB\n", result_text(report, "path"), (long long)result_integer(report, "tensors"),
+			result_double(report, "bytes") / 1e9);
 }
 
 static int run_convert(const struct command_line *line)
@@ -72,7 +72,7 @@ static int run_convert(const struct command_line *line)
 	if (rc == 0)
 		rc = convert_model(source, params, n, &to, &result);
 	if (rc == 0)
-		report_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format],
+		result_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format],
 				"tensors", (json_int_t)result.tensors, "bytes", (json_int_t)result.bytes,
 				"path", json_cstring(path)), o->json, print_conversion);
 	free(params);

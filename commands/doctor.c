@@ -10,7 +10,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
-#include "commands/report.h"
+#include "commands/result.h"
 #include "commands/self_check.h"
 
 #include <sched.h>
@@ -103,29 +103,29 @@ static json_t *bench_report(const struct bench *b, const char *path)
 	const double rate = b->flops / b->step_seconds;
 	json_t *phases = json_object();
 	for (int p = 0; p < NUM_PHASES; p++)
-		json_object_set_new(phases, names[p], report_number(b->phase_seconds[p]));
+		json_object_set_new(phases, names[p], result_number(b->phase_seconds[p]));
 	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
 			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
-			"roof_gflops", report_number(b->peak / 1e9), "step_seconds", report_number(b->step_seconds),
-			"tokens_per_second", report_number(b->tokens / b->step_seconds), "gflops", report_number(rate / 1e9),
-			"roof_percent", report_number(100 * rate / b->peak),
-			"communication_seconds", report_number(b->communication_seconds), "parts", phases);
+			"roof_gflops", result_number(b->peak / 1e9), "step_seconds", result_number(b->step_seconds),
+			"tokens_per_second", result_number(b->tokens / b->step_seconds), "gflops", result_number(rate / 1e9),
+			"roof_percent", result_number(100 * rate / b->peak),
+			"communication_seconds", result_number(b->communication_seconds), "parts", phases);
 }
 
 static void print_bench(const json_t *report)
 {
-	const double seconds = report_double(report, "step_seconds");
+	const double seconds = result_double(report, "step_seconds");
 	const char *name;
 	json_t *phase;
-	if (report_integer(report, "ranks") > 1)
-		printf("%d ranks, communication %.3f s of a step, ", (int)report_integer(report, "ranks"),
-				report_double(report, "communication_seconds"));
-	printf("%s: %d threads, OpenBLAS %s, peak %.1f GFLOP/s\n", report_text(report, "config"),
-			(int)report_integer(report, "threads"), report_text(report, "blas_core"),
-			report_double(report, "roof_gflops"));
+	if (result_integer(report, "ranks") > 1)
+		printf("%d ranks, communication %.3f s of a step, ", (int)result_integer(report, "ranks"),
+				result_double(report, "communication_seconds"));
+	printf("%s: %d threads, OpenBLAS %s, peak %.1f GFLOP/s\n", result_text(report, "config"),
+			(int)result_integer(report, "threads"), result_text(report, "blas_core"),
+			result_double(report, "roof_gflops"));
 	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the peak\n", seconds,
-			report_double(report, "tokens_per_second"), report_double(report, "gflops"),
-			report_double(report, "roof_percent"));
+			result_double(report, "tokens_per_second"), result_double(report, "gflops"),
+			result_double(report, "roof_percent"));
 	json_object_foreach(json_object_get(report, "parts"), name, phase)
 		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(phase), 100 * json_number_value(phase) / seconds);
 }
@@ -231,43 +231,43 @@ static json_t *machine_report(const struct examination *x)
 	json_t *operations = json_array(), *warnings = json_array();
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
 		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
-				"ok", is_right(c), "forward", report_number(c->forward), "has_backward", c->has_backward,
-				"backward", c->has_backward ? report_number(c->backward) : json_null()));
+				"ok", is_right(c), "forward", result_number(c->forward), "has_backward", c->has_backward,
+				"backward", c->has_backward ? result_number(c->backward) : json_null()));
 	for (int i = 0; i < x->num_warnings; i++)
 		json_array_append_new(warnings, json_cstring(x->warnings[i]));
 	return json_pack("{s:o, s:o, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:f, s:o, s:o}",
 			"processor", json_cstring(x->features), "blas_core", json_cstring(blas_core()), "cores", x->cores,
 			"machine_cores", x->machine_cores, "ranks", x->ranks, "threads", x->threads,
-			"products_error", report_number(x->own_error), "blas_products_error", report_number(x->library_error),
-			"one_core_gflops", report_number(x->one_core / 1e9), "gflops", report_number(x->all_threads / 1e9),
-			"memory_gb_per_second", report_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
+			"products_error", result_number(x->own_error), "blas_products_error", result_number(x->library_error),
+			"one_core_gflops", result_number(x->one_core / 1e9), "gflops", result_number(x->all_threads / 1e9),
+			"memory_gb_per_second", result_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
 			"operations", operations, "warnings", warnings);
 }
 
 static void print_machine(const json_t *report)
 {
-	const int threads = (int)report_integer(report, "threads"), ranks = (int)report_integer(report, "ranks");
-	const double one_core = report_double(report, "one_core_gflops"), all_threads = report_double(report, "gflops");
+	const int threads = (int)result_integer(report, "threads"), ranks = (int)result_integer(report, "ranks");
+	const double one_core = result_double(report, "one_core_gflops"), all_threads = result_double(report, "gflops");
 	size_t i;
 	json_t *value;
-	printf("processor       %s\n", report_text(report, "processor"));
-	printf("cores           %d for this process, %d threads", (int)report_integer(report, "cores"), threads);
+	printf("processor       %s\n", result_text(report, "processor"));
+	printf("cores           %d for this process, %d threads", (int)result_integer(report, "cores"), threads);
 	if (ranks > 1)
 		printf("; %d ranks x %d threads on the machine's %d cores", ranks, threads,
-				(int)report_integer(report, "machine_cores"));
-	printf("\nOpenBLAS        %s\n", report_text(report, "blas_core"));
+				(int)result_integer(report, "machine_cores"));
+	printf("\nOpenBLAS        %s\n", result_text(report, "blas_core"));
 	printf("products        relative error against plain loops: ling %.2g, OpenBLAS %.2g\n",
-			report_double(report, "products_error"), report_double(report, "blas_products_error"));
+			result_double(report, "products_error"), result_double(report, "blas_products_error"));
 	printf("sgemm           %.1f GFLOP/s on one core, %.1f on %d (%.0f%% of %d times one)\n", one_core, all_threads,
 			threads, 100 * all_threads / (threads * one_core), threads);
-	printf("memory          %.1f GB/s for a copy by all threads\n", report_double(report, "memory_gb_per_second"));
+	printf("memory          %.1f GB/s for a copy by all threads\n", result_double(report, "memory_gb_per_second"));
 	printf("\nRelative error against plain loops in double. Rounding gives up to about 1e-6; at most %.0e is "
-			"expected.\n%-24s %8s %9s\n", report_double(report, "error_bound"), "operation", "forward", "backward");
+			"expected.\n%-24s %8s %9s\n", result_double(report, "error_bound"), "operation", "forward", "backward");
 	json_array_foreach(json_object_get(report, "operations"), i, value) {
 		char backward[32] = "-";
 		if (json_is_true(json_object_get(value, "has_backward")))
-			snprintf(backward, sizeof backward, "%.1e", report_double(value, "backward"));
-		printf("%-24s %8.1e %9s  %s\n", report_text(value, "name"), report_double(value, "forward"), backward,
+			snprintf(backward, sizeof backward, "%.1e", result_double(value, "backward"));
+		printf("%-24s %8.1e %9s  %s\n", result_text(value, "name"), result_double(value, "forward"), backward,
 				json_is_true(json_object_get(value, "ok")) ? "ok" : "! wrong");
 	}
 	json_array_foreach(json_object_get(report, "warnings"), i, value)
@@ -314,7 +314,7 @@ static int run_bench(const struct command_line *line)
 		trainer_free(&t);
 	}
 	if (rc == 0 && parallel_rank() == 0)
-		report_print(bench_report(&b, path), o->json, print_bench);
+		result_print(bench_report(&b, path), o->json, print_bench);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
@@ -331,7 +331,7 @@ static int run_doctor(const struct command_line *line)
 	struct examination x = {0};
 	if (examine_machine(&x) < 0)
 		return EXIT_WORK_FAILED;
-	report_print(machine_report(&x), o->json, print_machine);
+	result_print(machine_report(&x), o->json, print_machine);
 	return judge_machine(&x) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 

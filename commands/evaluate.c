@@ -12,7 +12,7 @@
 #include "data.h"
 #include "ling.h"
 #include "commands/engine.h"
-#include "commands/report.h"
+#include "commands/result.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
 
@@ -63,21 +63,21 @@ static int tokenizer_of_data(struct tokenizer **t, const struct tokens *data, co
 
 static json_t *loss_report(const struct evaluation *e)
 {
-	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", report_number(e->loss),
-			"perplexity", report_number(exp(e->loss)), "tokens", (json_int_t)e->tokens);
+	json_t *report = json_pack("{s:o, s:o, s:I}", "loss", result_number(e->loss),
+			"perplexity", result_number(exp(e->loss)), "tokens", (json_int_t)e->tokens);
 	if (e->bytes) {
 		json_object_set_new(report, "bytes", json_integer(e->bytes));
-		json_object_set_new(report, "bits_per_byte", report_number(e->loss * e->tokens / M_LN2 / e->bytes));
+		json_object_set_new(report, "bits_per_byte", result_number(e->loss * e->tokens / M_LN2 / e->bytes));
 	}
 	return report;
 }
 
 static void print_loss(const json_t *report)
 {
-	printf("loss %.12g  perplexity %.9g  tokens %lld", report_double(report, "loss"),
-			exp(report_double(report, "loss")), (long long)report_integer(report, "tokens"));
+	printf("loss %.12g  perplexity %.9g  tokens %lld", result_double(report, "loss"),
+			exp(result_double(report, "loss")), (long long)result_integer(report, "tokens"));
 	if (json_object_get(report, "bytes"))
-		printf("  bits per byte %.6f", report_double(report, "bits_per_byte"));
+		printf("  bits per byte %.6f", result_double(report, "bits_per_byte"));
 	printf("\n");
 }
 
@@ -116,7 +116,7 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
 	if (rc == 0 && layout.world.rank == 0)
-		report_print(loss_report(&e), o->json, print_loss);
+		result_print(loss_report(&e), o->json, print_loss);
 	tokens_close(&data);
 	return rc;
 }
@@ -191,7 +191,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	if (results && results_finish(results, report) < 0)
 		rc = -1;
 	if (rc == 0 && first)
-		report_print(report, o->json, print_results);
+		result_print(report, o->json, print_results);
 	else
 		json_decref(report);
 	for (int64_t i = 0; work && i < tasks.count; i++)

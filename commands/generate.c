@@ -13,7 +13,7 @@
 #include "parallel.h"
 #include "ling.h"
 #include "commands/engine.h"
-#include "commands/report.h"
+#include "commands/result.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -45,7 +45,7 @@ static void print_request(const struct printing *p, const struct request *c)
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop",
 			[ENDED_BY_LENGTH] = "length"};
 	if (p->options->json) {
-		report_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number,
+		result_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number,
 				"text", json_bytes(c->text.data, c->text.size), "prompt_tokens", (json_int_t)c->num_prompt,
 				"tokens", (json_int_t)(c->ids.count - c->num_prompt), "finish", finish[c->ended]), true, NULL);
 		return;

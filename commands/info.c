@@ -10,7 +10,7 @@
 #include "files/config.h"
 #include "files/checkpoint.h"
 #include "ling.h"
-#include "commands/report.h"
+#include "commands/result.h"
 
 #include <jansson.h>
 #include <stddef.h>
@@ -50,7 +50,7 @@ static json_t *model_report(const struct config *config)
 	const struct parameter_count *all = &count[NUM_PARAMETER_PARTS];
 	return json_pack("{s:I, s:I, s:o, s:i, s:i, s:o, s:o}", "parameters", (json_int_t)all->total,
 			"active_parameters", (json_int_t)all->active, "parts", parts, "micro_batch", B, "seq_len", L,
-			"memory_bytes", memory, "flops_per_token", report_whole(flops));
+			"memory_bytes", memory, "flops_per_token", result_whole(flops));
 }
 
 static void print_model(const json_t *report)
@@ -59,17 +59,17 @@ static void print_model(const json_t *report)
 	json_t *part, *bytes;
 	printf("%-18s %18s %18s\n", "parameters", "total", "active a token");
 	json_object_foreach(json_object_get(report, "parts"), name, part)
-		printf("%-18s %18lld %18lld\n", name, (long long)report_integer(part, "parameters"),
-				(long long)report_integer(part, "active"));
-	printf("%-18s %18lld %18lld\n", "total", (long long)report_integer(report, "parameters"),
-			(long long)report_integer(report, "active_parameters"));
-	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", (int)report_integer(report, "micro_batch"),
-			(int)report_integer(report, "seq_len"));
-	const bool large = report_double(report, "memory_bytes.weights") > 1e8;
+		printf("%-18s %18lld %18lld\n", name, (long long)result_integer(part, "parameters"),
+				(long long)result_integer(part, "active"));
+	printf("%-18s %18lld %18lld\n", "total", (long long)result_integer(report, "parameters"),
+			(long long)result_integer(report, "active_parameters"));
+	printf("\nmemory of a training step, micro-batch of %d x %d tokens\n", (int)result_integer(report, "micro_batch"),
+			(int)result_integer(report, "seq_len"));
+	const bool large = result_double(report, "memory_bytes.weights") > 1e8;
 	json_object_foreach(json_object_get(report, "memory_bytes"), name, bytes)
 		printf("%-18s %15.3f %s\n", name, json_number_value(bytes) / (large ? 1e9 : 1e6), large ? "GB" : "MB");
-	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", (int)report_integer(report, "seq_len"),
-			report_double(report, "flops_per_token"));
+	printf("\nFLOPs of training on a token at seq_len %d: %.4g\n", (int)result_integer(report, "seq_len"),
+			result_double(report, "flops_per_token"));
 }
 
 /* What a layout of ranks costs: the memory of the last rank, which holds most, because the last shard of anything is
@@ -191,9 +191,9 @@ static json_t *layout_to_json(const struct layout_plan *p)
 {
 	return json_pack("{s:i, s:i, s:i, s:I, s:o, s:o, s:o}", "data", p->layout.data.size,
 			"tensor", p->layout.tensor.size, "expert", p->layout.expert.size,
-			"idle_data_ranks", (json_int_t)p->idle, "memory_bytes", report_whole(p->certain + p->rows),
-			"memory_bytes_at_most", report_whole(p->certain + p->memory.arrivals),
-			"bytes_sent", report_whole(p->sent[NUM_TRAFFIC]));
+			"idle_data_ranks", (json_int_t)p->idle, "memory_bytes", result_whole(p->certain + p->rows),
+			"memory_bytes_at_most", result_whole(p->certain + p->memory.arrivals),
+			"bytes_sent", result_whole(p->sent[NUM_TRAFFIC]));
 }
 
 /* The report of the config's layout for this many ranks, and of all others that fit `room` bytes a rank while experts
@@ -228,9 +228,9 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 			{"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
 	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
 	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
-		json_object_set_new(memory_bytes, memory[i].name, report_whole(memory[i].bytes));
+		json_object_set_new(memory_bytes, memory[i].name, result_whole(memory[i].bytes));
 	for (int i = 0; i <= NUM_TRAFFIC; i++)
-		json_object_set_new(bytes_sent, i < NUM_TRAFFIC ? traffic_names[i] : "total", report_whole(asked.sent[i]));
+		json_object_set_new(bytes_sent, i < NUM_TRAFFIC ? traffic_names[i] : "total", result_whole(asked.sent[i]));
 	for (size_t i = 0; i < n; i++)
 		json_array_append_new(layouts, layout_to_json(&plans[i]));
 	free(plans);
@@ -239,7 +239,7 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 			"data", l->data.size, "tensor", l->tensor.size, "expert", l->expert.size,
 			"idle_data_ranks", (json_int_t)asked.idle, "batch", c->train.batch,
 			"micro_batch", c->train.micro_batch, "seq_len", c->data.seq_len, "memory_bytes", memory_bytes,
-			"bytes_sent", bytes_sent, "memory_of_a_rank", report_whole(room), "layouts", layouts,
+			"bytes_sent", bytes_sent, "memory_of_a_rank", result_whole(room), "layouts", layouts,
 			"smallest_layout", layout_to_json(&smallest));
 }
 
@@ -258,13 +258,13 @@ static void print_plan(const json_t *report)
 {
 	char size[3][32];
 	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n",
-			(int)report_integer(report, "ranks"), (int)report_integer(report, "data"),
-			(int)report_integer(report, "tensor"), (int)report_integer(report, "expert"),
-			(int)report_integer(report, "batch"), (int)report_integer(report, "micro_batch"),
-			(int)report_integer(report, "seq_len"));
-	if (report_integer(report, "idle_data_ranks")) {
-		const int data = (int)report_integer(report, "data"), batch = (int)report_integer(report, "batch");
-		printf("%d of %d data ranks have nothing to do: set train.%s=%d\n", (int)report_integer(report,
+			(int)result_integer(report, "ranks"), (int)result_integer(report, "data"),
+			(int)result_integer(report, "tensor"), (int)result_integer(report, "expert"),
+			(int)result_integer(report, "batch"), (int)result_integer(report, "micro_batch"),
+			(int)result_integer(report, "seq_len"));
+	if (result_integer(report, "idle_data_ranks")) {
+		const int data = (int)result_integer(report, "data"), batch = (int)result_integer(report, "batch");
+		printf("%d of %d data ranks have nothing to do: set train.%s=%d\n", (int)result_integer(report,
 				"idle_data_ranks"), data, batch < data ? "batch" : "micro_batch", batch < data ? data : batch / data);
 	}
 	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
@@ -273,29 +273,29 @@ static void print_plan(const json_t *report)
 	print_bytes(json_object_get(report, "bytes_sent"));
 
 	const json_t *layouts = json_object_get(report, "layouts");
-	format_bytes(size[0], report_double(report, "memory_of_a_rank"));
+	format_bytes(size[0], result_double(report, "memory_of_a_rank"));
 	if (!json_array_size(layouts)) {
 		printf("\nno layout fits %s a rank; parallel.tensor=%d parallel.expert=%d needs least, %s: take more ranks, "
 				"a smaller micro_batch or seq_len, or train.recompute=layer\n", size[0],
-				(int)report_integer(report, "smallest_layout.tensor"),
-				(int)report_integer(report, "smallest_layout.expert"),
-				format_bytes(size[1], report_double(report, "smallest_layout.memory_bytes")));
+				(int)result_integer(report, "smallest_layout.tensor"),
+				(int)result_integer(report, "smallest_layout.expert"),
+				format_bytes(size[1], result_double(report, "smallest_layout.memory_bytes")));
 		return;
 	}
 	bool idle = false;
 	for (size_t i = 0; i < json_array_size(layouts); i++)
-		idle |= report_integer(json_array_get(layouts, i), "idle_data_ranks") > 0;
+		idle |= result_integer(json_array_get(layouts, i), "idle_data_ranks") > 0;
 	printf("\nlayouts that fit %s a rank%s\n%6s %6s %6s %12s %12s %12s%s\n", size[0],
 			idle ? "; idle: data ranks without work" : "", "data", "tensor", "expert", "memory", "at most", "sent",
 			idle ? "   idle" : "");
 	for (size_t i = 0; i < json_array_size(layouts); i++) {
 		const json_t *l = json_array_get(layouts, i);
-		printf("%6d %6d %6d %12s %12s %12s", (int)report_integer(l, "data"), (int)report_integer(l, "tensor"),
-				(int)report_integer(l, "expert"), format_bytes(size[0], report_double(l, "memory_bytes")),
-				format_bytes(size[1], report_double(l, "memory_bytes_at_most")),
-				format_bytes(size[2], report_double(l, "bytes_sent")));
+		printf("%6d %6d %6d %12s %12s %12s", (int)result_integer(l, "data"), (int)result_integer(l, "tensor"),
+				(int)result_integer(l, "expert"), format_bytes(size[0], result_double(l, "memory_bytes")),
+				format_bytes(size[1], result_double(l, "memory_bytes_at_most")),
+				format_bytes(size[2], result_double(l, "bytes_sent")));
 		if (idle)
-			printf(" %6d", (int)report_integer(l, "idle_data_ranks"));
+			printf(" %6d", (int)result_integer(l, "idle_data_ranks"));
 		printf("\n");
 	}
 }
@@ -331,7 +331,7 @@ static int run_info(const struct command_line *line)
 	json_t *report = o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
 	if (!report)
 		return EXIT_WORK_FAILED;
-	report_print(report, o->json, o->ranks ? print_plan : print_model);
+	result_print(report, o->json, o->ranks ? print_plan : print_model);
 	return EXIT_DONE;
 }
 

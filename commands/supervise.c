@@ -14,7 +14,7 @@
 #include "commands/supervise.h"
 
 #include "commands/hang.h"
-#include "commands/report.h"
+#include "commands/result.h"
 #include "data.h"
 #include "files/base.h"
 #include "files/checkpoint.h"
@@ -555,22 +555,22 @@ static void print_summary(const json_t *r)
 	size_t i;
 	json_t *incident;
 	printf("%lld restart%s: %lld crash%s, %lld hang%s, %lld time%s back; %lld steps lost. Goodput %.1f%%: %.0f s in "
-			"steps that the run kept, of %.0f s\n", (long long)report_integer(r, "restarts"),
-			report_integer(r, "restarts") == 1 ? "" : "s", (long long)report_integer(r, "crashes"),
-			report_integer(r, "crashes") == 1 ? "" : "es", (long long)report_integer(r, "hangs"),
-			report_integer(r, "hangs") == 1 ? "" : "s", (long long)report_integer(r, "went_back"),
-			report_integer(r, "went_back") == 1 ? "" : "s", (long long)report_integer(r, "steps_lost"),
-			100 * report_double(r, "goodput"), report_double(r, "step_seconds"), report_double(r, "seconds"));
+			"steps that the run kept, of %.0f s\n", (long long)result_integer(r, "restarts"),
+			result_integer(r, "restarts") == 1 ? "" : "s", (long long)result_integer(r, "crashes"),
+			result_integer(r, "crashes") == 1 ? "" : "es", (long long)result_integer(r, "hangs"),
+			result_integer(r, "hangs") == 1 ? "" : "s", (long long)result_integer(r, "went_back"),
+			result_integer(r, "went_back") == 1 ? "" : "s", (long long)result_integer(r, "steps_lost"),
+			100 * result_double(r, "goodput"), result_double(r, "step_seconds"), result_double(r, "seconds"));
 	json_array_foreach(json_object_get(r, "incidents"), i, incident) {
 		const json_t *restart = json_object_get(incident, "restart_seconds"), *lost = json_object_get(incident,
 				"steps_lost");
-		printf("  %s at step %lld: seen after %.1f s", report_text(incident, "kind"),
-				(long long)report_integer(incident, "step"), report_double(incident, "detect_seconds"));
+		printf("  %s at step %lld: seen after %.1f s", result_text(incident, "kind"),
+				(long long)result_integer(incident, "step"), result_double(incident, "detect_seconds"));
 		if (lost)
 			printf(", %lld steps lost", (long long)json_integer_value(lost));
 		if (restart)
 			printf(", training again after %.1f s", json_number_value(restart));
-		printf(". %s\n", report_text(incident, "text"));
+		printf(". %s\n", result_text(incident, "text"));
 	}
 }
 
@@ -583,7 +583,7 @@ static void summarize(struct supervisor *s, int status)
 			"seconds", seconds, "step_seconds", useful, "goodput", useful / seconds);
 	event_write(&s->events, newest_checkpoint(s, path), "end", json_copy(r));
 	json_object_set(r, "incidents", s->incidents);
-	report_print(r, s->o->json, print_summary);
+	result_print(r, s->o->json, print_summary);
 }
 
 /* ============================================================================================================

@@ -10,7 +10,7 @@
 #include "files/tokenizer.h"
 #include "files/tokenizer_training.h"
 #include "data.h"
-#include "commands/report.h"
+#include "commands/result.h"
 
 #include <jansson.h>
 #include <stddef.h>
@@ -391,7 +391,7 @@ struct tokenize_options {
 /* Ends the line of a result that is printed as text. */
 static void print_skipped(const json_t *report)
 {
-	const int64_t n = report_integer(report, "skipped_lines");
+	const int64_t n = result_integer(report, "skipped_lines");
 	if (n)
 		printf(", %lld bad line%s skipped", (long long)n, n == 1 ? "" : "s");
 	printf("\n");
@@ -399,10 +399,10 @@ static void print_skipped(const json_t *report)
 
 static void print_tokenized(const json_t *report)
 {
-	const int64_t tokens = report_integer(report, "tokens"), loss_tokens = report_integer(report, "loss_tokens");
-	printf("%s: %lld documents, %lld tokens, %lld bytes", report_text(report, "path"),
-			(long long)report_integer(report, "documents"), (long long)tokens,
-			(long long)report_integer(report, "bytes"));
+	const int64_t tokens = result_integer(report, "tokens"), loss_tokens = result_integer(report, "loss_tokens");
+	printf("%s: %lld documents, %lld tokens, %lld bytes", result_text(report, "path"),
+			(long long)result_integer(report, "documents"), (long long)tokens,
+			(long long)result_integer(report, "bytes"));
 	if (loss_tokens < tokens)
 		printf(", loss on %lld tokens", (long long)loss_tokens);
 	print_skipped(report);
@@ -432,7 +432,7 @@ static int run_tokenize(const struct command_line *line)
 	json_t *report = json_pack("{s:o, s:I, s:I, s:I, s:I, s:I}", "path", json_cstring(o->out),
 			"documents", (json_int_t)t.documents, "tokens", (json_int_t)t.tokens, "bytes", (json_int_t)t.bytes,
 			"loss_tokens", (json_int_t)t.loss_tokens, "skipped_lines", (json_int_t)t.lines_skipped);
-	report_print(report, o->json, print_tokenized);
+	result_print(report, o->json, print_tokenized);
 	return EXIT_DONE;
 }
 
@@ -467,9 +467,9 @@ struct train_tokenizer_options {
 
 static void print_trained(const json_t *report)
 {
-	printf("%s: %lld tokens, %lld merges, from %lld bytes with %lld distinct words", report_text(report, "path"),
-			(long long)report_integer(report, "vocab_size"), (long long)report_integer(report, "merges"),
-			(long long)report_integer(report, "bytes"), (long long)report_integer(report, "words"));
+	printf("%s: %lld tokens, %lld merges, from %lld bytes with %lld distinct words", result_text(report, "path"),
+			(long long)result_integer(report, "vocab_size"), (long long)result_integer(report, "merges"),
+			(long long)result_integer(report, "bytes"), (long long)result_integer(report, "words"));
 	print_skipped(report);
 }
 
@@ -484,7 +484,7 @@ static int run_train_tokenizer(const struct command_line *line)
 	json_t *report = json_pack("{s:o, s:i, s:I, s:I, s:I, s:I}", "path", json_cstring(o->out),
 			"vocab_size", t.vocab_size, "merges", (json_int_t)t.merges, "bytes", (json_int_t)t.bytes,
 			"words", (json_int_t)t.words, "skipped_lines", (json_int_t)t.lines_skipped);
-	report_print(report, o->json, print_trained);
+	result_print(report, o->json, print_trained);
 	if (t.vocab_size < o->vocab_size && !o->json)
 		printf("the text has no more pairs to merge\n");
 	return EXIT_DONE;

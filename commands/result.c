@@ -1,8 +1,8 @@
 /*
- * commands/report.c - the result of a command, built once as JSON and printed as JSON or as text.
+ * commands/result.c - the result of a command, built once as JSON and printed as JSON or as text.
  */
 #define _GNU_SOURCE
-#include "commands/report.h"
+#include "commands/result.h"
 
 #include "files/base.h"
 
@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-void report_print(json_t *report, bool json, void (*print_text)(const json_t *report))
+void result_print(json_t *report, bool json, void (*print_text)(const json_t *report))
 {
 	if (json) {
 		char *text = json_text(report, 0);
@@ -22,31 +22,31 @@ void report_print(json_t *report, bool json, void (*print_text)(const json_t *re
 	json_decref(report);
 }
 
-json_t *report_number(double x)
+json_t *result_number(double x)
 {
 	return isfinite(x) ? json_real(x) : json_null();
 }
 
-json_t *report_whole(double x)
+json_t *result_whole(double x)
 {
 	return fabs(x) < 0x1p63 ? json_integer(llround(x)) : json_null();
 }
 
-double report_double(const json_t *report, const char *path)
+double result_double(const json_t *report, const char *path)
 {
 	const json_t *value = json_at(report, path);
 	assert(json_is_number(value) || json_is_null(value));
 	return json_is_number(value) ? json_number_value(value) : NAN;
 }
 
-int64_t report_integer(const json_t *report, const char *path)
+int64_t result_integer(const json_t *report, const char *path)
 {
 	const json_t *value = json_at(report, path);
 	assert(json_is_integer(value));
 	return json_integer_value(value);
 }
 
-const char *report_text(const json_t *report, const char *path)
+const char *result_text(const json_t *report, const char *path)
 {
 	const json_t *value = json_at(report, path);
 	assert(json_is_string(value));

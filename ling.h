@@ -5,6 +5,7 @@
  *
  *   files/base                 errors, memory, paths, files, checked JSON, checksums, progress, the clock
  *   files/heartbeat            what each rank is doing, for others to see
+ *   files/trace                where the time goes: operations and collectives, counted and recorded
  *   kernels                    operations on arrays as forward and backward pairs, optimizer, random numbers
  *   parallel                   ranks: process groups, collectives, layouts
  *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line

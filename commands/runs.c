@@ -17,8 +17,8 @@
 
 /* -- the metrics -- */
 
-/* Adds a value to the column `name`, of n bytes and a 0, in the newest row. *guess: the column that it most likely is: that
- * behind the one before, as lines mostly have the same members. */
+/* Adds a value to the column `name`, of n bytes and a 0, in the newest row. *guess: the column that it most likely is;
+ * becomes the next one, because most lines have the same members in the same order. */
 static void add_value(struct run *r, int *guess, const char *name, size_t n, double value)
 {
 	int64_t i = *guess;
@@ -42,8 +42,10 @@ static void add_values(struct run *r, int *guess, char name[MAX_NAME], size_t n,
 	const char *key;
 	json_t *element;
 	size_t i;
-	if (json_is_number(v) || json_is_boolean(v) || json_is_null(v))
-		add_value(r, guess, name, n, json_is_number(v) ? json_number_value(v) : json_is_null(v) ? NAN : json_is_true(v));
+	if (json_is_number(v) || json_is_null(v))
+		add_value(r, guess, name, n, json_is_null(v) ? NAN : json_number_value(v));
+	else if (json_is_boolean(v))
+		add_value(r, guess, name, n, json_is_true(v));
 	json_object_foreach((json_t *)v, key, element) {
 		const int more = snprintf(name + n, MAX_NAME - n, "%s%s", n ? "." : "", key);
 		if (more > 0 && (size_t)more < MAX_NAME - n)
@@ -223,8 +225,8 @@ int runs_open(struct run *runs, char *const *dirs, int n)
 
 int run_needs_steps(const struct run *r, const char *use)
 {
-	return r->count ? 0 : fail("%s/metrics.jsonl: no steps to %s; expected a line for each step; let `ling train` do its "
-			"first step", r->dir, use);
+	return r->count ? 0 : fail("%s/metrics.jsonl: no steps to %s; expected a line for each step; let `ling train` do "
+			"its first step", r->dir, use);
 }
 
 const struct column *run_column(const struct run *r, const char *name)

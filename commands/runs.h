@@ -69,8 +69,8 @@ struct series run_series(const struct run *r, const char *name);
  * highest, and one that is not finite; and the first point and the last. */
 struct series series_thin(const struct series *s, bool by_tokens, int buckets);
 /* The exponential mean: at each point the mean of it and those before, where a point has half the weight of one that is
- * half_life steps later. Without bias at the begin: the weights add up to 1. What is not finite is left out and leaves a
- * gap. geometric: of the logarithms, for positive values. */
+ * half_life steps later. It is not biased at the begin: the weights add up to 1. What is not finite is left out and
+ * leaves a gap. geometric: of the logarithms, for positive values. */
 struct series series_smooth(const struct series *s, double half_life, bool geometric);
 void series_free(struct series *s);
 

@@ -21,7 +21,8 @@ static void put_step(int step, const char *loss, const char *more)
 	assert_non_null(f);
 	fprintf(f, "{\"step\": %d, \"samples\": %d, \"tokens\": %d, \"batch\": 8, \"loss\": %s, \"balance_loss\": 1.0, "
 			"\"z_loss\": 0.5, \"lr\": 0.001, \"grad_norm\": 1.5, \"update_norm\": 0.1, \"seconds\": 0.5, "
-			"\"tokens_per_second\": 1000.0, \"expert_load\": [1.5, %d]%s}\n", step, step * 8, step * 1024, loss, step, more);
+			"\"tokens_per_second\": 1000.0, \"expert_load\": [1.5, %d]%s}\n", step, step * 8, step * 1024, loss, step,
+			more);
 	assert_int_equal(fclose(f), 0);
 }
 

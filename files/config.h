@@ -104,6 +104,7 @@ struct config {
 	struct { int64_t every; } health; /* see training/health.h; 0 = never */
 	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
 	struct { int64_t every; } log;
+	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */
 	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
 };
 

@@ -96,6 +96,8 @@ void trace_end(void);
 void trace_wait(enum traffic what, bool numbered, uint64_t begun, int64_t bytes);
 void trace_still_waiting(double seconds);
 void trace_wait_end(void);
+/* Communication without a wait: starting a collective that began at `begun` took until now. Counted as waiting. */
+void trace_posted(uint64_t begun);
 /* Bytes that this rank sends; counted for the part of the run, but not between trace_check(true) and (false). */
 void trace_sent(enum traffic what, int64_t bytes);
 
@@ -118,7 +120,7 @@ enum { TRACE_BUCKETS = 576 };     /* of a histogram, see trace_bucket_seconds */
 struct trace_counter {
 	uint64_t count, nanoseconds, waited; /* waited: within it, for other ranks; of a collective: the whole wait */
 	double work;
-	uint32_t histogram[TRACE_BUCKETS]; /* of the durations */
+	uint32_t histogram[TRACE_BUCKETS]; /* of the durations; of a collective: of the waits */
 };
 /* The lowest duration of a bucket, in seconds: 16 buckets for each doubling. */
 double trace_bucket_seconds(int bucket);

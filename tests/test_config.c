@@ -896,7 +896,7 @@ static const char *const may_change[] = {
 	"schedule.decay.final_lr", "spikes.action", "spikes.window", "spikes.warmup", "spikes.loss_threshold",
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
-	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "log.every",
+	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "log.every", "trace.events",
 	"parallel.tensor", "parallel.expert",
 };
 

@@ -178,8 +178,7 @@ static const struct key keys[] = {
 	SECTION("log", 0, "progress"),
 	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
 	SECTION("trace", 0, "the trace of a run, RUN/trace (docs/tracing.md)"),
-	KEY(trace.events, T_INT64, 0, 1 << 26, 0, "32768", "newest operations that each rank's file holds, 64 bytes each; 0: "
-		"no trace"),
+	KEY(trace.events, T_INT64, 0, 1 << 26, 0, "32768", "newest records in each rank's file, of 64 bytes; 0: no file"),
 
 	SECTION("parallel", 0, "how the model is divided among ranks"),
 	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),

@@ -137,7 +137,8 @@ static int bucket_of(uint64_t nanoseconds)
 {
 	if (nanoseconds < 16)
 		return (int)nanoseconds;
-	const int power = 63 - __builtin_clzll(nanoseconds), bucket = (power - 3) * 16 + (int)(nanoseconds >> (power - 4) & 15);
+	const int power = 63 - __builtin_clzll(nanoseconds);
+	const int bucket = (power - 3) * 16 + (int)(nanoseconds >> (power - 4) & 15);
 	return bucket < TRACE_BUCKETS ? bucket : TRACE_BUCKETS - 1;
 }
 

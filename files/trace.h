@@ -2,9 +2,9 @@
  * files/trace.h - the trace: where the time of a process goes, and what each rank of a training run is doing.
  *
  * A process does one operation after the other: trace_begin() ends the one before. Within an operation it may wait for
- * other ranks in a collective. Of each operation and collective there are a counter and a histogram, which lose nothing,
- * and a record in a ring, which holds the newest. In a training run all of it is in RUN/trace/rank-N.trace, a mapped
- * file of constant size, which is there also when the process is killed. `ling trace` reads it.
+ * other ranks in a collective. Of each operation and collective there are a counter and a histogram, which lose
+ * nothing, and a record in a ring, which holds the newest. In a training run all of it is in RUN/trace/rank-N.trace, a
+ * mapped file of constant size, which is there also when the process is killed. `ling trace` reads it.
  *
  * The names of operations and collectives are those of the dumps (model/dump.h), of messages, and of the documents.
  */
@@ -81,7 +81,8 @@ void trace_remove(const char *run_dir);
 
 /* A phase of the run begins: heartbeat_phase, and the part that what follows is counted in. Ends the operation. */
 void trace_phase(enum heartbeat_phase phase, int64_t step);
-/* Between trace_check(true) and trace_check(false) operations are counted in PART_CHECK, and the clock below stands. */
+/* Between trace_check(true) and trace_check(false) operations are counted in PART_CHECK, and the accounts below stand
+ * still. */
 void trace_check(bool begins);
 
 /* An operation begins, and the one before ends. layer: from 0; -1 where it is of none. work: what it will do, in the

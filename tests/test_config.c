@@ -896,7 +896,8 @@ static const char *const may_change[] = {
 	"schedule.decay.final_lr", "spikes.action", "spikes.window", "spikes.warmup", "spikes.loss_threshold",
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
-	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "log.every",
+	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
+	"log.every", "log.experts",
 	"parallel.tensor", "parallel.expert",
 };
 

@@ -872,71 +872,14 @@ struct metrics_reader {
 	const uint8_t *data;
 	size_t size, at;             /* at: the end of the last whole line */
 	int64_t line;                /* of that line */
-	struct metrics row;          /* that line, but for its arrays */
-	/* The arrays of that line, behind those of the lines before it, unless the caller has set their numbers to 0 */
-	double *loads;               /* expert_load */
-	int64_t *counts;             /* expert_counts */
-	struct valid_loss *losses;   /* valid_losses */
-	size_t num_loads, load_room, num_counts, count_room, num_losses, loss_room;
+	struct metrics row;          /* that line, but for expert_load */
+	double *loads;               /* expert_load of all lines, one after the other; the caller frees it */
+	size_t num_loads, load_room;
+	int (*each)(void *context, const json_t *line); /* see metrics_each; or NULL */
+	void *context;
 };
 
-static void metrics_reader_free(struct metrics_reader *r)
-{
-	unmap_file(r->data, r->size);
-	free(r->loads);
-	free(r->counts);
-	free(r->losses);
-}
-
-/* expert_counts of a line, `layers`: an array of each layer with experts, all of one length. Sets m->num_experts. */
-static int parse_expert_counts(struct metrics_reader *r, const json_t *layers, const char *where)
-{
-	struct metrics *m = &r->row;
-	const json_t *first = json_array_get(layers, 0);
-	m->num_experts = json_array_size(first);
-	if (!json_is_array(layers) || (int)json_array_size(layers) != m->num_layers)
-		return fail("%s: `expert_counts` is %s of %zu entries; expected an array of %d arrays, one of each layer in "
-				"`expert_load`", where, json_kind(layers), json_array_size(layers), m->num_layers);
-	r->counts = grow(r->counts, r->num_counts, &r->count_room, (size_t)m->num_layers * m->num_experts,
-			sizeof *r->counts);
-	for (int l = 0; l < m->num_layers; l++) {
-		const json_t *layer = json_array_get(layers, l);
-		if (!json_is_array(layer) || (int)json_array_size(layer) != m->num_experts)
-			return fail("%s: `expert_counts` has %s of %zu entries for layer %d; expected an array of %d, as the first "
-					"one is", where, json_kind(layer), json_array_size(layer), l, m->num_experts);
-		for (int e = 0; e < m->num_experts; e++) {
-			const json_t *count = json_array_get(layer, e);
-			if (!json_is_integer(count) || json_integer_value(count) < 0)
-				return fail("%s: `expert_counts` has %s for expert %d; expected a whole number from 0 on", where,
-						json_kind(count), e);
-			r->counts[r->num_counts++] = json_integer_value(count);
-		}
-	}
-	return 0;
-}
-
-/* `valid` of a line: an object with the loss of each set. Sets m->num_valid_sets. */
-static int parse_valid_losses(struct metrics_reader *r, const json_t *sets, const char *where)
-{
-	const char *name;
-	json_t *value;
-	if (!json_is_object(sets))
-		return fail("%s: `valid` is %s; expected an object with the loss of each set", where, json_kind(sets));
-	json_object_foreach((json_t *)sets, name, value) {
-		struct valid_loss loss = {0};
-		if (snprintf(loss.set, sizeof loss.set, "%s", name) >= (int)sizeof loss.set)
-			return fail("%s: `valid` has a set whose name has %zu bytes; expected at most %zu", where, strlen(name),
-					sizeof loss.set - 1);
-		if (metric_value(value, where, "valid", &loss.loss) < 0)
-			return -1;
-		r->losses = grow(r->losses, r->num_losses, &r->loss_room, 1, sizeof *r->losses);
-		r->losses[r->num_losses++] = loss;
-		r->row.num_valid_sets++;
-	}
-	return 0;
-}
-
-/* One line into r->row and its arrays. */
+/* One line into r->row and r->loads. */
 static int metrics_parse(struct metrics_reader *r, const json_t *line, const char *where)
 {
 	struct metrics *m = &r->row;
@@ -960,8 +903,7 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 		if (metric_value(json_object_get(line, key), where, key, value) < 0)
 			return -1;
 	}
-	const json_t *load = json_object_get(line, "expert_load"), *valid = json_object_get(line, "valid_loss"),
-			*counts = json_object_get(line, "expert_counts"), *sets = json_object_get(line, "valid");
+	const json_t *load = json_object_get(line, "expert_load"), *valid = json_object_get(line, "valid_loss");
 	if (!json_is_array(load))
 		return fail("%s: `expert_load` is %s; expected an array", where, json_kind(load));
 	m->num_layers = json_array_size(load);
@@ -969,9 +911,6 @@ static int metrics_parse(struct metrics_reader *r, const json_t *line, const cha
 	for (int i = 0; i < m->num_layers; i++)
 		if (metric_value(json_array_get(load, i), where, "expert_load", &r->loads[r->num_loads++]) < 0)
 			return -1;
-	m->num_experts = m->num_valid_sets = 0;
-	if ((counts && parse_expert_counts(r, counts, where) < 0) || (sets && parse_valid_losses(r, sets, where) < 0))
-		return -1;
 	int64_t attempts = 0;
 	if (json_object_get(line, "attempts") && field_int(line, where, "attempts", 0, INT32_MAX, &attempts) < 0)
 		return -1;
@@ -994,7 +933,9 @@ static int metrics_next(struct metrics_reader *r)
 	json_t *line = json_line(where, text, n);
 	if (!line && !newline)
 		return 0;
-	const int rc = line ? metrics_parse(r, line, where) : -1;
+	int rc = line ? metrics_parse(r, line, where) : -1;
+	if (rc == 0 && r->each)
+		rc = r->each(r->context, line);
 	json_decref(line);
 	r->at += n;
 	return rc < 0 ? -1 : 1;
@@ -1012,12 +953,11 @@ FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_li
 	bool newline = true;
 	if (there > 0 && map_file(path, &r.data, &r.size) < 0)
 		return NULL;
-	while (rc > 0 && (rc = metrics_next(&r)) > 0) {
-		r.num_loads = r.num_counts = r.num_losses = 0;
+	while (rc > 0 && (rc = metrics_next(&r)) > 0)
 		if (r.row.step <= step)
 			keep = r.at, last = r.row, newline = r.data[keep - 1] == '\n';
-	}
-	metrics_reader_free(&r);
+	unmap_file(r.data, r.size);
+	free(r.loads);
 	if (rc == 0 && r.size && last.step < step)
 		rc = fail("%s: ends at step %lld, but the run goes on after step %lld; bring the missing lines back, or move "
 				"the file away to begin a new one", path, (long long)last.step, (long long)step);
@@ -1026,6 +966,7 @@ FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last_li
 		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
 	if (rc < 0)
 		return NULL;
+	last.expert_load = NULL;
 	if (last_line)
 		*last_line = last;
 	FILE *f = fopen(path, "ae");
@@ -1045,8 +986,9 @@ bool metrics_lack_validation(const char *output_dir, int64_t step)
 			map_file(path, &r.data, &r.size) < 0)
 		return false; /* if that is an error, metrics_open finds it too */
 	while ((rc = metrics_next(&r)) > 0)
-		r.num_loads = r.num_counts = r.num_losses = 0;
-	metrics_reader_free(&r);
+		;
+	unmap_file(r.data, r.size);
+	free(r.loads);
 	return rc == 0 && r.row.step == step && r.row.validation_stopped;
 }
 
@@ -1085,11 +1027,18 @@ int metrics_set_validation(const char *output_dir, const struct metrics *m)
 	return rc;
 }
 
-/* memcpy, but nothing may be NULL. */
-static void copy_bytes(void *out, const void *in, size_t n)
+int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context)
 {
-	if (n)
-		memcpy(out, in, n);
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1, .each = each, .context = context};
+	if (path_join(path, run_dir, "metrics.jsonl") < 0 || map_file(path, &r.data, &r.size) < 0)
+		return -1;
+	int rc;
+	while ((rc = metrics_next(&r)) > 0)
+		r.num_loads = 0;
+	unmap_file(r.data, r.size);
+	free(r.loads);
+	return rc;
 }
 
 int metrics_read(const char *run_dir, struct metrics **out, int *count)
@@ -1105,29 +1054,20 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 		lines = grow(lines, n, &room, 1, sizeof *lines);
 		lines[n++] = r.row;
 	}
+	unmap_file(r.data, r.size);
 	if (rc == 0) {
-		*out = allocate(n * sizeof **out + r.num_loads * sizeof *r.loads + r.num_counts * sizeof *r.counts +
-				r.num_losses * sizeof *r.losses);
+		*out = allocate(n * sizeof **out + r.num_loads * sizeof *r.loads);
 		*count = n;
 		double *load = (double *)(*out + n);
-		int64_t *counts = (int64_t *)(load + r.num_loads);
-		struct valid_loss *losses = (struct valid_loss *)(counts + r.num_counts);
-		copy_bytes(*out, lines, n * sizeof **out);
-		copy_bytes(load, r.loads, r.num_loads * sizeof *load);
-		copy_bytes(counts, r.counts, r.num_counts * sizeof *counts);
-		copy_bytes(losses, r.losses, r.num_losses * sizeof *losses);
-		for (size_t i = 0; i < n; i++) {
-			struct metrics *m = &(*out)[i];
-			m->expert_load = load;
-			load += m->num_layers;
-			m->expert_counts = m->num_experts ? counts : NULL;
-			counts += (size_t)m->num_layers * m->num_experts;
-			m->valid_losses = m->num_valid_sets ? losses : NULL;
-			losses += m->num_valid_sets;
-		}
+		if (n)
+			memcpy(*out, lines, n * sizeof **out);
+		if (r.num_loads)
+			memcpy(load, r.loads, r.num_loads * sizeof *load);
+		for (size_t i = 0; i < n; load += lines[i++].num_layers)
+			(*out)[i].expert_load = load;
 	}
 	free(lines);
-	metrics_reader_free(&r);
+	free(r.loads);
 	return rc;
 }
 

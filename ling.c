@@ -899,7 +899,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 	return step;
 }
 
-/* Whether the metrics of a step have the number of tokens that each expert got: 200 lines of a run at most by itself. */
+/* Whether the metrics of a step count the tokens of each expert: with log.experts auto at most 200 lines of a run. */
 static bool counts_experts(const struct trainer *t, int64_t step)
 {
 	const int64_t every = t->config.log.experts == EVERY_AUTO ? (t->steps + 199) / 200 : t->config.log.experts;
@@ -1277,8 +1277,8 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m, and that of each named set. A stop ends it: then
- * *m says so, and the run that continues makes up for it, so that its metrics are those of a run that was not
+/* Puts the mean loss over all targets of the validation files into *m, and that of each named set. A stop ends it:
+ * then *m says so, and the run that continues makes up for it, so that its metrics are those of a run that was not
  * stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
@@ -1368,7 +1368,7 @@ static void describe_validation(struct text *line, const struct metrics *m)
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
-	char part[200], left[32], ranks[64] = "";
+	char part[240], left[32], ranks[64] = "", share[32] = "";
 	struct text line = {0};
 	snprintf(part, sizeof part, "step %lld/%lld %.0f%%  loss %.4f", (long long)m->step, (long long)t->steps,
 			100.0 * m->tokens / t->tokens, m->loss);
@@ -1377,8 +1377,12 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 	if (t->model.layout.world.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
-	snprintf(part, sizeof part, "  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s  %s left", m->lr, m->grad_norm,
-			m->batch, m->tokens_per_second, ranks, format_duration(left, seconds_left(t, m, seconds_per_token)));
+	if (t->peak_flops)
+		snprintf(share, sizeof share, "  %.0f%% of peak", 100 * m->tokens_per_second * t->flops_per_token /
+				t->peak_flops);
+	snprintf(part, sizeof part, "  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s%s  %s left", m->lr, m->grad_norm,
+			m->batch, m->tokens_per_second, share, ranks,
+			format_duration(left, seconds_left(t, m, seconds_per_token)));
 	text_append_string(&line, part);
 	print_status(stdout, line.data, m->has_valid_loss || m->step == t->steps);
 	free(line.data);
@@ -1557,8 +1561,8 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	return parallel_agree(rc) < 0 ? RUN_FAILED : RUN_DONE;
 }
 
-/* eval.at_start: the evaluation before the first step of a run, whose result is an event, for no step has a line in the
- * metrics yet. A stop ends it: then t->stop is set, and the same command begins the run again. */
+/* eval.at_start: the evaluation before the first step of a run, whose result is an event, for no step has a line in
+ * the metrics yet. A stop ends it: then t->stop is set, and the same command begins the run again. */
 static int evaluate_start(struct trainer *t)
 {
 	struct metrics m = {0};
@@ -1724,8 +1728,11 @@ enum run_result trainer_run(struct trainer *t)
 	}
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
-		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
-				(json_int_t)t->state.batches));
+		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
+				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
+				t->peak_flops ? json_real(t->peak_flops) : json_null()));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);
@@ -1936,6 +1943,9 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		rc = init_saver(t);
 	if (rc == 0)
 		rc = spike_detector_init(&t->spikes, &c->spikes);
+	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
+	if (rc == 0)
+		rc = count_parameters(count, &t->flops_per_token, &c->model, c->data.seq_len);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
 	const size_t tokens = sequences * c->data.seq_len;
 	t->state.num_layers = layers;

@@ -196,6 +196,8 @@ struct trainer {
 	struct text unwritten;       /* lines of metrics for which the disk had no room */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
+	double flops_per_token;      /* of training, see count_parameters */
+	double peak_flops;           /* FLOP/s of all ranks together, measured before; 0: not known */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
 	int32_t *input, *target;     /* [sequences, L] */
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */

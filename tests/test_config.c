@@ -302,7 +302,7 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"empty set", BAD_DATA("seq_len: 5, valid: {web: a, chat: []}"), {"data.valid: found an empty list"}},
 	{"nothing for a set", BAD_DATA("seq_len: 5, valid: {web: }"), {"data.valid.path: found nothing"}},
 	{"set twice", BAD_DATA("seq_len: 5, valid: {web: a, chat: b, web: c}"), {"data.valid: found the set web twice"}},
-	{"set with a space", BAD_DATA("seq_len: 5, valid: {my web: a}"), {"data.valid: found my web in place of the name"}},
+	{"set with a space", BAD_DATA("seq_len: 5, valid: {my web: a}"), {"data.valid: found my web in place of"}},
 	{"set without a name", BAD_DATA("seq_len: 5, valid: {\"\": a}"), {"data.valid: found \"\" in place of the name"}},
 	{"long set", BAD_DATA("seq_len: 5, valid: {a123456789b123456789c123456789d1: a}"), {"at most 31 letters"}},
 	{"start without data", VALID "eval: {at_start: true}\n", {"run.yaml:5: eval.at_start: found true without"}},
@@ -892,8 +892,8 @@ static void test_valid_sets(void **state)
 {
 	(void)state;
 	struct config c;
-	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: {web: w, chat: [x, {path: y, dtype: int32}], a_b.c-1: [z]}}\n"
-			TRAIN SCHEDULE);
+	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: {web: w, chat: [x, {path: y, dtype: int32}], "
+			"a_b.c-1: [z]}}\n" TRAIN SCHEDULE);
 	assert_int_equal(c.data.num_valid, 4);
 	static const char *const expected[4][3] = {{"web", "w", "none"}, {"chat", "x", "none"}, {"chat", "y", "int32"},
 			{"a_b.c-1", "z", "none"}};
@@ -904,8 +904,8 @@ static void test_valid_sets(void **state)
 	}
 	json_t *valid = config_value(&c, "data.valid");
 	char *text = json_dumps(valid, JSON_COMPACT);
-	assert_string_equal(text, "{\"web\":[{\"path\":\"w\",\"dtype\":\"none\"}],\"chat\":[{\"path\":\"x\",\"dtype\":\"none\"},"
-			"{\"path\":\"y\",\"dtype\":\"int32\"}],\"a_b.c-1\":[{\"path\":\"z\",\"dtype\":\"none\"}]}");
+	assert_string_equal(text, "{\"web\":[{\"path\":\"w\",\"dtype\":\"none\"}],\"chat\":[{\"path\":\"x\","
+			"\"dtype\":\"none\"},{\"path\":\"y\",\"dtype\":\"int32\"}],\"a_b.c-1\":[{\"path\":\"z\",\"dtype\":\"none\"}]}");
 	free(text);
 	json_decref(valid);
 	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: [v]}\n" TRAIN SCHEDULE);

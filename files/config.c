@@ -83,8 +83,8 @@ static const struct key keys[] = {
 
 	SECTION("data", 0, "what is read"),
 	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
-	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or "
-		"bare ids"),
+	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "prefix of .bin and .idx, or an llm.c .bin file, "
+		"or bare ids"),
 	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all "
 		"weights"),
 	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids",

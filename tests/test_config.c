@@ -905,7 +905,8 @@ static void test_valid_sets(void **state)
 	json_t *valid = config_value(&c, "data.valid");
 	char *text = json_dumps(valid, JSON_COMPACT);
 	assert_string_equal(text, "{\"web\":[{\"path\":\"w\",\"dtype\":\"none\"}],\"chat\":[{\"path\":\"x\","
-			"\"dtype\":\"none\"},{\"path\":\"y\",\"dtype\":\"int32\"}],\"a_b.c-1\":[{\"path\":\"z\",\"dtype\":\"none\"}]}");
+			"\"dtype\":\"none\"},{\"path\":\"y\",\"dtype\":\"int32\"}],"
+			"\"a_b.c-1\":[{\"path\":\"z\",\"dtype\":\"none\"}]}");
 	free(text);
 	json_decref(valid);
 	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: [v]}\n" TRAIN SCHEDULE);

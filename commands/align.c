@@ -144,7 +144,7 @@ static void print_first(const json_t *step, const json_t *first)
 
 static void print_table_head(void)
 {
-	printf("  %10s %11s %9s %9s %11s  %s\n", "relative", "cosine", "largest", "mean", "not finite", "");
+	printf("  %11s %11s %9s %9s %10s\n", "relative L2", "cosine", "largest", "mean", "not finite");
 }
 
 /* n: the experts whose tensors a line stands for; of these, the worst */
@@ -153,7 +153,7 @@ static void print_line(const json_t *tensor, int n)
 	char counts[48];
 	snprintf(counts, sizeof counts, "%lld %lld", (long long)result_integer(tensor, "nonfinite_a"),
 			(long long)result_integer(tensor, "nonfinite_b"));
-	printf("%c %10.2e %11.8f %9.2e %9.2e %11s  %s", is_true(tensor, "beyond") ? '*' : ' ',
+	printf("%c %11.2e %11.8f %9.2e %9.2e %10s  %s", is_true(tensor, "beyond") ? '*' : ' ',
 			result_double(tensor, "relative"), plain_nan(result_double(tensor, "cosine")),
 			result_double(tensor, "largest"), result_double(tensor, "mean"), counts, result_text(tensor, "name"));
 	if (n > 1)
@@ -249,9 +249,12 @@ static void print_step(const json_t *step, bool all)
 		while (strcmp(result_text(json_array_get(tensors, at), "name"), result_text(first, "name")))
 			at++;
 		const size_t count = json_array_size(tensors);
+		size_t begin = at > 3 ? at - 3 : 0;
+		while (begin > 0 && same_kind(json_array_get(tensors, begin - 1), json_array_get(tensors, begin)))
+			begin--;
 		printf("around it, in the order of execution (* beyond the tolerance):\n");
 		print_table_head();
-		print_lines(tensors, at > 3 ? at - 3 : 0, at + 6 < count ? at + 6 : count, false);
+		print_lines(tensors, begin, at + 6 < count ? at + 6 : count, false);
 	}
 	print_worst(tensors);
 }

@@ -275,7 +275,8 @@ def reference_recorder(dump):
         if operation == "top-k":
             order[layer] = x.flatten(0, 1)
         if operation == "weights":  # [B, L, E]
-            return dump.record(prefix + "router / weights", x, lambda y: y.flatten(0, 1).gather(1, order[layer]))
+            chosen = order[layer]  # of this micro-batch, also when the gradient comes
+            return dump.record(prefix + "router / weights", x, lambda y: y.flatten(0, 1).gather(1, chosen))
         if operation == "rope":
             return dump.record(prefix + "attention / rope", x, heads_last(dump.tokens))
         if group == "mlp.shared_experts" or (group == "mlp" and operation == "gate_up"):

@@ -46,6 +46,7 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
+ *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run
  *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
  *                              train-tokenizer too, and doctor has bench

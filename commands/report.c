@@ -330,7 +330,9 @@ static void flatten(json_t *out, char name[PATH_LEN], size_t n, const json_t *v)
 	}
 	if (json_is_object(v))
 		return;
-	char *text = json_text(v, JSON_COMPACT | JSON_ENCODE_ANY | JSON_REAL_PRECISION(17));
+	char *text = json_text(v, JSON_COMPACT | JSON_ENCODE_ANY | JSON_REAL_PRECISION(15));
+	if (json_is_real(v) && strtod(text, NULL) != json_real_value(v)) /* it needs more digits */
+		free(text), text = json_text(v, JSON_ENCODE_ANY | JSON_REAL_PRECISION(17));
 	json_object_set_new(out, name, json_is_string(v) ? json_deep_copy(v) : json_cstring(text));
 	free(text);
 }

@@ -6,6 +6,7 @@
 #include "commands/report.h"
 
 #include "files/base.h"
+#include "files/trace.h"
 #include "commands/runs.h"
 #include "ling.h"
 
@@ -348,6 +349,68 @@ static void add_config(json_t *out, const struct run *r)
 	json_object_set_new(out, "clip", plain_number(json_number_value(json_at(r->config, "train.grad_clip"))));
 }
 
+/* -- time by operation -- */
+
+/* Adds to *seconds the mean time of an operation in a step, and to *waited what of it was waiting, of one rank, over
+ * the number of ranks. */
+static void add_time(const struct trace *t, int ranks, int op, int pass, double *seconds, double *waited)
+{
+	const struct trace_counter *c = &t->operation[PART_STEP][op][pass];
+	*seconds += c->nanoseconds / 1e9 / t->steps.count / ranks;
+	*waited += c->waited / 1e9 / t->steps.count / ranks;
+}
+
+/* The mean time of each operation in a step: its passes, in seconds, and of all of them the waiting. */
+static json_t *operation_times(const struct trace *traces, int ranks)
+{
+	json_t *list = json_array();
+	for (int op = OP_NONE + 1; op < NUM_OPERATIONS; op++) {
+		double all = 0, waited = 0;
+		json_t *passes = json_array();
+		for (int pass = 0; pass < NUM_PASSES; pass++) {
+			double seconds = 0;
+			for (int rank = 0; rank < ranks; rank++)
+				add_time(&traces[rank], ranks, op, pass, &seconds, &waited);
+			if (seconds > 0)
+				json_array_append_new(passes, json_pack("{s:s, s:f}", "name", pass_names[pass], "seconds", seconds));
+			all += seconds;
+		}
+		if (all > 0)
+			json_array_append_new(list, json_pack("{s:s, s:f, s:f, s:O}", "name", operations[op].name, "seconds", all,
+					"waited", waited, "passes", passes));
+		json_decref(passes);
+	}
+	return list;
+}
+
+/* Sets `operations` and the mean seconds of a step, if the run has a trace with steps in it. A trace that cannot be
+ * read is a warning. */
+static void add_operations(json_t *out, const struct run *r)
+{
+	char path[PATH_LEN];
+	struct trace *traces;
+	int ranks;
+	if (path_join(path, r->dir, "trace") < 0 || path_exists(path) <= 0)
+		return;
+	if (traces_read(&traces, &ranks, r->dir, false) < 0) {
+		fprintf(stderr, "warning: %s; the page has no times of operations of this run\n", error_text);
+		return;
+	}
+	double seconds = 0;
+	bool steps = true;
+	for (int rank = 0; rank < ranks; rank++) {
+		steps &= traces[rank].steps.count > 0;
+		seconds += traces[rank].steps.nanoseconds / 1e9 / fmax(traces[rank].steps.count, 1) / ranks;
+	}
+	if (steps) {
+		json_object_set_new(out, "operations", operation_times(traces, ranks));
+		json_object_set_new(out, "step_seconds", json_real(seconds));
+		json_object_set_new(out, "traced_steps", json_integer((json_int_t)traces[0].steps.count));
+		json_object_set_new(out, "ranks", json_integer(ranks));
+	}
+	traces_free(traces, ranks);
+}
+
 /* -- samples of text -- */
 
 /* Sets `samples`, the newest MAX_SAMPLES of RUN/samples.jsonl, and samples_left_out. No file is no sample. */
@@ -468,6 +531,7 @@ static json_t *run_for_page(const struct run *r, int points)
 		add_steps(out, r, points);
 	add_events(out, r);
 	add_config(out, r);
+	add_operations(out, r);
 	if (add_samples(out, r) < 0) {
 		json_decref(out);
 		return NULL;

@@ -110,6 +110,26 @@ test_escaping() {
 	is page.html '.runs[0].name' '"odd�"'
 }
 
+# A run of `ling train`: what it writes is what the page reads.
+test_real() {
+	head -c 4000 "$root/README.md" >text.txt
+	expect 0 "" "$ling" tokenize --out text text.txt
+	tiny train.steps=6 "data.valid={a: text, b: text}" eval.every=3 eval.at_start=true eval.max_windows=3 log.experts=2
+	expect 0 "" "$ling" train tiny.yaml
+	expect 0 "" "$ling" report run --out page.html
+	is page.html '.runs[0].valid | map([.name, .step])' '[["validation",[0,3,6]],["valid.a",[0,3,6]],["valid.b",[0,3,6]]]'
+	is page.html '.runs[0].experts | [.experts, .step, (.layers | length), (.layers[0][0] | add | . >= 598 and . <= 602)]' '[6,[2,4,6],2,true]'
+	is page.html '.runs[0] | [.traced_steps, .ranks, .clip, .config["train.seed"]]' '[6,1,1,"3"]'
+	is page.html '.runs[0] | (([.operations[].seconds] | add) / .step_seconds) | . > 0.5 and . < 1.001' true
+	is page.html '.runs[0].operations | map(select(.name == "attention / qkv") | .passes | map(.name))' '[["","backward","weight gradient"]]'
+	is page.html '.runs[0].operations | map([.seconds * 1e9, (.passes | map(.seconds) | add * 1e9)] | map(. / 1000 | round) | .[0] == .[1]) | all' true
+	is page.html '.runs[0].series.peak_share.mean | length' 6
+	head -c 5000 run/trace/rank-0.trace >half && cp half run/trace/rank-0.trace
+	expect 0 "" "$ling" report run --out page.html
+	has err.txt "the page has no times of operations of this run"
+	is page.html '.runs[0] | has("operations")' false
+}
+
 # No spike is lost, however many steps there are for a point, and no gap.
 test_thinning() {
 	make_run long 9973 '$m->{loss} = 2; $m->{loss} = 50 if $s == 5000; $m->{loss} = -3 if $s == 7001; $m->{loss} = 9 if $s == 9973;
@@ -193,5 +213,5 @@ test_browser() {
 	grep '^long' browser.txt
 }
 
-check structure escaping thinning several errors build browser
+check structure escaping real thinning several errors build browser
 finish

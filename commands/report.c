@@ -262,7 +262,7 @@ static json_t *event_text(const json_t *event)
 		if (!strcmp(key, "step") || !strcmp(key, "time") || !strcmp(key, "kind"))
 			continue;
 		char *text = json_text(value, JSON_COMPACT | JSON_ENCODE_ANY | JSON_REAL_PRECISION(6)), size[64];
-		snprintf(size, sizeof size, "%zu of them", json_is_array(value) ? json_array_size(value) : json_object_size(value));
+		snprintf(size, sizeof size, "%zu of them", json_array_size(value) + json_object_size(value)); /* one is 0 */
 		text_append_string(&out, out.size ? ", " : "");
 		text_append_string(&out, key);
 		text_append_string(&out, " ");

@@ -844,6 +844,8 @@ struct metrics_reader {
 	struct metrics row;          /* that line, but for expert_load */
 	double *loads;               /* expert_load of all lines, one after the other; the caller frees it */
 	size_t num_loads, load_room;
+	int (*each)(void *context, const json_t *line); /* see metrics_each; or NULL */
+	void *context;
 };
 
 /* One line into r->row and r->loads. */
@@ -900,7 +902,9 @@ static int metrics_next(struct metrics_reader *r)
 	json_t *line = json_line(where, text, n);
 	if (!line && !newline)
 		return 0;
-	const int rc = line ? metrics_parse(r, line, where) : -1;
+	int rc = line ? metrics_parse(r, line, where) : -1;
+	if (rc == 0 && r->each)
+		rc = r->each(r->context, line);
 	json_decref(line);
 	r->at += n;
 	return rc < 0 ? -1 : 1;
@@ -989,6 +993,20 @@ int metrics_set_valid_loss(const char *output_dir, double valid_loss)
 	free(text);
 	json_decref(line), json_decref(root), json_decref(nonfinite);
 	unmap_file(data, size);
+	return rc;
+}
+
+int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context)
+{
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1, .each = each, .context = context};
+	if (path_join(path, run_dir, "metrics.jsonl") < 0 || map_file(path, &r.data, &r.size) < 0)
+		return -1;
+	int rc;
+	while ((rc = metrics_next(&r)) > 0)
+		r.num_loads = 0;
+	unmap_file(r.data, r.size);
+	free(r.loads);
 	return rc;
 }
 

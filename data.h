@@ -250,6 +250,8 @@ bool metrics_lack_validation(const char *output_dir, int64_t step);
 int metrics_set_valid_loss(const char *output_dir, double valid_loss);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
+/* Calls `each` for every line that metrics_read would read, with the whole object. Ends with -1 where it returns -1. */
+int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context);
 
 /* Sequences of the update that starts after `tokens` tokens. */
 int64_t batch_size(const struct config *c, int64_t tokens);

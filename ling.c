@@ -1316,15 +1316,18 @@ static double seconds_left(const struct trainer *t, const struct metrics *m, dou
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
-	char line[320], left[32], valid[32] = "", ranks[64] = "";
+	char line[320], left[32], valid[32] = "", ranks[64] = "", share[32] = "";
 	if (m->has_valid_loss)
 		snprintf(valid, sizeof valid, "  valid %.4f", m->valid_loss);
 	if (t->model.layout.world.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
-	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s  "
+	if (t->peak_flops)
+		snprintf(share, sizeof share, "  %.0f%% of peak", 100 * m->tokens_per_second * t->flops_per_token /
+				t->peak_flops);
+	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s%s  "
 			"%s left", (long long)m->step, (long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr,
-			m->grad_norm, m->batch, m->tokens_per_second, ranks,
+			m->grad_norm, m->batch, m->tokens_per_second, share, ranks,
 			format_duration(left, seconds_left(t, m, seconds_per_token)));
 	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
 }
@@ -1633,8 +1636,11 @@ enum run_result trainer_run(struct trainer *t)
 	}
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
-		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
-				(json_int_t)t->state.batches));
+		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
+				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
+				t->peak_flops ? json_real(t->peak_flops) : json_null()));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);
@@ -1845,6 +1851,9 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		rc = init_saver(t);
 	if (rc == 0)
 		rc = spike_detector_init(&t->spikes, &c->spikes);
+	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
+	if (rc == 0)
+		rc = count_parameters(count, &t->flops_per_token, &c->model, c->data.seq_len);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
 	const size_t tokens = sequences * c->data.seq_len;
 	t->state.num_layers = layers;

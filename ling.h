@@ -46,6 +46,7 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
+ *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run
  *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
  *                              train-tokenizer too, and doctor has bench
@@ -195,6 +196,8 @@ struct trainer {
 	struct text unwritten;       /* lines of metrics for which the disk had no room */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
+	double flops_per_token;      /* of training, see count_parameters */
+	double peak_flops;           /* FLOP/s of all ranks together, measured before; 0: not known */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
 	int32_t *input, *target;     /* [sequences, L] */
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */

@@ -13,6 +13,7 @@
 #include "commands/result.h"
 #include "commands/self_check.h"
 
+#include <math.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -29,26 +30,12 @@ struct bench {
 	int ranks;
 };
 
-enum { BENCH_STEPS = 5 };
+enum { BENCH_STEPS = 5, PEAK_SIZE = 2048 }; /* PEAK_SIZE: see peak_flops */
 
 static double median(double *x, int n)
 {
 	qsort(x, n, sizeof *x, compare_doubles);
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
-}
-
-/* The peak: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
-static double measure_peak(int repeats, int threads)
-{
-	const int64_t n = 2048;
-	real *a = malloc(3 * n * n * sizeof *a);
-	if (!a)
-		return 0;
-	for (int64_t i = 0; i < 2 * n * n; i++)
-		a[i] = (real)(i % 17 - 8);
-	double seconds = gemm_seconds(a, a + n * n, a + 2 * n * n, n, repeats, threads);
-	free(a);
-	return 2.0 * n * n * n / seconds;
 }
 
 /* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The peak is measured before and after, and
@@ -59,7 +46,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	double step[BENCH_STEPS], communication[BENCH_STEPS], phase[NUM_PHASES][BENCH_STEPS];
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
-	b->peak = measure_peak(10, kernels_threads());
+	b->peak = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->peak, 1); /* all ranks measure at the same time */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
@@ -80,7 +67,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			communication[i] = t->communication;
 		}
 	}
-	double after = measure_peak(10, kernels_threads());
+	double after = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->peak = after > b->peak ? after : b->peak;
 	b->step_seconds = median(step, BENCH_STEPS);
@@ -89,10 +76,7 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	for (int p = 0; p < NUM_PHASES; p++)
 		b->phase_seconds[p] = median(phase[p], BENCH_STEPS);
 	b->tokens = batch * L;
-	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
-	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
-		return -1;
-	b->flops *= b->tokens;
+	b->flops = t->flops_per_token * b->tokens;
 	return 0;
 }
 
@@ -214,13 +198,13 @@ static int examine_machine(struct examination *x)
 				blas_better_core());
 	x->own_error = gemm_error(false);
 	x->library_error = gemm_error(true);
-	x->one_core = measure_peak(5, 1);
-	x->all_threads = measure_peak(5, x->threads);
+	x->one_core = peak_flops(PEAK_SIZE, 5, INFINITY, 1);
+	x->all_threads = peak_flops(PEAK_SIZE, 5, INFINITY, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
 		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core "
 				"(hyper-threading)");
 	memset(memory, 0, bytes);
-	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
+	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n, INFINITY);
 	x->num_checks = self_check(x->checks, memory);
 	free(memory);
 	return 0;

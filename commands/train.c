@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "commands/self_check.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -97,10 +98,14 @@ static int train(const struct command_line *line, struct faults *faults)
 	char host[64] = "";
 	gethostname(host, sizeof host - 1);
 	heartbeat_join(c.train.output_dir, parallel_rank(), host);
+	const struct machine_rates rates = quick_rates(); /* before the model takes its memory */
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
 	const bool started = rc == 0;
 	if (started) {
+		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
+		all_reduce_sum(&t.model.layout.world, TRAFFIC_STATISTICS, sums, 2);
+		t.peak_flops = sums[1] == parallel_size() ? sums[0] : 0;
 		t.faults = *faults;
 		*faults = (struct faults){.log.fd = -1};
 		const struct layout *l = &t.model.layout;
@@ -154,6 +159,6 @@ const struct command train_command = {
 	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM, "
 		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
 		"but from an earlier checkpoint.",
-	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true,
+	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true, .measures_peak = true,
 	.handles_signals = true, .prints_progress = true,
 };

@@ -24,7 +24,8 @@
 /* When a rank last wrote something: trace_now() there. */
 static uint64_t newest_time(const struct trace *t)
 {
-	uint64_t newest = t->phase_begun > t->last_sign ? t->phase_begun : t->last_sign;
+	uint64_t newest = t->phase_begun > t->started ? t->phase_begun : t->started;
+	newest = t->last_sign > newest ? t->last_sign : newest;
 	for (int64_t i = 0; i < t->num_records; i++) {
 		const struct trace_record *r = &t->records[i];
 		const uint64_t last = r->end > r->arrived ? r->end : r->arrived;
@@ -255,11 +256,14 @@ static struct ring_step *steps_of_ring(const struct trace *t, int64_t most, int 
 	return steps;
 }
 
-static const struct ring_step *find_step(const struct ring_step *steps, int n, const struct ring_step *wanted)
+/* The same step of another rank, NULL if its ring has it no more. It is near place k of its list. */
+static const struct ring_step *find_step(const struct ring_step *steps, int n, const struct ring_step *wanted, int k)
 {
-	for (int i = 0; i < n; i++)
-		if (steps[i].step == wanted->step && steps[i].again == wanted->again)
-			return &steps[i];
+	for (int i = 0; i < 2 * n; i++) {
+		const int j = i % 2 ? k - (i + 1) / 2 : k + i / 2;
+		if (j >= 0 && j < n && steps[j].step == wanted->step && steps[j].again == wanted->again)
+			return &steps[j];
+	}
 	return NULL;
 }
 
@@ -275,7 +279,7 @@ static json_t *steps_to_json(const struct trace *list, int count, int64_t most)
 		double seconds = 0, own = 0, waited = 0, most_own = -1;
 		int ranks = 0, slowest = 0;
 		for (int i = 0; i < count; i++) {
-			const struct ring_step *s = find_step(steps[i], n[i], &steps[0][k]);
+			const struct ring_step *s = find_step(steps[i], n[i], &steps[0][k], k);
 			if (!s)
 				continue;
 			ranks++;
@@ -362,7 +366,7 @@ static struct rank_place place_of_rank(const struct trace *t)
 			.rank = {.step = t->step, .phase = t->phase, .layer = -1, .pid = t->pid, .pid_started = t->pid_started}};
 	struct heartbeat_rank *r = &p.rank;
 	memcpy(r->host, t->host, sizeof r->host);
-	uint64_t begun = t->phase_begun, progress = t->phase_begun, last = 0;
+	uint64_t begun = t->phase_begun ? t->phase_begun : t->started, progress = begun, last = 0;
 	for (int64_t i = 0; i < t->num_records; i++) {
 		const struct trace_record *x = &t->records[i];
 		const uint64_t changed = x->end > x->arrived ? x->end : x->arrived;
@@ -407,7 +411,7 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 
 static json_t *place_to_json(const struct trace *t, const struct rank_place *p, double now)
 {
-	static const char *const process_names[NUM_PROCESS_STATES] = {"of another machine", "runs", "is stopped",
+	static const char *const process_names[NUM_PROCESS_STATES] = {"is of another machine", "runs", "is stopped",
 			"waits for a disk or a server", "has ended", "is gone"};
 	const struct heartbeat_rank *r = &p->rank;
 	return json_pack("{s:i, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
@@ -471,11 +475,12 @@ json_t *trace_places(const struct trace *list, int count, double now)
 
 /* ============================================================================================================
  * Trace events. The format: "Trace Event Format" of Chrome's tracing, JSON object format. Times are in microseconds.
- * A rank is a process. Its thread 1 has phases with their operations, its thread 2 the waits for other ranks. What was
+ * A rank is a process, with the number rank + 1, as some readers leave process 0 out. Its thread 1 has phases with their operations, its thread 2 the waits for other ranks. What was
  * begun before it was waited for is also an asynchronous event, from its begin to its end.
  * ========================================================================================================== */
 
 enum { OPERATIONS_THREAD = 1, WAITS_THREAD = 2 };
+#define METADATA ",\"cat\":\"__metadata\",\"ts\":0" /* some readers expect both in all events */
 
 struct event_writer {
 	FILE *out;
@@ -520,10 +525,10 @@ static int64_t file_time(const struct event_writer *w, uint64_t time)
 	return (int64_t)(time - w->started + (uint64_t)w->offset);
 }
 
-/* Begins an event; what follows is its further members, and end_event(). */
+/* Begins an event; its further members and the bracket that ends it follow. */
 static void begin_event(struct event_writer *w, char kind, int thread, const char *name, const char *more)
 {
-	fprintf(w->out, "%s\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"name\":\"%s%s%s\"", w->any ? "," : "", kind, w->t->rank,
+	fprintf(w->out, "%s\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"name\":\"%s%s%s\"", w->any ? "," : "", kind, w->t->rank + 1,
 			thread, name, *more ? ", " : "", more);
 	w->any = true;
 }
@@ -533,7 +538,7 @@ static void write_name(struct event_writer *w, const char *what, int thread, con
 	json_t *value = json_cstring(name);
 	char *text = json_text(value, JSON_ENCODE_ANY);
 	begin_event(w, 'M', thread, what, "");
-	fprintf(w->out, ",\"args\":{\"name\":%s}}", text);
+	fprintf(w->out, METADATA ",\"args\":{\"name\":%s}}", text);
 	free(text);
 	json_decref(value);
 }
@@ -599,9 +604,35 @@ static void write_wait(struct event_writer *w, const struct trace_record *r, uin
 	}
 }
 
-/* Writes the records of a rank. Slices of a thread must lie within each other or apart: those of a damaged file are
+/* For qsort: pointers to records, in the order in which the rank arrived. */
+static int compare_arrivals(const void *a, const void *b)
+{
+	const struct trace_record *x = *(const struct trace_record *const *)a, *y = *(const struct trace_record *const *)b;
+	return (x->arrived > y->arrived) - (x->arrived < y->arrived);
+}
+
+/* Writes the waits of a rank. Slices of a thread must lie within each other or apart: those of a damaged file are
  * cut. */
-static void write_rank(struct event_writer *w)
+static void write_waits(struct event_writer *w)
+{
+	const struct trace *t = w->t;
+	const struct trace_record **waits = allocate(t->num_records * sizeof *waits);
+	const uint64_t newest = newest_time(t);
+	int64_t n = 0;
+	for (int64_t i = 0; i < t->num_records; i++)
+		if (t->records[i].kind == RECORD_COLLECTIVE)
+			waits[n++] = &t->records[i];
+	if (n)
+		qsort(waits, n, sizeof *waits, compare_arrivals);
+	for (int64_t i = 0; i < n; i++) {
+		const uint64_t end = waits[i]->end ? waits[i]->end : newest;
+		write_wait(w, waits[i], i + 1 < n && end > waits[i + 1]->arrived ? waits[i + 1]->arrived : end);
+	}
+	free(waits);
+}
+
+/* Writes the phases and operations of a rank, cut in the same way. */
+static void write_operations(struct event_writer *w)
 {
 	const struct trace *t = w->t;
 	const int64_t n = t->num_records;
@@ -618,7 +649,7 @@ static void write_rank(struct event_writer *w)
 		end[i] = end[i] < next[r->kind] ? end[i] : next[r->kind];
 		if (r->kind == RECORD_OPERATION && r->begin < next[RECORD_PHASE] && end[i] > next[RECORD_PHASE])
 			end[i] = next[RECORD_PHASE];
-		next[r->kind] = r->kind == RECORD_COLLECTIVE ? r->arrived : r->begin;
+		next[r->kind] = r->begin;
 	}
 	uint64_t phase_end = 0;
 	bool phase_written = !in_phase;
@@ -632,8 +663,6 @@ static void write_rank(struct event_writer *w)
 			write_phase(w, r->what, r->step, r->begin, phase_end = end[i], true);
 		else if (r->kind == RECORD_OPERATION)
 			write_operation(w, r, r->begin < phase_end && end[i] > phase_end ? phase_end : end[i]);
-		else
-			write_wait(w, r, end[i]);
 	}
 	if (!phase_written)
 		write_phase(w, t->phase, t->step, t->phase_begun, newest, false);
@@ -657,8 +686,9 @@ int trace_write_events(const struct trace *list, int count, const char *path)
 		write_name(&w, "thread_name", OPERATIONS_THREAD, "operations");
 		write_name(&w, "thread_name", WAITS_THREAD, "waiting for other ranks");
 		begin_event(&w, 'M', OPERATIONS_THREAD, "process_sort_index", "");
-		fprintf(w.out, ",\"args\":{\"sort_index\":%d}}", list[i].rank);
-		write_rank(&w);
+		fprintf(w.out, METADATA ",\"args\":{\"sort_index\":%d}}", list[i].rank);
+		write_operations(&w);
+		write_waits(&w);
 	}
 	fprintf(w.out, "\n]}\n");
 	return new_file_publish(&file, 0);
@@ -668,7 +698,7 @@ int trace_write_events(const struct trace *list, int count, const char *path)
  * Text, and the command line
  * ========================================================================================================== */
 
-/* A share in percent, " -" where it is not known. */
+/* A share in percent, "-" where it is not known. */
 static const char *percent(char out[16], double share)
 {
 	if (isnan(share))
@@ -678,20 +708,23 @@ static const char *percent(char out[16], double share)
 	return out;
 }
 
-/* Seconds as milliseconds with four digits or so. */
+/* Seconds as milliseconds, with four digits. */
 static const char *milliseconds(char out[32], double seconds)
 {
 	const double ms = 1e3 * seconds;
-	snprintf(out, 32, "%.*f", ms < 1 ? 4 : ms < 10 ? 3 : ms < 100 ? 2 : 1, ms);
+	snprintf(out, 32, "%.*f", ms < 1 ? 4 : ms < 10 ? 3 : ms < 100 ? 2 : ms < 1000 ? 1 : 0, ms);
 	return out;
 }
 
-static const char *giga(char out[32], double rate, const char *unit)
+/* A rate of bytes or FLOPs, "-" where it is not known. */
+static const char *rate_text(char out[32], double rate, const char *unit)
 {
 	if (isnan(rate))
 		snprintf(out, 32, "-");
+	else if (rate < 1e9)
+		snprintf(out, 32, "%.*f M%s/s", rate < 1e7 ? 2 : rate < 1e8 ? 1 : 0, rate / 1e6, unit);
 	else
-		snprintf(out, 32, "%.*f G%s/s", rate < 1e9 ? 3 : rate < 1e10 ? 2 : 1, rate / 1e9, unit);
+		snprintf(out, 32, "%.*f G%s/s", rate < 1e10 ? 2 : rate < 1e11 ? 1 : 0, rate / 1e9, unit);
 	return out;
 }
 
@@ -700,19 +733,19 @@ static void print_operations(const json_t *result)
 	char a[32], b[32], c[16], d[16], e[32], f[16];
 	size_t i;
 	json_t *row;
-	printf("\n%-35s %9s %10s %10s %10s %6s %9s %6s %15s %6s\n", "operation", "count", "median ms", "p99 ms", "own s", "%",
+	printf("\n%-34s %8s %9s %9s %9s %5s %9s %5s %13s %6s\n", "operation", "count", "median ms", "p99 ms", "own s", "%",
 			"waiting s", "%", "rate", "% peak");
 	json_array_foreach(json_object_get(result, "operations"), i, row) {
 		char name[80];
 		const char *pass = result_text(row, "pass");
 		const json_t *unit = json_object_get(row, "unit");
 		snprintf(name, sizeof name, "%s%s%s", result_text(row, "operation"), *pass ? ", " : "", pass);
-		printf("%-35s %9lld %10s %10s %10.3f %6s %9.3f %6s %15s %6s\n", name, (long long)result_integer(row, "count"),
+		printf("%-34s %8lld %9s %9s %9.3f %5s %9.3f %5s %13s %6s\n", name, (long long)result_integer(row, "count"),
 				milliseconds(a, result_double(row, "median_seconds")),
 				milliseconds(b, result_double(row, "p99_seconds")), result_double(row, "own_seconds"),
 				percent(c, result_double(row, "own_share")), result_double(row, "waiting_seconds"),
 				percent(d, result_double(row, "waiting_share")),
-				giga(e, result_double(row, "rate"), json_is_string(unit) ? json_string_value(unit) : ""),
+				rate_text(e, result_double(row, "rate"), json_is_string(unit) ? json_string_value(unit) : ""),
 				percent(f, result_double(row, "peak_share")));
 	}
 }
@@ -724,14 +757,14 @@ static void print_collectives(const json_t *result)
 	json_t *row;
 	if (!json_array_size(json_object_get(result, "collectives")))
 		return;
-	printf("\n%-35s %9s %10s %10s %10s %6s %15s %12s\n", "collective: waits", "count", "median ms", "p99 ms", "waiting s",
-			"%", "sent", "");
+	printf("\n%-34s %8s %9s %9s %9s %5s %9s %15s\n", "collective", "count", "median ms", "p99 ms", "waiting s", "%",
+			"MB sent", "rate");
 	json_array_foreach(json_object_get(result, "collectives"), i, row)
-		printf("%-35s %9lld %10s %10s %10.3f %6s %12.3f MB %15s\n", result_text(row, "collective"),
+		printf("%-34s %8lld %9s %9s %9.3f %5s %9.2f %15s\n", result_text(row, "collective"),
 				(long long)result_integer(row, "count"), milliseconds(a, result_double(row, "median_wait_seconds")),
 				milliseconds(b, result_double(row, "p99_wait_seconds")), result_double(row, "waiting_seconds"),
 				percent(c, result_double(row, "waiting_share")), result_double(row, "bytes") / 1e6,
-				giga(d, result_double(row, "bytes_per_second"), "B"));
+				rate_text(d, result_double(row, "bytes_per_second"), "B"));
 }
 
 static void print_ranks(const json_t *result)
@@ -741,18 +774,18 @@ static void print_ranks(const json_t *result)
 	char a[32], b[32], c[32], d[16];
 	size_t i;
 	json_t *row;
-	printf("\n%-35s %10s %10s %10s %6s\n", steps ? "rank: ms of a step" : "rank: ms", "all", "own", "waiting", "own %");
+	printf("\n%-34s %8s %9s %9s %5s\n", steps ? "rank: ms a step" : "rank: ms", "all", "own", "waiting", "own %");
 	json_array_foreach(json_object_get(result, "by_rank"), i, row) {
 		char name[128];
 		snprintf(name, sizeof name, "%lld on %s", (long long)result_integer(row, "rank"), result_text(row, "host"));
-		printf("%-35s %10s %10s %10s %6s\n", name, milliseconds(a, result_double(row, "seconds")),
+		printf("%-34s %8s %9s %9s %5s\n", name, milliseconds(a, result_double(row, "seconds")),
 				milliseconds(b, result_double(row, "own_seconds")), milliseconds(c, result_double(row, "waiting_seconds")),
 				percent(d, result_double(row, "own_share")));
 	}
 	if (json_is_null(slowest))
 		return;
 	const char *operation = result_text(slowest, "operation");
-	printf("slowest: rank %lld on %s, own %s ms, the median rank %s ms; %s ms more than there in %s\n",
+	printf("the slowest is rank %lld on %s: own %s ms, the median rank %s ms; of the difference %s ms in %s\n",
 			(long long)result_integer(slowest, "rank"), result_text(slowest, "host"),
 			milliseconds(a, result_double(slowest, "own_seconds")),
 			milliseconds(b, result_double(slowest, "median_own_seconds")),
@@ -764,9 +797,9 @@ static void print_steps(const json_t *result)
 	char a[32], b[32], c[32], d[32];
 	size_t i;
 	json_t *row;
-	printf("\n%-12s %6s %10s %10s %10s   %s\n", "step", "ranks", "ms", "own", "waiting", "slowest rank, own");
+	printf("\n%-12s %6s %9s %9s %9s   %s\n", "step: ms", "ranks", "all", "own", "waiting", "slowest rank, own");
 	json_array_foreach(json_object_get(result, "by_step"), i, row)
-		printf("%-12lld %6lld %10s %10s %10s   %lld, %s\n", (long long)result_integer(row, "step"),
+		printf("%-12lld %6lld %9s %9s %9s   %lld, %s\n", (long long)result_integer(row, "step"),
 				(long long)result_integer(row, "ranks"), milliseconds(a, result_double(row, "seconds")),
 				milliseconds(b, result_double(row, "own_seconds")), milliseconds(c, result_double(row, "waiting_seconds")),
 				(long long)result_integer(row, "slowest_rank"),
@@ -800,9 +833,12 @@ static void print_totals(const json_t *result)
 static void print_place(const json_t *p)
 {
 	const char *phase = result_text(p, "phase");
-	printf("  rank %lld on %s, process %lld %s: %s of step %lld", (long long)result_integer(p, "rank"),
-			result_text(p, "host"), (long long)result_integer(p, "pid"), result_text(p, "process"), phase,
-			(long long)result_integer(p, "step"));
+	printf("  rank %lld on %s, process %lld, which %s: ", (long long)result_integer(p, "rank"), result_text(p, "host"),
+			(long long)result_integer(p, "pid"), result_text(p, "process"));
+	if (!strcmp(phase, heartbeat_phase_names[HEARTBEAT_STEP]))
+		printf("step %lld", (long long)result_integer(p, "step"));
+	else
+		printf("%s, step %lld", phase, (long long)result_integer(p, "step"));
 	if (json_is_integer(json_object_get(p, "layer")))
 		printf(", layer %lld", (long long)result_integer(p, "layer"));
 	if (json_is_string(json_object_get(p, "operation"))) {
@@ -811,8 +847,8 @@ static void print_place(const json_t *p)
 	}
 	if (json_is_string(json_object_get(p, "collective")))
 		printf(", waits in %s", result_text(p, "collective"));
-	printf("; collective number %lld; there for %.1f s, last sign %.1f s ago\n", (long long)result_integer(p, "number"),
-			result_double(p, "seconds"), result_double(p, "sign_seconds"));
+	printf(", for %.1f s; collective %lld, last sign %.1f s ago\n", result_double(p, "seconds"),
+			(long long)result_integer(p, "number"), result_double(p, "sign_seconds"));
 }
 
 static void print_places(const json_t *result)
@@ -829,10 +865,10 @@ static void print_places(const json_t *result)
 		printf("the run was ended from outside in step %lld, %.0f s ago. Then %s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
 	else if (!strcmp(state, state_names[RUN_GOES_ON]))
-		printf("the run goes on in step %lld: its newest record is %.1f s old, a step takes %.1f s\n", step,
+		printf("the run goes on in step %lld: its newest record is %.1f s old, and a step takes %.3g s\n", step,
 				result_double(result, "since_seconds"), result_double(result, "median_step_seconds"));
 	else
-		printf("the run stands still: no rank has begun anything for %.1f s, a step takes %.1f s. %s\n",
+		printf("the run stands still: no rank has begun or ended anything for %.1f s, where a step takes %.3g s. %s\n",
 				result_double(result, "since_seconds"), result_double(result, "median_step_seconds"),
 				json_string_value(text));
 	if (json_is_true(json_object_get(result, "seen_late")))
@@ -840,7 +876,8 @@ static void print_places(const json_t *result)
 	if (read < ranks)
 		printf("%lld of %lld ranks have no trace that could be read\n", ranks - read, ranks);
 	json_array_foreach(json_object_get(result, "places"), i, place)
-		print_place(place);
+		if (strcmp(state, state_names[RUN_ENDED]))
+			print_place(place);
 }
 
 struct trace_options {

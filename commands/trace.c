@@ -112,8 +112,8 @@ static json_t *operations_to_json(const struct trace *list, int count, enum trac
 					"waiting_seconds", result_number(s.waited / count),
 					"own_share", result_number(ratio(own, total)), "waiting_share", result_number(ratio(s.waited, total)),
 					"unit", unit == WORK_FLOPS ? json_string("FLOP") : unit == WORK_BYTES ? json_string("B") : json_null(),
-					"rate", result_number(unit ? ratio(s.work, own) : NAN),
-					"peak_share", result_number(unit ? ratio(s.work, s.possible) : NAN));
+					"rate", result_number(s.work > 0 ? ratio(s.work, own) : NAN),
+					"peak_share", result_number(s.work > 0 ? ratio(s.work, s.possible) : NAN));
 		}
 	return sorted_rows(rows, n);
 }
@@ -363,7 +363,7 @@ static struct rank_place place_of_rank(const struct trace *t)
 {
 	const struct trace_record *op = open_record(t, RECORD_OPERATION), *wait = open_record(t, RECORD_COLLECTIVE);
 	struct rank_place p = {.operation = op, .collective = wait,
-			.rank = {.step = t->step, .phase = t->phase, .layer = -1, .pid = t->pid, .pid_started = t->pid_started}};
+			.rank = {.step = t->step, .phase = t->phase ? t->phase : HEARTBEAT_START, .layer = -1, .pid = t->pid, .pid_started = t->pid_started}};
 	struct heartbeat_rank *r = &p.rank;
 	memcpy(r->host, t->host, sizeof r->host);
 	uint64_t begun = t->phase_begun ? t->phase_begun : t->started, progress = begun, last = 0;
@@ -375,8 +375,9 @@ static struct rank_place place_of_rank(const struct trace *t)
 			last = x->place, r->number = x->number;
 	}
 	if (op) {
-		snprintf(r->operation, sizeof r->operation, "%s%s%s", operations[op->what].name, op->pass ? ", " : "",
-				pass_names[op->pass]);
+		if (op->what != OP_START) /* which the phase says */
+			snprintf(r->operation, sizeof r->operation, "%s%s%s", operations[op->what].name, op->pass ? ", " : "",
+					pass_names[op->pass]);
 		r->layer = op->layer;
 		begun = op->begin;
 	}
@@ -399,6 +400,16 @@ static const char *const state_names[] = {"ended", "gone", "stands still", "goes
 
 /* What a rank of another machine writes may be seen so many seconds late. */
 static const double seen_late = 60;
+
+/* Seconds without anything new after which a run stands still: in a step; in what may be one long operation. */
+static double still_limit(const struct rank_place *p, int count, double median_step)
+{
+	double limit = median_step > 0 ? fmax(2, 10 * median_step) : 60;
+	for (int i = 0; i < count; i++)
+		if (p[i].rank.phase != HEARTBEAT_STEP)
+			limit = fmax(limit, 60);
+	return limit;
+}
 
 /* Whether a rank is in the way of those that wait, when the newest progress of all was `since` seconds ago. */
 static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now, double since)
@@ -453,7 +464,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
 				is_in_the_way(&p[i], all_gone, at, since)};
 	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_GONE
-			: some_stopped || since > fmax(2, 10 * usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
+			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
 	for (int i = 0; i < count; i++)
@@ -857,20 +868,22 @@ static void print_places(const json_t *result)
 	const long long step = result_integer(result, "step"), read = result_integer(result, "ranks_read"),
 			ranks = result_integer(result, "ranks");
 	const json_t *text = json_object_get(result, "text");
+	char takes[64] = "";
 	size_t i;
 	json_t *place;
+	if (result_double(result, "median_step_seconds") > 0)
+		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
 	if (!strcmp(state, state_names[RUN_ENDED]))
 		printf("the run ended by itself after step %lld\n", step);
 	else if (!strcmp(state, state_names[RUN_GONE]))
 		printf("the run was ended from outside in step %lld, %.0f s ago. Then %s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
 	else if (!strcmp(state, state_names[RUN_GOES_ON]))
-		printf("the run goes on in step %lld: its newest record is %.1f s old, and a step takes %.3g s\n", step,
-				result_double(result, "since_seconds"), result_double(result, "median_step_seconds"));
+		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,
+				result_double(result, "since_seconds"), takes);
 	else
-		printf("the run stands still: no rank has begun or ended anything for %.1f s, where a step takes %.3g s. %s\n",
-				result_double(result, "since_seconds"), result_double(result, "median_step_seconds"),
-				json_string_value(text));
+		printf("the run stands still: no rank has begun or ended anything for %.1f s%s. %s\n",
+				result_double(result, "since_seconds"), takes, json_string_value(text));
 	if (json_is_true(json_object_get(result, "seen_late")))
 		printf("what ranks of other machines write may be seen up to %.0f s late: look again then\n", seen_late);
 	if (read < ranks)

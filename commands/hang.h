@@ -1,6 +1,6 @@
 /*
- * commands/hang.h - tells a run that hangs from one that is slow, by its heartbeat, and says in words who is in the way.
- * It reads no file: `ling supervise` and `ling trace --hang` give it what they have read, and the time.
+ * commands/hang.h - tells a run that hangs from one that is slow, by its heartbeat, and says in words who is in the
+ * way. It reads no file: `ling supervise` and `ling trace --hang` give it what they have read, and the time.
  *
  * A run goes on as long as some rank begins another step or phase. It hangs when none does for longer than a limit,
  * which is a multiple of what the same took before in this run: of the median step, of the longest start, first step,

@@ -110,8 +110,9 @@ static json_t *operations_to_json(const struct trace *list, int count, enum trac
 					"p99_seconds", result_number(trace_quantile(&s.all, 0.99)),
 					"seconds", result_number(s.seconds / count), "own_seconds", result_number(own / count),
 					"waiting_seconds", result_number(s.waited / count),
-					"own_share", result_number(ratio(own, total)), "waiting_share", result_number(ratio(s.waited, total)),
-					"unit", unit == WORK_FLOPS ? json_string("FLOP") : unit == WORK_BYTES ? json_string("B") : json_null(),
+					"own_share", result_number(ratio(own, total)),
+					"waiting_share", result_number(ratio(s.waited, total)),
+					"unit", unit ? json_string(unit == WORK_FLOPS ? "FLOP" : "B") : json_null(),
 					"rate", result_number(s.work > 0 ? ratio(s.work, own) : NAN),
 					"peak_share", result_number(s.work > 0 ? ratio(s.work, s.possible) : NAN));
 		}
@@ -363,7 +364,8 @@ static struct rank_place place_of_rank(const struct trace *t)
 {
 	const struct trace_record *op = open_record(t, RECORD_OPERATION), *wait = open_record(t, RECORD_COLLECTIVE);
 	struct rank_place p = {.operation = op, .collective = wait,
-			.rank = {.step = t->step, .phase = t->phase ? t->phase : HEARTBEAT_START, .layer = -1, .pid = t->pid, .pid_started = t->pid_started}};
+			.rank = {.step = t->step, .phase = t->phase ? t->phase : HEARTBEAT_START, .layer = -1,
+			.pid = t->pid, .pid_started = t->pid_started}};
 	struct heartbeat_rank *r = &p.rank;
 	memcpy(r->host, t->host, sizeof r->host);
 	uint64_t begun = t->phase_begun ? t->phase_begun : t->started, progress = begun, last = 0;
@@ -486,8 +488,9 @@ json_t *trace_places(const struct trace *list, int count, double now)
 
 /* ============================================================================================================
  * Trace events. The format: "Trace Event Format" of Chrome's tracing, JSON object format. Times are in microseconds.
- * A rank is a process, with the number rank + 1, as some readers leave process 0 out. Its thread 1 has phases with their operations, its thread 2 the waits for other ranks. What was
- * begun before it was waited for is also an asynchronous event, from its begin to its end.
+ * A rank is a process, with the number rank + 1, as some readers leave process 0 out. Its thread 1 has phases with
+ * their operations, its thread 2 the waits for other ranks. What was begun before it was waited for is also an
+ * asynchronous event, from its begin to its end.
  * ========================================================================================================== */
 
 enum { OPERATIONS_THREAD = 1, WAITS_THREAD = 2 };
@@ -539,8 +542,8 @@ static int64_t file_time(const struct event_writer *w, uint64_t time)
 /* Begins an event; its further members and the bracket that ends it follow. */
 static void begin_event(struct event_writer *w, char kind, int thread, const char *name, const char *more)
 {
-	fprintf(w->out, "%s\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"name\":\"%s%s%s\"", w->any ? "," : "", kind, w->t->rank + 1,
-			thread, name, *more ? ", " : "", more);
+	fprintf(w->out, "%s\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"name\":\"%s%s%s\"", w->any ? "," : "", kind,
+			w->t->rank + 1, thread, name, *more ? ", " : "", more);
 	w->any = true;
 }
 
@@ -687,8 +690,8 @@ int trace_write_events(const struct trace *list, int count, const char *path)
 		return -1;
 	struct event_writer w = {.out = file.stream};
 	const double zero = time_zero(list, count);
-	fprintf(w.out, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"program\":\"ling\",\"time_zero\":%.17g},\"traceEvents\":[",
-			zero);
+	fprintf(w.out, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"program\":\"ling\",\"time_zero\":%.17g},\n"
+			"\"traceEvents\":[", zero);
 	for (int i = 0; i < count && !ferror(w.out); i++) {
 		char name[128];
 		align_clock(&w, list, i, zero);
@@ -790,7 +793,8 @@ static void print_ranks(const json_t *result)
 		char name[128];
 		snprintf(name, sizeof name, "%lld on %s", (long long)result_integer(row, "rank"), result_text(row, "host"));
 		printf("%-34s %8s %9s %9s %5s\n", name, milliseconds(a, result_double(row, "seconds")),
-				milliseconds(b, result_double(row, "own_seconds")), milliseconds(c, result_double(row, "waiting_seconds")),
+				milliseconds(b, result_double(row, "own_seconds")),
+				milliseconds(c, result_double(row, "waiting_seconds")),
 				percent(d, result_double(row, "own_share")));
 	}
 	if (json_is_null(slowest))
@@ -800,7 +804,8 @@ static void print_ranks(const json_t *result)
 			(long long)result_integer(slowest, "rank"), result_text(slowest, "host"),
 			milliseconds(a, result_double(slowest, "own_seconds")),
 			milliseconds(b, result_double(slowest, "median_own_seconds")),
-			milliseconds(c, result_double(slowest, "operation_excess_seconds")), *operation ? operation : "no operation");
+			milliseconds(c, result_double(slowest, "operation_excess_seconds")),
+			*operation ? operation : "no operation");
 }
 
 static void print_steps(const json_t *result)
@@ -812,7 +817,8 @@ static void print_steps(const json_t *result)
 	json_array_foreach(json_object_get(result, "by_step"), i, row)
 		printf("%-12lld %6lld %9s %9s %9s   %lld, %s\n", (long long)result_integer(row, "step"),
 				(long long)result_integer(row, "ranks"), milliseconds(a, result_double(row, "seconds")),
-				milliseconds(b, result_double(row, "own_seconds")), milliseconds(c, result_double(row, "waiting_seconds")),
+				milliseconds(b, result_double(row, "own_seconds")),
+				milliseconds(c, result_double(row, "waiting_seconds")),
 				(long long)result_integer(row, "slowest_rank"),
 				milliseconds(d, result_double(row, "slowest_own_seconds")));
 }
@@ -876,13 +882,13 @@ static void print_places(const json_t *result)
 	if (!strcmp(state, state_names[RUN_ENDED]))
 		printf("the run ended by itself after step %lld\n", step);
 	else if (!strcmp(state, state_names[RUN_GONE]))
-		printf("the run was ended from outside in step %lld, %.0f s ago. Then %s\n", step,
+		printf("the run was ended from outside in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
 	else if (!strcmp(state, state_names[RUN_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,
 				result_double(result, "since_seconds"), takes);
 	else
-		printf("the run stands still: no rank has begun or ended anything for %.1f s%s. %s\n",
+		printf("the run stands still: no rank has begun or ended anything for %.1f s%s:\n%s\n",
 				result_double(result, "since_seconds"), takes, json_string_value(text));
 	if (json_is_true(json_object_get(result, "seen_late")))
 		printf("what ranks of other machines write may be seen up to %.0f s late: look again then\n", seen_late);
@@ -966,7 +972,7 @@ static const struct command_option options[] = {
 
 const struct command trace_command = {
 	.name = "trace", .usage = "RUN", .min_words = 1, .max_words = 1,
-	.help = "Where the time of a run goes, while it trains or afterwards: by operation, collective and rank. With --hang "
-		"who is in the way of the other ranks.",
+	.help = "Where the time of a run goes, while it trains or afterwards: by operation, collective and rank. With "
+		"--hang who is in the way of the other ranks.",
 	.run = run_trace, COMMAND_OPTIONS(trace_options, options),
 };

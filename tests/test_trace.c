@@ -48,7 +48,8 @@ static void add(struct trace_counter *c, int n, double ms, double waited, double
 }
 
 /* A record, its times in milliseconds after `started`; end 0: it is not over. The step is 3. */
-static struct trace_record *put(struct trace *t, enum record_kind kind, int what, double begin, double arrived, double end)
+static struct trace_record *put(struct trace *t, enum record_kind kind, int what, double begin, double arrived,
+		double end)
 {
 	struct trace_record *r = &t->records[t->num_records++];
 	*r = (struct trace_record){.place = t->num_records, .kind = kind, .what = what, .layer = -1, .part = PART_STEP,
@@ -249,8 +250,8 @@ static void test_places(void **state)
 	t[2].records[t[2].num_records - 1].pass = PASS_BACKWARD;
 	t[2].last_sign = 0;
 	/* one computes, three wait */
-	expect_text(t, 4, 5303, "stands still", "rank 2 on box1 has been in experts / down, backward of layer 2 of step 812 "
-			"for 301 s; ranks 0, 1, 3 wait in expert dispatch (number 7711) of layer 3 of step 812");
+	expect_text(t, 4, 5303, "stands still", "rank 2 on box1 has been in experts / down, backward of layer 2 of step "
+			"812 for 301 s; ranks 0, 1, 3 wait in expert dispatch (number 7711) of layer 3 of step 812");
 	json_t *r = trace_places(t, 4, 5303);
 	number(r, "since_seconds", 300.99, 1e-6);
 	words(r, "places.2.operation", "experts / down");
@@ -319,10 +320,12 @@ static void test_processes(void **state)
 		t[i].last_sign = t[i].started + 500 * MS;
 	}
 	snprintf(expected, sizeof expected, "rank 1 on %s has been in the wait for gradients (number 5) of step 9 for 1 s "
-			"without a sign; rank 0 waits in gradients (number 5) of step 9; process %d of rank 1 is gone", host, getpid());
+			"without a sign; rank 0 waits in gradients (number 5) of step 9; process %d of rank 1 is gone", host,
+			getpid());
 	expect_text(t, 2, 5000.6, "stands still", expected);
 	t[0].pid_started++; /* both are gone: at their end, whenever that was, both waited */
-	expect_text(t, 2, 9000, "gone", "all ranks wait, and none computes; ranks 0, 1 wait in gradients (number 5) of step 9");
+	expect_text(t, 2, 9000, "gone", "all ranks wait, and none computes; ranks 0, 1 wait in gradients (number 5) of "
+			"step 9");
 	json_t *r = trace_places(t, 2, 9000);
 	number(r, "sign_seconds", 3999.5, 1e-6);
 	json_decref(r);
@@ -357,10 +360,10 @@ static json_t *read_events(const char *path, int *slices)
 	memset(last, 0x80, sizeof last);
 	*slices = 0;
 	json_array_foreach(events, i, event) {
-		const char *kind = json_string_value(json_object_get(event, "ph")), *name = json_string_value(json_object_get(event,
-				"name"));
-		const int pid = json_integer_value(json_object_get(event, "pid")), tid = json_integer_value(json_object_get(event,
-				"tid"));
+		const char *kind = json_string_value(json_object_get(event, "ph"));
+		const char *name = json_string_value(json_object_get(event, "name"));
+		const int pid = json_integer_value(json_object_get(event, "pid"));
+		const int tid = json_integer_value(json_object_get(event, "tid"));
 		assert_true(name && *name && pid >= 1 && pid < 64 && tid >= 1 && tid < 3);
 		assert_true(json_is_string(json_object_get(event, "cat")));
 		names[pid][tid] += !strcmp(name, "thread_name");
@@ -404,8 +407,8 @@ static void test_events(void **state)
 	(void)state;
 	struct trace t[3] = {make_trace(0, 3), make_trace(1, 3), make_trace(2, 3)};
 	int slices;
-	/* Ranks 0 and 1 are on one machine and have one clock, though rank 1 read the time of day 0.1 s too late. Rank 2 has
-	 * another clock, and began 1.5 s later. */
+	/* Ranks 0 and 1 are on one machine and have one clock, though rank 1 read the time of day 0.1 s too late. Rank 2
+	 * has another clock, and began 1.5 s later. */
 	t[1].started_unix += 0.1;
 	t[2].started = 77 * (uint64_t)MS;
 	t[2].started_unix += 1.5;

@@ -134,7 +134,7 @@ test_in_the_way() {
 	stop_where 2 '.phase == "step" and .collective == null and .operation != null'
 	look '.state == "stands still" and ([.in_the_way[].rank] == [2]) and ([.waiting[].rank] == [0, 1, 3])'
 	expect 0 "" "$ling" trace hung --hang
-	grep -qE "the run stands still: .* rank 2 on [^ ]+ has been in [a-z_/, -]+( of layer [01])? of step [0-9]+ for [0-9]+ s; ranks? 0.*; process $pid of rank 2 is stopped" out.txt ||
+	grep -qE "^rank 2 on [^ ]+ has been in [a-z_/, -]+( of layer [01])? of step [0-9]+ for [0-9]+ s; ranks? 0.*; process $pid of rank 2 is stopped" out.txt ||
 		problem "$(cat out.txt)"
 	kill -CONT "$pid"
 	stop_where 1 '.phase == "step" and (.collective // "" | startswith("expert "))'

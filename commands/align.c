@@ -55,13 +55,14 @@ static void print_differing(const json_t *tensor, const char *key)
 		printf(", in %lld of %lld %s (between number %lld and %lld)", differ, of, key, first, last);
 }
 
-static void print_routing(const json_t *routing, bool all)
+/* examples: show some of the tokens; all: all of them, and layers in which only the order differs */
+static void print_routing(const json_t *routing, bool examples, bool all)
 {
 	const int64_t tokens = result_integer(routing, "tokens"), flipped = result_integer(routing, "flipped_tokens"),
 			reordered = result_integer(routing, "reordered_tokens");
 	if (!flipped && (!reordered || !all))
 		return;
-	printf("  layer %lld / router / top-k: %lld of %lld tokens choose other experts (%lld of %lld choices)",
+	printf("routing: layer %lld / router / top-k: %lld of %lld tokens choose other experts (%lld of %lld choices)",
 			(long long)result_integer(routing, "layer"), (long long)flipped, (long long)tokens,
 			(long long)result_integer(routing, "flipped_choices"), (long long)(tokens * result_integer(routing, "k")));
 	if (reordered)
@@ -70,7 +71,7 @@ static void print_routing(const json_t *routing, bool all)
 	const json_t *flip, *flips = json_object_get(routing, "flips");
 	size_t i;
 	json_array_foreach(flips, i, flip) {
-		if (i == 3 && !all)
+		if ((i == 3 || !examples) && !all)
 			break;
 		printf("    token %lld: expert %lld in A, %lld in B", (long long)result_integer(flip, "token"),
 				(long long)result_integer(flip, "from"), (long long)result_integer(flip, "to"));
@@ -88,7 +89,7 @@ static void print_routing(const json_t *routing, bool all)
 	if (!flipped)
 		return;
 	if (is_true(routing, "rounding"))
-		printf("    The probabilities agree within the tolerance: rounding decided. Below, these tokens are left out.\n");
+		printf("    The probabilities agree within the tolerance: rounding decided. What follows leaves these tokens out.\n");
 	else if (!is_true(routing, "has_softmax"))
 		printf("    Without \"router / softmax\" in both dumps it cannot be told whether rounding decided.\n");
 }
@@ -105,7 +106,7 @@ static void print_difference(const json_t *tensor)
 	printf("    relative L2 %.2g (tolerance %g)", result_double(tensor, "relative"), result_double(tensor, "tolerance"));
 	if (is_true(tensor, "zero_b") || is_true(tensor, "zero_a"))
 		printf("; %s is zero everywhere", is_true(tensor, "zero_b") ? "B" : "A");
-	else if (elements > 1 && 1 - fabs(cosine) < 1e-9)
+	else if (1 - fabs(cosine) < 1e-9)
 		printf("; B is %.6g times A", factor);
 	else if (!isnan(cosine))
 		printf(", cosine %.6f", cosine);
@@ -132,7 +133,7 @@ static void print_first(const json_t *step, const json_t *first)
 	printf(" (%s%s)\n", result_text(first, "pass"), strcmp(result_text(first, "pass"), "optimizer") &&
 			strcmp(result_text(first, "pass"), "weight gradient") ? " pass" : "");
 	if (json_object_get(first, "routing"))
-		printf("    tokens go to other experts, see above\n");
+		printf("    tokens go to other experts, see below\n");
 	else
 		print_difference(first);
 	if (json_is_string(json_object_get(step, "before_first")))
@@ -237,10 +238,11 @@ static void print_step(const json_t *step, bool all)
 		printf("all within the tolerance\n");
 	print_only(step, "only_a", "A", all);
 	print_only(step, "only_b", "B", all);
-	json_array_foreach(json_object_get(step, "routing"), i, routing)
-		print_routing(routing, all);
 	if (json_is_object(first))
 		print_first(step, first);
+	json_array_foreach(json_object_get(step, "routing"), i, routing)
+		print_routing(routing, !json_is_object(first) || is_true(first, "after_flip") ||
+				json_object_get(first, "routing"), all);
 	if (all) {
 		print_table_head();
 		print_lines(tensors, 0, json_array_size(tensors), true);
@@ -403,7 +405,11 @@ static int run_align(const struct command_line *line)
 {
 	const struct align_options *o = line->options;
 	const char *a = line->words[0], *b = line->words[1];
-	const bool dumps = is_dump(a) && is_dump(b), has_floor = o->floor.count > 0;
+	const bool dumps = is_dump(a), has_floor = o->floor.count > 0;
+	if (is_dump(b) != dumps) {
+		fail("%s is a dump, and %s is none: expected two dumps, or two runs", dumps ? a : b, dumps ? b : a);
+		return EXIT_WORK_FAILED;
+	}
 	if (line->num_words > 2 && !has_floor) {
 		fail("%s: more than two words: expected A B, or RUN RUN --floor RUN...", line->words[2]);
 		return EXIT_WRONG_USE;

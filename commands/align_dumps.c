@@ -410,13 +410,14 @@ static void compare_tensor(const struct comparison *c, const struct place *p, co
 	}
 }
 
-/* Where a tensor differs: how many of its rows (or columns) do, and the first and the last of them. A row differs when
- * its difference is above the tolerance of what a row's norm is in the mean. NULL for a tensor of one dimension. */
+/* Where a tensor differs: how many of its rows (indices of the first dimension) or columns (of the last) do, and the
+ * first and the last of them. A row differs when its difference is above the tolerance of what a row's norm is in the
+ * mean. null for a tensor of one dimension. */
 static json_t *differing(const struct tensor *a, const struct tensor *b, double tolerance, bool columns)
 {
 	if (a->num_dims < 2 || !size_of(a))
 		return json_null();
-	const int64_t n = size_of(a), width = a->shape[a->num_dims - 1], rows = n / width, count = columns ? width : rows;
+	const int64_t n = size_of(a), width = a->shape[a->num_dims - 1], count = columns ? width : a->shape[0];
 	double *square = allocate(count * sizeof *square), total = 0, x[BLOCK], y[BLOCK];
 	for (int64_t first = 0; first < n; first += BLOCK) {
 		const int size = n - first < BLOCK ? (int)(n - first) : BLOCK;
@@ -424,7 +425,7 @@ static json_t *differing(const struct tensor *a, const struct tensor *b, double 
 		read_elements(y, b, first, size);
 		for (int i = 0; i < size; i++) {
 			const double d = y[i] - x[i];
-			square[columns ? (first + i) % width : (first + i) / width] += isfinite(d) ? d * d
+			square[columns ? (first + i) % width : (first + i) / (n / count)] += isfinite(d) ? d * d
 					: x[i] == y[i] ? 0 : INFINITY;
 			total += isfinite(d) ? fmax(x[i] * x[i], y[i] * y[i]) : 0;
 		}
@@ -455,9 +456,10 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 	/* The difference from a multiple of a: |b - r a|^2 = |b|^2 - r a.b for the best r */
 	const double factor = s.a_square > 0 ? s.ab / s.a_square : NAN;
 	const bool beyond = relative > tolerance || s.nonfinite_unlike;
-	const int64_t width = a->num_dims ? a->shape[a->num_dims - 1] : 1;
-	json_t *at = s.max > 0 && a->num_dims > 1 ? json_pack("[I,I]", (json_int_t)(s.at / width),
-			(json_int_t)(s.at % width)) : json_pack("[I]", (json_int_t)s.at);
+	json_t *at = json_array();
+	int64_t rest = s.at;
+	for (int i = a->num_dims - 1; i >= 0 && a->shape[i]; rest /= a->shape[i--])
+		json_array_insert_new(at, 0, json_integer(rest % a->shape[i]));
 	json_t *out = json_pack("{s:o, s:s, s:o, s:o, s:o, s:I, s:f, s:f, s:o, s:f, s:f, s:o, s:f, s:f, s:o, s:I, s:I, s:I, "
 			"s:I, s:b}", "name", json_cstring(a->name), "pass", pass_names[p->pass],
 			"operation", json_cstring(p->operation), "layer", p->layer < 0 ? json_null() : json_integer(p->layer),
@@ -575,14 +577,24 @@ static int compare_routing(struct comparison *c)
 	return 0;
 }
 
-/* Compares the dumps of a step, and appends the result to `steps`. */
-static int compare_step(json_t *steps, int64_t step, const char *path_a, const char *path_b, double tolerance)
+/* The step of a dump, as its file says; -1 when it does not. */
+static int64_t step_of(const struct tensors *w)
+{
+	const char *step = json_string_value(json_object_get(json_object_get(w->files->header, "__metadata__"), "step"));
+	char *end;
+	const long long value = step ? strtoll(step, &end, 10) : -1;
+	return step && *step && !*end ? value : -1;
+}
+
+/* Compares two dumps of a step, and appends the result to `steps`. */
+static int compare_step(json_t *steps, const char *path_a, const char *path_b, double tolerance)
 {
 	struct tensors *a = tensors_open(path_a, ""), *b = a ? tensors_open(path_b, "") : NULL;
 	if (!b) {
 		tensors_close(a);
 		return -1;
 	}
+	const int64_t step = step_of(a);
 	struct tensor *order_a = in_order(a), *order_b = in_order(b);
 	struct comparison c = {.a = a, .b = b, .tolerance = tolerance,
 			.report = json_pack("{s:o, s:[], s:[]}", "step", step < 0 ? json_null() : json_integer(step), "tensors",
@@ -685,7 +697,7 @@ static int compare_directories(json_t *report, const char *a, const char *b, dou
 		char path_a[PATH_LEN], path_b[PATH_LEN];
 		if (has_step(&of_b, of_a.step[i]))
 			rc = step_path(path_a, a, of_a.step[i]) < 0 || step_path(path_b, b, of_a.step[i]) < 0 ? -1
-					: compare_step(steps, of_a.step[i], path_a, path_b, tolerance);
+					: compare_step(steps, path_a, path_b, tolerance);
 	}
 	if (rc == 0 && !json_array_size(steps))
 		rc = fail("%s and %s have no step in common: the first has %zu, from %lld on, the second %zu, from %lld on", a,
@@ -706,7 +718,7 @@ json_t *align_dumps(const char *a, const char *b, double tolerance)
 				dir_a ? a : b, dir_a ? b : a);
 	else
 		rc = dir_a ? compare_directories(report, a, b, tolerance)
-				: compare_step(json_object_get(report, "steps"), -1, a, b, tolerance);
+				: compare_step(json_object_get(report, "steps"), a, b, tolerance);
 	if (rc < 0) {
 		json_decref(report);
 		return NULL;

@@ -130,6 +130,25 @@ static void read_elements(double *out, const struct tensor *t, int64_t first, in
 	}
 }
 
+/* Adds n pairs of elements; the first one of x is element `at` of a. */
+static void add_pairs(struct sums *s, const double *x, const double *y, int n, int64_t at)
+{
+	for (int i = 0; i < n; i++) {
+		const bool finite_x = isfinite(x[i]), finite_y = isfinite(y[i]);
+		if (!finite_x || !finite_y) {
+			s->nonfinite_a += !finite_x, s->nonfinite_b += !finite_y;
+			s->nonfinite_unlike += x[i] != y[i] && !(isnan(x[i]) && isnan(y[i]));
+			continue;
+		}
+		const double d = fabs(y[i] - x[i]);
+		if (d > s->max)
+			s->max = d, s->at = at + i, s->a_at = x[i], s->b_at = y[i];
+		s->n++;
+		s->abs += d, s->square += d * d;
+		s->a_square += x[i] * x[i], s->b_square += y[i] * y[i], s->ab += x[i] * y[i];
+	}
+}
+
 /* Adds n elements of a, from first_a on, and as many of b, from first_b on. */
 static void add_elements(struct sums *s, const struct tensor *a, int64_t first_a, const struct tensor *b,
 		int64_t first_b, int64_t n)
@@ -139,21 +158,33 @@ static void add_elements(struct sums *s, const struct tensor *a, int64_t first_a
 		const int count = n - done < BLOCK ? (int)(n - done) : BLOCK;
 		read_elements(x, a, first_a + done, count);
 		read_elements(y, b, first_b + done, count);
+		add_pairs(s, x, y, count, first_a + done);
+	}
+}
+
+/* Adds the elements of an updated weight, tensors of the same size, but those whose first moments differ by more than
+ * `most` of themselves. AdamW divides a moment by its own size: where that is nothing but rounding, so is the step, which
+ * still has the size of the learning rate. Returns how many elements are left out. */
+static int64_t add_updated(struct sums *s, const struct tensor *a, const struct tensor *b, const struct tensor *moment_a,
+		const struct tensor *moment_b, double most)
+{
+	double x[BLOCK], y[BLOCK], m[BLOCK], n[BLOCK];
+	const int64_t size = size_of(a);
+	int64_t left_out = 0;
+	for (int64_t first = 0; first < size; first += BLOCK) {
+		const int count = size - first < BLOCK ? (int)(size - first) : BLOCK;
+		read_elements(x, a, first, count);
+		read_elements(y, b, first, count);
+		read_elements(m, moment_a, first, count);
+		read_elements(n, moment_b, first, count);
 		for (int i = 0; i < count; i++) {
-			const bool finite_x = isfinite(x[i]), finite_y = isfinite(y[i]);
-			if (!finite_x || !finite_y) {
-				s->nonfinite_a += !finite_x, s->nonfinite_b += !finite_y;
-				s->nonfinite_unlike += x[i] != y[i] && !(isnan(x[i]) && isnan(y[i]));
-				continue;
-			}
-			const double d = fabs(y[i] - x[i]);
-			if (d > s->max)
-				s->max = d, s->at = first_a + done + i, s->a_at = x[i], s->b_at = y[i];
-			s->n++;
-			s->abs += d, s->square += d * d;
-			s->a_square += x[i] * x[i], s->b_square += y[i] * y[i], s->ab += x[i] * y[i];
+			if (fabs(n[i] - m[i]) > most * fabs(m[i]))
+				left_out++;
+			else
+				add_pairs(s, &x[i], &y[i], 1, first + i);
 		}
 	}
+	return left_out;
 }
 
 /* The L2 norm of the difference over the larger one of the two norms: 0 when both are zero, 1 when one is. */
@@ -383,19 +414,31 @@ static int routing_init(struct routing *r, const struct comparison *c, const str
 
 /* ------------------------------------------------------------------------------------------------- one tensor */
 
+/* The tensor "NAME / moment 1" beside an updated weight "NAME / updated", of the same size; or NULL. */
+static const struct tensor *moment_of(const struct tensors *w, const struct tensor *updated)
+{
+	char name[MAX_NAME + 32];
+	int n = (int)strlen(updated->name);
+	if (!cut_ending(updated->name, &n, " / updated") || n > MAX_NAME)
+		return NULL;
+	snprintf(name, sizeof name, "%.*s / moment 1", n, updated->name);
+	const struct tensor *moment = tensor_find(w, name);
+	return moment && moment->dtype >= 0 && moment->dtype <= I32 && size_of(moment) == size_of(updated) ? moment : NULL;
+}
+
 /* Compares a tensor, token by token where its rows are tokens: without those that a router has sent elsewhere, and with
- * b's experts in a's order. left_out: the tokens that are not compared. */
-static void compare_tensor(const struct comparison *c, const struct place *p, const struct tensor *a,
-		const struct tensor *b, struct sums *s, int64_t *left_out)
+ * b's experts in a's order. Returns how many tokens, or elements of an updated weight, are left out. */
+static int64_t compare_tensor(const struct comparison *c, const struct place *p, const struct tensor *a,
+		const struct tensor *b, double tolerance, struct sums *s)
 {
 	const int64_t n = size_of(a);
 	const struct routing *r = p->rows == ROWS_CHOICES ? find_routing(c, p->layer) : NULL;
-	const bool by_token = p->rows != ROWS_OTHER && c->T && n % c->T == 0 &&
-			(c->num_left_out || (r && r->reordered));
-	*left_out = by_token ? c->num_left_out : 0;
-	if (!by_token) {
+	const struct tensor *moment_a = moment_of(c->a, a), *moment_b = moment_a ? moment_of(c->b, b) : NULL;
+	if (moment_b)
+		return add_updated(s, a, b, moment_a, moment_b, 10 * tolerance);
+	if (p->rows == ROWS_OTHER || !c->T || n % c->T || (!c->num_left_out && !(r && r->reordered))) {
 		add_elements(s, a, 0, b, 0, n);
-		return;
+		return 0;
 	}
 	const int64_t row = n / c->T;
 	for (int64_t t = 0; t < c->T; t++) {
@@ -408,6 +451,7 @@ static void compare_tensor(const struct comparison *c, const struct place *p, co
 				add_elements(s, a, t * row + row / r->k * i, b, t * row + row / r->k * r->partner[t * r->k + i],
 						row / r->k);
 	}
+	return c->num_left_out;
 }
 
 /* Where a tensor differs: how many of its rows (indices of the first dimension) or columns (of the last) do, and the
@@ -447,11 +491,10 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 		const struct tensor *b)
 {
 	struct sums s = {0};
-	int64_t left_out;
 	const bool whole = a->dtype == I32 || a->dtype == I64;
 	const double tolerance = whole ? 0 : c->tolerance ? c->tolerance
 			: fmax(tolerance_of_type(a->dtype), tolerance_of_type(b->dtype));
-	compare_tensor(c, p, a, b, &s, &left_out);
+	const int64_t left_out = compare_tensor(c, p, a, b, tolerance, &s);
 	const double relative = relative_difference(&s), norms = sqrt(s.a_square * s.b_square);
 	/* The difference from a multiple of a: |b - r a|^2 = |b|^2 - r a.b for the best r */
 	const double factor = s.a_square > 0 ? s.ab / s.a_square : NAN;
@@ -468,7 +511,7 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 			"largest", s.max, "mean", s.n ? s.abs / s.n : 0, "at", at, "a", s.a_at, "b", s.b_at,
 			"factor", result_number(factor), "nonfinite_a", (json_int_t)s.nonfinite_a,
 			"nonfinite_b", (json_int_t)s.nonfinite_b, "nonfinite_unlike", (json_int_t)s.nonfinite_unlike,
-			"tokens_left_out", (json_int_t)left_out, "beyond", beyond);
+			"left_out", (json_int_t)left_out, "beyond", beyond);
 	json_object_set_new(out, "zero_a", json_boolean(s.n && s.a_square == 0));
 	json_object_set_new(out, "zero_b", json_boolean(s.n && s.b_square == 0));
 	return out;

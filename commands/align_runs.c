@@ -162,24 +162,31 @@ static void test_mean(json_t *tests, const char *name, const struct bundle *u, d
 	free(x);
 }
 
-/* The distance: the same for the logarithm of the mean distance to the n runs. If a pair's distance is a sum of a part
- * of each run, the n values have only (n - 2) / (n - 1) of the spread of the parts, for each pair counts for both. */
-static void test_distance(json_t *tests, const char *name, const struct bundle *u, double t)
+/* The largest mean distance to the n runs that a run of their kind has in some steps: the same prediction for its
+ * logarithm. If a pair's distance is a sum of a part of each run, the n values have only (n - 2) / (n - 1) of the spread
+ * of the parts, for each pair counts for both. Needs n >= 3. */
+static double distance_limit(const struct bundle *u, int first, int end, double t)
 {
 	double *x = allocate(u->n * sizeof *x), mean, deviation;
 	for (int i = 0; i < u->n; i++)
-		x[i] = log(fmax(distance(u, i, 0, u->steps), 1e-300));
+		x[i] = log(fmax(distance(u, i, first, end), 1e-300));
 	mean_and_deviation(x, u->n, &mean, &deviation);
 	deviation *= (u->n - 1.0) / (u->n - 2);
-	add_test(tests, name, "distance", distance(u, u->n, 0, u->steps),
-			exp(fmin(mean + t * deviation * sqrt(1 + 1.0 / u->n), 700)), u->step[0], u->step[u->steps - 1]);
 	free(x);
+	return exp(fmin(mean + t * deviation * sqrt(1 + 1.0 / u->n), 700));
 }
 
-/* How early they part: in windows of 1, 2, 4, ... steps, the distance of b must not be above PARTING times the largest
- * one of the n runs. The result is the window that is nearest to its limit, or farthest beyond it. */
+static void test_distance(json_t *tests, const char *name, const struct bundle *u, double t)
+{
+	add_test(tests, name, "distance", distance(u, u->n, 0, u->steps), distance_limit(u, 0, u->steps, t), u->step[0],
+			u->step[u->steps - 1]);
+}
+
+/* How early they part: the distance in windows of 1, 2, 4, ... steps. Rounding of another kind (another order of sums in
+ * each product, say) may begin larger than that of the first weights: so PARTING times the largest distance of the n
+ * runs passes, too. The result is the window that is nearest to its limit, or farthest beyond it. */
 #define PARTING 10
-static void test_parting(json_t *tests, const char *name, const struct bundle *u)
+static void test_parting(json_t *tests, const char *name, const struct bundle *u, double t)
 {
 	double worst_found = 0, worst_limit = ROUNDING;
 	int worst_first = 0, worst_end = 1;
@@ -188,7 +195,8 @@ static void test_parting(json_t *tests, const char *name, const struct bundle *u
 		double floor = 0;
 		for (int i = 0; i < u->n; i++)
 			floor = fmax(floor, distance(u, i, first, end));
-		const double found = distance(u, u->n, first, end), limit = fmax(PARTING * floor, ROUNDING);
+		const double found = distance(u, u->n, first, end), limit = fmax(ROUNDING, fmax(PARTING * floor,
+				u->n > 2 ? distance_limit(u, first, end, t) : 0));
 		if (found / limit > worst_found / worst_limit)
 			worst_found = found, worst_limit = limit, worst_first = first, worst_end = end;
 	}
@@ -244,7 +252,7 @@ static json_t *compare_with_floor(const struct run *runs, int num, int64_t skip)
 			test_mean(tests, curves[i], &u, t);
 			if (has_distance)
 				test_distance(tests, curves[i], &u, t);
-			test_parting(tests, curves[i], &u);
+			test_parting(tests, curves[i], &u, t);
 		}
 		free(u.log);
 	}
@@ -257,11 +265,12 @@ static json_t *compare_with_floor(const struct run *runs, int num, int64_t skip)
 
 /* ---------------------------------------------------------------------------------------------------- configs */
 
-/* Lists the keys whose values differ between two values of a config, NULL being none. key: the path to them. */
+/* Lists the keys whose values differ between two values of a config, NULL being none; but that of the directory. key:
+ * the path to them. */
 static void list_differences(json_t *out, const char *key, const json_t *a, const json_t *b)
 {
 	if (!json_is_object(a) || !json_is_object(b)) {
-		if (!a || !b || !json_equal((json_t *)a, (json_t *)b))
+		if (strcmp(key, "train.output_dir") && (!a || !b || !json_equal((json_t *)a, (json_t *)b)))
 			json_array_append_new(out, json_pack("{s:s, s:O?, s:O?}", "key", key, "a", a, "b", b));
 		return;
 	}

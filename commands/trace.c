@@ -557,15 +557,18 @@ static void write_name(struct event_writer *w, const char *what, int thread, con
 	json_decref(value);
 }
 
-/* A slice of a thread, without the bracket that ends it. */
+/* A slice of a thread, without the bracket that ends it. It is written as `gap` nanoseconds shorter. Readers compute
+ * ends in floating point, or round begin and duration to nanoseconds: without gaps they would take a slice that begins
+ * where another one ends for a part of it. Phases have a smaller gap than what lies in them. */
+enum { PHASE_GAP = 1, SLICE_GAP = 3 };
 static void begin_slice(struct event_writer *w, int thread, const char *name, const char *more, uint64_t begin,
-		uint64_t end)
+		uint64_t end, int gap)
 {
 	begin_event(w, 'X', thread, name, more);
 	fprintf(w->out, ",\"ts\":");
 	write_microseconds(w->out, file_time(w, begin));
 	fprintf(w->out, ",\"dur\":");
-	write_microseconds(w->out, (int64_t)(end > begin ? end - begin : 0));
+	write_microseconds(w->out, (int64_t)(end > begin + gap ? end - begin - gap : 0));
 }
 
 /* The members of a record that say where it belongs to. */
@@ -585,13 +588,13 @@ static void write_phase(struct event_writer *w, enum heartbeat_phase phase, int6
 	const bool is_step = phase == HEARTBEAT_STEP || phase == HEARTBEAT_FIRST_STEP;
 	if (is_step)
 		snprintf(name, sizeof name, "step %lld", (long long)step);
-	begin_slice(w, OPERATIONS_THREAD, is_step ? name : heartbeat_phase_names[phase], "", begin, end);
+	begin_slice(w, OPERATIONS_THREAD, is_step ? name : heartbeat_phase_names[phase], "", begin, end, PHASE_GAP);
 	fprintf(w->out, ",\"cat\":\"phase\",\"args\":{\"step\":%lld%s}}", (long long)step, over ? "" : ",\"over\":false");
 }
 
 static void write_operation(struct event_writer *w, const struct trace_record *r, uint64_t end)
 {
-	begin_slice(w, OPERATIONS_THREAD, operations[r->what].name, pass_names[r->pass], r->begin, end);
+	begin_slice(w, OPERATIONS_THREAD, operations[r->what].name, pass_names[r->pass], r->begin, end, SLICE_GAP);
 	write_place(w, r);
 	if (operations[r->what].unit && isfinite(r->work))
 		fprintf(w->out, ",\"%s\":%.17g", operations[r->what].unit == WORK_FLOPS ? "FLOPs" : "bytes", r->work);
@@ -600,7 +603,7 @@ static void write_operation(struct event_writer *w, const struct trace_record *r
 
 static void write_wait(struct event_writer *w, const struct trace_record *r, uint64_t end)
 {
-	begin_slice(w, WAITS_THREAD, traffic_names[r->what], "", r->arrived, end);
+	begin_slice(w, WAITS_THREAD, traffic_names[r->what], "", r->arrived, end, SLICE_GAP);
 	write_place(w, r);
 	fprintf(w->out, ",\"number\":%u,\"bytes\":%.17g,\"arrived\":", r->number, isfinite(r->work) ? r->work : 0);
 	write_microseconds(w->out, file_time(w, r->arrived));

@@ -397,8 +397,8 @@ static struct rank_place place_of_rank(const struct trace *t)
 }
 
 /* What is to be said of a run. */
-enum run_state { RUN_ENDED, RUN_GONE, RUN_STANDS_STILL, RUN_GOES_ON };
-static const char *const state_names[] = {"ended", "gone", "stands still", "goes on"};
+enum run_state { RUN_ENDED, RUN_BROKE_OFF, RUN_STANDS_STILL, RUN_GOES_ON };
+static const char *const state_names[] = {"ended", "broke off", "stands still", "goes on"};
 
 /* What a rank of another machine writes may be seen so many seconds late. */
 static const double seen_late = 60;
@@ -465,7 +465,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
 				is_in_the_way(&p[i], all_gone, at, since)};
-	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_GONE
+	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
 			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
@@ -884,8 +884,8 @@ static void print_places(const json_t *result)
 		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
 	if (!strcmp(state, state_names[RUN_ENDED]))
 		printf("the run ended by itself after step %lld\n", step);
-	else if (!strcmp(state, state_names[RUN_GONE]))
-		printf("the run was ended from outside in step %lld, %.0f s ago. Then\n%s\n", step,
+	else if (!strcmp(state, state_names[RUN_BROKE_OFF]))
+		printf("the run broke off in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
 	else if (!strcmp(state, state_names[RUN_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,

@@ -324,8 +324,8 @@ static void test_processes(void **state)
 			getpid());
 	expect_text(t, 2, 5000.6, "stands still", expected);
 	t[0].pid_started++; /* both are gone: at their end, whenever that was, both waited */
-	expect_text(t, 2, 9000, "broke off", "all ranks wait, and none computes; ranks 0, 1 wait in gradients (number 5) of "
-			"step 9");
+	expect_text(t, 2, 9000, "broke off", "all ranks wait, and none computes; ranks 0, 1 wait in gradients (number 5) "
+			"of step 9");
 	json_t *r = trace_places(t, 2, 9000);
 	number(r, "sign_seconds", 3999.5, 1e-6);
 	json_decref(r);

@@ -48,7 +48,8 @@
  *     plot_canvas              drawing, PNG
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
+ *     follow                   reading what is new in a file of JSON lines
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, watch    a command each; tokenize has
  *                              train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says

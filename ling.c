@@ -899,8 +899,15 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 	return step;
 }
 
+/* Whether the metrics of a step count the tokens of each expert: with log.experts auto at most 200 lines of a run. */
+static bool counts_experts(const struct trainer *t, int64_t step)
+{
+	const int64_t every = t->config.log.experts == EVERY_AUTO ? (t->steps + 199) / 200 : t->config.log.experts;
+	return every && step % every == 0;
+}
+
 /* Fills in *m from the step's sums: balance loss and z-loss, as means over the layers that have experts, and the expert
- * load of each. */
+ * load of each, and in some steps the tokens of each expert. */
 static void report_sums(struct trainer *t, struct metrics *m)
 {
 	const struct model_config *c = &t->config.model;
@@ -913,11 +920,16 @@ static void report_sums(struct trainer *t, struct metrics *m)
 		for (int e = 0; e < c->num_experts; e++) {
 			largest = sum->count[e] > largest ? sum->count[e] : largest;
 			total += sum->count[e];
+			t->expert_counts[(int64_t)(l - first) * c->num_experts + e] = (int64_t)sum->count[e];
 		}
 		t->expert_load[l - first] = largest * c->num_experts / total;
 	}
 	m->num_layers = n;
 	m->expert_load = t->expert_load;
+	if (n && counts_experts(t, m->step)) {
+		m->num_experts = c->num_experts;
+		m->expert_counts = t->expert_counts;
+	}
 }
 
 /* Names samples that are trained no more, and why. Sorts them on rank 0. */
@@ -1265,16 +1277,17 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run
- * that continues makes up for it, so that its metrics are those of a run that was not stopped. */
+/* Puts the mean loss over all targets of the validation files into *m, and that of each named set. A stop ends it:
+ * then *m says so, and the run that continues makes up for it, so that its metrics are those of a run that was not
+ * stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
-	const double start = clock_seconds();
-	double sum = 0;
-	int64_t tokens = 0;
-	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
+	double sum = 0, set_sum = 0;
+	int64_t tokens = 0, set_tokens = 0;
+	int set = -1; /* of this file: the files of a set stand together */
 	for (int i = 0; i < c->data.num_valid; i++) {
+		const char *name = c->data.valid[i].set;
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
@@ -1284,52 +1297,95 @@ static int validate(struct trainer *t, struct metrics *m)
 		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
+		if (!*name)
+			continue;
+		if (i == 0 || strcmp(name, c->data.valid[i - 1].set)) {
+			set++;
+			set_sum = 0, set_tokens = 0;
+		}
+		set_sum += e.loss * e.tokens;
+		set_tokens += e.tokens;
+		memcpy(t->valid_losses[set].set, name, sizeof t->valid_losses[set].set);
+		t->valid_losses[set].loss = set_sum / set_tokens;
 	}
 	m->valid_loss = sum / tokens;
-	m->has_valid_loss = true;
-	t->validation_seconds += clock_seconds() - start;
-	t->num_validations++;
+	m->has_valid_loss = c->data.num_valid > 0;
+	m->num_valid_sets = set + 1;
+	m->valid_losses = t->valid_losses;
 	return 0;
 }
 
-/* Whether the weights after `step` are validated. */
-static bool has_validation(const struct trainer *t, int64_t step)
+/* Whether the weights after `step` are evaluated. */
+static bool has_evaluation(const struct trainer *t, int64_t step)
 {
 	const struct config *c = &t->config;
 	return c->data.num_valid && (step == t->steps || (c->eval.every && step % c->eval.every == 0));
 }
 
+/* All that an evaluation of the current weights does. *m is filled in by validate(). */
+static int evaluate_step(struct trainer *t, struct metrics *m)
+{
+	const double start = clock_seconds();
+	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
+	if (validate(t, m) < 0)
+		return -1;
+	if (m->validation_stopped)
+		return 0;
+	t->evaluation_seconds += clock_seconds() - start;
+	t->num_evaluations++;
+	return 0;
+}
+
 /* The seconds that the run will still take after step m->step: its tokens at the rate of this process so far, and its
- * validations at the mean of those so far. */
+ * evaluations at the mean of those so far. */
 static double seconds_left(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
 	const struct config *c = &t->config;
-	int64_t validations = 0;
-	if (c->data.num_valid && m->step < t->steps) {
+	int64_t evaluations = 0;
+	if (m->step < t->steps) {
 		if (c->eval.every)
-			validations = t->steps / c->eval.every - m->step / c->eval.every;
-		validations += !c->eval.every || t->steps % c->eval.every != 0; /* at the end */
+			evaluations = t->steps / c->eval.every - m->step / c->eval.every;
+		evaluations += !c->eval.every || t->steps % c->eval.every != 0; /* at the end */
 	}
-	const double one = t->num_validations ? t->validation_seconds / t->num_validations : 0;
-	return (t->tokens - m->tokens) * seconds_per_token + validations * one;
+	const double one = t->num_evaluations ? t->evaluation_seconds / t->num_evaluations : 0;
+	return (t->tokens - m->tokens) * seconds_per_token + evaluations * one;
+}
+
+/* Appends the validation loss, if there is one, and those of the named sets. */
+static void describe_validation(struct text *line, const struct metrics *m)
+{
+	char loss[SET_NAME_LEN + 32];
+	if (!m->has_valid_loss)
+		return;
+	snprintf(loss, sizeof loss, "  valid %.4f", m->valid_loss);
+	text_append_string(line, loss);
+	for (int i = 0; i < m->num_valid_sets; i++) {
+		snprintf(loss, sizeof loss, "%s%s %.4f%s", i ? ", " : " (", m->valid_losses[i].set, m->valid_losses[i].loss,
+				i + 1 == m->num_valid_sets ? ")" : "");
+		text_append_string(line, loss);
+	}
 }
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
-	char line[320], left[32], valid[32] = "", ranks[64] = "", share[32] = "";
-	if (m->has_valid_loss)
-		snprintf(valid, sizeof valid, "  valid %.4f", m->valid_loss);
+	char part[240], left[32], ranks[64] = "", share[32] = "";
+	struct text line = {0};
+	snprintf(part, sizeof part, "step %lld/%lld %.0f%%  loss %.4f", (long long)m->step, (long long)t->steps,
+			100.0 * m->tokens / t->tokens, m->loss);
+	text_append_string(&line, part);
+	describe_validation(&line, m);
 	if (t->model.layout.world.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
 	if (t->peak_flops)
 		snprintf(share, sizeof share, "  %.0f%% of peak", 100 * m->tokens_per_second * t->flops_per_token /
 				t->peak_flops);
-	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s%s  "
-			"%s left", (long long)m->step, (long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr,
-			m->grad_norm, m->batch, m->tokens_per_second, share, ranks,
+	snprintf(part, sizeof part, "  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s%s  %s left", m->lr, m->grad_norm,
+			m->batch, m->tokens_per_second, share, ranks,
 			format_duration(left, seconds_left(t, m, seconds_per_token)));
-	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
+	text_append_string(&line, part);
+	print_status(stdout, line.data, m->has_valid_loss || m->step == t->steps);
+	free(line.data);
 }
 
 /* What the run must remember of spikes. */
@@ -1505,13 +1561,49 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	return parallel_agree(rc) < 0 ? RUN_FAILED : RUN_DONE;
 }
 
+/* eval.at_start: the evaluation before the first step of a run, whose result is an event, for no step has a line in
+ * the metrics yet. A stop ends it: then t->stop is set, and the same command begins the run again. */
+static int evaluate_start(struct trainer *t)
+{
+	struct metrics m = {0};
+	if (t->state.batches || !t->config.eval.at_start)
+		return 0;
+	if (evaluate_step(t, &m) < 0)
+		return -1;
+	if (m.validation_stopped) {
+		if (is_rank0(t))
+			print_status(stdout, "stopped in the evaluation before the first step; the same command begins again",
+					true);
+		return 0;
+	}
+	if (is_rank0(t) && m.has_valid_loss) {
+		char begin[64];
+		struct text line = {0};
+		snprintf(begin, sizeof begin, "step 0/%lld", (long long)t->steps);
+		text_append_string(&line, begin);
+		describe_validation(&line, &m);
+		print_status(stdout, line.data, true);
+		free(line.data);
+		json_t *members = json_pack("{s:o}", "valid_loss", json_number(m.valid_loss));
+		if (m.num_valid_sets)
+			json_object_set_new(members, "valid", valid_losses_to_json(&m, NULL));
+		event_write(&t->events, 0, "validation", members);
+	}
+	return !m.has_valid_loss || isfinite(m.valid_loss) ? 0 : fail("the validation loss before the first step is %g; "
+			"expected a finite one: look at the weights of train.init_from", plain_nan(m.valid_loss));
+}
+
 /* Trains from where the trainer stands to the end, or to a stop. */
 static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 {
 	const struct config *c = &t->config;
 	int64_t first_token = t->state.tokens;
 	double start = clock_seconds();
-	t->validation_seconds = t->num_validations = 0;
+	t->evaluation_seconds = t->num_evaluations = 0;
+	if (evaluate_start(t) < 0)
+		return RUN_FAILED;
+	if (t->stop)
+		return RUN_STOPPED;
 	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
 		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
@@ -1535,11 +1627,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 				return back;
 			first_token = t->state.tokens;
 			start = clock_seconds();
-			t->validation_seconds = t->num_validations = 0;
+			t->evaluation_seconds = t->num_evaluations = 0;
 		}
 		const int64_t step = t->state.step;
 		const bool last = step == t->steps;
-		if (taken && has_validation(t, step) && validate(t, &m) < 0)
+		if (taken && has_evaluation(t, step) && evaluate_step(t, &m) < 0)
 			return RUN_FAILED;
 		if (taken && is_rank0(t)) {
 			save_schedule_step(&t->schedule, m.seconds);
@@ -1554,7 +1646,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		}
 		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
 		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
-			print_progress(t, &m, (clock_seconds() - start - t->validation_seconds) / (m.tokens - first_token));
+			print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
 		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
 				: c->checkpoint.every && step % c->checkpoint.every == 0;
 		if (last || stop || (taken && due)) {
@@ -1591,13 +1683,13 @@ static int finish_validation(struct trainer *t)
 	struct metrics m = {.step = t->state.step};
 	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
 	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
-	if (!lacks || !has_validation(t, m.step))
+	if (!lacks || !has_evaluation(t, m.step))
 		return 0;
 	if (is_rank0(t))
 		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
-	if (validate(t, &m) < 0 || m.validation_stopped)
+	if (evaluate_step(t, &m) < 0 || m.validation_stopped)
 		return m.validation_stopped ? 0 : -1;
-	if (parallel_agree(is_rank0(t) ? metrics_set_valid_loss(dir, m.valid_loss) : 0) < 0)
+	if (parallel_agree(is_rank0(t) ? metrics_set_validation(dir, &m) : 0) < 0)
 		return -1;
 	return isfinite(m.valid_loss) ? 0 : fail("step %lld: the validation loss is %g; remove its checkpoint to continue "
 			"from an earlier one", (long long)m.step, plain_nan(m.valid_loss));
@@ -1860,14 +1952,16 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
+	t->expert_counts = calloc((size_t)layers * c->model.num_experts + 1, sizeof *t->expert_counts);
+	t->valid_losses = calloc(c->data.num_valid + 1, sizeof *t->valid_losses);
 	t->length = calloc(sequences, sizeof(int32_t));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->length || !t->input ||
-			!t->target || !t->samples || (documents && !t->document)))
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
+			!t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -1895,6 +1989,8 @@ void trainer_free(struct trainer *t)
 	free(t->state.router_mean);
 	free(t->state.router_std);
 	free(t->expert_load);
+	free(t->expert_counts);
+	free(t->valid_losses);
 	free(t->input);
 	free(t->target);
 	free(t->document);

@@ -205,6 +205,8 @@ struct trainer {
 	int32_t *length;             /* [sequences] tokens of each that are no padding */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
+	int64_t *expert_counts;      /* [layers with experts, E] for the metrics */
+	struct valid_loss *valid_losses; /* [data.num_valid] of the named sets, which may be fewer, for the metrics */
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
 	double work;                 /* multiply-adds of this rank's forward passes */
@@ -212,8 +214,8 @@ struct trainer {
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
-	double validation_seconds;   /* of all validations of this process, */
-	int num_validations;         /* and how many they are */
+	double evaluation_seconds;   /* of all evaluations of this process, */
+	int num_evaluations;         /* and how many they are */
 };
 /* Makes a trainer without data and with weights not set. trainer_free may follow a failure. */
 int trainer_allocate(struct trainer *t, const struct config *c);
@@ -225,7 +227,7 @@ void trainer_free(struct trainer *t);
  * and target. Returns the sequences of the global batch. -1 on error, which may be on this rank alone. */
 int64_t trainer_next_batch(struct trainer *t);
 /* One optimizer step on the global batch of `batch` sequences whose part of this rank is in input and target. Fills
- * *m, in which expert_load points into the trainer. If the step is not taken, weights, moments and state are unchanged,
+ * *m, whose arrays are the trainer's. If the step is not taken, weights, moments and state are unchanged,
  * but for detector and queue. */
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.

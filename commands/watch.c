@@ -44,9 +44,9 @@ static const char *const state_names[] = {"no such directory yet", "nothing here
 	"training", "validating", "saving", "died", "ended", "done", "stopped and saved", "failed", "must go back"};
 
 enum { MOST_EVENTS = 8, RATE_STEPS = 100, CURVE_POINTS = 120 };
-static const double trace_seconds = 5;   /* between two looks at the traces, which are some MB for each rank */
-static const double last_seconds = 5;    /* a run that ended badly is not over before that: it may be started again, */
-static const double restart_seconds = 120; /* and so long when a supervisor has said that it does so */
+static const double trace_every = 5;   /* between two looks at the traces, which are some MB for each rank */
+static const double ended_for = 5;    /* a run that ended badly is not over before that: it may be started again, */
+static const double restart_within = 120; /* and so long when a supervisor has said that it does so */
 
 struct point {                 /* a line of the metrics; NaN: not finite, or not in the line */
 	int64_t step, tokens, batch;
@@ -83,12 +83,12 @@ struct watched {
 	/* all together */
 	enum state state;
 	double state_since;          /* clock_seconds() */
-	char problem[1024];          /* what could not be read; "" */
+	char problem[sizeof error_text];          /* what could not be read; "" */
 	/* what was printed last, where lines are printed one after the other */
 	int64_t said_step, said_incidents;
 	enum state said_state;
 	bool said_waiting, said;
-	char said_problem[1024];
+	char said_problem[sizeof error_text];
 };
 
 static double number(const json_t *object, const char *key)
@@ -294,7 +294,7 @@ static json_t *trace_report(const struct account *now, const struct account *bef
 static void look_at_traces(struct watched *w, double now)
 {
 	const int ranks = w->hang.now.ranks;
-	if (ranks == 0 || (w->trace_looked && now - w->trace_looked < trace_seconds))
+	if (ranks == 0 || (w->trace_looked && now - w->trace_looked < trace_every))
 		return;
 	w->trace_looked = now;
 	struct account *accounts = allocate(ranks * sizeof *accounts);
@@ -397,11 +397,11 @@ static void look(struct watched *w)
 /* Whether nothing more will come. */
 static bool is_over(const struct watched *w)
 {
-	if (w->restart && unix_time() - number(w->restart, "time") < restart_seconds)
+	if (w->restart && unix_time() - number(w->restart, "time") < restart_within)
 		return false;
 	if (w->state == RUN_IS_DONE || w->state == RUN_WAS_STOPPED)
 		return true;
-	return w->state >= RUN_DIED && clock_seconds() - w->state_since >= last_seconds;
+	return w->state >= RUN_DIED && clock_seconds() - w->state_since >= ended_for;
 }
 
 static int watched_init(struct watched *w, const char *dir)

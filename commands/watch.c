@@ -669,8 +669,8 @@ static void append_validation(struct text *out, const json_t *r)
 	append(out, first ? "" : ")");
 }
 
-/* Shares of the time of all ranks, the largest first. */
-static void append_time(struct text *out, const json_t *time)
+/* Shares of the time of all ranks, the largest first, as many as there is room for. */
+static void append_time(struct text *out, const json_t *time, int columns)
 {
 	struct share { const char *name; double value; } shares[NUM_OPERATIONS + 1];
 	int n = 0;
@@ -681,15 +681,19 @@ static void append_time(struct text *out, const json_t *time)
 			shares[n++] = (struct share){name, json_number_value(value)};
 	shares[n++] = (struct share){"waiting", result_double(time, "waiting")};
 	append(out, "  time");
+	columns -= (int)strlen("  time");
 	for (int i = 0; i < n; i++) {
+		char part[64];
 		int largest = i;
 		for (int j = i + 1; j < n; j++)
 			largest = shares[j].value > shares[largest].value ? j : largest;
 		const struct share next = shares[largest];
 		shares[largest] = shares[i];
 		shares[i] = next;
-		if (next.value >= 0.005)
-			append(out, "  %s %.0f%%", next.name, 100 * next.value);
+		columns -= snprintf(part, sizeof part, "  %s %.0f%%", next.name, 100 * next.value);
+		if (next.value < 0.005 || columns < 0)
+			break;
+		append(out, "%s", part);
 	}
 	append(out, "\n");
 }
@@ -739,24 +743,27 @@ static void append_run(struct text *out, const json_t *r, int columns)
 		append_validation(&after, r);
 		append(out, "  loss");
 		APPEND_NUMBER(out, r, "loss", " %.4f  ", 1);
-		append_curve(out, json_object_get(r, "loss_curve"), columns - 18 - (int)after.size);
+		const int room = columns - 18 - (int)after.size;
+		append_curve(out, json_object_get(r, "loss_curve"), room > 8 ? room : 8);
 		append(out, "%s\n", after.data ? after.data : "");
 		free(after.data);
 		append_rates(out, r);
 		append(out, "\n");
+	}
+	if (json_is_object(time))
+		append_time(out, time, columns);
+	if (ranks > 1) {
+		const double over = json_is_object(time) ? result_double(time, "slowest_over_mean") - 1 : 0;
+		append(out, "  %lld ranks", (long long)ranks);
+		if (over >= 0.01)
+			append(out, ", rank %lld is the slowest: it works %.0f%% longer than the mean",
+					(long long)result_integer(time, "slowest_rank"), 100 * over);
+		append(out, "\n");
+	}
+	if (result_integer(r, "step")) {
 		APPEND_NUMBER(out, r, "balance_loss", "  balance %.3f", 1);
 		APPEND_NUMBER(out, r, "expert_load", "  largest expert load %.2f", 1);
 		APPEND_NUMBER(out, r, "saved_step", "  saved step %.0f", 1);
-		append(out, "\n");
-	}
-	if (json_is_object(time))
-		append_time(out, time);
-	if (ranks > 1) {
-		append(out, "  %lld ranks", (long long)ranks);
-		if (json_is_object(time))
-			append(out, ", the slowest is rank %lld: it works %.0f%% longer than the mean",
-					(long long)result_integer(time, "slowest_rank"),
-					100 * (result_double(time, "slowest_over_mean") - 1));
 		append(out, "\n");
 	}
 	for (size_t i = json_array_size(incidents); i-- > 0;) { /* the latest first */

@@ -86,7 +86,8 @@ static int read_new(struct follow *f, int fd)
 	int rc = 0;
 	while (rc == 0) {
 		if (held == room && room >= LONGEST_LINE) {
-			rc = fail("%s:%zu: is longer than %d MB; expected lines of JSON", f->path, f->count + 1, LONGEST_LINE >> 20);
+			rc = fail("%s:%zu: is longer than %d MB; expected lines of JSON", f->path, f->count + 1,
+					LONGEST_LINE >> 20);
 			break;
 		}
 		if (held == room)

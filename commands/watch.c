@@ -583,8 +583,8 @@ static bool shows_utf8(void)
  * question mark. */
 static void append_curve(struct text *out, const json_t *curve, int columns)
 {
-	static const char *const bars[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"}, *const plain[] = {"_", ".", "-", "~",
-		"=", "+", "*", "#"};
+	static const char *const bars[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"},
+		*const plain[] = {"_", ".", "-", "~", "=", "+", "*", "#"};
 	const char *const *signs = shows_utf8() ? bars : plain;
 	const int n = (int)json_array_size(curve), parts = n < columns ? n : columns;
 	double low = INFINITY, high = -INFINITY, *values = allocate(parts * sizeof *values);

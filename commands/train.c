@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "commands/samples.h"
 #include "commands/self_check.h"
 
 #include <errno.h>
@@ -101,6 +102,8 @@ static int train(const struct command_line *line, struct faults *faults)
 	const struct machine_rates rates = quick_rates(); /* before the model takes its memory */
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
+	if (rc == 0 && (rc = sampler_open(&t)) < 0)
+		trainer_free(&t);
 	const bool started = rc == 0;
 	if (started) {
 		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
@@ -124,6 +127,7 @@ static int train(const struct command_line *line, struct faults *faults)
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
 		heartbeat_phase(HEARTBEAT_END, t.state.step);
+		sampler_close(&t);
 		trainer_free(&t);
 	} else if (parallel_rank() == 0) {
 		heartbeat_remove(c.train.output_dir); /* a run that was refused leaves nothing */

@@ -179,13 +179,13 @@ static int ask_for_stop(void *data, const struct request *r)
 	return s->stopped ? -1 : 0;
 }
 
-/* The seed of a step's draws: 63 bits, which `ling generate --seed` takes. */
-static uint64_t seed_of(uint64_t seed, int64_t step)
+/* The seed of a step's draws: 32 bits, which every reader of JSON keeps. */
+static uint32_t seed_of(uint64_t seed, int64_t step)
 {
 	uint32_t word[4];
 	philox(word, (uint32_t[]){(uint32_t)step, (uint32_t)((uint64_t)step >> 32), 0, RANDOM_SAMPLES},
 			(uint32_t[]){(uint32_t)seed, (uint32_t)(seed >> 32)});
-	return ((uint64_t)word[1] << 32 | word[0]) >> 1;
+	return word[0];
 }
 
 /* Continues the prompts and appends their lines. */

@@ -67,8 +67,8 @@
  * files/base.c, the list of mapped and temporary files, which a signal handler must find, and beside it undivided and
  * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; use_openblas in
  * kernels.c, set once at the start; in parallel.c what this process knows of MPI; in files/heartbeat.c the page of this
- * rank, to which whatever computes or waits writes; and in commands/options.c the two variables of argp, which are
- * argp's own.
+ * rank, and in files/trace.c its trace, to which whatever computes or waits writes; and in commands/options.c the two
+ * variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

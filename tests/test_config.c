@@ -964,6 +964,7 @@ static const char *const may_change[] = {
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
 	"eval.samples", "eval.sample_file", "eval.sample_tokens", "eval.sample_temperature", "log.every", "log.experts",
+	"trace.events",
 	"parallel.tensor", "parallel.expert",
 };
 

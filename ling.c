@@ -1355,7 +1355,8 @@ static int validate(struct trainer *t, struct metrics *m)
 static bool has_evaluation(const struct trainer *t, int64_t step)
 {
 	const struct config *c = &t->config;
-	return (c->data.num_valid || t->write_samples) && (step == t->steps || (c->eval.every && step % c->eval.every == 0));
+	return (c->data.num_valid || t->write_samples) &&
+			(step == t->steps || (c->eval.every && step % c->eval.every == 0));
 }
 
 /* An evaluation of the current weights: the validation, whose result is put into *m, and the samples. A stop in either
@@ -1765,9 +1766,14 @@ enum run_result trainer_run(struct trainer *t)
 		return 0;
 	}
 	struct metrics before = {0};
-	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step, &before) : NULL;
-	const int64_t samples_until = t->state.batches ? t->state.step : -1; /* a run that begins has none of step 0 yet */
-	if (parallel_agree((is_rank0(t) && (!f || samples_cut(t->config.train.output_dir, samples_until) < 0)) || open_events(t) < 0 ? -1 : 0) < 0) {
+	FILE *f = NULL;
+	int rc = 0;
+	if (is_rank0(t)) {
+		const int64_t samples_until = t->state.batches ? t->state.step : -1; /* a run that begins has none of step 0 */
+		f = metrics_open(t->config.train.output_dir, t->state.step, &before);
+		rc = f && samples_cut(t->config.train.output_dir, samples_until) == 0 && open_events(t) == 0 ? 0 : -1;
+	}
+	if (parallel_agree(rc) < 0) {
 		if (f)
 			fclose(f);
 		return RUN_FAILED;

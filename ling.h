@@ -145,8 +145,8 @@ void model_update_head_scale(struct model *m);
  * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* The forward pass for the next tokens of some sequences: at least one token of each, max_sequences * seq_len
- * together. They enter the caches. Returns their results, rows [H] of the final norm, one segment after the other, which
- * the caller may move. The results are those of model_forward, to the bit: they depend neither on the other segments
+ * together. They enter the caches. Returns their results, rows [H] of the final norm, one segment after the other,
+ * which the caller may move. The results are those of model_forward, to the bit: they depend neither on the other segments
  * nor on how a sequence was cut into segments. */
 real *model_extend(struct model *m, const struct segment *segments, int n);
 /* Logits [n, V] of rows first .. first + n - 1 of the results of the last model_extend or, in a model without tensor
@@ -216,7 +216,7 @@ struct trainer {
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
 	/* Continues the prompts of eval.samples and eval.sample_file with the current weights, into samples.jsonl:
-	 * commands/samples.h. NULL: there are none. Collective. Returns 1 where a stop ended it; then nothing is written. */
+	 * commands/samples.h. NULL: there are none. Collective. Returns 1 where a stop ended it: nothing is written. */
 	int (*write_samples)(struct trainer *t);
 	struct sampler *sampler;     /* what it needs */
 	double evaluation_seconds;   /* of all evaluations of this process, */

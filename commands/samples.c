@@ -133,8 +133,8 @@ static int check_memory(const struct sampler *s, const struct trainer *t)
 		return -1;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	return planned_bytes(&plan) + bytes <= machine ? 0 : fail("eval.samples: keys and values of %d x %lld tokens take "
-			"%.1f GB beside the %.1f GB of training, and %.1f GB may be used here: make eval.sample_tokens smaller, take "
-			"fewer or shorter prompts, or more ranks", batch, (long long)capacity, bytes / 1e9,
+			"%.1f GB beside the %.1f GB of training, and %.1f GB may be used here: make eval.sample_tokens smaller, "
+			"take fewer or shorter prompts, or more ranks", batch, (long long)capacity, bytes / 1e9,
 			planned_bytes(&plan) / 1e9, machine / 1e9);
 }
 

@@ -48,9 +48,9 @@
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
  *     runs                     reading the directory of a run: metrics by name, events, config
- *     hang                     hung or slow, by the heartbeat of a run
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
- *                              train-tokenizer too, and doctor has bench
+ *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report    a command each;
+ *                              tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -146,8 +146,8 @@ void model_update_head_scale(struct model *m);
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* The forward pass for the next tokens of some sequences: at least one token of each, max_sequences * seq_len
  * together. They enter the caches. Returns their results, rows [H] of the final norm, one segment after the other,
- * which the caller may move. The results are those of model_forward, to the bit: they depend neither on the other segments
- * nor on how a sequence was cut into segments. */
+ * which the caller may move. The results are those of model_forward, to the bit: they depend neither on the other
+ * segments nor on how a sequence was cut into segments. */
 real *model_extend(struct model *m, const struct segment *segments, int n);
 /* Logits [n, V] of rows first .. first + n - 1 of the results of the last model_extend or, in a model without tensor
  * parallel, model_forward; n <= head_chunk(V, 1). V is the whole vocabulary, which a tensor group joins. */

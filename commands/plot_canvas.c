@@ -1,16 +1,16 @@
 /*
- * commands/plot_canvas.c - drawing: boxes, lines, text and axes on a picture in memory, and the picture as a PNG file.
- * The only file of the program that uses libpng.
+ * commands/plot_canvas.c - drawing: boxes, lines, text and axes, as a PNG or an SVG file. The only file of the program
+ * that uses cairo and libpng.
  */
 #define _GNU_SOURCE
 #include "commands/plot_canvas.h"
 
 #include "files/base.h"
 
+#include <cairo-svg.h>
 #include <math.h>
 #include <png.h>
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,201 +19,225 @@
 #define GREY 0x909090 /* frames and ticks */
 #define GRID 0xe8e8e8
 
-/* ============================================================================================================
- * Boxes and lines
- * ========================================================================================================== */
+struct canvas {
+	int width, height;
+	cairo_surface_t *surface;
+	cairo_t *cairo;              /* draws on it; NULL once the SVG is complete */
+	bool svg;
+	struct text file;            /* an SVG file so far */
+};
 
-int clamp_int(double v, int low, int high)
+/* cairo has a piece of an SVG file. */
+static cairo_status_t append_svg(void *file, const unsigned char *bytes, unsigned n)
 {
-	return v > low ? v < high ? (int)v : high : low;
+	text_append(file, (const char *)bytes, n);
+	return CAIRO_STATUS_SUCCESS;
 }
 
-struct canvas canvas_create(void)
+static void set_colour(struct canvas *c, uint32_t colour)
 {
-	struct canvas c = {.rgb = allocate(CANVAS_WIDTH * CANVAS_HEIGHT * 3), .ink =
-			allocate(CANVAS_WIDTH * CANVAS_HEIGHT), .left = CANVAS_WIDTH, .top = CANVAS_HEIGHT};
-	memset(c.rgb, 255, CANVAS_WIDTH * CANVAS_HEIGHT * 3);
+	cairo_set_source_rgb(c->cairo, (colour >> 16) / 255.0, (colour >> 8 & 255) / 255.0, (colour & 255) / 255.0);
+}
+
+struct canvas *canvas_create(int width, int height, bool svg)
+{
+	struct canvas *c = allocate(sizeof *c);
+	*c = (struct canvas){.width = width, .height = height, .svg = svg};
+	if (svg) {
+		c->surface = cairo_svg_surface_create_for_stream(append_svg, &c->file, width, height);
+		cairo_svg_surface_set_document_unit(c->surface, CAIRO_SVG_UNIT_PX);
+	} else
+		c->surface = cairo_image_surface_create(CAIRO_FORMAT_RGB24, width, height);
+	c->cairo = cairo_create(c->surface);
+	cairo_font_options_t *options = cairo_font_options_create();
+	cairo_font_options_set_hint_style(options, CAIRO_HINT_STYLE_NONE); /* no letter moves to whole pixels */
+	cairo_font_options_set_hint_metrics(options, CAIRO_HINT_METRICS_OFF);
+	cairo_set_font_options(c->cairo, options);
+	cairo_font_options_destroy(options);
+	/* A font within cairo: no other is needed, and fontconfig, which finds others, does not survive lack of memory. */
+	cairo_select_font_face(c->cairo, "@cairo:medium", CAIRO_FONT_SLANT_NORMAL, CAIRO_FONT_WEIGHT_NORMAL);
+	cairo_set_line_join(c->cairo, CAIRO_LINE_JOIN_ROUND);
+	set_colour(c, 0xffffff);
+	cairo_paint(c->cairo);
 	return c;
 }
 
 void canvas_free(struct canvas *c)
 {
-	free(c->rgb);
-	free(c->ink);
+	cairo_destroy(c->cairo);
+	cairo_surface_destroy(c->surface);
+	cairo_debug_reset_static_data(); /* its fonts */
+	free(c->file.data);
+	free(c);
 }
 
-void fill_box(struct canvas *c, int left, int top, int right, int bottom, uint32_t colour)
+/* Writes the pixels as a PNG file. */
+static int write_png(struct canvas *c, FILE *f, const char *path)
 {
-	for (int y = clamp_int(top, 0, CANVAS_HEIGHT); y < clamp_int(bottom, 0, CANVAS_HEIGHT); y++)
-		for (int x = clamp_int(left, 0, CANVAS_WIDTH); x < clamp_int(right, 0, CANVAS_WIDTH); x++)
-			for (int i = 0; i < 3; i++)
-				c->rgb[(y * CANVAS_WIDTH + x) * 3 + i] = colour >> (16 - 8 * i);
-}
-
-void stroke(struct canvas *c, double x0, double y0, double x1, double y1, double width)
-{
-	double dx = x1 - x0, dy = y1 - y0, length2 = dx * dx + dy * dy, reach = width / 2 + 1;
-	int left = clamp_int(fmin(x0, x1) - reach, 0, CANVAS_WIDTH), right = clamp_int(fmax(x0, x1) + reach + 1, 0,
-			CANVAS_WIDTH);
-	int top = clamp_int(fmin(y0, y1) - reach, 0, CANVAS_HEIGHT);
-	int bottom = clamp_int(fmax(y0, y1) + reach + 1, 0, CANVAS_HEIGHT);
-	for (int y = top; y < bottom; y++)
-		for (int x = left; x < right; x++) {
-			double px = x + 0.5 - x0, py = y + 0.5 - y0;
-			/* the nearest point of the line, from 0 to 1 */
-			double t = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0;
-			int ink = clamp_int(255 * (width / 2 + 0.5 - hypot(px - t * dx, py - t * dy)), 0, 255);
-			uint8_t *at = &c->ink[y * CANVAS_WIDTH + x];
-			*at = ink > *at ? ink : *at;
+	const size_t row = (size_t)c->width * 3;
+	uint8_t *rgb = allocate(row * c->height);
+	cairo_surface_flush(c->surface);
+	for (int y = 0; y < c->height; y++) {
+		const uint8_t *line = cairo_image_surface_get_data(c->surface) +
+				(size_t)y * cairo_image_surface_get_stride(c->surface);
+		for (size_t i = 0; i < row; i++) {
+			uint32_t pixel;
+			memcpy(&pixel, line + i / 3 * 4, sizeof pixel);
+			rgb[y * row + i] = pixel >> (16 - 8 * (i % 3));
 		}
-	c->left = left < c->left ? left : c->left, c->right = right > c->right ? right : c->right;
-	c->top = top < c->top ? top : c->top, c->bottom = bottom > c->bottom ? bottom : c->bottom;
+	}
+	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
+	image.width = c->width, image.height = c->height;
+	int rc = 0;
+	if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL) && !ferror(f))
+		rc = fail("%s: cannot write the picture: %s", path, image.message);
+	free(rgb);
+	return rc;
 }
 
-void paint(struct canvas *c, uint32_t colour)
+int canvas_write(struct canvas *c, const char *path)
 {
-	for (int y = c->top; y < c->bottom; y++)
-		for (int x = c->left; x < c->right; x++) {
-			int ink = c->ink[y * CANVAS_WIDTH + x];
-			for (int i = 0; ink && i < 3; i++) {
-				uint8_t *at = &c->rgb[(y * CANVAS_WIDTH + x) * 3 + i];
-				*at = (*at * (255 - ink) + (colour >> (16 - 8 * i) & 255) * ink + 127) / 255;
-			}
-			c->ink[y * CANVAS_WIDTH + x] = 0;
-		}
-	c->left = CANVAS_WIDTH, c->top = CANVAS_HEIGHT, c->right = c->bottom = 0;
+	struct new_file file;
+	cairo_status_t status = cairo_status(c->cairo);
+	if (c->svg) {
+		cairo_surface_finish(c->surface);
+		status = status ? status : cairo_surface_status(c->surface);
+	}
+	if (status == CAIRO_STATUS_NO_MEMORY)
+		out_of_memory(0);
+	if (status)
+		return fail("%s: cannot draw the picture: %s", path, cairo_status_to_string(status));
+	if (new_file_begin(&file, path) < 0)
+		return -1;
+	int rc = 0;
+	if (c->svg)
+		fwrite(c->file.data, 1, c->file.size, file.stream);
+	else
+		rc = write_png(c, file.stream, path);
+	return new_file_publish(&file, rc);
 }
 
 /* ============================================================================================================
- * Text. A character is a set of points; a stroke joins each point with its neighbours, so that characters are smooth
- * at any size.
+ * Boxes, lines, figures, text
  * ========================================================================================================== */
 
-/* Printable ASCII: six bands of 16 characters. A character is 5 points wide and 9 high, with a column between
- * characters; capitals take rows 0 to 6. */
-static const char font[6 * 9][16 * 6 + 1] = {
-	"      #     # #    # #    #   ##     ##   #      #    #                                      #  ",
-	"      #     # #    # #   #### ##  # #  #  #     #      #            #                        #  ",
-	"      #           ##### # #      #  #  #        #      #    # # #   #                       #   ",
-	"      #            # #   ###    #    ##         #      #     ###  #####       ###           #   ",
-	"      #           #####   # #  #    # # #       #      #    # # #   #                      #    ",
-	"                   # #  ####  #  ## #  #        #      #            #                      #    ",
-	"      #            # #    #      ##  ## #        #    #                  #          #     #     ",
-	"                                                                         #                      ",
-	"                                                                        #                       ",
-	" ##    #     ##    ##      #  ####   ##   ####   ##    ##                                  ##   ",
-	"#  #  ##    #  #  #  #    #   #     #  #     #  #  #  #  #                #         #     #  #  ",
-	"#  #   #       #     #   #    ###   #       #   #  #  #  #               #    ####   #       #  ",
-	"#  #   #      #    ##   #  #     #  ###     #    ##    ###  #      #    #             #     #   ",
-	"#  #   #     #       #  #####    #  #  #   #    #  #     #               #    ####   #      #   ",
-	"#  #   #    #     #  #     #  #  #  #  #   #    #  #  #  #                #         #           ",
-	" ##   ###   ####   ##      #   ##    ##    #     ##    ##   #      #                        #   ",
-	"                                                                   #                            ",
-	"                                                                  #                             ",
-	" ###    #   ####   ###  ####  ####  ####   ###  #   # ###      #  #   # #     #   # #   #  ###  ",
-	"#   #  # #  #   # #   # #   # #     #     #   # #   #  #       #  #  #  #     ## ## ##  # #   # ",
-	"# ### #   # #   # #     #   # #     #     #     #   #  #       #  # #   #     # # # # # # #   # ",
-	"# # # #   # ####  #     #   # ###   ###   #  ## #####  #       #  ##    #     # # # # # # #   # ",
-	"# ### ##### #   # #     #   # #     #     #   # #   #  #       #  # #   #     #   # #  ## #   # ",
-	"#     #   # #   # #   # #   # #     #     #   # #   #  #    #  #  #  #  #     #   # #   # #   # ",
-	" #### #   # ####   ###  ####  ####  #      ###  #   # ###    ##   #   # ####  #   # #   #  ###  ",
-	"                                                                                                ",
-	"                                                                                                ",
-	"####   ###  ####   ###  ##### #   # #   # #   # #   # #   # ##### ##    #     ##      #         ",
-	"#   # #   # #   # #   #   #   #   # #   # #   # #   # #   #     # #     #      #     # #        ",
-	"#   # #   # #   # #       #   #   # #   # #   #  # #   # #     #  #      #     #    #   #       ",
-	"####  #   # ####   ###    #   #   #  # #  # # #   #     #     #   #      #     #                ",
-	"#     # # # # #       #   #   #   #  # #  # # #  # #    #    #    #       #    #                ",
-	"#     #  #  #  #  #   #   #   #   #   #   # # # #   #   #   #     #       #    #                ",
-	"#      ## # #   #  ###    #    ###    #    # #  #   #   #   ##### ##       #  ##                ",
-	"                                                                                                ",
-	"                                                                                          ##### ",
-	"#           #              #          #         #     #      #    #     #                       ",
-	" #          #              #         #          #                 #     #                       ",
-	"       ##   ###    ##    ###   ##   ###    ###  ###   #      #    #  #  #     ## #  ###    ##   ",
-	"         #  #  #  #  #  #  #  #  #   #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
-	"       ###  #  #  #     #  #  ####   #    #  #  #  #  #      #    ##    #     # # # #  #  #  #  ",
-	"      #  #  #  #  #  #  #  #  #      #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
-	"       ###  ###    ##    ###   ###   #     ###  #  #  #      #    #  #   #    # # # #  #   ##   ",
-	"                                             #               #                                  ",
-	"                                           ##               #                                   ",
-	"                         #                                          #   #     #                 ",
-	"                         #                                         #    #      #                ",
-	"###    ###  # #    ###  ###   #  #  #   # #   # #  #  #  #  ####   #    #      #                ",
-	"#  #  #  #  ##    #      #    #  #  #   # #   # #  #  #  #     #  #     #       #    #  #       ",
-	"#  #  #  #  #      ##    #    #  #   # #  # # #  ##   #  #   ##    #    #      #    # ##        ",
-	"#  #  #  #  #        #   #    #  #   # #  # # # #  #  #  #  #      #    #      #                ",
-	"###    ###  #     ###     #    ###    #    # #  #  #   ###  ####    #   #     #                 ",
-	"#        #                                               #              #                       ",
-	"#        #                                             ##               #                       ",
-};
-
-/* Whether a character has a point there. */
-static bool font_point(int ch, int column, int row)
+static void box_path(struct canvas *c, struct box b)
 {
-	return column >= 0 && row < 9 && font[(ch - ' ') / 16 * 9 + row][(ch - ' ') % 16 * 6 + column] == '#';
+	cairo_rectangle(c->cairo, b.left, b.top, b.right - b.left, b.bottom - b.top);
 }
 
-/* The width of a character in columns, from *first, the first column that has a point, to the last; 2 for a character
- * without points. */
-static int font_columns(int ch, int *first)
+void fill_box(struct canvas *c, struct box box, uint32_t colour)
 {
-	int last = -1;
-	*first = 0;
-	for (int column = 4; column >= 0; column--)
-		for (int row = 0; row < 9; row++)
-			if (font_point(ch, column, row))
-				*first = column, last = last < 0 ? column : last;
-	return last < 0 ? 2 : last - *first + 1;
+	box_path(c, box);
+	set_colour(c, colour);
+	cairo_fill(c->cairo);
 }
 
-/* The next character of a UTF-8 string, which it moves on; '?' for one that the font does not have, 0 at the end. */
-static int next_char(const char **s)
+/* Draws what the path is now. */
+static void stroke_path(struct canvas *c, struct pen pen)
 {
-	unsigned char ch = **s;
-	if (!ch)
-		return 0;
-	do
-		(*s)++;
-	while ((**s & 0xc0) == 0x80);
-	return ch >= ' ' && ch <= '~' ? ch : '?';
+	cairo_set_dash(c->cairo, (const double[]){3.5 * pen.width, 2.5 * pen.width}, pen.dashed ? 2 : 0, 0);
+	cairo_set_line_cap(c->cairo, pen.dashed ? CAIRO_LINE_CAP_BUTT : CAIRO_LINE_CAP_ROUND);
+	cairo_set_line_width(c->cairo, pen.width);
+	set_colour(c, pen.colour);
+	cairo_stroke(c->cairo);
 }
 
-double text_width(const char *s, double scale)
+void draw_frame(struct canvas *c, struct box box)
 {
-	int columns = 0, first;
-	for (int ch; (ch = next_char(&s));)
-		columns += font_columns(ch, &first) + 1;
-	return columns > 0 ? (columns - 1) * scale : 0;
+	box_path(c, (struct box){box.left + 0.5, box.top + 0.5, box.right + 0.5, box.bottom + 0.5});
+	stroke_path(c, (struct pen){GREY, 1, false});
 }
 
-void draw_text(struct canvas *c, double x, double y, const char *s, double scale, double align, bool upwards,
+void draw_cells(struct canvas *c, struct box box, const uint32_t *colours, int width, int height)
+{
+	/* An image of as many pixels as the box has: a viewer of SVG files would blur a smaller one. */
+	const int columns = (int)(box.right - box.left), rows = (int)(box.bottom - box.top);
+	cairo_surface_t *image = cairo_image_surface_create(CAIRO_FORMAT_RGB24, columns, rows);
+	for (int y = 0; y < rows && !cairo_surface_status(image); y++) {
+		uint8_t *line = cairo_image_surface_get_data(image) + (size_t)y * cairo_image_surface_get_stride(image);
+		for (int x = 0; x < columns; x++)
+			memcpy(line + 4 * x, colours + (size_t)(y * height / rows) * width + x * width / columns, 4);
+	}
+	cairo_surface_mark_dirty(image);
+	cairo_set_source_surface(c->cairo, image, box.left, box.top);
+	cairo_paint(c->cairo);
+	cairo_surface_destroy(image);
+}
+
+void draw_line(struct canvas *c, const double *x, const double *y, int n, struct pen pen)
+{
+	for (int i = 0; i < n; i++) {
+		if (isnan(y[i]))
+			continue;
+		const bool first = i == 0 || isnan(y[i - 1]), last = i == n - 1 || isnan(y[i + 1]);
+		if (first)
+			cairo_move_to(c->cairo, x[i], y[i]);
+		if (!first || last)
+			cairo_line_to(c->cairo, x[i], y[i]);
+	}
+	stroke_path(c, pen);
+}
+
+void draw_shape(struct canvas *c, enum shape shape, double x, double y, double size, uint32_t colour, uint32_t outline)
+{
+	/* in halves of the size */
+	static const double cross[][2] = {{-1, -0.5}, {-0.5, -1}, {0, -0.5}, {0.5, -1}, {1, -0.5}, {0.5, 0}, {1, 0.5},
+			{0.5, 1}, {0, 0.5}, {-0.5, 1}, {-1, 0.5}, {-0.5, 0}};
+	static const double triangle[][2] = {{-1, 0.8}, {0, -1}, {1, 0.8}}, square[][2] = {{-0.85, -0.85}, {0.85, -0.85},
+			{0.85, 0.85}, {-0.85, 0.85}};
+	static const double diamond[][2] = {{0, -1.1}, {1.1, 0}, {0, 1.1}, {-1.1, 0}}, wedge[][2] = {{-1, -0.8}, {1, -0.8},
+			{0, 1}};
+	static const struct { const double (*at)[2]; int n; } corners[NUM_SHAPES] = {[CROSS] = {cross, 12},
+			[TRIANGLE] = {triangle, 3}, [SQUARE] = {square, 4}, [DIAMOND] = {diamond, 4}, [WEDGE] = {wedge, 3}};
+	if (shape == DISC)
+		cairo_arc(c->cairo, x, y, size / 2, 0, 2 * acos(-1));
+	for (int i = 0; i < corners[shape].n; i++)
+		cairo_line_to(c->cairo, x + corners[shape].at[i][0] * size / 2, y + corners[shape].at[i][1] * size / 2);
+	cairo_close_path(c->cairo);
+	set_colour(c, colour);
+	cairo_fill_preserve(c->cairo);
+	stroke_path(c, (struct pen){outline, 1, false});
+}
+
+/* A copy that is UTF-8 without control characters. */
+static char *clean_text(const char *s)
+{
+	struct text t = {0};
+	text_append_utf8(&t, s, strlen(s));
+	for (size_t i = 0; i < t.size; i++)
+		if ((unsigned char)t.data[i] < ' ' || t.data[i] == 127)
+			t.data[i] = '?';
+	return t.data;
+}
+
+double text_width(struct canvas *c, const char *s, double size)
+{
+	cairo_text_extents_t e = {0};
+	char *clean = clean_text(s);
+	cairo_set_font_size(c->cairo, size);
+	if (clean)
+		cairo_text_extents(c->cairo, clean, &e);
+	free(clean);
+	return e.x_advance;
+}
+
+void draw_text(struct canvas *c, double x, double y, const char *s, double size, double align, bool upwards,
 		uint32_t colour)
 {
-	static const int neighbours[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}};
-	double pen = 0.5 * scale - align * text_width(s, scale);
-	for (int ch, first; (ch = next_char(&s));) {
-		int columns = font_columns(ch, &first);
-		for (int p = 0; p < 5 * 9; p++) {
-			int col = p % 5, row = p / 5;
-			if (!font_point(ch, col, row))
-				continue;
-			double along = pen + (col - first) * scale, down = (row - 3) * scale;
-			for (int i = -1; i < 4; i++) { /* -1: a dot at the point itself */
-				int dx = i < 0 ? 0 : neighbours[i][0], dy = i < 0 ? 0 : neighbours[i][1];
-				bool corner = dx && dy && (font_point(ch, col + dx, row) || font_point(ch, col, row + dy));
-				if (corner || !font_point(ch, col + dx, row + dy))
-					continue;
-				double along2 = along + dx * scale, down2 = down + dy * scale, width = 0.75 * scale + 0.3;
-				if (upwards)
-					stroke(c, x + down, y - along, x + down2, y - along2, width);
-				else
-					stroke(c, x + along, y + down, x + along2, y + down2, width);
-			}
-		}
-		pen += (columns + 1) * scale;
-	}
-	paint(c, colour);
+	const double width = text_width(c, s, size), below = 0.36 * size; /* half of the height of most letters */
+	char *clean = clean_text(s);
+	if (!clean)
+		return;
+	cairo_save(c->cairo);
+	cairo_translate(c->cairo, x, y);
+	cairo_rotate(c->cairo, upwards ? -acos(0) : 0);
+	cairo_move_to(c->cairo, -align * width, below);
+	set_colour(c, colour);
+	cairo_show_text(c->cairo, clean);
+	cairo_restore(c->cairo);
+	cairo_new_path(c->cairo);
+	free(clean);
 }
 
 void format_number(char out[32], double v, double step, double largest)
@@ -230,7 +254,7 @@ void format_number(char out[32], double v, double step, double largest)
 		int u = 4;
 		while (largest >= 1e4 && u > 0 && fabs(v) >= units[u - 1].unit && step >= units[u - 1].unit / 101)
 			u--;
-		int digits = clamp_int(ceil(-log10(step / units[u].unit) - 1e-9), 0, 9);
+		int digits = fmin(9, fmax(0, ceil(-log10(step / units[u].unit) - 1e-9)));
 		snprintf(out, 32, "%.*f", digits, v / units[u].unit);
 		if (u < 4 && digits > 0) { /* 2.0k is 2k */
 			char *end = out + strlen(out);
@@ -280,37 +304,31 @@ struct axis make_axis(double lo, double hi, double start, double end, double min
 	return a;
 }
 
-void draw_axis(struct canvas *c, const struct axis *a, enum side side, int at, int grid, const char *name,
+void draw_axis(struct canvas *c, const struct axis *a, enum side side, double at, double grid, const char *name,
 		uint32_t colour)
 {
+	double widest = 0;
 	for (int i = 0; i < a->num_ticks; i++) {
 		char number[32];
-		int p = floor(fmin(axis_at(a, a->ticks[i]), fmax(a->start, a->end) - 1));
+		const double p = floor(fmin(axis_at(a, a->ticks[i]), fmax(a->start, a->end) - 1));
 		format_number(number, a->ticks[i], a->step > 0 ? a->step : a->ticks[i], fmax(fabs(a->lo), fabs(a->hi)));
+		widest = fmax(widest, text_width(c, number, TEXT_SIZE));
 		if (side == BELOW) {
-			fill_box(c, p, grid, p + 1, at, GRID);
-			fill_box(c, p, at, p + 1, at + 7, GREY);
-			draw_text(c, p + 0.5, at + 21, number, TEXT_SCALE, 0.5, false, BLACK);
+			fill_box(c, (struct box){p, grid, p + 1, at}, GRID);
+			fill_box(c, (struct box){p, at, p + 1, at + 7}, GREY);
+			draw_text(c, p + 0.5, at + 20, number, TEXT_SIZE, 0.5, false, BLACK);
 		} else {
-			int out = side == LEFT_OF ? -1 : 1;
-			fill_box(c, at < grid ? at : grid, p, at < grid ? grid : at, p + 1, GRID);
-			fill_box(c, side == LEFT_OF ? at - 6 : at, p, side == LEFT_OF ? at : at + 7, p + 1, GREY);
-			draw_text(c, at + out * 13, p + 0.5, number, TEXT_SCALE, side == LEFT_OF ? 1 : 0, false, colour);
+			const double out = side == LEFT_OF ? -6 : 7;
+			fill_box(c, (struct box){fmin(at, grid), p, fmax(at, grid), p + 1}, GRID);
+			fill_box(c, (struct box){fmin(at, at + out), p, fmax(at, at + out), p + 1}, GREY);
+			draw_text(c, at + 2 * out, p + 0.5, number, TEXT_SIZE, side == LEFT_OF ? 1 : 0, false, colour);
 		}
 	}
-	double middle = (a->start + a->end) / 2;
+	const double middle = (a->start + a->end) / 2, away = 30 + widest;
 	if (side == BELOW)
-		draw_text(c, middle, at + 49, name, TEXT_SCALE, 0.5, false, colour);
+		draw_text(c, middle, at + 44, name, TEXT_SIZE, 0.5, false, colour);
 	else
-		draw_text(c, at + (side == LEFT_OF ? -94 : 96), middle, name, TEXT_SCALE, 0.5, true, colour);
-}
-
-void draw_frame(struct canvas *c, int left, int top, int right, int bottom)
-{
-	fill_box(c, left, top, right, top + 1, GREY);
-	fill_box(c, left, bottom, right, bottom + 1, GREY);
-	fill_box(c, left, top, left + 1, bottom, GREY);
-	fill_box(c, right, top, right + 1, bottom + 1, GREY);
+		draw_text(c, side == LEFT_OF ? at - away : at + away, middle, name, TEXT_SIZE, 0.5, true, colour);
 }
 
 uint32_t heat_colour(double t)
@@ -324,21 +342,4 @@ uint32_t heat_colour(double t)
 	for (int j = 0; j < 3; j++)
 		colour = colour << 8 | (uint32_t)lround(anchors[i][j] + (at - i) * (anchors[i + 1][j] - anchors[i][j]));
 	return colour;
-}
-
-/* ============================================================================================================
- * The file
- * ========================================================================================================== */
-
-int canvas_write_png(const struct canvas *c, const char *path)
-{
-	struct new_file file;
-	if (new_file_begin(&file, path) < 0)
-		return -1;
-	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
-	image.width = CANVAS_WIDTH, image.height = CANVAS_HEIGHT;
-	int rc = 0;
-	if (!png_image_write_to_stdio(&image, file.stream, 0, c->rgb, 0, NULL) && !ferror(file.stream))
-		rc = fail("%s: cannot write the picture: %s", path, image.message);
-	return new_file_publish(&file, rc);
 }

@@ -47,9 +47,9 @@
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
  *     runs                     reading the directory of a run: metrics by name, events, config
- *     hang                     hung or slow, by the heartbeat of a run
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
- *                              train-tokenizer too, and doctor has bench
+ *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace    a command each; tokenize
+ *                              has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -66,8 +66,8 @@
  * files/base.c, the list of mapped and temporary files, which a signal handler must find, and beside it undivided and
  * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; use_openblas in
  * kernels.c, set once at the start; in parallel.c what this process knows of MPI; in files/heartbeat.c the page of this
- * rank, to which whatever computes or waits writes; and in commands/options.c the two variables of argp, which are
- * argp's own.
+ * rank, and in files/trace.c its trace, to which whatever computes or waits writes; and in commands/options.c the two
+ * variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

@@ -6,6 +6,7 @@
 #include "commands/doctor.h"
 
 #include "files/base.h"
+#include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "data.h"
@@ -24,9 +25,9 @@
 #include <unistd.h>
 
 /* What a benchmark measures. peak (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
- * seconds, are of this rank; communication is contained in the step and its phases. */
+ * seconds, are of this rank; communication is contained in the step and its operations. */
 struct bench {
-	double peak, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
+	double peak, step_seconds, operation_seconds[NUM_OPERATIONS], communication_seconds, flops, tokens;
 	int ranks;
 };
 
@@ -43,7 +44,7 @@ static double median(double *x, int n)
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], communication[BENCH_STEPS], phase[NUM_PHASES][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], operation[NUM_OPERATIONS][BENCH_STEPS];
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
 	b->peak = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
@@ -58,10 +59,14 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			t->input[place] = (int32_t)random_permute(j % V, V, &stream);
 			t->target[place] = (int32_t)random_permute((j + 1) % V, V, &stream);
 		}
+		double before[NUM_OPERATIONS], after[NUM_OPERATIONS];
+		trace_phase(HEARTBEAT_STEP, i + 1);
+		trace_seconds(PART_STEP, before);
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;
-		for (int p = 0; p < NUM_PHASES && i >= 0; p++)
-			phase[p][i] = t->model.phase_seconds[p];
+		trace_seconds(PART_STEP, after);
+		for (int op = 0; op < NUM_OPERATIONS && i >= 0; op++)
+			operation[op][i] = after[op] - before[op];
 		if (i >= 0) {
 			step[i] = m.seconds;
 			communication[i] = t->communication;
@@ -73,8 +78,8 @@ static int measure_steps(struct bench *b, struct trainer *t)
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);
 	b->ranks = t->model.layout.world.size;
-	for (int p = 0; p < NUM_PHASES; p++)
-		b->phase_seconds[p] = median(phase[p], BENCH_STEPS);
+	for (int op = 0; op < NUM_OPERATIONS; op++)
+		b->operation_seconds[op] = median(operation[op], BENCH_STEPS);
 	b->tokens = batch * L;
 	b->flops = t->flops_per_token * b->tokens;
 	return 0;
@@ -82,18 +87,20 @@ static int measure_steps(struct bench *b, struct trainer *t)
 
 static json_t *bench_report(const struct bench *b, const char *path)
 {
-	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head",
-			"optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
-	json_t *phases = json_object();
-	for (int p = 0; p < NUM_PHASES; p++)
-		json_object_set_new(phases, names[p], result_number(b->phase_seconds[p]));
+	json_t *parts = json_object(); /* the groups of the operations */
+	for (int op = 0; op < NUM_OPERATIONS; op++) {
+		const char *group = operations[op].group;
+		const double seconds = b->operation_seconds[op] + json_number_value(json_object_get(parts, group));
+		if (b->operation_seconds[op] > 0)
+			json_object_set_new(parts, group, result_number(seconds));
+	}
 	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
 			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
 			"roof_gflops", result_number(b->peak / 1e9), "step_seconds", result_number(b->step_seconds),
 			"tokens_per_second", result_number(b->tokens / b->step_seconds), "gflops", result_number(rate / 1e9),
 			"roof_percent", result_number(100 * rate / b->peak),
-			"communication_seconds", result_number(b->communication_seconds), "parts", phases);
+			"communication_seconds", result_number(b->communication_seconds), "parts", parts);
 }
 
 static void print_bench(const json_t *report)
@@ -212,9 +219,9 @@ static int examine_machine(struct examination *x)
 
 static json_t *machine_report(const struct examination *x)
 {
-	json_t *operations = json_array(), *warnings = json_array();
+	json_t *checked = json_array(), *warnings = json_array();
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
-		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
+		json_array_append_new(checked, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
 				"ok", is_right(c), "forward", result_number(c->forward), "has_backward", c->has_backward,
 				"backward", c->has_backward ? result_number(c->backward) : json_null()));
 	for (int i = 0; i < x->num_warnings; i++)
@@ -225,7 +232,7 @@ static json_t *machine_report(const struct examination *x)
 			"products_error", result_number(x->own_error), "blas_products_error", result_number(x->library_error),
 			"one_core_gflops", result_number(x->one_core / 1e9), "gflops", result_number(x->all_threads / 1e9),
 			"memory_gb_per_second", result_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
-			"operations", operations, "warnings", warnings);
+			"operations", checked, "warnings", warnings);
 }
 
 static void print_machine(const json_t *report)

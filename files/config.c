@@ -183,6 +183,9 @@ static const struct key keys[] = {
 	KEY(log.experts, T_INT64, 0, 1e12, NONE | AUTO, "auto", "steps between lines of the metrics that count the tokens "
 		"of each expert; off: none; auto: so that a run has at most 200 of them"),
 
+	SECTION("trace", 0, "the trace of a run, RUN/trace (docs/tracing.md)"),
+	KEY(trace.events, T_INT64, 0, 1 << 26, 0, "32768", "newest records in each rank's file, of 64 bytes; 0: no file"),
+
 	SECTION("parallel", 0, "how the model is divided among ranks"),
 	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),
 	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),

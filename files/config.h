@@ -110,6 +110,7 @@ struct config {
 		bool at_start;           /* before the first step, too */
 	} eval;
 	struct { int64_t every, experts; } log; /* steps; experts: of expert_counts, 0 = never, EVERY_AUTO */
+	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */
 	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
 };
 

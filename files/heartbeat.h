@@ -36,6 +36,8 @@ extern const char *const heartbeat_phase_names[NUM_HEARTBEAT_PHASES];
 void heartbeat_create(const char *run_dir, int ranks);
 /* This process becomes rank `rank`, on `host`, of the file; it does nothing where the file cannot be used. */
 void heartbeat_join(const char *run_dir, int rank, const char *host);
+/* The id of the file that was joined, see struct heartbeat; 0 without one. */
+uint64_t heartbeat_id(void);
 /* Removes the mapping. The file stays. */
 void heartbeat_leave(void);
 /* Removes the file. */
@@ -68,7 +70,7 @@ struct heartbeat_rank {
 	double changed;              /* when any of this but `waited` last changed: seconds since 1970 by that machine */
 	double own_seconds;          /* computed in the last step */
 	double step_seconds;         /* the last step, from its begin to the begin of what came after; 0: none yet */
-	char operation[16], collective[16];
+	char operation[64], collective[16]; /* of a heartbeat at most 15 bytes each */
 	char host[64];
 	int pid;
 	uint64_t pid_started;        /* as in struct process: no two processes have the same two numbers */

@@ -947,7 +947,7 @@ static const char *const may_change[] = {
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
-	"log.every", "log.experts",
+	"log.every", "log.experts", "trace.events",
 	"parallel.tensor", "parallel.expert",
 };
 

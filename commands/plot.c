@@ -260,7 +260,7 @@ static bool draw_marks(const struct picture *picture, const struct panel *p, int
 static double draw_legend(struct canvas *c, double x, double y, const char *name, struct pen pen, enum shape shape)
 {
 	draw_text(c, x, y, name, TEXT_SIZE, 1, false, BLACK);
-	x -= text_width(c, name, TEXT_SIZE) + 8;
+	x -= text_width(name, TEXT_SIZE) + 8;
 	if (shape == NUM_SHAPES)
 		draw_line(c, (double[]){x - 30, x}, (double[]){y, y}, 2, pen);
 	else
@@ -352,8 +352,10 @@ static void loss_panel(const struct picture *picture, struct box box)
 	p.heading = one ? "Loss" : heading;
 	for (int i = 0; i < picture->num_runs; i++) {
 		const struct run *r = &picture->runs[i];
-		add_curve(&p, (struct curve){r, "loss", one ? "training" : NULL, colours[one ? 0 : i], LOOK_RAW, false, false});
-		add_curve(&p, (struct curve){r, "loss", one ? smoothed : NULL, colours[one ? 0 : i], LOOK_SMOOTH, false, false});
+		struct curve c = {r, "loss", one ? "training" : NULL, colours[i], LOOK_RAW, false, false};
+		add_curve(&p, c);
+		c.legend = one ? smoothed : NULL, c.look = LOOK_SMOOTH;
+		add_curve(&p, c);
 		if (run_column(r, "valid_loss"))
 			add_curve(&p, (struct curve){r, "valid_loss", one ? "validation" : NULL, colours[one ? 1 : i], LOOK_PLAIN,
 					false, !one});
@@ -370,7 +372,7 @@ static void schedule_panel(const struct picture *picture, struct box box)
 {
 	struct panel p = {.box = box, .heading = "Learning rate and global batch",
 			.left = {.name = "learning rate", .from_zero = true, .headroom = 1.1, .include = NAN, .factor = 1},
-			.right = {.name = "sequences", .from_zero = true, .headroom = 1.3, .min_step = 1, .include = NAN, .factor = 1}};
+			.right = {.name = "sequences", .from_zero = true, .headroom = 1.3, .include = NAN, .factor = 1, .min_step = 1}};
 	pair_panel(picture, &p, "lr", "batch", LOOK_PLAIN, LOOK_STAIRS);
 }
 
@@ -511,11 +513,11 @@ int plot_layout(struct box panels[NUM_PANELS], int num_runs, bool has_experts)
 
 /* The end of a text that is no wider than `most`, with "..." in front where something is missing. The caller frees
  * it. */
-static char *fitting_text(struct canvas *c, const char *s, double size, double most)
+static char *fitting_text(const char *s, double size, double most)
 {
 	char *out = allocate(strlen(s) + 4);
 	strcpy(out, s);
-	while (*s && text_width(c, out, size) > most) {
+	while (*s && text_width(out, size) > most) {
 		do
 			s++;
 		while ((*s & 0xc0) == 0x80); /* within a character */
@@ -537,7 +539,7 @@ static void draw_header(const struct picture *picture, const struct box *panel)
 		format_number(tokens, all, all / 100, all);
 		snprintf(title, sizeof title, "%s: %lld step%s, %s tokens", run->name, (long long)run->step[run->count - 1],
 				run->step[run->count - 1] == 1 ? "" : "s", tokens);
-		char *name = fitting_text(c, title, size, panel->right - panel->left - 60);
+		char *name = fitting_text(title, size, panel->right - panel->left - 60);
 		if (!one)
 			draw_line(c, (double[]){panel->left, panel->left + 40}, (double[]){y, y}, 2,
 					(struct pen){colours[r], 3, false});
@@ -604,8 +606,8 @@ static int run_plot(const struct command_line *line)
 }
 
 static const struct command_option options[] = {
-	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture: FILE.svg is an SVG file, any other a PNG file (default: "
-			"RUN_DIR/metrics.png; several runs need it)"),
+	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture: an SVG file if its name ends with .svg, else a PNG file "
+			"(default: RUN_DIR/metrics.png; several runs need it)"),
 	CHOICE_OPTION(plot_options, x, "x", "WHAT", x_names, "The horizontal axis: steps or tokens", .initial = "steps"),
 };
 

@@ -1,16 +1,17 @@
 /*
- * commands/plot_canvas.c - drawing: boxes, lines, text and axes, as a PNG or an SVG file. The only file of the program
- * that uses cairo and libpng.
+ * commands/plot_canvas.c - drawing: boxes, lines, figures, text and axes, as a PNG or an SVG file. The only file of the
+ * program that uses libpng.
  */
 #define _GNU_SOURCE
 #include "commands/plot_canvas.h"
 
 #include "files/base.h"
 
-#include <cairo-svg.h>
 #include <math.h>
 #include <png.h>
+#include <stdarg.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,226 +19,422 @@
 
 #define GREY 0x909090 /* frames and ticks */
 #define GRID 0xe8e8e8
+#define DASH 3.5 /* a dash and the gap behind it, in widths of the line */
+#define DASH_GAP 2.5
+enum { TEXT_ROWS = 9 }; /* points of a letter's height */
 
+/* Lines and letters are drawn as pixels in two steps: add_ink() covers pixels with ink, which has no colour yet, and
+ * paint() gives all ink one colour. Where strokes cross, the ink does not add up, so a path of many strokes has no dark
+ * joints. */
 struct canvas {
 	int width, height;
-	cairo_surface_t *surface;
-	cairo_t *cairo;              /* draws on it; NULL once the SVG is complete */
-	bool svg;
-	struct text file;            /* an SVG file so far */
+	bool is_svg;
+	struct text svg;             /* the elements so far */
+	uint8_t *rgb;                /* [height, width, 3]; NULL for SVG, and so is the next */
+	uint8_t *ink;                /* [height, width] 0 = none, 255 = the pixel is covered */
+	int left, top, right, bottom; /* a box that holds all ink; right and bottom exclusive */
 };
-
-/* cairo has a piece of an SVG file. */
-static cairo_status_t append_svg(void *file, const unsigned char *bytes, unsigned n)
-{
-	text_append(file, (const char *)bytes, n);
-	return CAIRO_STATUS_SUCCESS;
-}
-
-static void set_colour(struct canvas *c, uint32_t colour)
-{
-	cairo_set_source_rgb(c->cairo, (colour >> 16) / 255.0, (colour >> 8 & 255) / 255.0, (colour & 255) / 255.0);
-}
 
 struct canvas *canvas_create(int width, int height, bool svg)
 {
 	struct canvas *c = allocate(sizeof *c);
-	*c = (struct canvas){.width = width, .height = height, .svg = svg};
-	if (svg) {
-		c->surface = cairo_svg_surface_create_for_stream(append_svg, &c->file, width, height);
-		cairo_svg_surface_set_document_unit(c->surface, CAIRO_SVG_UNIT_PX);
-	} else
-		c->surface = cairo_image_surface_create(CAIRO_FORMAT_RGB24, width, height);
-	c->cairo = cairo_create(c->surface);
-	cairo_font_options_t *options = cairo_font_options_create();
-	cairo_font_options_set_hint_style(options, CAIRO_HINT_STYLE_NONE); /* no letter moves to whole pixels */
-	cairo_font_options_set_hint_metrics(options, CAIRO_HINT_METRICS_OFF);
-	cairo_set_font_options(c->cairo, options);
-	cairo_font_options_destroy(options);
-	/* A font within cairo: no other is needed, and fontconfig, which finds others, does not survive lack of memory. */
-	cairo_select_font_face(c->cairo, "@cairo:medium", CAIRO_FONT_SLANT_NORMAL, CAIRO_FONT_WEIGHT_NORMAL);
-	cairo_set_line_join(c->cairo, CAIRO_LINE_JOIN_ROUND);
-	set_colour(c, 0xffffff);
-	cairo_paint(c->cairo);
+	const size_t pixels = (size_t)width * height;
+	*c = (struct canvas){.width = width, .height = height, .is_svg = svg, .left = width, .top = height};
+	if (!svg) {
+		c->rgb = allocate(pixels * 3), c->ink = allocate(pixels);
+		memset(c->rgb, 255, pixels * 3);
+	}
 	return c;
 }
 
 void canvas_free(struct canvas *c)
 {
-	cairo_destroy(c->cairo);
-	cairo_surface_destroy(c->surface);
-	cairo_debug_reset_static_data(); /* its fonts */
-	free(c->file.data);
+	free(c->svg.data), free(c->rgb), free(c->ink);
 	free(c);
 }
 
-/* Writes the pixels as a PNG file. */
-static int write_png(struct canvas *c, FILE *f, const char *path)
+/* Appends to an SVG file. */
+static void __attribute__((format(printf, 2, 3))) add_svg(struct canvas *c, const char *format, ...)
 {
-	const size_t row = (size_t)c->width * 3;
-	uint8_t *rgb = allocate(row * c->height);
-	cairo_surface_flush(c->surface);
-	for (int y = 0; y < c->height; y++) {
-		const uint8_t *line = cairo_image_surface_get_data(c->surface) +
-				(size_t)y * cairo_image_surface_get_stride(c->surface);
-		for (size_t i = 0; i < row; i++) {
-			uint32_t pixel;
-			memcpy(&pixel, line + i / 3 * 4, sizeof pixel);
-			rgb[y * row + i] = pixel >> (16 - 8 * (i % 3));
-		}
-	}
+	char text[512];
+	va_list args;
+	va_start(args, format);
+	vsnprintf(text, sizeof text, format, args);
+	va_end(args);
+	text_append_string(&c->svg, text);
+}
+
+/* The smallest number of tenths of a pixel in which a place is written in an SVG file. */
+static double tenths(double v)
+{
+	return round(v * 10) / 10 + 0.0; /* no -0 */
+}
+
+/* A PNG file in memory, of `size` bytes; NULL on error. rgb [height, width, 3]. The caller frees it. */
+static void *make_png(const uint8_t *rgb, int width, int height, size_t *size)
+{
 	png_image image = {.version = PNG_IMAGE_VERSION, .format = PNG_FORMAT_RGB};
-	image.width = c->width, image.height = c->height;
-	int rc = 0;
-	if (!png_image_write_to_stdio(&image, f, 0, rgb, 0, NULL) && !ferror(f))
-		rc = fail("%s: cannot write the picture: %s", path, image.message);
-	free(rgb);
-	return rc;
+	image.width = width, image.height = height;
+	*size = PNG_IMAGE_PNG_SIZE_MAX(image);
+	void *out = malloc(*size);
+	if (!out)
+		out_of_memory(*size);
+	if (!png_image_write_to_memory(&image, out, size, 0, rgb, 0, NULL)) {
+		set_error("cannot make the picture: %s", image.message);
+		free(out);
+		return NULL;
+	}
+	return out;
 }
 
 int canvas_write(struct canvas *c, const char *path)
 {
 	struct new_file file;
-	cairo_status_t status = cairo_status(c->cairo);
-	if (c->svg) {
-		cairo_surface_finish(c->surface);
-		status = status ? status : cairo_surface_status(c->surface);
-	}
-	if (status == CAIRO_STATUS_NO_MEMORY)
-		out_of_memory(0);
-	if (status)
-		return fail("%s: cannot draw the picture: %s", path, cairo_status_to_string(status));
-	if (new_file_begin(&file, path) < 0)
+	size_t size = 0;
+	void *png = c->is_svg ? NULL : make_png(c->rgb, c->width, c->height, &size);
+	if ((!c->is_svg && !png) || new_file_begin(&file, path) < 0) {
+		free(png);
 		return -1;
-	int rc = 0;
-	if (c->svg)
-		fwrite(c->file.data, 1, c->file.size, file.stream);
-	else
-		rc = write_png(c, file.stream, path);
-	return new_file_publish(&file, rc);
+	}
+	if (c->is_svg) {
+		const int w = c->width, h = c->height;
+		fprintf(file.stream, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" "
+				"viewBox=\"0 0 %d %d\" font-family=\"DejaVu Sans, Verdana, Arial, sans-serif\" "
+				"stroke-linecap=\"round\" stroke-linejoin=\"round\">\n"
+				"<rect width=\"%d\" height=\"%d\" fill=\"#ffffff\"/>\n", w, h, w, h, w, h);
+		fwrite(c->svg.data, 1, c->svg.size, file.stream);
+		fputs("</svg>\n", file.stream);
+	} else
+		fwrite(png, 1, size, file.stream);
+	free(png);
+	return new_file_publish(&file, 0);
 }
 
 /* ============================================================================================================
- * Boxes, lines, figures, text
+ * Boxes, lines, figures
  * ========================================================================================================== */
 
-static void box_path(struct canvas *c, struct box b)
+/* v as an int from low to high; low for NaN. */
+static int clamp_int(double v, int low, int high)
 {
-	cairo_rectangle(c->cairo, b.left, b.top, b.right - b.left, b.bottom - b.top);
+	return v > low ? v < high ? (int)v : high : low;
 }
 
-void fill_box(struct canvas *c, struct box box, uint32_t colour)
+void fill_box(struct canvas *c, struct box b, uint32_t colour)
 {
-	box_path(c, box);
-	set_colour(c, colour);
-	cairo_fill(c->cairo);
-}
-
-/* Draws what the path is now. */
-static void stroke_path(struct canvas *c, struct pen pen)
-{
-	cairo_set_dash(c->cairo, (const double[]){3.5 * pen.width, 2.5 * pen.width}, pen.dashed ? 2 : 0, 0);
-	cairo_set_line_cap(c->cairo, pen.dashed ? CAIRO_LINE_CAP_BUTT : CAIRO_LINE_CAP_ROUND);
-	cairo_set_line_width(c->cairo, pen.width);
-	set_colour(c, pen.colour);
-	cairo_stroke(c->cairo);
-}
-
-void draw_frame(struct canvas *c, struct box box)
-{
-	box_path(c, (struct box){box.left + 0.5, box.top + 0.5, box.right + 0.5, box.bottom + 0.5});
-	stroke_path(c, (struct pen){GREY, 1, false});
-}
-
-void draw_cells(struct canvas *c, struct box box, const uint32_t *colours, int width, int height)
-{
-	/* An image of as many pixels as the box has: a viewer of SVG files would blur a smaller one. */
-	const int columns = (int)(box.right - box.left), rows = (int)(box.bottom - box.top);
-	cairo_surface_t *image = cairo_image_surface_create(CAIRO_FORMAT_RGB24, columns, rows);
-	for (int y = 0; y < rows && !cairo_surface_status(image); y++) {
-		uint8_t *line = cairo_image_surface_get_data(image) + (size_t)y * cairo_image_surface_get_stride(image);
-		for (int x = 0; x < columns; x++)
-			memcpy(line + 4 * x, colours + (size_t)(y * height / rows) * width + x * width / columns, 4);
+	if (c->is_svg) {
+		add_svg(c, "<rect x=\"%g\" y=\"%g\" width=\"%g\" height=\"%g\" fill=\"#%06x\"/>\n", tenths(b.left),
+				tenths(b.top), tenths(b.right - b.left), tenths(b.bottom - b.top), (unsigned)colour);
+		return;
 	}
-	cairo_surface_mark_dirty(image);
-	cairo_set_source_surface(c->cairo, image, box.left, box.top);
-	cairo_paint(c->cairo);
-	cairo_surface_destroy(image);
+	for (int y = clamp_int(b.top, 0, c->height); y < clamp_int(b.bottom, 0, c->height); y++)
+		for (int x = clamp_int(b.left, 0, c->width); x < clamp_int(b.right, 0, c->width); x++)
+			for (int i = 0; i < 3; i++)
+				c->rgb[((size_t)y * c->width + x) * 3 + i] = colour >> (16 - 8 * i);
+}
+
+void draw_frame(struct canvas *c, struct box b)
+{
+	fill_box(c, (struct box){b.left, b.top, b.right, b.top + 1}, GREY);
+	fill_box(c, (struct box){b.left, b.bottom, b.right, b.bottom + 1}, GREY);
+	fill_box(c, (struct box){b.left, b.top, b.left + 1, b.bottom}, GREY);
+	fill_box(c, (struct box){b.right, b.top, b.right + 1, b.bottom + 1}, GREY);
+}
+
+/* Puts ink on a line of this width, with round ends and smooth edges. A line of length 0 is a dot. */
+static void add_ink(struct canvas *c, double x0, double y0, double x1, double y1, double width)
+{
+	double dx = x1 - x0, dy = y1 - y0, length2 = dx * dx + dy * dy, reach = width / 2 + 1;
+	int left = clamp_int(fmin(x0, x1) - reach, 0, c->width), right = clamp_int(fmax(x0, x1) + reach + 1, 0, c->width);
+	int top = clamp_int(fmin(y0, y1) - reach, 0, c->height);
+	int bottom = clamp_int(fmax(y0, y1) + reach + 1, 0, c->height);
+	for (int y = top; y < bottom; y++)
+		for (int x = left; x < right; x++) {
+			double px = x + 0.5 - x0, py = y + 0.5 - y0;
+			/* the nearest point of the line, from 0 to 1 */
+			double t = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0;
+			int ink = clamp_int(255 * (width / 2 + 0.5 - hypot(px - t * dx, py - t * dy)), 0, 255);
+			uint8_t *at = &c->ink[(size_t)y * c->width + x];
+			*at = ink > *at ? ink : *at;
+		}
+	c->left = left < c->left ? left : c->left, c->right = right > c->right ? right : c->right;
+	c->top = top < c->top ? top : c->top, c->bottom = bottom > c->bottom ? bottom : c->bottom;
+}
+
+/* Mixes the colour into each pixel as far as ink covers it, and takes the ink away. */
+static void paint(struct canvas *c, uint32_t colour)
+{
+	for (int y = c->top; y < c->bottom; y++)
+		for (int x = c->left; x < c->right; x++) {
+			const size_t place = (size_t)y * c->width + x;
+			const int ink = c->ink[place];
+			for (int i = 0; ink && i < 3; i++) {
+				uint8_t *at = &c->rgb[place * 3 + i];
+				*at = (*at * (255 - ink) + (colour >> (16 - 8 * i) & 255) * ink + 127) / 255;
+			}
+			c->ink[place] = 0;
+		}
+	c->left = c->width, c->top = c->height, c->right = c->bottom = 0;
+}
+
+/* Puts ink on the dashes of a line; *along: how much of the path is behind, in pixels. */
+static void add_dashes(struct canvas *c, double x0, double y0, double x1, double y1, double width, double *along)
+{
+	const double length = hypot(x1 - x0, y1 - y0), dash = DASH * width, period = dash + DASH_GAP * width;
+	for (double at = 0; at < length;) {
+		const double phase = fmod(*along + at, period), end = fmin(length, at + fmax(0.01, (phase < dash ? dash :
+				period) - phase));
+		if (phase < dash) {
+			const double dx = (x1 - x0) / length, dy = (y1 - y0) / length;
+			add_ink(c, x0 + at * dx, y0 + at * dy, x0 + end * dx, y0 + end * dy, width);
+		}
+		at = end;
+	}
+	*along += length;
 }
 
 void draw_line(struct canvas *c, const double *x, const double *y, int n, struct pen pen)
 {
+	double along = 0;
+	if (c->is_svg)
+		add_svg(c, "<path d=\"");
 	for (int i = 0; i < n; i++) {
 		if (isnan(y[i]))
 			continue;
-		const bool first = i == 0 || isnan(y[i - 1]), last = i == n - 1 || isnan(y[i + 1]);
-		if (first)
-			cairo_move_to(c->cairo, x[i], y[i]);
-		if (!first || last)
-			cairo_line_to(c->cairo, x[i], y[i]);
+		const bool first = i == 0 || isnan(y[i - 1]), alone = first && (i == n - 1 || isnan(y[i + 1]));
+		if (c->is_svg)
+			add_svg(c, "%c%g %g%s", first ? 'M' : 'L', tenths(x[i]), tenths(y[i]), alone ? "h0" : "");
+		else if (alone)
+			add_ink(c, x[i], y[i], x[i], y[i], pen.width);
+		else if (!first && pen.dashed)
+			add_dashes(c, x[i - 1], y[i - 1], x[i], y[i], pen.width, &along);
+		else if (!first)
+			add_ink(c, x[i - 1], y[i - 1], x[i], y[i], pen.width);
 	}
-	stroke_path(c, pen);
+	if (!c->is_svg)
+		paint(c, pen.colour);
+	else if (pen.dashed)
+		add_svg(c, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\" stroke-dasharray=\"%g %g\"/>\n",
+				(unsigned)pen.colour, pen.width, DASH * pen.width, DASH_GAP * pen.width);
+	else
+		add_svg(c, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\"/>\n", (unsigned)pen.colour, pen.width);
 }
 
 void draw_shape(struct canvas *c, enum shape shape, double x, double y, double size, uint32_t colour, uint32_t outline)
 {
-	/* in halves of the size */
-	static const double cross[][2] = {{-1, -0.5}, {-0.5, -1}, {0, -0.5}, {0.5, -1}, {1, -0.5}, {0.5, 0}, {1, 0.5},
-			{0.5, 1}, {0, 0.5}, {-0.5, 1}, {-1, 0.5}, {-0.5, 0}};
-	static const double triangle[][2] = {{-1, 0.8}, {0, -1}, {1, 0.8}}, square[][2] = {{-0.85, -0.85}, {0.85, -0.85},
-			{0.85, 0.85}, {-0.85, 0.85}};
-	static const double diamond[][2] = {{0, -1.1}, {1.1, 0}, {0, 1.1}, {-1.1, 0}}, wedge[][2] = {{-1, -0.8}, {1, -0.8},
-			{0, 1}};
-	static const struct { const double (*at)[2]; int n; } corners[NUM_SHAPES] = {[CROSS] = {cross, 12},
-			[TRIANGLE] = {triangle, 3}, [SQUARE] = {square, 4}, [DIAMOND] = {diamond, 4}, [WEDGE] = {wedge, 3}};
-	if (shape == DISC)
-		cairo_arc(c->cairo, x, y, size / 2, 0, 2 * acos(-1));
-	for (int i = 0; i < corners[shape].n; i++)
-		cairo_line_to(c->cairo, x + corners[shape].at[i][0] * size / 2, y + corners[shape].at[i][1] * size / 2);
-	cairo_close_path(c->cairo);
-	set_colour(c, colour);
-	cairo_fill_preserve(c->cairo);
-	stroke_path(c, (struct pen){outline, 1, false});
+	/* Lines between these points, from -1 to 1, so wide that they cover the inside, too. NaN begins another line. */
+	static const struct { int n; double x[6], y[6]; } lines[NUM_SHAPES] = {
+		[DISC] = {1, {0}, {0}}, [CROSS] = {5, {-1, 1, 0, -1, 1}, {-1, 1, NAN, 1, -1}},
+		[TRIANGLE] = {4, {-1, 0, 1, -1}, {0.8, -1, 0.8, 0.8}}, [SQUARE] = {5, {-0.8, 0.8, 0.8, -0.8, -0.8},
+			{-0.8, -0.8, 0.8, 0.8, -0.8}}, [DIAMOND] = {5, {0, 1, 0, -1, 0}, {-1, 0, 1, 0, -1}},
+		[WEDGE] = {4, {-1, 0, 1, -1}, {-0.8, 1, -0.8, -0.8}},
+	};
+	const double width = size * (shape == DISC ? 1 : shape == CROSS ? 0.33 : 0.45), reach = (size - width) / 2;
+	double px[6], py[6];
+	for (int i = 0; i < lines[shape].n; i++)
+		px[i] = x + reach * lines[shape].x[i], py[i] = y + reach * lines[shape].y[i];
+	draw_line(c, px, py, lines[shape].n, (struct pen){outline, width + 2, false});
+	draw_line(c, px, py, lines[shape].n, (struct pen){colour, width, false});
 }
 
-/* A copy that is UTF-8 without control characters. */
-static char *clean_text(const char *s)
+/* Appends bytes in base64. */
+static void add_base64(struct text *out, const uint8_t *bytes, size_t n)
 {
-	struct text t = {0};
-	text_append_utf8(&t, s, strlen(s));
-	for (size_t i = 0; i < t.size; i++)
-		if ((unsigned char)t.data[i] < ' ' || t.data[i] == 127)
-			t.data[i] = '?';
-	return t.data;
+	static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+	for (size_t i = 0; i < n; i += 3) {
+		uint32_t three = 0;
+		char four[4];
+		for (size_t k = 0; k < 3; k++)
+			three = three << 8 | (i + k < n ? bytes[i + k] : 0);
+		for (size_t k = 0; k < 4; k++)
+			four[k] = i + k > n ? '=' : digits[three >> (18 - 6 * k) & 63];
+		text_append(out, four, 4);
+	}
 }
 
-double text_width(struct canvas *c, const char *s, double size)
+void draw_cells(struct canvas *c, struct box b, const uint32_t *colours, int width, int height)
 {
-	cairo_text_extents_t e = {0};
-	char *clean = clean_text(s);
-	cairo_set_font_size(c->cairo, size);
-	if (clean)
-		cairo_text_extents(c->cairo, clean, &e);
-	free(clean);
-	return e.x_advance;
+	if (!c->is_svg) {
+		for (int i = 0; i < width * height; i++)
+			fill_box(c, (struct box){round(b.left + i % width * (b.right - b.left) / width),
+					round(b.top + i / width * (b.bottom - b.top) / height),
+					round(b.left + (i % width + 1) * (b.right - b.left) / width),
+					round(b.top + (i / width + 1) * (b.bottom - b.top) / height)}, colours[i]);
+		return;
+	}
+	/* As many pixels as the box has: some programs would blur a smaller image. */
+	const int columns = (int)(b.right - b.left), rows = (int)(b.bottom - b.top);
+	uint8_t *rgb = allocate((size_t)columns * rows * 3);
+	for (int i = 0; i < columns * rows * 3; i++)
+		rgb[i] = colours[i / 3 / columns * height / rows * width + i / 3 % columns * width / columns] >>
+				(16 - 8 * (i % 3));
+	size_t size;
+	uint8_t *png = make_png(rgb, columns, rows, &size);
+	add_svg(c, "<image x=\"%g\" y=\"%g\" width=\"%d\" height=\"%d\" style=\"image-rendering: pixelated\" "
+			"href=\"data:image/png;base64,", tenths(b.left), tenths(b.top), columns, rows);
+	if (png)
+		add_base64(&c->svg, png, size);
+	add_svg(c, "\"/>\n");
+	free(rgb), free(png);
+}
+
+/* ============================================================================================================
+ * Text. A character is a set of points; a stroke joins each point with its neighbours, so that characters are smooth
+ * at any size.
+ * ========================================================================================================== */
+
+/* Printable ASCII: six bands of 16 characters. A character is 5 points wide and 9 high, with a column between
+ * characters; capitals take rows 0 to 6. */
+static const char font[6 * TEXT_ROWS][16 * 6 + 1] = {
+	"      #     # #    # #    #   ##     ##   #      #    #                                      #  ",
+	"      #     # #    # #   #### ##  # #  #  #     #      #            #                        #  ",
+	"      #           ##### # #      #  #  #        #      #    # # #   #                       #   ",
+	"      #            # #   ###    #    ##         #      #     ###  #####       ###           #   ",
+	"      #           #####   # #  #    # # #       #      #    # # #   #                      #    ",
+	"                   # #  ####  #  ## #  #        #      #            #                      #    ",
+	"      #            # #    #      ##  ## #        #    #                  #          #     #     ",
+	"                                                                         #                      ",
+	"                                                                        #                       ",
+	" ##    #     ##    ##      #  ####   ##   ####   ##    ##                                  ##   ",
+	"#  #  ##    #  #  #  #    #   #     #  #     #  #  #  #  #                #         #     #  #  ",
+	"#  #   #       #     #   #    ###   #       #   #  #  #  #               #    ####   #       #  ",
+	"#  #   #      #    ##   #  #     #  ###     #    ##    ###  #      #    #             #     #   ",
+	"#  #   #     #       #  #####    #  #  #   #    #  #     #               #    ####   #      #   ",
+	"#  #   #    #     #  #     #  #  #  #  #   #    #  #  #  #                #         #           ",
+	" ##   ###   ####   ##      #   ##    ##    #     ##    ##   #      #                        #   ",
+	"                                                                   #                            ",
+	"                                                                  #                             ",
+	" ###    #   ####   ###  ####  ####  ####   ###  #   # ###      #  #   # #     #   # #   #  ###  ",
+	"#   #  # #  #   # #   # #   # #     #     #   # #   #  #       #  #  #  #     ## ## ##  # #   # ",
+	"# ### #   # #   # #     #   # #     #     #     #   #  #       #  # #   #     # # # # # # #   # ",
+	"# # # #   # ####  #     #   # ###   ###   #  ## #####  #       #  ##    #     # # # # # # #   # ",
+	"# ### ##### #   # #     #   # #     #     #   # #   #  #       #  # #   #     #   # #  ## #   # ",
+	"#     #   # #   # #   # #   # #     #     #   # #   #  #    #  #  #  #  #     #   # #   # #   # ",
+	" #### #   # ####   ###  ####  ####  #      ###  #   # ###    ##   #   # ####  #   # #   #  ###  ",
+	"                                                                                                ",
+	"                                                                                                ",
+	"####   ###  ####   ###  ##### #   # #   # #   # #   # #   # ##### ##    #     ##      #         ",
+	"#   # #   # #   # #   #   #   #   # #   # #   # #   # #   #     # #     #      #     # #        ",
+	"#   # #   # #   # #       #   #   # #   # #   #  # #   # #     #  #      #     #    #   #       ",
+	"####  #   # ####   ###    #   #   #  # #  # # #   #     #     #   #      #     #                ",
+	"#     # # # # #       #   #   #   #  # #  # # #  # #    #    #    #       #    #                ",
+	"#     #  #  #  #  #   #   #   #   #   #   # # # #   #   #   #     #       #    #                ",
+	"#      ## # #   #  ###    #    ###    #    # #  #   #   #   ##### ##       #  ##                ",
+	"                                                                                                ",
+	"                                                                                          ##### ",
+	"#           #              #          #         #     #      #    #     #                       ",
+	" #          #              #         #          #                 #     #                       ",
+	"       ##   ###    ##    ###   ##   ###    ###  ###   #      #    #  #  #     ## #  ###    ##   ",
+	"         #  #  #  #  #  #  #  #  #   #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
+	"       ###  #  #  #     #  #  ####   #    #  #  #  #  #      #    ##    #     # # # #  #  #  #  ",
+	"      #  #  #  #  #  #  #  #  #      #    #  #  #  #  #      #    # #   #     # # # #  #  #  #  ",
+	"       ###  ###    ##    ###   ###   #     ###  #  #  #      #    #  #   #    # # # #  #   ##   ",
+	"                                             #               #                                  ",
+	"                                           ##               #                                   ",
+	"                         #                                          #   #     #                 ",
+	"                         #                                         #    #      #                ",
+	"###    ###  # #    ###  ###   #  #  #   # #   # #  #  #  #  ####   #    #      #                ",
+	"#  #  #  #  ##    #      #    #  #  #   # #   # #  #  #  #     #  #     #       #    #  #       ",
+	"#  #  #  #  #      ##    #    #  #   # #  # # #  ##   #  #   ##    #    #      #    # ##        ",
+	"#  #  #  #  #        #   #    #  #   # #  # # # #  #  #  #  #      #    #      #                ",
+	"###    ###  #     ###     #    ###    #    # #  #  #   ###  ####    #   #     #                 ",
+	"#        #                                               #              #                       ",
+	"#        #                                             ##               #                       ",
+};
+
+/* Whether a character has a point there. */
+static bool font_point(int ch, int column, int row)
+{
+	ch -= ' ';
+	return column >= 0 && row < TEXT_ROWS && font[ch / 16 * TEXT_ROWS + row][ch % 16 * 6 + column] == '#';
+}
+
+/* The width of a character in columns, from *first, the first column that has a point, to the last; 2 for a character
+ * without points. */
+static int font_columns(int ch, int *first)
+{
+	int last = -1;
+	*first = 0;
+	for (int column = 4; column >= 0; column--)
+		for (int row = 0; row < TEXT_ROWS; row++)
+			if (font_point(ch, column, row))
+				*first = column, last = last < 0 ? column : last;
+	return last < 0 ? 2 : last - *first + 1;
+}
+
+/* The next character of a UTF-8 string, which it moves on; '?' for one that the font does not have, 0 at the end. */
+static int next_char(const char **s)
+{
+	unsigned char ch = **s;
+	if (!ch)
+		return 0;
+	do
+		(*s)++;
+	while ((**s & 0xc0) == 0x80);
+	return ch >= ' ' && ch <= '~' ? ch : '?';
+}
+
+double text_width(const char *s, double size)
+{
+	int columns = 0, first;
+	for (int ch; (ch = next_char(&s));)
+		columns += font_columns(ch, &first) + 1;
+	return columns > 0 ? (columns - 1) * size / TEXT_ROWS : 0;
+}
+
+/* Appends a text as an SVG element, whose letters are those of the program that shows it. */
+static void add_svg_text(struct canvas *c, double x, double y, const char *s, double size, double align, bool upwards,
+		uint32_t colour)
+{
+	struct text clean = {0};
+	text_append_utf8(&clean, s, strlen(s));
+	add_svg(c, "<text transform=\"translate(%g %g)%s\" y=\"0.35em\" font-size=\"%g\" text-anchor=\"%s\" "
+			"fill=\"#%06x\">", tenths(x), tenths(y), upwards ? " rotate(-90)" : "", tenths(size * 0.9),
+			align < 0.25 ? "start" : align < 0.75 ? "middle" : "end", (unsigned)colour);
+	for (size_t i = 0; i < clean.size; i++) {
+		const char ch = clean.data[i];
+		const char *name = ch == '&' ? "&amp;" : ch == '<' ? "&lt;" : ch == '>' ? "&gt;" : NULL;
+		if (name)
+			text_append_string(&c->svg, name);
+		else
+			text_append(&c->svg, (ch >= 0 && ch < ' ') || ch == 127 ? "?" : &ch, 1);
+	}
+	text_append_string(&c->svg, "</text>\n");
+	free(clean.data);
 }
 
 void draw_text(struct canvas *c, double x, double y, const char *s, double size, double align, bool upwards,
 		uint32_t colour)
 {
-	const double width = text_width(c, s, size), below = 0.36 * size; /* half of the height of most letters */
-	char *clean = clean_text(s);
-	if (!clean)
+	static const int neighbours[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}};
+	const double scale = size / TEXT_ROWS;
+	double pen = 0.5 * scale - align * text_width(s, size);
+	if (c->is_svg) {
+		add_svg_text(c, x, y, s, size, align, upwards, colour);
 		return;
-	cairo_save(c->cairo);
-	cairo_translate(c->cairo, x, y);
-	cairo_rotate(c->cairo, upwards ? -acos(0) : 0);
-	cairo_move_to(c->cairo, -align * width, below);
-	set_colour(c, colour);
-	cairo_show_text(c->cairo, clean);
-	cairo_restore(c->cairo);
-	cairo_new_path(c->cairo);
-	free(clean);
+	}
+	for (int ch, first; (ch = next_char(&s));) {
+		int columns = font_columns(ch, &first);
+		for (int p = 0; p < 5 * TEXT_ROWS; p++) {
+			int col = p % 5, row = p / 5;
+			if (!font_point(ch, col, row))
+				continue;
+			double along = pen + (col - first) * scale, down = (row - 3) * scale;
+			for (int i = -1; i < 4; i++) { /* -1: a dot at the point itself */
+				int dx = i < 0 ? 0 : neighbours[i][0], dy = i < 0 ? 0 : neighbours[i][1];
+				bool corner = dx && dy && (font_point(ch, col + dx, row) || font_point(ch, col, row + dy));
+				if (corner || !font_point(ch, col + dx, row + dy))
+					continue;
+				double along2 = along + dx * scale, down2 = down + dy * scale, width = 0.75 * scale + 0.3;
+				if (upwards)
+					add_ink(c, x + down, y - along, x + down2, y - along2, width);
+				else
+					add_ink(c, x + along, y + down, x + along2, y + down2, width);
+			}
+		}
+		pen += (columns + 1) * scale;
+	}
+	paint(c, colour);
 }
 
 void format_number(char out[32], double v, double step, double largest)
@@ -312,7 +509,7 @@ void draw_axis(struct canvas *c, const struct axis *a, enum side side, double at
 		char number[32];
 		const double p = floor(fmin(axis_at(a, a->ticks[i]), fmax(a->start, a->end) - 1));
 		format_number(number, a->ticks[i], a->step > 0 ? a->step : a->ticks[i], fmax(fabs(a->lo), fabs(a->hi)));
-		widest = fmax(widest, text_width(c, number, TEXT_SIZE));
+		widest = fmax(widest, text_width(number, TEXT_SIZE));
 		if (side == BELOW) {
 			fill_box(c, (struct box){p, grid, p + 1, at}, GRID);
 			fill_box(c, (struct box){p, at, p + 1, at + 7}, GREY);

@@ -1,8 +1,8 @@
 /*
- * commands/plot_canvas.h - drawing: boxes, lines, text and axes, as a PNG or an SVG file.
+ * commands/plot_canvas.h - drawing: boxes, lines, figures, text and axes, as a PNG or an SVG file.
  *
- * Coordinates are in pixels, x from the left and y from the top; pixel x covers [x, x + 1). Colours are 0xRRGGBB. The
- * same calls make the same file. The font is one within cairo, which has ASCII alone.
+ * Coordinates are in pixels, x from the left and y from the top; pixel x covers [x, x + 1). What lies outside of the
+ * picture is not drawn. Colours are 0xRRGGBB. The same calls make the same file.
  */
 #ifndef LING_COMMANDS_PLOT_CANVAS_H
 #define LING_COMMANDS_PLOT_CANVAS_H
@@ -12,14 +12,13 @@
 
 #define BLACK 0x202020
 #define RED 0xd81e2c
-#define TEXT_SIZE 17.0           /* of most texts */
+#define TEXT_SIZE 15.75          /* of most texts */
 
 struct canvas;                   /* a picture */
 
-/* A white picture. svg: it will be an SVG file, in which texts are outlines of letters, so that it looks the same
- * everywhere; else a PNG file. */
+/* A white picture. svg: it will be an SVG file, in which texts are texts; else a PNG file. */
 struct canvas *canvas_create(int width, int height, bool svg);
-/* Writes the picture as a new file; a device, a pipe or a link as path stays one. Nothing can be drawn after it. */
+/* Writes the picture as a new file; a device, a pipe or a link as path stays one. */
 int canvas_write(struct canvas *c, const char *path);
 void canvas_free(struct canvas *c);
 
@@ -33,15 +32,15 @@ void draw_cells(struct canvas *c, struct box box, const uint32_t *colours, int w
 struct pen { uint32_t colour; double width; bool dashed; };
 /* A line through n points. Where y is NaN there is a gap; a point between two gaps is a dot. */
 void draw_line(struct canvas *c, const double *x, const double *y, int n, struct pen pen);
-/* A small figure around a point, with an outline. */
+/* A small figure around a point, with an outline of one pixel. */
 enum shape { DISC, CROSS, TRIANGLE, SQUARE, DIAMOND, WEDGE, NUM_SHAPES }; /* the wedge points down */
 void draw_shape(struct canvas *c, enum shape shape, double x, double y, double size, uint32_t colour, uint32_t outline);
 
-/* The width of a text in pixels. s is UTF-8. */
-double text_width(struct canvas *c, const char *s, double size);
-/* Draws s with the middle of its small letters at height y, and the part `align` of its width left of x: 0 begins at x,
- * 0.5 is centred, 1 ends at x. upwards: turned by a quarter to the left; then x is the middle of its letters, and
- * `align` the part below y. What is not printable ASCII is drawn as a box or a question mark. */
+/* The width of a text in pixels. s is UTF-8. size: the height of a letter with all that reaches above and below. */
+double text_width(const char *s, double size);
+/* Draws s with the middle of its capitals at height y, and the part `align` of its width left of x: 0 begins at x, 0.5
+ * is centred, 1 ends at x. upwards: turned by a quarter to the left; then x is the middle of its capitals, and `align`
+ * the part below y. In a PNG file, what is not printable ASCII is a question mark. */
 void draw_text(struct canvas *c, double x, double y, const char *s, double size, double align, bool upwards,
 		uint32_t colour);
 

@@ -732,7 +732,7 @@ test_plot() {
 	mkdir -p again && cp -r run again/run
 	for n in 1 2; do
 		expect 0 "" "$ling" plot run again/run --x tokens --out $n.svg
-		grep -q '^<svg .*width="1400px"' $n.svg || problem "$n.svg: $(head -c 300 $n.svg)"
+		grep -q '^<svg .*width="1400"' $n.svg || problem "$n.svg: $(head -c 300 $n.svg)"
 	done
 	cmp 1.svg 2.svg || problem "the same runs, and another SVG"
 	expect 2 "expected --out FILE" "$ling" plot run again/run

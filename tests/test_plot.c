@@ -167,28 +167,61 @@ static int in_legend(enum plot_panel panel, uint32_t colour)
 
 /* -- the canvas -- */
 
+/* Writes a canvas of this size as a PNG file and reads it back: [height, width, 3]. The caller frees both. */
+static uint8_t *pixels_of(struct canvas *c, int width, int high)
+{
+	const char *path = at("canvas.png");
+	assert_int_equal(canvas_write(c, path), 0);
+	png_image image = {.version = PNG_IMAGE_VERSION};
+	assert_true(png_image_begin_read_from_file(&image, path));
+	image.format = PNG_FORMAT_RGB;
+	uint8_t *rgb = allocate((size_t)width * high * 3);
+	assert_true(png_image_finish_read(&image, NULL, rgb, 0, NULL));
+	assert_int_equal(unlink(path), 0);
+	return rgb;
+}
+
+static void every_character_is_drawn_and_is_unlike_the_others(void **state)
+{
+	(void)state;
+	enum { SIDE = 32, LOWEST = '!', LAST = '~', WIDTH = SIDE * (LAST - LOWEST + 1) };
+	static uint8_t seen[LAST - LOWEST + 1][SIDE][SIDE];
+	struct canvas *c = canvas_create(WIDTH, SIDE, false);
+	for (int ch = LOWEST; ch <= LAST; ch++)
+		draw_text(c, SIDE * (ch - LOWEST) + SIDE / 2, SIDE / 2, (char[]){ch, 0}, 18, 0.5, false, 0);
+	uint8_t *rgb = pixels_of(c, WIDTH, SIDE);
+	for (int ch = LOWEST; ch <= LAST; ch++) {
+		int dark = 0;
+		for (int y = 0; y < SIDE; y++)
+			for (int x = 0; x < SIDE; x++) {
+				seen[ch - LOWEST][y][x] = rgb[(y * WIDTH + SIDE * (ch - LOWEST) + x) * 3];
+				dark += seen[ch - LOWEST][y][x] < 128;
+			}
+		if (dark == 0)
+			fail_msg("character '%c' is empty", ch);
+		for (int other = LOWEST; other < ch; other++)
+			if (memcmp(seen[ch - LOWEST], seen[other - LOWEST], sizeof seen[0]) == 0)
+				fail_msg("characters '%c' and '%c' look the same", ch, other);
+	}
+	assert_true(text_width(" ", 9) > 0 && text_width("\xe7\x81\xb5", 9) == text_width("?", 9)); /* one of three bytes */
+	assert_true(text_width("\xff\x80", 9) == text_width("?", 9));
+	canvas_free(c), free(rgb);
+}
+
 /* A word has as much ink as its letters, is as wide as text_width says, and stands where it was put. */
 static void text_stands_where_it_was_put(void **state)
 {
 	(void)state;
 	struct canvas *c = canvas_create(400, 100, false);
-	const double width = text_width(c, "Loss 0.25", 20);
+	const double width = text_width("Loss 0.25", 20);
 	assert_true(width > 60 && width < 120);
-	assert_true(fabs(text_width(c, "Loss 0.25", 40) - 2 * width) < 0.5);
-	assert_true(text_width(c, "", 20) == 0 && text_width(c, "W", 20) > text_width(c, "i", 20));
-	assert_true(text_width(c, "\xff\x80", 20) > 0 && text_width(c, "a\nb", 20) > 0); /* bad UTF-8 does no harm */
+	assert_true(fabs(text_width("Loss 0.25", 40) - 2 * width) < 0.5);
+	assert_true(text_width("", 20) == 0 && text_width("W", 20) > text_width("i", 20));
+	assert_true(text_width("\xff\x80", 20) > 0 && text_width("a\nb", 20) > 0); /* bad UTF-8 does no harm */
 	draw_text(c, 200, 50, "Loss 0.25", 20, 1, false, BLACK);
 	draw_text(c, 300, 50, "Loss 0.25", 20, 0.5, true, RED);
 	draw_text(c, 300, 50, "", 20, 0.5, true, RED);
-	const char *path = at("text.png");
-	assert_int_equal(canvas_write(c, path), 0);
-	canvas_free(c);
-	png_image image = {.version = PNG_IMAGE_VERSION};
-	assert_true(png_image_begin_read_from_file(&image, path));
-	image.format = PNG_FORMAT_RGB;
-	static uint8_t rgb[400 * 100 * 3];
-	assert_true(png_image_finish_read(&image, NULL, rgb, 0, NULL));
-	assert_int_equal(unlink(path), 0);
+	uint8_t *rgb = pixels_of(c, 400, 100);
 	int left = 400, right = 0, top = 100, bottom = 0, upper = 100, lower = 0;
 	for (int y = 0; y < 100; y++)
 		for (int x = 0; x < 400; x++) {
@@ -204,6 +237,7 @@ static void text_stands_where_it_was_put(void **state)
 	assert_true(fabs(left - (200 - width)) < 4 && right >= 195 && right <= 200);
 	assert_true(top >= 40 && top <= 44 && bottom >= 55 && bottom <= 59);
 	assert_true(fabs(lower - upper - width) < 6 && fabs((lower + upper) / 2.0 - 50) < 4);
+	canvas_free(c), free(rgb);
 }
 
 static void numbers_are_written_as_people_read_them(void **state)
@@ -292,8 +326,8 @@ static void the_share_of_the_peak_and_the_clip_are_shown(void **state)
 	(void)state;
 	struct run r = make_run(400, 4, 1, 50);
 	r.config = json_pack("{s: {s: f}}", "train", "grad_clip", 1.9);
-	json_array_append_new(r.events, json_pack("{s:i, s:s, s:f, s:f}", "step", 0, "kind", "start", "flops_per_token", 10.0,
-			"peak_flops", 50000.0));
+	json_array_append_new(r.events, json_pack("{s:i, s:s, s:f, s:f}", "step", 0, "kind", "start",
+			"flops_per_token", 10.0, "peak_flops", 50000.0));
 	draw(&r);
 	assert_true(in_panel(PANEL_SPEED, SECOND) > 100);
 	assert_true(in_panel(PANEL_GRADIENT, BLACK) > 100);
@@ -572,13 +606,15 @@ static void a_name_makes_an_svg_file(void **state)
 	struct run r = make_run(100000, 2, 1, 5000);
 	const char *path = at("a.svg");
 	size_t n;
+	strcpy(r.name, "a <&> \xe7\x81\xb5 \xff\n");
 	assert_int_equal(plot_runs(&r, 1, false, path), 0);
 	char *svg = (char *)get_file(path, &n);
 	assert_true(n > 10000 && n < 3000000);
 	assert_non_null(strstr(svg, "<svg "));
-	assert_non_null(strstr(svg, "width=\"1400px\""));
+	assert_non_null(strstr(svg, "width=\"1400\""));
 	assert_true(strcmp(svg + n - 7, "</svg>\n") == 0);
-	assert_non_null(strstr(svg, "rgb(0%,44.705882%,69.803922%)")); /* 0x0072b2 */
+	assert_non_null(strstr(svg, "stroke=\"#0072b2\""));
+	assert_non_null(strstr(svg, ">a &lt;&amp;&gt; \xe7\x81\xb5 \xef\xbf\xbd?: 100000 steps"));
 	int depth = 0;
 	for (char *tag = svg; (tag = strchr(tag, '<'));) {
 		const char *end = strchr(tag, '>');
@@ -619,6 +655,7 @@ static void a_log_axis_is_one_in_the_picture(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(every_character_is_drawn_and_is_unlike_the_others),
 		cmocka_unit_test(text_stands_where_it_was_put),
 		cmocka_unit_test(numbers_are_written_as_people_read_them),
 		cmocka_unit_test(ticks_are_round_and_inside),

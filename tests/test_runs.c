@@ -276,7 +276,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(members_become_columns), TEST(going_back_undoes_decisions), TEST(without_events_the_file_tells_the_time),
 		TEST(the_config_is_that_of_the_newest_checkpoint), TEST(what_is_no_run_is_an_error),
-		TEST(runs_of_one_name_are_told_apart), TEST(thinning_keeps_every_extreme), TEST(smoothing_is_a_mean_of_neighbours),
+		TEST(runs_of_one_name_are_told_apart), TEST(thinning_keeps_every_extreme),
+		TEST(smoothing_is_a_mean_of_neighbours),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -372,7 +372,8 @@ static void schedule_panel(const struct picture *picture, struct box box)
 {
 	struct panel p = {.box = box, .heading = "Learning rate and global batch",
 			.left = {.name = "learning rate", .from_zero = true, .headroom = 1.1, .include = NAN, .factor = 1},
-			.right = {.name = "sequences", .from_zero = true, .headroom = 1.3, .include = NAN, .factor = 1, .min_step = 1}};
+			.right = {.name = "sequences", .from_zero = true, .headroom = 1.3, .min_step = 1, .include = NAN,
+				.factor = 1}};
 	pair_panel(picture, &p, "lr", "batch", LOOK_PLAIN, LOOK_STAIRS);
 }
 
@@ -606,8 +607,8 @@ static int run_plot(const struct command_line *line)
 }
 
 static const struct command_option options[] = {
-	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture: an SVG file if its name ends with .svg, else a PNG file "
-			"(default: RUN_DIR/metrics.png; several runs need it)"),
+	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture: an SVG file if its name ends with .svg, else a PNG "
+			"file (default: RUN_DIR/metrics.png; several runs need it)"),
 	CHOICE_OPTION(plot_options, x, "x", "WHAT", x_names, "The horizontal axis: steps or tokens", .initial = "steps"),
 };
 

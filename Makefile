@@ -94,6 +94,9 @@ $(BUILD)/sanitize/%.o: %.c $(BUILD)/sanitize/flags
 $(BUILD)/fuzz/%.o: %.c $(BUILD)/fuzz/flags
 	$(compile)
 
+# The assembler puts the page into the object (.incbin), which is no header that -MMD sees.
+$(foreach b,release double sanitize fuzz,$(BUILD)/$(b)/commands/report.o): commands/report_page.html
+
 -include $(wildcard $(BUILD)/*/*.d $(BUILD)/*/*/*.d)
 
 # ---- tests ----

@@ -46,7 +46,7 @@
  *     match                    what a pattern finds in a reply; numbers and punctuation in it
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
- *     plot_canvas              drawing, PNG
+ *     plot_canvas              drawing, PNG, SVG
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report    a command each;

@@ -32,7 +32,7 @@ MISSING_FOR_TESTS := $(call missing,cmocka)
 # a small file has many; in `sanitize` a rank that waits also says so soon.
 BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
-DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DSHARD_TAGS=5 -DDUMP_BLOCK=1000
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
 SHORT_WAITS := -DNOTICE_SECONDS=0.5 -DREPORT_SECONDS=2

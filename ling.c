@@ -32,6 +32,7 @@
 #include "model/parameters.h"
 #include "model/weight_files.h"
 #include "model/memory.h"
+#include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
@@ -156,15 +157,19 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	const int64_t L = m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
+	dump_output(m, DUMP_ATTENTION_NORM, l, m->acts.normed);
 	const real *normed = all_gather_sequence(m, m->acts.normed, T);
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
 		attention_segments(m, l, segments, n);
 		return;
 	}
 	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
+	dump_output(m, DUMP_ROPE, l, x->qkv);
 	/* softmax(q k^T / sqrt(d)) v of each head */
 	attention_forward(x->attention, x->lse, x->qkv, m->document, T / L, L, nh, nkv, d, m->acts.attention_scratch);
+	dump_output(m, DUMP_ATTENTION_CORE, l, x->attention);
 }
 
 /* residual = input + Attention(RMSNorm(input)) */
@@ -183,6 +188,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	matmul_forward(partial_sums(m, x->residual), x->attention, &m->weights[l].dense,
 			tensor->rank == 0 ? p->dense_bias : NULL, T, attention_width(&m->config), H, tensor->size == 1);
 	reduce_scatter_sequence(m, x->residual, true, T);
+	dump_output(m, DUMP_ATTENTION_OUTPUT, l, x->residual);
 	end_phase(m, PHASE_ATTENTION);
 }
 
@@ -247,6 +253,7 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	const int k = c->num_experts_per_tok;
 	/* s = x W^T, p = softmax(s) */
 	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
+	dump_output(m, DUMP_ROUTER_LOGITS, l, a->logits);
 	softmax_forward(x->p, x->router_lse, a->logits, N, E);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
@@ -258,8 +265,11 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 		softmax_forward(x->p_hat, NULL, x->p_hat, N, E);
 		p = x->p_hat;
 	}
+	dump_output(m, DUMP_ROUTER_SOFTMAX, l, p);
 	/* weight = p of the k largest, over their sum */
 	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	dump_output(m, DUMP_ROUTER_TOPK, l, x->index);
+	dump_output(m, DUMP_ROUTER_WEIGHTS, l, x->weight);
 	if (sums)
 		router_losses(m, l, T, step, sums);
 }
@@ -328,6 +338,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
 	heartbeat_operation(experts ? "router" : "dense", l);
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
+	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (out)
 		copy_array(out, x->residual, N * H);
 	end_phase(m, PHASE_OTHER);
@@ -348,6 +359,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	}
 	if (W) { /* out += down(silu(gate x) * up x), while the rows are on their way */
 		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, &w->shared_gate_up, NULL, all_rows, 1, H, W);
+		dump_output(m, DUMP_SHARED_GATE_UP, l, x->shared_gate_up);
 		if (out)
 			matmul_forward(out, a->shared_act, &w->shared_down, NULL, N, W, H, true);
 		end_phase(m, PHASE_EXPERTS);
@@ -358,16 +370,20 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 		end_phase(m, PHASE_PERMUTE);
 		swiglu_forward(a->act, x->gate_up, expert_parallel ? x->arrivals : a->normed, x->row, w->gate_up,
 				x->expert_weight, x->expert_offset, m->num_experts, H, I);
+		dump_output(m, DUMP_EXPERTS_GATE_UP, l, x->gate_up);
 		if (out) {
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H,
 					false);
 			end_phase(m, PHASE_EXPERTS);
 			if (expert_parallel)
 				return_rows(m, x); /* alone expert_rows and rows are the same array */
+			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
 			combine_rows(out, a->rows, x->position, N, k, H, true);
 			end_phase(m, PHASE_PERMUTE);
 		}
 	}
+	if (out)
+		dump_output(m, DUMP_LAYER_OUTPUT, l, out);
 }
 
 /* The forward pass from the embedding on, which is in the first layer's partial_sums. */
@@ -380,11 +396,13 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	int64_t first;
 	const int64_t N = own_tokens(m, T, &first);
 	reduce_scatter_sequence(m, a->layer[0].input, false, T);
+	dump_output(m, DUMP_EMBEDDING, -1, a->layer[0].input);
 	for (int l = 0; l < layers; l++) {
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
+	dump_output(m, DUMP_NORM, -1, a->normed);
 	end_phase(m, PHASE_OTHER);
 }
 
@@ -468,6 +486,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		int64_t n = T - first < C ? T - first : C;
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
+		dump_logits(m, a->head_logits, first, n);
 		/* loss = log(sum_v e^(logit_v - max)) - (logit_target - max). Of max, sum and loss each rank has its part of
 		 * the vocabulary's. */
 		logits_max(a->head_max, a->head_logits, n, V);
@@ -475,12 +494,14 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
 		all_reduce_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
+		dump_losses(m, loss, sum, target + first, first, n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
 		if (!step)
 			continue;
 		/* dlogits = (softmax(logits) - onehot(target)) / num_targets */
 		cross_entropy_backward(a->head_logits, sum, target + first, m->first_vocab, scale, n, V);
+		dump_logits_gradient(m, a->head_logits, first, n);
 		matmul_backward_input(dnormed + first * H, a->head_logits, m->params.lm_head, n, H, V, false);
 		/* With NormHead too: dW[v, j] = sum_t dlogits[t, v] normed[t, j] / (n_j + 1e-7), n being a constant */
 		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
@@ -521,6 +542,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	 * constants, P_e and the mean sums over the tokens divided by the step's tokens */
 	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
+	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
 	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, N, H, E, true);
 }
@@ -553,6 +575,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	 * needed. */
 	swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, dout, x->row, p->down, x->gate_up, x->expert_weight,
 			x->expert_offset, experts, H, I);
+	dump_gradient(m, DUMP_EXPERTS_GATE_UP, l, a->dgate_up);
 	grouped_matmul_backward_weight(g->down, dout, x->row, a->act, NULL, x->expert_offset, experts, I, H, add);
 	grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, tokens, x->row, x->expert_offset, experts, H, 2 * I,
 			add);
@@ -571,6 +594,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	}
 	combine_rows(a->dnormed, a->rows, x->position, N, k, H, shared_width(c, l) > 0);
 	permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+	dump_gradient(m, DUMP_ROUTER_WEIGHTS, l, a->dweight);
 	end_phase(m, PHASE_PERMUTE);
 }
 
@@ -587,6 +611,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
 	heartbeat_operation(experts ? "experts" : "dense", l);
+	dump_gradient(m, DUMP_LAYER_OUTPUT, l, a->dstream);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	end_phase(m, PHASE_OTHER);
@@ -598,6 +623,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	if (W) { /* the shared SwiGLU, while the rows are on their way: dnormed = its input's gradient */
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dstream, NULL, p->shared_down, x->shared_gate_up,
 				NULL, all_rows, 1, H, W);
+		dump_gradient(m, DUMP_SHARED_GATE_UP, l, a->dshared_gate_up);
 		end_phase(m, PHASE_EXPERTS);
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
@@ -610,6 +636,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		router_backward(m, l, B, step);
 		end_phase(m, PHASE_ROUTER);
 	}
+	dump_gradient(m, DUMP_FFN_NORM, l, a->dnormed);
 	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->residual, p->ffn_norm, x->ffn_rstd, N, H, add,
 			a->sum_scratch);
 	end_phase(m, PHASE_OTHER);
@@ -630,14 +657,18 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	heartbeat_operation("attention", l);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
+	dump_gradient(m, DUMP_ATTENTION_OUTPUT, l, a->dstream);
 	const real *dout = all_gather_sequence(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
 		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
 	matmul_backward_input(a->dattention, dout, p->dense, T, nh * d, H, false);
+	dump_gradient(m, DUMP_ATTENTION_CORE, l, a->dattention);
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
 			a->attention_scratch);
+	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
 	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
+	dump_gradient(m, DUMP_QKV, l, a->dqkv);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
 	matmul_backward_weight(g->qkv, a->dqkv, all_gather_sequence(m, a->normed, T), T, H, qkv_width(c), add);
@@ -645,6 +676,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 		bias_backward(g->qkv_bias, a->dqkv, T, qkv_width(c), add, a->sum_scratch);
 	matmul_backward_input(partial_sums(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
 	reduce_scatter_sequence(m, a->dnormed, false, T);
+	dump_gradient(m, DUMP_ATTENTION_NORM, l, a->dnormed);
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H,
 			add, a->sum_scratch);
 	end_phase(m, PHASE_ATTENTION);
@@ -658,6 +690,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	const int layers = c->num_hidden_layers;
 	int64_t first;
 	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
+	dump_gradient(m, DUMP_NORM, -1, a->dnormed);
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
@@ -672,6 +705,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		start_reduction(reduction, m, 1 + l);
 	}
 	heartbeat_operation("embedding", -1);
+	dump_gradient(m, DUMP_EMBEDDING, -1, a->dstream);
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
@@ -869,6 +903,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 			.router_std = t->state.router_std};
 	count_tokens(t, &own, &step);
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
+	dump_begin(t->dump, m, step.index + 1, batch);
 	t->work = 0;
 	for (int64_t i = 0; i < own.num; i++) {
 		const int B = (int)micro_batch_sequences(&own, i);
@@ -879,6 +914,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		step.accumulate = i > 0;
 		m->document = t->document ? t->document + at : NULL;
 		m->length = t->length + i * own.size;
+		dump_micro_batch(m, i, B);
 		model_forward(m, input, B, &step, &t->sums);
 		const double loss = model_loss(m, target, B, &step);
 		t->first_loss = i == 0 ? loss : t->first_loss;
@@ -896,6 +932,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 	t->save_due = t->sums.values[SUM_SAVE_DUE] > 0;
 	report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
 	m->length = NULL;
+	m->dump = NULL;
 	return step;
 }
 
@@ -1174,6 +1211,17 @@ static void fail_not_finite(const struct trainer *t, const struct metrics *m)
 			(long long)t->state.samples, (long long)(t->state.samples + m->batch - 1));
 }
 
+/* Writes the dump of the step, if it has one; see model/dump.h. It is not in the step's account. */
+static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result,
+		struct step_account *account)
+{
+	const struct pause pause = pause_account(&t->model);
+	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .balance_loss = m->balance_loss,
+			.z_loss = m->z_loss, .grad_norm = m->grad_norm, .taken = result == STEP_TAKEN,
+			.skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
+	resume_account(account, &t->model, &pause);
+}
+
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t step = t->state.step + 1;
@@ -1186,6 +1234,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
 	*m = measure_gradients(t, batch, &counts);
 	if (compare_ranks(t, batch, before, &account) < 0) {
+		write_dump(t, m, STEP_GO_BACK, &account);
 		report_costs(&account, t, m);
 		return STEP_GO_BACK;
 	}
@@ -1200,6 +1249,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	if (decision.result == STEP_SKIPPED)
 		skip(t, &decision, m);
 	end_phase(&t->model, PHASE_OPTIMIZER);
+	write_dump(t, m, decision.result, &account);
 
 	report_costs(&account, t, m);
 	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
@@ -1631,6 +1681,12 @@ enum run_result trainer_run(struct trainer *t)
 			fclose(f);
 		return RUN_FAILED;
 	}
+	dump_close(t->dump);
+	if (dump_open(&t->dump, &t->config, &t->model, t->state.step) < 0) {
+		if (f)
+			fclose(f);
+		return RUN_FAILED;
+	}
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
@@ -1695,6 +1751,33 @@ void model_randomize(struct model *m, uint64_t seed)
 			for (int64_t j = 0; j < n; j++)
 				row[j] = t->init == INIT_NORMAL ? (real)(row[j] * m->config.initializer_range)
 						: t->init == INIT_ROUTER ? (real)((2 * row[j] - 1) * bound) : t->init == INIT_ONES;
+		}
+	}
+	model_update_head_scale(m);
+}
+
+static real next_real(real x, double towards)
+{
+	return sizeof x == sizeof(double) ? (real)nextafter(x, towards) : (real)nextafterf((float)x, (float)towards);
+}
+
+/* train.perturb: each weight moves by one unit in the last place, up or down as a random number says that depends on
+ * the key, the tensor's name and the weight's place alone, so that every layout moves alike. */
+static void perturb_weights(struct model *m, int key)
+{
+	for (int i = 0; i < m->table.num_parameters; i++) {
+		const struct parameter *t = &m->table.parameters[i];
+		struct random_stream stream = parameter_stream(t, key);
+		const int64_t n = t->shard.num_cols;
+		stream.purpose += RANDOM_PERTURB - RANDOM_INIT;
+		#pragma omp parallel for
+		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
+			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
+			real *row = m->params.memory + t->offset + r * n, x;
+			for (int64_t j = 0; j < n; j++) {
+				random_uniform(&x, 1, &stream, at + j);
+				row[j] = next_real(row[j], x < (real)0.5 ? -INFINITY : INFINITY);
+			}
 		}
 	}
 	model_update_head_scale(m);
@@ -1891,6 +1974,7 @@ void trainer_free(struct trainer *t)
 	free(t->document);
 	free(t->length);
 	free(t->samples);
+	dump_close(t->dump);
 	retry_queue_free(&t->retry);
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
@@ -2041,9 +2125,12 @@ static int trainer_start(struct trainer *t, const char *dir)
 	struct tokenizer *theirs;
 	if (is_rank0(t) && !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0))
 		blend_note_tokenizer(&t->train);
-	if (*start)
-		return model_load(&t->model, start);
-	model_randomize(&t->model, c->train.seed);
+	if (*start && model_load(&t->model, start) < 0)
+		return -1;
+	if (!*start)
+		model_randomize(&t->model, c->train.seed);
+	if (c->train.perturb)
+		perturb_weights(&t->model, c->train.perturb);
 	return 0;
 }
 

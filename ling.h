@@ -28,6 +28,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   model/memory               the arrays of a model with their shapes: weights, activations; planned and allocated
+ *   model/dump                 what a step computed, whole over all ranks, in a file
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
  *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
@@ -81,6 +82,7 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "model/memory.h"
+#include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
@@ -193,6 +195,7 @@ struct trainer {
 	double save_seconds;         /* that training waited for the last save, */
 	double unreported_save_seconds; /* which the next line of the metrics tells */
 	struct text unwritten;       /* lines of metrics for which the disk had no room */
+	struct dump *dump;           /* NULL: no step is dumped */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */

@@ -13,6 +13,7 @@
 
 #define MAX_LR_DROPS 16
 #define MAX_SOURCES 64     /* token files of a blend */
+#define MAX_DUMPS 64       /* steps that are dumped */
 
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
  * computes those of the attention or of whole layers a second time there. */
@@ -82,6 +83,12 @@ struct config {
 		enum model_mode recompute;
 		double grad_clip;        /* 0 = no clipping */
 		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
+		struct {                 /* see model/dump.h */
+			struct { int64_t step; } steps[MAX_DUMPS];
+			int num_steps;         /* 0 = no dump */
+			char dir[PATH_LEN];
+		} dump;
+		int perturb;             /* the first weights move by one unit in the last place, by this key; 0 = not */
 	} train;
 	struct { double beta1, beta2, eps, weight_decay; } optimizer;
 	struct {

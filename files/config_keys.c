@@ -74,13 +74,15 @@ static const struct key *nearest_key(const struct key_table *t, const char *path
 	return best;
 }
 
-/* The `path` of a list of files, which may stand for an item or, when it is the only one, for the list; NULL for other
- * lists. */
-static const struct key *list_path(const struct key_table *t, const struct key *k)
+/* The key whose bare value may stand for an item or, when it is the only one, for the list: the `path` of a list of
+ * files, the `step` of a list of steps. NULL for other lists. */
+static const struct key *bare_key(const struct key_table *t, const struct key *k)
 {
 	char path[64];
 	snprintf(path, sizeof path, "%s.path", k->name);
-	return find_key(t, path);
+	const struct key *bare = find_key(t, path);
+	snprintf(path, sizeof path, "%s.step", k->name);
+	return bare ? bare : find_key(t, path);
 }
 
 /* An item of a list, in YAML. */
@@ -97,6 +99,7 @@ static const char *describe_item(char out[128], const struct key_table *t, const
 const char *describe_key(char out[256], const struct key_table *t, const struct key *k)
 {
 	char item[128];
+	const struct key *bare;
 	const char *off = k->flags & AUTO ? k->flags & NONE ? ", or off, or auto" : ", or auto"
 			: k->flags & NONE ? ", or off" : "";
 	if (k->names) {
@@ -113,7 +116,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 				k->or_name ? k->or_name : "", off);
 		break;
 	case T_LIST:
-		snprintf(out, 256, "%sa list of %s%s", list_path(t, k) ? "a path, or " : "", describe_item(item, t, k), off);
+		bare = bare_key(t, k);
+		snprintf(out, 256, "%s%s%sa list of %s%s", bare ? "a " : "", bare ? leaf_of(bare->name) : "", bare ? ", or " : "",
+				describe_item(item, t, k), off);
 		break;
 	case T_BOOL:
 		snprintf(out, 256, "true or false");
@@ -619,13 +624,13 @@ static int load_list(struct loader *l, const struct key *k)
 			return !(k->flags & REQUIRED) || *list_count(l->structure, k) ? 0
 				: fail_at(here(l), "%s: found an empty list; expected an item", k->name);
 		}
-		const bool path = l->text->event.type == YAML_SCALAR_EVENT && list_path(l->table, k);
-		if (l->text->event.type != YAML_MAPPING_START_EVENT && !path)
+		const bool bare = l->text->event.type == YAML_SCALAR_EVENT && bare_key(l->table, k);
+		if (l->text->event.type != YAML_MAPPING_START_EVENT && !bare)
 			return fail_value(l, k, "as an item");
 		if (*list_count(l->structure, k) == k->max)
 			return fail_at(here(l), "%s: found more than %g items; expected at most that", k->name, k->max);
 		begin_item(l, k);
-		if (path ? load_value(l, list_path(l->table, k)) < 0 : load_mapping(l, k) < 0)
+		if (bare ? load_value(l, bare_key(l->table, k)) < 0 : load_mapping(l, k) < 0)
 			return -1;
 	}
 	return -1;
@@ -669,9 +674,9 @@ static int load_value(struct loader *l, const struct key *k)
 			return load_list(l, k);
 		if (off)
 			return 0;
-		if (scalar && list_path(l->table, k)) {
+		if (scalar && bare_key(l->table, k)) {
 			begin_item(l, k);
-			int rc = load_value(l, list_path(l->table, k));
+			int rc = load_value(l, bare_key(l->table, k));
 			l->shift = 0;
 			return rc;
 		}

@@ -131,6 +131,7 @@ struct model {
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
+	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
 	double phase_seconds[NUM_PHASES]; /* of the current step */
 	double phase_start;          /* clock_seconds() when the current phase began */
 };

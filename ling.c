@@ -1761,9 +1761,7 @@ static real next_real(real x, double towards)
 	return sizeof x == sizeof(double) ? (real)nextafter(x, towards) : (real)nextafterf((float)x, (float)towards);
 }
 
-/* train.perturb: each weight moves by one unit in the last place, up or down as a random number says that depends on
- * the key, the tensor's name and the weight's place alone, so that every layout moves alike. */
-static void perturb_weights(struct model *m, int key)
+void model_perturb(struct model *m, uint64_t key)
 {
 	for (int i = 0; i < m->table.num_parameters; i++) {
 		const struct parameter *t = &m->table.parameters[i];
@@ -2130,7 +2128,7 @@ static int trainer_start(struct trainer *t, const char *dir)
 	if (!*start)
 		model_randomize(&t->model, c->train.seed);
 	if (c->train.perturb)
-		perturb_weights(&t->model, c->train.perturb);
+		model_perturb(&t->model, c->train.perturb);
 	return 0;
 }
 

@@ -725,6 +725,36 @@ static json_t *metric_number(double x, const char *key, json_t *nonfinite)
 	return json_null();
 }
 
+static json_t *expert_counts_to_json(const struct metrics *m)
+{
+	json_t *layers = json_array();
+	const int64_t *count = m->expert_counts;
+	for (int l = 0; l < m->num_layers; l++) {
+		json_t *layer = json_array();
+		for (int e = 0; e < m->num_experts; e++)
+			json_array_append_new(layer, json_integer(*count++));
+		json_array_append_new(layers, layer);
+	}
+	return layers;
+}
+
+json_t *valid_losses_to_json(const struct metrics *m, json_t *nonfinite)
+{
+	json_t *sets = json_object();
+	for (int i = 0; i < m->num_valid_sets; i++)
+		json_object_set_new(sets, m->valid_losses[i].set, metric_number(m->valid_losses[i].loss, "valid", nonfinite));
+	return sets;
+}
+
+/* Puts what a validation has found, if there was one, into the line of a step. */
+static void set_validation(json_t *root, const struct metrics *m, json_t *nonfinite)
+{
+	if (m->has_valid_loss)
+		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
+	if (m->has_valid_loss && m->num_valid_sets)
+		json_object_set_new(root, "valid", valid_losses_to_json(m, nonfinite));
+}
+
 char *metrics_line(const struct metrics *m)
 {
 	json_t *nonfinite = json_array(), *load = json_array();
@@ -739,11 +769,12 @@ char *metrics_line(const struct metrics *m)
 	for (int i = 0; i < m->num_layers; i++)
 		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
 	json_object_set_new(root, "expert_load", load);
+	if (m->expert_counts)
+		json_object_set_new(root, "expert_counts", expert_counts_to_json(m));
 	if (m->attempts)
 		json_object_set_new(root, "attempts", json_integer(m->attempts));
-	if (m->has_valid_loss)
-		json_object_set_new(root, "valid_loss", metric_number(m->valid_loss, "valid_loss", nonfinite));
-	else if (m->validation_stopped)
+	set_validation(root, m, nonfinite);
+	if (m->validation_stopped)
 		json_object_set_new(root, "validation_stopped", json_true());
 	json_t *samples = json_array();
 	for (int i = 0; i < m->num_sources; i++)
@@ -844,6 +875,8 @@ struct metrics_reader {
 	struct metrics row;          /* that line, but for expert_load */
 	double *loads;               /* expert_load of all lines, one after the other; the caller frees it */
 	size_t num_loads, load_room;
+	int (*each)(void *context, const json_t *line); /* see metrics_each; or NULL */
+	void *context;
 };
 
 /* One line into r->row and r->loads. */
@@ -900,7 +933,9 @@ static int metrics_next(struct metrics_reader *r)
 	json_t *line = json_line(where, text, n);
 	if (!line && !newline)
 		return 0;
-	const int rc = line ? metrics_parse(r, line, where) : -1;
+	int rc = line ? metrics_parse(r, line, where) : -1;
+	if (rc == 0 && r->each)
+		rc = r->each(r->context, line);
 	json_decref(line);
 	r->at += n;
 	return rc < 0 ? -1 : 1;
@@ -957,7 +992,7 @@ bool metrics_lack_validation(const char *output_dir, int64_t step)
 	return rc == 0 && r.row.step == step && r.row.validation_stopped;
 }
 
-int metrics_set_valid_loss(const char *output_dir, double valid_loss)
+int metrics_set_validation(const char *output_dir, const struct metrics *m)
 {
 	char path[PATH_LEN];
 	const uint8_t *data;
@@ -973,7 +1008,7 @@ int metrics_set_valid_loss(const char *output_dir, double valid_loss)
 	const char *key;
 	json_object_foreach(line, key, value) /* its members stay as they are, in their order */
 		if (!strcmp(key, "validation_stopped"))
-			json_object_set_new(root, "valid_loss", metric_number(valid_loss, "valid_loss", nonfinite));
+			set_validation(root, m, nonfinite);
 		else
 			json_object_set(root, key, value);
 	json_array_extend(nonfinite, json_object_get(line, "nonfinite"));
@@ -989,6 +1024,20 @@ int metrics_set_valid_loss(const char *output_dir, double valid_loss)
 	free(text);
 	json_decref(line), json_decref(root), json_decref(nonfinite);
 	unmap_file(data, size);
+	return rc;
+}
+
+int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context)
+{
+	char path[PATH_LEN];
+	struct metrics_reader r = {.path = path, .row.step = -1, .each = each, .context = context};
+	if (path_join(path, run_dir, "metrics.jsonl") < 0 || map_file(path, &r.data, &r.size) < 0)
+		return -1;
+	int rc;
+	while ((rc = metrics_next(&r)) > 0)
+		r.num_loads = 0;
+	unmap_file(r.data, r.size);
+	free(r.loads);
 	return rc;
 }
 

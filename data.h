@@ -207,6 +207,7 @@ int blend_check_tokenizer(const struct blend *b, const char *name, const char *d
  * Metrics
  * ========================================================================================================== */
 
+struct valid_loss { char set[SET_NAME_LEN]; double loss; };
 struct metrics {               /* one step; a non-finite number is written as null and named in "nonfinite" */
 	int64_t step, samples, tokens;
 	int batch;
@@ -216,9 +217,13 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int num_layers;              /* layers with experts */
 	double *expert_load;         /* [num_layers] largest expert's share over the mean share */
 	bool has_valid_loss;
-	double valid_loss;
+	double valid_loss;           /* the mean over the targets of all validation files */
 	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
-	/* these are written only; metrics_read leaves them 0 */
+	/* these are written only; metrics_read leaves them 0, and metrics_each gives the whole line */
+	int num_experts;             /* of a layer, for: */
+	const int64_t *expert_counts; /* [num_layers, num_experts] tokens of the batch that each got; NULL: not counted */
+	int num_valid_sets;          /* 0: data.valid names no sets */
+	const struct valid_loss *valid_losses; /* [num_valid_sets] of each set alone */
 	double save_seconds;         /* that training waited for the save after the step before; 0: there was none */
 	int num_kinds;               /* kinds of traffic (parallel.h); 0 in one process */
 	const char *const *kinds;    /* [num_kinds] their names */
@@ -230,6 +235,9 @@ struct metrics {               /* one step; a non-finite number is written as nu
  * removed. A file that ends before `step`, unless it is empty, or that metrics_read would not read, is an error.
  * *last, which may be NULL, becomes the last line that stays, without expert_load; its step is 0 without one. */
 FILE *metrics_open(const char *output_dir, int64_t step, struct metrics *last);
+/* The losses of the named sets, as an object: null where one is not finite, and then "valid" is added to the list
+ * `nonfinite`, which may be NULL. */
+json_t *valid_losses_to_json(const struct metrics *m, json_t *nonfinite);
 /* The line of a step, which the caller frees. */
 char *metrics_line(const struct metrics *m);
 /* Appends lines. On failure nothing of them is in the file. */
@@ -246,10 +254,13 @@ enum metrics_place {
 enum metrics_place metrics_place(FILE *f, const char *output_dir, char now[PATH_LEN]);
 /* Whether the last line of OUTPUT_DIR/metrics.jsonl is that of `step`, and says that its validation was stopped. */
 bool metrics_lack_validation(const char *output_dir, int64_t step);
-/* Gives that line the valid_loss that it would have had. The file is replaced by a new one: it must not be open. */
-int metrics_set_valid_loss(const char *output_dir, double valid_loss);
+/* Gives that line what the validation would have left in it, from *m. The file is replaced by a new one: it must not
+ * be open. */
+int metrics_set_validation(const char *output_dir, const struct metrics *m);
 /* Reads all of RUN_DIR/metrics.jsonl; nulls become NaN. *out is one block, expert_load included: free(*out). */
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
+/* Calls `each` for every line that metrics_read would read, with the whole object. Ends with -1 where it returns -1. */
+int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context);
 
 /* Sequences of the update that starts after `tokens` tokens. */
 int64_t batch_size(const struct config *c, int64_t tokens);

@@ -2,7 +2,7 @@
  * ling.c - the model and one training run.
  *
  * First what is to be read, in the order of a training step:
- *   Sizes, phases, tokens of a rank     a few helpers
+ *   Sizes, operations, tokens of a rank     a few helpers
  *   Forward                             embedding; attention, router and experts of a layer; final norm
  *   Head and loss                       logits and cross-entropy, and their backward pass
  *   Backward                            the layers from the last one down
@@ -20,7 +20,7 @@
 #include "ling.h"
 
 #include "files/base.h"
-#include "files/heartbeat.h"
+#include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -49,17 +49,34 @@
 #include <sys/mman.h>
 
 /* ============================================================================================================
- * Sizes, phases, tokens of a rank
+ * Sizes, operations, tokens of a rank
  * ========================================================================================================== */
 
-/* Ends a phase of the step: adds the time since the last call to the phase's account. Also lets the collectives that
- * are under way proceed, since a phase is a good length of time between two calls of MPI. */
-static void end_phase(struct model *m, enum phase phase)
+/* An operation begins, which the trace counts (files/trace.h). Also lets the collectives that are under way proceed,
+ * since an operation is a good length of time between two calls of MPI. */
+static void begin(enum operation op, enum pass pass, int layer, double work)
 {
-	const double now = clock_seconds();
-	m->phase_seconds[phase] += now - m->phase_start;
-	m->phase_start = now;
+	trace_begin(op, pass, layer, work);
 	parallel_progress();
+}
+
+/* The work of a product of [T, K] and [K, N], in FLOPs. */
+static double product(int64_t T, int64_t K, int64_t N)
+{
+	return 2.0 * T * K * N;
+}
+
+/* The work of reading or writing n numbers, in bytes. */
+static double moved(int64_t n)
+{
+	return (double)n * sizeof(real);
+}
+
+/* The FLOPs of causal attention of T tokens in windows of L, forward: two products for each of the (L + 1) / 2 keys
+ * that a query sees in the mean. */
+static double attention_work(const struct model *m, int64_t T)
+{
+	return 2 * product(T, attention_width(&m->config), 1) * (m->seq_len + 1) / 2;
 }
 
 /* Those of the T tokens of a micro-batch that this rank has between attention and head: returns their number N, and
@@ -156,18 +173,23 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	int64_t first;
 	const int64_t L = m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
+	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
 	dump_output(m, DUMP_ATTENTION_NORM, l, m->acts.normed);
+	begin(OP_QKV, PASS_FORWARD, l, product(T, H, qkv_width(c)));
 	const real *normed = all_gather_sequence(m, m->acts.normed, T);
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
+		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, 0);
 		attention_segments(m, l, segments, n);
 		return;
 	}
+	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
 	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
 	dump_output(m, DUMP_ROPE, l, x->qkv);
 	/* softmax(q k^T / sqrt(d)) v of each head */
+	begin(OP_ATTENTION_CORE, PASS_FORWARD, l, attention_work(m, T));
 	attention_forward(x->attention, x->lse, x->qkv, m->document, T / L, L, nh, nkv, d, m->acts.attention_scratch);
 	dump_output(m, DUMP_ATTENTION_CORE, l, x->attention);
 }
@@ -180,8 +202,8 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	int64_t first;
 	const int64_t H = m->config.hidden_size, N = own_tokens(m, T, &first);
 	const struct group *tensor = &m->layout.tensor;
-	heartbeat_operation("attention", l);
 	attention_core_forward(m, l, T, segments, n);
+	begin(OP_ATTENTION_OUTPUT, PASS_FORWARD, l, product(T, attention_width(&m->config), H));
 	copy_array(x->residual, x->input, N * H);
 	/* The output product sums over all heads: with a tensor group each rank has its heads' summand, and rank 0 adds
 	 * the bias. */
@@ -189,7 +211,6 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 			tensor->rank == 0 ? p->dense_bias : NULL, T, attention_width(&m->config), H, tensor->size == 1);
 	reduce_scatter_sequence(m, x->residual, true, T);
 	dump_output(m, DUMP_ATTENTION_OUTPUT, l, x->residual);
-	end_phase(m, PHASE_ATTENTION);
 }
 
 /* Adds to the step's sums what the router's losses and statistics need of this micro-batch's tokens, and leaves E f_e
@@ -252,8 +273,10 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	const int64_t L = m->seq_len, E = c->num_experts, N = own_tokens(m, T, &first);
 	const int k = c->num_experts_per_tok;
 	/* s = x W^T, p = softmax(s) */
+	begin(OP_ROUTER_LOGITS, PASS_FORWARD, l, product(N, c->hidden_size, E));
 	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
 	dump_output(m, DUMP_ROUTER_LOGITS, l, a->logits);
+	begin(OP_ROUTER_SOFTMAX, PASS_FORWARD, l, moved(2 * N * E));
 	softmax_forward(x->p, x->router_lse, a->logits, N, E);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
@@ -267,11 +290,14 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	}
 	dump_output(m, DUMP_ROUTER_SOFTMAX, l, p);
 	/* weight = p of the k largest, over their sum */
+	begin(OP_ROUTER_TOPK, PASS_FORWARD, l, moved(N * E));
 	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
 	dump_output(m, DUMP_ROUTER_TOPK, l, x->index);
 	dump_output(m, DUMP_ROUTER_WEIGHTS, l, x->weight);
-	if (sums)
+	if (sums) {
+		begin(OP_ROUTER_LOSSES, PASS_FORWARD, l, moved(2 * N * E));
 		router_losses(m, l, T, step, sums);
+	}
 }
 
 /* Copies a row of `tokens` [N, H] for each token and chosen expert, and starts to send the rows to the experts' ranks.
@@ -336,16 +362,14 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const int E = c->num_experts, k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
-	heartbeat_operation(experts ? "router" : "dense", l);
+	begin(OP_FFN_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
-	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (out)
 		copy_array(out, x->residual, N * H);
-	end_phase(m, PHASE_OTHER);
+	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (experts) {
 		router_forward(m, l, T, step, sums);
-		end_phase(m, PHASE_ROUTER);
-		heartbeat_operation("experts", l);
+		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? moved(2 * N * k * H) : 0);
 		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
 		 * x->token[r]. */
 		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
@@ -355,31 +379,31 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			plan_arrivals(m, x);
 			dispatch_start(m, x, a->normed, x->arrivals);
 		}
-		end_phase(m, PHASE_PERMUTE);
 	}
 	if (W) { /* out += down(silu(gate x) * up x), while the rows are on their way */
+		begin(experts ? OP_SHARED_GATE_UP : OP_DENSE_GATE_UP, PASS_FORWARD, l, product(N, H, 2 * W));
 		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, &w->shared_gate_up, NULL, all_rows, 1, H, W);
 		dump_output(m, DUMP_SHARED_GATE_UP, l, x->shared_gate_up);
+		begin(experts ? OP_SHARED_DOWN : OP_DENSE_DOWN, PASS_FORWARD, l, product(N, W, H));
 		if (out)
 			matmul_forward(out, a->shared_act, &w->shared_down, NULL, N, W, H, true);
-		end_phase(m, PHASE_EXPERTS);
 	}
 	if (experts) { /* out += the sum over a token's k experts of down(weight silu(gate x) * up x) */
+		begin(OP_EXPERTS_GATE_UP, PASS_FORWARD, l, product(x->num_rows, H, 2 * I));
 		if (expert_parallel)
 			all_to_all_finish(&m->dispatch);
-		end_phase(m, PHASE_PERMUTE);
 		swiglu_forward(a->act, x->gate_up, expert_parallel ? x->arrivals : a->normed, x->row, w->gate_up,
 				x->expert_weight, x->expert_offset, m->num_experts, H, I);
 		dump_output(m, DUMP_EXPERTS_GATE_UP, l, x->gate_up);
 		if (out) {
+			begin(OP_EXPERTS_DOWN, PASS_FORWARD, l, product(x->num_rows, I, H));
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H,
 					false);
-			end_phase(m, PHASE_EXPERTS);
+			begin(OP_COMBINE, PASS_FORWARD, l, moved((k + 2) * N * H));
 			if (expert_parallel)
 				return_rows(m, x); /* alone expert_rows and rows are the same array */
-			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
 			combine_rows(out, a->rows, x->position, N, k, H, true);
-			end_phase(m, PHASE_PERMUTE);
+			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
 		}
 	}
 	if (out)
@@ -401,9 +425,9 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
+	begin(OP_NORM, PASS_FORWARD, -1, moved(2 * N * c->hidden_size));
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
 	dump_output(m, DUMP_NORM, -1, a->normed);
-	end_phase(m, PHASE_OTHER);
 }
 
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
@@ -411,6 +435,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
 	/* A rank of a tensor group has a part of the vocabulary, and 0 for tokens of the others': the embedding is the sum
 	 * over the group. */
+	begin(OP_EMBEDDING, PASS_FORWARD, -1, moved(2 * T * H));
 	embedding_forward(partial_sums(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H,
 			m->config.vocab_size);
 	layers_forward(m, T, NULL, 0, step, sums);
@@ -421,6 +446,7 @@ void model_extend(struct model *m, const struct segment *segments, int n)
 	const int64_t H = m->config.hidden_size;
 	real *embedded = partial_sums(m, m->acts.layer[0].input);
 	int64_t T = 0;
+	begin(OP_EMBEDDING, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < n; i++) {
 		const struct segment *s = &segments[i];
 		assert(s->num_tokens <= s->cache->capacity - s->cache->length);
@@ -444,6 +470,7 @@ void model_update_head_scale(struct model *m)
 		return;
 	const int64_t H = m->config.hidden_size;
 	double *norm = m->acts.head_norm;
+	begin(OP_HEAD_NORM, PASS_FORWARD, -1, moved(H * m->config.vocab_size));
 	/* n_j = sqrt of the sum over v of W[v, j]^2. The tensor group splits the vocabulary, and the sum is over all of
 	 * it. */
 	column_sum_of_squares(norm, &m->lm_head, m->config.vocab_size, H);
@@ -465,6 +492,7 @@ static const real *head_input(struct model *m, const real *normed, int64_t n)
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 {
 	const int64_t H = m->config.hidden_size;
+	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, m->config.vocab_size));
 	matmul_forward(logits, head_input(m, m->acts.normed + first * H, n), &m->lm_head, NULL, n, H, m->config.vocab_size,
 			false);
 }
@@ -475,7 +503,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
-	heartbeat_operation("head", -1);
+	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, 0);
 	const real *normed = all_gather_sequence(m, a->normed, T);
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
@@ -484,33 +512,37 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	/* an empty micro-batch has one turn too, which writes 0 to its gradient */
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
+		begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, V));
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
 		dump_logits(m, a->head_logits, first, n);
 		/* loss = log(sum_v e^(logit_v - max)) - (logit_target - max). Of max, sum and loss each rank has its part of
 		 * the vocabulary's. */
+		begin(OP_HEAD_LOSS, PASS_FORWARD, -1, moved(3 * n * V));
 		logits_max(a->head_max, a->head_logits, n, V);
 		all_reduce_max(tensor, TRAFFIC_HEAD, a->head_max, n);
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
 		all_reduce_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
-		dump_losses(m, loss, sum, target + first, first, n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
+		dump_losses(m, loss, sum, target + first, first, n);
 		if (!step)
 			continue;
 		/* dlogits = (softmax(logits) - onehot(target)) / num_targets */
+		begin(OP_HEAD_LOSS, PASS_BACKWARD, -1, moved(2 * n * V));
 		cross_entropy_backward(a->head_logits, sum, target + first, m->first_vocab, scale, n, V);
 		dump_logits_gradient(m, a->head_logits, first, n);
+		begin(OP_HEAD_LOGITS, PASS_BACKWARD, -1, product(n, H, V));
 		matmul_backward_input(dnormed + first * H, a->head_logits, m->params.lm_head, n, H, V, false);
 		/* With NormHead too: dW[v, j] = sum_t dlogits[t, v] normed[t, j] / (n_j + 1e-7), n being a constant */
+		begin(OP_HEAD_LOGITS, PASS_WEIGHT, -1, product(n, H, V));
 		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
 		if (m->head_scale)
 			scale_columns(dnormed + first * H, dnormed + first * H, m->head_scale, n, H);
 	}
 	if (step)
 		reduce_scatter_sequence(m, a->dnormed, false, T);
-	end_phase(m, PHASE_HEAD);
 	return total;
 }
 
@@ -532,6 +564,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	const int k = c->num_experts_per_tok;
 	const bool noisy = step->index < c->router.warmup_steps;
 	const real *p = noisy ? x->p_hat : x->p;
+	begin(OP_ROUTER_TOPK, PASS_BACKWARD, l, moved(2 * N * E));
 	topk_backward(a->dlogits, a->dweight, x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
 	if (noisy) { /* s_hat = a s + (1 - a)(mu + sigma eps), so ds = a ds_hat */
 		real alpha = (real)((double)step->index / c->router.warmup_steps);
@@ -540,10 +573,13 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	}
 	/* ds += the gradient of  balance_loss_coef E sum_e f_e P_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
 	 * constants, P_e and the mean sums over the tokens divided by the step's tokens */
+	begin(OP_ROUTER_LOSSES, PASS_BACKWARD, l, moved(3 * N * E));
 	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
 	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
+	begin(OP_ROUTER_LOGITS, PASS_WEIGHT, l, product(N, H, E));
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
+	begin(OP_ROUTER_LOGITS, PASS_BACKWARD, l, product(N, H, E));
 	matmul_backward_input(a->dnormed, a->dlogits, m->params.layer[l].router, N, H, E, true);
 }
 
@@ -565,23 +601,26 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	const int k = c->num_experts_per_tok, experts = m->num_experts;
 	const bool add = step->accumulate, expert_parallel = m->layout.expert.size > 1;
 	const real *tokens = a->normed, *dout = a->dstream;
+	begin(OP_EXPERTS_DOWN, PASS_BACKWARD, l, product(x->num_rows, H, I));
 	if (expert_parallel) {
 		all_to_all_finish(&m->dispatch);
 		tokens = x->arrivals;
 		dout = a->returns;
 	}
-	end_phase(m, PHASE_PERMUTE);
 	/* y = down(w act), act = silu(gate) * up. With z = down^T dy:  dw = z . act  and  d(act) = w z, so y itself is not
 	 * needed. */
 	swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, dout, x->row, p->down, x->gate_up, x->expert_weight,
 			x->expert_offset, experts, H, I);
 	dump_gradient(m, DUMP_EXPERTS_GATE_UP, l, a->dgate_up);
+	begin(OP_EXPERTS_DOWN, PASS_WEIGHT, l, product(x->num_rows, H, I));
 	grouped_matmul_backward_weight(g->down, dout, x->row, a->act, NULL, x->expert_offset, experts, I, H, add);
+	begin(OP_EXPERTS_GATE_UP, PASS_WEIGHT, l, product(x->num_rows, H, 2 * I));
 	grouped_matmul_backward_weight(g->gate_up, a->dgate_up, NULL, tokens, x->row, x->expert_offset, experts, H, 2 * I,
 			add);
+	begin(OP_EXPERTS_GATE_UP, PASS_BACKWARD, l, product(x->num_rows, H, 2 * I));
 	grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, experts, H, 2 * I,
 			false);
-	end_phase(m, PHASE_EXPERTS);
+	begin(OP_DISPATCH, PASS_BACKWARD, l, moved((k + 2) * N * H));
 	/* dexpert_weight [A] and expert_rows [A, H] go back to the ranks of the tokens, and become [R] and rows [R, H] */
 	if (expert_parallel) {
 		struct all_to_all weights;
@@ -595,7 +634,6 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	combine_rows(a->dnormed, a->rows, x->position, N, k, H, shared_width(c, l) > 0);
 	permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
 	dump_gradient(m, DUMP_ROUTER_WEIGHTS, l, a->dweight);
-	end_phase(m, PHASE_PERMUTE);
 }
 
 /* The backward pass of ffn_layer_forward: out = residual + MoE(RMSNorm(residual)). dstream [N, H] is d(out) before and
@@ -610,36 +648,37 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
-	heartbeat_operation(experts ? "experts" : "dense", l);
 	dump_gradient(m, DUMP_LAYER_OUTPUT, l, a->dstream);
 	/* normed [N, H] was not kept: it is cheap to compute again */
+	begin(OP_FFN_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
-	end_phase(m, PHASE_OTHER);
 	/* the gradients of the rows' results go to the experts, as the rows did */
 	if (experts && m->layout.expert.size > 1) {
+		begin(OP_COMBINE, PASS_BACKWARD, l, moved(2 * N * c->num_experts_per_tok * H));
 		dispatch_start(m, x, a->dstream, a->returns);
-		end_phase(m, PHASE_PERMUTE);
 	}
 	if (W) { /* the shared SwiGLU, while the rows are on their way: dnormed = its input's gradient */
+		const enum operation down = experts ? OP_SHARED_DOWN : OP_DENSE_DOWN,
+				gate_up = experts ? OP_SHARED_GATE_UP : OP_DENSE_GATE_UP;
+		begin(down, PASS_BACKWARD, l, product(N, H, W));
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dstream, NULL, p->shared_down, x->shared_gate_up,
 				NULL, all_rows, 1, H, W);
 		dump_gradient(m, DUMP_SHARED_GATE_UP, l, a->dshared_gate_up);
-		end_phase(m, PHASE_EXPERTS);
+		begin(down, PASS_WEIGHT, l, product(N, W, H));
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
+		begin(gate_up, PASS_WEIGHT, l, product(N, H, 2 * W));
 		matmul_backward_weight(g->shared_gate_up, a->dshared_gate_up, a->normed, N, H, 2 * W, add);
+		begin(gate_up, PASS_BACKWARD, l, product(N, H, 2 * W));
 		matmul_backward_input(a->dnormed, a->dshared_gate_up, p->shared_gate_up, N, H, 2 * W, false);
-		end_phase(m, PHASE_EXPERTS);
 	}
 	if (experts) { /* dnormed += the experts' and the router's */
 		experts_backward(m, l, B, step);
-		heartbeat_operation("router", l);
 		router_backward(m, l, B, step);
-		end_phase(m, PHASE_ROUTER);
 	}
 	dump_gradient(m, DUMP_FFN_NORM, l, a->dnormed);
+	begin(OP_FFN_NORM, PASS_BACKWARD, l, moved(3 * N * H));
 	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->residual, p->ffn_norm, x->ffn_rstd, N, H, add,
 			a->sum_scratch);
-	end_phase(m, PHASE_OTHER);
 }
 
 /* The backward pass of attention_layer_forward: residual = input + Attention(RMSNorm(input)). dstream [N, H] is
@@ -654,32 +693,38 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
-	heartbeat_operation("attention", l);
+	dump_gradient(m, DUMP_ATTENTION_OUTPUT, l, a->dstream);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
-	dump_gradient(m, DUMP_ATTENTION_OUTPUT, l, a->dstream);
+	begin(OP_ATTENTION_OUTPUT, PASS_WEIGHT, l, product(T, nh * d, H));
 	const real *dout = all_gather_sequence(m, a->dstream, T);
 	matmul_backward_weight(g->dense, dout, x->attention, T, nh * d, H, add);
 	if (g->dense_bias)
 		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
+	begin(OP_ATTENTION_OUTPUT, PASS_BACKWARD, l, product(T, nh * d, H));
 	matmul_backward_input(a->dattention, dout, p->dense, T, nh * d, H, false);
 	dump_gradient(m, DUMP_ATTENTION_CORE, l, a->dattention);
+	begin(OP_ATTENTION_CORE, PASS_BACKWARD, l, 2.5 * attention_work(m, T)); /* five products, one computed again */
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
 			a->attention_scratch);
 	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
+	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * d));
 	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
 	dump_gradient(m, DUMP_QKV, l, a->dqkv);
 	/* normed [N, H] was not kept: it is cheap to compute again */
+	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
+	begin(OP_QKV, PASS_WEIGHT, l, product(T, H, qkv_width(c)));
 	matmul_backward_weight(g->qkv, a->dqkv, all_gather_sequence(m, a->normed, T), T, H, qkv_width(c), add);
 	if (g->qkv_bias)
 		bias_backward(g->qkv_bias, a->dqkv, T, qkv_width(c), add, a->sum_scratch);
+	begin(OP_QKV, PASS_BACKWARD, l, product(T, H, qkv_width(c)));
 	matmul_backward_input(partial_sums(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
 	reduce_scatter_sequence(m, a->dnormed, false, T);
 	dump_gradient(m, DUMP_ATTENTION_NORM, l, a->dnormed);
+	begin(OP_ATTENTION_NORM, PASS_BACKWARD, l, moved(3 * N * H));
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H,
 			add, a->sum_scratch);
-	end_phase(m, PHASE_ATTENTION);
 }
 
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step,
@@ -691,6 +736,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	int64_t first;
 	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
 	dump_gradient(m, DUMP_NORM, -1, a->dnormed);
+	begin(OP_NORM, PASS_BACKWARD, -1, moved(3 * N * H));
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
 			a->sum_scratch);
@@ -704,14 +750,14 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
-	heartbeat_operation("embedding", -1);
 	dump_gradient(m, DUMP_EMBEDDING, -1, a->dstream);
+	begin(OP_EMBEDDING, PASS_WEIGHT, -1, moved(2 * T * H));
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
+	begin(OP_REDUCTION, PASS_FORWARD, -1, 0);
 	start_reduction(reduction, m, 0);
 	finish_reduction(reduction, m);
-	end_phase(m, PHASE_OTHER);
 }
 
 /* ============================================================================================================
@@ -757,10 +803,11 @@ static void finish_reduction(struct gradient_reduction *r, struct model *m)
 double gradient_square(const struct model *m)
 {
 	double sum = 0;
+	begin(OP_GRADIENT_NORM, PASS_FORWARD, -1, moved(m->table.num_state));
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		int64_t size;
-		const int64_t begin = own_shard(&m->layout, &m->table.buckets[i], &size);
-		sum += sum_of_squares(m->grads.memory + m->table.buckets[i].offset + begin, size);
+		const int64_t first = own_shard(&m->layout, &m->table.buckets[i], &size);
+		sum += sum_of_squares(m->grads.memory + m->table.buckets[i].offset + first, size);
 	}
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &sum, 1);
 	return sum;
@@ -854,6 +901,7 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 {
 	const int64_t L = t->config.data.seq_len;
 	double count[2] = {0};
+	begin(OP_COUNT_TOKENS, PASS_FORWARD, -1, 0);
 	for (int64_t i = 0; i < own->num; i++)
 		for (int64_t b = 0; b < micro_batch_sequences(own, i); b++) {
 			const int64_t place = i * own->size + b;
@@ -923,6 +971,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
 	}
+	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	t->sums.values[SUM_STOP] = stop_requested;
 	t->sums.values[SUM_SAVE_DUE] = is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO &&
 			save_schedule_due(&t->schedule, t->state.step + 1);
@@ -936,8 +985,15 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 	return step;
 }
 
+/* Whether the metrics of a step count the tokens of each expert: with log.experts auto at most 200 lines of a run. */
+static bool counts_experts(const struct trainer *t, int64_t step)
+{
+	const int64_t every = t->config.log.experts == EVERY_AUTO ? (t->steps + 199) / 200 : t->config.log.experts;
+	return every && step % every == 0;
+}
+
 /* Fills in *m from the step's sums: balance loss and z-loss, as means over the layers that have experts, and the expert
- * load of each. */
+ * load of each, and in some steps the tokens of each expert. */
 static void report_sums(struct trainer *t, struct metrics *m)
 {
 	const struct model_config *c = &t->config.model;
@@ -950,11 +1006,16 @@ static void report_sums(struct trainer *t, struct metrics *m)
 		for (int e = 0; e < c->num_experts; e++) {
 			largest = sum->count[e] > largest ? sum->count[e] : largest;
 			total += sum->count[e];
+			t->expert_counts[(int64_t)(l - first) * c->num_experts + e] = (int64_t)sum->count[e];
 		}
 		t->expert_load[l - first] = largest * c->num_experts / total;
 	}
 	m->num_layers = n;
 	m->expert_load = t->expert_load;
+	if (n && counts_experts(t, m->step)) {
+		m->num_experts = c->num_experts;
+		m->expert_counts = t->expert_counts;
+	}
 }
 
 /* Names samples that are trained no more, and why. Sorts them on rank 0. */
@@ -1017,20 +1078,21 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
 	double square = 0;
-	heartbeat_operation("optimizer", -1);
+	begin(OP_OPTIMIZER, PASS_FORWARD, -1, moved(7 * m->table.num_state)); /* reads 4 arrays, writes 3 */
 	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
-		const int64_t begin = p.parameter->offset + p.from, state = p.state;
-		int64_t end = begin;
+		const int64_t first = p.parameter->offset + p.from, state = p.state;
+		int64_t end = first;
 		while (more && p.parameter->offset + p.from == end && (p.parameter->cols > 0) == decay) {
 			end += p.end - p.from;
 			more = next_optimizer_shard(&m->table, &walk, &p);
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
-		square += adamw_update(m->params.memory + begin, m->exp_avg + state, m->exp_avg_sq + state,
-				m->grads.memory + begin, end - begin, &o);
+		square += adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
+				m->grads.memory + first, end - first, &o);
 	}
+	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
 		int64_t size;
@@ -1038,6 +1100,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
 	}
 	model_update_head_scale(m);
+	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
 	return sqrt(square);
 }
@@ -1064,15 +1127,13 @@ static void update(struct trainer *t, const struct decision *d, struct metrics *
 	spike_accept(&t->spikes, (double[]){m->loss, m->grad_norm, m->update_norm});
 }
 
-/* The time and the counters of communication when a step began; bytes sent by this rank. */
-struct step_account { double start, communication; int64_t sent[NUM_TRAFFIC]; };
+/* The accounts of the trace when a step began. */
+struct step_account { double clock, waited; int64_t sent[NUM_TRAFFIC]; };
 
-static struct step_account open_account(struct model *m)
+static struct step_account open_account(void)
 {
-	struct step_account a = {.start = clock_seconds(), .communication = parallel_seconds()};
-	parallel_bytes(a.sent);
-	memset(m->phase_seconds, 0, sizeof m->phase_seconds);
-	m->phase_start = a.start;
+	struct step_account a = {.clock = trace_clock(), .waited = trace_waited()};
+	trace_bytes(a.sent);
 	return a;
 }
 
@@ -1084,43 +1145,17 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	for (int i = 0; i < m->num_sources; i++)
 		t->source_samples[i] = t->state.sources[i].taken;
 	m->source_samples = t->source_samples;
-	m->seconds = t->model.phase_start - a->start;
+	m->seconds = trace_clock() - a->clock;
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
-	t->communication = parallel_seconds() - a->communication;
+	t->communication = trace_waited() - a->waited;
 	heartbeat_own_seconds(m->seconds - t->communication);
 	t->slowest = slowest_rank(world, m->seconds - t->communication);
-	parallel_bytes(t->bytes_sent);
+	trace_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		t->bytes_sent[i] -= a->sent[i];
 	m->num_kinds = world->size > 1 ? NUM_TRAFFIC : 0;
 	m->kinds = traffic_names;
 	m->bytes_sent = t->bytes_sent;
-}
-
-/* Where an account stands while something is done that is no part of the step. */
-struct pause { struct step_account account; double phase_start, phase_seconds[NUM_PHASES]; };
-
-static struct pause pause_account(const struct model *m)
-{
-	struct pause p = {.account = {.start = clock_seconds(), .communication = parallel_seconds()},
-			.phase_start = m->phase_start};
-	parallel_bytes(p.account.sent);
-	memcpy(p.phase_seconds, m->phase_seconds, sizeof p.phase_seconds);
-	return p;
-}
-
-/* Goes on as if no time had passed, and nothing had been sent, since the pause began. */
-static void resume_account(struct step_account *a, struct model *m, const struct pause *p)
-{
-	const double seconds = clock_seconds() - p->account.start;
-	int64_t sent[NUM_TRAFFIC];
-	parallel_bytes(sent);
-	a->start += seconds;
-	a->communication += parallel_seconds() - p->account.communication;
-	for (int i = 0; i < NUM_TRAFFIC; i++)
-		a->sent[i] += sent[i] - p->account.sent[i];
-	m->phase_start = p->phase_start + seconds;
-	memcpy(m->phase_seconds, p->phase_seconds, sizeof p->phase_seconds);
 }
 
 /* Whether the ranks are compared in step number `step`. */
@@ -1132,12 +1167,12 @@ static bool is_checked(const struct trainer *t, int64_t step)
 /* In a step that is checked: the forward pass and loss of this rank's first micro-batch, which compute_gradients will
  * compute again. Returns what t->first_loss must then be. Leaves nothing that the step reads, and is not in its
  * account. */
-static double loss_beforehand(struct trainer *t, int64_t batch, struct step_account *account)
+static double loss_beforehand(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;
 	if (!is_checked(t, t->state.step + 1))
 		return 0;
-	const struct pause pause = pause_account(m);
+	trace_check(true);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
@@ -1147,18 +1182,18 @@ static double loss_beforehand(struct trainer *t, int64_t batch, struct step_acco
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
 	const double loss = model_loss(m, t->target, B, NULL);
-	resume_account(account, m, &pause);
+	trace_check(false);
 	return loss;
 }
 
 /* In a step that is checked: compares what the ranks must have alike; see training/health.h. before: what
  * loss_beforehand returned. It is not in the step's account. */
-static int compare_ranks(struct trainer *t, int64_t batch, double before, struct step_account *account)
+static int compare_ranks(struct trainer *t, int64_t batch, double before)
 {
 	const struct trainer_state *s = &t->state;
 	if (!is_checked(t, s->step + 1))
 		return 0;
-	const struct pause pause = pause_account(&t->model);
+	trace_check(true);
 	int64_t counters[4 + 2 * MAX_SOURCES] = {s->step, s->samples, s->tokens, s->batches};
 	for (int i = 0; i < s->num_sources; i++) {
 		counters[4 + 2 * i] = s->sources[i].taken;
@@ -1182,7 +1217,7 @@ static int compare_ranks(struct trainer *t, int64_t batch, double before, struct
 			.weights = t->model.params.memory, .values = values, .num_values = sizeof values / sizeof *values,
 			.loss = {before, t->first_loss}};
 	const int rc = health_check(&in, &t->events, s->step);
-	resume_account(account, &t->model, &pause);
+	trace_check(false);
 	return rc;
 }
 
@@ -1211,34 +1246,32 @@ static void fail_not_finite(const struct trainer *t, const struct metrics *m)
 			(long long)t->state.samples, (long long)(t->state.samples + m->batch - 1));
 }
 
-/* Writes the dump of the step, if it has one; see model/dump.h. It is not in the step's account. */
-static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result,
-		struct step_account *account)
+/* Writes the dump of the step, if it has one; see model/dump.h. */
+static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result)
 {
-	const struct pause pause = pause_account(&t->model);
 	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .balance_loss = m->balance_loss,
 			.z_loss = m->z_loss, .grad_norm = m->grad_norm, .taken = result == STEP_TAKEN,
 			.skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
-	resume_account(account, &t->model, &pause);
 }
 
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t step = t->state.step + 1;
 	const struct fault_target target = {&t->model.table, t->model.params.memory, t->model.grads.memory};
-	struct step_account account = open_account(&t->model);
+	const struct step_account account = open_account();
 
 	faults_act(&t->faults, step, MOMENT_STEP, &target);
-	const double before = loss_beforehand(t, batch, &account);
+	const double before = loss_beforehand(t, batch);
 	const struct step counts = compute_gradients(t, batch);
 	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
 	*m = measure_gradients(t, batch, &counts);
-	if (compare_ranks(t, batch, before, &account) < 0) {
-		write_dump(t, m, STEP_GO_BACK, &account);
+	if (compare_ranks(t, batch, before) < 0) {
+		write_dump(t, m, STEP_GO_BACK);
 		report_costs(&account, t, m);
 		return STEP_GO_BACK;
 	}
 
+	begin(OP_DECISION, PASS_FORWARD, -1, 0);
 	struct decision decision = decide(&t->spikes, t->config.train.grad_clip, t->samples, m);
 	m->lr *= decision.lr_scale;
 	m->attempts = decision.attempts;
@@ -1248,12 +1281,13 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)
 		skip(t, &decision, m);
-	end_phase(&t->model, PHASE_OPTIMIZER);
-	write_dump(t, m, decision.result, &account);
+	write_dump(t, m, decision.result);
 
+	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	report_costs(&account, t, m);
 	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
 			t->state.step);
+	trace_end();
 	if (decision.result == STEP_GO_BACK)
 		fail_not_finite(t, m);
 	return decision.result;
@@ -1315,16 +1349,17 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	return parallel_agree(rc);
 }
 
-/* Puts the mean loss over all targets of the validation files into *m. A stop ends it: then *m says so, and the run
- * that continues makes up for it, so that its metrics are those of a run that was not stopped. */
+/* Puts the mean loss over all targets of the validation files into *m, and that of each named set. A stop ends it:
+ * then *m says so, and the run that continues makes up for it, so that its metrics are those of a run that was not
+ * stopped. */
 static int validate(struct trainer *t, struct metrics *m)
 {
 	const struct config *c = &t->config;
-	const double start = clock_seconds();
-	double sum = 0;
-	int64_t tokens = 0;
-	heartbeat_phase(HEARTBEAT_EVALUATION, t->state.step);
+	double sum = 0, set_sum = 0;
+	int64_t tokens = 0, set_tokens = 0;
+	int set = -1; /* of this file: the files of a set stand together */
 	for (int i = 0; i < c->data.num_valid; i++) {
+		const char *name = c->data.valid[i].set;
 		struct evaluation e;
 		if (evaluate(&t->model, &t->valid[i], NULL, c->eval.max_windows, &e) < 0)
 			return -1;
@@ -1334,49 +1369,95 @@ static int validate(struct trainer *t, struct metrics *m)
 		}
 		sum += e.loss * e.tokens;
 		tokens += e.tokens;
+		if (!*name)
+			continue;
+		if (i == 0 || strcmp(name, c->data.valid[i - 1].set)) {
+			set++;
+			set_sum = 0, set_tokens = 0;
+		}
+		set_sum += e.loss * e.tokens;
+		set_tokens += e.tokens;
+		memcpy(t->valid_losses[set].set, name, sizeof t->valid_losses[set].set);
+		t->valid_losses[set].loss = set_sum / set_tokens;
 	}
 	m->valid_loss = sum / tokens;
-	m->has_valid_loss = true;
-	t->validation_seconds += clock_seconds() - start;
-	t->num_validations++;
+	m->has_valid_loss = c->data.num_valid > 0;
+	m->num_valid_sets = set + 1;
+	m->valid_losses = t->valid_losses;
 	return 0;
 }
 
-/* Whether the weights after `step` are validated. */
-static bool has_validation(const struct trainer *t, int64_t step)
+/* Whether the weights after `step` are evaluated. */
+static bool has_evaluation(const struct trainer *t, int64_t step)
 {
 	const struct config *c = &t->config;
 	return c->data.num_valid && (step == t->steps || (c->eval.every && step % c->eval.every == 0));
 }
 
+/* All that an evaluation of the current weights does. *m is filled in by validate(). */
+static int evaluate_step(struct trainer *t, struct metrics *m)
+{
+	const double start = clock_seconds();
+	trace_phase(HEARTBEAT_EVALUATION, t->state.step);
+	if (validate(t, m) < 0)
+		return -1;
+	if (m->validation_stopped)
+		return 0;
+	t->evaluation_seconds += clock_seconds() - start;
+	t->num_evaluations++;
+	return 0;
+}
+
 /* The seconds that the run will still take after step m->step: its tokens at the rate of this process so far, and its
- * validations at the mean of those so far. */
+ * evaluations at the mean of those so far. */
 static double seconds_left(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
 	const struct config *c = &t->config;
-	int64_t validations = 0;
-	if (c->data.num_valid && m->step < t->steps) {
+	int64_t evaluations = 0;
+	if (m->step < t->steps) {
 		if (c->eval.every)
-			validations = t->steps / c->eval.every - m->step / c->eval.every;
-		validations += !c->eval.every || t->steps % c->eval.every != 0; /* at the end */
+			evaluations = t->steps / c->eval.every - m->step / c->eval.every;
+		evaluations += !c->eval.every || t->steps % c->eval.every != 0; /* at the end */
 	}
-	const double one = t->num_validations ? t->validation_seconds / t->num_validations : 0;
-	return (t->tokens - m->tokens) * seconds_per_token + validations * one;
+	const double one = t->num_evaluations ? t->evaluation_seconds / t->num_evaluations : 0;
+	return (t->tokens - m->tokens) * seconds_per_token + evaluations * one;
+}
+
+/* Appends the validation loss, if there is one, and those of the named sets. */
+static void describe_validation(struct text *line, const struct metrics *m)
+{
+	char loss[SET_NAME_LEN + 32];
+	if (!m->has_valid_loss)
+		return;
+	snprintf(loss, sizeof loss, "  valid %.4f", m->valid_loss);
+	text_append_string(line, loss);
+	for (int i = 0; i < m->num_valid_sets; i++) {
+		snprintf(loss, sizeof loss, "%s%s %.4f%s", i ? ", " : " (", m->valid_losses[i].set, m->valid_losses[i].loss,
+				i + 1 == m->num_valid_sets ? ")" : "");
+		text_append_string(line, loss);
+	}
 }
 
 static void print_progress(const struct trainer *t, const struct metrics *m, double seconds_per_token)
 {
-	char line[320], left[32], valid[32] = "", ranks[64] = "";
-	if (m->has_valid_loss)
-		snprintf(valid, sizeof valid, "  valid %.4f", m->valid_loss);
+	char part[240], left[32], ranks[64] = "", share[32] = "";
+	struct text line = {0};
+	snprintf(part, sizeof part, "step %lld/%lld %.0f%%  loss %.4f", (long long)m->step, (long long)t->steps,
+			100.0 * m->tokens / t->tokens, m->loss);
+	text_append_string(&line, part);
+	describe_validation(&line, m);
 	if (t->model.layout.world.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
-	snprintf(line, sizeof line, "step %lld/%lld %.0f%%  loss %.4f%s  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s  "
-			"%s left", (long long)m->step, (long long)t->steps, 100.0 * m->tokens / t->tokens, m->loss, valid, m->lr,
-			m->grad_norm, m->batch, m->tokens_per_second, ranks,
+	if (t->peak_flops)
+		snprintf(share, sizeof share, "  %.0f%% of peak", 100 * m->tokens_per_second * t->flops_per_token /
+				t->peak_flops);
+	snprintf(part, sizeof part, "  lr %.2e  grad %.3f  batch %d  %.0f tokens/s%s%s  %s left", m->lr, m->grad_norm,
+			m->batch, m->tokens_per_second, share, ranks,
 			format_duration(left, seconds_left(t, m, seconds_per_token)));
-	print_status(stdout, line, m->has_valid_loss || m->step == t->steps);
+	text_append_string(&line, part);
+	print_status(stdout, line.data, m->has_valid_loss || m->step == t->steps);
+	free(line.data);
 }
 
 /* What the run must remember of spikes. */
@@ -1445,7 +1526,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
 	const bool waits = last || t->saver.stage != SAVE_NONE; /* for all files, of this save or the one before */
-	heartbeat_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
+	trace_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return RUN_GO_BACK;
@@ -1510,7 +1591,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	const int64_t before = from - (batches - t->spikes.skips[0] + 1 - t->spikes.num_skips);
 	char dir[PATH_LEN] = "", reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
-	heartbeat_phase(HEARTBEAT_START, from); /* it takes as long as a start */
+	trace_phase(HEARTBEAT_START, from); /* it takes as long as a start */
 	report_save(t, saver_finish(&t->saver));
 	if (checkpoint_choose(&t->config, &t->model.table, &t->events, before, dir) < 0)
 		return RUN_FAILED;
@@ -1552,17 +1633,53 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	return parallel_agree(rc) < 0 ? RUN_FAILED : RUN_DONE;
 }
 
+/* eval.at_start: the evaluation before the first step of a run, whose result is an event, for no step has a line in
+ * the metrics yet. A stop ends it: then t->stop is set, and the same command begins the run again. */
+static int evaluate_start(struct trainer *t)
+{
+	struct metrics m = {0};
+	if (t->state.batches || !t->config.eval.at_start)
+		return 0;
+	if (evaluate_step(t, &m) < 0)
+		return -1;
+	if (m.validation_stopped) {
+		if (is_rank0(t))
+			print_status(stdout, "stopped in the evaluation before the first step; the same command begins again",
+					true);
+		return 0;
+	}
+	if (is_rank0(t) && m.has_valid_loss) {
+		char begin[64];
+		struct text line = {0};
+		snprintf(begin, sizeof begin, "step 0/%lld", (long long)t->steps);
+		text_append_string(&line, begin);
+		describe_validation(&line, &m);
+		print_status(stdout, line.data, true);
+		free(line.data);
+		json_t *members = json_pack("{s:o}", "valid_loss", json_number(m.valid_loss));
+		if (m.num_valid_sets)
+			json_object_set_new(members, "valid", valid_losses_to_json(&m, NULL));
+		event_write(&t->events, 0, "validation", members);
+	}
+	return !m.has_valid_loss || isfinite(m.valid_loss) ? 0 : fail("the validation loss before the first step is %g; "
+			"expected a finite one: look at the weights of train.init_from", plain_nan(m.valid_loss));
+}
+
 /* Trains from where the trainer stands to the end, or to a stop. */
 static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 {
 	const struct config *c = &t->config;
 	int64_t first_token = t->state.tokens;
 	double start = clock_seconds();
-	t->validation_seconds = t->num_validations = 0;
+	t->evaluation_seconds = t->num_evaluations = 0;
+	if (evaluate_start(t) < 0)
+		return RUN_FAILED;
+	if (t->stop)
+		return RUN_STOPPED;
 	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
-		heartbeat_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
-		heartbeat_operation("batch", -1);
+		trace_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
+		begin(OP_BATCH, PASS_FORWARD, -1, 0);
 		const int64_t batch = trainer_next_batch(t);
 		if (parallel_agree(batch < 0 ? -1 : 0) < 0)
 			return RUN_FAILED;
@@ -1582,11 +1699,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 				return back;
 			first_token = t->state.tokens;
 			start = clock_seconds();
-			t->validation_seconds = t->num_validations = 0;
+			t->evaluation_seconds = t->num_evaluations = 0;
 		}
 		const int64_t step = t->state.step;
 		const bool last = step == t->steps;
-		if (taken && has_validation(t, step) && validate(t, &m) < 0)
+		if (taken && has_evaluation(t, step) && evaluate_step(t, &m) < 0)
 			return RUN_FAILED;
 		if (taken && is_rank0(t)) {
 			save_schedule_step(&t->schedule, m.seconds);
@@ -1601,7 +1718,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		}
 		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
 		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
-			print_progress(t, &m, (clock_seconds() - start - t->validation_seconds) / (m.tokens - first_token));
+			print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
 		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
 				: c->checkpoint.every && step % c->checkpoint.every == 0;
 		if (last || stop || (taken && due)) {
@@ -1638,13 +1755,13 @@ static int finish_validation(struct trainer *t)
 	struct metrics m = {.step = t->state.step};
 	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
 	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
-	if (!lacks || !has_validation(t, m.step))
+	if (!lacks || !has_evaluation(t, m.step))
 		return 0;
 	if (is_rank0(t))
 		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
-	if (validate(t, &m) < 0 || m.validation_stopped)
+	if (evaluate_step(t, &m) < 0 || m.validation_stopped)
 		return m.validation_stopped ? 0 : -1;
-	if (parallel_agree(is_rank0(t) ? metrics_set_valid_loss(dir, m.valid_loss) : 0) < 0)
+	if (parallel_agree(is_rank0(t) ? metrics_set_validation(dir, &m) : 0) < 0)
 		return -1;
 	return isfinite(m.valid_loss) ? 0 : fail("step %lld: the validation loss is %g; remove its checkpoint to continue "
 			"from an earlier one", (long long)m.step, plain_nan(m.valid_loss));
@@ -1689,15 +1806,18 @@ enum run_result trainer_run(struct trainer *t)
 	}
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
-		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack("{s:I}", "batch",
-				(json_int_t)t->state.batches));
+		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
+				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
+				t->peak_flops ? json_real(t->peak_flops) : json_null()));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);
 	char reason[sizeof error_text];
 	memcpy(reason, error_text, sizeof reason);
 	if (t->saver.stage != SAVE_NONE)
-		heartbeat_phase(HEARTBEAT_WRITE, t->state.step);
+		trace_phase(HEARTBEAT_WRITE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	set_error("%s", reason);
 	if (is_rank0(t) && t->unwritten.size && metrics_append(f, t->unwritten.data) == 0)
@@ -1926,20 +2046,25 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 		rc = init_saver(t);
 	if (rc == 0)
 		rc = spike_detector_init(&t->spikes, &c->spikes);
+	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
+	if (rc == 0)
+		rc = count_parameters(count, &t->flops_per_token, &c->model, c->data.seq_len);
 	const int64_t sequences = rc == 0 ? own_micro_batches(t, c->train.batch).num * c->train.micro_batch : 0;
 	const size_t tokens = sequences * c->data.seq_len;
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
 	t->expert_load = calloc(layers, sizeof(double));
+	t->expert_counts = calloc((size_t)layers * c->model.num_experts + 1, sizeof *t->expert_counts);
+	t->valid_losses = calloc(c->data.num_valid + 1, sizeof *t->valid_losses);
 	t->length = calloc(sequences, sizeof(int32_t));
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->length || !t->input ||
-			!t->target || !t->samples || (documents && !t->document)))
+	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
+			!t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -1967,6 +2092,8 @@ void trainer_free(struct trainer *t)
 	free(t->state.router_mean);
 	free(t->state.router_std);
 	free(t->expert_load);
+	free(t->expert_counts);
+	free(t->valid_losses);
 	free(t->input);
 	free(t->target);
 	free(t->document);

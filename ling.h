@@ -47,6 +47,7 @@
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
+ *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run
  *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
  *                              train-tokenizer too, and doctor has bench
@@ -66,8 +67,8 @@
  * files/base.c, the list of mapped and temporary files, which a signal handler must find, and beside it undivided and
  * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; use_openblas in
  * kernels.c, set once at the start; in parallel.c what this process knows of MPI; in files/heartbeat.c the page of this
- * rank, to which whatever computes or waits writes; and in commands/options.c the two variables of argp, which are
- * argp's own.
+ * rank, and in files/trace.c its trace, to which whatever computes or waits writes; and in commands/options.c the two
+ * variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -201,12 +202,16 @@ struct trainer {
 	struct dump *dump;           /* NULL: no step is dumped */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
+	double flops_per_token;      /* of training, see count_parameters */
+	double peak_flops;           /* FLOP/s of all ranks together, measured before; 0: not known */
 	/* The sequences of the batch that this rank computes, micro-batch after micro-batch; see micro_batch_place */
 	int32_t *input, *target;     /* [sequences, L] */
 	int32_t *document;           /* [sequences, L], see rope_forward; NULL where no file's documents are masked */
 	int32_t *length;             /* [sequences] tokens of each that are no padding */
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
+	int64_t *expert_counts;      /* [layers with experts, E] for the metrics */
+	struct valid_loss *valid_losses; /* [data.num_valid] of the named sets, which may be fewer, for the metrics */
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
 	double work;                 /* multiply-adds of this rank's forward passes */
@@ -214,8 +219,8 @@ struct trainer {
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
-	double validation_seconds;   /* of all validations of this process, */
-	int num_validations;         /* and how many they are */
+	double evaluation_seconds;   /* of all evaluations of this process, */
+	int num_evaluations;         /* and how many they are */
 };
 /* Makes a trainer without data and with weights not set. trainer_free may follow a failure. */
 int trainer_allocate(struct trainer *t, const struct config *c);
@@ -227,7 +232,7 @@ void trainer_free(struct trainer *t);
  * and target. Returns the sequences of the global batch. -1 on error, which may be on this rank alone. */
 int64_t trainer_next_batch(struct trainer *t);
 /* One optimizer step on the global batch of `batch` sequences whose part of this rank is in input and target. Fills
- * *m, in which expert_load points into the trainer. If the step is not taken, weights, moments and state are unchanged,
+ * *m, whose arrays are the trainer's. If the step is not taken, weights, moments and state are unchanged,
  * but for detector and queue. */
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
 /* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.

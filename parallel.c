@@ -10,7 +10,7 @@
 #include "parallel.h"
 
 #include "files/base.h"
-#include "files/heartbeat.h"
+#include "files/trace.h"
 #include "kernels.h"
 
 #include <mpi.h>
@@ -32,8 +32,6 @@ enum { HOST_LEN = 64 };
 /* The state of this process in MPI, of which there is one: see the globals in ling.h. */
 static struct {
 	bool running;
-	double seconds;              /* spent in communication since the start */
-	int64_t bytes[NUM_TRAFFIC];  /* sent since the start */
 	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
@@ -41,9 +39,6 @@ static struct {
 	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice came; on ranks 0 and 1 */
 	double notices_read;         /* when this rank last read its notices */
 } mpi;
-
-const char *const traffic_names[NUM_TRAFFIC] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch",
-	"expert return", "gradients", "weights", "head", "statistics"};
 
 /* ============================================================================================================
  * Starting and ending
@@ -135,16 +130,6 @@ int parallel_hosts(int *host)
 	return num_hosts;
 }
 
-double parallel_seconds(void)
-{
-	return mpi.seconds;
-}
-
-void parallel_bytes(int64_t bytes[NUM_TRAFFIC])
-{
-	memcpy(bytes, mpi.bytes, sizeof mpi.bytes);
-}
-
 struct oversubscription parallel_oversubscription(int threads)
 {
 	cpu_set_t cores; /* fails on a machine with more than CPU_SETSIZE cores, which then counts as having enough */
@@ -224,26 +209,28 @@ static void report_silent_ranks(const char *what, double waited)
 				"it again: it continues from its last checkpoint\n", waited, what, names);
 }
 
-/* Waits until all n requests are done, and counts the time as communication. `what` names the collective in
- * messages. numbered: all ranks of the group call it. */
-static void wait_in(MPI_Request *requests, int n, const char *what, bool numbered)
+/* A wait as the trace counts it. numbered: all ranks of the group wait, as in a collective. */
+struct wait { enum traffic what; bool numbered; uint64_t begun; int64_t bytes; };
+
+/* Waits until all n requests are done. */
+static void wait_in(MPI_Request *requests, int n, const struct wait *w)
 {
 	const double start = clock_seconds();
-	double noticed = start, reported = start, told = start, t = start;
+	double noticed = start, reported = start, told = start;
 	int done = 0;
-	heartbeat_wait(what, numbered);
+	trace_wait(w->what, w->numbered, w->begun, w->bytes);
 	/* a rank that never waits long must read its notices too, or they would pile up */
 	if (start - mpi.notices_read > NOTICE_SECONDS) {
 		mpi.notices_read = start;
 		read_notices();
 	}
-	for (;; t = clock_seconds()) {
+	for (double t = start;; t = clock_seconds()) {
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
 			break;
 		if (t - told > 0.1) {
 			told = t;
-			heartbeat_still_waiting(t - start);
+			trace_still_waiting(t - start);
 		}
 		if (t - noticed < NOTICE_SECONDS)
 			continue;
@@ -252,16 +239,16 @@ static void wait_in(MPI_Request *requests, int n, const char *what, bool numbere
 		read_notices();
 		if (t - reported >= REPORT_SECONDS && parallel_rank() < 2) {
 			reported = t;
-			report_silent_ranks(what, t - start);
+			report_silent_ranks(traffic_names[w->what], t - start);
 		}
 	}
-	mpi.seconds += t - start;
-	heartbeat_wait_end();
+	trace_wait_end();
 }
 
-static void wait_for(MPI_Request *requests, int n, const char *what)
+/* Waits for a collective that was started just now, in which this rank sends so many bytes. */
+static void wait_for(MPI_Request *requests, int n, enum traffic what, int64_t bytes)
 {
-	wait_in(requests, n, what, true);
+	wait_in(requests, n, &(struct wait){what, true, 0, bytes});
 }
 
 /* ============================================================================================================
@@ -275,7 +262,7 @@ int parallel_agree(int rc)
 	int failed = rc < 0, num_failed, rank = failed ? parallel_rank() : INT32_MAX, first;
 	MPI_Request request;
 	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
-	wait_for(&request, 1, "agreement");
+	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof failed);
 	if (num_failed == 0)
 		return rc;
 	char error[sizeof error_text];
@@ -441,10 +428,11 @@ static MPI_Comm comm_of(const struct group *g)
 	return MPI_Comm_f2c(g->comm);
 }
 
-/* Counts `elements` elements of `size` bytes as sent by this rank. */
-static void count_sent(enum traffic traffic, int64_t elements, int64_t size)
+/* Counts `elements` elements of `size` bytes as sent by this rank. Returns the bytes. */
+static int64_t count_sent(enum traffic traffic, int64_t elements, int64_t size)
 {
-	mpi.bytes[traffic] += elements * size;
+	trace_sent(traffic, elements * size);
+	return elements * size;
 }
 
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n)
@@ -453,12 +441,11 @@ void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int6
 	if (g->size == 1)
 		return;
 	double *all = mpi_allocate((size_t)(n < CHUNK ? n : CHUNK) * g->size * sizeof *all);
-	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	for (int64_t first = 0; first < n; first += CHUNK) {
 		const int count = (int)(n - first < CHUNK ? n - first : CHUNK);
 		MPI_Request request;
 		MPI_Iallgather(x + first, count, MPI_DOUBLE, all, count, MPI_DOUBLE, comm_of(g), &request);
-		wait_for(&request, 1, traffic_names[traffic]);
+		wait_for(&request, 1, traffic, count_sent(traffic, (int64_t)count * (g->size - 1), sizeof *x));
 		for (int i = 0; i < count; i++) {
 			double sum = 0;
 			for (int r = 0; r < g->size; r++)
@@ -473,10 +460,9 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 {
 	if (g->size == 1)
 		return;
-	count_sent(traffic, n * (g->size - 1), sizeof *x);
 	MPI_Request request;
 	MPI_Iallreduce(MPI_IN_PLACE, x, mpi_count(n), MPI_REAL_TYPE, MPI_MAX, comm_of(g), &request);
-	wait_for(&request, 1, traffic_names[traffic]);
+	wait_for(&request, 1, traffic, count_sent(traffic, n * (g->size - 1), sizeof *x));
 }
 
 /* MPI's type of a row, `width` reals. MPI counts in int: of rows it can count more than of reals. */
@@ -497,12 +483,11 @@ void all_gather(const struct group *g, enum traffic traffic, real *out, const re
 		begins[r] = mpi_count(shard_begin(rows, r, g->size));
 		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
 	}
-	count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in);
 	MPI_Datatype type = row_type(width);
 	MPI_Request request;
 	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts,
 			begins, type, comm_of(g), &request);
-	wait_for(&request, 1, traffic_names[traffic]);
+	wait_for(&request, 1, traffic, count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in));
 	MPI_Type_free(&type);
 }
 
@@ -516,13 +501,12 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 {
 	const int n = g->size;
 	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width,
-			.scratch = scratch};
+			.scratch = scratch, .begun = trace_now()};
 	if (n == 1)
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
 	MPI_Request *requests = s->requests = mpi_allocate(2 * n * sizeof *requests);
-	count_sent(traffic, (rows - mine) * width, sizeof *in);
-	const double start = clock_seconds();
+	s->bytes = count_sent(traffic, (rows - mine) * width, sizeof *in);
 	MPI_Datatype type = row_type(width);
 	/* Each rank begins with the rank after it, so that not all send to the same one first. */
 	for (int i = 1; i < n; i++) {
@@ -534,7 +518,7 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 	}
 	MPI_Type_free(&type);
 	mpi.under_way++;
-	mpi.seconds += clock_seconds() - start;
+	trace_posted(s->begun);
 }
 
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
@@ -546,7 +530,7 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 	const real *own = s->in + begin * s->width;
 	if (s->num_requests) {
 		mpi.under_way--;
-		wait_for(s->requests, s->num_requests, traffic_names[s->traffic]);
+		wait_in(s->requests, s->num_requests, &(struct wait){s->traffic, true, s->begun, s->bytes});
 	}
 	free(s->requests);
 	s->requests = NULL;
@@ -579,17 +563,16 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 		memcpy(out, in, n * sizeof *out);
 		return;
 	}
-	count_sent(traffic, (g->size - 1) * n, sizeof *in);
 	MPI_Request request;
 	MPI_Ialltoall(in, n, MPI_INT64_T, out, n, MPI_INT64_T, comm_of(g), &request);
-	wait_for(&request, 1, traffic_names[traffic]);
+	wait_for(&request, 1, traffic, count_sent(traffic, (g->size - 1) * n, sizeof *in));
 }
 
 void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width)
 {
 	const int n = g->size;
-	*e = (struct all_to_all){.traffic = traffic};
+	*e = (struct all_to_all){.traffic = traffic, .begun = trace_now()};
 	if (n == 1) {
 		copy_array(out, in, send_rows[0] * width);
 		return;
@@ -606,14 +589,13 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		receive_begins[r] = mpi_count(received);
 		sent += send_rows[r];
 		received += receive_rows[r];
-		count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
+		e->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
 	}
-	const double start = clock_seconds();
 	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
 	mpi.under_way++;
-	mpi.seconds += clock_seconds() - start;
+	trace_posted(e->begun);
 }
 
 void all_to_all_finish(struct all_to_all *e)
@@ -621,7 +603,7 @@ void all_to_all_finish(struct all_to_all *e)
 	if (e->request) {
 		MPI_Datatype type = MPI_Type_f2c(e->type);
 		mpi.under_way--;
-		wait_for(e->request, 1, traffic_names[e->traffic]);
+		wait_in(e->request, 1, &(struct wait){e->traffic, true, e->begun, e->bytes});
 		MPI_Type_free(&type);
 	}
 	free(e->request);
@@ -642,7 +624,7 @@ void broadcast(const struct group *g, void *x, int64_t bytes)
 		return;
 	MPI_Request request;
 	MPI_Ibcast(x, mpi_count(bytes), MPI_BYTE, 0, comm_of(g), &request);
-	wait_for(&request, 1, "start");
+	wait_for(&request, 1, TRAFFIC_START, g->rank == 0 ? bytes : 0);
 }
 
 int slowest_rank(const struct group *g, double seconds)
@@ -651,9 +633,8 @@ int slowest_rank(const struct group *g, double seconds)
 	if (g->size == 1)
 		return 0;
 	MPI_Request request;
-	count_sent(TRAFFIC_STATISTICS, g->size - 1, sizeof mine);
 	MPI_Iallreduce(&mine, &slowest, 1, MPI_DOUBLE_INT, MPI_MAXLOC, comm_of(g), &request);
-	wait_for(&request, 1, traffic_names[TRAFFIC_STATISTICS]);
+	wait_for(&request, 1, TRAFFIC_STATISTICS, count_sent(TRAFFIC_STATISTICS, g->size - 1, sizeof mine));
 	return slowest.rank;
 }
 
@@ -661,12 +642,12 @@ void send_message(const struct group *g, int to, int tag, const void *x, int64_t
 {
 	MPI_Request request;
 	MPI_Isend(x, mpi_count(bytes), MPI_BYTE, to, tag, comm_of(g), &request);
-	wait_in(&request, 1, "checkpoint", false);
+	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, bytes});
 }
 
 void receive_message(const struct group *g, int from, int tag, void *x, int64_t bytes)
 {
 	MPI_Request request;
 	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, from == ANY_RANK ? MPI_ANY_SOURCE : from, tag, comm_of(g), &request);
-	wait_in(&request, 1, "checkpoint", false);
+	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, 0});
 }

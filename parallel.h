@@ -9,6 +9,7 @@
 #define LING_PARALLEL_H
 
 #include "files/base.h"
+#include "files/trace.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -99,22 +100,7 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
  * - 1. Counts of rows, and of what is sent at once, must be less than 2^31; a larger one ends all ranks with a
  * message. */
 
-/* What a collective is for. Messages name it, and the bytes that this rank sends are counted by it. */
-enum traffic {
-	TRAFFIC_GATHER, TRAFFIC_SUM, /* activations over the tensor group: all_gather and reduce_scatter */
-	TRAFFIC_PLAN, TRAFFIC_DISPATCH, TRAFFIC_RETURN, /* expert rows: their numbers; to the experts; back. Both passes */
-	TRAFFIC_GRADIENTS, TRAFFIC_WEIGHTS,
-	TRAFFIC_HEAD,                /* the sums of a vocabulary in shards */
-	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
-	NUM_TRAFFIC
-};
-extern const char *const traffic_names[NUM_TRAFFIC];
-
-/* Seconds that this rank has spent in communication since the start. */
-double parallel_seconds(void);
-/* Bytes that this rank has sent since the start. What goes to several ranks counts once for each, whatever way MPI
- * sends it. */
-void parallel_bytes(int64_t bytes[NUM_TRAFFIC]);
+/* What a collective is for (enum traffic) is in files/trace.h, which counts the time and the bytes of each. */
 
 /* x [n]: the sum over the ranks, or the largest of any rank, in place on every rank. */
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n);
@@ -133,6 +119,8 @@ struct reduce_scatter {
 	const real *in;              /* [rows, width] */
 	int64_t rows, width;
 	real *scratch;               /* [size, rows of the shard, width] what came from each rank */
+	uint64_t begun;              /* trace_now() */
+	int64_t bytes;               /* that this rank sends */
 	void *requests;              /* [num_requests] MPI_Request */
 	int num_requests;
 };
@@ -153,6 +141,8 @@ struct all_to_all {
 	void *request;               /* MPI_Request */
 	int *counts, type;           /* [4, size] what MPI reads meanwhile; MPI's handle of the type of a row */
 	enum traffic traffic;
+	uint64_t begun;              /* as in struct reduce_scatter */
+	int64_t bytes;
 };
 void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);

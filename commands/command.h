@@ -91,6 +91,7 @@ struct command {
 	bool computes;               /* runs the model's kernels, on all ranks; the matrix products are checked first */
 	bool has_threads;            /* it computes nothing, but its threads wait for the disk, and should sleep then */
 	bool measures_openblas;
+	bool measures_peak;          /* the same for a moment, and only where no limit of memory is in the way */
 	bool checks_products;        /* run() itself does */
 	bool handles_signals;        /* run() itself does; else they end the program, once temporary files are removed */
 	bool prints_progress;        /* its standard output is only progress: it need not be written */

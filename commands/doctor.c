@@ -6,6 +6,7 @@
 #include "commands/doctor.h"
 
 #include "files/base.h"
+#include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "data.h"
@@ -13,6 +14,7 @@
 #include "commands/result.h"
 #include "commands/self_check.h"
 
+#include <math.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -23,13 +25,13 @@
 #include <unistd.h>
 
 /* What a benchmark measures. peak (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
- * seconds, are of this rank; communication is contained in the step and its phases. */
+ * seconds, are of this rank; communication is contained in the step and its operations. */
 struct bench {
-	double peak, step_seconds, phase_seconds[NUM_PHASES], communication_seconds, flops, tokens;
+	double peak, step_seconds, operation_seconds[NUM_OPERATIONS], communication_seconds, flops, tokens;
 	int ranks;
 };
 
-enum { BENCH_STEPS = 5 };
+enum { BENCH_STEPS = 5, PEAK_SIZE = 2048 }; /* PEAK_SIZE: see peak_flops */
 
 static double median(double *x, int n)
 {
@@ -37,29 +39,15 @@ static double median(double *x, int n)
 	return (x[(n - 1) / 2] + x[n / 2]) / 2;
 }
 
-/* The peak: FLOP/s of the fastest of several OpenBLAS products of 2048 x 2048 matrices; 0 when memory is short. */
-static double measure_peak(int repeats, int threads)
-{
-	const int64_t n = 2048;
-	real *a = malloc(3 * n * n * sizeof *a);
-	if (!a)
-		return 0;
-	for (int64_t i = 0; i < 2 * n * n; i++)
-		a[i] = (real)(i % 17 - 8);
-	double seconds = gemm_seconds(a, a + n * n, a + 2 * n * n, n, repeats, threads);
-	free(a);
-	return 2.0 * n * n * n / seconds;
-}
-
 /* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The peak is measured before and after, and
  * the better one counts. */
 static int measure_steps(struct bench *b, struct trainer *t)
 {
 	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], communication[BENCH_STEPS], phase[NUM_PHASES][BENCH_STEPS];
+	double step[BENCH_STEPS], communication[BENCH_STEPS], operation[NUM_OPERATIONS][BENCH_STEPS];
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	model_randomize(&t->model, 1);
-	b->peak = measure_peak(10, kernels_threads());
+	b->peak = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->peak, 1); /* all ranks measure at the same time */
 	for (int i = -1; i < BENCH_STEPS; i++) {
 		struct metrics m;
@@ -71,45 +59,48 @@ static int measure_steps(struct bench *b, struct trainer *t)
 			t->input[place] = (int32_t)random_permute(j % V, V, &stream);
 			t->target[place] = (int32_t)random_permute((j + 1) % V, V, &stream);
 		}
+		double before[NUM_OPERATIONS], after[NUM_OPERATIONS];
+		trace_phase(HEARTBEAT_STEP, i + 1);
+		trace_seconds(PART_STEP, before);
 		if (trainer_step(t, batch, &m) < 0)
 			return -1;
-		for (int p = 0; p < NUM_PHASES && i >= 0; p++)
-			phase[p][i] = t->model.phase_seconds[p];
+		trace_seconds(PART_STEP, after);
+		for (int op = 0; op < NUM_OPERATIONS && i >= 0; op++)
+			operation[op][i] = after[op] - before[op];
 		if (i >= 0) {
 			step[i] = m.seconds;
 			communication[i] = t->communication;
 		}
 	}
-	double after = measure_peak(10, kernels_threads());
+	double after = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
 	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
 	b->peak = after > b->peak ? after : b->peak;
 	b->step_seconds = median(step, BENCH_STEPS);
 	b->communication_seconds = median(communication, BENCH_STEPS);
 	b->ranks = t->model.layout.world.size;
-	for (int p = 0; p < NUM_PHASES; p++)
-		b->phase_seconds[p] = median(phase[p], BENCH_STEPS);
+	for (int op = 0; op < NUM_OPERATIONS; op++)
+		b->operation_seconds[op] = median(operation[op], BENCH_STEPS);
 	b->tokens = batch * L;
-	struct parameter_count count[NUM_PARAMETER_PARTS + 1];
-	if (count_parameters(count, &b->flops, &t->config.model, L) < 0)
-		return -1;
-	b->flops *= b->tokens;
+	b->flops = t->flops_per_token * b->tokens;
 	return 0;
 }
 
 static json_t *bench_report(const struct bench *b, const char *path)
 {
-	static const char *const names[NUM_PHASES] = {"attention", "router", "permute", "expert products", "head",
-			"optimizer", "other"};
 	const double rate = b->flops / b->step_seconds;
-	json_t *phases = json_object();
-	for (int p = 0; p < NUM_PHASES; p++)
-		json_object_set_new(phases, names[p], result_number(b->phase_seconds[p]));
+	json_t *parts = json_object(); /* the groups of the operations */
+	for (int op = 0; op < NUM_OPERATIONS; op++) {
+		const char *group = operations[op].group;
+		const double seconds = b->operation_seconds[op] + json_number_value(json_object_get(parts, group));
+		if (b->operation_seconds[op] > 0)
+			json_object_set_new(parts, group, result_number(seconds));
+	}
 	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
 			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
 			"roof_gflops", result_number(b->peak / 1e9), "step_seconds", result_number(b->step_seconds),
 			"tokens_per_second", result_number(b->tokens / b->step_seconds), "gflops", result_number(rate / 1e9),
 			"roof_percent", result_number(100 * rate / b->peak),
-			"communication_seconds", result_number(b->communication_seconds), "parts", phases);
+			"communication_seconds", result_number(b->communication_seconds), "parts", parts);
 }
 
 static void print_bench(const json_t *report)
@@ -214,13 +205,13 @@ static int examine_machine(struct examination *x)
 				blas_better_core());
 	x->own_error = gemm_error(false);
 	x->library_error = gemm_error(true);
-	x->one_core = measure_peak(5, 1);
-	x->all_threads = measure_peak(5, x->threads);
+	x->one_core = peak_flops(PEAK_SIZE, 5, INFINITY, 1);
+	x->all_threads = peak_flops(PEAK_SIZE, 5, INFINITY, x->threads);
 	if (x->threads <= x->cores && x->all_threads < 0.7 * x->threads * x->one_core)
 		warn(x, "the cores slow each other down: other work on this machine, or two threads on one core "
 				"(hyper-threading)");
 	memset(memory, 0, bytes);
-	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n);
+	x->bandwidth = memory_bandwidth(memory, (real *)memory + n, n, INFINITY);
 	x->num_checks = self_check(x->checks, memory);
 	free(memory);
 	return 0;
@@ -228,9 +219,9 @@ static int examine_machine(struct examination *x)
 
 static json_t *machine_report(const struct examination *x)
 {
-	json_t *operations = json_array(), *warnings = json_array();
+	json_t *checked = json_array(), *warnings = json_array();
 	for (const struct check *c = x->checks; c < x->checks + x->num_checks; c++)
-		json_array_append_new(operations, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
+		json_array_append_new(checked, json_pack("{s:s, s:b, s:o, s:b, s:o}", "name", c->operation,
 				"ok", is_right(c), "forward", result_number(c->forward), "has_backward", c->has_backward,
 				"backward", c->has_backward ? result_number(c->backward) : json_null()));
 	for (int i = 0; i < x->num_warnings; i++)
@@ -241,7 +232,7 @@ static json_t *machine_report(const struct examination *x)
 			"products_error", result_number(x->own_error), "blas_products_error", result_number(x->library_error),
 			"one_core_gflops", result_number(x->one_core / 1e9), "gflops", result_number(x->all_threads / 1e9),
 			"memory_gb_per_second", result_number(x->bandwidth / 1e9), "error_bound", CHECK_BOUND,
-			"operations", operations, "warnings", warnings);
+			"operations", checked, "warnings", warnings);
 }
 
 static void print_machine(const json_t *report)

@@ -168,7 +168,8 @@ int main(int argc, char **argv)
 	if (!many)
 		command_line_read(&line, command, argc - 1, words);
 	if (command->computes || command->has_threads)
-		use_best_environment(argv, openblas || command->measures_openblas);
+		use_best_environment(argv, openblas || command->measures_openblas || command->measures_peak,
+				openblas || command->measures_openblas);
 	kernels_init(openblas);
 
 	int status = EXIT_DONE;

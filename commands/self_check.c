@@ -665,24 +665,47 @@ const char *cpu_features(char out[256])
 	return out;
 }
 
-double gemm_seconds(real *a, real *b, real *c, int64_t n, int repeats, int threads)
+double peak_flops(int64_t n, int repeats, double seconds, int threads)
 {
+	real *a = malloc(3 * n * n * sizeof *a), *b = a + n * n, *c = b + n * n;
+	if (!a)
+		return 0;
+	for (int64_t i = 0; i < 2 * n * n; i++)
+		a[i] = (real)(i % 17 - 8);
+	const double begun = clock_seconds();
 	double best = INFINITY;
-	for (int i = 0; i < repeats; i++) {
+	for (int i = 0; i < repeats && (i < 2 || clock_seconds() - begun < seconds); i++) {
 		const double start = clock_seconds();
 		single_gemm(c, a, false, b, true, n, n, n, threads);
 		best = fmin(best, clock_seconds() - start);
 	}
-	return best;
+	free(a);
+	return 2.0 * n * n * n / best;
 }
 
-double memory_bandwidth(real *out, const real *in, int64_t n)
+double memory_bandwidth(real *out, const real *in, int64_t n, double seconds)
 {
+	const double begun = clock_seconds();
 	double best = INFINITY;
-	for (int i = 0; i < 5; i++) {
+	for (int i = 0; i < 5 && (i < 2 || clock_seconds() - begun < seconds); i++) {
 		const double start = clock_seconds();
 		copy_array(out, in, n);
 		best = fmin(best, clock_seconds() - start);
 	}
 	return 2.0 * n * sizeof *out / best;
+}
+
+struct machine_rates quick_rates(void)
+{
+	const int64_t n = (32 << 20) / sizeof(real); /* two arrays of 32 MB */
+	struct machine_rates r = {0};
+	/* Under a limit of memory each thread of OpenBLAS would ask for a buffer that may not be there. */
+	real *memory = isinf(process_memory()) ? malloc(2 * n * sizeof *memory) : NULL;
+	if (!memory)
+		return r;
+	memset(memory, 0, 2 * n * sizeof *memory);
+	r.bandwidth = memory_bandwidth(memory, memory + n, n, 0.010);
+	free(memory);
+	r.flops = peak_flops(768, 100, 0.020, kernels_threads());
+	return r;
 }

@@ -34,11 +34,18 @@ double gemm_error(bool openblas);
  * not known. Returns out. */
 const char *cpu_features(char out[256]);
 
-/* Seconds of the fastest of `repeats` products of n x n matrices by OpenBLAS with `threads` threads; a, b, c [n, n].
- * Its FLOP/s, 2 n^3 over the seconds, are the peak that training is measured against. */
-double gemm_seconds(real *a, real *b, real *c, int64_t n, int repeats, int threads);
+/* FLOP/s of the fastest of `repeats` products of n x n matrices by OpenBLAS with `threads` threads: the peak that
+ * training is measured against. From the third on, none begins when `seconds` are over. 0 when memory is short. */
+double peak_flops(int64_t n, int repeats, double seconds, int threads);
 
-/* Bytes a second, read and written, of the fastest of some copies of in [n] to out [n] by all threads. */
-double memory_bandwidth(real *out, const real *in, int64_t n);
+/* Bytes a second, read and written, of the fastest of five copies of in [n] to out [n] by all threads. From the third
+ * on, none begins when `seconds` are over. */
+double memory_bandwidth(real *out, const real *in, int64_t n, double seconds);
+
+/* Both, with all threads and smaller arrays, in about 50 ms, for the start of a training. 0: not known, since memory is
+ * short, or limited for this process. A short measurement moves more than one of `ling doctor`, most of all on a
+ * machine that has other work, see docs/performance.md. */
+struct machine_rates { double flops, bandwidth; };
+struct machine_rates quick_rates(void);
 
 #endif

@@ -105,7 +105,7 @@ int widen_stack(void)
 			(long long)stack.rlim_cur >> 10, STACK_NEEDED >> 10, STACK_BYTES >> 10);
 }
 
-void use_best_environment(char **argv, bool openblas)
+void use_best_environment(char **argv, bool openblas, bool say)
 {
 	const char *core = !openblas || getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core();
 	const bool spins = !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"), stacks = !getenv("OMP_STACKSIZE");
@@ -116,7 +116,7 @@ void use_best_environment(char **argv, bool openblas)
 	if (stacks)
 		setenv("OMP_STACKSIZE", "8M", 1);
 	if (core) {
-		if (parallel_rank() == 0)
+		if (say && parallel_rank() == 0)
 			fprintf(stderr, "note: OpenBLAS chose its %s kernel, this processor can run %s: starting again with "
 					"OPENBLAS_CORETYPE=%s\n", blas_core(), core, core);
 		setenv("OPENBLAS_CORETYPE", core, 1);

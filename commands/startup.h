@@ -26,11 +26,11 @@ int widen_stack(void);
 /* Sets environment variables that OpenBLAS and OpenMP read while they are loaded, and starts the program again, once,
  * so that they do. A variable that the user has set keeps its value.
  * - OPENBLAS_CORETYPE, with `openblas`: an old OpenBLAS does not know a new processor, and takes a kernel that is
- *   several times too slow.
+ *   several times too slow. `say`: a line on standard error tells that.
  * - GOMP_SPINCOUNT: OpenMP's idle threads spin for milliseconds, which on a machine with other work takes cores from
  *   the threads that compute.
  * - OMP_STACKSIZE: the other threads need the same stack as the first one, see widen_stack(). */
-void use_best_environment(char **argv, bool openblas);
+void use_best_environment(char **argv, bool openblas, bool say);
 
 /* Fails where the limits of this process leave too little for MPI, if it is still to be started, for OpenBLAS's buffers
  * and for the stacks of the threads. */

@@ -6,10 +6,12 @@
 
 #include "files/base.h"
 #include "files/heartbeat.h"
+#include "files/trace.h"
 #include "files/config.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "commands/self_check.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -69,12 +71,13 @@ static void warn_of_oversubscription(void)
 				: threads ? "" : " and start fewer ranks on a machine");
 }
 
-/* Removes the directory of a run that could not begin, unless there is more in it than the heartbeat. */
+/* Removes the directory of a run that could not begin, unless there is more in it than heartbeat and trace. */
 static void remove_unused(const char *dir)
 {
 	char path[PATH_LEN];
 	if (path_join(path, dir, "heartbeat") == 0)
 		unlink(path);
+	trace_remove(dir);
 	rmdir(dir);
 }
 
@@ -90,17 +93,27 @@ static int train(const struct command_line *line, struct faults *faults)
 	catch_signals();
 	const bool made = parallel_rank() == 0 && path_exists(c.train.output_dir) == 0;
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
-	if (lock >= 0 && parallel_rank() == 0)
+	if (lock >= 0 && parallel_rank() == 0) {
 		heartbeat_create(c.train.output_dir, parallel_size());
+		if (c.trace.events)
+			trace_create(c.train.output_dir);
+	}
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;
 	char host[64] = "";
 	gethostname(host, sizeof host - 1);
 	heartbeat_join(c.train.output_dir, parallel_rank(), host);
+	trace_join(c.train.output_dir, parallel_rank(), parallel_size(), host, c.trace.events);
+	trace_begin(OP_START, PASS_FORWARD, -1, 0);
+	const struct machine_rates rates = quick_rates(); /* before the model takes its memory */
+	trace_peak(rates.flops, rates.bandwidth);
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
 	const bool started = rc == 0;
 	if (started) {
+		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
+		all_reduce_sum(&t.model.layout.world, TRAFFIC_STATISTICS, sums, 2);
+		t.peak_flops = sums[1] == parallel_size() ? sums[0] : 0;
 		t.faults = *faults;
 		*faults = (struct faults){.log.fd = -1};
 		const struct layout *l = &t.model.layout;
@@ -118,12 +131,15 @@ static int train(const struct command_line *line, struct faults *faults)
 		}
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
-		heartbeat_phase(HEARTBEAT_END, t.state.step);
+		trace_phase(HEARTBEAT_END, t.state.step);
 		trainer_free(&t);
 	} else if (parallel_rank() == 0) {
 		heartbeat_remove(c.train.output_dir); /* a run that was refused leaves nothing */
 	}
+	trace_leave();
 	heartbeat_leave();
+	if (!started && c.trace.events && parallel_rank() == 0)
+		trace_remove(c.train.output_dir);
 	if (made && !started)
 		remove_unused(c.train.output_dir);
 	if (parallel_rank() == 0)
@@ -154,6 +170,6 @@ const struct command train_command = {
 	.help = "Train a model. The same command again continues from the newest checkpoint of train.output_dir. SIGTERM, "
 		"SIGINT, SIGHUP and SIGUSR1 save and stop, with exit status 3. Exit status 4: training cannot go on from here, "
 		"but from an earlier checkpoint.",
-	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true,
+	.run = run_train, COMMAND_OPTIONS(train_options, options), .computes = true, .measures_peak = true,
 	.handles_signals = true, .prints_progress = true,
 };

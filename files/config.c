@@ -18,6 +18,7 @@
 
 #define KEY(...) KEY_OF(struct config, __VA_ARGS__)
 #define LIST(...) LIST_OF(struct config, __VA_ARGS__)
+#define GROUPS(...) GROUPS_OF(struct config, __VA_ARGS__)
 #define ITEM_KEY(...) ITEM_KEY_OF(struct config, __VA_ARGS__)
 
 enum {                        /* flags of these keys */
@@ -82,14 +83,15 @@ static const struct key keys[] = {
 
 	SECTION("data", 0, "what is read"),
 	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
-	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED, NULL, "prefix of .bin and .idx, or an llm.c .bin file, or bare "
-		"ids"),
+	ITEM_KEY(data.train, path, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "prefix of .bin and .idx, or an llm.c .bin file, "
+		"or bare ids"),
 	ITEM_KEY(data.train, weight, T_DOUBLE, 0, 1e9, 0, "1", "the file's part of the samples, over the sum of all "
 		"weights"),
 	ITEM_KEY(data.train, dtype, T_TEXT, 0, 0, 0, "none", "type of the ids of a file that has nothing but ids",
 		.names = dtype_names),
-	LIST(data.valid, data.num_valid, MAX_SOURCES, NONE, "off", "token files to evaluate on"),
-	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED, NULL, "as in data.train"),
+	LIST(data.valid, data.num_valid, MAX_SOURCES, NONE, "off", "token files to evaluate on; under names, sets whose "
+		"losses are told one by one too", GROUPS(data.valid, set)),
+	ITEM_KEY(data.valid, path, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "as in data.train"),
 	ITEM_KEY(data.valid, dtype, T_TEXT, 0, 0, 0, "none", "as in data.train", .names = dtype_names),
 	KEY(data.blend_from_step, T_INT64, 0, 1e12, NONE, "off",
 		"a run that continues at this step may change data.train"),
@@ -125,7 +127,7 @@ static const struct key keys[] = {
 	KEY(train.batch_warmup.tokens, T_INT64, 1, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
 	SECTION("train.dump", NONE, "all outputs, gradients and updates of some steps as files, to compare runs"),
 	LIST(train.dump.steps, train.dump.num_steps, MAX_DUMPS, NEEDED, NULL, "the steps, from 1"),
-	ITEM_KEY(train.dump.steps, step, T_INT64, 1, 1e12, NEEDED, NULL, "a step"),
+	ITEM_KEY(train.dump.steps, step, T_INT64, 1, 1e12, NEEDED | ITSELF, NULL, "a step"),
 	KEY(train.dump.dir, T_TEXT, 0, 0, NEEDED, NULL, "directory of the files step-NNNNNNN.safetensors"),
 	KEY(train.perturb, T_INT, 0, INT32_MAX, NONE | BEGIN, "off", "each of the first weights moves by one unit in the "
 		"last place, up or down at random; the key of these random numbers"),
@@ -180,9 +182,15 @@ static const struct key keys[] = {
 	SECTION("eval", 0, "validation"),
 	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),
 	KEY(eval.max_windows, T_INT64, 0, 1e12, NONE, "off", "sequences of an evaluation; off: all"),
+	KEY(eval.at_start, T_BOOL, 0, 1, 0, "false", "an evaluation before the first step, too"),
 
 	SECTION("log", 0, "progress"),
 	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
+	KEY(log.experts, T_INT64, 0, 1e12, NONE | AUTO, "auto", "steps between lines of the metrics that count the tokens "
+		"of each expert; off: none; auto: so that a run has at most 200 of them"),
+
+	SECTION("trace", 0, "the trace of a run, RUN/trace (docs/tracing.md)"),
+	KEY(trace.events, T_INT64, 0, 1 << 26, 0, "32768", "newest records in each rank's file, of 64 bytes; 0: no file"),
 
 	SECTION("parallel", 0, "how the model is divided among ranks"),
 	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),
@@ -404,6 +412,9 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 	if (c->spikes.warmup > c->spikes.window)
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
 				c->spikes.window);
+
+	if (c->eval.at_start && !c->data.num_valid)
+		return fail_key(l, "eval.at_start", "found true without data.valid; expected something to evaluate");
 
 	for (int i = 1; i < c->schedule.num_drops; i++)
 		if (c->schedule.drops[i].at <= c->schedule.drops[i - 1].at)

@@ -12,8 +12,9 @@
 #include <stdio.h>
 
 #define MAX_LR_DROPS 16
-#define MAX_SOURCES 64     /* token files of a blend */
 #define MAX_DUMPS 64       /* steps that are dumped */
+#define MAX_SOURCES 64     /* token files of a blend, and of all validation sets */
+#define SET_NAME_LEN 32    /* bytes of a validation set's name, the final 0 included */
 
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
  * computes those of the attention or of whole layers a second time there. */
@@ -46,6 +47,7 @@ struct data_source {           /* a token file of the config */
 	char path[PATH_LEN];
 	char dtype[8];               /* of a file of bare ids; else "none" */
 	double weight;               /* in the blend; of no meaning for validation */
+	char set[SET_NAME_LEN];      /* of validation: the set that it belongs to; "": none */
 };
 
 enum { MAX_SPIKE_WINDOW = 4096 };
@@ -60,7 +62,7 @@ struct spike_options {         /* see training/spikes.h and docs/stability.md */
 };
 
 enum checkpoint_async { ASYNC_FALSE, ASYNC_TRUE, ASYNC_AUTO };
-enum { EVERY_AUTO = -1 };        /* of checkpoint.every */
+enum { EVERY_AUTO = -1 };        /* of checkpoint.every and log.experts */
 
 struct config {
 	struct model_config model;
@@ -109,8 +111,13 @@ struct config {
 		int hosts;               /* that bytes are balanced among; 0 = the real ones */
 	} checkpoint;
 	struct { int64_t every; } health; /* see training/health.h; 0 = never */
-	struct { int64_t every; int64_t max_windows; } eval; /* every 0 = only at the end; max_windows 0 = all */
-	struct { int64_t every; } log;
+	struct {
+		int64_t every;           /* steps; 0 = only at the end */
+		int64_t max_windows;     /* 0 = all */
+		bool at_start;           /* before the first step, too */
+	} eval;
+	struct { int64_t every, experts; } log; /* steps; experts: of expert_counts, 0 = never, EVERY_AUTO */
+	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */
 	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
 };
 

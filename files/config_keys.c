@@ -74,15 +74,13 @@ static const struct key *nearest_key(const struct key_table *t, const char *path
 	return best;
 }
 
-/* The key whose bare value may stand for an item or, when it is the only one, for the list: the `path` of a list of
- * files, the `step` of a list of steps. NULL for other lists. */
-static const struct key *bare_key(const struct key_table *t, const struct key *k)
+/* The key of a list's items whose value may stand for the item; NULL when there is none. */
+static const struct key *item_itself(const struct key_table *t, const struct key *list)
 {
-	char path[64];
-	snprintf(path, sizeof path, "%s.path", k->name);
-	const struct key *bare = find_key(t, path);
-	snprintf(path, sizeof path, "%s.step", k->name);
-	return bare ? bare : find_key(t, path);
+	for (const struct key *k = t->keys; k < t->keys + t->num_keys; k++)
+		if (k->flags & ITSELF && is_child(list->name, k->name))
+			return k;
+	return NULL;
 }
 
 /* An item of a list, in YAML. */
@@ -99,7 +97,7 @@ static const char *describe_item(char out[128], const struct key_table *t, const
 const char *describe_key(char out[256], const struct key_table *t, const struct key *k)
 {
 	char item[128];
-	const struct key *bare;
+	const struct key *itself;
 	const char *off = k->flags & AUTO ? k->flags & NONE ? ", or off, or auto" : ", or auto"
 			: k->flags & NONE ? ", or off" : "";
 	if (k->names) {
@@ -116,9 +114,10 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 				k->or_name ? k->or_name : "", off);
 		break;
 	case T_LIST:
-		bare = bare_key(t, k);
-		snprintf(out, 256, "%s%s%sa list of %s%s", bare ? "a " : "", bare ? leaf_of(bare->name) : "", bare ? ", or " : "",
-				describe_item(item, t, k), off);
+		itself = item_itself(t, k);
+		snprintf(out, 256, "%s%s%sa list of %s%s%s", itself ? "a " : "", itself ? leaf_of(itself->name) : "",
+				itself ? ", or " : "", describe_item(item, t, k), k->group ? ", or a mapping of names to such" : "",
+				off);
 		break;
 	case T_BOOL:
 		snprintf(out, 256, "true or false");
@@ -130,7 +129,8 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
 		snprintf(out, 256, "text, or a list of texts%s", off);
 		break;
 	case T_TEXT:
-		snprintf(out, 256, "a %s of at most %zu bytes%s", k->size == PATH_LEN ? "path" : "name", k->size - 1, off);
+		snprintf(out, 256, "a %s of at most %zu bytes%s", k->flags & ANY_TEXT ? "text"
+				: k->size == PATH_LEN ? "path" : "name", k->size - 1, off);
 		break;
 	default:
 		snprintf(out, 256, "a %s, %s %.15g, %s %.15g%s", k->type == T_DOUBLE ? "number" : "whole number",
@@ -232,7 +232,7 @@ const char *store_text(void *structure, const struct key *k, size_t shift, const
 			return "too long";
 		if (!off && k->size == PATH_LEN && is_home_path(text))
 			return HOME_PATH_HINT;
-		for (const char *p = text; *p; p++)
+		for (const char *p = text; *p && !(k->flags & ANY_TEXT); p++)
 			if (iscntrl((unsigned char)*p))
 				return "a control character";
 		strncpy(field, off ? "" : text, k->size); /* fills the rest with zeros */
@@ -303,6 +303,12 @@ static void set_default(void *structure, const struct key *k)
 		store_text(structure, k, 0, k->fallback, true);
 }
 
+/* The group of item i of a list that may have groups. */
+static char *group_of(const void *structure, const struct key *k, int i)
+{
+	return (char *)structure + k->group_offset + i * k->item;
+}
+
 /* key_to_json, of the item of a list that is `shift` bytes behind the first. */
 static json_t *item_to_json(const struct key_table *t, const void *structure, const struct key *k, size_t shift)
 {
@@ -318,10 +324,21 @@ static json_t *item_to_json(const struct key_table *t, const void *structure, co
 		return out;
 	case T_LIST: {
 		const struct key item = {.name = k->name, .type = T_SECTION};
+		json_t *groups = json_object();
 		out = json_array();
-		for (int i = 0; i < *(const int *)((const char *)structure + k->count); i++)
-			json_array_append_new(out, item_to_json(t, structure, &item, i * k->item));
-		return out;
+		for (int i = 0; i < *(const int *)((const char *)structure + k->count); i++) {
+			const char *name = k->group ? group_of(structure, k, i) : "";
+			if (*name && !json_object_get(groups, name))
+				json_object_set_new(groups, name, json_array());
+			json_array_append_new(*name ? json_object_get(groups, name) : out,
+					item_to_json(t, structure, &item, i * k->item));
+		}
+		if (json_object_size(groups) == 0) {
+			json_decref(groups);
+			return out;
+		}
+		json_decref(out);
+		return groups;
 	}
 	case T_INT: return json_integer(*(const int *)field);
 	case T_INT64:
@@ -467,9 +484,14 @@ void loader_init(struct loader *l, const struct key_table *t, void *structure, c
 	begin_structure(l, structure);
 }
 
-/* Adds an item to the list, and makes it the one that is read: none of its keys is given yet. */
-static void begin_item(struct loader *l, const struct key *list)
+static struct place here(const struct loader *l);
+
+/* Adds an item to the list, and makes it the one that is read: none of its keys is given yet. group: the name of its
+ * group, or "". */
+static int begin_item(struct loader *l, const struct key *list, const char *group)
 {
+	if (*list_count(l->structure, list) == list->max)
+		return fail_at(here(l), "%s: found more than %g items; expected at most that", list->name, list->max);
 	l->shift = (*list_count(l->structure, list))++ * list->item;
 	for (int i = 0; i < l->table->num_keys; i++) {
 		const struct key *k = &l->table->keys[i];
@@ -479,6 +501,9 @@ static void begin_item(struct loader *l, const struct key *list)
 		if (k->fallback)
 			store_text(l->structure, k, l->shift, k->fallback, true);
 	}
+	if (list->group)
+		strcpy(group_of(l->structure, list, *list_count(l->structure, list) - 1), group);
+	return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------------ YAML
@@ -615,22 +640,62 @@ static int load_mapping(struct loader *l, const struct key *section)
 	return -1;
 }
 
-/* Reads the items of a list up to the end of its sequence, which has begun. */
-static int load_list(struct loader *l, const struct key *k)
+/* Reads the items of a list up to the end of its sequence, which has begun. group: the name of theirs; "" in a plain
+ * list. */
+static int load_list(struct loader *l, const struct key *k, const char *group)
 {
+	const struct key *itself = item_itself(l->table, k);
+	const int before = *list_count(l->structure, k);
 	while (advance(l) == 0) {
 		if (l->text->event.type == YAML_SEQUENCE_END_EVENT) {
 			l->shift = 0;
-			return !(k->flags & REQUIRED) || *list_count(l->structure, k) ? 0
+			return !(k->flags & REQUIRED || *group) || *list_count(l->structure, k) > before ? 0
 				: fail_at(here(l), "%s: found an empty list; expected an item", k->name);
 		}
-		const bool bare = l->text->event.type == YAML_SCALAR_EVENT && bare_key(l->table, k);
-		if (l->text->event.type != YAML_MAPPING_START_EVENT && !bare)
+		const bool alone = l->text->event.type == YAML_SCALAR_EVENT && itself;
+		if (l->text->event.type != YAML_MAPPING_START_EVENT && !alone)
 			return fail_value(l, k, "as an item");
-		if (*list_count(l->structure, k) == k->max)
-			return fail_at(here(l), "%s: found more than %g items; expected at most that", k->name, k->max);
-		begin_item(l, k);
-		if (bare ? load_value(l, bare_key(l->table, k)) < 0 : load_mapping(l, k) < 0)
+		if (begin_item(l, k, group) < 0 || (alone ? load_value(l, itself) : load_mapping(l, k)) < 0)
+			return -1;
+	}
+	return -1;
+}
+
+/* Reads the only item of a list, which is the current scalar. */
+static int load_only_item(struct loader *l, const struct key *k, const char *group)
+{
+	const int rc = begin_item(l, k, group) < 0 ? -1 : load_value(l, item_itself(l->table, k));
+	l->shift = 0;
+	return rc;
+}
+
+/* Reads the groups of a list up to the end of the mapping of their names to lists or items, which has begun. */
+static int load_groups(struct loader *l, const struct key *k)
+{
+	char name[MAX_GROUP], value[80], path[128];
+	while (advance(l) == 0) {
+		const int count = *list_count(l->structure, k);
+		if (l->text->event.type == YAML_MAPPING_END_EVENT)
+			return count ? 0 : fail_at(here(l), "%s: found an empty mapping; expected a %s", k->name, k->group);
+		const char *text = l->text->event.type == YAML_SCALAR_EVENT ? scalar_text(l) : "";
+		const size_t n = strspn(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-");
+		if (!n || text[n] || n >= k->group_size)
+			return fail_at(here(l), "%s: found %s in place of the name of a %s; expected at most %zu letters, digits "
+					"and any of _ . -", k->name, found(value, l), k->group, k->group_size - 1);
+		memcpy(name, text, n + 1);
+		snprintf(path, sizeof path, "%s.%s", k->name, name);
+		if (find_key(l->table, path))
+			return fail_at(here(l), "%s: found the key %s in place of the name of a %s; expected a list around what "
+					"has it: [{%s: ...}]", k->name, name, k->group, name);
+		for (int i = 0; i < count; i++)
+			if (!strcmp(group_of(l->structure, k, i), name))
+				return fail_at(here(l), "%s: found the %s %s twice; keep one", k->name, k->group, name);
+		if (advance(l) < 0)
+			return -1;
+		const bool alone = l->text->event.type == YAML_SCALAR_EVENT;
+		if (!alone && l->text->event.type != YAML_SEQUENCE_START_EVENT)
+			return fail_value(l, k, "as a value of the mapping");
+		if ((alone ? load_only_item(l, k, name) : load_list(l, k, name)) < 0)
 			return -1;
 	}
 	return -1;
@@ -671,15 +736,13 @@ static int load_value(struct loader *l, const struct key *k)
 	} else if (k->type == T_LIST) {
 		set_default(l->structure, k);
 		if (l->text->event.type == YAML_SEQUENCE_START_EVENT)
-			return load_list(l, k);
+			return load_list(l, k, "");
+		if (l->text->event.type == YAML_MAPPING_START_EVENT && k->group)
+			return load_groups(l, k);
 		if (off)
 			return 0;
-		if (scalar && bare_key(l->table, k)) {
-			begin_item(l, k);
-			int rc = load_value(l, bare_key(l->table, k));
-			l->shift = 0;
-			return rc;
-		}
+		if (scalar && item_itself(l->table, k))
+			return load_only_item(l, k, "");
 	} else if (k->type == T_STRINGS) {
 		if (off || scalar || l->text->event.type == YAML_SEQUENCE_START_EVENT)
 			return off ? 0 : load_strings(l, k);

@@ -36,7 +36,9 @@ enum key_flags {
 	ITEM = 32,                 /* belongs to an item of a T_LIST */
 	OR_PATH = 64,              /* of a T_TEXT with names: any other text too, as a path */
 	AUTO = 128,                /* of a T_INT64: `auto` is allowed: AUTO_VALUE */
-	OWN_FLAG = 256,            /* this and all higher bits mean what the owner of the table says */
+	ITSELF = 256,              /* of an item's key: its value may stand for the item, and for a list of one item */
+	ANY_TEXT = 512,            /* of a T_TEXT: control characters are allowed, such as a new line */
+	OWN_FLAG = 1024,            /* this and all higher bits mean what the owner of the table says */
 };
 
 enum { AUTO_VALUE = -1 };
@@ -54,16 +56,23 @@ struct key {
 	const char *or_name;       /* of a section: what a name in its place stands for, in words; see load_named */
 	const char *class_fallback; /* for the owner of the table: the default of a Hugging Face class where it differs */
 	size_t item, count;        /* of a T_LIST: bytes of an item; offset of the number of items, an int */
+	/* Of a T_LIST in whose place may be a mapping of names to such lists: what a name is of; offset of its text in the
+	 * first item, which is "" in a plain list; bytes of it, at most MAX_GROUP. Else NULL and 0. */
+	const char *group;
+	size_t group_offset, group_size;
 };
+enum { MAX_GROUP = 64 };
 
 /* Lines of a table. `more` are further fields of struct key. */
 #define KEY_OF(structure, path, kind, low, high, flag_bits, standard, meaning, ... /* more */) \
 	{.name = #path, .type = kind, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
 	 .min = low, .max = high, .flags = flag_bits, .fallback = standard, .help = meaning, __VA_ARGS__}
-#define LIST_OF(structure, path, number, most, flag_bits, standard, meaning) \
+#define LIST_OF(structure, path, number, most, flag_bits, standard, meaning, ... /* more */) \
 	{.name = #path, .type = T_LIST, .offset = offsetof(structure, path), .size = sizeof ((structure *)0)->path, \
 	 .max = most, .flags = flag_bits, .fallback = standard, .help = meaning, \
-	 .item = sizeof ((structure *)0)->path[0], .count = offsetof(structure, number)}
+	 .item = sizeof ((structure *)0)->path[0], .count = offsetof(structure, number), __VA_ARGS__}
+#define GROUPS_OF(structure, path, member) .group = #member, .group_offset = offsetof(structure, path[0].member), \
+	.group_size = sizeof ((structure *)0)->path[0].member
 #define ITEM_KEY_OF(structure, path, member, kind, low, high, flag_bits, standard, meaning, ... /* more */) \
 	{.name = #path "." #member, .type = kind, .offset = offsetof(structure, path[0].member), \
 	 .size = sizeof ((structure *)0)->path[0].member, \

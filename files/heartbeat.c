@@ -54,6 +54,7 @@ static _Alignas(64) struct rank_page nowhere;
 static struct {
 	struct rank_page *page;      /* NULL: nowhere */
 	bool shared;                 /* the file may be read from another machine: the page is brought to the server */
+	uint64_t id;                 /* of the file */
 	uint64_t brought;            /* when it was, in milliseconds */
 	double phase_begun;          /* clock_seconds() */
 } beat;
@@ -146,6 +147,7 @@ void heartbeat_join(const char *run_dir, int rank, const char *host)
 		map = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)(1 + rank) * PAGE);
 	if (map != MAP_FAILED) {
 		beat.page = map;
+		beat.id = header.id;
 		beat.shared = is_shared(fd);
 		process_look(&self, getpid());
 		beat.page->pid = getpid();
@@ -156,6 +158,11 @@ void heartbeat_join(const char *run_dir, int rank, const char *host)
 	close(fd);
 }
 
+uint64_t heartbeat_id(void)
+{
+	return beat.id;
+}
+
 void heartbeat_leave(void)
 {
 	if (!beat.page)
@@ -164,6 +171,7 @@ void heartbeat_leave(void)
 	bring();
 	munmap(beat.page, PAGE);
 	beat.page = NULL;
+	beat.id = 0;
 }
 
 void heartbeat_remove(const char *run_dir)

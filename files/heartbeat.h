@@ -36,6 +36,8 @@ extern const char *const heartbeat_phase_names[NUM_HEARTBEAT_PHASES];
 void heartbeat_create(const char *run_dir, int ranks);
 /* This process becomes rank `rank`, on `host`, of the file; it does nothing where the file cannot be used. */
 void heartbeat_join(const char *run_dir, int rank, const char *host);
+/* The id of the file that was joined, see struct heartbeat; 0 without one. */
+uint64_t heartbeat_id(void);
 /* Removes the mapping. The file stays. */
 void heartbeat_leave(void);
 /* Removes the file. */

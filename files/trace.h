@@ -2,9 +2,9 @@
  * files/trace.h - the trace: where the time of a process goes, and what each rank of a training run is doing.
  *
  * A process does one operation after the other: trace_begin() ends the one before. Within an operation it may wait for
- * other ranks in a collective. Of each operation and collective there are a counter and a histogram, which lose nothing,
- * and a record in a ring, which holds the newest. In a training run all of it is in RUN/trace/rank-N.trace, a mapped
- * file of constant size, which is there also when the process is killed. `ling trace` reads it.
+ * other ranks in a collective. Of each operation and collective there are a counter and a histogram, which lose
+ * nothing, and a record in a ring, which holds the newest. In a training run all of it is in RUN/trace/rank-N.trace, a
+ * mapped file of constant size, which is there also when the process is killed. `ling trace` reads it.
  *
  * The names of operations and collectives are those of the dumps (model/dump.h), of messages, and of the documents.
  */
@@ -81,7 +81,8 @@ void trace_remove(const char *run_dir);
 
 /* A phase of the run begins: heartbeat_phase, and the part that what follows is counted in. Ends the operation. */
 void trace_phase(enum heartbeat_phase phase, int64_t step);
-/* Between trace_check(true) and trace_check(false) operations are counted in PART_CHECK, and the clock below stands. */
+/* Between trace_check(true) and trace_check(false) operations are counted in PART_CHECK, and the accounts below stand
+ * still. */
 void trace_check(bool begins);
 
 /* An operation begins, and the one before ends. layer: from 0; -1 where it is of none. work: what it will do, in the
@@ -96,6 +97,8 @@ void trace_end(void);
 void trace_wait(enum traffic what, bool numbered, uint64_t begun, int64_t bytes);
 void trace_still_waiting(double seconds);
 void trace_wait_end(void);
+/* Communication without a wait: starting a collective that began at `begun` took until now. Counted as waiting. */
+void trace_posted(uint64_t begun);
 /* Bytes that this rank sends; counted for the part of the run, but not between trace_check(true) and (false). */
 void trace_sent(enum traffic what, int64_t bytes);
 
@@ -118,7 +121,7 @@ enum { TRACE_BUCKETS = 576 };     /* of a histogram, see trace_bucket_seconds */
 struct trace_counter {
 	uint64_t count, nanoseconds, waited; /* waited: within it, for other ranks; of a collective: the whole wait */
 	double work;
-	uint32_t histogram[TRACE_BUCKETS]; /* of the durations */
+	uint32_t histogram[TRACE_BUCKETS]; /* of the durations; of a collective: of the waits */
 };
 /* The lowest duration of a bucket, in seconds: 16 buckets for each doubling. */
 double trace_bucket_seconds(int bucket);

@@ -8,6 +8,7 @@
 #include "model/dump.h"
 
 #include "files/base.h"
+#include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -363,6 +364,7 @@ void dump_array(struct model *m, enum dumped what, int l, bool gradient, const v
 	if (kept->micro_batches > d->i)
 		return;
 	kept->micro_batches = d->i + 1;
+	trace_check(true);
 	const int rank = d->layout.tensor.rank;
 	const struct row row = row_of(&d->config, what, l);
 	const int64_t N = own_rows(d, what, rank, d->T, &first), R = N * row.cols;
@@ -373,15 +375,17 @@ void dump_array(struct model *m, enum dumped what, int l, bool gradient, const v
 		rows_by_choice((real *)out, x, &m->acts.layer[l], R, row.depth);
 	else
 		memcpy(out, x, N * own_columns(range, d, what, l, rank) * row.size);
+	trace_check(false);
 }
 
 void dump_head(struct model *m, enum dumped what, bool gradient, const real *x, int64_t first, int64_t n)
 {
 	struct dump *d = m->dump;
 	struct range range[3];
-	kept_of(d, what, -1, gradient)->micro_batches = d->i + 1;
+	trace_check(true);
 	memcpy(kept_row(d, what, -1, gradient, d->i, first), x,
 			n * own_columns(range, d, what, -1, d->layout.tensor.rank) * sizeof *x);
+	trace_check(false);
 }
 
 void dump_head_losses(struct model *m, const double *loss, const double *sum, const int32_t *target, int64_t first,
@@ -389,9 +393,10 @@ void dump_head_losses(struct model *m, const double *loss, const double *sum, co
 {
 	struct dump *d = m->dump;
 	real *out = (real *)kept_row(d, DUMP_HEAD_LOSS, -1, false, d->i, first);
-	kept_of(d, DUMP_HEAD_LOSS, -1, false)->micro_batches = d->i + 1;
+	trace_check(true);
 	for (int64_t t = 0; d->layout.tensor.rank == 0 && t < n; t++)
 		out[t] = target[t] < 0 ? 0 : (real)(loss[t] + log(sum[t]));
+	trace_check(false);
 }
 
 /* ============================================================================================================
@@ -603,6 +608,8 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 	char path[PATH_LEN] = "", reason[sizeof error_text];
 	if (!d || !d->active)
 		return;
+	trace_check(true);
+	trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
 	memcpy(reason, error_text, sizeof reason); /* of the step, if it failed */
 	struct list list = list_tensors(d, result);
 	int rc = dump_path(path, d, d->step, result->skipped ? result->batch : 0);
@@ -613,6 +620,7 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 	free(list.entries);
 	release(d);
 	set_error("%s", reason);
+	trace_check(false);
 }
 
 /* ============================================================================================================
@@ -731,8 +739,11 @@ void dump_begin(struct dump *d, struct model *m, int64_t step, int64_t batch)
 	d->step = step;
 	d->batch = batch;
 	const double bytes = place_arrays(d, NULL, batch);
+	trace_check(true);
 	d->memory = malloc((size_t)bytes + 1);
-	if (parallel_agree(d->memory ? 0 : fail("out of memory: it takes %.3f GB", bytes / 1e9)) < 0) {
+	const int rc = parallel_agree(d->memory ? 0 : fail("out of memory: it takes %.3f GB", bytes / 1e9));
+	trace_check(false);
+	if (rc < 0) {
 		if (d->layout.world.rank == 0)
 			fprintf(stderr, "ling: warning: step %lld is not dumped: %s\n", (long long)step, error_text);
 		release(d);

@@ -12,6 +12,7 @@
  * will be trained.
  *
  * Without train.dump, model.dump is NULL, and each call below costs one test. A dump changes nothing that is trained.
+ * What it takes is counted as PART_CHECK in the trace, and is no part of the step's seconds and bytes.
  *
  * Memory: from a dumped step's beginning to its end, each rank keeps its part of every tensor of the forward and
  * backward pass, for all of its micro-batches; see dump_open. The file is then written in pieces of DUMP_BLOCK bytes

@@ -99,10 +99,6 @@ struct activations {
  * The model
  * ========================================================================================================== */
 
-/* Where the time of a step goes. */
-enum phase { PHASE_ATTENTION, PHASE_ROUTER, PHASE_PERMUTE, PHASE_EXPERTS, PHASE_HEAD, PHASE_OPTIMIZER, PHASE_OTHER,
-		NUM_PHASES };
-
 struct model {
 	struct model_config global;  /* of the whole model */
 	struct model_config config;  /* the same, but with this rank's numbers of heads and of vocabulary entries */
@@ -132,8 +128,6 @@ struct model {
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
 	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
-	double phase_seconds[NUM_PHASES]; /* of the current step */
-	double phase_start;          /* clock_seconds() when the current phase began */
 };
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The

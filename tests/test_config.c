@@ -292,8 +292,20 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"map for number", BAD_DATA("seq_len: {a: 1}"), {"data.seq_len: found a mapping", "whole number"}},
 	{"list for text", BAD_DATA("seq_len: 5, tokenizer: [x]"), {"data.tokenizer: found a list", "byte | none"}},
 	/* blends */
-	{"map for files", BAD_DATA("seq_len: 5, valid: {path: x}"), {"data.valid: found a mapping",
-		"a path, or a list of {path: ..., dtype: ...}"}},
+	{"map for files", MODEL "data: {seq_len: 5, train: {path: x}}\n" TRAIN SCHEDULE, {"data.train: found a mapping",
+		"a path, or a list of {path: ..., weight: ..., dtype: ...}"}},
+	{"file for sets", BAD_DATA("seq_len: 5, valid: {path: x}"), {"data.valid: found the key path in place of the name "
+		"of a set", "[{path: ...}]"}},
+	{"map for a set", BAD_DATA("seq_len: 5, valid: {web: {path: x}}"), {"data.valid: found a mapping",
+		"a path, or a list of {path: ..., dtype: ...}, or a mapping of names to such, or off"}},
+	{"no sets", BAD_DATA("seq_len: 5, valid: {}"), {"data.valid: found an empty mapping; expected a set"}},
+	{"empty set", BAD_DATA("seq_len: 5, valid: {web: a, chat: []}"), {"data.valid: found an empty list"}},
+	{"nothing for a set", BAD_DATA("seq_len: 5, valid: {web: }"), {"data.valid.path: found nothing"}},
+	{"set twice", BAD_DATA("seq_len: 5, valid: {web: a, chat: b, web: c}"), {"data.valid: found the set web twice"}},
+	{"set with a space", BAD_DATA("seq_len: 5, valid: {my web: a}"), {"data.valid: found my web in place of"}},
+	{"set without a name", BAD_DATA("seq_len: 5, valid: {\"\": a}"), {"data.valid: found \"\" in place of the name"}},
+	{"long set", BAD_DATA("seq_len: 5, valid: {a123456789b123456789c123456789d1: a}"), {"at most 31 letters"}},
+	{"start without data", VALID "eval: {at_start: true}\n", {"run.yaml:5: eval.at_start: found true without"}},
 	{"list in a list", BAD_DATA("seq_len: 5, valid: [[x]]"), {"data.valid: found a list (as an item)"}},
 	{"weight without path", BAD_DATA("seq_len: 5, valid: [{dtype: uint16}]"), {"data.valid: the key path is missing"}},
 	{"empty path", BAD_DATA("seq_len: 5, valid: [\"\"]"), {"data.valid.path: found \"\"", "a path"}},
@@ -795,7 +807,7 @@ static void test_resume(void **state)
 	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
 			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
 			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
-			"log.every: not in the checkpoint -> 10\n");
+			"eval.at_start: not in the checkpoint -> false\nlog.every: not in the checkpoint -> 10\n");
 	json_object_set_new(saved, "model", json_array());
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
@@ -875,6 +887,44 @@ static json_t *other_value(const json_t *v)
 	return copy;
 }
 
+/* Named sets of validation files: in the order of the file, and as JSON as they were written. */
+static void test_valid_sets(void **state)
+{
+	(void)state;
+	struct config c;
+	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: {web: w, chat: [x, {path: y, dtype: int32}], "
+			"a_b.c-1: [z]}}\n" TRAIN SCHEDULE);
+	assert_int_equal(c.data.num_valid, 4);
+	static const char *const expected[4][3] = {{"web", "w", "none"}, {"chat", "x", "none"}, {"chat", "y", "int32"},
+			{"a_b.c-1", "z", "none"}};
+	for (int i = 0; i < 4; i++) {
+		assert_string_equal(c.data.valid[i].set, expected[i][0]);
+		assert_string_equal(c.data.valid[i].path, expected[i][1]);
+		assert_string_equal(c.data.valid[i].dtype, expected[i][2]);
+	}
+	json_t *valid = config_value(&c, "data.valid");
+	char *text = json_dumps(valid, JSON_COMPACT);
+	assert_string_equal(text, "{\"web\":[{\"path\":\"w\",\"dtype\":\"none\"}],\"chat\":[{\"path\":\"x\","
+			"\"dtype\":\"none\"},{\"path\":\"y\",\"dtype\":\"int32\"}],"
+			"\"a_b.c-1\":[{\"path\":\"z\",\"dtype\":\"none\"}]}");
+	free(text);
+	json_decref(valid);
+	load_ok(&c, MODEL "data: {train: a, seq_len: 128, valid: [v]}\n" TRAIN SCHEDULE);
+	assert_string_equal(c.data.valid[0].set, "");
+	valid = config_value(&c, "data.valid");
+	text = json_dumps(valid, JSON_COMPACT);
+	assert_string_equal(text, "[{\"path\":\"v\",\"dtype\":\"none\"}]");
+	free(text);
+	json_decref(valid);
+	/* 65 files in two sets are one too many */
+	char yaml[4096] = MODEL "data: {train: a, seq_len: 128, valid: {a: x, b: [";
+	for (int i = 0; i < 64; i++)
+		strcat(yaml, i ? ", f" : "f");
+	strcat(yaml, "]}}\n" TRAIN SCHEDULE);
+	assert_int_equal(load(&c, yaml), -1);
+	expect_error("data.valid: found more than 64 items");
+}
+
 /* What a continued run must not change: what its weights, its data and their order are. All else it may. Each key of
  * the table is in one of the two lists: a new key must be put into one of them. */
 static const char *const never_changes[] = {
@@ -897,7 +947,8 @@ static const char *const may_change[] = {
 	"schedule.decay.final_lr", "spikes.action", "spikes.window", "spikes.warmup", "spikes.loss_threshold",
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
-	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "log.every",
+	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
+	"log.every", "log.experts", "trace.events",
 	"parallel.tensor", "parallel.expert",
 };
 
@@ -1035,7 +1086,7 @@ int main(void)
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
-		cmocka_unit_test(test_resume_every_key),
+		cmocka_unit_test(test_resume_every_key), cmocka_unit_test(test_valid_sets),
 		cmocka_unit_test(test_init_every_key), cmocka_unit_test(test_borders),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_scratch);

@@ -109,6 +109,43 @@ static void metrics_resume(void **state)
 	assert_true(exists(at("new/run/metrics.jsonl")));
 }
 
+/* Named sets and the tokens of each expert: as they stand in the line, also where a validation is made up for. */
+static void metrics_arrays(void **state)
+{
+	(void)state;
+	double load[2];
+	static const int64_t counts[] = {1, 2, 3, (int64_t)1 << 40, 0, 5};
+	const struct valid_loss losses[] = {{"web", 2.5}, {"chat", NAN}};
+	struct metrics m = example_metrics(1, load), *read;
+	int n;
+	m.num_experts = 3, m.expert_counts = counts, m.validation_stopped = true;
+	FILE *f = metrics_open(scratch, 0, NULL);
+	assert_int_equal(metrics_write(f, &m), 0);
+	fclose(f);
+	size_t size;
+	char *text = (char *)get_file(at("metrics.jsonl"), &size);
+	assert_non_null(strstr(text, "\"expert_load\": [1.3333333333333333, 2.0], \"expert_counts\": [[1, 2, 3], "
+			"[1099511627776, 0, 5]], \"validation_stopped\": true}"));
+	assert_true(metrics_lack_validation(scratch, 1));
+	m.has_valid_loss = true, m.valid_loss = 2.25, m.num_valid_sets = 2, m.valid_losses = losses;
+	assert_int_equal(metrics_set_validation(scratch, &m), 0);
+	free(text);
+	char *made_up = (char *)get_file(at("metrics.jsonl"), &size);
+	assert_non_null(strstr(made_up, "\"valid_loss\": 2.25, \"valid\": {\"web\": 2.5, \"chat\": null}, "
+			"\"nonfinite\": [\"valid\"]}\n"));
+	/* the same as of a run that was not stopped */
+	m.validation_stopped = false;
+	f = metrics_open(scratch, 0, NULL);
+	assert_int_equal(metrics_write(f, &m), 0);
+	fclose(f);
+	text = (char *)get_file(at("metrics.jsonl"), &size);
+	assert_string_equal(text, made_up);
+	free(text), free(made_up);
+	assert_int_equal(metrics_read(scratch, &read, &n), 0);
+	assert_true(n == 1 && read->valid_loss == 2.25 && !read->expert_counts && !read->valid_losses);
+	free(read);
+}
+
 static void metrics_nonfinite(void **state)
 {
 	(void)state;
@@ -184,7 +221,7 @@ static void metrics_broken(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(metrics_resume), TEST(metrics_nonfinite), TEST(metrics_broken),
+		TEST(metrics_resume), TEST(metrics_arrays), TEST(metrics_nonfinite), TEST(metrics_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -138,5 +138,45 @@ test_max_windows() {
 	[ "$(sort -u losses.txt | wc -l)" = 3 ] || problem "losses of 1, 3, 12 and 13 of 12 windows: $(cat losses.txt)"
 }
 
-check exclusive second_signal stopped_validation same_command max_windows
+# Named sets: valid_loss is the mean over all of their targets, as of a plain list of the files, and each set has its own. An evaluation
+# before the first step is an event, and changes nothing else; it is not made again when the run goes on.
+test_valid_sets() {
+	local sets='data.valid={web: valid, code: [text, {path: valid}]}'
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=plain train.steps=4 eval.every=2 'data.valid=[valid, text, valid]'
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=sets train.steps=4 eval.every=2 eval.at_start=true train.stop_at_step=2 "$sets"
+	grep -Eq '^step 0/4  valid [0-9.]+ \(web [0-9.]+, code [0-9.]+\)$' out.txt || problem "no validation at the start: $(cat out.txt)"
+	grep -Eq '^step 2/4 .*  loss [0-9.]+  valid [0-9.]+ \(web [0-9.]+, code [0-9.]+\)  lr ' out.txt || problem "no sets: $(cat out.txt)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=sets train.steps=4 eval.every=2 eval.at_start=true "$sets"
+	! grep -q '^step 0/' out.txt || problem "validated at the start again: $(cat out.txt)"
+	cmp -s <(steady plain/metrics.jsonl) <(steady sets/metrics.jsonl | sed -E 's/, "valid": \{[^}]*\}//') ||
+		problem "other metrics: $(steady plain/metrics.jsonl) $(steady sets/metrics.jsonl)"
+	same plain/step-0000004/model.safetensors sets/step-0000004/model.safetensors
+	same plain/step-0000004/optimizer.safetensors sets/step-0000004/optimizer.safetensors
+	# the sets' losses by `ling eval`, and their mean
+	expect 0 "" "$ling" eval sets/step-0000004 --data valid --seq-len 16 --json && cp out.txt web.txt
+	expect 0 "" "$ling" eval sets/step-0000004 --data text --seq-len 16 --json
+	jq -en --slurpfile web web.txt --slurpfile text out.txt --slurpfile m sets/metrics.jsonl 'def near(a; b): (a - b | fabs) < 1e-6;
+		$web[0] as $w | $text[0] as $t | $m[-1] as $m | near($m.valid.web; $w.loss) and
+		near($m.valid.code; ($w.loss * $w.tokens + $t.loss * $t.tokens) / ($w.tokens + $t.tokens)) and
+		near($m.valid_loss; (2 * $w.loss * $w.tokens + $t.loss * $t.tokens) / (2 * $w.tokens + $t.tokens))' >/dev/null ||
+		problem "means: $(cat web.txt out.txt; tail -n 1 sets/metrics.jsonl)"
+	jq -es '[.[] | select(.kind == "validation")] | length == 1 and (.[0] | .step == 0 and .valid_loss > 5 and (.valid | keys_unsorted) == ["web", "code"])' \
+		sets/events.jsonl >/dev/null || problem "events: $(cat sets/events.jsonl)"
+}
+
+# The tokens of each expert: k for each token of the batch; in each step, in every third, in none.
+test_expert_counts() {
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=counts train.steps=6
+	jq -es 'all(.[]; . as $m | .expert_counts | length == 2 and all(.[]; length == 6 and add == 7 * 16 * 2)) and
+		all(.[]; [.expert_counts[] | max * 6 / add] as $load | [$load, .expert_load] | transpose | all(.[]; .[0] - .[1] | fabs < 1e-12))' \
+		counts/metrics.jsonl >/dev/null || problem "counts: $(tail -n 1 counts/metrics.jsonl)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=third train.steps=6 log.experts=3
+	[ "$(jq -c 'select(.expert_counts) | .step' third/metrics.jsonl | xargs)" = "3 6" ] || problem "every third: $(cat third/metrics.jsonl)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=never train.steps=6 log.experts=off
+	! grep -q expert_counts never/metrics.jsonl || problem "off: $(cat never/metrics.jsonl)"
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=many train.steps=401 train.stop_at_step=7
+	[ "$(jq -c 'select(.expert_counts) | .step' many/metrics.jsonl | xargs)" = "3 6" ] || problem "auto: $(cat many/metrics.jsonl)"
+}
+
+check exclusive second_signal stopped_validation same_command max_windows valid_sets expert_counts
 finish

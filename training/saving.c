@@ -5,6 +5,7 @@
 #include "training/saving.h"
 
 #include "files/base.h"
+#include "files/trace.h"
 #include "parallel.h"
 #include "training/events.h"
 
@@ -160,12 +161,14 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	if (directory.begun == 1)
 		return 1;
 	int rc;
+	trace_begin(OP_COLLECT, PASS_FORWARD, -1, 0);
 	s->async = r->async && parallel_agree(s->copies ? 0 : fail("no memory for a copy")) == 0;
 	if (s->async && (rc = copy_weights(&s->weights, r->weights, r->exp_avg, r->exp_avg_sq)) == 0) {
 		start_stage(s, SAVE_WRITES);
 		return 0;
 	}
 	s->async = false; /* also when there was no memory for the copy after all */
+	trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
 	rc = write_weight_files(&s->weights, s->dir, r->weights, r->exp_avg, r->exp_avg_sq);
 	if (rc < 0)
 		return give_up(s);
@@ -209,6 +212,7 @@ int saver_finish(struct saver *s)
 {
 	int rc = 0;
 	while (s->stage != SAVE_NONE && rc == 0) {
+		trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
 		join_thread(s);
 		rc = end_stage(s, parallel_agree(s->rc) < 0);
 	}

@@ -86,7 +86,7 @@ struct config {
 		double grad_clip;        /* 0 = no clipping */
 		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
 		struct {                 /* see model/dump.h */
-			struct { int64_t step; } steps[MAX_DUMPS];
+			struct { int64_t number; } steps[MAX_DUMPS];
 			int num_steps;         /* 0 = no dump */
 			char dir[PATH_LEN];
 		} dump;

@@ -1,8 +1,8 @@
 /*
  * model/dump.c - what a training step computed, whole over all ranks, in a file.
  *
- * While the step goes on, each rank copies what it computes. At the end the ranks send it to rank 0, tensor by tensor in
- * the order of the file, and rank 0 puts it together and writes.
+ * While the step goes on, each rank copies what it computes. At the end the ranks send it to rank 0, tensor by tensor
+ * in the order of the file, and rank 0 puts it together and writes.
  */
 #define _GNU_SOURCE
 #include "model/dump.h"
@@ -424,7 +424,7 @@ static int64_t block_bytes(const struct dump *d)
 	return most;
 }
 
-/* Rows `first` .. `end` - 1 of micro-batch j of the global batch, of T tokens, of an array come to c->rows on rank 0. */
+/* Rows `first` .. `end` - 1 of micro-batch j of the global batch, which has T tokens, come to c->rows on rank 0. */
 static void collect_rows(struct collector *c, const struct dump *d, const struct entry *e, int64_t j, int64_t T,
 		int64_t first, int64_t end)
 {
@@ -654,7 +654,8 @@ static int check_memory(struct dump *d, const struct config *c)
 		return -1;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory()),
 			run = planned_bytes(&plan) + (double)plan.arrivals / d->layout.expert.size,
-			copy = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE && run + plan.copy <= machine ? plan.copy : 0,
+			copy = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE && run + plan.copy <= machine
+					? plan.copy : 0,
 			dump = place_arrays(d, NULL, c->train.batch) + 2.0 * block_bytes(d);
 	return run + copy + dump <= machine ? 0 : fail("train.dump takes %.3f GB for a batch of %d x %d tokens beside the "
 			"%.3f GB of training, and %.3f GB may be used here: make train.batch or data.seq_len smaller for a dump, "
@@ -689,8 +690,8 @@ int dump_open(struct dump **out, const struct config *c, const struct model *m, 
 			.seq_len = c->data.seq_len};
 	*out = NULL;
 	for (int i = 0; i < c->train.dump.num_steps; i++)
-		if (c->train.dump.steps[i].step > step)
-			d->steps[d->num_steps++] = c->train.dump.steps[i].step;
+		if (c->train.dump.steps[i].number > step)
+			d->steps[d->num_steps++] = c->train.dump.steps[i].number;
 	if (!d->num_steps) {
 		dump_close(d);
 		return 0;

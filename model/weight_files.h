@@ -58,8 +58,8 @@ enum { OTHER_TAG = 32767 };
 
 /* Brings parameter `t` of the whole model to rank `to`, where `tensor` [parameter_size(t)] receives it: each rank sends
  * the shards that it keeps. data: weights or gradients [table->num_elements] or, with `moments`, one of the moments
- * [table->num_state]. *walk stands before this rank's first shard of the parameter, if it keeps any, and goes beyond its
- * last one. tag: 0 .. SHARD_TAGS - 1, one more for each parameter, then 0 again. Collective. */
+ * [table->num_state]. *walk stands before this rank's first shard of the parameter, if it keeps any, and goes beyond
+ * its last one. tag: 0 .. SHARD_TAGS - 1, one more for each parameter, then 0 again. Collective. */
 void collect_parameter(const struct parameter_table *table, struct optimizer_shard_iterator *walk,
 		const struct parameter *t, const real *data, bool moments, int to, int tag, struct shard_message *message,
 		real *tensor);

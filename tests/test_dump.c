@@ -1,7 +1,7 @@
 /*
  * Dumps of training steps: names, shapes and order against a list; logits, losses, gradients and weights against
- * PyTorch's (tests/fixtures); and the chain: every product, norm and sum of the forward and the backward pass is computed
- * again, in double, from what the dump says went into it. Built with sanitizers, and in double.
+ * PyTorch's (tests/fixtures); and the chain: every product, norm and sum of the forward and the backward pass is
+ * computed again, in double, from what the dump says went into it. Built with sanitizers, and in double.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -349,8 +349,8 @@ static void check_fixture(const struct tensors *dump, const struct tensors *expe
 		{"z-loss", "z_loss"}, {"gradient norm", "grad_norm"}};
 	near(get(dump, "head / logits"), get(expected, "logits"), FIXTURE_TOLERANCE, where, "logits", -1);
 	for (int i = 0; i < COUNT(values); i++)
-		near(get(dump, "%s", values[i].ours), part(get(expected, "%s", values[i].theirs), 0, 1), FIXTURE_TOLERANCE, where,
-				values[i].ours, -1);
+		near(get(dump, "%s", values[i].ours), part(get(expected, "%s", values[i].theirs), 0, 1), FIXTURE_TOLERANCE,
+				where, values[i].ours, -1);
 	for (int i = 0; i < t->model.table.num_parameters; i++) {
 		const char *name = t->model.table.parameters[i].name;
 		near(get(dump, "%s / gradient", name), get(expected, "grad.%s", name), FIXTURE_TOLERANCE, where, name, -1);
@@ -438,8 +438,8 @@ static struct matrix check_product(const struct chain *x, int l, const char *nam
 	return dx;
 }
 
-/* The rows of one SwiGLU, of input x, gate_up and its gradient, with the gradient dout of its result, which is scaled by
- * scale [rows] (NULL: 1). Its result is added to y, what comes to its input to dx; dscale [rows]. */
+/* The rows of one SwiGLU, of input x, gate_up and its gradient, with the gradient dout of its result, which is scaled
+ * by scale [rows] (NULL: 1). Its result is added to y, what comes to its input to dx; dscale [rows]. */
 static void check_swiglu(const struct chain *x, int l, const char *prefix, struct matrix in, struct matrix gate_up,
 		struct matrix dgate_up, struct matrix dout, const double *scale, struct matrix y, struct matrix dx,
 		double *dscale)
@@ -653,15 +653,16 @@ static void check_chain(const struct chain *x)
 	const struct matrix embedding = weight(x, -1, "model.word_embeddings.weight"),
 			head = c->tie_word_embeddings ? embedding : weight(x, -1, "lm_head.weight"),
 			embedded = output(x, -1, "embedding"), dembedded = gradient(x, -1, "embedding"),
-			last = output(x, layers - 1, "output"), norm = output(x, -1, "norm"), logits = output(x, -1, "head / logits"),
-			dlogits = gradient(x, -1, "head / logits"), losses = output(x, -1, "head / loss");
+			last = output(x, layers - 1, "output"), norm = output(x, -1, "norm"),
+			logits = output(x, -1, "head / logits"), dlogits = gradient(x, -1, "head / logits"),
+			losses = output(x, -1, "head / loss");
 	const int64_t T = norm.rows;
 	struct matrix in = make(T, H), y = make(T, V), dhead = make(V, H), din = make(T, H), scale = make(1, H),
 			looked_up = make(T, H), dembedding = make(V, H), softmax = make(T, V), loss = make(T, 1), mean = make(1, 1);
 	for (int l = 0; l < layers; l++)
 		check_layer(x, l);
-	check_norm(x, -1, "norm", last, norm, gradient(x, -1, "norm"), (struct matrix){0}, gradient(x, layers - 1, "output"),
-			"model.norm.weight");
+	check_norm(x, -1, "norm", last, norm, gradient(x, -1, "norm"), (struct matrix){0},
+			gradient(x, layers - 1, "output"), "model.norm.weight");
 	for (int64_t j = 0; j < H; j++) {
 		double square = 0;
 		for (int64_t v = 0; v < V; v++)

@@ -48,9 +48,9 @@
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG
  *     runs                     reading the directory of a run: metrics by name, events, config
- *     hang                     hung or slow, by the heartbeat of a run
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot    a command each; tokenize has
- *                              train-tokenizer too, and doctor has bench
+ *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report    a command each;
+ *                              tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.

@@ -1,5 +1,5 @@
 /*
- * commands/hang.c - tells a run that hangs from one that is slow, by its heartbeat.
+ * commands/hang.c - tells a run that hangs from one that is slow, by its heartbeat, and says who is in the way.
  */
 #define _GNU_SOURCE
 #include "commands/hang.h"
@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 void hang_watch_begin(struct hang_watch *w, struct hang_history *history, double time)
 {
@@ -138,31 +139,51 @@ static void append(struct text *out, const char *format, ...)
 	text_append_string(out, part);
 }
 
-/* Where a rank is: "attention of layer 3 of step 812", "the save of step 40", "its start". */
+const char *const hang_process_words[NUM_PROCESS_STATES] = {NULL, NULL, "is stopped",
+	"waits for a disk or a server", "has ended", "is gone"};
+
+enum hang_process hang_process(const struct heartbeat_rank *r)
+{
+	char host[sizeof r->host] = "";
+	struct process p;
+	gethostname(host, sizeof host - 1);
+	if (strcmp(host, r->host))
+		return PROCESS_ELSEWHERE;
+	if (!process_look(&p, r->pid) || p.started != r->pid_started)
+		return PROCESS_GONE;
+	return p.state == 'Z' ? PROCESS_ENDED : p.state == 'T' ? PROCESS_STOPPED
+		: p.state == 'D' ? PROCESS_WAITS_FOR_DISK : PROCESS_RUNS;
+}
+
+/* In which part of the run a rank is: " of layer 3 of step 812", " of the save of step 40". */
+static void append_part(struct text *out, const struct heartbeat_rank *r)
+{
+	const bool named = r->waits || *r->operation;
+	if (named && r->layer >= 0)
+		append(out, " of layer %d", r->layer);
+	if (r->phase == HEARTBEAT_NONE || r->phase == HEARTBEAT_START)
+		append(out, "%s its start", named ? " of" : "");
+	else if (r->phase == HEARTBEAT_END)
+		append(out, "%s the end of the run, after step %lld", named ? " of" : "", (long long)r->step);
+	else if (r->phase == HEARTBEAT_EVALUATION || r->phase == HEARTBEAT_SAVE || r->phase == HEARTBEAT_WRITE)
+		append(out, "%s the %s of step %lld", named ? " of" : "",
+				heartbeat_phase_names[r->phase == HEARTBEAT_WRITE ? HEARTBEAT_SAVE : r->phase], (long long)r->step);
+	else
+		append(out, "%s step %lld", named ? " of" : "", (long long)r->step);
+}
+
+/* Where a rank is: " attention of layer 3 of step 812", " the wait for gradients (number 7) of step 812", " step 2". */
 static void append_place(struct text *out, const struct heartbeat_rank *r)
 {
-	const char *name = r->waits ? r->collective : r->operation;
-	if (r->phase == HEARTBEAT_NONE || r->phase == HEARTBEAT_START) {
-		append(out, "its start");
-		return;
-	}
-	if (r->phase == HEARTBEAT_END) {
-		append(out, "the end of the run, after step %lld", (long long)r->step);
-		return;
-	}
 	if (r->waits)
-		append(out, "the wait for %s (number %u) of ", name, r->number);
-	else if (*name && r->layer >= 0)
-		append(out, "%s of layer %d of ", name, r->layer);
-	else if (*name)
-		append(out, "%s of ", name);
-	if (r->phase == HEARTBEAT_EVALUATION || r->phase == HEARTBEAT_SAVE || r->phase == HEARTBEAT_WRITE)
-		append(out, "the %s of ", heartbeat_phase_names[r->phase == HEARTBEAT_WRITE ? HEARTBEAT_SAVE : r->phase]);
-	append(out, "step %lld", (long long)r->step);
+		append(out, " the wait for %s (number %u)", r->collective, r->number);
+	else if (*r->operation)
+		append(out, " %s", r->operation);
+	append_part(out, r);
 }
 
 /* "rank 2" or "ranks 0, 1, 3": the ranks i for which what[i] is `value`. Returns their number. */
-static int append_ranks(struct text *out, const int *what, int n, int value)
+static int append_ranks(struct text *out, const int *what, const int *numbers, int n, int value)
 {
 	int count = 0, named = 0;
 	for (int i = 0; i < n; i++)
@@ -170,7 +191,7 @@ static int append_ranks(struct text *out, const int *what, int n, int value)
 	append(out, "rank%s ", count > 1 ? "s" : "");
 	for (int i = 0; i < n && named < 2 * MOST_NAMED; i++)
 		if (what[i] == value)
-			append(out, "%s%d", named++ ? ", " : "", i);
+			append(out, "%s%d", named++ ? ", " : "", numbers ? numbers[i] : i);
 	if (count > named)
 		append(out, " and %d others", count - named);
 	return count;
@@ -189,36 +210,34 @@ static json_t *rank_to_json(const struct heartbeat_rank *r, int rank, double sec
 	return o;
 }
 
-char *hang_describe(const struct hang_watch *w, double time, json_t **members)
+/* Whether two ranks wait in the same place. */
+static bool wait_together(const struct heartbeat_rank *a, const struct heartbeat_rank *b)
 {
-	const int n = w->now.ranks;
-	const double since = time - w->progress;
+	return a->number == b->number && a->phase == b->phase && a->step == b->step && a->layer == b->layer &&
+			!strcmp(a->collective, b->collective);
+}
+
+char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json_t **members)
+{
 	struct text out = {0};
 	json_t *stuck = json_array(), *waiting = json_array();
 	*members = json_pack("{s:o, s:o}", "ranks", stuck, "waiting", waiting);
-	if (n == 0) {
-		append(&out, "no rank has begun to train for %.0f s", since);
-		return out.data;
-	}
-	/* Of each rank: -1, it is in the way: it computes, or it gives no sign that it waits; else it waits, in a place
-	 * that has the number of the first rank that waits there. */
-	int *place = allocate(n * sizeof *place), named = 0;
+	int *place = allocate(n * sizeof *place), named = 0; /* -1: in the way; else the first rank that waits there */
 	for (int i = 0; i < n; i++) {
-		const struct heartbeat_rank *r = &w->now.rank[i];
-		place[i] = r->waits && time - w->rank[i].sign < since / 2 ? i : -1;
+		place[i] = ranks[i].in_the_way ? -1 : i;
 		for (int j = 0; j < i && place[i] == i; j++)
-			if (place[j] == j && w->now.rank[j].number == r->number &&
-					!strcmp(w->now.rank[j].collective, r->collective))
+			if (place[j] == j && wait_together(ranks[j].rank, ranks[i].rank))
 				place[i] = j;
-		json_array_append_new(place[i] < 0 ? stuck : waiting, rank_to_json(r, i, time - w->rank[i].changed));
+		json_array_append_new(place[i] < 0 ? stuck : waiting, rank_to_json(ranks[i].rank, numbers ? numbers[i] : i,
+				ranks[i].seconds));
 	}
 	for (int i = 0; i < n; i++)
 		if (place[i] < 0 && named++ < MOST_NAMED) {
-			const struct heartbeat_rank *r = &w->now.rank[i];
-			append(&out, "%srank %d on %s has been in ", named > 1 ? "; " : "", i,
+			const struct heartbeat_rank *r = ranks[i].rank;
+			append(&out, "%srank %d on %s has been in", named > 1 ? "; " : "", numbers ? numbers[i] : i,
 					*r->host ? r->host : "an unknown host");
 			append_place(&out, r);
-			append(&out, " for %.0f s%s", time - w->rank[i].changed, r->waits ? " without a sign" : "");
+			append(&out, " for %.0f s%s", ranks[i].seconds, r->waits ? " without a sign" : "");
 		}
 	if (named > MOST_NAMED)
 		append(&out, "; so have %d other ranks", named - MOST_NAMED);
@@ -228,10 +247,36 @@ char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 	for (int i = 0; i < n; i++)
 		if (place[i] == i && named++ < MOST_NAMED) {
 			append(&out, "; ");
-			const int count = append_ranks(&out, place, n, i);
-			append(&out, " wait%s in %s (number %u)", count > 1 ? "" : "s", w->now.rank[i].collective,
-					w->now.rank[i].number);
+			const int count = append_ranks(&out, place, numbers, n, i);
+			append(&out, " wait%s in %s (number %u)", count > 1 ? "" : "s", ranks[i].rank->collective,
+					ranks[i].rank->number);
+			append_part(&out, ranks[i].rank);
 		}
+	named = 0;
+	for (int i = 0; i < n; i++) {
+		const char *state = place[i] < 0 ? hang_process_words[hang_process(ranks[i].rank)] : NULL;
+		if (state && named++ < MOST_NAMED)
+			append(&out, "; process %d of rank %d %s", ranks[i].rank->pid, numbers ? numbers[i] : i, state);
+	}
 	free(place);
 	return out.data;
+}
+
+char *hang_describe(const struct hang_watch *w, double time, json_t **members)
+{
+	const int n = w->now.ranks;
+	const double since = time - w->progress;
+	if (n == 0) {
+		struct text out = {0};
+		*members = json_pack("{s:[], s:[]}", "ranks", "waiting");
+		append(&out, "no rank has begun to train for %.0f s", since);
+		return out.data;
+	}
+	struct hang_place *places = allocate(n * sizeof *places);
+	for (int i = 0; i < n; i++)
+		places[i] = (struct hang_place){&w->now.rank[i], time - w->rank[i].changed,
+				!w->now.rank[i].waits || time - w->rank[i].sign >= since / 2};
+	char *text = hang_words(places, NULL, n, members);
+	free(places);
+	return text;
 }

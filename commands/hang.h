@@ -1,6 +1,6 @@
 /*
- * commands/hang.h - tells a run that hangs from one that is slow, by its heartbeat. It knows no process and no file:
- * `ling supervise` gives it what it has read, and the time.
+ * commands/hang.h - tells a run that hangs from one that is slow, by its heartbeat, and says in words who is in the
+ * way. It reads no file: `ling supervise` and `ling trace --hang` give it what they have read, and the time.
  *
  * A run goes on as long as some rank begins another step or phase. It hangs when none does for longer than a limit,
  * which is a multiple of what the same took before in this run: of the median step, of the longest start, first step,
@@ -54,8 +54,27 @@ double hang_detect(const struct hang_watch *w, const struct hang_limits *limits,
 /* The updates that are done, as far as the heartbeat says; -1 when it says nothing. */
 int64_t hang_steps_done(const struct hang_watch *w);
 
+/* What the system says of the process of a rank. */
+enum hang_process {
+	PROCESS_ELSEWHERE,           /* it is of another machine */
+	PROCESS_RUNS, PROCESS_STOPPED, PROCESS_WAITS_FOR_DISK, PROCESS_ENDED, PROCESS_GONE,
+	NUM_PROCESS_STATES
+};
+/* "is stopped" and the like; NULL for the first two. */
+extern const char *const hang_process_words[NUM_PROCESS_STATES];
+enum hang_process hang_process(const struct heartbeat_rank *r);
+
+/* A rank at a time. */
+struct hang_place {
+	const struct heartbeat_rank *rank;
+	double seconds;              /* for which it has been where it is */
+	bool in_the_way;             /* it computes, or it gives no sign that it waits; else it waits for others */
+};
 /* Who is in the way, in words: "rank 2 on HOST has been in attention of layer 3 of step 812 for 41 s; ranks 0, 1, 3
- * wait in gradients (number 7711)". *members: the same for an event, a new object. The caller frees the text. */
+ * wait in gradients (number 7711) of step 812; process 4711 of rank 2 is stopped". numbers: the number of each rank;
+ * NULL: 0, 1, ... *members: the same for an event, a new object. The caller frees the text. */
+char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json_t **members);
+/* The same of what was watched. */
 char *hang_describe(const struct hang_watch *w, double time, json_t **members);
 
 #endif

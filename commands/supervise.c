@@ -210,10 +210,8 @@ static void pass_on_stop(struct supervisor *s)
 	bool told = false;
 	s->passed_on = true;
 	for (int i = 0; i < h->ranks; i++) {
-		char host[64] = "";
-		struct process p;
-		gethostname(host, sizeof host - 1);
-		if (!strcmp(host, h->rank[i].host) && process_look(&p, h->rank[i].pid) && p.started == h->rank[i].pid_started)
+		const enum hang_process state = hang_process(&h->rank[i]);
+		if (state != PROCESS_ELSEWHERE && state != PROCESS_GONE)
 			told |= kill(h->rank[i].pid, SIGUSR1) == 0;
 	}
 	if (!told)
@@ -251,33 +249,6 @@ static void look(struct supervisor *s)
 	}
 }
 
-/* Appends what the system says of the ranks of this machine that are in the way: the member `ranks` of a hang. */
-static char *add_process_states(const struct supervisor *s, char *hang, const json_t *in_the_way)
-{
-	struct text out = {0};
-	size_t i;
-	json_t *entry;
-	char host[64] = "", part[96];
-	gethostname(host, sizeof host - 1);
-	text_append_string(&out, hang);
-	json_array_foreach(in_the_way, i, entry) {
-		const int rank = (int)json_integer_value(json_object_get(entry, "rank"));
-		const struct heartbeat_rank *r = &s->watch.now.rank[rank];
-		struct process p;
-		if (strcmp(host, r->host))
-			continue;
-		const bool there = process_look(&p, r->pid) && p.started == r->pid_started;
-		const char *state = !there ? "is gone" : p.state == 'Z' ? "has ended" : p.state == 'T' ? "is stopped"
-			: p.state == 'D' ? "waits for a disk or a server" : NULL;
-		if (state) {
-			snprintf(part, sizeof part, "; process %d of rank %d %s", r->pid, rank, state);
-			text_append_string(&out, part);
-		}
-	}
-	free(hang);
-	return out.data;
-}
-
 /* Watches the command until it has ended, or hangs. *status: its exit status, or the signal that ended it. *text: what
  * hangs, and *members of the event. */
 static enum end watch(struct supervisor *s, int *status, char **text, json_t **members)
@@ -295,7 +266,6 @@ static enum end watch(struct supervisor *s, int *status, char **text, json_t **m
 		if (since || s->stops > 1) {
 			if (since) {
 				*text = hang_describe(&s->watch, time, members);
-				*text = add_process_states(s, *text, json_object_get(*members, "ranks"));
 				json_object_set_new(*members, "limit_seconds", json_real(limit));
 				json_object_set_new(*members, "detect_seconds", json_real(since));
 			}

@@ -70,7 +70,7 @@ struct heartbeat_rank {
 	double changed;              /* when any of this but `waited` last changed: seconds since 1970 by that machine */
 	double own_seconds;          /* computed in the last step */
 	double step_seconds;         /* the last step, from its begin to the begin of what came after; 0: none yet */
-	char operation[16], collective[16];
+	char operation[64], collective[16]; /* of a heartbeat at most 15 bytes each */
 	char host[64];
 	int pid;
 	uint64_t pid_started;        /* as in struct process: no two processes have the same two numbers */

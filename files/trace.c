@@ -6,6 +6,7 @@
 
 #include "files/base.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -74,6 +75,8 @@ struct header {
 	uint64_t written;            /* records so far */
 	uint64_t started;
 	double started_unix, peak_flops, peak_bandwidth;
+	int64_t phase, step;         /* enum heartbeat_phase */
+	uint64_t phase_begun, last_sign;
 	char host[64];
 };
 _Static_assert(sizeof(struct header) <= PAGE, "one page");
@@ -105,7 +108,7 @@ static struct {
 	struct trace_record now, waiting; /* copies of these records, since the ring may turn */
 	uint64_t waited_in_operation;
 	enum heartbeat_phase phase;
-	uint64_t phase_begun, phase_checks; /* phase_checks: nanoseconds of checks before the phase began */
+	uint64_t phase_begun, phase_checks, phase_waited; /* the last two: nanoseconds before the phase began */
 	uint32_t number;
 	/* accounts */
 	uint64_t first, check_begun, checks, waited; /* trace_now() of the first call; nanoseconds */
@@ -245,14 +248,18 @@ void trace_phase(enum heartbeat_phase phase, int64_t step)
 		record(&whole);
 		const uint64_t length = now - trace.phase_begun - (trace.checks - trace.phase_checks);
 		if (trace.part == PART_STEP)
-			count(&counters()->steps, length, 0, 0, length);
+			count(&counters()->steps, length, trace.waited - trace.phase_waited, 0, length);
 	}
 	trace.phase = phase;
 	trace.phase_begun = now;
 	trace.phase_checks = trace.checks;
+	trace.phase_waited = trace.waited;
 	trace.part = parts[phase];
 	trace.step = step;
 	trace.first = trace.first ? trace.first : now;
+	header()->phase = phase;
+	header()->step = step;
+	header()->phase_begun = now;
 	heartbeat_phase(phase, step);
 }
 
@@ -292,6 +299,7 @@ void trace_wait(enum traffic what, bool numbered, uint64_t begun, int64_t bytes)
 
 void trace_still_waiting(double seconds)
 {
+	header()->last_sign = trace_now();
 	heartbeat_still_waiting(seconds);
 }
 
@@ -458,12 +466,13 @@ void trace_remove(const char *run_dir)
  * Reading
  * ========================================================================================================== */
 
-/* For qsort: in the order in which they began; what contains another begins first. */
+/* For qsort: in the order in which they began; of those that began together what contains the others comes first. */
 static int compare_records(const void *a, const void *b)
 {
 	const struct trace_record *x = a, *y = b;
+	static const int order[] = {[RECORD_PHASE] = 0, [RECORD_OPERATION] = 1, [RECORD_COLLECTIVE] = 2};
 	return x->begin != y->begin ? (x->begin > y->begin) - (x->begin < y->begin)
-			: (x->place > y->place) - (x->place < y->place);
+			: x->kind != y->kind ? order[x->kind] - order[y->kind] : (x->place > y->place) - (x->place < y->place);
 }
 
 /* Whether a record says nothing that its reader could not look up in a table. */
@@ -503,12 +512,14 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 		return fail("%s: version %u of a trace, written by another version of ling; this one reads version %d with "
 				"%d bytes of counters: read it with the ling that trained", path, h->version, VERSION, COUNTER_BYTES);
 	if (h->events < 1 || h->events > MAX_EVENTS || h->events & (h->events - 1) || size != file_bytes(h->events) ||
-			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks)
+			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks || h->phase < HEARTBEAT_NONE ||
+			h->phase >= NUM_HEARTBEAT_PHASES)
 		return fail("%s: a damaged trace file: %llu events, rank %d of %d, %zu bytes", path,
 				(unsigned long long)h->events, h->rank, h->ranks, size);
 	*t = (struct trace){.id = h->id, .rank = h->rank, .ranks = h->ranks, .pid = h->pid, .pid_started = h->pid_started,
 			.started = h->started, .started_unix = h->started_unix, .peak_flops = h->peak_flops,
-			.peak_bandwidth = h->peak_bandwidth};
+			.peak_bandwidth = h->peak_bandwidth, .phase = h->phase, .step = h->step, .phase_begun = h->phase_begun,
+			.last_sign = h->last_sign};
 	memcpy(t->host, h->host, sizeof t->host);
 	t->host[sizeof t->host - 1] = 0;
 	const uint64_t written = __atomic_load_n(&h->written, __ATOMIC_ACQUIRE);
@@ -542,35 +553,58 @@ void trace_free(struct trace *t)
 	*t = (struct trace){0};
 }
 
+/* One more than the largest rank that has a file in a directory of traces; 0 without files, -1 on error. */
+static int ranks_in(const char *dir)
+{
+	DIR *d = opendir(dir);
+	int ranks = 0;
+	if (!d)
+		return fail("%s: cannot open: %s. ling train makes it in the directory of a run, unless trace.events is 0", dir,
+				strerror(errno));
+	for (struct dirent *e; (e = readdir(d));) {
+		char *end;
+		const long rank = strncmp(e->d_name, "rank-", 5) ? -1 : strtol(e->d_name + 5, &end, 10);
+		if (rank >= ranks && rank < MAX_RANKS && !strcmp(end, ".trace"))
+			ranks = (int)rank + 1;
+	}
+	closedir(d);
+	return ranks;
+}
+
 int traces_read(struct trace **list, int *count, const char *run_dir, bool before)
 {
-	char dir[PATH_LEN], path[PATH_LEN];
+	enum { MOST_NAMED = 8 };     /* ranks that are left out */
+	char dir[PATH_LEN], path[PATH_LEN], reason[1024] = "";
 	*list = NULL;
 	*count = 0;
-	if (trace_dir(dir, run_dir, before) < 0)
+	const int found = trace_dir(dir, run_dir, before) < 0 ? -1 : ranks_in(dir);
+	if (found < 0)
 		return -1;
-	/* Rank 0 knows how many there are. Without it, the first that is there. */
-	int ranks = 1;
-	for (int rank = 0; rank < ranks; rank++) {
-		struct trace t;
-		if (trace_path(path, dir, rank) < 0)
-			return -1;
-		if (trace_read(&t, path) < 0) {
-			if (rank == 0)
-				return fail("%s. Traces are written by ling train unless trace.events is 0", error_text);
-			fprintf(stderr, "warning: %s; this rank is left out\n", error_text);
+	if (found == 0)
+		return fail("%s: no traces in it: the run has not begun, or its files were removed", dir);
+	*list = allocate(found * sizeof **list);
+	for (int rank = 0, named = 0; rank < found; rank++) {
+		struct trace t = {0};
+		const struct trace *first = *count ? &(*list)[0] : &t;
+		int rc = trace_path(path, dir, rank) < 0 ? -1 : trace_read(&t, path);
+		if (rc == 0 && t.rank != rank)
+			rc = fail("%s: the trace of rank %d, under another name", path, t.rank);
+		else if (rc == 0 && (t.id != first->id || t.ranks != first->ranks))
+			rc = fail("%s: of another start of the run than that of rank %d", path, first->rank);
+		if (rc == 0) {
+			(*list)[(*count)++] = t;
 			continue;
 		}
-		if (!*list)
-			*list = allocate((ranks = t.ranks) * sizeof **list);
-		if (t.rank != rank || t.ranks != ranks || t.id != (*count ? (*list)[0].id : t.id)) {
-			fprintf(stderr, "warning: %s: of another start of the run; this rank is left out\n", path);
-			trace_free(&t);
-			continue;
-		}
-		(*list)[(*count)++] = t;
+		trace_free(&t);
+		snprintf(reason, sizeof reason, "%.1000s", error_text);
+		if (named++ < MOST_NAMED)
+			fprintf(stderr, "warning: %s; rank %d is left out\n", reason, rank);
 	}
-	return 0;
+	if (*count)
+		return 0;
+	free(*list);
+	*list = NULL;
+	return fail("%s: no trace that can be read: %s", dir, reason);
 }
 
 void traces_free(struct trace *list, int count)

@@ -153,7 +153,12 @@ struct trace {                  /* what was read */
 	struct trace_counter (*operation)[NUM_OPERATIONS][NUM_PASSES]; /* [NUM_PARTS] */
 	struct trace_counter (*collective)[NUM_COLLECTIVES];           /* [NUM_PARTS] */
 	struct trace_counter steps;  /* the steps themselves, from the begin of one to the begin of what follows */
-	struct trace_record *records; /* [num_records] the newest, in the order in which they began */
+	enum heartbeat_phase phase;  /* in which the rank is; the ring has those that are over */
+	int64_t step;                /* of the phase */
+	uint64_t phase_begun;        /* trace_now() */
+	uint64_t last_sign;          /* when it last said that it still waits; 0: never */
+	struct trace_record *records; /* [num_records] the newest, in the order in which they began; of those that began
+	                              * together a phase comes first, then an operation */
 	int64_t num_records, lost;   /* lost: older ones, which the ring has no more */
 	void *memory;
 };
@@ -161,8 +166,8 @@ struct trace {                  /* what was read */
 int trace_read(struct trace *t, const char *path);
 void trace_free(struct trace *t);
 /* Opens the trace of all ranks of a run, rank 0 first: *ranks_read in *list, which is owned; before: RUN/trace-before.
- * A rank whose file is missing, or is of another start of the run, is left out with a warning. Fails when there is
- * none. */
+ * A rank whose file is missing, damaged, or of another start of the run, is left out with a warning. Fails when there
+ * is none. */
 int traces_read(struct trace **list, int *count, const char *run_dir, bool before);
 void traces_free(struct trace *list, int count);
 

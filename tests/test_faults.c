@@ -21,6 +21,8 @@ static void test_refused(void **state)
 		{"kill@", "a setting has no ="}, {"kill@step", "a setting has no ="}, {"kill@step=0", "from 1"},
 		{"kill@step=-1", "from 1"}, {"kill@step=1.5", "from 1"}, {"kill@step=99999999999999999999", "from 1"},
 		{"kill@rank=1", "step is missing"}, {"kill@step=3,rank=x", "rank is"}, {"slow@step=3,ms=0", "ms is"},
+		{"slow@step=3,ms=", "ms is"}, {"slow@step=3,ms=7s", "ms is"}, {"slow@step=3,ms=-1", "ms is"},
+		{"slow@step=3,ms=1e9", "ms is"},
 		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,rank=1", "has no such setting"},
 		{"nan@step=3,during=save", "has one moment only"}, {"kill@step=3,during=sleep", "during is step or save"},
 		{"stop@step=3,during=update", "during is step or save"},
@@ -53,7 +55,7 @@ static bool comes(struct faults *f, enum fault_kind kind, int64_t step, enum fau
 static void test_comes(void **state)
 {
 	(void)state;
-	char *texts[] = {"kill@step=5,rank=1", "stop@step=4,during=save", "flip@step=3,during=update", "slow@step=2,ms=7",
+	char *texts[] = {"kill@step=5,rank=1", "stop@step=4,during=save", "flip@step=3,during=update", "slow@step=2,ms=6.6",
 		"kill@step=5"};
 	struct faults f[2] = {begin(0, 5, texts), begin(1, 5, texts)};
 	for (int64_t step = 1; step < 8; step++)
@@ -66,7 +68,7 @@ static void test_comes(void **state)
 			assert_false(comes(&f[rank], FAULT_FLIP, step, MOMENT_STEP));
 			assert_true(comes(&f[rank], FAULT_FLIP, step, MOMENT_UPDATE) == (step == 3 && rank == 0));
 			const struct fault *x = fault_comes(&f[rank], FAULT_SLOW, step, MOMENT_STEP);
-			assert_true(x ? rank == 0 && step >= 2 && x->ms == 7 : rank == 1 || step < 2);
+			assert_true(x ? rank == 0 && step >= 2 && x->ms == 6.6 : rank == 1 || step < 2);
 		}
 	for (int rank = 0; rank < 2; rank++)
 		faults_free(&f[rank]);

@@ -174,7 +174,7 @@ static void test_description(void **state)
 		look(t);
 	}
 	expect_description(141.2, "rank 2 on box has been in experts of layer 3 of step 52 for 41 s; ranks 0, 1, 3 wait in "
-			"gradients (number 7711)");
+			"gradients (number 7711) of step 52");
 	json_t *members;
 	free(hang_describe(&watch, 141.2, &members));
 	assert_int_equal(json_array_size(json_object_get(members, "ranks")), 1);
@@ -195,13 +195,14 @@ static void test_description(void **state)
 		look(t);
 	}
 	expect_description(132, "rank 1 on box has been in the wait for agreement (number 71) of the save of step 52 for "
-			"30 s without a sign; rank 0 waits in checkpoint (number 70); rank 2 waits in agreement (number 71)");
+			"30 s without a sign; rank 0 waits in checkpoint (number 70) of the save of step 52; rank 2 waits in "
+			"agreement (number 71) of the save of step 52");
 	for (int t = 133; t <= 200; t++) {
 		run[0].waited++, run[1].waited++, run[2].waited++;
 		look(t);
 	}
-	expect_description(200, "all ranks wait, and none computes; rank 0 waits in checkpoint (number 70); ranks 1, 2 "
-			"wait in agreement (number 71)");
+	expect_description(200, "all ranks wait, and none computes; rank 0 waits in checkpoint (number 70) of the save of "
+			"step 52; ranks 1, 2 wait in agreement (number 71) of the save of step 52");
 	hang_watch_end(&watch);
 	begin(1);
 	expect_description(12, "no rank has begun to train for 12 s");

@@ -54,9 +54,9 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 		return good ? NULL : "rank is a whole number from 0";
 	}
 	if (!strcmp(key, "ms") && x->kind == FAULT_SLOW) {
-		const bool good = read_whole(value, 1, 3600 * 1000, &n);
-		x->ms = (int)n;
-		return good ? NULL : "ms is a whole number from 1 to 3600000";
+		x->ms = strtod(value, &end);
+		return value[0] >= '0' && value[0] <= '9' && !*end && x->ms >= 0.001 && x->ms <= 3600e3 ? NULL
+			: "ms is a number from 0.001 to 3600000";
 	}
 	if (!strcmp(key, "during")) {
 		for (int i = 0; i < 2; i++)
@@ -244,7 +244,7 @@ void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const 
 	if ((x = fault_comes(f, FAULT_SLOW, step, moment))) {
 		if (x->past[x->num_past - 1] == step)
 			fault_write(f, x, step, NULL);
-		nanosleep(&(struct timespec){x->ms / 1000, x->ms % 1000 * 1000000L}, NULL);
+		nanosleep(&(struct timespec){(time_t)(x->ms / 1e3), (long)(fmod(x->ms, 1e3) * 1e6)}, NULL);
 	}
 	while ((x = fault_comes(f, FAULT_FLIP, step, moment)))
 		flip(f, x, step, target);

@@ -40,7 +40,7 @@ struct fault {
 	int64_t step;
 	int rank;                    /* the rank that it comes to; of FAULT_POISON without meaning */
 	enum fault_moment moment;
-	int ms;
+	double ms;                   /* of FAULT_SLOW */
 	double probability;          /* 1: at step N alone (FAULT_SLOW: and in all later ones) */
 	int64_t *past;               /* [num_past] steps at which it has come */
 	int num_past;

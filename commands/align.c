@@ -338,22 +338,48 @@ static void print_curves(const json_t *report)
 	}
 }
 
+/* "55, 59, never" */
+static void print_partings(const json_t *steps)
+{
+	const json_t *step;
+	size_t i;
+	json_array_foreach(steps, i, step)
+		if (json_is_integer(step))
+			printf("%s%lld", i ? ", " : "", (long long)json_integer_value(step));
+		else
+			printf("%snever", i ? ", " : "");
+}
+
 static void print_floor(const json_t *floor)
 {
 	const size_t n = json_array_size(json_object_get(floor, "runs"));
-	const json_t *test;
+	const json_t *test, *parting = json_object_get(floor, "parting"), *of_b = json_object_get(parting, "b"),
+			*tests = json_object_get(floor, "tests");
 	size_t i;
-	printf("\nB against the floor, A and %zu run%s that should differ from it by rounding alone, in %lld steps:\n", n,
+	printf("\nThe floor is A and %zu run%s that differ from it by rounding alone; %lld steps.\n", n,
 			plural((int64_t)n), (long long)result_integer(floor, "steps"));
-	printf("  %-12s %-9s %10s %10s  %s\n", "", "", "B", "limit", "steps");
-	json_array_foreach(json_object_get(floor, "tests"), i, test)
-		printf("%c %-12s %-9s %9.4f%% %9.4f%%  %lld to %lld\n", is_true(test, "passes") ? ' ' : '*',
-				result_text(test, "series"), result_text(test, "what"), 100 * result_double(test, "found"),
-				100 * result_double(test, "limit"), (long long)result_integer(test, "from"),
-				(long long)result_integer(test, "to"));
-	if (n < 3)
-		printf("  %s is a weak floor: a difference of the mean loss below %.3g%% passes. Take 3 runs or more.\n",
-				n == 1 ? "One run" : "Two runs", 100 * result_double(floor, "tests.0.limit"));
+	printf("%c parting (a curve differs by more than 0.01%% from all others): the floor in steps ",
+			is_true(parting, "passes") ? ' ' : '*');
+	print_partings(json_object_get(parting, "floor"));
+	printf("; B ");
+	if (json_is_integer(of_b))
+		printf("in step %lld", (long long)json_integer_value(of_b));
+	else
+		printf("never");
+	printf(", which must be after step %lld\n", (long long)result_integer(parting, "limit"));
+	if (json_array_size(tests))
+		printf("  after step %lld, when all of them have parted by 0.1%%, B against the floor:\n  %-12s %-9s %11s %11s\n",
+				(long long)result_integer(floor, "settled"), "", "", "B", "limit");
+	else
+		printf("  the runs end before all of the floor have parted: the curves are not judged further\n");
+	json_array_foreach(tests, i, test)
+		printf("%c %-12s %-9s %10.4f%% %10.4f%%\n", is_true(test, "passes") ? ' ' : '*', result_text(test, "series"),
+				result_text(test, "what"), 100 * result_double(test, "found"), 100 * result_double(test, "limit"));
+	if (n < 3 && json_array_size(tests))
+		printf("  %s is a weak floor: any mean loss within %.3g%% passes. Take 3 runs or more.\n", n == 1 ? "One run"
+				: "Two runs", 100 * result_double(floor, "tests.0.limit"));
+	else if (n < 3)
+		printf("  %s is a weak floor: take 3 runs or more.\n", n == 1 ? "One run" : "Two runs");
 }
 
 static void print_runs(const json_t *report)

@@ -75,10 +75,19 @@ static json_t *compare_curves(const char *name, const struct series *a, const st
 
 /* ---------------------------------------------------------------------------------------------------- the floor
  *
- * Training is chaotic: a difference in the last bit of the first weights grows until the curves differ like those of
- * two runs with other noise. How much that is, is measured: a and the floor runs are n runs that differ by rounding
- * alone. If b does so too, it is one more run of that kind, and its distance from the n is like theirs from each other.
+ * Training is chaotic: a difference in the last bit of the first weights grows, slowly at first, then by a leap when it
+ * sends a token to another expert, until the curves differ like those of two runs with other noise. How much that is, is
+ * measured: a and the floor runs are n runs that differ by rounding alone. If b does so too, it is one more run of that
+ * kind. It must not part from them much earlier than they part from each other; and once all of them have parted, its
+ * curves must differ from theirs like theirs from each other.
  */
+
+#define PARTED 1e-4   /* two runs have parted when a curve differs by more, as no rounding does at once, */
+#define SETTLED 1e-3  /* and by so much when what follows is judged */
+enum {
+	EARLY = 4,         /* a run that parts in less than 1 / EARLY of the steps of the first floor run is no such run */
+	FEWEST_STEPS = 8,  /* that a mean is taken of */
+};
 
 /* P(|T| <= t) of Student's t: Abramowitz and Stegun, 26.7.3 and 26.7.4. */
 static double student_probability(double t, int freedom)
@@ -105,9 +114,9 @@ double student_t(double probability, int freedom)
 	return high;
 }
 
-struct bundle {               /* one series of n runs that differ by rounding, and behind them of b */
+struct bundle {               /* one curve of n runs that differ by rounding, and behind them of b */
 	int n, steps;
-	const int64_t *step;       /* [steps] */
+	int64_t *step;             /* [steps] */
 	double *log;               /* [n + 1, steps] logarithms */
 };
 
@@ -142,75 +151,66 @@ static void mean_and_deviation(const double *x, int n, double *mean, double *dev
 	*deviation = n > 1 ? sqrt(square / (n - 1)) : 0;
 }
 
-static void add_test(json_t *tests, const char *name, const char *what, double found, double limit, int64_t from,
-		int64_t to)
+static void add_test(json_t *tests, const char *name, const char *what, double found, double limit)
 {
 	limit = fmax(limit, ROUNDING);
-	json_array_append_new(tests, json_pack("{s:s, s:s, s:f, s:o, s:I, s:I, s:b}", "series", name, "what", what, "found",
-			found, "limit", result_number(limit), "from", (json_int_t)from, "to", (json_int_t)to, "passes",
-			fabs(found) <= limit));
+	json_array_append_new(tests, json_pack("{s:s, s:s, s:f, s:f, s:b}", "series", name, "what", what, "found", found,
+			"limit", limit, "passes", fabs(found) <= limit));
 }
 
-/* The mean over the steps: is b's beyond what the n runs' spread allows? A prediction interval for one more value. */
-static void test_mean(json_t *tests, const char *name, const struct bundle *u, double t)
+/* The mean over the steps from `first` on: is b's beyond what the n runs' spread allows? The limit is that of a
+ * prediction interval for one more value of a normal distribution. */
+static void test_mean(json_t *tests, const char *name, const struct bundle *u, int first, double t)
 {
 	double *x = allocate(u->n * sizeof *x), mean, deviation;
 	for (int i = 0; i < u->n; i++)
-		x[i] = log_difference(u, i, u->n, 0, u->steps, false);
+		x[i] = log_difference(u, i, u->n, first, u->steps, false);
 	mean_and_deviation(x, u->n, &mean, &deviation);
-	add_test(tests, name, "mean", -mean, t * deviation * sqrt(1 + 1.0 / u->n), u->step[0], u->step[u->steps - 1]);
+	add_test(tests, name, "mean", -mean, t * deviation * sqrt(1 + 1.0 / u->n));
 	free(x);
 }
 
-/* The largest mean distance to the n runs that a run of their kind has in some steps: the same prediction for its
- * logarithm. If a pair's distance is a sum of a part of each run, the n values have only (n - 2) / (n - 1) of the spread
- * of the parts, for each pair counts for both. Needs n >= 3. */
-static double distance_limit(const struct bundle *u, int first, int end, double t)
+/* The distance to the n runs, in the mean over the steps and them: the same for its logarithm. If a pair's distance is a
+ * sum of a part of each run, the n values have only (n - 2) / (n - 1) of the spread of the parts, for each pair counts
+ * for both. */
+static void test_distance(json_t *tests, const char *name, const struct bundle *u, int first, double t)
 {
 	double *x = allocate(u->n * sizeof *x), mean, deviation;
 	for (int i = 0; i < u->n; i++)
-		x[i] = log(fmax(distance(u, i, first, end), 1e-300));
+		x[i] = log(fmax(distance(u, i, first, u->steps), 1e-300));
 	mean_and_deviation(x, u->n, &mean, &deviation);
 	deviation *= (u->n - 1.0) / (u->n - 2);
+	add_test(tests, name, "distance", distance(u, u->n, first, u->steps),
+			exp(fmin(mean + t * deviation * sqrt(1 + 1.0 / u->n), 700)));
 	free(x);
-	return exp(fmin(mean + t * deviation * sqrt(1 + 1.0 / u->n), 700));
 }
 
-static void test_distance(json_t *tests, const char *name, const struct bundle *u, double t)
+/* The first step in which a curve of run x differs by more than `most` from those of all the n runs but itself; INT64_MAX
+ * when there is none. */
+static int64_t parting(const struct bundle *bundles, int num, int x, double most)
 {
-	add_test(tests, name, "distance", distance(u, u->n, 0, u->steps), distance_limit(u, 0, u->steps, t), u->step[0],
-			u->step[u->steps - 1]);
-}
-
-/* How early they part: the distance in windows of 1, 2, 4, ... steps. Rounding of another kind (another order of sums in
- * each product, say) may begin larger than that of the first weights: so PARTING times the largest distance of the n
- * runs passes, too. The result is the window that is nearest to its limit, or farthest beyond it. */
-#define PARTING 10
-static void test_parting(json_t *tests, const char *name, const struct bundle *u, double t)
-{
-	double worst_found = 0, worst_limit = ROUNDING;
-	int worst_first = 0, worst_end = 1;
-	for (int first = 0, width = 1; first < u->steps; first += width, width *= 2) {
-		const int end = first + width < u->steps ? first + width : u->steps;
-		double floor = 0;
-		for (int i = 0; i < u->n; i++)
-			floor = fmax(floor, distance(u, i, first, end));
-		const double found = distance(u, u->n, first, end), limit = fmax(ROUNDING, fmax(PARTING * floor,
-				u->n > 2 ? distance_limit(u, first, end, t) : 0));
-		if (found / limit > worst_found / worst_limit)
-			worst_found = found, worst_limit = limit, worst_first = first, worst_end = end;
+	int64_t first = INT64_MAX;
+	for (int i = 0; i < num; i++) {
+		const struct bundle *u = &bundles[i];
+		for (int s = 0; s < u->steps && u->step[s] < first; s++) {
+			double least = INFINITY;
+			for (int y = 0; y < u->n; y++)
+				if (y != x)
+					least = fmin(least, fabs(log_difference(u, x, y, s, s + 1, false)));
+			if (least > most)
+				first = u->step[s];
+		}
 	}
-	add_test(tests, name, "parting", worst_found, worst_limit, u->step[worst_first], u->step[worst_end - 1]);
+	return first;
 }
 
-/* Fills a bundle with the steps after `skip` in which all runs have a positive, finite value of a curve. step: room for
- * all steps of the first run. Free u->log. */
-static void bundle_init(struct bundle *u, int64_t *step, const struct run *runs, int num, const char *name, int64_t skip)
+/* Fills a bundle with the steps after `skip` in which all runs have a positive, finite value of a curve. */
+static void bundle_init(struct bundle *u, const struct run *runs, int num, const char *name, int64_t skip)
 {
 	struct series *s = allocate(num * sizeof *s);
-	*u = (struct bundle){.n = num - 1, .step = step};
 	for (int r = 0; r < num; r++)
 		s[r] = run_series(&runs[r], name);
+	*u = (struct bundle){.n = num - 1, .step = allocate(s[0].count * sizeof *u->step)};
 	for (int i = 0; i < s[0].count; i++) {
 		bool all = s[0].step[i] > (double)skip;
 		for (int r = 0; r < num && all; r++) {
@@ -218,49 +218,80 @@ static void bundle_init(struct bundle *u, int64_t *step, const struct run *runs,
 			all = all && x > 0 && isfinite(x);
 		}
 		if (all)
-			step[u->steps++] = (int64_t)s[0].step[i];
+			u->step[u->steps++] = (int64_t)s[0].step[i];
 	}
 	u->log = allocate((size_t)num * u->steps * sizeof *u->log);
 	for (int r = 0; r < num; r++) {
 		bool has;
 		for (int i = 0; i < u->steps; i++)
-			u->log[(int64_t)r * u->steps + i] = log(value_at(&s[r], (double)step[i], &has));
+			u->log[(int64_t)r * u->steps + i] = log(value_at(&s[r], (double)u->step[i], &has));
 		series_free(&s[r]);
 	}
 	free(s);
+}
+
+static json_t *step_or_null(int64_t step)
+{
+	return step == INT64_MAX ? json_null() : json_integer(step);
+}
+
+/* When the runs part: that of b, the last one, among the others. Steps count from `skip` on. */
+static json_t *compare_parting(const struct bundle *bundles, int num, int n, int64_t skip)
+{
+	json_t *floor = json_array();
+	int64_t earliest = INT64_MAX, end = skip;
+	for (int x = 0; x < n; x++) {
+		const int64_t step = parting(bundles, num, x, PARTED);
+		json_array_append_new(floor, step_or_null(step));
+		earliest = step < earliest ? step : earliest;
+	}
+	for (int i = 0; i < num; i++)
+		if (bundles[i].steps && bundles[i].step[bundles[i].steps - 1] > end)
+			end = bundles[i].step[bundles[i].steps - 1];
+	if (earliest > end) /* later than the runs go */
+		earliest = end + 1;
+	const int64_t of_b = parting(bundles, num, n, PARTED), limit = (earliest - skip) / EARLY + skip;
+	return json_pack("{s:o, s:o, s:I, s:b}", "b", step_or_null(of_b), "floor", floor, "limit", (json_int_t)limit,
+			"passes", of_b > limit);
 }
 
 /* The tests of b, the last one of the runs, against the others. */
 static json_t *compare_with_floor(const struct run *runs, int num, int64_t skip)
 {
 	json_t *tests = json_array(), *names = json_array();
-	int64_t *step = allocate(runs[0].count * sizeof *step);
-	struct bundle u;
-	int num_curves = 0, most = 0;
+	struct bundle bundles[NUM_CURVES];
+	int most = 0, first[NUM_CURVES], judged = 0;
+	int64_t settled = 0;
 	for (int i = 0; i < NUM_CURVES; i++) {
-		bundle_init(&u, step, runs, num, curves[i], skip);
-		num_curves += u.steps > 0;
-		most = u.steps > most ? u.steps : most;
-		free(u.log);
+		bundle_init(&bundles[i], runs, num, curves[i], skip);
+		most = bundles[i].steps > most ? bundles[i].steps : most;
+	}
+	for (int x = 0; x < num - 1; x++) {
+		const int64_t step = parting(bundles, NUM_CURVES, x, SETTLED);
+		settled = step > settled ? step : settled;
+	}
+	for (int i = 0; i < NUM_CURVES; i++) {
+		for (first[i] = 0; first[i] < bundles[i].steps && bundles[i].step[first[i]] <= settled; first[i]++) {}
+		judged += bundles[i].steps - first[i] >= FEWEST_STEPS;
 	}
 	/* of two runs there is one distance, which has no spread */
 	const bool has_distance = num > 3;
-	const double t = num_curves ? student_t(FLOOR_LEVEL / num_curves / (has_distance ? 2 : 1), num - 2) : 0;
+	const double t = judged ? student_t(FLOOR_LEVEL / judged / (has_distance ? 2 : 1), num - 2) : 0;
 	for (int i = 0; i < NUM_CURVES; i++) {
-		bundle_init(&u, step, runs, num, curves[i], skip);
-		if (u.steps) {
-			test_mean(tests, curves[i], &u, t);
-			if (has_distance)
-				test_distance(tests, curves[i], &u, t);
-			test_parting(tests, curves[i], &u, t);
-		}
-		free(u.log);
+		if (bundles[i].steps - first[i] < FEWEST_STEPS)
+			continue;
+		test_mean(tests, curves[i], &bundles[i], first[i], t);
+		if (has_distance)
+			test_distance(tests, curves[i], &bundles[i], first[i], t);
 	}
-	free(step);
 	for (int r = 1; r < num - 1; r++)
 		json_array_append_new(names, json_cstring(runs[r].dir));
-	return json_pack("{s:o, s:i, s:f, s:f, s:o}", "runs", names, "steps", most, "level", FLOOR_LEVEL, "t", t,
-			"tests", tests);
+	json_t *result = json_pack("{s:o, s:i, s:o, s:o, s:f, s:f, s:o}", "runs", names, "steps", most, "parting",
+			compare_parting(bundles, NUM_CURVES, num - 1, skip), "settled", step_or_null(settled), "level",
+			FLOOR_LEVEL, "t", t, "tests", tests);
+	for (int i = 0; i < NUM_CURVES; i++)
+		free(bundles[i].step), free(bundles[i].log);
+	return result;
 }
 
 /* ---------------------------------------------------------------------------------------------------- configs */
@@ -338,6 +369,7 @@ static json_t *compare_runs(const struct run *runs, int num, int64_t skip, doubl
 		json_object_set_new(report, "floor", floor);
 		rc = result_integer(floor, "steps") ? 0
 				: fail("there is no step after step %lld that all runs have", (long long)skip);
+		agree = agree && json_is_true(json_at(floor, "parting.passes"));
 		const json_t *test;
 		size_t i;
 		json_array_foreach(json_object_get(floor, "tests"), i, test)

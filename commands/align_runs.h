@@ -8,8 +8,9 @@
 #include <jansson.h>
 #include <stdint.h>
 
-/* The probability that the two-sided tests against the floor, all together, find a difference where there is none. */
-#define FLOOR_LEVEL 0.01
+/* The probability that the tests against the floor, all together, find a difference where there is none, if the curves'
+ * means are normally distributed. */
+#define FLOOR_LEVEL 0.001
 
 /* Compares the curves of two runs, dirs[0] and dirs[num - 1], in the steps after `skip` that both have; docs/align.md
  * has the formulas. They agree when the mean of the absolute relative differences of their losses is at most

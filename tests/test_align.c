@@ -430,29 +430,38 @@ static void floors(void **state)
 	put_run("a", 0, 0.01, 1, 8);
 	put_run("f1", 0, 0.01, 2, 8);
 	put_run("f2", 0, 0.01, 3, 8);
-	put_run("f3", 0, 0.01, 4, 8);
+	put_run("f3", 0, 0.01, 4, 9);
 	put_run("b", 0, 0.01, 5, 8);
 	assert_false(agree(ALIGN(0, 1e-3, "a", "b")));
 	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b")));
-	put_run("b", 0.02, 0.01, 5, 8); /* a shift beyond the spread of the means */
+	put_run("b", 0.03, 0.01, 5, 8); /* a shift beyond the spread of the means */
 	json_t *report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
+	assert_int_equal(result_integer(report, "floor.parting.floor.0"), 9);
+	assert_int_equal(result_integer(report, "floor.parting.b"), 9);
+	assert_int_equal(result_integer(report, "floor.parting.limit"), 2);
+	assert_true(json_is_true(json_at(report, "floor.parting.passes")));
+	assert_true(result_integer(report, "floor.settled") >= 10);
 	assert_string_equal(result_text(report, "floor.tests.0.what"), "mean");
-	assert_float_equal(result_double(report, "floor.tests.0.found"), 0.02 * 56 / 64, 2e-3);
+	assert_float_equal(result_double(report, "floor.tests.0.found"), 0.03, 3e-3);
 	assert_false(json_is_true(json_at(report, "floor.tests.0.passes")));
 	assert_false(agree(report));
-	put_run("b", 0, 0.04, 5, 8); /* no shift, but more noise */
+	put_run("b", 0, 0.06, 5, 8); /* no shift, but more noise */
 	report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
 	assert_string_equal(result_text(report, "floor.tests.1.what"), "distance");
 	assert_false(json_is_true(json_at(report, "floor.tests.1.passes")));
 	assert_false(agree(report));
-	put_run("b", 0, 0.001, 5, 0); /* parts before the others do */
+	put_run("b", 0, 0.01, 5, 0); /* parts before the others do */
 	report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
-	assert_string_equal(result_text(report, "floor.tests.2.what"), "parting");
-	assert_false(json_is_true(json_at(report, "floor.tests.2.passes")));
-	assert_true(result_integer(report, "floor.tests.2.from") < 9);
+	assert_int_equal(result_integer(report, "floor.parting.b"), 1);
+	assert_false(json_is_true(json_at(report, "floor.parting.passes")));
 	assert_false(agree(report));
+	report = ALIGN(8, 1e-3, "a", "f1", "f2", "f3", "b"); /* after it, it is like the others */
+	assert_int_equal(result_integer(report, "floor.parting.b"), 9);
+	assert_true(agree(report));
 	put_run("b", 0, 0.01, 5, 8);
 	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "b"))); /* a weak floor, but one */
+	assert_null(ALIGN(64, 1e-3, "a", "f1", "b"));
+	expect_error("no step after step 64");
 }
 
 int main(void)

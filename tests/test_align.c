@@ -12,6 +12,8 @@
 
 #include "test.h"
 
+#include <unistd.h>
+
 /* ---- dumps, made here byte by byte ---- */
 
 static json_t *header;
@@ -156,6 +158,14 @@ static void types(void **state)
 			begin(), ADD("norm", cases[i].b, "[1]", 1 + (fails ? cases[i].fails : cases[i].passes)), end("b", 1);
 			expect_agreement(!fails);
 		}
+	for (int step = 1; step < 3; step++) { /* after the first step ten times as much passes */
+		begin(), ADD("norm", F32, "[1]", 1), end("a", step);
+		begin(), ADD("norm", F32, "[1]", step == 1 ? 1 : 1 + 5e-5), end("b", step);
+	}
+	expect_agreement(true);
+	begin(), ADD("norm", F32, "[1]", 1 + 2e-4), end("b", 2);
+	expect_agreement(false);
+	unlink(at("a/step-0000002.safetensors"));
 	begin(), ADD("x", I32, "[2]", 5, 1000000), end("a", 1);
 	begin(), ADD("x", I32, "[2]", 5, 1000001), end("b", 1);
 	expect_agreement(false);

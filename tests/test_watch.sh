@@ -112,10 +112,10 @@ test_stopped_rank() {
 	job=$!
 	wait_for_state hung '.waiting != null'
 	"$ling" watch hung --once >out.txt
-	has out.txt "hung  training  step 19/1000" "! no progress for " "rank 1 on " "process of" "is stopped" "kill -CONT" "rank 0"
-	state hung .waiting | grep -q 'rank 1 on .* has been in .*; rank 0 waits in [a-z]* .*the process of rank 1 is stopped' ||
+	has out.txt "hung  training  step 19/1000" "! no progress for " "rank 1 on " "is stopped" "rank 0"
+	state hung .waiting | grep -q 'rank 1 on .* has been in .*; rank 0 waits in [a-z]* .*process [0-9]* of rank 1 is stopped' ||
 		problem "$(state hung .waiting)"
-	mapfile -t pids < <(sed -n 's/.*kill -CONT \([0-9]*\).*/\1/p' out.txt)
+	mapfile -t pids < <(state hung .waiting | sed -n 's/.*process \([0-9]*\) of rank 1.*/\1/p')
 	kill -9 "${pids[@]}" # then mpirun ends the other one
 	wait $job
 	wait_for_state hung '.state == "died" and .ended'
@@ -218,7 +218,7 @@ test_terminal() {
 	wrong=$(grep -E '^(WRAPPED|SCROLLED|CONTROL|LEFT|UNKNOWN)' screen.txt | head -n 3)
 	[ -z "$wrong" ] || problem "live: $wrong"
 	[ "$(grep -c -a "ling watch  " terminal.txt)" -ge 3 ] || problem "live: drawn $(grep -c -a "ling watch  " terminal.txt) times"
-	[ "$(grep -a -o '\[2J' terminal.txt | wc -l)" = 2 ] || problem "live: the new size was not noticed"
+	[ "$(grep -a -o '\[2J' terminal.txt | wc -l)" -ge 2 ] || problem "live: the new size was not noticed"
 	# what stays on the terminal is the last state
 	tail -n 8 terminal.txt >tail.txt
 	has tail.txt "live  done  step 400/400 100%"

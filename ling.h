@@ -48,7 +48,8 @@
  *     plot_canvas              drawing, PNG, SVG
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report    a command each;
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report,
+ *     export                   a command each;
  *                              tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says

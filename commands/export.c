@@ -266,7 +266,8 @@ static int run_export(const struct command_line *line)
 		rc = export_to(&r, o->expert_counts, export_expert_counts);
 	/* Always the same name: TensorBoard would show what two files of a directory hold one above the other. */
 	if (rc == 0 && o->tensorboard && (make_directories(o->tensorboard) < 0 ||
-			path_join(path, o->tensorboard, "events.out.tfevents.0.ling") < 0 || export_to(&r, path, export_tensorboard) < 0))
+			path_join(path, o->tensorboard, "events.out.tfevents.0.ling") < 0 ||
+			export_to(&r, path, export_tensorboard) < 0))
 		rc = -1;
 	run_free(&r);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;

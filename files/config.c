@@ -125,6 +125,12 @@ static const struct key keys[] = {
 	KEY(train.batch_warmup.start, T_INT, 1, 1e7, NEEDED, NULL, "first batch"),
 	KEY(train.batch_warmup.increment, T_INT, 1, 1e7, NEEDED, NULL, "how much the batch grows at once"),
 	KEY(train.batch_warmup.tokens, T_INT64, 1, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
+	SECTION("train.dump", NONE, "all outputs, gradients and updates of some steps as files, to compare runs"),
+	LIST(train.dump.steps, train.dump.num_steps, MAX_DUMPS, NEEDED, NULL, "the steps, from 1"),
+	ITEM_KEY(train.dump.steps, number, T_INT64, 1, 1e12, NEEDED | ITSELF, NULL, "of a step"),
+	KEY(train.dump.dir, T_TEXT, 0, 0, NEEDED, NULL, "directory of the files step-NNNNNNN.safetensors"),
+	KEY(train.perturb, T_INT, 0, INT32_MAX, NONE | BEGIN, "off", "each of the first weights moves by one unit in the "
+		"last place, up or down at random; the key of these random numbers"),
 
 	SECTION("optimizer", 0, "AdamW"),
 	KEY(optimizer.beta1, T_DOUBLE, 0, 1, BELOW, "0.9", "decay of the gradient's mean"),
@@ -177,6 +183,15 @@ static const struct key keys[] = {
 	KEY(eval.every, T_INT64, 0, 1e12, NONE, "off", "steps between evaluations; off: only at the end"),
 	KEY(eval.max_windows, T_INT64, 0, 1e12, NONE, "off", "sequences of an evaluation; off: all"),
 	KEY(eval.at_start, T_BOOL, 0, 1, 0, "false", "an evaluation before the first step, too"),
+
+	LIST(eval.samples, eval.num_samples, MAX_SAMPLE_PROMPTS, NONE, "off", "prompts that each evaluation continues, "
+		"into samples.jsonl"),
+	ITEM_KEY(eval.samples, text, T_TEXT, 0, 0, NEEDED | ITSELF | ANY_TEXT, NULL, "the prompt; \"\": the beginning of "
+		"a document"),
+	KEY(eval.sample_file, T_TEXT, 0, 0, NONE, "off", "a file of more prompts, as `ling generate --prompts` reads it"),
+	KEY(eval.sample_tokens, T_INT64, 1, 1e9, 0, "64", "tokens that a prompt is continued by, at most"),
+	KEY(eval.sample_temperature, T_DOUBLE, 0, 100, 0, "0", "tokens are drawn from softmax(logits / temperature); 0: "
+		"the most likely one is taken"),
 
 	SECTION("log", 0, "progress"),
 	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
@@ -407,8 +422,9 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
 				c->spikes.window);
 
-	if (c->eval.at_start && !c->data.num_valid)
-		return fail_key(l, "eval.at_start", "found true without data.valid; expected something to evaluate");
+	if (c->eval.at_start && !c->data.num_valid && !c->eval.num_samples && !*c->eval.sample_file)
+		return fail_key(l, "eval.at_start", "found true without data.valid, eval.samples or eval.sample_file; expected "
+				"something to evaluate");
 
 	for (int i = 1; i < c->schedule.num_drops; i++)
 		if (c->schedule.drops[i].at <= c->schedule.drops[i - 1].at)

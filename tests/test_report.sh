@@ -208,8 +208,15 @@ test_browser() {
 	cp -r full "$odd"
 	expect 0 "" "$ling" report full --out one.html
 	expect 0 "" "$ling" report full second "$odd" --out several.html
+	mkdir -p empty
+	: >empty/metrics.jsonl
+	make_run single 1
+	make_run wild 9 '$m->{loss} = (0, -1, 1e300, 1e-300, undef, 2, 2, 2, undef)[$s - 1]; $m->{nonfinite} = ["loss"] if !defined $m->{loss};
+		$m->{grad_norm} = undef, $m->{nonfinite} = ["grad_norm"] if $s != 5;'
+	expect 0 "" "$ling" report single wild empty --out few.html
+	expect 0 "" "$ling" report empty --out nothing.html
 	expect 0 "" "$root/ling" report long --out long.html
-	timeout -k 5 120 python3 "$root/tests/report_in_browser.py" one.html several.html long.html >browser.txt 2>&1 || problem "$(cat browser.txt)"
+	timeout -k 5 120 python3 "$root/tests/report_in_browser.py" one.html several.html few.html nothing.html long.html >browser.txt 2>&1 || problem "$(cat browser.txt)"
 	grep '^long' browser.txt
 }
 

@@ -1,5 +1,5 @@
 /*
- * data.c - what a run reads and leaves behind: token files, windows of them, loss masks; metrics.
+ * data.c - what a run reads and leaves behind: token files, windows of them, loss masks; metrics, samples.
  *
  * The formats of token files:
  *   Megatron's indexed dataset, which `ling tokenize` writes:
@@ -30,6 +30,7 @@
 #include "kernels.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -800,11 +801,11 @@ char *metrics_line(const struct metrics *m)
 	return line.data;
 }
 
-int metrics_append(FILE *f, const char *lines)
+/* Appends lines to the file `name`. On failure nothing of them is in it. */
+static int append_lines(int fd, const char *name, const char *lines)
 {
-	const int fd = fileno(f);
 	struct stat before;
-	const bool known = fflush(f) == 0 && fstat(fd, &before) == 0;
+	const bool known = fstat(fd, &before) == 0;
 	for (size_t n = strlen(lines), at = 0; at < n;) {
 		const ssize_t written = write(fd, lines + at, n - at);
 		if (written < 0 && errno == EINTR)
@@ -812,12 +813,18 @@ int metrics_append(FILE *f, const char *lines)
 		if (written <= 0) {
 			const int error = errno;
 			if (known && S_ISREG(before.st_mode) && at && ftruncate(fd, before.st_size) < 0)
-				return fail("metrics.jsonl: cannot remove half a line: %s", strerror(errno));
-			return fail("metrics.jsonl: cannot write: %s", strerror(error));
+				return fail("%s: cannot remove half a line: %s", name, strerror(errno));
+			return fail("%s: cannot write: %s", name, strerror(error));
 		}
 		at += written;
 	}
 	return 0;
+}
+
+int metrics_append(FILE *f, const char *lines)
+{
+	return fflush(f) ? fail("metrics.jsonl: cannot write: %s", strerror(errno))
+			: append_lines(fileno(f), "metrics.jsonl", lines);
 }
 
 int metrics_write(FILE *f, const struct metrics *m)
@@ -1068,6 +1075,55 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 	}
 	free(lines);
 	free(r.loads);
+	return rc;
+}
+
+/* ============================================================================================================
+ * Samples: OUTPUT_DIR/samples.jsonl
+ * ========================================================================================================== */
+
+int samples_cut(const char *output_dir, int64_t step)
+{
+	char path[PATH_LEN];
+	const uint8_t *data;
+	size_t size;
+	const int there = path_join(path, output_dir, "samples.jsonl") < 0 ? -1 : path_exists(path);
+	if (there <= 0 || map_file(path, &data, &size) < 0)
+		return there <= 0 ? there : -1;
+	int rc = 0;
+	size_t end = size; /* of what stays; what goes is a tail, since steps rise */
+	while (end) {
+		size_t begin = end - 1; /* of the last line */
+		while (begin && data[begin - 1] != '\n')
+			begin--;
+		int64_t of = INT64_MAX;
+		if (data[end - 1] == '\n') {
+			json_t *line = json_line(path, (const char *)data + begin, end - begin);
+			rc = line ? field_int(line, path, "step", 0, INT64_MAX, &of) : -1;
+			json_decref(line);
+		}
+		if (rc < 0 || of <= step)
+			break;
+		end = begin;
+	}
+	unmap_file(data, size);
+	if (rc == 0 && end < size && truncate(path, end) < 0)
+		rc = fail("%s: cannot remove the lines after step %lld: %s", path, (long long)step, strerror(errno));
+	return rc;
+}
+
+int samples_append(const char *output_dir, int64_t step, const char *lines)
+{
+	char path[PATH_LEN];
+	if (samples_cut(output_dir, step - 1) < 0 || path_join(path, output_dir, "samples.jsonl") < 0)
+		return -1;
+	const int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+	if (fd < 0)
+		return fail("%s: cannot open: %s", path, strerror(errno));
+	int rc = append_lines(fd, path, lines);
+	if (rc == 0 && fsync(fd) < 0)
+		rc = fail("%s: cannot write: %s", path, strerror(errno));
+	close(fd);
 	return rc;
 }
 

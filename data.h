@@ -1,5 +1,5 @@
 /*
- * data.h - what a run reads and leaves behind: token files, windows of them, loss masks; metrics.
+ * data.h - what a run reads and leaves behind: token files, windows of them, loss masks; metrics, samples.
  */
 #ifndef LING_DATA_H
 #define LING_DATA_H
@@ -261,6 +261,21 @@ int metrics_set_validation(const char *output_dir, const struct metrics *m);
 int metrics_read(const char *run_dir, struct metrics **out, int *count);
 /* Calls `each` for every line that metrics_read would read, with the whole object. Ends with -1 where it returns -1. */
 int metrics_each(const char *run_dir, int (*each)(void *context, const json_t *line), void *context);
+
+/* ============================================================================================================
+ * Samples: OUTPUT_DIR/samples.jsonl, one strict JSON object for each prompt that an evaluation has continued. Steps
+ * rise. Each has `step`, the updates done; the writer knows the other members.
+ * ========================================================================================================== */
+
+/* Removes the lines of later steps than `step`, and a torn last line. No file is no error. */
+int samples_cut(const char *output_dir, int64_t step);
+/* Appends the lines of a step, and brings them to disk. What is there of that step or of later ones is removed. On
+ * failure nothing of the lines is in the file. */
+int samples_append(const char *output_dir, int64_t step, const char *lines);
+
+/* ============================================================================================================
+ * Batch sizes, and the length of a run
+ * ========================================================================================================== */
 
 /* Sequences of the update that starts after `tokens` tokens. */
 int64_t batch_size(const struct config *c, int64_t tokens);

@@ -423,7 +423,13 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	layers_forward(m, T, NULL, 0, step, sums);
 }
 
-void model_extend(struct model *m, const struct segment *segments, int n)
+/* The final norm's results of all tokens: with a tensor group, those that model_extend has gathered. */
+static real *all_results(struct model *m)
+{
+	return m->layout.tensor.size == 1 ? m->acts.normed : m->acts.gathered;
+}
+
+real *model_extend(struct model *m, const struct segment *segments, int n)
 {
 	const int64_t H = m->config.hidden_size;
 	real *embedded = partial_sums(m, m->acts.layer[0].input);
@@ -440,6 +446,8 @@ void model_extend(struct model *m, const struct segment *segments, int n)
 	layers_forward(m, T, segments, n, NULL, NULL);
 	for (int i = 0; i < n; i++)
 		segments[i].cache->length += segments[i].num_tokens;
+	all_gather_sequence(m, m->acts.normed, T);
+	return all_results(m);
 }
 
 /* ============================================================================================================
@@ -473,10 +481,13 @@ static const real *head_input(struct model *m, const real *normed, int64_t n)
 
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 {
-	const int64_t H = m->config.hidden_size;
-	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, m->config.vocab_size));
-	matmul_forward(logits, head_input(m, m->acts.normed + first * H, n), &m->lm_head, NULL, n, H, m->config.vocab_size,
-			false);
+	const struct group *tensor = &m->layout.tensor;
+	const int64_t H = m->config.hidden_size, V = m->global.vocab_size, own = m->config.vocab_size;
+	real *out = tensor->size == 1 ? logits : m->acts.head_logits;
+	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, own));
+	matmul_forward(out, head_input(m, all_results(m) + first * H, n), &m->lm_head, NULL, n, H, own, false);
+	for (int64_t i = 0; i < n && tensor->size > 1; i++)
+		all_gather(tensor, TRAFFIC_HEAD, logits + i * V, out + i * own, V, 1);
 }
 
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step)
@@ -1344,16 +1355,26 @@ static int validate(struct trainer *t, struct metrics *m)
 static bool has_evaluation(const struct trainer *t, int64_t step)
 {
 	const struct config *c = &t->config;
-	return c->data.num_valid && (step == t->steps || (c->eval.every && step % c->eval.every == 0));
+	return (c->data.num_valid || t->write_samples) &&
+			(step == t->steps || (c->eval.every && step % c->eval.every == 0));
 }
 
-/* All that an evaluation of the current weights does. *m is filled in by validate(). */
+/* An evaluation of the current weights: the validation, whose result is put into *m, and the samples. A stop in either
+ * ends it as a whole. */
 static int evaluate_step(struct trainer *t, struct metrics *m)
 {
 	const double start = clock_seconds();
 	trace_phase(HEARTBEAT_EVALUATION, t->state.step);
 	if (validate(t, m) < 0)
 		return -1;
+	const bool samples = t->write_samples && !m->validation_stopped && (!m->has_valid_loss || isfinite(m->valid_loss));
+	const int stopped = samples ? t->write_samples(t) : 0;
+	if (stopped < 0)
+		return -1;
+	if (stopped) {
+		m->has_valid_loss = false;
+		m->validation_stopped = t->stop = true;
+	}
 	if (m->validation_stopped)
 		return 0;
 	t->evaluation_seconds += clock_seconds() - start;
@@ -1580,7 +1601,7 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 				(json_int_t)batches, "from_step", (json_int_t)from, "rollbacks", rollbacks, "samples", passed_over));
 		fclose(*metrics_file);
 		*metrics_file = metrics_open(c->train.output_dir, t->state.step, NULL);
-		rc = *metrics_file ? 0 : -1;
+		rc = *metrics_file && samples_cut(c->train.output_dir, t->state.step) == 0 ? 0 : -1;
 	}
 	json_decref(passed_over);
 	return parallel_agree(rc) < 0 ? RUN_FAILED : RUN_DONE;
@@ -1745,8 +1766,14 @@ enum run_result trainer_run(struct trainer *t)
 		return 0;
 	}
 	struct metrics before = {0};
-	FILE *f = is_rank0(t) ? metrics_open(t->config.train.output_dir, t->state.step, &before) : NULL;
-	if (parallel_agree((is_rank0(t) && !f) || open_events(t) < 0 ? -1 : 0) < 0) {
+	FILE *f = NULL;
+	int rc = 0;
+	if (is_rank0(t)) {
+		const int64_t samples_until = t->state.batches ? t->state.step : -1; /* a run that begins has none of step 0 */
+		f = metrics_open(t->config.train.output_dir, t->state.step, &before);
+		rc = f && samples_cut(t->config.train.output_dir, samples_until) == 0 && open_events(t) == 0 ? 0 : -1;
+	}
+	if (parallel_agree(rc) < 0) {
 		if (f)
 			fclose(f);
 		return RUN_FAILED;

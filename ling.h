@@ -42,14 +42,16 @@
  *     result                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
  *     engine                   generation: key-value caches, batches, sampling
+ *     samples                  prompts that each evaluation of a training run continues
  *     match                    what a pattern finds in a reply; numbers and punctuation in it
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
- *     plot_canvas              drawing, PNG
+ *     plot_canvas              drawing, PNG, SVG
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report    a command each;
- *                              tokenize has train-tokenizer too, and doctor has bench
+ *     follow                   reading what is new in a file of JSON lines
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report, watch    a command
+ *                              each; tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -144,12 +146,12 @@ void model_update_head_scale(struct model *m);
  * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* The forward pass for the next tokens of some sequences: at least one token of each, max_sequences * seq_len
- * together. They enter the caches, and acts.normed holds their results, one segment after the other. The results are
- * those of model_forward, to the bit: they depend neither on the other segments nor on how a sequence was cut into
- * segments. */
-void model_extend(struct model *m, const struct segment *segments, int n);
-/* Logits [n, V] of tokens first .. first + n - 1 of the last forward pass (or model_extend), n <= head_chunk(V, 1).
- * For a model without tensor parallel. */
+ * together. They enter the caches. Returns their results, rows [H] of the final norm, one segment after the other,
+ * which the caller may move. The results are those of model_forward, to the bit: they depend neither on the other
+ * segments nor on how a sequence was cut into segments. */
+real *model_extend(struct model *m, const struct segment *segments, int n);
+/* Logits [n, V] of rows first .. first + n - 1 of the results of the last model_extend or, in a model without tensor
+ * parallel, model_forward; n <= head_chunk(V, 1). V is the whole vocabulary, which a tensor group joins. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the targets [B, L] of the last forward pass that count (>= 0). With step, also
  * the gradients of the head and of acts.normed. */
@@ -171,6 +173,7 @@ struct step_sums step_sums_shape(const struct model_config *c); /* size and stri
 /* Learning rate of update `step` (from 1) of `steps`; progress: tokens before it / tokens of the run. */
 double learning_rate(const struct config *c, int64_t step, int64_t steps, double progress);
 
+struct sampler;
 struct trainer {
 	struct config config;
 	struct model model;
@@ -213,6 +216,10 @@ struct trainer {
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */
+	/* Continues the prompts of eval.samples and eval.sample_file with the current weights, into samples.jsonl:
+	 * commands/samples.h. NULL: there are none. Collective. Returns 1 where a stop ended it: nothing is written. */
+	int (*write_samples)(struct trainer *t);
+	struct sampler *sampler;     /* what it needs */
 	double evaluation_seconds;   /* of all evaluations of this process, */
 	int num_evaluations;         /* and how many they are */
 };

@@ -5,8 +5,10 @@
 #include "commands/engine.h"
 
 #include "files/base.h"
+#include "files/checkpoint.h"
 #include "files/collections.h"
 #include "kernels.h"
+#include "parallel.h"
 #include "files/tokenizer.h"
 #include "ling.h"
 
@@ -14,8 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of the keys and values of `capacity` tokens in all layers. */
-static size_t kv_cache_bytes(const struct model *m, int64_t capacity)
+size_t kv_cache_bytes(const struct model *m, int64_t capacity)
 {
 	const size_t width = 2 * (size_t)m->config.num_key_value_heads * m->config.head_dim;
 	return m->config.num_hidden_layers * (size_t)capacity * width * sizeof(real);
@@ -121,6 +122,22 @@ int32_t choose_token(const struct sampling *s, const real *logits, int64_t V, ui
 
 /* ---------------------------------------------------------------------------------------------- generation */
 
+/* Appends the `eos_token_id` of a JSON object that was read from `path`; none where it has none. */
+static int append_end_ids(struct ids *out, const json_t *root, const char *path)
+{
+	const json_t *eos = json_object_get(root, "eos_token_id");
+	const size_t n = json_is_array(eos) ? json_array_size(eos) : eos && !json_is_null(eos);
+	for (size_t k = 0; k < n; k++) {
+		const json_t *id = json_is_array(eos) ? json_array_get(eos, k) : eos;
+		if (!json_is_integer(id) || json_integer_value(id) < 0 || json_integer_value(id) > INT32_MAX)
+			return fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a "
+					"list of such", path,
+					json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
+		append_id(out, json_integer_value(id));
+	}
+	return 0;
+}
+
 int end_ids_read(struct ids *out, const char *dir)
 {
 	static const char *const names[] = {"generation_config.json", "config.json"};
@@ -129,23 +146,28 @@ int end_ids_read(struct ids *out, const char *dir)
 		char path[PATH_LEN];
 		const int there = path_join(path, dir, names[i]) < 0 ? -1 : path_exists(path);
 		json_t *root = there > 0 ? json_read(path) : NULL;
-		const json_t *eos = json_object_get(root, "eos_token_id");
-		const size_t n = json_is_array(eos) ? json_array_size(eos) : eos && !json_is_null(eos);
-		int rc = there < 0 || (there && !root) ? -1 : 0;
-		for (size_t k = 0; rc == 0 && k < n; k++) {
-			const json_t *id = json_is_array(eos) ? json_array_get(eos, k) : eos;
-			if (json_is_integer(id) && json_integer_value(id) >= 0 && json_integer_value(id) <= INT32_MAX)
-				append_id(out, json_integer_value(id));
-			else
-				rc = fail("%s: `eos_token_id` has %s where an id should be; expected a whole number from 0 on, or a "
-						"list of such", path,
-						json_is_integer(id) ? "a number outside of 0 to 2147483647" : json_kind(id));
-		}
+		const int rc = there < 0 || (there && !root) ? -1 : append_end_ids(out, root, path);
 		json_decref(root);
 		if (rc < 0)
 			return -1;
 	}
 	return 0;
+}
+
+int end_ids_of_files(struct ids *out, const struct model_files *files)
+{
+	const int64_t before = out->count;
+	for (int i = 0; i < files->count; i++) {
+		const struct model_file *f = &files->list[i];
+		if (strcmp(f->name, "generation_config.json"))
+			continue;
+		json_t *root = json_line(f->name, f->data, f->size);
+		const int rc = root ? append_end_ids(out, root, f->name) : -1;
+		json_decref(root);
+		if (rc < 0)
+			return -1;
+	}
+	return out->count > before ? 0 : append_end_ids(out, files->config, "config.json");
 }
 
 size_t find_stop(const struct text *text, size_t from, const struct strings *stop)
@@ -198,12 +220,13 @@ struct slot { struct request *request; struct kv_cache cache; };
 static int generate_step(struct model *m, const struct tokenizer *t, struct slot *slots,
 		const struct generation_config *g, real *logits, int32_t *scratch)
 {
-	const int64_t V = m->config.vocab_size, H = m->config.hidden_size;
+	const int64_t V = m->global.vocab_size, H = m->config.hidden_size;
 	/* The vocabulary may be padded: only ids that the tokenizer has may be chosen. */
 	const int64_t num_ids = tokenizer_size(t) < V ? tokenizer_size(t) : V;
 	int64_t room = (int64_t)m->max_sequences * m->seq_len, row = 0;
 	struct segment segments[g->batch];
 	struct slot *slot_of[g->batch];
+	int32_t chosen[g->batch];
 	int n = 0, ready = 0;
 	for (struct slot *s = slots; s < slots + g->batch; s++) {
 		const int64_t missing = s->request ? s->request->ids.count - s->cache.length : 0;
@@ -214,23 +237,28 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 		segments[n++] = (struct segment){&s->cache, s->request->ids.id + s->cache.length, num};
 		room -= num;
 	}
-	model_extend(m, segments, n);
+	real *results = model_extend(m, segments, n);
 	for (int i = 0; i < n; i++) { /* the last row of each sequence moves to the front: one matrix product for all */
 		row += segments[i].num_tokens;
 		if (slot_of[i]->cache.length < slot_of[i]->request->ids.count)
 			continue;
-		memmove(m->acts.normed + ready * H, m->acts.normed + (row - 1) * H, H * sizeof(real));
+		memmove(results + ready * H, results + (row - 1) * H, H * sizeof(real));
 		slot_of[ready++] = slot_of[i];
 	}
 	model_logits(m, logits, 0, ready);
+	for (int i = 0; i < ready && (!g->together || m->layout.world.rank == 0); i++) {
+		const struct request *r = slot_of[i]->request;
+		chosen[i] = choose_token(&g->sampling, logits + i * V, num_ids, r->number, r->ids.count, scratch);
+	}
+	if (g->together)
+		broadcast(&m->layout.world, chosen, ready * sizeof *chosen);
 	for (int i = 0; i < ready; i++) {
 		struct slot *s = slot_of[i];
 		struct request *r = s->request;
-		const int32_t id = choose_token(&g->sampling, logits + i * V, num_ids, r->number, r->ids.count, scratch);
-		if (id < 0)
+		if (chosen[i] < 0)
 			return fail("the logits after %lld tokens of prompt %u are not finite", (long long)r->ids.count,
 					r->number + 1);
-		add_token(r, id, t, g);
+		add_token(r, chosen[i], t, g);
 		if (g->no_cache)
 			s->cache.length = 0;
 		if (r->ended)
@@ -244,7 +272,7 @@ static int generate_step(struct model *m, const struct tokenizer *t, struct slot
 int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
 		const struct generation_config *g)
 {
-	const int64_t V = m->config.vocab_size;
+	const int64_t V = m->global.vocab_size;
 	const int num_slots = g->batch < n ? g->batch : n;
 	int64_t capacity = 0;
 	for (int i = 0; i < n; i++)
@@ -253,18 +281,20 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
 	struct slot slots[g->batch];
 	memset(slots, 0, sizeof slots);
 	const double bytes = (double)num_slots * kv_cache_bytes(m, capacity);
+	int rc = 0;
 	if (bytes + m->acts_bytes > usable_memory(""))
-		return fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: "
+		rc = fail("keys and values of %d x %lld tokens need %.1f GB; %.1f GB may be used here: "
 				"make batch or max_tokens smaller", num_slots, (long long)capacity, bytes / 1e9,
 				usable_memory("") / 1e9);
-	real *logits = malloc(g->batch * V * sizeof *logits);
+	real *logits = rc == 0 ? malloc(g->batch * V * sizeof *logits) : NULL;
 	int32_t *scratch = malloc(V * sizeof *scratch);
-	int rc = 0;
-	if (!logits || !scratch)
+	if (rc == 0 && (!logits || !scratch))
 		rc = fail("out of memory for the logits of %d sequences, %.1f GB", g->batch,
 				g->batch * V * sizeof *logits / 1e9);
 	for (int i = 0; i < num_slots && rc == 0; i++)
 		rc = kv_cache_init(&slots[i].cache, m, capacity);
+	if (g->together)
+		rc = parallel_agree(rc);
 	for (int next = 0; rc == 0;) {
 		int running = 0;
 		for (struct slot *s = slots; s < slots + num_slots; s++) {

@@ -7,6 +7,7 @@
 
 #include "files/base.h"
 #include "kernels.h"
+#include "files/checkpoint.h"
 #include "files/tokenizer.h"
 #include "ling.h"
 
@@ -14,6 +15,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Bytes of the keys and values of `capacity` tokens in all layers, on this rank. */
+size_t kv_cache_bytes(const struct model *m, int64_t capacity);
 /* Makes the empty cache of a sequence (struct kv_cache, kernels.h), with room for `capacity` tokens. That may be more
  * than m->seq_len: the model's RoPE table is made long enough. Fails with the size when memory is short, and then
  * leaves nothing to free. */
@@ -44,13 +47,15 @@ struct generation_config {
 	struct strings stop;         /* a request ends before the first of these texts */
 	const struct ids *ends;      /* ids that end a request, as the tokenizer's end token does; or NULL */
 	int batch;                   /* requests that run at the same time */
+	bool together;               /* all ranks generate for the same requests, and rank 0 chooses the tokens */
 	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
 	int (*on_token)(void *data, const struct request *r); /* called after each token, -1 ends everything; or NULL */
 	void *on_token_data;         /* its first argument */
 };
 /* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the
  * batch nor on the cache. Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into
- * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. */
+ * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. With
+ * g->together it is collective, and must be so where ranks divide the model; on_token must do the same on all ranks. */
 int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
 		const struct generation_config *g);
 
@@ -58,6 +63,8 @@ int generate(struct model *m, const struct tokenizer *t, struct request *request
  * DIR/generation_config.json or, where that has none, of DIR/config.json, as in transformers. One that is no id is an
  * error. */
 int end_ids_read(struct ids *out, const char *dir);
+/* The same of the files that go along into a run's checkpoints: what end_ids_read will find there. */
+int end_ids_of_files(struct ids *out, const struct model_files *files);
 
 /* Where the first of the stop texts begins in a text, in bytes, searched from `from` on; the text's size where there
  * is none. */

@@ -382,7 +382,7 @@ static void add_rows(struct score_batch *b, const struct task_context *x, int co
 }
 
 /* Adds the log-probabilities of the scored tokens that n rows predict to the log-likelihoods. The results of the rows
- * are acts.normed from row `first` on; n <= head_chunk(). */
+ * are those of the last model_extend from row `first` on; n <= head_chunk(). */
 static void score_rows(struct task_work *w, struct model *m, struct score_batch *b, const struct scored_row *rows,
 		int64_t n, int64_t first)
 {
@@ -428,10 +428,10 @@ static void run_batch(struct task_work *w, struct model *m, struct score_batch *
 			if (used == s->num_tokens)
 				i++, used = 0;
 		}
-		model_extend(m, b->parts, num_parts);
+		real *results = model_extend(m, b->parts, num_parts);
 		/* The scored rows move together, so that score_rows makes the logits of many at a time. */
 		for (; row + n < end && row[n].row < done + tokens; n++)
-			memmove(m->acts.normed + n * H, m->acts.normed + (row[n].row - done) * H, H * sizeof *m->acts.normed);
+			memmove(results + n * H, results + (row[n].row - done) * H, H * sizeof *results);
 		for (int64_t first = 0; first < n; first += C)
 			score_rows(w, m, b, row + first, n - first < C ? n - first : C, first);
 		row += n, done += tokens;

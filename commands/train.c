@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "commands/samples.h"
 #include "commands/self_check.h"
 
 #include <errno.h>
@@ -109,6 +110,8 @@ static int train(const struct command_line *line, struct faults *faults)
 	trace_peak(rates.flops, rates.bandwidth);
 	struct trainer t;
 	int rc = trainer_init(&t, &c);
+	if (rc == 0 && (rc = sampler_open(&t)) < 0)
+		trainer_free(&t);
 	const bool started = rc == 0;
 	if (started) {
 		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
@@ -132,6 +135,7 @@ static int train(const struct command_line *line, struct faults *faults)
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
 		trace_phase(HEARTBEAT_END, t.state.step);
+		sampler_close(&t);
 		trainer_free(&t);
 	} else if (parallel_rank() == 0) {
 		heartbeat_remove(c.train.output_dir); /* a run that was refused leaves nothing */

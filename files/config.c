@@ -178,6 +178,15 @@ static const struct key keys[] = {
 	KEY(eval.max_windows, T_INT64, 0, 1e12, NONE, "off", "sequences of an evaluation; off: all"),
 	KEY(eval.at_start, T_BOOL, 0, 1, 0, "false", "an evaluation before the first step, too"),
 
+	LIST(eval.samples, eval.num_samples, MAX_SAMPLE_PROMPTS, NONE, "off", "prompts that each evaluation continues, "
+		"into samples.jsonl"),
+	ITEM_KEY(eval.samples, text, T_TEXT, 0, 0, NEEDED | ITSELF | ANY_TEXT, NULL, "the prompt; \"\": the beginning of "
+		"a document"),
+	KEY(eval.sample_file, T_TEXT, 0, 0, NONE, "off", "a file of more prompts, as `ling generate --prompts` reads it"),
+	KEY(eval.sample_tokens, T_INT64, 1, 1e9, 0, "64", "tokens that a prompt is continued by, at most"),
+	KEY(eval.sample_temperature, T_DOUBLE, 0, 100, 0, "0", "tokens are drawn from softmax(logits / temperature); 0: "
+		"the most likely one is taken"),
+
 	SECTION("log", 0, "progress"),
 	KEY(log.every, T_INT64, 1, 1e12, 0, "1", "steps between lines"),
 	KEY(log.experts, T_INT64, 0, 1e12, NONE | AUTO, "auto", "steps between lines of the metrics that count the tokens "
@@ -407,8 +416,9 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
 				c->spikes.window);
 
-	if (c->eval.at_start && !c->data.num_valid)
-		return fail_key(l, "eval.at_start", "found true without data.valid; expected something to evaluate");
+	if (c->eval.at_start && !c->data.num_valid && !c->eval.num_samples && !*c->eval.sample_file)
+		return fail_key(l, "eval.at_start", "found true without data.valid, eval.samples or eval.sample_file; expected "
+				"something to evaluate");
 
 	for (int i = 1; i < c->schedule.num_drops; i++)
 		if (c->schedule.drops[i].at <= c->schedule.drops[i - 1].at)

@@ -13,6 +13,7 @@
 
 #define MAX_LR_DROPS 16
 #define MAX_SOURCES 64     /* token files of a blend, and of all validation sets */
+#define MAX_SAMPLE_PROMPTS 32 /* of eval.samples, beside those of eval.sample_file */
 #define SET_NAME_LEN 32    /* bytes of a validation set's name, the final 0 included */
 
 /* What a model's memory is for: evaluation, or training, which keeps all activations for the backward pass, or
@@ -108,6 +109,11 @@ struct config {
 		int64_t every;           /* steps; 0 = only at the end */
 		int64_t max_windows;     /* 0 = all */
 		bool at_start;           /* before the first step, too */
+		struct { char text[1024]; } samples[MAX_SAMPLE_PROMPTS]; /* prompts that are continued */
+		int num_samples;
+		char sample_file[PATH_LEN]; /* more of them; "": none */
+		int64_t sample_tokens;   /* most tokens of a continuation */
+		double sample_temperature;
 	} eval;
 	struct { int64_t every, experts; } log; /* steps; experts: of expert_counts, 0 = never, EVERY_AUTO */
 	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */

@@ -226,7 +226,7 @@ const char *store_text(void *structure, const struct key *k, size_t shift, const
 	if (k->type == T_TEXT) {
 		if (off && !(k->flags & NONE))
 			return "put it in quotes if it is a name";
-		if (!*text && (plain || !(k->flags & NONE)))
+		if (!*text && (plain || !(k->flags & (NONE | ANY_TEXT))))
 			return "";
 		if (strlen(text) >= k->size)
 			return "too long";

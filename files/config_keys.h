@@ -37,7 +37,7 @@ enum key_flags {
 	OR_PATH = 64,              /* of a T_TEXT with names: any other text too, as a path */
 	AUTO = 128,                /* of a T_INT64: `auto` is allowed: AUTO_VALUE */
 	ITSELF = 256,              /* of an item's key: its value may stand for the item, and for a list of one item */
-	ANY_TEXT = 512,            /* of a T_TEXT: control characters are allowed, such as a new line */
+	ANY_TEXT = 512,            /* of a T_TEXT: it may be "", and have control characters, such as a new line */
 	OWN_FLAG = 1024,            /* this and all higher bits mean what the owner of the table says */
 };
 

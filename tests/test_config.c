@@ -305,6 +305,11 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"set with a space", BAD_DATA("seq_len: 5, valid: {my web: a}"), {"data.valid: found my web in place of"}},
 	{"set without a name", BAD_DATA("seq_len: 5, valid: {\"\": a}"), {"data.valid: found \"\" in place of the name"}},
 	{"long set", BAD_DATA("seq_len: 5, valid: {a123456789b123456789c123456789d1: a}"), {"at most 31 letters"}},
+	{"sample off", VALID "eval: {samples: [off]}\n", {"eval.samples.text: found off", "put it in quotes"}},
+	{"sample without text", VALID "eval: {samples: [{}]}\n", {"eval.samples: the key text is missing"}},
+	{"sample in a list", VALID "eval: {samples: [[a]]}\n", {"eval.samples: found a list (as an item)",
+		"a text, or a list of {text: ...}, or off"}},
+	{"samples by name", VALID "eval: {samples: {a: b}}\n", {"eval.samples: found a mapping"}},
 	{"start without data", VALID "eval: {at_start: true}\n", {"run.yaml:5: eval.at_start: found true without"}},
 	{"list in a list", BAD_DATA("seq_len: 5, valid: [[x]]"), {"data.valid: found a list (as an item)"}},
 	{"weight without path", BAD_DATA("seq_len: 5, valid: [{dtype: uint16}]"), {"data.valid: the key path is missing"}},
@@ -807,7 +812,9 @@ static void test_resume(void **state)
 	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
 			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
 			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
-			"eval.at_start: not in the checkpoint -> false\nlog.every: not in the checkpoint -> 10\n");
+			"eval.at_start: not in the checkpoint -> false\neval.samples: not in the checkpoint -> []\n"
+			"eval.sample_file: not in the checkpoint -> \"\"\neval.sample_tokens: not in the checkpoint -> 64\n"
+			"eval.sample_temperature: not in the checkpoint -> 0.0\nlog.every: not in the checkpoint -> 10\n");
 	json_object_set_new(saved, "model", json_array());
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
@@ -887,7 +894,7 @@ static json_t *other_value(const json_t *v)
 	return copy;
 }
 
-/* Named sets of validation files: in the order of the file, and as JSON as they were written. */
+/* Named sets of validation files, in the order of the file, and as JSON as they were written; prompts. */
 static void test_valid_sets(void **state)
 {
 	(void)state;
@@ -916,6 +923,15 @@ static void test_valid_sets(void **state)
 	assert_string_equal(text, "[{\"path\":\"v\",\"dtype\":\"none\"}]");
 	free(text);
 	json_decref(valid);
+	load_ok(&c, VALID "eval: {samples: [plain, 'off', \"two\\nlines\", \"\", {text: x}], sample_temperature: 0.5}\n");
+	assert_true(c.eval.num_samples == 5 && c.eval.sample_tokens == 64 && c.eval.sample_temperature == 0.5);
+	static const char *const samples[] = {"plain", "off", "two\nlines", "", "x"};
+	for (int i = 0; i < 5; i++)
+		assert_string_equal(c.eval.samples[i].text, samples[i]);
+	load_ok(&c, VALID "eval: {samples: Once upon a time}\n");
+	assert_true(c.eval.num_samples == 1 && !strcmp(c.eval.samples[0].text, "Once upon a time"));
+	load_ok(&c, VALID "eval: {samples: off}\n");
+	assert_int_equal(c.eval.num_samples, 0);
 	/* 65 files in two sets are one too many */
 	char yaml[4096] = MODEL "data: {train: a, seq_len: 128, valid: {a: x, b: [";
 	for (int i = 0; i < 64; i++)
@@ -947,7 +963,8 @@ static const char *const may_change[] = {
 	"spikes.grad_threshold", "spikes.retry_lr", "spikes.max_skips", "spikes.rollback", "checkpoint.every",
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
-	"log.every", "log.experts", "trace.events",
+	"eval.samples", "eval.sample_file", "eval.sample_tokens", "eval.sample_temperature", "log.every", "log.experts",
+	"trace.events",
 	"parallel.tensor", "parallel.expert",
 };
 

@@ -146,6 +146,51 @@ static void metrics_arrays(void **state)
 	free(read);
 }
 
+/* samples.jsonl: what a later step or a torn line left goes, and nothing else; half a line is never written. */
+static void samples_lines(void **state)
+{
+	(void)state;
+	char *path = at("samples.jsonl");
+	const char *const first = "{\"step\": 0, \"text\": \"a\\n\"}\n{\"step\": 0}\n", *const third = "{\"step\": 3}\n",
+			*const fifth = "{\"step\": 5}\n{\"step\": 5}\n";
+	static const struct { int64_t cut; int lines; } cases[] = {{5, 5}, {4, 3}, {3, 3}, {2, 2}, {0, 2}, {-1, 0}};
+	char expected[512], whole[256];
+	snprintf(whole, sizeof whole, "%s%s%s", first, third, fifth);
+	assert_int_equal(samples_cut(scratch, 0), 0); /* there is no file */
+	assert_false(exists(path));
+	for (int i = 0; i < COUNT(cases); i++)
+		for (int torn = 0; torn < 2; torn++) {
+			snprintf(expected, sizeof expected, "%s%s", whole, torn ? "{\"step\": 1" : "");
+			put_string(path, expected);
+			assert_int_equal(samples_cut(scratch, cases[i].cut), 0);
+			char *end = strcpy(expected, whole);
+			for (int line = 0; line < cases[i].lines; line++)
+				end = strchr(end, '\n') + 1;
+			*end = 0;
+			size_t n;
+			char *text = (char *)get_file(path, &n);
+			assert_string_equal(text, expected);
+			free(text);
+		}
+	unlink(path);
+	assert_int_equal(samples_append(scratch, 0, first), 0);
+	assert_int_equal(samples_append(scratch, 3, "{\"step\": 3, \"text\": \"written before a kill\"}\n"), 0);
+	assert_int_equal(samples_append(scratch, 3, third), 0);
+	limit_files(strlen(first) + strlen(third) + 15);
+	assert_int_equal(samples_append(scratch, 5, fifth), -1);
+	limit_files(RLIM_INFINITY);
+	expect_error("samples.jsonl: cannot write: File too large");
+	assert_int_equal(samples_append(scratch, 5, fifth), 0);
+	size_t n;
+	char *text = (char *)get_file(path, &n);
+	assert_string_equal(text, whole);
+	free(text);
+	put_string(path, "{\"step\": 1}\nnonsense\n");
+	assert_int_equal(samples_cut(scratch, 1), -1);
+	expect_error("samples.jsonl: bad JSON");
+	unlink(path);
+}
+
 static void metrics_nonfinite(void **state)
 {
 	(void)state;
@@ -221,7 +266,7 @@ static void metrics_broken(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(metrics_resume), TEST(metrics_arrays), TEST(metrics_nonfinite), TEST(metrics_broken),
+		TEST(metrics_resume), TEST(metrics_arrays), TEST(samples_lines), TEST(metrics_nonfinite), TEST(metrics_broken),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

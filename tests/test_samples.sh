@@ -131,6 +131,12 @@ test_end_ids() {
 	jq -es 'map(select(.step == 0)) | any(.tokens < 30)' ends/samples.jsonl >/dev/null || problem "no end: $(cat ends/samples.jsonl)"
 	generated ends 0 $first
 	generated ends 6 ends/step-0000006
+	# conversations: the prompt is shown with its tags
+	printf '{"messages": [{"role": "user", "content": "Who?"}]}\n{"prompt": "A"}\n' >talk.jsonl
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=talk train.init_from=$first eval.sample_file=talk.jsonl eval.sample_tokens=20
+	"$root/ling" generate talk/step-0000003 --prompts talk.jsonl --max-tokens 20 --json 2>err.txt | jq -c '[.text, .tokens]' >expected.txt
+	same expected.txt <(jq -c 'select(.step == 3) | [.text, .tokens]' talk/samples.jsonl)
+	[ "$(jq -c 'select(.step == 3) | .prompt' talk/samples.jsonl | xargs)" = "<role>HUMAN</role>Who?<role>ASSISTANT</role> A" ] || problem "$(cat talk/samples.jsonl)"
 }
 
 test_refused() {

@@ -1,14 +1,11 @@
 /*
- * commands/plot.c - `ling plot`: what the picture of a run shows: losses, with marks of what was decided about bad
- * batches, learning rate and batch size, expert load.
+ * commands/plot.c - `ling plot`: what the picture of a run shows, or of several: losses, with marks of what was decided
+ * about bad batches, learning rate and batch, gradient norm, auxiliary losses, speed, expert load.
  */
 #define _GNU_SOURCE
 #include "commands/plot.h"
 
 #include "files/base.h"
-#include "data.h"
-#include "training/events.h"
-#include "commands/plot_canvas.h"
 
 #include <math.h>
 #include <stddef.h>
@@ -16,142 +13,88 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TITLE_SCALE 2.6 /* as TEXT_SCALE */
+#define TITLE_SIZE 24.0
+enum { HEADER_TOP = 30, HEADER_ROW = 26 }; /* the names of the runs, a row each: pixels */
 
-/* -- series -- */
+/* Colours that stay apart for the colour-blind (Okabe and Ito). Of one run the first two are those of a panel's left
+ * and right axis; of several runs each has one. */
+static const uint32_t colours[MAX_PLOT_RUNS] = {0x0072b2, 0xd55e00, 0x009e73, 0xcc79a7, 0xe69f00, 0x56b4e9, 0x000000,
+		0x8c6d31};
 
-struct series {
-	const char *name;
+/* A colour nearer to white: of values that are not smoothed. */
+static uint32_t pale(uint32_t colour)
+{
+	uint32_t out = 0;
+	for (int shift = 16; shift >= 0; shift -= 8)
+		out |= (uint32_t)lround(255 - 0.42 * (255 - (colour >> shift & 255))) << shift;
+	return out;
+}
+
+/* -- panels -- */
+
+enum look {
+	LOOK_PLAIN,                  /* a line; with a dot at each value when there are few */
+	LOOK_RAW,                    /* a pale, thin line, if LOOK_SMOOTH goes with it */
+	LOOK_SMOOTH,                 /* see series_smooth */
+	LOOK_STAIRS,                 /* a value holds until the next one */
+};
+
+struct curve {
+	const struct run *run;
+	const char *name;            /* of the series */
+	const char *legend;          /* NULL: none */
 	uint32_t colour;
-	double width, dot;            /* pixels: of the line; and of a dot at each value, 0 = none */
-	bool stairs;                  /* a value holds until the next one: horizontal and vertical lines */
-	int count;
-	const double *x, *y;
+	enum look look;
+	bool right;                  /* its axis */
+	bool dashed;
 };
 
-/* Draws a series. A value that cannot be shown leaves a gap. A stroke that stays in one pixel column, between the
- * lowest and the highest value drawn there, is left out: so a million values take little more time than the extremes
- * of each column. */
-static void draw_series(struct canvas *c, const struct series *s, const struct axis *x, const struct axis *y)
-{
-	double px = 0, py = 0, lo = 0, hi = 0;
-	bool pen_down = false;
-	for (int i = 0; i < s->count; i++) {
-		double nx = axis_at(x, s->x[i]), ny = axis_at(y, s->y[i]);
-		if (!can_show(s->y[i])) {
-			pen_down = false;
-			continue;
-		}
-		if (pen_down && s->stairs) {
-			stroke(c, px, py, nx, py, s->width);
-			lo = hi = py, px = nx;
-		}
-		bool same_column = pen_down && floor(px) == floor(nx);
-		if (!pen_down)
-			stroke(c, nx, ny, nx, ny, s->width);
-		else if (!same_column || ny < lo || ny > hi)
-			stroke(c, px, py, nx, ny, s->width);
-		lo = same_column ? fmin(lo, ny) : ny, hi = same_column ? fmax(hi, ny) : ny;
-		if (s->dot > 0)
-			stroke(c, nx, ny, nx, ny, s->dot);
-		px = nx, py = ny, pen_down = true;
-	}
-	paint(c, s->colour);
-}
-
-/* Marks with red dots, at the bottom of a panel, where a value of a series cannot be shown. Returns whether there was
- * one. */
-static bool mark_nonfinite(struct canvas *c, const struct series *s, const struct axis *x, int bottom)
-{
-	double last = -1;
-	for (int i = 0; i < s->count; i++) {
-		double px = floor(axis_at(x, s->x[i])) + 0.5;
-		if (!can_show(s->y[i]) && px != last) {
-			stroke(c, px, bottom - 6, px, bottom - 6, 10);
-			last = px;
-		}
-	}
-	paint(c, RED);
-	return last >= 0;
-}
-
-/* -- marks of what was decided about bad batches -- */
-
-static const struct { const char *kind, *name; uint32_t colour; } mark_kinds[NUM_PLOT_MARKS] = {
-	{"skip", "skipped", 0xd95f02}, {"retry", "at a lower rate", 0x7b3fa0}, {"drop", "dropped", 0x202020},
-	{"level_shift", "new level", 0x1b9e50}, {"rollback", "went back", 0xd6267f},
+struct panel {
+	struct box box;
+	const char *heading;
+	struct panel_axis {
+		const char *name;
+		bool from_zero;
+		double headroom;         /* the axis ends at so many times the largest value: two constant lines with
+		                          * different headroom are not at the same height */
+		double min_step;         /* between its ticks */
+		double include;          /* a value that the axis has where it is within twice the largest; NaN: none */
+		double factor;           /* of values */
+		struct axis axis;
+		bool used;
+	} left, right;
+	const double *clips;         /* [runs] a dashed line for each run; NaN: none. NULL: none at all */
+	bool has_marks;
+	struct curve curves[4 * MAX_PLOT_RUNS];
+	int num_curves;
 };
 
-/* The marks of a run, in the order of its events. */
-struct mark_list { struct plot_mark *list; size_t count, capacity; };
+/* What all panels of a picture share. */
+struct picture {
+	struct canvas *canvas;
+	const struct run *runs;
+	int num_runs;
+	bool by_tokens;
+	double lo, hi;               /* of the horizontal axis */
+	int half;                    /* see series_smooth; 0: so few steps that nothing is smoothed */
+};
 
-/* Adds the mark of an event, if it is such an event. Where the run went back, what it undid is marked no more. */
-static int add_mark(void *context, const json_t *event)
+/* Adds a curve, if there is room. */
+static void add_curve(struct panel *p, struct curve curve)
 {
-	struct mark_list *marks = context;
-	const char *kind = json_string_value(json_object_get(event, "kind"));
-	const json_t *loss = json_object_get(event, "loss");
-	const int64_t step = json_integer_value(json_object_get(event, "step")),
-			batch = json_integer_value(json_object_get(event, "batch"));
-	const bool restart = !strcmp(kind, "start") || !strcmp(kind, "resume"), back = !strcmp(kind, "rollback");
-	struct plot_mark mark = {.step = step, .batch = batch,
-			.loss = json_is_number(loss) ? json_number_value(loss) : NAN};
-	size_t left = 0;
-	for (size_t i = 0; i < marks->count; i++)
-		if (!(restart && marks->list[i].batch > batch) && !(back && marks->list[i].step > step))
-			marks->list[left++] = marks->list[i];
-	marks->count = left;
-	for (int i = 0; i < NUM_PLOT_MARKS; i++)
-		if (!strcmp(kind, mark_kinds[i].kind)) {
-			mark.kind = i;
-			mark.step += i == PLOT_SKIP || i == PLOT_DROP; /* the step that the batch was for */
-			marks->list = grow(marks->list, marks->count, &marks->capacity, 1, sizeof *marks->list);
-			marks->list[marks->count++] = mark;
-		}
-	return 0;
+	if (p->num_curves < (int)(sizeof p->curves / sizeof *p->curves))
+		p->curves[p->num_curves++] = curve;
 }
 
-/* Draws the marks of a kind at the loss of the batch, or at the top of the panel where that is higher or not finite; a
- * mark without a loss at the bottom. Returns whether there is one. */
-static bool draw_marks(struct canvas *c, const struct plot_mark *marks, int n, int kind, const struct axis *x,
-		const struct axis *y, int top, int bottom)
+static const double *horizontal(const struct picture *picture, const struct series *s)
 {
-	bool any = false;
-	for (int i = 0; i < n; i++) {
-		if (marks[i].kind != kind)
-			continue;
-		const bool named = kind == PLOT_DROP || kind == PLOT_ROLLBACK; /* these have no loss */
-		const double px = fmin(fmax(axis_at(x, marks[i].step), PLOT_LEFT + 5), PLOT_RIGHT - 5);
-		const double py = named ? bottom - 7 : can_show(marks[i].loss) ? axis_at(y, marks[i].loss) : top;
-		stroke(c, px, fmin(fmax(py, top + 6), bottom - 6), px, fmin(fmax(py, top + 6), bottom - 6), 11);
-		if (kind == PLOT_ROLLBACK)
-			stroke(c, px, top, px, bottom, 1.6);
-		any = true;
-	}
-	paint(c, mark_kinds[kind].colour);
-	return any;
+	return picture->by_tokens ? s->tokens : s->step;
 }
 
-/* Draws a panel's heading above it and, at the right, the legend: the series that have a name. */
-static void draw_heading(struct canvas *c, int top, const char *heading, const struct series *s, int num_series)
+static struct axis horizontal_axis(const struct picture *picture, const struct box *box)
 {
-	double x = PLOT_RIGHT, y = top - 20;
-	draw_text(c, PLOT_LEFT, y, heading, TEXT_SCALE, 0, false, BLACK);
-	for (int i = num_series - 1; i >= 0; i--) {
-		if (!s[i].name)
-			continue;
-		draw_text(c, x, y, s[i].name, TEXT_SCALE, 1, false, BLACK);
-		x -= text_width(s[i].name, TEXT_SCALE) + 10;
-		if (s[i].width > 0)
-			stroke(c, x - 32, y, x, y, s[i].width);
-		if (s[i].dot > 0)
-			stroke(c, x - 16, y, x - 16, y, s[i].dot);
-		paint(c, s[i].colour);
-		x -= 56;
-	}
+	return make_axis(picture->lo, picture->hi, box->left, box->right, 1, false);
 }
-
-/* -- the panels -- */
 
 /* Sorts the values that can be shown to the front of v and returns their number. */
 static int sort_shown(double *v, int n)
@@ -160,118 +103,339 @@ static int sort_shown(double *v, int n)
 	for (int i = 0; i < n; i++)
 		if (can_show(v[i]))
 			v[shown++] = v[i];
-	qsort(v, shown, sizeof *v, compare_doubles);
+	if (shown)
+		qsort(v, shown, sizeof *v, compare_doubles);
 	return shown;
 }
 
-/* Smooths a series: at most 4000 blocks of values, and for each block the mean of a window of blocks centred on it,
- * which is narrower towards the ends. A geometric mean needs positive values. Writes the points to x and y [4000] and
- * returns their number; *window is the window's width in values, 1 = not smoothed. */
-static int smooth(const struct series *s, bool geometric, double *x, double *y, int *window)
+/* Finds the range of an axis. It is linear; where the largest value is more than ten times the median, logarithmic,
+ * unless it is from_zero. */
+static void choose_axis(const struct panel *p, struct panel_axis *a, bool right)
 {
-	int per_block = (s->count + 3999) / 4000, blocks = (s->count + per_block - 1) / per_block, half = blocks / 40;
-	double *sum = allocate(blocks * sizeof *sum), *shown = allocate(blocks * sizeof *shown);
-	for (int i = 0; i < s->count; i++)
-		if (can_show(s->y[i]))
-			sum[i / per_block] += geometric ? log(s->y[i]) : s->y[i], shown[i / per_block]++;
-	for (int b = 0; b < blocks; b++) {
-		int last = b * per_block + per_block - 1, near = b < blocks - 1 - b ? b : blocks - 1 - b;
-		int h = clamp_int(near, half / 4, half);
-		double total = 0, n = 0;
-		for (int i = b < h ? 0 : b - h; i <= b + h && i < blocks; i++)
-			total += sum[i], n += shown[i];
-		x[b] = (s->x[b * per_block] + s->x[last < s->count ? last : s->count - 1]) / 2;
-		y[b] = shown[b] == 0 ? NAN : geometric ? exp(total / n) : total / n; /* a gap stays a gap */
+	double *all = NULL;
+	size_t n = 0, room = 0;
+	for (int i = 0; i < p->num_curves; i++) {
+		const struct curve *c = &p->curves[i];
+		if (c->right != right || c->look == LOOK_SMOOTH)
+			continue;
+		struct series s = run_series(c->run, c->name);
+		all = grow(all, n, &room, s.count, sizeof *all);
+		for (int k = 0; k < s.count; k++)
+			all[n++] = s.value[k] * a->factor;
+		series_free(&s);
 	}
-	free(sum), free(shown);
-	*window = (2 * half + 1) * per_block;
-	return blocks;
-}
-
-/* Training and validation loss. The axis is linear; where the largest loss is more than ten times the median,
- * logarithmic. */
-static void loss_panel(struct canvas *c, const struct series *train, const struct series *valid,
-		const struct plot_mark *marks, int num_marks, const struct axis *x, const char *x_name, int top, int bottom)
-{
-	double *all = allocate((size_t)(train->count + valid->count) * sizeof *all);
-	for (int i = 0; i < train->count + valid->count; i++)
-		all[i] = i < train->count ? train->y[i] : valid->y[i - train->count];
-	int n = sort_shown(all, train->count + valid->count);
-	double lo = n ? all[0] : 0, hi = n ? all[n - 1] : 1, middle = n ? all[n / 2] : 0;
+	a->used = n > 0;
+	n = sort_shown(all, n);
+	double lo = n ? all[0] : 0, hi = n ? all[n - 1] : 1;
+	const bool is_log = !a->from_zero && lo > 1e-100 && hi > 10 * all[n / 2];
 	free(all);
-	bool is_log = lo > 1e-100 && hi > 10 * middle;
-	double pad = is_log ? pow(hi / lo, 0.04) : 0.04 * (hi - lo) + 1e-3 * fabs(hi) + 1e-12;
-	struct axis y = make_axis(is_log ? lo / pad : lo - pad, is_log ? hi * pad : hi + pad, bottom, top, 0, is_log);
-
-	double smooth_x[4000], smooth_y[4000];
-	int window, blocks = smooth(train, is_log, smooth_x, smooth_y, &window);
-	bool raw_only = window == 1;
-	char label[64];
-	snprintf(label, sizeof label, "training, %smean of %d steps", is_log ? "geometric " : "", window);
-	struct series s[4 + NUM_PLOT_MARKS] = {
-		{"training", raw_only ? 0x1f5fa8 : 0x93bce4, raw_only ? 2.2 : 1.4, raw_only ? 6 : 0, false,
-			train->count, train->x, train->y},
-		{raw_only ? NULL : label, 0x1f5fa8, 2.4, 0, false, raw_only ? 0 : blocks, smooth_x, smooth_y},
-		{valid->count ? "validation" : NULL, 0xe07a10, 2.2, valid->count < 200 ? 9 : 0, false,
-			valid->count, valid->x, valid->y},
-		{NULL, RED, 0, 10, false, 0, NULL, NULL},
-	};
-	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, is_log ? "cross-entropy (nats per token, log scale)"
-			: "cross-entropy (nats per token)", BLACK);
-	draw_axis(c, x, BELOW, bottom, top, x_name, BLACK);
-	for (int i = 0; i < 3; i++)
-		draw_series(c, &s[i], x, &y);
-	bool train_marked = mark_nonfinite(c, train, x, bottom), valid_marked = mark_nonfinite(c, valid, x, bottom);
-	s[3].name = train_marked || valid_marked ? "non-finite" : NULL;
-	for (int i = 0; i < NUM_PLOT_MARKS; i++)
-		if (draw_marks(c, marks, num_marks, i, x, &y, top, bottom))
-			s[4 + i] = (struct series){mark_kinds[i].name, mark_kinds[i].colour, 0, 11, false, 0, NULL, NULL};
-	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
-	draw_heading(c, top, "Loss", s, 4 + NUM_PLOT_MARKS);
+	if (a->include < 2 * hi)
+		lo = fmin(lo, a->include), hi = fmax(hi, a->include);
+	const double pad = is_log ? pow(hi / lo, 0.04) : 0.04 * (hi - lo) + 1e-3 * fabs(hi) + 1e-12;
+	if (a->from_zero)
+		a->axis = make_axis(0, hi * a->headroom, p->box.bottom, p->box.top, a->min_step, false);
+	else
+		a->axis = make_axis(is_log ? lo / pad : lo - pad, is_log ? hi * pad : hi + pad, p->box.bottom, p->box.top,
+				a->min_step, is_log);
 }
 
-/* A vertical axis from 0 to `room` times the largest value of a series. */
-static struct axis axis_from_zero(const struct series *s, int top, int bottom, double room, double min_step)
+/* Marks with red dots, at the bottom of a panel, where a value of a series cannot be shown. Returns whether there was
+ * one. */
+static bool mark_nonfinite(const struct picture *picture, const struct series *s, const struct panel *p)
 {
-	double hi = 0;
-	for (int i = 0; i < s->count; i++)
-		hi = can_show(s->y[i]) ? fmax(hi, s->y[i]) : hi;
-	return make_axis(0, hi * room, bottom, top, min_step, false);
+	const struct axis x = horizontal_axis(picture, &p->box);
+	double last = -1;
+	for (int i = 0; i < s->count; i++) {
+		const double px = floor(axis_at(&x, horizontal(picture, s)[i])) + 0.5;
+		if (!can_show(s->value[i]) && px != last)
+			draw_shape(picture->canvas, DISC, last = px, p->box.bottom - 6, 9, RED, RED);
+	}
+	return last >= 0;
 }
 
-/* Learning rate and batch size, each with an axis in its colour. The axes have different room, so that two constant
- * lines are not at the same height. */
-static void schedule_panel(struct canvas *c, const struct series *lr, const struct series *batch, const struct axis *x,
-		int top, int bottom)
+static bool is_smoothed(const struct picture *picture, const struct curve *c)
 {
-	struct axis left = axis_from_zero(lr, top, bottom, 1.1, 0), right = axis_from_zero(batch, top, bottom, 1.3, 1);
-	struct series nonfinite = {"non-finite", RED, 0, 10, false, 0, NULL, NULL};
-	draw_axis(c, &left, LEFT_OF, PLOT_LEFT, PLOT_RIGHT, "learning rate", lr->colour);
-	draw_axis(c, &right, RIGHT_OF, PLOT_RIGHT, PLOT_RIGHT, "batch (sequences)", batch->colour);
-	draw_axis(c, x, BELOW, bottom, top, "step", BLACK);
-	draw_series(c, batch, x, &right);
-	draw_series(c, lr, x, &left);
-	bool marked = mark_nonfinite(c, lr, x, bottom);
-	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
-	draw_heading(c, top, "Learning rate and global batch size", &nonfinite, marked);
+	return picture->half && (c->look == LOOK_RAW || c->look == LOOK_SMOOTH);
+}
+
+static struct pen curve_pen(const struct picture *picture, const struct curve *c)
+{
+	const bool faint = c->look == LOOK_RAW && is_smoothed(picture, c);
+	return (struct pen){faint ? pale(c->colour) : c->colour, faint ? 1.2 : 2.2, c->dashed && !faint};
+}
+
+/* Draws a curve: as many points as show every extreme in each column of pixels. Returns whether it has a value that
+ * cannot be shown, and marks those. */
+static bool draw_curve(const struct picture *picture, const struct panel *p, const struct curve *c)
+{
+	const struct panel_axis *a = c->right ? &p->right : &p->left;
+	if (c->look == LOOK_SMOOTH && !is_smoothed(picture, c))
+		return false;
+	const int columns = (int)(p->box.right - p->box.left);
+	struct series all = run_series(c->run, c->name);
+	if (c->look == LOOK_SMOOTH) {
+		struct series smooth = series_smooth(&all, picture->half, a->axis.is_log);
+		series_free(&all), all = smooth;
+	}
+	struct series s = series_thin(&all, picture->by_tokens, columns);
+	const struct axis x = horizontal_axis(picture, &p->box);
+	double *px = allocate(4 * (size_t)s.count * sizeof *px), *py = px + 2 * s.count;
+	int n = 0;
+	for (int i = 0; i < s.count; i++) {
+		const double value = s.value[i] * a->factor;
+		if (n && c->look == LOOK_STAIRS)
+			px[n] = axis_at(&x, horizontal(picture, &s)[i]), py[n] = py[n - 1], n++;
+		px[n] = axis_at(&x, horizontal(picture, &s)[i]);
+		py[n++] = can_show(value) ? axis_at(&a->axis, value) : NAN;
+	}
+	const struct pen pen = curve_pen(picture, c);
+	draw_line(picture->canvas, px, py, n, pen);
+	for (int i = 0; i < n && c->look != LOOK_SMOOTH; i++) {
+		const bool alone = (i == 0 || isnan(py[i - 1])) && (i == n - 1 || isnan(py[i + 1]));
+		if (!isnan(py[i]) && (all.count <= 40 || alone))
+			draw_shape(picture->canvas, DISC, px[i], py[i], all.count <= 40 ? 7 : 4, pen.colour, pen.colour);
+	}
+	const bool marked = c->look != LOOK_SMOOTH && mark_nonfinite(picture, &s, p);
+	free(px);
+	series_free(&s), series_free(&all);
+	return marked;
+}
+
+/* -- marks of what was decided about bad batches -- */
+
+static const struct { const char *kind, *name; uint32_t colour; enum shape shape; bool next, at_loss; } marks[] = {
+	{"skip", "skipped", 0xd55e00, CROSS, true, true}, {"retry", "at a lower rate", 0x8a4fa8, TRIANGLE, false, true},
+	{"drop", "dropped", 0x202020, SQUARE, true, false}, {"level_shift", "new level", 0x009e73, DIAMOND, false, true},
+	{"rollback", "went back", 0xcc2277, WEDGE, false, false},
+};
+enum { NUM_MARKS = sizeof marks / sizeof *marks };
+
+/* The horizontal place of the end of a step, which may be one that the run does not have. */
+static double place_of_step(const struct picture *picture, const struct run *r, int64_t step)
+{
+	int low = 0, high = r->count; /* the first row of that step or a later one */
+	while (low < high) {
+		const int middle = (low + high) / 2;
+		if (r->step[middle] < step)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return !picture->by_tokens ? step : r->tokens[low < r->count ? low : r->count - 1];
+}
+
+/* Draws the marks of a kind at the loss of the batch, or at the top of the panel where that is higher or not finite;
+ * those that have no loss at the bottom. Returns whether there is one. */
+static bool draw_marks(const struct picture *picture, const struct panel *p, int kind)
+{
+	const struct box *b = &p->box;
+	const struct axis x = horizontal_axis(picture, b);
+	bool any = false;
+	for (int r = 0; r < picture->num_runs; r++) {
+		const json_t *event;
+		size_t i;
+		json_array_foreach(picture->runs[r].events, i, event) {
+			if (strcmp(json_string_value(json_object_get(event, "kind")), marks[kind].kind))
+				continue;
+			const json_t *number = json_object_get(event, "loss");
+			const double loss = json_is_number(number) ? json_number_value(number) : NAN;
+			const int64_t step = json_integer_value(json_object_get(event, "step")) + marks[kind].next;
+			const double px = axis_at(&x, place_of_step(picture, &picture->runs[r], step));
+			double py = !marks[kind].at_loss ? b->bottom : can_show(loss) ? axis_at(&p->left.axis, loss) : b->top;
+			py = fmin(fmax(py, b->top + 7), b->bottom - 7);
+			if (marks[kind].shape == WEDGE)
+				draw_line(picture->canvas, (double[]){px, px}, (double[]){b->top, b->bottom}, 2,
+						(struct pen){marks[kind].colour, 1.4, true});
+			draw_shape(picture->canvas, marks[kind].shape, fmin(fmax(px, b->left + 5), b->right - 5), py, 12,
+					marks[kind].colour, picture->num_runs > 1 ? colours[r] : 0xffffff);
+			any = true;
+		}
+	}
+	return any;
+}
+
+/* -- a panel -- */
+
+/* One entry of a legend, which ends at pixel x; returns where it begins. shape: NUM_SHAPES for a line. */
+static double draw_legend(struct canvas *c, double x, double y, const char *name, struct pen pen, enum shape shape)
+{
+	draw_text(c, x, y, name, TEXT_SIZE, 1, false, BLACK);
+	x -= text_width(name, TEXT_SIZE) + 8;
+	if (shape == NUM_SHAPES)
+		draw_line(c, (double[]){x - 30, x}, (double[]){y, y}, 2, pen);
+	else
+		draw_shape(c, shape, x - 10, y, 11, pen.colour, pen.colour);
+	return x - (shape == NUM_SHAPES ? 48 : 34);
+}
+
+/* Draws the frame, the axes and the heading of a panel. */
+static void draw_panel_axes(const struct picture *picture, struct panel *p)
+{
+	const struct box *b = &p->box;
+	const struct axis x = horizontal_axis(picture, b);
+	const bool one = picture->num_runs == 1 && p->right.used;
+	draw_axis(picture->canvas, &x, BELOW, b->bottom, b->top, picture->by_tokens ? "tokens" : "step", BLACK);
+	draw_axis(picture->canvas, &p->left.axis, LEFT_OF, b->left, b->right, p->left.name, one ? colours[0] : BLACK);
+	if (p->right.used)
+		draw_axis(picture->canvas, &p->right.axis, RIGHT_OF, b->right, b->right, p->right.name,
+				one ? colours[1] : BLACK);
+}
+
+/* Draws a panel with everything in it. */
+static void draw_panel(const struct picture *picture, struct panel *p)
+{
+	const struct box *b = &p->box;
+	struct canvas *c = picture->canvas;
+	choose_axis(p, &p->left, false);
+	choose_axis(p, &p->right, true);
+	draw_panel_axes(picture, p);
+	bool nonfinite = false;
+	for (int pass = 0; pass < 2; pass++) /* the pale ones beneath */
+		for (int i = 0; i < p->num_curves; i++)
+			if ((p->curves[i].look == LOOK_RAW) == (pass == 0))
+				nonfinite |= draw_curve(picture, p, &p->curves[i]);
+	for (int r = 0; p->clips && r < picture->num_runs; r++)
+		if (p->clips[r] > p->left.axis.lo && p->clips[r] < p->left.axis.hi) {
+			const double y = floor(axis_at(&p->left.axis, p->clips[r])) + 0.5;
+			draw_line(c, (double[]){b->left, b->right}, (double[]){y, y}, 2,
+					(struct pen){picture->num_runs > 1 ? colours[r] : BLACK, 1, true});
+		}
+	double x = b->right;
+	const double y = b->top - 18;
+	draw_frame(c, *b);
+	draw_text(c, b->left, y, p->heading, TEXT_SIZE, 0, false, BLACK);
+	for (int i = NUM_MARKS - 1; p->has_marks && i >= 0; i--)
+		if (draw_marks(picture, p, i))
+			x = draw_legend(c, x, y, marks[i].name, (struct pen){.colour = marks[i].colour}, marks[i].shape);
+	if (nonfinite)
+		x = draw_legend(c, x, y, "not finite", (struct pen){.colour = RED}, DISC);
+	for (int i = p->num_curves - 1; i >= 0; i--) {
+		const struct curve *curve = &p->curves[i];
+		if (curve->legend && (curve->look != LOOK_SMOOTH || is_smoothed(picture, curve)))
+			x = draw_legend(c, x, y, curve->legend, curve_pen(picture, curve), NUM_SHAPES);
+	}
+}
+
+/* Draws a panel in which each run has a series on the left axis and, unless it is NULL, one on the right. They are
+ * smoothed where the look is LOOK_RAW. */
+static void pair_panel(const struct picture *picture, struct panel *p, const char *left, const char *right,
+		enum look left_look, enum look right_look)
+{
+	char dashed[64];
+	snprintf(dashed, sizeof dashed, "%s (dashed)", p->right.name);
+	if (picture->num_runs > 1)
+		p->right.name = dashed;
+	for (int side = 0; side < 2; side++)
+		for (int r = 0; r < picture->num_runs; r++) {
+			const enum look look = side ? right_look : left_look;
+			struct curve c = {&picture->runs[r], side ? right : left, NULL,
+					colours[picture->num_runs > 1 ? r : side], look, side, side};
+			if (!c.name)
+				continue;
+			add_curve(p, c);
+			c.look = LOOK_SMOOTH;
+			if (look == LOOK_RAW)
+				add_curve(p, c);
+		}
+	draw_panel(picture, p);
+}
+
+/* Training and validation loss. */
+static void loss_panel(const struct picture *picture, struct box box)
+{
+	struct panel p = {.box = box, .has_marks = true,
+			.left = {.name = "cross-entropy (nats per token)", .include = NAN, .factor = 1}};
+	char smoothed[64], heading[128];
+	const bool one = picture->num_runs == 1;
+	snprintf(smoothed, sizeof smoothed, "mean of %d steps", 2 * picture->half + 1);
+	snprintf(heading, sizeof heading, "Loss (thick: %s; dashed: validation)", smoothed);
+	p.heading = one ? "Loss" : heading;
+	for (int i = 0; i < picture->num_runs; i++) {
+		const struct run *r = &picture->runs[i];
+		struct curve c = {r, "loss", one ? "training" : NULL, colours[i], LOOK_RAW, false, false};
+		add_curve(&p, c);
+		c.legend = one ? smoothed : NULL, c.look = LOOK_SMOOTH;
+		add_curve(&p, c);
+		if (run_column(r, "valid_loss"))
+			add_curve(&p, (struct curve){r, "valid_loss", one ? "validation" : NULL, colours[one ? 1 : i], LOOK_PLAIN,
+					false, !one});
+	}
+	for (int i = 0, next = 2; one && i < picture->runs->num_columns; i++) { /* validation by named set */
+		const char *name = picture->runs->columns[i].name;
+		if (!strncmp(name, "valid.", 6) && next < MAX_PLOT_RUNS)
+			add_curve(&p, (struct curve){picture->runs, name, name + 6, colours[next++], LOOK_PLAIN, false, false});
+	}
+	draw_panel(picture, &p);
+}
+
+static void schedule_panel(const struct picture *picture, struct box box)
+{
+	struct panel p = {.box = box, .heading = "Learning rate and global batch",
+			.left = {.name = "learning rate", .from_zero = true, .headroom = 1.1, .include = NAN, .factor = 1},
+			.right = {.name = "sequences", .from_zero = true, .headroom = 1.3, .min_step = 1, .include = NAN,
+				.factor = 1}};
+	pair_panel(picture, &p, "lr", "batch", LOOK_PLAIN, LOOK_STAIRS);
+}
+
+static void gradient_panel(const struct picture *picture, struct box box)
+{
+	struct panel p = {.box = box, .left = {.name = "L2 norm", .include = NAN, .factor = 1}};
+	double clips[MAX_PLOT_RUNS] = {0};
+	char heading[64] = "Gradient norm", clip[32];
+	bool same = true;
+	for (int r = 0; r < picture->num_runs; r++) {
+		const json_t *config = json_at(picture->runs[r].config, "train.grad_clip");
+		clips[r] = json_is_number(config) && json_number_value(config) > 0 ? json_number_value(config) : NAN;
+		same &= clips[r] == clips[0];
+	}
+	p.clips = clips, p.left.include = clips[0];
+	if (same) {
+		snprintf(clip, sizeof clip, "%.4g", clips[0]);
+		snprintf(heading, sizeof heading, "Gradient norm, clipped to %s", clip);
+	}
+	p.heading = heading;
+	pair_panel(picture, &p, "grad_norm", NULL, LOOK_RAW, LOOK_RAW);
+}
+
+static void losses_panel(const struct picture *picture, struct box box)
+{
+	struct panel p = {.box = box, .heading = "Balance loss and z-loss, without their coefficients",
+			.left = {.name = "balance loss", .include = NAN, .factor = 1},
+			.right = {.name = "z-loss", .include = NAN, .factor = 1}};
+	pair_panel(picture, &p, "balance_loss", "z_loss", LOOK_RAW, LOOK_RAW);
+}
+
+static void speed_panel(const struct picture *picture, struct box box)
+{
+	struct panel p = {.box = box, .heading = "Speed",
+			.left = {.name = "tokens per second", .from_zero = true, .headroom = 1.1, .include = NAN, .factor = 1},
+			.right = {.name = "% of peak", .from_zero = true, .headroom = 1.4, .include = NAN, .factor = 100}};
+	pair_panel(picture, &p, "tokens_per_second", "peak_share", LOOK_RAW, LOOK_RAW);
 }
 
 /* A heat map of expert load, [layers, pixel columns]. A step fills all columns that it covers, and a column shows the
  * mean of all steps that fall into it. Red: not finite. White: no step. */
-static void load_panel(struct canvas *c, const struct metrics *m, int n, int layers, const struct axis *x, int top,
-		int bottom)
+static void load_map(const struct picture *picture, struct box b)
 {
-	enum { COLUMNS = PLOT_RIGHT - PLOT_LEFT };
-	size_t cells = (size_t)layers * COLUMNS;
+	const struct run *r = picture->runs;
+	const int layers = run_elements(r, "expert_load"), columns = (int)(b.right - b.left);
+	const struct axis x = make_axis(picture->lo, picture->hi, 0, columns, 1, false);
+	const size_t cells = (size_t)layers * columns;
 	double *load = allocate(cells * sizeof *load), *count = allocate(cells * sizeof *count);
-	for (int i = 0; i < n; i++) {
-		int first = clamp_int(axis_at(x, m[i].step - 0.5) - PLOT_LEFT + 0.5, 0, COLUMNS - 1);
-		int end = clamp_int(axis_at(x, m[i].step + 0.5) - PLOT_LEFT + 0.5, first + 1, COLUMNS);
-		for (int layer = 0; layer < m[i].num_layers; layer++)
-			for (int column = first; column < end; column++) {
-				load[layer * COLUMNS + column] += m[i].expert_load[layer];
-				count[layer * COLUMNS + column]++;
-			}
+	for (int layer = 0; layer < layers; layer++) {
+		char name[MAX_NAME];
+		snprintf(name, sizeof name, "expert_load.%d", layer);
+		double *mean = load + (size_t)(layers - 1 - layer) * columns, *number = count + (mean - load);
+		const struct column *c = run_column(r, name);
+		for (int i = 0; i < c->count; i++) {
+			const int row = c->row[i];
+			const double from = picture->by_tokens ? row ? r->tokens[row - 1] : 0 : r->step[row] - 0.5;
+			const double to = picture->by_tokens ? r->tokens[row] : r->step[row] + 0.5;
+			const int first = (int)fmin(axis_at(&x, from) + 0.5, columns - 1);
+			const int end = (int)fmin(fmax(axis_at(&x, to) + 0.5, first + 1), columns);
+			for (int k = first; k < end; k++)
+				mean[k] += c->value[i], number[k]++;
+		}
 	}
 	for (size_t i = 0; i < cells; i++)
 		load[i] /= count[i]; /* without a step 0/0 = NaN; count tells it from other values that are not finite */
@@ -279,117 +443,178 @@ static void load_panel(struct canvas *c, const struct metrics *m, int n, int lay
 	/* With a few extreme cells all others would have nearly one colour: so the colours end at the 99th percentile. */
 	double *sorted = allocate(cells * sizeof *sorted);
 	memcpy(sorted, load, cells * sizeof *sorted);
-	int shown = sort_shown(sorted, cells);
-	double hi = shown ? sorted[(int)(0.99 * (shown - 1))] : 2;
-	bool beyond = shown && sorted[shown - 1] > hi * 1.05;
+	const int shown = sort_shown(sorted, (int)cells);
+	const double hi = shown ? sorted[(int)(0.99 * (shown - 1))] : 2;
+	const bool beyond = shown && sorted[shown - 1] > hi * 1.05;
 	free(sorted);
 
-	struct axis y = make_axis(-0.5, layers - 0.5, bottom, top, 1, false);
-	struct axis colours = make_axis(1, fmax(hi, 1.1), bottom, top, 0, false);
-	draw_axis(c, &y, LEFT_OF, PLOT_LEFT, PLOT_LEFT, "MoE layer", BLACK);
-	draw_axis(c, x, BELOW, bottom, bottom, "step", BLACK);
-	for (size_t i = 0; i < cells; i++) {
-		int layer = i / COLUMNS, column = PLOT_LEFT + i % COLUMNS;
-		double t = (load[i] - colours.lo) / (colours.hi - colours.lo);
-		if (count[i] > 0)
-			fill_box(c, column, lround(axis_at(&y, layer + 0.5)), column + 1, lround(axis_at(&y, layer - 0.5)),
-					can_show(load[i]) ? heat_colour(t) : RED);
-	}
-	free(load), free(count);
-	draw_frame(c, PLOT_LEFT, top, PLOT_RIGHT, bottom);
+	struct panel p = {.box = b, .left = {.name = "layer with experts"}};
+	p.left.axis = make_axis(-0.5, layers - 0.5, b.bottom, b.top, 1, false);
+	const struct axis scale = make_axis(1, fmax(hi, 1.1), b.bottom, b.top, 0, false);
+	uint32_t *picture_cells = allocate(cells * sizeof *picture_cells);
+	for (size_t i = 0; i < cells; i++)
+		picture_cells[i] = count[i] == 0 ? 0xffffff : !can_show(load[i]) ? RED :
+				heat_colour((load[i] - scale.lo) / (scale.hi - scale.lo));
+	draw_panel_axes(picture, &p);
+	draw_cells(picture->canvas, b, picture_cells, columns, layers);
+	free(load), free(count), free(picture_cells);
+	draw_frame(picture->canvas, b);
 
-	int bar = PLOT_RIGHT + 22, bar_end = bar + 20;
-	for (int row = top; row < bottom; row++)
-		fill_box(c, bar, row, bar_end, row + 1, heat_colour((double)(bottom - 1 - row) / (bottom - 1 - top)));
-	draw_axis(c, &colours, RIGHT_OF, bar_end, bar_end, "", BLACK);
-	draw_frame(c, bar, top, bar_end, bottom);
+	enum { SHADES = 256 };
+	const struct box bar = {b.right + 22, b.top, b.right + 42, b.bottom};
+	uint32_t shades[SHADES];
+	for (int i = 0; i < SHADES; i++)
+		shades[i] = heat_colour(1 - i / (SHADES - 1.0));
+	draw_cells(picture->canvas, bar, shades, 1, SHADES);
+	draw_axis(picture->canvas, &scale, RIGHT_OF, bar.right, bar.right, "", BLACK);
+	draw_frame(picture->canvas, bar);
 	char heading[128];
 	snprintf(heading, sizeof heading, "Expert load: largest expert's share over the mean share (1 = balanced%s)",
 			beyond ? "; yellow: this much or more" : "");
-	draw_heading(c, top, heading, NULL, 0);
+	draw_text(picture->canvas, b.left, b.top - 18, heading, TEXT_SIZE, 0, false, BLACK);
 }
 
-int plot_metrics(const struct metrics *m, int n, const struct plot_mark *marks, int num_marks, const char *title,
-		const char *png_path)
+static void load_panel(const struct picture *picture, struct box box)
 {
-	double *block = allocate((size_t)n * 6 * sizeof *block), lo = INFINITY, hi = -INFINITY, tokens = 0;
-	double *step = block, *loss = step + n, *lr = loss + n, *batch = lr + n;
-	double *valid_step = batch + n, *valid = valid_step + n;
-	int layers = 0, num_valid = 0;
-	for (int i = 0; i < n; i++) {
-		step[i] = m[i].step, loss[i] = m[i].loss, lr[i] = m[i].lr, batch[i] = m[i].batch;
-		lo = fmin(lo, step[i]), hi = fmax(hi, step[i]), tokens = fmax(tokens, m[i].tokens);
-		layers = m[i].num_layers > layers ? m[i].num_layers : layers;
-		if (m[i].has_valid_loss)
-			valid_step[num_valid] = step[i], valid[num_valid++] = m[i].valid_loss;
-	}
-	/* step i covers i - 0.5 to i + 0.5 */
-	struct axis x = make_axis(lo - 0.5, hi + 0.5, PLOT_LEFT, PLOT_RIGHT, 1, false);
-	double dot = n < 40 ? 6 : 0;
-	struct series loss_series = {.count = n, .x = step, .y = loss};
-	struct series valid_series = {.count = num_valid, .x = valid_step, .y = valid};
-	struct series lr_series = {NULL, 0x14806a, 2.2, dot, false, n, step, lr};
-	struct series batch_series = {NULL, 0x8a4fa8, 2.2, dot, true, n, step, batch};
+	struct panel p = {.box = box, .heading = "Expert load: largest expert's share over the mean share (1 = balanced), "
+			"largest of all layers", .left = {.name = "load", .include = NAN, .factor = 1}};
+	if (picture->num_runs == 1)
+		load_map(picture, box);
+	else
+		pair_panel(picture, &p, "expert_load", NULL, LOOK_RAW, LOOK_RAW);
+}
 
-	struct canvas c = canvas_create();
-	double scale = fmin(TITLE_SCALE, 1300 / text_width(title, 1));
-	draw_text(&c, (PLOT_LEFT + PLOT_RIGHT) / 2, 34, title, scale, 0.5, false, BLACK);
-	char total[32], x_name[64];
-	format_number(total, tokens, tokens / 100, tokens);
-	snprintf(x_name, sizeof x_name, "step (%s tokens in all)", total);
-	int loss_bottom = layers ? 610 : 850, schedule_bottom = layers ? 970 : 1430;
-	loss_panel(&c, &loss_series, &valid_series, marks, num_marks, &x, x_name, 105, loss_bottom);
-	schedule_panel(&c, &lr_series, &batch_series, &x, loss_bottom + 110, schedule_bottom);
-	if (layers)
-		load_panel(&c, m, n, layers, &x, schedule_bottom + 110, 1430);
-	int rc = canvas_write_png(&c, png_path);
-	canvas_free(&c);
-	free(block);
+/* -- the picture -- */
+
+int plot_layout(struct box panels[NUM_PANELS], int num_runs, bool has_experts)
+{
+	/* a row: heading above, numbers and name of the axis below */
+	enum { LEFT = 110, RIGHT = 1290, FIRST_RIGHT = 600, SECOND_LEFT = 800, ABOVE = 36, BELOW_ROW = 64 };
+	static const int heights[] = {430, 210, 210, 270}; /* of the rows */
+	double top = HEADER_TOP + HEADER_ROW * num_runs + ABOVE;
+	memset(panels, 0, NUM_PANELS * sizeof *panels);
+	for (int row = 0; row < (has_experts ? 4 : 3); row++) {
+		const double bottom = top + heights[row];
+		const struct box whole = {LEFT, top, RIGHT, bottom}, first = {LEFT, top, FIRST_RIGHT, bottom},
+				second = {SECOND_LEFT, top, RIGHT, bottom};
+		if (row == 0)
+			panels[PANEL_LOSS] = whole;
+		else if (row == 1)
+			panels[PANEL_SCHEDULE] = first, panels[PANEL_GRADIENT] = second;
+		else if (row == 2)
+			panels[PANEL_LOSSES] = first, panels[PANEL_SPEED] = second;
+		else
+			panels[PANEL_LOAD] = whole;
+		if (row == 2 && !has_experts)
+			panels[PANEL_LOSSES] = (struct box){0}, panels[PANEL_SPEED] = whole;
+		top = bottom + BELOW_ROW + ABOVE;
+	}
+	return (int)(top - ABOVE);
+}
+
+/* The end of a text that is no wider than `most`, with "..." in front where something is missing. The caller frees
+ * it. */
+static char *fitting_text(const char *s, double size, double most)
+{
+	char *out = allocate(strlen(s) + 4);
+	strcpy(out, s);
+	while (*s && text_width(out, size) > most) {
+		do
+			s++;
+		while ((*s & 0xc0) == 0x80); /* within a character */
+		sprintf(out, "...%s", s);
+	}
+	return out;
+}
+
+/* The name of the run, as a title, and how long it is; or those of the runs, with their colours. */
+static void draw_header(const struct picture *picture, const struct box *panel)
+{
+	struct canvas *c = picture->canvas;
+	const bool one = picture->num_runs == 1;
+	for (int r = 0; r < picture->num_runs; r++) {
+		const double y = HEADER_TOP + HEADER_ROW * r, size = one ? TITLE_SIZE : TEXT_SIZE;
+		char title[PATH_LEN + 64], tokens[32];
+		const struct run *run = &picture->runs[r];
+		const double all = run->tokens[run->count - 1];
+		format_number(tokens, all, all / 100, all);
+		snprintf(title, sizeof title, "%s: %lld step%s, %s tokens", run->name, (long long)run->step[run->count - 1],
+				run->step[run->count - 1] == 1 ? "" : "s", tokens);
+		char *name = fitting_text(title, size, panel->right - panel->left - 60);
+		if (!one)
+			draw_line(c, (double[]){panel->left, panel->left + 40}, (double[]){y, y}, 2,
+					(struct pen){colours[r], 3, false});
+		draw_text(c, one ? PLOT_WIDTH / 2 : panel->left + 52, y, name, size, one ? 0.5 : 0, false, BLACK);
+		free(name);
+	}
+}
+
+int plot_runs(const struct run *runs, int n, bool by_tokens, const char *path)
+{
+	struct picture picture = {.runs = runs, .num_runs = n, .by_tokens = by_tokens, .lo = INFINITY, .hi = -INFINITY};
+	bool has_experts = false;
+	int rows = 0;
+	for (int r = 0; r < n; r++) {
+		const int last = runs[r].count - 1;
+		picture.lo = fmin(picture.lo, by_tokens ? 0 : runs[r].step[0] - 0.5); /* step i covers i - 0.5 to i + 0.5 */
+		picture.hi = fmax(picture.hi, by_tokens ? runs[r].tokens[last] : runs[r].step[last] + 0.5);
+		has_experts |= run_elements(&runs[r], "expert_load") > 0;
+		rows = runs[r].count > rows ? runs[r].count : rows;
+	}
+	picture.half = rows / 40;
+	struct box panels[NUM_PANELS];
+	const int height = plot_layout(panels, n, has_experts);
+	picture.canvas = canvas_create(PLOT_WIDTH, height, has_suffix(path, ".svg"));
+	draw_header(&picture, &panels[PANEL_LOSS]);
+	static void (*const draw[NUM_PANELS])(const struct picture *picture, struct box box) = {
+		loss_panel, schedule_panel, gradient_panel, losses_panel, speed_panel, load_panel,
+	};
+	for (int i = 0; i < NUM_PANELS; i++)
+		if (panels[i].right > 0)
+			draw[i](&picture, panels[i]);
+	const int rc = canvas_write(picture.canvas, path);
+	canvas_free(picture.canvas);
 	return rc;
 }
 
-int plot_run(const char *run_dir, const char *png_path)
-{
-	struct metrics *m;
-	int n;
-	if (metrics_read(run_dir, &m, &n) < 0)
-		return -1;
-	struct mark_list marks = {0};
-	int rc;
-	char *full = realpath(run_dir, NULL); /* so that "." has a name */
-	if (n == 0)
-		rc = fail("%s/metrics.jsonl: no steps to draw; expected a line for each step; let `ling train` do its first "
-				"step", run_dir);
-	else if ((rc = events_read(run_dir, add_mark, &marks)) == 0) {
-		const char *name = file_name(full ? full : run_dir);
-		rc = plot_metrics(m, n, marks.list, (int)marks.count, *name ? name : run_dir, png_path);
-	}
-	free(full), free(m), free(marks.list);
-	return rc;
-}
-
-struct plot_options { const char *out; };
+static const char *const x_names[] = {"steps", "tokens", NULL};
+struct plot_options { const char *out; int x; };
 
 static int run_plot(const struct command_line *line)
 {
 	const struct plot_options *o = line->options;
+	const int n = line->num_words;
 	char path[PATH_LEN];
-	if (!o->out && path_join(path, line->words[0], "metrics.png") < 0)
+	struct run runs[MAX_PLOT_RUNS];
+	if (!o->out && n > 1) {
+		set_error("several runs: expected --out FILE, a name for their picture");
+		return EXIT_WRONG_USE;
+	}
+	if ((!o->out && path_join(path, line->words[0], "metrics.png") < 0) || runs_open(runs, line->words, n) < 0)
 		return EXIT_WORK_FAILED;
 	const char *out = o->out ? o->out : path;
-	if (plot_run(line->words[0], out) < 0)
+	int rc = 0;
+	for (int r = 0; rc == 0 && r < n; r++)
+		rc = run_needs_steps(&runs[r], "draw");
+	if (rc == 0)
+		rc = plot_runs(runs, n, o->x == 1, out);
+	for (int r = 0; r < n; r++)
+		run_free(&runs[r]);
+	if (rc < 0)
 		return EXIT_WORK_FAILED;
 	printf("%s\n", out);
 	return EXIT_DONE;
 }
 
 static const struct command_option options[] = {
-	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture (default: RUN_DIR/metrics.png)"),
+	TEXT_OPTION(plot_options, out, "out", "FILE", "The picture: an SVG file if its name ends with .svg, else a PNG "
+			"file (default: RUN_DIR/metrics.png; several runs need it)"),
+	CHOICE_OPTION(plot_options, x, "x", "WHAT", x_names, "The horizontal axis: steps or tokens", .initial = "steps"),
 };
 
 const struct command plot_command = {
-	.name = "plot", .usage = "RUN_DIR", .min_words = 1, .max_words = 1,
-	.help = "Draw losses, learning rate, batch size and expert load of a run as a PNG, and mark what was done with "
-		"spikes.",
+	.name = "plot", .usage = "RUN_DIR...", .min_words = 1, .max_words = MAX_PLOT_RUNS,
+	.help = "Draw a run, or several in one picture: losses, with marks of what was done with spikes, learning rate, "
+		"batch, gradient norm, auxiliary losses, speed, expert load.",
 	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
 };

@@ -1,31 +1,31 @@
 /*
- * commands/plot.h - `ling plot`: the metrics of a run as a picture.
+ * commands/plot.h - `ling plot`: the metrics of runs as a picture.
  */
 #ifndef LING_COMMANDS_PLOT_H
 #define LING_COMMANDS_PLOT_H
 
 #include "commands/command.h"
-#include "data.h"
+#include "commands/plot_canvas.h"
+#include "commands/runs.h"
 
-/* Draws the metrics of RUN_DIR as a PNG file: training and validation loss, with the decisions about bad batches that
- * events.jsonl names, learning rate and batch size, and the expert load of each layer. A device, a pipe or a link as
- * png_path stays one. */
-int plot_run(const char *run_dir, const char *png_path);
+enum { MAX_PLOT_RUNS = 8, PLOT_WIDTH = 1400 }; /* pixels */
 
-/* The left and the right edge of each panel, in pixels; the picture is CANVAS_WIDTH x CANVAS_HEIGHT. */
-enum { PLOT_LEFT = 120, PLOT_RIGHT = 1280 };
-
-/* A decision about a batch, or going back to a checkpoint. */
-enum { PLOT_SKIP, PLOT_RETRY, PLOT_DROP, PLOT_LEVEL_SHIFT, PLOT_ROLLBACK, NUM_PLOT_MARKS };
-struct plot_mark {
-	int kind;
-	int64_t step, batch;         /* the step that it was, or would have been; the number of the batch */
-	double loss;                 /* NaN: none, or not finite */
+enum plot_panel {
+	PANEL_LOSS,                  /* training and validation; marks of what was done with bad batches */
+	PANEL_SCHEDULE,              /* learning rate; global batch */
+	PANEL_GRADIENT,              /* norm before the clip, and where the clip is */
+	PANEL_LOSSES,                /* balance loss; z-loss. Of a model with experts */
+	PANEL_SPEED,                 /* tokens/s; share of the peak */
+	PANEL_LOAD,                  /* of one run: a map of layers; of several: the largest of all layers */
+	NUM_PANELS
 };
 
-/* Draws n > 0 steps as one picture with a title. */
-int plot_metrics(const struct metrics *m, int n, const struct plot_mark *marks, int num_marks, const char *title,
-		const char *png_path);
+/* Where the panels are; one that is not there has no width. Returns the height of the picture. */
+int plot_layout(struct box panels[NUM_PANELS], int num_runs, bool has_experts);
+
+/* Draws n runs as one picture, which is an SVG file when its name ends with .svg, else a PNG file. Each must have a
+ * step. */
+int plot_runs(const struct run *runs, int n, bool by_tokens, const char *path);
 
 extern const struct command plot_command;
 

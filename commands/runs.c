@@ -138,16 +138,24 @@ static int add_event(void *context, const json_t *event)
 
 /* -- the run -- */
 
-/* The config of the newest checkpoint that can be read; else NULL. */
-static json_t *read_config(const char *dir)
+/* Reads the config of the newest checkpoint; NULL without one, also when the run has just removed it. */
+static int read_config(const char *dir, json_t **config)
 {
 	char path[PATH_LEN], file[PATH_LEN];
-	if (checkpoint_newest(dir, path) <= 0 || path_join(file, path, "trainer.json") < 0)
-		return NULL;
-	json_t *trainer = json_read(file), *config = json_object_get(trainer, "config");
-	config = json_is_object(config) ? json_incref(config) : NULL;
+	const int found = checkpoint_newest(dir, path);
+	*config = NULL;
+	if (found <= 0 || path_join(file, path, "trainer.json") < 0)
+		return found < 0 ? -1 : 0;
+	json_t *trainer = json_read(file), *member = json_object_get(trainer, "config");
+	int rc = 0;
+	if (!trainer)
+		rc = path_exists(file) == 0 ? 0 : -1;
+	else if (json_is_object(member))
+		*config = json_incref(member);
+	else
+		rc = fail("%s: `config` is %s; expected an object", file, json_kind(member));
 	json_decref(trainer);
-	return config;
+	return rc;
 }
 
 /* Fails unless `dir` looks like the directory of a run. */
@@ -182,11 +190,12 @@ int run_open(struct run *r, const char *dir)
 		rc = metrics_each(dir, add_line, r);
 	if (rc == 0 && r->count > 1 && r->step[1] == 0) /* a later version's metrics may have step 0 themselves */
 		rc = fail("%s/metrics.jsonl: has step 0, which events.jsonl has too; expected steps from 1 on", dir);
+	if (rc == 0)
+		rc = read_config(dir, &r->config);
 	if (rc < 0) {
 		run_free(r);
 		return -1;
 	}
-	r->config = read_config(dir);
 	char *full = realpath(dir, NULL); /* so that "." has a name */
 	const char *name = file_name(full ? full : dir);
 	path_copy(r->name, *name ? name : dir);
@@ -399,17 +408,22 @@ struct series series_thin(const struct series *s, bool by_tokens, int buckets)
 	return out;
 }
 
-struct series series_smooth(const struct series *s, double half_life, bool geometric)
+struct series series_smooth(const struct series *s, int half, bool geometric)
 {
-	struct series out = series_create(s->count);
-	double sum = 0, weight = 0;
-	for (int i = 0; i < s->count; i++) {
+	const int n = s->count;
+	struct series out = series_create(n);
+	double *sum = allocate(2 * (size_t)(n + 1) * sizeof *sum), *number = sum + n + 1; /* of the values before i */
+	for (int i = 0; i < n; i++) {
 		const double value = geometric ? log(s->value[i]) : s->value[i];
-		const double decay = i ? exp2((s->step[i - 1] - s->step[i]) / half_life) : 0;
-		sum *= decay, weight *= decay;
-		if (isfinite(value))
-			sum += value, weight++;
-		series_put(&out, i, s, i, !isfinite(value) ? NAN : geometric ? exp(sum / weight) : sum / weight);
+		sum[i + 1] = sum[i] + (isfinite(value) ? value : 0);
+		number[i + 1] = number[i] + (isfinite(value) ? 1 : 0);
 	}
+	for (int i = 0; i < n; i++) {
+		const int near = i < n - 1 - i ? i : n - 1 - i, reach = near > half ? half : near > half / 4 ? near : half / 4;
+		const int first = i < reach ? 0 : i - reach, end = i + reach + 1 < n ? i + reach + 1 : n;
+		const double mean = (sum[end] - sum[first]) / (number[end] - number[first]);
+		series_put(&out, i, s, i, number[i] == number[i + 1] ? NAN : geometric ? exp(mean) : mean);
+	}
+	free(sum);
 	return out;
 }

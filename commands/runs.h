@@ -34,7 +34,7 @@ struct run {
 	struct column *columns;      /* [num_columns] in the order in which they first appear */
 	json_t *events;              /* an array, in the order of the file, without what a start, a resume or a rollback
 	                              * undid: decisions about batches, spikes, saves, validations */
-	json_t *config;              /* an object, from the newest checkpoint; NULL: there is none that can be read */
+	json_t *config;              /* an object, from the newest checkpoint; NULL: there is none */
 	double flops_per_token;      /* of forward and backward pass, and what the machines of all ranks can do at best, */
 	double peak_flops;           /* FLOP/s: of the newest start or resume that tells; 0: none does */
 	struct string_table names;
@@ -68,10 +68,10 @@ struct series run_series(const struct run *r, const char *name);
 /* At most 3 points for each of `buckets` parts of equal width, of the steps or the tokens: the lowest value, the
  * highest, and one that is not finite; and the first point and the last. */
 struct series series_thin(const struct series *s, bool by_tokens, int buckets);
-/* The exponential mean: at each point the mean of it and those before, where a point has half the weight of one that is
- * half_life steps later. It is not biased at the begin: the weights add up to 1. What is not finite is left out and
- * leaves a gap. geometric: of the logarithms, for positive values. */
-struct series series_smooth(const struct series *s, double half_life, bool geometric);
+/* At each point the mean of 2 half + 1 values, of which it is the middle: so the mean does not lag behind, as one of
+ * the past does. Towards the ends they are fewer. What is not finite is left out and leaves a gap. geometric: the
+ * geometric mean, of positive values. */
+struct series series_smooth(const struct series *s, int half, bool geometric);
 void series_free(struct series *s);
 
 #endif

@@ -728,9 +728,22 @@ test_plot() {
 	expect 0 "" "$ling" plot run
 	[ "$(head -c 4 run/metrics.png | tail -c 3)" = PNG ] || problem "run/metrics.png is no PNG"
 	expect 0 "" "$ling" plot run --out other.png
-	[ -s other.png ] || problem "--out wrote nothing"
+	cmp other.png run/metrics.png || problem "the same run, and another picture"
+	mkdir -p again && cp -r run again/run
+	for n in 1 2; do
+		expect 0 "" "$ling" plot run again/run --x tokens --out $n.svg
+		grep -q '^<svg .*width="1400"' $n.svg || problem "$n.svg: $(head -c 300 $n.svg)"
+	done
+	cmp 1.svg 2.svg || problem "the same runs, and another SVG"
+	expect 2 "expected --out FILE" "$ling" plot run again/run
+	expect 2 "expected one of steps, tokens" "$ling" plot run --x time
 	expect 1 "metrics.jsonl" "$ling" plot .
 	expect 1 "nothere" "$ling" plot nothere
+	expect 1 "nothere" "$ling" plot run nothere --out two.png
+	expect 1 "is a checkpoint; expected the directory of its run: give run" "$ling" plot "$(ls -d run/step-* | tail -n 1)"
+	mkdir -p empty && : >empty/metrics.jsonl
+	expect 1 "no steps to draw" "$ling" plot run empty --out two.png
+	[ ! -e two.png ] || problem "an error, and two.png"
 }
 
 check tokenize train bpe added_tokenizer bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \

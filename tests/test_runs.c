@@ -147,9 +147,11 @@ static void the_config_is_that_of_the_newest_checkpoint(void **state)
 	assert_int_equal(json_integer_value(json_at(r.config, "train.batch")), 8);
 	run_free(&r);
 	put_string(at("run/step-0000001/trainer.json"), "{\"config\": ");
-	open_run(&r);
-	assert_null(r.config);
-	run_free(&r);
+	assert_int_equal(run_open(&r, at("run")), -1);
+	expect_error("step-0000001/trainer.json");
+	put_string(at("run/step-0000001/trainer.json"), "{\"config\": 1}");
+	assert_int_equal(run_open(&r, at("run")), -1);
+	expect_error("step-0000001/trainer.json: `config` is|expected an object");
 }
 
 static void what_is_no_run_is_an_error(void **state)
@@ -247,20 +249,25 @@ static void thinning_keeps_every_extreme(void **state)
 	}
 }
 
-static void smoothing_is_a_weighted_mean(void **state)
+static void smoothing_is_a_mean_of_neighbours(void **state)
 {
 	(void)state;
-	double block[12] = {1, 2, 4, 5, 10, 20, 40, 50, 8, 2, NAN, 5};
-	const struct series s = {4, block, block + 4, block + 8};
-	struct series t = series_smooth(&s, 1, false); /* half the weight a step later */
-	assert_true(t.count == 4 && t.step[2] == 4 && t.tokens[3] == 50);
-	assert_same(t.value[0], 8);
-	assert_true(fabs(t.value[1] - (8 * 0.5 + 2) / 1.5) < 1e-12);
-	assert_true(isnan(t.value[2]));
-	assert_true(fabs(t.value[3] - (8 / 16.0 + 2 / 8.0 + 5) / (1 / 16.0 + 1 / 8.0 + 1)) < 1e-12);
+	double block[3 * 9] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50, 60, 70, 80, 90, 8, 2, 4, NAN, 6, 1, 3, 5, 9};
+	const struct series s = {9, block, block + 9, block + 18};
+	struct series t = series_smooth(&s, 1, false);
+	const double three[] = {8, 14 / 3.0, 3, NAN, 3.5, 10 / 3.0, 3, 17 / 3.0, 9};
+	assert_int_equal(t.count, 9);
+	for (int i = 0; i < 9; i++) {
+		assert_true(t.step[i] == i + 1 && t.tokens[i] == 10 * (i + 1));
+		assert_true(isnan(three[i]) ? isnan(t.value[i]) : fabs(t.value[i] - three[i]) < 1e-12);
+	}
+	series_free(&t);
+	t = series_smooth(&s, 4, false); /* at the ends, of as many as a quarter of 4 on each side */
+	assert_true(fabs(t.value[0] - 5) < 1e-12 && fabs(t.value[1] - 14 / 3.0) < 1e-12 && fabs(t.value[8] - 7) < 1e-12);
+	assert_true(fabs(t.value[4] - 38 / 8.0) < 1e-12);
 	series_free(&t);
 	t = series_smooth(&s, 1, true);
-	assert_true(fabs(t.value[1] - exp((log(8) * 0.5 + log(2)) / 1.5)) < 1e-12);
+	assert_true(fabs(t.value[1] - cbrt(64)) < 1e-12 && isnan(t.value[3]) && fabs(t.value[4] - sqrt(6)) < 1e-12);
 	series_free(&t);
 }
 
@@ -269,7 +276,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		TEST(members_become_columns), TEST(going_back_undoes_decisions), TEST(without_events_the_file_tells_the_time),
 		TEST(the_config_is_that_of_the_newest_checkpoint), TEST(what_is_no_run_is_an_error),
-		TEST(runs_of_one_name_are_told_apart), TEST(thinning_keeps_every_extreme), TEST(smoothing_is_a_weighted_mean),
+		TEST(runs_of_one_name_are_told_apart), TEST(thinning_keeps_every_extreme),
+		TEST(smoothing_is_a_mean_of_neighbours),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

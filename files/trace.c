@@ -484,14 +484,17 @@ static int compare_records(const void *a, const void *b)
 			: x->kind != y->kind ? order[x->kind] - order[y->kind] : (x->place > y->place) - (x->place < y->place);
 }
 
-/* Whether a record says nothing that its reader could not look up in a table. */
+#define TIME_LIMIT ((uint64_t)1 << 62) /* no trace_now() comes near: 146 years */
+
+/* Whether a record says nothing that its reader could not look up in a table, and no impossible time. */
 static bool is_sound(const struct trace_record *r)
 {
 	const int kinds[] = {[RECORD_OPERATION] = NUM_OPERATIONS, [RECORD_COLLECTIVE] = NUM_COLLECTIVES,
 			[RECORD_PHASE] = NUM_HEARTBEAT_PHASES};
 	return r->kind >= RECORD_OPERATION && r->kind <= RECORD_PHASE && r->what < kinds[r->kind] &&
+			(r->kind != RECORD_OPERATION || r->what != OP_NONE) &&
 			r->pass < NUM_PASSES && r->part < NUM_PARTS && r->layer >= -1 && r->arrived >= r->begin &&
-			(!r->end || r->end >= r->arrived);
+			(!r->end || r->end >= r->arrived) && r->arrived < TIME_LIMIT && r->end < TIME_LIMIT;
 }
 
 /* Copies the records of the ring that are whole, in order. */
@@ -522,7 +525,8 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 				"%d bytes of counters: read it with the ling that trained", path, h->version, VERSION, COUNTER_BYTES);
 	if (h->events < 1 || h->events > MAX_EVENTS || h->events & (h->events - 1) || size != file_bytes(h->events) ||
 			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks || h->phase < HEARTBEAT_NONE ||
-			h->phase >= NUM_HEARTBEAT_PHASES)
+			h->phase >= NUM_HEARTBEAT_PHASES || h->started >= TIME_LIMIT || h->phase_begun >= TIME_LIMIT ||
+			h->last_sign >= TIME_LIMIT)
 		return fail("%s: a damaged trace file: %zu bytes, %llu events, rank %d of %d. If it is a copy, copy it again",
 				path, size, (unsigned long long)h->events, h->rank, h->ranks);
 	*t = (struct trace){.id = h->id, .rank = h->rank, .ranks = h->ranks, .pid = h->pid, .pid_started = h->pid_started,

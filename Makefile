@@ -32,7 +32,7 @@ MISSING_FOR_TESTS := $(call missing,cmocka)
 # a small file has many; in `sanitize` a rank that waits also says so soon.
 BUILD := build
 RELEASE_FLAGS := $(COMMON) $(OPTIMIZE) -fno-math-errno -fno-trapping-math -ffp-contract=fast
-DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DCHECKPOINT_TAGS=5
+DOUBLE_FLAGS := $(RELEASE_FLAGS) -DLING_DOUBLE -DSHARD_TAGS=5 -DDUMP_BLOCK=1000
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SMALL_BLOCKS := -DTEXT_BLOCK=512 -DSCAN_BLOCK=9 -DSEQUENCE_MAX=10000
 SHORT_WAITS := -DNOTICE_SECONDS=0.5 -DREPORT_SECONDS=2
@@ -103,7 +103,7 @@ $(foreach b,release double sanitize fuzz,$(BUILD)/$(b)/commands/report.o): comma
 
 # tests/test_*.c are programs, each linked with one of the builds, and tests/test_*.sh scripts, which run TEST_TOOLS.
 RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
-DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double)
+DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double test_dump_double)
 SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints compare_checkpoints_double log_files.so faults.so)

@@ -32,6 +32,7 @@
 #include "model/parameters.h"
 #include "model/weight_files.h"
 #include "model/memory.h"
+#include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
@@ -174,9 +175,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(m->acts.normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
+	dump_output(m, DUMP_ATTENTION_NORM, l, m->acts.normed);
 	begin(OP_QKV, PASS_FORWARD, l, product(T, H, qkv_width(c)));
 	const real *normed = all_gather_sequence(m, m->acts.normed, T);
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
+	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
 		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, 0);
 		attention_segments(m, l, segments, n);
@@ -184,9 +187,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	}
 	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
 	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
+	dump_output(m, DUMP_ROPE, l, x->qkv);
 	/* softmax(q k^T / sqrt(d)) v of each head */
 	begin(OP_ATTENTION_CORE, PASS_FORWARD, l, attention_work(m, T));
 	attention_forward(x->attention, x->lse, x->qkv, m->document, T / L, L, nh, nkv, d, m->acts.attention_scratch);
+	dump_output(m, DUMP_ATTENTION_CORE, l, x->attention);
 }
 
 /* residual = input + Attention(RMSNorm(input)) */
@@ -205,6 +210,7 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	matmul_forward(partial_sums(m, x->residual), x->attention, &m->weights[l].dense,
 			tensor->rank == 0 ? p->dense_bias : NULL, T, attention_width(&m->config), H, tensor->size == 1);
 	reduce_scatter_sequence(m, x->residual, true, T);
+	dump_output(m, DUMP_ATTENTION_OUTPUT, l, x->residual);
 }
 
 /* Adds to the step's sums what the router's losses and statistics need of this micro-batch's tokens, and leaves E f_e
@@ -269,6 +275,7 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	/* s = x W^T, p = softmax(s) */
 	begin(OP_ROUTER_LOGITS, PASS_FORWARD, l, product(N, c->hidden_size, E));
 	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
+	dump_output(m, DUMP_ROUTER_LOGITS, l, a->logits);
 	begin(OP_ROUTER_SOFTMAX, PASS_FORWARD, l, moved(2 * N * E));
 	softmax_forward(x->p, x->router_lse, a->logits, N, E);
 	const real *p = x->p;
@@ -281,9 +288,12 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 		softmax_forward(x->p_hat, NULL, x->p_hat, N, E);
 		p = x->p_hat;
 	}
+	dump_output(m, DUMP_ROUTER_SOFTMAX, l, p);
 	/* weight = p of the k largest, over their sum */
 	begin(OP_ROUTER_TOPK, PASS_FORWARD, l, moved(N * E));
 	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	dump_output(m, DUMP_ROUTER_TOPK, l, x->index);
+	dump_output(m, DUMP_ROUTER_WEIGHTS, l, x->weight);
 	if (sums) {
 		begin(OP_ROUTER_LOSSES, PASS_FORWARD, l, moved(2 * N * E));
 		router_losses(m, l, T, step, sums);
@@ -356,6 +366,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	if (out)
 		copy_array(out, x->residual, N * H);
+	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (experts) {
 		router_forward(m, l, T, step, sums);
 		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? moved(2 * N * k * H) : 0);
@@ -372,6 +383,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (W) { /* out += down(silu(gate x) * up x), while the rows are on their way */
 		begin(experts ? OP_SHARED_GATE_UP : OP_DENSE_GATE_UP, PASS_FORWARD, l, product(N, H, 2 * W));
 		swiglu_forward(a->shared_act, x->shared_gate_up, a->normed, NULL, &w->shared_gate_up, NULL, all_rows, 1, H, W);
+		dump_output(m, DUMP_SHARED_GATE_UP, l, x->shared_gate_up);
 		begin(experts ? OP_SHARED_DOWN : OP_DENSE_DOWN, PASS_FORWARD, l, product(N, W, H));
 		if (out)
 			matmul_forward(out, a->shared_act, &w->shared_down, NULL, N, W, H, true);
@@ -382,6 +394,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			all_to_all_finish(&m->dispatch);
 		swiglu_forward(a->act, x->gate_up, expert_parallel ? x->arrivals : a->normed, x->row, w->gate_up,
 				x->expert_weight, x->expert_offset, m->num_experts, H, I);
+		dump_output(m, DUMP_EXPERTS_GATE_UP, l, x->gate_up);
 		if (out) {
 			begin(OP_EXPERTS_DOWN, PASS_FORWARD, l, product(x->num_rows, I, H));
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H,
@@ -390,8 +403,11 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			if (expert_parallel)
 				return_rows(m, x); /* alone expert_rows and rows are the same array */
 			combine_rows(out, a->rows, x->position, N, k, H, true);
+			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
 		}
 	}
+	if (out)
+		dump_output(m, DUMP_LAYER_OUTPUT, l, out);
 }
 
 /* The forward pass from the embedding on, which is in the first layer's partial_sums. */
@@ -404,12 +420,14 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	int64_t first;
 	const int64_t N = own_tokens(m, T, &first);
 	reduce_scatter_sequence(m, a->layer[0].input, false, T);
+	dump_output(m, DUMP_EMBEDDING, -1, a->layer[0].input);
 	for (int l = 0; l < layers; l++) {
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
 	begin(OP_NORM, PASS_FORWARD, -1, moved(2 * N * c->hidden_size));
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
+	dump_output(m, DUMP_NORM, -1, a->normed);
 }
 
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
@@ -508,6 +526,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, V));
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
+		dump_logits(m, a->head_logits, first, n);
 		/* loss = log(sum_v e^(logit_v - max)) - (logit_target - max). Of max, sum and loss each rank has its part of
 		 * the vocabulary's. */
 		begin(OP_HEAD_LOSS, PASS_FORWARD, -1, moved(3 * n * V));
@@ -518,11 +537,13 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		all_reduce_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
 		for (int64_t t = 0; t < n; t++)
 			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
+		dump_losses(m, loss, sum, target + first, first, n);
 		if (!step)
 			continue;
 		/* dlogits = (softmax(logits) - onehot(target)) / num_targets */
 		begin(OP_HEAD_LOSS, PASS_BACKWARD, -1, moved(2 * n * V));
 		cross_entropy_backward(a->head_logits, sum, target + first, m->first_vocab, scale, n, V);
+		dump_logits_gradient(m, a->head_logits, first, n);
 		begin(OP_HEAD_LOGITS, PASS_BACKWARD, -1, product(n, H, V));
 		matmul_backward_input(dnormed + first * H, a->head_logits, m->params.lm_head, n, H, V, false);
 		/* With NormHead too: dW[v, j] = sum_t dlogits[t, v] normed[t, j] / (n_j + 1e-7), n being a constant */
@@ -566,6 +587,7 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	begin(OP_ROUTER_LOSSES, PASS_BACKWARD, l, moved(3 * N * E));
 	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
+	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
 	begin(OP_ROUTER_LOGITS, PASS_WEIGHT, l, product(N, H, E));
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
 	begin(OP_ROUTER_LOGITS, PASS_BACKWARD, l, product(N, H, E));
@@ -600,6 +622,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	 * needed. */
 	swiglu_backward(a->dgate_up, a->act, a->dexpert_weight, dout, x->row, p->down, x->gate_up, x->expert_weight,
 			x->expert_offset, experts, H, I);
+	dump_gradient(m, DUMP_EXPERTS_GATE_UP, l, a->dgate_up);
 	begin(OP_EXPERTS_DOWN, PASS_WEIGHT, l, product(x->num_rows, H, I));
 	grouped_matmul_backward_weight(g->down, dout, x->row, a->act, NULL, x->expert_offset, experts, I, H, add);
 	begin(OP_EXPERTS_GATE_UP, PASS_WEIGHT, l, product(x->num_rows, H, 2 * I));
@@ -621,6 +644,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	}
 	combine_rows(a->dnormed, a->rows, x->position, N, k, H, shared_width(c, l) > 0);
 	permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+	dump_gradient(m, DUMP_ROUTER_WEIGHTS, l, a->dweight);
 }
 
 /* The backward pass of ffn_layer_forward: out = residual + MoE(RMSNorm(residual)). dstream [N, H] is d(out) before and
@@ -635,6 +659,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	const int64_t N = own_tokens(m, (int64_t)B * m->seq_len, &first), H = c->hidden_size, W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
 	const bool add = step->accumulate, experts = has_experts(c, l);
+	dump_gradient(m, DUMP_LAYER_OUTPUT, l, a->dstream);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	begin(OP_FFN_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -649,6 +674,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		begin(down, PASS_BACKWARD, l, product(N, H, W));
 		swiglu_backward(a->dshared_gate_up, a->shared_act, NULL, a->dstream, NULL, p->shared_down, x->shared_gate_up,
 				NULL, all_rows, 1, H, W);
+		dump_gradient(m, DUMP_SHARED_GATE_UP, l, a->dshared_gate_up);
 		begin(down, PASS_WEIGHT, l, product(N, W, H));
 		matmul_backward_weight(g->shared_down, a->dstream, a->shared_act, N, W, H, add);
 		begin(gate_up, PASS_WEIGHT, l, product(N, H, 2 * W));
@@ -660,6 +686,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 		experts_backward(m, l, B, step);
 		router_backward(m, l, B, step);
 	}
+	dump_gradient(m, DUMP_FFN_NORM, l, a->dnormed);
 	begin(OP_FFN_NORM, PASS_BACKWARD, l, moved(3 * N * H));
 	rmsnorm_backward(a->dstream, g->ffn_norm, a->dnormed, x->residual, p->ffn_norm, x->ffn_rstd, N, H, add,
 			a->sum_scratch);
@@ -677,6 +704,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	const int64_t L = m->seq_len, T = B * L, H = c->hidden_size, N = own_tokens(m, T, &first);
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
 	const bool add = step->accumulate;
+	dump_gradient(m, DUMP_ATTENTION_OUTPUT, l, a->dstream);
 	if (m->mode == TRAIN_RECOMPUTE_ATTENTION)
 		attention_core_forward(m, l, T, NULL, 0);
 	begin(OP_ATTENTION_OUTPUT, PASS_WEIGHT, l, product(T, nh * d, H));
@@ -686,11 +714,14 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 		bias_backward(g->dense_bias, a->dstream, N, H, add, a->sum_scratch);
 	begin(OP_ATTENTION_OUTPUT, PASS_BACKWARD, l, product(T, nh * d, H));
 	matmul_backward_input(a->dattention, dout, p->dense, T, nh * d, H, false);
+	dump_gradient(m, DUMP_ATTENTION_CORE, l, a->dattention);
 	begin(OP_ATTENTION_CORE, PASS_BACKWARD, l, 2.5 * attention_work(m, T)); /* five products, one computed again */
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
 			a->attention_scratch);
+	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
 	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * d));
 	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
+	dump_gradient(m, DUMP_QKV, l, a->dqkv);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->attention_rstd, x->input, p->attention_norm, N, H, c->rms_norm_eps);
@@ -701,6 +732,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	begin(OP_QKV, PASS_BACKWARD, l, product(T, H, qkv_width(c)));
 	matmul_backward_input(partial_sums(m, a->dnormed), a->dqkv, p->qkv, T, H, qkv_width(c), false);
 	reduce_scatter_sequence(m, a->dnormed, false, T);
+	dump_gradient(m, DUMP_ATTENTION_NORM, l, a->dnormed);
 	begin(OP_ATTENTION_NORM, PASS_BACKWARD, l, moved(3 * N * H));
 	rmsnorm_backward(a->dstream, g->attention_norm, a->dnormed, x->input, p->attention_norm, x->attention_rstd, N, H,
 			add, a->sum_scratch);
@@ -714,6 +746,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	const int layers = c->num_hidden_layers;
 	int64_t first;
 	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
+	dump_gradient(m, DUMP_NORM, -1, a->dnormed);
 	begin(OP_NORM, PASS_BACKWARD, -1, moved(3 * N * H));
 	memset(a->dstream, 0, N * H * sizeof *a->dstream);
 	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
@@ -728,6 +761,7 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 		attention_layer_backward(m, l, B, step);
 		start_reduction(reduction, m, 1 + l);
 	}
+	dump_gradient(m, DUMP_EMBEDDING, -1, a->dstream);
 	begin(OP_EMBEDDING, PASS_WEIGHT, -1, moved(2 * T * H));
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
@@ -928,6 +962,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 			.router_std = t->state.router_std};
 	count_tokens(t, &own, &step);
 	memset(t->sums.values, 0, t->sums.size * sizeof *t->sums.values);
+	dump_begin(t->dump, m, step.index + 1, batch);
 	t->work = 0;
 	for (int64_t i = 0; i < own.num; i++) {
 		const int B = (int)micro_batch_sequences(&own, i);
@@ -938,6 +973,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		step.accumulate = i > 0;
 		m->document = t->document ? t->document + at : NULL;
 		m->length = t->length + i * own.size;
+		dump_micro_batch(m, i, B);
 		model_forward(m, input, B, &step, &t->sums);
 		const double loss = model_loss(m, target, B, &step);
 		t->first_loss = i == 0 ? loss : t->first_loss;
@@ -956,6 +992,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 	t->save_due = t->sums.values[SUM_SAVE_DUE] > 0;
 	report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
 	m->length = NULL;
+	m->dump = NULL;
 	return step;
 }
 
@@ -1220,6 +1257,14 @@ static void fail_not_finite(const struct trainer *t, const struct metrics *m)
 			(long long)t->state.samples, (long long)(t->state.samples + m->batch - 1));
 }
 
+/* Writes the dump of the step, if it has one; see model/dump.h. */
+static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result)
+{
+	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .balance_loss = m->balance_loss,
+			.z_loss = m->z_loss, .grad_norm = m->grad_norm, .taken = result == STEP_TAKEN,
+			.skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
+}
+
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
 {
 	const int64_t step = t->state.step + 1;
@@ -1232,6 +1277,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	faults_act(&t->faults, step, MOMENT_UPDATE, &target);
 	*m = measure_gradients(t, batch, &counts);
 	if (compare_ranks(t, batch, before) < 0) {
+		write_dump(t, m, STEP_GO_BACK);
 		report_costs(&account, t, m);
 		return STEP_GO_BACK;
 	}
@@ -1246,6 +1292,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)
 		skip(t, &decision, m);
+	write_dump(t, m, decision.result);
 
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	report_costs(&account, t, m);
@@ -1778,6 +1825,12 @@ enum run_result trainer_run(struct trainer *t)
 			fclose(f);
 		return RUN_FAILED;
 	}
+	dump_close(t->dump);
+	if (dump_open(&t->dump, &t->config, &t->model, t->state.step) < 0) {
+		if (f)
+			fclose(f);
+		return RUN_FAILED;
+	}
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
@@ -1845,6 +1898,31 @@ void model_randomize(struct model *m, uint64_t seed)
 			for (int64_t j = 0; j < n; j++)
 				row[j] = t->init == INIT_NORMAL ? (real)(row[j] * m->config.initializer_range)
 						: t->init == INIT_ROUTER ? (real)((2 * row[j] - 1) * bound) : t->init == INIT_ONES;
+		}
+	}
+	model_update_head_scale(m);
+}
+
+static real next_real(real x, double towards)
+{
+	return sizeof x == sizeof(double) ? (real)nextafter(x, towards) : (real)nextafterf((float)x, (float)towards);
+}
+
+void model_perturb(struct model *m, uint64_t key)
+{
+	for (int i = 0; i < m->table.num_parameters; i++) {
+		const struct parameter *t = &m->table.parameters[i];
+		struct random_stream stream = parameter_stream(t, key);
+		const int64_t n = t->shard.num_cols;
+		stream.purpose += RANDOM_PERTURB - RANDOM_INIT;
+		#pragma omp parallel for
+		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
+			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
+			real *row = m->params.memory + t->offset + r * n, x;
+			for (int64_t j = 0; j < n; j++) {
+				random_uniform(&x, 1, &stream, at + j);
+				row[j] = next_real(row[j], x < (real)0.5 ? -INFINITY : INFINITY);
+			}
 		}
 	}
 	model_update_head_scale(m);
@@ -2048,6 +2126,7 @@ void trainer_free(struct trainer *t)
 	free(t->document);
 	free(t->length);
 	free(t->samples);
+	dump_close(t->dump);
 	retry_queue_free(&t->retry);
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
@@ -2198,9 +2277,12 @@ static int trainer_start(struct trainer *t, const char *dir)
 	struct tokenizer *theirs;
 	if (is_rank0(t) && !strcmp(t->tokenizer, "none") && (!*start || tokenizer_find(&theirs, start, NULL) == 0))
 		blend_note_tokenizer(&t->train);
-	if (*start)
-		return model_load(&t->model, start);
-	model_randomize(&t->model, c->train.seed);
+	if (*start && model_load(&t->model, start) < 0)
+		return -1;
+	if (!*start)
+		model_randomize(&t->model, c->train.seed);
+	if (c->train.perturb)
+		model_perturb(&t->model, c->train.perturb);
 	return 0;
 }
 

@@ -28,6 +28,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   model/memory               the arrays of a model with their shapes: weights, activations; planned and allocated
+ *   model/dump                 what a step computed, whole over all ranks, in a file
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
  *   training/spikes            loss and gradient spikes: the detector, and the samples to be tried again
@@ -50,8 +51,9 @@
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report, watch    a command
- *                              each; tokenize has train-tokenizer too, and doctor has bench
+ *     watched                  a run while it trains, by the files that it writes
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch
+ *                              a command each; tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -84,6 +86,7 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "model/memory.h"
+#include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
 #include "training/spikes.h"
@@ -135,6 +138,9 @@ struct layer_sums {              /* of one layer */
 /* Sets all weights as each parameter's `init` says. A random weight depends on the seed, the tensor's name and its
  * place in the whole tensor alone, so every layout starts from the same model. */
 void model_randomize(struct model *m, uint64_t seed);
+/* Moves each weight by one unit in the last place, up or down as a random number says that depends on the key, the
+ * tensor's name and the weight's place alone, so that every layout moves alike: train.perturb. */
+void model_perturb(struct model *m, uint64_t key);
 /* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
  * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the
  * system reads as needed. The checksums of all tensors are checked first; in evaluation only where the files are no
@@ -197,6 +203,7 @@ struct trainer {
 	double save_seconds;         /* that training waited for the last save, */
 	double unreported_save_seconds; /* which the next line of the metrics tells */
 	struct text unwritten;       /* lines of metrics for which the disk had no room */
+	struct dump *dump;           /* NULL: no step is dumped */
 	struct step_sums sums;
 	int64_t steps, tokens;       /* of the whole run */
 	double flops_per_token;      /* of training, see count_parameters */

@@ -650,9 +650,9 @@ void send_message(const struct group *g, int to, int tag, const void *x, int64_t
 	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, bytes});
 }
 
-void receive_message(const struct group *g, int tag, void *x, int64_t bytes)
+void receive_message(const struct group *g, int from, int tag, void *x, int64_t bytes)
 {
 	MPI_Request request;
-	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
+	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, from == ANY_RANK ? MPI_ANY_SOURCE : from, tag, comm_of(g), &request);
 	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, 0});
 }

@@ -163,7 +163,8 @@ int slowest_rank(const struct group *g, double seconds);
 /* Sends x to rank `to`, where receive_message with the same tag, 0 .. 32767, takes it. Returns as soon as x may be
  * changed. */
 void send_message(const struct group *g, int to, int tag, const void *x, int64_t bytes);
-/* Receives the next message with this tag from any rank, of at most `bytes`. */
-void receive_message(const struct group *g, int tag, void *x, int64_t bytes);
+enum { ANY_RANK = -1 };
+/* Receives the next message with this tag from rank `from`, or from ANY_RANK, of at most `bytes`. */
+void receive_message(const struct group *g, int from, int tag, void *x, int64_t bytes);
 
 #endif

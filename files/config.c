@@ -125,6 +125,12 @@ static const struct key keys[] = {
 	KEY(train.batch_warmup.start, T_INT, 1, 1e7, NEEDED, NULL, "first batch"),
 	KEY(train.batch_warmup.increment, T_INT, 1, 1e7, NEEDED, NULL, "how much the batch grows at once"),
 	KEY(train.batch_warmup.tokens, T_INT64, 1, MAX_TOKENS, NEEDED, NULL, "tokens until the batch is full"),
+	SECTION("train.dump", NONE, "all outputs, gradients and updates of some steps as files, to compare runs"),
+	LIST(train.dump.steps, train.dump.num_steps, MAX_DUMPS, NEEDED, NULL, "the steps, from 1"),
+	ITEM_KEY(train.dump.steps, number, T_INT64, 1, 1e12, NEEDED | ITSELF, NULL, "of a step"),
+	KEY(train.dump.dir, T_TEXT, 0, 0, NEEDED, NULL, "directory of the files step-NNNNNNN.safetensors"),
+	KEY(train.perturb, T_INT, 0, INT32_MAX, NONE | BEGIN, "off", "each of the first weights moves by one unit in the "
+		"last place, up or down at random; the key of these random numbers"),
 
 	SECTION("optimizer", 0, "AdamW"),
 	KEY(optimizer.beta1, T_DOUBLE, 0, 1, BELOW, "0.9", "decay of the gradient's mean"),

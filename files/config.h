@@ -12,6 +12,7 @@
 #include <stdio.h>
 
 #define MAX_LR_DROPS 16
+#define MAX_DUMPS 64       /* steps that are dumped */
 #define MAX_SOURCES 64     /* token files of a blend, and of all validation sets */
 #define MAX_SAMPLE_PROMPTS 32 /* of eval.samples, beside those of eval.sample_file */
 #define SET_NAME_LEN 32    /* bytes of a validation set's name, the final 0 included */
@@ -85,6 +86,12 @@ struct config {
 		enum model_mode recompute;
 		double grad_clip;        /* 0 = no clipping */
 		struct { int start, increment; int64_t tokens; } batch_warmup; /* tokens 0 = none */
+		struct {                 /* see model/dump.h */
+			struct { int64_t number; } steps[MAX_DUMPS];
+			int num_steps;         /* 0 = no dump */
+			char dir[PATH_LEN];
+		} dump;
+		int perturb;             /* the first weights move by one unit in the last place, by this key; 0 = not */
 	} train;
 	struct { double beta1, beta2, eps, weight_decay; } optimizer;
 	struct {

@@ -261,29 +261,38 @@ static bool crc_key(char key[MAX_NAME + 32], const char *name) /* room for exp_a
 	return snprintf(key, MAX_NAME + 32, "crc32.%s", name) < MAX_NAME + 32;
 }
 
-/* The JSON header of a file of n tensors of these types, data in array order; the checksums are 0, which is that of
- * nothing. NULL on error. */
-static json_t *header_make(const char *path, const struct named_tensor *tensors, const enum dtype *types, int n)
+/* The elements of a tensor. */
+static int64_t tensor_size(const struct tensor *t)
+{
+	int64_t n = 1;
+	for (int i = 0; i < t->num_dims; i++)
+		n *= t->shape[i];
+	return n;
+}
+
+/* The JSON header of a file of n tensors, data in array order; the checksums are 0, which is that of nothing. NULL on
+ * error. */
+static json_t *header_make(const char *path, const struct tensor *tensors, int n)
 {
 	json_t *header = json_object(), *metadata = json_object();
 	json_object_set_new(metadata, "format", json_string("pt"));
 	json_object_set_new(header, "__metadata__", metadata);
 	json_int_t at = 0;
 	for (int i = 0; i < n; i++) {
-		const struct named_tensor *a = &tensors[i];
+		const struct tensor *t = &tensors[i];
 		char key[MAX_NAME + 32];
-		json_int_t end = at + named_tensor_size(a) * dtypes[types[i]].size;
-		json_t *shape = json_pack("[I]", (json_int_t)a->rows);
-		if (a->cols)
-			json_array_append_new(shape, json_integer(a->cols));
-		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", dtypes[types[i]].name, "shape", shape,
+		json_int_t end = at + tensor_size(t) * dtypes[t->dtype].size;
+		json_t *shape = json_array();
+		for (int j = 0; j < t->num_dims; j++)
+			json_array_append_new(shape, json_integer(t->shape[j]));
+		json_t *entry = json_pack("{s:s, s:o, s:[I,I]}", "dtype", dtypes[t->dtype].name, "shape", shape,
 				"data_offsets", at, end);
-		const char *wrong = json_object_get(header, a->name) ? "is there twice"
-			: !crc_key(key, a->name) ? "has too long a name"
-			: json_object_set(header, a->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
+		const char *wrong = json_object_get(header, t->name) ? "is there twice"
+			: !crc_key(key, t->name) ? "has too long a name"
+			: json_object_set(header, t->name, entry) < 0 ? "has a name that is not UTF-8" : NULL;
 		json_decref(entry);
 		if (wrong) {
-			fail("%s: tensor %.256s %s", path, a->name, wrong);
+			fail("%s: tensor %.256s %s", path, t->name, wrong);
 			json_decref(header);
 			return NULL;
 		}
@@ -315,11 +324,10 @@ static int safetensors_writer_close(struct safetensors_writer *w, int rc)
 	return rc;
 }
 
-struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors,
-		const enum dtype *types, int n)
+struct safetensors_writer *safetensors_create_any(const char *path, const struct tensor *tensors, int n)
 {
 	char copy[PATH_LEN];
-	json_t *header = path_copy(copy, path) < 0 ? NULL : header_make(path, tensors, types, n);
+	json_t *header = path_copy(copy, path) < 0 ? NULL : header_make(path, tensors, n);
 	FILE *f = header ? file_create(path) : NULL;
 	if (!f) {
 		json_decref(header);
@@ -329,13 +337,25 @@ struct safetensors_writer *safetensors_create_typed(const char *path, const stru
 	*w = (struct safetensors_writer){.f = f, .header = header, .n = n, .fault = {.after = INT64_MAX}};
 	memcpy(w->path, copy, PATH_LEN);
 	for (int i = 0; i < n; i++) {
-		w->tensors[i].size = dtypes[types[i]].size;
-		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + named_tensor_size(&tensors[i]) * w->tensors[i].size;
+		w->tensors[i].size = dtypes[tensors[i].dtype].size;
+		w->tensors[i].end = (i ? w->tensors[i - 1].end : 0) + tensor_size(&tensors[i]) * w->tensors[i].size;
 	}
 	if (header_write(w) == 0)
 		return w;
 	safetensors_abandon(w);
 	return NULL;
+}
+
+struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors,
+		const enum dtype *types, int n)
+{
+	struct tensor *any = allocate(n * sizeof *any);
+	for (int i = 0; i < n; i++)
+		any[i] = (struct tensor){.name = tensors[i].name, .shape = {tensors[i].rows, tensors[i].cols},
+				.num_dims = tensors[i].cols ? 2 : 1, .dtype = types[i]};
+	struct safetensors_writer *w = safetensors_create_any(path, any, n);
+	free(any);
+	return w;
 }
 
 struct safetensors_writer *safetensors_create(const char *path, const struct named_tensor *tensors, int n)
@@ -346,6 +366,12 @@ struct safetensors_writer *safetensors_create(const char *path, const struct nam
 	struct safetensors_writer *w = safetensors_create_typed(path, tensors, types, n);
 	free(types);
 	return w;
+}
+
+int safetensors_set_metadata(struct safetensors_writer *w, const char *key, const char *value)
+{
+	json_object_set_new(json_object_get(w->header, "__metadata__"), key, json_cstring(value));
+	return header_write(w);
 }
 
 void safetensors_set_fault(struct safetensors_writer *w, struct write_fault fault)

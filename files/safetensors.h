@@ -37,6 +37,12 @@ struct safetensors_writer *safetensors_create(const char *path, const struct nam
 struct safetensors_writer *safetensors_create_typed(const char *path, const struct named_tensor *tensors,
 		const enum dtype *types, int n);
 
+/* The same for tensors of any number of dimensions: name, shape, num_dims and dtype are used. */
+struct safetensors_writer *safetensors_create_any(const char *path, const struct tensor *tensors, int n);
+
+/* Sets an entry of the file's metadata, whose `format` is "pt" before. To be called before the first append. */
+int safetensors_set_metadata(struct safetensors_writer *w, const char *key, const char *value);
+
 /* Writes the next elements, in the order of the tensors; a call may end within a tensor or reach over several. */
 int safetensors_append(struct safetensors_writer *w, const real *data, int64_t count);
 

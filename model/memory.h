@@ -127,6 +127,7 @@ struct model {
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
+	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
 };
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The

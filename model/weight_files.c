@@ -222,15 +222,10 @@ void weight_writer_free(struct weight_writer *w)
  * Bringing each whole tensor to its writer
  * ========================================================================================================== */
 
-/* A shard on its way to the rank that writes its tensor: elements from .. end of what the sender holds of the
- * parameter. */
-struct shard_message { struct shard shard; int64_t from, end; real data[]; };
-
-/* A message's tag tells its tensor: the tensor's number modulo CHECKPOINT_TAGS, since MPI promises tags up to 32767
- * only. The double build has fewer tags, so that small models use each tag several times. */
-#ifndef CHECKPOINT_TAGS
-#define CHECKPOINT_TAGS 32768
-#endif
+struct shard_message *new_shard_message(void)
+{
+	return malloc(sizeof(struct shard_message) + BUCKET_SIZE * sizeof(real));
+}
 
 /* Copies a shard to its place in the whole tensor. data: its elements from .. end. */
 static void place_shard(real *tensor, const struct parameter *t, const struct shard *shard, int64_t from, int64_t end,
@@ -240,6 +235,37 @@ static void place_shard(real *tensor, const struct parameter *t, const struct sh
 	for (int64_t at = from, n, first; at < end; at += n) {
 		n = global_run(&sender, at, end, &first);
 		copy_array(tensor + first, data + at - from, n);
+	}
+}
+
+void collect_parameter(const struct parameter_table *table, struct optimizer_shard_iterator *walk,
+		const struct parameter *t, const real *data, bool moments, int to, int tag, struct shard_message *message,
+		real *tensor)
+{
+	const struct group *world = &table->layout.world;
+	struct optimizer_shard_iterator next = *walk;
+	struct optimizer_shard p;
+	int64_t left = parameter_size(t);
+	if (tag == 0) /* all messages that had a tag before have been received: it can be used again */
+		parallel_agree(0);
+	for (; next_optimizer_shard(table, &next, &p) && !strcmp(p.parameter->name, t->name); *walk = next) {
+		const int64_t size = p.end - p.from;
+		const real *shard = data + (moments ? p.state : p.parameter->offset + p.from);
+		if (world->rank == to) {
+			place_shard(tensor, t, &p.parameter->shard, p.from, p.end, shard);
+			left -= size;
+			continue;
+		}
+		message->shard = p.parameter->shard;
+		message->from = p.from;
+		message->end = p.end;
+		copy_array(message->data, shard, size);
+		send_message(world, to, tag, message, sizeof *message + size * sizeof(real));
+	}
+	while (world->rank == to && left > 0) {
+		receive_message(world, ANY_RANK, tag, message, sizeof *message + BUCKET_SIZE * sizeof(real));
+		place_shard(tensor, t, &message->shard, message->from, message->end, message->data);
+		left -= message->end - message->from;
 	}
 }
 
@@ -255,39 +281,15 @@ static const char *const block_prefixes[3] = {"", "exp_avg.", "exp_avg_sq."};
 static int collect(const struct weight_writer *w, const struct blocks *blocks, int first, int end,
 		struct shard_message *message, real *tensor, struct safetensors_writer *file)
 {
-	const struct group *world = &w->table->layout.world;
 	int rc = file || w->copy ? 0 : -1;
 	for (int b = first; b < end; b++) {
 		struct optimizer_shard_iterator walk = {0};
-		struct optimizer_shard p;
-		bool more = next_optimizer_shard(w->table, &walk, &p);
 		real *place = w->copy ? w->copy + b * w->elements : tensor;
 		for (int i = 0; i < w->n; i++) {
 			const struct parameter *t = &w->global[i];
-			const int writer = w->writer[i], tag = (int)(((int64_t)b * w->n + i) % CHECKPOINT_TAGS);
-			const bool own = writer == world->rank;
-			if (tag == 0) /* all messages that had a tag before have been received: it can be used again */
-				parallel_agree(0);
-			int64_t left = parameter_size(t);
-			for (; more && !strcmp(p.parameter->name, t->name); more = next_optimizer_shard(w->table, &walk, &p)) {
-				const int64_t size = p.end - p.from;
-				const real *data = blocks->data[b] + (b ? p.state : p.parameter->offset + p.from);
-				if (own) {
-					place_shard(place, t, &p.parameter->shard, p.from, p.end, data);
-					left -= size;
-					continue;
-				}
-				message->shard = p.parameter->shard;
-				message->from = p.from;
-				message->end = p.end;
-				copy_array(message->data, data, size);
-				send_message(world, writer, tag, message, sizeof *message + size * sizeof(real));
-			}
-			while (own && left > 0) {
-				receive_message(world, tag, message, sizeof *message + BUCKET_SIZE * sizeof(real));
-				place_shard(place, t, &message->shard, message->from, message->end, message->data);
-				left -= message->end - message->from;
-			}
+			const bool own = w->writer[i] == w->table->layout.world.rank;
+			collect_parameter(w->table, &walk, t, blocks->data[b], b > 0, w->writer[i],
+					(int)(((int64_t)b * w->n + i) % SHARD_TAGS), message, place);
 			if (own && w->copy)
 				place += parameter_size(t);
 			else if (own && rc == 0)
@@ -341,7 +343,7 @@ static int end_file(struct safetensors_writer *file, int rc)
  * take. */
 static int make_buffers(struct shard_message **message, real **tensor, int64_t elements)
 {
-	*message = malloc(sizeof **message + (BUCKET_SIZE + 1) * sizeof(real));
+	*message = new_shard_message();
 	*tensor = elements ? malloc(elements * sizeof **tensor) : NULL;
 	int rc = *message && (*tensor || !elements) ? 0 : fail("out of memory for a tensor of %lld elements, which a "
 			"checkpoint needs to write it", (long long)elements);

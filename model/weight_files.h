@@ -42,6 +42,28 @@ int load_moments(const struct parameter_table *table, const struct model_config 
 int assign_writers(int *writer, int64_t *bytes, const struct parameter *global, int n, int num_experts,
 		int expert_ranks, int ranks, const int *host);
 
+/* A shard on its way to the rank that collects its tensor: elements from .. end of what the sender holds of the
+ * parameter. `data` has room for BUCKET_SIZE of them. */
+struct shard_message { struct shard shard; int64_t from, end; real data[]; };
+/* A new one, to be freed; NULL when memory is short. */
+struct shard_message *new_shard_message(void);
+
+/* A message's tag tells its tensor: the tensor's number modulo SHARD_TAGS, since MPI promises tags up to 32767 only.
+ * OTHER_TAG is free for other messages. The double build has fewer tags, so that small models use each tag several
+ * times. */
+#ifndef SHARD_TAGS
+#define SHARD_TAGS 32767
+#endif
+enum { OTHER_TAG = 32767 };
+
+/* Brings parameter `t` of the whole model to rank `to`, where `tensor` [parameter_size(t)] receives it: each rank sends
+ * the shards that it keeps. data: weights or gradients [table->num_elements] or, with `moments`, one of the moments
+ * [table->num_state]. *walk stands before this rank's first shard of the parameter, if it keeps any, and goes beyond
+ * its last one. tag: 0 .. SHARD_TAGS - 1, one more for each parameter, then 0 again. Collective. */
+void collect_parameter(const struct parameter_table *table, struct optimizer_shard_iterator *walk,
+		const struct parameter *t, const real *data, bool moments, int to, int tag, struct shard_message *message,
+		real *tensor);
+
 /* What a rank writes of each checkpoint. */
 struct weight_writer {
 	const struct parameter_table *table;

@@ -51,6 +51,7 @@
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
+ *     watched                  a run while it trains, by the files that it writes
  *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report, watch    a command
  *                              each; tokenize has train-tokenizer too, and doctor has bench
  *

@@ -267,8 +267,10 @@ int parallel_agree(int rc)
 		return rc;
 	char error[sizeof error_text];
 	memcpy(error, error_text, sizeof error);
-	MPI_Allreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-	MPI_Bcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD);
+	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD, &request);
+	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof rank);
+	MPI_Ibcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD, &request);
+	wait_for(&request, 1, TRAFFIC_AGREEMENT, rank == first ? sizeof error : 0);
 	if (num_failed == parallel_size())
 		return fail("%s", error);
 	return fail("rank %d on %s%s: %.3500s", first, mpi.hosts[first], num_failed > 1 ? " and others" : "", error);
@@ -277,8 +279,11 @@ int parallel_agree(int rc)
 int parallel_same(uint64_t value, const char *what)
 {
 	uint64_t first = value;
-	if (mpi.running)
-		MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+	MPI_Request request;
+	if (mpi.running) {
+		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD, &request);
+		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == 0 ? sizeof first : 0);
+	}
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
 }
 

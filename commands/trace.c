@@ -397,8 +397,8 @@ static struct rank_place place_of_rank(const struct trace *t)
 }
 
 /* What is to be said of a run. */
-enum run_state { RUN_ENDED, RUN_GONE, RUN_STANDS_STILL, RUN_GOES_ON };
-static const char *const state_names[] = {"ended", "gone", "stands still", "goes on"};
+enum run_state { RUN_ENDED, RUN_BROKE_OFF, RUN_STANDS_STILL, RUN_GOES_ON };
+static const char *const state_names[] = {"ended", "broke off", "stands still", "goes on"};
 
 /* What a rank of another machine writes may be seen so many seconds late. */
 static const double seen_late = 60;
@@ -465,7 +465,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
 				is_in_the_way(&p[i], all_gone, at, since)};
-	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_GONE
+	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
 			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
@@ -557,15 +557,18 @@ static void write_name(struct event_writer *w, const char *what, int thread, con
 	json_decref(value);
 }
 
-/* A slice of a thread, without the bracket that ends it. */
+/* A slice of a thread, without the bracket that ends it. It is written as `gap` nanoseconds shorter. Readers compute
+ * ends in floating point, or round begin and duration to nanoseconds: without gaps they would take a slice that begins
+ * where another one ends for a part of it. Phases have a smaller gap than what lies in them. */
+enum { PHASE_GAP = 1, SLICE_GAP = 3 };
 static void begin_slice(struct event_writer *w, int thread, const char *name, const char *more, uint64_t begin,
-		uint64_t end)
+		uint64_t end, int gap)
 {
 	begin_event(w, 'X', thread, name, more);
 	fprintf(w->out, ",\"ts\":");
 	write_microseconds(w->out, file_time(w, begin));
 	fprintf(w->out, ",\"dur\":");
-	write_microseconds(w->out, (int64_t)(end > begin ? end - begin : 0));
+	write_microseconds(w->out, (int64_t)(end > begin + gap ? end - begin - gap : 0));
 }
 
 /* The members of a record that say where it belongs to. */
@@ -585,13 +588,13 @@ static void write_phase(struct event_writer *w, enum heartbeat_phase phase, int6
 	const bool is_step = phase == HEARTBEAT_STEP || phase == HEARTBEAT_FIRST_STEP;
 	if (is_step)
 		snprintf(name, sizeof name, "step %lld", (long long)step);
-	begin_slice(w, OPERATIONS_THREAD, is_step ? name : heartbeat_phase_names[phase], "", begin, end);
+	begin_slice(w, OPERATIONS_THREAD, is_step ? name : heartbeat_phase_names[phase], "", begin, end, PHASE_GAP);
 	fprintf(w->out, ",\"cat\":\"phase\",\"args\":{\"step\":%lld%s}}", (long long)step, over ? "" : ",\"over\":false");
 }
 
 static void write_operation(struct event_writer *w, const struct trace_record *r, uint64_t end)
 {
-	begin_slice(w, OPERATIONS_THREAD, operations[r->what].name, pass_names[r->pass], r->begin, end);
+	begin_slice(w, OPERATIONS_THREAD, operations[r->what].name, pass_names[r->pass], r->begin, end, SLICE_GAP);
 	write_place(w, r);
 	if (operations[r->what].unit && isfinite(r->work))
 		fprintf(w->out, ",\"%s\":%.17g", operations[r->what].unit == WORK_FLOPS ? "FLOPs" : "bytes", r->work);
@@ -600,7 +603,7 @@ static void write_operation(struct event_writer *w, const struct trace_record *r
 
 static void write_wait(struct event_writer *w, const struct trace_record *r, uint64_t end)
 {
-	begin_slice(w, WAITS_THREAD, traffic_names[r->what], "", r->arrived, end);
+	begin_slice(w, WAITS_THREAD, traffic_names[r->what], "", r->arrived, end, SLICE_GAP);
 	write_place(w, r);
 	fprintf(w->out, ",\"number\":%u,\"bytes\":%.17g,\"arrived\":", r->number, isfinite(r->work) ? r->work : 0);
 	write_microseconds(w->out, file_time(w, r->arrived));
@@ -881,8 +884,8 @@ static void print_places(const json_t *result)
 		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
 	if (!strcmp(state, state_names[RUN_ENDED]))
 		printf("the run ended by itself after step %lld\n", step);
-	else if (!strcmp(state, state_names[RUN_GONE]))
-		printf("the run was ended from outside in step %lld, %.0f s ago. Then\n%s\n", step,
+	else if (!strcmp(state, state_names[RUN_BROKE_OFF]))
+		printf("the run broke off in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
 	else if (!strcmp(state, state_names[RUN_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,

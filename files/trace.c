@@ -506,7 +506,7 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 {
 	const struct header *h = (const struct header *)map;
 	if (size < PAGE || memcmp(h->magic, MAGIC, sizeof h->magic))
-		return fail("%s: no trace file", path);
+		return fail("%s: no trace file: it does not begin as those do that ling train writes", path);
 	if (h->version != VERSION || h->header_bytes != PAGE || h->counter_bytes != COUNTER_BYTES ||
 			h->record_bytes != sizeof(struct trace_record))
 		return fail("%s: version %u of a trace, written by another version of ling; this one reads version %d with "
@@ -514,8 +514,8 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 	if (h->events < 1 || h->events > MAX_EVENTS || h->events & (h->events - 1) || size != file_bytes(h->events) ||
 			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks || h->phase < HEARTBEAT_NONE ||
 			h->phase >= NUM_HEARTBEAT_PHASES)
-		return fail("%s: a damaged trace file: %llu events, rank %d of %d, %zu bytes", path,
-				(unsigned long long)h->events, h->rank, h->ranks, size);
+		return fail("%s: a damaged trace file: %zu bytes, %llu events, rank %d of %d. If it is a copy, copy it again",
+				path, size, (unsigned long long)h->events, h->rank, h->ranks);
 	*t = (struct trace){.id = h->id, .rank = h->rank, .ranks = h->ranks, .pid = h->pid, .pid_started = h->pid_started,
 			.started = h->started, .started_unix = h->started_unix, .peak_flops = h->peak_flops,
 			.peak_bandwidth = h->peak_bandwidth, .phase = h->phase, .step = h->step, .phase_begun = h->phase_begun,

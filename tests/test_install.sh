@@ -41,7 +41,7 @@ test_completion() {
 	expect 0 "" "$ling" --completion
 	mv out.txt completion
 	[ "$(bash -c 'source ./completion && complete -p ling')" = "complete -o default -F _ling ling" ] || problem "complete -p"
-	offers "train train-tokenizer" ling tr
+	offers "train train-tokenizer trace" ling tr
 	offers "--version" ling --v
 	offers "--top-k --top-p" ling generate runs/quickstart --top
 	offers "hf checkpoint gguf" ling convert-checkpoint a b --to ""

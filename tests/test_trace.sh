@@ -152,10 +152,10 @@ test_in_the_way() {
 	look '.state == "stands still" and .in_the_way[0].rank == 0 and (.text | test("process [0-9]+ of rank 0 has ended"))'
 	kill -CONT $launcher
 	wait $launcher
-	look '.state == "gone"'
+	look '.state == "broke off"'
 	state=$(jq -r .text out.txt)
 	expect 0 "" "$ling" trace hung --hang
-	has out.txt "the run was ended from outside in step" "which is gone" "$state"
+	has out.txt "the run broke off in step" "which is gone" "$state"
 }
 
 test_wrong_use() {

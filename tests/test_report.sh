@@ -114,7 +114,7 @@ test_escaping() {
 test_real() {
 	head -c 4000 "$root/README.md" >text.txt
 	expect 0 "" "$ling" tokenize --out text text.txt
-	tiny train.steps=6 "data.valid={a: text, b: text}" eval.every=3 eval.at_start=true eval.max_windows=3 log.experts=2
+	tiny train.steps=6 "data.valid={a: text, b: text}" eval.every=3 eval.at_start=true eval.max_windows=3 log.experts=2 "eval.samples=[The, '<b>']" eval.sample_tokens=4
 	expect 0 "" "$ling" train tiny.yaml
 	expect 0 "" "$ling" report run --out page.html
 	is page.html '.runs[0].valid | map([.name, .step])' '[["validation",[0,3,6]],["valid.a",[0,3,6]],["valid.b",[0,3,6]]]'
@@ -124,6 +124,7 @@ test_real() {
 	is page.html '.runs[0].operations | map(select(.name == "attention / qkv") | .passes | map(.name))' '[["","backward","weight gradient"]]'
 	is page.html '.runs[0].operations | map([.seconds * 1e9, (.passes | map(.seconds) | add * 1e9)] | map(. / 1000 | round) | .[0] == .[1]) | all' true
 	is page.html '.runs[0].series.peak_share.mean | length' 6
+	is page.html '.runs[0].samples | map([.step, .prompt])' '[[0,"The"],[0,"<b>"],[3,"The"],[3,"<b>"],[6,"The"],[6,"<b>"]]'
 	head -c 5000 run/trace/rank-0.trace >half && cp half run/trace/rank-0.trace
 	expect 0 "" "$ling" report run --out page.html
 	has err.txt "the page has no times of operations of this run"
@@ -208,8 +209,15 @@ test_browser() {
 	cp -r full "$odd"
 	expect 0 "" "$ling" report full --out one.html
 	expect 0 "" "$ling" report full second "$odd" --out several.html
+	mkdir -p empty
+	: >empty/metrics.jsonl
+	make_run single 1
+	make_run wild 9 '$m->{loss} = (0, -1, 1e300, 1e-300, undef, 2, 2, 2, undef)[$s - 1]; $m->{nonfinite} = ["loss"] if !defined $m->{loss};
+		$m->{grad_norm} = undef, $m->{nonfinite} = ["grad_norm"] if $s != 5;'
+	expect 0 "" "$ling" report single wild empty --out few.html
+	expect 0 "" "$ling" report empty --out nothing.html
 	expect 0 "" "$root/ling" report long --out long.html
-	timeout -k 5 120 python3 "$root/tests/report_in_browser.py" one.html several.html long.html >browser.txt 2>&1 || problem "$(cat browser.txt)"
+	timeout -k 5 120 python3 "$root/tests/report_in_browser.py" one.html several.html few.html nothing.html long.html >browser.txt 2>&1 || problem "$(cat browser.txt)"
 	grep '^long' browser.txt
 }
 

@@ -13,7 +13,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 /* ============================================================================================================
  * What the files say
@@ -174,9 +173,8 @@ static void age_heartbeat(struct hang_watch *h, double now)
 static void look_at_heartbeat(struct watched *w, double now)
 {
 	struct heartbeat h;
-	char host[64] = "";
 	const int rc = heartbeat_read(&h, w->dir);
-	w->dead = w->suspended = 0;
+	w->gone = 0;
 	if (rc <= 0) {
 		if (rc < 0)
 			snprintf(w->problem, sizeof w->problem, "%s", error_text);
@@ -191,17 +189,9 @@ static void look_at_heartbeat(struct watched *w, double now)
 	hang_watch_take(&w->hang, &h, now);
 	if (first)
 		age_heartbeat(&w->hang, now);
-	gethostname(host, sizeof host - 1);
-	for (int i = w->hang.now.ranks - 1; i >= 0; i--) {
-		const struct heartbeat_rank *r = &w->hang.now.rank[i];
-		struct process p;
-		if (strcmp(host, r->host))
-			continue;
-		const bool there = process_look(&p, r->pid) && p.started == r->pid_started && p.state != 'Z';
-		if (!there)
-			w->dead++, w->first_dead = i;
-		else if (p.state == 'T' || p.state == 't')
-			w->suspended++, w->first_suspended = i;
+	for (int i = 0; i < w->hang.now.ranks; i++) {
+		const enum hang_process process = hang_process(&w->hang.now.rank[i]);
+		w->gone += process == PROCESS_ENDED || process == PROCESS_GONE;
 	}
 }
 
@@ -304,7 +294,7 @@ static enum run_state find_state(const struct watched *w)
 		return w->stop ? end_state(w) : w->metrics.there || w->events.there ? RUN_UNKNOWN : RUN_EMPTY;
 	if (h->rank[0].phase == HEARTBEAT_END)
 		return end_state(w);
-	return w->dead == h->ranks ? RUN_DIED : of_phase[h->rank[0].phase];
+	return w->gone == h->ranks ? RUN_DIED : of_phase[h->rank[0].phase];
 }
 
 /* Fails for what can never become the directory of a run. */
@@ -374,42 +364,31 @@ void watched_free(struct watched *w)
  * The report
  * ========================================================================================================== */
 
-/* Who is in the way when nothing has moved for long, else NULL: the caller frees it. Long is three times the last step,
- * and 2 seconds; where no step is computed, 10. */
+/* Who is in the way when nothing has moved for long, or that nobody is there; else NULL. The caller frees it. Long is
+ * three times the last step, and 2 seconds; where no step is computed, 10. */
 static char *describe_waiting(const struct watched *w)
 {
 	const struct heartbeat *h = &w->hang.now;
 	const double now = clock_seconds(), since = now - w->hang.progress;
 	double longest = 0;
 	bool in_step = true;
+	if (w->state == RUN_DIED)
+		return copy_string(h->ranks > 1 ? "the processes of all ranks are gone, without an end"
+				: "the process is gone, without an end");
 	for (int i = 0; i < h->ranks; i++) {
 		longest = fmax(longest, h->rank[i].step_seconds);
 		in_step &= h->rank[i].phase == HEARTBEAT_STEP;
 	}
 	if (w->state < RUN_STARTING || w->state > RUN_DIED || since < (in_step && longest ? fmax(3 * longest, 2) : 10))
 		return NULL;
+	json_t *members;
+	char words[64], *who = hang_describe(&w->hang, now, &members);
 	struct text out = {0};
-	char words[128];
-	if (w->state == RUN_DIED) {
-		snprintf(words, sizeof words, "the process%s gone, without an end", h->ranks > 1 ? "es of all ranks are" :
-				" is");
-		text_append_string(&out, words);
-	} else {
-		json_t *members;
-		char *who = hang_describe(&w->hang, now, &members);
-		snprintf(words, sizeof words, "no progress for %.0f s: ", since);
-		text_append_string(&out, words);
-		text_append_string(&out, who);
-		json_decref(members);
-		free(who);
-		if (w->dead)
-			snprintf(words, sizeof words, "; the process of rank %d is gone", w->first_dead);
-		else if (w->suspended)
-			snprintf(words, sizeof words, "; the process of rank %d is stopped (kill -CONT %d)", w->first_suspended,
-					h->rank[w->first_suspended].pid);
-		if (w->dead || w->suspended)
-			text_append_string(&out, words);
-	}
+	snprintf(words, sizeof words, "no progress for %.0f s: ", since);
+	text_append_string(&out, words);
+	text_append_string(&out, who);
+	json_decref(members);
+	free(who);
 	return out.data;
 }
 

@@ -40,8 +40,7 @@ struct watched {
 	/* of the heartbeat */
 	struct hang_history history;
 	struct hang_watch hang;      /* without ranks: there is no heartbeat */
-	int dead, suspended;         /* ranks on this machine whose process is gone, or stopped; */
-	int first_dead, first_suspended; /* the first of them */
+	int gone;                    /* ranks on this machine whose process is gone */
 	/* of the traces */
 	uint64_t trace_id;
 	double trace_looked;         /* clock_seconds(); 0: not yet */

@@ -190,6 +190,7 @@ test_errors() {
 
 # The program has the page of today.
 test_build() {
+	make_full
 	(cd "$root" && make -n -W commands/report_page.html ling 2>&1) | grep -q 'commands/report\.c' || problem "make does not look at report_page.html"
 	expect 0 "" "$root/ling" report full --out page.html
 	diff <(sed 's|\(id="data">\).*\(</script>\)|\1@DATA@\2|' page.html) "$root/commands/report_page.html" >diff.txt ||
@@ -204,7 +205,7 @@ test_browser() {
 	fi
 	make_full
 	make_run second 40 '$m->{loss} = 0.03; $m->{valid_loss} = 0.02 if $s == 20;'
-	make_run long 100000 '$m->{loss} = 2 + 0.5 * (($s * 7919) % 1000) / 1000; $m->{loss} = 90 if $s == 77777;'
+	make_run long 100000 '$m->{loss} = 2 + 0.5 * (($s * 7919) % 1000) / 1000; $m->{loss} = 90 if $s == 77777; $m->{expert_load} = [(1.5) x 12];'
 	local odd=${evil//\//|} # a path has no slash in it
 	cp -r full "$odd"
 	expect 0 "" "$ling" report full --out one.html

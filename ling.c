@@ -1391,8 +1391,8 @@ static int validate(struct trainer *t, struct metrics *m)
 		memcpy(t->valid_losses[set].set, name, sizeof t->valid_losses[set].set);
 		t->valid_losses[set].loss = set_sum / set_tokens;
 	}
-	m->valid_loss = sum / tokens;
 	m->has_valid_loss = c->data.num_valid > 0;
+	m->valid_loss = m->has_valid_loss ? sum / tokens : 0;
 	m->num_valid_sets = set + 1;
 	m->valid_losses = t->valid_losses;
 	return 0;

@@ -52,8 +52,9 @@
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, trace, report, watch, align    a
- *                              command each; tokenize has train-tokenizer too, and doctor has bench
+ *     watched                  a run while it trains, by the files that it writes
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch,
+ *                              align    a command each; tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.

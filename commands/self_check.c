@@ -697,7 +697,7 @@ double memory_bandwidth(real *out, const real *in, int64_t n, double seconds)
 
 struct machine_rates quick_rates(void)
 {
-	const int64_t n = (32 << 20) / sizeof(real); /* two arrays of 32 MB */
+	const int64_t n = (16 << 20) / sizeof(real); /* two arrays of 16 MB */
 	struct machine_rates r = {0};
 	/* Under a limit of memory each thread of OpenBLAS would ask for a buffer that may not be there. */
 	real *memory = isinf(process_memory()) ? malloc(2 * n * sizeof *memory) : NULL;

@@ -96,8 +96,7 @@ static int train(const struct command_line *line, struct faults *faults)
 	int lock = parallel_rank() == 0 ? lock_directory(c.train.output_dir) : 0;
 	if (lock >= 0 && parallel_rank() == 0) {
 		heartbeat_create(c.train.output_dir, parallel_size());
-		if (c.trace.events)
-			trace_create(c.train.output_dir);
+		trace_create(c.train.output_dir, c.trace.events > 0);
 	}
 	if (parallel_agree(lock < 0 ? -1 : 0) < 0)
 		return EXIT_WORK_FAILED;

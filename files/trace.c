@@ -372,27 +372,36 @@ static int trace_path(char out[PATH_LEN], const char *dir, int rank)
 	return path_join(out, dir, name);
 }
 
-/* Removes a directory of traces, of however many ranks. */
-static void remove_traces(const char *dir)
+/* One more than the largest rank that has a file in a directory of traces; 0 without files, -1 on error. */
+static int ranks_in(const char *dir)
 {
-	char path[PATH_LEN];
-	for (int rank = 0; trace_path(path, dir, rank) == 0 && unlink(path) == 0; rank++)
-		;
-	rmdir(dir);
+	DIR *d = opendir(dir);
+	int ranks = 0;
+	if (!d)
+		return fail("%s: cannot open: %s. ling train makes it in the directory of a run, unless trace.events is 0", dir,
+				strerror(errno));
+	for (struct dirent *e; (e = readdir(d));) {
+		char *end;
+		const long rank = strncmp(e->d_name, "rank-", 5) ? -1 : strtol(e->d_name + 5, &end, 10);
+		if (rank >= ranks && rank < MAX_RANKS && !strcmp(end, ".trace"))
+			ranks = (int)rank + 1;
+	}
+	closedir(d);
+	return ranks;
 }
 
-void trace_create(const char *run_dir)
+void trace_create(const char *run_dir, bool make)
 {
-	char dir[PATH_LEN], before[PATH_LEN], path[PATH_LEN];
-	if (trace_dir(dir, run_dir, false) < 0 || trace_dir(before, run_dir, true) < 0 || trace_path(path, dir, 0) < 0)
+	char dir[PATH_LEN], before[PATH_LEN];
+	if (trace_dir(dir, run_dir, false) < 0 || trace_dir(before, run_dir, true) < 0)
 		return; /* the run will say so */
-	if (path_exists(path) > 0) {
-		remove_traces(before);
+	if (path_exists(dir) > 0 && ranks_in(dir) > 0) {
+		directory_remove(before);
 		if (rename(dir, before) < 0)
 			fprintf(stderr, "warning: %s: cannot become %s (%s): it will be written over\n", dir, before,
 					strerror(errno));
 	}
-	if (mkdir(dir, 0777) < 0 && errno != EEXIST)
+	if (make && mkdir(dir, 0777) < 0 && errno != EEXIST)
 		fprintf(stderr, "warning: %s: cannot be made (%s): the run will have no trace\n", dir, strerror(errno));
 }
 
@@ -459,7 +468,7 @@ void trace_remove(const char *run_dir)
 {
 	char dir[PATH_LEN];
 	if (trace_dir(dir, run_dir, false) == 0)
-		remove_traces(dir);
+		directory_remove(dir);
 }
 
 /* ============================================================================================================
@@ -475,14 +484,17 @@ static int compare_records(const void *a, const void *b)
 			: x->kind != y->kind ? order[x->kind] - order[y->kind] : (x->place > y->place) - (x->place < y->place);
 }
 
-/* Whether a record says nothing that its reader could not look up in a table. */
+#define TIME_LIMIT ((uint64_t)1 << 62) /* no trace_now() comes near: 146 years */
+
+/* Whether a record says nothing that its reader could not look up in a table, and no impossible time. */
 static bool is_sound(const struct trace_record *r)
 {
 	const int kinds[] = {[RECORD_OPERATION] = NUM_OPERATIONS, [RECORD_COLLECTIVE] = NUM_COLLECTIVES,
 			[RECORD_PHASE] = NUM_HEARTBEAT_PHASES};
 	return r->kind >= RECORD_OPERATION && r->kind <= RECORD_PHASE && r->what < kinds[r->kind] &&
+			(r->kind != RECORD_OPERATION || r->what != OP_NONE) &&
 			r->pass < NUM_PASSES && r->part < NUM_PARTS && r->layer >= -1 && r->arrived >= r->begin &&
-			(!r->end || r->end >= r->arrived);
+			(!r->end || r->end >= r->arrived) && r->arrived < TIME_LIMIT && r->end < TIME_LIMIT;
 }
 
 /* Copies the records of the ring that are whole, in order. */
@@ -513,7 +525,8 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 				"%d bytes of counters: read it with the ling that trained", path, h->version, VERSION, COUNTER_BYTES);
 	if (h->events < 1 || h->events > MAX_EVENTS || h->events & (h->events - 1) || size != file_bytes(h->events) ||
 			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks || h->phase < HEARTBEAT_NONE ||
-			h->phase >= NUM_HEARTBEAT_PHASES)
+			h->phase >= NUM_HEARTBEAT_PHASES || h->started >= TIME_LIMIT || h->phase_begun >= TIME_LIMIT ||
+			h->last_sign >= TIME_LIMIT)
 		return fail("%s: a damaged trace file: %zu bytes, %llu events, rank %d of %d. If it is a copy, copy it again",
 				path, size, (unsigned long long)h->events, h->rank, h->ranks);
 	*t = (struct trace){.id = h->id, .rank = h->rank, .ranks = h->ranks, .pid = h->pid, .pid_started = h->pid_started,
@@ -553,24 +566,6 @@ void trace_free(struct trace *t)
 	*t = (struct trace){0};
 }
 
-/* One more than the largest rank that has a file in a directory of traces; 0 without files, -1 on error. */
-static int ranks_in(const char *dir)
-{
-	DIR *d = opendir(dir);
-	int ranks = 0;
-	if (!d)
-		return fail("%s: cannot open: %s. ling train makes it in the directory of a run, unless trace.events is 0", dir,
-				strerror(errno));
-	for (struct dirent *e; (e = readdir(d));) {
-		char *end;
-		const long rank = strncmp(e->d_name, "rank-", 5) ? -1 : strtol(e->d_name + 5, &end, 10);
-		if (rank >= ranks && rank < MAX_RANKS && !strcmp(end, ".trace"))
-			ranks = (int)rank + 1;
-	}
-	closedir(d);
-	return ranks;
-}
-
 int traces_read(struct trace **list, int *count, const char *run_dir, bool before)
 {
 	enum { MOST_NAMED = 8 };     /* ranks that are left out */
@@ -578,6 +573,9 @@ int traces_read(struct trace **list, int *count, const char *run_dir, bool befor
 	*list = NULL;
 	*count = 0;
 	const int found = trace_dir(dir, run_dir, before) < 0 ? -1 : ranks_in(dir);
+	if (found < 0 && !before && trace_dir(path, run_dir, true) == 0 && path_exists(path) > 0)
+		return fail("%s: not there: the newest start of the run has no trace (trace.events is 0, or it was refused). "
+				"--before shows the start before", dir);
 	if (found < 0)
 		return -1;
 	if (found == 0)

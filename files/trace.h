@@ -67,8 +67,8 @@ extern const char *const part_names[NUM_PARTS];
 /* -- writing: by the main thread of a process. Without a file all but the ring works, in memory. -- */
 
 /* Moves the trace of an earlier start of the run, RUN/trace, to RUN/trace-before, where it replaces an older one, and
- * makes RUN/trace. By one rank, before the others join. A failure is a warning. */
-void trace_create(const char *run_dir);
+ * makes RUN/trace unless `make` is false. By one rank, before the others join. A failure is a warning. */
+void trace_create(const char *run_dir, bool make);
 /* Makes the file of this rank, with room for `events` records in the ring, rounded up to a power of two. Where it
  * cannot be made, rank 0 prints a warning, and the run goes on without. */
 void trace_join(const char *run_dir, int rank, int ranks, const char *host, int64_t events);

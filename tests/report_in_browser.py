@@ -1,4 +1,4 @@
-"""Looks at the pages of tests/test_report.sh in a browser, as a reader would: report_in_browser.py ONE SEVERAL LONG. Prints what is wrong;
+"""Looks at the pages of tests/test_report.sh in a browser, as a reader would: report_in_browser.py ONE SEVERAL FEW NOTHING LONG. Prints what is wrong;
 exit status 1 then."""
 import math, os, sys, time
 from browser import Browser
@@ -103,6 +103,8 @@ def one_run(path):
     check(run("[...document.querySelectorAll('.cross')].every(c => c.getAttribute('visibility') === 'visible')"), "no reading line in all charts")
     browser.move(x(31), center("#panel-loss svg.chart .area")[1])
     check("not finite" in tip(), f"at step 31 the page says {tip()!r}")
+    browser.move(x(45), center("#panel-loss svg.chart .area")[1])
+    check("step 45: slow rank; rank 2, host </script>" in tip(), f"at the mark of step 45 the page says {tip()!r}")
     show("load")
     area = center("#panel-load .area")
     browser.move(scale("load", "data-tick")(30), area[1] + 20)
@@ -173,15 +175,35 @@ def several_runs(path):
     colours = run("""[...new Set([...document.querySelectorAll('#panel-loss .line[data-series="loss"]')].map(l => getComputedStyle(l).stroke))]""")
     check(len(colours) == 3, f"colours {colours}")
     show("loss")
-    browser.move(scale("loss", "data-tick")(20), center("#panel-loss .area")[1])
+    browser.move(scale("loss", "data-tick")(23), center("#panel-loss .area")[1])
     rows = tip().split("\n")
-    check(len(rows) == 4 and "0.02" in rows[1] and "0.03" in rows[2], f"the values of three runs: {rows}")
+    check(len(rows) == 4 and "0.023" in rows[1] and "0.03" in rows[2], f"the values of three runs: {rows}")
     press("#runs button:nth-child(2)")
     check(run("""document.querySelectorAll('.line[data-run="second"]').length""") == 0, "a run that is switched off is shown")
     press("#runs button:nth-child(2)")
     check(run("""document.querySelectorAll('.line[data-run="second"]').length""") > 0, "a run that is switched on again is not shown")
     check(run("document.querySelectorAll('#config tbody tr').length") > 0, "no table of the configs")
     check(run("document.title") == "3 runs - ling report", "the title is " + run("document.title"))
+
+
+def few_steps(path):
+    """A run without a step, and runs whose lines are hard to draw: of one step, and with values of all sizes."""
+    browser.size(1200, 900)
+    browser.open(path)
+    check(run("document.querySelectorAll('#summary tbody tr').length") == 3, "not three runs")
+    check(run("document.querySelectorAll('#panel-loss .point[data-run=single]').length") == 1, "a single step is no point")
+    for panel in ("loss", "grad_norm"):
+        press(f"#panel-{panel} .scale")
+        check(run(f"[...document.querySelectorAll('#panel-{panel} path.line')].every(p => !/NaN|Infinity|undefined/.test(p.getAttribute('d')))"),
+              f"{panel}: a line with no number")
+        check(run(f"document.querySelectorAll('#panel-{panel} [data-ytick]').length") >= 2, f"{panel}: an axis without numbers")
+    browser.drag(600, 700, center("#panel-loss .area")[1])
+
+
+def nothing(path):
+    browser.open(path)
+    check("no steps yet" in run("document.getElementById('summary').innerText"), "a run without a step is not named")
+    check(run("document.querySelectorAll('svg.chart').length") == 0, "charts of nothing")
 
 
 def long_run(path):
@@ -201,7 +223,7 @@ def long_run(path):
 
 
 try:
-    for look, path in zip((one_run, several_runs, long_run), sys.argv[1:]):
+    for look, path in zip((one_run, several_runs, few_steps, nothing, long_run), sys.argv[1:]):
         look(path)
         problems += [f"{path}: {c}" for c in browser.complaints()]
 finally:

@@ -619,7 +619,7 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot; do
+	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot export; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
 		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac
@@ -746,9 +746,26 @@ test_plot() {
 	[ ! -e two.png ] || problem "an error, and two.png"
 }
 
+test_export() {
+	expect 0 "" "$ling" export run --csv metrics.csv --tensorboard deep/tb
+	[ "$(wc -l <metrics.csv)" = $(($(wc -l <run/metrics.jsonl) + 1)) ] || problem "metrics.csv: $(head -c 400 metrics.csv)"
+	[ "$(head -c 28 deep/tb/events.out.tfevents.0.ling | tail -c 5)" = brain ] || problem "deep/tb: $(ls deep/tb)"
+	"$ling" export run --csv - >out.csv && cmp out.csv metrics.csv || problem "--csv - and --csv FILE differ"
+	jq -r '[.step, .loss, .tokens] | @csv' run/metrics.jsonl >expected.csv
+	awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next } { print $at["step"] "," $at["loss"] "," $at["tokens"] }' out.csv |
+		jq -R -r 'split(",") | map(tonumber) | @csv' | cmp - expected.csv || problem "other numbers than in metrics.jsonl"
+	expect 2 "expected --csv FILE" "$ling" export run
+	expect 2 "both to standard output" "$ling" export run --csv - --expert-counts -
+	expect 1 "has no metrics.jsonl" "$ling" export . --csv -
+	expect 1 "nothere" "$ling" export run --csv nothere/a.csv
+	expect 1 "metrics.csv" "$ling" export run --tensorboard metrics.csv
+	"$ling" export run --csv - >/dev/full 2>err.txt
+	[ $? = 1 ] && has err.txt "standard output" || problem "a full disk: $(cat err.txt)"
+}
+
 check tokenize train bpe added_tokenizer bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
 	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
-	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot
+	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot export
 
 # What a user runs is the optimised program.
 ling=$root/ling

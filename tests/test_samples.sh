@@ -100,6 +100,19 @@ test_stopped() {
 	same unhurried/samples.jsonl hurried/samples.jsonl
 	cmp -s <(steady unhurried/metrics.jsonl) <(steady hurried/metrics.jsonl) || problem "other metrics: $(cat hurried/metrics.jsonl)"
 	same unhurried/step-0000004/model.safetensors hurried/step-0000004/model.safetensors
+	# samples alone
+	slow+=(data.valid=off)
+	"$root/ling" train tiny.yaml train.output_dir=hurried2 "${slow[@]}" >first.txt 2>first-err.txt &
+	pid=$!
+	wait_for_lines hurried2/metrics.jsonl 2
+	sleep 0.1
+	kill -TERM $pid
+	wait $pid
+	[ $? = 3 ] || problem "samples alone: $(cat first.txt first-err.txt)"
+	grep -q '"step": 3, .*"validation_stopped": true' hurried2/metrics.jsonl || problem "samples alone: $(cat hurried2/metrics.jsonl)"
+	expect 0 "" "$root/ling" train tiny.yaml train.output_dir=hurried2 "${slow[@]}"
+	same <(jq -c 'select(.step > 0)' unhurried/samples.jsonl) <(jq -c . hurried2/samples.jsonl)
+	! grep -q valid hurried2/metrics.jsonl || problem "samples alone: $(cat hurried2/metrics.jsonl)"
 }
 
 # 4 ranks, tensor 2, expert 4, whose vocabularies and heads are shards. And the tokens of each expert are those of the whole batch.
@@ -131,6 +144,12 @@ test_end_ids() {
 	jq -es 'map(select(.step == 0)) | any(.tokens < 30)' ends/samples.jsonl >/dev/null || problem "no end: $(cat ends/samples.jsonl)"
 	generated ends 0 $first
 	generated ends 6 ends/step-0000006
+	# conversations: the prompt is shown with its tags
+	printf '{"messages": [{"role": "user", "content": "Who?"}]}\n{"prompt": "A"}\n' >talk.jsonl
+	expect 0 "" "$ling" train tiny.yaml train.output_dir=talk train.init_from=$first eval.sample_file=talk.jsonl eval.sample_tokens=20
+	"$root/ling" generate talk/step-0000003 --prompts talk.jsonl --max-tokens 20 --json 2>err.txt | jq -c '[.text, .tokens]' >expected.txt
+	same expected.txt <(jq -c 'select(.step == 3) | [.text, .tokens]' talk/samples.jsonl)
+	[ "$(jq -c 'select(.step == 3) | .prompt' talk/samples.jsonl | xargs)" = "<role>HUMAN</role>Who?<role>ASSISTANT</role> A" ] || problem "$(cat talk/samples.jsonl)"
 }
 
 test_refused() {

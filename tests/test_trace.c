@@ -481,7 +481,7 @@ static void write_run(const char *run, int rank, int ranks)
 {
 	if (rank == 0) {
 		heartbeat_create(run, ranks);
-		trace_create(run);
+		trace_create(run, true);
 	}
 	heartbeat_join(run, rank, "box");
 	trace_join(run, rank, ranks, "box", 1024);

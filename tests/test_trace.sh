@@ -26,8 +26,11 @@ true_of() {
 	done
 }
 
+# Two runs: of one rank; of four ranks, of which one sleeps 6.6 ms in each step.
+"$release" train tiny.yaml train.output_dir=one parallel.expert=1 checkpoint.every=20 >/dev/null 2>&1 || exit 1
+ranks 4 "$release" train tiny.yaml train.output_dir=four --inject slow@step=1,rank=2,ms=6.6 >/dev/null 2>&1 || exit 1
+
 test_one_rank() {
-	expect 0 "" "$release" train tiny.yaml train.output_dir=one parallel.expert=1 checkpoint.every=20
 	expect 0 "" "$ling" trace one
 	has out.txt "1 rank, 60 steps" "attention / qkv, weight gradient" "GFLOP/s" "in no operation"
 	! grep -q collective out.txt || problem "collectives of one rank: $(cat out.txt)"
@@ -43,18 +46,22 @@ test_one_rank() {
 	has out.txt "save / write"
 	expect 0 "" "$ling" trace one --hang
 	has out.txt "the run ended by itself after step 60"
-	# the next start of the run, and the one before
-	expect 1 "one/trace-before" "$ling" trace one --before
-	expect 0 "" "$release" train tiny.yaml train.output_dir=one parallel.expert=1 train.steps=64
-	expect 0 "" "$ling" trace one --json
+	# the next start of the run, and the one before; a start without a trace
+	rm -rf again
+	cp -r one again
+	expect 1 "again/trace-before: cannot open" "$ling" trace again --before
+	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=64
+	expect 0 "" "$ling" trace again --json
 	true_of out.txt '.steps == 4'
-	expect 0 "" "$ling" trace one --before --json
+	expect 0 "" "$ling" trace again --before --json
 	true_of out.txt '.steps == 60'
+	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=66 trace.events=0
+	expect 1 "--before shows the start before" "$ling" trace again
+	expect 0 "" "$ling" trace again --before --json
+	true_of out.txt '.steps == 4'
 }
 
-# A sleep of 6.6 ms in each step of one of four ranks.
 test_slow_rank() {
-	ranks 4 "$release" train tiny.yaml train.output_dir=four --inject slow@step=1,rank=2,ms=6.6 >/dev/null 2>&1 || problem "no run"
 	expect 0 "" "$ling" trace four --steps 30 --json
 	json out.txt
 	true_of out.txt '.ranks_read == 4 and .steps == 60' '.slowest.rank == 2 and .slowest.operation == "batch"' \
@@ -158,6 +165,22 @@ test_in_the_way() {
 	has out.txt "the run broke off in step" "which is gone" "$state"
 }
 
+# A run of 40 ranks, made of the traces of four: the text names some, --json all.
+test_many_ranks() {
+	local i
+	mkdir -p many/trace
+	for i in $(seq 0 39); do
+		perl -pe 'BEGIN { undef $/; binmode STDIN; binmode STDOUT; ($i) = shift @ARGV } substr($_, 32, 8) = pack("l<l<", $i, 40)' "$i" \
+			<four/trace/rank-$((i % 4)).trace >many/trace/rank-$i.trace
+	done
+	expect 0 "" "$ling" trace many --steps 2
+	has out.txt "40 ranks, 60 steps" "these are the 32 ranks with most own time of 40" "the slowest is rank 2 on"
+	expect 0 "" "$ling" trace many --json
+	true_of out.txt '.by_rank | length == 40'
+	expect 0 "" "$ling" trace many --hang --json
+	true_of out.txt '.state == "ended" and (.places | length == 40)'
+}
+
 test_wrong_use() {
 	expect 2 "" "$ling" trace
 	expect 2 "" "$ling" trace one --part nothing
@@ -183,5 +206,5 @@ test_wrong_use() {
 	has out.txt "4 ranks"
 }
 
-check one_rank slow_rank events in_the_way wrong_use
+check one_rank slow_rank events many_ranks in_the_way wrong_use
 finish

@@ -36,7 +36,8 @@ static void print_place(const json_t *tensor)
 	}
 	if (!json_is_null(json_object_get(tensor, "layer")))
 		printf("layer %lld / ", (long long)result_integer(tensor, "layer"));
-	printf("%s / gradient of %.*s", result_text(tensor, "operation"), (int)(strlen(name) - strlen(" / gradient")), name);
+	printf("%s / gradient of %.*s", result_text(tensor, "operation"), (int)(strlen(name) - strlen(" / gradient")),
+			name);
 }
 
 /* "in 12 of 64 rows (3 to 50)" */
@@ -89,7 +90,8 @@ static void print_routing(const json_t *routing, bool examples, bool all)
 	if (!flipped)
 		return;
 	if (is_true(routing, "rounding"))
-		printf("    The probabilities agree within the tolerance: rounding decided. What follows leaves these tokens out.\n");
+		printf("    The probabilities agree within the tolerance: rounding decided. What follows leaves these tokens "
+				"out.\n");
 	else if (!is_true(routing, "has_softmax"))
 		printf("    Without \"router / softmax\" in both dumps it cannot be told whether rounding decided.\n");
 }
@@ -103,7 +105,8 @@ static void print_difference(const json_t *tensor)
 		printf("    not finite: %lld values in A, %lld in B, of %lld\n",
 				(long long)result_integer(tensor, "nonfinite_a"), (long long)result_integer(tensor, "nonfinite_b"),
 				(long long)elements);
-	printf("    relative L2 %.2g (tolerance %g)", result_double(tensor, "relative"), result_double(tensor, "tolerance"));
+	printf("    relative L2 %.2g (tolerance %g)", result_double(tensor, "relative"),
+			result_double(tensor, "tolerance"));
 	if (is_true(tensor, "zero_b") || is_true(tensor, "zero_a"))
 		printf("; %s is zero everywhere", is_true(tensor, "zero_b") ? "B" : "A");
 	else if (1 - fabs(cosine) < 1e-9)
@@ -140,7 +143,8 @@ static void print_first(const json_t *step, const json_t *first)
 		printf("    the last one that agrees: %s\n", result_text(step, "before_first"));
 	if (is_true(first, "after_flip"))
 		printf("    Before it tokens changed experts by rounding, which explains differences in other tokens of their\n"
-				"    sequences and in all gradients. What follows cannot be judged: compare another step, or other data.\n");
+				"    sequences and in all gradients. What follows cannot be judged: compare another step, or other "
+				"data.\n");
 }
 
 static void print_table_head(void)
@@ -318,8 +322,8 @@ static void print_curves(const json_t *report)
 {
 	const json_t *curve;
 	size_t i;
-	printf("B against A, %% of A:\n  %-12s %7s %10s %14s %10s %8s  %s\n", "", "steps", "mean", "mean absolute", "largest",
-			"at step", "first apart, more than the tolerance");
+	printf("B against A, %% of A:\n  %-12s %7s %10s %14s %10s %8s  %s\n", "", "steps", "mean", "mean absolute",
+			"largest", "at step", "first apart, more than the tolerance");
 	json_array_foreach(json_object_get(report, "series"), i, curve) {
 		printf("  %-12s %7lld %+10.4f %14.4f %10.4f %8lld", result_text(curve, "name"),
 				(long long)result_integer(curve, "steps"), 100 * result_double(curve, "mean"),
@@ -368,8 +372,8 @@ static void print_floor(const json_t *floor)
 		printf("never");
 	printf(", which must be after step %lld\n", (long long)result_integer(parting, "limit"));
 	if (json_array_size(tests))
-		printf("  after step %lld, when all of them have parted by 0.1%%, B against the floor:\n  %-12s %-9s %11s %11s\n",
-				(long long)result_integer(floor, "settled"), "", "", "B", "limit");
+		printf("  after step %lld, when all of them have parted by 0.1%%, B against the floor:\n"
+				"  %-12s %-9s %11s %11s\n", (long long)result_integer(floor, "settled"), "", "", "B", "limit");
 	else
 		printf("  the runs end before all of the floor have parted: the curves are not judged further\n");
 	json_array_foreach(tests, i, test)

@@ -163,10 +163,10 @@ static void add_elements(struct sums *s, const struct tensor *a, int64_t first_a
 }
 
 /* Adds the elements of an updated weight, tensors of the same size, but those whose first moments differ by more than
- * `most` of themselves. AdamW divides a moment by its own size: where that is nothing but rounding, so is the step, which
- * still has the size of the learning rate. Returns how many elements are left out. */
-static int64_t add_updated(struct sums *s, const struct tensor *a, const struct tensor *b, const struct tensor *moment_a,
-		const struct tensor *moment_b, double most)
+ * `most` of themselves. AdamW divides a moment by its own size: where that is nothing but rounding, so is the step,
+ * which still has the size of the learning rate. Returns how many elements are left out. */
+static int64_t add_updated(struct sums *s, const struct tensor *a, const struct tensor *b,
+		const struct tensor *moment_a, const struct tensor *moment_b, double most)
 {
 	double x[BLOCK], y[BLOCK], m[BLOCK], n[BLOCK];
 	const int64_t size = size_of(a);
@@ -508,8 +508,8 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 	int64_t rest = s.at;
 	for (int i = a->num_dims - 1; i >= 0 && a->shape[i]; rest /= a->shape[i--])
 		json_array_insert_new(at, 0, json_integer(rest % a->shape[i]));
-	json_t *out = json_pack("{s:o, s:s, s:o, s:o, s:o, s:I, s:f, s:f, s:o, s:f, s:f, s:o, s:f, s:f, s:o, s:I, s:I, s:I, "
-			"s:I, s:b}", "name", json_cstring(a->name), "pass", pass_names[p->pass],
+	json_t *out = json_pack("{s:o, s:s, s:o, s:o, s:o, s:I, s:f, s:f, s:o, s:f, s:f, s:o, s:f, s:f, s:o, s:I, s:I, "
+			"s:I, s:I, s:b}", "name", json_cstring(a->name), "pass", pass_names[p->pass],
 			"operation", json_cstring(p->operation), "layer", p->layer < 0 ? json_null() : json_integer(p->layer),
 			"expert", p->expert < 0 ? json_null() : json_integer(p->expert), "elements", (json_int_t)size_of(a),
 			"tolerance", tolerance, "relative", relative, "cosine", result_number(norms > 0 ? s.ab / norms : NAN),

@@ -76,10 +76,10 @@ static json_t *compare_curves(const char *name, const struct series *a, const st
 /* ---------------------------------------------------------------------------------------------------- the floor
  *
  * Training is chaotic: a difference in the last bit of the first weights grows, slowly at first, then by a leap when it
- * sends a token to another expert, until the curves differ like those of two runs with other noise. How much that is, is
- * measured: a and the floor runs are n runs that differ by rounding alone. If b does so too, it is one more run of that
- * kind. It must not part from them much earlier than they part from each other; and once all of them have parted, its
- * curves must differ from theirs like theirs from each other.
+ * sends a token to another expert, until the curves differ like those of two runs with other noise. How much that is,
+ * is measured: a and the floor runs are n runs that differ by rounding alone. If b does so too, it is one more run of
+ * that kind. It must not part from them much earlier than they part from each other; and once all of them have parted,
+ * its curves must differ from theirs like theirs from each other.
  */
 
 #define PARTED 1e-4   /* two runs have parted when a curve differs by more, as no rounding does at once, */
@@ -170,9 +170,9 @@ static void test_mean(json_t *tests, const char *name, const struct bundle *u, i
 	free(x);
 }
 
-/* The distance to the n runs, in the mean over the steps and them: the same for its logarithm. If a pair's distance is a
- * sum of a part of each run, the n values have only (n - 2) / (n - 1) of the spread of the parts, for each pair counts
- * for both. */
+/* The distance to the n runs, in the mean over the steps and them: the same for its logarithm. If a pair's distance is
+ * a sum of a part of each run, the n values have only (n - 2) / (n - 1) of the spread of the parts, for each pair
+ * counts for both. */
 static void test_distance(json_t *tests, const char *name, const struct bundle *u, int first, double t)
 {
 	double *x = allocate(u->n * sizeof *x), mean, deviation;
@@ -185,8 +185,8 @@ static void test_distance(json_t *tests, const char *name, const struct bundle *
 	free(x);
 }
 
-/* The first step in which a curve of run x differs by more than `most` from those of all the n runs but itself; INT64_MAX
- * when there is none. */
+/* The first step in which a curve of run x differs by more than `most` from those of all the n runs but itself;
+ * INT64_MAX when there is none. */
 static int64_t parting(const struct bundle *bundles, int num, int x, double most)
 {
 	int64_t first = INT64_MAX;

@@ -363,7 +363,8 @@ static const char *put_run(const char *name, double shift, double noise, unsigne
 		seed = seed * 1664525 + 1013904223;
 		const double change = step > from ? 1 + shift + noise * (seed / 2147483648.0 - 1) : 1;
 		struct metrics m = {.step = step, .samples = step, .tokens = step, .batch = 1, .loss = 4 / sqrt(step) * change,
-				.balance_loss = 1, .z_loss = 2, .grad_norm = step == 10 ? NAN : 1, .tokens_per_second = 1, .seconds = 1};
+				.balance_loss = 1, .z_loss = 2, .grad_norm = step == 10 ? NAN : 1, .tokens_per_second = 1,
+				.seconds = 1};
 		assert_int_equal(metrics_write(f, &m), 0);
 	}
 	assert_int_equal(fclose(f), 0);
@@ -477,7 +478,8 @@ static void floors(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		TEST(errors_of_a_tensor), TEST(zeros), TEST(not_finite), TEST(types), TEST(updated_weights), TEST(order), TEST(shapes),
+		TEST(errors_of_a_tensor), TEST(zeros), TEST(not_finite), TEST(types), TEST(updated_weights), TEST(order),
+		TEST(shapes),
 		TEST(steps_and_tensors_of_one), TEST(same_set_in_another_order), TEST(flip_by_rounding), TEST(wrong_choice),
 		TEST(two_curves), TEST(quantiles), TEST(floors),
 	};

@@ -399,7 +399,8 @@ static int wait_for_signal(const sigset_t *signals, double time)
 /* Follows the runs until all have ended, or a signal ends the program. Returns that signal, or 0. */
 static int follow_runs(struct watched *runs, int n, const struct watch_options *o)
 {
-	const bool screen = is_terminal(stdout);
+	const char *terminal = getenv("TERM");
+	const bool screen = is_terminal(stdout) && terminal && strcmp(terminal, "dumb");
 	struct said *said = allocate(n * sizeof *said);
 	sigset_t signals;
 	sigemptyset(&signals);

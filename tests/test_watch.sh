@@ -1,7 +1,7 @@
 #!/bin/bash
 # `ling watch`: runs of one and two ranks that train, end, go on, hang and die; what a terminal shows.
 . "$(dirname "$0")/check.sh"
-export OMP_NUM_THREADS=1 LC_ALL=C.UTF-8
+export OMP_NUM_THREADS=1 LC_ALL=C.UTF-8 TERM=xterm
 train=$root/ling # sanitizers take what MPI keeps for leaks
 
 seq 2000 | tr 1-5 'a-e' >text.txt

@@ -357,33 +357,40 @@ static void print_partings(const json_t *steps)
 static void print_floor(const json_t *floor)
 {
 	const size_t n = json_array_size(json_object_get(floor, "runs"));
-	const json_t *test, *parting = json_object_get(floor, "parting"), *of_b = json_object_get(parting, "b"),
-			*tests = json_object_get(floor, "tests");
+	const json_t *test, *of_b = json_object_get(floor, "parting_b"), *tests = json_object_get(floor, "tests");
+	const char *before = "";
 	size_t i;
 	printf("\nThe floor is A and %zu run%s that differ from it by rounding alone; %lld steps.\n", n,
 			plural((int64_t)n), (long long)result_integer(floor, "steps"));
-	printf("%c parting (a curve differs by more than 0.01%% from all others): the floor in steps ",
-			is_true(parting, "passes") ? ' ' : '*');
-	print_partings(json_object_get(parting, "floor"));
-	printf("; B ");
+	printf("They part (a curve differs by more than 0.01%% from those of all others) in steps ");
+	print_partings(json_object_get(floor, "partings"));
 	if (json_is_integer(of_b))
-		printf("in step %lld", (long long)json_integer_value(of_b));
+		printf("; B in step %lld.\n", (long long)json_integer_value(of_b));
 	else
-		printf("never");
-	printf(", which must be after step %lld\n", (long long)result_integer(parting, "limit"));
-	if (json_array_size(tests))
-		printf("  after step %lld, when all of them have parted by 0.1%%, B against the floor:\n"
-				"  %-12s %-9s %11s %11s\n", (long long)result_integer(floor, "settled"), "", "", "B", "limit");
-	else
-		printf("  the runs end before all of the floor have parted: the curves are not judged further\n");
-	json_array_foreach(tests, i, test)
-		printf("%c %-12s %-9s %10.4f%% %10.4f%%\n", is_true(test, "passes") ? ' ' : '*', result_text(test, "series"),
-				result_text(test, "what"), 100 * result_double(test, "found"), 100 * result_double(test, "limit"));
-	if (n < 3 && json_array_size(tests))
-		printf("  %s is a weak floor: any mean loss within %.3g%% passes. Take 3 runs or more.\n", n == 1 ? "One run"
-				: "Two runs", 100 * result_double(floor, "tests.0.limit"));
+		printf("; B never.\n");
+	double mean_limit = NAN; /* of the loss */
+	json_array_foreach(tests, i, test) {
+		const char *what = result_text(test, "what");
+		const bool early = !strcmp(what, "early");
+		if (strcmp(before, "early") && early)
+			printf("To step %lld, long before they part: the largest difference of B from the nearest of them\n"
+					"  %-22s %12s %12s\n", (long long)result_integer(floor, "early"), "", "B", "limit");
+		else if (!early && (!*before || !strcmp(before, "early")))
+			printf("After step %lld, when all of them have parted by 0.1%%\n  %-22s %12s %12s\n",
+					(long long)result_integer(floor, "settled"), "", "B", "limit");
+		printf("%c %-12s %-9s %11.3g%% %11.3g%%\n", is_true(test, "passes") ? ' ' : '*', result_text(test, "series"),
+				early ? "" : what, 100 * result_double(test, "found"), 100 * result_double(test, "limit"));
+		if (!strcmp(what, "mean") && !strcmp(result_text(test, "series"), "loss"))
+			mean_limit = result_double(test, "limit");
+		before = what;
+	}
+	if (!is_true(floor, "judged"))
+		printf("The runs end before all of the floor have parted: later steps are not judged.\n");
+	if (n < 3 && !isnan(mean_limit))
+		printf("%s is a weak floor: any mean loss within %.3g%% passes. Take 3 runs or more.\n", n == 1 ? "One run"
+				: "Two runs", 100 * mean_limit);
 	else if (n < 3)
-		printf("  %s is a weak floor: take 3 runs or more.\n", n == 1 ? "One run" : "Two runs");
+		printf("%s is a weak floor: take 3 runs or more.\n", n == 1 ? "One run" : "Two runs");
 }
 
 static void print_runs(const json_t *report)

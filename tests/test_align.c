@@ -435,6 +435,18 @@ static void quantiles(void **state)
 		assert_float_equal(student_t(known[i].level, known[i].freedom), known[i].t, 1e-4);
 }
 
+/* The test of the loss against the floor. */
+static const json_t *find_test(const json_t *report, const char *what)
+{
+	const json_t *test;
+	size_t i;
+	json_array_foreach(json_at(report, "floor.tests"), i, test)
+		if (!strcmp(result_text(test, "what"), what) && !strcmp(result_text(test, "series"), "loss"))
+			return test;
+	fail_msg("no test %s", what);
+	return NULL;
+}
+
 static void floors(void **state)
 {
 	(void)state;
@@ -447,28 +459,29 @@ static void floors(void **state)
 	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b")));
 	put_run("b", 0.03, 0.01, 5, 8); /* a shift beyond the spread of the means */
 	json_t *report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
-	assert_int_equal(result_integer(report, "floor.parting.floor.0"), 9);
-	assert_int_equal(result_integer(report, "floor.parting.b"), 9);
-	assert_int_equal(result_integer(report, "floor.parting.limit"), 2);
-	assert_true(json_is_true(json_at(report, "floor.parting.passes")));
+	assert_int_equal(result_integer(report, "floor.partings.0"), 9);
+	assert_int_equal(result_integer(report, "floor.parting_b"), 9);
+	assert_int_equal(result_integer(report, "floor.early"), 3);
 	assert_true(result_integer(report, "floor.settled") >= 10);
-	assert_string_equal(result_text(report, "floor.tests.0.what"), "mean");
-	assert_float_equal(result_double(report, "floor.tests.0.found"), 0.03, 3e-3);
-	assert_false(json_is_true(json_at(report, "floor.tests.0.passes")));
+	const json_t *test = find_test(report, "early");
+	assert_true(json_is_true(json_object_get(test, "passes")));
+	test = find_test(report, "mean");
+	assert_float_equal(result_double(test, "found"), 0.03, 3e-3);
+	assert_false(json_is_true(json_object_get(test, "passes")));
 	assert_false(agree(report));
 	put_run("b", 0, 0.06, 5, 8); /* no shift, but more noise */
 	report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
-	assert_string_equal(result_text(report, "floor.tests.1.what"), "distance");
-	assert_false(json_is_true(json_at(report, "floor.tests.1.passes")));
+	assert_false(json_is_true(json_object_get(find_test(report, "distance"), "passes")));
 	assert_false(agree(report));
-	put_run("b", 0, 0.01, 5, 0); /* parts before the others do */
+	put_run("b", 0, 0.01, 5, 2); /* differs before the others do */
 	report = ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b");
-	assert_int_equal(result_integer(report, "floor.parting.b"), 1);
-	assert_false(json_is_true(json_at(report, "floor.parting.passes")));
+	assert_int_equal(result_integer(report, "floor.parting_b"), 3);
+	assert_false(json_is_true(json_object_get(find_test(report, "early"), "passes")));
 	assert_false(agree(report));
-	report = ALIGN(8, 1e-3, "a", "f1", "f2", "f3", "b"); /* after it, it is like the others */
-	assert_int_equal(result_integer(report, "floor.parting.b"), 9);
-	assert_true(agree(report));
+	put_run("b", 0, 0.01, 5, 3);
+	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "f2", "f3", "b")));
+	put_run("b", 0, 0.01, 5, 0);
+	assert_true(agree(ALIGN(8, 1e-3, "a", "f1", "f2", "f3", "b"))); /* after it, it is like the others */
 	put_run("b", 0, 0.01, 5, 8);
 	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "b"))); /* a weak floor, but one */
 	assert_null(ALIGN(64, 1e-3, "a", "f1", "b"));

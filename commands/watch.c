@@ -67,8 +67,8 @@ static void append_curve(struct text *out, const json_t *curve, int columns)
 		high = fmax(high, values[i]);
 	}
 	for (int i = 0; i < parts; i++)
-		append(out, "%s", isnan(values[i]) ? "?" : signs[high > low ? (int)(7.99 * (values[i] - low) / (high - low))
-				: 0]);
+		append(out, "%s", isfinite(values[i]) ? signs[high > low ? (int)(7.99 * ((values[i] / 2 - low / 2) / (high / 2 - low / 2)))
+				: 0] : "?");
 	free(values);
 }
 

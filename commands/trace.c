@@ -418,7 +418,9 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 {
 	if (!all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK)
 		return true;
-	const double silent = fmax(since / 2, p->process == PROCESS_ELSEWHERE ? seen_late : 2);
+	/* Of a run that is no more the last signs are final: mpirun ends the others within some 2 s. */
+	const double least = p->process == PROCESS_ELSEWHERE ? seen_late : all_gone ? 0.5 : 2;
+	const double silent = fmax(since / 2, least);
 	return !p->rank.waits || now - p->sign > silent;
 }
 

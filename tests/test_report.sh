@@ -104,6 +104,10 @@ test_escaping() {
 	[ "$(jq -r '.runs[0].config["train.output_dir"]' data.json)" = "$evil" ] || problem "a config is $(jq '.runs[0].config' data.json)"
 	[ "$(jq -r '.runs[0].events[2].text' data.json)" = "rank 2, host $evil" ] || problem "an event is $(jq '.runs[0].events[2]' data.json)"
 	local odd
+	# what a model without a thought may write
+	echo '{"step":61,"prompt":"\u0000","text":"a\u0000\u0001b","tokens":4}' >>full/samples.jsonl
+	expect 0 "" "$ling" report full --out page.html
+	is page.html '.runs[0].samples[-1]' '{"step":61,"prompt":"\u0000","text":"a\u0000\u0001b"}'
 	odd=$(not_utf8 odd)
 	make_run "$odd" 3
 	expect 0 "" "$ling" report "$odd" --out page.html

@@ -39,6 +39,10 @@ test_ended() {
 		$r.lr == $l.lr and $r.grad_norm == $l.grad_norm and $r.tokens == $l.tokens and $r.total_tokens == $l.tokens and $r.ended and
 		$r.state == "done" and $r.problem == null and $r.waiting == null and $r.seconds_left == null and $r.ranks == 1 and
 		$r.loss_curve == [$m[].loss] and $r.incidents == []' out.txt >/dev/null || problem "wrong state: $(cat out.txt)"
+	# losses that are further apart than the largest number
+	mkdir -p far && jq -c '.loss = (if .step % 2 == 0 then 1.7e308 else -1.7e308 end)' one/metrics.jsonl >far/metrics.jsonl
+	expect 0 "" "$ling" watch far --once
+	has out.txt "  ▁█▁█▁█▁█▁█▁█▁█▁█▁█▁█"
 	expect 0 "" "$ling" watch one # without a terminal, it ends at once
 	[ "$(lines out.txt)" = 1 ] && has out.txt "one: done  step 20/20 100%  loss" || problem "$(cat out.txt)"
 	listing one >after.txt

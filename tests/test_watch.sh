@@ -156,7 +156,7 @@ screen() {
 			} elsif (!defined $what) {
 				if ($sign eq "\r") { $column = 0; }
 				elsif ($sign eq "\n") { print "SCROLLED\n" if ++$row >= $rows; }
-				elsif (ord $sign < 32) { print "CONTROL ", ord $sign, "\n"; }
+				elsif (ord $sign < 32 || (ord $sign >= 127 && ord $sign < 160)) { print "CONTROL ", ord $sign, "\n"; }
 				else {
 					print "WRAPPED at $row: $sign\n" if $column >= $columns;
 					$cells[$row][$column++] = [$sign, $picture];
@@ -195,7 +195,7 @@ test_terminal() {
 	cp -r one "a-run-with-a-name-that-is-longer-than-a-narrow-terminal-has-columns"
 	cp -r one many
 	for i in $(seq 30); do
-		printf '{"time": 1, "step": %d, "kind": "save_failed", "reason": "%s"}\n' $i "no room $(printf '\\u001b[31m äöü %.0s' $(seq 40))"
+		printf '{"time": 1, "step": %d, "kind": "save_failed", "reason": "%s"}\n' $i "no room $(printf '\\u001b[31m äöü\\u009b %.0s' $(seq 40))"
 	done >>many/events.jsonl
 	for size in 100x30 80x24 40x10 24x5 10x3 60x1 5x2; do
 		columns=${size%x*} rows=${size#*x}
@@ -208,7 +208,7 @@ test_terminal() {
 		[ "$(wc -L <screen.txt)" -lt $columns ] && [ "$(lines screen.txt)" -le $rows ] || problem "$size: $(cat screen.txt)"
 		[ $rows -lt 2 ] || [ $columns -lt 40 ] || has screen.txt "ling watch  "
 		[ $size != 100x30 ] || has screen.txt "a-run-with-a-name-that-is-longer-than-a-narrow-terminal-has-columns  done  step 20/20" "many  done" "  loss " \
-			"one  done  step 20/20 100%" "damaged  done  step 4/20" "  ! damaged/metrics.jsonl:5: bad JSON" "step 30: save failed, no room ?[31m äöü"
+			"one  done  step 20/20 100%" "damaged  done  step 4/20" "  ! damaged/metrics.jsonl:5: bad JSON" "step 30: save failed, no room ?[31m äöü? ?[31m"
 	done
 	# while a run trains, lines change; and the size does
 	tiny train.output_dir=live train.steps=400 data.valid=text eval.every=50 eval.max_windows=4 spikes.action=off

@@ -58,7 +58,7 @@ struct panel {
 		double headroom;         /* the axis ends at so many times the largest value: two constant lines with
 		                          * different headroom are not at the same height */
 		double min_step;         /* between its ticks */
-		double include;          /* a value that the axis has where it is within twice the largest; NaN: none */
+		double include;          /* a value that the axis has, unless it is far from all others; NaN: none */
 		double factor;           /* of values */
 		struct axis axis;
 		bool used;
@@ -129,7 +129,7 @@ static void choose_axis(const struct panel *p, struct panel_axis *a, bool right)
 	double lo = n ? all[0] : 0, hi = n ? all[n - 1] : 1;
 	const bool is_log = !a->from_zero && lo > 1e-100 && hi > 10 * all[n / 2];
 	free(all);
-	if (a->include < 2 * hi)
+	if (a->include > lo / 2 && a->include < 2 * hi)
 		lo = fmin(lo, a->include), hi = fmax(hi, a->include);
 	const double pad = is_log ? pow(hi / lo, 0.04) : 0.04 * (hi - lo) + 1e-3 * fabs(hi) + 1e-12;
 	if (a->from_zero)

@@ -29,6 +29,8 @@ static void add_value(struct run *r, int *guess, const char *name, size_t n, dou
 		r->columns[r->num_columns++] = (struct column){.name = copy_string(name)};
 	}
 	struct column *c = &r->columns[i];
+	if (c->count && c->row[c->count - 1] == r->count - 1)
+		c->count--; /* {"a": {"b": 1}, "a.b": 2}: the last one counts */
 	c->row = grow(c->row, c->count, &c->row_room, 1, sizeof *c->row);
 	c->value = grow(c->value, c->count, &c->value_room, 1, sizeof *c->value);
 	c->row[c->count] = r->count - 1;

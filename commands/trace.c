@@ -422,14 +422,14 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 	return !p->rank.waits || now - p->sign > silent;
 }
 
-static json_t *place_to_json(const struct trace *t, const struct rank_place *p, double now)
+static json_t *place_to_json(const struct trace *t, const struct rank_place *p, bool in_the_way, double now)
 {
 	static const char *const process_names[NUM_PROCESS_STATES] = {"is of another machine", "runs", "is stopped",
 			"waits for a disk or a server", "has ended", "is gone"};
 	const struct heartbeat_rank *r = &p->rank;
-	return json_pack("{s:i, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
-			"host", json_cstring(t->host), "pid", t->pid, "process", process_names[p->process],
-			"phase", heartbeat_phase_names[r->phase], "step", (json_int_t)r->step,
+	return json_pack("{s:i, s:b, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
+			"in_the_way", in_the_way, "host", json_cstring(t->host), "pid", t->pid,
+			"process", process_names[p->process], "phase", heartbeat_phase_names[r->phase], "step", (json_int_t)r->step,
 			"layer", r->layer < 0 ? json_null() : json_integer(r->layer),
 			"operation", p->operation ? json_string(operations[p->operation->what].name) : json_null(),
 			"pass", p->operation ? json_string(pass_names[p->operation->pass]) : json_null(),
@@ -470,7 +470,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
 	for (int i = 0; i < count; i++)
-		json_array_append_new(ranks, place_to_json(&list[i], &p[i], at));
+		json_array_append_new(ranks, place_to_json(&list[i], &p[i], places[i].in_the_way, at));
 	json_t *result = json_pack("{s:s, s:I, s:i, s:i, s:o, s:o, s:o, s:b, s:o, s:O, s:O, s:o}",
 			"state", state_names[state], "step", (json_int_t)step, "ranks", list[0].ranks, "ranks_read", count,
 			"since_seconds", result_number(fmax(now - progress, 0)), "median_step_seconds", result_number(usual),
@@ -784,22 +784,43 @@ static void print_collectives(const json_t *result)
 				rate_text(d, result_double(row, "bytes_per_second"), "B"));
 }
 
+enum { MOST_RANKS = 32 };        /* that the text shows */
+
+/* The own seconds of a rank of which MOST_RANKS - 1 others have more; 0 where there are no more ranks than that. */
+static double least_own_shown(const json_t *by_rank)
+{
+	const size_t n = json_array_size(by_rank);
+	double *own = allocate(n * sizeof *own);
+	for (size_t i = 0; i < n; i++)
+		own[i] = result_double(json_array_get(by_rank, i), "own_seconds");
+	qsort(own, n, sizeof *own, compare_doubles);
+	const double least = n > MOST_RANKS ? own[n - MOST_RANKS] : 0;
+	free(own);
+	return least;
+}
+
 static void print_ranks(const json_t *result)
 {
 	const bool steps = !strcmp(result_text(result, "part"), part_names[PART_STEP]);
-	const json_t *slowest = json_object_get(result, "slowest");
+	const json_t *slowest = json_object_get(result, "slowest"), *by_rank = json_object_get(result, "by_rank");
+	const double least = least_own_shown(by_rank);
 	char a[32], b[32], c[32], d[16];
 	size_t i;
 	json_t *row;
 	printf("\n%-34s %8s %9s %9s %5s\n", steps ? "rank: ms a step" : "rank: ms", "all", "own", "waiting", "own %");
-	json_array_foreach(json_object_get(result, "by_rank"), i, row) {
+	json_array_foreach(by_rank, i, row) {
 		char name[128];
+		if (result_double(row, "own_seconds") < least)
+			continue;
 		snprintf(name, sizeof name, "%lld on %s", (long long)result_integer(row, "rank"), result_text(row, "host"));
 		printf("%-34s %8s %9s %9s %5s\n", name, milliseconds(a, result_double(row, "seconds")),
 				milliseconds(b, result_double(row, "own_seconds")),
 				milliseconds(c, result_double(row, "waiting_seconds")),
 				percent(d, result_double(row, "own_share")));
 	}
+	if (json_array_size(by_rank) > MOST_RANKS)
+		printf("these are the %d ranks with most own time of %zu; --json has all\n", MOST_RANKS,
+				json_array_size(by_rank));
 	if (json_is_null(slowest))
 		return;
 	const char *operation = result_text(slowest, "operation");
@@ -897,9 +918,15 @@ static void print_places(const json_t *result)
 		printf("what ranks of other machines write may be seen up to %.0f s late: look again then\n", seen_late);
 	if (read < ranks)
 		printf("%lld of %lld ranks have no trace that could be read\n", ranks - read, ranks);
+	if (strcmp(state, state_names[RUN_ENDED]) == 0)
+		return;
+	/* of many ranks, those in the way */
+	int shown = 0;
 	json_array_foreach(json_object_get(result, "places"), i, place)
-		if (strcmp(state, state_names[RUN_ENDED]))
+		if ((read <= MOST_RANKS || json_is_true(json_object_get(place, "in_the_way"))) && shown++ < MOST_RANKS)
 			print_place(place);
+	if (read > MOST_RANKS)
+		printf("  --json has all %lld ranks\n", read);
 }
 
 struct trace_options {

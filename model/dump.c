@@ -8,6 +8,7 @@
 #include "model/dump.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -610,6 +611,7 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 		return;
 	trace_check(true);
 	trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
+	heartbeat_phase(HEARTBEAT_WRITE, d->step); /* it may take longer than a step: nobody should take it for a hang */
 	memcpy(reason, error_text, sizeof reason); /* of the step, if it failed */
 	struct list list = list_tensors(d, result);
 	int rc = dump_path(path, d, d->step, result->skipped ? result->batch : 0);
@@ -620,6 +622,7 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 	free(list.entries);
 	release(d);
 	set_error("%s", reason);
+	heartbeat_phase(HEARTBEAT_STEP, d->step);
 	trace_check(false);
 }
 

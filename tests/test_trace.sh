@@ -165,6 +165,22 @@ test_in_the_way() {
 	has out.txt "the run broke off in step" "which is gone" "$state"
 }
 
+# A run of 40 ranks, made of the traces of four: the text names some, --json all.
+test_many_ranks() {
+	local i
+	mkdir -p many/trace
+	for i in $(seq 0 39); do
+		perl -pe 'BEGIN { undef $/; binmode STDIN; binmode STDOUT; ($i) = shift @ARGV } substr($_, 32, 8) = pack("l<l<", $i, 40)' "$i" \
+			<four/trace/rank-$((i % 4)).trace >many/trace/rank-$i.trace
+	done
+	expect 0 "" "$ling" trace many --steps 2
+	has out.txt "40 ranks, 60 steps" "these are the 32 ranks with most own time of 40" "the slowest is rank 2 on"
+	expect 0 "" "$ling" trace many --json
+	true_of out.txt '.by_rank | length == 40'
+	expect 0 "" "$ling" trace many --hang --json
+	true_of out.txt '.state == "ended" and (.places | length == 40)'
+}
+
 test_wrong_use() {
 	expect 2 "" "$ling" trace
 	expect 2 "" "$ling" trace one --part nothing
@@ -190,5 +206,5 @@ test_wrong_use() {
 	has out.txt "4 ranks"
 }
 
-check one_rank slow_rank events in_the_way wrong_use
+check one_rank slow_rank events many_ranks in_the_way wrong_use
 finish

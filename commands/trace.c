@@ -466,7 +466,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	const double since = at - progress, usual = trace_quantile(&steps.all, 0.5);
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
-				is_in_the_way(&p[i], all_gone, at, since)};
+				!ended && is_in_the_way(&p[i], all_gone, at, since)};
 	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
 			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
 	json_t *members, *ranks = json_array();
@@ -959,6 +959,15 @@ static int keep_rank(struct trace *list, int *count, int rank, const char *run)
 	return 0;
 }
 
+/* --perfetto: prints the name of the file, as every command does that draws one. */
+static int write_perfetto(const struct trace *list, int count, const char *path)
+{
+	if (trace_write_events(list, count, path) < 0)
+		return -1;
+	printf("%s\n", path);
+	return 0;
+}
+
 static int run_trace(const struct command_line *line)
 {
 	const struct trace_options *o = line->options;
@@ -979,7 +988,7 @@ static int run_trace(const struct command_line *line)
 	int rc = option_given(line, "rank") ? keep_rank(list, &count, o->rank, run) : 0;
 	clock_gettime(CLOCK_REALTIME, &now);
 	if (rc == 0 && o->perfetto)
-		rc = trace_write_events(list, count, o->perfetto);
+		rc = write_perfetto(list, count, o->perfetto);
 	else if (rc == 0 && o->hang)
 		result_print(trace_places(list, count, now.tv_sec + now.tv_nsec * 1e-9), o->json, print_places);
 	else if (rc == 0)

@@ -179,6 +179,20 @@ test_errors() {
 	expect 1 "bad/metrics.jsonl:4" "$ling" report bad --out page.html
 	sed -i 's/"prompt":"Once"/"prompt":7/; $s/.*/{"step"/' full/samples.jsonl
 	expect 1 'full/samples.jsonl:1: `prompt` is' "$ling" report full --out page.html
+	# no command writes over what the run needs
+	local file
+	mkdir -p full/trace && cp "$root/LICENSE" full/trace/rank-0.trace
+	ln -sf full/metrics.jsonl link
+	cp -r full untouched
+	for file in full/metrics.jsonl ./full//events.jsonl full/samples.jsonl full/trace/rank-0.trace full/step-0000060/config.json link; do
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" report bad full --out $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" plot full --out $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" export full --csv $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" export full --expert-counts $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" trace full --perfetto $file
+	done
+	diff -r full untouched || problem "the run was changed"
+	expect 2 "both to x.csv" "$ling" export full --csv x.csv --expert-counts x.csv
 	[ "$(cat page.html)" = old ] || problem "the page was replaced"
 	compgen -G 'page.html?*' >/dev/null && problem "left $(echo page.html?*)"
 	# a line that the run is writing is not there yet

@@ -102,7 +102,7 @@ static void print_difference(const json_t *tensor)
 	const double cosine = result_double(tensor, "cosine"), factor = result_double(tensor, "factor");
 	const int64_t unlike = result_integer(tensor, "nonfinite_unlike"), elements = result_integer(tensor, "elements");
 	if (unlike)
-		printf("    not finite: %lld values in A, %lld in B, of %lld\n",
+		printf("    not finite: %lld values in A, %lld in B, of %lld; of the others\n",
 				(long long)result_integer(tensor, "nonfinite_a"), (long long)result_integer(tensor, "nonfinite_b"),
 				(long long)elements);
 	printf("    relative L2 %.2g (tolerance %g)", result_double(tensor, "relative"),

@@ -27,6 +27,7 @@ generated() {
 test_texts() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=start train.steps=3 eval.every=off
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=one train.init_from=start/step-0000003 "${samples[@]}"
+	[ "$(grep -c '^samples: one/samples.jsonl$' out.txt)" = 1 ] || problem "the samples are not named once: $(cat out.txt)"
 	json one/samples.jsonl
 	jq -es 'map(.step) == ([0, 3, 6] | map([., ., ., ., ., .]) | add) and ([.[].prompt] | unique | length == 6) and
 		.[1].prompt == "/*\n *" and .[2].prompt == "" and .[3].prompt == "the model" and (map(.text) | unique | length > 6) and all(keys == ["prompt", "step", "text", "tokens"])' \

@@ -1839,10 +1839,10 @@ enum run_result trainer_run(struct trainer *t)
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
-				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
 				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
 				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
-				t->peak_flops ? json_real(t->peak_flops) : json_null()));
+				t->peak_flops ? json_real(t->peak_flops) : json_null(), "config", run_to_json(&t->config)));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);

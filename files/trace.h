@@ -77,8 +77,9 @@ void trace_join(const char *run_dir, int rank, int ranks, const char *host, int6
 void trace_peak(double flops, double bandwidth);
 /* Removes the mapping; the file stays. */
 void trace_leave(void);
-/* Removes RUN/trace. */
-void trace_remove(const char *run_dir);
+/* After trace_leave, by the rank that called trace_create: a start that has done no step leaves the traces that were
+ * there before it. */
+void trace_end_start(const char *run_dir, bool stepped);
 
 /* A phase of the run begins: heartbeat_phase, and the part that what follows is counted in. Ends the operation. */
 void trace_phase(enum heartbeat_phase phase, int64_t step);

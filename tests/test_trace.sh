@@ -55,6 +55,14 @@ test_one_rank() {
 	true_of out.txt '.steps == 4'
 	expect 0 "" "$ling" trace again --before --json
 	true_of out.txt '.steps == 60'
+	# a start that does no step leaves both as they were: nothing is left to do; refused
+	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=64
+	expect 1 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=70 model.vocab_size=999
+	expect 0 "" "$ling" trace again --json
+	true_of out.txt '.steps == 4'
+	expect 0 "" "$ling" trace again --before --json
+	true_of out.txt '.steps == 60'
+	[ ! -e again/trace-oldest ] || problem "trace-oldest stays"
 	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=66 trace.events=0
 	expect 1 "--before shows the start before" "$ling" trace again
 	expect 0 "" "$ling" trace again --before --json

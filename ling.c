@@ -181,7 +181,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
-		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, 0);
+		double work = 0;
+		for (int i = 0; i < n; i++) /* a token sees what is in the cache, and half of the new ones in the mean */
+			work += 2 * product(segments[i].num_tokens, attention_width(c), 1) *
+					(segments[i].cache->length + (segments[i].num_tokens + 1) / 2.0);
+		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, work);
 		attention_segments(m, l, segments, n);
 		return;
 	}

@@ -11,6 +11,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -187,11 +188,18 @@ static int64_t add_updated(struct sums *s, const struct tensor *a, const struct 
 	return left_out;
 }
 
-/* The L2 norm of the difference over the larger one of the two norms: 0 when both are zero, 1 when one is. */
+/* What JSON has no number for, since it overflowed, becomes the largest number. */
+static double within_double(double x)
+{
+	return fmin(x, DBL_MAX);
+}
+
+/* The L2 norm of the difference over the larger one of the two norms: 0 when both are zero, 1 when one is; DBL_MAX
+ * when both are beyond what a double holds. */
 static double relative_difference(const struct sums *s)
 {
 	const double larger = fmax(s->a_square, s->b_square);
-	return larger > 0 ? sqrt(s->square / larger) : 0;
+	return larger > 0 ? within_double(sqrt(s->square / larger)) : 0;
 }
 
 static double tolerance_of_type(enum dtype dtype)
@@ -513,7 +521,8 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 			"operation", json_cstring(p->operation), "layer", p->layer < 0 ? json_null() : json_integer(p->layer),
 			"expert", p->expert < 0 ? json_null() : json_integer(p->expert), "elements", (json_int_t)size_of(a),
 			"tolerance", tolerance, "relative", relative, "cosine", result_number(norms > 0 ? s.ab / norms : NAN),
-			"largest", s.max, "mean", s.n ? s.abs / s.n : 0, "at", at, "a", s.a_at, "b", s.b_at,
+			"largest", within_double(s.max), "mean", s.n ? within_double(s.abs / s.n) : 0, "at", at, "a", s.a_at,
+			"b", s.b_at,
 			"factor", result_number(factor), "nonfinite_a", (json_int_t)s.nonfinite_a,
 			"nonfinite_b", (json_int_t)s.nonfinite_b, "nonfinite_unlike", (json_int_t)s.nonfinite_unlike,
 			"left_out", (json_int_t)left_out, "beyond", beyond);

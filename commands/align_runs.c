@@ -42,6 +42,7 @@ static double value_at(const struct series *s, double step, bool *has)
 static json_t *compare_curves(const char *name, const struct series *a, const struct series *b, int64_t skip,
 		double tolerance)
 {
+	const double most = 1e9;     /* as which larger ones count, and any difference from 0 */
 	double sum = 0, sum_abs = 0, largest = 0, a_at = NAN, b_at = NAN;
 	int64_t n = 0, at = 0, first_different = 0, first_beyond = 0, nonfinite_a = 0, nonfinite_b = 0, unlike = 0;
 	for (int i = 0; i < a->count; i++) {
@@ -50,12 +51,12 @@ static json_t *compare_curves(const char *name, const struct series *a, const st
 		const int64_t step = (int64_t)a->step[i];
 		if (!has || step <= skip)
 			continue;
-		const double relative = x == y ? 0 : (y - x) / fabs(x);
+		const double relative = x == y ? 0 : fmax(-most, fmin((y - x) / fabs(x), most));
 		nonfinite_a += !isfinite(x), nonfinite_b += !isfinite(y);
 		unlike += isfinite(x) != isfinite(y);
 		if (x != y && !first_different && !(isnan(x) && isnan(y)))
 			first_different = step;
-		if (!isfinite(relative))
+		if (!isfinite(x) || !isfinite(y))
 			continue;
 		if (fabs(relative) > tolerance && !first_beyond)
 			first_beyond = step;

@@ -59,7 +59,7 @@ const struct operation_name operations[NUM_OPERATIONS] = {
 const char *const pass_names[NUM_PASSES] = {"", "backward", "weight gradient"};
 const char *const part_names[NUM_PARTS] = {"other", "step", "evaluation", "save", "check"};
 const char *const traffic_names[NUM_COLLECTIVES] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch",
-	"expert return", "gradients", "weights", "head", "statistics", "checkpoint", "agreement", "start"};
+	"expert return", "gradients", "weights", "head", "statistics", "checkpoint", "agreement"};
 
 /* The file: a page with the header, the counters, the ring. Words are in the byte order of the machine. */
 enum { PAGE = 4096, MAX_EVENTS = 1 << 26, MAX_RANKS = 1 << 20 };

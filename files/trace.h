@@ -55,7 +55,8 @@ enum traffic {
 	TRAFFIC_HEAD,                /* the sums of a vocabulary in shards */
 	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
 	NUM_TRAFFIC,                 /* those whose bytes are in the metrics; and not of a step: */
-	TRAFFIC_CHECKPOINT = NUM_TRAFFIC, TRAFFIC_AGREEMENT, TRAFFIC_START,
+	TRAFFIC_CHECKPOINT = NUM_TRAFFIC,
+	TRAFFIC_AGREEMENT,           /* whether all can go on; what rank 0 decides */
 	NUM_COLLECTIVES
 };
 extern const char *const traffic_names[NUM_COLLECTIVES]; /* at most 15 bytes each */

@@ -142,6 +142,12 @@ static void not_finite(void **state)
 	assert_int_equal(result_integer(step, "first.nonfinite_b"), 3);
 	assert_int_equal(result_integer(step, "first.nonfinite_unlike"), 2);
 	json_decref(report);
+	/* squares, sums and differences that overflow */
+	begin(), ADD("norm", F64, "[2]", 1.7e308, -1.7e308), ADD("other", F64, "[1]", 1), end("a", 1);
+	begin(), ADD("norm", F64, "[2]", 1.7e308, -1.7e308), ADD("other", F64, "[1]", 1), end("b", 1);
+	expect_agreement(true);
+	begin(), ADD("norm", F64, "[2]", -1.7e308, 1.7e308), ADD("other", F64, "[1]", 1), end("b", 1);
+	expect_agreement(false);
 }
 
 /* What passes in which type; the coarser one decides. */
@@ -421,6 +427,16 @@ static void two_curves(void **state)
 	report = ALIGN(0, 1e-3, "a", "b");
 	assert_int_equal(result_integer(report, "series.0.nonfinite_unlike"), 1);
 	assert_false(agree(report));
+	/* differences that no double holds, from 0 too, are differences; the curve is not left out */
+	const double far[] = {-1, -1 + 1e-310};
+	for (int i = 0; i < COUNT(far); i++) {
+		put_run("a", far[i], 0, 1, 0);
+		put_run("b", 1e300, 0, 1, 0);
+		report = ALIGN(0, 1e-3, "a", "b");
+		assert_string_equal(result_text(report, "series.0.name"), "loss");
+		assert_int_equal(result_integer(report, "series.0.steps"), 64);
+		assert_false(agree(report));
+	}
 }
 
 /* Tables of Student's t, two-sided. */

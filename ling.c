@@ -73,7 +73,7 @@ static double moved(int64_t n)
 }
 
 /* The FLOPs of causal attention of T tokens in windows of L, forward: two products for each of the (L + 1) / 2 keys
- * that a query sees in the mean. */
+ * that a query sees in the mean. Where documents are masked it is less: this is then too much. */
 static double attention_work(const struct model *m, int64_t T)
 {
 	return 2 * product(T, attention_width(&m->config), 1) * (m->seq_len + 1) / 2;

@@ -22,7 +22,7 @@
 /* ------------------------------------------------------------------------------------ what a tensor's name says */
 
 enum dump_pass { FORWARD, BACKWARD, WEIGHT_GRADIENT, OPTIMIZER };
-static const char *const dump_pass_names[] = {"forward", "backward", "weight gradient", "optimizer"}; /* by enum dump_pass */
+static const char *const dump_pass_names[] = {"forward", "backward", "weight gradient", "optimizer"};
 
 /* What a row (an index of the first dimension) of a tensor belongs to. */
 enum rows { ROWS_OTHER, ROWS_TOKENS, ROWS_CHOICES }; /* choices: [T, k, ...], the chosen experts of a token */

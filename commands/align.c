@@ -325,7 +325,7 @@ static void print_curves(const json_t *report)
 	printf("B against A, %% of A:\n  %-12s %7s %10s %14s %10s %8s  %s\n", "", "steps", "mean", "mean absolute",
 			"largest", "at step", "first apart, more than the tolerance");
 	json_array_foreach(json_object_get(report, "series"), i, curve) {
-		printf("  %-12s %7lld %+10.4f %14.4f %10.4f %8lld", result_text(curve, "name"),
+		printf("  %-12s %7lld %+10.3g %14.3g %10.3g %8lld", result_text(curve, "name"),
 				(long long)result_integer(curve, "steps"), 100 * result_double(curve, "mean"),
 				100 * result_double(curve, "mean_absolute"), 100 * result_double(curve, "largest"),
 				(long long)result_integer(curve, "largest_step"));

@@ -53,6 +53,7 @@ const struct operation_name operations[NUM_OPERATIONS] = {
 	[OP_STATISTICS] = {"statistics", "statistics", WORK_NONE},
 	[OP_COLLECT] = {"save", "save / collect", WORK_NONE},
 	[OP_WRITE] = {"save", "save / write", WORK_NONE},
+	[OP_CHECK] = {"check", "check", WORK_NONE},
 };
 
 const char *const pass_names[NUM_PASSES] = {"", "backward", "weight gradient"};
@@ -271,6 +272,7 @@ void trace_check(bool begins)
 		trace.part_before = trace.part;
 		trace.part = PART_CHECK;
 		trace.check_begun = now;
+		trace_begin(OP_CHECK, PASS_FORWARD, -1, 0); /* so that the ring has all of the check */
 	} else {
 		trace.part = trace.part_before;
 		trace.checks += now - trace.check_begun;

@@ -577,7 +577,7 @@ int report_write(char *const *run_dirs, int n, int points, const char *path)
 	struct tm tm;
 	strftime(made, sizeof made, "%Y-%m-%d %H:%M UTC", gmtime_r(&now, &tm));
 	struct run *runs = allocate(n * sizeof *runs);
-	int rc = runs_spare(run_dirs, n, path) < 0 ? -1 : runs_open(runs, run_dirs, n);
+	int rc = runs_check_output(run_dirs, n, path) < 0 ? -1 : runs_open(runs, run_dirs, n);
 	json_t *list = json_array();
 	for (int i = 0; i < n && rc == 0; i++) {
 		json_t *one = run_for_page(&runs[i], points);

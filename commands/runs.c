@@ -260,7 +260,7 @@ static bool is_of_training(const char *path)
 	return found;
 }
 
-int runs_spare(char *const *dirs, int n, const char *out)
+int runs_check_output(char *const *dirs, int n, const char *out)
 {
 	char *file = realpath(out, NULL); /* NULL: it is not there */
 	int rc = 0;

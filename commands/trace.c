@@ -984,7 +984,8 @@ static int run_trace(const struct command_line *line)
 		fail("--perfetto writes all records, and goes with --before and --rank alone");
 		return EXIT_WRONG_USE;
 	}
-	if ((o->perfetto && runs_spare(line->words, 1, o->perfetto) < 0) || traces_read(&list, &count, run, o->before) < 0)
+	if ((o->perfetto && runs_check_output(line->words, 1, o->perfetto) < 0) ||
+			traces_read(&list, &count, run, o->before) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = option_given(line, "rank") ? keep_rank(list, &count, o->rank, run) : 0;
 	clock_gettime(CLOCK_REALTIME, &now);

@@ -404,10 +404,19 @@ static void print_runs(const json_t *report)
 			printf("%lld step%s only in %s\n", (long long)n, plural(n), b ? "B" : "A");
 	}
 	print_curves(report);
+	const json_t *floor = json_object_get(report, "floor"), *test;
+	bool passes = true;
+	size_t i;
+	json_array_foreach(json_object_get(floor, "tests"), i, test)
+		passes = passes && is_true(test, "passes");
 	if (has_floor) {
-		print_floor(json_object_get(report, "floor"));
-		printf("\n%s\n", agree ? "B differs from A no more than runs do whose first weights differ by rounding."
-				: "B differs from A by more than rounding explains: see the lines with *.");
+		print_floor(floor);
+		if (passes && is_true(floor, "too_short"))
+			printf("\nB parts before any run of the floor, and the runs are too short to judge that: let all of them "
+					"train longer.\n");
+		else
+			printf("\n%s\n", agree ? "B differs from A no more than runs do whose first weights differ by rounding."
+					: "B differs from A by more than rounding explains: see the lines with *.");
 	} else
 		printf("\n%s the mean absolute difference of the losses is %s %g%%.\n", agree ? "A and B agree:"
 				: "A and B differ:", agree ? "at most" : "above", 100 * result_double(report, "tolerance"));

@@ -21,14 +21,14 @@
 
 /* ------------------------------------------------------------------------------------ what a tensor's name says */
 
-enum pass { FORWARD, BACKWARD, WEIGHT_GRADIENT, OPTIMIZER };
-static const char *const pass_names[] = {"forward", "backward", "weight gradient", "optimizer"}; /* by enum pass */
+enum dump_pass { FORWARD, BACKWARD, WEIGHT_GRADIENT, OPTIMIZER };
+static const char *const dump_pass_names[] = {"forward", "backward", "weight gradient", "optimizer"};
 
 /* What a row (an index of the first dimension) of a tensor belongs to. */
 enum rows { ROWS_OTHER, ROWS_TOKENS, ROWS_CHOICES }; /* choices: [T, k, ...], the chosen experts of a token */
 
 struct place {                /* where in the model a tensor belongs */
-	enum pass pass;
+	enum dump_pass pass;
 	enum rows rows;
 	int layer, expert;         /* -1: none */
 	char operation[MAX_NAME];  /* as in the names of the trace, without the layer: "router / logits" */
@@ -517,7 +517,7 @@ static json_t *tensor_result(const struct comparison *c, const struct place *p, 
 	for (int i = a->num_dims - 1; i >= 0 && a->shape[i]; rest /= a->shape[i--])
 		json_array_insert_new(at, 0, json_integer(rest % a->shape[i]));
 	json_t *out = json_pack("{s:o, s:s, s:o, s:o, s:o, s:I, s:f, s:f, s:o, s:f, s:f, s:o, s:f, s:f, s:o, s:I, s:I, "
-			"s:I, s:I, s:b}", "name", json_cstring(a->name), "pass", pass_names[p->pass],
+			"s:I, s:I, s:b}", "name", json_cstring(a->name), "pass", dump_pass_names[p->pass],
 			"operation", json_cstring(p->operation), "layer", p->layer < 0 ? json_null() : json_integer(p->layer),
 			"expert", p->expert < 0 ? json_null() : json_integer(p->expert), "elements", (json_int_t)size_of(a),
 			"tolerance", tolerance, "relative", relative, "cosine", result_number(norms > 0 ? s.ab / norms : NAN),

@@ -296,10 +296,11 @@ static json_t *compare_with_floor(const struct run *runs, int num, int64_t skip)
 	}
 	for (int r = 1; r < num - 1; r++)
 		json_array_append_new(names, json_cstring(runs[r].dir));
-	json_t *result = json_pack("{s:o, s:i, s:o, s:o, s:I, s:o, s:f, s:f, s:b, s:o}", "runs", names, "steps", most,
-			"partings", partings, "parting_b", step_or_null(parting(bundles, NUM_CURVES, num - 1, PARTED)), "early",
-			(json_int_t)early, "settled", step_or_null(settled), "level", FLOOR_LEVEL, "t", t, "judged", judged > 0,
-			"tests", tests);
+	const int64_t parted_b = parting(bundles, NUM_CURVES, num - 1, PARTED);
+	json_t *result = json_pack("{s:o, s:i, s:o, s:o, s:I, s:o, s:f, s:f, s:b, s:b, s:o}", "runs", names, "steps", most,
+			"partings", partings, "parting_b", step_or_null(parted_b), "early", (json_int_t)early, "settled",
+			step_or_null(settled), "level", FLOOR_LEVEL, "t", t, "judged", judged > 0, "too_short",
+			!judged && parted_b < earliest, "tests", tests);
 	for (int i = 0; i < NUM_CURVES; i++)
 		free(bundles[i].step), free(bundles[i].log);
 	return result;
@@ -384,6 +385,7 @@ static json_t *compare_runs(const struct run *runs, int num, int64_t skip, doubl
 		size_t i;
 		json_array_foreach(json_object_get(floor, "tests"), i, test)
 			agree = agree && json_is_true(json_object_get(test, "passes"));
+		agree = agree && !json_is_true(json_object_get(floor, "too_short"));
 	}
 	if (rc < 0) {
 		json_decref(report);

@@ -283,8 +283,8 @@ static int run_export(const struct command_line *line)
 				strcmp(o->csv, "-") ? o->csv : "standard output");
 		return EXIT_WRONG_USE;
 	}
-	if ((o->csv && runs_spare(line->words, 1, o->csv) < 0) ||
-			(o->expert_counts && runs_spare(line->words, 1, o->expert_counts) < 0))
+	if ((o->csv && runs_check_output(line->words, 1, o->csv) < 0) ||
+			(o->expert_counts && runs_check_output(line->words, 1, o->expert_counts) < 0))
 		return EXIT_WORK_FAILED;
 	if (run_open(&r, line->words[0]) < 0)
 		return EXIT_WORK_FAILED;

@@ -502,6 +502,17 @@ static void floors(void **state)
 	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "b"))); /* a weak floor, but one */
 	assert_null(ALIGN(64, 1e-3, "a", "f1", "b"));
 	expect_error("no step after step 64");
+	/* b alone parts, after the first quarter, and no later step is judged: that does not pass */
+	put_run("a", 0, 1e-8, 1, 0);
+	put_run("f1", 0, 1e-8, 2, 0);
+	put_run("f2", 0, 1e-8, 3, 0);
+	put_run("b", 0.02, 0, 5, 20);
+	report = ALIGN(0, 1e-3, "a", "f1", "f2", "b");
+	assert_true(json_is_true(json_at(report, "floor.too_short")));
+	assert_true(json_is_true(json_object_get(find_test(report, "early"), "passes")));
+	assert_false(agree(report));
+	put_run("b", 0, 1e-8, 4, 0);
+	assert_true(agree(ALIGN(0, 1e-3, "a", "f1", "f2", "b")));
 }
 
 int main(void)

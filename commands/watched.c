@@ -20,8 +20,8 @@
  * ========================================================================================================== */
 
 const char *const run_state_names[NUM_RUN_STATES] = {"no such directory yet", "no run", "nothing here yet",
-	"no heartbeat", "starting", "training", "validating", "saving", "died", "ended", "done", "stopped and saved", "failed",
-	"must go back"};
+	"no heartbeat", "starting", "training", "validating", "saving", "died", "ended", "done", "stopped and saved",
+	"failed", "must go back"};
 
 enum { MOST_EVENTS = 8, RATE_STEPS = 100, CURVE_POINTS = 120 };
 static const double trace_every = 5;   /* between two looks at the traces, which are some MB for each rank */

@@ -172,7 +172,7 @@ test_refused() {
 	# what is wrong with samples.jsonl is found before the run goes on
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}" train.stop_at_step=4
 	echo nonsense >>bad/samples.jsonl
-	expect 1 "samples.jsonl: the last line, to be mended or removed" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}"
+	expect 1 "samples.jsonl: last line (mend or remove it)" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}"
 }
 
 check texts training_is_the_same resume stopped ranks end_ids refused

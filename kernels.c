@@ -282,14 +282,6 @@ typedef uint16_t bf16_vector __attribute__((vector_size(LANES * 2), aligned(2), 
 typedef uint32_t bits_vector __attribute__((vector_size(LANES * 4)));
 typedef float float_vector __attribute__((vector_size(LANES * 4)));
 
-static inline float bf16_to_float(uint16_t half)
-{
-	const uint32_t bits = (uint32_t)half << 16;
-	float x;
-	memcpy(&x, &bits, sizeof x);
-	return x;
-}
-
 /* out[i] = element i of n, from an array of reals or of bfloat16. */
 static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 {
@@ -1735,6 +1727,26 @@ void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *tar
 		if (v_target >= 0 && v_target < V)
 			row[v_target] -= (real)scale;
 	}
+}
+
+/* ============================================================================================================
+ * Changes of weights in bfloat16
+ * ========================================================================================================== */
+
+void take_change(uint16_t *change, real *w, const real *before, int64_t n)
+{
+	#pragma omp parallel for simd
+	for (int64_t i = 0; i < n; i++) {
+		change[i] = float_to_bf16((float)(w[i] - before[i]));
+		w[i] = before[i];
+	}
+}
+
+void add_change(real *w, const uint16_t *change, int64_t n)
+{
+	#pragma omp parallel for simd
+	for (int64_t i = 0; i < n; i++)
+		w[i] += bf16_to_float(change[i]);
 }
 
 /* ============================================================================================================

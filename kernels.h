@@ -255,6 +255,13 @@ void cross_entropy_forward(double *loss, double *sum, real *logits, const real *
 void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *target, int64_t first, double scale,
 		int64_t T, int64_t V);
 
+/* -- changes of weights in bfloat16, rounded to nearest, ties to even -- */
+
+/* change [n] = w - before in bfloat16; and w = before. */
+void take_change(uint16_t *change, real *w, const real *before, int64_t n);
+/* w [n] += change */
+void add_change(real *w, const uint16_t *change, int64_t n);
+
 /* -- optimizer -- */
 
 struct adamw {

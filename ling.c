@@ -824,7 +824,7 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 		const int place = r->started++ % MAX_REDUCTIONS;
 		r->under_way[place].bucket = i;
 		reduce_scatter_start(&r->under_way[place].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + b->offset, b->size,
-				1, r->scratch + place * r->scratch_size);
+				1, r->changes != NULL, r->scratch + place * r->scratch_size);
 	}
 }
 
@@ -1106,6 +1106,42 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
+/* With parallel.reduce bf16: leaves what the optimizer changes of n weights in t->reduction.changes, rounded, and the
+ * weights as they were: all ranks, this one too, will add the same changes to them. first, state: where they begin in
+ * the block of memory, and among this rank's moments. Returns the sum of squares of the changes before rounding. */
+static double round_update(struct trainer *t, const struct adamw *o, int64_t first, int64_t state, int64_t n)
+{
+	struct model *m = &t->model;
+	real *before = t->reduction.scratch;
+	const int64_t room = MAX_REDUCTIONS * t->reduction.scratch_size;
+	double square = 0;
+	for (int64_t i = 0; i < n; i += room) {
+		const int64_t count = n - i < room ? n - i : room;
+		real *w = m->params.memory + first + i;
+		copy_array(before, w, count);
+		square += adamw_update(w, m->exp_avg + state + i, m->exp_avg_sq + state + i, m->grads.memory + first + i,
+				count, o);
+		take_change(t->reduction.changes + state + i, w, before, count);
+	}
+	return square;
+}
+
+/* All ranks gather the shards of a bucket's weights. With parallel.reduce bf16 they gather the changes, and add them. */
+static void gather_weights(struct trainer *t, const struct bucket *b)
+{
+	const struct model *m = &t->model;
+	const struct group *g = sharing_group(&m->layout, b->sharing);
+	int64_t size;
+	real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
+	if (!t->reduction.changes) {
+		all_gather(g, TRAFFIC_WEIGHTS, weights, own, b->size, 1);
+		return;
+	}
+	uint16_t *changes = (uint16_t *)t->reduction.scratch;
+	all_gather_bf16(g, TRAFFIC_WEIGHTS, changes, t->reduction.changes + b->state, b->size);
+	add_change(weights, changes, b->size);
+}
+
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
  * (sqrt(v_hat) + eps), on the shards that this rank updates, neighbours with the same decay together. Then all ranks
  * gather all shards. Returns the norm of what the weights changed by, every distinct parameter once. */
@@ -1126,16 +1162,13 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
-		square += adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
+		square += t->reduction.changes ? round_update(t, &o, first, state, end - first)
+				: adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
 				m->grads.memory + first, end - first, &o);
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
-	for (int i = 0; i < m->table.num_buckets; i++) {
-		const struct bucket *b = &m->table.buckets[i];
-		int64_t size;
-		real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
-		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
-	}
+	for (int i = 0; i < m->table.num_buckets; i++)
+		gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
@@ -2066,6 +2099,7 @@ static int init_saver(struct trainer *t)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, l, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
 	const double without = planned_bytes(&plan) + plan.balanced_arrivals,
 			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	const bool fits = without + plan.copy <= machine;
@@ -2092,7 +2126,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
-		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
+		rc = gradient_reduction_init(&t->reduction, &t->model.table, c->parallel.reduce == REDUCE_BF16);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
 	if (rc == 0)

@@ -136,9 +136,10 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * 2 * sizeof(int64_t);
 	sent[TRAFFIC_DISPATCH] = ((moe + moe_again) * (rows * H + 2 * assignments) + moe * rows * H) * sizeof(real);
 	sent[TRAFFIC_RETURN] = moe * (2 * H * foreign_rows + foreign_assignments) * sizeof(real);
-	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights to all other
-	 * ranks of its group, which is as much. */
-	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
+	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights, or of their
+	 * changes, to all other ranks of its group, which is as much. */
+	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) *
+			(config->parallel.reduce == REDUCE_BF16 ? sizeof(uint16_t) : sizeof(real));
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
@@ -159,6 +160,7 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 			c->model.num_experts, ranks, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	m->reduction += c->parallel.reduce == REDUCE_BF16 ? m->changes : 0;
 	p->certain = planned_bytes(m);
 	p->rows = m->balanced_arrivals;
 	if (!c->checkpoint.every || c->checkpoint.async == ASYNC_FALSE ||

@@ -656,6 +656,7 @@ static int check_memory(struct dump *d, const struct config *c)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, &d->layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory()),
 			run = planned_bytes(&plan) + plan.balanced_arrivals,
 			copy = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE && run + plan.copy <= machine

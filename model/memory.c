@@ -218,6 +218,12 @@ static int64_t bucket_scratch(const struct layout *layout, int64_t num_elements)
 	return reduce_scatter_scratch(&layout->world, num_elements < BUCKET_SIZE ? num_elements : BUCKET_SIZE, 1);
 }
 
+/* Bytes of the changes of a rank's num_state weights in bfloat16. One process sends none. */
+static size_t changes_bytes(const struct layout *layout, int64_t num_state)
+{
+	return layout->world.size > 1 ? (num_state + 1) * sizeof(uint16_t) : 0;
+}
+
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode)
 {
@@ -248,6 +254,7 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training ? MAX_REDUCTIONS * bucket_scratch(layout, plan->num_elements) * sizeof(real) : 0;
+	plan->changes = training ? changes_bytes(layout, plan->num_state) : 0;
 	parameter_table_free(&table);
 	free(acts.layer);
 	return 0;
@@ -267,17 +274,21 @@ static void *reserve_memory(size_t bytes)
 	return p == MAP_FAILED ? NULL : p;
 }
 
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements)
+int gradient_reduction_init(struct gradient_reduction *r, const struct parameter_table *table, bool bf16)
 {
-	*r = (struct gradient_reduction){.scratch_size = bucket_scratch(layout, num_elements)};
-	const size_t bytes = MAX_REDUCTIONS * r->scratch_size * sizeof *r->scratch;
-	r->scratch = bytes ? allocate_large(bytes) : NULL;
-	return r->scratch || !bytes ? 0 : fail("out of memory for the reduction of gradients: %.1f GB", bytes / 1e9);
+	*r = (struct gradient_reduction){.scratch_size = bucket_scratch(&table->layout, table->num_elements)};
+	const size_t scratch = MAX_REDUCTIONS * r->scratch_size * sizeof *r->scratch,
+			changes = bf16 ? changes_bytes(&table->layout, table->num_state) : 0;
+	r->scratch = scratch ? allocate_large(scratch) : NULL;
+	r->changes = changes ? allocate_large(changes) : NULL;
+	return (r->scratch || !scratch) && (r->changes || !changes) ? 0
+			: fail("out of memory for the reduction of gradients: %.1f GB", (scratch + changes) / 1e9);
 }
 
 void gradient_reduction_free(struct gradient_reduction *r)
 {
 	free(r->scratch);
+	free(r->changes);
 	*r = (struct gradient_reduction){0};
 }
 

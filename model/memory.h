@@ -152,11 +152,14 @@ struct gradient_reduction {
 	/* reduction i has place i % MAX_REDUCTIONS */
 	struct { struct reduce_scatter scatter; int bucket; } under_way[MAX_REDUCTIONS];
 	int started, finished;       /* reductions of this backward pass */
+	/* With parallel.reduce bf16, else NULL: [num_state] what an update changes of the weights of this rank's shards, in
+	 * bfloat16. Gradients are then sent in bfloat16 too. */
+	uint16_t *changes;
 	real *scratch;               /* [MAX_REDUCTIONS, scratch_size]; NULL in one process */
 	int64_t scratch_size;
 };
-/* Allocates the scratch, for a rank with num_elements parameters. gradient_reduction_free may follow a failure. */
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements);
+/* Allocates the scratch and, with bf16 and several ranks, `changes`. gradient_reduction_free may follow a failure. */
+int gradient_reduction_init(struct gradient_reduction *r, const struct parameter_table *table, bool bf16);
 void gradient_reduction_free(struct gradient_reduction *r);
 
 /* How many tokens the head computes logits for at a time. V: entries of the whole vocabulary, which `tensor` ranks
@@ -171,7 +174,8 @@ struct memory_plan {
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank, */
 	size_t balanced_arrivals;    /* and what they take when the experts are balanced */
-	size_t reduction;            /* scratch of the reduction of gradients */
+	size_t reduction;            /* scratch of the reduction of gradients, */
+	size_t changes;              /* and what parallel.reduce bf16 takes beside it */
 	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
 	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
@@ -182,7 +186,7 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 /* The share of a rank's tokens that have at least one of their experts on a given rank of an expert group of `ranks`,
  * when each choice of k of the E experts is as likely as any other: 1 - C(E - E / ranks, k) / C(E, k). */
 double dispatch_share(const struct model_config *c, int ranks);
-/* Bytes that are certain to be needed: all but arrivals and copy. */
+/* Bytes that are certain to be needed: all but arrivals, changes and copy. */
 double planned_bytes(const struct memory_plan *p);
 
 #endif

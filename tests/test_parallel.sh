@@ -135,7 +135,7 @@ test_blend() {
 # In double: some gradients, of biases above all, are small sums of large terms, of which float leaves few digits in any layout.
 test_every_gradient() {
 	local n tensor expert options ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
-	for options in "train.micro_batch=4" "train.micro_batch=1 $everything"; do
+	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything"; do
 		rm -rf gradient*
 		train 1 gradient $options train.stop_at_step=1
 		for layout in 2,1,2 2,2,1 4,2,4 8,2,2 8,4,4; do
@@ -211,7 +211,7 @@ test_all_to_one() {
 
 # Gradients and changes of weights in bfloat16: half the bytes, the same bits each time and in every replica, continued or not.
 test_bf16() {
-	local run=(train.micro_batch=1 health.every=1) layout=(parallel.tensor=2 parallel.expert=2) kind
+	local run=(train.micro_batch=1 health.every=1) layout=(parallel.tensor=2 parallel.expert=2) kind name
 	train 1 alone "${run[@]}" parallel.reduce=bf16
 	train 1 alone-f32 "${run[@]}"
 	same_files alone/step-0000020 alone-f32/step-0000020

@@ -1242,6 +1242,7 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	struct model *m = &t->model;
 	if (!is_checked(t, t->state.step + 1))
 		return 0;
+	parallel_agree(0); /* a wait for a rank that comes late is the step's, not the check's */
 	trace_check(true);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);

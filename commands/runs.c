@@ -234,6 +234,35 @@ int runs_open(struct run *runs, char *const *dirs, int n)
 	return 0;
 }
 
+/* Whether a path within the directory of a run is of a file that `ling train` keeps there. */
+static bool is_of_training(const char *path)
+{
+	static const char *const names[] = {"metrics.jsonl", "events.jsonl", "samples.jsonl", "heartbeat"},
+		*const directories[] = {"trace/", "trace-before/", "step-"};
+	bool found = false;
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+		found = found || !strcmp(path, names[i]);
+	for (size_t i = 0; i < sizeof directories / sizeof *directories; i++)
+		found = found || (!strncmp(path, directories[i], strlen(directories[i])) && strchr(path, '/'));
+	return found;
+}
+
+int runs_spare(char *const *dirs, int n, const char *out)
+{
+	char *file = realpath(out, NULL); /* NULL: it is not there */
+	int rc = 0;
+	for (int i = 0; file && rc == 0 && i < n; i++) {
+		char *dir = realpath(dirs[i], NULL);
+		const size_t length = dir ? strlen(dir) : 0;
+		if (dir && !strncmp(file, dir, length) && file[length] == '/' && is_of_training(file + length + 1))
+			rc = fail("%s: belongs to the run in %s, which would lose it; expected another name for the output", out,
+					dirs[i]);
+		free(dir);
+	}
+	free(file);
+	return rc;
+}
+
 int run_needs_steps(const struct run *r, const char *use)
 {
 	return r->count ? 0 : fail("%s/metrics.jsonl: no steps to %s; expected a line for each step; let `ling train` do "

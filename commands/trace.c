@@ -12,6 +12,7 @@
 
 #include "commands/hang.h"
 #include "commands/result.h"
+#include "commands/runs.h"
 #include "files/base.h"
 
 #include <errno.h>
@@ -418,7 +419,9 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 {
 	if (!all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK)
 		return true;
-	const double silent = fmax(since / 2, p->process == PROCESS_ELSEWHERE ? seen_late : 2);
+	/* Of a run that is no more the last signs are final: mpirun ends the others within some 2 s. */
+	const double least = p->process == PROCESS_ELSEWHERE ? seen_late : all_gone ? 0.5 : 2;
+	const double silent = fmax(since / 2, least);
 	return !p->rank.waits || now - p->sign > silent;
 }
 
@@ -464,7 +467,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	const double since = at - progress, usual = trace_quantile(&steps.all, 0.5);
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
-				is_in_the_way(&p[i], all_gone, at, since)};
+				!ended && is_in_the_way(&p[i], all_gone, at, since)};
 	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
 			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
 	json_t *members, *ranks = json_array();
@@ -957,6 +960,15 @@ static int keep_rank(struct trace *list, int *count, int rank, const char *run)
 	return 0;
 }
 
+/* --perfetto: prints the name of the file, as every command does that draws one. */
+static int write_perfetto(const struct trace *list, int count, const char *path)
+{
+	if (trace_write_events(list, count, path) < 0)
+		return -1;
+	printf("%s\n", path);
+	return 0;
+}
+
 static int run_trace(const struct command_line *line)
 {
 	const struct trace_options *o = line->options;
@@ -972,12 +984,12 @@ static int run_trace(const struct command_line *line)
 		fail("--perfetto writes all records, and goes with --before and --rank alone");
 		return EXIT_WRONG_USE;
 	}
-	if (traces_read(&list, &count, run, o->before) < 0)
+	if ((o->perfetto && runs_spare(line->words, 1, o->perfetto) < 0) || traces_read(&list, &count, run, o->before) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = option_given(line, "rank") ? keep_rank(list, &count, o->rank, run) : 0;
 	clock_gettime(CLOCK_REALTIME, &now);
 	if (rc == 0 && o->perfetto)
-		rc = trace_write_events(list, count, o->perfetto);
+		rc = write_perfetto(list, count, o->perfetto);
 	else if (rc == 0 && o->hang)
 		result_print(trace_places(list, count, now.tv_sec + now.tv_nsec * 1e-9), o->json, print_places);
 	else if (rc == 0)

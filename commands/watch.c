@@ -63,12 +63,13 @@ static void append_curve(struct text *out, const json_t *curve, int columns)
 			if (json_is_number(json_array_get(curve, j)))
 				sum += json_number_value(json_array_get(curve, j)), finite++;
 		values[i] = sum / finite;
-		low = fmin(low, values[i]);
-		high = fmax(high, values[i]);
+		low = isfinite(values[i]) ? fmin(low, values[i]) : low;
+		high = isfinite(values[i]) ? fmax(high, values[i]) : high;
 	}
+	const double half = high / 2 - low / 2; /* the difference may be larger than any number */
 	for (int i = 0; i < parts; i++)
-		append(out, "%s", isnan(values[i]) ? "?" : signs[high > low ? (int)(7.99 * (values[i] - low) / (high - low))
-				: 0]);
+		append(out, "%s", !isfinite(values[i]) ? "?" : signs[half > 0 ?
+				(int)(7.99 * ((values[i] / 2 - low / 2) / half)) : 0]);
 	free(values);
 }
 
@@ -112,13 +113,14 @@ static void append_progress(struct text *out, const json_t *r)
 	if (step || steps)
 		append(out, "  step %lld", (long long)step);
 	if (steps)
-		append(out, "/%lld %.0f%%", (long long)steps,
-				100 * result_double(r, "tokens") / result_double(r, "total_tokens"));
+		append(out, "/%lld", (long long)steps);
+	if (integer_or_0(r, "total_tokens"))
+		append(out, " %.0f%%", 100 * result_double(r, "tokens") / result_double(r, "total_tokens"));
 	if (isfinite(result_double(r, "seconds_left")))
 		append(out, "  %s left", format_duration(left, result_double(r, "seconds_left")));
 }
 
-/* "loss 3.1234", and the like. */
+/* What else the last step says: learning rate, gradient norm, batch, speed. */
 static void append_rates(struct text *out, const json_t *r)
 {
 	APPEND_NUMBER(out, r, "lr", "  lr %.2e", 1);
@@ -257,8 +259,12 @@ static int append_lines(struct text *out, const char *picture, int columns, int 
 	for (size_t n; *picture && count < most; picture += n + 1, count++) {
 		n = strcspn(picture, "\n");
 		const size_t shown = columns_of(picture, n, columns);
-		for (size_t i = 0; i < shown; i++)
-			text_append(out, (unsigned char)picture[i] < ' ' || picture[i] == 127 ? "?" : picture + i, 1);
+		for (size_t i = 0; i < shown; i++) {
+			const unsigned char c = picture[i], next = i + 1 < shown ? picture[i + 1] : 0;
+			const bool wide = c == 0xc2 && next >= 0x80 && next < 0xa0; /* U+0080 .. U+009F, some steer terminals */
+			text_append(out, c < ' ' || c == 127 || wide ? "?" : picture + i, 1);
+			i += wide;
+		}
 		text_append_string(out, end);
 	}
 	return count;

@@ -421,6 +421,13 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
 				c->train.batch_warmup.start, c->train.batch);
 
+	if (*c->train.dump.dir && !c->train.dump.num_steps)
+		return fail_key(l, "train.dump.steps", "found no step; expected one at least, or train.dump=off");
+	for (int i = 0; i < c->train.dump.num_steps; i++)
+		if (c->train.steps && c->train.dump.steps[i].number > c->train.steps)
+			return fail_key(l, "train.dump.steps", "found step %" PRId64 " of a run of %" PRId64 " steps; expected one "
+					"of them", c->train.dump.steps[i].number, c->train.steps);
+
 	if (c->spikes.warmup > c->spikes.window)
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
 				c->spikes.window);

@@ -75,6 +75,9 @@ test_slow_rank() {
 	expect 0 "" "$ling" trace four --rank 3 --json
 	true_of out.txt '.ranks_read == 1 and .ranks == 4 and .by_rank[0].rank == 3'
 	expect 1 "no trace of rank 4" "$ling" trace four --rank 4
+	# a step that is checked waits for it too, whoever comes to the check first; the check itself does not count
+	ranks 2 "$release" train tiny.yaml train.output_dir=checked train.steps=4 health.every=1 --inject slow@step=1,rank=1,ms=50 >/dev/null 2>err.txt || problem "$(cat err.txt)"
+	jq -es 'length == 4 and all(.seconds > 0.05)' checked/metrics.jsonl >/dev/null || problem "seconds of steps: $(metric seconds checked/metrics.jsonl | tr '\n' ' ')"
 }
 
 # Strict JSON; a name for each process and thread; slices in order, within each other or apart.

@@ -359,7 +359,8 @@ static void dispatch_forward(struct model *m, struct layer_activations *x, int64
 	arrival_plan(x->expert_offset, x->row, x->expert_weight, x->place, x->begin, arrived, x->num_rows, experts);
 }
 
-/* The gradients of the routing weights, dexpert_weight [A] sorted by expert, go back to their tokens: dweight [N, k]. */
+/* The gradients of the routing weights, dexpert_weight [A] sorted by expert, go back to their tokens: dweight [N,
+ * k]. */
 static void return_weight_gradients(struct model *m, struct layer_activations *x, int64_t N)
 {
 	struct activations *a = &m->acts;
@@ -1126,7 +1127,8 @@ static double round_update(struct trainer *t, const struct adamw *o, int64_t fir
 	return square;
 }
 
-/* All ranks gather the shards of a bucket's weights. With parallel.reduce bf16 they gather the changes, and add them. */
+/* All ranks gather the shards of a bucket's weights. With parallel.reduce bf16 they gather the changes and add
+ * them. */
 static void gather_weights(struct trainer *t, const struct bucket *b)
 {
 	const struct model *m = &t->model;

@@ -294,8 +294,8 @@ static inline uint32_t float_to_bits(float value)
 	return bits;
 }
 
-/* This one and the next have no branches, so that the compiler can vectorise loops over them. bfloat16 is the upper half
- * of a float's bits. */
+/* bfloat16 is the upper half of a float's bits. This function and the next have no branches, so that the compiler can
+ * vectorise loops over them. */
 static inline float bf16_to_float(uint16_t half)
 {
 	return bits_to_float((uint32_t)half << 16);

@@ -50,8 +50,8 @@ struct layer_activations {
 	real *weight;                /* [N, k] their weights */
 	int32_t *position;           /* [R] the place of each assignment t k + j among the expert rows; with an expert group
 	                              * among the assignments that are sent */
-	/* The expert rows that this rank computes, sorted by expert: expert e's are expert_offset[e] .. expert_offset[e + 1]
-	 * - 1. Alone num_rows = R, see dispatch_plan. */
+	/* The expert rows that this rank computes, sorted by expert: those of expert e are expert_offset[e] ..
+	 * expert_offset[e + 1] - 1. Alone num_rows = R, see dispatch_plan. */
 	int64_t num_rows;            /* A */
 	int64_t *expert_offset;      /* [experts + 1] */
 	int32_t *row;                /* [A] for each row: which of the arrivals is its input; alone, which token */

@@ -185,8 +185,8 @@ static void test_reduce_scatter_overlap(void)
 	}
 }
 
-/* Each rank adds 1 + 2^-8, half a unit in the last place of a bfloat16 above 1: sent, it becomes 1 (a tie, to even); what the
- * owner of the shard adds is not rounded. 2^-40 and infinity travel too. */
+/* Each rank adds 1 + 2^-8, half a unit in the last place of a bfloat16 above 1: sent, it becomes 1 (a tie, to even);
+ * what the owner of the shard adds is not rounded. 2^-40 and infinity travel too. */
 static void test_bf16(void)
 {
 	enum { ROWS = 5, WIDTH = 3, N = ROWS * WIDTH };
@@ -423,8 +423,8 @@ int main(void)
 		{"launcher", test_launcher}, {"shard_begin", test_shard_begin}, {"layout", test_layout},
 		{"all_reduce_sum", test_all_reduce_sum}, {"all_reduce_max", test_all_reduce_max},
 		{"all_gather_and_reduce_scatter", test_all_gather_and_reduce_scatter},
-		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16}, {"all_to_all_counts", test_all_to_all_counts},
-		{"all_to_all", test_all_to_all}, {"agree", test_agree}, {"micro_batches", test_micro_batches},
+		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16},
+		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree}, {"micro_batches", test_micro_batches},
 		{"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
 	};
 	kernels_init(false);

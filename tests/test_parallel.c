@@ -424,8 +424,8 @@ int main(void)
 		{"all_reduce_sum", test_all_reduce_sum}, {"all_reduce_max", test_all_reduce_max},
 		{"all_gather_and_reduce_scatter", test_all_gather_and_reduce_scatter},
 		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16},
-		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree}, {"micro_batches", test_micro_batches},
-		{"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
+		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree},
+		{"micro_batches", test_micro_batches}, {"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
 	};
 	kernels_init(false);
 	parallel_start();

@@ -425,7 +425,8 @@ int main(void)
 		{"all_gather_and_reduce_scatter", test_all_gather_and_reduce_scatter},
 		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16},
 		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree},
-		{"micro_batches", test_micro_batches}, {"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
+		{"micro_batches", test_micro_batches}, {"gradient_norm", test_gradient_norm},
+		{"valid_tokens", test_valid_tokens},
 	};
 	kernels_init(false);
 	parallel_start();

@@ -190,13 +190,14 @@ static json_t *layer_load(const struct run *r)
 }
 
 /* Adds the counts of the tokens of expert `e` of a layer to sum[columns]: `per` neighbours of the rows that have counts
- * to each column. */
-static void add_counts(const struct run *r, int layer, int e, int per, double *sum)
+ * to each column. Where an expert has more of them than the first one, which no run of ling writes, the rest is left
+ * out. */
+static void add_counts(const struct run *r, int layer, int e, int per, int columns, double *sum)
 {
 	char name[MAX_NAME];
 	snprintf(name, sizeof name, "expert_counts.%d.%d", layer, e);
 	const struct column *c = run_column(r, name);
-	for (int i = 0; c && i < c->count; i++)
+	for (int i = 0; c && i < c->count && i / per < columns; i++)
 		sum[i / per] += isfinite(c->value[i]) ? c->value[i] : 0;
 }
 
@@ -220,7 +221,7 @@ static json_t *expert_load(const struct run *r)
 		json_t *values = json_array();
 		memset(counts, 0, (size_t)columns * experts * sizeof *counts);
 		for (int e = 0; e < experts; e++)
-			add_counts(r, layer, e, per, counts + (size_t)e * columns);
+			add_counts(r, layer, e, per, columns, counts + (size_t)e * columns);
 		for (int column = 0; column < columns; column++) {
 			json_t *row = json_array();
 			double total = 0;

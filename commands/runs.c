@@ -141,7 +141,7 @@ static int add_event(void *context, const json_t *event)
 /* -- the run -- */
 
 /* Reads the config of the newest checkpoint; NULL without one, also when the run has just removed it. */
-static int read_config(const char *dir, json_t **config)
+static int read_checkpoint_config(const char *dir, json_t **config)
 {
 	char path[PATH_LEN], file[PATH_LEN];
 	const int found = checkpoint_newest(dir, path);
@@ -158,6 +158,17 @@ static int read_config(const char *dir, json_t **config)
 		rc = fail("%s: `config` is %s; expected an object", file, json_kind(member));
 	json_decref(trainer);
 	return rc;
+}
+
+/* The config of the newest start, as events.jsonl has it, for a run without a checkpoint; NULL without one. */
+static json_t *started_config(const struct run *r)
+{
+	for (size_t i = json_array_size(r->events); i-- > 0;) {
+		json_t *config = json_object_get(json_array_get(r->events, i), "config");
+		if (json_is_object(config))
+			return config;
+	}
+	return NULL;
 }
 
 /* Fails unless `dir` looks like the directory of a run. */
@@ -193,7 +204,9 @@ int run_open(struct run *r, const char *dir)
 	if (rc == 0 && r->count > 1 && r->step[1] == 0) /* a later version's metrics may have step 0 themselves */
 		rc = fail("%s/metrics.jsonl: has step 0, which events.jsonl has too; expected steps from 1 on", dir);
 	if (rc == 0)
-		rc = read_config(dir, &r->config);
+		rc = read_checkpoint_config(dir, &r->config);
+	if (rc == 0 && !r->config)
+		r->config = json_incref(started_config(r));
 	if (rc < 0) {
 		run_free(r);
 		return -1;

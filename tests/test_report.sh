@@ -165,6 +165,9 @@ test_several() {
 # What cannot be read or written is an error, and the page that was there before stays.
 test_errors() {
 	make_full
+	# counts that no run writes: an expert with more of them than the first one
+	make_run uneven 9 '$m->{expert_counts} = $s < 9 ? [[], [1]] : [[1], [1]]'
+	expect 0 "" "$ling" report uneven --out page.html
 	make_run bad 3
 	echo old >page.html
 	expect 1 "nothere: " "$ling" report full nothere --out page.html

@@ -71,7 +71,7 @@ test_peak() {
 # Two ranks: watched from before the run is there to its end.
 test_two_ranks() {
 	tiny train.output_dir=two train.steps=60 checkpoint.every=20 data.valid=text eval.every=20
-	timeout 60 "$ling" watch two one --every 0.1 >watch.txt 2>watch.err &
+	timeout --foreground 60 "$ling" watch two one --every 0.1 >watch.txt 2>watch.err &
 	local watch=$!
 	wait_for_lines watch.txt 2
 	ranks 2 "$train" train tiny.yaml --inject slow@step=1,rank=1,ms=20 >train.txt 2>err.txt || problem "$(cat err.txt)"
@@ -92,7 +92,7 @@ test_continued() {
 	tiny train.output_dir=again train.steps=30 checkpoint.every=10
 	"$ling" train tiny.yaml train.stop_at_step=20 >train.txt 2>err.txt || problem "$(cat err.txt)"
 	rm -r again/step-0000020
-	timeout 60 "$ling" watch again --every 0.1 --keep >watch.txt 2>&1 &
+	timeout --foreground 60 "$ling" watch again --every 0.1 --keep >watch.txt 2>&1 &
 	local watch=$!
 	wait_for_lines watch.txt 1
 	"$ling" train tiny.yaml train.stop_at_step=15 >train.txt 2>err.txt || problem "$(cat err.txt)"

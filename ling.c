@@ -304,50 +304,87 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	}
 }
 
-/* Copies a row of `tokens` [N, H] for each token and chosen expert, and starts to send the rows to the experts' ranks.
- * They arrive in `arrivals` [A, H]. */
+static int64_t sum_of(const int64_t *x, int n)
+{
+	int64_t sum = 0;
+	for (int i = 0; i < n; i++)
+		sum += x[i];
+	return sum;
+}
+
+/* Copies the row of `tokens` [N, H] of each token and rank that has experts of it, and starts to send the rows. They
+ * arrive in `arrivals` [P, H]. */
 static void dispatch_start(struct model *m, struct layer_activations *x, const real *tokens, real *arrivals)
 {
 	const int64_t H = m->config.hidden_size;
-	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], H);
-	all_to_all_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent,
-			H);
+	gather_rows(m->acts.rows, tokens, x->sent_token, sum_of(x->sent_rows, m->layout.expert.size), H);
+	all_to_all_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received_rows, m->acts.rows,
+			x->sent_rows, H);
 }
 
-/* Sends the rows of expert_rows [A, H], which are sorted by expert, back to the ranks that they came from: acts.rows
- * [R, H]. */
+/* Adds up the rows of expert_rows [A, H], which are sorted by expert, that belong to the same arrived row, and sends
+ * the sums back to the ranks that the rows came from: acts.rows [S, H]. */
 static void return_rows(struct model *m, struct layer_activations *x)
 {
 	const int64_t H = m->config.hidden_size;
 	struct all_to_all e;
-	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, H);
-	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, H);
+	combine_arrivals(m->acts.returns, m->acts.expert_rows, x->place, x->begin,
+			sum_of(x->received_rows, m->layout.expert.size), H);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent_rows, m->acts.returns,
+			x->received_rows, H);
 	all_to_all_finish(&e);
 }
 
-/* Tells every rank of the expert group how many rows it gets from this one for each of its experts, sends their
- * weights, and makes the lists that sort what will arrive by expert: num_rows, expert_offset, row, expert_weight. */
-static void plan_arrivals(struct model *m, struct layer_activations *x)
+/* Sends the N tokens in acts.normed to the ranks of their experts, with each assignment's expert and weight, and makes
+ * the lists by which the experts read what arrives. The rows are still on their way when it returns. */
+static void dispatch_forward(struct model *m, struct layer_activations *x, int64_t N)
 {
 	const struct group *g = &m->layout.expert;
-	const int E = m->config.num_experts, experts = m->num_experts;
-	int64_t *count = m->acts.expert_count;
+	const int k = m->config.num_experts_per_tok, experts = m->num_experts;
+	real *sent = m->acts.sent_assignments, *arrived = m->acts.arrived_assignments;
+	int64_t *count = m->acts.rank_counts, *arrived_count = count + 2 * g->size; /* [ranks, 2] rows and assignments */
 	struct all_to_all e;
-	for (int i = 0; i < E; i++)
-		count[i] = x->offset[i + 1] - x->offset[i];
-	all_to_all_counts(g, TRAFFIC_PLAN, x->arrived, count, experts);
+	send_plan(x->sent_rows, x->sent_assignments, x->sent_token, x->position, x->sent_row, x->index, N, k, g->size,
+			experts);
+	pack_assignments(sent, x->weight, x->index, x->position, x->sent_row, N * k, experts);
 	for (int r = 0; r < g->size; r++) {
-		x->sent[r] = x->offset[(r + 1) * experts] - x->offset[r * experts];
-		x->received[r] = 0;
-		for (int i = 0; i < experts; i++)
-			x->received[r] += x->arrived[r * experts + i];
+		count[2 * r] = x->sent_rows[r];
+		count[2 * r + 1] = x->sent_assignments[r];
 	}
-	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, experts);
-	x->num_rows = x->expert_offset[experts];
-	all_to_all_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
+	all_to_all_counts(g, TRAFFIC_PLAN, arrived_count, count, 2);
+	for (int r = 0; r < g->size; r++) {
+		x->received_rows[r] = arrived_count[2 * r];
+		x->received_assignments[r] = arrived_count[2 * r + 1];
+	}
+	x->num_rows = sum_of(x->received_assignments, g->size);
+	all_to_all_start(&e, g, TRAFFIC_DISPATCH, arrived, x->received_assignments, sent, x->sent_assignments, 2);
 	all_to_all_finish(&e);
-	for (int64_t r = 0; r < x->num_rows; r++)
-		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
+	dispatch_start(m, x, m->acts.normed, x->arrivals);
+	arrival_plan(x->expert_offset, x->row, x->expert_weight, x->place, x->begin, arrived, x->num_rows, experts);
+}
+
+/* The gradients of the routing weights, dexpert_weight [A] sorted by expert, go back to their tokens: dweight [N,
+ * k]. */
+static void return_weight_gradients(struct model *m, struct layer_activations *x, int64_t N)
+{
+	struct activations *a = &m->acts;
+	const int k = m->config.num_experts_per_tok;
+	struct all_to_all e;
+	if (m->layout.expert.size == 1) {
+		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+		return;
+	}
+	permute_backward(a->arrived_assignments, a->dexpert_weight, x->place, x->num_rows);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, a->sent_assignments, x->sent_assignments,
+			a->arrived_assignments, x->received_assignments, 1);
+	all_to_all_finish(&e);
+	permute_backward(a->dweight, a->sent_assignments, x->position, N * k);
+}
+
+/* Rows that this rank sends to its expert group for N tokens, itself included, when the experts are balanced. */
+static double balanced_sent_rows(const struct model *m, int64_t N)
+{
+	return N * m->layout.expert.size * dispatch_share(&m->config, m->layout.expert.size);
 }
 
 /* out = residual + MoE(RMSNorm(residual)): the routed experts, if the layer has them, plus the shared (or dense)
@@ -364,7 +401,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t N = own_tokens(m, T, &first), H = c->hidden_size, I = c->moe_intermediate_size,
 			W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
-	const int E = c->num_experts, k = c->num_experts_per_tok;
+	const int k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
 	begin(OP_FFN_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -373,15 +410,13 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (experts) {
 		router_forward(m, l, T, step, sums);
-		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? moved(2 * N * k * H) : 0);
-		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
-		 * x->token[r]. */
-		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
-		permute_forward(x->row_weight, x->weight, x->position, N * k);
-		x->num_rows = N * k;
-		if (expert_parallel) {
-			plan_arrivals(m, x);
-			dispatch_start(m, x, a->normed, x->arrivals);
+		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? 2 * balanced_sent_rows(m, N) * moved(H) : 0);
+		if (expert_parallel)
+			dispatch_forward(m, x, N);
+		else { /* Sort the rows by expert. None is copied: the products read row r from token x->row[r]. */
+			dispatch_plan(x->expert_offset, x->position, x->row, x->index, N * k, k, c->num_experts);
+			permute_forward(x->expert_weight, x->weight, x->position, N * k);
+			x->num_rows = N * k;
 		}
 	}
 	if (W) { /* out += down(silu(gate x) * up x), while the rows are on their way */
@@ -403,11 +438,11 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			begin(OP_EXPERTS_DOWN, PASS_FORWARD, l, product(x->num_rows, I, H));
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H,
 					false);
+			dump_output(m, DUMP_EXPERTS_DOWN, l, a->expert_rows);
 			begin(OP_COMBINE, PASS_FORWARD, l, moved((k + 2) * N * H));
 			if (expert_parallel)
-				return_rows(m, x); /* alone expert_rows and rows are the same array */
-			combine_rows(out, a->rows, x->position, N, k, H, true);
-			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
+				return_rows(m, x); /* alone expert_rows and rows are the same array, and sent_row is position */
+			combine_rows(out, a->rows, x->sent_row, N, k, H, true);
 		}
 	}
 	if (out)
@@ -604,8 +639,8 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
  *     expert_offset[e];
  *   tokens = normed and dout = dstream: the products read row x->row[r] of them, no row is copied;
  *   expert_rows, the gradients of the rows, is the same array as rows, which combine_rows adds up for each token.
- * With an expert group, tokens and dout are the rows that arrived, in the order of arrival, of which x->row[r] is row
- * r; they were sent by dispatch_start. */
+ * With an expert group, tokens and dout are the P rows that arrived, in the order of arrival, which dispatch_start has
+ * sent; of each, return_rows adds up the gradients of its experts here, and combine_rows those of the ranks. */
 static void experts_backward(struct model *m, int l, int B, const struct step *step)
 {
 	const struct model_config *c = &m->config;
@@ -637,18 +672,10 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, experts, H, 2 * I,
 			false);
 	begin(OP_DISPATCH, PASS_BACKWARD, l, moved((k + 2) * N * H));
-	/* dexpert_weight [A] and expert_rows [A, H] go back to the ranks of the tokens, and become [R] and rows [R, H] */
-	if (expert_parallel) {
-		struct all_to_all weights;
-		for (int64_t r = 0; r < x->num_rows; r++)
-			a->arrived_weight[x->row[r]] = a->dexpert_weight[r];
-		all_to_all_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight,
-				x->received, 1);
-		all_to_all_finish(&weights);
+	return_weight_gradients(m, x, N);
+	if (expert_parallel)
 		return_rows(m, x);
-	}
-	combine_rows(a->dnormed, a->rows, x->position, N, k, H, shared_width(c, l) > 0);
-	permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+	combine_rows(a->dnormed, a->rows, x->sent_row, N, k, H, shared_width(c, l) > 0);
 	dump_gradient(m, DUMP_ROUTER_WEIGHTS, l, a->dweight);
 }
 
@@ -670,7 +697,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	/* the gradients of the rows' results go to the experts, as the rows did */
 	if (experts && m->layout.expert.size > 1) {
-		begin(OP_COMBINE, PASS_BACKWARD, l, moved(2 * N * c->num_experts_per_tok * H));
+		begin(OP_COMBINE, PASS_BACKWARD, l, moved(2 * sum_of(x->sent_rows, m->layout.expert.size) * H));
 		dispatch_start(m, x, a->dstream, a->returns);
 	}
 	if (W) { /* the shared SwiGLU, while the rows are on their way: dnormed = its input's gradient */
@@ -803,7 +830,7 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 		const int place = r->started++ % MAX_REDUCTIONS;
 		r->under_way[place].bucket = i;
 		reduce_scatter_start(&r->under_way[place].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + b->offset, b->size,
-				1, r->scratch + place * r->scratch_size);
+				1, r->changes != NULL, r->scratch + place * r->scratch_size);
 	}
 }
 
@@ -1087,6 +1114,43 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
+/* With parallel.reduce bf16: leaves what the optimizer changes of n weights in t->reduction.changes, rounded, and the
+ * weights as they were: all ranks, this one too, will add the same changes to them. first, state: where they begin in
+ * the block of memory, and among this rank's moments. Returns the sum of squares of the changes before rounding. */
+static double round_update(struct trainer *t, const struct adamw *o, int64_t first, int64_t state, int64_t n)
+{
+	struct model *m = &t->model;
+	real *before = t->reduction.scratch;
+	const int64_t room = MAX_REDUCTIONS * t->reduction.scratch_size;
+	double square = 0;
+	for (int64_t i = 0; i < n; i += room) {
+		const int64_t count = n - i < room ? n - i : room;
+		real *w = m->params.memory + first + i;
+		copy_array(before, w, count);
+		square += adamw_update(w, m->exp_avg + state + i, m->exp_avg_sq + state + i, m->grads.memory + first + i,
+				count, o);
+		take_change(t->reduction.changes + state + i, w, before, count);
+	}
+	return square;
+}
+
+/* All ranks gather the shards of a bucket's weights. With parallel.reduce bf16 they gather the changes and add
+ * them. */
+static void gather_weights(struct trainer *t, const struct bucket *b)
+{
+	const struct model *m = &t->model;
+	const struct group *g = sharing_group(&m->layout, b->sharing);
+	int64_t size;
+	real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
+	if (!t->reduction.changes) {
+		all_gather(g, TRAFFIC_WEIGHTS, weights, own, b->size, 1);
+		return;
+	}
+	uint16_t *changes = (uint16_t *)t->reduction.scratch;
+	all_gather_bf16(g, TRAFFIC_WEIGHTS, changes, t->reduction.changes + b->state, b->size);
+	add_change(weights, changes, b->size);
+}
+
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
  * (sqrt(v_hat) + eps), on the shards that this rank updates, neighbours with the same decay together. Then all ranks
  * gather all shards. Returns the norm of what the weights changed by, every distinct parameter once. */
@@ -1107,16 +1171,13 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
-		square += adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
+		square += t->reduction.changes ? round_update(t, &o, first, state, end - first)
+				: adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
 				m->grads.memory + first, end - first, &o);
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
-	for (int i = 0; i < m->table.num_buckets; i++) {
-		const struct bucket *b = &m->table.buckets[i];
-		int64_t size;
-		real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
-		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
-	}
+	for (int i = 0; i < m->table.num_buckets; i++)
+		gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
@@ -2048,7 +2109,8 @@ static int init_saver(struct trainer *t)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, l, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
-	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
+	const double without = planned_bytes(&plan) + plan.balanced_arrivals,
 			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	const bool fits = without + plan.copy <= machine;
 	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
@@ -2074,7 +2136,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
-		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
+		rc = gradient_reduction_init(&t->reduction, &t->model.table, c->parallel.reduce == REDUCE_BF16);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
 	if (rc == 0)

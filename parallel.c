@@ -471,30 +471,47 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 	wait_for(&request, 1, traffic, count_sent(traffic, n * (g->size - 1), sizeof *x));
 }
 
-/* MPI's type of a row, `width` reals. MPI counts in int: of rows it can count more than of reals. */
-static MPI_Datatype row_type(int64_t width)
+/* MPI's type of a row, `width` numbers of type `number`. MPI counts in int: of rows it can count more than of
+ * numbers. */
+static MPI_Datatype row_type(int64_t width, MPI_Datatype number)
 {
 	MPI_Datatype type;
-	MPI_Type_contiguous(mpi_count(width), MPI_REAL_TYPE, &type);
+	MPI_Type_contiguous(mpi_count(width), number, &type);
 	MPI_Type_commit(&type);
 	return type;
+}
+
+/* out from the shards of all ranks; a row has `bytes` bytes, and is one of MPI's `type`. in: NULL, or this rank's shard
+ * where it is not in its place in out. */
+static void gather_shards(const struct group *g, enum traffic traffic, void *out, const void *in, int64_t rows,
+		int64_t bytes, MPI_Datatype type)
+{
+	int counts[g->size], begins[g->size];
+	for (int r = 0; r < g->size; r++) {
+		begins[r] = mpi_count(shard_begin(rows, r, g->size));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
+	}
+	MPI_Request request;
+	MPI_Iallgatherv(in ? in : MPI_IN_PLACE, counts[g->rank], type, out, counts, begins, type, comm_of(g), &request);
+	wait_for(&request, 1, traffic, count_sent(traffic, (int64_t)counts[g->rank] * (g->size - 1), bytes));
 }
 
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width)
 {
 	if (g->size == 1)
 		return;
-	int counts[g->size], begins[g->size];
-	for (int r = 0; r < g->size; r++) {
-		begins[r] = mpi_count(shard_begin(rows, r, g->size));
-		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
-	}
-	MPI_Datatype type = row_type(width);
-	MPI_Request request;
-	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts,
-			begins, type, comm_of(g), &request);
-	wait_for(&request, 1, traffic, count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in));
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	gather_shards(g, traffic, out, in == out + shard_begin(rows, g->rank, g->size) * width ? NULL : in, rows,
+			width * sizeof *in, type);
 	MPI_Type_free(&type);
+}
+
+void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out, const uint16_t *in, int64_t n)
+{
+	if (g->size == 1)
+		memcpy(out, in, n * sizeof *out);
+	else
+		gather_shards(g, traffic, out, in, n, sizeof *in, MPI_UINT16_T);
 }
 
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)
@@ -503,7 +520,7 @@ int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t widt
 }
 
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
-		int64_t rows, int64_t width, real *scratch)
+		int64_t rows, int64_t width, bool bf16, real *scratch)
 {
 	const int n = g->size;
 	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width,
@@ -512,15 +529,26 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
 	MPI_Request *requests = s->requests = mpi_allocate(2 * n * sizeof *requests);
-	s->bytes = count_sent(traffic, (rows - mine) * width, sizeof *in);
-	MPI_Datatype type = row_type(width);
+	const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(real); /* of a number */
+	s->bytes = count_sent(traffic, (rows - mine) * width, size);
+	MPI_Datatype type = row_type(width, bf16 ? MPI_UINT16_T : MPI_REAL_TYPE);
+	const char *sent = (const char *)in;
+	if (bf16) {
+		s->halves = (uint16_t *)scratch;
+		uint16_t *halves = s->halves + n * mine * width;
+		#pragma omp parallel for simd
+		for (int64_t i = 0; i < rows * width; i++)
+			halves[i] = float_to_bf16((float)in[i]);
+		sent = (const char *)halves;
+	}
 	/* Each rank begins with the rank after it, so that not all send to the same one first. */
 	for (int i = 1; i < n; i++) {
 		const int from = (g->rank + n - i) % n, to = (g->rank + i) % n;
 		const int64_t begin = shard_begin(rows, to, n), end = shard_begin(rows, to + 1, n);
-		MPI_Irecv(scratch + from * mine * width, mpi_count(mine), type, from, 1, comm_of(g),
+		MPI_Irecv((char *)scratch + from * mine * width * size, mpi_count(mine), type, from, 1, comm_of(g),
 				&requests[s->num_requests++]);
-		MPI_Isend(in + begin * width, mpi_count(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
+		MPI_Isend(sent + begin * width * size, mpi_count(end - begin), type, to, 1, comm_of(g),
+				&requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
 	mpi.under_way++;
@@ -549,7 +577,7 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 		for (int64_t i = first; i < end; i++) {
 			real sum = 0;
 			for (int r = 0; r < g->size; r++)
-				sum += r == g->rank ? own[i] : s->scratch[r * n + i];
+				sum += r == g->rank ? own[i] : s->halves ? bf16_to_float(s->halves[r * n + i]) : s->scratch[r * n + i];
 			out[i] = accumulate ? out[i] + sum : sum;
 		}
 	}
@@ -559,7 +587,7 @@ void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool
 		int64_t rows, int64_t width, real *scratch)
 {
 	struct reduce_scatter s;
-	reduce_scatter_start(&s, g, traffic, in, rows, width, scratch);
+	reduce_scatter_start(&s, g, traffic, in, rows, width, false, scratch);
 	reduce_scatter_finish(&s, out, accumulate);
 }
 
@@ -597,7 +625,7 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		received += receive_rows[r];
 		e->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
 	}
-	MPI_Datatype type = row_type(width);
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
 	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
 	e->type = MPI_Type_c2f(type);
 	mpi.under_way++;

@@ -109,16 +109,20 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 /* out [rows, width] from the shards of all ranks. in: this rank's shard, which may be in its place in out already.
  * With a group of size 1 nothing is done: the shard must be in its place. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
+/* The same of n numbers in bfloat16; with a group of size 1 they are copied. */
+void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out, const uint16_t *in, int64_t n);
 
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
- * may be changed. */
+ * may be changed. bf16: the numbers travel in bfloat16, rounded to nearest, ties to even; the sums are taken as
+ * otherwise, in reals, and what this rank itself adds is not rounded. */
 struct reduce_scatter {
 	struct group group;
 	enum traffic traffic;
 	const real *in;              /* [rows, width] */
 	int64_t rows, width;
 	real *scratch;               /* [size, rows of the shard, width] what came from each rank */
+	uint16_t *halves;            /* the same in bfloat16, and then `in` [rows, width] as it is sent; else NULL */
 	uint64_t begun;              /* trace_now() */
 	int64_t bytes;               /* that this rank sends */
 	void *requests;              /* [num_requests] MPI_Request */
@@ -128,7 +132,7 @@ int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t widt
 void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in,
 		int64_t rows, int64_t width, real *scratch);
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
-		int64_t rows, int64_t width, real *scratch);
+		int64_t rows, int64_t width, bool bf16, real *scratch);
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate);
 
 /* out [size, n]: out[r] is what rank r has in its in[this rank]; in [size, n]. */

@@ -120,22 +120,26 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 		const struct layout member = layout_of_rank(l->expert_data.rank * e + i, l->world.size, l->tensor.size, e);
 		group += plan_work(config, &member).tokens;
 	}
-	/* expert rows that leave this rank in a forward pass, and that come to it from other ranks */
-	const double rows = own * c->num_experts_per_tok * (e - 1) / e;
-	const double foreign_rows = (group - own) * c->num_experts_per_tok / e;
+	/* Rows and assignments that leave this rank in a forward pass, and that come to it from other ranks. A token's row
+	 * goes once to each rank that has some of its experts. */
+	const double share = dispatch_share(c, e), rows = own * (e - 1) * share, foreign_rows = (group - own) * share;
+	const double assignments = own * c->num_experts_per_tok * (e - 1) / e;
+	const double foreign_assignments = (group - own) * c->num_experts_per_tok / e;
 	double *sent = p->sent;
 	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product;
 	 * it sums after the output product and after the backward pass of the first. Head and embedding have a gather and
 	 * a sum each. */
 	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
 	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
-	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
-	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
-	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
-	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
-	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights to all other
-	 * ranks of its group, which is as much. */
-	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
+	/* Rows go to the experts' ranks, with two numbers for each assignment; the rows' gradients go there too, and come
+	 * back with those of the assignments' weights. */
+	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * 2 * sizeof(int64_t);
+	sent[TRAFFIC_DISPATCH] = ((moe + moe_again) * (rows * H + 2 * assignments) + moe * rows * H) * sizeof(real);
+	sent[TRAFFIC_RETURN] = moe * (2 * H * foreign_rows + foreign_assignments) * sizeof(real);
+	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights, or of their
+	 * changes, to all other ranks of its group, which is as much. */
+	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) *
+			(config->parallel.reduce == REDUCE_BF16 ? sizeof(uint16_t) : sizeof(real));
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
@@ -156,8 +160,9 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 			c->model.num_experts, ranks, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	m->reduction += c->parallel.reduce == REDUCE_BF16 ? m->changes : 0;
 	p->certain = planned_bytes(m);
-	p->rows = (double)m->arrivals / expert;
+	p->rows = m->balanced_arrivals;
 	if (!c->checkpoint.every || c->checkpoint.async == ASYNC_FALSE ||
 			(c->checkpoint.async == ASYNC_AUTO && p->certain + p->rows + m->copy > room))
 		m->copy = 0; /* saves are not asynchronous */

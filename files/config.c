@@ -35,6 +35,7 @@ static const char *const dtype_names[] = {
 };
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 const char *const packing_names[] = {"auto", "windows", "documents", NULL};
+static const char *const reduce_names[] = {"f32", "bf16", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const spike_action_names[] = {"off", "watch", "skip", "ladder", NULL};
 static const char *const async_names[] = {"false", "true", "auto", NULL};
@@ -204,6 +205,8 @@ static const struct key keys[] = {
 	SECTION("parallel", 0, "how the model is divided among ranks"),
 	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),
 	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),
+	KEY(parallel.reduce, T_ENUM, 0, 0, 0, "f32", "how gradients, and the changes of weights, are sent between ranks",
+		.names = reduce_names),
 };
 
 #define NUM_KEYS ((int)(sizeof keys / sizeof *keys))

@@ -63,6 +63,7 @@ struct spike_options {         /* see training/spikes.h and docs/stability.md */
 };
 
 enum checkpoint_async { ASYNC_FALSE, ASYNC_TRUE, ASYNC_AUTO };
+enum reduce_dtype { REDUCE_F32, REDUCE_BF16 };
 enum { EVERY_AUTO = -1 };        /* of checkpoint.every and log.experts */
 
 struct config {
@@ -124,7 +125,10 @@ struct config {
 	} eval;
 	struct { int64_t every, experts; } log; /* steps; experts: of expert_counts, 0 = never, EVERY_AUTO */
 	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */
-	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
+	struct {
+		int tensor, expert;      /* ranks that split heads and vocabulary; ranks that split the experts */
+		enum reduce_dtype reduce; /* of gradients and of changes of weights, as they are sent */
+	} parallel;
 };
 
 /* --------------------------------------------------------------------------------------------------- reading */

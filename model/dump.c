@@ -329,27 +329,30 @@ void dump_micro_batch(struct model *m, int64_t i, int B)
 	m->dump->T = (int64_t)B * m->seq_len;
 }
 
-/* out [N k, width] = the rows of this rank's tokens, by token and choice; rows [N k, width] are sorted by expert. */
+/* out [N k, width] = the rows of this rank's assignments, by token and choice; rows [N k, width] are in the order of
+ * x->position. */
 static void rows_by_choice(real *out, const real *rows, const struct layer_activations *x, int64_t R, int64_t width)
 {
 	for (int64_t i = 0; i < R; i++)
 		copy_array(out + i * width, rows + x->position[i] * width, width);
 }
 
-/* The same from the rows that arrived at this rank, sorted by expert: they first go back to their tokens' ranks. */
-static void arrivals_by_choice(real *out, const real *arrived, const struct model *m, const struct layer_activations *x,
-		int64_t R, int64_t width)
+/* The same from the expert rows of this rank, sorted by expert, one for each assignment: they first go back to their
+ * tokens' ranks. */
+static void expert_rows_by_choice(real *out, const real *expert_rows, const struct model *m,
+		const struct layer_activations *x, int64_t R, int64_t width)
 {
 	if (m->layout.expert.size == 1) {
-		rows_by_choice(out, arrived, x, R, width);
+		rows_by_choice(out, expert_rows, x, R, width);
 		return;
 	}
 	real *returns = malloc((x->num_rows + 1) * width * sizeof *returns), *rows = malloc((R + 1) * width * sizeof *rows);
 	if (!returns || !rows)
 		out_of_memory((x->num_rows + R) * width * sizeof *rows);
 	struct all_to_all e;
-	scatter_rows(returns, arrived, x->row, x->num_rows, width);
-	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, rows, x->sent, returns, x->received, width);
+	gather_rows(returns, expert_rows, x->place, x->num_rows, width);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, rows, x->sent_assignments, returns,
+			x->received_assignments, width);
 	all_to_all_finish(&e);
 	rows_by_choice(out, rows, x, R, width);
 	free(returns);
@@ -370,10 +373,8 @@ void dump_array(struct model *m, enum dumped what, int l, bool gradient, const v
 	const struct row row = row_of(&d->config, what, l);
 	const int64_t N = own_rows(d, what, rank, d->T, &first), R = N * row.cols;
 	uint8_t *out = kept_row(d, what, l, gradient, d->i, 0);
-	if (what == DUMP_EXPERTS_GATE_UP)
-		arrivals_by_choice((real *)out, x, m, &m->acts.layer[l], R, row.depth);
-	else if (what == DUMP_EXPERTS_DOWN)
-		rows_by_choice((real *)out, x, &m->acts.layer[l], R, row.depth);
+	if (what == DUMP_EXPERTS_GATE_UP || what == DUMP_EXPERTS_DOWN)
+		expert_rows_by_choice((real *)out, x, m, &m->acts.layer[l], R, row.depth);
 	else
 		memcpy(out, x, N * own_columns(range, d, what, l, rank) * row.size);
 	trace_check(false);
@@ -655,8 +656,9 @@ static int check_memory(struct dump *d, const struct config *c)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, &d->layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory()),
-			run = planned_bytes(&plan) + (double)plan.arrivals / d->layout.expert.size,
+			run = planned_bytes(&plan) + plan.balanced_arrivals,
 			copy = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE && run + plan.copy <= machine
 					? plan.copy : 0,
 			dump = place_arrays(d, NULL, c->train.batch) + 2.0 * block_bytes(d);

@@ -36,8 +36,7 @@ enum dumped {
 	DUMP_ATTENTION_OUTPUT,       /* the residual stream after attention */
 	DUMP_FFN_NORM,
 	DUMP_ROUTER_LOGITS, DUMP_ROUTER_SOFTMAX, DUMP_ROUTER_TOPK, DUMP_ROUTER_WEIGHTS,
-	DUMP_EXPERTS_GATE_UP,        /* in memory the rows that arrived at this rank, sorted by expert */
-	DUMP_EXPERTS_DOWN,           /* in memory the rows of this rank's tokens, sorted by expert */
+	DUMP_EXPERTS_GATE_UP, DUMP_EXPERTS_DOWN, /* in memory the expert rows of this rank, sorted by expert */
 	DUMP_SHARED_GATE_UP,         /* the dense SwiGLU's in a dense layer */
 	DUMP_LAYER_OUTPUT,           /* the residual stream after the layer */
 	DUMP_NORM, DUMP_HEAD_LOGITS, DUMP_HEAD_LOSS,

@@ -971,7 +971,7 @@ static const char *const may_change[] = {
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
 	"eval.samples", "eval.sample_file", "eval.sample_tokens", "eval.sample_temperature", "log.every", "log.experts",
 	"trace.events",
-	"parallel.tensor", "parallel.expert",
+	"parallel.tensor", "parallel.expert", "parallel.reduce",
 };
 
 static bool is_listed(const char *const *list, int n, const char *name)

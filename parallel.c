@@ -33,6 +33,8 @@ enum { HOST_LEN = 64 };
 static struct {
 	bool running;
 	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
+	MPI_Comm agreeing;           /* the ranks that agree among themselves, see parallel_agree_within, */
+	int num_agreeing, first_agreeing; /* their number, and the first of them */
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
@@ -64,6 +66,8 @@ void parallel_start(void)
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
+	mpi.agreeing = MPI_COMM_WORLD;
+	mpi.num_agreeing = parallel_size();
 	mpi.hosts = mpi_allocate(parallel_size() * sizeof *mpi.hosts);
 	mpi.last_notice = mpi_allocate(parallel_size() * sizeof *mpi.last_notice);
 	gethostname(host, sizeof host - 1);
@@ -261,19 +265,28 @@ int parallel_agree(int rc)
 		return rc;
 	int failed = rc < 0, num_failed, rank = failed ? parallel_rank() : INT32_MAX, first;
 	MPI_Request request;
-	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof failed);
 	if (num_failed == 0)
 		return rc;
 	char error[sizeof error_text];
 	memcpy(error, error_text, sizeof error);
-	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof rank);
-	MPI_Ibcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD, &request);
+	MPI_Ibcast(error, sizeof error, MPI_BYTE, first - mpi.first_agreeing, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, rank == first ? sizeof error : 0);
-	if (num_failed == parallel_size())
+	if (num_failed == mpi.num_agreeing)
 		return fail("%s", error);
 	return fail("rank %d on %s%s: %.3500s", first, mpi.hosts[first], num_failed > 1 ? " and others" : "", error);
+}
+
+void parallel_agree_within(const struct group *g)
+{
+	if (!mpi.running)
+		return;
+	mpi.agreeing = MPI_Comm_f2c(g->comm);
+	mpi.num_agreeing = g->size;
+	mpi.first_agreeing = parallel_rank() - g->rank;
 }
 
 int parallel_same(uint64_t value, const char *what)
@@ -281,8 +294,8 @@ int parallel_same(uint64_t value, const char *what)
 	uint64_t first = value;
 	MPI_Request request;
 	if (mpi.running) {
-		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD, &request);
-		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == 0 ? sizeof first : 0);
+		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, mpi.agreeing, &request);
+		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == mpi.first_agreeing ? sizeof first : 0);
 	}
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
 }
@@ -338,6 +351,8 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 {
 	return (struct layout){
+		.all = {rank, ranks, 0},
+		.replicas = {0, 1, 0},
 		.world = {rank, ranks, 0},
 		.data = {rank / tensor, ranks / tensor, 0},
 		.tensor = {rank % tensor, tensor, 0},
@@ -346,17 +361,28 @@ struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 	};
 }
 
+struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert)
+{
+	const int size = ranks / replicas;
+	struct layout l = layout_of_rank(rank % size, size, tensor, expert);
+	l.all = (struct group){rank, ranks, 0};
+	l.replicas = (struct group){rank / size, replicas, 0};
+	return l;
+}
+
 void layout_connect(struct layout *l)
 {
 	if (!mpi.running)
 		return;
+	const int first = l->all.rank - l->world.rank; /* of the replica: no two replicas have the same color */
 	const struct { struct group *group; int color; } groups[] = {
-		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank},
-		{&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
+		{&l->all, 0}, {&l->replicas, l->world.rank}, {&l->world, first}, {&l->data, first + l->tensor.rank},
+		{&l->tensor, first + l->data.rank}, {&l->expert, first + l->expert_data.rank},
+		{&l->expert_data, first + l->expert.rank},
 	};
 	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
 		MPI_Comm comm;
-		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->world.rank, &comm);
+		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->all.rank, &comm);
 		groups[i].group->comm = MPI_Comm_c2f(comm);
 	}
 }

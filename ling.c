@@ -39,6 +39,7 @@
 #include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
+#include "training/local_sgd.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -861,13 +862,32 @@ volatile sig_atomic_t stop_requested;
 
 bool is_rank0(const struct trainer *t)
 {
-	return t->model.layout.world.rank == 0;
+	return t->model.layout.all.rank == 0;
 }
 
-/* The micro-batches of the global batch that this rank computes. */
+/* The ranks that take the current step together: all, or, in a period of local SGD, those of the replica. */
+static const struct group *step_group(const struct trainer *t)
+{
+	return t->local.in_period ? &t->model.layout.world : &t->model.layout.all;
+}
+
+/* The sequences of a global batch that are of one replica. Replica r has those from r times as many on. */
+static int64_t replica_batch(const struct trainer *t, int64_t batch)
+{
+	return batch / t->model.layout.replicas.size;
+}
+
+/* The micro-batches of the replica's part of the global batch that this rank computes. */
 static struct micro_batches own_micro_batches(const struct trainer *t, int64_t batch)
 {
-	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
+	return micro_batches_of_rank(&t->model.layout.data, replica_batch(t, batch), t->config.train.micro_batch);
+}
+
+/* The place of sequence i of the global batch among the sequences of this rank; -1 when another rank has it. */
+static int64_t own_place(const struct trainer *t, const struct micro_batches *own, int64_t i)
+{
+	const int64_t place = i - t->model.layout.replicas.rank * own->batch; /* in the replica's part */
+	return place < 0 || place >= own->batch ? -1 : micro_batch_place(own, place);
 }
 
 /* --inject poison: the targets of the poisoned samples among the batch become random. */
@@ -878,25 +898,46 @@ static void poison(struct trainer *t, const struct micro_batches *own, int64_t b
 	if (x)
 		faults_poison(&t->faults, x, step, list_samples(t->samples, batch));
 	for (int64_t i = 0; i < batch; i++) {
-		const int64_t at = micro_batch_place(own, i) * L;
+		const int64_t at = own_place(t, own, i) * L;
 		if (at >= 0)
 			faults_poison_targets(&t->faults, t->samples[i].file, t->samples[i].number, t->target + at, L,
 					t->config.model.vocab_size);
 	}
 }
 
+/* Draws the samples [batch] of a global batch: those to be tried again, then those that a period of local SGD left out,
+ * then new ones. Every rank draws all of them. */
+static void draw_batch(struct trainer *t, int64_t batch)
+{
+	struct local_sgd *local = &t->local;
+	retry_queue_draw(&t->retry, t->samples, batch, t->config.train.seed, ++t->state.batches);
+	for (int64_t i = 0; i < batch; i++) {
+		struct batch_sample *s = &t->samples[i];
+		if (s->file >= 0)
+			continue;
+		if (local->pending.taken < local->pending.count) {
+			*s = local->pending.list[local->pending.taken++];
+			continue;
+		}
+		const struct blend_sample sample = blend_next(&t->train, t->state.sources);
+		s->file = sample.file;
+		s->number = sample.number;
+	}
+	if (local->in_period && local->options.seconds)
+		local_sgd_record(local, t->samples, batch);
+}
+
 int64_t trainer_next_batch(struct trainer *t)
 {
 	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
 	const struct micro_batches own = own_micro_batches(t, batch);
-	retry_queue_draw(&t->retry, t->samples, batch, t->config.train.seed, ++t->state.batches);
-	for (int64_t i = 0; i < batch; i++) { /* every rank draws all samples, and reads its own */
-		struct batch_sample *s = &t->samples[i];
-		const struct blend_sample sample = s->file < 0 ? blend_next(&t->train, t->state.sources)
-				: blend_sample_at(&t->train, t->state.sources, s->file, s->number);
-		s->file = sample.file;
-		s->number = sample.number;
-		const int64_t place = micro_batch_place(&own, i), at = place * L;
+	draw_batch(t, batch);
+	for (int64_t i = 0; i < batch; i++) {
+		const struct batch_sample *s = &t->samples[i];
+		const int64_t place = own_place(t, &own, i), at = place * L;
+		if (place < 0)
+			continue;
+		const struct blend_sample sample = blend_sample_at(&t->train, t->state.sources, s->file, s->number);
 		if (place >= 0 && (t->length[place] = blend_read(&t->train, &sample, t->input + at, t->target + at,
 				t->document ? t->document + at : NULL)) < 0)
 			return -1;
@@ -921,6 +962,8 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 				count[1] += t->target[place * L + j] >= 0;
 		}
 	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, count, 2);
+	if (!t->local.in_period)
+		all_reduce_sum(&t->model.layout.replicas, TRAFFIC_STATISTICS, count, 2);
 	step->num_tokens = (int64_t)count[0];
 	step->num_targets = (int64_t)count[1];
 }
@@ -950,7 +993,17 @@ static double forward_work(const struct model *m, int64_t T)
 	return work;
 }
 
-/* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks: the gradient of
+/* Whether this rank says that the period of local SGD should end: its time is over, or a stop was asked for. Only
+ * periods by time end so: others must be the same in a run that stops and continues. */
+static bool is_late(const struct trainer *t)
+{
+	const struct local_sgd *s = &t->local;
+	return s->in_period && s->options.seconds && (stop_requested || (t->model.layout.world.rank == 0 &&
+			clock_seconds() - s->clock >= s->options.seconds));
+}
+
+/* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks that take the step:
+ * the gradient of
  * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
  * t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
@@ -969,7 +1022,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		const int64_t at = i * own.size * L;
 		const int32_t *input = t->input + at, *target = t->target + at;
 		const bool reduce = i + 1 == own.num && m->layout.world.size > 1;
-		step.first_sequence = B ? own.first + i * own.step : 0;
+		step.first_sequence = B ? m->layout.replicas.rank * own.batch + own.first + i * own.step : 0;
 		step.accumulate = i > 0;
 		m->document = t->document ? t->document + at : NULL;
 		m->length = t->length + i * own.size;
@@ -982,15 +1035,20 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
 	}
+	if (m->layout.replicas.size > 1 && !t->local.in_period)
+		reduce_over_replicas(&t->local, &m->table, m->grads.memory);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	t->sums.values[SUM_STOP] = stop_requested;
+	t->sums.values[SUM_LATE] = is_late(t);
 	t->sums.values[SUM_SAVE_DUE] = is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO &&
 			save_schedule_due(&t->schedule, t->state.step + 1);
 	saver_flags(&t->saver, &t->sums.values[SUM_SAVE_BUSY]);
-	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
+	all_reduce_sum(step_group(t), TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[SUM_STOP] > 0;
-	t->save_due = t->sums.values[SUM_SAVE_DUE] > 0;
-	report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
+	t->late = t->sums.values[SUM_LATE] > 0;
+	t->save_due |= t->sums.values[SUM_SAVE_DUE] > 0;
+	if (!t->local.in_period)
+		report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
 	m->length = NULL;
 	m->dump = NULL;
 	return step;
@@ -1151,7 +1209,7 @@ static struct step_account open_account(void)
 /* Fills in what the step took, in *m and in the trainer: samples of each source, time, bytes. */
 static void report_costs(const struct step_account *a, struct trainer *t, struct metrics *m)
 {
-	const struct group *world = &t->model.layout.world;
+	const struct group *group = step_group(t);
 	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
 	for (int i = 0; i < m->num_sources; i++)
 		t->source_samples[i] = t->state.sources[i].taken;
@@ -1160,11 +1218,11 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = trace_waited() - a->waited;
 	heartbeat_own_seconds(m->seconds - t->communication);
-	t->slowest = slowest_rank(world, m->seconds - t->communication);
+	t->slowest = slowest_rank(group, m->seconds - t->communication);
 	trace_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		t->bytes_sent[i] -= a->sent[i];
-	m->num_kinds = world->size > 1 ? NUM_TRAFFIC : 0;
+	m->num_kinds = t->model.layout.all.size > 1 ? NUM_TRAFFIC : 0;
 	m->kinds = traffic_names;
 	m->bytes_sent = t->bytes_sent;
 }
@@ -1187,7 +1245,7 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
-			.first_sequence = B ? own.first : 0, .router_mean = t->state.router_mean,
+			.first_sequence = B ? t->model.layout.replicas.rank * own.batch + own.first : 0, .router_mean = t->state.router_mean,
 			.router_std = t->state.router_std};
 	m->document = t->document;
 	m->length = t->length;
@@ -1296,8 +1354,9 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	report_costs(&account, t, m);
-	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
-			t->state.step);
+	if (!t->local.in_period || t->model.layout.replicas.rank == 0) /* whose ranks are the first of all */
+		slow_ranks_step(&t->slow_ranks, step_group(t), m->seconds - t->communication, t->work, &t->events,
+				t->state.step);
 	trace_end();
 	if (decision.result == STEP_GO_BACK)
 		fail_not_finite(t, m);
@@ -1325,15 +1384,16 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	double sums[3] = {0}; /* loss, its tokens, bytes */
 	int rc = 0;
 	struct progress p = progress_start("evaluating", windows * L, 1, "tokens");
-	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
-	const struct group *data_group = &m->layout.data;
+	struct progress *shown = m->layout.all.rank == 0 ? &p : NULL;
+	const struct group *data_group = &m->layout.data, *replicas = &m->layout.replicas;
+	const int64_t sharing = replicas->size * data_group->size; /* so many share the windows; a tensor group is one */
 	const int64_t stop_every = 1 + 1024 / L; /* windows of a rank, after which the ranks ask one another */
-	for (int64_t first = 0; first < windows; first += data_group->size) {
-		const int64_t i = first + data_group->rank;
+	for (int64_t first = 0; first < windows; first += sharing) {
+		const int64_t i = first + replicas->rank * data_group->size + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		double stop = stop_requested;
-		if (first / data_group->size % stop_every == 0)
-			all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
+		if (first / sharing % stop_every == 0)
+			all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
 		if (e->stopped)
 			break;
 		if (B && rc == 0 && read_window(data, i, L, NULL, input, target, document) < 0) {
@@ -1349,11 +1409,11 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 			sums[2] += tokenizer && target[t] >= 0 ? tokenizer_bytes(tokenizer, target[t]) : 0;
 		}
 		const int64_t left = windows - first;
-		progress(shown, (left < data_group->size ? left : data_group->size) * L);
+		progress(shown, (left < sharing ? left : sharing) * L);
 	}
 	progress_end(shown);
 	m->document = NULL;
-	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
+	all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, sums, 3);
 	free(input);
 	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
 	e->loss = sums[0] / e->tokens;
@@ -1398,12 +1458,17 @@ static int validate(struct trainer *t, struct metrics *m)
 	return 0;
 }
 
-/* Whether the weights after `step` are evaluated. */
-static bool has_evaluation(const struct trainer *t, int64_t step)
+/* Whether one of the steps after `before`, up to `step`, is a multiple of `every`; 0: never. */
+static bool is_due(int64_t every, int64_t before, int64_t step)
+{
+	return every && step / every > before / every;
+}
+
+/* Whether the weights after `step` are evaluated. before: the last step before it at which they could be. */
+static bool has_evaluation(const struct trainer *t, int64_t before, int64_t step)
 {
 	const struct config *c = &t->config;
-	return (c->data.num_valid || t->write_samples) &&
-			(step == t->steps || (c->eval.every && step % c->eval.every == 0));
+	return (c->data.num_valid || t->write_samples) && (step == t->steps || is_due(c->eval.every, before, step));
 }
 
 /* An evaluation of the current weights: the validation, whose result is put into *m, and the samples. A stop in either
@@ -1467,7 +1532,7 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 			100.0 * m->tokens / t->tokens, m->loss);
 	text_append_string(&line, part);
 	describe_validation(&line, m);
-	if (t->model.layout.world.size > 1)
+	if (t->model.layout.all.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
 	if (t->peak_flops)
@@ -1523,9 +1588,11 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 	struct model *m = &t->model;
 	json_decref(t->state.spikes);
 	t->state.spikes = spikes_to_json(t);
+	json_decref(t->state.local);
+	t->state.local = t->local.replicas > 1 ? local_sgd_to_json(&t->local) : NULL;
 	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
 	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
-			.weights = m->params.memory, .exp_avg = m->exp_avg, .exp_avg_sq = m->exp_avg_sq,
+			.arrays = {m->params.memory, m->exp_avg, m->exp_avg_sq, t->local.momentum},
 			.sync = {metrics_file ? fileno(metrics_file) : -1, t->events.fd}, .async = async});
 }
 
@@ -1561,7 +1628,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 			memcpy(reason, error_text, sizeof reason);
 	}
 	const int metrics = parallel_agree(found.metrics);
-	broadcast(&t->model.layout.world, &found, sizeof found);
+	broadcast(&t->model.layout.all, &found, sizeof found);
 	if (found.place == METRICS_LOST) {
 		parallel_agree(is_rank0(t) ? fail("%s", reason) : 0);
 		return RUN_FAILED;
@@ -1686,6 +1753,136 @@ static int evaluate_start(struct trainer *t)
 			"expected a finite one: look at the weights of train.init_from", plain_nan(m.valid_loss));
 }
 
+/* ============================================================================================================
+ * Periods of local SGD
+ * ========================================================================================================== */
+
+/* Begins a period: from here on the ranks of a replica wait for each other alone. */
+static void begin_period(struct trainer *t)
+{
+	struct local_sgd *s = &t->local;
+	local_sgd_begin(s, &t->model.table, t->model.params.memory, t->state.step);
+	s->begun_samples = t->state.samples;
+	s->begun_tokens = t->state.tokens;
+	s->loss = s->balance_loss = s->z_loss = 0;
+	parallel_agree_within(&t->model.layout.world);
+}
+
+/* Counts a step of a period. Returns whether it was the last one. */
+static bool end_step_of_period(struct trainer *t, const struct metrics *m)
+{
+	t->local.loss += m->loss;
+	t->local.balance_loss += m->balance_loss;
+	t->local.z_loss += m->z_loss;
+	return local_sgd_is_over(&t->local, t->state.step, t->steps, t->late);
+}
+
+/* Sets the data right after a period in which replica r took steps[r] steps, not all equally many: each replica has
+ * drawn the batches up to its last one. Now all draw up to the last one of any; the samples that replicas would have
+ * taken in the steps that they did not take are those that come first from here on. Sets samples and tokens. */
+static void settle_data(struct trainer *t, const double *steps)
+{
+	struct local_sgd *s = &t->local;
+	const int64_t L = t->config.data.seq_len;
+	int64_t most = 0, tokens = t->state.tokens;
+	for (int r = 0; r < s->replicas; r++)
+		most = steps[r] > most ? (int64_t)steps[r] : most;
+	for (int64_t i = t->state.step - s->begun; i < most; i++) {
+		const int64_t batch = batch_size(&t->config, tokens);
+		draw_batch(t, batch);
+		tokens += batch * L;
+	}
+	t->state.samples = s->begun_samples;
+	t->state.tokens = tokens = s->begun_tokens;
+	local_sgd_drop_taken(s);
+	int64_t left = 0, first = 0; /* samples left out; the first sample of the batch */
+	for (int64_t i = 0; i < most; i++) {
+		const int64_t batch = batch_size(&t->config, tokens), part = replica_batch(t, batch);
+		for (int r = 0; r < s->replicas; r++) {
+			if (i < steps[r]) {
+				t->state.samples += part;
+				t->state.tokens += part * L;
+				continue;
+			}
+			memmove(s->drawn + left, s->drawn + first + r * part, part * sizeof *s->drawn);
+			left += part;
+		}
+		first += batch;
+		tokens += batch * L;
+	}
+	local_sgd_put_back(s, left);
+}
+
+/* The event of a synchronisation. steps [replicas]: what each took in the period. */
+static void report_synchronisation(const struct trainer *t, const double *steps)
+{
+	const struct synchronisation *x = &t->synchronisation;
+	json_t *counts = json_array(), *norms = json_array(), *set_aside = json_array();
+	for (int r = 0; r < t->local.replicas; r++) {
+		json_array_append_new(counts, json_integer((json_int_t)steps[r]));
+		json_array_append_new(norms, json_number(x->norm[r]));
+		json_array_append_new(set_aside, json_integer(x->set_aside[r]));
+	}
+	event_write(&t->events, t->state.step, "synchronisation", json_pack("{s:I, s:o, s:o, s:o, s:i, s:o}", "number",
+			(json_int_t)t->local.synchronisations, "steps", counts, "norms", norms, "blocks_set_aside", set_aside,
+			"blocks_undone", x->undone, "mean_norm", json_number(x->mean_norm)));
+}
+
+/* Ends a period: all ranks meet, and bring together what the replicas have each for themselves but their moments. *m,
+ * the line of replica 0's last step, becomes that of the run. */
+static void end_period(struct trainer *t, struct metrics *m)
+{
+	struct local_sgd *s = &t->local;
+	struct model *model = &t->model;
+	const struct layout *l = &model->layout;
+	enum { STOP, SAVE_DUE, SAVE_BUSY, SAVE_FAILED, STEPS };
+	double sums[STEPS + s->replicas];
+	parallel_agree_within(&l->all);
+	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
+	memset(sums, 0, sizeof sums);
+	sums[STOP] = stop_requested;
+	sums[SAVE_DUE] = is_rank0(t) && t->save_due;
+	sums[STEPS + l->replicas.rank] = l->world.rank == 0 ? (double)(t->state.step - s->begun) : 0;
+	saver_flags(&t->saver, &sums[SAVE_BUSY]);
+	all_reduce_sum(&l->all, TRAFFIC_STATISTICS, sums, STEPS + s->replicas);
+	const double *steps = sums + STEPS;
+	t->stop = sums[STOP] > 0;
+	t->save_due = sums[SAVE_DUE] > 0;
+	report_save(t, saver_advance(&t->saver, &sums[SAVE_BUSY]));
+
+	const int64_t own = t->state.step - s->begun;
+	if (s->options.seconds)
+		settle_data(t, steps);
+	for (int r = 0; r < s->replicas; r++) {
+		s->carry += (int64_t)steps[r];
+		s->counts[r] += (int64_t)steps[r];
+	}
+	t->state.step = s->begun + s->carry / s->replicas;
+	s->carry %= s->replicas;
+	for (int i = 0; i < t->state.num_layers; i++) {
+		double both[2] = {t->state.router_mean[i], t->state.router_std[i]};
+		all_reduce_sum(&l->replicas, TRAFFIC_STATISTICS, both, 2);
+		t->state.router_mean[i] = both[0] / s->replicas;
+		t->state.router_std[i] = both[1] / s->replicas;
+	}
+	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);
+	model_update_head_scale(model);
+	trace_end();
+	report_synchronisation(t, steps);
+
+	m->step = t->state.step;
+	m->samples = t->state.samples;
+	m->tokens = t->state.tokens;
+	if (s->options.seconds) { /* one line for the period */
+		m->loss = s->loss / own;
+		m->balance_loss = s->balance_loss / own;
+		m->z_loss = s->z_loss / own;
+		m->seconds = clock_seconds() - s->clock;
+		m->tokens_per_second = (t->state.tokens - s->begun_tokens) / m->seconds;
+	}
+}
+
 /* Trains from where the trainer stands to the end, or to a stop. */
 static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 {
@@ -1697,8 +1894,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		return RUN_FAILED;
 	if (t->stop)
 		return RUN_STOPPED;
+	int64_t before = t->state.step; /* where the ranks were together last: what is due since then comes now */
 	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		if (t->local.replicas > 1 && !t->local.in_period && t->state.step >= c->local.warmup_steps)
+			begin_period(t);
 		trace_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
 		begin(OP_BATCH, PASS_FORWARD, -1, 0);
 		const int64_t batch = trainer_next_batch(t);
@@ -1706,6 +1906,16 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			return RUN_FAILED;
 		const enum step_result result = trainer_step(t, batch, &m);
 		const bool taken = result == STEP_TAKEN;
+		if (t->local.in_period && taken) {
+			if (!end_step_of_period(t, &m)) {
+				if (is_rank0(t) && !c->local.seconds)
+					write_metrics(t, *metrics_file, &m);
+				if (is_rank0(t) && m.step % c->log.every == 0)
+					print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
+				continue;
+			}
+			end_period(t, &m);
+		}
 		if (result == STEP_GO_BACK) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
@@ -1721,10 +1931,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			first_token = t->state.tokens;
 			start = clock_seconds();
 			t->evaluation_seconds = t->num_evaluations = 0;
+			before = t->state.step;
 		}
 		const int64_t step = t->state.step;
 		const bool last = step == t->steps;
-		if (taken && has_evaluation(t, step) && evaluate_step(t, &m) < 0)
+		if (taken && has_evaluation(t, before, step) && evaluate_step(t, &m) < 0)
 			return RUN_FAILED;
 		if (taken && is_rank0(t)) {
 			save_schedule_step(&t->schedule, m.seconds);
@@ -1737,11 +1948,13 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 					(long long)step, plain_nan(m.valid_loss));
 			return RUN_GO_BACK;
 		}
-		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
-		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
+		const bool stop = t->stop || (taken && c->train.stop_at_step > before && step >= c->train.stop_at_step);
+		if (taken && is_rank0(t) && (last || stop || is_due(c->log.every, before, step) || m.has_valid_loss))
 			print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
 		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
-				: c->checkpoint.every && step % c->checkpoint.every == 0;
+				: is_due(c->checkpoint.every, before, step);
+		t->save_due = false;
+		before = taken ? step : before;
 		if (last || stop || (taken && due)) {
 			const enum run_result saved = save_progress(t, *metrics_file, last || stop);
 			if (saved != RUN_DONE)
@@ -1775,8 +1988,9 @@ static int finish_validation(struct trainer *t)
 	const char *dir = t->config.train.output_dir;
 	struct metrics m = {.step = t->state.step};
 	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
-	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
-	if (!lacks || !has_evaluation(t, m.step))
+	broadcast(&t->model.layout.all, &lacks, sizeof lacks);
+	const int64_t before = t->local.replicas > 1 ? 0 : m.step - 1; /* the evaluation may have come late */
+	if (!lacks || !has_evaluation(t, before, m.step))
 		return 0;
 	if (is_rank0(t))
 		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
@@ -1835,7 +2049,7 @@ enum run_result trainer_run(struct trainer *t)
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
 				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
-				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
+				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.all.size,
 				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
 				t->peak_flops ? json_real(t->peak_flops) : json_null()));
 	}
@@ -1845,7 +2059,8 @@ enum run_result trainer_run(struct trainer *t)
 	memcpy(reason, error_text, sizeof reason);
 	if (t->saver.stage != SAVE_NONE)
 		trace_phase(HEARTBEAT_WRITE, t->state.step);
-	report_save(t, saver_finish(&t->saver));
+	if (!t->local.in_period) /* else a replica has failed alone, and the end of its ranks ends all */
+		report_save(t, saver_finish(&t->saver));
 	set_error("%s", reason);
 	if (is_rank0(t) && t->unwritten.size && metrics_append(f, t->unwritten.data) == 0)
 		t->unwritten.size = 0;
@@ -2051,22 +2266,48 @@ static int init_saver(struct trainer *t)
 	return saver_init(&t->saver, &t->model.table, c, wanted && fits);
 }
 
+/* The replicas that so many ranks make: 1 unless parallel.sync is local. -1 where they do not fit. */
+static int count_replicas(const struct config *c, int ranks)
+{
+	int size = c->parallel.tensor; /* of a replica */
+	if (c->parallel.sync == SYNC_STEP)
+		return 1;
+	while (size % c->parallel.expert)
+		size += c->parallel.tensor;
+	size = c->local.ranks == EVERY_AUTO ? size : (int)c->local.ranks;
+	if (ranks % size || ranks / size < 2)
+		return fail("parallel.sync is local: %d ranks do not make two replicas or more of %d ranks each; start a "
+				"multiple of %d ranks, or change local.ranks", ranks, size, size);
+	const int replicas = ranks / size;
+	if (c->train.batch % replicas)
+		return fail("train.batch is %d: expected a multiple of the %d replicas, which share it", c->train.batch, replicas);
+	if (c->train.batch_warmup.start % replicas || c->train.batch_warmup.increment % replicas)
+		return fail("train.batch_warmup has start %d and increment %d: expected multiples of the %d replicas, which share "
+				"the batch", c->train.batch_warmup.start, c->train.batch_warmup.increment, replicas);
+	return replicas;
+}
+
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
 	const int layers = c->model.num_hidden_layers;
 	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
-			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
+	const int replicas = count_replicas(c, parallel_size());
+	if (parallel_agree(replicas < 0 ? -1 : layout_check(c->model.num_attention_heads, c->model.num_key_value_heads,
+			c->model.vocab_size, c->model.num_experts, parallel_size() / replicas, c->parallel.tensor,
+			c->parallel.expert)) < 0)
 		return -1;
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
+	struct layout layout = layout_of_replica(parallel_rank(), parallel_size(), replicas, c->parallel.tensor,
+			c->parallel.expert);
 	layout_connect(&layout);
 	if (parallel_rank() == 0)
-		warn_of_idle_ranks(layout.data.size, c->train.batch, c->train.micro_batch,
+		warn_of_idle_ranks(layout.data.size * replicas, c->train.batch, c->train.micro_batch,
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
 		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
+	if (rc == 0)
+		rc = local_sgd_init(&t->local, &t->model.table, &c->local);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
 	if (rc == 0)
@@ -2081,6 +2322,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
+	t->synchronisation.norm = calloc(replicas, sizeof(double));
+	t->synchronisation.set_aside = calloc(replicas, sizeof(int));
 	t->expert_load = calloc(layers, sizeof(double));
 	t->expert_counts = calloc((size_t)layers * c->model.num_experts + 1, sizeof *t->expert_counts);
 	t->valid_losses = calloc(c->data.num_valid + 1, sizeof *t->valid_losses);
@@ -2090,7 +2333,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
+	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
 			!t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
@@ -2130,6 +2373,10 @@ void trainer_free(struct trainer *t)
 	retry_queue_free(&t->retry);
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
+	json_decref(t->state.local);
+	local_sgd_free(&t->local);
+	free(t->synchronisation.norm);
+	free(t->synchronisation.set_aside);
 	events_close(&t->events);
 	faults_free(&t->faults);
 	slow_ranks_free(&t->slow_ranks);
@@ -2216,15 +2463,19 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
+	if (rc == 0 && t->local.replicas > 1)
+		rc = local_sgd_from_json(&t->local, t->state.local, dir, t->state.num_sources);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	if (!t->state.num_sources) /* the checkpoint is a converted model, which has seen no data: any data is right */
 		blend_begin(&t->train, &t->config, &t->state);
 	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir, index)) < 0 || drop_lost(t, index) < 0)
 		return -1;
+	if (t->state.num_sources && t->local.replicas > 1)
+		local_sgd_remap(&t->local, index);
 	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);
-	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 ||
+	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq, t->local.momentum) < 0 ||
 			load_weights(m, dir, DO_NOT_VERIFY) < 0)
 		return -1;
 	t->saved_step = t->state.step;

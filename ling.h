@@ -35,6 +35,7 @@
  *   training/decision          what is done with a batch: a step, no step, going back
  *   training/faults            faults to order: --inject
  *   training/health            sick hardware: replicas that differ, slow ranks
+ *   training/local_sgd         replicas that train alone for a period, and the outer step that brings them together
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -93,6 +94,7 @@
 #include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
+#include "training/local_sgd.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -123,6 +125,7 @@ enum {
 	SUM_STOP,                    /* how many ranks were asked to stop */
 	SUM_SAVE_BUSY, SUM_SAVE_FAILED, /* see saver_flags */
 	SUM_SAVE_DUE,                /* rank 0 asks for a checkpoint after this step */
+	SUM_LATE,                    /* how many ranks say that the period of local SGD should end: see is_late() */
 	NUM_SUMS
 };
 struct step_sums {
@@ -195,6 +198,8 @@ struct trainer {
 	int rollbacks;               /* times that the run went back to a checkpoint */
 	struct faults faults;        /* --inject */
 	struct slow_ranks slow_ranks;
+	struct local_sgd local;
+	struct synchronisation synchronisation; /* of local SGD, the last one */
 	struct batch_sample *samples; /* [train.batch] of the whole current batch */
 	struct saver saver;
 	struct save_schedule schedule; /* of checkpoint.every auto; rank 0 decides */
@@ -219,7 +224,9 @@ struct trainer {
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
 	double work;                 /* multiply-adds of this rank's forward passes */
-	bool stop;                   /* a rank was asked to stop; the same on all ranks */
+	/* a rank was asked to stop; the same on all ranks, in a period of local SGD on those of the replica */
+	bool stop;
+	bool late;                   /* the period of local SGD ends with this step */
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */

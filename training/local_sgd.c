@@ -1,0 +1,388 @@
+/*
+ * training/local_sgd.c - local SGD: the outer step that brings the weights of the replicas together.
+ */
+#include "training/local_sgd.h"
+
+#include "files/base.h"
+#include "files/trace.h"
+#include "parallel.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ============================================================================================================
+ * Making it
+ * ========================================================================================================== */
+
+/* The largest shard that this rank has of a bucket. */
+static int64_t largest_shard(const struct parameter_table *table)
+{
+	int64_t largest = 0;
+	for (int i = 0; i < table->num_buckets; i++) {
+		int64_t size;
+		own_shard(&table->layout, &table->buckets[i], &size);
+		largest = size > largest ? size : largest;
+	}
+	return largest;
+}
+
+int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o)
+{
+	const int replicas = table->layout.replicas.size;
+	*s = (struct local_sgd){.options = *o, .replicas = replicas};
+	if (replicas == 1)
+		return 0;
+	for (int i = 0; i < table->num_buckets; i++)
+		s->num_blocks = table->buckets[i].block >= s->num_blocks ? table->buckets[i].block + 1 : s->num_blocks;
+	const size_t bytes = (table->num_state + 1) * sizeof(real);
+	const int64_t scratch = reduce_scatter_scratch(&table->layout.replicas, largest_shard(table), 1);
+	s->statistics = calloc((size_t)s->num_blocks * replicas, sizeof *s->statistics);
+	s->counts = calloc(replicas, sizeof *s->counts);
+	s->w_sync = allocate_large(bytes);
+	s->momentum = allocate_large(bytes);
+	s->scratch = allocate_large(scratch * sizeof *s->scratch);
+	if (s->statistics && s->counts && s->w_sync && s->momentum && s->scratch) {
+		memset(s->momentum, 0, bytes);
+		return 0;
+	}
+	return fail("out of memory for the outer step of local SGD: %.1f GB", (2.0 * bytes + scratch * sizeof(real)) / 1e9);
+}
+
+void local_sgd_free(struct local_sgd *s)
+{
+	free(s->statistics);
+	free(s->counts);
+	free(s->w_sync);
+	free(s->momentum);
+	free(s->scratch);
+	free(s->pending.list);
+	free(s->drawn);
+	*s = (struct local_sgd){.replicas = 1};
+}
+
+/* ============================================================================================================
+ * Decisions
+ * ========================================================================================================== */
+
+/* Whether a norm is far above those before. The smallest standard deviation that counts is a hundredth of the mean:
+ * norms that are almost equal by chance must not make a small difference a large one. */
+static bool is_anomalous(const struct norm_statistics *s, double norm, const struct local_options *o)
+{
+	if (!isfinite(norm))
+		return true;
+	if (!o->penalty || !o->anomaly_deviations || s->count < o->anomaly_warmup)
+		return false;
+	const double deviation = fmax(sqrt(s->variance), 0.01 * s->mean);
+	return norm > s->mean + o->anomaly_deviations * deviation;
+}
+
+/* Takes a norm into the statistics: the n-th with weight 1 / n, at least 1 - decay. */
+static void take_norm(struct norm_statistics *s, double norm, const struct local_options *o)
+{
+	const double a = fmax(1.0 / ++s->count, 1 - o->anomaly_decay), difference = norm - s->mean;
+	s->mean = fma(a, difference, s->mean);
+	s->variance = (1 - a) * fma(a * difference, difference, s->variance);
+	s->in_row = 0;
+}
+
+int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, int n,
+		const struct local_options *o)
+{
+	double sum = 0, total = 0;
+	int set_aside = 0;
+	for (int r = 0; r < n; r++) {
+		struct norm_statistics *s = &statistics[r];
+		bool anomalous = is_anomalous(s, norm[r], o);
+		if (anomalous && isfinite(norm[r]) && ++s->in_row > o->anomaly_warmup) { /* a new level */
+			*s = (struct norm_statistics){0};
+			anomalous = false;
+		}
+		if (!anomalous)
+			take_norm(s, norm[r], o);
+		weight[r] = !anomalous;
+		set_aside += anomalous;
+		sum += anomalous ? 0 : norm[r];
+	}
+	const double mean = sum / (n - set_aside);
+	for (int r = 0; r < n; r++) {
+		if (weight[r] > 0 && o->penalty && mean > 0)
+			weight[r] = exp(-norm[r] / mean);
+		total += weight[r];
+	}
+	for (int r = 0; r < n && total > 0; r++)
+		weight[r] /= total;
+	return set_aside;
+}
+
+/* ============================================================================================================
+ * Sums over the replicas
+ * ========================================================================================================== */
+
+void sum_over_replicas(struct local_sgd *s, const struct layout *l, real *x, int64_t n)
+{
+	real *own = x + shard_begin(n, l->replicas.rank, l->replicas.size);
+	reduce_scatter(&l->replicas, TRAFFIC_GRADIENTS, own, false, x, n, 1, s->scratch);
+	all_gather(&l->replicas, TRAFFIC_GRADIENTS, x, own, n, 1);
+}
+
+void reduce_over_replicas(struct local_sgd *s, const struct parameter_table *table, real *grads)
+{
+	for (int i = 0; i < table->num_buckets; i++) {
+		int64_t size;
+		const int64_t begin = own_shard(&table->layout, &table->buckets[i], &size);
+		sum_over_replicas(s, &table->layout, grads + table->buckets[i].offset + begin, size);
+	}
+}
+
+/* ============================================================================================================
+ * The period and its end
+ * ========================================================================================================== */
+
+void local_sgd_begin(struct local_sgd *s, const struct parameter_table *table, const real *weights, int64_t step)
+{
+	s->in_period = true;
+	s->begun = step;
+	s->clock = clock_seconds();
+	s->num_drawn = 0;
+	local_sgd_drop_taken(s);
+	for (int i = 0; i < table->num_buckets; i++) {
+		int64_t size;
+		const int64_t begin = own_shard(&table->layout, &table->buckets[i], &size);
+		copy_array(s->w_sync + table->buckets[i].state, weights + table->buckets[i].offset + begin, size);
+	}
+}
+
+void local_sgd_record(struct local_sgd *s, const struct batch_sample *samples, int64_t n)
+{
+	s->drawn = grow(s->drawn, s->num_drawn, &s->drawn_capacity, n, sizeof *s->drawn);
+	memcpy(s->drawn + s->num_drawn, samples, n * sizeof *samples);
+	s->num_drawn += n;
+}
+
+void local_sgd_drop_taken(struct local_sgd *s)
+{
+	struct pending_samples *p = &s->pending;
+	p->count -= p->taken;
+	if (p->taken && p->count)
+		memmove(p->list, p->list + p->taken, p->count * sizeof *p->list);
+	p->taken = 0;
+}
+
+void local_sgd_put_back(struct local_sgd *s, int64_t n)
+{
+	struct pending_samples *p = &s->pending;
+	if (!n)
+		return;
+	p->list = grow(p->list, p->count, &p->capacity, n, sizeof *p->list);
+	memmove(p->list + n, p->list, p->count * sizeof *p->list);
+	memcpy(p->list, s->drawn, n * sizeof *p->list);
+	p->count += n;
+}
+
+void local_sgd_remap(struct local_sgd *s, const int *index)
+{
+	struct pending_samples *p = &s->pending;
+	int64_t kept = 0;
+	for (int64_t i = 0; i < p->count; i++)
+		if (index[p->list[i].file] >= 0) {
+			p->list[kept] = p->list[i];
+			p->list[kept++].file = index[p->list[i].file];
+		}
+	p->count = kept;
+}
+
+bool local_sgd_is_over(const struct local_sgd *s, int64_t step, int64_t steps, bool late)
+{
+	return step >= steps || (s->options.seconds ? late : step - s->begun >= s->options.steps);
+}
+
+/* A bucket of a block, as this rank updates it. */
+struct outer_shard { real *w, *w_sync, *momentum; int64_t size; };
+
+/* The next bucket of a block; false after the last one. *i begins as 0. */
+static bool next_outer_shard(const struct local_sgd *s, const struct parameter_table *table, real *weights, int block,
+		int *i, struct outer_shard *x)
+{
+	while (*i < table->num_buckets && table->buckets[*i].block != block)
+		++*i;
+	if (*i == table->num_buckets)
+		return false;
+	const struct bucket *b = &table->buckets[(*i)++];
+	const int64_t begin = own_shard(&table->layout, b, &x->size);
+	x->w = weights + b->offset + begin;
+	x->w_sync = s->w_sync + b->state;
+	x->momentum = s->momentum + b->state;
+	return true;
+}
+
+/* The sum of squares of a block over the ranks of the replica, where w is now the pseudo-gradient or the mean. */
+static double block_square(const struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
+{
+	struct outer_shard x;
+	double square = 0;
+	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
+		square += sum_of_squares(x.w, x.size);
+	all_reduce_sum(&table->layout.world, TRAFFIC_STATISTICS, &square, 1);
+	return square;
+}
+
+/* The outer step of one block. w of its shards is in turn w_i, d_i, d, and the new w_sync. */
+static void synchronise_block(struct local_sgd *s, const struct parameter_table *table, real *weights, int block,
+		struct synchronisation *out)
+{
+	const struct layout *l = &table->layout;
+	const int me = l->replicas.rank, replicas = s->replicas;
+	const double lr = s->options.outer_lr, momentum = s->options.outer_momentum;
+	double norm[replicas], weight[replicas];
+	struct outer_shard x;
+	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
+		#pragma omp parallel for
+		for (int64_t j = 0; j < x.size; j++)
+			x.w[j] -= x.w_sync[j];
+	memset(norm, 0, sizeof norm);
+	norm[me] = sqrt(block_square(s, table, weights, block));
+	all_reduce_sum(&l->replicas, TRAFFIC_STATISTICS, norm, replicas); /* gathers them: the others' summands are 0 */
+	const int set_aside = replica_weights(weight, s->statistics + (int64_t)block * replicas, norm, replicas,
+			&s->options);
+	for (int r = 0; r < replicas; r++) {
+		out->norm[r] += norm[r] * norm[r];
+		out->set_aside[r] += weight[r] == 0;
+	}
+	const bool undone = set_aside == replicas;
+	out->undone += undone;
+	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);) {
+		const real factor = (real)weight[me];
+		#pragma omp parallel for
+		for (int64_t j = 0; j < x.size; j++)
+			x.w[j] = factor > 0 ? factor * x.w[j] : 0; /* what is set aside may be NaN */
+		if (!undone)
+			sum_over_replicas(s, l, x.w, x.size);
+	}
+	const double mean_norm = undone ? 0 : sqrt(block_square(s, table, weights, block));
+	const bool clips = s->options.penalty && s->options.clip && mean_norm > s->options.clip;
+	const real scale = (real)(clips ? s->options.clip / mean_norm : 1);
+	out->mean_norm += clips ? s->options.clip * s->options.clip : mean_norm * mean_norm;
+	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
+		#pragma omp parallel for
+		for (int64_t j = 0; j < x.size; j++) {
+			if (!undone) {
+				const real d = scale * x.w[j];
+				x.momentum[j] = (real)momentum * x.momentum[j] + d;
+				x.w_sync[j] += (real)lr * (d + (real)momentum * x.momentum[j]);
+			}
+			x.w[j] = x.w_sync[j];
+		}
+	for (int i = 0; i < table->num_buckets; i++) {
+		const struct bucket *b = &table->buckets[i];
+		int64_t size;
+		if (b->block != block)
+			continue;
+		real *bucket = weights + b->offset, *own = bucket + own_shard(l, b, &size);
+		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, bucket, own, b->size, 1);
+	}
+}
+
+void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
+		struct synchronisation *out)
+{
+	out->mean_norm = out->undone = 0;
+	memset(out->norm, 0, s->replicas * sizeof *out->norm);
+	memset(out->set_aside, 0, s->replicas * sizeof *out->set_aside);
+	for (int block = 0; block < s->num_blocks; block++)
+		synchronise_block(s, table, weights, block, out);
+	out->mean_norm = sqrt(out->mean_norm);
+	for (int r = 0; r < s->replicas; r++)
+		out->norm[r] = sqrt(out->norm[r]);
+	s->synchronisations++;
+	s->in_period = false;
+}
+
+/* ============================================================================================================
+ * In the checkpoint
+ * ========================================================================================================== */
+
+json_t *local_sgd_to_json(const struct local_sgd *s)
+{
+	json_t *statistics = json_array(), *counts = json_array(), *pending = json_array();
+	for (int i = 0; i < s->num_blocks * s->replicas; i++) {
+		const struct norm_statistics *x = &s->statistics[i];
+		json_array_append_new(statistics, json_pack("[f, f, I, I]", x->mean, x->variance, (json_int_t)x->count,
+				(json_int_t)x->in_row));
+	}
+	for (int r = 0; r < s->replicas; r++)
+		json_array_append_new(counts, json_integer(s->counts[r]));
+	for (int64_t i = s->pending.taken, n; i < s->pending.count; i += n) { /* runs of samples: [file, first, last] */
+		const struct batch_sample *x = s->pending.list + i;
+		for (n = 1; i + n < s->pending.count && x[n].file == x->file && x[n].number == x->number + n;)
+			n++;
+		json_array_append_new(pending, json_pack("[i, I, I]", x->file, (json_int_t)x->number,
+				(json_int_t)(x->number + n - 1)));
+	}
+	return json_pack("{s:i, s:I, s:I, s:o, s:o, s:o}", "replicas", s->replicas, "synchronisations",
+			(json_int_t)s->synchronisations, "carry", (json_int_t)s->carry, "counts", counts, "pending", pending,
+			"statistics", statistics);
+}
+
+/* Reads entry i of a list, the statistics of one replica and block. */
+static int read_statistics(struct norm_statistics *x, const json_t *list, size_t i, const char *where)
+{
+	const json_t *v = json_array_get(list, i);
+	x->mean = json_number_value(json_array_get(v, 0));
+	x->variance = json_number_value(json_array_get(v, 1));
+	x->count = json_integer_value(json_array_get(v, 2));
+	x->in_row = json_integer_value(json_array_get(v, 3));
+	return json_array_size(v) == 4 && x->mean >= 0 && x->variance >= 0 && x->count >= 0 && x->in_row >= 0 ? 0
+			: fail("%s: `statistics` entry %zu is wrong; expected a mean, a variance and two counts, from 0", where, i);
+}
+
+/* Reads entry i of a list, a run of samples that wait. */
+static int read_pending(struct pending_samples *p, const json_t *list, size_t i, const char *where, int num_files)
+{
+	const json_t *v = json_array_get(list, i);
+	const int64_t file = json_integer_value(json_array_get(v, 0)), first = json_integer_value(json_array_get(v, 1)),
+			last = json_integer_value(json_array_get(v, 2));
+	if (json_array_size(v) != 3 || file < 0 || file >= num_files || first < 0 || last < first ||
+			last - first > INT32_MAX)
+		return fail("%s: `pending` entry %zu is wrong; expected a file, 0 to %d, and its first and last sample", where, i,
+				num_files - 1);
+	p->list = grow(p->list, p->count, &p->capacity, last - first + 1, sizeof *p->list);
+	for (int64_t number = first; number <= last; number++)
+		p->list[p->count++] = (struct batch_sample){.file = (int)file, .number = number};
+	return 0;
+}
+
+int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *where, int num_files)
+{
+	const json_t *statistics = json_object_get(state, "statistics"), *counts = json_object_get(state, "counts"),
+			*pending = json_object_get(state, "pending");
+	int64_t theirs;
+	s->pending.count = s->pending.taken = 0;
+	s->synchronisations = s->carry = 0;
+	s->in_period = false;
+	memset(s->statistics, 0, (size_t)s->num_blocks * s->replicas * sizeof *s->statistics);
+	memset(s->counts, 0, s->replicas * sizeof *s->counts);
+	if (!state)
+		return 0;
+	if (field_int(state, where, "replicas", 2, INT32_MAX, &theirs) < 0 ||
+			field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
+			field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
+		return -1;
+	if (json_array_size(statistics) != (size_t)theirs * s->num_blocks || json_array_size(counts) != (size_t)theirs)
+		return fail("%s: %zu statistics and %zu counts; expected those of %d blocks and %lld replicas", where,
+				json_array_size(statistics), json_array_size(counts), s->num_blocks, (long long)theirs);
+	for (int b = 0; b < s->num_blocks; b++)
+		for (int r = 0; r < s->replicas; r++)
+			if (read_statistics(&s->statistics[(int64_t)b * s->replicas + r], statistics, b * theirs + r % theirs,
+					where) < 0)
+				return -1;
+	if (theirs == s->replicas)
+		for (int r = 0; r < s->replicas; r++)
+			s->counts[r] = json_integer_value(json_array_get(counts, r));
+	else
+		s->carry = s->carry * s->replicas / theirs;
+	for (size_t i = 0; i < json_array_size(pending); i++)
+		if (read_pending(&s->pending, pending, i, where, num_files) < 0)
+			return -1;
+	return 0;
+}

@@ -1,0 +1,106 @@
+/*
+ * training/local_sgd.h - local SGD after EDiT (arXiv 2412.07210): replicas train alone for a period, then bring their
+ * weights together. docs/local-sgd.md has the algorithm, and why it is as it is.
+ *
+ * At the end of a period each replica i has moved from the weights of the last synchronisation, w_sync, to w_i. For each
+ * block of the model (struct parameter), d_i = w_i - w_sync is its pseudo-gradient. The weighted mean d of the d_i is
+ * clipped, and an outer SGD with Nesterov momentum makes the new weights of all replicas: b <- momentum b + d, w_sync <-
+ * w_sync + outer_lr (d + momentum b).
+ */
+#ifndef LING_TRAINING_LOCAL_SGD_H
+#define LING_TRAINING_LOCAL_SGD_H
+
+#include "files/config.h"
+#include "kernels.h"
+#include "model/parameters.h"
+#include "training/spikes.h"
+
+#include <jansson.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* The norms of the pseudo-gradients of one block and one replica so far, those that were set aside left out. */
+struct norm_statistics {
+	double mean, variance;       /* over the first 1 / (1 - decay) of them plain, then exponential */
+	int64_t count;
+	int64_t in_row;              /* set aside since the last one that was not */
+};
+
+/* The weight of each replica in the mean, weight [n], from its norm [n] and statistics [n], which take the norm in. A
+ * replica whose norm is not finite, or above its mean by more than anomaly_deviations standard deviations once
+ * anomaly_warmup norms are known, is set aside: its weight is 0. The others have softmax(-norm / mean norm). So many set
+ * aside in a row as it takes to know a norm are a new level: the statistics begin again with the last of them. Without
+ * o->penalty all finite ones have the same weight. Returns how many are set aside. The same numbers give the same bits. */
+int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, int n,
+		const struct local_options *o);
+
+/* The samples of a run that a period of uneven counts left out, in the order of the data: the next ones are taken from
+ * here first. */
+struct pending_samples {
+	struct batch_sample *list;   /* [count], of which the first `taken` are taken in this period */
+	int64_t count, taken;
+	size_t capacity;
+};
+
+struct local_sgd {
+	struct local_options options;
+	int replicas;                /* 1: parallel.sync is step, and all that follows is not used */
+	int num_blocks;              /* of the model */
+	struct norm_statistics *statistics; /* [num_blocks, replicas] */
+	real *w_sync, *momentum;     /* [table->num_state] of the shards that this rank updates */
+	real *scratch;
+	int64_t synchronisations;    /* so far */
+	int64_t carry;               /* steps of single replicas that do not make a step of the run yet, < replicas */
+	int64_t *counts;             /* [replicas] steps that each has taken in all */
+	/* the period under way */
+	bool in_period;
+	int64_t begun, begun_samples, begun_tokens; /* steps, samples and tokens when it began */
+	double clock;                /* clock_seconds() then */
+	double loss, balance_loss, z_loss; /* sums over its steps, of the replica */
+	/* data: what was drawn in the period, which begins with these */
+	struct pending_samples pending;
+	struct batch_sample *drawn;  /* [num_drawn] batch after batch */
+	int64_t num_drawn;
+	size_t drawn_capacity;
+};
+
+/* What became of a synchronisation, the same on all replicas. */
+struct synchronisation {
+	double *norm;                /* [replicas] of the whole pseudo-gradient of each */
+	int *set_aside;              /* [replicas] blocks of each that were */
+	double mean_norm;            /* of what the weights would have changed by: the mean, clipped */
+	int undone;                  /* blocks of which all replicas were set aside: w_sync stays */
+};
+
+/* Allocates what the layout's rank needs; nothing with one replica. local_sgd_free may follow a failure. */
+int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o);
+void local_sgd_free(struct local_sgd *s);
+
+/* x [n] becomes the sum over the replicas, the same bits on all. Collective of the replicas. */
+void sum_over_replicas(struct local_sgd *s, const struct layout *l, real *x, int64_t n);
+/* The same for the gradients of the shards that this rank updates, for steps that all replicas take together. */
+void reduce_over_replicas(struct local_sgd *s, const struct parameter_table *table, real *grads);
+
+/* Begins a period with these weights [table->num_elements], which all replicas have alike. step: updates done. */
+void local_sgd_begin(struct local_sgd *s, const struct parameter_table *table, const real *weights, int64_t step);
+/* Whether the period ends after this step. late: its seconds are over, or a stop was asked for; alike on the replica. */
+bool local_sgd_is_over(const struct local_sgd *s, int64_t step, int64_t steps, bool late);
+/* Remembers the samples of a batch that was drawn. */
+void local_sgd_record(struct local_sgd *s, const struct batch_sample *samples, int64_t n);
+/* Removes the pending samples that have been taken. */
+void local_sgd_drop_taken(struct local_sgd *s);
+/* Puts the first n of the samples that were drawn before the pending ones. */
+void local_sgd_put_back(struct local_sgd *s, int64_t n);
+/* Gives the pending samples the index of their file in a new blend; those of files that left it, -1, are dropped. */
+void local_sgd_remap(struct local_sgd *s, const int *index);
+/* Brings the weights together, of all replicas, and ends the period. norm and set_aside of *out are given. Collective of
+ * all ranks. */
+void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
+		struct synchronisation *out);
+
+/* What must be remembered, and back, where `where` names it in messages; num_files, taken: as for
+ * retry_queue_from_json. From another number of replicas, replica r takes the statistics of replica r modulo theirs. */
+json_t *local_sgd_to_json(const struct local_sgd *s);
+int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *where, int num_files);
+
+#endif

@@ -895,8 +895,10 @@ static void poison(struct trainer *t, const struct micro_batches *own, int64_t b
 {
 	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
 	const struct fault *x = fault_poisons(&t->faults, step);
-	if (x)
-		faults_poison(&t->faults, x, step, list_samples(t->samples, batch));
+	if (x) {
+		const int64_t part = replica_batch(t, batch), first = x->rank < 0 ? 0 : x->rank / t->model.layout.world.size * part;
+		faults_poison(&t->faults, x, step, list_samples(t->samples + first, x->rank < 0 ? batch : part));
+	}
 	for (int64_t i = 0; i < batch; i++) {
 		const int64_t at = own_place(t, own, i) * L;
 		if (at >= 0)
@@ -1828,9 +1830,24 @@ static void report_synchronisation(const struct trainer *t, const double *steps)
 			"blocks_undone", x->undone, "mean_norm", json_number(x->mean_norm)));
 }
 
+/* Fails, on all ranks, where a replica has other weights than the first one after a synchronisation. Collective. */
+static int compare_replicas(struct trainer *t)
+{
+	const struct model *m = &t->model;
+	trace_check(true);
+	const uint32_t own = crc_of(0, (const uint8_t *)m->params.memory, m->table.num_elements * sizeof(real));
+	uint32_t first = own;
+	broadcast(&m->layout.replicas, &first, sizeof first);
+	const int rc = parallel_agree(own == first ? 0 : fail("step %lld: replica %d has other weights than replica 0 after "
+			"they were brought together; nothing is saved, and the run must go back to a checkpoint: start it again, "
+			"without that machine if it is named again", (long long)t->state.step, m->layout.replicas.rank));
+	trace_check(false);
+	return rc;
+}
+
 /* Ends a period: all ranks meet, and bring together what the replicas have each for themselves but their moments. *m,
- * the line of replica 0's last step, becomes that of the run. */
-static void end_period(struct trainer *t, struct metrics *m)
+ * the line of replica 0's last step, becomes that of the run. Fails when the replicas are not alike then. */
+static int end_period(struct trainer *t, struct metrics *m)
 {
 	struct local_sgd *s = &t->local;
 	struct model *model = &t->model;
@@ -1881,6 +1898,7 @@ static void end_period(struct trainer *t, struct metrics *m)
 		m->seconds = clock_seconds() - s->clock;
 		m->tokens_per_second = (t->state.tokens - s->begun_tokens) / m->seconds;
 	}
+	return is_due(t->config.health.every, s->begun, t->state.step) ? compare_replicas(t) : 0;
 }
 
 /* Trains from where the trainer stands to the end, or to a stop. */
@@ -1914,7 +1932,8 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 					print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
 				continue;
 			}
-			end_period(t, &m);
+			if (end_period(t, &m) < 0)
+				return RUN_GO_BACK;
 		}
 		if (result == STEP_GO_BACK) {
 			char reason[sizeof error_text];
@@ -2490,6 +2509,11 @@ static int resume(struct trainer *t, const char *dir)
 		return -1;
 	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
+	const int before = t->state.local ? (int)json_integer_value(json_object_get(t->state.local, "replicas")) : 1;
+	if (is_rank0(t) && before != t->model.layout.replicas.size)
+		printf("the checkpoint is of %d replica%s, and now there %s %d: each takes its moments of AdamW from one of "
+				"them, in turn\n", before, before > 1 ? "s" : "", t->model.layout.replicas.size > 1 ? "are" : "is",
+				t->model.layout.replicas.size);
 	return 0;
 }
 

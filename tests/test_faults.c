@@ -23,7 +23,7 @@ static void test_refused(void **state)
 		{"kill@rank=1", "step is missing"}, {"kill@step=3,rank=x", "rank is"}, {"slow@step=3,ms=0", "ms is"},
 		{"slow@step=3,ms=", "ms is"}, {"slow@step=3,ms=7s", "ms is"}, {"slow@step=3,ms=-1", "ms is"},
 		{"slow@step=3,ms=1e9", "ms is"},
-		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,rank=1", "has no such setting"},
+		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,ms=5", "has no such setting"},
 		{"nan@step=3,during=save", "has one moment only"}, {"kill@step=3,during=sleep", "during is step or save"},
 		{"stop@step=3,during=update", "during is step or save"},
 		{"flip@step=3,during=save", "during is step or update"},

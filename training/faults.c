@@ -48,7 +48,7 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 	char *end;
 	if (!strcmp(key, "step"))
 		return read_whole(value, 1, INT64_MAX / 2, &x->step) ? NULL : "step is a whole number from 1";
-	if (!strcmp(key, "rank") && x->kind != FAULT_POISON) {
+	if (!strcmp(key, "rank")) {
 		const bool good = read_whole(value, 0, INT32_MAX, &n);
 		x->rank = (int)n;
 		return good ? NULL : "rank is a whole number from 0";
@@ -72,7 +72,7 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 		return *value && !*end && x->probability > 0 && x->probability <= 1 ? NULL
 			: "probability is a number above 0, at most 1";
 	}
-	return !strcmp(key, "rank") || !strcmp(key, "ms") || !strcmp(key, "probability")
+	return !strcmp(key, "ms") || !strcmp(key, "probability")
 		? "this kind of fault has no such setting" : "there is no such setting";
 }
 
@@ -88,8 +88,10 @@ static int read_fault(struct fault *x, const char *text)
 		x->kind++;
 	if (!wrong && x->kind == NUM_FAULT_KINDS)
 		wrong = "there is no such kind";
-	if (!wrong)
+	if (!wrong) {
 		x->moment = moments[x->kind][0];
+		x->rank = x->kind == FAULT_POISON ? -1 : 0;
+	}
 	while (!wrong && (setting = strsep(&rest, ","))) {
 		const char *key = strsep(&setting, "=");
 		wrong = setting ? read_setting(x, key, setting) : "a setting has no =";

@@ -411,6 +411,13 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 		dump_output(m, DUMP_LAYER_OUTPUT, l, out);
 }
 
+/* The forward pass is about to read the weights of a block. */
+static void before_block(struct model *m, int block)
+{
+	if (m->before_block)
+		m->before_block(m->before_block_context, block);
+}
+
 /* The forward pass from the embedding on, which is in the first layer's partial_sums. */
 static void layers_forward(struct model *m, int64_t T, const struct segment *segments, int n, const struct step *step,
 		struct step_sums *sums)
@@ -423,9 +430,11 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	reduce_scatter_sequence(m, a->layer[0].input, false, T);
 	dump_output(m, DUMP_EMBEDDING, -1, a->layer[0].input);
 	for (int l = 0; l < layers; l++) {
+		before_block(m, 1 + l);
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
+	before_block(m, 1 + layers);
 	begin(OP_NORM, PASS_FORWARD, -1, moved(2 * N * c->hidden_size));
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
 	dump_output(m, DUMP_NORM, -1, a->normed);
@@ -436,6 +445,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
 	/* A rank of a tensor group has a part of the vocabulary, and 0 for tokens of the others': the embedding is the sum
 	 * over the group. */
+	before_block(m, 0);
 	begin(OP_EMBEDDING, PASS_FORWARD, -1, moved(2 * T * H));
 	embedding_forward(partial_sums(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H,
 			m->config.vocab_size);
@@ -1370,6 +1380,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
+static void complete_weights(struct trainer *t);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1478,6 +1489,7 @@ static bool has_evaluation(const struct trainer *t, int64_t before, int64_t step
 static int evaluate_step(struct trainer *t, struct metrics *m)
 {
 	const double start = clock_seconds();
+	complete_weights(t);
 	trace_phase(HEARTBEAT_EVALUATION, t->state.step);
 	if (validate(t, m) < 0)
 		return -1;
@@ -1600,6 +1612,7 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 
 int trainer_save(struct trainer *t)
 {
+	complete_weights(t);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return -1;
@@ -1616,6 +1629,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
 	const bool waits = last || t->saver.stage != SAVE_NONE; /* for all files, of this save or the one before */
+	complete_weights(t);
 	trace_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
@@ -1825,15 +1839,38 @@ static void report_synchronisation(const struct trainer *t, const double *steps)
 		json_array_append_new(norms, json_number(x->norm[r]));
 		json_array_append_new(set_aside, json_integer(x->set_aside[r]));
 	}
-	event_write(&t->events, t->state.step, "synchronisation", json_pack("{s:I, s:o, s:o, s:o, s:i, s:o}", "number",
+	event_write(&t->events, t->state.step, "synchronisation", json_pack("{s:I, s:o, s:o, s:o, s:i}", "number",
 			(json_int_t)t->local.synchronisations, "steps", counts, "norms", norms, "blocks_set_aside", set_aside,
-			"blocks_undone", x->undone, "mean_norm", json_number(x->mean_norm)));
+			"blocks_undone", x->undone));
+}
+
+/* For model.before_block, after a synchronisation: gives the blocks up to this one their new weights. */
+static void complete_block(void *trainer, int block)
+{
+	struct trainer *t = trainer;
+	struct model *m = &t->model;
+	while (t->local.completed <= block) {
+		begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+		local_sgd_advance(&t->local, &m->table, m->params.memory);
+	}
+	if (t->local.completed == t->local.num_blocks) {
+		m->before_block = NULL;
+		model_update_head_scale(m);
+	}
+}
+
+/* Completes the synchronisation that is under way, if one is. */
+static void complete_weights(struct trainer *t)
+{
+	if (t->model.before_block)
+		complete_block(t, t->local.num_blocks - 1);
 }
 
 /* Fails, on all ranks, where a replica has other weights than the first one after a synchronisation. Collective. */
 static int compare_replicas(struct trainer *t)
 {
 	const struct model *m = &t->model;
+	complete_weights(t);
 	trace_check(true);
 	const uint32_t own = crc_of(0, (const uint8_t *)m->params.memory, m->table.num_elements * sizeof(real));
 	uint32_t first = own;
@@ -1884,7 +1921,8 @@ static int end_period(struct trainer *t, struct metrics *m)
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);
-	model_update_head_scale(model);
+	model->before_block = complete_block; /* the weights come with the next forward pass, or when they are needed */
+	model->before_block_context = t;
 	trace_end();
 	report_synchronisation(t, steps);
 

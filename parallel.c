@@ -522,6 +522,40 @@ void all_gather(const struct group *g, enum traffic traffic, real *out, const re
 	MPI_Type_free(&type);
 }
 
+void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width)
+{
+	const int n = g->size;
+	*a = (struct all_gather){.traffic = traffic, .begun = trace_now()};
+	if (n == 1)
+		return;
+	int *counts = a->counts = mpi_allocate(2 * n * sizeof *counts), *begins = counts + n;
+	for (int r = 0; r < n; r++) {
+		begins[r] = mpi_count(shard_begin(rows, r, n));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, n)) - begins[r];
+	}
+	MPI_Request *request = a->request = mpi_allocate(sizeof *request);
+	MPI_Datatype type = row_type(width);
+	a->bytes = count_sent(traffic, width * counts[g->rank] * (n - 1), sizeof *out);
+	MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, counts, begins, type, comm_of(g), request);
+	a->type = MPI_Type_c2f(type);
+	mpi.under_way++;
+	trace_posted(a->begun);
+}
+
+void all_gather_finish(struct all_gather *a)
+{
+	if (a->request) {
+		MPI_Datatype type = MPI_Type_f2c(a->type);
+		mpi.under_way--;
+		wait_in(a->request, 1, &(struct wait){a->traffic, true, a->begun, a->bytes});
+		MPI_Type_free(&type);
+	}
+	free(a->request);
+	free(a->counts);
+	*a = (struct all_gather){0};
+}
+
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)
 {
 	return g->size == 1 ? 0 : g->size * (rows / g->size + 1) * width;

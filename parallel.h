@@ -120,6 +120,18 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
  * With a group of size 1 nothing is done: the shard must be in its place. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
 
+/* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be touched. */
+struct all_gather {
+	void *request;               /* MPI_Request; NULL with a group of size 1 */
+	int *counts, type;           /* as in struct all_to_all */
+	enum traffic traffic;
+	uint64_t begun;              /* as in struct reduce_scatter */
+	int64_t bytes;
+};
+void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width);
+void all_gather_finish(struct all_gather *a);
+
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
  * may be changed. */

@@ -128,6 +128,10 @@ struct model {
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
 	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
+	/* Called by the forward pass before it reads the weights of a block (struct parameter), in the order of the blocks;
+	 * NULL: they are all there. */
+	void (*before_block)(void *context, int block);
+	void *before_block_context;
 };
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The

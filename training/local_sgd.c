@@ -15,14 +15,15 @@
  * Making it
  * ========================================================================================================== */
 
-/* The largest shard that this rank has of a bucket. */
-static int64_t largest_shard(const struct parameter_table *table)
+/* Elements of scratch for the reductions of all buckets of a block, of the block that needs most. */
+static int64_t block_scratch(const struct parameter_table *table)
 {
-	int64_t largest = 0;
+	int64_t largest = 0, sum = 0, size;
 	for (int i = 0; i < table->num_buckets; i++) {
-		int64_t size;
 		own_shard(&table->layout, &table->buckets[i], &size);
-		largest = size > largest ? size : largest;
+		sum = i && table->buckets[i].block != table->buckets[i - 1].block ? 0 : sum;
+		sum += reduce_scatter_scratch(&table->layout.replicas, size, 1);
+		largest = sum > largest ? sum : largest;
 	}
 	return largest;
 }
@@ -36,13 +37,16 @@ int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, con
 	for (int i = 0; i < table->num_buckets; i++)
 		s->num_blocks = table->buckets[i].block >= s->num_blocks ? table->buckets[i].block + 1 : s->num_blocks;
 	const size_t bytes = (table->num_state + 1) * sizeof(real);
-	const int64_t scratch = reduce_scatter_scratch(&table->layout.replicas, largest_shard(table), 1);
-	s->statistics = calloc((size_t)s->num_blocks * replicas, sizeof *s->statistics);
+	const int64_t scratch = block_scratch(table);
+	s->completed = s->num_blocks;
+	s->statistics = calloc((size_t)(s->num_blocks + 1) * replicas, sizeof *s->statistics);
+	s->weight = calloc((size_t)s->num_blocks * replicas, sizeof *s->weight);
+	s->exchanges = calloc(table->num_buckets, sizeof *s->exchanges);
 	s->counts = calloc(replicas, sizeof *s->counts);
 	s->w_sync = allocate_large(bytes);
 	s->momentum = allocate_large(bytes);
-	s->scratch = allocate_large(scratch * sizeof *s->scratch);
-	if (s->statistics && s->counts && s->w_sync && s->momentum && s->scratch) {
+	s->scratch = allocate_large((scratch + 1) * sizeof *s->scratch);
+	if (s->statistics && s->weight && s->exchanges && s->counts && s->w_sync && s->momentum && s->scratch) {
 		memset(s->momentum, 0, bytes);
 		return 0;
 	}
@@ -52,6 +56,8 @@ int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, con
 void local_sgd_free(struct local_sgd *s)
 {
 	free(s->statistics);
+	free(s->weight);
+	free(s->exchanges);
 	free(s->counts);
 	free(s->w_sync);
 	free(s->momentum);
@@ -86,15 +92,16 @@ static void take_norm(struct norm_statistics *s, double norm, const struct local
 	s->in_row = 0;
 }
 
-int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, int n,
+int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, const double *whole, int n,
 		const struct local_options *o)
 {
 	double sum = 0, total = 0;
 	int set_aside = 0;
 	for (int r = 0; r < n; r++) {
 		struct norm_statistics *s = &statistics[r];
-		bool anomalous = is_anomalous(s, norm[r], o);
-		if (anomalous && isfinite(norm[r]) && ++s->in_row > o->anomaly_warmup) { /* a new level */
+		const bool excluded = whole && whole[r] == 0;
+		bool anomalous = excluded || is_anomalous(s, norm[r], o);
+		if (anomalous && !excluded && isfinite(norm[r]) && ++s->in_row > o->anomaly_warmup) { /* a new level */
 			*s = (struct norm_statistics){0};
 			anomalous = false;
 		}
@@ -119,7 +126,8 @@ int replica_weights(double *weight, struct norm_statistics *statistics, const do
  * Sums over the replicas
  * ========================================================================================================== */
 
-void sum_over_replicas(struct local_sgd *s, const struct layout *l, real *x, int64_t n)
+/* x [n] becomes the sum over the replicas, the same bits on all. */
+static void sum_over_replicas(struct local_sgd *s, const struct layout *l, real *x, int64_t n)
 {
 	real *own = x + shard_begin(n, l->replicas.rank, l->replicas.size);
 	reduce_scatter(&l->replicas, TRAFFIC_GRADIENTS, own, false, x, n, 1, s->scratch);
@@ -146,7 +154,7 @@ void local_sgd_begin(struct local_sgd *s, const struct parameter_table *table, c
 	s->clock = clock_seconds();
 	s->num_drawn = 0;
 	local_sgd_drop_taken(s);
-	for (int i = 0; i < table->num_buckets; i++) {
+	for (int i = 0; i < table->num_buckets && !s->w_sync_holds; i++) {
 		int64_t size;
 		const int64_t begin = own_shard(&table->layout, &table->buckets[i], &size);
 		copy_array(s->w_sync + table->buckets[i].state, weights + table->buckets[i].offset + begin, size);
@@ -197,105 +205,156 @@ bool local_sgd_is_over(const struct local_sgd *s, int64_t step, int64_t steps, b
 	return step >= steps || (s->options.seconds ? late : step - s->begun >= s->options.steps);
 }
 
-/* A bucket of a block, as this rank updates it. */
+/* The next bucket of a block from bucket *i on, and what this rank updates of it; NULL after the last one. */
 struct outer_shard { real *w, *w_sync, *momentum; int64_t size; };
-
-/* The next bucket of a block; false after the last one. *i begins as 0. */
-static bool next_outer_shard(const struct local_sgd *s, const struct parameter_table *table, real *weights, int block,
-		int *i, struct outer_shard *x)
+static const struct bucket *next_bucket(const struct local_sgd *s, const struct parameter_table *table, real *weights,
+		int block, int *i, struct outer_shard *x)
 {
 	while (*i < table->num_buckets && table->buckets[*i].block != block)
 		++*i;
 	if (*i == table->num_buckets)
-		return false;
+		return NULL;
 	const struct bucket *b = &table->buckets[(*i)++];
 	const int64_t begin = own_shard(&table->layout, b, &x->size);
-	x->w = weights + b->offset + begin;
-	x->w_sync = s->w_sync + b->state;
-	x->momentum = s->momentum + b->state;
-	return true;
+	*x = (struct outer_shard){weights + b->offset + begin, s->w_sync + b->state, s->momentum + b->state, x->size};
+	return b;
 }
 
-/* The sum of squares of a block over the ranks of the replica, where w is now the pseudo-gradient or the mean. */
-static double block_square(const struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
+/* The sum of squares of what this rank updates of a block. */
+static double own_square(const struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
 {
 	struct outer_shard x;
 	double square = 0;
-	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
+	for (int i = 0; next_bucket(s, table, weights, block, &i, &x);)
 		square += sum_of_squares(x.w, x.size);
-	all_reduce_sum(&table->layout.world, TRAFFIC_STATISTICS, &square, 1);
 	return square;
 }
 
-/* The outer step of one block. w of its shards is in turn w_i, d_i, d, and the new w_sync. */
-static void synchronise_block(struct local_sgd *s, const struct parameter_table *table, real *weights, int block,
-		struct synchronisation *out)
+/* w of the shards becomes d_i. norm [num_blocks + 1, replicas]: of each block, and last of the whole. The same bits on all
+ * ranks. */
+static void measure(const struct local_sgd *s, const struct parameter_table *table, real *weights, double *norm)
 {
 	const struct layout *l = &table->layout;
-	const int me = l->replicas.rank, replicas = s->replicas;
-	const double lr = s->options.outer_lr, momentum = s->options.outer_momentum;
-	double norm[replicas], weight[replicas];
+	const int replicas = s->replicas, blocks = s->num_blocks;
+	double square[blocks];
 	struct outer_shard x;
-	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
-		#pragma omp parallel for
-		for (int64_t j = 0; j < x.size; j++)
-			x.w[j] -= x.w_sync[j];
-	memset(norm, 0, sizeof norm);
-	norm[me] = sqrt(block_square(s, table, weights, block));
-	all_reduce_sum(&l->replicas, TRAFFIC_STATISTICS, norm, replicas); /* gathers them: the others' summands are 0 */
-	const int set_aside = replica_weights(weight, s->statistics + (int64_t)block * replicas, norm, replicas,
-			&s->options);
+	for (int b = 0; b < blocks; b++) {
+		for (int i = 0; next_bucket(s, table, weights, b, &i, &x);)
+			#pragma omp parallel for
+			for (int64_t j = 0; j < x.size; j++)
+				x.w[j] -= x.w_sync[j];
+		square[b] = own_square(s, table, weights, b);
+	}
+	all_reduce_sum(&l->world, TRAFFIC_STATISTICS, square, blocks);
+	memset(norm, 0, (size_t)(blocks + 1) * replicas * sizeof *norm);
+	for (int b = 0; b < blocks; b++)
+		norm[b * replicas + l->replicas.rank] = square[b];
+	all_reduce_sum(&l->replicas, TRAFFIC_STATISTICS, norm, (int64_t)blocks * replicas); /* gathers: the rest is 0 */
 	for (int r = 0; r < replicas; r++) {
-		out->norm[r] += norm[r] * norm[r];
-		out->set_aside[r] += weight[r] == 0;
+		for (int b = 0; b < blocks; b++) {
+			norm[blocks * replicas + r] += norm[b * replicas + r];
+			norm[b * replicas + r] = sqrt(norm[b * replicas + r]);
+		}
+		norm[blocks * replicas + r] = sqrt(norm[blocks * replicas + r]);
 	}
-	const bool undone = set_aside == replicas;
-	out->undone += undone;
-	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);) {
-		const real factor = (real)weight[me];
+}
+
+/* Multiplies this rank's d_i of a block by its weight, and starts to add up those of the replicas. */
+static void start_reduction(struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
+{
+	const struct group *g = &table->layout.replicas;
+	const real weight = (real)s->weight[block * s->replicas + g->rank];
+	struct outer_shard x;
+	real *scratch = s->scratch;
+	for (int i = 0; next_bucket(s, table, weights, block, &i, &x);) {
 		#pragma omp parallel for
 		for (int64_t j = 0; j < x.size; j++)
-			x.w[j] = factor > 0 ? factor * x.w[j] : 0; /* what is set aside may be NaN */
-		if (!undone)
-			sum_over_replicas(s, l, x.w, x.size);
+			x.w[j] = weight > 0 ? weight * x.w[j] : 0; /* what is set aside may be NaN */
+		reduce_scatter_start(&s->exchanges[i - 1].scatter, g, TRAFFIC_GRADIENTS, x.w, x.size, 1, scratch);
+		scratch += reduce_scatter_scratch(g, x.size, 1);
 	}
-	const double mean_norm = undone ? 0 : sqrt(block_square(s, table, weights, block));
-	const bool clips = s->options.penalty && s->options.clip && mean_norm > s->options.clip;
-	const real scale = (real)(clips ? s->options.clip / mean_norm : 1);
-	out->mean_norm += clips ? s->options.clip * s->options.clip : mean_norm * mean_norm;
-	for (int i = 0; next_outer_shard(s, table, weights, block, &i, &x);)
+}
+
+/* Waits for these sums, and starts to gather them. */
+static void start_gather(struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
+{
+	const struct group *g = &table->layout.replicas;
+	struct outer_shard x;
+	for (int i = 0; next_bucket(s, table, weights, block, &i, &x);)
+		reduce_scatter_finish(&s->exchanges[i - 1].scatter, x.w + shard_begin(x.size, g->rank, g->size), false);
+	for (int i = 0; next_bucket(s, table, weights, block, &i, &x);)
+		all_gather_start(&s->exchanges[i - 1].gather, g, TRAFFIC_GRADIENTS, x.w, x.size, 1);
+}
+
+/* Waits for the mean d of a block, and takes the outer step. */
+static void finish_block(struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
+{
+	const struct layout *l = &table->layout;
+	const double clip = s->options.penalty ? s->options.clip : 0;
+	const real momentum = (real)s->options.outer_momentum, lr = (real)s->options.outer_lr;
+	bool undone = true;
+	struct outer_shard x;
+	const struct bucket *b;
+	for (int r = 0; r < s->replicas; r++)
+		undone &= s->weight[block * s->replicas + r] == 0;
+	double square = 0;
+	if (clip && !undone) {
+		square = own_square(s, table, weights, block);
+		all_reduce_sum(&l->world, TRAFFIC_STATISTICS, &square, 1);
+	}
+	const real scale = (real)(clip && sqrt(square) > clip ? clip / sqrt(square) : 1);
+	for (int i = 0; (b = next_bucket(s, table, weights, block, &i, &x));) {
 		#pragma omp parallel for
 		for (int64_t j = 0; j < x.size; j++) {
 			if (!undone) {
 				const real d = scale * x.w[j];
-				x.momentum[j] = (real)momentum * x.momentum[j] + d;
-				x.w_sync[j] += (real)lr * (d + (real)momentum * x.momentum[j]);
+				x.momentum[j] = momentum * x.momentum[j] + d;
+				x.w_sync[j] += lr * (d + momentum * x.momentum[j]);
 			}
 			x.w[j] = x.w_sync[j];
 		}
-	for (int i = 0; i < table->num_buckets; i++) {
-		const struct bucket *b = &table->buckets[i];
-		int64_t size;
-		if (b->block != block)
-			continue;
-		real *bucket = weights + b->offset, *own = bucket + own_shard(l, b, &size);
-		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, bucket, own, b->size, 1);
+		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, weights + b->offset, x.w, b->size, 1);
 	}
+}
+
+void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table, real *weights)
+{
+	const int block = s->completed++;
+	for (int i = 0; i < table->num_buckets; i++)
+		if (table->buckets[i].block == block)
+			all_gather_finish(&s->exchanges[i].gather);
+	if (block + 1 < s->num_blocks)
+		start_gather(s, table, weights, block + 1);
+	if (block + 2 < s->num_blocks)
+		start_reduction(s, table, weights, block + 2);
+	finish_block(s, table, weights, block);
 }
 
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
 		struct synchronisation *out)
 {
-	out->mean_norm = out->undone = 0;
-	memset(out->norm, 0, s->replicas * sizeof *out->norm);
-	memset(out->set_aside, 0, s->replicas * sizeof *out->set_aside);
-	for (int block = 0; block < s->num_blocks; block++)
-		synchronise_block(s, table, weights, block, out);
-	out->mean_norm = sqrt(out->mean_norm);
-	for (int r = 0; r < s->replicas; r++)
-		out->norm[r] = sqrt(out->norm[r]);
+	const int replicas = s->replicas, blocks = s->num_blocks;
+	double norm[(blocks + 1) * replicas], *whole = norm + blocks * replicas, whole_weight[replicas];
+	measure(s, table, weights, norm);
+	replica_weights(whole_weight, s->statistics + (int64_t)blocks * replicas, whole, NULL, replicas, &s->options);
+	out->undone = 0;
+	memset(out->set_aside, 0, replicas * sizeof *out->set_aside);
+	memcpy(out->norm, whole, replicas * sizeof *whole);
+	for (int b = 0; b < blocks; b++) {
+		double *weight = s->weight + (int64_t)b * replicas;
+		out->undone += replicas == replica_weights(weight, s->statistics + (int64_t)b * replicas, norm + b * replicas,
+				whole_weight, replicas, &s->options);
+		for (int r = 0; r < replicas; r++)
+			out->set_aside[r] += weight[r] == 0;
+	}
 	s->synchronisations++;
 	s->in_period = false;
+	s->w_sync_holds = true;
+	s->completed = 0;
+	start_reduction(s, table, weights, 0);
+	start_gather(s, table, weights, 0);
+	if (blocks > 1)
+		start_reduction(s, table, weights, 1);
 }
 
 /* ============================================================================================================
@@ -305,7 +364,7 @@ void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *ta
 json_t *local_sgd_to_json(const struct local_sgd *s)
 {
 	json_t *statistics = json_array(), *counts = json_array(), *pending = json_array();
-	for (int i = 0; i < s->num_blocks * s->replicas; i++) {
+	for (int i = 0; i < (s->num_blocks + 1) * s->replicas; i++) {
 		const struct norm_statistics *x = &s->statistics[i];
 		json_array_append_new(statistics, json_pack("[f, f, I, I]", x->mean, x->variance, (json_int_t)x->count,
 				(json_int_t)x->in_row));
@@ -360,7 +419,9 @@ int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *wh
 	s->pending.count = s->pending.taken = 0;
 	s->synchronisations = s->carry = 0;
 	s->in_period = false;
-	memset(s->statistics, 0, (size_t)s->num_blocks * s->replicas * sizeof *s->statistics);
+	s->w_sync_holds = false;
+	s->completed = s->num_blocks;
+	memset(s->statistics, 0, (size_t)(s->num_blocks + 1) * s->replicas * sizeof *s->statistics);
 	memset(s->counts, 0, s->replicas * sizeof *s->counts);
 	if (!state)
 		return 0;
@@ -368,10 +429,10 @@ int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *wh
 			field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
 			field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
 		return -1;
-	if (json_array_size(statistics) != (size_t)theirs * s->num_blocks || json_array_size(counts) != (size_t)theirs)
+	if (json_array_size(statistics) != (size_t)theirs * (s->num_blocks + 1) || json_array_size(counts) != (size_t)theirs)
 		return fail("%s: %zu statistics and %zu counts; expected those of %d blocks and %lld replicas", where,
 				json_array_size(statistics), json_array_size(counts), s->num_blocks, (long long)theirs);
-	for (int b = 0; b < s->num_blocks; b++)
+	for (int b = 0; b <= s->num_blocks; b++)
 		for (int r = 0; r < s->replicas; r++)
 			if (read_statistics(&s->statistics[(int64_t)b * s->replicas + r], statistics, b * theirs + r % theirs,
 					where) < 0)

@@ -13,6 +13,7 @@
 #include "files/config.h"
 #include "kernels.h"
 #include "model/parameters.h"
+#include "parallel.h"
 #include "training/spikes.h"
 
 #include <jansson.h>
@@ -30,8 +31,9 @@ struct norm_statistics {
  * replica whose norm is not finite, or above its mean by more than anomaly_deviations standard deviations once
  * anomaly_warmup norms are known, is set aside: its weight is 0. The others have softmax(-norm / mean norm). So many set
  * aside in a row as it takes to know a norm are a new level: the statistics begin again with the last of them. Without
- * o->penalty all finite ones have the same weight. Returns how many are set aside. The same numbers give the same bits. */
-int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, int n,
+ * o->penalty all finite ones have the same weight. whole [n]: the weights for the whole model, unless it is that: who is
+ * set aside there is so here. Returns how many are set aside. The same numbers give the same bits. */
+int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, const double *whole, int n,
 		const struct local_options *o);
 
 /* The samples of a run that a period of uneven counts left out, in the order of the data: the next ones are taken from
@@ -42,16 +44,24 @@ struct pending_samples {
 	size_t capacity;
 };
 
+/* The exchange of a bucket between the replicas. */
+struct outer_exchange { struct reduce_scatter scatter; struct all_gather gather; };
+
 struct local_sgd {
 	struct local_options options;
 	int replicas;                /* 1: parallel.sync is step, and all that follows is not used */
 	int num_blocks;              /* of the model */
-	struct norm_statistics *statistics; /* [num_blocks, replicas] */
+	struct norm_statistics *statistics; /* [num_blocks + 1, replicas] of each block; last, of the whole model */
 	real *w_sync, *momentum;     /* [table->num_state] of the shards that this rank updates */
+	bool w_sync_holds;           /* it has the weights of the last synchronisation; else they are only in the model */
 	real *scratch;
 	int64_t synchronisations;    /* so far */
 	int64_t carry;               /* steps of single replicas that do not make a step of the run yet, < replicas */
 	int64_t *counts;             /* [replicas] steps that each has taken in all */
+	/* the synchronisation under way */
+	int completed;               /* blocks that have their new weights; num_blocks: none is under way */
+	double *weight;              /* [num_blocks, replicas] of each d_i in the mean */
+	struct outer_exchange *exchanges; /* [table->num_buckets] */
 	/* the period under way */
 	bool in_period;
 	int64_t begun, begun_samples, begun_tokens; /* steps, samples and tokens when it began */
@@ -67,8 +77,7 @@ struct local_sgd {
 /* What became of a synchronisation, the same on all replicas. */
 struct synchronisation {
 	double *norm;                /* [replicas] of the whole pseudo-gradient of each */
-	int *set_aside;              /* [replicas] blocks of each that were */
-	double mean_norm;            /* of what the weights would have changed by: the mean, clipped */
+	int *set_aside;              /* [replicas] blocks of each that were; all of them where the whole was anomalous */
 	int undone;                  /* blocks of which all replicas were set aside: w_sync stays */
 };
 
@@ -76,9 +85,8 @@ struct synchronisation {
 int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o);
 void local_sgd_free(struct local_sgd *s);
 
-/* x [n] becomes the sum over the replicas, the same bits on all. Collective of the replicas. */
-void sum_over_replicas(struct local_sgd *s, const struct layout *l, real *x, int64_t n);
-/* The same for the gradients of the shards that this rank updates, for steps that all replicas take together. */
+/* Gradients become their sum over the replicas, in the shards that this rank updates, the same bits on all: for steps that
+ * all replicas take together. Collective of the replicas. */
 void reduce_over_replicas(struct local_sgd *s, const struct parameter_table *table, real *grads);
 
 /* Begins a period with these weights [table->num_elements], which all replicas have alike. step: updates done. */
@@ -93,10 +101,13 @@ void local_sgd_drop_taken(struct local_sgd *s);
 void local_sgd_put_back(struct local_sgd *s, int64_t n);
 /* Gives the pending samples the index of their file in a new blend; those of files that left it, -1, are dropped. */
 void local_sgd_remap(struct local_sgd *s, const int *index);
-/* Brings the weights together, of all replicas, and ends the period. norm and set_aside of *out are given. Collective of
- * all ranks. */
+/* Ends the period: measures what the replicas have learnt, decides, and starts to bring their weights together. The arrays
+ * of *out are given. Collective of all ranks. */
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
 		struct synchronisation *out);
+/* Gives the next block, number s->completed, its new weights, and moves on the exchange of the two after it. Until then
+ * its weights are not to be read. Collective of all ranks. */
+void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table, real *weights);
 
 /* What must be remembered, and back, where `where` names it in messages; num_files, taken: as for
  * retry_queue_from_json. From another number of replicas, replica r takes the statistics of replica r modulo theirs. */

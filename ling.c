@@ -11,7 +11,6 @@
  *   The step                            gradients, decision, update, report
  *   The loop                            batch, step, evaluation, metrics, checkpoint
  * Then what the above stands on:
- *   Weights                             random, or from files, where evaluation uses them in place
  *   Checkpoints                         saving one
  *   Making a trainer                    new, or continued from a checkpoint
  * In comments, "alone" means: with one process, where every group of ranks has size 1.
@@ -32,6 +31,7 @@
 #include "model/parameters.h"
 #include "model/weight_files.h"
 #include "model/memory.h"
+#include "model/weights.h"
 #include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
@@ -483,21 +483,6 @@ real *model_extend(struct model *m, const struct segment *segments, int n)
  * Head and loss, chunk by chunk of tokens: logits of all tokens are never there at once
  * ========================================================================================================== */
 
-void model_update_head_scale(struct model *m)
-{
-	if (!m->head_scale)
-		return;
-	const int64_t H = m->config.hidden_size;
-	double *norm = m->acts.head_norm;
-	begin(OP_HEAD_NORM, PASS_FORWARD, -1, moved(H * m->config.vocab_size));
-	/* n_j = sqrt of the sum over v of W[v, j]^2. The tensor group splits the vocabulary, and the sum is over all of
-	 * it. */
-	column_sum_of_squares(norm, &m->lm_head, m->config.vocab_size, H);
-	all_reduce_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H);
-	for (int64_t j = 0; j < H; j++)
-		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
-}
-
 /* What the head multiplies with W^T: with NormHead normed[t, j] / (n_j + 1e-7), which is the same as dividing column j
  * of W. */
 static const real *head_input(struct model *m, const real *normed, int64_t n)
@@ -906,7 +891,8 @@ static void poison(struct trainer *t, const struct micro_batches *own, int64_t b
 	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
 	const struct fault *x = fault_poisons(&t->faults, step);
 	if (x) {
-		const int64_t part = replica_batch(t, batch), first = x->rank < 0 ? 0 : x->rank / t->model.layout.world.size * part;
+		const int64_t part = replica_batch(t, batch);
+		const int64_t first = x->rank < 0 ? 0 : x->rank / t->model.layout.world.size * part;
 		faults_poison(&t->faults, x, step, list_samples(t->samples + first, x->rank < 0 ? batch : part));
 	}
 	for (int64_t i = 0; i < batch; i++) {
@@ -1005,15 +991,6 @@ static double forward_work(const struct model *m, int64_t T)
 	return work;
 }
 
-/* Whether this rank says that the period of local SGD should end: its time is over, or a stop was asked for. Only
- * periods by time end so: others must be the same in a run that stops and continues. */
-static bool is_late(const struct trainer *t)
-{
-	const struct local_sgd *s = &t->local;
-	return s->in_period && s->options.seconds && (stop_requested || (t->model.layout.world.rank == 0 &&
-			clock_seconds() - s->clock >= s->options.seconds));
-}
-
 /* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks that take the step:
  * the gradient of
  * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
@@ -1051,13 +1028,11 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		reduce_over_replicas(&t->local, &m->table, m->grads.memory);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	t->sums.values[SUM_STOP] = stop_requested;
-	t->sums.values[SUM_LATE] = is_late(t);
 	t->sums.values[SUM_SAVE_DUE] = is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO &&
 			save_schedule_due(&t->schedule, t->state.step + 1);
 	saver_flags(&t->saver, &t->sums.values[SUM_SAVE_BUSY]);
 	all_reduce_sum(step_group(t), TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[SUM_STOP] > 0;
-	t->late = t->sums.values[SUM_LATE] > 0;
 	t->save_due |= t->sums.values[SUM_SAVE_DUE] > 0;
 	if (!t->local.in_period)
 		report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
@@ -1257,8 +1232,8 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
-			.first_sequence = B ? t->model.layout.replicas.rank * own.batch + own.first : 0, .router_mean = t->state.router_mean,
-			.router_std = t->state.router_std};
+			.first_sequence = B ? m->layout.replicas.rank * own.batch + own.first : 0,
+			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	m->document = t->document;
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
@@ -1784,13 +1759,18 @@ static void begin_period(struct trainer *t)
 	parallel_agree_within(&t->model.layout.world);
 }
 
-/* Counts a step of a period. Returns whether it was the last one. */
+/* Counts a step of a period. Returns whether it was the last one. A period by time ends when its time is over or a stop
+ * is asked for; one by steps never earlier, for a run that stops and continues must be the same. */
 static bool end_step_of_period(struct trainer *t, const struct metrics *m)
 {
+	const struct group *g = &t->model.layout.world;
+	double late = t->stop || (g->rank == 0 && clock_seconds() - t->local.clock >= t->local.options.seconds);
+	if (t->local.options.seconds)
+		all_reduce_sum(g, TRAFFIC_STATISTICS, &late, 1);
 	t->local.loss += m->loss;
 	t->local.balance_loss += m->balance_loss;
 	t->local.z_loss += m->z_loss;
-	return local_sgd_is_over(&t->local, t->state.step, t->steps, t->late);
+	return local_sgd_is_over(&t->local, t->state.step, t->steps, late > 0);
 }
 
 /* Sets the data right after a period in which replica r took steps[r] steps, not all equally many: each replica has
@@ -1829,21 +1809,6 @@ static void settle_data(struct trainer *t, const double *steps)
 	local_sgd_put_back(s, left);
 }
 
-/* The event of a synchronisation. steps [replicas]: what each took in the period. */
-static void report_synchronisation(const struct trainer *t, const double *steps)
-{
-	const struct synchronisation *x = &t->synchronisation;
-	json_t *counts = json_array(), *norms = json_array(), *set_aside = json_array();
-	for (int r = 0; r < t->local.replicas; r++) {
-		json_array_append_new(counts, json_integer((json_int_t)steps[r]));
-		json_array_append_new(norms, json_number(x->norm[r]));
-		json_array_append_new(set_aside, json_integer(x->set_aside[r]));
-	}
-	event_write(&t->events, t->state.step, "synchronisation", json_pack("{s:I, s:o, s:o, s:o, s:i}", "number",
-			(json_int_t)t->local.synchronisations, "steps", counts, "norms", norms, "blocks_set_aside", set_aside,
-			"blocks_undone", x->undone));
-}
-
 /* For model.before_block, after a synchronisation: gives the blocks up to this one their new weights. */
 static void complete_block(void *trainer, int block)
 {
@@ -1875,8 +1840,8 @@ static int compare_replicas(struct trainer *t)
 	const uint32_t own = crc_of(0, (const uint8_t *)m->params.memory, m->table.num_elements * sizeof(real));
 	uint32_t first = own;
 	broadcast(&m->layout.replicas, &first, sizeof first);
-	const int rc = parallel_agree(own == first ? 0 : fail("step %lld: replica %d has other weights than replica 0 after "
-			"they were brought together; nothing is saved, and the run must go back to a checkpoint: start it again, "
+	const int rc = parallel_agree(own == first ? 0 : fail("step %lld: replica %d has other weights than replica 0 "
+			"after they were brought together; nothing is saved, and the run must go back to a checkpoint: start it again, "
 			"without that machine if it is named again", (long long)t->state.step, m->layout.replicas.rank));
 	trace_check(false);
 	return rc;
@@ -1924,7 +1889,7 @@ static int end_period(struct trainer *t, struct metrics *m)
 	model->before_block = complete_block; /* the weights come with the next forward pass, or when they are needed */
 	model->before_block_context = t;
 	trace_end();
-	report_synchronisation(t, steps);
+	local_sgd_report(s, &t->synchronisation, steps, &t->events, t->state.step);
 
 	m->step = t->state.step;
 	m->samples = t->state.samples;
@@ -2138,145 +2103,6 @@ enum run_result trainer_run(struct trainer *t)
 }
 
 /* ============================================================================================================
- * Weights: random, or from files
- * ========================================================================================================== */
-
-/* The stream of random numbers of a tensor: keyed by its name (FNV-1a), so that no layout of ranks changes it. */
-static struct random_stream parameter_stream(const struct parameter *t, uint64_t seed)
-{
-	uint64_t hash = 0xcbf29ce484222325u;
-	for (const char *c = t->name; *c; c++)
-		hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
-	return (struct random_stream){.seed = seed, .purpose = RANDOM_INIT + (hash >> 32 & 0xffff),
-			.step = (uint32_t)hash};
-}
-
-void model_randomize(struct model *m, uint64_t seed)
-{
-	const double bound = 1 / sqrt(m->config.hidden_size);
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		const struct parameter *t = &m->table.parameters[i];
-		const struct random_stream stream = parameter_stream(t, seed);
-		const int64_t n = t->shard.num_cols;
-		real *w = m->params.memory + t->offset;
-		#pragma omp parallel for
-		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
-			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
-			real *row = w + r * n;
-			if (t->init == INIT_NORMAL)
-				random_normal(row, n, &stream, at);
-			else if (t->init == INIT_ROUTER)
-				random_uniform(row, n, &stream, at);
-			for (int64_t j = 0; j < n; j++)
-				row[j] = t->init == INIT_NORMAL ? (real)(row[j] * m->config.initializer_range)
-						: t->init == INIT_ROUTER ? (real)((2 * row[j] - 1) * bound) : t->init == INIT_ONES;
-		}
-	}
-	model_update_head_scale(m);
-}
-
-static real next_real(real x, double towards)
-{
-	return sizeof x == sizeof(double) ? (real)nextafter(x, towards) : (real)nextafterf((float)x, (float)towards);
-}
-
-void model_perturb(struct model *m, uint64_t key)
-{
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		const struct parameter *t = &m->table.parameters[i];
-		struct random_stream stream = parameter_stream(t, key);
-		const int64_t n = t->shard.num_cols;
-		stream.purpose += RANDOM_PERTURB - RANDOM_INIT;
-		#pragma omp parallel for
-		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
-			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
-			real *row = m->params.memory + t->offset + r * n, x;
-			for (int64_t j = 0; j < n; j++) {
-				random_uniform(&x, 1, &stream, at + j);
-				row[j] = next_real(row[j], x < (real)0.5 ? -INFINITY : INFINITY);
-			}
-		}
-	}
-	model_update_head_scale(m);
-}
-
-/* Finds the matrices that can be used in the mapped files: this rank's shard is a run of elements there, of a type and
- * at an address that products can read. Gate and up must be alike. Memory must suffice for the others. */
-static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
-{
-	double bytes = 0;
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
-		int64_t first;
-		t->mapped = NULL;
-		if (t->cols && global_run(t, 0, parameter_size(t), &first) == parameter_size(t) &&
-				tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped, &t->bf16) < 0)
-			return -1;
-	}
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
-		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
-			t[0].mapped = t[1].mapped = NULL;
-		if (!t->mapped)
-			bytes += parameter_size(t) * sizeof(real);
-	}
-	const double machine = usable_memory("") / parallel_local_ranks(), total = bytes + m->acts_bytes;
-	if (total > machine)
-		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; "
-				"%.1f GB may be used here: bring them to bfloat16 with ling convert-checkpoint, or make the windows "
-				"shorter", dir, bytes / 1e9, m->acts_bytes / 1e9, machine / 1e9);
-	/* Scattered norms would take a whole huge page each. */
-	madvise(m->params.memory, m->reserved_bytes, bytes > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-	return 0;
-}
-
-/* Fails when what this rank holds of a parameter has a NaN or infinity, and names it. */
-static int check_finite(const struct model *m, const struct parameter *t, const char *dir)
-{
-	const real *x = m->params.memory + t->offset;
-	const int64_t n = parameter_size(t);
-	if (isfinite(sum_of_squares(x, n))) /* in double: no sum of squares of float numbers overflows */
-		return 0;
-	for (int64_t i = 0, first; i < n; i++)
-		if (!isfinite(x[i])) {
-			global_run(t, i, i + 1, &first);
-			return fail("%s: tensor %s has %g at row %lld, column %lld; expected finite numbers: training cannot go on "
-					"from these weights, take those of an earlier checkpoint, or the original files again", dir,
-					t->name, plain_nan(x[i]), (long long)(t->cols ? first / t->cols : first),
-					(long long)(t->cols ? first % t->cols : 0));
-		}
-	return 0;
-}
-
-/* model_load, with or without a check of the checksums. */
-static int load_weights(struct model *m, const char *dir, enum verify verify)
-{
-	const bool map = m->mode == EVALUATE;
-	struct tensors *w = open_weights(&m->table, &m->global, dir, verify);
-	int rc = w ? 0 : -1;
-	if (rc == 0 && map)
-		rc = map_parameters(m, w, dir);
-	for (int i = 0; i < m->table.num_parameters && rc == 0; i++)
-		if (!m->table.parameters[i].mapped)
-			rc = read_weights(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
-	for (int i = 0; i < m->table.num_parameters && rc == 0 && !map; i++)
-		rc = check_finite(m, &m->table.parameters[i], dir);
-	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
-	m->files = map ? w : NULL;
-	rc = parallel_agree(rc);
-	if (rc == 0) {
-		place_weights(m);
-		model_update_head_scale(m);
-	}
-	return rc;
-}
-
-int model_load(struct model *m, const char *dir)
-{
-	return load_weights(m, dir, m->mode == EVALUATE ? VERIFY_IF_IN_MEMORY : VERIFY);
-}
-
-/* ============================================================================================================
  * Checkpoints
  * ========================================================================================================== */
 
@@ -2321,27 +2147,6 @@ static int init_saver(struct trainer *t)
 				"the %.1f GB of training, and %.1f GB may be used here: set it to auto or false, or take more ranks",
 				plan.copy / 1e9, without / 1e9, machine / 1e9);
 	return saver_init(&t->saver, &t->model.table, c, wanted && fits);
-}
-
-/* The replicas that so many ranks make: 1 unless parallel.sync is local. -1 where they do not fit. */
-static int count_replicas(const struct config *c, int ranks)
-{
-	int size = c->parallel.tensor; /* of a replica */
-	if (c->parallel.sync == SYNC_STEP)
-		return 1;
-	while (size % c->parallel.expert)
-		size += c->parallel.tensor;
-	size = c->local.ranks == EVERY_AUTO ? size : (int)c->local.ranks;
-	if (ranks % size || ranks / size < 2)
-		return fail("parallel.sync is local: %d ranks do not make two replicas or more of %d ranks each; start a "
-				"multiple of %d ranks, or change local.ranks", ranks, size, size);
-	const int replicas = ranks / size;
-	if (c->train.batch % replicas)
-		return fail("train.batch is %d: expected a multiple of the %d replicas, which share it", c->train.batch, replicas);
-	if (c->train.batch_warmup.start % replicas || c->train.batch_warmup.increment % replicas)
-		return fail("train.batch_warmup has start %d and increment %d: expected multiples of the %d replicas, which share "
-				"the batch", c->train.batch_warmup.start, c->train.batch_warmup.increment, replicas);
-	return replicas;
 }
 
 int trainer_allocate(struct trainer *t, const struct config *c)
@@ -2390,8 +2195,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
-			!t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
+	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
+			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {

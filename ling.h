@@ -28,6 +28,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   model/memory               the arrays of a model with their shapes: weights, activations; planned and allocated
+ *   model/weights              the weights of a model: random, or from files; what follows from them
  *   model/dump                 what a step computed, whole over all ranks, in a file
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
@@ -87,6 +88,7 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "model/memory.h"
+#include "model/weights.h"
 #include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
@@ -125,7 +127,6 @@ enum {
 	SUM_STOP,                    /* how many ranks were asked to stop */
 	SUM_SAVE_BUSY, SUM_SAVE_FAILED, /* see saver_flags */
 	SUM_SAVE_DUE,                /* rank 0 asks for a checkpoint after this step */
-	SUM_LATE,                    /* how many ranks say that the period of local SGD should end: see is_late() */
 	NUM_SUMS
 };
 struct step_sums {
@@ -138,19 +139,6 @@ struct layer_sums {              /* of one layer */
 	double count[];              /* [E] assignments */
 };
 
-/* Sets all weights as each parameter's `init` says. A random weight depends on the seed, the tensor's name and its
- * place in the whole tensor alone, so every layout starts from the same model. */
-void model_randomize(struct model *m, uint64_t seed);
-/* Moves each weight by one unit in the last place, up or down as a random number says that depends on the key, the
- * tensor's name and the weight's place alone, so that every layout moves alike: train.perturb. */
-void model_perturb(struct model *m, uint64_t key);
-/* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
- * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the
- * system reads as needed. The checksums of all tensors are checked first; in evaluation only where the files are no
- * larger than memory. For training, a tensor with a NaN or infinity is an error too. */
-int model_load(struct model *m, const char *dir);
-/* Computes the head norm cache. Call it whenever weights have changed. Collective. */
-void model_update_head_scale(struct model *m);
 /* The forward pass for B windows, input [B, L]. acts.normed then holds the final norm's output. In training, step
  * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
@@ -226,7 +214,6 @@ struct trainer {
 	double work;                 /* multiply-adds of this rank's forward passes */
 	/* a rank was asked to stop; the same on all ranks, in a period of local SGD on those of the replica */
 	bool stop;
-	bool late;                   /* the period of local SGD ends with this step */
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */

@@ -120,7 +120,8 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
  * With a group of size 1 nothing is done: the shard must be in its place. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
 
-/* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be touched. */
+/* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be
+ * touched. */
 struct all_gather {
 	void *request;               /* MPI_Request; NULL with a group of size 1 */
 	int *counts, type;           /* as in struct all_to_all */

@@ -449,8 +449,8 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "spikes.action", "found %s beside parallel.sync local; expected watch or off, for a replica "
 				"cannot skip a batch of all", spike_action_names[c->spikes.action]);
 	if (c->parallel.sync == SYNC_LOCAL && c->train.dump.num_steps)
-		return fail_key(l, "train.dump", "found steps beside parallel.sync local; expected off, for a dump is of a step "
-				"of all ranks");
+		return fail_key(l, "train.dump", "found steps beside parallel.sync local; expected off, for a dump is of a "
+				"step of all ranks");
 
 	if (c->spikes.warmup > c->spikes.window)
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,

@@ -69,7 +69,7 @@ struct local_options {         /* see training/local_sgd.h and docs/local-sgd.md
 	int64_t steps;               /* of a period, */
 	double seconds;              /* or its time; 0 = by steps */
 	double outer_lr, outer_momentum;
-	bool penalty;                /* anomalous replicas are set aside, the others weighted by their norms, the mean clipped */
+	bool penalty;                /* anomalous replicas are set aside, the others weighted, the mean clipped */
 	double clip;                 /* largest norm of the mean pseudo-gradient of a block; 0 = any */
 	double anomaly_deviations;   /* see replica_weights; 0 = none is set aside */
 	double anomaly_decay;

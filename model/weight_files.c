@@ -246,7 +246,8 @@ int weight_writer_init(struct weight_writer *w, const struct parameter_table *ta
 		w->num_own++;
 	}
 	for (int r = 0; r < world->size && rc == 0; r++) {
-		const int64_t its = bytes[r] / BLOCK_OUTER * w->num_blocks; /* assign_writers counts the blocks of one replica */
+		/* assign_writers counts the blocks of one replica */
+		const int64_t its = bytes[r] / BLOCK_OUTER * w->num_blocks;
 		w->least = r == 0 || its < w->least ? its : w->least;
 		w->most = its > w->most ? its : w->most;
 	}

@@ -35,8 +35,8 @@ int load_moments(const struct parameter_table *table, const struct model_config 
 		real *exp_avg_sq, real *outer_momentum);
 
 /* -- writing -- Each rank writes one file of weights and one of moments, with whole tensors. Their bytes are balanced
- * over the hosts, and over the ranks of a host. Several replicas (struct layout) must have the same weights; the moments
- * are those of each: exp_avg.NAME of the first, replica1.exp_avg.NAME of the next; and beside them there is
+ * over the hosts, and over the ranks of a host. Several replicas (struct layout) must have the same weights; the
+ * moments are those of each: exp_avg.NAME of the first, replica1.exp_avg.NAME of the next; and beside them there is
  * outer_momentum.NAME, which all replicas have alike. */
 
 /* What a rank has of what is saved. */

@@ -3,8 +3,8 @@
  *
  *   train_sgd CONFIG.yaml [key.path=value ...]
  *
- * AdamW without decays, lr g / (|g| + eps), is SGD with the rate lr / eps where eps is far above every gradient: farther
- * than a config allows. The rate is schedule.peak_lr.
+ * AdamW without decays, lr g / (|g| + eps), is SGD with the rate lr / eps where eps is far above every gradient,
+ * farther than a config allows. The rate is schedule.peak_lr.
  */
 #include "ling.h"
 

@@ -170,8 +170,8 @@ static int report_difference(const struct health_input *in, const struct event_l
 			continue;
 		const int rank = first_rank(&in->table->layout) + r;
 		json_t *names = names_of(in, r, its);
-		snprintf(line, sizeof line, "%srank %d on %s differs in %s", who.size ? "; " : "", rank, parallel_rank_host(rank),
-				json_string_value(json_array_get(names, 0)));
+		snprintf(line, sizeof line, "%srank %d on %s differs in %s", who.size ? "; " : "", rank,
+				parallel_rank_host(rank), json_string_value(json_array_get(names, 0)));
 		text_append_string(&who, line);
 		snprintf(line, sizeof line, " and %lld more", (long long)its->count - 1);
 		text_append_string(&who, its->count > 1 ? line : "");
@@ -219,8 +219,8 @@ int health_check(const struct health_input *in, const struct event_log *log, int
 				json_number(double_of(its[LOSS + 1]) - double_of(its[LOSS]))));
 		if (l->world.rank == 0)
 			fprintf(stderr, "warning: step %lld: rank %d on %s computed a micro-batch twice, and the losses %.17g and "
-					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, rank, parallel_rank_host(rank),
-					double_of(its[LOSS]), double_of(its[LOSS + 1]), l->tensor.size > 1 || l->expert.size > 1
+					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, rank,
+					parallel_rank_host(rank), double_of(its[LOSS]), double_of(its[LOSS + 1]), l->tensor.size > 1 || l->expert.size > 1
 					? ", or of one that computes with it" : "");
 	}
 	free(all);

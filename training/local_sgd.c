@@ -15,6 +15,27 @@
  * Making it
  * ========================================================================================================== */
 
+int count_replicas(const struct config *c, int ranks)
+{
+	int size = c->parallel.tensor; /* of a replica */
+	if (c->parallel.sync == SYNC_STEP)
+		return 1;
+	while (size % c->parallel.expert)
+		size += c->parallel.tensor;
+	size = c->local.ranks == EVERY_AUTO ? size : (int)c->local.ranks;
+	if (ranks % size || ranks / size < 2)
+		return fail("parallel.sync is local: %d ranks do not make two replicas or more of %d ranks each; start a "
+				"multiple of %d ranks, or change local.ranks", ranks, size, size);
+	const int replicas = ranks / size;
+	if (c->train.batch % replicas)
+		return fail("train.batch is %d: expected a multiple of the %d replicas, which share it", c->train.batch,
+				replicas);
+	if (c->train.batch_warmup.start % replicas || c->train.batch_warmup.increment % replicas)
+		return fail("train.batch_warmup has start %d and increment %d: expected multiples of the %d replicas, which "
+				"share the batch", c->train.batch_warmup.start, c->train.batch_warmup.increment, replicas);
+	return replicas;
+}
+
 /* Elements of scratch for the reductions of all buckets of a block, of the block that needs most. */
 static int64_t block_scratch(const struct parameter_table *table)
 {
@@ -230,8 +251,8 @@ static double own_square(const struct local_sgd *s, const struct parameter_table
 	return square;
 }
 
-/* w of the shards becomes d_i. norm [num_blocks + 1, replicas]: of each block, and last of the whole. The same bits on all
- * ranks. */
+/* w of the shards becomes d_i. norm [num_blocks + 1, replicas]: of each block, and last of the whole. The same bits on
+ * all ranks. */
 static void measure(const struct local_sgd *s, const struct parameter_table *table, real *weights, double *norm)
 {
 	const struct layout *l = &table->layout;
@@ -357,6 +378,20 @@ void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *ta
 		start_reduction(s, table, weights, 1);
 }
 
+void local_sgd_report(const struct local_sgd *s, const struct synchronisation *x, const double *steps,
+		const struct event_log *log, int64_t step)
+{
+	json_t *counts = json_array(), *norms = json_array(), *set_aside = json_array();
+	for (int r = 0; r < s->replicas; r++) {
+		json_array_append_new(counts, json_integer((json_int_t)steps[r]));
+		json_array_append_new(norms, json_number(x->norm[r]));
+		json_array_append_new(set_aside, json_integer(x->set_aside[r]));
+	}
+	event_write(log, step, "synchronisation", json_pack("{s:I, s:o, s:o, s:o, s:i}", "number",
+			(json_int_t)s->synchronisations, "steps", counts, "norms", norms, "blocks_set_aside", set_aside,
+			"blocks_undone", x->undone));
+}
+
 /* ============================================================================================================
  * In the checkpoint
  * ========================================================================================================== */
@@ -403,8 +438,8 @@ static int read_pending(struct pending_samples *p, const json_t *list, size_t i,
 			last = json_integer_value(json_array_get(v, 2));
 	if (json_array_size(v) != 3 || file < 0 || file >= num_files || first < 0 || last < first ||
 			last - first > INT32_MAX)
-		return fail("%s: `pending` entry %zu is wrong; expected a file, 0 to %d, and its first and last sample", where, i,
-				num_files - 1);
+		return fail("%s: `pending` entry %zu is wrong; expected a file, 0 to %d, and its first and last sample", where,
+				i, num_files - 1);
 	p->list = grow(p->list, p->count, &p->capacity, last - first + 1, sizeof *p->list);
 	for (int64_t number = first; number <= last; number++)
 		p->list[p->count++] = (struct batch_sample){.file = (int)file, .number = number};
@@ -429,7 +464,8 @@ int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *wh
 			field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
 			field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
 		return -1;
-	if (json_array_size(statistics) != (size_t)theirs * (s->num_blocks + 1) || json_array_size(counts) != (size_t)theirs)
+	if (json_array_size(statistics) != (size_t)theirs * (s->num_blocks + 1) ||
+			json_array_size(counts) != (size_t)theirs)
 		return fail("%s: %zu statistics and %zu counts; expected those of %d blocks and %lld replicas", where,
 				json_array_size(statistics), json_array_size(counts), s->num_blocks, (long long)theirs);
 	for (int b = 0; b <= s->num_blocks; b++)

@@ -2,10 +2,10 @@
  * training/local_sgd.h - local SGD after EDiT (arXiv 2412.07210): replicas train alone for a period, then bring their
  * weights together. docs/local-sgd.md has the algorithm, and why it is as it is.
  *
- * At the end of a period each replica i has moved from the weights of the last synchronisation, w_sync, to w_i. For each
- * block of the model (struct parameter), d_i = w_i - w_sync is its pseudo-gradient. The weighted mean d of the d_i is
- * clipped, and an outer SGD with Nesterov momentum makes the new weights of all replicas: b <- momentum b + d, w_sync <-
- * w_sync + outer_lr (d + momentum b).
+ * At the end of a period each replica i has moved from the weights of the last synchronisation, w_sync, to w_i. For
+ * each block of the model (struct parameter), d_i = w_i - w_sync is its pseudo-gradient. The weighted mean d of the d_i
+ * is clipped, and an outer SGD with Nesterov momentum makes the new weights of all replicas: b <- momentum b + d, and
+ * w_sync <- w_sync + outer_lr (d + momentum b).
  */
 #ifndef LING_TRAINING_LOCAL_SGD_H
 #define LING_TRAINING_LOCAL_SGD_H
@@ -14,6 +14,7 @@
 #include "kernels.h"
 #include "model/parameters.h"
 #include "parallel.h"
+#include "training/events.h"
 #include "training/spikes.h"
 
 #include <jansson.h>
@@ -29,10 +30,10 @@ struct norm_statistics {
 
 /* The weight of each replica in the mean, weight [n], from its norm [n] and statistics [n], which take the norm in. A
  * replica whose norm is not finite, or above its mean by more than anomaly_deviations standard deviations once
- * anomaly_warmup norms are known, is set aside: its weight is 0. The others have softmax(-norm / mean norm). So many set
- * aside in a row as it takes to know a norm are a new level: the statistics begin again with the last of them. Without
- * o->penalty all finite ones have the same weight. whole [n]: the weights for the whole model, unless it is that: who is
- * set aside there is so here. Returns how many are set aside. The same numbers give the same bits. */
+ * anomaly_warmup norms are known, is set aside: its weight is 0. The others have softmax(-norm / mean norm). More than
+ * anomaly_warmup set aside in a row are a new level: the statistics begin again with the last of them. Without
+ * o->penalty all finite ones have the same weight. whole [n]: the weights for the whole model, or NULL where it is that:
+ * who is set aside there is so here. Returns how many are set aside. The same numbers give the same bits. */
 int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, const double *whole, int n,
 		const struct local_options *o);
 
@@ -81,17 +82,20 @@ struct synchronisation {
 	int undone;                  /* blocks of which all replicas were set aside: w_sync stays */
 };
 
+/* The replicas that so many ranks make: 1 unless parallel.sync is local. -1 where they do not fit. */
+int count_replicas(const struct config *c, int ranks);
 /* Allocates what the layout's rank needs; nothing with one replica. local_sgd_free may follow a failure. */
 int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o);
 void local_sgd_free(struct local_sgd *s);
 
-/* Gradients become their sum over the replicas, in the shards that this rank updates, the same bits on all: for steps that
- * all replicas take together. Collective of the replicas. */
+/* Gradients become their sum over the replicas, in the shards that this rank updates, the same bits on all: for steps
+ * that all replicas take together. Collective of the replicas. */
 void reduce_over_replicas(struct local_sgd *s, const struct parameter_table *table, real *grads);
 
 /* Begins a period with these weights [table->num_elements], which all replicas have alike. step: updates done. */
 void local_sgd_begin(struct local_sgd *s, const struct parameter_table *table, const real *weights, int64_t step);
-/* Whether the period ends after this step. late: its seconds are over, or a stop was asked for; alike on the replica. */
+/* Whether the period ends after this step. late: its seconds are over, or a stop was asked for; alike on the
+ * replica. */
 bool local_sgd_is_over(const struct local_sgd *s, int64_t step, int64_t steps, bool late);
 /* Remembers the samples of a batch that was drawn. */
 void local_sgd_record(struct local_sgd *s, const struct batch_sample *samples, int64_t n);
@@ -101,13 +105,17 @@ void local_sgd_drop_taken(struct local_sgd *s);
 void local_sgd_put_back(struct local_sgd *s, int64_t n);
 /* Gives the pending samples the index of their file in a new blend; those of files that left it, -1, are dropped. */
 void local_sgd_remap(struct local_sgd *s, const int *index);
-/* Ends the period: measures what the replicas have learnt, decides, and starts to bring their weights together. The arrays
- * of *out are given. Collective of all ranks. */
+/* Ends the period: measures what the replicas have learnt, decides, and starts to bring their weights together. The
+ * arrays of *out are given. Collective of all ranks. */
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
 		struct synchronisation *out);
 /* Gives the next block, number s->completed, its new weights, and moves on the exchange of the two after it. Until then
  * its weights are not to be read. Collective of all ranks. */
 void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table, real *weights);
+
+/* Writes the event of it. steps [replicas]: those that each took in the period; step: updates done. */
+void local_sgd_report(const struct local_sgd *s, const struct synchronisation *x, const double *steps,
+		const struct event_log *log, int64_t step);
 
 /* What must be remembered, and back, where `where` names it in messages; num_files, taken: as for
  * retry_queue_from_json. From another number of replicas, replica r takes the statistics of replica r modulo theirs. */

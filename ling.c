@@ -1841,8 +1841,8 @@ static int compare_replicas(struct trainer *t)
 	uint32_t first = own;
 	broadcast(&m->layout.replicas, &first, sizeof first);
 	const int rc = parallel_agree(own == first ? 0 : fail("step %lld: replica %d has other weights than replica 0 "
-			"after they were brought together; nothing is saved, and the run must go back to a checkpoint: start it again, "
-			"without that machine if it is named again", (long long)t->state.step, m->layout.replicas.rank));
+			"after they were brought together; nothing is saved, and the run must go back to a checkpoint: start it "
+			"again, without that machine if it is named again", (long long)t->state.step, m->layout.replicas.rank));
 	trace_check(false);
 	return rc;
 }
@@ -2196,7 +2196,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
-			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
+			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length ||
+			!t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {

@@ -220,8 +220,8 @@ int health_check(const struct health_input *in, const struct event_log *log, int
 		if (l->world.rank == 0)
 			fprintf(stderr, "warning: step %lld: rank %d on %s computed a micro-batch twice, and the losses %.17g and "
 					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, rank,
-					parallel_rank_host(rank), double_of(its[LOSS]), double_of(its[LOSS + 1]), l->tensor.size > 1 || l->expert.size > 1
-					? ", or of one that computes with it" : "");
+					parallel_rank_host(rank), double_of(its[LOSS]), double_of(its[LOSS + 1]),
+					l->tensor.size > 1 || l->expert.size > 1 ? ", or of one that computes with it" : "");
 	}
 	free(all);
 	return equal ? 0 : report_difference(in, log, step, twice);

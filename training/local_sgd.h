@@ -32,8 +32,8 @@ struct norm_statistics {
  * replica whose norm is not finite, or above its mean by more than anomaly_deviations standard deviations once
  * anomaly_warmup norms are known, is set aside: its weight is 0. The others have softmax(-norm / mean norm). More than
  * anomaly_warmup set aside in a row are a new level: the statistics begin again with the last of them. Without
- * o->penalty all finite ones have the same weight. whole [n]: the weights for the whole model, or NULL where it is that:
- * who is set aside there is so here. Returns how many are set aside. The same numbers give the same bits. */
+ * o->penalty all finite ones have the same weight. whole [n]: the weights for the whole model, or NULL for itself: who
+ * is set aside there is so here. Returns how many are set aside. The same numbers give the same bits. */
 int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, const double *whole, int n,
 		const struct local_options *o);
 

@@ -2154,7 +2154,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int layers = c->model.num_hidden_layers;
 	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	const int replicas = count_replicas(c, parallel_size());
+	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);
 	if (parallel_agree(replicas < 0 ? -1 : layout_check(c->model.num_attention_heads, c->model.num_key_value_heads,
 			c->model.vocab_size, c->model.num_experts, parallel_size() / replicas, c->parallel.tensor,
 			c->parallel.expert)) < 0)

@@ -189,6 +189,18 @@ static int64_t bucket_scratch(const struct layout *layout, int64_t num_elements)
 	return reduce_scatter_scratch(&layout->world, num_elements < BUCKET_SIZE ? num_elements : BUCKET_SIZE, 1);
 }
 
+int64_t outer_scratch(const struct parameter_table *table)
+{
+	int64_t largest = 0, sum = 0, size;
+	for (int i = 0; i < table->num_buckets; i++) {
+		own_shard(&table->layout, &table->buckets[i], &size);
+		sum = i && table->buckets[i].block != table->buckets[i - 1].block ? 0 : sum;
+		sum += reduce_scatter_scratch(&table->layout.replicas, size, 1);
+		largest = sum > largest ? sum : largest;
+	}
+	return largest;
+}
+
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode)
 {
@@ -217,6 +229,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training ? MAX_REDUCTIONS * bucket_scratch(layout, plan->num_elements) * sizeof(real) : 0;
+	if (training && layout->replicas.size > 1)
+		plan->outer = (2 * plan->num_state + outer_scratch(&table)) * sizeof(real);
 	parameter_table_free(&table);
 	free(acts.layer);
 	return 0;
@@ -224,7 +238,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 
 double planned_bytes(const struct memory_plan *p)
 {
-	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->saving;
+	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->outer +
+			p->saving;
 }
 
 /* Address space whose pages come when they are written, or NULL: for expert rows, which take what arrives, up to all

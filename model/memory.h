@@ -170,9 +170,12 @@ struct memory_plan {
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
 	size_t reduction;            /* scratch of the reduction of gradients */
+	size_t outer;                /* of several replicas: last synchronised weights, outer momentum, scratch */
 	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
 	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
+/* Elements of scratch for the sums of a block over the replicas (training/local_sgd.h), of the block that needs most. */
+int64_t outer_scratch(const struct parameter_table *table);
 /* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
  * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,

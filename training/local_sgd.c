@@ -6,6 +6,7 @@
 #include "files/base.h"
 #include "files/trace.h"
 #include "parallel.h"
+#include "model/memory.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -15,13 +16,13 @@
  * Making it
  * ========================================================================================================== */
 
-int count_replicas(const struct config *c, int ranks)
+int count_replicas(const struct config *c, int ranks, int tensor, int expert)
 {
-	int size = c->parallel.tensor; /* of a replica */
+	int size = tensor; /* of a replica */
 	if (c->parallel.sync == SYNC_STEP)
 		return 1;
-	while (size % c->parallel.expert)
-		size += c->parallel.tensor;
+	while (size % expert)
+		size += tensor;
 	size = c->local.ranks == EVERY_AUTO ? size : (int)c->local.ranks;
 	if (ranks % size || ranks / size < 2)
 		return fail("parallel.sync is local: %d ranks do not make two replicas or more of %d ranks each; start a "
@@ -36,19 +37,6 @@ int count_replicas(const struct config *c, int ranks)
 	return replicas;
 }
 
-/* Elements of scratch for the reductions of all buckets of a block, of the block that needs most. */
-static int64_t block_scratch(const struct parameter_table *table)
-{
-	int64_t largest = 0, sum = 0, size;
-	for (int i = 0; i < table->num_buckets; i++) {
-		own_shard(&table->layout, &table->buckets[i], &size);
-		sum = i && table->buckets[i].block != table->buckets[i - 1].block ? 0 : sum;
-		sum += reduce_scatter_scratch(&table->layout.replicas, size, 1);
-		largest = sum > largest ? sum : largest;
-	}
-	return largest;
-}
-
 int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o)
 {
 	const int replicas = table->layout.replicas.size;
@@ -58,7 +46,7 @@ int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, con
 	for (int i = 0; i < table->num_buckets; i++)
 		s->num_blocks = table->buckets[i].block >= s->num_blocks ? table->buckets[i].block + 1 : s->num_blocks;
 	const size_t bytes = (table->num_state + 1) * sizeof(real);
-	const int64_t scratch = block_scratch(table);
+	const int64_t scratch = outer_scratch(table);
 	s->completed = s->num_blocks;
 	s->statistics = calloc((size_t)(s->num_blocks + 1) * replicas, sizeof *s->statistics);
 	s->weight = calloc((size_t)s->num_blocks * replicas, sizeof *s->weight);

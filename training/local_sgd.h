@@ -82,8 +82,9 @@ struct synchronisation {
 	int undone;                  /* blocks of which all replicas were set aside: w_sync stays */
 };
 
-/* The replicas that so many ranks make: 1 unless parallel.sync is local. -1 where they do not fit. */
-int count_replicas(const struct config *c, int ranks);
+/* The replicas that so many ranks make, with `tensor` and `expert` in place of the config's own: 1 unless parallel.sync
+ * is local. -1 where they do not fit. */
+int count_replicas(const struct config *c, int ranks, int tensor, int expert);
 /* Allocates what the layout's rank needs; nothing with one replica. local_sgd_free may follow a failure. */
 int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, const struct local_options *o);
 void local_sgd_free(struct local_sgd *s);

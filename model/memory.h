@@ -174,7 +174,7 @@ struct memory_plan {
 	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
 	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
-/* Elements of scratch for the sums of a block over the replicas (training/local_sgd.h), of the block that needs most. */
+/* Elements of scratch for the sums of a block over the replicas (training/local_sgd.h), of the largest block. */
 int64_t outer_scratch(const struct parameter_table *table);
 /* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
  * of it. Fails when a micro-batch has too many expert rows to be counted. */

@@ -74,7 +74,7 @@ static double moved(int64_t n)
 }
 
 /* The FLOPs of causal attention of T tokens in windows of L, forward: two products for each of the (L + 1) / 2 keys
- * that a query sees in the mean. */
+ * that a query sees in the mean. Where documents are masked it is less: this is then too much. */
 static double attention_work(const struct model *m, int64_t T)
 {
 	return 2 * product(T, attention_width(&m->config), 1) * (m->seq_len + 1) / 2;
@@ -182,7 +182,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
-		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, 0);
+		double work = 0;
+		for (int i = 0; i < n; i++) /* a token sees what is in the cache, and half of the new ones in the mean */
+			work += 2 * product(segments[i].num_tokens, attention_width(c), 1) *
+					(segments[i].cache->length + (segments[i].num_tokens + 1) / 2.0);
+		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, work);
 		attention_segments(m, l, segments, n);
 		return;
 	}
@@ -510,8 +514,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
-	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, 0);
-	const real *normed = all_gather_sequence(m, a->normed, T);
+	const real *normed = NULL;
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
 	const double scale = step && step->num_targets ? 1.0 / step->num_targets : 0;
@@ -520,6 +523,8 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
 		begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, V));
+		if (first == 0)
+			normed = all_gather_sequence(m, a->normed, T);
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
 		dump_logits(m, a->head_logits, first, n);
@@ -762,7 +767,6 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
-	begin(OP_REDUCTION, PASS_FORWARD, -1, 0);
 	start_reduction(reduction, m, 0);
 	finish_reduction(reduction, m);
 }
@@ -789,6 +793,7 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 		const struct group *g = sharing_group(&m->layout, b->sharing);
 		if (b->block != block || g->size == 1)
 			continue;
+		begin(OP_REDUCTION, PASS_FORWARD, block >= 1 && block <= m->config.num_hidden_layers ? block - 1 : -1, 0);
 		if (r->started - r->finished == MAX_REDUCTIONS)
 			finish_oldest_bucket(r, m);
 		const int place = r->started++ % MAX_REDUCTIONS;
@@ -801,6 +806,8 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 /* Waits until all buckets are reduced. */
 static void finish_reduction(struct gradient_reduction *r, struct model *m)
 {
+	if (r && r->finished < r->started)
+		begin(OP_REDUCTION, PASS_FORWARD, -1, 0);
 	while (r && r->finished < r->started)
 		finish_oldest_bucket(r, m);
 	if (r)
@@ -1228,6 +1235,7 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	struct model *m = &t->model;
 	if (!is_checked(t, t->state.step + 1))
 		return 0;
+	parallel_agree(0); /* a wait for a rank that comes late is the step's, not the check's */
 	trace_check(true);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
@@ -2070,10 +2078,10 @@ enum run_result trainer_run(struct trainer *t)
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
-				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
 				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.all.size,
 				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
-				t->peak_flops ? json_real(t->peak_flops) : json_null()));
+				t->peak_flops ? json_real(t->peak_flops) : json_null(), "config", run_to_json(&t->config)));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);

@@ -53,9 +53,10 @@
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
+ *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch
- *                              a command each; tokenize has train-tokenizer too, and doctor has bench
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch,
+ *                              align    a command each; tokenize has train-tokenizer too, and doctor has bench
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.

@@ -689,7 +689,7 @@ void broadcast(const struct group *g, void *x, int64_t bytes)
 		return;
 	MPI_Request request;
 	MPI_Ibcast(x, mpi_count(bytes), MPI_BYTE, 0, comm_of(g), &request);
-	wait_for(&request, 1, TRAFFIC_START, g->rank == 0 ? bytes : 0);
+	wait_for(&request, 1, TRAFFIC_AGREEMENT, g->rank == 0 ? bytes : 0);
 }
 
 int slowest_rank(const struct group *g, double seconds)

@@ -253,10 +253,14 @@ static int run_export(const struct command_line *line)
 		set_error("nothing to write; expected --csv FILE, --expert-counts FILE or --tensorboard DIR");
 		return EXIT_WRONG_USE;
 	}
-	if (o->csv && o->expert_counts && !strcmp(o->csv, "-") && !strcmp(o->expert_counts, "-")) {
-		set_error("--csv and --expert-counts are both to standard output; expected a file for one of them");
+	if (o->csv && o->expert_counts && !strcmp(o->csv, o->expert_counts)) {
+		set_error("--csv and --expert-counts are both to %s; expected another file for one of them",
+				strcmp(o->csv, "-") ? o->csv : "standard output");
 		return EXIT_WRONG_USE;
 	}
+	if ((o->csv && runs_check_output(line->words, 1, o->csv) < 0) ||
+			(o->expert_counts && runs_check_output(line->words, 1, o->expert_counts) < 0))
+		return EXIT_WORK_FAILED;
 	if (run_open(&r, line->words[0]) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = run_needs_steps(&r, "export");

@@ -590,9 +590,11 @@ static int run_plot(const struct command_line *line)
 		set_error("several runs: expected --out FILE, a name for their picture");
 		return EXIT_WRONG_USE;
 	}
-	if ((!o->out && path_join(path, line->words[0], "metrics.png") < 0) || runs_open(runs, line->words, n) < 0)
+	if (!o->out && path_join(path, line->words[0], "metrics.png") < 0)
 		return EXIT_WORK_FAILED;
 	const char *out = o->out ? o->out : path;
+	if (runs_check_output(line->words, n, out) < 0 || runs_open(runs, line->words, n) < 0)
+		return EXIT_WORK_FAILED;
 	int rc = 0;
 	for (int r = 0; rc == 0 && r < n; r++)
 		rc = run_needs_steps(&runs[r], "draw");

@@ -190,13 +190,14 @@ static json_t *layer_load(const struct run *r)
 }
 
 /* Adds the counts of the tokens of expert `e` of a layer to sum[columns]: `per` neighbours of the rows that have counts
- * to each column. */
-static void add_counts(const struct run *r, int layer, int e, int per, double *sum)
+ * to each column. Where an expert has more of them than the first one, which no run of ling writes, the rest is left
+ * out. */
+static void add_counts(const struct run *r, int layer, int e, int per, int columns, double *sum)
 {
 	char name[MAX_NAME];
 	snprintf(name, sizeof name, "expert_counts.%d.%d", layer, e);
 	const struct column *c = run_column(r, name);
-	for (int i = 0; c && i < c->count; i++)
+	for (int i = 0; c && i < c->count && i / per < columns; i++)
 		sum[i / per] += isfinite(c->value[i]) ? c->value[i] : 0;
 }
 
@@ -220,7 +221,7 @@ static json_t *expert_load(const struct run *r)
 		json_t *values = json_array();
 		memset(counts, 0, (size_t)columns * experts * sizeof *counts);
 		for (int e = 0; e < experts; e++)
-			add_counts(r, layer, e, per, counts + (size_t)e * columns);
+			add_counts(r, layer, e, per, columns, counts + (size_t)e * columns);
 		for (int column = 0; column < columns; column++) {
 			json_t *row = json_array();
 			double total = 0;
@@ -413,6 +414,16 @@ static void add_operations(json_t *out, const struct run *r)
 
 /* -- samples of text -- */
 
+/* A member that is a text, of any characters: models write \u0000, too. NULL: it is none, which fails. */
+static json_t *text_member(const json_t *line, const char *where, const char *key)
+{
+	json_t *text = json_object_get(line, key);
+	if (json_is_string(text))
+		return text;
+	fail("%s: `%s` is %s; expected a string", where, key, json_kind(text));
+	return NULL;
+}
+
 /* Sets `samples`, the newest MAX_SAMPLES of RUN/samples.jsonl, and samples_left_out. No file is no sample. */
 static int add_samples(json_t *out, const struct run *r)
 {
@@ -436,18 +447,18 @@ static int add_samples(json_t *out, const struct run *r)
 		snprintf(where, sizeof where, "%s:%lld", path, (long long)++number);
 		json_t *line = json_line(where, (const char *)data + at, n);
 		int64_t step;
-		const char *prompt = line ? field_text(line, where, "prompt") : NULL;
-		const char *text = prompt ? field_text(line, where, "text") : NULL;
+		json_t *prompt = line ? text_member(line, where, "prompt") : NULL;
+		json_t *text = prompt ? text_member(line, where, "text") : NULL;
 		rc = text ? field_int(line, where, "step", 0, INT64_MAX, &step) : -1;
 		if (rc == 0)
-			json_array_append_new(list, json_pack("{s:I, s:s, s:s}", "step", (json_int_t)step, "prompt", prompt, "text",
+			json_array_append_new(list, json_pack("{s:I, s:O, s:O}", "step", (json_int_t)step, "prompt", prompt, "text",
 					text));
+		for (; json_array_size(list) > MAX_SAMPLES; left_out++)
+			json_array_remove(list, 0);
 		json_decref(line);
 		at += n;
 	}
 	unmap_file(data, size);
-	for (; json_array_size(list) > MAX_SAMPLES; left_out++)
-		json_array_remove(list, 0);
 	json_object_set_new(out, "samples", list);
 	json_object_set_new(out, "samples_left_out", json_integer((json_int_t)left_out));
 	return rc;
@@ -566,7 +577,7 @@ int report_write(char *const *run_dirs, int n, int points, const char *path)
 	struct tm tm;
 	strftime(made, sizeof made, "%Y-%m-%d %H:%M UTC", gmtime_r(&now, &tm));
 	struct run *runs = allocate(n * sizeof *runs);
-	int rc = runs_open(runs, run_dirs, n);
+	int rc = runs_check_output(run_dirs, n, path) < 0 ? -1 : runs_open(runs, run_dirs, n);
 	json_t *list = json_array();
 	for (int i = 0; i < n && rc == 0; i++) {
 		json_t *one = run_for_page(&runs[i], points);

@@ -12,6 +12,7 @@
 
 #include "commands/hang.h"
 #include "commands/result.h"
+#include "commands/runs.h"
 #include "files/base.h"
 
 #include <errno.h>
@@ -396,8 +397,8 @@ static struct rank_place place_of_rank(const struct trace *t)
 	return p;
 }
 
-/* What is to be said of a run. */
-enum run_state { RUN_ENDED, RUN_BROKE_OFF, RUN_STANDS_STILL, RUN_GOES_ON };
+/* What --hang says of a run. */
+enum hang_state { STATE_ENDED, STATE_BROKE_OFF, STATE_STANDS_STILL, STATE_GOES_ON };
 static const char *const state_names[] = {"ended", "broke off", "stands still", "goes on"};
 
 /* What a rank of another machine writes may be seen so many seconds late. */
@@ -418,7 +419,9 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 {
 	if (!all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK)
 		return true;
-	const double silent = fmax(since / 2, p->process == PROCESS_ELSEWHERE ? seen_late : 2);
+	/* Of a run that is no more the last signs are final: mpirun ends the others within some 2 s. */
+	const double least = p->process == PROCESS_ELSEWHERE ? seen_late : all_gone ? 0.5 : 2;
+	const double silent = fmax(since / 2, least);
 	return !p->rank.waits || now - p->sign > silent;
 }
 
@@ -465,8 +468,8 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
 				!ended && is_in_the_way(&p[i], all_gone, at, since)};
-	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
-			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
+	const enum hang_state state = ended ? STATE_ENDED : all_gone ? STATE_BROKE_OFF
+			: some_stopped || since > still_limit(p, count, usual) ? STATE_STANDS_STILL : STATE_GOES_ON;
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
 	for (int i = 0; i < count; i++)
@@ -474,7 +477,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	json_t *result = json_pack("{s:s, s:I, s:i, s:i, s:o, s:o, s:o, s:b, s:o, s:O, s:O, s:o}",
 			"state", state_names[state], "step", (json_int_t)step, "ranks", list[0].ranks, "ranks_read", count,
 			"since_seconds", result_number(fmax(now - progress, 0)), "median_step_seconds", result_number(usual),
-			"text", state == RUN_ENDED ? json_null() : json_cstring(words), "seen_late", late && since < seen_late,
+			"text", state == STATE_ENDED ? json_null() : json_cstring(words), "seen_late", late && since < seen_late,
 			"sign_seconds", result_number(fmax(now - sign, 0)),
 			"in_the_way", json_object_get(members, "ranks"), "waiting", json_object_get(members, "waiting"),
 			"places", ranks);
@@ -903,12 +906,12 @@ static void print_places(const json_t *result)
 	json_t *place;
 	if (result_double(result, "median_step_seconds") > 0)
 		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
-	if (!strcmp(state, state_names[RUN_ENDED]))
+	if (!strcmp(state, state_names[STATE_ENDED]))
 		printf("the run ended by itself after step %lld\n", step);
-	else if (!strcmp(state, state_names[RUN_BROKE_OFF]))
+	else if (!strcmp(state, state_names[STATE_BROKE_OFF]))
 		printf("the run broke off in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
-	else if (!strcmp(state, state_names[RUN_GOES_ON]))
+	else if (!strcmp(state, state_names[STATE_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,
 				result_double(result, "since_seconds"), takes);
 	else
@@ -918,7 +921,7 @@ static void print_places(const json_t *result)
 		printf("what ranks of other machines write may be seen up to %.0f s late: look again then\n", seen_late);
 	if (read < ranks)
 		printf("%lld of %lld ranks have no trace that could be read\n", ranks - read, ranks);
-	if (strcmp(state, state_names[RUN_ENDED]) == 0)
+	if (strcmp(state, state_names[STATE_ENDED]) == 0)
 		return;
 	/* of many ranks, those in the way */
 	int shown = 0;
@@ -981,7 +984,8 @@ static int run_trace(const struct command_line *line)
 		fail("--perfetto writes all records, and goes with --before and --rank alone");
 		return EXIT_WRONG_USE;
 	}
-	if (traces_read(&list, &count, run, o->before) < 0)
+	if ((o->perfetto && runs_check_output(line->words, 1, o->perfetto) < 0) ||
+			traces_read(&list, &count, run, o->before) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = option_given(line, "rank") ? keep_rank(list, &count, o->rank, run) : 0;
 	clock_gettime(CLOCK_REALTIME, &now);

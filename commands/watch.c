@@ -63,12 +63,13 @@ static void append_curve(struct text *out, const json_t *curve, int columns)
 			if (json_is_number(json_array_get(curve, j)))
 				sum += json_number_value(json_array_get(curve, j)), finite++;
 		values[i] = sum / finite;
-		low = fmin(low, values[i]);
-		high = fmax(high, values[i]);
+		low = isfinite(values[i]) ? fmin(low, values[i]) : low;
+		high = isfinite(values[i]) ? fmax(high, values[i]) : high;
 	}
+	const double half = high / 2 - low / 2; /* the difference may be larger than any number */
 	for (int i = 0; i < parts; i++)
-		append(out, "%s", isnan(values[i]) ? "?" : signs[high > low ? (int)(7.99 * (values[i] - low) / (high - low))
-				: 0]);
+		append(out, "%s", !isfinite(values[i]) ? "?" : signs[half > 0 ?
+				(int)(7.99 * ((values[i] / 2 - low / 2) / half)) : 0]);
 	free(values);
 }
 

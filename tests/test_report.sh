@@ -104,6 +104,10 @@ test_escaping() {
 	[ "$(jq -r '.runs[0].config["train.output_dir"]' data.json)" = "$evil" ] || problem "a config is $(jq '.runs[0].config' data.json)"
 	[ "$(jq -r '.runs[0].events[2].text' data.json)" = "rank 2, host $evil" ] || problem "an event is $(jq '.runs[0].events[2]' data.json)"
 	local odd
+	# what a model without a thought may write
+	echo '{"step":61,"prompt":"\u0000","text":"a\u0000\u0001b","tokens":4}' >>full/samples.jsonl
+	expect 0 "" "$ling" report full --out page.html
+	is page.html '.runs[0].samples[-1]' '{"step":61,"prompt":"\u0000","text":"a\u0000\u0001b"}'
 	odd=$(not_utf8 odd)
 	make_run "$odd" 3
 	expect 0 "" "$ling" report "$odd" --out page.html
@@ -161,6 +165,9 @@ test_several() {
 # What cannot be read or written is an error, and the page that was there before stays.
 test_errors() {
 	make_full
+	# counts that no run writes: an expert with more of them than the first one
+	make_run uneven 9 '$m->{expert_counts} = $s < 9 ? [[], [1]] : [[1], [1]]'
+	expect 0 "" "$ling" report uneven --out page.html
 	make_run bad 3
 	echo old >page.html
 	expect 1 "nothere: " "$ling" report full nothere --out page.html
@@ -175,6 +182,20 @@ test_errors() {
 	expect 1 "bad/metrics.jsonl:4" "$ling" report bad --out page.html
 	sed -i 's/"prompt":"Once"/"prompt":7/; $s/.*/{"step"/' full/samples.jsonl
 	expect 1 'full/samples.jsonl:1: `prompt` is' "$ling" report full --out page.html
+	# no command writes over what the run needs
+	local file
+	mkdir -p full/trace && cp "$root/LICENSE" full/trace/rank-0.trace
+	ln -sf full/metrics.jsonl link
+	cp -r full untouched
+	for file in full/metrics.jsonl ./full//events.jsonl full/samples.jsonl full/trace/rank-0.trace full/step-0000060/config.json link; do
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" report bad full --out $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" plot full --out $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" export full --csv $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" export full --expert-counts $file
+		expect 1 "$file: belongs to the run in full, which would lose it" "$ling" trace full --perfetto $file
+	done
+	diff -r full untouched || problem "the run was changed"
+	expect 2 "both to x.csv" "$ling" export full --csv x.csv --expert-counts x.csv
 	[ "$(cat page.html)" = old ] || problem "the page was replaced"
 	compgen -G 'page.html?*' >/dev/null && problem "left $(echo page.html?*)"
 	# a line that the run is writing is not there yet

@@ -125,10 +125,17 @@ test_ranks() {
 		generated four$temperature 3 four$temperature/step-0000003 --temperature $temperature $(jq -r 'select(.step == 3 and .seed) | "--seed \(.seed)"' four$temperature/samples.jsonl | head -n 1)
 	done
 	generated four0 6 four0/step-0000006
+	ranks 4 "$ling" train tiny.yaml train.output_dir=four-without parallel.tensor=2 parallel.expert=4 >out.txt 2>err.txt || problem "$(head -c 600 err.txt)"
+	# in the trace: the chosen tokens are agreed on; attention to the cache has its work
+	expect 0 "" "$ling" trace four-without --part evaluation --json
+	cp out.txt without.txt
+	expect 0 "" "$ling" trace four0 --part evaluation --json
+	jq -e --slurpfile o without.txt '([.collectives[].collective] | contains(["agreement"])) and
+		([.operations[] | select(.operation == "attention / core") | .rate * .own_seconds] | add) > 1.1 *
+		([$o[0].operations[] | select(.operation == "attention / core") | .rate * .own_seconds] | add)' out.txt >/dev/null || problem "work: $(cat out.txt)"
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=alone1 "${samples[@]}"
 	same <(jq -c 'select(.step == 0)' alone1/samples.jsonl) <(jq -c 'select(.step == 0)' four0/samples.jsonl)
 	same <(head -n 1 alone1/metrics.jsonl | jq -c .expert_counts) <(head -n 1 four0/metrics.jsonl | jq -c .expert_counts)
-	ranks 4 "$ling" train tiny.yaml train.output_dir=four-without parallel.tensor=2 parallel.expert=4 >out.txt 2>err.txt || problem "$(head -c 600 err.txt)"
 	same four0/step-0000006/model-00001-of-00004.safetensors four-without/step-0000006/model-00001-of-00004.safetensors
 	cmp -s <(steady four0/metrics.jsonl) <(steady four-without/metrics.jsonl) || problem "other metrics on 4 ranks"
 }

@@ -40,6 +40,8 @@ test_one_rank() {
 		'(.by_step | length) == 7 and .by_step[6].step == 60 and .by_step[0].step == 54' \
 		'([.operations[] | .own_share] | add) + .no_operation_share | . > 0.999 and . < 1.001' \
 		'[.operations[] | select(.operation == "attention / qkv") | .count] == [960, 960, 960]' \
+		'[.operations[] | select(.operation == "head / logits") | .count] | length == 3 and (unique | length) == 1' \
+		'[.operations[] | select(.operation == "reduction")] == []' \
 		'all(.operations[]; .median_seconds <= .p99_seconds and .seconds >= 0)' \
 		'.median_step_seconds > 0 and .seconds > 0'
 	expect 0 "" "$ling" trace one --part save
@@ -55,6 +57,14 @@ test_one_rank() {
 	true_of out.txt '.steps == 4'
 	expect 0 "" "$ling" trace again --before --json
 	true_of out.txt '.steps == 60'
+	# a start that does no step leaves both as they were: nothing is left to do; refused
+	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=64
+	expect 1 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=70 model.vocab_size=999
+	expect 0 "" "$ling" trace again --json
+	true_of out.txt '.steps == 4'
+	expect 0 "" "$ling" trace again --before --json
+	true_of out.txt '.steps == 60'
+	[ ! -e again/trace-oldest ] || problem "trace-oldest stays"
 	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=66 trace.events=0
 	expect 1 "--before shows the start before" "$ling" trace again
 	expect 0 "" "$ling" trace again --before --json
@@ -69,12 +79,17 @@ test_slow_rank() {
 		'[.by_step[] | select(.slowest_rank == 2)] | length > 15' \
 		'[.collectives[].collective] | contains(["expert dispatch", "expert return", "gradients", "weights"])' \
 		'(.own_share + .waiting_share) | . > 0.999 and . < 1.001' \
-		'[.operations[] | select(.operation == "experts / dispatch") | .waiting_seconds] | add > 0'
+		'[.operations[] | select(.operation == "experts / dispatch") | .waiting_seconds] | add > 0' \
+		'[.operations[] | select(.operation == "attention / norm" and .pass == "backward") | .waiting_seconds] == [0]' \
+		'[.operations[] | select(.operation == "reduction") | .waiting_seconds] | add > 0'
 	expect 0 "" "$ling" trace four
 	has out.txt "4 ranks, 60 steps" "the slowest is rank 2 on"
 	expect 0 "" "$ling" trace four --rank 3 --json
 	true_of out.txt '.ranks_read == 1 and .ranks == 4 and .by_rank[0].rank == 3'
 	expect 1 "no trace of rank 4" "$ling" trace four --rank 4
+	# a step that is checked waits for it too, whoever comes to the check first; the check itself does not count
+	ranks 2 "$release" train tiny.yaml train.output_dir=checked train.steps=4 health.every=1 --inject slow@step=1,rank=1,ms=50 >/dev/null 2>err.txt || problem "$(cat err.txt)"
+	jq -es 'length == 4 and all(.seconds > 0.05)' checked/metrics.jsonl >/dev/null || problem "seconds of steps: $(metric seconds checked/metrics.jsonl | tr '\n' ' ')"
 }
 
 # Strict JSON; a name for each process and thread; slices in order, within each other or apart.

@@ -39,6 +39,10 @@ test_ended() {
 		$r.lr == $l.lr and $r.grad_norm == $l.grad_norm and $r.tokens == $l.tokens and $r.total_tokens == $l.tokens and $r.ended and
 		$r.state == "done" and $r.problem == null and $r.waiting == null and $r.seconds_left == null and $r.ranks == 1 and
 		$r.loss_curve == [$m[].loss] and $r.incidents == []' out.txt >/dev/null || problem "wrong state: $(cat out.txt)"
+	# losses that are further apart than the largest number
+	mkdir -p far && jq -c '.loss = (if .step % 2 == 0 then 1.7e308 else -1.7e308 end)' one/metrics.jsonl >far/metrics.jsonl
+	expect 0 "" "$ling" watch far --once
+	has out.txt "  ▁█▁█▁█▁█▁█▁█▁█▁█▁█▁█"
 	expect 0 "" "$ling" watch one # without a terminal, it ends at once
 	[ "$(lines out.txt)" = 1 ] && has out.txt "one: done  step 20/20 100%  loss" || problem "$(cat out.txt)"
 	listing one >after.txt
@@ -67,7 +71,7 @@ test_peak() {
 # Two ranks: watched from before the run is there to its end.
 test_two_ranks() {
 	tiny train.output_dir=two train.steps=60 checkpoint.every=20 data.valid=text eval.every=20
-	timeout 60 "$ling" watch two one --every 0.1 >watch.txt 2>watch.err &
+	timeout --foreground 60 "$ling" watch two one --every 0.1 >watch.txt 2>watch.err &
 	local watch=$!
 	wait_for_lines watch.txt 2
 	ranks 2 "$train" train tiny.yaml --inject slow@step=1,rank=1,ms=20 >train.txt 2>err.txt || problem "$(cat err.txt)"
@@ -88,7 +92,7 @@ test_continued() {
 	tiny train.output_dir=again train.steps=30 checkpoint.every=10
 	"$ling" train tiny.yaml train.stop_at_step=20 >train.txt 2>err.txt || problem "$(cat err.txt)"
 	rm -r again/step-0000020
-	timeout 60 "$ling" watch again --every 0.1 --keep >watch.txt 2>&1 &
+	timeout --foreground 60 "$ling" watch again --every 0.1 --keep >watch.txt 2>&1 &
 	local watch=$!
 	wait_for_lines watch.txt 1
 	"$ling" train tiny.yaml train.stop_at_step=15 >train.txt 2>err.txt || problem "$(cat err.txt)"

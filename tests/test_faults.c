@@ -28,7 +28,7 @@ static void test_refused(void **state)
 		{"stop@step=3,during=update", "during is step or save"},
 		{"flip@step=3,during=save", "during is step or update"},
 		{"kill@step=3,probability=0", "probability is"}, {"kill@step=3,probability=1.1", "probability is"},
-		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=0.5", "has no such setting"},
+		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=2", "probability is"},
 		{"kill@step=3,colour=red", "there is no such setting"}, {"kill@step=3,", "a setting has no ="},
 		{"kill@step=3,rank=2", "there is no rank 2; expected 0 to 1"},
 		{"stop@step=1", "it is there twice"},

@@ -58,6 +58,9 @@ test_resume() {
 	[ "$(grep -c '"valid_loss"' straight/metrics.jsonl)" = 4 ] || problem "not 4 evaluations"
 	[ "$(cd straight && echo step-*)" = "step-0000001 step-0000002 step-0000003 step-0000004 step-0000008 step-0000012 step-0000016 step-0000020" ] ||
 		problem "checkpoints: $(cd straight && echo step-*)"
+	# Without anything to do at a synchronisation, the weights come with the next forward pass: the same bits.
+	train 4 overlapped $those parallel.expert=2 checkpoint.every=off eval.every=off health.every=off
+	diff -rq straight/step-0000020 overlapped/step-0000020 -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"
 	train 4 stopped $those parallel.expert=2 train.stop_at_step=2
 	train 4 stopped $those parallel.expert=2 train.stop_at_step=6 # in a period: it stops at its end
 	grep -q 'stopped after step 8' out.txt || problem "not at the period's end: $(tail -n 1 out.txt)"
@@ -96,6 +99,19 @@ test_seconds() {
 	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
 }
 
+# The labels of a replica are random for one period, late in the run: blocks of it are set aside then, and none before.
+test_poisoned() {
+	local inject=() step
+	for step in 197 198 199 200; do inject+=(--inject poison@step=$step,rank=3); done
+	head -c 660 text.txt >few.txt # learnt by heart, so that other labels matter
+	"$ling" tokenize --out few few.txt >/dev/null
+	train 4 poisoned $local schedule.peak_lr=1e-2 data.train=few data.valid=off model.num_experts=6 train.batch=16 local.warmup_steps=140 \
+		local.steps=4 train.steps=204 local.anomaly_warmup=5 local.anomaly_decay=0.8 local.anomaly_deviations=4 "${inject[@]}"
+	grep '"synchronisation"' poisoned/events.jsonl | grep -o '"step":[0-9]*\|"blocks_set_aside":.*\]' | paste -d' ' - - >aside.txt
+	[ "$(grep -c '"blocks_set_aside":\[0,0,0,0\]$' aside.txt)" -ge 14 ] || problem "$(cat aside.txt)"
+	grep -q '"step":200 "blocks_set_aside":\[0,0,0,[1-4]\]' aside.txt || problem "not set aside: $(cat aside.txt)"
+}
+
 test_refused() {
 	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
 	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
@@ -103,5 +119,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume other_replicas seconds refused
+check is_synchronous_sgd warmup resume other_replicas seconds poisoned refused
 finish

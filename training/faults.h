@@ -42,7 +42,7 @@ struct fault {
 	int rank;
 	enum fault_moment moment;
 	double ms;                   /* of FAULT_SLOW */
-	double probability;          /* 1: at step N alone (FAULT_SLOW: and in all later ones) */
+	double probability;          /* 1: at step N alone (FAULT_SLOW: in it and all later ones) */
 	int64_t *past;               /* [num_past] steps at which it has come */
 	int num_past;
 	size_t capacity;

@@ -138,6 +138,15 @@ static void test_probability(void **state)
 	}
 	assert_true(n > 900 && n < 1100); /* 1000 +- 27 */
 	faults_free(&f);
+	f = begin(0, 1, (char *[]){"slow@step=100,probability=0.05"});
+	n = 0;
+	for (int64_t step = 1; step < 4100; step++) {
+		const bool now = fault_comes(&f, FAULT_SLOW, step, MOMENT_STEP);
+		assert_false(now && step < 100);
+		n += now;
+	}
+	assert_true(n > 150 && n < 250); /* 200 +- 14 */
+	faults_free(&f);
 }
 
 int main(void)

@@ -50,12 +50,13 @@ int local_sgd_init(struct local_sgd *s, const struct parameter_table *table, con
 	s->completed = s->num_blocks;
 	s->statistics = calloc((size_t)(s->num_blocks + 1) * replicas, sizeof *s->statistics);
 	s->weight = calloc((size_t)s->num_blocks * replicas, sizeof *s->weight);
+	s->norm = calloc((size_t)(s->num_blocks + 1) * replicas, sizeof *s->norm);
 	s->exchanges = calloc(table->num_buckets, sizeof *s->exchanges);
 	s->counts = calloc(replicas, sizeof *s->counts);
 	s->w_sync = allocate_large(bytes);
 	s->momentum = allocate_large(bytes);
 	s->scratch = allocate_large((scratch + 1) * sizeof *s->scratch);
-	if (s->statistics && s->weight && s->exchanges && s->counts && s->w_sync && s->momentum && s->scratch) {
+	if (s->statistics && s->weight && s->norm && s->exchanges && s->counts && s->w_sync && s->momentum && s->scratch) {
 		memset(s->momentum, 0, bytes);
 		return 0;
 	}
@@ -66,6 +67,7 @@ void local_sgd_free(struct local_sgd *s)
 {
 	free(s->statistics);
 	free(s->weight);
+	free(s->norm);
 	free(s->exchanges);
 	free(s->counts);
 	free(s->w_sync);
@@ -343,7 +345,7 @@ void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *ta
 		struct synchronisation *out)
 {
 	const int replicas = s->replicas, blocks = s->num_blocks;
-	double norm[(blocks + 1) * replicas], *whole = norm + blocks * replicas, whole_weight[replicas];
+	double *norm = s->norm, *whole = norm + (int64_t)blocks * replicas, whole_weight[replicas];
 	measure(s, table, weights, norm);
 	replica_weights(whole_weight, s->statistics + (int64_t)blocks * replicas, whole, NULL, replicas, &s->options);
 	out->undone = 0;

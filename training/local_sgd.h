@@ -62,6 +62,7 @@ struct local_sgd {
 	/* the synchronisation under way */
 	int completed;               /* blocks that have their new weights; num_blocks: none is under way */
 	double *weight;              /* [num_blocks, replicas] of each d_i in the mean */
+	double *norm;                /* [num_blocks + 1, replicas] of each d_i, as statistics */
 	struct outer_exchange *exchanges; /* [table->num_buckets] */
 	/* the period under way */
 	bool in_period;

@@ -39,6 +39,9 @@ test_is_synchronous_sgd() {
 			problem "$(head -c 600 err.txt)"
 		tensors model sgd/step-0000006 outer/step-0000006 1e-13
 	done
+	# Half the outer rate is half the rate.
+	ranks 4 "$sgd" tiny.yaml train.output_dir=half "${those[@]}" $layout "${plain[@]}" local.steps=1 local.outer_lr=0.5 schedule.peak_lr=1 >out.txt 2>err.txt
+	tensors model sgd/step-0000006 half/step-0000006 1e-13
 	ranks 4 "$sgd" tiny.yaml train.output_dir=two "${those[@]}" $layout "${plain[@]}" local.steps=2 >out.txt 2>err.txt
 	"$root/build/compare_checkpoints_double" model "" sgd/step-0000006 two/step-0000006 1e-3 >/dev/null 2>&1 && problem "two local steps are one"
 }

@@ -69,6 +69,20 @@ static void test_new_level(void **state)
 	assert_true(s[0].mean == 2 && s[0].count == 1);
 }
 
+/* Numbers of torch.optim.SGD([w], lr=0.8, momentum=0.85, nesterov=True) with the gradients -1, -1, 0.5, worked out by
+ * hand: b = 1, 1.85, 1.0725; w = 0.8 (1 + 0.85), + 0.8 (1 + 0.85 1.85), + 0.8 (-0.5 + 0.85 1.0725). */
+static void test_outer_update(void **state)
+{
+	(void)state;
+	real w[1] = {0}, b[1] = {0};
+	outer_update(w, b, (real[]){2}, 1, 0.5, &options);
+	assert_true(fabs(w[0] - 1.48) < 1e-6 && b[0] == 1);
+	outer_update(w, b, (real[]){1}, 1, 1, &options);
+	assert_true(fabs(w[0] - 3.538) < 1e-6);
+	outer_update(w, b, (real[]){-0.5}, 1, 1, &options);
+	assert_true(fabs(w[0] - 3.8673) < 1e-6 && fabs(b[0] - 1.0725) < 1e-6);
+}
+
 /* Makes what two replicas of a model with one block remember; no part that needs other ranks. */
 static struct local_sgd make(int replicas)
 {
@@ -126,6 +140,7 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_weights), cmocka_unit_test(test_set_aside), cmocka_unit_test(test_new_level),
+		cmocka_unit_test(test_outer_update),
 		cmocka_unit_test(test_remembers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -297,12 +297,22 @@ static void start_gather(struct local_sgd *s, const struct parameter_table *tabl
 		all_gather_start(&s->exchanges[i - 1].gather, g, TRAFFIC_GRADIENTS, x.w, x.size, 1);
 }
 
+void outer_update(real *w_sync, real *b, const real *d, int64_t n, real scale, const struct local_options *o)
+{
+	const real momentum = (real)o->outer_momentum, lr = (real)o->outer_lr;
+	#pragma omp parallel for
+	for (int64_t j = 0; j < n; j++) {
+		const real x = scale * d[j];
+		b[j] = momentum * b[j] + x;
+		w_sync[j] += lr * (x + momentum * b[j]);
+	}
+}
+
 /* Waits for the mean d of a block, and takes the outer step. */
 static void finish_block(struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
 {
 	const struct layout *l = &table->layout;
 	const double clip = s->options.penalty ? s->options.clip : 0;
-	const real momentum = (real)s->options.outer_momentum, lr = (real)s->options.outer_lr;
 	bool undone = true;
 	struct outer_shard x;
 	const struct bucket *b;
@@ -315,15 +325,9 @@ static void finish_block(struct local_sgd *s, const struct parameter_table *tabl
 	}
 	const real scale = (real)(clip && sqrt(square) > clip ? clip / sqrt(square) : 1);
 	for (int i = 0; (b = next_bucket(s, table, weights, block, &i, &x));) {
-		#pragma omp parallel for
-		for (int64_t j = 0; j < x.size; j++) {
-			if (!undone) {
-				const real d = scale * x.w[j];
-				x.momentum[j] = momentum * x.momentum[j] + d;
-				x.w_sync[j] += lr * (d + momentum * x.momentum[j]);
-			}
-			x.w[j] = x.w_sync[j];
-		}
+		if (!undone)
+			outer_update(x.w_sync, x.momentum, x.w, x.size, scale, &s->options);
+		copy_array(x.w, x.w_sync, x.size);
 		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, weights + b->offset, x.w, b->size, 1);
 	}
 }

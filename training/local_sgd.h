@@ -37,6 +37,10 @@ struct norm_statistics {
 int replica_weights(double *weight, struct norm_statistics *statistics, const double *norm, const double *whole, int n,
 		const struct local_options *o);
 
+/* The outer step of n weights, with `scale` times the mean d: b <- momentum b + scale d, w_sync <- w_sync + outer_lr
+ * (scale d + momentum b), which is PyTorch's SGD with nesterov=True and the gradient -scale d. */
+void outer_update(real *w_sync, real *b, const real *d, int64_t n, real scale, const struct local_options *o);
+
 /* The samples of a run that a period of uneven counts left out, in the order of the data: the next ones are taken from
  * here first. */
 struct pending_samples {

@@ -330,7 +330,7 @@ static int run_info(const struct command_line *line)
 {
 	const struct info_options *o = line->options;
 	const char *path = line->words[0];
-	struct config c = {.parallel = {1, 1}};
+	struct config c = {.parallel = {.tensor = 1, .expert = 1}};
 	struct stat st;
 	if (!o->ranks && (option_given(line, "memory-per-node") || option_given(line, "ranks-per-node"))) {
 		fail("--memory-per-node and --ranks-per-node go with --ranks");

@@ -1090,7 +1090,7 @@ int samples_cut(const char *output_dir, int64_t step)
 	const int there = path_join(path, output_dir, "samples.jsonl") < 0 ? -1 : path_exists(path);
 	if (there <= 0 || map_file(path, &data, &size) < 0)
 		return there <= 0 ? there : -1;
-	snprintf(where, sizeof where, "%s: the last line, to be mended or removed,", path);
+	snprintf(where, sizeof where, "%s: last line (mend or remove it)", path);
 	int rc = 0;
 	size_t end = size; /* of what stays; what goes is a tail, since steps rise */
 	while (end) {

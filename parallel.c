@@ -209,8 +209,9 @@ static void report_silent_ranks(const char *what, double waited)
 		}
 	if (silent && (rank == 0 || mpi.last_notice[0] < since))
 		fprintf(stderr, "\nling: waiting for %.0f s (%s): no sign of rank %s. It is still computing, or it is "
-				"stopped, or its machine cannot be reached. If it does not come back, end the run (Ctrl-C) and start "
-				"it again: it continues from its last checkpoint\n", waited, what, names);
+				"stopped, or its machine cannot be reached. `ling trace RUN --hang` says where each rank is. If it "
+				"does not come back, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n",
+				waited, what, names);
 }
 
 /* A wait as the trace counts it. numbered: all ranks of the group wait, as in a collective. */

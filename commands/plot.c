@@ -586,6 +586,10 @@ static int run_plot(const struct command_line *line)
 	const int n = line->num_words;
 	char path[PATH_LEN];
 	struct run runs[MAX_PLOT_RUNS];
+	if (n > MAX_PLOT_RUNS) {
+		set_error("%d runs: expected at most %d for one picture", n, MAX_PLOT_RUNS);
+		return EXIT_WRONG_USE;
+	}
 	if (!o->out && n > 1) {
 		set_error("several runs: expected --out FILE, a name for their picture");
 		return EXIT_WRONG_USE;
@@ -615,8 +619,8 @@ static const struct command_option options[] = {
 };
 
 const struct command plot_command = {
-	.name = "plot", .usage = "RUN_DIR...", .min_words = 1, .max_words = MAX_PLOT_RUNS,
-	.help = "Draw a run, or several in one picture: losses, with marks of what was done with spikes, learning rate, "
+	.name = "plot", .usage = "RUN_DIR...", .min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Draw a run, or up to 8 in one picture: losses, with marks of what was done with spikes, learning rate, "
 		"batch, gradient norm, auxiliary losses, speed, expert load.",
 	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
 };

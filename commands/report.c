@@ -8,6 +8,7 @@
 #include "files/base.h"
 #include "files/trace.h"
 #include "commands/runs.h"
+#include "commands/watched.h"
 #include "ling.h"
 
 #include <jansson.h>
@@ -292,15 +293,16 @@ static json_t *event_for_page(const json_t *event)
 	return out;
 }
 
-/* Sets `events`, at most the first and the last MAX_EVENTS incidents; events_left_out, how many are between them; and
- * other_events, the number of each other kind. */
+/* Sets `events`, at most the first and the last MAX_EVENTS incidents; events_left_out, how many are between them;
+ * skipped, how many of all are skipped batches; and other_events, the number of each other kind. */
 static void add_events(json_t *out, const struct run *r)
 {
 	json_t *incidents = json_array(), *list = json_array(), *other = json_object();
 	const json_t *event;
-	size_t i, left_out = 0;
+	size_t i, left_out = 0, skipped = 0;
 	json_array_foreach(r->events, i, event) {
 		const char *kind = json_string_value(json_object_get(event, "kind"));
+		skipped += !strcmp(kind, "skip");
 		if (is_ordinary(kind))
 			json_object_set_new(other, kind, json_integer(json_integer_value(json_object_get(other, kind)) + 1));
 		else
@@ -315,7 +317,17 @@ static void add_events(json_t *out, const struct run *r)
 	json_decref(incidents);
 	json_object_set_new(out, "events", list);
 	json_object_set_new(out, "events_left_out", json_integer((json_int_t)left_out));
+	json_object_set_new(out, "skipped", json_integer((json_int_t)skipped));
 	json_object_set_new(out, "other_events", other);
+}
+
+/* Sets `state`, as `ling watch` says it, and `waiting`, what is to be said of that; null where it is not known. */
+static void add_state(json_t *out, const struct run *r)
+{
+	json_t *state = watched_state(r->dir);
+	json_object_set_new(out, "state", state ? json_incref(json_object_get(state, "state")) : json_null());
+	json_object_set_new(out, "waiting", state ? json_incref(json_object_get(state, "waiting")) : json_null());
+	json_decref(state);
 }
 
 /* -- config -- */
@@ -541,6 +553,7 @@ static json_t *run_for_page(const struct run *r, int points)
 	if (rows)
 		add_steps(out, r, points);
 	add_events(out, r);
+	add_state(out, r);
 	add_config(out, r);
 	add_operations(out, r);
 	if (add_samples(out, r) < 0) {

@@ -303,6 +303,12 @@ static json_t *steps_to_json(const struct trace *list, int count, int64_t most)
 	return array;
 }
 
+/* A peak of a rank; null where it measured none. */
+static json_t *known_peak(double peak)
+{
+	return result_number(peak > 0 ? peak : NAN);
+}
+
 json_t *trace_totals(const struct trace *list, int count, enum trace_part part, int64_t steps)
 {
 	struct rank_time *time = allocate(count * sizeof *time);
@@ -315,7 +321,7 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 		unnamed += time[i].unnamed;
 		sum_add(&all_steps, &list[i].steps, 0);
 	}
-	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
+	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
 			"part", part_names[part], "ranks", list[0].ranks, "ranks_read", count,
 			"steps", result_whole((double)list[0].steps.count),
 			"median_step_seconds", result_number(trace_quantile(&all_steps.all, 0.5)),
@@ -324,6 +330,7 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 			"own_share", result_number(ratio(total - waited, total)),
 			"waiting_share", result_number(ratio(waited, total)),
 			"no_operation_share", result_number(part == PART_STEP ? ratio(unnamed, total) : NAN),
+			"peak_flops", known_peak(list[0].peak_flops), "peak_bandwidth", known_peak(list[0].peak_bandwidth),
 			"operations", operations_to_json(list, count, part, total),
 			"collectives", collectives_to_json(list, count, part, total),
 			"by_rank", ranks_to_json(list, time, count), "slowest", slowest_to_json(list, time, count));
@@ -481,6 +488,8 @@ json_t *trace_places(const struct trace *list, int count, double now)
 			"sign_seconds", result_number(fmax(now - sign, 0)),
 			"in_the_way", json_object_get(members, "ranks"), "waiting", json_object_get(members, "waiting"),
 			"places", ranks);
+	if (ended) /* whoever is no more waits for nobody */
+		json_object_set_new(result, "waiting", json_array());
 	json_decref(members);
 	free(words);
 	free(numbers);
@@ -689,12 +698,9 @@ static void write_operations(struct event_writer *w)
 	free(end);
 }
 
-int trace_write_events(const struct trace *list, int count, const char *path)
+static void write_events(FILE *out, const struct trace *list, int count)
 {
-	struct new_file file;
-	if (new_file_begin(&file, path) < 0)
-		return -1;
-	struct event_writer w = {.out = file.stream};
+	struct event_writer w = {.out = out};
 	const double zero = time_zero(list, count);
 	fprintf(w.out, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"program\":\"ling\",\"time_zero\":%.17g},\n"
 			"\"traceEvents\":[", zero);
@@ -711,6 +717,18 @@ int trace_write_events(const struct trace *list, int count, const char *path)
 		write_waits(&w);
 	}
 	fprintf(w.out, "\n]}\n");
+}
+
+int trace_write_events(const struct trace *list, int count, const char *path)
+{
+	struct new_file file;
+	if (!strcmp(path, "-")) {
+		write_events(stdout, list, count);
+		return 0;
+	}
+	if (new_file_begin(&file, path) < 0)
+		return -1;
+	write_events(file.stream, list, count);
 	return new_file_publish(&file, 0);
 }
 
@@ -768,6 +786,11 @@ static void print_operations(const json_t *result)
 				rate_text(e, result_double(row, "rate"), json_is_string(unit) ? json_string_value(unit) : ""),
 				percent(f, result_double(row, "peak_share")));
 	}
+	if (!isnan(result_double(result, "peak_flops")))
+		printf("the peak of rank %lld as measured when the run began: %s, %s\n",
+				(long long)result_integer(json_array_get(json_object_get(result, "by_rank"), 0), "rank"),
+				rate_text(a, result_double(result, "peak_flops"), "FLOP"),
+				rate_text(b, result_double(result, "peak_bandwidth"), "B"));
 }
 
 static void print_collectives(const json_t *result)
@@ -860,12 +883,11 @@ static void print_totals(const json_t *result)
 	printf("%lld rank%s, %lld steps, median %s ms, p99 %s ms\n", ranks, ranks > 1 ? "s" : "",
 			(long long)result_integer(result, "steps"), milliseconds(a, result_double(result, "median_step_seconds")),
 			milliseconds(b, result_double(result, "p99_step_seconds")));
-	printf("%s: %.3f s of a rank: %s %% own work, %s %% waiting for other ranks", result_text(result, "part"),
-			result_double(result, "seconds"), percent(c, result_double(result, "own_share")),
-			percent(d, result_double(result, "waiting_share")));
+	printf("%s: %.3f s per rank: %s %% own work", result_text(result, "part"), result_double(result, "seconds"),
+			percent(c, result_double(result, "own_share")));
 	if (!isnan(missing))
-		printf("; %s %% in no operation", percent(c, missing));
-	printf("\n");
+		printf(" (%s %% in no operation)", percent(c, missing));
+	printf(", %s %% waiting for other ranks\n", percent(d, result_double(result, "waiting_share")));
 	if (json_array_size(json_object_get(result, "operations")))
 		print_operations(result);
 	print_collectives(result);
@@ -907,7 +929,7 @@ static void print_places(const json_t *result)
 	if (result_double(result, "median_step_seconds") > 0)
 		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
 	if (!strcmp(state, state_names[STATE_ENDED]))
-		printf("the run ended by itself after step %lld\n", step);
+		printf("the run ended after step %lld\n", step);
 	else if (!strcmp(state, state_names[STATE_BROKE_OFF]))
 		printf("the run broke off in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
@@ -960,12 +982,13 @@ static int keep_rank(struct trace *list, int *count, int rank, const char *run)
 	return 0;
 }
 
-/* --perfetto: prints the name of the file, as every command does that draws one. */
+/* --perfetto: prints the name of the file, as every command does that draws one, unless that is standard output. */
 static int write_perfetto(const struct trace *list, int count, const char *path)
 {
 	if (trace_write_events(list, count, path) < 0)
 		return -1;
-	printf("%s\n", path);
+	if (strcmp(path, "-"))
+		printf("%s\n", path);
 	return 0;
 }
 
@@ -1008,7 +1031,7 @@ static const struct command_option options[] = {
 	FLAG_OPTION(trace_options, hang, "hang",
 		"Where each rank is, or was when it ended, and who is in the way of the others"),
 	TEXT_OPTION(trace_options, perfetto, "perfetto", "FILE.json",
-		"Write the records as Chrome trace events, which ui.perfetto.dev shows"),
+		"Write the records as Chrome trace events, which ui.perfetto.dev shows (- for standard output)"),
 	FLAG_OPTION(trace_options, before, "before", "The trace of the start before the newest one"),
 	FLAG_OPTION(trace_options, json, "json", "Print one JSON object"),
 };

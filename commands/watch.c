@@ -486,7 +486,8 @@ static int run_watch(const struct command_line *line)
 	} else if (rc == 0 && follow_runs(runs, n, o) == 0) {
 		for (int i = 0; i < n && status == EXIT_DONE; i++)
 			if (runs[i].state != RUN_IS_DONE) {
-				fail("%s: %s", runs[i].dir, run_state_names[runs[i].state]);
+				fail("%s: %s", runs[i].dir, runs[i].state == RUN_NONE ? "there is no run in it, but other files"
+						: run_state_names[runs[i].state]);
 				status = runs[i].state == RUN_WAS_STOPPED ? EXIT_STOPPED : EXIT_WORK_FAILED;
 			}
 	}

@@ -69,6 +69,7 @@ test_structure() {
 	is page.html '.runs | length' 1
 	is page.html '.runs[0] | [.name, .directory, .steps, .bucket, .tokens, .seconds, .nonfinite]' '["full","full",60,1,30720,30,1]'
 	is page.html '.runs[0].x | [.step[0], .end[-1], .tokens[9], .seconds[9]]' '[1,60,5120,5]'
+	is page.html '.runs[0] | [.skipped, .state, .waiting]' '[2,"no heartbeat",null]'
 	is page.html '.runs[0].series | keys' '["balance_loss","batch","grad_norm","loss","lr","peak_share","tokens_per_second","update_norm","z_loss"]'
 	is page.html '.runs[0].series.loss | [.mean[0], .mean[59], .mean[30], .bad, has("low")]' '[0.001,0.06,null,[30],false]'
 	is page.html '.runs[0].series.batch.mean | [.[29], .[30]]' '[4,8]'
@@ -123,6 +124,7 @@ test_real() {
 	expect 0 "" "$ling" report run --out page.html
 	is page.html '.runs[0].valid | map([.name, .step])' '[["validation",[0,3,6]],["valid.a",[0,3,6]],["valid.b",[0,3,6]]]'
 	is page.html '.runs[0].experts | [.experts, .step, (.layers | length), (.layers[0][0] | add | . >= 598 and . <= 602)]' '[6,[2,4,6],2,true]'
+	is page.html '.runs[0] | [.skipped, .state, .waiting]' '[0,"done",null]'
 	is page.html '.runs[0] | [.traced_steps, .ranks, .clip, .config["train.seed"]]' '[6,1,1,"3"]'
 	is page.html '.runs[0] | (([.operations[].seconds] | add) / .step_seconds) | . > 0.5 and . < 1.001' true
 	is page.html '.runs[0].operations | map(select(.name == "attention / qkv") | .passes | map(.name))' '[["","backward","weight gradient"]]'

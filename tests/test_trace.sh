@@ -32,7 +32,7 @@ ranks 4 "$release" train tiny.yaml train.output_dir=four --inject slow@step=1,ra
 
 test_one_rank() {
 	expect 0 "" "$ling" trace one
-	has out.txt "1 rank, 60 steps" "attention / qkv, weight gradient" "GFLOP/s" "in no operation"
+	has out.txt "1 rank, 60 steps" "the peak of rank 0 as measured when the run began: " "s per rank: " "attention / qkv, weight gradient" "GFLOP/s" "in no operation), "
 	! grep -q collective out.txt || problem "collectives of one rank: $(cat out.txt)"
 	expect 0 "" "$ling" trace one --steps 7 --json
 	json out.txt
@@ -47,7 +47,9 @@ test_one_rank() {
 	expect 0 "" "$ling" trace one --part save
 	has out.txt "save / write"
 	expect 0 "" "$ling" trace one --hang
-	has out.txt "the run ended by itself after step 60"
+	has out.txt "the run ended after step 60"
+	expect 0 "" "$ling" trace one --hang --json
+	true_of out.txt '.state == "ended" and .in_the_way == [] and .waiting == []'
 	# the next start of the run, and the one before; a start without a trace
 	rm -rf again
 	cp -r one again
@@ -84,7 +86,10 @@ test_slow_rank() {
 		'[.operations[] | select(.operation == "reduction") | .waiting_seconds] | add > 0'
 	expect 0 "" "$ling" trace four
 	has out.txt "4 ranks, 60 steps" "the slowest is rank 2 on"
+	expect 0 "" "$ling" trace four --rank 3
+	has out.txt "the peak of rank 3 as measured"
 	expect 0 "" "$ling" trace four --rank 3 --json
+	true_of out.txt '.peak_flops > 1e8 and .peak_bandwidth > 1e8'
 	true_of out.txt '.ranks_read == 1 and .ranks == 4 and .by_rank[0].rank == 3'
 	expect 1 "no trace of rank 4" "$ling" trace four --rank 4
 	# a step that is checked waits for it too, whoever comes to the check first; the check itself does not count
@@ -109,6 +114,8 @@ test_events() {
 			die "not within: $_" if @$s && $end > $s->[-1] + 1;
 			push @$s, $end; $deep = @$s if @$s > $deep;
 			END { die "$n slices, $deep deep\n" if $n < 10000 || $deep != 2 }' 2>perl.txt || problem "$(cat perl.txt)"
+	"$ling" trace four --perfetto - | cmp - events.json || problem "--perfetto - is not standard output"
+	[ ! -e ./- ] || problem "a file of the name -"
 	expect 1 "none/events.json" "$ling" trace four --perfetto none/events.json
 }
 

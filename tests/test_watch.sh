@@ -124,13 +124,23 @@ test_stopped_rank() {
 	wait $job
 	wait_for_state hung '.state == "died" and .ended'
 	expect 1 "hung: died" timeout 20 "$ling" watch hung
-	has out.txt "hung: died  step 19/1000" "without an end"
+	has out.txt "hung: died  step 19/1000" "without an end; at their last sign rank 1 on "
+	state hung .waiting | grep -q 'rank 1 on .* has been in .*; rank 0 waits in [a-z]* .*process [0-9]* of rank 1 is gone' ||
+		problem "$(state hung .waiting)"
+	# so it stands in the report
+	expect 0 "" "$ling" report hung --out page.html
+	[ "$(perl -0777 -ne 'print $1 if m|id="data">(.*?)</script>|s' page.html | jq -c '.runs[0] | [.state, (.waiting | test("rank 1 on .* has been in"))]')" = '["died",true]' ] ||
+		problem "the report does not say that the run died"
 }
 
 # What cannot be watched, or not yet.
 test_refused() {
 	expect 1 "nowhere: there is no such directory" "$ling" watch nowhere --once
 	mkdir -p empty && expect 1 "empty: there is no run in it" "$ling" watch empty --once
+	mkdir -p dumps && echo 1 >dumps/step-0000001.safetensors
+	expect 1 "dumps: there is no run in it" "$ling" watch dumps --once
+	expect 1 "dumps: there is no run in it, but other files" timeout 20 "$ling" watch dumps one
+	has out.txt "dumps: no run" "one: done"
 	expect 2 "one/step-0000020 is a checkpoint; expected the directory of its run: give one" "$ling" watch one/step-0000020
 	expect 2 "text.txt is no directory" "$ling" watch one text.txt
 	expect 2 "--json prints the state once; give it with --once" "$ling" watch one --json

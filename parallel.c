@@ -33,6 +33,8 @@ enum { HOST_LEN = 64 };
 static struct {
 	bool running;
 	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
+	MPI_Comm agreeing;           /* the ranks that agree among themselves, see parallel_agree_within, */
+	int num_agreeing, first_agreeing; /* their number, and the first of them */
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
@@ -64,6 +66,8 @@ void parallel_start(void)
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
+	mpi.agreeing = MPI_COMM_WORLD;
+	mpi.num_agreeing = parallel_size();
 	mpi.hosts = mpi_allocate(parallel_size() * sizeof *mpi.hosts);
 	mpi.last_notice = mpi_allocate(parallel_size() * sizeof *mpi.last_notice);
 	gethostname(host, sizeof host - 1);
@@ -262,19 +266,28 @@ int parallel_agree(int rc)
 		return rc;
 	int failed = rc < 0, num_failed, rank = failed ? parallel_rank() : INT32_MAX, first;
 	MPI_Request request;
-	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof failed);
 	if (num_failed == 0)
 		return rc;
 	char error[sizeof error_text];
 	memcpy(error, error_text, sizeof error);
-	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof rank);
-	MPI_Ibcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD, &request);
+	MPI_Ibcast(error, sizeof error, MPI_BYTE, first - mpi.first_agreeing, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, rank == first ? sizeof error : 0);
-	if (num_failed == parallel_size())
+	if (num_failed == mpi.num_agreeing)
 		return fail("%s", error);
 	return fail("rank %d on %s%s: %.3500s", first, mpi.hosts[first], num_failed > 1 ? " and others" : "", error);
+}
+
+void parallel_agree_within(const struct group *g)
+{
+	if (!mpi.running)
+		return;
+	mpi.agreeing = MPI_Comm_f2c(g->comm);
+	mpi.num_agreeing = g->size;
+	mpi.first_agreeing = parallel_rank() - g->rank;
 }
 
 int parallel_same(uint64_t value, const char *what)
@@ -282,8 +295,8 @@ int parallel_same(uint64_t value, const char *what)
 	uint64_t first = value;
 	MPI_Request request;
 	if (mpi.running) {
-		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD, &request);
-		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == 0 ? sizeof first : 0);
+		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, mpi.agreeing, &request);
+		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == mpi.first_agreeing ? sizeof first : 0);
 	}
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
 }
@@ -339,6 +352,8 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 {
 	return (struct layout){
+		.all = {rank, ranks, 0},
+		.replicas = {0, 1, 0},
 		.world = {rank, ranks, 0},
 		.data = {rank / tensor, ranks / tensor, 0},
 		.tensor = {rank % tensor, tensor, 0},
@@ -347,17 +362,28 @@ struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 	};
 }
 
+struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert)
+{
+	const int size = ranks / replicas;
+	struct layout l = layout_of_rank(rank % size, size, tensor, expert);
+	l.all = (struct group){rank, ranks, 0};
+	l.replicas = (struct group){rank / size, replicas, 0};
+	return l;
+}
+
 void layout_connect(struct layout *l)
 {
 	if (!mpi.running)
 		return;
+	const int first = l->all.rank - l->world.rank; /* of the replica: no two replicas have the same color */
 	const struct { struct group *group; int color; } groups[] = {
-		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank},
-		{&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
+		{&l->all, 0}, {&l->replicas, l->world.rank}, {&l->world, first}, {&l->data, first + l->tensor.rank},
+		{&l->tensor, first + l->data.rank}, {&l->expert, first + l->expert_data.rank},
+		{&l->expert_data, first + l->expert.rank},
 	};
 	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
 		MPI_Comm comm;
-		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->world.rank, &comm);
+		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->all.rank, &comm);
 		groups[i].group->comm = MPI_Comm_c2f(comm);
 	}
 }
@@ -512,6 +538,40 @@ void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out,
 		memcpy(out, in, n * sizeof *out);
 	else
 		gather_shards(g, traffic, out, in, n, sizeof *in, MPI_UINT16_T);
+}
+
+void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width)
+{
+	const int n = g->size;
+	*a = (struct all_gather){.traffic = traffic, .begun = trace_now()};
+	if (n == 1)
+		return;
+	int *counts = a->counts = mpi_allocate(2 * n * sizeof *counts), *begins = counts + n;
+	for (int r = 0; r < n; r++) {
+		begins[r] = mpi_count(shard_begin(rows, r, n));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, n)) - begins[r];
+	}
+	MPI_Request *request = a->request = mpi_allocate(sizeof *request);
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	a->bytes = count_sent(traffic, width * counts[g->rank] * (n - 1), sizeof *out);
+	MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, counts, begins, type, comm_of(g), request);
+	a->type = MPI_Type_c2f(type);
+	mpi.under_way++;
+	trace_posted(a->begun);
+}
+
+void all_gather_finish(struct all_gather *a)
+{
+	if (a->request) {
+		MPI_Datatype type = MPI_Type_f2c(a->type);
+		mpi.under_way--;
+		wait_in(a->request, 1, &(struct wait){a->traffic, true, a->begun, a->bytes});
+		MPI_Type_free(&type);
+	}
+	free(a->request);
+	free(a->counts);
+	*a = (struct all_gather){0};
 }
 
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)

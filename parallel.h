@@ -44,6 +44,10 @@ struct oversubscription parallel_oversubscription(int threads);
 /* Collective. Returns rc if every rank's is at least 0. Else it fails on every rank, with the message of the first
  * rank whose rc is -1, which it names unless all failed. */
 int parallel_agree(int rc);
+/* From now on the ranks of this group, which are consecutive ones, agree among themselves: every "collective" of this
+ * part is one of the group. At first all ranks agree. */
+struct group;
+void parallel_agree_within(const struct group *g);
 /* Collective. Fails on every rank if some rank's value is not that of rank 0; `what` names it in the message. */
 int parallel_same(uint64_t value, const char *what);
 /* True if every rank calls this within a second: then all failed in the same way, and one message is enough. */
@@ -54,9 +58,13 @@ bool parallel_all_failed(void);
 /* A group of ranks, in which this process is number `rank` of `size`; comm is MPI's handle. */
 struct group { int rank, size, comm; };
 
-/* The groups that a rank is in. World = data x tensor; expert and expert_data divide the world in another way. */
+/* The groups that a rank is in. World = data x tensor; expert and expert_data divide the world in another way. With
+ * local SGD (docs/local-sgd.md) the ranks are several worlds of the same form, the replicas: consecutive ranks, each
+ * with a whole model. Else there is one replica, and `all` and `world` are the same ranks. */
 struct layout {
-	struct group world;
+	struct group all;            /* all ranks of the run */
+	struct group replicas;       /* ranks with the same place in their replica: the same shards of the same weights */
+	struct group world;          /* the ranks of this replica */
 	struct group data;           /* ranks with the same shard of heads and vocabulary, which divide the batch */
 	struct group tensor;         /* ranks that divide heads, vocabulary and, in between, the tokens of a micro-batch */
 	struct group expert;         /* ranks that divide the experts */
@@ -69,6 +77,8 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 /* The layout of rank `rank` of `ranks`, with `tensor` ranks in a tensor group and `expert` in an expert group. It is
  * not connected: it serves to plan, and the collectives cannot use it. */
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
+/* The same where the ranks are `replicas` replicas, which divides their number. */
+struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert);
 /* Collective. Makes MPI's communicators, so that the collectives can be used. */
 void layout_connect(struct layout *l);
 
@@ -111,6 +121,19 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
 /* The same of n numbers in bfloat16; with a group of size 1 they are copied. */
 void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out, const uint16_t *in, int64_t n);
+
+/* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be
+ * touched. */
+struct all_gather {
+	void *request;               /* MPI_Request; NULL with a group of size 1 */
+	int *counts, type;           /* as in struct all_to_all */
+	enum traffic traffic;
+	uint64_t begun;              /* as in struct reduce_scatter */
+	int64_t bytes;
+};
+void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width);
+void all_gather_finish(struct all_gather *a);
 
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch

@@ -247,7 +247,7 @@ static json_t *expert_load(const struct run *r)
 /* Whether an event belongs to an ordinary run; it is counted, and not listed. */
 static bool is_ordinary(const char *kind)
 {
-	static const char *const kinds[] = {"start", "stop", "save", "validation", "end"};
+	static const char *const kinds[] = {"start", "stop", "save", "validation", "end", "synchronisation"};
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		if (!strcmp(kind, kinds[i]))
 			return true;

@@ -104,7 +104,8 @@ static void add_first_validation(struct run *r)
 /* Whether an event is about the training itself: going back undoes it. Others, such as a crash, have happened. */
 static bool can_be_undone(const char *kind)
 {
-	static const char *const kinds[] = {"skip", "retry", "drop", "level_shift", "spike", "save", "validation"};
+	static const char *const kinds[] = {"skip", "retry", "drop", "level_shift", "spike", "save", "validation",
+		"synchronisation"};
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		if (!strcmp(kind, kinds[i]))
 			return true;

@@ -142,7 +142,7 @@ static int check_memory(const struct sampler *s, const struct trainer *t)
 /* Adds rank 0's ids to the ends of all ranks; it alone has the files of the model. */
 static int share_ends(struct sampler *s, const struct trainer *t)
 {
-	const struct group *world = &t->model.layout.world;
+	const struct group *world = &t->model.layout.all;
 	struct ids ends = {0};
 	const int rc = parallel_agree(is_rank0(t) ? end_ids_of_files(&ends, &t->files) : 0);
 	int64_t n = ends.count;
@@ -174,7 +174,7 @@ static int ask_for_stop(void *data, const struct request *r)
 	(void)r;
 	if (++s->tokens % STOP_EVERY == 0) {
 		double stop = stop_requested;
-		all_reduce_sum(&s->trainer->model.layout.world, TRAFFIC_STATISTICS, &stop, 1);
+		all_reduce_sum(&s->trainer->model.layout.all, TRAFFIC_STATISTICS, &stop, 1);
 		s->stopped = stop > 0;
 	}
 	return s->stopped ? -1 : 0;

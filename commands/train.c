@@ -114,7 +114,7 @@ static int train(const struct command_line *line, struct faults *faults)
 	int64_t steps = 0; /* that this process does */
 	if (started) {
 		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
-		all_reduce_sum(&t.model.layout.world, TRAFFIC_STATISTICS, sums, 2);
+		all_reduce_sum(&t.model.layout.all, TRAFFIC_STATISTICS, sums, 2);
 		t.peak_flops = sums[1] == parallel_size() ? sums[0] : 0;
 		t.faults = *faults;
 		*faults = (struct faults){.log.fd = -1};
@@ -125,7 +125,9 @@ static int train(const struct command_line *line, struct faults *faults)
 		if (is_rank0(&t)) {
 			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps,
 					(long long)t.tokens);
-			if (l->world.size > 1)
+			if (l->replicas.size > 1)
+				printf("%d replicas of ", l->replicas.size);
+			if (l->all.size > 1)
 				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size,
 						l->expert.size);
 			printf("%d threads\n", kernels_threads());

@@ -483,7 +483,7 @@ static void collect_weights(struct collector *c, const struct dump *d, const str
 	const real *data = e->source == FROM_GRADIENT ? m->grads.memory : e->source == FROM_MOMENT_1 ? m->exp_avg
 			: e->source == FROM_MOMENT_2 ? m->exp_avg_sq : m->params.memory;
 	const bool moments = e->source == FROM_MOMENT_1 || e->source == FROM_MOMENT_2;
-	collect_parameter(&m->table, &walk, t, data, moments, 0, (int)(c->num_parameters++ % SHARD_TAGS), c->message,
+	collect_parameter(&m->table, &walk, t, data, moments, true, 0, (int)(c->num_parameters++ % SHARD_TAGS), c->message,
 			c->tensor);
 	if (c->file && c->rc == 0)
 		c->rc = safetensors_append(c->file, c->tensor, parameter_size(t));

@@ -224,6 +224,18 @@ static size_t changes_bytes(const struct layout *layout, int64_t num_state)
 	return layout->world.size > 1 ? (num_state + 1) * sizeof(uint16_t) : 0;
 }
 
+int64_t outer_scratch(const struct parameter_table *table)
+{
+	int64_t largest = 0, sum = 0, size;
+	for (int i = 0; i < table->num_buckets; i++) {
+		own_shard(&table->layout, &table->buckets[i], &size);
+		sum = i && table->buckets[i].block != table->buckets[i - 1].block ? 0 : sum;
+		sum += reduce_scatter_scratch(&table->layout.replicas, size, 1);
+		largest = sum > largest ? sum : largest;
+	}
+	return largest;
+}
+
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode)
 {
@@ -255,6 +267,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training ? MAX_REDUCTIONS * bucket_scratch(layout, plan->num_elements) * sizeof(real) : 0;
 	plan->changes = training ? changes_bytes(layout, plan->num_state) : 0;
+	if (training && layout->replicas.size > 1)
+		plan->outer = (2 * plan->num_state + outer_scratch(&table)) * sizeof(real);
 	parameter_table_free(&table);
 	free(acts.layer);
 	return 0;
@@ -262,7 +276,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 
 double planned_bytes(const struct memory_plan *p)
 {
-	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->saving;
+	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->outer +
+			p->saving;
 }
 
 /* Address space whose pages come when they are written, or NULL: for expert rows, which take what arrives, up to all

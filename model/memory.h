@@ -133,6 +133,10 @@ struct model {
 	size_t acts_bytes, arrivals_bytes;
 	struct all_to_all dispatch;  /* expert rows under way */
 	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
+	/* Called by the forward pass before it reads the weights of a block (struct parameter), in the order of the blocks;
+	 * NULL: they are all there. */
+	void (*before_block)(void *context, int block);
+	void *before_block_context;
 };
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The
@@ -176,9 +180,12 @@ struct memory_plan {
 	size_t balanced_arrivals;    /* and what they take when the experts are balanced */
 	size_t reduction;            /* scratch of the reduction of gradients, */
 	size_t changes;              /* and what parallel.reduce bf16 takes beside it */
+	size_t outer;                /* of several replicas: last synchronised weights, outer momentum, scratch */
 	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
 	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
+/* Elements of scratch for the sums of a block over the replicas (training/local_sgd.h), of the largest block. */
+int64_t outer_scratch(const struct parameter_table *table);
 /* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
  * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,

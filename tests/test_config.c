@@ -970,6 +970,9 @@ static const char *const may_change[] = {
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
 	"eval.samples", "eval.sample_file", "eval.sample_tokens", "eval.sample_temperature", "log.every", "log.experts",
+	"parallel.sync", "local.ranks",
+	"local.warmup_steps", "local.steps", "local.seconds", "local.outer_lr", "local.outer_momentum", "local.penalty",
+	"local.clip", "local.anomaly_deviations", "local.anomaly_decay", "local.anomaly_warmup",
 	"trace.events",
 	"parallel.tensor", "parallel.expert", "parallel.reduce",
 };

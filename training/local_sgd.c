@@ -281,7 +281,7 @@ static void start_reduction(struct local_sgd *s, const struct parameter_table *t
 		#pragma omp parallel for
 		for (int64_t j = 0; j < x.size; j++)
 			x.w[j] = weight > 0 ? weight * x.w[j] : 0; /* what is set aside may be NaN */
-		reduce_scatter_start(&s->exchanges[i - 1].scatter, g, TRAFFIC_GRADIENTS, x.w, x.size, 1, scratch, NULL);
+		reduce_scatter_start(&s->exchanges[i - 1].scatter, g, TRAFFIC_GRADIENTS, x.w, x.size, 1, false, scratch);
 		scratch += reduce_scatter_scratch(g, x.size, 1);
 	}
 }

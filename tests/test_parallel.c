@@ -348,7 +348,8 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 			.head_dim = 2, .vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
 			.rope_theta = 10000, .rms_norm_eps = 1e-12, .norm_topk_prob = true},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = micro_batch, .batch = batch},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log.every = 1, .parallel = {tensor, 1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log.every = 1,
+		.parallel.tensor = tensor, .parallel.expert = 1,
 	};
 	static const double loss[] = {2, 4};
 	if (trainer_allocate(t, &c) < 0) {

@@ -412,8 +412,8 @@ static void print_runs(const json_t *report)
 	if (has_floor) {
 		print_floor(floor);
 		if (passes && is_true(floor, "too_short"))
-			printf("\nB parts before any run of the floor, and the runs are too short to judge that: let all of them "
-					"train longer.\n");
+			printf("\nB parts by 0.1%% before any run of the floor parts, and the runs are too short to judge that: "
+					"let all of them train longer.\n");
 		else
 			printf("\n%s\n", agree ? "B differs from A no more than runs do whose first weights differ by rounding."
 					: "B differs from A by more than rounding explains: see the lines with *.");

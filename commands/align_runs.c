@@ -300,7 +300,7 @@ static json_t *compare_with_floor(const struct run *runs, int num, int64_t skip)
 	json_t *result = json_pack("{s:o, s:i, s:o, s:o, s:I, s:o, s:f, s:f, s:b, s:b, s:o}", "runs", names, "steps", most,
 			"partings", partings, "parting_b", step_or_null(parted_b), "early", (json_int_t)early, "settled",
 			step_or_null(settled), "level", FLOOR_LEVEL, "t", t, "judged", judged > 0, "too_short",
-			!judged && parted_b < earliest, "tests", tests);
+			!judged && parting(bundles, NUM_CURVES, num - 1, SETTLED) < earliest, "tests", tests);
 	for (int i = 0; i < NUM_CURVES; i++)
 		free(bundles[i].step), free(bundles[i].log);
 	return result;

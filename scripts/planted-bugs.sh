@@ -114,7 +114,7 @@ bug norm_head "NormHead's norm is not detached" 1 ling.c \
 		for (int64_t v = 0; v < V; v++)
 			m->grads.lm_head[v * H + j] -= (real)(m->params.lm_head[v * H + j] * dot / square);
 	}\n#' "head / logits / gradient of lm_head.weight, step 1"
-bug norm_rank "NormHead's norm is local to a rank" "2 parallel.tensor=2" ling.c \
+bug norm_rank "NormHead's norm is local to a rank" "2 parallel.tensor=2" model/weights.c \
 	's|all_reduce_sum\(&m->layout.tensor, TRAFFIC_HEAD, norm, H\);||' "head / logits, step 1"
 bug router "the router's gradient is counted twice" 1 ling.c \
 	's|(matmul_backward_weight\(m->grads.layer\[l\].router, a->dlogits, a->normed, N, H, E, )step->accumulate\);|$&$1true);|' \

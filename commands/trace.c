@@ -184,6 +184,30 @@ static double median(const double *values, int n)
 	return middle;
 }
 
+/* The rank that takes longer than the others time after time, and in which operation: where the median duration of an
+ * operation, without waiting, times how often it is done in a step, is furthest above that of the median rank. A rank that was disturbed a few times, on a machine with other work for example, does not count here. Null for one
+ * rank. */
+static json_t *steadily_slow_to_json(const struct trace *list, const struct rank_time *time, int count,
+		enum trace_part part)
+{
+	double *seconds = allocate(count * sizeof *seconds), most = 0;
+	int slowest = 0, where = OP_NONE;
+	for (int op = OP_NONE + 1; op < NUM_OPERATIONS; op++)
+		for (int pass = 0; pass < NUM_PASSES; pass++) {
+			for (int i = 0; i < count; i++) {
+				const struct trace_counter *c = &list[i].operation[part][op][pass];
+				seconds[i] = trace_quantile(c, 0.5) * c->count / time[i].times;
+			}
+			const double usual = median(seconds, count);
+			for (int i = 0; i < count; i++)
+				if (seconds[i] - usual > most)
+					most = seconds[i] - usual, slowest = i, where = op;
+		}
+	free(seconds);
+	return count < 2 ? json_null() : json_pack("{s:i, s:s, s:o}", "rank", list[slowest].rank, "operation",
+			operations[where].name, "excess_seconds", result_number(most));
+}
+
 /* The rank with most own time, by how much it is more than the median of the ranks, and in which operation most of
  * that is. Null for one rank. */
 static json_t *slowest_to_json(const struct trace *list, const struct rank_time *time, int count)
@@ -321,8 +345,8 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 		unnamed += time[i].unnamed;
 		sum_add(&all_steps, &list[i].steps, 0);
 	}
-	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
-			"part", part_names[part], "ranks", list[0].ranks, "ranks_read", count,
+	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, "
+			"s:o}", "part", part_names[part], "ranks", list[0].ranks, "ranks_read", count,
 			"steps", result_whole((double)list[0].steps.count),
 			"median_step_seconds", result_number(trace_quantile(&all_steps.all, 0.5)),
 			"p99_step_seconds", result_number(trace_quantile(&all_steps.all, 0.99)),
@@ -333,7 +357,8 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 			"peak_flops", known_peak(list[0].peak_flops), "peak_bandwidth", known_peak(list[0].peak_bandwidth),
 			"operations", operations_to_json(list, count, part, total),
 			"collectives", collectives_to_json(list, count, part, total),
-			"by_rank", ranks_to_json(list, time, count), "slowest", slowest_to_json(list, time, count));
+			"by_rank", ranks_to_json(list, time, count), "slowest", slowest_to_json(list, time, count),
+			"steadily_slow", steadily_slow_to_json(list, time, count, part));
 	if (steps)
 		json_object_set_new(result, "by_step", steps_to_json(list, count, steps));
 	free(time);
@@ -856,6 +881,11 @@ static void print_ranks(const json_t *result)
 			milliseconds(b, result_double(slowest, "median_own_seconds")),
 			milliseconds(c, result_double(slowest, "operation_excess_seconds")),
 			*operation ? operation : "no operation");
+	const json_t *steady = json_object_get(result, "steadily_slow");
+	if (result_double(steady, "excess_seconds") > 0)
+		printf("steadily, by medians: rank %lld takes %s ms more than the median rank in %s\n",
+				(long long)result_integer(steady, "rank"), milliseconds(a, result_double(steady, "excess_seconds")),
+				result_text(steady, "operation"));
 }
 
 static void print_steps(const json_t *result)

@@ -206,7 +206,7 @@ static void end_operation(uint64_t now)
 	r->end = now;
 	record_end(trace.operation, r);
 	count(&counters()->operation[r->part][r->what][r->pass], now - r->begin, trace.waited_in_operation, r->work,
-			now - r->begin);
+			now - r->begin - trace.waited_in_operation);
 	trace.operation = NULL;
 }
 

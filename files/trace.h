@@ -124,7 +124,7 @@ enum { TRACE_BUCKETS = 576 };     /* of a histogram, see trace_bucket_seconds */
 struct trace_counter {
 	uint64_t count, nanoseconds, waited; /* waited: within it, for other ranks; of a collective: the whole wait */
 	double work;
-	uint32_t histogram[TRACE_BUCKETS]; /* of the durations; of a collective: of the waits */
+	uint32_t histogram[TRACE_BUCKETS]; /* of the times without waiting; of a collective: of the waits */
 };
 /* The lowest duration of a bucket, in seconds: 16 buckets of equal width for each doubling, and below 16 ns one for
  * each nanosecond. */

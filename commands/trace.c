@@ -185,8 +185,8 @@ static double median(const double *values, int n)
 }
 
 /* The rank that takes longer than the others time after time, and in which operation: where the median duration of an
- * operation, without waiting, times how often it is done in a step, is furthest above that of the median rank. A rank that was disturbed a few times, on a machine with other work for example, does not count here. Null for one
- * rank. */
+ * operation, without waiting, times how often it is done in a step, is furthest above that of the median rank. A rank
+ * that was disturbed a few times, on a machine with other work for example, does not count here. Null for one rank. */
 static json_t *steadily_slow_to_json(const struct trace *list, const struct rank_time *time, int count,
 		enum trace_part part)
 {

@@ -85,7 +85,7 @@ test_slow_rank() {
 		'[.operations[] | select(.operation == "attention / norm" and .pass == "backward") | .waiting_seconds] == [0]' \
 		'[.operations[] | select(.operation == "reduction") | .waiting_seconds] | add > 0'
 	expect 0 "" "$ling" trace four
-	has out.txt "4 ranks, 60 steps" "the slowest is rank" "steadily, by medians: rank 2 takes 6.""
+	has out.txt "4 ranks, 60 steps" "the slowest is rank" "steadily, by medians: rank 2 takes 6."
 	expect 0 "" "$ling" trace four --rank 3
 	has out.txt "the peak of rank 3 as measured"
 	expect 0 "" "$ling" trace four --rank 3 --json

@@ -328,12 +328,12 @@ static void dispatch_start(struct model *m, struct layer_activations *x, const r
 static void return_rows(struct model *m, struct layer_activations *x)
 {
 	const int64_t H = m->config.hidden_size;
-	struct all_to_all e;
+	struct collective e;
 	combine_arrivals(m->acts.returns, m->acts.expert_rows, x->place, x->begin,
 			sum_of(x->received_rows, m->layout.expert.size), H);
 	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent_rows, m->acts.returns,
 			x->received_rows, H);
-	all_to_all_finish(&e);
+	collective_finish(&e);
 }
 
 /* Sends the N tokens in acts.normed to the ranks of their experts, with each assignment's expert and weight, and makes
@@ -344,7 +344,7 @@ static void dispatch_forward(struct model *m, struct layer_activations *x, int64
 	const int k = m->config.num_experts_per_tok, experts = m->num_experts;
 	real *sent = m->acts.sent_assignments, *arrived = m->acts.arrived_assignments;
 	int64_t *count = m->acts.rank_counts, *arrived_count = count + 2 * g->size; /* [ranks, 2] rows and assignments */
-	struct all_to_all e;
+	struct collective e;
 	send_plan(x->sent_rows, x->sent_assignments, x->sent_token, x->position, x->sent_row, x->index, N, k, g->size,
 			experts);
 	pack_assignments(sent, x->weight, x->index, x->position, x->sent_row, N * k, experts);
@@ -359,7 +359,7 @@ static void dispatch_forward(struct model *m, struct layer_activations *x, int64
 	}
 	x->num_rows = sum_of(x->received_assignments, g->size);
 	all_to_all_start(&e, g, TRAFFIC_DISPATCH, arrived, x->received_assignments, sent, x->sent_assignments, 2);
-	all_to_all_finish(&e);
+	collective_finish(&e);
 	dispatch_start(m, x, m->acts.normed, x->arrivals);
 	arrival_plan(x->expert_offset, x->row, x->expert_weight, x->place, x->begin, arrived, x->num_rows, experts);
 }
@@ -370,7 +370,7 @@ static void return_weight_gradients(struct model *m, struct layer_activations *x
 {
 	struct activations *a = &m->acts;
 	const int k = m->config.num_experts_per_tok;
-	struct all_to_all e;
+	struct collective e;
 	if (m->layout.expert.size == 1) {
 		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
 		return;
@@ -378,7 +378,7 @@ static void return_weight_gradients(struct model *m, struct layer_activations *x
 	permute_backward(a->arrived_assignments, a->dexpert_weight, x->place, x->num_rows);
 	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, a->sent_assignments, x->sent_assignments,
 			a->arrived_assignments, x->received_assignments, 1);
-	all_to_all_finish(&e);
+	collective_finish(&e);
 	permute_backward(a->dweight, a->sent_assignments, x->position, N * k);
 }
 
@@ -431,7 +431,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) { /* out += the sum over a token's k experts of down(weight silu(gate x) * up x) */
 		begin(OP_EXPERTS_GATE_UP, PASS_FORWARD, l, product(x->num_rows, H, 2 * I));
 		if (expert_parallel)
-			all_to_all_finish(&m->dispatch);
+			collective_finish(&m->dispatch);
 		swiglu_forward(a->act, x->gate_up, expert_parallel ? x->arrivals : a->normed, x->row, w->gate_up,
 				x->expert_weight, x->expert_offset, m->num_experts, H, I);
 		dump_output(m, DUMP_EXPERTS_GATE_UP, l, x->gate_up);
@@ -650,7 +650,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	const real *tokens = a->normed, *dout = a->dstream;
 	begin(OP_EXPERTS_DOWN, PASS_BACKWARD, l, product(x->num_rows, H, I));
 	if (expert_parallel) {
-		all_to_all_finish(&m->dispatch);
+		collective_finish(&m->dispatch);
 		tokens = x->arrivals;
 		dout = a->returns;
 	}

@@ -507,16 +507,22 @@ static MPI_Datatype row_type(int64_t width, MPI_Datatype number)
 	return type;
 }
 
+/* How many of the rows each rank has, counts [size], and where they begin, begins [size]. */
+static void shard_counts(int *counts, int *begins, const struct group *g, int64_t rows)
+{
+	for (int r = 0; r < g->size; r++) {
+		begins[r] = mpi_count(shard_begin(rows, r, g->size));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
+	}
+}
+
 /* out from the shards of all ranks; a row has `bytes` bytes, and is one of MPI's `type`. in: NULL, or this rank's shard
  * where it is not in its place in out. */
 static void gather_shards(const struct group *g, enum traffic traffic, void *out, const void *in, int64_t rows,
 		int64_t bytes, MPI_Datatype type)
 {
 	int counts[g->size], begins[g->size];
-	for (int r = 0; r < g->size; r++) {
-		begins[r] = mpi_count(shard_begin(rows, r, g->size));
-		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
-	}
+	shard_counts(counts, begins, g, rows);
 	MPI_Request request;
 	MPI_Iallgatherv(in ? in : MPI_IN_PLACE, counts[g->rank], type, out, counts, begins, type, comm_of(g), &request);
 	wait_for(&request, 1, traffic, count_sent(traffic, (int64_t)counts[g->rank] * (g->size - 1), bytes));
@@ -540,38 +546,42 @@ void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out,
 		gather_shards(g, traffic, out, in, n, sizeof *in, MPI_UINT16_T);
 }
 
-void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+/* The request of a collective that is to be started, with room for `counts` numbers that MPI reads meanwhile. */
+static MPI_Request *collective_begin(struct collective *c, enum traffic traffic, int counts, MPI_Datatype type)
+{
+	*c = (struct collective){.traffic = traffic, .begun = trace_now(), .type = MPI_Type_c2f(type),
+			.counts = mpi_allocate(counts * sizeof *c->counts), .request = mpi_allocate(sizeof(MPI_Request))};
+	mpi.under_way++;
+	return c->request;
+}
+
+void collective_finish(struct collective *c)
+{
+	if (c->request) {
+		MPI_Datatype type = MPI_Type_f2c(c->type);
+		mpi.under_way--;
+		wait_in(c->request, 1, &(struct wait){c->traffic, true, c->begun, c->bytes});
+		MPI_Type_free(&type);
+	}
+	free(c->request);
+	free(c->counts);
+	*c = (struct collective){0};
+}
+
+void all_gather_start(struct collective *c, const struct group *g, enum traffic traffic, real *out, int64_t rows,
 		int64_t width)
 {
 	const int n = g->size;
-	*a = (struct all_gather){.traffic = traffic, .begun = trace_now()};
+	*c = (struct collective){0};
 	if (n == 1)
 		return;
-	int *counts = a->counts = mpi_allocate(2 * n * sizeof *counts), *begins = counts + n;
-	for (int r = 0; r < n; r++) {
-		begins[r] = mpi_count(shard_begin(rows, r, n));
-		counts[r] = mpi_count(shard_begin(rows, r + 1, n)) - begins[r];
-	}
-	MPI_Request *request = a->request = mpi_allocate(sizeof *request);
 	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
-	a->bytes = count_sent(traffic, width * counts[g->rank] * (n - 1), sizeof *out);
+	MPI_Request *request = collective_begin(c, traffic, 2 * n, type);
+	int *counts = c->counts, *begins = counts + n;
+	shard_counts(counts, begins, g, rows);
+	c->bytes = count_sent(traffic, width * counts[g->rank] * (n - 1), sizeof *out);
 	MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, counts, begins, type, comm_of(g), request);
-	a->type = MPI_Type_c2f(type);
-	mpi.under_way++;
-	trace_posted(a->begun);
-}
-
-void all_gather_finish(struct all_gather *a)
-{
-	if (a->request) {
-		MPI_Datatype type = MPI_Type_f2c(a->type);
-		mpi.under_way--;
-		wait_in(a->request, 1, &(struct wait){a->traffic, true, a->begun, a->bytes});
-		MPI_Type_free(&type);
-	}
-	free(a->request);
-	free(a->counts);
-	*a = (struct all_gather){0};
+	trace_posted(c->begun);
 }
 
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)
@@ -662,18 +672,18 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 	wait_for(&request, 1, traffic, count_sent(traffic, (g->size - 1) * n, sizeof *in));
 }
 
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+void all_to_all_start(struct collective *c, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width)
 {
 	const int n = g->size;
-	*e = (struct all_to_all){.traffic = traffic, .begun = trace_now()};
+	*c = (struct collective){0};
 	if (n == 1) {
 		copy_array(out, in, send_rows[0] * width);
 		return;
 	}
-	e->counts = mpi_allocate(4 * n * sizeof *e->counts);
-	MPI_Request *request = e->request = mpi_allocate(sizeof *request);
-	int *send_counts = e->counts, *send_begins = send_counts + n;
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	MPI_Request *request = collective_begin(c, traffic, 4 * n, type);
+	int *send_counts = c->counts, *send_begins = send_counts + n;
 	int *receive_counts = send_begins + n, *receive_begins = receive_counts + n;
 	int64_t sent = 0, received = 0; /* rows to and from the ranks before r */
 	for (int r = 0; r < n; r++) {
@@ -683,26 +693,10 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		receive_begins[r] = mpi_count(received);
 		sent += send_rows[r];
 		received += receive_rows[r];
-		e->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
+		c->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
 	}
-	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
 	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
-	e->type = MPI_Type_c2f(type);
-	mpi.under_way++;
-	trace_posted(e->begun);
-}
-
-void all_to_all_finish(struct all_to_all *e)
-{
-	if (e->request) {
-		MPI_Datatype type = MPI_Type_f2c(e->type);
-		mpi.under_way--;
-		wait_in(e->request, 1, &(struct wait){e->traffic, true, e->begun, e->bytes});
-		MPI_Type_free(&type);
-	}
-	free(e->request);
-	free(e->counts);
-	*e = (struct all_to_all){0};
+	trace_posted(c->begun);
 }
 
 void parallel_progress(void)

@@ -112,6 +112,18 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
 
 /* What a collective is for (enum traffic) is in files/trace.h, which counts the time and the bytes of each. */
 
+/* A collective that was started, and is not finished: between an all_gather_start or all_to_all_start and
+ * collective_finish. */
+struct collective {
+	void *request;               /* MPI_Request; NULL with a group of size 1 */
+	int *counts, type;           /* what MPI reads meanwhile; MPI's handle of the type of a row */
+	enum traffic traffic;
+	uint64_t begun;              /* trace_now() */
+	int64_t bytes;               /* that this rank sends */
+};
+/* Waits until it is done. */
+void collective_finish(struct collective *c);
+
 /* x [n]: the sum over the ranks, or the largest of any rank, in place on every rank. */
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n);
 void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_t n);
@@ -124,16 +136,8 @@ void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out,
 
 /* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be
  * touched. */
-struct all_gather {
-	void *request;               /* MPI_Request; NULL with a group of size 1 */
-	int *counts, type;           /* as in struct all_to_all */
-	enum traffic traffic;
-	uint64_t begun;              /* as in struct reduce_scatter */
-	int64_t bytes;
-};
-void all_gather_start(struct all_gather *a, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+void all_gather_start(struct collective *c, const struct group *g, enum traffic traffic, real *out, int64_t rows,
 		int64_t width);
-void all_gather_finish(struct all_gather *a);
 
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
@@ -164,16 +168,8 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 /* Sends send_rows[r] rows of `in` to each rank r, and receives receive_rows[r] rows from it into `out`; both arrays
  * are in the order of the ranks, [sum of rows, width]. From start to finish, `in` must not be changed and `out` not be
  * read. */
-struct all_to_all {
-	void *request;               /* MPI_Request */
-	int *counts, type;           /* [4, size] what MPI reads meanwhile; MPI's handle of the type of a row */
-	enum traffic traffic;
-	uint64_t begun;              /* as in struct reduce_scatter */
-	int64_t bytes;
-};
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+void all_to_all_start(struct collective *c, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);
-void all_to_all_finish(struct all_to_all *e);
 
 /* Moves on the collectives that were started and are not finished. MPI moves data only while it is called, so call this
  * now and then between start and finish. Does nothing when none is under way; not collective. */

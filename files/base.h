@@ -87,6 +87,7 @@ struct text { char *data; size_t size, capacity; };
 /* Both append a copy: of n bytes, and of a C string. */
 void text_append(struct text *out, const char *bytes, size_t n);
 void text_append_string(struct text *out, const char *string);
+void text_printf(struct text *out, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Appends n bytes of unknown origin as valid UTF-8: each byte that belongs to no UTF-8 character becomes U+FFFD. */
 void text_append_utf8(struct text *out, const char *bytes, size_t n);

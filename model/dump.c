@@ -349,11 +349,11 @@ static void expert_rows_by_choice(real *out, const real *expert_rows, const stru
 	real *returns = malloc((x->num_rows + 1) * width * sizeof *returns), *rows = malloc((R + 1) * width * sizeof *rows);
 	if (!returns || !rows)
 		out_of_memory((x->num_rows + R) * width * sizeof *rows);
-	struct all_to_all e;
+	struct collective e;
 	gather_rows(returns, expert_rows, x->place, x->num_rows, width);
 	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, rows, x->sent_assignments, returns,
 			x->received_assignments, width);
-	all_to_all_finish(&e);
+	collective_finish(&e);
 	rows_by_choice(out, rows, x, R, width);
 	free(returns);
 	free(rows);
@@ -697,6 +697,9 @@ int dump_open(struct dump **out, const struct config *c, const struct model *m, 
 	for (int i = 0; i < c->train.dump.num_steps; i++)
 		if (c->train.dump.steps[i].number > step)
 			d->steps[d->num_steps++] = c->train.dump.steps[i].number;
+	if (d->num_steps < c->train.dump.num_steps && m->layout.world.rank == 0)
+		printf("train.dump: steps up to %lld are done, and are not dumped now; another train.output_dir begins a new "
+				"run\n", (long long)step);
 	if (!d->num_steps) {
 		dump_close(d);
 		return 0;

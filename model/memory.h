@@ -131,7 +131,7 @@ struct model {
 	struct activations acts;
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
-	struct all_to_all dispatch;  /* expert rows under way */
+	struct collective dispatch;  /* expert rows under way */
 	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
 	/* Called by the forward pass before it reads the weights of a block (struct parameter), in the order of the blocks;
 	 * NULL: they are all there. */

@@ -244,9 +244,9 @@ static void test_all_to_all(void)
 				for (int j = 0; j < 2; j++)
 					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
 		}
-		struct all_to_all e;
+		struct collective e;
 		all_to_all_start(&e, &world, TRAFFIC_DISPATCH, out, receive_rows, in, send_rows, 2);
-		all_to_all_finish(&e);
+		collective_finish(&e);
 		for (int r = 0; r < world.size; r++)
 			for (int64_t i = 0; i < receive_rows[r]; i++, at++)
 				for (int j = 0; j < 2; j++)

@@ -337,7 +337,7 @@ void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table,
 	const int block = s->completed++;
 	for (int i = 0; i < table->num_buckets; i++)
 		if (table->buckets[i].block == block)
-			all_gather_finish(&s->exchanges[i].gather);
+			collective_finish(&s->exchanges[i].gather);
 	if (block + 1 < s->num_blocks)
 		start_gather(s, table, weights, block + 1);
 	if (block + 2 < s->num_blocks)

@@ -50,7 +50,7 @@ struct pending_samples {
 };
 
 /* The exchange of a bucket between the replicas. */
-struct outer_exchange { struct reduce_scatter scatter; struct all_gather gather; };
+struct outer_exchange { struct reduce_scatter scatter; struct collective gather; };
 
 struct local_sgd {
 	struct local_options options;

@@ -11,6 +11,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "training/start.h"
 #include "commands/result.h"
 #include "commands/self_check.h"
 

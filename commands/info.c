@@ -165,7 +165,7 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 	const struct layout last = layout_of_replica(ranks - 1, ranks, replicas, tensor, expert);
 	struct memory_plan *m = &p->memory;
 	if (layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
-			c->model.num_experts, ranks / replicas, tensor, expert) < 0 ||
+			c->model.num_experts, ranks / replicas, tensor, expert, "parallel.") < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
 	m->reduction += c->parallel.reduce == REDUCE_BF16 ? m->changes : 0;

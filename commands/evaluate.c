@@ -13,6 +13,7 @@
 #include "ling.h"
 #include "training/evaluation.h"
 #include "commands/engine.h"
+#include "commands/replicas.h"
 #include "commands/result.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
@@ -27,6 +28,7 @@ struct eval_options {
 	bool document_mask, json;
 	int packing, document_token, seq_len, batch;
 	int64_t max_windows;
+	struct replica_options replicas;
 };
 
 /* Fails when the ids of a token file are not those of the model's tokenizer, or of the one named instead. Gives the
@@ -104,19 +106,22 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 		tokens_close(&data);
 		return -1;
 	}
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
-	layout_connect(&layout);
-	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
+	struct layout layout;
+	int rc = replicas_connect(&layout, c, &o->replicas);
+	if (rc == 0)
+		rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, dir);
 		if (rc == 0)
 			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
+		if (rc == 0)
+			replicas_report(&layout);
 		model_free(&m);
 	}
 	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
-	if (rc == 0 && layout.world.rank == 0)
+	if (rc == 0 && layout.all.rank == 0)
 		result_print(loss_report(&e), o->json, print_loss);
 	tokens_close(&data);
 	return rc;
@@ -220,6 +225,8 @@ static int run_eval(const struct command_line *line)
 	else if (o->data && (option_given(line, "batch") || option_given(line, "out") ||
 			option_given(line, "chat-form")))
 		rc = fail("--batch, --out and --chat-form go with --tasks");
+	else if (o->tasks && (option_given(line, "tensor") || option_given(line, "expert")))
+		rc = fail("--tensor and --expert go with --data");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "packing") || option_given(line, "document-mask") ||
 			option_given(line, "document-token")))
@@ -256,6 +263,7 @@ static const struct command_option options[] = {
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
 	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
+	REPLICA_OPTIONS(eval_options),
 	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
 };
 

@@ -48,13 +48,15 @@ eval: { every: off }
 log: { every: 100 }
 YAML
 
+declare -A keys=([step]="" [local]="local.steps=$period local.warmup_steps=$warmup")
 declare -A runs=([step]=$out/step-$steps-$replicas [local]=$out/local-$steps-$replicas-$period-$warmup) # and -SEED
 for seed in $seeds; do
 	for way in step local; do
 		run=${runs[$way]}-$seed
 		echo "$way, seed $seed:"
+		# shellcheck disable=SC2086 # words are meant to split
 		mpirun -n "$replicas" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 ./ling train "$out/config.yaml" \
-			train.output_dir="$run" train.seed="$seed" parallel.sync=$way local.steps="$period" local.warmup_steps="$warmup"
+			train.output_dir="$run" train.seed="$seed" parallel.sync=$way ${keys[$way]}
 	done
 done
 

@@ -40,9 +40,10 @@ trap 'exit 130' INT TERM
 ip netns add ling-a
 ip netns add ling-b
 ip -n ling-a link add link0 type veth peer name link0 netns ling-b
+ip -n ling-a address add 10.99.0.1/24 dev link0
+ip -n ling-b address add 10.99.0.2/24 dev link0
 for host in a b; do
 	ip -n ling-$host link set lo up
-	ip -n ling-$host address add 10.99.0.$([ $host = a ] && echo 1 || echo 2)/24 dev link0
 	ip -n ling-$host link set link0 up
 	tc -n ling-$host qdisc add dev link0 root tbf rate "$rate" burst 256kb latency 50ms
 done

@@ -537,6 +537,32 @@ void kernels_init(bool openblas)
 	set_openblas_threads(1);
 }
 
+void kernels_set_threads(int threads)
+{
+	omp_set_num_threads(threads);
+}
+
+static struct { void (*task)(void *observer, bool begins); void *observer; } measured; /* see kernels_observe */
+
+void kernels_observe(void (*task)(void *observer, bool begins), void *observer)
+{
+	measured.task = task;
+	measured.observer = observer;
+}
+
+/* To be called at the begin and at the end of each task that goes to whichever thread is free. */
+static void begin_task(void)
+{
+	if (measured.task)
+		measured.task(measured.observer, true);
+}
+
+static void end_task(void)
+{
+	if (measured.task)
+		measured.task(measured.observer, false);
+}
+
 int kernels_threads(void)
 {
 	return omp_get_max_threads();
@@ -622,11 +648,13 @@ double sum_of_squares(const real *x, int64_t n)
 	double partial[SUM_BLOCKS];
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		double sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++)
 			sum += (double)x[i] * x[i];
 		partial[b] = sum;
+		end_task();
 	}
 	double sum = 0;
 	for (int b = 0; b < SUM_BLOCKS; b++)
@@ -769,6 +797,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 				const int64_t n = tile_begin(j, cols, tile.cols), n_end = tile_begin(j + 1, cols, tile.cols);
 				#pragma omp task
 				{
+					begin_task();
 					struct epilogue tile_epilogue = {0};
 					if (by_tile) {
 						tile_epilogue = *epilogue;
@@ -777,6 +806,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 					gemm_with_epilogue(t_end - t, n_end - n, k, 1, submatrix(in, k, row_index, t, 0, false),
 							weight_columns(&w[g], n, k, cols, transpose), accumulate, out + t * cols + n, cols,
 							by_tile ? &tile_epilogue : NULL);
+					end_task();
 				}
 			}
 	}
@@ -817,8 +847,12 @@ void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_
 				const int64_t n = tile_begin(i, N, tile.rows), n_end = tile_begin(i + 1, N, tile.rows);
 				const int64_t k = tile_begin(j, K, tile.cols), k_end = tile_begin(j + 1, K, tile.cols);
 				#pragma omp task /* also without rows: the gradient of an expert that no token chose is 0 */
-				gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
-						submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
+				{
+					begin_task();
+					gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
+							submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
+					end_task();
+				}
 			}
 	}
 }
@@ -849,11 +883,13 @@ void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accum
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		real *partial = scratch + b * N;
 		memset(partial, 0, N * sizeof *partial);
 		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
 			for (int64_t j = 0; j < N; j++)
 				partial[j] += dy[t * N + j];
+		end_task();
 	}
 	add_partial_rows(dbias, scratch, N, accumulate);
 }
@@ -928,6 +964,7 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
 	/* With n = x rstd and g = dout w:  dx = rstd (g - n mean(g n)),  dw = sum over tokens of dout n. */
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		real *partial = scratch + b * H;
 		memset(partial, 0, H * sizeof *partial);
 		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++) {
@@ -942,6 +979,7 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
 				partial[j] += dout_row[j] * x_row[j] * r;
 			}
 		}
+		end_task();
 	}
 	add_partial_rows(dw, scratch, H, accumulate);
 }
@@ -1149,12 +1187,14 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 		for (int kv = 0; kv < nkv; kv++)
 			for (int64_t group = 0; group < cut.head_groups; group++)
 				for (int64_t block = cut.num_blocks - 1; block >= 0; block--) { /* the last first: it takes longest */
+					begin_task();
 					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
 					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
 					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
 					attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
 							sequence + q.first * stride, k, k + nkv * d, stride, d,
 							scratch + omp_get_thread_num() * block_scratch(d));
+					end_task();
 				}
 }
 
@@ -1247,6 +1287,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 	for (int64_t b = 0; b < B; b++)
 		/* one thread for all of a key-value head: its query heads add to the same dK and dV */
 		for (int kv = 0; kv < nkv; kv++) {
+			begin_task();
 			const int64_t keys = b * L * stride + (nh + kv) * d; /* where the keys of this head begin in qkv */
 			const real *k = qkv + keys;
 			real *dk = dqkv + keys, *dv = dk + nkv * d;
@@ -1263,6 +1304,7 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 							out + first * nh * d, lse + first * nh, qkv + first * stride, k, k + nkv * d, stride, d,
 							scratch + omp_get_thread_num() * block_scratch(d));
 				}
+			end_task();
 		}
 }
 
@@ -1488,6 +1530,7 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
+		begin_task();
 		double *c = count + b * E, *ps = p_sum + b * E;
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
@@ -1505,6 +1548,7 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 			sum.z += (double)lse[t] * lse[t];
 		}
 		sums[b] = sum;
+		end_task();
 	}
 }
 

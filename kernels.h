@@ -26,6 +26,11 @@
 void kernels_init(bool openblas);
 /* The threads that a kernel uses: OMP_NUM_THREADS. */
 int kernels_threads(void);
+/* Uses so many threads from now on, also where they are more than the cores. */
+void kernels_set_threads(int threads);
+/* Measures how the work is cut: from now on each thread calls task(observer, true) when a task begins that goes to
+ * whichever thread is free, and task(observer, false) when it ends. NULL: no more. */
+void kernels_observe(void (*task)(void *observer, bool begins), void *observer);
 
 /* A single product c [m, n] = A B, to check and measure: a is A [m, k], or if transpose_a its transpose [k, m]; b is
  * B [k, n], or if transpose_b its transpose [n, k]. By OpenBLAS with so many threads, or if openblas_threads is 0 by

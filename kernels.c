@@ -1046,16 +1046,23 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
 
 enum { QUERY_BLOCK = 256, KEY_BLOCK = UNPACKED_LD }; /* rows and keys of a block, at most */
 
-/* Elements of a thread's part of the scratch: scores and their gradients [QUERY_BLOCK, KEY_BLOCK], and outputs or the
- * gradients of queries [QUERY_BLOCK, d]. */
+/* A pair of a query block and a key block: its scores, or probabilities, and their gradients, both [QUERY_BLOCK,
+ * KEY_BLOCK]. */
+enum { PAIR = 2 * QUERY_BLOCK * KEY_BLOCK };
+
+/* Elements of a thread's part of the scratch: a pair, and outputs or the gradients of queries [QUERY_BLOCK, d]. */
 static int64_t block_scratch(int64_t d)
 {
-	return QUERY_BLOCK * (2 * KEY_BLOCK + d);
+	return PAIR + QUERY_BLOCK * d;
 }
 
-int64_t attention_scratch(int64_t d)
+/* Pairs that the backward pass keeps where the threads share the heads, see attention_backward_shared. */
+enum { PAIRS_PER_THREAD = 8 };
+
+int64_t attention_scratch(int nkv, int64_t d, bool backward)
 {
-	return block_scratch(d) * kernels_threads();
+	const int64_t threads = kernels_threads();
+	return threads * (block_scratch(d) + (backward && nkv % threads ? PAIRS_PER_THREAD * PAIR : 0));
 }
 
 /* A block of queries: `heads` heads from `head` on, which share a key-value head, at `positions` positions of the
@@ -1180,22 +1187,33 @@ static void attention_block_forward(real *out, real *lse, const struct query_blo
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh,
 		int nkv, int64_t d, real *scratch)
 {
+	enum { PER_THREAD = 4 };
 	const int64_t stride = (nh + 2 * nkv) * d;
-	const struct query_blocking cut = choose_query_blocking(L, nh, nkv);
-	#pragma omp parallel for collapse(4) schedule(dynamic)
-	for (int64_t b = 0; b < B; b++)
-		for (int kv = 0; kv < nkv; kv++)
-			for (int64_t group = 0; group < cut.head_groups; group++)
-				for (int64_t block = cut.num_blocks - 1; block >= 0; block--) { /* the last first: it takes longest */
-					begin_task();
-					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
-					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
-					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
-					attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
-							sequence + q.first * stride, k, k + nkv * d, stride, d,
-							scratch + omp_get_thread_num() * block_scratch(d));
-					end_task();
-				}
+	struct query_blocking cut = choose_query_blocking(L, nh, nkv);
+	int64_t heads = B * nkv * cut.head_groups; /* head groups in all sequences */
+	const bool few = heads * cut.num_blocks < PER_THREAD * omp_get_max_threads();
+	if (few) { /* a head at a time: no bit depends on the block that a row is in */
+		cut.heads = 1;
+		cut.head_groups = nh / nkv;
+		heads = B * nh;
+	}
+	/* The last blocks of a sequence take longest and come first: of each head group, whose keys are then in the cache;
+	 * of all, where there are few. */
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < heads * cut.num_blocks; i++) {
+		begin_task();
+		const int64_t head = few ? i % heads : i / cut.num_blocks;
+		const int64_t block = cut.num_blocks - 1 - (few ? i / heads : i % cut.num_blocks);
+		const int64_t group = head % cut.head_groups, b = head / cut.head_groups / nkv;
+		const int kv = (int)(head / cut.head_groups % nkv);
+		const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
+		const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
+		const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
+		attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
+				sequence + q.first * stride, k, k + nkv * d, stride, d,
+				scratch + omp_get_thread_num() * block_scratch(d));
+		end_task();
+	}
 }
 
 void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv,
@@ -1227,85 +1245,217 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
 	}
 }
 
-/* One block's part of the backward pass: writes its rows of dqkv, and adds to dk and dv, the gradients of its
- * key-value head's keys and values. dqkv, dout, out, lse and qkv begin at the block's first position; dk, dv, k and v
- * at position 0, rows ld apart. */
-static void attention_block_backward(real *dqkv, real *dk, real *dv, const struct query_block *q, const real *dout,
-		const real *out, const real *lse, const real *qkv, const real *k, const real *v, int64_t ld, int64_t d,
-		real *scratch)
+/* The arrays of the backward pass, of all sequences. */
+struct attention_gradient {
+	real *dqkv;
+	const real *dout, *out, *lse, *qkv;
+	const int32_t *document;     /* or NULL */
+	int64_t L, d, stride;        /* stride: of a row of qkv */
+	int nh, nkv;
+	struct query_blocking cut;
+};
+
+/* A block of the queries of sequence b, and where its first position's rows are. */
+struct placed_block { struct query_block q; const real *dout, *out, *lse, *qkv; real *dqkv; };
+
+static struct placed_block place_block(const struct attention_gradient *g, const struct query_blocking *cut, int64_t b,
+		int kv, int64_t group, int64_t block)
 {
-	/* With scores S = Q K^T / sqrt(d), P = softmax(S) = e^(S - lse) and O = P V, by rows:
-	 *   dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP_j P_j), where that sum is dO . O;
-	 *   dQ = dS K / sqrt(d);  dK = dS^T Q / sqrt(d).
-	 * `dp` becomes dS / sqrt(d). */
-	const real scale = (real)(1 / sqrt((double)d));
-	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = dp + QUERY_BLOCK * KEY_BLOCK, dot[QUERY_BLOCK];
-	for (int64_t r = 0; r < q->rows; r++) {
-		const real *o = out + q->out_row[r] * d, *d_o = dout + q->out_row[r] * d;
+	struct placed_block x = {.q = make_query_block(cut, kv, group, block, 0,
+			g->document ? g->document + b * g->L : NULL, g->L, g->nh, g->nkv)};
+	const int64_t first = b * g->L + x.q.first;
+	x.dout = g->dout + first * g->nh * g->d;
+	x.out = g->out + first * g->nh * g->d;
+	x.lse = g->lse + first * g->nh;
+	x.qkv = g->qkv + first * g->stride;
+	x.dqkv = g->dqkv + first * g->stride;
+	return x;
+}
+
+/* dot [rows] = dout . out of each row of the block */
+static void block_dots(real *dot, const struct placed_block *x, int64_t d)
+{
+	for (int64_t r = 0; r < x->q.rows; r++) {
+		const real *o = x->out + x->q.out_row[r] * d, *d_o = x->dout + x->q.out_row[r] * d;
 		real sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t j = 0; j < d; j++)
 			sum += d_o[j] * o[j];
 		dot[r] = sum;
 	}
-	for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
-		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * ld;
-		attention_scores(p, q, qkv, k + offset, keys, ld, d);
-		gemm(q->rows, keys, d, 1, block_rows(dout, q->out_row, d), transposed(v + offset, ld), false, dp,
-				KEY_BLOCK);
-		for (int64_t r = 0; r < q->rows; r++) {
-			real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
-			const real row_lse = lse[q->out_row[r]], row_dot = dot[r];
-			const struct key_range seen = unmasked_keys(q, r, key, keys);
-			#pragma omp simd
-			for (int64_t j = seen.from; j < seen.to; j++) {
-				p_row[j] = exponential(p_row[j] - row_lse);
-				dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
-			}
-			memset(p_row, 0, seen.from * sizeof *p_row);
-			memset(dp_row, 0, seen.from * sizeof *dp_row);
-			memset(p_row + seen.to, 0, (keys - seen.to) * sizeof *p_row);
-			memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
+}
+
+/* A block of queries and the keys from `key` on, KEY_BLOCK of them or as many as there are up to the block's last
+ * query, which it returns: p and dp [rows, KEY_BLOCK], and dq, rows dq_ld apart, to which it adds unless these are the
+ * first keys. k and v are those of the key-value head at position 0, rows ld apart. A row's bits do not depend on the
+ * others. */
+static int64_t attention_pair_backward(real *p, real *dp, real *dq, int64_t dq_ld, const struct placed_block *x,
+		const real *dot, const real *k, const real *v, int64_t ld, int64_t d, int64_t key)
+{
+	/* With scores S = Q K^T / sqrt(d), P = softmax(S) = e^(S - lse) and O = P V, by rows:
+	 *   dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP_j P_j), where that sum is dO . O;
+	 *   dQ = dS K / sqrt(d);  dK = dS^T Q / sqrt(d).
+	 * `dp` becomes dS / sqrt(d). */
+	const struct query_block *q = &x->q;
+	const real scale = (real)(1 / sqrt((double)d));
+	const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key);
+	attention_scores(p, q, x->qkv, k + key * ld, keys, ld, d);
+	gemm(q->rows, keys, d, 1, block_rows(x->dout, q->out_row, d), transposed(v + key * ld, ld), false, dp, KEY_BLOCK);
+	for (int64_t r = 0; r < q->rows; r++) {
+		real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
+		const real row_lse = x->lse[q->out_row[r]], row_dot = dot[r];
+		const struct key_range seen = unmasked_keys(q, r, key, keys);
+		#pragma omp simd
+		for (int64_t j = seen.from; j < seen.to; j++) {
+			p_row[j] = exponential(p_row[j] - row_lse);
+			dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
 		}
-		gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(dout, q->out_row, d), true, dv + offset,
-				ld);
-		gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + offset, ld), key > first_key_of_block(q),
-				dq, d);
-		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(qkv, q->qkv_row, d), true, dk + offset,
-				ld);
+		memset(p_row, 0, seen.from * sizeof *p_row);
+		memset(dp_row, 0, seen.from * sizeof *dp_row);
+		memset(p_row + seen.to, 0, (keys - seen.to) * sizeof *p_row);
+		memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
 	}
-	for (int64_t r = 0; r < q->rows; r++)
-		memcpy(dqkv + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
+	gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + key * ld, ld), key > first_key_of_block(q), dq,
+			dq_ld);
+	return keys;
+}
+
+/* All blocks of key-value head kv of sequence b, by one thread: writes their rows of dqkv, and adds to those of their
+ * keys and values. */
+static void attention_head_backward(const struct attention_gradient *g, int64_t b, int kv, real *scratch)
+{
+	const int64_t d = g->d, ld = g->stride, keys_at = b * g->L * ld + (g->nh + kv) * d;
+	const real *k = g->qkv + keys_at, *v = k + g->nkv * d;
+	real *dk = g->dqkv + keys_at, *dv = dk + g->nkv * d;
+	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = p + PAIR, dot[QUERY_BLOCK];
+	for (int64_t group = 0; group < g->cut.head_groups; group++)
+		for (int64_t block = 0; block < g->cut.num_blocks; block++) {
+			const struct placed_block x = place_block(g, &g->cut, b, kv, group, block);
+			const struct query_block *q = &x.q;
+			block_dots(dot, &x, d);
+			for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
+				const int64_t keys = attention_pair_backward(p, dp, dq, d, &x, dot, k, v, ld, d, key);
+				gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(x.dout, q->out_row, d), true,
+						dv + key * ld, ld);
+				gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(x.qkv, q->qkv_row, d), true,
+						dk + key * ld, ld);
+			}
+			for (int64_t r = 0; r < q->rows; r++)
+				memcpy(x.dqkv + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
+		}
+}
+
+/* A window of query blocks and key blocks, of one head group, for `heads` key-value heads from number `head` on, all
+ * sequences' counted on. pairs [heads, query_blocks, key_blocks, PAIR]. */
+struct pair_window { int64_t head, heads, group, first_query, query_blocks, first_key, key_blocks; };
+
+static real *pair_in_window(real *pairs, const struct pair_window *w, int64_t head, int64_t block, int64_t key_block)
+{
+	return pairs + ((head * w->query_blocks + block - w->first_query) * w->key_blocks + key_block - w->first_key) * PAIR;
+}
+
+/* Fills the pairs of a window, and writes or adds to the queries' rows of dqkv. A task is one query head's rows of a
+ * block. */
+static void fill_window(const struct attention_gradient *g, const struct pair_window *w, real *pairs)
+{
+	const int64_t d = g->d, ld = g->stride, per_head = g->nh / g->nkv, first = w->group * g->cut.heads;
+	const int64_t heads = min64(g->cut.heads, per_head - first); /* query heads of the group */
+	const struct query_blocking one = {.heads = 1, .head_groups = per_head, .positions = g->cut.positions,
+			.num_blocks = g->cut.num_blocks};
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < w->query_blocks * w->heads * heads; i++) { /* the last block first: it takes longest */
+		begin_task();
+		const int64_t block = w->first_query + w->query_blocks - 1 - i / (w->heads * heads);
+		const int64_t head = i / heads % w->heads, b = (w->head + head) / g->nkv, h = i % heads;
+		const int kv = (int)((w->head + head) % g->nkv);
+		const real *k = g->qkv + b * g->L * ld + (g->nh + kv) * d;
+		const struct placed_block x = place_block(g, &one, b, kv, first + h, block);
+		const int64_t begin = max64(w->first_key * KEY_BLOCK, first_key_of_block(&x.q));
+		const int64_t end = min64((w->first_key + w->key_blocks) * KEY_BLOCK, x.q.first + x.q.positions);
+		real dot[QUERY_BLOCK];
+		block_dots(dot, &x, d);
+		for (int64_t key = begin; key < end; key += KEY_BLOCK) {
+			real *p = pair_in_window(pairs, w, head, block, key / KEY_BLOCK) + h * x.q.positions * KEY_BLOCK;
+			attention_pair_backward(p, p + QUERY_BLOCK * KEY_BLOCK, x.dqkv + x.q.head * d, ld, &x, dot, k,
+					k + g->nkv * d, ld, d, key);
+		}
+		end_task();
+	}
+}
+
+/* Adds a window's pairs to the rows of its keys and values in dqkv. A task is a tile of dk or dv of a key block: a
+ * sum over queries is never cut, and is in the order of attention_head_backward. */
+static void add_window(const struct attention_gradient *g, const struct pair_window *w, const real *pairs)
+{
+	enum { PER_THREAD = 4, MAX_TILES = KEY_BLOCK / (4 * MR) };
+	const int64_t d = g->d, ld = g->stride, columns = 2 * count_tiles(d, NR), blocks = w->heads * w->key_blocks;
+	const int64_t wanted = count_tiles(PER_THREAD * omp_get_max_threads(), blocks * columns);
+	const int64_t tiles = min64(wanted, MAX_TILES), tile = (KEY_BLOCK / tiles + MR - 1) / MR * MR;
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < blocks * columns * tiles; i++) { /* the first keys first: most queries see them */
+		begin_task();
+		const int64_t key_block = w->first_key + i / (w->heads * columns * tiles);
+		const int64_t head = i / (columns * tiles) % w->heads, b = (w->head + head) / g->nkv;
+		const int64_t column = i / tiles % columns / 2 * NR, key = i % tiles * tile;
+		const int kv = (int)((w->head + head) % g->nkv);
+		const bool values = i / tiles % 2;
+		real *to = g->dqkv + (b * g->L + key_block * KEY_BLOCK + key) * ld + (g->nh + kv + values * g->nkv) * d + column;
+		for (int64_t block = w->first_query; block < w->first_query + w->query_blocks; block++) {
+			const struct placed_block x = place_block(g, &g->cut, b, kv, w->group, block);
+			const int64_t keys = min64(KEY_BLOCK, x.q.first + x.q.positions - key_block * KEY_BLOCK);
+			if (keys <= key || first_key_of_block(&x.q) > key_block * KEY_BLOCK)
+				continue;
+			const real *pair = pair_in_window((real *)pairs, w, head, block, key_block) + key +
+					(values ? 0 : QUERY_BLOCK * KEY_BLOCK);
+			gemm(min64(tile, keys - key), min64(NR, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
+					values ? block_rows(x.dout + column, x.q.out_row, d) : block_rows(x.qkv + column, x.q.qkv_row, d),
+					true, to, ld);
+		}
+		end_task();
+	}
+}
+
+/* What attention_head_backward computes, to the bit, for `heads` key-value heads from number `head` on, fewer than the
+ * threads, which share each of them: first the pairs of a window, by rows, then the sums over them, by keys. */
+static void attention_backward_shared(const struct attention_gradient *g, int64_t head, int64_t heads, real *pairs)
+{
+	enum { KEY_BLOCKS = PAIRS_PER_THREAD }; /* of a window, at most: so the pairs are enough for a query block */
+	const int64_t key_blocks = count_tiles(g->L, KEY_BLOCK), width = min64(key_blocks, KEY_BLOCKS);
+	const int64_t height = PAIRS_PER_THREAD * omp_get_max_threads() / (heads * width);
+	for (int64_t group = 0; group < g->cut.head_groups; group++)
+		for (int64_t key = 0; key < key_blocks; key += width)
+			/* the first block with a position that sees these keys */
+			for (int64_t block = key * KEY_BLOCK / g->cut.positions; block < g->cut.num_blocks; block += height) {
+				const struct pair_window w = {.head = head, .heads = heads, .group = group, .first_query = block,
+						.query_blocks = min64(height, g->cut.num_blocks - block), .first_key = key,
+						.key_blocks = min64(width, key_blocks - key)};
+				fill_window(g, &w, pairs);
+				add_window(g, &w, pairs);
+			}
 }
 
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
 		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
 {
-	const int64_t stride = (nh + 2 * nkv) * d;
-	const struct query_blocking cut = choose_query_blocking(L, nh, nkv);
-	#pragma omp parallel for collapse(2) schedule(dynamic)
-	for (int64_t b = 0; b < B; b++)
-		/* one thread for all of a key-value head: its query heads add to the same dK and dV */
-		for (int kv = 0; kv < nkv; kv++) {
-			begin_task();
-			const int64_t keys = b * L * stride + (nh + kv) * d; /* where the keys of this head begin in qkv */
-			const real *k = qkv + keys;
-			real *dk = dqkv + keys, *dv = dk + nkv * d;
-			for (int64_t t = 0; t < L; t++) {
-				memset(dk + t * stride, 0, d * sizeof *dk);
-				memset(dv + t * stride, 0, d * sizeof *dv);
-			}
-			for (int64_t group = 0; group < cut.head_groups; group++)
-				for (int64_t block = 0; block < cut.num_blocks; block++) {
-					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
-					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
-					const int64_t first = b * L + q.first; /* of the block, in all sequences */
-					attention_block_backward(dqkv + first * stride, dk, dv, &q, dout + first * nh * d,
-							out + first * nh * d, lse + first * nh, qkv + first * stride, k, k + nkv * d, stride, d,
-							scratch + omp_get_thread_num() * block_scratch(d));
-				}
-			end_task();
-		}
+	enum { MANY_PER_THREAD = 8 };
+	const struct attention_gradient g = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv,
+			.document = document, .L = L, .d = d, .stride = (nh + 2 * nkv) * d, .nh = nh, .nkv = nkv,
+			.cut = choose_query_blocking(L, nh, nkv)};
+	/* A thread takes a whole key-value head of a sequence, whose query heads add to the same dK and dV. What would not
+	 * be enough for all threads once more is shared, unless it is little beside the rest. */
+	const int64_t threads = omp_get_max_threads(), heads = B * nkv;
+	const int64_t shared = heads >= MANY_PER_THREAD * threads ? 0 : heads % threads;
+	#pragma omp parallel for
+	for (int64_t t = 0; t < B * L; t++)
+		memset(dqkv + t * g.stride + nh * d, 0, 2 * nkv * d * sizeof *dqkv);
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < heads - shared; i++) {
+		begin_task();
+		attention_head_backward(&g, i / nkv, (int)(i % nkv), scratch + omp_get_thread_num() * block_scratch(d));
+		end_task();
+	}
+	if (shared)
+		attention_backward_shared(&g, heads - shared, shared, scratch + threads * block_scratch(d));
 }
 
 /* ============================================================================================================

@@ -123,8 +123,8 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
 
 /* -- causal attention -- */
 
-/* Elements of `scratch` for all threads. */
-int64_t attention_scratch(int64_t d);
+/* Elements of `scratch` for all threads; backward: that of attention_backward too. */
+int64_t attention_scratch(int nkv, int64_t d, bool backward);
 /* out [B L, nh d] from qkv [B L, (nh + 2 nkv) d] after RoPE; lse [B L, nh] the log-sum-exp of each query's scores. */
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh,
 		int nkv, int64_t d, real *scratch);

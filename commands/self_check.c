@@ -238,7 +238,7 @@ static void reference_attention(double *out, double *const in[], const int64_t *
 static void run_attention(const struct call *x)
 {
 	const int64_t B = x->s[0], L = x->s[1], nh = x->s[2], nkv = x->s[3], d = x->s[4];
-	real *lse = x->scratch + attention_scratch(d);
+	real *lse = x->scratch + attention_scratch(nkv, d, true);
 	int32_t memory[B * L];
 	const int32_t *document = check_documents(memory, B, L, x->s[5]);
 	attention_forward(x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch);
@@ -555,7 +555,9 @@ enum { CHECK_DOUBLES = 1 << 20, CHECK_MAX_HEAD_DIM = 8 };
 
 int64_t self_check_scratch(void)
 {
-	return CHECK_DOUBLES + attention_scratch(CHECK_MAX_HEAD_DIM) * sizeof(real) / sizeof(double);
+	/* with this number of key-value heads attention needs most */
+	return CHECK_DOUBLES + attention_scratch(kernels_threads() + 1, CHECK_MAX_HEAD_DIM, true) * sizeof(real) /
+			sizeof(double);
 }
 
 /* Takes n doubles, or reals, from a block of memory. */

@@ -158,7 +158,8 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	}
 	acts->act = arena_alloc_real(mem->arrivals, A * I);
 	acts->shared_act = arena_alloc_real(a, N * W);
-	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->head_dim));
+	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->num_key_value_heads, c->head_dim,
+			training));
 	acts->expert_count = arena_alloc(a, E, sizeof(int64_t));
 	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
 	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));

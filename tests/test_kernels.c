@@ -236,7 +236,7 @@ static void test_attention_large_scores(void **state)
 	(void)state;
 	const real qkv[3][6] = {{1000, 0, 1000, 0, 1, 2}, {0, 1000, 0, 1000, 3, 4}, {1000, 0, 500, 500, 5, 6}};
 	const real expected[3][2] = {{1, 2}, {3, 4}, {1, 2}};
-	real out[3][2], lse[3], *work = nan_array(attention_scratch(2));
+	real out[3][2], lse[3], *work = nan_array(attention_scratch(1, 2, false));
 	attention_forward(out[0], lse, qkv[0], NULL, 1, 3, 1, 1, 2, work);
 	assert_memory_equal(out, expected, sizeof out);
 	free(work);
@@ -590,6 +590,47 @@ static void test_threads(void **state)
 	free(x), free(w), free(rstd), free(work);
 }
 
+/* The bits of attention, forward and backward, for any number of threads: one key-value head may be shared by all of
+ * them, or each thread have one or several; with few blocks and with many, and with documents. The gradients of one
+ * thread are checked in test_self_check and in the models' tests. */
+static void test_attention_threads(void **state)
+{
+	(void)state;
+	static const struct { int64_t B, L; int nh, nkv; int64_t d; bool documents; } shapes[] = {
+		{1, 300, 4, 1, 32, false}, {1, 700, 4, 2, 40, true}, {3, 130, 3, 1, 8, false}, {1, 2600, 2, 1, 8, false},
+		{1, 2100, 1, 1, 16, true}, {1, 520, 7, 1, 16, false}, {35, 20, 2, 1, 8, true}, {2, 600, 4, 4, 16, false},
+	};
+	static const int threads[] = {1, 2, 3, 8, 32};
+	const int before = omp_get_max_threads();
+	for (size_t c = 0; c < sizeof shapes / sizeof *shapes; c++) {
+		const int64_t B = shapes[c].B, L = shapes[c].L, d = shapes[c].d, T = B * L;
+		const int nh = shapes[c].nh, nkv = shapes[c].nkv;
+		const int64_t width = (nh + 2 * nkv) * d, size = T * (nh * d + nh + width);
+		real *qkv = normal_array(T * width, 1), *dout = normal_array(T * nh * d, 2), *first = NULL;
+		int32_t *document = allocate(T * sizeof *document);
+		for (int64_t t = 0; t < T; t++) /* documents of 290 tokens, another place in each sequence */
+			document[t] = (int32_t)((t % L + 7 * (t / L)) / 290 ? (t % L + 7 * (t / L)) / 290 * 290 - 7 * (t / L) : 0);
+		for (int i = 0; i < 5; i++) {
+			omp_set_num_threads(threads[i]);
+			real *out = nan_array(size), *lse = out + T * nh * d, *dqkv = lse + T * nh;
+			real *work = nan_array(attention_scratch(nkv, d, true));
+			const int32_t *own = shapes[c].documents ? document : NULL;
+			attention_forward(out, lse, qkv, own, B, L, nh, nkv, d, work);
+			attention_backward(dqkv, dout, out, lse, qkv, own, B, L, nh, nkv, d, work);
+			first = i ? first : out;
+			for (int64_t j = 0; j < size; j++)
+				if (isnan(out[j]) || memcmp(&out[j], &first[j], sizeof *out))
+					fail_msg("shape %zu, %d threads: element %lld is %g, not %g", c, threads[i], (long long)j, out[j],
+							first[j]);
+			free(work);
+			if (i)
+				free(out);
+		}
+		free(first), free(document), free(qkv), free(dout);
+	}
+	omp_set_num_threads(before);
+}
+
 /* Uniform numbers, like normal ones, do not depend on where a call begins, nor on the stream's `first`. */
 static void test_uniform_positions(void **state)
 {
@@ -686,7 +727,7 @@ int main(void)
 		cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts),
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
-		cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_threads), cmocka_unit_test(test_attention_threads),
 		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions),
 		cmocka_unit_test(test_permutations_differ),
 	};

@@ -718,22 +718,25 @@ static int64_t tile_begin(int64_t i, int64_t n, int64_t size)
 }
 
 /* The tiles for `groups` results of about [rows, cols] each: as large as possible, since each tile packs its operands
- * anew, but enough of them for all threads. */
-static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols)
+ * anew, but enough of them for all threads. whole_rows: rather as wide as the result. */
+static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols, bool whole_rows)
 {
-	enum { LARGEST = 1024, SMALLEST = 64, PER_THREAD = 2, MANY_PER_THREAD = 8 };
+	enum { LARGEST = 1024, SMALLEST = 64, FEW_THREADS = 8, MANY_PER_THREAD = 8 };
 	const int threads = omp_get_max_threads();
+	const int per_thread = threads > FEW_THREADS ? 4 : 2; /* of many threads some are slow */
 	if (groups > 1)
 		rows += rows / 4; /* so that a group of a few more rows than the mean is not cut for them */
 	int64_t row_tiles = max64(count_tiles(rows, LARGEST), 1), col_tiles = count_tiles(cols, NC);
 	for (;;) {
 		const struct tile_size tile = {max64(rows / row_tiles + 1, SMALLEST), cols / col_tiles + 1};
 		const int64_t tiles = groups * row_tiles * col_tiles;
-		/* Few tiles should be a multiple of the threads; with many, threads that are done early take more of them. */
-		if ((tiles >= PER_THREAD * threads && tiles % threads == 0) || tiles >= MANY_PER_THREAD * threads ||
+		/* Few tiles should be a multiple of the threads, if all are alike; with many, threads that are done early take
+		 * more of them. */
+		if ((groups == 1 && tiles >= per_thread * threads && tiles % threads == 0) ||
+				tiles >= MANY_PER_THREAD * threads ||
 				(tile.rows <= SMALLEST && tile.cols <= SMALLEST))
 			return tile;
-		if (tile.rows > tile.cols)
+		if (tile.rows > (whole_rows && col_tiles == 1 ? SMALLEST : tile.cols))
 			row_tiles++;
 		else
 			col_tiles++;
@@ -784,7 +787,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 		groups += offset[g + 1] > offset[g];
 	if (groups == 0)
 		return;
-	const struct tile_size tile = choose_tile_size(groups, offset[G] / groups, cols);
+	const struct tile_size tile = choose_tile_size(groups, offset[G] / groups, cols, epilogue != NULL);
 	const bool by_tile = epilogue && count_tiles(cols, tile.cols) == 1;
 	#pragma omp parallel if (offset[G] * k * cols / LANES > MIN_PARALLEL_ELEMENTS)
 	#pragma omp single
@@ -835,10 +838,17 @@ void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row_
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row_index, const real *x,
 		const int32_t *x_row_index, const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate)
 {
-	const struct tile_size tile = choose_tile_size(G, N, K);
+	const struct tile_size tile = choose_tile_size(G, N, K, false);
+	int order[G]; /* the groups, those with the most rows first: they take longest */
+	for (int g = 0, i; g < G; g++) {
+		for (i = g; i > 0 && offset[order[i - 1] + 1] - offset[order[i - 1]] < offset[g + 1] - offset[g]; i--)
+			order[i] = order[i - 1];
+		order[i] = g;
+	}
 	#pragma omp parallel
 	#pragma omp single
-	for (int g = 0; g < G; g++) {
+	for (int place = 0; place < G; place++) {
+		const int g = order[place];
 		const int64_t first = offset[g], rows = offset[g + 1] - first;
 		if (rows == 0 && accumulate)
 			continue;
@@ -1881,8 +1891,9 @@ double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, 
 	const real v_correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));
 	/* w = (1 - lr weight_decay) w - lr m_hat / (sqrt(v_hat) + eps),
 	 * with m_hat = m / (1 - beta1^step) and v_hat = v / (1 - beta2^step). */
-	#pragma omp parallel for
+	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		double sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++) {
@@ -1895,6 +1906,7 @@ double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, 
 			w[i] = next;
 		}
 		partial[b] = sum;
+		end_task();
 	}
 	double sum = 0;
 	for (int b = 0; b < SUM_BLOCKS; b++)

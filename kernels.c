@@ -1067,7 +1067,7 @@ static int64_t block_scratch(int64_t d)
 }
 
 /* Pairs that the backward pass keeps where the threads share the heads, see attention_backward_shared. */
-enum { PAIRS_PER_THREAD = 8 };
+enum { PAIRS_PER_THREAD = 4 };
 
 int64_t attention_scratch(int nkv, int64_t d, bool backward)
 {
@@ -1397,18 +1397,19 @@ static void fill_window(const struct attention_gradient *g, const struct pair_wi
  * sum over queries is never cut, and is in the order of attention_head_backward. */
 static void add_window(const struct attention_gradient *g, const struct pair_window *w, const real *pairs)
 {
-	enum { PER_THREAD = 4, MAX_TILES = KEY_BLOCK / (4 * MR) };
-	const int64_t d = g->d, ld = g->stride, columns = 2 * count_tiles(d, NR), blocks = w->heads * w->key_blocks;
-	const int64_t wanted = count_tiles(PER_THREAD * omp_get_max_threads(), blocks * columns);
-	const int64_t tiles = min64(wanted, MAX_TILES), tile = (KEY_BLOCK / tiles + MR - 1) / MR * MR;
+	/* Tiles of fewer keys stay in the second level of cache, since all columns read them; then fewer columns. */
+	enum { PER_THREAD = 4, TILES = 4, TILE = (KEY_BLOCK / TILES + MR - 1) / MR * MR };
+	const int64_t d = g->d, ld = g->stride, blocks = w->heads * w->key_blocks;
+	const bool split = blocks * 2 * TILES < PER_THREAD * omp_get_max_threads();
+	const int64_t width = split ? NR : d, columns = 2 * count_tiles(d, width); /* of dk and of dv */
 	#pragma omp parallel for schedule(dynamic)
-	for (int64_t i = 0; i < blocks * columns * tiles; i++) { /* the first keys first: most queries see them */
+	for (int64_t i = 0; i < blocks * columns * TILES; i++) { /* the first keys first: most queries see them */
 		begin_task();
-		const int64_t key_block = w->first_key + i / (w->heads * columns * tiles);
-		const int64_t head = i / (columns * tiles) % w->heads, b = (w->head + head) / g->nkv;
-		const int64_t column = i / tiles % columns / 2 * NR, key = i % tiles * tile;
+		const int64_t key_block = w->first_key + i / (w->heads * columns * TILES);
+		const int64_t head = i / (columns * TILES) % w->heads, b = (w->head + head) / g->nkv;
+		const int64_t column = i / TILES % columns / 2 * width, key = i % TILES * TILE;
 		const int kv = (int)((w->head + head) % g->nkv);
-		const bool values = i / tiles % 2;
+		const bool values = i / TILES % 2;
 		real *to = g->dqkv + (b * g->L + key_block * KEY_BLOCK + key) * ld + (g->nh + kv + values * g->nkv) * d + column;
 		for (int64_t block = w->first_query; block < w->first_query + w->query_blocks; block++) {
 			const struct placed_block x = place_block(g, &g->cut, b, kv, w->group, block);
@@ -1417,7 +1418,7 @@ static void add_window(const struct attention_gradient *g, const struct pair_win
 				continue;
 			const real *pair = pair_in_window((real *)pairs, w, head, block, key_block) + key +
 					(values ? 0 : QUERY_BLOCK * KEY_BLOCK);
-			gemm(min64(tile, keys - key), min64(NR, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
+			gemm(min64(TILE, keys - key), min64(width, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
 					values ? block_rows(x.dout + column, x.q.out_row, d) : block_rows(x.qkv + column, x.q.qkv_row, d),
 					true, to, ld);
 		}

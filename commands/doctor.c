@@ -91,6 +91,14 @@ static void examine_threads(struct examination *x)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
+/* Warns of threads that cross sockets. */
+static void examine_sockets(struct examination *x)
+{
+	char text[256];
+	if (*socket_warning(text, ""))
+		warn(x, "%s", text);
+}
+
 /* Measures the machine and checks every operation. Fails when memory is short. */
 static int examine_machine(struct examination *x)
 {
@@ -101,6 +109,7 @@ static int examine_machine(struct examination *x)
 		return fail("out of memory for %zu MB to measure and check with", (bytes > scratch ? bytes : scratch) >> 20);
 	cpu_features(x->features);
 	examine_threads(x);
+	examine_sockets(x);
 	if (blas_better_core())
 		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(),
 				blas_better_core());

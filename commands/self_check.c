@@ -14,6 +14,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -710,4 +711,40 @@ struct machine_rates quick_rates(void)
 	free(memory);
 	r.flops = peak_flops(768, 100, 0.020, kernels_threads());
 	return r;
+}
+
+int process_sockets(const char *root)
+{
+	enum { MAX_SOCKETS = 256 };
+	cpu_set_t cpus;
+	bool seen[MAX_SOCKETS] = {false};
+	int sockets = 0;
+	if (sched_getaffinity(0, sizeof cpus, &cpus) < 0)
+		return 1;
+	for (int i = 0; i < CPU_SETSIZE; i++) {
+		char path[PATH_LEN];
+		int socket;
+		if (!CPU_ISSET(i, &cpus))
+			continue;
+		snprintf(path, sizeof path, "%s/sys/devices/system/cpu/cpu%d/topology/physical_package_id", root, i);
+		FILE *f = fopen(path, "r");
+		if (f && fscanf(f, "%d", &socket) == 1 && socket >= 0 && socket < MAX_SOCKETS && !seen[socket]) {
+			seen[socket] = true;
+			sockets++;
+		}
+		if (f)
+			fclose(f);
+	}
+	return sockets ? sockets : 1;
+}
+
+const char *socket_warning(char out[256], const char *root)
+{
+	const int sockets = kernels_threads() > 1 ? process_sockets(root) : 1;
+	*out = 0;
+	if (sockets > 1)
+		snprintf(out, 256, "the %d threads of a rank are on %d sockets, and memory of another socket is slower: start a "
+				"rank on each, mpirun -n %d --map-by socket --bind-to socket env OMP_NUM_THREADS=%d ling ...",
+				kernels_threads(), sockets, sockets, kernels_threads() / sockets > 1 ? kernels_threads() / sockets : 1);
+	return out;
 }

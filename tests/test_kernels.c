@@ -10,9 +10,11 @@
 
 #include <math.h>
 #include <omp.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -715,6 +717,35 @@ static void test_update_norm(void **state)
 	assert_true(adamw_update(NULL, NULL, NULL, NULL, 0, &(struct adamw){.step = 1}) == 0);
 }
 
+/* Sockets are counted over the cores of this process alone, by the files of a pretended system. */
+static void test_sockets(void **state)
+{
+	(void)state;
+	char root[] = "/tmp/ling-sockets-XXXXXX", path[256], text[256];
+	cpu_set_t cpus;
+	const int before = omp_get_max_threads();
+	assert_true(mkdtemp(root) && sched_getaffinity(0, sizeof cpus, &cpus) == 0);
+	assert_int_equal(process_sockets(root), 1); /* there is no file */
+	int cores = 0;
+	for (int i = 0; i < CPU_SETSIZE; i++) {
+		if (!CPU_ISSET(i, &cpus))
+			continue;
+		snprintf(path, sizeof path, "mkdir -p %s/sys/devices/system/cpu/cpu%d/topology && echo %d >"
+				"%s/sys/devices/system/cpu/cpu%d/topology/physical_package_id", root, i, cores++ % 2, root, i);
+		assert_int_equal(system(path), 0);
+	}
+	const int expected = cores > 1 ? 2 : 1;
+	assert_int_equal(process_sockets(root), expected);
+	omp_set_num_threads(1);
+	assert_string_equal(socket_warning(text, root), "");
+	omp_set_num_threads(6);
+	assert_true((strstr(socket_warning(text, root), "on 2 sockets") && strstr(text, "OMP_NUM_THREADS=3 ")) ==
+			(expected == 2));
+	omp_set_num_threads(before);
+	snprintf(path, sizeof path, "rm -r %s", root);
+	assert_int_equal(system(path), 0);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -729,7 +760,7 @@ int main(void)
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
 		cmocka_unit_test(test_threads), cmocka_unit_test(test_attention_threads),
 		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions),
-		cmocka_unit_test(test_permutations_differ),
+		cmocka_unit_test(test_permutations_differ), cmocka_unit_test(test_sockets),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

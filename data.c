@@ -1084,12 +1084,13 @@ int metrics_read(const char *run_dir, struct metrics **out, int *count)
 
 int samples_cut(const char *output_dir, int64_t step)
 {
-	char path[PATH_LEN];
+	char path[PATH_LEN], where[PATH_LEN + 64];
 	const uint8_t *data;
 	size_t size;
 	const int there = path_join(path, output_dir, "samples.jsonl") < 0 ? -1 : path_exists(path);
 	if (there <= 0 || map_file(path, &data, &size) < 0)
 		return there <= 0 ? there : -1;
+	snprintf(where, sizeof where, "%s: last line (mend or remove it)", path);
 	int rc = 0;
 	size_t end = size; /* of what stays; what goes is a tail, since steps rise */
 	while (end) {
@@ -1098,8 +1099,8 @@ int samples_cut(const char *output_dir, int64_t step)
 			begin--;
 		int64_t of = INT64_MAX;
 		if (data[end - 1] == '\n') {
-			json_t *line = json_line(path, (const char *)data + begin, end - begin);
-			rc = line ? field_int(line, path, "step", 0, INT64_MAX, &of) : -1;
+			json_t *line = json_line(where, (const char *)data + begin, end - begin);
+			rc = line ? field_int(line, where, "step", 0, INT64_MAX, &of) : -1;
 			json_decref(line);
 		}
 		if (rc < 0 || of <= step)

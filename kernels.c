@@ -282,14 +282,6 @@ typedef uint16_t bf16_vector __attribute__((vector_size(LANES * 2), aligned(2), 
 typedef uint32_t bits_vector __attribute__((vector_size(LANES * 4)));
 typedef float float_vector __attribute__((vector_size(LANES * 4)));
 
-static inline float bf16_to_float(uint16_t half)
-{
-	const uint32_t bits = (uint32_t)half << 16;
-	float x;
-	memcpy(&x, &bits, sizeof x);
-	return x;
-}
-
 /* out[i] = element i of n, from an array of reals or of bfloat16. */
 static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 {
@@ -1752,29 +1744,92 @@ void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int
 	offset[0] = 0;
 }
 
-void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts)
+/* Whether choice j is the first of its token's, index [k], at the rank of its expert. */
+static bool first_at_rank(const int32_t *index, int j, int experts)
 {
-	int64_t at = 0;
-	for (int e = 0; e < experts; e++) {
-		offset[e] = at;
-		int64_t before = 0; /* rows that arrive before those of this expert from rank r */
-		for (int r = 0; r < ranks; r++) {
-			for (int i = 0; i < e; i++)
-				before += count[r * experts + i];
-			for (int64_t i = 0; i < count[r * experts + e]; i++)
-				row[at++] = (int32_t)(before + i);
-			for (int i = e; i < experts; i++)
-				before += count[r * experts + i];
-		}
-	}
-	offset[experts] = at;
+	for (int i = 0; i < j; i++)
+		if (index[i] / experts == index[j] / experts)
+			return false;
+	return true;
 }
 
-void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H)
+void send_plan(int64_t *rows, int64_t *assignments, int32_t *token, int32_t *position, int32_t *row,
+		const int32_t *index, int64_t T, int k, int ranks, int experts)
 {
-	#pragma omp parallel for
-	for (int64_t r = 0; r < R; r++)
-		memcpy(out + row[r] * H, rows + r * H, H * sizeof *out);
+	memset(rows, 0, ranks * sizeof *rows);
+	memset(assignments, 0, ranks * sizeof *assignments);
+	for (int64_t t = 0; t < T; t++)
+		for (int j = 0; j < k; j++) {
+			const int32_t *chosen = index + t * k;
+			rows[chosen[j] / experts] += first_at_rank(chosen, j, experts);
+			assignments[chosen[j] / experts]++;
+		}
+	for (int r = 1; r < ranks; r++) { /* where those of the ranks up to r end */
+		rows[r] += rows[r - 1];
+		assignments[r] += assignments[r - 1];
+	}
+	const int64_t num_rows = rows[ranks - 1];
+	for (int64_t t = T - 1; t >= 0; t--) /* from the ends of each rank's down to the beginnings */
+		for (int j = k - 1; j >= 0; j--) {
+			const int32_t *chosen = index + t * k;
+			const int r = chosen[j] / experts;
+			position[t * k + j] = (int32_t)--assignments[r];
+			row[t * k + j] = -1;
+			if (first_at_rank(chosen, j, experts)) {
+				row[t * k + j] = (int32_t)--rows[r];
+				token[rows[r]] = (int32_t)t;
+			}
+		}
+	for (int r = 0; r < ranks; r++) { /* the beginnings become numbers again */
+		rows[r] = (r + 1 < ranks ? rows[r + 1] : num_rows) - rows[r];
+		assignments[r] = (r + 1 < ranks ? assignments[r + 1] : T * k) - assignments[r];
+	}
+}
+
+void pack_assignments(real *out, const real *weight, const int32_t *index, const int32_t *position, const int32_t *row,
+		int64_t R, int experts)
+{
+	for (int64_t i = 0; i < R; i++) {
+		out[2 * position[i]] = weight[i];
+		out[2 * position[i] + 1] = (real)(2 * (index[i] % experts) + (row[i] >= 0)); /* exact: at most 4096 experts */
+	}
+}
+
+void arrival_plan(int64_t *offset, int32_t *row, real *weight, int32_t *place, int32_t *begin, const real *assignments,
+		int64_t A, int experts)
+{
+	memset(offset, 0, (experts + 1) * sizeof *offset);
+	for (int64_t i = 0; i < A; i++)
+		offset[(int)assignments[2 * i + 1] / 2 + 1]++;
+	for (int e = 0; e < experts; e++)
+		offset[e + 1] += offset[e];
+	int64_t rows = 0; /* that have begun */
+	for (int64_t i = 0; i < A; i++) { /* offset[e] goes from the start of e's rows to their end, as in dispatch_plan */
+		const int code = (int)assignments[2 * i + 1];
+		const int64_t at = offset[code / 2]++;
+		if (code % 2)
+			begin[rows++] = (int32_t)i;
+		row[at] = (int32_t)rows - 1;
+		weight[at] = assignments[2 * i];
+		place[i] = (int32_t)at;
+	}
+	begin[rows] = (int32_t)A;
+	memmove(offset + 1, offset, experts * sizeof *offset);
+	offset[0] = 0;
+}
+
+void combine_arrivals(real *out, const real *rows, const int32_t *place, const int32_t *begin, int64_t P, int64_t H)
+{
+	#pragma omp parallel for if (begin[P] * H > MIN_PARALLEL_ELEMENTS)
+	for (int64_t p = 0; p < P; p++) {
+		real *sum = out + p * H;
+		memcpy(sum, rows + place[begin[p]] * H, H * sizeof *sum);
+		for (int64_t i = begin[p] + 1; i < begin[p + 1]; i++) {
+			const real *row = rows + place[i] * H;
+			for (int64_t j = 0; j < H; j++)
+				sum[j] += row[j];
+		}
+	}
 }
 
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H)
@@ -1791,6 +1846,8 @@ void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T,
 		real *out = y + t * H;
 		for (int j = 0; j < k; j++) {
 			const real *row = rows + position[t * k + j] * H;
+			if (position[t * k + j] < 0)
+				continue;
 			if (j == 0 && !accumulate)
 				memcpy(out, row, H * sizeof *out);
 			else
@@ -1875,6 +1932,26 @@ void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *tar
 		if (v_target >= 0 && v_target < V)
 			row[v_target] -= (real)scale;
 	}
+}
+
+/* ============================================================================================================
+ * Changes of weights in bfloat16
+ * ========================================================================================================== */
+
+void take_change(uint16_t *change, real *w, const real *before, int64_t n)
+{
+	#pragma omp parallel for simd
+	for (int64_t i = 0; i < n; i++) {
+		change[i] = float_to_bf16((float)(w[i] - before[i]));
+		w[i] = before[i];
+	}
+}
+
+void add_change(real *w, const uint16_t *change, int64_t n)
+{
+	#pragma omp parallel for simd
+	for (int64_t i = 0; i < n; i++)
+		w[i] += bf16_to_float(change[i]);
 }
 
 /* ============================================================================================================

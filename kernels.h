@@ -213,14 +213,29 @@ void router_loss_backward(real *ds, const real *p, const real *lse, const real *
 void dispatch_plan(int64_t *offset, int32_t *position, int32_t *token, const int32_t *index, int64_t R, int k, int E);
 /* rows [R, H]: rows[r] = x[token[r]]; x [T, H]. The backward pass of combine_rows. */
 void gather_rows(real *rows, const real *x, const int32_t *token, int64_t R, int64_t H);
-/* y [T, H]: y[t] (+)= the sum of the k rows of token t. The backward pass of gather_rows. */
+/* y [T, H]: y[t] (+)= the sum of the rows of token t, in the order of its k choices. The backward pass of gather_rows.
+ * position < 0: no row for this choice. The first choice always has one. */
 void combine_rows(real *y, const real *rows, const int32_t *position, int64_t T, int k, int64_t H, bool accumulate);
-/* Rows arrive from `ranks` ranks, one rank's after the other's, those of a rank sorted by expert; count [ranks,
- * experts] of them. offset [experts + 1] and row [R] sort them by expert: row i of that order is row row[i] of the
- * arrivals. */
-void arrival_plan(int64_t *offset, int32_t *row, const int64_t *count, int ranks, int experts);
-/* out[row[r]] = rows[r]: back to the order of arrival. rows [R, H]; row [R] names each row of out once. */
-void scatter_rows(real *out, const real *rows, const int32_t *row, int64_t R, int64_t H);
+/* Where the experts are on `ranks` ranks, rank r has experts r `experts` .. (r + 1) `experts` - 1, and a token's row
+ * goes once to each rank that has some of its experts. Rows and assignments are sent in the order of the ranks; those
+ * for a rank in the order of the tokens, and of a token's choices.
+ * From index [T, k]: rows, assignments [ranks], how many go to each rank; token [sum of rows], the token of each row;
+ * position [R], the place of assignment i among all that are sent; row [R], the row of assignment i if it is the first
+ * of its token that goes to this rank, else -1. */
+void send_plan(int64_t *rows, int64_t *assignments, int32_t *token, int32_t *position, int32_t *row,
+		const int32_t *index, int64_t T, int k, int ranks, int experts);
+/* out [R, 2]: what the experts' ranks are told of each assignment, in the order of sending: its weight; and 2 e + 1 if
+ * a new row begins with it, else 2 e, e being the number of its expert on that rank. weight, index, position and row
+ * [R] as in send_plan. */
+void pack_assignments(real *out, const real *weight, const int32_t *index, const int32_t *position, const int32_t *row,
+		int64_t R, int experts);
+/* What the A assignments [A, 2] that arrived say, sorted by expert: offset [experts + 1]; row, weight [A], the arrived
+ * row and the weight of each. And in the order of arrival: place [A], where each is in that order; begin [rows + 1],
+ * the first assignment of each arrived row, A in the end. */
+void arrival_plan(int64_t *offset, int32_t *row, real *weight, int32_t *place, int32_t *begin, const real *assignments,
+		int64_t A, int experts);
+/* out [P, H]: out[p] = the sum of rows[place[i]], i from begin[p] to begin[p + 1] - 1, at least one. */
+void combine_arrivals(real *out, const real *rows, const int32_t *place, const int32_t *begin, int64_t P, int64_t H);
 /* out[position[i]] = in[i]: routing weights in the order of the rows; in, out [R]. */
 void permute_forward(real *out, const real *in, const int32_t *position, int64_t R);
 /* din[i] = dout[position[i]] */
@@ -244,6 +259,13 @@ void cross_entropy_forward(double *loss, double *sum, real *logits, const real *
  * cross_entropy_forward left there. sum [T] is that over all parts. */
 void cross_entropy_backward(real *dlogits, const double *sum, const int32_t *target, int64_t first, double scale,
 		int64_t T, int64_t V);
+
+/* -- changes of weights in bfloat16, rounded to nearest, ties to even -- */
+
+/* change [n] = w - before in bfloat16; and w = before. */
+void take_change(uint16_t *change, real *w, const real *before, int64_t n);
+/* w [n] += change */
+void add_change(real *w, const uint16_t *change, int64_t n);
 
 /* -- optimizer -- */
 

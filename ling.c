@@ -11,7 +11,6 @@
  *   The step                            gradients, decision, update, report
  *   The loop                            batch, step, evaluation, metrics, checkpoint
  * Then what the above stands on:
- *   Weights                             random, or from files, where evaluation uses them in place
  *   Checkpoints                         saving one
  *   Making a trainer                    new, or continued from a checkpoint
  * In comments, "alone" means: with one process, where every group of ranks has size 1.
@@ -32,6 +31,7 @@
 #include "model/parameters.h"
 #include "model/weight_files.h"
 #include "model/memory.h"
+#include "model/weights.h"
 #include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
@@ -39,6 +39,7 @@
 #include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
+#include "training/local_sgd.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -73,7 +74,7 @@ static double moved(int64_t n)
 }
 
 /* The FLOPs of causal attention of T tokens in windows of L, forward: two products for each of the (L + 1) / 2 keys
- * that a query sees in the mean. */
+ * that a query sees in the mean. Where documents are masked it is less: this is then too much. */
 static double attention_work(const struct model *m, int64_t T)
 {
 	return 2 * product(T, attention_width(&m->config), 1) * (m->seq_len + 1) / 2;
@@ -181,7 +182,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
 	if (segments) {
-		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, 0);
+		double work = 0;
+		for (int i = 0; i < n; i++) /* a token sees what is in the cache, and half of the new ones in the mean */
+			work += 2 * product(segments[i].num_tokens, attention_width(c), 1) *
+					(segments[i].cache->length + (segments[i].num_tokens + 1) / 2.0);
+		begin(OP_ATTENTION_CORE, PASS_FORWARD, l, work);
 		attention_segments(m, l, segments, n);
 		return;
 	}
@@ -300,50 +305,87 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	}
 }
 
-/* Copies a row of `tokens` [N, H] for each token and chosen expert, and starts to send the rows to the experts' ranks.
- * They arrive in `arrivals` [A, H]. */
+static int64_t sum_of(const int64_t *x, int n)
+{
+	int64_t sum = 0;
+	for (int i = 0; i < n; i++)
+		sum += x[i];
+	return sum;
+}
+
+/* Copies the row of `tokens` [N, H] of each token and rank that has experts of it, and starts to send the rows. They
+ * arrive in `arrivals` [P, H]. */
 static void dispatch_start(struct model *m, struct layer_activations *x, const real *tokens, real *arrivals)
 {
 	const int64_t H = m->config.hidden_size;
-	gather_rows(m->acts.rows, tokens, x->token, x->offset[m->config.num_experts], H);
-	all_to_all_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received, m->acts.rows, x->sent,
-			H);
+	gather_rows(m->acts.rows, tokens, x->sent_token, sum_of(x->sent_rows, m->layout.expert.size), H);
+	all_to_all_start(&m->dispatch, &m->layout.expert, TRAFFIC_DISPATCH, arrivals, x->received_rows, m->acts.rows,
+			x->sent_rows, H);
 }
 
-/* Sends the rows of expert_rows [A, H], which are sorted by expert, back to the ranks that they came from: acts.rows
- * [R, H]. */
+/* Adds up the rows of expert_rows [A, H], which are sorted by expert, that belong to the same arrived row, and sends
+ * the sums back to the ranks that the rows came from: acts.rows [S, H]. */
 static void return_rows(struct model *m, struct layer_activations *x)
 {
 	const int64_t H = m->config.hidden_size;
-	struct all_to_all e;
-	scatter_rows(m->acts.returns, m->acts.expert_rows, x->row, x->num_rows, H);
-	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent, m->acts.returns, x->received, H);
-	all_to_all_finish(&e);
+	struct collective e;
+	combine_arrivals(m->acts.returns, m->acts.expert_rows, x->place, x->begin,
+			sum_of(x->received_rows, m->layout.expert.size), H);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, m->acts.rows, x->sent_rows, m->acts.returns,
+			x->received_rows, H);
+	collective_finish(&e);
 }
 
-/* Tells every rank of the expert group how many rows it gets from this one for each of its experts, sends their
- * weights, and makes the lists that sort what will arrive by expert: num_rows, expert_offset, row, expert_weight. */
-static void plan_arrivals(struct model *m, struct layer_activations *x)
+/* Sends the N tokens in acts.normed to the ranks of their experts, with each assignment's expert and weight, and makes
+ * the lists by which the experts read what arrives. The rows are still on their way when it returns. */
+static void dispatch_forward(struct model *m, struct layer_activations *x, int64_t N)
 {
 	const struct group *g = &m->layout.expert;
-	const int E = m->config.num_experts, experts = m->num_experts;
-	int64_t *count = m->acts.expert_count;
-	struct all_to_all e;
-	for (int i = 0; i < E; i++)
-		count[i] = x->offset[i + 1] - x->offset[i];
-	all_to_all_counts(g, TRAFFIC_PLAN, x->arrived, count, experts);
+	const int k = m->config.num_experts_per_tok, experts = m->num_experts;
+	real *sent = m->acts.sent_assignments, *arrived = m->acts.arrived_assignments;
+	int64_t *count = m->acts.rank_counts, *arrived_count = count + 2 * g->size; /* [ranks, 2] rows and assignments */
+	struct collective e;
+	send_plan(x->sent_rows, x->sent_assignments, x->sent_token, x->position, x->sent_row, x->index, N, k, g->size,
+			experts);
+	pack_assignments(sent, x->weight, x->index, x->position, x->sent_row, N * k, experts);
 	for (int r = 0; r < g->size; r++) {
-		x->sent[r] = x->offset[(r + 1) * experts] - x->offset[r * experts];
-		x->received[r] = 0;
-		for (int i = 0; i < experts; i++)
-			x->received[r] += x->arrived[r * experts + i];
+		count[2 * r] = x->sent_rows[r];
+		count[2 * r + 1] = x->sent_assignments[r];
 	}
-	arrival_plan(x->expert_offset, x->row, x->arrived, g->size, experts);
-	x->num_rows = x->expert_offset[experts];
-	all_to_all_start(&e, g, TRAFFIC_DISPATCH, m->acts.arrived_weight, x->received, x->row_weight, x->sent, 1);
-	all_to_all_finish(&e);
-	for (int64_t r = 0; r < x->num_rows; r++)
-		x->expert_weight[r] = m->acts.arrived_weight[x->row[r]];
+	all_to_all_counts(g, TRAFFIC_PLAN, arrived_count, count, 2);
+	for (int r = 0; r < g->size; r++) {
+		x->received_rows[r] = arrived_count[2 * r];
+		x->received_assignments[r] = arrived_count[2 * r + 1];
+	}
+	x->num_rows = sum_of(x->received_assignments, g->size);
+	all_to_all_start(&e, g, TRAFFIC_DISPATCH, arrived, x->received_assignments, sent, x->sent_assignments, 2);
+	collective_finish(&e);
+	dispatch_start(m, x, m->acts.normed, x->arrivals);
+	arrival_plan(x->expert_offset, x->row, x->expert_weight, x->place, x->begin, arrived, x->num_rows, experts);
+}
+
+/* The gradients of the routing weights, dexpert_weight [A] sorted by expert, go back to their tokens: dweight [N,
+ * k]. */
+static void return_weight_gradients(struct model *m, struct layer_activations *x, int64_t N)
+{
+	struct activations *a = &m->acts;
+	const int k = m->config.num_experts_per_tok;
+	struct collective e;
+	if (m->layout.expert.size == 1) {
+		permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+		return;
+	}
+	permute_backward(a->arrived_assignments, a->dexpert_weight, x->place, x->num_rows);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, a->sent_assignments, x->sent_assignments,
+			a->arrived_assignments, x->received_assignments, 1);
+	collective_finish(&e);
+	permute_backward(a->dweight, a->sent_assignments, x->position, N * k);
+}
+
+/* Rows that this rank sends to its expert group for N tokens, itself included, when the experts are balanced. */
+static double balanced_sent_rows(const struct model *m, int64_t N)
+{
+	return N * m->layout.expert.size * dispatch_share(&m->config, m->layout.expert.size);
 }
 
 /* out = residual + MoE(RMSNorm(residual)): the routed experts, if the layer has them, plus the shared (or dense)
@@ -360,7 +402,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	const int64_t N = own_tokens(m, T, &first), H = c->hidden_size, I = c->moe_intermediate_size,
 			W = shared_width(c, l);
 	const int64_t all_rows[] = {0, N}; /* the shared SwiGLU is one group of all tokens */
-	const int E = c->num_experts, k = c->num_experts_per_tok;
+	const int k = c->num_experts_per_tok;
 	const bool experts = has_experts(c, l), expert_parallel = m->layout.expert.size > 1;
 	begin(OP_FFN_NORM, PASS_FORWARD, l, moved(2 * N * H));
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
@@ -369,15 +411,13 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	dump_output(m, DUMP_FFN_NORM, l, a->normed);
 	if (experts) {
 		router_forward(m, l, T, step, sums);
-		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? moved(2 * N * k * H) : 0);
-		/* Sort the R = N k rows by expert. Alone no row is copied: the products read row r from token x->row[r] =
-		 * x->token[r]. */
-		dispatch_plan(x->offset, x->position, x->token, x->index, N * k, k, E);
-		permute_forward(x->row_weight, x->weight, x->position, N * k);
-		x->num_rows = N * k;
-		if (expert_parallel) {
-			plan_arrivals(m, x);
-			dispatch_start(m, x, a->normed, x->arrivals);
+		begin(OP_DISPATCH, PASS_FORWARD, l, expert_parallel ? 2 * balanced_sent_rows(m, N) * moved(H) : 0);
+		if (expert_parallel)
+			dispatch_forward(m, x, N);
+		else { /* Sort the rows by expert. None is copied: the products read row r from token x->row[r]. */
+			dispatch_plan(x->expert_offset, x->position, x->row, x->index, N * k, k, c->num_experts);
+			permute_forward(x->expert_weight, x->weight, x->position, N * k);
+			x->num_rows = N * k;
 		}
 	}
 	if (W) { /* out += down(silu(gate x) * up x), while the rows are on their way */
@@ -391,7 +431,7 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 	if (experts) { /* out += the sum over a token's k experts of down(weight silu(gate x) * up x) */
 		begin(OP_EXPERTS_GATE_UP, PASS_FORWARD, l, product(x->num_rows, H, 2 * I));
 		if (expert_parallel)
-			all_to_all_finish(&m->dispatch);
+			collective_finish(&m->dispatch);
 		swiglu_forward(a->act, x->gate_up, expert_parallel ? x->arrivals : a->normed, x->row, w->gate_up,
 				x->expert_weight, x->expert_offset, m->num_experts, H, I);
 		dump_output(m, DUMP_EXPERTS_GATE_UP, l, x->gate_up);
@@ -399,15 +439,22 @@ static void ffn_layer_forward(struct model *m, int l, int64_t T, real *out, cons
 			begin(OP_EXPERTS_DOWN, PASS_FORWARD, l, product(x->num_rows, I, H));
 			grouped_matmul_forward(a->expert_rows, a->act, NULL, w->down, x->expert_offset, m->num_experts, I, H,
 					false);
+			dump_output(m, DUMP_EXPERTS_DOWN, l, a->expert_rows);
 			begin(OP_COMBINE, PASS_FORWARD, l, moved((k + 2) * N * H));
 			if (expert_parallel)
-				return_rows(m, x); /* alone expert_rows and rows are the same array */
-			combine_rows(out, a->rows, x->position, N, k, H, true);
-			dump_output(m, DUMP_EXPERTS_DOWN, l, a->rows);
+				return_rows(m, x); /* alone expert_rows and rows are the same array, and sent_row is position */
+			combine_rows(out, a->rows, x->sent_row, N, k, H, true);
 		}
 	}
 	if (out)
 		dump_output(m, DUMP_LAYER_OUTPUT, l, out);
+}
+
+/* The forward pass is about to read the weights of a block. */
+static void before_block(struct model *m, int block)
+{
+	if (m->before_block)
+		m->before_block(m->before_block_context, block);
 }
 
 /* The forward pass from the embedding on, which is in the first layer's partial_sums. */
@@ -422,9 +469,11 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	reduce_scatter_sequence(m, a->layer[0].input, false, T);
 	dump_output(m, DUMP_EMBEDDING, -1, a->layer[0].input);
 	for (int l = 0; l < layers; l++) {
+		before_block(m, 1 + l);
 		attention_layer_forward(m, l, T, segments, n);
 		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
 	}
+	before_block(m, 1 + layers);
 	begin(OP_NORM, PASS_FORWARD, -1, moved(2 * N * c->hidden_size));
 	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
 	dump_output(m, DUMP_NORM, -1, a->normed);
@@ -435,6 +484,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size;
 	/* A rank of a tensor group has a part of the vocabulary, and 0 for tokens of the others': the embedding is the sum
 	 * over the group. */
+	before_block(m, 0);
 	begin(OP_EMBEDDING, PASS_FORWARD, -1, moved(2 * T * H));
 	embedding_forward(partial_sums(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H,
 			m->config.vocab_size);
@@ -472,21 +522,6 @@ real *model_extend(struct model *m, const struct segment *segments, int n)
  * Head and loss, chunk by chunk of tokens: logits of all tokens are never there at once
  * ========================================================================================================== */
 
-void model_update_head_scale(struct model *m)
-{
-	if (!m->head_scale)
-		return;
-	const int64_t H = m->config.hidden_size;
-	double *norm = m->acts.head_norm;
-	begin(OP_HEAD_NORM, PASS_FORWARD, -1, moved(H * m->config.vocab_size));
-	/* n_j = sqrt of the sum over v of W[v, j]^2. The tensor group splits the vocabulary, and the sum is over all of
-	 * it. */
-	column_sum_of_squares(norm, &m->lm_head, m->config.vocab_size, H);
-	all_reduce_sum(&m->layout.tensor, TRAFFIC_HEAD, norm, H);
-	for (int64_t j = 0; j < H; j++)
-		m->head_scale[j] = (real)(1 / (sqrt(norm[j]) + 1e-7));
-}
-
 /* What the head multiplies with W^T: with NormHead normed[t, j] / (n_j + 1e-7), which is the same as dividing column j
  * of W. */
 static const real *head_input(struct model *m, const real *normed, int64_t n)
@@ -514,8 +549,7 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
-	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, 0);
-	const real *normed = all_gather_sequence(m, a->normed, T);
+	const real *normed = NULL;
 	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
 	/* the weight of a token's loss in that of the step, which is a mean */
 	const double scale = step && step->num_targets ? 1.0 / step->num_targets : 0;
@@ -524,6 +558,8 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
 		begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, V));
+		if (first == 0)
+			normed = all_gather_sequence(m, a->normed, T);
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
 		dump_logits(m, a->head_logits, first, n);
@@ -599,8 +635,8 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
  *     expert_offset[e];
  *   tokens = normed and dout = dstream: the products read row x->row[r] of them, no row is copied;
  *   expert_rows, the gradients of the rows, is the same array as rows, which combine_rows adds up for each token.
- * With an expert group, tokens and dout are the rows that arrived, in the order of arrival, of which x->row[r] is row
- * r; they were sent by dispatch_start. */
+ * With an expert group, tokens and dout are the P rows that arrived, in the order of arrival, which dispatch_start has
+ * sent; of each, return_rows adds up the gradients of its experts here, and combine_rows those of the ranks. */
 static void experts_backward(struct model *m, int l, int B, const struct step *step)
 {
 	const struct model_config *c = &m->config;
@@ -614,7 +650,7 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	const real *tokens = a->normed, *dout = a->dstream;
 	begin(OP_EXPERTS_DOWN, PASS_BACKWARD, l, product(x->num_rows, H, I));
 	if (expert_parallel) {
-		all_to_all_finish(&m->dispatch);
+		collective_finish(&m->dispatch);
 		tokens = x->arrivals;
 		dout = a->returns;
 	}
@@ -632,18 +668,10 @@ static void experts_backward(struct model *m, int l, int B, const struct step *s
 	grouped_matmul_backward_input(a->expert_rows, a->dgate_up, NULL, p->gate_up, x->expert_offset, experts, H, 2 * I,
 			false);
 	begin(OP_DISPATCH, PASS_BACKWARD, l, moved((k + 2) * N * H));
-	/* dexpert_weight [A] and expert_rows [A, H] go back to the ranks of the tokens, and become [R] and rows [R, H] */
-	if (expert_parallel) {
-		struct all_to_all weights;
-		for (int64_t r = 0; r < x->num_rows; r++)
-			a->arrived_weight[x->row[r]] = a->dexpert_weight[r];
-		all_to_all_start(&weights, &m->layout.expert, TRAFFIC_RETURN, a->dexpert_weight, x->sent, a->arrived_weight,
-				x->received, 1);
-		all_to_all_finish(&weights);
+	return_weight_gradients(m, x, N);
+	if (expert_parallel)
 		return_rows(m, x);
-	}
-	combine_rows(a->dnormed, a->rows, x->position, N, k, H, shared_width(c, l) > 0);
-	permute_backward(a->dweight, a->dexpert_weight, x->position, N * k);
+	combine_rows(a->dnormed, a->rows, x->sent_row, N, k, H, shared_width(c, l) > 0);
 	dump_gradient(m, DUMP_ROUTER_WEIGHTS, l, a->dweight);
 }
 
@@ -665,7 +693,7 @@ static void ffn_layer_backward(struct model *m, int l, int B, const struct step 
 	rmsnorm_forward(a->normed, x->ffn_rstd, x->residual, p->ffn_norm, N, H, c->rms_norm_eps);
 	/* the gradients of the rows' results go to the experts, as the rows did */
 	if (experts && m->layout.expert.size > 1) {
-		begin(OP_COMBINE, PASS_BACKWARD, l, moved(2 * N * c->num_experts_per_tok * H));
+		begin(OP_COMBINE, PASS_BACKWARD, l, moved(2 * sum_of(x->sent_rows, m->layout.expert.size) * H));
 		dispatch_start(m, x, a->dstream, a->returns);
 	}
 	if (W) { /* the shared SwiGLU, while the rows are on their way: dnormed = its input's gradient */
@@ -766,7 +794,6 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 	/* Tied, the head has written this gradient already. */
 	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
 			c->vocab_size, step->accumulate || c->tie_word_embeddings);
-	begin(OP_REDUCTION, PASS_FORWARD, -1, 0);
 	start_reduction(reduction, m, 0);
 	finish_reduction(reduction, m);
 }
@@ -793,18 +820,21 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 		const struct group *g = sharing_group(&m->layout, b->sharing);
 		if (b->block != block || g->size == 1)
 			continue;
+		begin(OP_REDUCTION, PASS_FORWARD, block >= 1 && block <= m->config.num_hidden_layers ? block - 1 : -1, 0);
 		if (r->started - r->finished == MAX_REDUCTIONS)
 			finish_oldest_bucket(r, m);
 		const int place = r->started++ % MAX_REDUCTIONS;
 		r->under_way[place].bucket = i;
 		reduce_scatter_start(&r->under_way[place].scatter, g, TRAFFIC_GRADIENTS, m->grads.memory + b->offset, b->size,
-				1, r->scratch + place * r->scratch_size);
+				1, r->changes != NULL, r->scratch + place * r->scratch_size);
 	}
 }
 
 /* Waits until all buckets are reduced. */
 static void finish_reduction(struct gradient_reduction *r, struct model *m)
 {
+	if (r && r->finished < r->started)
+		begin(OP_REDUCTION, PASS_FORWARD, -1, 0);
 	while (r && r->finished < r->started)
 		finish_oldest_bucket(r, m);
 	if (r)
@@ -861,13 +891,32 @@ volatile sig_atomic_t stop_requested;
 
 bool is_rank0(const struct trainer *t)
 {
-	return t->model.layout.world.rank == 0;
+	return t->model.layout.all.rank == 0;
 }
 
-/* The micro-batches of the global batch that this rank computes. */
+/* The ranks that take the current step together: all, or, in a period of local SGD, those of the replica. */
+static const struct group *step_group(const struct trainer *t)
+{
+	return t->local.in_period ? &t->model.layout.world : &t->model.layout.all;
+}
+
+/* The sequences of a global batch that are of one replica. Replica r has those from r times as many on. */
+static int64_t replica_batch(const struct trainer *t, int64_t batch)
+{
+	return batch / t->model.layout.replicas.size;
+}
+
+/* The micro-batches of the replica's part of the global batch that this rank computes. */
 static struct micro_batches own_micro_batches(const struct trainer *t, int64_t batch)
 {
-	return micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
+	return micro_batches_of_rank(&t->model.layout.data, replica_batch(t, batch), t->config.train.micro_batch);
+}
+
+/* The place of sequence i of the global batch among the sequences of this rank; -1 when another rank has it. */
+static int64_t own_place(const struct trainer *t, const struct micro_batches *own, int64_t i)
+{
+	const int64_t place = i - t->model.layout.replicas.rank * own->batch; /* in the replica's part */
+	return place < 0 || place >= own->batch ? -1 : micro_batch_place(own, place);
 }
 
 /* --inject poison: the targets of the poisoned samples among the batch become random. */
@@ -875,28 +924,52 @@ static void poison(struct trainer *t, const struct micro_batches *own, int64_t b
 {
 	const int64_t L = t->config.data.seq_len, step = t->state.step + 1;
 	const struct fault *x = fault_poisons(&t->faults, step);
-	if (x)
-		faults_poison(&t->faults, x, step, list_samples(t->samples, batch));
+	if (x) {
+		const int64_t part = replica_batch(t, batch);
+		const int64_t first = x->rank < 0 ? 0 : x->rank / t->model.layout.world.size * part;
+		faults_poison(&t->faults, x, step, list_samples(t->samples + first, x->rank < 0 ? batch : part));
+	}
 	for (int64_t i = 0; i < batch; i++) {
-		const int64_t at = micro_batch_place(own, i) * L;
+		const int64_t at = own_place(t, own, i) * L;
 		if (at >= 0)
 			faults_poison_targets(&t->faults, t->samples[i].file, t->samples[i].number, t->target + at, L,
 					t->config.model.vocab_size);
 	}
 }
 
+/* Draws the samples [batch] of a global batch: those to be tried again, then those that a period of local SGD left out,
+ * then new ones. Every rank draws all of them. */
+static void draw_batch(struct trainer *t, int64_t batch)
+{
+	struct local_sgd *local = &t->local;
+	retry_queue_draw(&t->retry, t->samples, batch, t->config.train.seed, ++t->state.batches);
+	for (int64_t i = 0; i < batch; i++) {
+		struct batch_sample *s = &t->samples[i];
+		if (s->file >= 0)
+			continue;
+		if (local->pending.taken < local->pending.count) {
+			*s = local->pending.list[local->pending.taken++];
+			continue;
+		}
+		const struct blend_sample sample = blend_next(&t->train, t->state.sources);
+		s->file = sample.file;
+		s->number = sample.number;
+	}
+	if (local->in_period && local->options.seconds)
+		local_sgd_record(local, t->samples, batch);
+}
+
 int64_t trainer_next_batch(struct trainer *t)
 {
 	const int64_t L = t->config.data.seq_len, batch = batch_size(&t->config, t->state.tokens);
 	const struct micro_batches own = own_micro_batches(t, batch);
-	retry_queue_draw(&t->retry, t->samples, batch, t->config.train.seed, ++t->state.batches);
-	for (int64_t i = 0; i < batch; i++) { /* every rank draws all samples, and reads its own */
-		struct batch_sample *s = &t->samples[i];
-		const struct blend_sample sample = s->file < 0 ? blend_next(&t->train, t->state.sources)
-				: blend_sample_at(&t->train, t->state.sources, s->file, s->number);
-		s->file = sample.file;
-		s->number = sample.number;
-		const int64_t place = micro_batch_place(&own, i), at = place * L;
+	draw_batch(t, batch);
+	for (int64_t i = 0; i < batch; i++) {
+		const struct batch_sample *s = &t->samples[i];
+		const int64_t place = own_place(t, &own, i), at = place * L;
+		if (place < 0)
+			continue;
+		const struct blend_sample sample = blend_sample_at(&t->train, t->state.sources, s->file, s->number);
 		if (place >= 0 && (t->length[place] = blend_read(&t->train, &sample, t->input + at, t->target + at,
 				t->document ? t->document + at : NULL)) < 0)
 			return -1;
@@ -921,6 +994,8 @@ static void count_tokens(const struct trainer *t, const struct micro_batches *ow
 				count[1] += t->target[place * L + j] >= 0;
 		}
 	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, count, 2);
+	if (!t->local.in_period)
+		all_reduce_sum(&t->model.layout.replicas, TRAFFIC_STATISTICS, count, 2);
 	step->num_tokens = (int64_t)count[0];
 	step->num_targets = (int64_t)count[1];
 }
@@ -950,7 +1025,8 @@ static double forward_work(const struct model *m, int64_t T)
 	return work;
 }
 
-/* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks: the gradient of
+/* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks that take the step:
+ * the gradient of
  * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
  * t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
@@ -969,7 +1045,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		const int64_t at = i * own.size * L;
 		const int32_t *input = t->input + at, *target = t->target + at;
 		const bool reduce = i + 1 == own.num && m->layout.world.size > 1;
-		step.first_sequence = B ? own.first + i * own.step : 0;
+		step.first_sequence = B ? m->layout.replicas.rank * own.batch + own.first + i * own.step : 0;
 		step.accumulate = i > 0;
 		m->document = t->document ? t->document + at : NULL;
 		m->length = t->length + i * own.size;
@@ -982,15 +1058,18 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
 	}
+	if (m->layout.replicas.size > 1 && !t->local.in_period)
+		reduce_over_replicas(&t->local, &m->table, m->grads.memory);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	t->sums.values[SUM_STOP] = stop_requested;
 	t->sums.values[SUM_SAVE_DUE] = is_rank0(t) && t->config.checkpoint.every == EVERY_AUTO &&
 			save_schedule_due(&t->schedule, t->state.step + 1);
 	saver_flags(&t->saver, &t->sums.values[SUM_SAVE_BUSY]);
-	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
+	all_reduce_sum(step_group(t), TRAFFIC_STATISTICS, t->sums.values, t->sums.size);
 	t->stop = t->sums.values[SUM_STOP] > 0;
-	t->save_due = t->sums.values[SUM_SAVE_DUE] > 0;
-	report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
+	t->save_due |= t->sums.values[SUM_SAVE_DUE] > 0;
+	if (!t->local.in_period)
+		report_save(t, saver_advance(&t->saver, &t->sums.values[SUM_SAVE_BUSY]));
 	m->length = NULL;
 	m->dump = NULL;
 	return step;
@@ -1080,6 +1159,43 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
+/* With parallel.reduce bf16: leaves what the optimizer changes of n weights in t->reduction.changes, rounded, and the
+ * weights as they were: all ranks, this one too, will add the same changes to them. first, state: where they begin in
+ * the block of memory, and among this rank's moments. Returns the sum of squares of the changes before rounding. */
+static double round_update(struct trainer *t, const struct adamw *o, int64_t first, int64_t state, int64_t n)
+{
+	struct model *m = &t->model;
+	real *before = t->reduction.scratch;
+	const int64_t room = MAX_REDUCTIONS * t->reduction.scratch_size;
+	double square = 0;
+	for (int64_t i = 0; i < n; i += room) {
+		const int64_t count = n - i < room ? n - i : room;
+		real *w = m->params.memory + first + i;
+		copy_array(before, w, count);
+		square += adamw_update(w, m->exp_avg + state + i, m->exp_avg_sq + state + i, m->grads.memory + first + i,
+				count, o);
+		take_change(t->reduction.changes + state + i, w, before, count);
+	}
+	return square;
+}
+
+/* All ranks gather the shards of a bucket's weights. With parallel.reduce bf16 they gather the changes and add
+ * them. */
+static void gather_weights(struct trainer *t, const struct bucket *b)
+{
+	const struct model *m = &t->model;
+	const struct group *g = sharing_group(&m->layout, b->sharing);
+	int64_t size;
+	real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
+	if (!t->reduction.changes) {
+		all_gather(g, TRAFFIC_WEIGHTS, weights, own, b->size, 1);
+		return;
+	}
+	uint16_t *changes = (uint16_t *)t->reduction.scratch;
+	all_gather_bf16(g, TRAFFIC_WEIGHTS, changes, t->reduction.changes + b->state, b->size);
+	add_change(weights, changes, b->size);
+}
+
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
  * (sqrt(v_hat) + eps), on the shards that this rank updates, neighbours with the same decay together. Then all ranks
  * gather all shards. Returns the norm of what the weights changed by, every distinct parameter once. */
@@ -1100,16 +1216,13 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
-		square += adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
+		square += t->reduction.changes ? round_update(t, &o, first, state, end - first)
+				: adamw_update(m->params.memory + first, m->exp_avg + state, m->exp_avg_sq + state,
 				m->grads.memory + first, end - first, &o);
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
-	for (int i = 0; i < m->table.num_buckets; i++) {
-		const struct bucket *b = &m->table.buckets[i];
-		int64_t size;
-		real *weights = m->params.memory + b->offset, *own = weights + own_shard(&m->layout, b, &size);
-		all_gather(sharing_group(&m->layout, b->sharing), TRAFFIC_WEIGHTS, weights, own, b->size, 1);
-	}
+	for (int i = 0; i < m->table.num_buckets; i++)
+		gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
@@ -1151,7 +1264,7 @@ static struct step_account open_account(void)
 /* Fills in what the step took, in *m and in the trainer: samples of each source, time, bytes. */
 static void report_costs(const struct step_account *a, struct trainer *t, struct metrics *m)
 {
-	const struct group *world = &t->model.layout.world;
+	const struct group *group = step_group(t);
 	m->num_sources = t->state.num_sources > 1 ? t->state.num_sources : 0;
 	for (int i = 0; i < m->num_sources; i++)
 		t->source_samples[i] = t->state.sources[i].taken;
@@ -1160,11 +1273,11 @@ static void report_costs(const struct step_account *a, struct trainer *t, struct
 	m->tokens_per_second = m->batch * t->config.data.seq_len / m->seconds;
 	t->communication = trace_waited() - a->waited;
 	heartbeat_own_seconds(m->seconds - t->communication);
-	t->slowest = slowest_rank(world, m->seconds - t->communication);
+	t->slowest = slowest_rank(group, m->seconds - t->communication);
 	trace_bytes(t->bytes_sent);
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		t->bytes_sent[i] -= a->sent[i];
-	m->num_kinds = world->size > 1 ? NUM_TRAFFIC : 0;
+	m->num_kinds = t->model.layout.all.size > 1 ? NUM_TRAFFIC : 0;
 	m->kinds = traffic_names;
 	m->bytes_sent = t->bytes_sent;
 }
@@ -1183,12 +1296,13 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	struct model *m = &t->model;
 	if (!is_checked(t, t->state.step + 1))
 		return 0;
+	parallel_agree(0); /* a wait for a rank that comes late is the step's, not the check's */
 	trace_check(true);
 	const struct micro_batches own = own_micro_batches(t, batch);
 	const int B = (int)micro_batch_sequences(&own, 0);
 	const struct step step = {.seed = t->config.train.seed, .index = t->state.step,
-			.first_sequence = B ? own.first : 0, .router_mean = t->state.router_mean,
-			.router_std = t->state.router_std};
+			.first_sequence = B ? m->layout.replicas.rank * own.batch + own.first : 0,
+			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	m->document = t->document;
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
@@ -1296,8 +1410,9 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	report_costs(&account, t, m);
-	slow_ranks_step(&t->slow_ranks, &t->model.layout.world, m->seconds - t->communication, t->work, &t->events,
-			t->state.step);
+	if (!t->local.in_period || t->model.layout.replicas.rank == 0) /* whose ranks are the first of all */
+		slow_ranks_step(&t->slow_ranks, step_group(t), m->seconds - t->communication, t->work, &t->events,
+				t->state.step);
 	trace_end();
 	if (decision.result == STEP_GO_BACK)
 		fail_not_finite(t, m);
@@ -1309,6 +1424,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
  * ========================================================================================================== */
 
 static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes);
+static void complete_weights(struct trainer *t);
 
 int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
 		struct evaluation *e)
@@ -1325,15 +1441,16 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 	double sums[3] = {0}; /* loss, its tokens, bytes */
 	int rc = 0;
 	struct progress p = progress_start("evaluating", windows * L, 1, "tokens");
-	struct progress *shown = m->layout.world.rank == 0 ? &p : NULL;
-	const struct group *data_group = &m->layout.data;
+	struct progress *shown = m->layout.all.rank == 0 ? &p : NULL;
+	const struct group *data_group = &m->layout.data, *replicas = &m->layout.replicas;
+	const int64_t sharing = replicas->size * data_group->size; /* so many share the windows; a tensor group is one */
 	const int64_t stop_every = 1 + 1024 / L; /* windows of a rank, after which the ranks ask one another */
-	for (int64_t first = 0; first < windows; first += data_group->size) {
-		const int64_t i = first + data_group->rank;
+	for (int64_t first = 0; first < windows; first += sharing) {
+		const int64_t i = first + replicas->rank * data_group->size + data_group->rank;
 		const int B = i < windows; /* a rank without a window still takes part in the collectives */
 		double stop = stop_requested;
-		if (first / data_group->size % stop_every == 0)
-			all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
+		if (first / sharing % stop_every == 0)
+			all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, &stop, 1), e->stopped = stop > 0;
 		if (e->stopped)
 			break;
 		if (B && rc == 0 && read_window(data, i, L, NULL, input, target, document) < 0) {
@@ -1349,11 +1466,11 @@ int evaluate(struct model *m, const struct tokens *data, const struct tokenizer 
 			sums[2] += tokenizer && target[t] >= 0 ? tokenizer_bytes(tokenizer, target[t]) : 0;
 		}
 		const int64_t left = windows - first;
-		progress(shown, (left < data_group->size ? left : data_group->size) * L);
+		progress(shown, (left < sharing ? left : sharing) * L);
 	}
 	progress_end(shown);
 	m->document = NULL;
-	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, sums, 3);
+	all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, sums, 3);
 	free(input);
 	e->tokens = (int64_t)sums[1], e->bytes = (int64_t)sums[2];
 	e->loss = sums[0] / e->tokens;
@@ -1398,12 +1515,17 @@ static int validate(struct trainer *t, struct metrics *m)
 	return 0;
 }
 
-/* Whether the weights after `step` are evaluated. */
-static bool has_evaluation(const struct trainer *t, int64_t step)
+/* Whether one of the steps after `before`, up to `step`, is a multiple of `every`; 0: never. */
+static bool is_due(int64_t every, int64_t before, int64_t step)
+{
+	return every && step / every > before / every;
+}
+
+/* Whether the weights after `step` are evaluated. before: the last step before it at which they could be. */
+static bool has_evaluation(const struct trainer *t, int64_t before, int64_t step)
 {
 	const struct config *c = &t->config;
-	return (c->data.num_valid || t->write_samples) &&
-			(step == t->steps || (c->eval.every && step % c->eval.every == 0));
+	return (c->data.num_valid || t->write_samples) && (step == t->steps || is_due(c->eval.every, before, step));
 }
 
 /* An evaluation of the current weights: the validation, whose result is put into *m, and the samples. A stop in either
@@ -1411,6 +1533,7 @@ static bool has_evaluation(const struct trainer *t, int64_t step)
 static int evaluate_step(struct trainer *t, struct metrics *m)
 {
 	const double start = clock_seconds();
+	complete_weights(t);
 	trace_phase(HEARTBEAT_EVALUATION, t->state.step);
 	if (validate(t, m) < 0)
 		return -1;
@@ -1467,7 +1590,7 @@ static void print_progress(const struct trainer *t, const struct metrics *m, dou
 			100.0 * m->tokens / t->tokens, m->loss);
 	text_append_string(&line, part);
 	describe_validation(&line, m);
-	if (t->model.layout.world.size > 1)
+	if (t->model.layout.all.size > 1)
 		snprintf(ranks, sizeof ranks, "  communication %.0f%%, slowest rank %d", 100 * t->communication / m->seconds,
 				t->slowest);
 	if (t->peak_flops)
@@ -1523,14 +1646,17 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 	struct model *m = &t->model;
 	json_decref(t->state.spikes);
 	t->state.spikes = spikes_to_json(t);
+	json_decref(t->state.local);
+	t->state.local = t->local.replicas > 1 ? local_sgd_to_json(&t->local) : NULL;
 	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
 	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
-			.weights = m->params.memory, .exp_avg = m->exp_avg, .exp_avg_sq = m->exp_avg_sq,
+			.arrays = {m->params.memory, m->exp_avg, m->exp_avg_sq, t->local.momentum},
 			.sync = {metrics_file ? fileno(metrics_file) : -1, t->events.fd}, .async = async});
 }
 
 int trainer_save(struct trainer *t)
 {
+	complete_weights(t);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
 		return -1;
@@ -1547,6 +1673,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 	char now[PATH_LEN] = "", reason[sizeof error_text] = "", named[PATH_LEN];
 	struct { int place, metrics; } found = {0};
 	const bool waits = last || t->saver.stage != SAVE_NONE; /* for all files, of this save or the one before */
+	complete_weights(t);
 	trace_phase(waits ? HEARTBEAT_WRITE : HEARTBEAT_SAVE, t->state.step);
 	report_save(t, saver_finish(&t->saver));
 	if (check_state(t) < 0)
@@ -1561,7 +1688,7 @@ static enum run_result save_progress(struct trainer *t, FILE *metrics_file, bool
 			memcpy(reason, error_text, sizeof reason);
 	}
 	const int metrics = parallel_agree(found.metrics);
-	broadcast(&t->model.layout.world, &found, sizeof found);
+	broadcast(&t->model.layout.all, &found, sizeof found);
 	if (found.place == METRICS_LOST) {
 		parallel_agree(is_rank0(t) ? fail("%s", reason) : 0);
 		return RUN_FAILED;
@@ -1686,6 +1813,166 @@ static int evaluate_start(struct trainer *t)
 			"expected a finite one: look at the weights of train.init_from", plain_nan(m.valid_loss));
 }
 
+/* ============================================================================================================
+ * Periods of local SGD
+ * ========================================================================================================== */
+
+/* Begins a period: from here on the ranks of a replica wait for each other alone. */
+static void begin_period(struct trainer *t)
+{
+	struct local_sgd *s = &t->local;
+	local_sgd_begin(s, &t->model.table, t->model.params.memory, t->state.step);
+	s->begun_samples = t->state.samples;
+	s->begun_tokens = t->state.tokens;
+	s->loss = s->balance_loss = s->z_loss = 0;
+	parallel_agree_within(&t->model.layout.world);
+}
+
+/* Counts a step of a period. Returns whether it was the last one. A period by time ends when its time is over or a stop
+ * is asked for; one by steps never earlier, for a run that stops and continues must be the same. */
+static bool end_step_of_period(struct trainer *t, const struct metrics *m)
+{
+	const struct group *g = &t->model.layout.world;
+	double late = t->stop || (g->rank == 0 && clock_seconds() - t->local.clock >= t->local.options.seconds);
+	if (t->local.options.seconds)
+		all_reduce_sum(g, TRAFFIC_STATISTICS, &late, 1);
+	t->local.loss += m->loss;
+	t->local.balance_loss += m->balance_loss;
+	t->local.z_loss += m->z_loss;
+	return local_sgd_is_over(&t->local, t->state.step, t->steps, late > 0);
+}
+
+/* Sets the data right after a period in which replica r took steps[r] steps, not all equally many: each replica has
+ * drawn the batches up to its last one. Now all draw up to the last one of any; the samples that replicas would have
+ * taken in the steps that they did not take are those that come first from here on. Sets samples and tokens. */
+static void settle_data(struct trainer *t, const double *steps)
+{
+	struct local_sgd *s = &t->local;
+	const int64_t L = t->config.data.seq_len;
+	int64_t most = 0, tokens = t->state.tokens;
+	for (int r = 0; r < s->replicas; r++)
+		most = steps[r] > most ? (int64_t)steps[r] : most;
+	for (int64_t i = t->state.step - s->begun; i < most; i++) {
+		const int64_t batch = batch_size(&t->config, tokens);
+		draw_batch(t, batch);
+		tokens += batch * L;
+	}
+	t->state.samples = s->begun_samples;
+	t->state.tokens = tokens = s->begun_tokens;
+	local_sgd_drop_taken(s);
+	int64_t left = 0, first = 0; /* samples left out; the first sample of the batch */
+	for (int64_t i = 0; i < most; i++) {
+		const int64_t batch = batch_size(&t->config, tokens), part = replica_batch(t, batch);
+		for (int r = 0; r < s->replicas; r++) {
+			if (i < steps[r]) {
+				t->state.samples += part;
+				t->state.tokens += part * L;
+				continue;
+			}
+			memmove(s->drawn + left, s->drawn + first + r * part, part * sizeof *s->drawn);
+			left += part;
+		}
+		first += batch;
+		tokens += batch * L;
+	}
+	local_sgd_put_back(s, left);
+}
+
+/* For model.before_block, after a synchronisation: gives the blocks up to this one their new weights. */
+static void complete_block(void *trainer, int block)
+{
+	struct trainer *t = trainer;
+	struct model *m = &t->model;
+	while (t->local.completed <= block) {
+		begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+		local_sgd_advance(&t->local, &m->table, m->params.memory);
+	}
+	if (t->local.completed == t->local.num_blocks) {
+		m->before_block = NULL;
+		model_update_head_scale(m);
+	}
+}
+
+/* Completes the synchronisation that is under way, if one is. */
+static void complete_weights(struct trainer *t)
+{
+	if (t->model.before_block)
+		complete_block(t, t->local.num_blocks - 1);
+}
+
+/* Fails, on all ranks, where a replica has other weights than the first one after a synchronisation. Collective. */
+static int compare_replicas(struct trainer *t)
+{
+	const struct model *m = &t->model;
+	complete_weights(t);
+	trace_check(true);
+	const uint32_t own = crc_of(0, (const uint8_t *)m->params.memory, m->table.num_elements * sizeof(real));
+	uint32_t first = own;
+	broadcast(&m->layout.replicas, &first, sizeof first);
+	const int rc = parallel_agree(own == first ? 0 : fail("step %lld: replica %d has other weights than replica 0 "
+			"after they were brought together; nothing is saved, and the run must go back to a checkpoint: start it "
+			"again, without that machine if it is named again", (long long)t->state.step, m->layout.replicas.rank));
+	trace_check(false);
+	return rc;
+}
+
+/* Ends a period: all ranks meet, and bring together what the replicas have each for themselves but their moments. *m,
+ * the line of replica 0's last step, becomes that of the run. Fails when the replicas are not alike then. */
+static int end_period(struct trainer *t, struct metrics *m)
+{
+	struct local_sgd *s = &t->local;
+	struct model *model = &t->model;
+	const struct layout *l = &model->layout;
+	enum { STOP, SAVE_DUE, SAVE_BUSY, SAVE_FAILED, STEPS };
+	double sums[STEPS + s->replicas];
+	parallel_agree_within(&l->all);
+	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
+	memset(sums, 0, sizeof sums);
+	sums[STOP] = stop_requested;
+	sums[SAVE_DUE] = is_rank0(t) && t->save_due;
+	sums[STEPS + l->replicas.rank] = l->world.rank == 0 ? (double)(t->state.step - s->begun) : 0;
+	saver_flags(&t->saver, &sums[SAVE_BUSY]);
+	all_reduce_sum(&l->all, TRAFFIC_STATISTICS, sums, STEPS + s->replicas);
+	const double *steps = sums + STEPS;
+	t->stop = sums[STOP] > 0;
+	t->save_due = sums[SAVE_DUE] > 0;
+	report_save(t, saver_advance(&t->saver, &sums[SAVE_BUSY]));
+
+	const int64_t own = t->state.step - s->begun;
+	if (s->options.seconds)
+		settle_data(t, steps);
+	for (int r = 0; r < s->replicas; r++) {
+		s->carry += (int64_t)steps[r];
+		s->counts[r] += (int64_t)steps[r];
+	}
+	t->state.step = s->begun + s->carry / s->replicas;
+	s->carry %= s->replicas;
+	for (int i = 0; i < t->state.num_layers; i++) {
+		double both[2] = {t->state.router_mean[i], t->state.router_std[i]};
+		all_reduce_sum(&l->replicas, TRAFFIC_STATISTICS, both, 2);
+		t->state.router_mean[i] = both[0] / s->replicas;
+		t->state.router_std[i] = both[1] / s->replicas;
+	}
+	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);
+	model->before_block = complete_block; /* the weights come with the next forward pass, or when they are needed */
+	model->before_block_context = t;
+	trace_end();
+	local_sgd_report(s, &t->synchronisation, steps, &t->events, t->state.step);
+
+	m->step = t->state.step;
+	m->samples = t->state.samples;
+	m->tokens = t->state.tokens;
+	if (s->options.seconds) { /* one line for the period */
+		m->loss = s->loss / own;
+		m->balance_loss = s->balance_loss / own;
+		m->z_loss = s->z_loss / own;
+		m->seconds = clock_seconds() - s->clock;
+		m->tokens_per_second = (t->state.tokens - s->begun_tokens) / m->seconds;
+	}
+	return is_due(t->config.health.every, s->begun, t->state.step) ? compare_replicas(t) : 0;
+}
+
 /* Trains from where the trainer stands to the end, or to a stop. */
 static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 {
@@ -1697,8 +1984,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 		return RUN_FAILED;
 	if (t->stop)
 		return RUN_STOPPED;
+	int64_t before = t->state.step; /* where the ranks were together last: what is due since then comes now */
 	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
+		if (t->local.replicas > 1 && !t->local.in_period && t->state.step >= c->local.warmup_steps)
+			begin_period(t);
 		trace_phase(first ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, t->state.step + 1);
 		begin(OP_BATCH, PASS_FORWARD, -1, 0);
 		const int64_t batch = trainer_next_batch(t);
@@ -1706,6 +1996,17 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			return RUN_FAILED;
 		const enum step_result result = trainer_step(t, batch, &m);
 		const bool taken = result == STEP_TAKEN;
+		if (t->local.in_period && taken) {
+			if (!end_step_of_period(t, &m)) {
+				if (is_rank0(t) && !c->local.seconds)
+					write_metrics(t, *metrics_file, &m);
+				if (is_rank0(t) && m.step % c->log.every == 0)
+					print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
+				continue;
+			}
+			if (end_period(t, &m) < 0)
+				return RUN_GO_BACK;
+		}
 		if (result == STEP_GO_BACK) {
 			char reason[sizeof error_text];
 			memcpy(reason, error_text, sizeof reason);
@@ -1721,10 +2022,11 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			first_token = t->state.tokens;
 			start = clock_seconds();
 			t->evaluation_seconds = t->num_evaluations = 0;
+			before = t->state.step;
 		}
 		const int64_t step = t->state.step;
 		const bool last = step == t->steps;
-		if (taken && has_evaluation(t, step) && evaluate_step(t, &m) < 0)
+		if (taken && has_evaluation(t, before, step) && evaluate_step(t, &m) < 0)
 			return RUN_FAILED;
 		if (taken && is_rank0(t)) {
 			save_schedule_step(&t->schedule, m.seconds);
@@ -1737,11 +2039,13 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 					(long long)step, plain_nan(m.valid_loss));
 			return RUN_GO_BACK;
 		}
-		const bool stop = t->stop || (taken && step == c->train.stop_at_step);
-		if (taken && is_rank0(t) && (last || stop || step % c->log.every == 0 || m.has_valid_loss))
+		const bool stop = t->stop || (taken && c->train.stop_at_step > before && step >= c->train.stop_at_step);
+		if (taken && is_rank0(t) && (last || stop || is_due(c->log.every, before, step) || m.has_valid_loss))
 			print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
 		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
-				: c->checkpoint.every && step % c->checkpoint.every == 0;
+				: is_due(c->checkpoint.every, before, step);
+		t->save_due = false;
+		before = taken ? step : before;
 		if (last || stop || (taken && due)) {
 			const enum run_result saved = save_progress(t, *metrics_file, last || stop);
 			if (saved != RUN_DONE)
@@ -1775,8 +2079,9 @@ static int finish_validation(struct trainer *t)
 	const char *dir = t->config.train.output_dir;
 	struct metrics m = {.step = t->state.step};
 	bool lacks = is_rank0(t) && metrics_lack_validation(dir, m.step);
-	broadcast(&t->model.layout.world, &lacks, sizeof lacks);
-	if (!lacks || !has_evaluation(t, m.step))
+	broadcast(&t->model.layout.all, &lacks, sizeof lacks);
+	const int64_t before = t->local.replicas > 1 ? 0 : m.step - 1; /* the evaluation may have come late */
+	if (!lacks || !has_evaluation(t, before, m.step))
 		return 0;
 	if (is_rank0(t))
 		printf("validating step %lld, where the run was stopped\n", (long long)m.step), fflush(stdout);
@@ -1834,10 +2139,10 @@ enum run_result trainer_run(struct trainer *t)
 	if (is_rank0(t)) {
 		print_raised_rate(t, &before);
 		event_write(&t->events, t->state.step, t->state.batches ? "resume" : "start", json_pack(
-				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
-				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.world.size,
+				"{s:I, s:I, s:I, s:i, s:i, s:f, s:o, s:o}", "batch", (json_int_t)t->state.batches, "total_steps",
+				(json_int_t)t->steps, "total_tokens", (json_int_t)t->tokens, "ranks", t->model.layout.all.size,
 				"threads", kernels_threads(), "flops_per_token", t->flops_per_token, "peak_flops",
-				t->peak_flops ? json_real(t->peak_flops) : json_null()));
+				t->peak_flops ? json_real(t->peak_flops) : json_null(), "config", run_to_json(&t->config)));
 	}
 	t->schedule = save_schedule_start(&t->config, t->state.step);
 	enum run_result result = training_loop(t, &f);
@@ -1845,7 +2150,8 @@ enum run_result trainer_run(struct trainer *t)
 	memcpy(reason, error_text, sizeof reason);
 	if (t->saver.stage != SAVE_NONE)
 		trace_phase(HEARTBEAT_WRITE, t->state.step);
-	report_save(t, saver_finish(&t->saver));
+	if (!t->local.in_period) /* else a replica has failed alone, and the end of its ranks ends all */
+		report_save(t, saver_finish(&t->saver));
 	set_error("%s", reason);
 	if (is_rank0(t) && t->unwritten.size && metrics_append(f, t->unwritten.data) == 0)
 		t->unwritten.size = 0;
@@ -1863,145 +2169,6 @@ enum run_result trainer_run(struct trainer *t)
 		return RUN_FAILED;
 	}
 	return result;
-}
-
-/* ============================================================================================================
- * Weights: random, or from files
- * ========================================================================================================== */
-
-/* The stream of random numbers of a tensor: keyed by its name (FNV-1a), so that no layout of ranks changes it. */
-static struct random_stream parameter_stream(const struct parameter *t, uint64_t seed)
-{
-	uint64_t hash = 0xcbf29ce484222325u;
-	for (const char *c = t->name; *c; c++)
-		hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
-	return (struct random_stream){.seed = seed, .purpose = RANDOM_INIT + (hash >> 32 & 0xffff),
-			.step = (uint32_t)hash};
-}
-
-void model_randomize(struct model *m, uint64_t seed)
-{
-	const double bound = 1 / sqrt(m->config.hidden_size);
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		const struct parameter *t = &m->table.parameters[i];
-		const struct random_stream stream = parameter_stream(t, seed);
-		const int64_t n = t->shard.num_cols;
-		real *w = m->params.memory + t->offset;
-		#pragma omp parallel for
-		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
-			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
-			real *row = w + r * n;
-			if (t->init == INIT_NORMAL)
-				random_normal(row, n, &stream, at);
-			else if (t->init == INIT_ROUTER)
-				random_uniform(row, n, &stream, at);
-			for (int64_t j = 0; j < n; j++)
-				row[j] = t->init == INIT_NORMAL ? (real)(row[j] * m->config.initializer_range)
-						: t->init == INIT_ROUTER ? (real)((2 * row[j] - 1) * bound) : t->init == INIT_ONES;
-		}
-	}
-	model_update_head_scale(m);
-}
-
-static real next_real(real x, double towards)
-{
-	return sizeof x == sizeof(double) ? (real)nextafter(x, towards) : (real)nextafterf((float)x, (float)towards);
-}
-
-void model_perturb(struct model *m, uint64_t key)
-{
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		const struct parameter *t = &m->table.parameters[i];
-		struct random_stream stream = parameter_stream(t, key);
-		const int64_t n = t->shard.num_cols;
-		stream.purpose += RANDOM_PERTURB - RANDOM_INIT;
-		#pragma omp parallel for
-		for (int64_t r = 0; r < parameter_size(t) / n; r++) {
-			const int64_t at = global_row(&t->shard, r) * (t->cols ? t->cols : 1) + t->shard.col;
-			real *row = m->params.memory + t->offset + r * n, x;
-			for (int64_t j = 0; j < n; j++) {
-				random_uniform(&x, 1, &stream, at + j);
-				row[j] = next_real(row[j], x < (real)0.5 ? -INFINITY : INFINITY);
-			}
-		}
-	}
-	model_update_head_scale(m);
-}
-
-/* Finds the matrices that can be used in the mapped files: this rank's shard is a run of elements there, of a type and
- * at an address that products can read. Gate and up must be alike. Memory must suffice for the others. */
-static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
-{
-	double bytes = 0;
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
-		int64_t first;
-		t->mapped = NULL;
-		if (t->cols && global_run(t, 0, parameter_size(t), &first) == parameter_size(t) &&
-				tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped, &t->bf16) < 0)
-			return -1;
-	}
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
-		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
-			t[0].mapped = t[1].mapped = NULL;
-		if (!t->mapped)
-			bytes += parameter_size(t) * sizeof(real);
-	}
-	const double machine = usable_memory("") / parallel_local_ranks(), total = bytes + m->acts_bytes;
-	if (total > machine)
-		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; "
-				"%.1f GB may be used here: bring them to bfloat16 with ling convert-checkpoint, or make the windows "
-				"shorter", dir, bytes / 1e9, m->acts_bytes / 1e9, machine / 1e9);
-	/* Scattered norms would take a whole huge page each. */
-	madvise(m->params.memory, m->reserved_bytes, bytes > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-	return 0;
-}
-
-/* Fails when what this rank holds of a parameter has a NaN or infinity, and names it. */
-static int check_finite(const struct model *m, const struct parameter *t, const char *dir)
-{
-	const real *x = m->params.memory + t->offset;
-	const int64_t n = parameter_size(t);
-	if (isfinite(sum_of_squares(x, n))) /* in double: no sum of squares of float numbers overflows */
-		return 0;
-	for (int64_t i = 0, first; i < n; i++)
-		if (!isfinite(x[i])) {
-			global_run(t, i, i + 1, &first);
-			return fail("%s: tensor %s has %g at row %lld, column %lld; expected finite numbers: training cannot go on "
-					"from these weights, take those of an earlier checkpoint, or the original files again", dir,
-					t->name, plain_nan(x[i]), (long long)(t->cols ? first / t->cols : first),
-					(long long)(t->cols ? first % t->cols : 0));
-		}
-	return 0;
-}
-
-/* model_load, with or without a check of the checksums. */
-static int load_weights(struct model *m, const char *dir, enum verify verify)
-{
-	const bool map = m->mode == EVALUATE;
-	struct tensors *w = open_weights(&m->table, &m->global, dir, verify);
-	int rc = w ? 0 : -1;
-	if (rc == 0 && map)
-		rc = map_parameters(m, w, dir);
-	for (int i = 0; i < m->table.num_parameters && rc == 0; i++)
-		if (!m->table.parameters[i].mapped)
-			rc = read_weights(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
-	for (int i = 0; i < m->table.num_parameters && rc == 0 && !map; i++)
-		rc = check_finite(m, &m->table.parameters[i], dir);
-	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
-	m->files = map ? w : NULL;
-	rc = parallel_agree(rc);
-	if (rc == 0) {
-		place_weights(m);
-		model_update_head_scale(m);
-	}
-	return rc;
-}
-
-int model_load(struct model *m, const char *dir)
-{
-	return load_weights(m, dir, m->mode == EVALUATE ? VERIFY_IF_IN_MEMORY : VERIFY);
 }
 
 /* ============================================================================================================
@@ -2040,7 +2207,8 @@ static int init_saver(struct trainer *t)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, l, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
-	const double without = planned_bytes(&plan) + (double)plan.arrivals / l->expert.size,
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
+	const double without = planned_bytes(&plan) + plan.balanced_arrivals,
 			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
 	const bool fits = without + plan.copy <= machine;
 	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
@@ -2056,17 +2224,22 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int layers = c->model.num_hidden_layers;
 	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
-	if (parallel_agree(layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
-			c->model.num_experts, parallel_size(), c->parallel.tensor, c->parallel.expert)) < 0)
+	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);
+	if (parallel_agree(replicas < 0 ? -1 : layout_check(c->model.num_attention_heads, c->model.num_key_value_heads,
+			c->model.vocab_size, c->model.num_experts, parallel_size() / replicas, c->parallel.tensor,
+			c->parallel.expert)) < 0)
 		return -1;
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), c->parallel.tensor, c->parallel.expert);
+	struct layout layout = layout_of_replica(parallel_rank(), parallel_size(), replicas, c->parallel.tensor,
+			c->parallel.expert);
 	layout_connect(&layout);
 	if (parallel_rank() == 0)
-		warn_of_idle_ranks(layout.data.size, c->train.batch, c->train.micro_batch,
+		warn_of_idle_ranks(layout.data.size * replicas, c->train.batch, c->train.micro_batch,
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
 	int rc = model_init(&t->model, &c->model, &layout, c->train.micro_batch, c->data.seq_len, c->train.recompute);
 	if (rc == 0)
-		rc = gradient_reduction_init(&t->reduction, &layout, t->model.table.num_elements);
+		rc = gradient_reduction_init(&t->reduction, &t->model.table, c->parallel.reduce == REDUCE_BF16);
+	if (rc == 0)
+		rc = local_sgd_init(&t->local, &t->model.table, &c->local);
 	if (rc == 0)
 		rc = step_sums_init(&t->sums, &c->model);
 	if (rc == 0)
@@ -2081,6 +2254,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->state.num_layers = layers;
 	t->state.router_mean = calloc(layers, sizeof(double));
 	t->state.router_std = calloc(layers, sizeof(double));
+	t->synchronisation.norm = calloc(replicas, sizeof(double));
+	t->synchronisation.set_aside = calloc(replicas, sizeof(int));
 	t->expert_load = calloc(layers, sizeof(double));
 	t->expert_counts = calloc((size_t)layers * c->model.num_experts + 1, sizeof *t->expert_counts);
 	t->valid_losses = calloc(c->data.num_valid + 1, sizeof *t->valid_losses);
@@ -2090,8 +2265,9 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
-	if (rc == 0 && (!t->state.router_mean || !t->state.router_std || !t->expert_load || !t->expert_counts ||
-			!t->valid_losses || !t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
+	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
+			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length ||
+			!t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -2130,6 +2306,10 @@ void trainer_free(struct trainer *t)
 	retry_queue_free(&t->retry);
 	spike_detector_free(&t->spikes);
 	json_decref(t->state.spikes);
+	json_decref(t->state.local);
+	local_sgd_free(&t->local);
+	free(t->synchronisation.norm);
+	free(t->synchronisation.set_aside);
 	events_close(&t->events);
 	faults_free(&t->faults);
 	slow_ranks_free(&t->slow_ranks);
@@ -2216,15 +2396,19 @@ static int load_checkpoint(struct trainer *t, const char *dir, FILE *notes)
 		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
+	if (rc == 0 && t->local.replicas > 1)
+		rc = local_sgd_from_json(&t->local, t->state.local, dir, t->state.num_sources);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	if (!t->state.num_sources) /* the checkpoint is a converted model, which has seen no data: any data is right */
 		blend_begin(&t->train, &t->config, &t->state);
 	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir, index)) < 0 || drop_lost(t, index) < 0)
 		return -1;
+	if (t->state.num_sources && t->local.replicas > 1)
+		local_sgd_remap(&t->local, index);
 	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);
-	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq) < 0 ||
+	if (load_moments(&m->table, &m->global, dir, m->exp_avg, m->exp_avg_sq, t->local.momentum) < 0 ||
 			load_weights(m, dir, DO_NOT_VERIFY) < 0)
 		return -1;
 	t->saved_step = t->state.step;
@@ -2239,6 +2423,11 @@ static int resume(struct trainer *t, const char *dir)
 		return -1;
 	if (is_rank0(t))
 		printf("continuing from %s\n", dir);
+	const int before = t->state.local ? (int)json_integer_value(json_object_get(t->state.local, "replicas")) : 1;
+	if (is_rank0(t) && before != t->model.layout.replicas.size)
+		printf("the checkpoint is of %d replica%s, and now there %s %d: each takes its moments of AdamW from one of "
+				"them, in turn\n", before, before > 1 ? "s" : "", t->model.layout.replicas.size > 1 ? "are" : "is",
+				t->model.layout.replicas.size);
 	return 0;
 }
 

@@ -28,6 +28,7 @@
  *   model/parameters           the table of parameters; which part of each a rank holds; gradient buckets
  *   model/weight_files         weights and moments in files, read and written by all ranks together
  *   model/memory               the arrays of a model with their shapes: weights, activations; planned and allocated
+ *   model/weights              the weights of a model: random, or from files; what follows from them
  *   model/dump                 what a step computed, whole over all ranks, in a file
  *   training/events            events.jsonl: what happened in a run besides its steps
  *   training/saving            saves: room, the thread that writes, how often
@@ -35,6 +36,7 @@
  *   training/decision          what is done with a batch: a step, no step, going back
  *   training/faults            faults to order: --inject
  *   training/health            sick hardware: replicas that differ, slow ranks
+ *   training/local_sgd         replicas that train alone for a period, and the outer step that brings them together
  *   ling                       the model (forward, loss, backward) and one training run
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
@@ -51,9 +53,10 @@
  *     runs                     reading the directory of a run: metrics by name, events, config
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
+ *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, bench, plot, export, trace, report, watch
- *                              a command each; tokenize has train-tokenizer too
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, bench, plot, export, trace, report, watch,
+ *                              align    a command each; tokenize has train-tokenizer too
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
  * what each operation computes, docs/training.md has the formulas.
@@ -86,6 +89,7 @@
 #include "data.h"
 #include "model/parameters.h"
 #include "model/memory.h"
+#include "model/weights.h"
 #include "model/dump.h"
 #include "training/events.h"
 #include "training/saving.h"
@@ -93,6 +97,7 @@
 #include "training/decision.h"
 #include "training/faults.h"
 #include "training/health.h"
+#include "training/local_sgd.h"
 
 #include <signal.h>
 #include <stdbool.h>
@@ -135,19 +140,6 @@ struct layer_sums {              /* of one layer */
 	double count[];              /* [E] assignments */
 };
 
-/* Sets all weights as each parameter's `init` says. A random weight depends on the seed, the tensor's name and its
- * place in the whole tensor alone, so every layout starts from the same model. */
-void model_randomize(struct model *m, uint64_t seed);
-/* Moves each weight by one unit in the last place, up or down as a random number says that depends on the key, the
- * tensor's name and the weight's place alone, so that every layout moves alike: train.perturb. */
-void model_perturb(struct model *m, uint64_t key);
-/* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
- * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the
- * system reads as needed. The checksums of all tensors are checked first; in evaluation only where the files are no
- * larger than memory. For training, a tensor with a NaN or infinity is an error too. */
-int model_load(struct model *m, const char *dir);
-/* Computes the head norm cache. Call it whenever weights have changed. Collective. */
-void model_update_head_scale(struct model *m);
 /* The forward pass for B windows, input [B, L]. acts.normed then holds the final norm's output. In training, step
  * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
@@ -195,6 +187,8 @@ struct trainer {
 	int rollbacks;               /* times that the run went back to a checkpoint */
 	struct faults faults;        /* --inject */
 	struct slow_ranks slow_ranks;
+	struct local_sgd local;
+	struct synchronisation synchronisation; /* of local SGD, the last one */
 	struct batch_sample *samples; /* [train.batch] of the whole current batch */
 	struct saver saver;
 	struct save_schedule schedule; /* of checkpoint.every auto; rank 0 decides */
@@ -219,7 +213,8 @@ struct trainer {
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */
 	double work;                 /* multiply-adds of this rank's forward passes */
-	bool stop;                   /* a rank was asked to stop; the same on all ranks */
+	/* a rank was asked to stop; the same on all ranks, in a period of local SGD on those of the replica */
+	bool stop;
 	double communication;        /* seconds of it on this rank */
 	int64_t bytes_sent[NUM_TRAFFIC]; /* by this rank */
 	int slowest;                 /* the rank that computed longest */

@@ -33,6 +33,8 @@ enum { HOST_LEN = 64 };
 static struct {
 	bool running;
 	MPI_Comm control;            /* for notices of waiting ranks and for the end, apart from the collectives */
+	MPI_Comm agreeing;           /* the ranks that agree among themselves, see parallel_agree_within, */
+	int num_agreeing, first_agreeing; /* their number, and the first of them */
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
@@ -64,6 +66,8 @@ void parallel_start(void)
 	MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
 	mpi.running = true;
 	MPI_Comm_dup(MPI_COMM_WORLD, &mpi.control);
+	mpi.agreeing = MPI_COMM_WORLD;
+	mpi.num_agreeing = parallel_size();
 	mpi.hosts = mpi_allocate(parallel_size() * sizeof *mpi.hosts);
 	mpi.last_notice = mpi_allocate(parallel_size() * sizeof *mpi.last_notice);
 	gethostname(host, sizeof host - 1);
@@ -205,8 +209,9 @@ static void report_silent_ranks(const char *what, double waited)
 		}
 	if (silent && (rank == 0 || mpi.last_notice[0] < since))
 		fprintf(stderr, "\nling: waiting for %.0f s (%s): no sign of rank %s. It is still computing, or it is "
-				"stopped, or its machine cannot be reached. If it does not come back, end the run (Ctrl-C) and start "
-				"it again: it continues from its last checkpoint\n", waited, what, names);
+				"stopped, or its machine cannot be reached. `ling trace RUN --hang` says where each rank is. If it "
+				"does not come back, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n",
+				waited, what, names);
 }
 
 /* A wait as the trace counts it. numbered: all ranks of the group wait, as in a collective. */
@@ -261,19 +266,28 @@ int parallel_agree(int rc)
 		return rc;
 	int failed = rc < 0, num_failed, rank = failed ? parallel_rank() : INT32_MAX, first;
 	MPI_Request request;
-	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&failed, &num_failed, 1, MPI_INT, MPI_SUM, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof failed);
 	if (num_failed == 0)
 		return rc;
 	char error[sizeof error_text];
 	memcpy(error, error_text, sizeof error);
-	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD, &request);
+	MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, sizeof rank);
-	MPI_Ibcast(error, sizeof error, MPI_BYTE, first, MPI_COMM_WORLD, &request);
+	MPI_Ibcast(error, sizeof error, MPI_BYTE, first - mpi.first_agreeing, mpi.agreeing, &request);
 	wait_for(&request, 1, TRAFFIC_AGREEMENT, rank == first ? sizeof error : 0);
-	if (num_failed == parallel_size())
+	if (num_failed == mpi.num_agreeing)
 		return fail("%s", error);
 	return fail("rank %d on %s%s: %.3500s", first, mpi.hosts[first], num_failed > 1 ? " and others" : "", error);
+}
+
+void parallel_agree_within(const struct group *g)
+{
+	if (!mpi.running)
+		return;
+	mpi.agreeing = MPI_Comm_f2c(g->comm);
+	mpi.num_agreeing = g->size;
+	mpi.first_agreeing = parallel_rank() - g->rank;
 }
 
 int parallel_same(uint64_t value, const char *what)
@@ -281,8 +295,8 @@ int parallel_same(uint64_t value, const char *what)
 	uint64_t first = value;
 	MPI_Request request;
 	if (mpi.running) {
-		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD, &request);
-		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == 0 ? sizeof first : 0);
+		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, mpi.agreeing, &request);
+		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == mpi.first_agreeing ? sizeof first : 0);
 	}
 	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
 }
@@ -338,6 +352,8 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 {
 	return (struct layout){
+		.all = {rank, ranks, 0},
+		.replicas = {0, 1, 0},
 		.world = {rank, ranks, 0},
 		.data = {rank / tensor, ranks / tensor, 0},
 		.tensor = {rank % tensor, tensor, 0},
@@ -346,17 +362,28 @@ struct layout layout_of_rank(int rank, int ranks, int tensor, int expert)
 	};
 }
 
+struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert)
+{
+	const int size = ranks / replicas;
+	struct layout l = layout_of_rank(rank % size, size, tensor, expert);
+	l.all = (struct group){rank, ranks, 0};
+	l.replicas = (struct group){rank / size, replicas, 0};
+	return l;
+}
+
 void layout_connect(struct layout *l)
 {
 	if (!mpi.running)
 		return;
+	const int first = l->all.rank - l->world.rank; /* of the replica: no two replicas have the same color */
 	const struct { struct group *group; int color; } groups[] = {
-		{&l->world, 0}, {&l->data, l->tensor.rank}, {&l->tensor, l->data.rank},
-		{&l->expert, l->expert_data.rank}, {&l->expert_data, l->expert.rank},
+		{&l->all, 0}, {&l->replicas, l->world.rank}, {&l->world, first}, {&l->data, first + l->tensor.rank},
+		{&l->tensor, first + l->data.rank}, {&l->expert, first + l->expert_data.rank},
+		{&l->expert_data, first + l->expert.rank},
 	};
 	for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
 		MPI_Comm comm;
-		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->world.rank, &comm);
+		MPI_Comm_split(MPI_COMM_WORLD, groups[i].color, l->all.rank, &comm);
 		groups[i].group->comm = MPI_Comm_c2f(comm);
 	}
 }
@@ -470,30 +497,91 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 	wait_for(&request, 1, traffic, count_sent(traffic, n * (g->size - 1), sizeof *x));
 }
 
-/* MPI's type of a row, `width` reals. MPI counts in int: of rows it can count more than of reals. */
-static MPI_Datatype row_type(int64_t width)
+/* MPI's type of a row, `width` numbers of type `number`. MPI counts in int: of rows it can count more than of
+ * numbers. */
+static MPI_Datatype row_type(int64_t width, MPI_Datatype number)
 {
 	MPI_Datatype type;
-	MPI_Type_contiguous(mpi_count(width), MPI_REAL_TYPE, &type);
+	MPI_Type_contiguous(mpi_count(width), number, &type);
 	MPI_Type_commit(&type);
 	return type;
+}
+
+/* How many of the rows each rank has, counts [size], and where they begin, begins [size]. */
+static void shard_counts(int *counts, int *begins, const struct group *g, int64_t rows)
+{
+	for (int r = 0; r < g->size; r++) {
+		begins[r] = mpi_count(shard_begin(rows, r, g->size));
+		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
+	}
+}
+
+/* out from the shards of all ranks; a row has `bytes` bytes, and is one of MPI's `type`. in: NULL, or this rank's shard
+ * where it is not in its place in out. */
+static void gather_shards(const struct group *g, enum traffic traffic, void *out, const void *in, int64_t rows,
+		int64_t bytes, MPI_Datatype type)
+{
+	int counts[g->size], begins[g->size];
+	shard_counts(counts, begins, g, rows);
+	MPI_Request request;
+	MPI_Iallgatherv(in ? in : MPI_IN_PLACE, counts[g->rank], type, out, counts, begins, type, comm_of(g), &request);
+	wait_for(&request, 1, traffic, count_sent(traffic, (int64_t)counts[g->rank] * (g->size - 1), bytes));
 }
 
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width)
 {
 	if (g->size == 1)
 		return;
-	int counts[g->size], begins[g->size];
-	for (int r = 0; r < g->size; r++) {
-		begins[r] = mpi_count(shard_begin(rows, r, g->size));
-		counts[r] = mpi_count(shard_begin(rows, r + 1, g->size)) - begins[r];
-	}
-	MPI_Datatype type = row_type(width);
-	MPI_Request request;
-	MPI_Iallgatherv(in == out + begins[g->rank] * width ? MPI_IN_PLACE : in, counts[g->rank], type, out, counts,
-			begins, type, comm_of(g), &request);
-	wait_for(&request, 1, traffic, count_sent(traffic, width * counts[g->rank] * (g->size - 1), sizeof *in));
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	gather_shards(g, traffic, out, in == out + shard_begin(rows, g->rank, g->size) * width ? NULL : in, rows,
+			width * sizeof *in, type);
 	MPI_Type_free(&type);
+}
+
+void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out, const uint16_t *in, int64_t n)
+{
+	if (g->size == 1)
+		memcpy(out, in, n * sizeof *out);
+	else
+		gather_shards(g, traffic, out, in, n, sizeof *in, MPI_UINT16_T);
+}
+
+/* The request of a collective that is to be started, with room for `counts` numbers that MPI reads meanwhile. */
+static MPI_Request *collective_begin(struct collective *c, enum traffic traffic, int counts, MPI_Datatype type)
+{
+	*c = (struct collective){.traffic = traffic, .begun = trace_now(), .type = MPI_Type_c2f(type),
+			.counts = mpi_allocate(counts * sizeof *c->counts), .request = mpi_allocate(sizeof(MPI_Request))};
+	mpi.under_way++;
+	return c->request;
+}
+
+void collective_finish(struct collective *c)
+{
+	if (c->request) {
+		MPI_Datatype type = MPI_Type_f2c(c->type);
+		mpi.under_way--;
+		wait_in(c->request, 1, &(struct wait){c->traffic, true, c->begun, c->bytes});
+		MPI_Type_free(&type);
+	}
+	free(c->request);
+	free(c->counts);
+	*c = (struct collective){0};
+}
+
+void all_gather_start(struct collective *c, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width)
+{
+	const int n = g->size;
+	*c = (struct collective){0};
+	if (n == 1)
+		return;
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	MPI_Request *request = collective_begin(c, traffic, 2 * n, type);
+	int *counts = c->counts, *begins = counts + n;
+	shard_counts(counts, begins, g, rows);
+	c->bytes = count_sent(traffic, width * counts[g->rank] * (n - 1), sizeof *out);
+	MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, counts, begins, type, comm_of(g), request);
+	trace_posted(c->begun);
 }
 
 int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t width)
@@ -502,7 +590,7 @@ int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t widt
 }
 
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
-		int64_t rows, int64_t width, real *scratch)
+		int64_t rows, int64_t width, bool bf16, real *scratch)
 {
 	const int n = g->size;
 	*s = (struct reduce_scatter){.group = *g, .traffic = traffic, .in = in, .rows = rows, .width = width,
@@ -511,15 +599,26 @@ void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum 
 		return;
 	const int64_t mine = shard_begin(rows, g->rank + 1, n) - shard_begin(rows, g->rank, n);
 	MPI_Request *requests = s->requests = mpi_allocate(2 * n * sizeof *requests);
-	s->bytes = count_sent(traffic, (rows - mine) * width, sizeof *in);
-	MPI_Datatype type = row_type(width);
+	const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(real); /* of a number */
+	s->bytes = count_sent(traffic, (rows - mine) * width, size);
+	MPI_Datatype type = row_type(width, bf16 ? MPI_UINT16_T : MPI_REAL_TYPE);
+	const char *sent = (const char *)in;
+	if (bf16) {
+		s->halves = (uint16_t *)scratch;
+		uint16_t *halves = s->halves + n * mine * width;
+		#pragma omp parallel for simd
+		for (int64_t i = 0; i < rows * width; i++)
+			halves[i] = float_to_bf16((float)in[i]);
+		sent = (const char *)halves;
+	}
 	/* Each rank begins with the rank after it, so that not all send to the same one first. */
 	for (int i = 1; i < n; i++) {
 		const int from = (g->rank + n - i) % n, to = (g->rank + i) % n;
 		const int64_t begin = shard_begin(rows, to, n), end = shard_begin(rows, to + 1, n);
-		MPI_Irecv(scratch + from * mine * width, mpi_count(mine), type, from, 1, comm_of(g),
+		MPI_Irecv((char *)scratch + from * mine * width * size, mpi_count(mine), type, from, 1, comm_of(g),
 				&requests[s->num_requests++]);
-		MPI_Isend(in + begin * width, mpi_count(end - begin), type, to, 1, comm_of(g), &requests[s->num_requests++]);
+		MPI_Isend(sent + begin * width * size, mpi_count(end - begin), type, to, 1, comm_of(g),
+				&requests[s->num_requests++]);
 	}
 	MPI_Type_free(&type);
 	mpi.under_way++;
@@ -548,7 +647,7 @@ void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate)
 		for (int64_t i = first; i < end; i++) {
 			real sum = 0;
 			for (int r = 0; r < g->size; r++)
-				sum += r == g->rank ? own[i] : s->scratch[r * n + i];
+				sum += r == g->rank ? own[i] : s->halves ? bf16_to_float(s->halves[r * n + i]) : s->scratch[r * n + i];
 			out[i] = accumulate ? out[i] + sum : sum;
 		}
 	}
@@ -558,7 +657,7 @@ void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool
 		int64_t rows, int64_t width, real *scratch)
 {
 	struct reduce_scatter s;
-	reduce_scatter_start(&s, g, traffic, in, rows, width, scratch);
+	reduce_scatter_start(&s, g, traffic, in, rows, width, false, scratch);
 	reduce_scatter_finish(&s, out, accumulate);
 }
 
@@ -573,18 +672,18 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 	wait_for(&request, 1, traffic, count_sent(traffic, (g->size - 1) * n, sizeof *in));
 }
 
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+void all_to_all_start(struct collective *c, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width)
 {
 	const int n = g->size;
-	*e = (struct all_to_all){.traffic = traffic, .begun = trace_now()};
+	*c = (struct collective){0};
 	if (n == 1) {
 		copy_array(out, in, send_rows[0] * width);
 		return;
 	}
-	e->counts = mpi_allocate(4 * n * sizeof *e->counts);
-	MPI_Request *request = e->request = mpi_allocate(sizeof *request);
-	int *send_counts = e->counts, *send_begins = send_counts + n;
+	MPI_Datatype type = row_type(width, MPI_REAL_TYPE);
+	MPI_Request *request = collective_begin(c, traffic, 4 * n, type);
+	int *send_counts = c->counts, *send_begins = send_counts + n;
 	int *receive_counts = send_begins + n, *receive_begins = receive_counts + n;
 	int64_t sent = 0, received = 0; /* rows to and from the ranks before r */
 	for (int r = 0; r < n; r++) {
@@ -594,26 +693,10 @@ void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic 
 		receive_begins[r] = mpi_count(received);
 		sent += send_rows[r];
 		received += receive_rows[r];
-		e->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
+		c->bytes += count_sent(traffic, r == g->rank ? 0 : send_rows[r] * width, sizeof *in);
 	}
-	MPI_Datatype type = row_type(width);
 	MPI_Ialltoallv(in, send_counts, send_begins, type, out, receive_counts, receive_begins, type, comm_of(g), request);
-	e->type = MPI_Type_c2f(type);
-	mpi.under_way++;
-	trace_posted(e->begun);
-}
-
-void all_to_all_finish(struct all_to_all *e)
-{
-	if (e->request) {
-		MPI_Datatype type = MPI_Type_f2c(e->type);
-		mpi.under_way--;
-		wait_in(e->request, 1, &(struct wait){e->traffic, true, e->begun, e->bytes});
-		MPI_Type_free(&type);
-	}
-	free(e->request);
-	free(e->counts);
-	*e = (struct all_to_all){0};
+	trace_posted(c->begun);
 }
 
 void parallel_progress(void)
@@ -629,7 +712,7 @@ void broadcast(const struct group *g, void *x, int64_t bytes)
 		return;
 	MPI_Request request;
 	MPI_Ibcast(x, mpi_count(bytes), MPI_BYTE, 0, comm_of(g), &request);
-	wait_for(&request, 1, TRAFFIC_START, g->rank == 0 ? bytes : 0);
+	wait_for(&request, 1, TRAFFIC_AGREEMENT, g->rank == 0 ? bytes : 0);
 }
 
 int slowest_rank(const struct group *g, double seconds)

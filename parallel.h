@@ -44,6 +44,10 @@ struct oversubscription parallel_oversubscription(int threads);
 /* Collective. Returns rc if every rank's is at least 0. Else it fails on every rank, with the message of the first
  * rank whose rc is -1, which it names unless all failed. */
 int parallel_agree(int rc);
+/* From now on the ranks of this group, which are consecutive ones, agree among themselves: every "collective" of this
+ * part is one of the group. At first all ranks agree. */
+struct group;
+void parallel_agree_within(const struct group *g);
 /* Collective. Fails on every rank if some rank's value is not that of rank 0; `what` names it in the message. */
 int parallel_same(uint64_t value, const char *what);
 /* True if every rank calls this within a second: then all failed in the same way, and one message is enough. */
@@ -54,9 +58,13 @@ bool parallel_all_failed(void);
 /* A group of ranks, in which this process is number `rank` of `size`; comm is MPI's handle. */
 struct group { int rank, size, comm; };
 
-/* The groups that a rank is in. World = data x tensor; expert and expert_data divide the world in another way. */
+/* The groups that a rank is in. World = data x tensor; expert and expert_data divide the world in another way. With
+ * local SGD (docs/local-sgd.md) the ranks are several worlds of the same form, the replicas: consecutive ranks, each
+ * with a whole model. Else there is one replica, and `all` and `world` are the same ranks. */
 struct layout {
-	struct group world;
+	struct group all;            /* all ranks of the run */
+	struct group replicas;       /* ranks with the same place in their replica: the same shards of the same weights */
+	struct group world;          /* the ranks of this replica */
 	struct group data;           /* ranks with the same shard of heads and vocabulary, which divide the batch */
 	struct group tensor;         /* ranks that divide heads, vocabulary and, in between, the tokens of a micro-batch */
 	struct group expert;         /* ranks that divide the experts */
@@ -69,6 +77,8 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 /* The layout of rank `rank` of `ranks`, with `tensor` ranks in a tensor group and `expert` in an expert group. It is
  * not connected: it serves to plan, and the collectives cannot use it. */
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
+/* The same where the ranks are `replicas` replicas, which divides their number. */
+struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert);
 /* Collective. Makes MPI's communicators, so that the collectives can be used. */
 void layout_connect(struct layout *l);
 
@@ -102,6 +112,18 @@ int64_t micro_batch_place(const struct micro_batches *m, int64_t i);
 
 /* What a collective is for (enum traffic) is in files/trace.h, which counts the time and the bytes of each. */
 
+/* A collective that was started, and is not finished: between an all_gather_start or all_to_all_start and
+ * collective_finish. */
+struct collective {
+	void *request;               /* MPI_Request; NULL with a group of size 1 */
+	int *counts, type;           /* what MPI reads meanwhile; MPI's handle of the type of a row */
+	enum traffic traffic;
+	uint64_t begun;              /* trace_now() */
+	int64_t bytes;               /* that this rank sends */
+};
+/* Waits until it is done. */
+void collective_finish(struct collective *c);
+
 /* x [n]: the sum over the ranks, or the largest of any rank, in place on every rank. */
 void all_reduce_sum(const struct group *g, enum traffic traffic, double *x, int64_t n);
 void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_t n);
@@ -109,16 +131,25 @@ void all_reduce_max(const struct group *g, enum traffic traffic, real *x, int64_
 /* out [rows, width] from the shards of all ranks. in: this rank's shard, which may be in its place in out already.
  * With a group of size 1 nothing is done: the shard must be in its place. */
 void all_gather(const struct group *g, enum traffic traffic, real *out, const real *in, int64_t rows, int64_t width);
+/* The same of n numbers in bfloat16; with a group of size 1 they are copied. */
+void all_gather_bf16(const struct group *g, enum traffic traffic, uint16_t *out, const uint16_t *in, int64_t n);
+
+/* The same with this rank's shard in its place in `out`, in two parts: from start to finish, `out` may not be
+ * touched. */
+void all_gather_start(struct collective *c, const struct group *g, enum traffic traffic, real *out, int64_t rows,
+		int64_t width);
 
 /* out = (or with accumulate, += ) this rank's shard of the sum over the ranks of in [rows, width]; out may be that
  * shard of in itself. scratch [reduce_scatter_scratch()]. In two parts: from start to finish, neither `in` nor scratch
- * may be changed. */
+ * may be changed. bf16: the numbers travel in bfloat16, rounded to nearest, ties to even; the sums are taken as
+ * otherwise, in reals, and what this rank itself adds is not rounded. */
 struct reduce_scatter {
 	struct group group;
 	enum traffic traffic;
 	const real *in;              /* [rows, width] */
 	int64_t rows, width;
 	real *scratch;               /* [size, rows of the shard, width] what came from each rank */
+	uint16_t *halves;            /* the same in bfloat16, and then `in` [rows, width] as it is sent; else NULL */
 	uint64_t begun;              /* trace_now() */
 	int64_t bytes;               /* that this rank sends */
 	void *requests;              /* [num_requests] MPI_Request */
@@ -128,7 +159,7 @@ int64_t reduce_scatter_scratch(const struct group *g, int64_t rows, int64_t widt
 void reduce_scatter(const struct group *g, enum traffic traffic, real *out, bool accumulate, const real *in,
 		int64_t rows, int64_t width, real *scratch);
 void reduce_scatter_start(struct reduce_scatter *s, const struct group *g, enum traffic traffic, const real *in,
-		int64_t rows, int64_t width, real *scratch);
+		int64_t rows, int64_t width, bool bf16, real *scratch);
 void reduce_scatter_finish(struct reduce_scatter *s, real *out, bool accumulate);
 
 /* out [size, n]: out[r] is what rank r has in its in[this rank]; in [size, n]. */
@@ -137,16 +168,8 @@ void all_to_all_counts(const struct group *g, enum traffic traffic, int64_t *out
 /* Sends send_rows[r] rows of `in` to each rank r, and receives receive_rows[r] rows from it into `out`; both arrays
  * are in the order of the ranks, [sum of rows, width]. From start to finish, `in` must not be changed and `out` not be
  * read. */
-struct all_to_all {
-	void *request;               /* MPI_Request */
-	int *counts, type;           /* [4, size] what MPI reads meanwhile; MPI's handle of the type of a row */
-	enum traffic traffic;
-	uint64_t begun;              /* as in struct reduce_scatter */
-	int64_t bytes;
-};
-void all_to_all_start(struct all_to_all *e, const struct group *g, enum traffic traffic, real *out,
+void all_to_all_start(struct collective *c, const struct group *g, enum traffic traffic, real *out,
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);
-void all_to_all_finish(struct all_to_all *e);
 
 /* Moves on the collectives that were started and are not finished. MPI moves data only while it is called, so call this
  * now and then between start and finish. Does nothing when none is under way; not collective. */

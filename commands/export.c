@@ -59,27 +59,52 @@ static void write_name(FILE *f, const char *name)
 	putc('"', f);
 }
 
+/* The place of a column: those of one number as a line of the metrics has them, and all others behind them. */
+static int place_of(const char *name)
+{
+	static const char *const names[] = {"step", "samples", "tokens", "batch", "loss", "balance_loss", "z_loss", "lr",
+		"grad_norm", "update_norm", "seconds", "tokens_per_second", "save_seconds", "attempts", "valid_loss",
+		"validation_stopped"};
+	int i = 0;
+	while (i < (int)(sizeof names / sizeof *names) && strcmp(name, names[i]))
+		i++;
+	return i;
+}
+
+/* For qsort: pointers to columns, in the order of the file. Of two that are behind, by name: expert_load.2 is before
+ * expert_load.10. */
+static int compare_columns(const void *a, const void *b)
+{
+	const struct column *x = *(const struct column *const *)a, *y = *(const struct column *const *)b;
+	const int px = place_of(x->name), py = place_of(y->name);
+	return px != py ? px - py : strverscmp(x->name, y->name);
+}
+
 void export_csv(FILE *f, const struct run *r)
 {
-	int *next = allocate(r->num_columns * sizeof *next), fields = 0;
+	const struct column **columns = allocate(r->num_columns * sizeof *columns);
+	int *next = allocate(r->num_columns * sizeof *next), n = 0;
 	for (int i = 0; i < r->num_columns; i++)
-		if (!is_count(&r->columns[i])) {
-			fputs(fields++ ? "," : "", f);
-			write_name(f, r->columns[i].name);
-		}
+		if (!is_count(&r->columns[i]))
+			columns[n++] = &r->columns[i];
+	if (n)
+		qsort(columns, n, sizeof *columns, compare_columns);
+	for (int i = 0; i < n; i++) {
+		fputs(i ? "," : "", f);
+		write_name(f, columns[i]->name);
+	}
 	putc('\n', f);
 	for (int row = 0; row < r->count; row++) {
-		double value;
-		fields = 0;
-		for (int i = 0; i < r->num_columns; i++)
-			if (!is_count(&r->columns[i])) {
-				fputs(fields++ ? "," : "", f);
-				if (take_value(&r->columns[i], &next[i], row, &value))
-					write_number(f, value);
-			}
+		for (int i = 0; i < n; i++) {
+			double value;
+			fputs(i ? "," : "", f);
+			if (take_value(columns[i], &next[i], row, &value))
+				write_number(f, value);
+		}
 		putc('\n', f);
 	}
 	free(next);
+	free(columns);
 }
 
 void export_expert_counts(FILE *f, const struct run *r)
@@ -253,10 +278,14 @@ static int run_export(const struct command_line *line)
 		set_error("nothing to write; expected --csv FILE, --expert-counts FILE or --tensorboard DIR");
 		return EXIT_WRONG_USE;
 	}
-	if (o->csv && o->expert_counts && !strcmp(o->csv, "-") && !strcmp(o->expert_counts, "-")) {
-		set_error("--csv and --expert-counts are both to standard output; expected a file for one of them");
+	if (o->csv && o->expert_counts && !strcmp(o->csv, o->expert_counts)) {
+		set_error("--csv and --expert-counts are both to %s; expected another file for one of them",
+				strcmp(o->csv, "-") ? o->csv : "standard output");
 		return EXIT_WRONG_USE;
 	}
+	if ((o->csv && runs_check_output(line->words, 1, o->csv) < 0) ||
+			(o->expert_counts && runs_check_output(line->words, 1, o->expert_counts) < 0))
+		return EXIT_WORK_FAILED;
 	if (run_open(&r, line->words[0]) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = run_needs_steps(&r, "export");

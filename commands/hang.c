@@ -7,7 +7,6 @@
 #include "files/base.h"
 
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -128,17 +127,6 @@ int64_t hang_steps_done(const struct hang_watch *w)
 
 enum { MOST_NAMED = 8 };         /* ranks, or places, that the words name; the event has all */
 
-static void append(struct text *out, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void append(struct text *out, const char *format, ...)
-{
-	char part[512];
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(part, sizeof part, format, arguments);
-	va_end(arguments);
-	text_append_string(out, part);
-}
-
 const char *const hang_process_words[NUM_PROCESS_STATES] = {NULL, NULL, "is stopped",
 	"waits for a disk or a server", "has ended", "is gone"};
 
@@ -160,25 +148,25 @@ static void append_part(struct text *out, const struct heartbeat_rank *r)
 {
 	const bool named = r->waits || *r->operation;
 	if (named && r->layer >= 0)
-		append(out, " of layer %d", r->layer);
+		text_printf(out, " of layer %d", r->layer);
 	if (r->phase == HEARTBEAT_NONE || r->phase == HEARTBEAT_START)
-		append(out, "%s its start", named ? " of" : "");
+		text_printf(out, "%s its start", named ? " of" : "");
 	else if (r->phase == HEARTBEAT_END)
-		append(out, "%s the end of the run, after step %lld", named ? " of" : "", (long long)r->step);
+		text_printf(out, "%s the end of the run, after step %lld", named ? " of" : "", (long long)r->step);
 	else if (r->phase == HEARTBEAT_EVALUATION || r->phase == HEARTBEAT_SAVE || r->phase == HEARTBEAT_WRITE)
-		append(out, "%s the %s of step %lld", named ? " of" : "",
+		text_printf(out, "%s the %s of step %lld", named ? " of" : "",
 				heartbeat_phase_names[r->phase == HEARTBEAT_WRITE ? HEARTBEAT_SAVE : r->phase], (long long)r->step);
 	else
-		append(out, "%s step %lld", named ? " of" : "", (long long)r->step);
+		text_printf(out, "%s step %lld", named ? " of" : "", (long long)r->step);
 }
 
 /* Where a rank is: " attention of layer 3 of step 812", " the wait for gradients (number 7) of step 812", " step 2". */
 static void append_place(struct text *out, const struct heartbeat_rank *r)
 {
 	if (r->waits)
-		append(out, " the wait for %s (number %u)", r->collective, r->number);
+		text_printf(out, " the wait for %s (number %u)", r->collective, r->number);
 	else if (*r->operation)
-		append(out, " %s", r->operation);
+		text_printf(out, " %s", r->operation);
 	append_part(out, r);
 }
 
@@ -188,12 +176,12 @@ static int append_ranks(struct text *out, const int *what, const int *numbers, i
 	int count = 0, named = 0;
 	for (int i = 0; i < n; i++)
 		count += what[i] == value;
-	append(out, "rank%s ", count > 1 ? "s" : "");
+	text_printf(out, "rank%s ", count > 1 ? "s" : "");
 	for (int i = 0; i < n && named < 2 * MOST_NAMED; i++)
 		if (what[i] == value)
-			append(out, "%s%d", named++ ? ", " : "", numbers ? numbers[i] : i);
+			text_printf(out, "%s%d", named++ ? ", " : "", numbers ? numbers[i] : i);
 	if (count > named)
-		append(out, " and %d others", count - named);
+		text_printf(out, " and %d others", count - named);
 	return count;
 }
 
@@ -234,21 +222,21 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 	for (int i = 0; i < n; i++)
 		if (place[i] < 0 && named++ < MOST_NAMED) {
 			const struct heartbeat_rank *r = ranks[i].rank;
-			append(&out, "%srank %d on %s has been in", named > 1 ? "; " : "", numbers ? numbers[i] : i,
+			text_printf(&out, "%srank %d on %s has been in", named > 1 ? "; " : "", numbers ? numbers[i] : i,
 					*r->host ? r->host : "an unknown host");
 			append_place(&out, r);
-			append(&out, " for %.0f s%s", ranks[i].seconds, r->waits ? " without a sign" : "");
+			text_printf(&out, " for %.0f s%s", ranks[i].seconds, r->waits ? " without a sign" : "");
 		}
 	if (named > MOST_NAMED)
-		append(&out, "; so have %d other ranks", named - MOST_NAMED);
+		text_printf(&out, "; so have %d other ranks", named - MOST_NAMED);
 	if (named == 0)
-		append(&out, "all ranks wait, and none computes");
+		text_printf(&out, "all ranks wait, and none computes");
 	named = 0;
 	for (int i = 0; i < n; i++)
 		if (place[i] == i && named++ < MOST_NAMED) {
-			append(&out, "; ");
+			text_printf(&out, "; ");
 			const int count = append_ranks(&out, place, numbers, n, i);
-			append(&out, " wait%s in %s (number %u)", count > 1 ? "" : "s", ranks[i].rank->collective,
+			text_printf(&out, " wait%s in %s (number %u)", count > 1 ? "" : "s", ranks[i].rank->collective,
 					ranks[i].rank->number);
 			append_part(&out, ranks[i].rank);
 		}
@@ -256,7 +244,7 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 	for (int i = 0; i < n; i++) {
 		const char *state = place[i] < 0 ? hang_process_words[hang_process(ranks[i].rank)] : NULL;
 		if (state && named++ < MOST_NAMED)
-			append(&out, "; process %d of rank %d %s", ranks[i].rank->pid, numbers ? numbers[i] : i, state);
+			text_printf(&out, "; process %d of rank %d %s", ranks[i].rank->pid, numbers ? numbers[i] : i, state);
 	}
 	free(place);
 	return out.data;
@@ -269,7 +257,7 @@ char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 	if (n == 0) {
 		struct text out = {0};
 		*members = json_pack("{s:[], s:[]}", "ranks", "waiting");
-		append(&out, "no rank has begun to train for %.0f s", since);
+		text_printf(&out, "no rank has begun to train for %.0f s", since);
 		return out.data;
 	}
 	struct hang_place *places = allocate(n * sizeof *places);

@@ -80,6 +80,7 @@ struct layout_plan {
 	struct memory_plan memory;
 	double certain, rows;        /* bytes: all but the expert rows; expert rows when balanced */
 	double sent[NUM_TRAFFIC + 1]; /* bytes; the last one is the sum of the others */
+	double sent_outer;           /* bytes, between replicas at the end of a period of local SGD */
 	int64_t idle;                /* data ranks that no micro-batch is left for */
 };
 
@@ -88,7 +89,8 @@ struct layout_plan {
 struct work { int64_t micro_batches, sequences, tokens; };
 static struct work plan_work(const struct config *c, const struct layout *l)
 {
-	const struct micro_batches mine = micro_batches_of_rank(&l->data, c->train.batch, c->train.micro_batch);
+	const struct micro_batches mine = micro_batches_of_rank(&l->data, c->train.batch / l->replicas.size,
+			c->train.micro_batch);
 	struct work w = {.micro_batches = mine.num};
 	for (int64_t i = 0; i < mine.num; i++) {
 		const int64_t B = micro_batch_sequences(&mine, i);
@@ -117,25 +119,30 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	const double tokens = (double)w.sequences * config->data.seq_len, own = w.tokens;
 	double group = 0;            /* tokens of the whole expert group: each rank computes 1/e of their rows */
 	for (int i = 0; i < e; i++) {
-		const struct layout member = layout_of_rank(l->expert_data.rank * e + i, l->world.size, l->tensor.size, e);
+		const struct layout member = layout_of_replica(l->expert_data.rank * e + i, l->all.size, l->replicas.size,
+				l->tensor.size, e);
 		group += plan_work(config, &member).tokens;
 	}
-	/* expert rows that leave this rank in a forward pass, and that come to it from other ranks */
-	const double rows = own * c->num_experts_per_tok * (e - 1) / e;
-	const double foreign_rows = (group - own) * c->num_experts_per_tok / e;
+	/* Rows and assignments that leave this rank in a forward pass, and that come to it from other ranks. A token's row
+	 * goes once to each rank that has some of its experts. */
+	const double share = dispatch_share(c, e), rows = own * (e - 1) * share, foreign_rows = (group - own) * share;
+	const double assignments = own * c->num_experts_per_tok * (e - 1) / e;
+	const double foreign_assignments = (group - own) * c->num_experts_per_tok / e;
 	double *sent = p->sent;
 	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product;
 	 * it sums after the output product and after the backward pass of the first. Head and embedding have a gather and
 	 * a sum each. */
 	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
 	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
-	/* Rows and their weights go to the experts; the rows' gradients too, and come back with those of the weights. */
-	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * (E / e) * sizeof(int64_t);
-	sent[TRAFFIC_DISPATCH] = rows * ((moe + moe_again) * (H + 1) + moe * H) * sizeof(real);
-	sent[TRAFFIC_RETURN] = foreign_rows * moe * (2 * H + 1) * sizeof(real);
-	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights to all other
-	 * ranks of its group, which is as much. */
-	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) * sizeof(real);
+	/* Rows go to the experts' ranks, with two numbers for each assignment; the rows' gradients go there too, and come
+	 * back with those of the assignments' weights. */
+	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * 2 * sizeof(int64_t);
+	sent[TRAFFIC_DISPATCH] = ((moe + moe_again) * (rows * H + 2 * assignments) + moe * rows * H) * sizeof(real);
+	sent[TRAFFIC_RETURN] = moe * (2 * H * foreign_rows + foreign_assignments) * sizeof(real);
+	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights, or of their
+	 * changes, to all other ranks of its group, which is as much. */
+	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) *
+			(config->parallel.reduce == REDUCE_BF16 ? sizeof(uint16_t) : sizeof(real));
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
 	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
@@ -144,25 +151,31 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 			(l->data.size - 1) * 2 * sizeof(double); /* the last one: the numbers of tokens and of targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
+	/* local SGD: the sum of the pseudo-gradients over the replicas, a reduce_scatter and an all_gather */
+	p->sent_outer = 2.0 * p->memory.num_state * sizeof(real) * (l->replicas.size - 1) / l->replicas.size;
 }
 
 /* Plans a layout, on ranks that have `room` bytes each. Fails when the model cannot have it. */
 static int plan_layout(struct layout_plan *p, const struct config *c, int ranks, int tensor, int expert, double room)
 {
-	*p = (struct layout_plan){.layout = layout_of_rank(0, ranks, tensor, expert)};
-	const struct layout last = layout_of_rank(ranks - 1, ranks, tensor, expert);
+	const int replicas = count_replicas(c, ranks, tensor, expert);
+	if (replicas < 0)
+		return -1;
+	*p = (struct layout_plan){.layout = layout_of_replica(0, ranks, replicas, tensor, expert)};
+	const struct layout last = layout_of_replica(ranks - 1, ranks, replicas, tensor, expert);
 	struct memory_plan *m = &p->memory;
 	if (layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
-			c->model.num_experts, ranks, tensor, expert) < 0 ||
+			c->model.num_experts, ranks / replicas, tensor, expert) < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	m->reduction += c->parallel.reduce == REDUCE_BF16 ? m->changes : 0;
 	p->certain = planned_bytes(m);
-	p->rows = (double)m->arrivals / expert;
+	p->rows = m->balanced_arrivals;
 	if (!c->checkpoint.every || c->checkpoint.async == ASYNC_FALSE ||
 			(c->checkpoint.async == ASYNC_AUTO && p->certain + p->rows + m->copy > room))
 		m->copy = 0; /* saves are not asynchronous */
 	p->certain += m->copy;
-	p->idle = idle_data_ranks(p->layout.data.size, c->train.batch, c->train.micro_batch);
+	p->idle = idle_data_ranks(p->layout.data.size, c->train.batch / replicas, c->train.micro_batch);
 	plan_traffic(p, c);
 	return 0;
 }
@@ -223,7 +236,7 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights", m->weights}, {"gradients", m->gradients},
 			{"optimizer", m->optimizer}, {"activations", m->activations}, {"reduction", m->reduction},
-			{"saving", m->saving}, {"copy for saves", m->copy}, {"expert rows", asked.rows},
+			{"outer step", m->outer}, {"saving", m->saving}, {"copy for saves", m->copy}, {"expert rows", asked.rows},
 			{"total", asked.certain + asked.rows},
 			{"expert rows at most", m->arrivals}, {"total at most", asked.certain + m->arrivals}};
 	json_t *memory_bytes = json_object(), *bytes_sent = json_object(), *layouts = json_array();
@@ -235,12 +248,19 @@ static json_t *plan_report(const struct config *c, int ranks, double room)
 		json_array_append_new(layouts, layout_to_json(&plans[i]));
 	free(plans);
 	const struct layout *l = &asked.layout;
-	return json_pack("{s:i, s:i, s:i, s:i, s:I, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks,
+	if (l->replicas.size == 1)
+		json_object_del(memory_bytes, "outer step");
+	json_t *report = json_pack("{s:i, s:i, s:i, s:i, s:I, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:o}", "ranks", ranks,
 			"data", l->data.size, "tensor", l->tensor.size, "expert", l->expert.size,
 			"idle_data_ranks", (json_int_t)asked.idle, "batch", c->train.batch,
 			"micro_batch", c->train.micro_batch, "seq_len", c->data.seq_len, "memory_bytes", memory_bytes,
 			"bytes_sent", bytes_sent, "memory_of_a_rank", result_whole(room), "layouts", layouts,
 			"smallest_layout", layout_to_json(&smallest));
+	if (l->replicas.size > 1) {
+		json_object_set_new(report, "replicas", json_integer(l->replicas.size));
+		json_object_set_new(report, "bytes_sent_in_a_synchronisation", result_whole(asked.sent_outer));
+	}
+	return report;
 }
 
 /* The members of an object of bytes, a line each, those that are 0 left out. */
@@ -257,6 +277,8 @@ static void print_bytes(json_t *object)
 static void print_plan(const json_t *report)
 {
 	char size[3][32];
+	if (json_object_get(report, "replicas"))
+		printf("%d replicas, each with a layout of its own; ", (int)result_integer(report, "replicas"));
 	printf("%d ranks: data %d x tensor %d, expert %d; a step of %d sequences, micro-batches of %d x %d tokens\n",
 			(int)result_integer(report, "ranks"), (int)result_integer(report, "data"),
 			(int)result_integer(report, "tensor"), (int)result_integer(report, "expert"),
@@ -271,6 +293,9 @@ static void print_plan(const json_t *report)
 	print_bytes(json_object_get(report, "memory_bytes"));
 	printf("\nsent by a rank in a step\n");
 	print_bytes(json_object_get(report, "bytes_sent"));
+	if (json_object_get(report, "replicas"))
+		printf("\nsent by a rank to the other replicas in a synchronisation\n%-20s %13s\n", "outer step",
+				format_bytes(size[0], result_double(report, "bytes_sent_in_a_synchronisation")));
 
 	const json_t *layouts = json_object_get(report, "layouts");
 	format_bytes(size[0], result_double(report, "memory_of_a_rank"));
@@ -310,7 +335,7 @@ static int run_info(const struct command_line *line)
 {
 	const struct info_options *o = line->options;
 	const char *path = line->words[0];
-	struct config c = {.parallel = {1, 1}};
+	struct config c = {.parallel = {.tensor = 1, .expert = 1}};
 	struct stat st;
 	if (!o->ranks && (option_given(line, "memory-per-node") || option_given(line, "ranks-per-node"))) {
 		fail("--memory-per-node and --ranks-per-node go with --ranks");

@@ -58,7 +58,7 @@ struct panel {
 		double headroom;         /* the axis ends at so many times the largest value: two constant lines with
 		                          * different headroom are not at the same height */
 		double min_step;         /* between its ticks */
-		double include;          /* a value that the axis has where it is within twice the largest; NaN: none */
+		double include;          /* a value that the axis has, unless it is far from all others; NaN: none */
 		double factor;           /* of values */
 		struct axis axis;
 		bool used;
@@ -129,7 +129,7 @@ static void choose_axis(const struct panel *p, struct panel_axis *a, bool right)
 	double lo = n ? all[0] : 0, hi = n ? all[n - 1] : 1;
 	const bool is_log = !a->from_zero && lo > 1e-100 && hi > 10 * all[n / 2];
 	free(all);
-	if (a->include < 2 * hi)
+	if (a->include > lo / 2 && a->include < 2 * hi)
 		lo = fmin(lo, a->include), hi = fmax(hi, a->include);
 	const double pad = is_log ? pow(hi / lo, 0.04) : 0.04 * (hi - lo) + 1e-3 * fabs(hi) + 1e-12;
 	if (a->from_zero)
@@ -586,13 +586,19 @@ static int run_plot(const struct command_line *line)
 	const int n = line->num_words;
 	char path[PATH_LEN];
 	struct run runs[MAX_PLOT_RUNS];
+	if (n > MAX_PLOT_RUNS) {
+		set_error("%d runs: expected at most %d for one picture", n, MAX_PLOT_RUNS);
+		return EXIT_WRONG_USE;
+	}
 	if (!o->out && n > 1) {
 		set_error("several runs: expected --out FILE, a name for their picture");
 		return EXIT_WRONG_USE;
 	}
-	if ((!o->out && path_join(path, line->words[0], "metrics.png") < 0) || runs_open(runs, line->words, n) < 0)
+	if (!o->out && path_join(path, line->words[0], "metrics.png") < 0)
 		return EXIT_WORK_FAILED;
 	const char *out = o->out ? o->out : path;
+	if (runs_check_output(line->words, n, out) < 0 || runs_open(runs, line->words, n) < 0)
+		return EXIT_WORK_FAILED;
 	int rc = 0;
 	for (int r = 0; rc == 0 && r < n; r++)
 		rc = run_needs_steps(&runs[r], "draw");
@@ -613,8 +619,8 @@ static const struct command_option options[] = {
 };
 
 const struct command plot_command = {
-	.name = "plot", .usage = "RUN_DIR...", .min_words = 1, .max_words = MAX_PLOT_RUNS,
-	.help = "Draw a run, or several in one picture: losses, with marks of what was done with spikes, learning rate, "
+	.name = "plot", .usage = "RUN_DIR...", .min_words = 1, .max_words = ANY_NUMBER,
+	.help = "Draw a run, or up to 8 in one picture: losses, with marks of what was done with spikes, learning rate, "
 		"batch, gradient norm, auxiliary losses, speed, expert load.",
 	.run = run_plot, COMMAND_OPTIONS(plot_options, options),
 };

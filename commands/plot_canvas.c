@@ -9,7 +9,6 @@
 
 #include <math.h>
 #include <png.h>
-#include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -51,17 +50,6 @@ void canvas_free(struct canvas *c)
 {
 	free(c->svg.data), free(c->rgb), free(c->ink);
 	free(c);
-}
-
-/* Appends to an SVG file. */
-static void __attribute__((format(printf, 2, 3))) add_svg(struct canvas *c, const char *format, ...)
-{
-	char text[512];
-	va_list args;
-	va_start(args, format);
-	vsnprintf(text, sizeof text, format, args);
-	va_end(args);
-	text_append_string(&c->svg, text);
 }
 
 /* The smallest number of tenths of a pixel in which a place is written in an SVG file. */
@@ -123,7 +111,7 @@ static int clamp_int(double v, int low, int high)
 void fill_box(struct canvas *c, struct box b, uint32_t colour)
 {
 	if (c->is_svg) {
-		add_svg(c, "<rect x=\"%g\" y=\"%g\" width=\"%g\" height=\"%g\" fill=\"#%06x\"/>\n", tenths(b.left),
+		text_printf(&c->svg, "<rect x=\"%g\" y=\"%g\" width=\"%g\" height=\"%g\" fill=\"#%06x\"/>\n", tenths(b.left),
 				tenths(b.top), tenths(b.right - b.left), tenths(b.bottom - b.top), (unsigned)colour);
 		return;
 	}
@@ -197,13 +185,13 @@ void draw_line(struct canvas *c, const double *x, const double *y, int n, struct
 {
 	double along = 0;
 	if (c->is_svg)
-		add_svg(c, "<path d=\"");
+		text_printf(&c->svg, "<path d=\"");
 	for (int i = 0; i < n; i++) {
 		if (isnan(y[i]))
 			continue;
 		const bool first = i == 0 || isnan(y[i - 1]), alone = first && (i == n - 1 || isnan(y[i + 1]));
 		if (c->is_svg)
-			add_svg(c, "%c%g %g%s", first ? 'M' : 'L', tenths(x[i]), tenths(y[i]), alone ? "h0" : "");
+			text_printf(&c->svg, "%c%g %g%s", first ? 'M' : 'L', tenths(x[i]), tenths(y[i]), alone ? "h0" : "");
 		else if (alone)
 			add_ink(c, x[i], y[i], x[i], y[i], pen.width);
 		else if (!first && pen.dashed)
@@ -214,10 +202,11 @@ void draw_line(struct canvas *c, const double *x, const double *y, int n, struct
 	if (!c->is_svg)
 		paint(c, pen.colour);
 	else if (pen.dashed)
-		add_svg(c, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\" stroke-dasharray=\"%g %g\"/>\n",
+		text_printf(&c->svg, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\" stroke-dasharray=\"%g %g\"/>\n",
 				(unsigned)pen.colour, pen.width, DASH * pen.width, DASH_GAP * pen.width);
 	else
-		add_svg(c, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\"/>\n", (unsigned)pen.colour, pen.width);
+		text_printf(&c->svg, "\" fill=\"none\" stroke=\"#%06x\" stroke-width=\"%g\"/>\n", (unsigned)pen.colour,
+				pen.width);
 }
 
 void draw_shape(struct canvas *c, enum shape shape, double x, double y, double size, uint32_t colour, uint32_t outline)
@@ -270,11 +259,11 @@ void draw_cells(struct canvas *c, struct box b, const uint32_t *colours, int wid
 				(16 - 8 * (i % 3));
 	size_t size;
 	uint8_t *png = make_png(rgb, columns, rows, &size);
-	add_svg(c, "<image x=\"%g\" y=\"%g\" width=\"%d\" height=\"%d\" style=\"image-rendering: pixelated\" "
+	text_printf(&c->svg, "<image x=\"%g\" y=\"%g\" width=\"%d\" height=\"%d\" style=\"image-rendering: pixelated\" "
 			"href=\"data:image/png;base64,", tenths(b.left), tenths(b.top), columns, rows);
 	if (png)
 		add_base64(&c->svg, png, size);
-	add_svg(c, "\"/>\n");
+	text_printf(&c->svg, "\"/>\n");
 	free(rgb), free(png);
 }
 
@@ -388,7 +377,7 @@ static void add_svg_text(struct canvas *c, double x, double y, const char *s, do
 {
 	struct text clean = {0};
 	text_append_utf8(&clean, s, strlen(s));
-	add_svg(c, "<text transform=\"translate(%g %g)%s\" y=\"0.35em\" font-size=\"%g\" text-anchor=\"%s\" "
+	text_printf(&c->svg, "<text transform=\"translate(%g %g)%s\" y=\"0.35em\" font-size=\"%g\" text-anchor=\"%s\" "
 			"fill=\"#%06x\">", tenths(x), tenths(y), upwards ? " rotate(-90)" : "", tenths(size * 0.9),
 			align < 0.25 ? "start" : align < 0.75 ? "middle" : "end", (unsigned)colour);
 	for (size_t i = 0; i < clean.size; i++) {

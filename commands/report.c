@@ -8,6 +8,7 @@
 #include "files/base.h"
 #include "files/trace.h"
 #include "commands/runs.h"
+#include "commands/watched.h"
 #include "ling.h"
 
 #include <jansson.h>
@@ -190,13 +191,14 @@ static json_t *layer_load(const struct run *r)
 }
 
 /* Adds the counts of the tokens of expert `e` of a layer to sum[columns]: `per` neighbours of the rows that have counts
- * to each column. */
-static void add_counts(const struct run *r, int layer, int e, int per, double *sum)
+ * to each column. Where an expert has more of them than the first one, which no run of ling writes, the rest is left
+ * out. */
+static void add_counts(const struct run *r, int layer, int e, int per, int columns, double *sum)
 {
 	char name[MAX_NAME];
 	snprintf(name, sizeof name, "expert_counts.%d.%d", layer, e);
 	const struct column *c = run_column(r, name);
-	for (int i = 0; c && i < c->count; i++)
+	for (int i = 0; c && i < c->count && i / per < columns; i++)
 		sum[i / per] += isfinite(c->value[i]) ? c->value[i] : 0;
 }
 
@@ -220,7 +222,7 @@ static json_t *expert_load(const struct run *r)
 		json_t *values = json_array();
 		memset(counts, 0, (size_t)columns * experts * sizeof *counts);
 		for (int e = 0; e < experts; e++)
-			add_counts(r, layer, e, per, counts + (size_t)e * columns);
+			add_counts(r, layer, e, per, columns, counts + (size_t)e * columns);
 		for (int column = 0; column < columns; column++) {
 			json_t *row = json_array();
 			double total = 0;
@@ -245,7 +247,7 @@ static json_t *expert_load(const struct run *r)
 /* Whether an event belongs to an ordinary run; it is counted, and not listed. */
 static bool is_ordinary(const char *kind)
 {
-	static const char *const kinds[] = {"start", "stop", "save", "validation", "end"};
+	static const char *const kinds[] = {"start", "stop", "save", "validation", "end", "synchronisation"};
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		if (!strcmp(kind, kinds[i]))
 			return true;
@@ -291,15 +293,16 @@ static json_t *event_for_page(const json_t *event)
 	return out;
 }
 
-/* Sets `events`, at most the first and the last MAX_EVENTS incidents; events_left_out, how many are between them; and
- * other_events, the number of each other kind. */
+/* Sets `events`, at most the first and the last MAX_EVENTS incidents; events_left_out, how many are between them;
+ * skipped, how many of all are skipped batches; and other_events, the number of each other kind. */
 static void add_events(json_t *out, const struct run *r)
 {
 	json_t *incidents = json_array(), *list = json_array(), *other = json_object();
 	const json_t *event;
-	size_t i, left_out = 0;
+	size_t i, left_out = 0, skipped = 0;
 	json_array_foreach(r->events, i, event) {
 		const char *kind = json_string_value(json_object_get(event, "kind"));
+		skipped += !strcmp(kind, "skip");
 		if (is_ordinary(kind))
 			json_object_set_new(other, kind, json_integer(json_integer_value(json_object_get(other, kind)) + 1));
 		else
@@ -314,7 +317,17 @@ static void add_events(json_t *out, const struct run *r)
 	json_decref(incidents);
 	json_object_set_new(out, "events", list);
 	json_object_set_new(out, "events_left_out", json_integer((json_int_t)left_out));
+	json_object_set_new(out, "skipped", json_integer((json_int_t)skipped));
 	json_object_set_new(out, "other_events", other);
+}
+
+/* Sets `state`, as `ling watch` says it, and `waiting`, what is to be said of that; null where it is not known. */
+static void add_state(json_t *out, const struct run *r)
+{
+	json_t *state = watched_state(r->dir);
+	json_object_set_new(out, "state", state ? json_incref(json_object_get(state, "state")) : json_null());
+	json_object_set_new(out, "waiting", state ? json_incref(json_object_get(state, "waiting")) : json_null());
+	json_decref(state);
 }
 
 /* -- config -- */
@@ -413,6 +426,16 @@ static void add_operations(json_t *out, const struct run *r)
 
 /* -- samples of text -- */
 
+/* A member that is a text, of any characters: models write \u0000, too. NULL: it is none, which fails. */
+static json_t *text_member(const json_t *line, const char *where, const char *key)
+{
+	json_t *text = json_object_get(line, key);
+	if (json_is_string(text))
+		return text;
+	fail("%s: `%s` is %s; expected a string", where, key, json_kind(text));
+	return NULL;
+}
+
 /* Sets `samples`, the newest MAX_SAMPLES of RUN/samples.jsonl, and samples_left_out. No file is no sample. */
 static int add_samples(json_t *out, const struct run *r)
 {
@@ -436,18 +459,18 @@ static int add_samples(json_t *out, const struct run *r)
 		snprintf(where, sizeof where, "%s:%lld", path, (long long)++number);
 		json_t *line = json_line(where, (const char *)data + at, n);
 		int64_t step;
-		const char *prompt = line ? field_text(line, where, "prompt") : NULL;
-		const char *text = prompt ? field_text(line, where, "text") : NULL;
+		json_t *prompt = line ? text_member(line, where, "prompt") : NULL;
+		json_t *text = prompt ? text_member(line, where, "text") : NULL;
 		rc = text ? field_int(line, where, "step", 0, INT64_MAX, &step) : -1;
 		if (rc == 0)
-			json_array_append_new(list, json_pack("{s:I, s:s, s:s}", "step", (json_int_t)step, "prompt", prompt, "text",
+			json_array_append_new(list, json_pack("{s:I, s:O, s:O}", "step", (json_int_t)step, "prompt", prompt, "text",
 					text));
+		for (; json_array_size(list) > MAX_SAMPLES; left_out++)
+			json_array_remove(list, 0);
 		json_decref(line);
 		at += n;
 	}
 	unmap_file(data, size);
-	for (; json_array_size(list) > MAX_SAMPLES; left_out++)
-		json_array_remove(list, 0);
 	json_object_set_new(out, "samples", list);
 	json_object_set_new(out, "samples_left_out", json_integer((json_int_t)left_out));
 	return rc;
@@ -530,6 +553,7 @@ static json_t *run_for_page(const struct run *r, int points)
 	if (rows)
 		add_steps(out, r, points);
 	add_events(out, r);
+	add_state(out, r);
 	add_config(out, r);
 	add_operations(out, r);
 	if (add_samples(out, r) < 0) {
@@ -566,7 +590,7 @@ int report_write(char *const *run_dirs, int n, int points, const char *path)
 	struct tm tm;
 	strftime(made, sizeof made, "%Y-%m-%d %H:%M UTC", gmtime_r(&now, &tm));
 	struct run *runs = allocate(n * sizeof *runs);
-	int rc = runs_open(runs, run_dirs, n);
+	int rc = runs_check_output(run_dirs, n, path) < 0 ? -1 : runs_open(runs, run_dirs, n);
 	json_t *list = json_array();
 	for (int i = 0; i < n && rc == 0; i++) {
 		json_t *one = run_for_page(&runs[i], points);

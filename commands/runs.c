@@ -29,6 +29,8 @@ static void add_value(struct run *r, int *guess, const char *name, size_t n, dou
 		r->columns[r->num_columns++] = (struct column){.name = copy_string(name)};
 	}
 	struct column *c = &r->columns[i];
+	if (c->count && c->row[c->count - 1] == r->count - 1)
+		c->count--; /* {"a": {"b": 1}, "a.b": 2}: the last one counts */
 	c->row = grow(c->row, c->count, &c->row_room, 1, sizeof *c->row);
 	c->value = grow(c->value, c->count, &c->value_room, 1, sizeof *c->value);
 	c->row[c->count] = r->count - 1;
@@ -102,7 +104,8 @@ static void add_first_validation(struct run *r)
 /* Whether an event is about the training itself: going back undoes it. Others, such as a crash, have happened. */
 static bool can_be_undone(const char *kind)
 {
-	static const char *const kinds[] = {"skip", "retry", "drop", "level_shift", "spike", "save", "validation"};
+	static const char *const kinds[] = {"skip", "retry", "drop", "level_shift", "spike", "save", "validation",
+		"synchronisation"};
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		if (!strcmp(kind, kinds[i]))
 			return true;
@@ -139,7 +142,7 @@ static int add_event(void *context, const json_t *event)
 /* -- the run -- */
 
 /* Reads the config of the newest checkpoint; NULL without one, also when the run has just removed it. */
-static int read_config(const char *dir, json_t **config)
+static int read_checkpoint_config(const char *dir, json_t **config)
 {
 	char path[PATH_LEN], file[PATH_LEN];
 	const int found = checkpoint_newest(dir, path);
@@ -156,6 +159,17 @@ static int read_config(const char *dir, json_t **config)
 		rc = fail("%s: `config` is %s; expected an object", file, json_kind(member));
 	json_decref(trainer);
 	return rc;
+}
+
+/* The config of the newest start, as events.jsonl has it, for a run without a checkpoint; NULL without one. */
+static json_t *started_config(const struct run *r)
+{
+	for (size_t i = json_array_size(r->events); i-- > 0;) {
+		json_t *config = json_object_get(json_array_get(r->events, i), "config");
+		if (json_is_object(config))
+			return config;
+	}
+	return NULL;
 }
 
 /* Fails unless `dir` looks like the directory of a run. */
@@ -191,7 +205,9 @@ int run_open(struct run *r, const char *dir)
 	if (rc == 0 && r->count > 1 && r->step[1] == 0) /* a later version's metrics may have step 0 themselves */
 		rc = fail("%s/metrics.jsonl: has step 0, which events.jsonl has too; expected steps from 1 on", dir);
 	if (rc == 0)
-		rc = read_config(dir, &r->config);
+		rc = read_checkpoint_config(dir, &r->config);
+	if (rc == 0 && !r->config)
+		r->config = json_incref(started_config(r));
 	if (rc < 0) {
 		run_free(r);
 		return -1;
@@ -230,6 +246,35 @@ int runs_open(struct run *runs, char *const *dirs, int n)
 		if (same[i])
 			path_copy(runs[i].name, runs[i].dir);
 	return 0;
+}
+
+/* Whether a path within the directory of a run is of a file that `ling train` keeps there. */
+static bool is_of_training(const char *path)
+{
+	static const char *const names[] = {"metrics.jsonl", "events.jsonl", "samples.jsonl", "heartbeat"},
+		*const directories[] = {"trace/", "trace-before/", "step-"};
+	bool found = false;
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+		found = found || !strcmp(path, names[i]);
+	for (size_t i = 0; i < sizeof directories / sizeof *directories; i++)
+		found = found || (!strncmp(path, directories[i], strlen(directories[i])) && strchr(path, '/'));
+	return found;
+}
+
+int runs_check_output(char *const *dirs, int n, const char *out)
+{
+	char *file = realpath(out, NULL); /* NULL: it is not there */
+	int rc = 0;
+	for (int i = 0; file && rc == 0 && i < n; i++) {
+		char *dir = realpath(dirs[i], NULL);
+		const size_t length = dir ? strlen(dir) : 0;
+		if (dir && !strncmp(file, dir, length) && file[length] == '/' && is_of_training(file + length + 1))
+			rc = fail("%s: belongs to the run in %s, which would lose it; expected another name for the output", out,
+					dirs[i]);
+		free(dir);
+	}
+	free(file);
+	return rc;
 }
 
 int run_needs_steps(const struct run *r, const char *use)

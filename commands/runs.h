@@ -47,6 +47,9 @@ void run_free(struct run *r);    /* a struct of zeros is fine */
 /* Opens n runs. The name of each becomes the path as it was given where two would have the same name. On error none is
  * open. */
 int runs_open(struct run *runs, char *const *dirs, int n);
+/* Fails when `out`, a file that is to be written, is there and is one of those that `ling train` keeps in one of these
+ * n directories: metrics, events, samples, heartbeat, traces, checkpoints. */
+int runs_check_output(char *const *dirs, int n, const char *out);
 /* Fails when the run has no step: "... has no step to <use>". */
 int run_needs_steps(const struct run *r, const char *use);
 

@@ -670,9 +670,10 @@ const char *cpu_features(char out[256])
 
 double peak_flops(int64_t n, int repeats, double seconds, int threads)
 {
-	real *a = malloc(3 * n * n * sizeof *a), *b = a + n * n, *c = b + n * n;
+	real *a = malloc(3 * n * n * sizeof *a);
 	if (!a)
 		return 0;
+	real *b = a + n * n, *c = b + n * n;
 	for (int64_t i = 0; i < 2 * n * n; i++)
 		a[i] = (real)(i % 17 - 8);
 	const double begun = clock_seconds();

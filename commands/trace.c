@@ -12,6 +12,7 @@
 
 #include "commands/hang.h"
 #include "commands/result.h"
+#include "commands/runs.h"
 #include "files/base.h"
 
 #include <errno.h>
@@ -183,6 +184,30 @@ static double median(const double *values, int n)
 	return middle;
 }
 
+/* The rank that takes longer than the others time after time, and in which operation: where the median duration of an
+ * operation, without waiting, times how often it is done in a step, is furthest above that of the median rank. A rank
+ * that was disturbed a few times, on a machine with other work for example, does not count here. Null for one rank. */
+static json_t *steadily_slow_to_json(const struct trace *list, const struct rank_time *time, int count,
+		enum trace_part part)
+{
+	double *seconds = allocate(count * sizeof *seconds), most = 0;
+	int slowest = 0, where = OP_NONE;
+	for (int op = OP_NONE + 1; op < NUM_OPERATIONS; op++)
+		for (int pass = 0; pass < NUM_PASSES; pass++) {
+			for (int i = 0; i < count; i++) {
+				const struct trace_counter *c = &list[i].operation[part][op][pass];
+				seconds[i] = trace_quantile(c, 0.5) * c->count / time[i].times;
+			}
+			const double usual = median(seconds, count);
+			for (int i = 0; i < count; i++)
+				if (seconds[i] - usual > most)
+					most = seconds[i] - usual, slowest = i, where = op;
+		}
+	free(seconds);
+	return count < 2 ? json_null() : json_pack("{s:i, s:s, s:o}", "rank", list[slowest].rank, "operation",
+			operations[where].name, "excess_seconds", result_number(most));
+}
+
 /* The rank with most own time, by how much it is more than the median of the ranks, and in which operation most of
  * that is. Null for one rank. */
 static json_t *slowest_to_json(const struct trace *list, const struct rank_time *time, int count)
@@ -302,6 +327,12 @@ static json_t *steps_to_json(const struct trace *list, int count, int64_t most)
 	return array;
 }
 
+/* A peak of a rank; null where it measured none. */
+static json_t *known_peak(double peak)
+{
+	return result_number(peak > 0 ? peak : NAN);
+}
+
 json_t *trace_totals(const struct trace *list, int count, enum trace_part part, int64_t steps)
 {
 	struct rank_time *time = allocate(count * sizeof *time);
@@ -314,8 +345,8 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 		unnamed += time[i].unnamed;
 		sum_add(&all_steps, &list[i].steps, 0);
 	}
-	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
-			"part", part_names[part], "ranks", list[0].ranks, "ranks_read", count,
+	json_t *result = json_pack("{s:s, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, "
+			"s:o}", "part", part_names[part], "ranks", list[0].ranks, "ranks_read", count,
 			"steps", result_whole((double)list[0].steps.count),
 			"median_step_seconds", result_number(trace_quantile(&all_steps.all, 0.5)),
 			"p99_step_seconds", result_number(trace_quantile(&all_steps.all, 0.99)),
@@ -323,9 +354,11 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 			"own_share", result_number(ratio(total - waited, total)),
 			"waiting_share", result_number(ratio(waited, total)),
 			"no_operation_share", result_number(part == PART_STEP ? ratio(unnamed, total) : NAN),
+			"peak_flops", known_peak(list[0].peak_flops), "peak_bandwidth", known_peak(list[0].peak_bandwidth),
 			"operations", operations_to_json(list, count, part, total),
 			"collectives", collectives_to_json(list, count, part, total),
-			"by_rank", ranks_to_json(list, time, count), "slowest", slowest_to_json(list, time, count));
+			"by_rank", ranks_to_json(list, time, count), "slowest", slowest_to_json(list, time, count),
+			"steadily_slow", steadily_slow_to_json(list, time, count, part));
 	if (steps)
 		json_object_set_new(result, "by_step", steps_to_json(list, count, steps));
 	free(time);
@@ -396,8 +429,8 @@ static struct rank_place place_of_rank(const struct trace *t)
 	return p;
 }
 
-/* What is to be said of a run. */
-enum run_state { RUN_ENDED, RUN_BROKE_OFF, RUN_STANDS_STILL, RUN_GOES_ON };
+/* What --hang says of a run. */
+enum hang_state { STATE_ENDED, STATE_BROKE_OFF, STATE_STANDS_STILL, STATE_GOES_ON };
 static const char *const state_names[] = {"ended", "broke off", "stands still", "goes on"};
 
 /* What a rank of another machine writes may be seen so many seconds late. */
@@ -418,18 +451,20 @@ static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now,
 {
 	if (!all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK)
 		return true;
-	const double silent = fmax(since / 2, p->process == PROCESS_ELSEWHERE ? seen_late : 2);
+	/* Of a run that is no more the last signs are final: mpirun ends the others within some 2 s. */
+	const double least = p->process == PROCESS_ELSEWHERE ? seen_late : all_gone ? 0.5 : 2;
+	const double silent = fmax(since / 2, least);
 	return !p->rank.waits || now - p->sign > silent;
 }
 
-static json_t *place_to_json(const struct trace *t, const struct rank_place *p, double now)
+static json_t *place_to_json(const struct trace *t, const struct rank_place *p, bool in_the_way, double now)
 {
 	static const char *const process_names[NUM_PROCESS_STATES] = {"is of another machine", "runs", "is stopped",
 			"waits for a disk or a server", "has ended", "is gone"};
 	const struct heartbeat_rank *r = &p->rank;
-	return json_pack("{s:i, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
-			"host", json_cstring(t->host), "pid", t->pid, "process", process_names[p->process],
-			"phase", heartbeat_phase_names[r->phase], "step", (json_int_t)r->step,
+	return json_pack("{s:i, s:b, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
+			"in_the_way", in_the_way, "host", json_cstring(t->host), "pid", t->pid,
+			"process", process_names[p->process], "phase", heartbeat_phase_names[r->phase], "step", (json_int_t)r->step,
 			"layer", r->layer < 0 ? json_null() : json_integer(r->layer),
 			"operation", p->operation ? json_string(operations[p->operation->what].name) : json_null(),
 			"pass", p->operation ? json_string(pass_names[p->operation->pass]) : json_null(),
@@ -464,20 +499,22 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	const double since = at - progress, usual = trace_quantile(&steps.all, 0.5);
 	for (int i = 0; i < count; i++)
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
-				is_in_the_way(&p[i], all_gone, at, since)};
-	const enum run_state state = ended ? RUN_ENDED : all_gone ? RUN_BROKE_OFF
-			: some_stopped || since > still_limit(p, count, usual) ? RUN_STANDS_STILL : RUN_GOES_ON;
+				!ended && is_in_the_way(&p[i], all_gone, at, since)};
+	const enum hang_state state = ended ? STATE_ENDED : all_gone ? STATE_BROKE_OFF
+			: some_stopped || since > still_limit(p, count, usual) ? STATE_STANDS_STILL : STATE_GOES_ON;
 	json_t *members, *ranks = json_array();
 	char *words = hang_words(places, numbers, count, &members);
 	for (int i = 0; i < count; i++)
-		json_array_append_new(ranks, place_to_json(&list[i], &p[i], at));
+		json_array_append_new(ranks, place_to_json(&list[i], &p[i], places[i].in_the_way, at));
 	json_t *result = json_pack("{s:s, s:I, s:i, s:i, s:o, s:o, s:o, s:b, s:o, s:O, s:O, s:o}",
 			"state", state_names[state], "step", (json_int_t)step, "ranks", list[0].ranks, "ranks_read", count,
 			"since_seconds", result_number(fmax(now - progress, 0)), "median_step_seconds", result_number(usual),
-			"text", state == RUN_ENDED ? json_null() : json_cstring(words), "seen_late", late && since < seen_late,
+			"text", state == STATE_ENDED ? json_null() : json_cstring(words), "seen_late", late && since < seen_late,
 			"sign_seconds", result_number(fmax(now - sign, 0)),
 			"in_the_way", json_object_get(members, "ranks"), "waiting", json_object_get(members, "waiting"),
 			"places", ranks);
+	if (ended) /* whoever is no more waits for nobody */
+		json_object_set_new(result, "waiting", json_array());
 	json_decref(members);
 	free(words);
 	free(numbers);
@@ -686,12 +723,9 @@ static void write_operations(struct event_writer *w)
 	free(end);
 }
 
-int trace_write_events(const struct trace *list, int count, const char *path)
+static void write_events(FILE *out, const struct trace *list, int count)
 {
-	struct new_file file;
-	if (new_file_begin(&file, path) < 0)
-		return -1;
-	struct event_writer w = {.out = file.stream};
+	struct event_writer w = {.out = out};
 	const double zero = time_zero(list, count);
 	fprintf(w.out, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"program\":\"ling\",\"time_zero\":%.17g},\n"
 			"\"traceEvents\":[", zero);
@@ -708,6 +742,18 @@ int trace_write_events(const struct trace *list, int count, const char *path)
 		write_waits(&w);
 	}
 	fprintf(w.out, "\n]}\n");
+}
+
+int trace_write_events(const struct trace *list, int count, const char *path)
+{
+	struct new_file file;
+	if (!strcmp(path, "-")) {
+		write_events(stdout, list, count);
+		return 0;
+	}
+	if (new_file_begin(&file, path) < 0)
+		return -1;
+	write_events(file.stream, list, count);
 	return new_file_publish(&file, 0);
 }
 
@@ -765,6 +811,11 @@ static void print_operations(const json_t *result)
 				rate_text(e, result_double(row, "rate"), json_is_string(unit) ? json_string_value(unit) : ""),
 				percent(f, result_double(row, "peak_share")));
 	}
+	if (!isnan(result_double(result, "peak_flops")))
+		printf("the peak of rank %lld as measured when the run began: %s, %s\n",
+				(long long)result_integer(json_array_get(json_object_get(result, "by_rank"), 0), "rank"),
+				rate_text(a, result_double(result, "peak_flops"), "FLOP"),
+				rate_text(b, result_double(result, "peak_bandwidth"), "B"));
 }
 
 static void print_collectives(const json_t *result)
@@ -784,22 +835,43 @@ static void print_collectives(const json_t *result)
 				rate_text(d, result_double(row, "bytes_per_second"), "B"));
 }
 
+enum { MOST_RANKS = 32 };        /* that the text shows */
+
+/* The own seconds of a rank of which MOST_RANKS - 1 others have more; 0 where there are no more ranks than that. */
+static double least_own_shown(const json_t *by_rank)
+{
+	const size_t n = json_array_size(by_rank);
+	double *own = allocate(n * sizeof *own);
+	for (size_t i = 0; i < n; i++)
+		own[i] = result_double(json_array_get(by_rank, i), "own_seconds");
+	qsort(own, n, sizeof *own, compare_doubles);
+	const double least = n > MOST_RANKS ? own[n - MOST_RANKS] : 0;
+	free(own);
+	return least;
+}
+
 static void print_ranks(const json_t *result)
 {
 	const bool steps = !strcmp(result_text(result, "part"), part_names[PART_STEP]);
-	const json_t *slowest = json_object_get(result, "slowest");
+	const json_t *slowest = json_object_get(result, "slowest"), *by_rank = json_object_get(result, "by_rank");
+	const double least = least_own_shown(by_rank);
 	char a[32], b[32], c[32], d[16];
 	size_t i;
 	json_t *row;
 	printf("\n%-34s %8s %9s %9s %5s\n", steps ? "rank: ms a step" : "rank: ms", "all", "own", "waiting", "own %");
-	json_array_foreach(json_object_get(result, "by_rank"), i, row) {
+	json_array_foreach(by_rank, i, row) {
 		char name[128];
+		if (result_double(row, "own_seconds") < least)
+			continue;
 		snprintf(name, sizeof name, "%lld on %s", (long long)result_integer(row, "rank"), result_text(row, "host"));
 		printf("%-34s %8s %9s %9s %5s\n", name, milliseconds(a, result_double(row, "seconds")),
 				milliseconds(b, result_double(row, "own_seconds")),
 				milliseconds(c, result_double(row, "waiting_seconds")),
 				percent(d, result_double(row, "own_share")));
 	}
+	if (json_array_size(by_rank) > MOST_RANKS)
+		printf("these are the %d ranks with most own time of %zu; --json has all\n", MOST_RANKS,
+				json_array_size(by_rank));
 	if (json_is_null(slowest))
 		return;
 	const char *operation = result_text(slowest, "operation");
@@ -809,6 +881,11 @@ static void print_ranks(const json_t *result)
 			milliseconds(b, result_double(slowest, "median_own_seconds")),
 			milliseconds(c, result_double(slowest, "operation_excess_seconds")),
 			*operation ? operation : "no operation");
+	const json_t *steady = json_object_get(result, "steadily_slow");
+	if (result_double(steady, "excess_seconds") > 0)
+		printf("steadily, by medians: rank %lld takes %s ms more than the median rank in %s\n",
+				(long long)result_integer(steady, "rank"), milliseconds(a, result_double(steady, "excess_seconds")),
+				result_text(steady, "operation"));
 }
 
 static void print_steps(const json_t *result)
@@ -836,12 +913,11 @@ static void print_totals(const json_t *result)
 	printf("%lld rank%s, %lld steps, median %s ms, p99 %s ms\n", ranks, ranks > 1 ? "s" : "",
 			(long long)result_integer(result, "steps"), milliseconds(a, result_double(result, "median_step_seconds")),
 			milliseconds(b, result_double(result, "p99_step_seconds")));
-	printf("%s: %.3f s of a rank: %s %% own work, %s %% waiting for other ranks", result_text(result, "part"),
-			result_double(result, "seconds"), percent(c, result_double(result, "own_share")),
-			percent(d, result_double(result, "waiting_share")));
+	printf("%s: %.3f s per rank: %s %% own work", result_text(result, "part"), result_double(result, "seconds"),
+			percent(c, result_double(result, "own_share")));
 	if (!isnan(missing))
-		printf("; %s %% in no operation", percent(c, missing));
-	printf("\n");
+		printf(" (%s %% in no operation)", percent(c, missing));
+	printf(", %s %% waiting for other ranks\n", percent(d, result_double(result, "waiting_share")));
 	if (json_array_size(json_object_get(result, "operations")))
 		print_operations(result);
 	print_collectives(result);
@@ -882,12 +958,12 @@ static void print_places(const json_t *result)
 	json_t *place;
 	if (result_double(result, "median_step_seconds") > 0)
 		snprintf(takes, sizeof takes, ", where a step takes %.3g s", result_double(result, "median_step_seconds"));
-	if (!strcmp(state, state_names[RUN_ENDED]))
-		printf("the run ended by itself after step %lld\n", step);
-	else if (!strcmp(state, state_names[RUN_BROKE_OFF]))
+	if (!strcmp(state, state_names[STATE_ENDED]))
+		printf("the run ended after step %lld\n", step);
+	else if (!strcmp(state, state_names[STATE_BROKE_OFF]))
 		printf("the run broke off in step %lld, %.0f s ago. Then\n%s\n", step,
 				result_double(result, "sign_seconds"), json_string_value(text));
-	else if (!strcmp(state, state_names[RUN_GOES_ON]))
+	else if (!strcmp(state, state_names[STATE_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,
 				result_double(result, "since_seconds"), takes);
 	else
@@ -897,9 +973,15 @@ static void print_places(const json_t *result)
 		printf("what ranks of other machines write may be seen up to %.0f s late: look again then\n", seen_late);
 	if (read < ranks)
 		printf("%lld of %lld ranks have no trace that could be read\n", ranks - read, ranks);
+	if (strcmp(state, state_names[STATE_ENDED]) == 0)
+		return;
+	/* of many ranks, those in the way */
+	int shown = 0;
 	json_array_foreach(json_object_get(result, "places"), i, place)
-		if (strcmp(state, state_names[RUN_ENDED]))
+		if ((read <= MOST_RANKS || json_is_true(json_object_get(place, "in_the_way"))) && shown++ < MOST_RANKS)
 			print_place(place);
+	if (read > MOST_RANKS)
+		printf("  --json has all %lld ranks\n", read);
 }
 
 struct trace_options {
@@ -930,6 +1012,16 @@ static int keep_rank(struct trace *list, int *count, int rank, const char *run)
 	return 0;
 }
 
+/* --perfetto: prints the name of the file, as every command does that draws one, unless that is standard output. */
+static int write_perfetto(const struct trace *list, int count, const char *path)
+{
+	if (trace_write_events(list, count, path) < 0)
+		return -1;
+	if (strcmp(path, "-"))
+		printf("%s\n", path);
+	return 0;
+}
+
 static int run_trace(const struct command_line *line)
 {
 	const struct trace_options *o = line->options;
@@ -945,12 +1037,13 @@ static int run_trace(const struct command_line *line)
 		fail("--perfetto writes all records, and goes with --before and --rank alone");
 		return EXIT_WRONG_USE;
 	}
-	if (traces_read(&list, &count, run, o->before) < 0)
+	if ((o->perfetto && runs_check_output(line->words, 1, o->perfetto) < 0) ||
+			traces_read(&list, &count, run, o->before) < 0)
 		return EXIT_WORK_FAILED;
 	int rc = option_given(line, "rank") ? keep_rank(list, &count, o->rank, run) : 0;
 	clock_gettime(CLOCK_REALTIME, &now);
 	if (rc == 0 && o->perfetto)
-		rc = trace_write_events(list, count, o->perfetto);
+		rc = write_perfetto(list, count, o->perfetto);
 	else if (rc == 0 && o->hang)
 		result_print(trace_places(list, count, now.tv_sec + now.tv_nsec * 1e-9), o->json, print_places);
 	else if (rc == 0)
@@ -968,7 +1061,7 @@ static const struct command_option options[] = {
 	FLAG_OPTION(trace_options, hang, "hang",
 		"Where each rank is, or was when it ended, and who is in the way of the others"),
 	TEXT_OPTION(trace_options, perfetto, "perfetto", "FILE.json",
-		"Write the records as Chrome trace events, which ui.perfetto.dev shows"),
+		"Write the records as Chrome trace events, which ui.perfetto.dev shows (- for standard output)"),
 	FLAG_OPTION(trace_options, before, "before", "The trace of the start before the newest one"),
 	FLAG_OPTION(trace_options, json, "json", "Print one JSON object"),
 };

@@ -19,7 +19,7 @@ json_t *trace_totals(const struct trace *list, int count, enum trace_part part, 
 /* Where each rank is, and who is in the way, at `now` (seconds since 1970). */
 json_t *trace_places(const struct trace *list, int count, double now);
 
-/* Writes the records as a file of Chrome's trace events, which ui.perfetto.dev shows. */
+/* Writes the records as a file of Chrome's trace events, which ui.perfetto.dev shows. "-": to standard output. */
 int trace_write_events(const struct trace *list, int count, const char *path);
 
 extern const struct command trace_command;

@@ -72,13 +72,12 @@ static void warn_of_oversubscription(void)
 				: threads ? "" : " and start fewer ranks on a machine");
 }
 
-/* Removes the directory of a run that could not begin, unless there is more in it than heartbeat and trace. */
+/* Removes the directory of a run that could not begin, unless there is more in it than the heartbeat. */
 static void remove_unused(const char *dir)
 {
 	char path[PATH_LEN];
 	if (path_join(path, dir, "heartbeat") == 0)
 		unlink(path);
-	trace_remove(dir);
 	rmdir(dir);
 }
 
@@ -112,9 +111,10 @@ static int train(const struct command_line *line, struct faults *faults)
 	if (rc == 0 && (rc = sampler_open(&t)) < 0)
 		trainer_free(&t);
 	const bool started = rc == 0;
+	int64_t steps = 0; /* that this process does */
 	if (started) {
 		double sums[2] = {rates.flops, rates.flops > 0}; /* the second: ranks that know theirs */
-		all_reduce_sum(&t.model.layout.world, TRAFFIC_STATISTICS, sums, 2);
+		all_reduce_sum(&t.model.layout.all, TRAFFIC_STATISTICS, sums, 2);
 		t.peak_flops = sums[1] == parallel_size() ? sums[0] : 0;
 		t.faults = *faults;
 		*faults = (struct faults){.log.fd = -1};
@@ -125,7 +125,9 @@ static int train(const struct command_line *line, struct faults *faults)
 		if (is_rank0(&t)) {
 			printf("%lld parameters, %lld steps, %lld tokens, ", (long long)whole.num_elements, (long long)t.steps,
 					(long long)t.tokens);
-			if (l->world.size > 1)
+			if (l->replicas.size > 1)
+				printf("%d replicas of ", l->replicas.size);
+			if (l->all.size > 1)
 				printf("%d ranks (data %d x tensor %d, expert %d) of ", l->world.size, l->data.size, l->tensor.size,
 						l->expert.size);
 			printf("%d threads\n", kernels_threads());
@@ -135,7 +137,9 @@ static int train(const struct command_line *line, struct faults *faults)
 				fprintf(stderr, "warning: %s\n", warning);
 		}
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
+		steps = t.state.step;
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
+		steps = t.state.step - steps;
 		trace_phase(HEARTBEAT_END, t.state.step);
 		sampler_close(&t);
 		trainer_free(&t);
@@ -144,8 +148,8 @@ static int train(const struct command_line *line, struct faults *faults)
 	}
 	trace_leave();
 	heartbeat_leave();
-	if (!started && c.trace.events && parallel_rank() == 0)
-		trace_remove(c.train.output_dir);
+	if (parallel_rank() == 0)
+		trace_end_start(c.train.output_dir, steps != 0);
 	if (made && !started)
 		remove_unused(c.train.output_dir);
 	if (parallel_rank() == 0)

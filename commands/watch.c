@@ -14,7 +14,6 @@
 
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -24,17 +23,6 @@
 /* ============================================================================================================
  * The picture
  * ========================================================================================================== */
-
-static void append(struct text *out, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void append(struct text *out, const char *format, ...)
-{
-	char part[2048];
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(part, sizeof part, format, arguments);
-	va_end(arguments);
-	text_append_string(out, part);
-}
 
 /* Whether the terminal shows UTF-8, as far as the environment says. */
 static bool shows_utf8(void)
@@ -63,12 +51,13 @@ static void append_curve(struct text *out, const json_t *curve, int columns)
 			if (json_is_number(json_array_get(curve, j)))
 				sum += json_number_value(json_array_get(curve, j)), finite++;
 		values[i] = sum / finite;
-		low = fmin(low, values[i]);
-		high = fmax(high, values[i]);
+		low = isfinite(values[i]) ? fmin(low, values[i]) : low;
+		high = isfinite(values[i]) ? fmax(high, values[i]) : high;
 	}
+	const double half = high / 2 - low / 2; /* the difference may be larger than any number */
 	for (int i = 0; i < parts; i++)
-		append(out, "%s", isnan(values[i]) ? "?" : signs[high > low ? (int)(7.99 * (values[i] - low) / (high - low))
-				: 0]);
+		text_printf(out, "%s", !isfinite(values[i]) ? "?" : signs[half > 0 ?
+				(int)(7.99 * ((values[i] / 2 - low / 2) / half)) : 0]);
 	free(values);
 }
 
@@ -83,7 +72,7 @@ static int64_t integer_or_0(const json_t *r, const char *key)
 	do { \
 		const double appended = (factor) * result_double(r, key); \
 		if (isfinite(appended)) \
-			append(out, format, appended); \
+			text_printf(out, format, appended); \
 	} while (0)
 
 /* An incident in a few words: "step 120: skip, loss 9.1234". */
@@ -92,15 +81,15 @@ static void append_incident(struct text *out, const json_t *event)
 	static const char *const texts[][2] = {{"text", ""}, {"reason", ""}, {"why", ""}, {"fault", ""}, {"host", "on "}},
 		*const numbers[][2] = {{"rank", "rank "}, {"from_step", "from step "}, {"from", "from step "},
 			{"loss", "loss "}, {"grad_norm", "grad "}, {"ratio", "ratio "}};
-	append(out, "step %lld: ", (long long)result_integer(event, "step"));
+	text_printf(out, "step %lld: ", (long long)result_integer(event, "step"));
 	for (const char *c = result_text(event, "kind"); *c; c++)
 		text_append(out, *c == '_' ? " " : c, 1);
 	for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
 		if (json_is_number(json_object_get(event, numbers[i][0])))
-			append(out, ", %s%.5g", numbers[i][1], result_double(event, numbers[i][0]));
+			text_printf(out, ", %s%.5g", numbers[i][1], result_double(event, numbers[i][0]));
 	for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
 		if (json_is_string(json_object_get(event, texts[i][0])))
-			append(out, ", %s%s", texts[i][1], result_text(event, texts[i][0]));
+			text_printf(out, ", %s%s", texts[i][1], result_text(event, texts[i][0]));
 }
 
 /* "training  step 312/450 69%  0:12 left", and the like. */
@@ -110,21 +99,22 @@ static void append_progress(struct text *out, const json_t *r)
 	char left[32];
 	text_append_string(out, result_text(r, "state"));
 	if (step || steps)
-		append(out, "  step %lld", (long long)step);
+		text_printf(out, "  step %lld", (long long)step);
 	if (steps)
-		append(out, "/%lld %.0f%%", (long long)steps,
-				100 * result_double(r, "tokens") / result_double(r, "total_tokens"));
+		text_printf(out, "/%lld", (long long)steps);
+	if (integer_or_0(r, "total_tokens"))
+		text_printf(out, " %.0f%%", 100 * result_double(r, "tokens") / result_double(r, "total_tokens"));
 	if (isfinite(result_double(r, "seconds_left")))
-		append(out, "  %s left", format_duration(left, result_double(r, "seconds_left")));
+		text_printf(out, "  %s left", format_duration(left, result_double(r, "seconds_left")));
 }
 
-/* "loss 3.1234", and the like. */
+/* What else the last step says: learning rate, gradient norm, batch, speed. */
 static void append_rates(struct text *out, const json_t *r)
 {
 	APPEND_NUMBER(out, r, "lr", "  lr %.2e", 1);
 	APPEND_NUMBER(out, r, "grad_norm", "  grad %.3f", 1);
 	if (result_integer(r, "batch"))
-		append(out, "  batch %lld", (long long)result_integer(r, "batch"));
+		text_printf(out, "  batch %lld", (long long)result_integer(r, "batch"));
 	APPEND_NUMBER(out, r, "tokens_per_second", "  %.0f tokens/s", 1);
 	APPEND_NUMBER(out, r, "peak_share", "  %.0f%% of peak", 100);
 }
@@ -136,13 +126,13 @@ static void append_validation(struct text *out, const json_t *r)
 	bool first = true;
 	if (!isfinite(result_double(r, "valid_loss")))
 		return;
-	append(out, "  valid %.4f at step %lld", result_double(r, "valid_loss"), (long long)result_integer(r,
+	text_printf(out, "  valid %.4f at step %lld", result_double(r, "valid_loss"), (long long)result_integer(r,
 			"valid_step"));
 	json_object_foreach(json_object_get(r, "valid"), name, value) {
-		append(out, "%s%.40s %.4f", first ? " (" : ", ", name, json_number_value(value));
+		text_printf(out, "%s%.40s %.4f", first ? " (" : ", ", name, json_number_value(value));
 		first = false;
 	}
-	append(out, first ? "" : ")");
+	text_printf(out, first ? "" : ")");
 }
 
 /* Shares of the time of all ranks, the largest first, as many as there is room for. */
@@ -156,7 +146,7 @@ static void append_time(struct text *out, const json_t *time, int columns)
 		if (n < NUM_OPERATIONS)
 			shares[n++] = (struct share){name, json_number_value(value)};
 	shares[n++] = (struct share){"waiting", result_double(time, "waiting")};
-	append(out, "  time");
+	text_printf(out, "  time");
 	columns -= (int)strlen("  time");
 	for (int i = 0; i < n; i++) {
 		char part[64];
@@ -169,9 +159,9 @@ static void append_time(struct text *out, const json_t *time, int columns)
 		columns -= snprintf(part, sizeof part, "  %s %.0f%%", next.name, 100 * next.value);
 		if (next.value < 0.005 || columns < 0)
 			break;
-		append(out, "%s", part);
+		text_printf(out, "%s", part);
 	}
-	append(out, "\n");
+	text_printf(out, "\n");
 }
 
 /* The bytes of the first `columns` characters of n bytes. */
@@ -193,9 +183,9 @@ static void append_folded(struct text *out, const char *words, int columns)
 		while (words[n] && space && words[space] != ' ')
 			space--;
 		n = space ? space : n;
-		append(out, "%s", begin);
+		text_printf(out, "%s", begin);
 		text_append(out, words, n);
-		append(out, "\n");
+		text_printf(out, "\n");
 		words += n;
 		words += strspn(words, " ");
 	}
@@ -206,46 +196,46 @@ static void append_run(struct text *out, const json_t *r, int columns)
 {
 	const json_t *time = json_object_get(r, "time"), *incidents = json_object_get(r, "incidents");
 	const int64_t ranks = integer_or_0(r, "ranks");
-	append(out, "%s  ", result_text(r, "run"));
+	text_printf(out, "%s  ", result_text(r, "run"));
 	append_progress(out, r);
 	if (!json_is_true(json_object_get(r, "ended")))
 		APPEND_NUMBER(out, r, "seconds_since_sign", "  last sign %.0f s ago", 1);
-	append(out, "\n");
+	text_printf(out, "\n");
 	for (int i = 0; i < 2; i++)
 		if (json_is_string(json_object_get(r, i ? "waiting" : "problem")))
 			append_folded(out, result_text(r, i ? "waiting" : "problem"), columns);
 	if (result_integer(r, "step")) {
 		struct text after = {0};
 		append_validation(&after, r);
-		append(out, "  loss");
+		text_printf(out, "  loss");
 		APPEND_NUMBER(out, r, "loss", " %.4f  ", 1);
 		const int room = columns - 18 - (int)after.size;
 		append_curve(out, json_object_get(r, "loss_curve"), room > 8 ? room : 8);
-		append(out, "%s\n", after.data ? after.data : "");
+		text_printf(out, "%s\n", after.data ? after.data : "");
 		free(after.data);
 		append_rates(out, r);
-		append(out, "\n");
+		text_printf(out, "\n");
 	}
 	if (json_is_object(time))
 		append_time(out, time, columns);
 	if (ranks > 1) {
 		const double over = json_is_object(time) ? result_double(time, "slowest_over_mean") - 1 : 0;
-		append(out, "  %lld ranks", (long long)ranks);
+		text_printf(out, "  %lld ranks", (long long)ranks);
 		if (over >= 0.01)
-			append(out, ", rank %lld is the slowest: it works %.0f%% longer than the mean",
+			text_printf(out, ", rank %lld is the slowest: it works %.0f%% longer than the mean",
 					(long long)result_integer(time, "slowest_rank"), 100 * over);
-		append(out, "\n");
+		text_printf(out, "\n");
 	}
 	if (result_integer(r, "step")) {
 		APPEND_NUMBER(out, r, "balance_loss", "  balance %.3f", 1);
 		APPEND_NUMBER(out, r, "expert_load", "  largest expert load %.2f", 1);
 		APPEND_NUMBER(out, r, "saved_step", "  saved step %.0f", 1);
-		append(out, "\n");
+		text_printf(out, "\n");
 	}
 	for (size_t i = json_array_size(incidents); i-- > 0;) { /* the latest first */
-		append(out, "  ");
+		text_printf(out, "  ");
 		append_incident(out, json_array_get(incidents, i));
-		append(out, "\n");
+		text_printf(out, "\n");
 	}
 }
 
@@ -257,8 +247,12 @@ static int append_lines(struct text *out, const char *picture, int columns, int 
 	for (size_t n; *picture && count < most; picture += n + 1, count++) {
 		n = strcspn(picture, "\n");
 		const size_t shown = columns_of(picture, n, columns);
-		for (size_t i = 0; i < shown; i++)
-			text_append(out, (unsigned char)picture[i] < ' ' || picture[i] == 127 ? "?" : picture + i, 1);
+		for (size_t i = 0; i < shown; i++) {
+			const unsigned char c = picture[i], next = i + 1 < shown ? picture[i + 1] : 0;
+			const bool wide = c == 0xc2 && next >= 0x80 && next < 0xa0; /* U+0080 .. U+009F, some steer terminals */
+			text_append(out, c < ' ' || c == 127 || wide ? "?" : picture + i, 1);
+			i += wide;
+		}
 		text_append_string(out, end);
 	}
 	return count;
@@ -295,7 +289,7 @@ static void draw(const struct watched *runs, int n, double every)
 	struct text out = {0}, head = {0};
 	strftime(clock, sizeof clock, "%H:%M:%S", localtime(&now));
 	text_append_string(&out, "\033[H");
-	append(&head, "ling watch  %s  every %g s, Ctrl-C ends\n", clock, every);
+	text_printf(&head, "ling watch  %s  every %g s, Ctrl-C ends\n", clock, every);
 	if (rows > 1)
 		rows -= append_lines(&out, head.data, columns, 1, "\033[K\r\n");
 	free(head.data);
@@ -331,23 +325,23 @@ static void say_changes(const struct watched *w, struct said *said)
 	const json_t *incidents = json_object_get(r, "incidents");
 	const int64_t fresh = w->num_incidents - said->incidents, kept = (int64_t)json_array_size(incidents);
 	for (int64_t i = fresh > 0 ? kept - (fresh < kept ? fresh : kept) : kept; i < kept; i++) {
-		append(&out, "%s: ", w->dir);
+		text_printf(&out, "%s: ", w->dir);
 		append_incident(&out, json_array_get(incidents, i));
-		append(&out, "\n");
+		text_printf(&out, "\n");
 	}
 	const json_t *waiting = json_object_get(r, "waiting");
 	if (!said->anything || result_integer(r, "step") != said->step || w->state != said->state) {
-		append(&out, "%s: ", w->dir);
+		text_printf(&out, "%s: ", w->dir);
 		append_progress(&out, r);
 		APPEND_NUMBER(&out, r, "loss", "  loss %.4f", 1);
 		append_validation(&out, r);
 		append_rates(&out, r);
-		append(&out, "\n");
+		text_printf(&out, "\n");
 	}
 	if (json_is_string(waiting) && !said->waiting)
-		append(&out, "%s: %s\n", w->dir, json_string_value(waiting));
+		text_printf(&out, "%s: %s\n", w->dir, json_string_value(waiting));
 	if (*w->problem && strcmp(w->problem, said->problem))
-		append(&out, "%s: %s\n", w->dir, w->problem);
+		text_printf(&out, "%s: %s\n", w->dir, w->problem);
 	said->anything = true;
 	said->step = result_integer(r, "step");
 	said->state = w->state;
@@ -399,7 +393,8 @@ static int wait_for_signal(const sigset_t *signals, double time)
 /* Follows the runs until all have ended, or a signal ends the program. Returns that signal, or 0. */
 static int follow_runs(struct watched *runs, int n, const struct watch_options *o)
 {
-	const bool screen = is_terminal(stdout);
+	const char *terminal = getenv("TERM");
+	const bool screen = is_terminal(stdout) && terminal && strcmp(terminal, "dumb");
 	struct said *said = allocate(n * sizeof *said);
 	sigset_t signals;
 	sigemptyset(&signals);
@@ -479,7 +474,8 @@ static int run_watch(const struct command_line *line)
 	} else if (rc == 0 && follow_runs(runs, n, o) == 0) {
 		for (int i = 0; i < n && status == EXIT_DONE; i++)
 			if (runs[i].state != RUN_IS_DONE) {
-				fail("%s: %s", runs[i].dir, run_state_names[runs[i].state]);
+				fail("%s: %s", runs[i].dir, runs[i].state == RUN_NONE ? "there is no run in it, but other files"
+						: run_state_names[runs[i].state]);
 				status = runs[i].state == RUN_WAS_STOPPED ? EXIT_STOPPED : EXIT_WORK_FAILED;
 			}
 	}

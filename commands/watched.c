@@ -8,6 +8,7 @@
 #include "files/heartbeat.h"
 #include "files/trace.h"
 
+#include <dirent.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +19,9 @@
  * What the files say
  * ========================================================================================================== */
 
-const char *const run_state_names[NUM_RUN_STATES] = {"no such directory yet", "nothing here yet", "no heartbeat",
-	"starting", "training", "validating", "saving", "died", "ended", "done", "stopped and saved", "failed",
-	"must go back"};
+const char *const run_state_names[NUM_RUN_STATES] = {"no such directory yet", "no run", "nothing here yet",
+	"no heartbeat", "starting", "training", "validating", "saving", "died", "ended", "done", "stopped and saved",
+	"failed", "must go back"};
 
 enum { MOST_EVENTS = 8, RATE_STEPS = 100, CURVE_POINTS = 120 };
 static const double trace_every = 5;   /* between two looks at the traces, which are some MB for each rank */
@@ -283,6 +284,18 @@ static enum run_state end_state(const struct watched *w)
 	return RUN_ENDED;
 }
 
+/* Whether a directory has files, but for hidden ones, such as the lock of a run that is about to begin. */
+static bool has_files(const char *dir)
+{
+	DIR *d = opendir(dir);
+	const struct dirent *entry = NULL;
+	while (d && (entry = readdir(d)) && *entry->d_name == '.')
+		;
+	if (d)
+		closedir(d);
+	return entry;
+}
+
 static enum run_state find_state(const struct watched *w)
 {
 	static const enum run_state of_phase[NUM_HEARTBEAT_PHASES] = {RUN_STARTING, RUN_STARTING, RUN_TRAINING,
@@ -291,7 +304,8 @@ static enum run_state find_state(const struct watched *w)
 	if (path_exists(w->dir) == 0)
 		return RUN_MISSING;
 	if (h->ranks == 0)
-		return w->stop ? end_state(w) : w->metrics.there || w->events.there ? RUN_UNKNOWN : RUN_EMPTY;
+		return w->stop ? end_state(w) : w->metrics.there || w->events.there ? RUN_UNKNOWN
+				: has_files(w->dir) ? RUN_NONE : RUN_EMPTY;
 	if (h->rank[0].phase == HEARTBEAT_END)
 		return end_state(w);
 	return w->gone == h->ranks ? RUN_DIED : of_phase[h->rank[0].phase];
@@ -334,7 +348,7 @@ bool watched_is_over(const struct watched *w)
 {
 	if (w->restart && unix_time() - number(w->restart, "time") < restart_within)
 		return false;
-	if (w->state == RUN_IS_DONE || w->state == RUN_WAS_STOPPED)
+	if (w->state == RUN_IS_DONE || w->state == RUN_WAS_STOPPED || w->state == RUN_NONE)
 		return true;
 	return w->state >= RUN_DIED && clock_seconds() - w->state_since >= ended_for;
 }
@@ -364,6 +378,33 @@ void watched_free(struct watched *w)
  * The report
  * ========================================================================================================== */
 
+/* Where the ranks of a run that died were, in words, and which of them went first: one that computed, or whose last
+ * sign is older than those of the others. mpirun ends the others within some 2 s. The caller frees it. */
+static char *describe_death(const struct heartbeat *h)
+{
+	struct hang_place *places = allocate(h->ranks * sizeof *places);
+	double last = -INFINITY, progress = -INFINITY; /* of all ranks, which are of this machine */
+	struct text out = {0};
+	json_t *members;
+	for (int i = 0; i < h->ranks; i++) {
+		const struct heartbeat_rank *r = &h->rank[i];
+		last = fmax(last, r->changed + (r->waits ? r->waited : 0));
+		progress = fmax(progress, r->changed);
+	}
+	for (int i = 0; i < h->ranks; i++) {
+		const struct heartbeat_rank *r = &h->rank[i];
+		places[i] = (struct hang_place){r, last - r->changed,
+				!r->waits || last - r->changed - r->waited > fmax((last - progress) / 2, 0.5)};
+	}
+	char *words = hang_words(places, NULL, h->ranks, &members);
+	text_append_string(&out, "the processes of all ranks are gone, without an end; at their last sign ");
+	text_append_string(&out, words);
+	json_decref(members);
+	free(words);
+	free(places);
+	return out.data;
+}
+
 /* Who is in the way when nothing has moved for long, or that nobody is there; else NULL. The caller frees it. Long is
  * three times the last step, and 2 seconds; where no step is computed, 10. */
 static char *describe_waiting(const struct watched *w)
@@ -373,8 +414,7 @@ static char *describe_waiting(const struct watched *w)
 	double longest = 0;
 	bool in_step = true;
 	if (w->state == RUN_DIED)
-		return copy_string(h->ranks > 1 ? "the processes of all ranks are gone, without an end"
-				: "the process is gone, without an end");
+		return h->ranks > 1 ? describe_death(h) : copy_string("the process is gone, without an end");
 	for (int i = 0; i < h->ranks; i++) {
 		longest = fmax(longest, h->rank[i].step_seconds);
 		in_step &= h->rank[i].phase == HEARTBEAT_STEP;
@@ -475,3 +515,19 @@ json_t *watched_report(const struct watched *w)
 	return r;
 }
 
+json_t *watched_state(const char *dir)
+{
+	struct watched w;
+	json_t *r = NULL;
+	if (watched_init(&w, dir) == 0 && follow_look(&w.events) >= 0) {
+		w.metrics.there = true;
+		look_at_heartbeat(&w, clock_seconds());
+		w.state = find_state(&w);
+		char *waiting = describe_waiting(&w);
+		r = json_pack("{s:s, s:o}", "state", run_state_names[w.state], "waiting",
+				waiting ? json_cstring(waiting) : json_null());
+		free(waiting);
+	}
+	watched_free(&w);
+	return r;
+}

@@ -16,7 +16,8 @@
 
 enum run_state {
 	RUN_MISSING,                 /* there is no such directory */
-	RUN_EMPTY,                   /* nothing of a run is in it */
+	RUN_NONE,                    /* other files are in it, and nothing of a run */
+	RUN_EMPTY,                   /* nothing is in it */
 	RUN_UNKNOWN,                 /* it has no heartbeat, and no event says that it ended */
 	RUN_STARTING, RUN_TRAINING, RUN_VALIDATING, RUN_SAVING,
 	RUN_DIED,                    /* its processes, all on this machine, are gone, and it did not end itself */
@@ -63,5 +64,8 @@ void watched_look(struct watched *w);
 bool watched_is_over(const struct watched *w);
 /* The state of the run as a new object, see docs/watch.md. Numbers that are not known are null. */
 json_t *watched_report(const struct watched *w);
+/* How the run in a directory that has metrics stands or has ended, by its events and its heartbeat: `state` and
+ * `waiting` of the report, a new object. NULL: that cannot be read. */
+json_t *watched_state(const char *dir);
 
 #endif

@@ -298,6 +298,19 @@ void text_append_string(struct text *out, const char *string)
 	text_append(out, string, strlen(string));
 }
 
+void text_printf(struct text *out, const char *format, ...)
+{
+	char *line;
+	va_list args;
+	va_start(args, format);
+	const int n = vasprintf(&line, format, args);
+	va_end(args);
+	if (n < 0)
+		out_of_memory(0);
+	text_append(out, line, n);
+	free(line);
+}
+
 void text_append_utf8(struct text *out, const char *bytes, size_t n)
 {
 	utf8proc_int32_t code;

@@ -11,6 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 
 /* The type of weights and activations. The program is float32; the tests compile the same source once more in
  * double, where finite differences are exact enough to check every backward pass. */
@@ -86,6 +87,7 @@ struct text { char *data; size_t size, capacity; };
 /* Both append a copy: of n bytes, and of a C string. */
 void text_append(struct text *out, const char *bytes, size_t n);
 void text_append_string(struct text *out, const char *string);
+void text_printf(struct text *out, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Appends n bytes of unknown origin as valid UTF-8: each byte that belongs to no UTF-8 character becomes U+FFFD. */
 void text_append_utf8(struct text *out, const char *bytes, size_t n);
@@ -278,6 +280,34 @@ int compare_doubles(const void *a, const void *b);
 
 /* For messages: a NaN is printed without its sign. */
 double plain_nan(double x);
+
+static inline float bits_to_float(uint32_t bits)
+{
+	float value;
+	memcpy(&value, &bits, sizeof value);
+	return value;
+}
+
+static inline uint32_t float_to_bits(float value)
+{
+	uint32_t bits;
+	memcpy(&bits, &value, sizeof bits);
+	return bits;
+}
+
+/* bfloat16 is the upper half of a float's bits. This function and the next have no branches, so that the compiler can
+ * vectorise loops over them. */
+static inline float bf16_to_float(uint16_t half)
+{
+	return bits_to_float((uint32_t)half << 16);
+}
+
+/* Rounds to nearest, ties to even. A NaN stays a NaN; what is too large becomes infinite. */
+static inline uint16_t float_to_bf16(float value)
+{
+	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
+	return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded >> 16;
+}
 
 /* ----------------------------------------------------------------------------------- clock, terminal, progress */
 

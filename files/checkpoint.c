@@ -321,6 +321,8 @@ json_t *trainer_to_json(const struct config *c, const struct trainer_state *s, i
 	json_object_set_new(root, "batches", json_integer(s->batches));
 	if (s->spikes)
 		json_object_set(root, "spikes", s->spikes);
+	if (s->local)
+		json_object_set(root, "local", s->local);
 	json_t *mean = reals_to_json(path, "router_mean", s->router_mean, s->num_layers);
 	json_t *std = mean ? reals_to_json(path, "router_std", s->router_std, s->num_layers) : NULL;
 	int rc = std ? 0 : -1;
@@ -799,6 +801,8 @@ int checkpoint_read_state(const char *dir, const struct config *asked, struct tr
 	if (rc == 0) {
 		json_decref(s->spikes);
 		s->spikes = json_incref(json_object_get(root, "spikes"));
+		json_decref(s->local);
+		s->local = json_incref(json_object_get(root, "local"));
 		s->batches = s->step; /* as in checkpoints from before batches were skipped */
 		if (json_object_get(root, "batches"))
 			rc = field_int(root, path, "batches", 0, INT64_MAX / 2, &s->batches);

@@ -36,6 +36,7 @@ struct trainer_state {
 	int64_t step, samples, tokens; /* updates done, sequences and tokens that they were of */
 	int64_t batches;           /* drawn, with those that were skipped */
 	json_t *spikes;            /* the detector of spikes and the samples that wait, see training/spikes.h; or NULL */
+	json_t *local;             /* what local SGD must remember, see training/local_sgd.h; or NULL */
 	int num_layers;            /* entries of the two arrays below */
 	double *router_mean, *router_std; /* per layer, of stochastic routing warmup; owned by the caller */
 	int num_sources;           /* the token files of the blend, in the order of the config */

@@ -35,9 +35,11 @@ static const char *const dtype_names[] = {
 };
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 const char *const packing_names[] = {"auto", "windows", "documents", NULL};
+static const char *const reduce_names[] = {"f32", "bf16", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const spike_action_names[] = {"off", "watch", "skip", "ladder", NULL};
 static const char *const async_names[] = {"false", "true", "auto", NULL};
+static const char *const sync_names[] = {"step", "local", NULL};
 static const char *const recompute_names[] = {"none", "attention", "layer", NULL};
 static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse_sqrt", NULL};
 
@@ -204,6 +206,27 @@ static const struct key keys[] = {
 	SECTION("parallel", 0, "how the model is divided among ranks"),
 	KEY(parallel.tensor, T_INT, 1, 65536, 0, "1", "ranks that split heads and vocabulary"),
 	KEY(parallel.expert, T_INT, 1, 65536, 0, "1", "ranks that split the experts"),
+	KEY(parallel.reduce, T_ENUM, 0, 0, 0, "f32", "how gradients, and the changes of weights, are sent between ranks",
+		.names = reduce_names),
+	KEY(parallel.sync, T_ENUM, 0, 0, 0, "step", "step: all ranks train together; local: replicas train alone for "
+		"periods, and then bring their weights together (docs/local-sgd.md)", .names = sync_names),
+
+	SECTION("local", 0, "local SGD, parallel.sync: local"),
+	KEY(local.ranks, T_INT64, 1, 65536, AUTO, "auto", "ranks of a replica; auto: the fewest that parallel.tensor and "
+		"parallel.expert divide"),
+	KEY(local.warmup_steps, T_INT64, 0, 1e12, NONE, "off", "first steps that all ranks take together"),
+	KEY(local.steps, T_INT64, 1, 1e9, 0, "128", "steps of a period"),
+	KEY(local.seconds, T_DOUBLE, 0, 1e6, NONE, "off", "time of a period, in which each replica takes the steps that it "
+		"can; off: local.steps"),
+	KEY(local.outer_lr, T_DOUBLE, 0, 10, ABOVE, "0.8", "learning rate of the outer SGD"),
+	KEY(local.outer_momentum, T_DOUBLE, 0, 1, BELOW, "0.85", "its Nesterov momentum"),
+	KEY(local.penalty, T_BOOL, 0, 1, 0, "true", "set anomalous replicas aside, weight the others by their norms, clip "
+		"the mean; false: the plain mean"),
+	KEY(local.clip, T_DOUBLE, 0, 1e9, NONE, "10", "largest norm of the mean change of a layer in a period"),
+	KEY(local.anomaly_deviations, T_DOUBLE, 0, 1e6, NONE, "3", "standard deviations by which the norm of a replica's "
+		"change of a layer may exceed its mean; off: any"),
+	KEY(local.anomaly_decay, T_DOUBLE, 0, 1, BELOW, "0.98", "decay of the mean and variance of these norms"),
+	KEY(local.anomaly_warmup, T_INT64, 1, 1e6, 0, "10", "periods before a replica can be set aside"),
 };
 
 #define NUM_KEYS ((int)(sizeof keys / sizeof *keys))
@@ -418,6 +441,20 @@ static int check_run(const struct loader *l, const struct config *c, bool model_
 		return fail_key(l, "train.batch_warmup.start", "found %d; expected at most train.batch, which is %d",
 				c->train.batch_warmup.start, c->train.batch);
 
+	if (*c->train.dump.dir && !c->train.dump.num_steps)
+		return fail_key(l, "train.dump.steps", "found no step; expected one at least, or train.dump=off");
+	for (int i = 0; i < c->train.dump.num_steps; i++)
+		if (c->train.steps && c->train.dump.steps[i].number > c->train.steps)
+			return fail_key(l, "train.dump.steps", "found step %" PRId64 " of a run of %" PRId64 " steps; expected one "
+					"of them", c->train.dump.steps[i].number, c->train.steps);
+
+	if (c->parallel.sync == SYNC_LOCAL && c->spikes.action > SPIKES_WATCH)
+		return fail_key(l, "spikes.action", "found %s beside parallel.sync local; expected watch or off, for a replica "
+				"cannot skip a batch of all", spike_action_names[c->spikes.action]);
+	if (c->parallel.sync == SYNC_LOCAL && c->train.dump.num_steps)
+		return fail_key(l, "train.dump", "found steps beside parallel.sync local; expected off, for a dump is of a "
+				"step of all ranks");
+
 	if (c->spikes.warmup > c->spikes.window)
 		return fail_key(l, "spikes.warmup", "found %d; expected at most spikes.window, which is %d", c->spikes.warmup,
 				c->spikes.window);
@@ -454,6 +491,8 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 					"data.packing=windows");
 		c->data.packing = PACKING_WINDOWS;
 	}
+	if (c->parallel.sync == SYNC_LOCAL && !key_given(&l.keys, "spikes.action"))
+		c->spikes.action = SPIKES_WATCH;
 	return check_run(&l.keys, c, model_only);
 }
 

@@ -62,8 +62,23 @@ struct spike_options {         /* see training/spikes.h and docs/stability.md */
 	int rollback;                /* how many times a run may go back */
 };
 
+enum local_sync { SYNC_STEP, SYNC_LOCAL }; /* of parallel.sync: replicas come together in each step, or after periods */
+struct local_options {         /* see training/local_sgd.h and docs/local-sgd.md */
+	int64_t ranks;               /* of a replica; EVERY_AUTO = the fewest that parallel.tensor and expert allow */
+	int64_t warmup_steps;        /* ordinary steps before the first period; 0 = none */
+	int64_t steps;               /* of a period, */
+	double seconds;              /* or its time; 0 = by steps */
+	double outer_lr, outer_momentum;
+	bool penalty;                /* anomalous replicas are set aside, the others weighted, the mean clipped */
+	double clip;                 /* largest norm of the mean pseudo-gradient of a block; 0 = any */
+	double anomaly_deviations;   /* see replica_weights; 0 = none is set aside */
+	double anomaly_decay;
+	int64_t anomaly_warmup;
+};
+
 enum checkpoint_async { ASYNC_FALSE, ASYNC_TRUE, ASYNC_AUTO };
-enum { EVERY_AUTO = -1 };        /* of checkpoint.every and log.experts */
+enum reduce_dtype { REDUCE_F32, REDUCE_BF16 };
+enum { EVERY_AUTO = -1 };        /* of checkpoint.every, log.experts and local.ranks */
 
 struct config {
 	struct model_config model;
@@ -124,7 +139,12 @@ struct config {
 	} eval;
 	struct { int64_t every, experts; } log; /* steps; experts: of expert_counts, 0 = never, EVERY_AUTO */
 	struct { int64_t events; } trace; /* records that a rank's trace holds; 0 = none is written */
-	struct { int tensor, expert; } parallel; /* ranks that split heads and vocabulary; ranks that split the experts */
+	struct {
+		int tensor, expert;      /* ranks that split heads and vocabulary; ranks that split the experts */
+		enum reduce_dtype reduce; /* of gradients and of changes of weights, as they are sent */
+		enum local_sync sync;    /* when replicas come together */
+	} parallel;
+	struct local_options local;  /* of parallel.sync local */
 };
 
 /* --------------------------------------------------------------------------------------------------- reading */

@@ -203,13 +203,15 @@ void heartbeat_operation(const char *name, int layer)
 	STORE(changed, now());
 }
 
-void heartbeat_wait(const char *collective, bool numbered)
+uint32_t heartbeat_wait(const char *collective, bool numbered)
 {
+	const uint32_t number = LOAD(number) + numbered;
 	store_name(page()->collective, collective);
-	STORE(number, LOAD(number) + numbered);
+	STORE(number, number);
 	STORE(waited, 0);
 	STORE(state, LOAD(state) | WAITS);
 	STORE(changed, now());
+	return number;
 }
 
 void heartbeat_still_waiting(double seconds)

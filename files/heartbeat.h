@@ -50,8 +50,8 @@ void heartbeat_operation(const char *name, int layer);
 /* The rank waits for others in a collective, whose name ("gradients") has at most 15 bytes: before the wait, each
  * tenth of a second in it with the seconds so far, and after it. Collectives are numbered as they are waited for, but
  * with `numbered` false, for a message from one rank to another: then ranks that are equally far have the same
- * number. */
-void heartbeat_wait(const char *collective, bool numbered);
+ * number, which is returned. */
+uint32_t heartbeat_wait(const char *collective, bool numbered);
 void heartbeat_still_waiting(double seconds);
 void heartbeat_wait_end(void);
 /* The seconds that this rank computed in the last step, its waiting not counted. */

@@ -124,39 +124,13 @@ int tensor_verify(const struct tensor *t);
 /* Converts n elements of F64, F32, F16 or BF16, which may have any alignment. */
 void to_real(real *out, const uint8_t *in, int64_t n, enum dtype dtype);
 
-static inline float bits_to_float(uint32_t bits)
-{
-	float value;
-	memcpy(&value, &bits, sizeof value);
-	return value;
-}
-
-static inline uint32_t float_to_bits(float value)
-{
-	uint32_t bits;
-	memcpy(&bits, &value, sizeof bits);
-	return bits;
-}
-
-/* This function and those below have no branches, so that the compiler can vectorise loops over them. The product
+/* These functions have no branches, so that the compiler can vectorise loops over them. The product
  * changes the bias of the exponent from 15 to 127; it is exact for subnormal numbers too. */
 static inline float half_to_float(uint16_t half)
 {
 	const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = (uint32_t)(half & 0x7fff) << 13;
 	const uint32_t finite = float_to_bits(bits_to_float(rest) * 0x1p112f);
 	return bits_to_float(sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
-}
-
-static inline float bf16_to_float(uint16_t half)
-{
-	return bits_to_float((uint32_t)half << 16);
-}
-
-/* Rounds to nearest, ties to even. A NaN stays a NaN; what is too large becomes infinite. */
-static inline uint16_t float_to_bf16(float value)
-{
-	const uint32_t bits = float_to_bits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
-	return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded >> 16;
 }
 
 static inline uint16_t float_to_half(float value)

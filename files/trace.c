@@ -53,12 +53,13 @@ const struct operation_name operations[NUM_OPERATIONS] = {
 	[OP_STATISTICS] = {"statistics", "statistics", WORK_NONE},
 	[OP_COLLECT] = {"save", "save / collect", WORK_NONE},
 	[OP_WRITE] = {"save", "save / write", WORK_NONE},
+	[OP_CHECK] = {"check", "check", WORK_NONE},
 };
 
 const char *const pass_names[NUM_PASSES] = {"", "backward", "weight gradient"};
 const char *const part_names[NUM_PARTS] = {"other", "step", "evaluation", "save", "check"};
 const char *const traffic_names[NUM_COLLECTIVES] = {"tensor gather", "tensor sum", "expert plan", "expert dispatch",
-	"expert return", "gradients", "weights", "head", "statistics", "checkpoint", "agreement", "start"};
+	"expert return", "gradients", "weights", "head", "statistics", "checkpoint", "agreement"};
 
 /* The file: a page with the header, the counters, the ring. Words are in the byte order of the machine. */
 enum { PAGE = 4096, MAX_EVENTS = 1 << 26, MAX_RANKS = 1 << 20 };
@@ -111,7 +112,6 @@ static struct {
 	void *observer;
 	enum heartbeat_phase phase;
 	uint64_t phase_begun, phase_checks, phase_waited; /* the last two: nanoseconds before the phase began */
-	uint32_t number;
 	/* accounts */
 	uint64_t first, check_begun, checks, waited; /* trace_now() of the first call; nanoseconds */
 	int64_t bytes[NUM_TRAFFIC];
@@ -208,7 +208,7 @@ static void end_operation(uint64_t now)
 	r->end = now;
 	record_end(trace.operation, r);
 	count(&counters()->operation[r->part][r->what][r->pass], now - r->begin, trace.waited_in_operation, r->work,
-			now - r->begin);
+			now - r->begin - trace.waited_in_operation);
 	trace.operation = NULL;
 	if (trace.ended && r->part == PART_STEP)
 		trace.ended(trace.observer, r->what, r->pass);
@@ -282,6 +282,7 @@ void trace_check(bool begins)
 		trace.part_before = trace.part;
 		trace.part = PART_CHECK;
 		trace.check_begun = now;
+		trace_begin(OP_CHECK, PASS_FORWARD, -1, 0); /* so that the ring has all of the check */
 	} else {
 		trace.part = trace.part_before;
 		trace.checks += now - trace.check_begun;
@@ -298,13 +299,12 @@ static void count_waited(uint64_t nanoseconds)
 void trace_wait(enum traffic what, bool numbered, uint64_t begun, int64_t bytes)
 {
 	const uint64_t now = trace_now();
-	trace.number += numbered;
+	const uint32_t number = heartbeat_wait(traffic_names[what], numbered);
 	trace.waiting = (struct trace_record){.kind = RECORD_COLLECTIVE, .what = (uint8_t)what, .layer = trace.operation ?
 			trace.now.layer : -1, .pass = trace.operation ? trace.now.pass : PASS_FORWARD, .part = (uint8_t)trace.part,
-			.step = trace.step, .number = trace.number, .numbered = numbered, .begin = begun ? begun : now,
+			.step = trace.step, .number = number, .numbered = numbered, .begin = begun ? begun : now,
 			.arrived = now, .work = (double)bytes};
 	trace.collective = record(&trace.waiting);
-	heartbeat_wait(traffic_names[what], numbered);
 }
 
 void trace_still_waiting(double seconds)
@@ -375,6 +375,12 @@ static int trace_dir(char out[PATH_LEN], const char *run_dir, bool before)
 	return path_join(out, run_dir, before ? "trace-before" : "trace");
 }
 
+/* RUN/trace-oldest: the trace-before of an earlier start, until this start has done a step. */
+static int oldest_dir(char out[PATH_LEN], const char *run_dir)
+{
+	return path_join(out, run_dir, "trace-oldest");
+}
+
 static int trace_path(char out[PATH_LEN], const char *dir, int rank)
 {
 	char name[32];
@@ -402,17 +408,32 @@ static int ranks_in(const char *dir)
 
 void trace_create(const char *run_dir, bool make)
 {
-	char dir[PATH_LEN], before[PATH_LEN];
-	if (trace_dir(dir, run_dir, false) < 0 || trace_dir(before, run_dir, true) < 0)
+	char dir[PATH_LEN], before[PATH_LEN], oldest[PATH_LEN];
+	if (trace_dir(dir, run_dir, false) < 0 || trace_dir(before, run_dir, true) < 0 || oldest_dir(oldest, run_dir) < 0)
 		return; /* the run will say so */
 	if (path_exists(dir) > 0 && ranks_in(dir) > 0) {
-		directory_remove(before);
+		directory_remove(oldest);
+		rename(before, oldest);
+		directory_remove(before); /* where it could not be renamed */
 		if (rename(dir, before) < 0)
 			fprintf(stderr, "warning: %s: cannot become %s (%s): it will be written over\n", dir, before,
 					strerror(errno));
 	}
 	if (make && mkdir(dir, 0777) < 0 && errno != EEXIST)
 		fprintf(stderr, "warning: %s: cannot be made (%s): the run will have no trace\n", dir, strerror(errno));
+}
+
+void trace_end_start(const char *run_dir, bool stepped)
+{
+	char dir[PATH_LEN], before[PATH_LEN], oldest[PATH_LEN];
+	if (trace_dir(dir, run_dir, false) < 0 || trace_dir(before, run_dir, true) < 0 || oldest_dir(oldest, run_dir) < 0)
+		return;
+	if (!stepped) {
+		directory_remove(dir);
+		if (rename(before, dir) == 0)
+			rename(oldest, before);
+	}
+	directory_remove(oldest);
 }
 
 void trace_join(const char *run_dir, int rank, int ranks, const char *host, int64_t events)
@@ -472,13 +493,6 @@ void trace_leave(void)
 	trace.header = NULL;
 	trace.counters = NULL;
 	trace.ring = NULL;
-}
-
-void trace_remove(const char *run_dir)
-{
-	char dir[PATH_LEN];
-	if (trace_dir(dir, run_dir, false) == 0)
-		directory_remove(dir);
 }
 
 /* ============================================================================================================

@@ -29,6 +29,7 @@ enum operation {
 	OP_NORM, OP_HEAD_LOGITS, OP_HEAD_LOSS, OP_HEAD_NORM,
 	OP_REDUCTION, OP_GRADIENT_NORM, OP_DECISION, OP_OPTIMIZER, OP_WEIGHTS, OP_STATISTICS,
 	OP_COLLECT, OP_WRITE,
+	OP_CHECK,                    /* what has no other name between trace_check(true) and (false) */
 	NUM_OPERATIONS
 };
 
@@ -54,7 +55,8 @@ enum traffic {
 	TRAFFIC_HEAD,                /* the sums of a vocabulary in shards */
 	TRAFFIC_STATISTICS,          /* counts of the router, losses, norms */
 	NUM_TRAFFIC,                 /* those whose bytes are in the metrics; and not of a step: */
-	TRAFFIC_CHECKPOINT = NUM_TRAFFIC, TRAFFIC_AGREEMENT, TRAFFIC_START,
+	TRAFFIC_CHECKPOINT = NUM_TRAFFIC,
+	TRAFFIC_AGREEMENT,           /* whether all can go on; what rank 0 decides */
 	NUM_COLLECTIVES
 };
 extern const char *const traffic_names[NUM_COLLECTIVES]; /* at most 15 bytes each */
@@ -76,13 +78,14 @@ void trace_join(const char *run_dir, int rank, int ranks, const char *host, int6
 void trace_peak(double flops, double bandwidth);
 /* Removes the mapping; the file stays. */
 void trace_leave(void);
-/* Removes RUN/trace. */
-void trace_remove(const char *run_dir);
+/* After trace_leave, by the rank that called trace_create: a start that has done no step leaves the traces that were
+ * there before it. */
+void trace_end_start(const char *run_dir, bool stepped);
 
 /* A phase of the run begins: heartbeat_phase, and the part that what follows is counted in. Ends the operation. */
 void trace_phase(enum heartbeat_phase phase, int64_t step);
-/* Between trace_check(true) and trace_check(false) operations are counted in PART_CHECK, and the accounts below stand
- * still. */
+/* Between trace_check(true), which begins OP_CHECK, and trace_check(false) operations are counted in PART_CHECK, and
+ * the accounts below stand still. */
 void trace_check(bool begins);
 
 /* An operation begins, and the one before ends. layer: from 0; -1 where it is of none. work: what it will do, in the
@@ -125,12 +128,13 @@ enum { TRACE_BUCKETS = 576 };     /* of a histogram, see trace_bucket_seconds */
 struct trace_counter {
 	uint64_t count, nanoseconds, waited; /* waited: within it, for other ranks; of a collective: the whole wait */
 	double work;
-	uint32_t histogram[TRACE_BUCKETS]; /* of the durations; of a collective: of the waits */
+	uint32_t histogram[TRACE_BUCKETS]; /* of the times without waiting; of a collective: of the waits */
 };
-/* The lowest duration of a bucket, in seconds: 16 buckets for each doubling. */
+/* The lowest duration of a bucket, in seconds: 16 buckets of equal width for each doubling, and below 16 ns one for
+ * each nanosecond. */
 double trace_bucket_seconds(int bucket);
 /* The duration below which the share q (0 .. 1) of the histogram lies, in seconds: the middle of a bucket, so within
- * 2.2 %. 0 for an empty one. */
+ * 3.2 %; below 16 ns within half a nanosecond. 0 for an empty one. */
 double trace_quantile(const struct trace_counter *c, double q);
 
 enum record_kind { RECORD_OPERATION = 1, RECORD_COLLECTIVE, RECORD_PHASE };

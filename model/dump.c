@@ -8,6 +8,7 @@
 #include "model/dump.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -328,28 +329,31 @@ void dump_micro_batch(struct model *m, int64_t i, int B)
 	m->dump->T = (int64_t)B * m->seq_len;
 }
 
-/* out [N k, width] = the rows of this rank's tokens, by token and choice; rows [N k, width] are sorted by expert. */
+/* out [N k, width] = the rows of this rank's assignments, by token and choice; rows [N k, width] are in the order of
+ * x->position. */
 static void rows_by_choice(real *out, const real *rows, const struct layer_activations *x, int64_t R, int64_t width)
 {
 	for (int64_t i = 0; i < R; i++)
 		copy_array(out + i * width, rows + x->position[i] * width, width);
 }
 
-/* The same from the rows that arrived at this rank, sorted by expert: they first go back to their tokens' ranks. */
-static void arrivals_by_choice(real *out, const real *arrived, const struct model *m, const struct layer_activations *x,
-		int64_t R, int64_t width)
+/* The same from the expert rows of this rank, sorted by expert, one for each assignment: they first go back to their
+ * tokens' ranks. */
+static void expert_rows_by_choice(real *out, const real *expert_rows, const struct model *m,
+		const struct layer_activations *x, int64_t R, int64_t width)
 {
 	if (m->layout.expert.size == 1) {
-		rows_by_choice(out, arrived, x, R, width);
+		rows_by_choice(out, expert_rows, x, R, width);
 		return;
 	}
 	real *returns = malloc((x->num_rows + 1) * width * sizeof *returns), *rows = malloc((R + 1) * width * sizeof *rows);
 	if (!returns || !rows)
 		out_of_memory((x->num_rows + R) * width * sizeof *rows);
-	struct all_to_all e;
-	scatter_rows(returns, arrived, x->row, x->num_rows, width);
-	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, rows, x->sent, returns, x->received, width);
-	all_to_all_finish(&e);
+	struct collective e;
+	gather_rows(returns, expert_rows, x->place, x->num_rows, width);
+	all_to_all_start(&e, &m->layout.expert, TRAFFIC_RETURN, rows, x->sent_assignments, returns,
+			x->received_assignments, width);
+	collective_finish(&e);
 	rows_by_choice(out, rows, x, R, width);
 	free(returns);
 	free(rows);
@@ -369,10 +373,8 @@ void dump_array(struct model *m, enum dumped what, int l, bool gradient, const v
 	const struct row row = row_of(&d->config, what, l);
 	const int64_t N = own_rows(d, what, rank, d->T, &first), R = N * row.cols;
 	uint8_t *out = kept_row(d, what, l, gradient, d->i, 0);
-	if (what == DUMP_EXPERTS_GATE_UP)
-		arrivals_by_choice((real *)out, x, m, &m->acts.layer[l], R, row.depth);
-	else if (what == DUMP_EXPERTS_DOWN)
-		rows_by_choice((real *)out, x, &m->acts.layer[l], R, row.depth);
+	if (what == DUMP_EXPERTS_GATE_UP || what == DUMP_EXPERTS_DOWN)
+		expert_rows_by_choice((real *)out, x, m, &m->acts.layer[l], R, row.depth);
 	else
 		memcpy(out, x, N * own_columns(range, d, what, l, rank) * row.size);
 	trace_check(false);
@@ -481,7 +483,7 @@ static void collect_weights(struct collector *c, const struct dump *d, const str
 	const real *data = e->source == FROM_GRADIENT ? m->grads.memory : e->source == FROM_MOMENT_1 ? m->exp_avg
 			: e->source == FROM_MOMENT_2 ? m->exp_avg_sq : m->params.memory;
 	const bool moments = e->source == FROM_MOMENT_1 || e->source == FROM_MOMENT_2;
-	collect_parameter(&m->table, &walk, t, data, moments, 0, (int)(c->num_parameters++ % SHARD_TAGS), c->message,
+	collect_parameter(&m->table, &walk, t, data, moments, true, 0, (int)(c->num_parameters++ % SHARD_TAGS), c->message,
 			c->tensor);
 	if (c->file && c->rc == 0)
 		c->rc = safetensors_append(c->file, c->tensor, parameter_size(t));
@@ -610,6 +612,7 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 		return;
 	trace_check(true);
 	trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
+	heartbeat_phase(HEARTBEAT_WRITE, d->step); /* it may take longer than a step: nobody should take it for a hang */
 	memcpy(reason, error_text, sizeof reason); /* of the step, if it failed */
 	struct list list = list_tensors(d, result);
 	int rc = dump_path(path, d, d->step, result->skipped ? result->batch : 0);
@@ -620,6 +623,7 @@ void dump_write(struct dump *d, const struct model *m, const struct dump_result 
 	free(list.entries);
 	release(d);
 	set_error("%s", reason);
+	heartbeat_phase(HEARTBEAT_STEP, d->step);
 	trace_check(false);
 }
 
@@ -652,8 +656,9 @@ static int check_memory(struct dump *d, const struct config *c)
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, &d->layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
+	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory()),
-			run = planned_bytes(&plan) + (double)plan.arrivals / d->layout.expert.size,
+			run = planned_bytes(&plan) + plan.balanced_arrivals,
 			copy = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE && run + plan.copy <= machine
 					? plan.copy : 0,
 			dump = place_arrays(d, NULL, c->train.batch) + 2.0 * block_bytes(d);
@@ -692,6 +697,9 @@ int dump_open(struct dump **out, const struct config *c, const struct model *m, 
 	for (int i = 0; i < c->train.dump.num_steps; i++)
 		if (c->train.dump.steps[i].number > step)
 			d->steps[d->num_steps++] = c->train.dump.steps[i].number;
+	if (d->num_steps < c->train.dump.num_steps && m->layout.world.rank == 0)
+		printf("train.dump: steps up to %lld are done, and are not dumped now; another train.output_dir begins a new "
+				"run\n", (long long)step);
 	if (!d->num_steps) {
 		dump_close(d);
 		return 0;

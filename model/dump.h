@@ -15,8 +15,10 @@
  * What it takes is counted as PART_CHECK in the trace, and is no part of the step's seconds and bytes.
  *
  * Memory: from a dumped step's beginning to its end, each rank keeps its part of every tensor of the forward and
- * backward pass, for all of its micro-batches; see dump_open. The file is then written in pieces of DUMP_BLOCK bytes
- * and, for weights, one tensor at a time.
+ * backward pass, for all of its micro-batches. Of each token of the batch that is, in numbers of 4 bytes,
+ *   8 H + 4 (nh + 2 nkv) d + 2 nh d + 3 E + 3 k + k (4 I + H) + 4 W in each layer, W = shared_width(), and
+ *   4 H + 2 V + 1 beside the layers,
+ * shared by all ranks. The file is then written in pieces of DUMP_BLOCK bytes and, for weights, one tensor at a time.
  */
 #ifndef LING_MODEL_DUMP_H
 #define LING_MODEL_DUMP_H
@@ -34,8 +36,7 @@ enum dumped {
 	DUMP_ATTENTION_OUTPUT,       /* the residual stream after attention */
 	DUMP_FFN_NORM,
 	DUMP_ROUTER_LOGITS, DUMP_ROUTER_SOFTMAX, DUMP_ROUTER_TOPK, DUMP_ROUTER_WEIGHTS,
-	DUMP_EXPERTS_GATE_UP,        /* in memory the rows that arrived at this rank, sorted by expert */
-	DUMP_EXPERTS_DOWN,           /* in memory the rows of this rank's tokens, sorted by expert */
+	DUMP_EXPERTS_GATE_UP, DUMP_EXPERTS_DOWN, /* in memory the expert rows of this rank, sorted by expert */
 	DUMP_SHARED_GATE_UP,         /* the dense SwiGLU's in a dense layer */
 	DUMP_LAYER_OUTPUT,           /* the residual stream after the layer */
 	DUMP_NORM, DUMP_HEAD_LOGITS, DUMP_HEAD_LOSS,

@@ -60,7 +60,34 @@ static void alloc_attention(struct arena *a, struct layer_activations *x, const 
 
 /* The two arenas of activations: one for what is needed for certain; and one for expert rows that may arrive, of which
  * the system gives pages only as they are written. Without expert parallel both are the same. */
-struct activation_memory { struct arena *certain, *arrivals; const struct layout *layout; };
+struct activation_memory {
+	struct arena *certain, *arrivals;
+	const struct layout *layout;
+	bool balanced;               /* only count: expert rows as they are when the experts are balanced */
+};
+
+double dispatch_share(const struct model_config *c, int ranks)
+{
+	const int E = c->num_experts, others = E - E / ranks;
+	double none = 1;
+	for (int j = 0; j < c->num_experts_per_tok; j++)
+		none *= others > j ? (double)(others - j) / (E - j) : 0;
+	return 1 - none;
+}
+
+/* The numbers of expert rows that there must be room for, for N tokens: A computed, S sent, P arrived; see struct
+ * layer_activations. Alone nothing is sent. */
+struct expert_row_numbers { int64_t A, S, P; };
+static struct expert_row_numbers expert_row_numbers(const struct activation_memory *mem, const struct model_config *c,
+		int64_t N)
+{
+	const int64_t ranks = mem->layout->expert.size, k = c->num_experts_per_tok, R = N * k;
+	if (ranks == 1)
+		return (struct expert_row_numbers){.A = R};
+	const int64_t balanced = (int64_t)ceil(ranks * N * dispatch_share(c, (int)ranks));
+	return (struct expert_row_numbers){.A = mem->balanced ? R : ranks * R, .S = N * (k < ranks ? k : ranks),
+			.P = mem->balanced ? balanced : ranks * N};
+}
 
 /* Most tokens of T that a rank of a tensor group has. */
 static int64_t most_tokens(int64_t T, const struct layout *l)
@@ -75,7 +102,8 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 {
 	struct arena *a = mem->certain;
 	const int ranks = mem->layout->expert.size;
-	const int64_t E = c->num_experts, R = N * c->num_experts_per_tok, A = R * ranks;
+	const int64_t E = c->num_experts, R = N * c->num_experts_per_tok;
+	const struct expert_row_numbers n = expert_row_numbers(mem, c, N);
 	x->attention_rstd = arena_alloc_real(a, N);
 	x->residual = arena_alloc_real(a, N * c->hidden_size);
 	x->ffn_rstd = arena_alloc_real(a, N);
@@ -87,22 +115,21 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	x->router_lse = arena_alloc_real(a, N);
 	x->index = arena_alloc(a, R, sizeof(int32_t));
 	x->weight = arena_alloc_real(a, R);
-	x->row_weight = arena_alloc_real(a, R);
 	x->position = arena_alloc(a, R, sizeof(int32_t));
-	x->token = arena_alloc(a, R, sizeof(int32_t));
-	x->offset = arena_alloc(a, E + 1, sizeof(int64_t));
-	x->gate_up = arena_alloc_real(mem->arrivals, A * 2 * c->moe_intermediate_size);
-	x->expert_offset = x->offset;
-	x->row = x->token;
-	x->expert_weight = x->row_weight;
+	x->gate_up = arena_alloc_real(mem->arrivals, n.A * 2 * c->moe_intermediate_size);
+	x->expert_offset = arena_alloc(a, E / ranks + 1, sizeof(int64_t));
+	x->row = arena_alloc(mem->arrivals, n.A, sizeof(int32_t));
+	x->expert_weight = arena_alloc_real(mem->arrivals, n.A);
+	x->sent_row = x->position;
 	if (ranks > 1) {
-		x->expert_offset = arena_alloc(a, E / ranks + 1, sizeof(int64_t));
-		x->arrived = arena_alloc(a, E, sizeof(int64_t));
-		x->sent = arena_alloc(a, ranks, sizeof(int64_t));
-		x->received = arena_alloc(a, ranks, sizeof(int64_t));
-		x->row = arena_alloc(mem->arrivals, A, sizeof(int32_t));
-		x->expert_weight = arena_alloc_real(mem->arrivals, A);
-		x->arrivals = arena_alloc_real(mem->arrivals, A * c->hidden_size);
+		x->sent_row = arena_alloc(a, R, sizeof(int32_t));
+		x->sent_token = arena_alloc(a, n.S, sizeof(int32_t));
+		int64_t **numbers[] = {&x->sent_rows, &x->received_rows, &x->sent_assignments, &x->received_assignments};
+		for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+			*numbers[i] = arena_alloc(a, ranks, sizeof(int64_t));
+		x->place = arena_alloc(mem->arrivals, n.A, sizeof(int32_t));
+		x->begin = arena_alloc(mem->arrivals, n.P + 1, sizeof(int32_t));
+		x->arrivals = arena_alloc_real(mem->arrivals, n.P * c->hidden_size);
 	}
 }
 
@@ -115,7 +142,8 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const struct group *tensor = &mem->layout->tensor;
 	const int64_t T = B * L, N = most_tokens(T, mem->layout), H = c->hidden_size, E = c->num_experts,
 			I = c->moe_intermediate_size;
-	const int64_t R = N * c->num_experts_per_tok, A = R * mem->layout->expert.size, W = widest_shared(c);
+	const int64_t R = N * c->num_experts_per_tok, W = widest_shared(c);
+	const struct expert_row_numbers n = expert_row_numbers(mem, c, N);
 	const int64_t C = head_chunk(global->vocab_size, tensor->size);
 	const int layers = c->num_hidden_layers;
 	const bool training = mode != EVALUATE, own_layer = mode == TRAIN_KEEP_ALL || mode == TRAIN_RECOMPUTE_ATTENTION;
@@ -150,17 +178,18 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		acts->reduce_scatter_scratch = arena_alloc_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
 	acts->logits = arena_alloc_real(a, N * E);
-	acts->expert_rows = acts->rows = arena_alloc_real(a, R * H);
+	acts->expert_rows = acts->rows = arena_alloc_real(mem->arrivals, n.A * H);
 	if (mem->layout->expert.size > 1) {
-		acts->expert_rows = arena_alloc_real(mem->arrivals, A * H);
-		acts->returns = arena_alloc_real(mem->arrivals, A * H);
-		acts->arrived_weight = arena_alloc_real(mem->arrivals, A);
+		acts->rows = arena_alloc_real(a, n.S * H);
+		acts->returns = arena_alloc_real(mem->arrivals, n.P * H);
+		acts->sent_assignments = arena_alloc_real(a, 2 * R);
+		acts->arrived_assignments = arena_alloc_real(mem->arrivals, 2 * n.A);
+		acts->rank_counts = arena_alloc(a, 4 * mem->layout->expert.size, sizeof(int64_t));
 	}
-	acts->act = arena_alloc_real(mem->arrivals, A * I);
+	acts->act = arena_alloc_real(mem->arrivals, n.A * I);
 	acts->shared_act = arena_alloc_real(a, N * W);
 	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->num_key_value_heads, c->head_dim,
 			training));
-	acts->expert_count = arena_alloc(a, E, sizeof(int64_t));
 	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
 	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));
 	acts->router_sums = arena_alloc(a, B, sizeof(struct router_sums));
@@ -178,8 +207,8 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->dqkv = arena_alloc_real(a, T * qkv_width(c));
 	acts->dattention = arena_alloc_real(a, T * attention_width(c));
 	acts->dlogits = arena_alloc_real(a, N * E);
-	acts->dgate_up = arena_alloc_real(mem->arrivals, A * 2 * I);
-	acts->dexpert_weight = arena_alloc_real(mem->arrivals, A);
+	acts->dgate_up = arena_alloc_real(mem->arrivals, n.A * 2 * I);
+	acts->dexpert_weight = arena_alloc_real(mem->arrivals, n.A);
 	acts->dweight = arena_alloc_real(a, R);
 	acts->dshared_gate_up = arena_alloc_real(a, N * 2 * W);
 }
@@ -188,6 +217,24 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 static int64_t bucket_scratch(const struct layout *layout, int64_t num_elements)
 {
 	return reduce_scatter_scratch(&layout->world, num_elements < BUCKET_SIZE ? num_elements : BUCKET_SIZE, 1);
+}
+
+/* Bytes of the changes of a rank's num_state weights in bfloat16. One process sends none. */
+static size_t changes_bytes(const struct layout *layout, int64_t num_state)
+{
+	return layout->world.size > 1 ? (num_state + 1) * sizeof(uint16_t) : 0;
+}
+
+int64_t outer_scratch(const struct parameter_table *table)
+{
+	int64_t largest = 0, sum = 0, size;
+	for (int i = 0; i < table->num_buckets; i++) {
+		own_shard(&table->layout, &table->buckets[i], &size);
+		sum = i && table->buckets[i].block != table->buckets[i - 1].block ? 0 : sum;
+		sum += reduce_scatter_scratch(&table->layout.replicas, size, 1);
+		largest = sum > largest ? sum : largest;
+	}
+	return largest;
 }
 
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
@@ -200,15 +247,17 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 				layout->expert.size, INT32_MAX);
 	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
 	struct parameter_table table;
-	struct arena certain = {0}, arrivals = {0};
+	struct arena certain = {0}, arrivals = {0}, balanced = {0}, counted = {0};
 	if (!acts.layer || parameter_table_init(&table, c, layout) < 0) {
 		free(acts.layer);
 		return fail("out of memory for %d layers", c->num_hidden_layers);
 	}
-	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout}, &acts, c, B, L,
-			mode);
+	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout, false}, &acts, c, B,
+			L, mode);
+	if (split)
+		alloc_activations(&(struct activation_memory){&counted, &balanced, layout, true}, &acts, c, B, L, mode);
 	*plan = (struct memory_plan){.num_elements = table.num_elements, .num_state = table.num_state,
-			.activations = certain.used, .arrivals = arrivals.used};
+			.activations = certain.used, .arrivals = arrivals.used, .balanced_arrivals = balanced.used};
 	if (training && plan_saving(&plan->saving, &plan->copy, c, layout) < 0) {
 		parameter_table_free(&table);
 		free(acts.layer);
@@ -218,6 +267,9 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	plan->gradients = training ? plan->weights : 0;
 	plan->optimizer = training ? 2 * plan->num_state * sizeof(real) : 0;
 	plan->reduction = training ? MAX_REDUCTIONS * bucket_scratch(layout, plan->num_elements) * sizeof(real) : 0;
+	plan->changes = training ? changes_bytes(layout, plan->num_state) : 0;
+	if (training && layout->replicas.size > 1)
+		plan->outer = (2 * plan->num_state + outer_scratch(&table)) * sizeof(real);
 	parameter_table_free(&table);
 	free(acts.layer);
 	return 0;
@@ -225,7 +277,8 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 
 double planned_bytes(const struct memory_plan *p)
 {
-	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->saving;
+	return (double)p->weights + p->gradients + p->optimizer + p->activations + p->reduction + p->outer +
+			p->saving;
 }
 
 /* Address space whose pages come when they are written, or NULL: for expert rows, which take what arrives, up to all
@@ -237,17 +290,21 @@ static void *reserve_memory(size_t bytes)
 	return p == MAP_FAILED ? NULL : p;
 }
 
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements)
+int gradient_reduction_init(struct gradient_reduction *r, const struct parameter_table *table, bool bf16)
 {
-	*r = (struct gradient_reduction){.scratch_size = bucket_scratch(layout, num_elements)};
-	const size_t bytes = MAX_REDUCTIONS * r->scratch_size * sizeof *r->scratch;
-	r->scratch = bytes ? allocate_large(bytes) : NULL;
-	return r->scratch || !bytes ? 0 : fail("out of memory for the reduction of gradients: %.1f GB", bytes / 1e9);
+	*r = (struct gradient_reduction){.scratch_size = bucket_scratch(&table->layout, table->num_elements)};
+	const size_t scratch = MAX_REDUCTIONS * r->scratch_size * sizeof *r->scratch,
+			changes = bf16 ? changes_bytes(&table->layout, table->num_state) : 0;
+	r->scratch = scratch ? allocate_large(scratch) : NULL;
+	r->changes = changes ? allocate_large(changes) : NULL;
+	return (r->scratch || !scratch) && (r->changes || !changes) ? 0
+			: fail("out of memory for the reduction of gradients: %.1f GB", (scratch + changes) / 1e9);
 }
 
 void gradient_reduction_free(struct gradient_reduction *r)
 {
 	free(r->scratch);
+	free(r->changes);
 	*r = (struct gradient_reduction){0};
 }
 
@@ -350,8 +407,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 		place_params(&m->grads, m->grads.memory, c, layout);
 	place_weights(m);
 	struct arena certain = {.memory = m->acts_memory}, arrivals = {.memory = m->arrivals_memory};
-	alloc_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout}, &m->acts, c,
-			max_sequences, seq_len, mode);
+	alloc_activations(&(struct activation_memory){&certain, plan.arrivals ? &arrivals : &certain, layout, false},
+			&m->acts, c, max_sequences, seq_len, mode);
 	return 0;
 }
 

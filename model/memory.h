@@ -31,8 +31,9 @@ struct layer_weights {
  *
  * One process alone: N = T, A = R, and experts = E. Tensor parallel: each rank of the tensor group has its heads of
  * all T tokens in attention, and its N of the T tokens everywhere else (sequence parallel: Korthikanti et al. 2022,
- * arXiv:2205.05198). Then R = N k. Expert parallel: each rank has E / ranks experts, and A rows of tokens arrive for
- * them, 0 <= A <= ranks R. */
+ * arXiv:2205.05198). Then R = N k. Expert parallel: each rank has E / ranks experts, which compute A expert rows, 0 <=
+ * A <= ranks R. A token's row goes once to each rank that has some of its experts: S rows are sent, S <= N min(k,
+ * ranks), and P rows arrive, P <= ranks N. */
 struct layer_activations {
 	real *input;                 /* [N, H] the residual stream before the layer */
 	real *attention_rstd;        /* [N] */
@@ -47,19 +48,22 @@ struct layer_activations {
 	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
 	int32_t *index;              /* [N, k] chosen experts */
 	real *weight;                /* [N, k] their weights */
-	real *row_weight;            /* [R] the same in row order: rows sorted by expert */
-	int32_t *position, *token;   /* [R] see dispatch_plan */
-	int64_t *offset;             /* [E + 1] rows offset[e] .. offset[e + 1] - 1 are expert e's */
-	/* The rows that this rank's experts compute, sorted by expert. Alone they are the rows above: num_rows = R, and
-	 * expert_offset, row and expert_weight are offset, token and row_weight. */
+	int32_t *position;           /* [R] the place of each assignment t k + j among the expert rows; with an expert group
+	                              * among the assignments that are sent */
+	/* The expert rows that this rank computes, sorted by expert: those of expert e are expert_offset[e] ..
+	 * expert_offset[e + 1] - 1. Alone num_rows = R, see dispatch_plan. */
 	int64_t num_rows;            /* A */
 	int64_t *expert_offset;      /* [experts + 1] */
-	int32_t *row;                /* [A] for each row: which row of arrivals it is; alone, which token */
+	int32_t *row;                /* [A] for each row: which of the arrivals is its input; alone, which token */
 	real *expert_weight;         /* [A] */
-	real *arrivals;              /* [A, H] in the order of arrival; alone NULL, the rows are read from the tokens */
-	/* [ranks, experts] rows from each rank for each expert; this and the next two: alone NULL */
-	int64_t *arrived;
-	int64_t *sent, *received;    /* [ranks] rows to and from each rank */
+	/* With an expert group, else NULL; see send_plan and arrival_plan */
+	int32_t *sent_token;         /* [S] the token of each row that is sent */
+	int32_t *sent_row;           /* [R] the row of each assignment that is the first of its row, else -1; alone it is
+	                              * `position` */
+	int32_t *place, *begin;      /* [A], [P + 1] of the arrived assignments, of the arrived rows */
+	real *arrivals;              /* [P, H] in the order of arrival; alone the rows are read from the tokens */
+	int64_t *sent_rows, *received_rows; /* [ranks] to and from each rank */
+	int64_t *sent_assignments, *received_assignments; /* [ranks] */
 	real *gate_up;               /* [A, 2I] */
 	real *shared_gate_up;        /* [N, 2W] */
 };
@@ -73,14 +77,15 @@ struct activations {
 	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
 	/* work space, one for all layers */
 	real *logits;                /* [N, E] the router's */
-	real *rows;                  /* [R, H] tokens sorted by expert, and what the experts made of them */
-	real *expert_rows;           /* [A, H] the experts' results, sorted by expert; alone the same array as rows */
-	real *returns;               /* [A, H] the same in the order of arrival; alone NULL */
-	real *arrived_weight;        /* [A] row weights in the order of arrival; alone NULL */
+	real *rows;                  /* [S, H] tokens that are sent to experts, and what comes back; alone expert_rows */
+	real *expert_rows;           /* [A, H] the experts' results, sorted by expert */
+	real *returns;               /* [P, H] their sums, in the order of arrival; alone NULL */
+	/* [R, 2] and [A, 2] assignments as they are sent and as they arrive, and their gradients; alone NULL */
+	real *sent_assignments, *arrived_assignments;
 	real *act;                   /* [A, I] */
 	real *shared_act;            /* [N, W] */
 	real *reduce_scatter_scratch, *attention_scratch, *sum_scratch;
-	int64_t *expert_count;       /* [E] */
+	int64_t *rank_counts;        /* [2, ranks, 2] numbers of rows and of assignments; alone NULL */
 	double *sequence_count, *sequence_p; /* [B, E] of each sequence: assignments to each expert, and sums of p */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
@@ -126,8 +131,12 @@ struct model {
 	struct activations acts;
 	void *acts_memory, *arrivals_memory;
 	size_t acts_bytes, arrivals_bytes;
-	struct all_to_all dispatch;  /* expert rows under way */
+	struct collective dispatch;  /* expert rows under way */
 	struct dump *dump;           /* of the current step, see model/dump.h; NULL: none */
+	/* Called by the forward pass before it reads the weights of a block (struct parameter), in the order of the blocks;
+	 * NULL: they are all there. */
+	void (*before_block)(void *context, int block);
+	void *before_block_context;
 };
 
 /* Makes this rank's part of a model, weights not set, with room for max_sequences windows of seq_len tokens. The
@@ -147,11 +156,14 @@ struct gradient_reduction {
 	/* reduction i has place i % MAX_REDUCTIONS */
 	struct { struct reduce_scatter scatter; int bucket; } under_way[MAX_REDUCTIONS];
 	int started, finished;       /* reductions of this backward pass */
+	/* With parallel.reduce bf16, else NULL: [num_state] what an update changes of the weights of this rank's shards, in
+	 * bfloat16. Gradients are then sent in bfloat16 too. */
+	uint16_t *changes;
 	real *scratch;               /* [MAX_REDUCTIONS, scratch_size]; NULL in one process */
 	int64_t scratch_size;
 };
-/* Allocates the scratch, for a rank with num_elements parameters. gradient_reduction_free may follow a failure. */
-int gradient_reduction_init(struct gradient_reduction *r, const struct layout *layout, int64_t num_elements);
+/* Allocates the scratch and, with bf16 and several ranks, `changes`. gradient_reduction_free may follow a failure. */
+int gradient_reduction_init(struct gradient_reduction *r, const struct parameter_table *table, bool bf16);
 void gradient_reduction_free(struct gradient_reduction *r);
 
 /* How many tokens the head computes logits for at a time. V: entries of the whole vocabulary, which `tensor` ranks
@@ -164,16 +176,24 @@ int extend_rope(struct model *m, int64_t n);
 struct memory_plan {
 	int64_t num_elements, num_state; /* as in struct parameter_table */
 	size_t weights, gradients, optimizer, activations;
-	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank */
-	size_t reduction;            /* scratch of the reduction of gradients */
+	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank, */
+	size_t balanced_arrivals;    /* and what they take when the experts are balanced */
+	size_t reduction;            /* scratch of the reduction of gradients, */
+	size_t changes;              /* and what parallel.reduce bf16 takes beside it */
+	size_t outer;                /* of several replicas: last synchronised weights, outer momentum, scratch */
 	size_t saving;               /* taken while a checkpoint is written or copied, beside the copy */
 	size_t copy;                 /* of what the rank writes: saves that go on while training does (checkpoint.async) */
 };
+/* Elements of scratch for the sums of a block over the replicas (training/local_sgd.h), of the largest block. */
+int64_t outer_scratch(const struct parameter_table *table);
 /* Plans a rank of the layout, for micro-batches of B windows of L tokens; c is the whole model's config. Allocates none
  * of it. Fails when a micro-batch has too many expert rows to be counted. */
 int plan_memory(struct memory_plan *plan, const struct model_config *c, const struct layout *layout, int64_t B,
 		int64_t L, enum model_mode mode);
-/* Bytes that are certain to be needed: all but arrivals and copy. */
+/* The share of a rank's tokens that have at least one of their experts on a given rank of an expert group of `ranks`,
+ * when each choice of k of the E experts is as likely as any other: 1 - C(E - E / ranks, k) / C(E, k). */
+double dispatch_share(const struct model_config *c, int ranks);
+/* Bytes that are certain to be needed: all but arrivals, changes and copy. */
 double planned_bytes(const struct memory_plan *p);
 
 #endif

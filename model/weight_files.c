@@ -14,25 +14,61 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const moment_prefixes[2] = {"exp_avg.", "exp_avg_sq."};
+/* Each parameter has several tensors in a checkpoint, the blocks, of which all files of all ranks have one after the
+ * other: the weights; exp_avg and exp_avg_sq of replica 0; and, where there are several replicas, the outer momentum,
+ * then exp_avg and exp_avg_sq of each other one. */
+enum { BLOCK_WEIGHTS, BLOCK_MOMENTS, BLOCK_OUTER = 3, BLOCK_OTHERS, PREFIX_LEN = 32 };
 
-/* Opens the files of one kind. They must hold a tensor named prefix + NAME for each parameter of the whole model and
- * each of the prefixes, and no others. */
-static struct tensors *open_files(const struct parameter_table *table, const struct model_config *c, const char *dir,
-		const char *kind, int num_prefixes, const char *const *prefixes, enum verify verify)
+static int count_blocks(int replicas)
 {
-	const struct group *world = &table->layout.world;
+	return replicas == 1 ? BLOCK_OUTER : BLOCK_OTHERS + 2 * (replicas - 1);
+}
+
+/* The replica whose array a block is; of arrays that all have alike, the first. */
+static int replica_of(int block)
+{
+	return block < BLOCK_OTHERS ? 0 : 1 + (block - BLOCK_OTHERS) / 2;
+}
+
+/* The first block of a replica's moments. */
+static int moments_of(int replica)
+{
+	return replica == 0 ? BLOCK_MOMENTS : BLOCK_OTHERS + 2 * (replica - 1);
+}
+
+/* What stands before a parameter's name in the name of its tensor. */
+static const char *prefix_of(char prefix[PREFIX_LEN], int block)
+{
+	static const char *const moments[2] = {"exp_avg.", "exp_avg_sq."};
+	const int replica = replica_of(block);
+	if (block == BLOCK_WEIGHTS || block == BLOCK_OUTER)
+		return block == BLOCK_OUTER ? "outer_momentum." : "";
+	snprintf(prefix, PREFIX_LEN, "replica%d.%s", replica, moments[block - moments_of(replica)]);
+	return replica ? prefix : strchr(prefix, '.') + 1;
+}
+
+/* Opens the files of one kind, of the weights (kind 0) or of the moments (kind 1). They must hold a tensor for each
+ * parameter of the whole model and each of their blocks, and no others. *replicas: those that the moments are of. */
+static struct tensors *open_files(const struct parameter_table *table, const struct model_config *c, const char *dir,
+		int kind, enum verify verify, int *replicas)
+{
+	const struct group *all = &table->layout.all;
 	int n, rc = 0;
 	struct parameter *global = global_parameters(c, &n);
-	struct tensors *w = global ? tensors_open(dir, kind) : NULL;
-	char name[MAX_NAME + 16];
+	struct tensors *w = global ? tensors_open(dir, kind ? "optimizer" : "model") : NULL;
+	char name[MAX_NAME + PREFIX_LEN], prefix[PREFIX_LEN];
 	if (!w) {
 		free(global);
 		return NULL;
 	}
-	for (int p = 0; p < num_prefixes; p++)
+	*replicas = 1;
+	do
+		snprintf(name, sizeof name, "%s%s", prefix_of(prefix, moments_of(*replicas)), global[0].name);
+	while (kind && tensors_has(w, name) && ++*replicas);
+	const int first = kind, end = kind ? count_blocks(*replicas) : 1, num_prefixes = end - first;
+	for (int p = first; p < end; p++)
 		for (int i = 0; i < n && rc == 0; i++) {
-			snprintf(name, sizeof name, "%s%s", prefixes[p], global[i].name);
+			snprintf(name, sizeof name, "%s%s", prefix_of(prefix, p), global[i].name);
 			if (!tensors_has(w, name))
 				rc = fail("%s: tensor %s is missing", dir, name);
 		}
@@ -42,7 +78,7 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		for (int i = 0; i < tensors_count(w) && rc == 0; i++) {
 			bool known = false;
 			for (int j = 0; j < num_prefixes * n && !known; j++) {
-				snprintf(name, sizeof name, "%s%s", prefixes[j / n], global[j % n].name);
+				snprintf(name, sizeof name, "%s%s", prefix_of(prefix, first + j / n), global[j % n].name);
 				known = !strcmp(name, tensors_name(w, i));
 			}
 			if (!known)
@@ -51,11 +87,11 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		}
 	}
 	const bool fits = tensors_bytes(w) <= usable_memory("");
-	if (!fits && verify == VERIFY_IF_IN_MEMORY && world->rank == 0)
+	if (!fits && verify == VERIFY_IF_IN_MEMORY && all->rank == 0)
 		fprintf(stderr, "note: %s is larger than the memory that may be used here: what is read in place is not "
 				"checked against its checksums first\n", dir);
 	const int num_verified = verify == VERIFY || (verify == VERIFY_IF_IN_MEMORY && fits) ? tensors_count(w) : 0;
-	for (int i = world->rank; i < num_verified && rc == 0; i += world->size)
+	for (int i = all->rank; i < num_verified && rc == 0; i += all->size)
 		rc = tensor_verify(&w->tensors[i]);
 	free(global);
 	if (rc < 0) {
@@ -68,16 +104,16 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 struct tensors *open_weights(const struct parameter_table *table, const struct model_config *c, const char *dir,
 		enum verify verify)
 {
-	return open_files(table, c, dir, "model", 1, (const char *[]){""}, verify);
+	int replicas;
+	return open_files(table, c, dir, 0, verify, &replicas);
 }
 
-/* Reads elements from .. end of what this rank holds of a parameter, whose tensor has the given prefix. */
-static int read_shard(struct tensors *w, const char *prefix, const struct parameter *t, int64_t from, int64_t end,
-		real *out)
+/* Reads elements from .. end of what this rank holds of a parameter, from its tensor of a block. */
+static int read_shard(struct tensors *w, int block, const struct parameter *t, int64_t from, int64_t end, real *out)
 {
-	char name[MAX_NAME + 16];
+	char name[MAX_NAME + PREFIX_LEN], prefix[PREFIX_LEN];
 	int rc = 0;
-	snprintf(name, sizeof name, "%s%s", prefix, t->name);
+	snprintf(name, sizeof name, "%s%s", prefix_of(prefix, block), t->name);
 	for (int64_t at = from, n, first; at < end && rc == 0; at += n) {
 		n = global_run(t, at, end, &first);
 		rc = tensors_read_range(w, name, t->rows, t->cols, first, n, out + at - from);
@@ -87,13 +123,14 @@ static int read_shard(struct tensors *w, const char *prefix, const struct parame
 
 int read_weights(struct tensors *w, const struct parameter *t, real *out)
 {
-	return read_shard(w, "", t, 0, parameter_size(t), out);
+	return read_shard(w, BLOCK_WEIGHTS, t, 0, parameter_size(t), out);
 }
 
 int verify_weight_files(const struct parameter_table *table, const struct model_config *c, const char *dir)
 {
-	struct tensors *weights = open_weights(table, c, dir, VERIFY), *moments = weights ? open_files(table, c, dir,
-			"optimizer", 2, moment_prefixes, VERIFY) : NULL;
+	int replicas;
+	struct tensors *weights = open_weights(table, c, dir, VERIFY), *moments = weights ? open_files(table, c, dir, 1,
+			VERIFY, &replicas) : NULL;
 	const int rc = moments ? 0 : -1;
 	tensors_close(moments);
 	tensors_close(weights);
@@ -101,15 +138,21 @@ int verify_weight_files(const struct parameter_table *table, const struct model_
 }
 
 int load_moments(const struct parameter_table *table, const struct model_config *c, const char *dir, real *exp_avg,
-		real *exp_avg_sq)
+		real *exp_avg_sq, real *outer_momentum)
 {
-	struct tensors *w = open_files(table, c, dir, "optimizer", 2, moment_prefixes, DO_NOT_VERIFY);
+	int replicas = 1;
+	struct tensors *w = open_files(table, c, dir, 1, DO_NOT_VERIFY, &replicas);
 	int rc = w ? 0 : -1;
 	struct optimizer_shard p;
+	const int block = moments_of(table->layout.replicas.rank % replicas);
 	for (struct optimizer_shard_iterator walk = {0}; rc == 0 && next_optimizer_shard(table, &walk, &p);) {
-		rc = read_shard(w, moment_prefixes[0], p.parameter, p.from, p.end, exp_avg + p.state);
+		rc = read_shard(w, block, p.parameter, p.from, p.end, exp_avg + p.state);
 		if (rc == 0)
-			rc = read_shard(w, moment_prefixes[1], p.parameter, p.from, p.end, exp_avg_sq + p.state);
+			rc = read_shard(w, block + 1, p.parameter, p.from, p.end, exp_avg_sq + p.state);
+		if (rc == 0 && outer_momentum && replicas > 1)
+			rc = read_shard(w, BLOCK_OUTER, p.parameter, p.from, p.end, outer_momentum + p.state);
+		else if (outer_momentum)
+			memset(outer_momentum + p.state, 0, (p.end - p.from) * sizeof *outer_momentum);
 	}
 	tensors_close(w);
 	return parallel_agree(rc);
@@ -181,8 +224,10 @@ int assign_writers(int *writer, int64_t *bytes, const struct parameter *global, 
 int weight_writer_init(struct weight_writer *w, const struct parameter_table *table, const struct model_config *c,
 		const int *host)
 {
-	const struct group *world = &table->layout.world;
-	*w = (struct weight_writer){.table = table, .fault = {.after = INT64_MAX}};
+	const struct group *world = &table->layout.all;
+	*w = (struct weight_writer){.table = table, .fault = {.after = INT64_MAX},
+			.num_blocks = count_blocks(table->layout.replicas.size)};
+	const int64_t tensor_bytes = w->num_blocks * (int64_t)sizeof(real);
 	w->global = global_parameters(c, &w->n);
 	w->writer = calloc(w->n, sizeof *w->writer);
 	int64_t *bytes = calloc(world->size, sizeof *bytes);
@@ -191,18 +236,20 @@ int weight_writer_init(struct weight_writer *w, const struct parameter_table *ta
 		rc = assign_writers(w->writer, bytes, w->global, w->n, c->num_experts, table->layout.expert.size, world->size,
 				host);
 	for (int i = 0; i < w->n && rc == 0; i++) {
-		w->bytes += saved_bytes(&w->global[i]);
-		w->file_bytes += saved_bytes(&w->global[i]) + 3 * TENSOR_HEADER;
+		const int64_t size = parameter_size(&w->global[i]);
+		w->bytes += size * tensor_bytes;
+		w->file_bytes += size * tensor_bytes + w->num_blocks * TENSOR_HEADER;
 		if (w->writer[i] != world->rank)
 			continue;
-		const int64_t size = parameter_size(&w->global[i]);
 		w->elements += size;
 		w->largest = size > w->largest ? size : w->largest;
 		w->num_own++;
 	}
 	for (int r = 0; r < world->size && rc == 0; r++) {
-		w->least = r == 0 || bytes[r] < w->least ? bytes[r] : w->least;
-		w->most = bytes[r] > w->most ? bytes[r] : w->most;
+		/* assign_writers counts the blocks of one replica */
+		const int64_t its = bytes[r] / BLOCK_OUTER * w->num_blocks;
+		w->least = r == 0 || its < w->least ? its : w->least;
+		w->most = its > w->most ? its : w->most;
 	}
 	free(bytes);
 	if (rc < 0)
@@ -239,16 +286,16 @@ static void place_shard(real *tensor, const struct parameter *t, const struct sh
 }
 
 void collect_parameter(const struct parameter_table *table, struct optimizer_shard_iterator *walk,
-		const struct parameter *t, const real *data, bool moments, int to, int tag, struct shard_message *message,
-		real *tensor)
+		const struct parameter *t, const real *data, bool moments, bool sends, int to, int tag,
+		struct shard_message *message, real *tensor)
 {
-	const struct group *world = &table->layout.world;
+	const struct group *world = &table->layout.all;
 	struct optimizer_shard_iterator next = *walk;
 	struct optimizer_shard p;
 	int64_t left = parameter_size(t);
 	if (tag == 0) /* all messages that had a tag before have been received: it can be used again */
 		parallel_agree(0);
-	for (; next_optimizer_shard(table, &next, &p) && !strcmp(p.parameter->name, t->name); *walk = next) {
+	for (; sends && next_optimizer_shard(table, &next, &p) && !strcmp(p.parameter->name, t->name); *walk = next) {
 		const int64_t size = p.end - p.from;
 		const real *shard = data + (moments ? p.state : p.parameter->offset + p.from);
 		if (world->rank == to) {
@@ -269,16 +316,19 @@ void collect_parameter(const struct parameter_table *table, struct optimizer_sha
 	}
 }
 
-/* The three arrays of a checkpoint, weights [num_elements] and the two moments [num_state], and what stands before a
- * tensor's name in their files. */
-struct blocks { const real *data[3]; };
-static const char *const block_prefixes[3] = {"", "exp_avg.", "exp_avg_sq."};
+/* The array of this rank that is in a block, if its replica's is. */
+static const real *array_of(const struct saved_arrays *a, int block)
+{
+	if (block == BLOCK_WEIGHTS || block == BLOCK_OUTER)
+		return block == BLOCK_OUTER ? a->outer_momentum : a->weights;
+	return block == moments_of(replica_of(block)) ? a->exp_avg : a->exp_avg_sq;
+}
 
 /* Tensor by tensor of the blocks first .. end - 1, in the same order on all ranks, the ranks send the shards that they
  * keep to the tensor's writer. There a tensor goes to its place in w->copy; where there is no copy, to `tensor`
  * [w->largest], and from there to the file. After a failure a rank still receives the others' shards: they would wait
  * for ever otherwise. No rank needs more memory than that and one message. */
-static int collect(const struct weight_writer *w, const struct blocks *blocks, int first, int end,
+static int collect(const struct weight_writer *w, const struct saved_arrays *arrays, int first, int end,
 		struct shard_message *message, real *tensor, struct safetensors_writer *file)
 {
 	int rc = file || w->copy ? 0 : -1;
@@ -287,8 +337,9 @@ static int collect(const struct weight_writer *w, const struct blocks *blocks, i
 		real *place = w->copy ? w->copy + b * w->elements : tensor;
 		for (int i = 0; i < w->n; i++) {
 			const struct parameter *t = &w->global[i];
-			const bool own = w->writer[i] == w->table->layout.world.rank;
-			collect_parameter(w->table, &walk, t, blocks->data[b], b > 0, w->writer[i],
+			const bool own = w->writer[i] == w->table->layout.all.rank;
+			collect_parameter(w->table, &walk, t, array_of(arrays, b), b > 0,
+					w->table->layout.replicas.rank == replica_of(b), w->writer[i],
 					(int)(((int64_t)b * w->n + i) % SHARD_TAGS), message, place);
 			if (own && w->copy)
 				place += parameter_size(t);
@@ -302,11 +353,11 @@ static int collect(const struct weight_writer *w, const struct blocks *blocks, i
 /* Creates this rank's file of the weights (kind 0) or of the moments (kind 1). */
 static struct safetensors_writer *create_file(const struct weight_writer *w, const char *dir, int kind)
 {
-	const struct group *world = &w->table->layout.world;
-	const int first = kind, end = kind ? 3 : 1;
-	char path[PATH_LEN];
+	const struct group *world = &w->table->layout.all;
+	const int first = kind, end = kind ? w->num_blocks : 1;
+	char path[PATH_LEN], prefix[PREFIX_LEN];
 	struct named_tensor *tensors = calloc((size_t)w->num_own * (end - first) + 1, sizeof *tensors);
-	char (*names)[MAX_NAME + 16] = calloc((size_t)w->num_own * (end - first) + 1, sizeof *names);
+	char (*names)[MAX_NAME + PREFIX_LEN] = calloc((size_t)w->num_own * (end - first) + 1, sizeof *names);
 	struct safetensors_writer *file = NULL;
 	int count = 0;
 	shard_path(path, dir, kind ? "optimizer" : "model", world->rank, world->size);
@@ -316,7 +367,7 @@ static struct safetensors_writer *create_file(const struct weight_writer *w, con
 		for (int b = first; b < end; b++)
 			for (int i = 0; i < w->n; i++)
 				if (w->writer[i] == world->rank) {
-					snprintf(names[count], sizeof *names, "%s%s", block_prefixes[b], w->global[i].name);
+					snprintf(names[count], sizeof *names, "%s%s", prefix_of(prefix, b), w->global[i].name);
 					tensors[count] = (struct named_tensor){.name = names[count], .rows = w->global[i].rows,
 							.cols = w->global[i].cols};
 					count++;
@@ -356,20 +407,19 @@ static int make_buffers(struct shard_message **message, real **tensor, int64_t e
 
 int reserve_copy(struct weight_writer *w)
 {
-	w->copy = allocate_large((3 * w->elements + 1) * sizeof *w->copy);
-	return w->copy ? 0 : fail("out of memory for the copy of a checkpoint, %.1f GB", 3.0 * w->elements *
-			sizeof *w->copy / 1e9);
+	w->copy = allocate_large((w->num_blocks * w->elements + 1) * sizeof *w->copy);
+	return w->copy ? 0 : fail("out of memory for the copy of a checkpoint, %.1f GB", (double)w->num_blocks * w->elements
+			* sizeof *w->copy / 1e9);
 }
 
-int copy_weights(struct weight_writer *w, const real *weights, const real *exp_avg, const real *exp_avg_sq)
+int copy_weights(struct weight_writer *w, const struct saved_arrays *arrays)
 {
-	const struct blocks blocks = {{weights, exp_avg, exp_avg_sq}};
 	struct shard_message *message;
 	real *tensor;
 	int rc;
 	if (make_buffers(&message, &tensor, 0) < 0)
 		return -1;
-	rc = collect(w, &blocks, 0, 3, message, NULL, NULL);
+	rc = collect(w, arrays, 0, w->num_blocks, message, NULL, NULL);
 	free(message);
 	return rc;
 }
@@ -379,17 +429,16 @@ int write_copy(const struct weight_writer *w, const char *dir)
 	int rc = 0;
 	for (int kind = 0; kind < 2 && rc == 0; kind++) {
 		struct safetensors_writer *file = create_file(w, dir, kind);
-		rc = file ? safetensors_append(file, w->copy + kind * w->elements, (kind + 1) * w->elements) : -1;
+		rc = file ? safetensors_append(file, w->copy + kind * w->elements, (kind ? w->num_blocks - 1 : 1) * w->elements)
+				: -1;
 		if (file)
 			rc = end_file(file, rc);
 	}
 	return rc;
 }
 
-int write_weight_files(const struct weight_writer *writer, const char *dir, const real *weights, const real *exp_avg,
-		const real *exp_avg_sq)
+int write_weight_files(const struct weight_writer *writer, const char *dir, const struct saved_arrays *arrays)
 {
-	const struct blocks blocks = {{weights, exp_avg, exp_avg_sq}};
 	struct weight_writer w = *writer;
 	struct shard_message *message;
 	real *tensor;
@@ -399,7 +448,7 @@ int write_weight_files(const struct weight_writer *writer, const char *dir, cons
 		return -1;
 	for (int kind = 0; kind < 2 && rc == 0; kind++) {
 		struct safetensors_writer *file = create_file(&w, dir, kind);
-		rc = collect(&w, &blocks, kind, kind ? 3 : 1, message, tensor, file);
+		rc = collect(&w, arrays, kind, kind ? w.num_blocks : 1, message, tensor, file);
 		rc = parallel_agree(file ? end_file(file, rc) : -1);
 	}
 	free(tensor);
@@ -410,7 +459,7 @@ int write_weight_files(const struct weight_writer *writer, const char *dir, cons
 int plan_saving(size_t *saving, size_t *copy, const struct model_config *c, const struct layout *layout)
 {
 	int n, rc;
-	const int ranks = layout->world.size;
+	const int ranks = layout->all.size;
 	struct parameter *global = global_parameters(c, &n);
 	int *writer = calloc(n + 1, sizeof *writer), *host = calloc(ranks, sizeof *host);
 	int64_t *bytes = calloc(ranks, sizeof *bytes), largest = 0, most = 0;
@@ -420,6 +469,7 @@ int plan_saving(size_t *saving, size_t *copy, const struct model_config *c, cons
 		largest = parameter_size(&global[i]) > largest ? parameter_size(&global[i]) : largest;
 	for (int r = 0; r < ranks && rc == 0; r++)
 		most = bytes[r] > most ? bytes[r] : most;
+	most = most / BLOCK_OUTER * count_blocks(layout->replicas.size);
 	*saving = (largest + BUCKET_SIZE) * sizeof(real);
 	*copy = most;
 	free(global);

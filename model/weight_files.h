@@ -29,12 +29,22 @@ int read_weights(struct tensors *w, const struct parameter *t, real *out);
 /* Whether the files of a checkpoint have all tensors of weights and moments, with the right checksums. Collective. */
 int verify_weight_files(const struct parameter_table *table, const struct model_config *c, const char *dir);
 /* Reads the moments that this rank keeps, [table->num_state] each, from a checkpoint, whose checksums it does not
- * verify. Collective. */
+ * verify: those of its replica, or, where the checkpoint has R replicas and fewer than this, of replica r modulo R. And
+ * the outer momentum, unless that is NULL: zeros where the checkpoint has none. Collective. */
 int load_moments(const struct parameter_table *table, const struct model_config *c, const char *dir, real *exp_avg,
-		real *exp_avg_sq);
+		real *exp_avg_sq, real *outer_momentum);
 
 /* -- writing -- Each rank writes one file of weights and one of moments, with whole tensors. Their bytes are balanced
- * over the hosts, and over the ranks of a host. */
+ * over the hosts, and over the ranks of a host. Several replicas (struct layout) must have the same weights; the
+ * moments are those of each: exp_avg.NAME of the first, replica1.exp_avg.NAME of the next; and beside them there is
+ * outer_momentum.NAME, which all replicas have alike. */
+
+/* What a rank has of what is saved. */
+struct saved_arrays {
+	const real *weights;         /* [table->num_elements] */
+	const real *exp_avg, *exp_avg_sq; /* [table->num_state] */
+	const real *outer_momentum;  /* [table->num_state]; with one replica not read */
+};
 
 /* writer [n]: the rank, of `ranks`, that writes each of the n parameters of the whole model with its moments; bytes
  * [ranks]: what each will write. host [ranks]: the number of each rank's host, from 0. The same numbers give the same
@@ -59,10 +69,11 @@ enum { OTHER_TAG = 32767 };
 /* Brings parameter `t` of the whole model to rank `to`, where `tensor` [parameter_size(t)] receives it: each rank sends
  * the shards that it keeps. data: weights or gradients [table->num_elements] or, with `moments`, one of the moments
  * [table->num_state]. *walk stands before this rank's first shard of the parameter, if it keeps any, and goes beyond
- * its last one. tag: 0 .. SHARD_TAGS - 1, one more for each parameter, then 0 again. Collective. */
+ * its last one. tag: 0 .. SHARD_TAGS - 1, one more for each parameter, then 0 again. `sends`: false on the ranks of all
+ * replicas but one. Collective. */
 void collect_parameter(const struct parameter_table *table, struct optimizer_shard_iterator *walk,
-		const struct parameter *t, const real *data, bool moments, int to, int tag, struct shard_message *message,
-		real *tensor);
+		const struct parameter *t, const real *data, bool moments, bool sends, int to, int tag,
+		struct shard_message *message, real *tensor);
 
 /* What a rank writes of each checkpoint. */
 struct weight_writer {
@@ -72,10 +83,11 @@ struct weight_writer {
 	int *writer;                 /* [n] the rank that writes each */
 	int num_own;                 /* parameters that this rank writes, */
 	int64_t elements, largest;   /* their elements, and those of the largest */
+	int num_blocks;              /* tensors of each parameter: 3 with one replica */
 	int64_t bytes;               /* of all tensors, on all ranks */
 	int64_t file_bytes;          /* of all files of all ranks, at most */
 	int64_t least, most;         /* bytes of tensors of the ranks that write least and most */
-	real *copy;                  /* [3, elements] what write_copy writes: weights, exp_avg, exp_avg_sq; or NULL */
+	real *copy;                  /* [num_blocks, elements] what write_copy writes: weights, then moments; or NULL */
 	struct write_fault fault;    /* of this rank's file of weights */
 };
 enum { TENSOR_HEADER = 512 };    /* bytes that a tensor takes in the headers and the index, at most */
@@ -83,14 +95,12 @@ enum { TENSOR_HEADER = 512 };    /* bytes that a tensor takes in the headers and
 int weight_writer_init(struct weight_writer *w, const struct parameter_table *table, const struct model_config *c,
 		const int *host);
 void weight_writer_free(struct weight_writer *w);
-/* Writes the files of a checkpoint's directory from weights [table->num_elements] and moments [table->num_state].
- * Takes memory for the largest tensor and one bucket. Collective. */
-int write_weight_files(const struct weight_writer *w, const char *dir, const real *weights, const real *exp_avg,
-		const real *exp_avg_sq);
+/* Writes the files of a checkpoint's directory. Takes memory for the largest tensor and one bucket. Collective. */
+int write_weight_files(const struct weight_writer *w, const char *dir, const struct saved_arrays *arrays);
 /* The same in two parts, for which each rank has first taken the memory of what it writes, once for all checkpoints. */
 int reserve_copy(struct weight_writer *w);
 /* All ranks make the copy, with one bucket of memory more. Collective. */
-int copy_weights(struct weight_writer *w, const real *weights, const real *exp_avg, const real *exp_avg_sq);
+int copy_weights(struct weight_writer *w, const struct saved_arrays *arrays);
 /* Then each writes its files, also in a thread while training goes on: without messages, and the copy stays. */
 int write_copy(const struct weight_writer *w, const char *dir);
 /* Bytes of memory that a rank takes at most for a checkpoint: while it is written straight to the files; and for a copy

@@ -204,13 +204,19 @@ def weight_shapes(m):
     return shapes
 
 
+def record(name, x):
+    """Called with the output of each operation, returns it. scripts/dump-torch.py puts another function in its place."""
+    return x
+
+
 def rms_norm(x, weight, eps):
     return weight * x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 def swiglu(x, w, prefix):
     gate, up, down = (w[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    gate_up = record(prefix + "gate_up", torch.cat([x @ gate.T, x @ up.T], -1))
+    return (F.silu(gate_up[..., :len(gate)]) * gate_up[..., len(gate):]) @ down.T
 
 
 def rope(x, theta):
@@ -229,13 +235,16 @@ def attention(x, w, prefix, m):
     qkv = x @ w[prefix + "query_key_value.weight"].T
     if m["use_qkv_bias"]:
         qkv = qkv + w[prefix + "query_key_value.bias"]
+    qkv = record(prefix + "qkv", qkv)
     q, k, v = qkv.view(B, L, nh + 2 * nkv, d).transpose(1, 2).split([nh, nkv, nkv], 1)
     q, k = rope(q, m["rope_theta"]), rope(k, m["rope_theta"])
+    q, k, v = record(prefix + "rope", torch.cat([q, k, v], 1)).split([nh, nkv, nkv], 1)
     k, v = k.repeat_interleave(nh // nkv, 1), v.repeat_interleave(nh // nkv, 1)
     scores = q @ k.transpose(2, 3) / math.sqrt(d)
     future = torch.ones(L, L, dtype=torch.bool).triu(1)
     mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
-    out = mixed.transpose(1, 2).reshape(B, L, nh * d) @ w[prefix + "dense.weight"].T
+    mixed = record(prefix + "core", mixed.transpose(1, 2).reshape(B, L, nh * d))
+    out = mixed @ w[prefix + "dense.weight"].T
     return out + w[prefix + "dense.bias"] if m["use_bias"] else out
 
 
@@ -243,14 +252,17 @@ def moe(x, w, prefix, m, noise):
     """x [B, L, H] -> the layer's output, and its routing: router logits s [B, L, E], who was chosen [B, L, E], and the
     smallest relative distance between the last winner and the first loser. noise is None, or (a, mu + sigma * eps)."""
     k = m["num_experts_per_tok"]
-    s = x @ w[prefix + "gate.weight"].T
-    p = (s if noise is None else noise[0] * s + (1 - noise[0]) * noise[1]).softmax(-1)
+    s = record(prefix + "logits", x @ w[prefix + "gate.weight"].T)
+    p = record(prefix + "softmax", (s if noise is None else noise[0] * s + (1 - noise[0]) * noise[1]).softmax(-1))
     ranked, order = p.detach().sort(dim=-1, descending=True, stable=True)  # stable: ties go to the lower index
     chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order[..., :k], True)
     weight = p * chosen
     if m["norm_topk_prob"] and k > 1:
         weight = weight / weight.sum(-1, keepdim=True)
-    y = sum(weight[..., e, None] * swiglu(x, w, f"{prefix}experts.{e}.") for e in range(m["num_experts"]))
+    record(prefix + "top-k", order[..., :k])
+    weight = record(prefix + "weights", weight)
+    y = sum(record(f"{prefix}experts.{e}.down", weight[..., e, None] * swiglu(x, w, f"{prefix}experts.{e}."))
+            for e in range(m["num_experts"]))
     if m["num_shared_experts"]:
         y = y + swiglu(x, w, prefix + "shared_experts.")
     margin = float((1 - ranked[..., k] / ranked[..., k - 1]).min())
@@ -270,18 +282,20 @@ def head_divisor(w, m):
 def forward(tokens, w, m, divisor, noise=None):
     """tokens [B, L] -> logits [B, L, V], and the routing of each layer by its index (dense layers have none).
     noise: None, or layer -> (a, noise [B, L, E]), see moe()."""
-    x = w["model.word_embeddings.weight"][tokens]
+    x = record("embedding", w["model.word_embeddings.weight"][tokens])
     eps, routings = m["rms_norm_eps"], {}
     for layer in range(m["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        x = x + attention(rms_norm(x, w[prefix + "input_layernorm.weight"], eps), w, prefix + "attention.", m)
-        normed = rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps)
+        normed = record(prefix + "attention.norm", rms_norm(x, w[prefix + "input_layernorm.weight"], eps))
+        x = record(prefix + "attention.output", x + attention(normed, w, prefix + "attention.", m))
+        normed = record(prefix + "ffn.norm", rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps))
         if layer < m["first_k_dense_replace"]:
-            x = x + swiglu(normed, w, prefix + "mlp.")
+            y = swiglu(normed, w, prefix + "mlp.")
         else:
             y, routings[layer] = moe(normed, w, prefix + "mlp.", m, noise and noise[layer])
-            x = x + y
-    return rms_norm(x, w["model.norm.weight"], eps) @ (head_weight(w, m) / divisor).T, routings
+        x = record(prefix + "output", x + y)
+    x = record("norm", rms_norm(x, w["model.norm.weight"], eps))
+    return record("head.logits", x @ (head_weight(w, m) / divisor).T), routings
 
 
 # ----------------------------------------------------------------------------------------------------------------

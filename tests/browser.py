@@ -12,7 +12,7 @@ def find():
 
 class Browser:
     def __init__(self, width=1200, height=900):
-        self.profile = tempfile.mkdtemp(prefix="ling-browser-")
+        self.profile = tempfile.mkdtemp(prefix="browser-", dir=os.getcwd())  # goes with the folder of the test, too
         from_us, self.to_browser = os.pipe()
         self.from_browser, to_us = os.pipe()
 

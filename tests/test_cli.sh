@@ -736,6 +736,7 @@ test_plot() {
 	done
 	cmp 1.svg 2.svg || problem "the same runs, and another SVG"
 	expect 2 "expected --out FILE" "$ling" plot run again/run
+	expect 2 "9 runs: expected at most 8 for one picture" "$ling" plot run run run run run run run run run --out nine.png
 	expect 2 "expected one of steps, tokens" "$ling" plot run --x time
 	expect 1 "metrics.jsonl" "$ling" plot .
 	expect 1 "nothere" "$ling" plot nothere

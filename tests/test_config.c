@@ -329,6 +329,11 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 	{"fraction by exponent", BAD_DATA("seq_len: 15e-1"), {"found 15e-1", "whole number"}},
 	{"nan", BAD_SCHEDULE("peak_lr: nan"), {"found nan", "a number, above 0"}},
 	{".inf", BAD_SCHEDULE("peak_lr: .inf"), {"found .inf", "a number"}},
+	{"dump of nothing", BAD_TRAIN("steps: 5, dump: {steps: [], dir: d}"), {"train.dump.steps: found no step", "off"}},
+	{"dump to nowhere", BAD_TRAIN("steps: 5, dump: {steps: 2}"), {"train.dump: the key dir is missing"}},
+	{"dump of step 0", BAD_TRAIN("steps: 5, dump: {steps: [1, 0], dir: d}"), {"train.dump.steps.number: found 0"}},
+	{"dump of no step", BAD_TRAIN("steps: 5, dump: {steps: [5, 6], dir: d}"), {"train.dump.steps: found step 6",
+		"5 steps"}},
 	{"infinity", BAD_TRAIN("steps: 1, grad_clip: inf"), {"train.grad_clip: found inf", "or off"}},
 	{"hex", BAD_DATA("seq_len: 0x10"), {"found 0x10", "whole number"}},
 	{"octal", BAD_DATA("seq_len: 010"), {"found 010", "octal"}},
@@ -965,8 +970,11 @@ static const char *const may_change[] = {
 	"checkpoint.mtbf", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async", "checkpoint.strict",
 	"checkpoint.hosts", "health.every", "eval.every", "eval.max_windows", "eval.at_start",
 	"eval.samples", "eval.sample_file", "eval.sample_tokens", "eval.sample_temperature", "log.every", "log.experts",
+	"parallel.sync", "local.ranks",
+	"local.warmup_steps", "local.steps", "local.seconds", "local.outer_lr", "local.outer_momentum", "local.penalty",
+	"local.clip", "local.anomaly_deviations", "local.anomaly_decay", "local.anomaly_warmup",
 	"trace.events",
-	"parallel.tensor", "parallel.expert",
+	"parallel.tensor", "parallel.expert", "parallel.reduce",
 };
 
 static bool is_listed(const char *const *list, int n, const char *name)

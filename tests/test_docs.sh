@@ -44,7 +44,7 @@ test_names() {
 		while read -r name; do
 			grep -qE "^ *$name[ .]" "$folder/keys.txt" || problem "$document: \`$name\` is no key of a config"
 		done < <(grep -oE '\b(model|data|train|optimizer|schedule|checkpoint|eval|log|parallel)\.[a-z]+[a-z0-9_.]*\b' "$document" |
-			grep -vE '\.(c|h|md|txt|bin|idx|yaml|jsonl?|safetensors)$' | sort -u)
+			grep -vE '\.(c|h|md|txt|bin|idx|yaml|jsonl?|safetensors)$|^model\.(layers|word_embeddings|named_parameters)\b' | sort -u)
 	done
 }
 

@@ -469,6 +469,45 @@ static void check_swiglu(const struct chain *x, int l, const char *prefix, struc
 	is(x, l, down, dw, weight_gradient(x, l, down));
 }
 
+/* The gradient of the router's logits: of the weights of the chosen experts, of the balance loss, whose shares are
+ * those of a micro-batch or of a sequence, and of the z-loss. No routing noise, no padding. */
+static struct matrix router_gradient(const struct chain *x, struct matrix logits, struct matrix p, struct matrix index,
+		struct matrix dweights)
+{
+	const struct config *c = x->c;
+	const int64_t T = p.rows, E = p.cols, L = c->data.seq_len;
+	const int k = c->model.num_experts_per_tok;
+	const int64_t together = c->model.router.balance_loss_scope == SCOPE_MICRO_BATCH ? c->train.micro_batch * L : L;
+	struct matrix ds = make(T, E), dp = make(T, E), share = make(T, E);
+	for (int64_t i = 0; i < T * k; i++) {
+		const int64_t first = i / k / together * together, end = first + together < T ? first + together : T;
+		for (int64_t t = first; t < end; t++)
+			share.x[t * E + (int64_t)index.x[i]] += 1.0 / (k * (end - first));
+	}
+	for (int64_t t = 0; t < T; t++) {
+		double chosen = 1, dot = 0, sum = 0;
+		if (c->model.norm_topk_prob && k > 1) {
+			chosen = 0;
+			for (int j = 0; j < k; j++)
+				chosen += p.x[t * E + (int64_t)index.x[t * k + j]];
+			for (int j = 0; j < k; j++)
+				dot += dweights.x[t * k + j] * p.x[t * E + (int64_t)index.x[t * k + j]] / chosen;
+		}
+		for (int j = 0; j < k; j++)
+			dp.x[t * E + (int64_t)index.x[t * k + j]] += (dweights.x[t * k + j] - dot) / chosen;
+		double mean = 0;
+		for (int64_t e = 0; e < E; e++) {
+			dp.x[t * E + e] += c->model.router.balance_loss_coef * E * share.x[t * E + e] / T;
+			mean += p.x[t * E + e] * dp.x[t * E + e];
+			sum += exp(logits.x[t * E + e]);
+		}
+		for (int64_t e = 0; e < E; e++)
+			ds.x[t * E + e] = p.x[t * E + e] * (dp.x[t * E + e] - mean +
+					2 * c->model.router.z_loss_coef * log(sum) / T);
+	}
+	return ds;
+}
+
 /* Router and routed experts: their results are added to y, what comes to their input to dx. */
 static void check_experts(const struct chain *x, int l, struct matrix in, struct matrix dout, struct matrix y,
 		struct matrix dx)
@@ -540,6 +579,9 @@ static void check_experts(const struct chain *x, int l, struct matrix in, struct
 	}
 	is(x, l, "experts / down", results, down);
 	is(x, l, "router / weights / gradient", dweights, gradient(x, l, "router / weights"));
+	if (!c->router.warmup_steps)
+		is(x, l, "router / logits / gradient", router_gradient(x, logits, p, index, dweights),
+				gradient(x, l, "router / logits"));
 }
 
 /* Rotates pairs (i, i + d / 2) of each query and key head by position * theta^(-2i/d); back: the other way. */

@@ -23,12 +23,12 @@ static void test_refused(void **state)
 		{"kill@rank=1", "step is missing"}, {"kill@step=3,rank=x", "rank is"}, {"slow@step=3,ms=0", "ms is"},
 		{"slow@step=3,ms=", "ms is"}, {"slow@step=3,ms=7s", "ms is"}, {"slow@step=3,ms=-1", "ms is"},
 		{"slow@step=3,ms=1e9", "ms is"},
-		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,rank=1", "has no such setting"},
+		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,ms=5", "has no such setting"},
 		{"nan@step=3,during=save", "has one moment only"}, {"kill@step=3,during=sleep", "during is step or save"},
 		{"stop@step=3,during=update", "during is step or save"},
 		{"flip@step=3,during=save", "during is step or update"},
 		{"kill@step=3,probability=0", "probability is"}, {"kill@step=3,probability=1.1", "probability is"},
-		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=0.5", "has no such setting"},
+		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=2", "probability is"},
 		{"kill@step=3,colour=red", "there is no such setting"}, {"kill@step=3,", "a setting has no ="},
 		{"kill@step=3,rank=2", "there is no rank 2; expected 0 to 1"},
 		{"stop@step=1", "it is there twice"},
@@ -137,6 +137,15 @@ static void test_probability(void **state)
 		n += now;
 	}
 	assert_true(n > 900 && n < 1100); /* 1000 +- 27 */
+	faults_free(&f);
+	f = begin(0, 1, (char *[]){"slow@step=100,probability=0.05"});
+	n = 0;
+	for (int64_t step = 1; step < 4100; step++) {
+		const bool now = fault_comes(&f, FAULT_SLOW, step, MOMENT_STEP);
+		assert_false(now && step < 100);
+		n += now;
+	}
+	assert_true(n > 150 && n < 250); /* 200 +- 14 */
 	faults_free(&f);
 }
 

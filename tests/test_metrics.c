@@ -187,7 +187,7 @@ static void samples_lines(void **state)
 	free(text);
 	put_string(path, "{\"step\": 1}\nnonsense\n");
 	assert_int_equal(samples_cut(scratch, 1), -1);
-	expect_error("samples.jsonl: bad JSON");
+	expect_error("samples.jsonl: last line (mend or remove it): bad JSON");
 	unlink(path);
 }
 

@@ -267,7 +267,8 @@ static void make_table_model(struct trainer *t, double first, double second, int
 			.rms_norm_eps = 1e-12, .norm_topk_prob = true, .router = {.balance_loss_coef = 0.5, .z_loss_coef = 0.25}},
 		.data = {.seq_len = L},
 		.train = {.steps = 3, .micro_batch = micro_batch, .batch = batch},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1}, .parallel = {1, 1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log.every = 1,
+		.parallel.tensor = 1, .parallel.expert = 1,
 	};
 	make_trainer(t, &c);
 	struct params *p = &t->model.params;
@@ -506,7 +507,8 @@ static void test_packed_documents(void **state)
 						.balance_loss_scope = SCOPE_MICRO_BATCH}},
 			.data = {.seq_len = L, .document_mask = true},
 			.train = {.steps = 1, .micro_batch = DOCUMENTS, .batch = DOCUMENTS, .recompute = recompute},
-			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
+			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log.every = 1,
+			.parallel.tensor = 1, .parallel.expert = 1,
 		};
 		make_trainer(&alone, &c);
 		c.train.micro_batch = 2;
@@ -580,7 +582,7 @@ static void test_blend(void **state)
 					.rope_theta = 100, .rms_norm_eps = 1e-6},
 		.data = {.seq_len = L, .num_train = FILES, .shuffle = true, .tokenizer = "none", .document_token = -1},
 		.train = {.steps = 1, .micro_batch = 1, .batch = FEW, .seed = 5},
-		.schedule = {.peak_lr = 1}, .log = {1}, .parallel = {1, 1},
+		.schedule = {.peak_lr = 1}, .log.every = 1, .parallel.tensor = 1, .parallel.expert = 1,
 	};
 	assert_int_equal(make_scratch(NULL), 0);
 	strcpy(c.train.output_dir, at("run"));
@@ -633,7 +635,8 @@ static void test_head_chunks(void **state)
 					.rope_theta = 10000,
 			.rms_norm_eps = 1e-6, .initializer_range = 0.5},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = 1, .batch = 1, .grad_clip = 1},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log = {1}, .parallel = {1, 1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log.every = 1,
+		.parallel.tensor = 1, .parallel.expert = 1,
 	};
 	assert_true(L > 2 * head_chunk(V, 1));
 	make_trainer(&t, &c);

@@ -230,6 +230,52 @@ static void test_backward(void **state)
 }
 
 /* ------------------------------------------------------------------------------------------------------------
+ * The experts on several ranks, one after the other in this process
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* A token's row goes once to each rank that has some of its experts, and the results come back as one row. */
+static void test_ranks(void **state)
+{
+	(void)state;
+	struct weight gate_up[E], down[E];
+	stack_weights(gate_up, in.gate_up[0][0][0], E, 2 * I * H);
+	stack_weights(down, in.down[0][0], E, H * I);
+	for (int ranks = 1; ranks <= E; ranks *= 2) {
+		const int experts = E / ranks;
+		int64_t rows[E], assignments[E], offset[E + 1], first_row = 0, first_assignment = 0;
+		int32_t token[R], position[R], sent_row[R], row[R], place[R], begin[R + 1];
+		real sent[R][2], arrivals[R][H], weight[R], act[R][I], gate[R][2][I], out[R][H], back[R][H], y[T][H];
+		send_plan(rows, assignments, token, position, sent_row, ex.index[0], T, K, ranks, experts);
+		pack_assignments(sent[0], ex.weight[0], ex.index[0], position, sent_row, R, experts);
+		for (int r = 0; r < ranks; r++) {
+			int64_t tokens = 0, all = 0;
+			for (int t = 0; t < T; t++) {
+				int here = 0;
+				for (int j = 0; j < K; j++)
+					here += ex.index[t][j] / experts == r;
+				if (here)
+					assert_int_equal(token[first_row + tokens++], t);
+				all += here;
+			}
+			assert_true(rows[r] == tokens && assignments[r] == all);
+			gather_rows(arrivals[0], in.x[0], token + first_row, tokens, H);
+			arrival_plan(offset, row, weight, place, begin, sent[first_assignment], all, experts);
+			assert_true(offset[experts] == all && begin[tokens] == all);
+			swiglu_forward(act[0], gate[0][0], arrivals[0], row, gate_up + r * experts, weight, offset, experts, H, I);
+			grouped_matmul_forward(out[0], act[0], NULL, down + r * experts, offset, experts, I, H, false);
+			combine_arrivals(back[first_row], out[0], place, begin, tokens, H);
+			first_row += tokens;
+			first_assignment += all;
+		}
+		assert_true(first_assignment == R && first_row == (ranks == 1 ? T : ranks == 2 ? 7 : R));
+		combine_rows(y[0], back[0], sent_row, T, K, H, false);
+		for (int t = 0; t < T; t++)
+			for (int i = 0; i < H; i++)
+				assert_true(fabs(y[t][i] - ex.y[t][i]) <= 1e-6 * fabs(ex.y[t][i]));
+	}
+}
+
+/* ------------------------------------------------------------------------------------------------------------
  * The page
  * ------------------------------------------------------------------------------------------------------------ */
 
@@ -434,6 +480,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_forward),
 		cmocka_unit_test(test_backward),
+		cmocka_unit_test(test_ranks),
 		cmocka_unit_test(test_page),
 	};
 	return cmocka_run_group_tests(tests, compute, NULL);

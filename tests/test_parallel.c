@@ -173,7 +173,7 @@ static void test_reduce_scatter_overlap(void)
 	for (int k = 0; k < 4; k++) {
 		for (int i = 0; i < ROWS; i++)
 			in[k][i] = (real)(k + i);
-		reduce_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, scratch[k]);
+		reduce_scatter_start(&s[k], &world, TRAFFIC_GRADIENTS, in[k], ROWS, 1, false, scratch[k]);
 		parallel_progress();
 	}
 	for (int k = 0; k < 4; k++) {
@@ -183,6 +183,39 @@ static void test_reduce_scatter_overlap(void)
 		for (int64_t i = begin; i < end; i++)
 			check(out[k][i - begin] == world.size * (k + i));
 	}
+}
+
+/* Each rank adds 1 + 2^-8, half a unit in the last place of a bfloat16 above 1: sent, it becomes 1 (a tie, to even);
+ * what the owner of the shard adds is not rounded. 2^-40 and infinity travel too. */
+static void test_bf16(void)
+{
+	enum { ROWS = 5, WIDTH = 3, N = ROWS * WIDTH };
+	const int64_t begin = shard_begin(ROWS, world.rank, world.size) * WIDTH;
+	const int64_t end = shard_begin(ROWS, world.rank + 1, world.size) * WIDTH;
+	const real one = (real)(1 + ldexp(1, -8)), small = (real)ldexp(1, -40);
+	real in[N], out[N], scratch[64];
+	struct reduce_scatter s;
+	for (int i = 0; i < N; i++)
+		in[i] = i % 3 == 0 ? one : i % 3 == 1 ? small : (real)INFINITY;
+	reduce_scatter_start(&s, &world, TRAFFIC_GRADIENTS, in, ROWS, WIDTH, true, scratch);
+	reduce_scatter_finish(&s, out, false);
+	for (int64_t i = begin; i < end; i++)
+		check(out[i - begin] == (i % 3 == 0 ? (world.size - 1) + one : i % 3 == 1 ? world.size * small
+				: (real)INFINITY));
+	uint16_t halves[N], all[N];
+	for (int i = 0; i < N; i++)
+		halves[i] = (uint16_t)(1000 * i);
+	const int64_t first = shard_begin(N, world.rank, world.size);
+	all_gather_bf16(&world, TRAFFIC_WEIGHTS, all, halves + first, N);
+	for (int i = 0; i < N; i++)
+		check(all[i] == 1000 * i);
+	/* What an update changes: as the owner takes it, so every rank adds it. */
+	real before[2] = {1, -3}, w[2] = {(real)(1 + ldexp(1.5, -12)), (real)(-3 + ldexp(one, -4))};
+	uint16_t change[2];
+	take_change(change, w, before, 2);
+	check(w[0] == 1 && w[1] == -3);
+	add_change(w, change, 2);
+	check(w[0] == (real)(1 + ldexp(1.5, -12)) && w[1] == (real)(-3 + ldexp(1, -4)));
 }
 
 static void test_all_to_all_counts(void)
@@ -211,9 +244,9 @@ static void test_all_to_all(void)
 				for (int j = 0; j < 2; j++)
 					in[total * 2 + j] = (real)(1000 * world.rank + 100 * r + 10 * i + j);
 		}
-		struct all_to_all e;
+		struct collective e;
 		all_to_all_start(&e, &world, TRAFFIC_DISPATCH, out, receive_rows, in, send_rows, 2);
-		all_to_all_finish(&e);
+		collective_finish(&e);
 		for (int r = 0; r < world.size; r++)
 			for (int64_t i = 0; i < receive_rows[r]; i++, at++)
 				for (int j = 0; j < 2; j++)
@@ -315,7 +348,8 @@ static void make_table_model(struct trainer *t, int tensor, int batch, int micro
 			.head_dim = 2, .vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
 			.rope_theta = 10000, .rms_norm_eps = 1e-12, .norm_topk_prob = true},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = micro_batch, .batch = batch},
-		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log = {1}, .parallel = {tensor, 1},
+		.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-3}, .log.every = 1,
+		.parallel.tensor = tensor, .parallel.expert = 1,
 	};
 	static const double loss[] = {2, 4};
 	if (trainer_allocate(t, &c) < 0) {
@@ -390,9 +424,10 @@ int main(void)
 		{"launcher", test_launcher}, {"shard_begin", test_shard_begin}, {"layout", test_layout},
 		{"all_reduce_sum", test_all_reduce_sum}, {"all_reduce_max", test_all_reduce_max},
 		{"all_gather_and_reduce_scatter", test_all_gather_and_reduce_scatter},
-		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"all_to_all_counts", test_all_to_all_counts},
-		{"all_to_all", test_all_to_all}, {"agree", test_agree}, {"micro_batches", test_micro_batches},
-		{"gradient_norm", test_gradient_norm}, {"valid_tokens", test_valid_tokens},
+		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16},
+		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree},
+		{"micro_batches", test_micro_batches}, {"gradient_norm", test_gradient_norm},
+		{"valid_tokens", test_valid_tokens},
 	};
 	kernels_init(false);
 	parallel_start();

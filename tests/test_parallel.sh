@@ -57,6 +57,9 @@ agree() {
 # tensors KIND PREFIX DIR DIR TOLERANCE: the tensors of two checkpoints.
 tensors() { "$compare" "$@" >compare.txt 2>&1 || problem "$3 and $4: $(cat compare.txt)"; }
 
+# sent KIND DIR: bytes that rank 0 sent in the first step.
+sent() { jq -n --arg kind "$1" 'input.bytes_sent[$kind]' "$2/metrics.jsonl"; }
+
 same_files() { diff -rq "$1" "$2" -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"; }
 
 # RANKS TENSOR EXPERT of every layout with 1, 2 or 4 data, tensor and expert ranks.
@@ -132,7 +135,7 @@ test_blend() {
 # In double: some gradients, of biases above all, are small sums of large terms, of which float leaves few digits in any layout.
 test_every_gradient() {
 	local n tensor expert options ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
-	for options in "train.micro_batch=4" "train.micro_batch=1 $everything"; do
+	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything"; do
 		rm -rf gradient*
 		train 1 gradient $options train.stop_at_step=1
 		for layout in 2,1,2 2,2,1 4,2,4 8,2,2 8,4,4; do
@@ -201,6 +204,30 @@ test_all_to_one() {
 	"$compare" first four/step-0000020 first || problem "no starting model"
 	equal crowd "2,1,2 8,2,4 8,4,8" train.init_from=first train.steps=6 train.micro_batch=4
 	sed -n '1s/.*"expert_load": *//p' crowd/metrics.jsonl | grep -q '^\[4.0, 4.0\]' || problem "$(head -n 1 crowd/metrics.jsonl)"
+	# Both experts of a token are on one rank: its row of 16 floats goes and comes back once in each pass, not twice. Rank 0 sends back rows
+	# for the 3 x 16 tokens of rank 1, and the gradients of two weights of each, in 2 layers.
+	[ "$(sent "expert return" crowd-2,1,2)" = $((2 * 48 * 4 * (2 * 16 + 2))) ] || problem "expert return: $(sent "expert return" crowd-2,1,2) bytes"
+}
+
+# Gradients and changes of weights in bfloat16: half the bytes, the same bits each time and in every replica, continued or not.
+test_bf16() {
+	local run=(train.micro_batch=1 health.every=1) layout=(parallel.tensor=2 parallel.expert=2) kind name
+	train 1 alone "${run[@]}" parallel.reduce=bf16
+	train 1 alone-f32 "${run[@]}"
+	same_files alone/step-0000020 alone-f32/step-0000020
+	for name in half half2; do
+		train 4 $name "${run[@]}" "${layout[@]}" parallel.reduce=bf16
+	done
+	same_files half/step-0000020 half2/step-0000020
+	train 4 half-parts "${run[@]}" "${layout[@]}" parallel.reduce=bf16 train.stop_at_step=7
+	train 4 half-parts "${run[@]}" "${layout[@]}" parallel.reduce=bf16
+	same_files half/step-0000020 half-parts/step-0000020
+	train 4 whole-f32 "${run[@]}" "${layout[@]}"
+	agree whole-f32 half 2e-3 loss
+	! diff -rq half/step-0000020 whole-f32/step-0000020 -x trainer.json >diff.txt || problem "bf16 gives the bits of f32"
+	for kind in gradients weights; do
+		[ $((2 * $(sent $kind half))) = "$(sent $kind whole-f32)" ] || problem "$kind: $(sent $kind half) bytes, in f32 $(sent $kind whole-f32)"
+	done
 }
 
 test_refused() {
@@ -335,6 +362,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants balance_shares blend every_gradient bit_equal change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants balance_shares blend every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

@@ -598,6 +598,82 @@ static void what_is_no_plain_file_stays_that(void **state)
 	run_free(&r);
 }
 
+/* The bytes of n characters of base64; returns how many. */
+static size_t from_base64(uint8_t *out, const char *text, size_t n)
+{
+	static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+	size_t size = 0;
+	assert_true(n % 4 == 0);
+	for (size_t i = 0; i < n; i += 4) {
+		uint32_t three = 0;
+		for (int k = 0; k < 4; k++) {
+			const char *digit = strchr(digits, text[i + k]);
+			assert_true(digit || (text[i + k] == '=' && i + 4 == n && k > 1));
+			three = three << 6 | (digit ? (uint32_t)(digit - digits) : 0);
+		}
+		for (int k = 0; k < 3; k++)
+			if (k == 0 || text[i + k + 1] != '=')
+				out[size++] = three >> (16 - 8 * k);
+	}
+	return size;
+}
+
+/* The heat map of an SVG file is an image within it, of one pixel for each pixel of the panel. */
+static void an_svg_file_holds_the_heat_map(void **state)
+{
+	(void)state;
+	static uint8_t png[100000], rgb[2000 * 1000 * 3];
+	bool padded[3] = {0};
+	for (int run = 0; run < 12; run++) { /* of several sizes modulo 3 */
+		struct run r = make_run(100 + 7 * run, 3, 1, 0);
+		for (int i = 0; i < r.count; i++)
+			values(&r, "expert_load.0")[i] = i < r.count / 2 ? 1 : 2, values(&r, "expert_load.2")[i] = 6;
+		const char *path = at("a.svg");
+		size_t n;
+		assert_int_equal(plot_runs(&r, 1, false, path), 0);
+		char *svg = (char *)get_file(path, &n), *begin = strstr(svg, "base64,");
+		assert_non_null(begin);
+		begin += 7;
+		const size_t length = strcspn(begin, "\""), size = from_base64(png, begin, length);
+		padded[3 * length / 4 - size] = true;
+		png_image image = {.version = PNG_IMAGE_VERSION};
+		assert_true(png_image_begin_read_from_memory(&image, png, size));
+		plot_layout(panels, 1, true);
+		const struct box *b = &panels[PANEL_LOAD];
+		assert_true(image.width == b->right - b->left && image.height == b->bottom - b->top);
+		image.format = PNG_FORMAT_RGB;
+		assert_true(png_image_finish_read(&image, NULL, rgb, 0, NULL));
+		const struct { unsigned x, y; uint32_t colour; } cells[] = {
+			{5, image.height - 5, heat_colour(0)}, {image.width - 5, image.height - 5, heat_colour(0.2)},
+			{5, 5, heat_colour(1)},
+		};
+		for (int i = 0; i < COUNT(cells); i++)
+			for (int k = 0; k < 3; k++)
+				assert_int_equal(rgb[(cells[i].y * image.width + cells[i].x) * 3 + k],
+						cells[i].colour >> (16 - 8 * k) & 255);
+		assert_int_equal(unlink(path), 0);
+		free(svg);
+		run_free(&r);
+	}
+	assert_true(padded[0] && padded[1] && padded[2]);
+}
+
+/* A batch holds until the next step that has another: between two steps the line is at the height of the first. */
+static void the_batch_is_drawn_as_stairs(void **state)
+{
+	(void)state;
+	struct run r = make_run(3, 0, 1, 0);
+	const double batches[] = {10, 10, 20};
+	memcpy(values(&r, "batch"), batches, sizeof batches);
+	draw(&r);
+	const struct box *b = &panels[PANEL_SCHEDULE];
+	const double low = b->bottom - (b->bottom - b->top) * 10 / 26; /* the axis ends at 1.3 times the largest */
+	const double from = across(PANEL_SCHEDULE, 1.6 / 3), to = across(PANEL_SCHEDULE, 2.4 / 3); /* steps 2.1 to 2.9 */
+	assert_true(count_colour(SECOND, from, low - 3, to, low + 3) > 50);
+	assert_int_equal(count_colour(SECOND, from, b->top, to, low - 6), 0);
+	run_free(&r);
+}
+
 /* By its name a picture is an SVG file: it is well-formed as far as its tags go, holds the lines' colours, and stays
  * small however many steps there are. */
 static void a_name_makes_an_svg_file(void **state)
@@ -675,7 +751,8 @@ int main(void)
 		cmocka_unit_test(decisions_are_marked),
 		cmocka_unit_test(what_cannot_be_written_is_said),
 		cmocka_unit_test(what_is_no_plain_file_stays_that),
-		cmocka_unit_test(a_name_makes_an_svg_file),
+		cmocka_unit_test(a_name_makes_an_svg_file), cmocka_unit_test(an_svg_file_holds_the_heat_map),
+		cmocka_unit_test(the_batch_is_drawn_as_stairs),
 		cmocka_unit_test(a_log_axis_is_one_in_the_picture),
 	};
 	return cmocka_run_group_tests(tests, make_scratch, drop_empty_scratch);

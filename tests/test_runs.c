@@ -57,7 +57,7 @@ static void members_become_columns(void **state)
 	make_run_directory();
 	put_step(1, "3.5", "");
 	put_step(2, "null", ", \"valid_loss\": 3, \"valid\": {\"web\": 2.5, \"chat x\": null}, \"nonfinite\": [\"loss\"]");
-	put_step(3, "2.5", ", \"bytes_sent\": {\"head\": 12}, \"validation_stopped\": true");
+	put_step(3, "2.5", ", \"bytes_sent\": {\"head\": 11}, \"bytes_sent.head\": 12, \"validation_stopped\": true");
 	put_step(5, "2.25", ", \"expert_counts\": [[1, 2], [3, 4]], \"valid_loss\": 2.75, \"valid\": {\"web\": 2}");
 	struct run r;
 	open_run(&r);

@@ -27,6 +27,7 @@ generated() {
 test_texts() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=start train.steps=3 eval.every=off
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=one train.init_from=start/step-0000003 "${samples[@]}"
+	[ "$(grep -c '^samples: one/samples.jsonl$' out.txt)" = 1 ] || problem "the samples are not named once: $(cat out.txt)"
 	json one/samples.jsonl
 	jq -es 'map(.step) == ([0, 3, 6] | map([., ., ., ., ., .]) | add) and ([.[].prompt] | unique | length == 6) and
 		.[1].prompt == "/*\n *" and .[2].prompt == "" and .[3].prompt == "the model" and (map(.text) | unique | length > 6) and all(keys == ["prompt", "step", "text", "tokens"])' \
@@ -52,7 +53,7 @@ test_training_is_the_same() {
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=alone data.valid=off train.recompute=layer "${samples[@]}"
 	same with/samples.jsonl alone/samples.jsonl
 	same with/step-0000006/model.safetensors alone/step-0000006/model.safetensors
-	! grep -q valid alone/metrics.jsonl alone/events.jsonl || problem "validated: $(cat alone/metrics.jsonl)"
+	! grep -q "valid_loss\|\"validation\"" alone/metrics.jsonl alone/events.jsonl || problem "validated: $(cat alone/metrics.jsonl)"
 }
 
 # Whatever interrupts a run, samples.jsonl is in the end that of a run that was not interrupted, and so is all else.
@@ -125,10 +126,17 @@ test_ranks() {
 		generated four$temperature 3 four$temperature/step-0000003 --temperature $temperature $(jq -r 'select(.step == 3 and .seed) | "--seed \(.seed)"' four$temperature/samples.jsonl | head -n 1)
 	done
 	generated four0 6 four0/step-0000006
+	ranks 4 "$ling" train tiny.yaml train.output_dir=four-without parallel.tensor=2 parallel.expert=4 >out.txt 2>err.txt || problem "$(head -c 600 err.txt)"
+	# in the trace: the chosen tokens are agreed on; attention to the cache has its work
+	expect 0 "" "$ling" trace four-without --part evaluation --json
+	cp out.txt without.txt
+	expect 0 "" "$ling" trace four0 --part evaluation --json
+	jq -e --slurpfile o without.txt '([.collectives[].collective] | contains(["agreement"])) and
+		([.operations[] | select(.operation == "attention / core") | .rate * .own_seconds] | add) > 1.1 *
+		([$o[0].operations[] | select(.operation == "attention / core") | .rate * .own_seconds] | add)' out.txt >/dev/null || problem "work: $(cat out.txt)"
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=alone1 "${samples[@]}"
 	same <(jq -c 'select(.step == 0)' alone1/samples.jsonl) <(jq -c 'select(.step == 0)' four0/samples.jsonl)
 	same <(head -n 1 alone1/metrics.jsonl | jq -c .expert_counts) <(head -n 1 four0/metrics.jsonl | jq -c .expert_counts)
-	ranks 4 "$ling" train tiny.yaml train.output_dir=four-without parallel.tensor=2 parallel.expert=4 >out.txt 2>err.txt || problem "$(head -c 600 err.txt)"
 	same four0/step-0000006/model-00001-of-00004.safetensors four-without/step-0000006/model-00001-of-00004.safetensors
 	cmp -s <(steady four0/metrics.jsonl) <(steady four-without/metrics.jsonl) || problem "other metrics on 4 ranks"
 }
@@ -164,7 +172,7 @@ test_refused() {
 	# what is wrong with samples.jsonl is found before the run goes on
 	expect 0 "" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}" train.stop_at_step=4
 	echo nonsense >>bad/samples.jsonl
-	expect 1 "samples.jsonl: bad JSON" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}"
+	expect 1 "samples.jsonl: last line (mend or remove it)" "$ling" train tiny.yaml train.output_dir=bad "${samples[@]}"
 }
 
 check texts training_is_the_same resume stopped ranks end_ids refused

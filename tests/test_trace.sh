@@ -32,7 +32,7 @@ ranks 4 "$release" train tiny.yaml train.output_dir=four --inject slow@step=1,ra
 
 test_one_rank() {
 	expect 0 "" "$ling" trace one
-	has out.txt "1 rank, 60 steps" "attention / qkv, weight gradient" "GFLOP/s" "in no operation"
+	has out.txt "1 rank, 60 steps" "the peak of rank 0 as measured when the run began: " "s per rank: " "attention / qkv, weight gradient" "GFLOP/s" "in no operation), "
 	! grep -q collective out.txt || problem "collectives of one rank: $(cat out.txt)"
 	expect 0 "" "$ling" trace one --steps 7 --json
 	json out.txt
@@ -40,12 +40,16 @@ test_one_rank() {
 		'(.by_step | length) == 7 and .by_step[6].step == 60 and .by_step[0].step == 54' \
 		'([.operations[] | .own_share] | add) + .no_operation_share | . > 0.999 and . < 1.001' \
 		'[.operations[] | select(.operation == "attention / qkv") | .count] == [960, 960, 960]' \
+		'[.operations[] | select(.operation == "head / logits") | .count] | length == 3 and (unique | length) == 1' \
+		'[.operations[] | select(.operation == "reduction")] == []' \
 		'all(.operations[]; .median_seconds <= .p99_seconds and .seconds >= 0)' \
 		'.median_step_seconds > 0 and .seconds > 0'
 	expect 0 "" "$ling" trace one --part save
 	has out.txt "save / write"
 	expect 0 "" "$ling" trace one --hang
-	has out.txt "the run ended by itself after step 60"
+	has out.txt "the run ended after step 60"
+	expect 0 "" "$ling" trace one --hang --json
+	true_of out.txt '.state == "ended" and .in_the_way == [] and .waiting == []'
 	# the next start of the run, and the one before; a start without a trace
 	rm -rf again
 	cp -r one again
@@ -55,6 +59,14 @@ test_one_rank() {
 	true_of out.txt '.steps == 4'
 	expect 0 "" "$ling" trace again --before --json
 	true_of out.txt '.steps == 60'
+	# a start that does no step leaves both as they were: nothing is left to do; refused
+	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=64
+	expect 1 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=70 model.vocab_size=999
+	expect 0 "" "$ling" trace again --json
+	true_of out.txt '.steps == 4'
+	expect 0 "" "$ling" trace again --before --json
+	true_of out.txt '.steps == 60'
+	[ ! -e again/trace-oldest ] || problem "trace-oldest stays"
 	expect 0 "" "$release" train tiny.yaml train.output_dir=again parallel.expert=1 train.steps=66 trace.events=0
 	expect 1 "--before shows the start before" "$ling" trace again
 	expect 0 "" "$ling" trace again --before --json
@@ -64,17 +76,25 @@ test_one_rank() {
 test_slow_rank() {
 	expect 0 "" "$ling" trace four --steps 30 --json
 	json out.txt
-	true_of out.txt '.ranks_read == 4 and .steps == 60' '.slowest.rank == 2 and .slowest.operation == "batch"' \
-		'.slowest.operation_excess_seconds | . > 0.006 and . < 0.02' \
-		'[.by_step[] | select(.slowest_rank == 2)] | length > 15' \
+	true_of out.txt '.ranks_read == 4 and .steps == 60' '.steadily_slow.rank == 2 and .steadily_slow.operation == "batch"' \
+		'.steadily_slow.excess_seconds | . > 0.006 and . < 0.02' '.slowest.rank | . >= 0 and . < 4' \
+		'[.by_step[] | select(.slowest_rank == 2)] | length > 8' \
 		'[.collectives[].collective] | contains(["expert dispatch", "expert return", "gradients", "weights"])' \
 		'(.own_share + .waiting_share) | . > 0.999 and . < 1.001' \
-		'[.operations[] | select(.operation == "experts / dispatch") | .waiting_seconds] | add > 0'
+		'[.operations[] | select(.operation == "experts / dispatch") | .waiting_seconds] | add > 0' \
+		'[.operations[] | select(.operation == "attention / norm" and .pass == "backward") | .waiting_seconds] == [0]' \
+		'[.operations[] | select(.operation == "reduction") | .waiting_seconds] | add > 0'
 	expect 0 "" "$ling" trace four
-	has out.txt "4 ranks, 60 steps" "the slowest is rank 2 on"
+	has out.txt "4 ranks, 60 steps" "the slowest is rank" "steadily, by medians: rank 2 takes 6."
+	expect 0 "" "$ling" trace four --rank 3
+	has out.txt "the peak of rank 3 as measured"
 	expect 0 "" "$ling" trace four --rank 3 --json
+	true_of out.txt '.peak_flops > 1e8 and .peak_bandwidth > 1e8'
 	true_of out.txt '.ranks_read == 1 and .ranks == 4 and .by_rank[0].rank == 3'
 	expect 1 "no trace of rank 4" "$ling" trace four --rank 4
+	# a step that is checked waits for it too, whoever comes to the check first; the check itself does not count
+	ranks 2 "$release" train tiny.yaml train.output_dir=checked train.steps=4 health.every=1 --inject slow@step=1,rank=1,ms=50 >/dev/null 2>err.txt || problem "$(cat err.txt)"
+	jq -es 'length == 4 and all(.seconds > 0.05)' checked/metrics.jsonl >/dev/null || problem "seconds of steps: $(metric seconds checked/metrics.jsonl | tr '\n' ' ')"
 }
 
 # Strict JSON; a name for each process and thread; slices in order, within each other or apart.
@@ -94,6 +114,8 @@ test_events() {
 			die "not within: $_" if @$s && $end > $s->[-1] + 1;
 			push @$s, $end; $deep = @$s if @$s > $deep;
 			END { die "$n slices, $deep deep\n" if $n < 10000 || $deep != 2 }' 2>perl.txt || problem "$(cat perl.txt)"
+	"$ling" trace four --perfetto - | cmp - events.json || problem "--perfetto - is not standard output"
+	[ ! -e ./- ] || problem "a file of the name -"
 	expect 1 "none/events.json" "$ling" trace four --perfetto none/events.json
 }
 
@@ -165,6 +187,22 @@ test_in_the_way() {
 	has out.txt "the run broke off in step" "which is gone" "$state"
 }
 
+# A run of 40 ranks, made of the traces of four: the text names some, --json all.
+test_many_ranks() {
+	local i
+	mkdir -p many/trace
+	for i in $(seq 0 39); do
+		perl -pe 'BEGIN { undef $/; binmode STDIN; binmode STDOUT; ($i) = shift @ARGV } substr($_, 32, 8) = pack("l<l<", $i, 40)' "$i" \
+			<four/trace/rank-$((i % 4)).trace >many/trace/rank-$i.trace
+	done
+	expect 0 "" "$ling" trace many --steps 2
+	has out.txt "40 ranks, 60 steps" "these are the 32 ranks with most own time of 40" "the slowest is rank 2 on"
+	expect 0 "" "$ling" trace many --json
+	true_of out.txt '.by_rank | length == 40'
+	expect 0 "" "$ling" trace many --hang --json
+	true_of out.txt '.state == "ended" and (.places | length == 40)'
+}
+
 test_wrong_use() {
 	expect 2 "" "$ling" trace
 	expect 2 "" "$ling" trace one --part nothing
@@ -190,5 +228,5 @@ test_wrong_use() {
 	has out.txt "4 ranks"
 }
 
-check one_rank slow_rank events in_the_way wrong_use
+check one_rank slow_rank events many_ranks in_the_way wrong_use
 finish

@@ -48,7 +48,7 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 	char *end;
 	if (!strcmp(key, "step"))
 		return read_whole(value, 1, INT64_MAX / 2, &x->step) ? NULL : "step is a whole number from 1";
-	if (!strcmp(key, "rank") && x->kind != FAULT_POISON) {
+	if (!strcmp(key, "rank")) {
 		const bool good = read_whole(value, 0, INT32_MAX, &n);
 		x->rank = (int)n;
 		return good ? NULL : "rank is a whole number from 0";
@@ -67,12 +67,12 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 		return moments[x->kind][0] == moments[x->kind][1] ? "this kind of fault has one moment only"
 			: x->kind == FAULT_FLIP ? "during is step or update" : "during is step or save";
 	}
-	if (!strcmp(key, "probability") && x->kind != FAULT_SLOW) {
+	if (!strcmp(key, "probability")) {
 		x->probability = strtod(value, &end);
 		return *value && !*end && x->probability > 0 && x->probability <= 1 ? NULL
 			: "probability is a number above 0, at most 1";
 	}
-	return !strcmp(key, "rank") || !strcmp(key, "ms") || !strcmp(key, "probability")
+	return !strcmp(key, "ms")
 		? "this kind of fault has no such setting" : "there is no such setting";
 }
 
@@ -88,8 +88,10 @@ static int read_fault(struct fault *x, const char *text)
 		x->kind++;
 	if (!wrong && x->kind == NUM_FAULT_KINDS)
 		wrong = "there is no such kind";
-	if (!wrong)
+	if (!wrong) {
 		x->moment = moments[x->kind][0];
+		x->rank = x->kind == FAULT_POISON ? -1 : 0;
+	}
 	while (!wrong && (setting = strsep(&rest, ","))) {
 		const char *key = strsep(&setting, "=");
 		wrong = setting ? read_setting(x, key, setting) : "a setting has no =";
@@ -152,6 +154,15 @@ int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed)
 	return !f->count ? 0 : events_read(run_dir, read_event, f) < 0 ? -1 : events_open(&f->log, run_dir);
 }
 
+/* Whether chance says that fault number i comes at this step. */
+static bool is_drawn(const struct faults *f, int i, int64_t step)
+{
+	const struct random_stream stream = {.seed = f->seed, .purpose = RANDOM_FAULTS + i, .step = (uint32_t)step};
+	real u;
+	random_uniform(&u, 1, &stream, 0);
+	return f->list[i].probability == 1 || u < f->list[i].probability; /* u may be 1 */
+}
+
 /* Whether fault number i comes at this step for the first time. */
 static bool comes_now(const struct faults *f, int i, int64_t step)
 {
@@ -161,10 +172,7 @@ static bool comes_now(const struct faults *f, int i, int64_t step)
 			return false;
 	if (x->probability == 1)
 		return step == x->step;
-	const struct random_stream stream = {.seed = f->seed, .purpose = RANDOM_FAULTS + i, .step = (uint32_t)step};
-	real u;
-	random_uniform(&u, 1, &stream, 0);
-	return step >= x->step && u < x->probability;
+	return step >= x->step && is_drawn(f, i, step);
 }
 
 const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t step, enum fault_moment moment)
@@ -173,7 +181,7 @@ const struct fault *fault_comes(struct faults *f, enum fault_kind kind, int64_t 
 		struct fault *x = &f->list[i];
 		if (x->kind != kind || x->moment != moment || (kind != FAULT_POISON && x->rank != f->rank))
 			continue;
-		if (kind == FAULT_SLOW ? step >= x->step : comes_now(f, i, step)) {
+		if (kind == FAULT_SLOW ? step >= x->step && is_drawn(f, i, step) : comes_now(f, i, step)) {
 			if (kind != FAULT_SLOW || !x->num_past)
 				note_past(x, step);
 			return x;

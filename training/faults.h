@@ -38,10 +38,11 @@ struct fault {
 	enum fault_kind kind;
 	const char *text;            /* as it was given */
 	int64_t step;
-	int rank;                    /* the rank that it comes to; of FAULT_POISON without meaning */
+	/* the rank that it comes to; FAULT_POISON: to the samples of its replica (local SGD), or, -1, of all */
+	int rank;
 	enum fault_moment moment;
 	double ms;                   /* of FAULT_SLOW */
-	double probability;          /* 1: at step N alone (FAULT_SLOW: and in all later ones) */
+	double probability;          /* 1: at step N alone (FAULT_SLOW: in it and all later ones) */
 	int64_t *past;               /* [num_past] steps at which it has come */
 	int num_past;
 	size_t capacity;

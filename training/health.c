@@ -59,6 +59,12 @@ static int first_replica(const struct layout *l, int class)
 	return class == SHARED_BY_DATA ? l->tensor.rank : class == SHARED_BY_EXPERT_DATA ? l->expert.rank : 0;
 }
 
+/* The number among all ranks of the first rank of the world, which is a replica's (struct layout). */
+static int first_rank(const struct layout *l)
+{
+	return l->all.rank - l->world.rank;
+}
+
 /* Things are numbered: the parameters of the table, then the values. */
 static int num_things(const struct health_input *in)
 {
@@ -162,13 +168,14 @@ static int report_difference(const struct health_input *in, const struct event_l
 		char line[256];
 		if (!its->count)
 			continue;
+		const int rank = first_rank(&in->table->layout) + r;
 		json_t *names = names_of(in, r, its);
-		snprintf(line, sizeof line, "%srank %d on %s differs in %s", who.size ? "; " : "", r, parallel_rank_host(r),
-				json_string_value(json_array_get(names, 0)));
+		snprintf(line, sizeof line, "%srank %d on %s differs in %s", who.size ? "; " : "", rank,
+				parallel_rank_host(rank), json_string_value(json_array_get(names, 0)));
 		text_append_string(&who, line);
 		snprintf(line, sizeof line, " and %lld more", (long long)its->count - 1);
 		text_append_string(&who, its->count > 1 ? line : "");
-		json_array_append_new(ranks, json_pack("{s:i, s:s, s:o, s:I}", "rank", r, "host", parallel_rank_host(r),
+		json_array_append_new(ranks, json_pack("{s:i, s:s, s:o, s:I}", "rank", rank, "host", parallel_rank_host(rank),
 				"tensors", names, "count", (json_int_t)its->count));
 	}
 	event_write(log, step, "replicas_differ", json_pack("{s:o, s:s}", "ranks", ranks, "computed_twice",
@@ -206,14 +213,15 @@ int health_check(const struct health_input *in, const struct event_log *log, int
 		if (its[LOSS] == its[LOSS + 1])
 			continue;
 		twice = false;
-		event_write(log, step, "miscomputed", json_pack("{s:i, s:s, s:o, s:o}", "rank", r, "host",
-				parallel_rank_host(r), "loss", json_number(double_of(its[LOSS])), "difference",
+		const int rank = first_rank(l) + r;
+		event_write(log, step, "miscomputed", json_pack("{s:i, s:s, s:o, s:o}", "rank", rank, "host",
+				parallel_rank_host(rank), "loss", json_number(double_of(its[LOSS])), "difference",
 				json_number(double_of(its[LOSS + 1]) - double_of(its[LOSS]))));
 		if (l->world.rank == 0)
 			fprintf(stderr, "warning: step %lld: rank %d on %s computed a micro-batch twice, and the losses %.17g and "
-					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, r, parallel_rank_host(r),
-					double_of(its[LOSS]), double_of(its[LOSS + 1]), l->tensor.size > 1 || l->expert.size > 1
-					? ", or of one that computes with it" : "");
+					"%.17g differ: a passing fault of that machine%s\n", (long long)step + 1, rank,
+					parallel_rank_host(rank), double_of(its[LOSS]), double_of(its[LOSS + 1]),
+					l->tensor.size > 1 || l->expert.size > 1 ? ", or of one that computes with it" : "");
 	}
 	free(all);
 	return equal ? 0 : report_difference(in, log, step, twice);

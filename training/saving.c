@@ -22,7 +22,7 @@
 
 int saver_init(struct saver *s, const struct parameter_table *table, const struct config *c, bool copies)
 {
-	const struct group *world = &table->layout.world;
+	const struct group *world = &table->layout.all;
 	int *host = calloc(world->size, sizeof *host), rc;
 	*s = (struct saver){.copies = copies, .rank = world->rank, .ranks = world->size, .sync = {-1, -1}};
 	if (!host)
@@ -143,7 +143,7 @@ static int give_up(struct saver *s)
 
 int saver_begin(struct saver *s, const struct save_request *r)
 {
-	const struct group *world = &s->weights.table->layout.world;
+	const struct group *world = &s->weights.table->layout.all;
 	struct { int begun; char dir[PATH_LEN]; } directory = {0};
 	s->config = *r->config;
 	s->files = r->state->files;
@@ -163,13 +163,13 @@ int saver_begin(struct saver *s, const struct save_request *r)
 	int rc;
 	trace_begin(OP_COLLECT, PASS_FORWARD, -1, 0);
 	s->async = r->async && parallel_agree(s->copies ? 0 : fail("no memory for a copy")) == 0;
-	if (s->async && (rc = copy_weights(&s->weights, r->weights, r->exp_avg, r->exp_avg_sq)) == 0) {
+	if (s->async && (rc = copy_weights(&s->weights, &r->arrays)) == 0) {
 		start_stage(s, SAVE_WRITES);
 		return 0;
 	}
 	s->async = false; /* also when there was no memory for the copy after all */
 	trace_begin(OP_WRITE, PASS_FORWARD, -1, 0);
-	rc = write_weight_files(&s->weights, s->dir, r->weights, r->exp_avg, r->exp_avg_sq);
+	rc = write_weight_files(&s->weights, s->dir, &r->arrays);
 	if (rc < 0)
 		return give_up(s);
 	rc = parallel_agree(s->rank == 0 ? commit(s) : 0);
@@ -292,7 +292,7 @@ static int check_beginning(const char *dir)
 int checkpoint_choose(const struct config *c, const struct parameter_table *table, struct event_log *events,
 		int64_t most, char dir[PATH_LEN])
 {
-	const struct group *world = &table->layout.world;
+	const struct group *world = &table->layout.all;
 	const bool is_rank0 = world->rank == 0;
 	int64_t *steps = NULL;
 	char **reasons = NULL;

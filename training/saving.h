@@ -57,7 +57,7 @@ void saver_free(struct saver *s);
 struct save_request {
 	const struct config *config; /* of the run, with the output_dir where it is now */
 	const struct trainer_state *state;
-	const real *weights, *exp_avg, *exp_avg_sq;
+	struct saved_arrays arrays;
 	int sync[2];                 /* see struct saver */
 	bool async;                  /* may go on in a thread, if there is memory for the copy */
 };

@@ -1,0 +1,126 @@
+#!/bin/bash
+# Local SGD: the outer step beside synchronous SGD, resuming, uneven periods, replicas that are set aside.
+. "$(dirname "$0")/check.sh"
+ling=$root/ling
+export OMP_NUM_THREADS=1
+
+# train RANKS DIR OPTIONS...: a run of local SGD that must succeed; RUN is its program.
+train() {
+	local n=$1 out=$2
+	shift 2
+	ranks "$n" ${RUN:-"$ling"} train tiny.yaml train.output_dir="$out" "$@" >out.txt 2>err.txt ||
+		problem "$n ranks, $out $*: exit status $?: $(head -c 600 err.txt)"
+}
+
+# tensors KIND DIR DIR TOLERANCE: the tensors of two checkpoints in the double build.
+tensors() { "$root/build/compare_checkpoints_double" "$1" "" "$2" "$3" "$4" >compare.txt 2>&1 || problem "$2 and $3: $(cat compare.txt)"; }
+
+# same DIR DIR STEP: the checkpoints of two runs, and their metrics but for the time.
+same_run() {
+	diff -rq "$1/step-$3" "$2/step-$3" -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"
+	cmp -s <(steady "$1/metrics.jsonl") <(steady "$2/metrics.jsonl") || problem "the metrics of $1 and $2 differ"
+}
+
+head -c 20000 "$root/LICENSE" >text.txt
+tail -c 200 "$root/LICENSE" >valid.txt
+"$ling" tokenize --out text text.txt >/dev/null && "$ling" tokenize --out valid valid.txt >/dev/null || exit 1
+tiny train.batch=8 data.valid=valid model.num_experts=8
+local="parallel.sync=local health.every=1 schedule.peak_lr=3e-3"
+
+# One local step, outer rate 1, no momentum, no penalty: the mean of the replicas is a step of SGD on the whole batch.
+test_is_synchronous_sgd() {
+	local sgd="$root/build/train_sgd_double" layout
+	local those=(train.grad_clip=off spikes.action=off train.steps=6 schedule.peak_lr=0.5 data.valid=off)
+	local plain=(parallel.sync=local local.outer_lr=1 local.outer_momentum=0 local.penalty=false health.every=1)
+	for layout in "" parallel.expert=2 parallel.tensor=2; do
+		rm -rf sgd outer
+		ranks 4 "$sgd" tiny.yaml train.output_dir=sgd "${those[@]}" $layout >out.txt 2>err.txt || problem "$(head -c 600 err.txt)"
+		ranks 4 "$sgd" tiny.yaml train.output_dir=outer "${those[@]}" $layout "${plain[@]}" local.steps=1 >out.txt 2>err.txt ||
+			problem "$(head -c 600 err.txt)"
+		tensors model sgd/step-0000006 outer/step-0000006 1e-13
+	done
+	# Half the outer rate is half the rate.
+	ranks 4 "$sgd" tiny.yaml train.output_dir=half "${those[@]}" $layout "${plain[@]}" local.steps=1 local.outer_lr=0.5 schedule.peak_lr=1 >out.txt 2>err.txt
+	tensors model sgd/step-0000006 half/step-0000006 1e-13
+	ranks 4 "$sgd" tiny.yaml train.output_dir=two "${those[@]}" $layout "${plain[@]}" local.steps=2 >out.txt 2>err.txt
+	"$root/build/compare_checkpoints_double" model "" sgd/step-0000006 two/step-0000006 1e-3 >/dev/null 2>&1 && problem "two local steps are one"
+}
+
+# Steps of the warm-up are those of a run without replicas.
+test_warmup() {
+	RUN=$root/build/ling_double train 4 all parallel.expert=2 train.steps=5 schedule.peak_lr=3e-3
+	RUN=$root/build/ling_double train 4 warm $local parallel.expert=2 train.steps=5 local.warmup_steps=5
+	tensors model all/step-0000005 warm/step-0000005 1e-12
+	grep -q '"replica1.exp_avg_sq.lm_head.weight"' warm/step-0000005/optimizer.safetensors.index.json || problem "no moments of replica 1"
+}
+
+test_resume() {
+	local those="$local local.warmup_steps=4 local.steps=4 checkpoint.every=1 checkpoint.keep=0 eval.every=5 model.router.warmup_steps=12"
+	train 4 straight $those parallel.expert=2
+	grep -q '"set_aside"\|"synchronisation"' straight/events.jsonl || problem "no synchronisation"
+	[ "$(grep -c '"valid_loss"' straight/metrics.jsonl)" = 4 ] || problem "not 4 evaluations"
+	[ "$(cd straight && echo step-*)" = "step-0000001 step-0000002 step-0000003 step-0000004 step-0000008 step-0000012 step-0000016 step-0000020" ] ||
+		problem "checkpoints: $(cd straight && echo step-*)"
+	# Without anything to do at a synchronisation, the weights come with the next forward pass: the same bits.
+	train 4 overlapped $those parallel.expert=2 checkpoint.every=off eval.every=off health.every=off
+	diff -rq straight/step-0000020 overlapped/step-0000020 -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"
+	train 4 stopped $those parallel.expert=2 train.stop_at_step=2
+	train 4 stopped $those parallel.expert=2 train.stop_at_step=6 # in a period: it stops at its end
+	grep -q 'stopped after step 8' out.txt || problem "not at the period's end: $(tail -n 1 out.txt)"
+	train 4 stopped $those parallel.expert=2
+	same_run straight stopped 0000020
+	local fault
+	for fault in kill@step=3,rank=1 kill@step=11,rank=3 kill@step=12,rank=2,during=save; do
+		rm -rf killed
+		ranks 4 "$ling" train tiny.yaml train.output_dir=killed $those parallel.expert=2 --inject $fault >out.txt 2>err.txt && problem "$fault: not killed"
+		train 4 killed $those parallel.expert=2
+		same_run straight killed 0000020
+	done
+}
+
+test_other_replicas() {
+	local those="$local local.steps=4 checkpoint.keep=0"
+	train 2 others $those train.stop_at_step=8
+	train 4 others $those train.stop_at_step=16
+	grep -q 'the checkpoint is of 2 replicas, and now there are 4' out.txt || problem "does not say so: $(cat out.txt)"
+	train 2 others parallel.sync=step
+	grep -q 'the checkpoint is of 4 replicas, and now there is 1' out.txt || problem "does not say so: $(cat out.txt)"
+	[ "$(grep -c . others/metrics.jsonl)" = 20 ] || problem "not 20 steps"
+}
+
+# By time: a slow replica takes fewer steps. Each sample is trained on once.
+test_seconds() {
+	train 2 seconds $local local.seconds=0.1 train.steps=40 --inject slow@step=1,rank=1,ms=30 --inject slow@step=1,rank=0,ms=10
+	perl -MJSON::PP -e '
+		my $t = decode_json(do { local $/; open my $f, "<", "seconds/step-0000040/trainer.json"; <$f> });
+		my ($l, $taken, $left) = ($t->{local}, $t->{sources}[0]{taken}, 0);
+		$left += $_->[2] - $_->[1] + 1 for @{$l->{pending}};
+		my ($a, $b) = @{$l->{counts}};
+		print "taken $taken, left $left, samples $t->{samples}; " if $taken - $left != $t->{samples};
+		print "counts $a, $b, carry $l->{carry}, step $t->{step}; " if $a + $b != 2 * $t->{step} + $l->{carry} || $t->{samples} != 4 * ($a + $b);
+		print "counts $a, $b are even; " unless $a > 1.5 * $b;' >wrong.txt 2>&1
+	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
+}
+
+# The labels of a replica are random for one period, late in the run: blocks of it are set aside then, and none before.
+test_poisoned() {
+	local inject=() step
+	for step in 197 198 199 200; do inject+=(--inject poison@step=$step,rank=3); done
+	head -c 660 text.txt >few.txt # learnt by heart, so that other labels matter
+	"$ling" tokenize --out few few.txt >/dev/null
+	train 4 poisoned $local schedule.peak_lr=1e-2 data.train=few data.valid=off model.num_experts=6 train.batch=16 local.warmup_steps=140 \
+		local.steps=4 train.steps=204 local.anomaly_warmup=5 local.anomaly_decay=0.8 local.anomaly_deviations=4 "${inject[@]}"
+	grep '"synchronisation"' poisoned/events.jsonl | grep -o '"step":[0-9]*\|"blocks_set_aside":.*\]' | paste -d' ' - - >aside.txt
+	[ "$(grep -c '"blocks_set_aside":\[0,0,0,0\]$' aside.txt)" -ge 14 ] || problem "$(cat aside.txt)"
+	grep -q '"step":200 "blocks_set_aside":\[0,0,0,[1-4]\]' aside.txt || problem "not set aside: $(cat aside.txt)"
+}
+
+test_refused() {
+	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
+	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
+	expect 1 "3 ranks do not make two replicas or more of 2 ranks" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local parallel.expert=2
+	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
+}
+
+check is_synchronous_sgd warmup resume other_replicas seconds poisoned refused
+finish

@@ -1058,13 +1058,9 @@ static int64_t block_scratch(int64_t d)
 	return PAIR + QUERY_BLOCK * d;
 }
 
-/* Pairs that the backward pass keeps where the threads share the heads, see attention_backward_shared. */
-enum { PAIRS_PER_THREAD = 4 };
-
-int64_t attention_scratch(int nkv, int64_t d, bool backward)
+int64_t attention_scratch(int64_t d)
 {
-	const int64_t threads = kernels_threads();
-	return threads * (block_scratch(d) + (backward && nkv % threads ? PAIRS_PER_THREAD * PAIR : 0));
+	return block_scratch(d) * kernels_threads();
 }
 
 /* A block of queries: `heads` heads from `head` on, which share a key-value head, at `positions` positions of the
@@ -1353,7 +1349,8 @@ struct pair_window { int64_t head, heads, group, first_query, query_blocks, firs
 
 static real *pair_in_window(real *pairs, const struct pair_window *w, int64_t head, int64_t block, int64_t key_block)
 {
-	return pairs + ((head * w->query_blocks + block - w->first_query) * w->key_blocks + key_block - w->first_key) * PAIR;
+	const int64_t place = (head * w->query_blocks + block - w->first_query) * w->key_blocks + key_block - w->first_key;
+	return pairs + place * PAIR;
 }
 
 /* Fills the pairs of a window, and writes or adds to the queries' rows of dqkv. A task is one query head's rows of a
@@ -1402,7 +1399,8 @@ static void add_window(const struct attention_gradient *g, const struct pair_win
 		const int64_t column = i / TILES % columns / 2 * width, key = i % TILES * TILE;
 		const int kv = (int)((w->head + head) % g->nkv);
 		const bool values = i / TILES % 2;
-		real *to = g->dqkv + (b * g->L + key_block * KEY_BLOCK + key) * ld + (g->nh + kv + values * g->nkv) * d + column;
+		real *to = g->dqkv + (b * g->L + key_block * KEY_BLOCK + key) * ld + (g->nh + kv + values * g->nkv) * d +
+				column;
 		for (int64_t block = w->first_query; block < w->first_query + w->query_blocks; block++) {
 			const struct placed_block x = place_block(g, &g->cut, b, kv, w->group, block);
 			const int64_t keys = min64(KEY_BLOCK, x.q.first + x.q.positions - key_block * KEY_BLOCK);
@@ -1419,12 +1417,14 @@ static void add_window(const struct attention_gradient *g, const struct pair_win
 }
 
 /* What attention_head_backward computes, to the bit, for `heads` key-value heads from number `head` on, fewer than the
- * threads, which share each of them: first the pairs of a window, by rows, then the sums over them, by keys. */
-static void attention_backward_shared(const struct attention_gradient *g, int64_t head, int64_t heads, real *pairs)
+ * threads, which share each of them: first the pairs of a window, by rows, then the sums over them, by keys. There is
+ * room for num_pairs >= heads of them; no bit depends on it. */
+static void attention_backward_shared(const struct attention_gradient *g, int64_t head, int64_t heads, real *pairs,
+		int64_t num_pairs)
 {
-	enum { KEY_BLOCKS = PAIRS_PER_THREAD }; /* of a window, at most: so the pairs are enough for a query block */
-	const int64_t key_blocks = count_tiles(g->L, KEY_BLOCK), width = min64(key_blocks, KEY_BLOCKS);
-	const int64_t height = PAIRS_PER_THREAD * omp_get_max_threads() / (heads * width);
+	enum { KEY_BLOCKS = 4 }; /* of a window, at most */
+	const int64_t key_blocks = count_tiles(g->L, KEY_BLOCK);
+	const int64_t width = min64(min64(key_blocks, KEY_BLOCKS), num_pairs / heads), height = num_pairs / (heads * width);
 	for (int64_t group = 0; group < g->cut.head_groups; group++)
 		for (int64_t key = 0; key < key_blocks; key += width)
 			/* the first block with a position that sees these keys */
@@ -1438,16 +1438,18 @@ static void attention_backward_shared(const struct attention_gradient *g, int64_
 }
 
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
-		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
+		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
+		int64_t shared_size)
 {
-	enum { MANY_PER_THREAD = 8 };
+	enum { MANY_PER_THREAD = 8, PAIRS_PER_THREAD = 4 };
 	const struct attention_gradient g = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv,
 			.document = document, .L = L, .d = d, .stride = (nh + 2 * nkv) * d, .nh = nh, .nkv = nkv,
 			.cut = choose_query_blocking(L, nh, nkv)};
 	/* A thread takes a whole key-value head of a sequence, whose query heads add to the same dK and dV. What would not
 	 * be enough for all threads once more is shared, unless it is little beside the rest. */
 	const int64_t threads = omp_get_max_threads(), heads = B * nkv;
-	const int64_t shared = heads >= MANY_PER_THREAD * threads ? 0 : heads % threads;
+	const int64_t num_pairs = min64(shared_size / PAIR, PAIRS_PER_THREAD * threads);
+	const int64_t shared = num_pairs == 0 || heads >= MANY_PER_THREAD * threads ? 0 : heads % threads;
 	#pragma omp parallel for
 	for (int64_t t = 0; t < B * L; t++)
 		memset(dqkv + t * g.stride + nh * d, 0, 2 * nkv * d * sizeof *dqkv);
@@ -1457,8 +1459,8 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 		attention_head_backward(&g, i / nkv, (int)(i % nkv), scratch + omp_get_thread_num() * block_scratch(d));
 		end_task();
 	}
-	if (shared)
-		attention_backward_shared(&g, heads - shared, shared, scratch + threads * block_scratch(d));
+	for (int64_t i = heads - shared; i < heads; i += num_pairs)
+		attention_backward_shared(&g, i, min64(num_pairs, heads - i), shared_scratch, num_pairs);
 }
 
 /* ============================================================================================================

@@ -123,14 +123,18 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
 
 /* -- causal attention -- */
 
-/* Elements of `scratch` for all threads; backward: that of attention_backward too. */
-int64_t attention_scratch(int nkv, int64_t d, bool backward);
+/* Elements of `scratch`, for all threads. */
+int64_t attention_scratch(int64_t d);
 /* out [B L, nh d] from qkv [B L, (nh + 2 nkv) d] after RoPE; lse [B L, nh] the log-sum-exp of each query's scores. */
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh,
 		int nkv, int64_t d, real *scratch);
-/* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. */
+/* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. Where there are
+ * fewer key-value heads than threads, the threads share them in shared_scratch [shared_size], which may have any size:
+ * 131,072 elements for each of these heads at least, or they are not shared; four times as many for each thread are all
+ * that it uses. No bit depends on it. */
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
-		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
+		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
+		int64_t shared_size);
 
 /* Generation: the keys and values of a sequence so far, kv [layers, capacity, 2 nkv d] after RoPE (a row is all key
  * heads, then all value heads), of which `length` positions are filled. To take tokens back, lower length. */

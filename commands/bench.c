@@ -129,7 +129,8 @@ static json_t *speed_report(struct speed *s, const char *path)
 	const double share = median(s->share, n); /* which also sorts */
 	return json_pack("{s:o, s:i, s:i, s:o, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
 			"config", json_cstring(path), "ranks", s->ranks, "threads", kernels_threads(),
-			"blas_core", json_cstring(blas_core()), "steps", n, "roof_gflops", result_number(median(s->product, n) / 1e9),
+			"blas_core", json_cstring(blas_core()), "steps", n,
+			"roof_gflops", result_number(median(s->product, n) / 1e9),
 			"step_seconds", result_number(seconds), "tokens_per_second", result_number(s->tokens / seconds),
 			"gflops", result_number(s->flops / seconds / 1e9), "roof_percent", result_number(100 * share),
 			"roof_percent_min", result_number(100 * s->share[0]),
@@ -241,7 +242,8 @@ static int find_clocks(struct balance *b, int threads)
 				pthread_getcpuclockid(pthread_self(), &b->clock[omp_get_thread_num()]) != 0;
 	}
 	if (errors || b->threads != threads)
-		return fail("--balance %d: OpenMP gives %d threads: unset OMP_THREAD_LIMIT and OMP_DYNAMIC", threads, b->threads);
+		return fail("--balance %d: OpenMP gives %d threads: unset OMP_THREAD_LIMIT and OMP_DYNAMIC", threads,
+				b->threads);
 	return 0;
 }
 

@@ -13,6 +13,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "training/start.h"
 #include "commands/result.h"
 
 #include <math.h>

@@ -1,5 +1,6 @@
 /*
- * commands/train.c - `ling train`: the command around a training run (ling.c): the lock of its directory, and signals.
+ * commands/train.c - `ling train`: the command around a training run (training/loop.c): the lock of its directory, and
+ * signals.
  */
 #define _GNU_SOURCE
 #include "commands/train.h"
@@ -11,6 +12,8 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "training/start.h"
+#include "training/loop.h"
 #include "commands/samples.h"
 #include "commands/self_check.h"
 

@@ -13,6 +13,7 @@
 #include "files/checkpoint.h"
 #include "data.h"
 #include "ling.h"
+#include "training/start.h"
 #include "commands/engine.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 /*
- * ling.h - the guide, and the types of the model and of a training run.
+ * ling.h - the guide, and the types of the model and of a trainer.
  *
  * The files, from the bottom up. A file may use those above it in this list, and no others.
  *
@@ -37,7 +37,11 @@
  *   training/faults            faults to order: --inject
  *   training/health            sick hardware: replicas that differ, slow ranks
  *   training/local_sgd         replicas that train alone for a period, and the outer step that brings them together
- *   ling                       the model (forward, loss, backward) and one training run
+ *   ling                       the model (forward, loss, backward) and one training step
+ *   training/evaluation        the loss over a token file
+ *   training/period            a period of local SGD in a run
+ *   training/start             making a trainer: new, or continued from a checkpoint
+ *   training/loop              one training run: steps, evaluations, metrics, checkpoints, until its end
  *   commands/                  what follows; main.c has the list of the commands
  *     command                  what a command is: a table of options and a function; what several commands share
  *     options                  reads a command line by such a table
@@ -55,11 +59,11 @@
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch,
- *                              align    a command each; tokenize has train-tokenizer too, and doctor has bench
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, bench, plot, export, trace, report, watch,
+ *                              align    a command each; tokenize has train-tokenizer too
  *
- * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the loop. kernels.h says
- * what each operation computes, docs/training.md has the formulas.
+ * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the step; then
+ * training/loop.c. kernels.h says what each operation computes, docs/training.md has the formulas.
  *
  * Letters for sizes, in every file:
  *   B sequences, L tokens of a sequence, T = B L tokens, H hidden_size, V vocab_size,
@@ -71,10 +75,10 @@
  *
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
  * files/base.c, the list of mapped and temporary files, which a signal handler must find, and beside it undivided and
- * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; use_openblas in
- * kernels.c, set once at the start; in parallel.c what this process knows of MPI; in files/heartbeat.c the page of this
- * rank, and in files/trace.c its trace, to which whatever computes or waits writes; and in commands/options.c the two
- * variables of argp, which are argp's own.
+ * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; in kernels.c
+ * use_openblas, set once at the start, and measured, by which a benchmark watches the threads; in parallel.c what this
+ * process knows of MPI; in files/heartbeat.c the page of this rank, and in files/trace.c its trace, to which whatever
+ * computes or waits writes; and in commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H
@@ -164,8 +168,10 @@ void model_backward(struct model *m, const int32_t *input, int B, const struct s
 double gradient_square(const struct model *m);
 
 struct step_sums step_sums_shape(const struct model_config *c); /* size and stride alone */
+int step_sums_init(struct step_sums *s, const struct model_config *c); /* allocates values, with zeros */
+
 /* ============================================================================================================
- * Schedules and one training run
+ * Schedules and one training step
  * ========================================================================================================== */
 
 /* Learning rate of update `step` (from 1) of `steps`; progress: tokens before it / tokens of the run. */
@@ -225,12 +231,6 @@ struct trainer {
 	double evaluation_seconds;   /* of all evaluations of this process, */
 	int num_evaluations;         /* and how many they are */
 };
-/* Makes a trainer without data and with weights not set. trainer_free may follow a failure. */
-int trainer_allocate(struct trainer *t, const struct config *c);
-/* Makes a trainer: data opened and checked; weights random, from init_from, or from the newest checkpoint of
- * output_dir. */
-int trainer_init(struct trainer *t, const struct config *c);
-void trainer_free(struct trainer *t);
 /* Draws the next batch: samples that are to be tried again, and new ones. Reads this rank's sequences of it into input
  * and target. Returns the sequences of the global batch. -1 on error, which may be on this rank alone. */
 int64_t trainer_next_batch(struct trainer *t);
@@ -238,28 +238,19 @@ int64_t trainer_next_batch(struct trainer *t);
  * *m, whose arrays are the trainer's. If the step is not taken, weights, moments and state are unchanged,
  * but for detector and queue. */
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m);
-/* Writes the checkpoint of the current step, and removes old ones; does nothing when it is there already. Collective.
- * Fails, and writes nothing, when weights or moments are not finite. */
-int trainer_save(struct trainer *t);
-/* How a run ended, the same on all ranks. RUN_DONE: at its end, or at stop_at_step; RUN_STOPPED: a signal asked for a
- * stop, and the step is saved; RUN_GO_BACK: it must continue from an earlier checkpoint, error_text says why. */
-enum run_result { RUN_FAILED = -1, RUN_DONE, RUN_STOPPED, RUN_GO_BACK };
-/* Trains to the end, or until a rank is asked to stop; not at all beyond stop_at_step. */
-enum run_result trainer_run(struct trainer *t);
 /* Whether this is rank 0, which alone prints, writes the metrics, and begins and commits checkpoints. */
 bool is_rank0(const struct trainer *t);
 
-struct evaluation {
-	double loss;                 /* mean cross-entropy, nats */
-	int64_t tokens;              /* targets that count */
-	int64_t bytes;               /* of their text; 0 without a tokenizer */
-	bool stopped;                /* by stop_requested on a rank: the rest means nothing */
-};
-/* Evaluates the model on the windows of a token file, at most max_windows of them (0: all), one at a time, so that no
- * batching can change the loss. tokenizer may be NULL. Collective: the data ranks share the windows, and all get the
- * same result. Rank 0 shows the progress on standard error. Fails when an id is outside the vocabulary. */
-int evaluate(struct model *m, const struct tokens *data, const struct tokenizer *tokenizer, int64_t max_windows,
-		struct evaluation *e);
+/* What else a run needs of the step. */
+/* Draws the samples [batch] of a global batch into t->samples: those to be tried again, then those that a period of
+ * local SGD left out, then new ones. Every rank draws all of them. */
+void trainer_draw(struct trainer *t, int64_t batch);
+/* The sequences of a global batch that are of one replica. Replica r has those from r times as many on. */
+int64_t replica_batch(const struct trainer *t, int64_t batch);
+/* The micro-batches of the replica's part of the global batch that this rank computes. */
+struct micro_batches own_micro_batches(const struct trainer *t, int64_t batch);
+/* Tells of a save that has ended: see saver_report. */
+void report_save(struct trainer *t, int ended);
 
 /* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved, and a validation
  * ends within 1,024 tokens and a window. Global because a signal handler gets no pointer of ours. */

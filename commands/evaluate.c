@@ -11,6 +11,7 @@
 #include "parallel.h"
 #include "data.h"
 #include "ling.h"
+#include "training/evaluation.h"
 #include "commands/engine.h"
 #include "commands/result.h"
 #include "commands/tasks.h"

@@ -1,5 +1,6 @@
 /*
- * commands/train.c - `ling train`: the command around a training run (ling.c): the lock of its directory, and signals.
+ * commands/train.c - `ling train`: the command around a training run (training/loop.c): the lock of its directory, and
+ * signals.
  */
 #define _GNU_SOURCE
 #include "commands/train.h"
@@ -11,6 +12,8 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "ling.h"
+#include "training/start.h"
+#include "training/loop.h"
 #include "commands/samples.h"
 #include "commands/self_check.h"
 
@@ -132,6 +135,9 @@ static int train(const struct command_line *line, struct faults *faults)
 						l->expert.size);
 			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
+			char warning[256];
+			if (*socket_warning(warning, ""))
+				fprintf(stderr, "warning: %s\n", warning);
 		}
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
 		steps = t.state.step;

@@ -9,6 +9,7 @@
 #include "files/safetensors.h"
 #include "files/tensors.h"
 #include "ling.h"
+#include "training/start.h"
 
 #include <math.h>
 #include <stdbool.h>

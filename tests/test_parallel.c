@@ -10,6 +10,7 @@
 #include "files/config.h"
 #include "data.h"
 #include "ling.h"
+#include "training/start.h"
 
 #include <math.h>
 #include <stdbool.h>

@@ -9,6 +9,8 @@
 #include "files/checkpoint.h"
 #include "files/config.h"
 #include "ling.h"
+#include "training/start.h"
+#include "training/loop.h"
 
 #include <unistd.h>
 

@@ -7,6 +7,8 @@
 
 #include "kernels.h"
 #include "ling.h"
+#include "training/start.h"
+#include "training/loop.h"
 #include "training/events.h"
 #include "training/spikes.h"
 

@@ -7,6 +7,8 @@
  * farther than a config allows. The rate is schedule.peak_lr.
  */
 #include "ling.h"
+#include "training/start.h"
+#include "training/loop.h"
 
 #include <stdio.h>
 

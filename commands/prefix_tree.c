@@ -177,7 +177,8 @@ void prefix_tree_insert(struct prefix_tree *t, const int32_t *ids, struct kv_seq
 	}
 	while (length < n) {
 		const int64_t block = s->block[length / KV_BLOCK];
-		const int first = length % KV_BLOCK, rest = KV_BLOCK - first, more = n - length < rest ? (int)(n - length) : rest;
+		const int first = length % KV_BLOCK, rest = KV_BLOCK - first;
+		const int more = n - length < rest ? (int)(n - length) : rest;
 		if (!node->child && node->block == block && node->end == first) {
 			node->end += more; /* it is the sequence's own, which has gone on since */
 			t->tokens += more;

@@ -336,7 +336,7 @@ struct info_options {
 	double memory_per_node;      /* bytes; 0: not given */
 	bool inference, json;
 	struct replica_options replicas;
-	int tokens, weights;         /* of a forward pass; which of weight_types */
+	int tokens, weights;         /* of a forward pass, 0: ENGINE_TOKENS; which of weight_types */
 };
 
 static const char *const weight_types[] = {"files", "f32", "bf16", "f16", NULL};
@@ -443,20 +443,21 @@ static json_t *inference_report(const struct config *config, const struct info_o
 {
 	const struct model_config *c = &config->model;
 	const int ranks = o->ranks, max_expert = c->num_experts ? c->num_experts : 1;
+	const int tokens = o->tokens ? o->tokens : ENGINE_TOKENS;
 	const enum dtype dtype = o->weights ? dtype_of_weights[o->weights] : F32;
 	struct inference_plan asked, smallest = {0}, *plans = NULL;
 	size_t n = 0, capacity = 0;
 	dir = o->weights ? NULL : dir;
 	if (layout_check(c->num_attention_heads, c->num_key_value_heads, c->vocab_size, c->num_experts, ranks,
 			o->replicas.tensor, o->replicas.expert, "--") < 0 ||
-			plan_inference(&asked, c, ranks, &o->replicas, dir, dtype, o->tokens, room) < 0)
+			plan_inference(&asked, c, ranks, &o->replicas, dir, dtype, tokens, room) < 0)
 		return NULL;
 	for (int tensor = 1; tensor <= ranks && tensor <= c->num_key_value_heads; tensor++)
 		for (int expert = 1; expert <= ranks && expert <= max_expert; expert++) {
 			struct inference_plan p;
 			if (layout_check(c->num_attention_heads, c->num_key_value_heads, c->vocab_size, c->num_experts, ranks,
 					tensor, expert, "--") < 0 || plan_inference(&p, c, ranks,
-					&(struct replica_options){tensor, expert}, dir, dtype, o->tokens, room) < 0)
+					&(struct replica_options){tensor, expert}, dir, dtype, tokens, room) < 0)
 				continue;
 			if (!smallest.fixed || p.fixed < smallest.fixed)
 				smallest = p;
@@ -481,7 +482,7 @@ static json_t *inference_report(const struct config *config, const struct info_o
 		json_object_set_new(bytes, memory[i].name, result_whole(memory[i].bytes));
 	json_t *report = inference_to_json(&asked);
 	json_object_set_new(report, "ranks", json_integer(ranks));
-	json_object_set_new(report, "tokens", json_integer(o->tokens));
+	json_object_set_new(report, "tokens", json_integer(tokens));
 	json_object_set_new(report, "memory_bytes", bytes);
 	json_object_set_new(report, "kv_bytes_of_a_token", result_whole(asked.kv_token));
 	json_object_set_new(report, "memory_of_a_rank", result_whole(room));
@@ -587,8 +588,8 @@ static const struct command_option options[] = {
 	FLAG_OPTION(info_options, inference, "inference",
 			"With --ranks: plan evaluation and generation (ling eval, ling generate), not training"),
 	REPLICA_OPTIONS(info_options),
-	WHOLE_OPTION(info_options, tokens, "tokens", "N", 1, 1000000, "Tokens of a forward pass of inference",
-			.initial = "4096"),
+	WHOLE_OPTION(info_options, tokens, "tokens", "N", 1, 1000000,
+			"Tokens of a forward pass of inference (default: as many as ling eval and ling generate take, 4096)"),
 	CHOICE_OPTION(info_options, weights, "weights", "TYPE", weight_types,
 			"Type of the weights in inference: that of a model's files; for a config f32", .initial = "files"),
 	FLAG_OPTION(info_options, json, "json", "Print one JSON object"),

@@ -149,11 +149,11 @@ static void attention_segments(struct model *m, int l, const struct segment *seg
 	real *qkv = x->qkv;
 	for (int i = 0; i < n; i++) {
 		const struct kv_cache *cache = segments[i].cache;
-		real *kv = cache->kv + (l * cache->capacity + cache->length) * kv_width;
+		real *kv = cache->kv + l * cache->rows * kv_width;
 		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv,
 				d);
-		for (int64_t t = 0; t < segments[i].num_tokens; t++, qkv += width, kv += kv_width)
-			memcpy(kv, qkv + nh * d, kv_width * sizeof *kv);
+		for (int64_t p = cache->length; p < cache->length + segments[i].num_tokens; p++, qkv += width)
+			memcpy(kv + (cache->block[p / KV_BLOCK] + p % KV_BLOCK) * kv_width, qkv + nh * d, kv_width * sizeof *kv);
 	}
 	attention_extend(x->attention, x->qkv, segments, n, l, nh, nkv, d, m->acts.attention_scratch);
 }
@@ -498,7 +498,6 @@ real *model_extend(struct model *m, const struct segment *segments, int n)
 	begin(OP_EMBEDDING, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < n; i++) {
 		const struct segment *s = &segments[i];
-		assert(s->num_tokens <= s->cache->capacity - s->cache->length);
 		embedding_forward(embedded + T * H, s->token, &m->embedding, m->first_vocab, s->num_tokens, H,
 				m->config.vocab_size);
 		T += s->num_tokens;

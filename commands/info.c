@@ -378,8 +378,8 @@ static void plan_inference_traffic(struct inference_plan *p, const struct model_
 	}
 }
 
-/* Plans a layout on ranks that have `room` bytes each. dir: of the model, whose files are looked at; NULL: they would be
- * of this type. */
+/* Plans a layout on ranks that have `room` bytes each. dir: of the model, whose files are looked at; NULL: they would
+ * be of this type. */
 static int plan_inference(struct inference_plan *p, const struct model_config *c, int ranks,
 		const struct replica_options *o, const char *dir, enum dtype dtype, int tokens, double room)
 {

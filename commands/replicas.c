@@ -21,6 +21,7 @@ int replicas_connect(struct layout *l, const struct model_config *c, const struc
 			parallel_agree(layout_check(c->num_attention_heads, c->num_key_value_heads, c->vocab_size, c->num_experts,
 			ranks, o->tensor, o->expert, "--")) < 0)
 		return -1;
+	trace_clock(); /* which begins with its first call */
 	*l = layout_of_inference(parallel_rank(), ranks, o->tensor, o->expert);
 	layout_connect(l);
 	return 0;

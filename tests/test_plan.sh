@@ -108,7 +108,7 @@ test_inference() {
 		args=(--tensor "$tensor" --expert "$expert")
 		"$ling" info run --ranks "$n" --inference --tokens 130 --json "${args[@]}" >plan.txt 2>log.txt || problem "$layout: $(cat log.txt)"
 		windows=$((31 * $(jq '.data * .replicas' plan.txt)))
-		logged "$n" "$ling" eval run --data tokens --seq-len 65 --max-windows $windows "${args[@]}"
+		logged "$n" "$ling" eval run --data tokens --seq-len 65 --max-windows $windows --batch 1 "${args[@]}"
 		has log.txt "note: $n ranks ($(jq .replicas plan.txt) replica"
 		for kind in "tensor gather" "tensor sum" "expert plan" "expert dispatch" "expert return"; do
 			bytes=$(sed -n "s/^note: $n ranks.*[:,] $kind \\([0-9]*\\).*/\\1/p" log.txt)
@@ -129,7 +129,7 @@ vocab_size: 16001, num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 
 		IFS=' ' read -r n tensor expert <<<"$layout"
 		args=(--tensor "$tensor" --expert "$expert")
 		plan=$("$ling" info run --ranks "$n" --inference --tokens 512 --json "${args[@]}" 2>log.txt | jq .memory_bytes.total)
-		logged "$n" ./peak.sh "$ling" eval run --data many --seq-len 512 --max-windows 8 "${args[@]}"
+		logged "$n" ./peak.sh "$ling" eval run --data many --seq-len 512 --max-windows 8 --batch 1 "${args[@]}"
 		within "inference, $layout, memory" $((plan + 20000000 + 5000000 * n)) "$(cat peak.0)" 5 # libraries, and shared memory with each rank
 	done
 	for layout in "1 1 2" "3 1 3" "2 3 1"; do

@@ -77,6 +77,15 @@ static bool waits_for_others(const struct hang_watch *w, int replica, double *si
 	return all_wait && for_others;
 }
 
+/* A replica that waits for others makes progress as long as all of its ranks give a sign of life. */
+static void count_waits_as_progress(struct hang_watch *w)
+{
+	double sign;
+	for (int r = 0; r < w->replicas; r++)
+		if (w->replicas > 1 && waits_for_others(w, r, &sign))
+			w->replica[r] = fmax(w->replica[r], sign);
+}
+
 /* Counts the replicas of what was read, and makes a new watch of each when they are others than before. */
 static void count_replicas_of(struct hang_watch *w, struct heartbeat *h, double time)
 {
@@ -121,10 +130,23 @@ void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time)
 	heartbeat_free(&w->now);
 	w->now = *read;
 	*read = (struct heartbeat){0};
-	double sign;
+	count_waits_as_progress(w);
+}
+
+void hang_watch_age(struct hang_watch *w, double time, double unix_time)
+{
+	w->progress = -INFINITY; /* when any of them changed */
 	for (int r = 0; r < w->replicas; r++)
-		if (w->replicas > 1 && waits_for_others(w, r, &sign))
-			w->replica[r] = fmax(w->replica[r], sign);
+		w->replica[r] = -INFINITY;
+	for (int i = 0; i < w->now.ranks; i++) {
+		const struct heartbeat_rank *r = &w->now.rank[i];
+		const double age = r->phase ? fmax(0, unix_time - r->changed) : 0;
+		w->rank[i] = (struct rank_watch){.phase_begun = time - age, .changed = time - age,
+			.sign = time - fmax(0, age - (r->waits ? r->waited : 0))};
+		w->progress = fmax(w->progress, time - age);
+		w->replica[r->replica] = fmax(w->replica[r->replica], time - age);
+	}
+	count_waits_as_progress(w);
 }
 
 double hang_median_step(const struct hang_history *h)

@@ -47,6 +47,8 @@ struct hang_watch {
 void hang_watch_begin(struct hang_watch *w, struct hang_history *history, double time);
 /* Takes what was read at `time`, whose ranks it then owns. */
 void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time);
+/* After the first look: how long its ranks have been where they are, by their own clocks. unix_time: now, as `time`. */
+void hang_watch_age(struct hang_watch *w, double time, double unix_time);
 void hang_watch_end(struct hang_watch *w);
 
 /* Seconds that a phase may take. For HEARTBEAT_WRITE that is never less than for what was not seen. */

@@ -157,23 +157,6 @@ static double unix_time(void)
 	return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-/* After the first look at a heartbeat: how long its ranks have been where they are, by their own clocks. */
-static void age_heartbeat(struct hang_watch *h, double now)
-{
-	double least = INFINITY; /* since any of them changed */
-	for (int r = 0; r < h->replicas; r++)
-		h->replica[r] = -INFINITY;
-	for (int i = 0; i < h->now.ranks; i++) {
-		const struct heartbeat_rank *r = &h->now.rank[i];
-		const double age = r->phase ? fmax(0, unix_time() - r->changed) : 0;
-		h->rank[i] = (struct rank_watch){.phase_begun = now - age, .changed = now - age,
-			.sign = now - fmax(0, age - (r->waits ? r->waited : 0))};
-		least = fmin(least, age);
-		h->replica[r->replica] = fmax(h->replica[r->replica], now - age);
-	}
-	h->progress = now - least;
-}
-
 static void look_at_heartbeat(struct watched *w, double now)
 {
 	struct heartbeat h;
@@ -192,7 +175,7 @@ static void look_at_heartbeat(struct watched *w, double now)
 	}
 	hang_watch_take(&w->hang, &h, now);
 	if (first)
-		age_heartbeat(&w->hang, now);
+		hang_watch_age(&w->hang, now, unix_time());
 	for (int i = 0; i < w->hang.now.ranks; i++) {
 		const enum hang_process process = hang_process(&w->hang.now.rank[i]);
 		w->gone += process == PROCESS_ENDED || process == PROCESS_GONE;

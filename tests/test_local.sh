@@ -94,31 +94,39 @@ test_resume() {
 	expect 1 "there is no synchronisation: parallel.sync is step" "$ling" train tiny.yaml train.output_dir=refused --inject kill@step=3,during=norms
 }
 
-# supervised RUN OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after a second; not started again. What it says is in err.txt.
+# supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in err.txt.
 supervised() {
-	local out=$1
-	shift
-	timeout -k 5 60 "$ling" supervise --run "$out" --grace 1 --max-restarts 0 --hang-least 1 --hang-unseen 20 -- mpirun -n 4 --oversubscribe --bind-to none \
+	local out=$1 least=$2
+	shift 2
+	timeout -k 5 60 "$ling" supervise --run "$out" --grace 1 --max-restarts 0 --hang-least $least --hang-unseen 20 -- mpirun -n 4 --oversubscribe --bind-to none \
 		"$ling" train tiny.yaml train.output_dir="$out" $local local.ranks=2 checkpoint.every=off eval.every=off health.every=off "$@" >out.txt 2>err.txt
 }
 
 # A rank that is stopped is found where it is: in a period, in which the other replica goes on; in both parts of a synchronisation. The
 # other replica may wait longer than that for a slow one.
 test_hangs() {
-	supervised period local.steps=1000 train.steps=1000 --inject slow@step=1,ms=10 --inject stop@step=40,rank=3
-	grep -qE 'hang: rank 3 on [^ ]+ has been in .*step 40 for [1-4] s( without a sign)?; rank 2 waits in [a-z ]+ \(number [0-9]+\) of .*step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' err.txt ||
+	supervised period 6 local.steps=1000 train.steps=1000 --inject slow@step=1,ms=20 --inject stop@step=40,rank=3 &
+	wait_for_lines period/metrics.jsonl 42
+	for ((i = 0; i < 60; i++)); do
+		sleep 0.2
+		"$ling" watch period --once --json | jq -r .waiting >watch.txt
+		grep -q 'no progress' watch.txt && break
+	done
+	grep -qE 'no progress for [2-9] s: rank 3 on [^ ]+ has been in .*step 40 for [2-9] s.*; rank 2 waits in [a-z ]+ \(number [0-9]+\) of step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' watch.txt ||
+		problem "$(cat watch.txt)"
+	wait
+	grep -qE 'hang: rank 3 on [^ ]+ has been in .*step 40 for [6-9] s( without a sign)?; rank 2 waits in [a-z ]+ \(number [0-9]+\) of .*step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' err.txt ||
 		problem "$(grep supervise err.txt)"
-	local last
+	local last moment i
 	last=$(metric step period/metrics.jsonl | tail -n 1)
 	[ "$last" -gt 45 ] && [ "$last" -lt 1000 ] || problem "replica 0 at step $last"
-	local moment
 	for moment in norms synchronisation; do
-		supervised $moment local.steps=5 --inject stop@step=15,rank=2,during=$moment
-		grep -qE 'hang: rank 2 on [^ ]+ has been in weights.* of step 1[56] for [1-4] s' err.txt || problem "$moment: $(grep supervise err.txt)"
+		supervised $moment 1 local.steps=5 --inject stop@step=15,rank=2,during=$moment
+		grep -qE 'hang: rank 2 on [^ ]+ has been in weights.* of step 1[56] for [1-9] s' err.txt || problem "$moment: $(grep supervise err.txt)"
 		grep -qE 'process [0-9]+ of rank 2 is stopped' err.txt || problem "$moment: $(grep supervise err.txt)"
 		[ "$(jq -r 'select(.kind == "hang") | .ranks | map(.rank) | tostring' $moment/events.jsonl)" = '[2]' ] || problem "$moment: $(cat $moment/events.jsonl)"
 	done
-	supervised slow local.steps=20 train.steps=20 --inject slow@step=1,rank=2,ms=100 || problem "$(cat err.txt)"
+	supervised slow 1 local.steps=20 train.steps=20 --inject slow@step=1,rank=2,ms=100 || problem "$(cat err.txt)"
 	[ -s err.txt ] && grep -q hang err.txt && problem "$(grep hang err.txt)"
 }
 

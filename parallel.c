@@ -167,7 +167,7 @@ struct oversubscription parallel_oversubscription(int threads)
 #define REPORT_SECONDS 30
 #endif
 
-/* Whether this rank is one of those that are told who waits, and say who does not: the first two of those that agree. */
+/* Whether a rank is told who waits, and says who does not: the first two of those that agree. */
 static bool is_told(int rank)
 {
 	return rank >= mpi.first_agreeing && rank < mpi.first_agreeing + 2 && rank < mpi.first_agreeing + mpi.num_agreeing;

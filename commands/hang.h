@@ -6,8 +6,8 @@
  * which is a multiple of what the same took before in this run: of the median step, of the longest start, first step,
  * evaluation or save. Times are measured by the reader's own clock, so that the clocks of the ranks need not agree.
  *
- * With local SGD the same is true of each replica: in a period one may hang while the others go on. A replica that waits
- * for others hangs with the whole run alone. A step then is one of the slowest replica.
+ * With local SGD the same is true of each replica: in a period one may hang while the others go on. A replica that
+ * waits for others hangs with the whole run alone. A step then is one of the slowest replica.
  */
 #ifndef LING_COMMANDS_HANG_H
 #define LING_COMMANDS_HANG_H
@@ -39,7 +39,7 @@ struct hang_watch {
 	struct rank_watch { double phase_begun, changed, sign; } *rank; /* times of the reader's clock; sign: any change */
 	double started, progress;    /* when the watch began; when some rank last began a step or phase */
 	int replicas;
-	double *replica;             /* [now.ranks] of each replica, when it last made progress or, alive, waited for others */
+	double *replica;             /* [now.ranks] when each replica last made progress or, alive, waited for others */
 	bool stepped;                /* a step was finished */
 };
 

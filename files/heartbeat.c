@@ -248,7 +248,8 @@ static struct heartbeat_rank read_page(const struct rank_page *p)
 	const uint32_t state = p->state;
 	struct heartbeat_rank r = {.step = p->step, .phase = state & 7, .phases = state >> PHASES_SHIFT,
 			.waits = state & WAITS, .waited = p->waited / 1e3, .layer = (int)(state >> LAYER_SHIFT & LAYERS) - 1,
-			.replica = (int)p->replica, .alone = p->alone, .number = p->number, .changed = p->changed / 1e3, .own_seconds = p->own_seconds,
+			.replica = (int)p->replica, .alone = p->alone, .number = p->number,
+			.changed = p->changed / 1e3, .own_seconds = p->own_seconds,
 			.step_seconds = p->step_seconds, .pid = (int)p->pid, .pid_started = p->pid_started};
 	memcpy(r.operation, (const void *)p->operation, NAME);
 	memcpy(r.collective, (const void *)p->collective, NAME);

@@ -242,8 +242,8 @@ static void test_replicas(void **state)
 		replica_0_steps(t);
 	}
 	assert_true(hung(111) == 11);
-	expect_description(111, "rank 3 on box has been in step 51 for 11 s; rank 2 waits in gradients (number 900) of step "
-			"51; the other replicas go on");
+	expect_description(111, "rank 3 on box has been in step 51 for 11 s; rank 2 waits in gradients (number 900) of "
+			"step 51; the other replicas go on");
 	hang_watch_end(&watch);
 
 	/* Replica 0 is at the end of its period: rank 0 waits for all, rank 1 for rank 0. Replica 1 goes on for 40 s, each
@@ -274,11 +274,11 @@ static void test_replicas(void **state)
 		look(t);
 	}
 	assert_true(hung(111) == 11);
-	expect_description(111, "rank 1 on box has been in step 51 for 11 s; rank 0 waits in statistics (number 950) of step "
-			"51; the other replicas go on");
+	expect_description(111, "rank 1 on box has been in step 51 for 11 s; rank 0 waits in statistics (number 950) of "
+			"step 51; the other replicas go on");
 	hang_watch_end(&watch);
 
-	/* Both wait for each other, by steps of their own count: the run hangs, and rank 2, which gives no sign, is named. */
+	/* Both wait for each other, by steps of their own count: the run hangs. Rank 2 gives no sign, and is named. */
 	two_replicas();
 	for (int i = 0; i < 4; i++) {
 		waits(i, "gradients", 950 + i / 2, 0);
@@ -291,8 +291,8 @@ static void test_replicas(void **state)
 		look(t);
 	}
 	assert_true(hung(112) == 11);
-	expect_description(112, "rank 2 on box has been in the wait for gradients (number 951) of step 61 for 11 s without a "
-			"sign; ranks 0, 1, 3 wait in gradients (number 950) of step 60");
+	expect_description(112, "rank 2 on box has been in the wait for gradients (number 951) of step 61 for 11 s without "
+			"a sign; ranks 0, 1, 3 wait in gradients (number 950) of step 60");
 	hang_watch_end(&watch);
 	/* A step is one of the slowest replica. */
 	two_replicas();

@@ -109,7 +109,7 @@ test_hangs() {
 	wait_for_lines period/metrics.jsonl 42
 	for ((i = 0; i < 60; i++)); do
 		sleep 0.2
-		"$ling" watch period --once --json | jq -r .waiting >watch.txt
+		"$ling" watch period --once --json | jq -r ".runs[0].waiting" >watch.txt
 		grep -q 'no progress' watch.txt && break
 	done
 	grep -qE 'no progress for [2-9] s: rank 3 on [^ ]+ has been in .*step 40 for [2-9] s.*; rank 2 waits in [a-z ]+ \(number [0-9]+\) of step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' watch.txt ||

@@ -31,8 +31,8 @@ static const unsigned moments[NUM_FAULT_KINDS] = {
 	[FAULT_DISKFULL] = AT_SAVE, [FAULT_POISON] = AT_STEP,
 };
 
-#define FORM "KIND@step=N[,rank=R][,during=step|update|save|norms|synchronisation][,ms=M][,probability=P], KIND being " \
-	"kill, stop, nan, inf, flip, slow, diskfull or poison"
+#define FORM "KIND@step=N[,rank=R][,during=step|update|save|norms|synchronisation][,ms=M][,probability=P], KIND " \
+	"being kill, stop, nan, inf, flip, slow, diskfull or poison"
 
 /* Reads a whole number, low .. high; false when the text is none. */
 static bool read_whole(const char *text, int64_t low, int64_t high, int64_t *out)
@@ -156,7 +156,8 @@ int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed,
 	f->seed = seed;
 	for (int i = 0; i < f->count && !synchronises; i++)
 		if (f->list[i].moment >= MOMENT_NORMS)
-			return fail("--inject %s: there is no synchronisation: parallel.sync is step; expected local", f->list[i].text);
+			return fail("--inject %s: there is no synchronisation: parallel.sync is step; expected local",
+					f->list[i].text);
 	return !f->count ? 0 : events_read(run_dir, read_event, f) < 0 ? -1 : events_open(&f->log, run_dir);
 }
 

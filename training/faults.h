@@ -4,8 +4,8 @@
  * A fault is KIND@step=N[,rank=R][,during=WHEN][,ms=M][,probability=P]. It comes when a rank begins step N (counted
  * from 1); with during=update between the gradient and the update of step N; with during=save while the checkpoint
  * after step N is written; with during=norms and during=synchronisation in the synchronisation of local SGD after step
- * N, when the rank comes to the exchange of the norms, and in the middle of the exchange of the blocks. With a probability P it comes at each step from N on with that probability, which the seed
- * and the step decide. Each time it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file
+ * N, when the rank comes to the exchange of the norms, and in the middle of the exchange of the blocks. With a
+ * probability P it comes at each step from N on with that probability, which the seed and the step decide. Each time it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file
  * says that it has come at a step, it does not come there again: so a run that is started again gets past it.
  */
 #ifndef LING_TRAINING_FAULTS_H
@@ -65,8 +65,8 @@ struct faults {
  * beyond the `ranks` of the run. faults_free may follow in any case. */
 int faults_read(struct faults *f, int n, char *const *texts, int ranks);
 /* Takes the rank of this process, and what RUN_DIR/events.jsonl says about faults that have come. Fails where a fault
- * is to come in a synchronisation and there are none, parallel.sync not being local. No rank may write events before all
- * have come back from here. */
+ * is to come in a synchronisation and there are none, parallel.sync not being local. No rank may write events before
+ * all have come back from here. */
 int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed, bool synchronises);
 void faults_free(struct faults *f);
 

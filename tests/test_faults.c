@@ -149,6 +149,16 @@ static void test_probability(void **state)
 	}
 	assert_true(n > 150 && n < 250); /* 200 +- 14 */
 	faults_free(&f);
+	/* of several slow ones the first that comes: steps of 5 ms, of which some take 12 */
+	f = begin(0, 2, (char *[]){"slow@step=1,probability=0.05,ms=12", "slow@step=1,ms=5"});
+	n = 0;
+	for (int64_t step = 1; step < 4001; step++) {
+		const struct fault *x = fault_comes(&f, FAULT_SLOW, step, MOMENT_STEP);
+		assert_true(x && (x->ms == 5 || x->ms == 12));
+		n += x->ms == 12;
+	}
+	assert_true(n > 150 && n < 250);
+	faults_free(&f);
 }
 
 int main(void)

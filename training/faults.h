@@ -5,8 +5,9 @@
  * from 1); with during=update between the gradient and the update of step N; with during=save while the checkpoint
  * after step N is written; with during=norms and during=synchronisation in the synchronisation of local SGD after step
  * N, when the rank comes to the exchange of the norms, and in the middle of the exchange of the blocks. With a
- * probability P it comes at each step from N on with that probability, which the seed and the step decide. Each time it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file
- * says that it has come at a step, it does not come there again: so a run that is started again gets past it.
+ * probability P it comes at each step from N on with that probability, which the seed and the step decide. Each time
+ * it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file says that it has come at a
+ * step, it does not come there again: so a run that is started again gets past it.
  */
 #ifndef LING_TRAINING_FAULTS_H
 #define LING_TRAINING_FAULTS_H

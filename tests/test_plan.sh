@@ -111,7 +111,7 @@ test_inference() {
 		logged "$n" "$ling" eval run --data tokens --seq-len 65 --max-windows $windows --batch 1 "${args[@]}"
 		has log.txt "note: $n ranks ($(jq .replicas plan.txt) replica"
 		for kind in "tensor gather" "tensor sum" "expert plan" "expert dispatch" "expert return"; do
-			bytes=$(sed -n "s/^note: $n ranks.*[:,] $kind \\([0-9]*\\).*/\\1/p" log.txt)
+			bytes=$(sed -n "s/.*note: $n ranks.*[:,] $kind \\([0-9]*\\).*/\\1/p" log.txt)
 			case $kind in
 			"expert plan") plan=$(jq --arg k "$kind" '.bytes_sent["forward pass"][$k] // 0 | . * 31' plan.txt) most=0 ;;
 			"tensor"*) plan=$(jq --arg k "$kind" --argjson t $tokens '.bytes_sent.token[$k] // 0 | . * $t' plan.txt) most=2 ;;

@@ -248,7 +248,7 @@ int trainer_load(struct trainer *t, const char *dir, FILE *notes)
 		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
-	if (rc == 0 && t->local.replicas > 1)
+	if (rc == 0)
 		rc = local_sgd_from_json(&t->local, t->state.local, dir, t->state.num_sources);
 	if (parallel_agree(rc) < 0)
 		return -1;
@@ -256,7 +256,7 @@ int trainer_load(struct trainer *t, const char *dir, FILE *notes)
 		blend_begin(&t->train, &t->config, &t->state);
 	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir, index)) < 0 || drop_lost(t, index) < 0)
 		return -1;
-	if (t->state.num_sources && t->local.replicas > 1)
+	if (t->state.num_sources)
 		local_sgd_remap(&t->local, index);
 	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);

@@ -195,6 +195,16 @@ test_poisoned() {
 	grep -q '"step":200 "blocks_set_aside":\[0,0,0,[1-4]\]' aside.txt || problem "not set aside: $(cat aside.txt)"
 }
 
+# The plan counts what parallel.reduce bf16 keeps of a rank's changes: 2 bytes for each of its weights, and of one more; AdamW's moments are 8.
+test_plan() {
+	local kind
+	for kind in f32 bf16; do
+		"$ling" info tiny.yaml --ranks 4 $local local.ranks=2 parallel.reduce=$kind --json >$kind.json 2>err.txt || problem "$(cat err.txt)"
+	done
+	jq -es '.[1].memory_bytes.reduction - .[0].memory_bytes.reduction == .[0].memory_bytes.optimizer / 4 + 2 and
+		.[1].memory_bytes.total > .[0].memory_bytes.total' f32.json bf16.json >/dev/null || problem "$(cat f32.json bf16.json)"
+}
+
 test_refused() {
 	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
 	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
@@ -202,5 +212,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned refused
+check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan refused
 finish

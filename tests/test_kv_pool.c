@@ -297,8 +297,12 @@ static void test_no_room(void **state)
 {
 	(void)state;
 	struct kv_pool p = open_pool(3 * KV_BLOCK);
-	struct kv_sequence s[2] = {0};
+	struct kv_sequence s[3] = {0};
 	add(&p, &s[0], 300, 0);
+	kv_sequence_fork(&p, &s[2], &s[0], 290);
+	assert_false(kv_sequence_grow(&p, &s[2], 800)); /* more frames than are free: no need to copy first */
+	assert_int_equal(p.copies, 0);
+	kv_sequence_free(&p, &s[2]);
 	kv_sequence_fork(&p, &s[1], &s[0], 300);
 	const int64_t used = p.used, last = s[0].block[1];
 	for (int i = 0; i < 4; i++) {

@@ -472,7 +472,8 @@ static int read_replicas(struct local_sgd *s, const json_t *state, const char *w
 	memset(s->counts, 0, s->replicas * sizeof *s->counts);
 	if (theirs == 1)
 		return 0;
-	if (field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 || field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
+	if (field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
+			field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
 		return -1;
 	if (json_array_size(statistics) != (size_t)theirs * (s->num_blocks + 1) ||
 			json_array_size(counts) != (size_t)theirs)

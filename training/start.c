@@ -64,9 +64,9 @@ static int init_saver(struct trainer *t)
 	const double without = planned_bytes(&plan) + plan.balanced_arrivals,
 			share = usable_memory("") / parallel_local_ranks(), machine = fmin(share, process_memory());
 	if (planned_bytes(&plan) > share) /* model_init has counted all but the changes */
-		return fail("parallel.reduce is bf16: the changes of the weights take %.3f GB, and all of training %.3f GB; %.3f "
-				"GB may be used here: set it to f32, or take more ranks", plan.changes / 1e9, planned_bytes(&plan) / 1e9,
-				share / 1e9);
+		return fail("parallel.reduce is bf16: the changes of the weights take %.3f GB, and all of training %.3f GB; "
+				"%.3f GB may be used here: set it to f32, or take more ranks", plan.changes / 1e9,
+				planned_bytes(&plan) / 1e9, share / 1e9);
 	const bool fits = without + plan.copy <= machine;
 	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
 	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)

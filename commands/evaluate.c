@@ -169,10 +169,12 @@ static int encode_tasks(const struct eval_options *o, const char *dir, const str
 }
 
 /* Loads the model on all ranks, which share the samples. */
-static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens)
+static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens,
+		const struct replica_options *replicas)
 {
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
-	layout_connect(&layout);
+	struct layout layout;
+	if (replicas_connect(&layout, c, replicas) < 0)
+		return -1;
 	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
 }
 
@@ -207,7 +209,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	}
 	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
 	if (rc == 0)
-		rc = load_model(&m, c, dir, forward_tokens);
+		rc = load_model(&m, c, dir, forward_tokens, &o->replicas);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
@@ -220,6 +222,8 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
 	if (results && results_finish(results, report) < 0)
 		rc = -1;
+	if (rc == 0)
+		replicas_report(&m.layout);
 	if (rc == 0 && first)
 		result_print(report, o->json, print_results);
 	else

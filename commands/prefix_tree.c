@@ -65,14 +65,14 @@ static struct prefix_node **place_of(const struct prefix_node *node)
 	return at;
 }
 
-/* The oldest node of all. */
+/* Whoever calls this or split() then touches the new node. */
 static struct prefix_node *add_child(struct prefix_tree *t, struct prefix_node *parent, int64_t block, int first,
 		int end)
 {
 	struct prefix_node *node = allocate(sizeof *node);
 	*node = (struct prefix_node){.parent = parent, .next = parent->child, .block = block, .first = first, .end = end};
 	parent->child = node;
-	link_use(node, t->root.newer);
+	link_use(node, &t->root);
 	kv_block_hold(t->pool, block);
 	t->nodes++;
 	t->tokens += end - first;
@@ -100,7 +100,7 @@ static struct prefix_node *split(struct prefix_tree *t, struct prefix_node *node
 	upper->child = node;
 	node->parent = upper;
 	node->next = NULL;
-	link_use(upper, node->newer);
+	link_use(upper, &t->root);
 	kv_block_hold(t->pool, upper->block);
 	t->nodes++;
 	return upper;

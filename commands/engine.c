@@ -46,7 +46,8 @@ struct engine {
 	struct engine_sequence **queue; /* [num_queue] those that wait, a heap in the same order */
 	size_t num_running, num_queue, queue_capacity;
 	int64_t added;               /* requests, so far */
-	bool full;                   /* a request has given its memory back, and none has ended since: no other one starts */
+	/* A request has given its memory back, and none has ended since: no other one starts. */
+	bool full;
 	/* Of a forward pass */
 	struct segment *segments;    /* [max_requests] */
 	struct engine_sequence **planned; /* [max_requests] those of the segments */
@@ -74,7 +75,7 @@ void request_free(struct request *r)
 	*r = (struct request){0};
 }
 
-/* ---------------------------------------------------------------------------------------- open and close */
+/* --------------------------------------------------------------------------------------- open and close */
 
 /* Tokens for whose keys and values this process has memory, beside its weights and activations; some is left to the
  * rest of the program. Where the weights fill the memory, from where the system drops and reads them as needed, an
@@ -121,7 +122,7 @@ struct engine *engine_open(struct model *m, const struct tokenizer *t, const str
 	e->logits = own ? e->own_logits : m->acts.head_logits;
 	int rc = e->wanted && e->scratch && e->logits ? 0 : fail("out of memory for the logits of %lld tokens, %.1f GB",
 			(long long)e->chunk, (double)e->chunk * V * sizeof *e->logits / 1e9);
-	/* ranks with the same requests must decide alike: they take the smallest pool, in frames, which a real can count */
+	/* Ranks with the same requests must decide alike: they take the smallest pool, in frames, which a real counts. */
 	real frames = -(real)((pool_rows(m, o) + KV_BLOCK - 1) / KV_BLOCK);
 	all_reduce_max(e->alike, TRAFFIC_STATISTICS, &frames, 1);
 	if (rc == 0)
@@ -557,7 +558,8 @@ static int forward(struct engine *e)
 		struct engine_sequence *s = e->running[i];
 		if (s->planned == 0)
 			continue;
-		e->segments[num_segments] = (struct segment){&s->kv.cache, s->request->ids.id + s->kv.cache.length, s->planned};
+		const int32_t *ids = s->request->ids.id + s->kv.cache.length;
+		e->segments[num_segments] = (struct segment){&s->kv.cache, ids, s->planned};
 		e->planned[num_segments++] = s;
 	}
 	if (num_segments == 0 && !e->in_step)

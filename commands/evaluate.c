@@ -25,8 +25,7 @@
 
 struct eval_options {
 	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
-	bool document_mask, json;
-	bool no_sharing;
+	bool document_mask, json, no_sharing;
 	int packing, document_token, seq_len, batch;
 	int64_t max_windows, kv_tokens;
 	struct replica_options replicas;

@@ -1,6 +1,6 @@
 /*
- * The engine of evaluation and generation: the choice of tokens, and the bits of what requests get, whatever runs beside
- * them, however small the pool.
+ * The engine of evaluation and generation: the choice of tokens, and the bits of what requests get, whatever runs
+ * beside them, however small the pool.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -309,9 +309,166 @@ static void test_bits(void **state)
 	tokenizer_close(t);
 }
 
+/* What the callbacks of the tests do. */
+struct caller {
+	struct engine *engine;
+	struct request list[6];
+	int added;                   /* by add_next */
+	int tokens;                  /* calls of on_token */
+	int steps;
+	int stop_token, stop_step;   /* in which call they end it, from 1; 0: in none */
+	int answer;                  /* what they return then */
+};
+
+static int on_token(void *data, struct request *r)
+{
+	struct caller *c = data;
+	assert_true(r->ended ? !r->sequence : r->sequence != NULL);
+	return ++c->tokens == c->stop_token ? c->answer < 0 ? fail("the caller's error") : c->answer : 0;
+}
+
+static int on_step(void *data, const struct engine_statistics *s)
+{
+	struct caller *c = data;
+	assert_int_equal(s->forward_passes, ++c->steps);
+	return c->steps == c->stop_step ? c->answer : 0;
+}
+
+/* A request of n random tokens and `new` ones. */
+static void make_request(struct request *r, uint64_t seed, int64_t n, int64_t new)
+{
+	*r = (struct request){.max_tokens = new, .num_prompt = n};
+	while (n--)
+		append_id(&r->ids, random_number(&seed, 256));
+}
+
+static int add_next(void *data, struct engine *e)
+{
+	struct caller *c = data;
+	assert_int_equal(engine_statistics(e)->waiting, 0);
+	if (c->added == COUNT(c->list))
+		return 0;
+	make_request(&c->list[c->added], c->added + 1, 20, 5);
+	return engine_add(e, &c->list[c->added++]);
+}
+
+static void free_list(struct caller *c)
+{
+	for (int i = 0; i < COUNT(c->list); i++)
+		request_free(&c->list[i]);
+	c->added = c->tokens = c->stop_token = c->stop_step = 0;
+}
+
+/* How the caller and the engine work together: requests that come as there is room, runs one after the other, the
+ * caller's end of one request or of all, errors. */
+static void test_caller(void **state)
+{
+	(void)state;
+	struct model m;
+	struct caller c = {0};
+	struct tokenizer *t = tokenizer_open("byte");
+	make_model(&m, 100);
+	struct engine *e = engine_open(&m, t, &(struct engine_options){.kv_tokens = 1000, .max_requests = 2,
+			.on_token = on_token, .on_step = on_step, .data = &c});
+	const struct engine_statistics *s = engine_statistics(e);
+	assert_int_equal(s->kv_tokens, 1024);
+
+	assert_done(engine_run(e, add_next, &c)); /* one after the other, two at a time */
+	for (int i = 0; i < COUNT(c.list); i++)
+		assert_int_equal(c.list[i].ended, ENDED_BY_LENGTH);
+	assert_int_equal(c.tokens, 5 * COUNT(c.list));
+	assert_int_equal(s->most_running, 2);
+	assert_int_equal(s->requests, COUNT(c.list));
+	free_list(&c);
+
+	/* A conversation: the second prompt is the first, its reply, and more. Of the reply's last token nothing was
+	 * computed. */
+	make_request(&c.list[0], 7, 300, 10);
+	assert_done(engine_add(e, &c.list[0]));
+	assert_done(engine_run(e, NULL, NULL));
+	make_request(&c.list[1], 8, 0, 10);
+	append_ids(&c.list[1].ids, c.list[0].ids.id, 310);
+	append_id(&c.list[1].ids, 'x');
+	c.list[1].num_prompt = 311;
+	assert_done(engine_add(e, &c.list[1]));
+	const int64_t computed = s->computed;
+	assert_done(engine_run(e, NULL, NULL));
+	assert_int_equal(c.list[1].shared, 309);
+	assert_int_equal(s->computed - computed, 2 + 9);
+	free_list(&c);
+
+	for (int way = 0; way < 4; way++) { /* 1 and -1 from on_token, 1 and -1 from on_step */
+		const int before = c.steps;
+		c.answer = way % 2 ? -1 : 1;
+		*(way < 2 ? &c.stop_token : &c.stop_step) = way < 2 ? 5 : before + 3;
+		for (int i = 0; i < 3; i++) {
+			make_request(&c.list[i], 20 + i, 10, 8);
+			assert_done(engine_add(e, &c.list[i]));
+		}
+		assert_int_equal(engine_run(e, NULL, NULL), way % 2 ? -1 : 0);
+		const struct request *ended = &c.list[0];
+		if (way == 0) { /* the third token of the first one */
+			assert_int_equal(ended->ids.count, 10 + 3);
+			assert_int_equal(ended++->ended, ENDED_BY_CALLER);
+		}
+		for (; ended < c.list + 3; ended++) {
+			assert_null(ended->sequence);
+			assert_int_equal(ended->ended, way == 0 ? ENDED_BY_LENGTH : way == 2 ? ENDED_BY_CALLER : RUNNING);
+		}
+		assert_int_equal(c.list[2].ids.count, way == 0 ? 18 : 10); /* it had to wait */
+		assert_true(way != 1 || strstr(error_text, "the caller's error"));
+		free_list(&c);
+	}
+
+	/* what can never fit is refused, and what just fits is computed */
+	make_request(&c.list[0], 1, 500, 525);
+	assert_done(engine_add(e, &c.list[0]));
+	make_request(&c.list[1], 1, 500, 526);
+	assert_int_equal(engine_add(e, &c.list[1]), -1);
+	assert_non_null(strstr(error_text, "need room for 1025 tokens, and there is memory for 1024"));
+	assert_done(engine_run(e, NULL, NULL));
+	assert_true(c.list[0].ids.count == 1025 || c.list[0].ended == ENDED_BY_TOKEN);
+	free_list(&c);
+	engine_close(e);
+	model_free(&m);
+	tokenizer_close(t);
+}
+
+/* Draws of one prompt differ, and it is computed once. */
+static void test_draws(void **state)
+{
+	(void)state;
+	struct model m;
+	struct request list[8];
+	struct tokenizer *t = tokenizer_open("byte");
+	int equal = 0;
+	make_model(&m, 100);
+	struct engine *e = engine_open(&m, t, &(struct engine_options){.kv_tokens = 4096, .max_requests = 8});
+	for (int i = 0; i < COUNT(list); i++) {
+		make_request(&list[i], 3, 40, 20);
+		list[i].number = 5;
+		list[i].draw = i;
+		list[i].sampling = (struct sampling){.temperature = 30, .top_p = 1, .seed = 1};
+		assert_done(engine_add(e, &list[i]));
+	}
+	assert_done(engine_run(e, NULL, NULL));
+	assert_int_equal(engine_statistics(e)->shared, 7 * 39); /* the prompt was computed once */
+	for (int i = 0; i < COUNT(list); i++)
+		for (int j = 0; j < i; j++)
+			equal += list[i].ids.count == list[j].ids.count &&
+					!memcmp(list[i].ids.id, list[j].ids.id, list[i].ids.count * sizeof *list[i].ids.id);
+	assert_int_equal(equal, 0);
+	for (int i = 0; i < COUNT(list); i++)
+		request_free(&list[i]);
+	engine_close(e);
+	model_free(&m);
+	tokenizer_close(t);
+}
+
 int main(void)
 {
 	kernels_init(false);
-	const struct CMUnitTest tests[] = {cmocka_unit_test(test_choose_token), cmocka_unit_test(test_bits)};
+	const struct CMUnitTest tests[] = {cmocka_unit_test(test_choose_token), cmocka_unit_test(test_bits), cmocka_unit_test(test_caller),
+			cmocka_unit_test(test_draws)};
 	return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

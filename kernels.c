@@ -529,6 +529,32 @@ void kernels_init(bool openblas)
 	set_openblas_threads(1);
 }
 
+void kernels_set_threads(int threads)
+{
+	omp_set_num_threads(threads);
+}
+
+static struct { void (*task)(void *observer, bool begins); void *observer; } measured; /* see kernels_observe */
+
+void kernels_observe(void (*task)(void *observer, bool begins), void *observer)
+{
+	measured.task = task;
+	measured.observer = observer;
+}
+
+/* To be called at the begin and at the end of each task that goes to whichever thread is free. */
+static void begin_task(void)
+{
+	if (measured.task)
+		measured.task(measured.observer, true);
+}
+
+static void end_task(void)
+{
+	if (measured.task)
+		measured.task(measured.observer, false);
+}
+
 int kernels_threads(void)
 {
 	return omp_get_max_threads();
@@ -614,11 +640,13 @@ double sum_of_squares(const real *x, int64_t n)
 	double partial[SUM_BLOCKS];
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		double sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++)
 			sum += (double)x[i] * x[i];
 		partial[b] = sum;
+		end_task();
 	}
 	double sum = 0;
 	for (int b = 0; b < SUM_BLOCKS; b++)
@@ -682,22 +710,25 @@ static int64_t tile_begin(int64_t i, int64_t n, int64_t size)
 }
 
 /* The tiles for `groups` results of about [rows, cols] each: as large as possible, since each tile packs its operands
- * anew, but enough of them for all threads. */
-static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols)
+ * anew, but enough of them for all threads. whole_rows: rather as wide as the result. */
+static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols, bool whole_rows)
 {
-	enum { LARGEST = 1024, SMALLEST = 64, PER_THREAD = 2, MANY_PER_THREAD = 8 };
+	enum { LARGEST = 1024, SMALLEST = 64, FEW_THREADS = 8, MANY_PER_THREAD = 8 };
 	const int threads = omp_get_max_threads();
+	const int per_thread = threads > FEW_THREADS ? 4 : 2; /* of many threads some are slow */
 	if (groups > 1)
 		rows += rows / 4; /* so that a group of a few more rows than the mean is not cut for them */
 	int64_t row_tiles = max64(count_tiles(rows, LARGEST), 1), col_tiles = count_tiles(cols, NC);
 	for (;;) {
 		const struct tile_size tile = {max64(rows / row_tiles + 1, SMALLEST), cols / col_tiles + 1};
 		const int64_t tiles = groups * row_tiles * col_tiles;
-		/* Few tiles should be a multiple of the threads; with many, threads that are done early take more of them. */
-		if ((tiles >= PER_THREAD * threads && tiles % threads == 0) || tiles >= MANY_PER_THREAD * threads ||
+		/* Few tiles should be a multiple of the threads, if all are alike; with many, threads that are done early take
+		 * more of them. */
+		if ((groups == 1 && tiles >= per_thread * threads && tiles % threads == 0) ||
+				tiles >= MANY_PER_THREAD * threads ||
 				(tile.rows <= SMALLEST && tile.cols <= SMALLEST))
 			return tile;
-		if (tile.rows > tile.cols)
+		if (tile.rows > (whole_rows && col_tiles == 1 ? SMALLEST : tile.cols))
 			row_tiles++;
 		else
 			col_tiles++;
@@ -748,7 +779,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 		groups += offset[g + 1] > offset[g];
 	if (groups == 0)
 		return;
-	const struct tile_size tile = choose_tile_size(groups, offset[G] / groups, cols);
+	const struct tile_size tile = choose_tile_size(groups, offset[G] / groups, cols, epilogue != NULL);
 	const bool by_tile = epilogue && count_tiles(cols, tile.cols) == 1;
 	#pragma omp parallel if (offset[G] * k * cols / LANES > MIN_PARALLEL_ELEMENTS)
 	#pragma omp single
@@ -761,6 +792,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 				const int64_t n = tile_begin(j, cols, tile.cols), n_end = tile_begin(j + 1, cols, tile.cols);
 				#pragma omp task
 				{
+					begin_task();
 					struct epilogue tile_epilogue = {0};
 					if (by_tile) {
 						tile_epilogue = *epilogue;
@@ -769,6 +801,7 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 					gemm_with_epilogue(t_end - t, n_end - n, k, 1, submatrix(in, k, row_index, t, 0, false),
 							weight_columns(&w[g], n, k, cols, transpose), accumulate, out + t * cols + n, cols,
 							by_tile ? &tile_epilogue : NULL);
+					end_task();
 				}
 			}
 	}
@@ -797,10 +830,17 @@ void grouped_matmul_backward_input(real *dx, const real *dy, const int32_t *row_
 void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_row_index, const real *x,
 		const int32_t *x_row_index, const int64_t *offset, int G, int64_t K, int64_t N, bool accumulate)
 {
-	const struct tile_size tile = choose_tile_size(G, N, K);
+	const struct tile_size tile = choose_tile_size(G, N, K, false);
+	int order[G]; /* the groups, those with the most rows first: they take longest */
+	for (int g = 0, i; g < G; g++) {
+		for (i = g; i > 0 && offset[order[i - 1] + 1] - offset[order[i - 1]] < offset[g + 1] - offset[g]; i--)
+			order[i] = order[i - 1];
+		order[i] = g;
+	}
 	#pragma omp parallel
 	#pragma omp single
-	for (int g = 0; g < G; g++) {
+	for (int place = 0; place < G; place++) {
+		const int g = order[place];
 		const int64_t first = offset[g], rows = offset[g + 1] - first;
 		if (rows == 0 && accumulate)
 			continue;
@@ -809,8 +849,12 @@ void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_
 				const int64_t n = tile_begin(i, N, tile.rows), n_end = tile_begin(i + 1, N, tile.rows);
 				const int64_t k = tile_begin(j, K, tile.cols), k_end = tile_begin(j + 1, K, tile.cols);
 				#pragma omp task /* also without rows: the gradient of an expert that no token chose is 0 */
-				gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
-						submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
+				{
+					begin_task();
+					gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
+							submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
+					end_task();
+				}
 			}
 	}
 }
@@ -841,11 +885,13 @@ void bias_backward(real *dbias, const real *dy, int64_t T, int64_t N, bool accum
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		real *partial = scratch + b * N;
 		memset(partial, 0, N * sizeof *partial);
 		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
 			for (int64_t j = 0; j < N; j++)
 				partial[j] += dy[t * N + j];
+		end_task();
 	}
 	add_partial_rows(dbias, scratch, N, accumulate);
 }
@@ -920,6 +966,7 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
 	/* With n = x rstd and g = dout w:  dx = rstd (g - n mean(g n)),  dw = sum over tokens of dout n. */
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		real *partial = scratch + b * H;
 		memset(partial, 0, H * sizeof *partial);
 		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++) {
@@ -934,6 +981,7 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
 				partial[j] += dout_row[j] * x_row[j] * r;
 			}
 		}
+		end_task();
 	}
 	add_partial_rows(dw, scratch, H, accumulate);
 }
@@ -1000,11 +1048,14 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
 
 enum { QUERY_BLOCK = 256, KEY_BLOCK = UNPACKED_LD }; /* rows and keys of a block, at most */
 
-/* Elements of a thread's part of the scratch: scores and their gradients [QUERY_BLOCK, KEY_BLOCK], and outputs or the
- * gradients of queries [QUERY_BLOCK, d]. */
+/* A pair of a query block and a key block: its scores, or probabilities, and their gradients, both [QUERY_BLOCK,
+ * KEY_BLOCK]. */
+enum { PAIR = 2 * QUERY_BLOCK * KEY_BLOCK };
+
+/* Elements of a thread's part of the scratch: a pair, and outputs or the gradients of queries [QUERY_BLOCK, d]. */
 static int64_t block_scratch(int64_t d)
 {
-	return QUERY_BLOCK * (2 * KEY_BLOCK + d);
+	return PAIR + QUERY_BLOCK * d;
 }
 
 int64_t attention_scratch(int64_t d)
@@ -1134,20 +1185,33 @@ static void attention_block_forward(real *out, real *lse, const struct query_blo
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh,
 		int nkv, int64_t d, real *scratch)
 {
+	enum { PER_THREAD = 4 };
 	const int64_t stride = (nh + 2 * nkv) * d;
-	const struct query_blocking cut = choose_query_blocking(L, nh, nkv);
-	#pragma omp parallel for collapse(4) schedule(dynamic)
-	for (int64_t b = 0; b < B; b++)
-		for (int kv = 0; kv < nkv; kv++)
-			for (int64_t group = 0; group < cut.head_groups; group++)
-				for (int64_t block = cut.num_blocks - 1; block >= 0; block--) { /* the last first: it takes longest */
-					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
-					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
-					const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
-					attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
-							sequence + q.first * stride, k, k + nkv * d, stride, d,
-							scratch + omp_get_thread_num() * block_scratch(d));
-				}
+	struct query_blocking cut = choose_query_blocking(L, nh, nkv);
+	int64_t heads = B * nkv * cut.head_groups; /* head groups in all sequences */
+	const bool few = heads * cut.num_blocks < PER_THREAD * omp_get_max_threads();
+	if (few) { /* a head at a time: no bit depends on the block that a row is in */
+		cut.heads = 1;
+		cut.head_groups = nh / nkv;
+		heads = B * nh;
+	}
+	/* The last blocks of a sequence take longest and come first: of each head group, whose keys are then in the cache;
+	 * of all, where there are few. */
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < heads * cut.num_blocks; i++) {
+		begin_task();
+		const int64_t head = few ? i % heads : i / cut.num_blocks;
+		const int64_t block = cut.num_blocks - 1 - (few ? i / heads : i % cut.num_blocks);
+		const int64_t group = head % cut.head_groups, b = head / cut.head_groups / nkv;
+		const int kv = (int)(head / cut.head_groups % nkv);
+		const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
+		const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
+		const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
+		attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
+				sequence + q.first * stride, k, k + nkv * d, stride, d,
+				scratch + omp_get_thread_num() * block_scratch(d));
+		end_task();
+	}
 }
 
 void attention_extend(real *out, const real *qkv, const struct segment *segments, int n, int layer, int nh, int nkv,
@@ -1179,83 +1243,224 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
 	}
 }
 
-/* One block's part of the backward pass: writes its rows of dqkv, and adds to dk and dv, the gradients of its
- * key-value head's keys and values. dqkv, dout, out, lse and qkv begin at the block's first position; dk, dv, k and v
- * at position 0, rows ld apart. */
-static void attention_block_backward(real *dqkv, real *dk, real *dv, const struct query_block *q, const real *dout,
-		const real *out, const real *lse, const real *qkv, const real *k, const real *v, int64_t ld, int64_t d,
-		real *scratch)
+/* The arrays of the backward pass, of all sequences. */
+struct attention_gradient {
+	real *dqkv;
+	const real *dout, *out, *lse, *qkv;
+	const int32_t *document;     /* or NULL */
+	int64_t L, d, stride;        /* stride: of a row of qkv */
+	int nh, nkv;
+	struct query_blocking cut;
+};
+
+/* A block of the queries of sequence b, and where its first position's rows are. */
+struct placed_block { struct query_block q; const real *dout, *out, *lse, *qkv; real *dqkv; };
+
+static struct placed_block place_block(const struct attention_gradient *g, const struct query_blocking *cut, int64_t b,
+		int kv, int64_t group, int64_t block)
 {
-	/* With scores S = Q K^T / sqrt(d), P = softmax(S) = e^(S - lse) and O = P V, by rows:
-	 *   dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP_j P_j), where that sum is dO . O;
-	 *   dQ = dS K / sqrt(d);  dK = dS^T Q / sqrt(d).
-	 * `dp` becomes dS / sqrt(d). */
-	const real scale = (real)(1 / sqrt((double)d));
-	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = dp + QUERY_BLOCK * KEY_BLOCK, dot[QUERY_BLOCK];
-	for (int64_t r = 0; r < q->rows; r++) {
-		const real *o = out + q->out_row[r] * d, *d_o = dout + q->out_row[r] * d;
+	struct placed_block x = {.q = make_query_block(cut, kv, group, block, 0,
+			g->document ? g->document + b * g->L : NULL, g->L, g->nh, g->nkv)};
+	const int64_t first = b * g->L + x.q.first;
+	x.dout = g->dout + first * g->nh * g->d;
+	x.out = g->out + first * g->nh * g->d;
+	x.lse = g->lse + first * g->nh;
+	x.qkv = g->qkv + first * g->stride;
+	x.dqkv = g->dqkv + first * g->stride;
+	return x;
+}
+
+/* dot [rows] = dout . out of each row of the block */
+static void block_dots(real *dot, const struct placed_block *x, int64_t d)
+{
+	for (int64_t r = 0; r < x->q.rows; r++) {
+		const real *o = x->out + x->q.out_row[r] * d, *d_o = x->dout + x->q.out_row[r] * d;
 		real sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t j = 0; j < d; j++)
 			sum += d_o[j] * o[j];
 		dot[r] = sum;
 	}
-	for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
-		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key), offset = key * ld;
-		attention_scores(p, q, qkv, k + offset, keys, ld, d);
-		gemm(q->rows, keys, d, 1, block_rows(dout, q->out_row, d), transposed(v + offset, ld), false, dp,
-				KEY_BLOCK);
-		for (int64_t r = 0; r < q->rows; r++) {
-			real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
-			const real row_lse = lse[q->out_row[r]], row_dot = dot[r];
-			const struct key_range seen = unmasked_keys(q, r, key, keys);
-			#pragma omp simd
-			for (int64_t j = seen.from; j < seen.to; j++) {
-				p_row[j] = exponential(p_row[j] - row_lse);
-				dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
-			}
-			memset(p_row, 0, seen.from * sizeof *p_row);
-			memset(dp_row, 0, seen.from * sizeof *dp_row);
-			memset(p_row + seen.to, 0, (keys - seen.to) * sizeof *p_row);
-			memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
+}
+
+/* A block of queries and the keys from `key` on, KEY_BLOCK of them or as many as there are up to the block's last
+ * query, which it returns: p and dp [rows, KEY_BLOCK], and dq, rows dq_ld apart, to which it adds unless these are the
+ * first keys. k and v are those of the key-value head at position 0, rows ld apart. A row's bits do not depend on the
+ * others. */
+static int64_t attention_pair_backward(real *p, real *dp, real *dq, int64_t dq_ld, const struct placed_block *x,
+		const real *dot, const real *k, const real *v, int64_t ld, int64_t d, int64_t key)
+{
+	/* With scores S = Q K^T / sqrt(d), P = softmax(S) = e^(S - lse) and O = P V, by rows:
+	 *   dV = P^T dO;  dP = dO V^T;  dS = P (dP - sum_j dP_j P_j), where that sum is dO . O;
+	 *   dQ = dS K / sqrt(d);  dK = dS^T Q / sqrt(d).
+	 * `dp` becomes dS / sqrt(d). */
+	const struct query_block *q = &x->q;
+	const real scale = (real)(1 / sqrt((double)d));
+	const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key);
+	attention_scores(p, q, x->qkv, k + key * ld, keys, ld, d);
+	gemm(q->rows, keys, d, 1, block_rows(x->dout, q->out_row, d), transposed(v + key * ld, ld), false, dp, KEY_BLOCK);
+	for (int64_t r = 0; r < q->rows; r++) {
+		real *p_row = p + r * KEY_BLOCK, *dp_row = dp + r * KEY_BLOCK;
+		const real row_lse = x->lse[q->out_row[r]], row_dot = dot[r];
+		const struct key_range seen = unmasked_keys(q, r, key, keys);
+		#pragma omp simd
+		for (int64_t j = seen.from; j < seen.to; j++) {
+			p_row[j] = exponential(p_row[j] - row_lse);
+			dp_row[j] = scale * p_row[j] * (dp_row[j] - row_dot);
 		}
-		gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(dout, q->out_row, d), true, dv + offset,
-				ld);
-		gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + offset, ld), key > first_key_of_block(q),
-				dq, d);
-		gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(qkv, q->qkv_row, d), true, dk + offset,
-				ld);
+		memset(p_row, 0, seen.from * sizeof *p_row);
+		memset(dp_row, 0, seen.from * sizeof *dp_row);
+		memset(p_row + seen.to, 0, (keys - seen.to) * sizeof *p_row);
+		memset(dp_row + seen.to, 0, (keys - seen.to) * sizeof *dp_row);
 	}
-	for (int64_t r = 0; r < q->rows; r++)
-		memcpy(dqkv + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
+	gemm(q->rows, d, keys, 1, as_stored(dp, KEY_BLOCK), as_stored(k + key * ld, ld), key > first_key_of_block(q), dq,
+			dq_ld);
+	return keys;
+}
+
+/* All blocks of key-value head kv of sequence b, by one thread: writes their rows of dqkv, and adds to those of their
+ * keys and values. */
+static void attention_head_backward(const struct attention_gradient *g, int64_t b, int kv, real *scratch)
+{
+	const int64_t d = g->d, ld = g->stride, keys_at = b * g->L * ld + (g->nh + kv) * d;
+	const real *k = g->qkv + keys_at, *v = k + g->nkv * d;
+	real *dk = g->dqkv + keys_at, *dv = dk + g->nkv * d;
+	real *p = scratch, *dp = p + QUERY_BLOCK * KEY_BLOCK, *dq = p + PAIR, dot[QUERY_BLOCK];
+	for (int64_t group = 0; group < g->cut.head_groups; group++)
+		for (int64_t block = 0; block < g->cut.num_blocks; block++) {
+			const struct placed_block x = place_block(g, &g->cut, b, kv, group, block);
+			const struct query_block *q = &x.q;
+			block_dots(dot, &x, d);
+			for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
+				const int64_t keys = attention_pair_backward(p, dp, dq, d, &x, dot, k, v, ld, d, key);
+				gemm(keys, d, q->rows, 1, transposed(p, KEY_BLOCK), block_rows(x.dout, q->out_row, d), true,
+						dv + key * ld, ld);
+				gemm(keys, d, q->rows, 1, transposed(dp, KEY_BLOCK), block_rows(x.qkv, q->qkv_row, d), true,
+						dk + key * ld, ld);
+			}
+			for (int64_t r = 0; r < q->rows; r++)
+				memcpy(x.dqkv + q->qkv_row[r] * d, dq + r * d, d * sizeof *dq);
+		}
+}
+
+/* A window of query blocks and key blocks, of one head group, for `heads` key-value heads from number `head` on, all
+ * sequences' counted on. pairs [heads, query_blocks, key_blocks, PAIR]. */
+struct pair_window { int64_t head, heads, group, first_query, query_blocks, first_key, key_blocks; };
+
+static real *pair_in_window(real *pairs, const struct pair_window *w, int64_t head, int64_t block, int64_t key_block)
+{
+	const int64_t place = (head * w->query_blocks + block - w->first_query) * w->key_blocks + key_block - w->first_key;
+	return pairs + place * PAIR;
+}
+
+/* Fills the pairs of a window, and writes or adds to the queries' rows of dqkv. A task is one query head's rows of a
+ * block. */
+static void fill_window(const struct attention_gradient *g, const struct pair_window *w, real *pairs)
+{
+	const int64_t d = g->d, ld = g->stride, per_head = g->nh / g->nkv, first = w->group * g->cut.heads;
+	const int64_t heads = min64(g->cut.heads, per_head - first); /* query heads of the group */
+	const struct query_blocking one = {.heads = 1, .head_groups = per_head, .positions = g->cut.positions,
+			.num_blocks = g->cut.num_blocks};
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < w->query_blocks * w->heads * heads; i++) { /* the last block first: it takes longest */
+		begin_task();
+		const int64_t block = w->first_query + w->query_blocks - 1 - i / (w->heads * heads);
+		const int64_t head = i / heads % w->heads, b = (w->head + head) / g->nkv, h = i % heads;
+		const int kv = (int)((w->head + head) % g->nkv);
+		const real *k = g->qkv + b * g->L * ld + (g->nh + kv) * d;
+		const struct placed_block x = place_block(g, &one, b, kv, first + h, block);
+		const int64_t begin = max64(w->first_key * KEY_BLOCK, first_key_of_block(&x.q));
+		const int64_t end = min64((w->first_key + w->key_blocks) * KEY_BLOCK, x.q.first + x.q.positions);
+		real dot[QUERY_BLOCK];
+		block_dots(dot, &x, d);
+		for (int64_t key = begin; key < end; key += KEY_BLOCK) {
+			real *p = pair_in_window(pairs, w, head, block, key / KEY_BLOCK) + h * x.q.positions * KEY_BLOCK;
+			attention_pair_backward(p, p + QUERY_BLOCK * KEY_BLOCK, x.dqkv + x.q.head * d, ld, &x, dot, k,
+					k + g->nkv * d, ld, d, key);
+		}
+		end_task();
+	}
+}
+
+/* Adds a window's pairs to the rows of its keys and values in dqkv. A task is a tile of dk or dv of a key block: a
+ * sum over queries is never cut, and is in the order of attention_head_backward. */
+static void add_window(const struct attention_gradient *g, const struct pair_window *w, const real *pairs)
+{
+	/* Tiles of fewer keys stay in the second level of cache, since all columns read them; then fewer columns. */
+	enum { PER_THREAD = 4, TILES = 4, TILE = (KEY_BLOCK / TILES + MR - 1) / MR * MR };
+	const int64_t d = g->d, ld = g->stride, blocks = w->heads * w->key_blocks;
+	const bool split = blocks * 2 * TILES < PER_THREAD * omp_get_max_threads();
+	const int64_t width = split ? NR : d, columns = 2 * count_tiles(d, width); /* of dk and of dv */
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < blocks * columns * TILES; i++) { /* the first keys first: most queries see them */
+		begin_task();
+		const int64_t key_block = w->first_key + i / (w->heads * columns * TILES);
+		const int64_t head = i / (columns * TILES) % w->heads, b = (w->head + head) / g->nkv;
+		const int64_t column = i / TILES % columns / 2 * width, key = i % TILES * TILE;
+		const int kv = (int)((w->head + head) % g->nkv);
+		const bool values = i / TILES % 2;
+		real *to = g->dqkv + (b * g->L + key_block * KEY_BLOCK + key) * ld + (g->nh + kv + values * g->nkv) * d +
+				column;
+		for (int64_t block = w->first_query; block < w->first_query + w->query_blocks; block++) {
+			const struct placed_block x = place_block(g, &g->cut, b, kv, w->group, block);
+			const int64_t keys = min64(KEY_BLOCK, x.q.first + x.q.positions - key_block * KEY_BLOCK);
+			if (keys <= key || first_key_of_block(&x.q) > key_block * KEY_BLOCK)
+				continue;
+			const real *pair = pair_in_window((real *)pairs, w, head, block, key_block) + key +
+					(values ? 0 : QUERY_BLOCK * KEY_BLOCK);
+			gemm(min64(TILE, keys - key), min64(width, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
+					values ? block_rows(x.dout + column, x.q.out_row, d) : block_rows(x.qkv + column, x.q.qkv_row, d),
+					true, to, ld);
+		}
+		end_task();
+	}
+}
+
+/* What attention_head_backward computes, to the bit, for `heads` key-value heads from number `head` on, fewer than the
+ * threads, which share each of them: first the pairs of a window, by rows, then the sums over them, by keys. There is
+ * room for num_pairs >= heads of them; no bit depends on it. */
+static void attention_backward_shared(const struct attention_gradient *g, int64_t head, int64_t heads, real *pairs,
+		int64_t num_pairs)
+{
+	enum { KEY_BLOCKS = 4 }; /* of a window, at most */
+	const int64_t key_blocks = count_tiles(g->L, KEY_BLOCK);
+	const int64_t width = min64(min64(key_blocks, KEY_BLOCKS), num_pairs / heads), height = num_pairs / (heads * width);
+	for (int64_t group = 0; group < g->cut.head_groups; group++)
+		for (int64_t key = 0; key < key_blocks; key += width)
+			/* the first block with a position that sees these keys */
+			for (int64_t block = key * KEY_BLOCK / g->cut.positions; block < g->cut.num_blocks; block += height) {
+				const struct pair_window w = {.head = head, .heads = heads, .group = group, .first_query = block,
+						.query_blocks = min64(height, g->cut.num_blocks - block), .first_key = key,
+						.key_blocks = min64(width, key_blocks - key)};
+				fill_window(g, &w, pairs);
+				add_window(g, &w, pairs);
+			}
 }
 
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
-		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch)
+		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
+		int64_t shared_size)
 {
-	const int64_t stride = (nh + 2 * nkv) * d;
-	const struct query_blocking cut = choose_query_blocking(L, nh, nkv);
-	#pragma omp parallel for collapse(2) schedule(dynamic)
-	for (int64_t b = 0; b < B; b++)
-		/* one thread for all of a key-value head: its query heads add to the same dK and dV */
-		for (int kv = 0; kv < nkv; kv++) {
-			const int64_t keys = b * L * stride + (nh + kv) * d; /* where the keys of this head begin in qkv */
-			const real *k = qkv + keys;
-			real *dk = dqkv + keys, *dv = dk + nkv * d;
-			for (int64_t t = 0; t < L; t++) {
-				memset(dk + t * stride, 0, d * sizeof *dk);
-				memset(dv + t * stride, 0, d * sizeof *dv);
-			}
-			for (int64_t group = 0; group < cut.head_groups; group++)
-				for (int64_t block = 0; block < cut.num_blocks; block++) {
-					const int32_t *own = document ? document + b * L : NULL; /* of this sequence */
-					const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
-					const int64_t first = b * L + q.first; /* of the block, in all sequences */
-					attention_block_backward(dqkv + first * stride, dk, dv, &q, dout + first * nh * d,
-							out + first * nh * d, lse + first * nh, qkv + first * stride, k, k + nkv * d, stride, d,
-							scratch + omp_get_thread_num() * block_scratch(d));
-				}
-		}
+	enum { MANY_PER_THREAD = 8, PAIRS_PER_THREAD = 4 };
+	const struct attention_gradient g = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv,
+			.document = document, .L = L, .d = d, .stride = (nh + 2 * nkv) * d, .nh = nh, .nkv = nkv,
+			.cut = choose_query_blocking(L, nh, nkv)};
+	/* A thread takes a whole key-value head of a sequence, whose query heads add to the same dK and dV. What would not
+	 * be enough for all threads once more is shared, unless it is little beside the rest. */
+	const int64_t threads = omp_get_max_threads(), heads = B * nkv;
+	const int64_t num_pairs = min64(shared_size / PAIR, PAIRS_PER_THREAD * threads);
+	const int64_t shared = num_pairs == 0 || heads >= MANY_PER_THREAD * threads ? 0 : heads % threads;
+	#pragma omp parallel for
+	for (int64_t t = 0; t < B * L; t++)
+		memset(dqkv + t * g.stride + nh * d, 0, 2 * nkv * d * sizeof *dqkv);
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t i = 0; i < heads - shared; i++) {
+		begin_task();
+		attention_head_backward(&g, i / nkv, (int)(i % nkv), scratch + omp_get_thread_num() * block_scratch(d));
+		end_task();
+	}
+	for (int64_t i = heads - shared; i < heads; i += num_pairs)
+		attention_backward_shared(&g, i, min64(num_pairs, heads - i), shared_scratch, num_pairs);
 }
 
 /* ============================================================================================================
@@ -1480,6 +1685,7 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
+		begin_task();
 		double *c = count + b * E, *ps = p_sum + b * E;
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
@@ -1497,6 +1703,7 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 			sum.z += (double)lse[t] * lse[t];
 		}
 		sums[b] = sum;
+		end_task();
 	}
 }
 
@@ -1764,8 +1971,9 @@ double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, 
 	const real v_correction = (real)(1 / sqrt(1 - pow(o->beta2, (double)o->step)));
 	/* w = (1 - lr weight_decay) w - lr m_hat / (sqrt(v_hat) + eps),
 	 * with m_hat = m / (1 - beta1^step) and v_hat = v / (1 - beta2^step). */
-	#pragma omp parallel for
+	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
 		double sum = 0;
 		#pragma omp simd reduction(+ : sum)
 		for (int64_t i = n * b / SUM_BLOCKS; i < n * (b + 1) / SUM_BLOCKS; i++) {
@@ -1778,6 +1986,7 @@ double adamw_update(real *w, real *exp_avg, real *exp_avg_sq, const real *grad, 
 			w[i] = next;
 		}
 		partial[b] = sum;
+		end_task();
 	}
 	double sum = 0;
 	for (int b = 0; b < SUM_BLOCKS; b++)

@@ -26,6 +26,11 @@
 void kernels_init(bool openblas);
 /* The threads that a kernel uses: OMP_NUM_THREADS. */
 int kernels_threads(void);
+/* Uses so many threads from now on, also where they are more than the cores. */
+void kernels_set_threads(int threads);
+/* Measures how the work is cut: from now on each thread calls task(observer, true) when a task begins that goes to
+ * whichever thread is free, and task(observer, false) when it ends. NULL: no more. */
+void kernels_observe(void (*task)(void *observer, bool begins), void *observer);
 
 /* A single product c [m, n] = A B, to check and measure: a is A [m, k], or if transpose_a its transpose [k, m]; b is
  * B [k, n], or if transpose_b its transpose [n, k]. By OpenBLAS with so many threads, or if openblas_threads is 0 by
@@ -118,14 +123,18 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
 
 /* -- causal attention -- */
 
-/* Elements of `scratch` for all threads. */
+/* Elements of `scratch`, for all threads. */
 int64_t attention_scratch(int64_t d);
 /* out [B L, nh d] from qkv [B L, (nh + 2 nkv) d] after RoPE; lse [B L, nh] the log-sum-exp of each query's scores. */
 void attention_forward(real *out, real *lse, const real *qkv, const int32_t *document, int64_t B, int64_t L, int nh,
 		int nkv, int64_t d, real *scratch);
-/* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. */
+/* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. Where there are
+ * fewer key-value heads than threads, the threads share them in shared_scratch [shared_size], which may have any size:
+ * 131,072 elements for each of these heads at least, or they are not shared; four times as many for each thread are all
+ * that it uses. No bit depends on it. */
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
-		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch);
+		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
+		int64_t shared_size);
 
 /* Generation: the keys and values of a sequence so far, kv [layers, capacity, 2 nkv d] after RoPE (a row is all key
  * heads, then all value heads), of which `length` positions are filled. To take tokens back, lower length. */

@@ -738,7 +738,7 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	dump_gradient(m, DUMP_ATTENTION_CORE, l, a->dattention);
 	begin(OP_ATTENTION_CORE, PASS_BACKWARD, l, 2.5 * attention_work(m, T)); /* five products, one computed again */
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
-			a->attention_scratch);
+			a->attention_scratch, a->attention_shared, a->attention_shared_size);
 	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
 	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * d));
 	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);

@@ -59,8 +59,8 @@
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, plot, export, trace, report, watch,
- *                              align    a command each; tokenize has train-tokenizer too, and doctor has bench
+ *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, bench, plot, export, trace, report, watch,
+ *                              align    a command each; tokenize has train-tokenizer too
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the step; then
  * training/loop.c. kernels.h says what each operation computes, docs/training.md has the formulas.
@@ -75,10 +75,10 @@
  *
  * The program's mutable globals, all of them: error_text (files/base.h), of which each thread has one; resources in
  * files/base.c, the list of mapped and temporary files, which a signal handler must find, and beside it undivided and
- * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; use_openblas in
- * kernels.c, set once at the start; in parallel.c what this process knows of MPI; in files/heartbeat.c the page of this
- * rank, and in files/trace.c its trace, to which whatever computes or waits writes; and in commands/options.c the two
- * variables of argp, which are argp's own.
+ * late_signal, by which it knows when it must wait; stop_requested, which a signal handler sets; in kernels.c
+ * use_openblas, set once at the start, and measured, by which a benchmark watches the threads; in parallel.c what this
+ * process knows of MPI; in files/heartbeat.c the page of this rank, and in files/trace.c its trace, to which whatever
+ * computes or waits writes; and in commands/options.c the two variables of argp, which are argp's own.
  */
 #ifndef LING_H
 #define LING_H

@@ -1,17 +1,12 @@
 /*
- * commands/doctor.c - `ling doctor` and `ling bench`: whether this machine, and what runs on it, is fit to train, and
- * how fast it trains.
+ * commands/doctor.c - `ling doctor`: whether this machine, and what runs on it, is fit to train.
  */
 #define _GNU_SOURCE
 #include "commands/doctor.h"
 
 #include "files/base.h"
-#include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "data.h"
-#include "ling.h"
-#include "training/start.h"
 #include "commands/result.h"
 #include "commands/self_check.h"
 
@@ -25,102 +20,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What a benchmark measures. peak (FLOP/s), flops and tokens (of a step) are of all ranks together. The times, in
- * seconds, are of this rank; communication is contained in the step and its operations. */
-struct bench {
-	double peak, step_seconds, operation_seconds[NUM_OPERATIONS], communication_seconds, flops, tokens;
-	int ranks;
-};
-
-enum { BENCH_STEPS = 5, PEAK_SIZE = 2048 }; /* PEAK_SIZE: see peak_flops */
-
-static double median(double *x, int n)
-{
-	qsort(x, n, sizeof *x, compare_doubles);
-	return (x[(n - 1) / 2] + x[n / 2]) / 2;
-}
-
-/* Trains on random tokens: one step to warm up, then BENCH_STEPS steps. The peak is measured before and after, and
- * the better one counts. */
-static int measure_steps(struct bench *b, struct trainer *t)
-{
-	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
-	double step[BENCH_STEPS], communication[BENCH_STEPS], operation[NUM_OPERATIONS][BENCH_STEPS];
-	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
-	model_randomize(&t->model, 1);
-	b->peak = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
-	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &b->peak, 1); /* all ranks measure at the same time */
-	for (int i = -1; i < BENCH_STEPS; i++) {
-		struct metrics m;
-		struct random_stream stream = {.seed = 1, .step = (uint32_t)(i + 1)};
-		for (int64_t j = 0; j < batch * L; j++) {
-			const int64_t place = micro_batch_place(&mine, j / L) * L + j % L;
-			if (place < 0) /* another rank's */
-				continue;
-			t->input[place] = (int32_t)random_permute(j % V, V, &stream);
-			t->target[place] = (int32_t)random_permute((j + 1) % V, V, &stream);
-		}
-		double before[NUM_OPERATIONS], after[NUM_OPERATIONS];
-		trace_phase(HEARTBEAT_STEP, i + 1);
-		trace_seconds(PART_STEP, before);
-		if (trainer_step(t, batch, &m) < 0)
-			return -1;
-		trace_seconds(PART_STEP, after);
-		for (int op = 0; op < NUM_OPERATIONS && i >= 0; op++)
-			operation[op][i] = after[op] - before[op];
-		if (i >= 0) {
-			step[i] = m.seconds;
-			communication[i] = t->communication;
-		}
-	}
-	double after = peak_flops(PEAK_SIZE, 10, INFINITY, kernels_threads());
-	all_reduce_sum(&t->model.layout.world, TRAFFIC_STATISTICS, &after, 1);
-	b->peak = after > b->peak ? after : b->peak;
-	b->step_seconds = median(step, BENCH_STEPS);
-	b->communication_seconds = median(communication, BENCH_STEPS);
-	b->ranks = t->model.layout.world.size;
-	for (int op = 0; op < NUM_OPERATIONS; op++)
-		b->operation_seconds[op] = median(operation[op], BENCH_STEPS);
-	b->tokens = batch * L;
-	b->flops = t->flops_per_token * b->tokens;
-	return 0;
-}
-
-static json_t *bench_report(const struct bench *b, const char *path)
-{
-	const double rate = b->flops / b->step_seconds;
-	json_t *parts = json_object(); /* the groups of the operations */
-	for (int op = 0; op < NUM_OPERATIONS; op++) {
-		const char *group = operations[op].group;
-		const double seconds = b->operation_seconds[op] + json_number_value(json_object_get(parts, group));
-		if (b->operation_seconds[op] > 0)
-			json_object_set_new(parts, group, result_number(seconds));
-	}
-	return json_pack("{s:o, s:i, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "config", json_cstring(path),
-			"ranks", b->ranks, "threads", kernels_threads(), "blas_core", json_cstring(blas_core()),
-			"roof_gflops", result_number(b->peak / 1e9), "step_seconds", result_number(b->step_seconds),
-			"tokens_per_second", result_number(b->tokens / b->step_seconds), "gflops", result_number(rate / 1e9),
-			"roof_percent", result_number(100 * rate / b->peak),
-			"communication_seconds", result_number(b->communication_seconds), "parts", parts);
-}
-
-static void print_bench(const json_t *report)
-{
-	const double seconds = result_double(report, "step_seconds");
-	const char *name;
-	json_t *phase;
-	if (result_integer(report, "ranks") > 1)
-		printf("%d ranks, communication %.3f s of a step, ", (int)result_integer(report, "ranks"),
-				result_double(report, "communication_seconds"));
-	printf("%s: %d threads, OpenBLAS %s, peak %.1f GFLOP/s\n", result_text(report, "config"),
-			(int)result_integer(report, "threads"), result_text(report, "blas_core"),
-			result_double(report, "roof_gflops"));
-	printf("  step %.3f s   %.1f tokens/s   %.1f GFLOP/s   %.1f%% of the peak\n", seconds,
-			result_double(report, "tokens_per_second"), result_double(report, "gflops"),
-			result_double(report, "roof_percent"));
-	json_object_foreach(json_object_get(report, "parts"), name, phase)
-		printf("  %-16s %8.3f s %6.1f%%\n", name, json_number_value(phase), 100 * json_number_value(phase) / seconds);
-}
+enum { PEAK_SIZE = 2048 }; /* see peak_flops */
 
 /* Fails when products are wrong, ling's own or OpenBLAS's. Float rounding gives an error of about 1e-7. */
 static int check_products(bool openblas)
@@ -191,6 +91,14 @@ static void examine_threads(struct examination *x)
 		warn(x, "%d cores stay idle: OMP_NUM_THREADS is %d", x->cores - x->threads, x->threads);
 }
 
+/* Warns of threads that cross sockets. */
+static void examine_sockets(struct examination *x)
+{
+	char text[256];
+	if (*socket_warning(text, ""))
+		warn(x, "%s", text);
+}
+
 /* Measures the machine and checks every operation. Fails when memory is short. */
 static int examine_machine(struct examination *x)
 {
@@ -201,6 +109,7 @@ static int examine_machine(struct examination *x)
 		return fail("out of memory for %zu MB to measure and check with", (bytes > scratch ? bytes : scratch) >> 20);
 	cpu_features(x->features);
 	examine_threads(x);
+	examine_sockets(x);
 	if (blas_better_core())
 		warn(x, "this processor can run OpenBLAS's %s kernel: set OPENBLAS_CORETYPE=%s", blas_better_core(),
 				blas_better_core());
@@ -281,40 +190,6 @@ struct report_options { bool json; };
 
 static const struct command_option options[] = {
 	FLAG_OPTION(report_options, json, "json", "Print one JSON object"),
-};
-
-static int run_bench(const struct command_line *line)
-{
-	const struct report_options *o = line->options;
-	const bool named = line->num_words && !strchr(line->words[0], '=');
-	const char *path = named ? line->words[0] : "configs/bench.yaml";
-	struct config c;
-	struct trainer t;
-	struct bench b = {0};
-	if (config_load(&c, path, line->num_words - named, line->words + named, true) < 0)
-		return EXIT_WRONG_USE;
-	if (!c.data.seq_len || !c.train.batch || !c.train.micro_batch) {
-		fail("%s: a benchmark needs data.seq_len, train.batch and train.micro_batch", path);
-		return EXIT_WRONG_USE;
-	}
-	c.train.steps = BENCH_STEPS + 1;
-	c.spikes.action = SPIKES_OFF;
-	c.train.batch_warmup.tokens = 0;
-	int rc = trainer_allocate(&t, &c);
-	if (rc == 0) {
-		rc = measure_steps(&b, &t);
-		trainer_free(&t);
-	}
-	if (rc == 0 && parallel_rank() == 0)
-		result_print(bench_report(&b, path), o->json, print_bench);
-	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
-}
-
-const struct command bench_command = {
-	.name = "bench", .usage = "[CONFIG.yaml] [key.path=value ...]", .max_words = ANY_NUMBER,
-	.help = "Time training steps on random tokens and compare them with the machine's own rate of large products "
-		"(default: configs/bench.yaml, of the sources' folder).",
-	.run = run_bench, COMMAND_OPTIONS(report_options, options), .computes = true, .measures_openblas = true,
 };
 
 static int run_doctor(const struct command_line *line)

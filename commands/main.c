@@ -14,6 +14,7 @@
 #include "commands/tokenize.h"
 #include "commands/convert.h"
 #include "commands/info.h"
+#include "commands/bench.h"
 #include "commands/doctor.h"
 #include "commands/plot.h"
 #include "commands/export.h"

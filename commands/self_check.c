@@ -14,6 +14,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -235,14 +236,16 @@ static void reference_attention(double *out, double *const in[], const int64_t *
 		}
 }
 
+enum { ATTENTION_SHARED = 1 << 19 }; /* elements of attention_backward's shared_scratch */
 static void run_attention(const struct call *x)
 {
 	const int64_t B = x->s[0], L = x->s[1], nh = x->s[2], nkv = x->s[3], d = x->s[4];
-	real *lse = x->scratch + attention_scratch(d);
+	real *lse = x->scratch + attention_scratch(d), *shared = lse + B * L * nh;
 	int32_t memory[B * L];
 	const int32_t *document = check_documents(memory, B, L, x->s[5]);
 	attention_forward(x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch);
-	attention_backward(x->gradient[0], x->dout, x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch);
+	attention_backward(x->gradient[0], x->dout, x->out, lse, x->in[0], document, B, L, nh, nkv, d, x->scratch, shared,
+			ATTENTION_SHARED);
 }
 
 static double reference_silu(double x)
@@ -550,12 +553,12 @@ static const struct operation {
 	SUM_OF_SQUARES(1), SUM_OF_SQUARES(63), SUM_OF_SQUARES(65), SUM_OF_SQUARES(10000),
 };
 
-/* Doubles for all arrays of an operation, and its scratch but for attention_scratch; and the largest d above. */
+/* Doubles for all arrays of an operation, and its scratch but for attention's; and the largest d above. */
 enum { CHECK_DOUBLES = 1 << 20, CHECK_MAX_HEAD_DIM = 8 };
 
 int64_t self_check_scratch(void)
 {
-	return CHECK_DOUBLES + attention_scratch(CHECK_MAX_HEAD_DIM) * sizeof(real) / sizeof(double);
+	return CHECK_DOUBLES + (attention_scratch(CHECK_MAX_HEAD_DIM) + ATTENTION_SHARED) * sizeof(real) / sizeof(double);
 }
 
 /* Takes n doubles, or reals, from a block of memory. */
@@ -709,4 +712,40 @@ struct machine_rates quick_rates(void)
 	free(memory);
 	r.flops = peak_flops(768, 100, 0.020, kernels_threads());
 	return r;
+}
+
+int process_sockets(const char *root)
+{
+	enum { MAX_SOCKETS = 256 };
+	cpu_set_t cpus;
+	bool seen[MAX_SOCKETS] = {false};
+	int sockets = 0;
+	if (sched_getaffinity(0, sizeof cpus, &cpus) < 0)
+		return 1;
+	for (int i = 0; i < CPU_SETSIZE; i++) {
+		char path[PATH_LEN];
+		int socket;
+		if (!CPU_ISSET(i, &cpus))
+			continue;
+		snprintf(path, sizeof path, "%s/sys/devices/system/cpu/cpu%d/topology/physical_package_id", root, i);
+		FILE *f = fopen(path, "r");
+		if (f && fscanf(f, "%d", &socket) == 1 && socket >= 0 && socket < MAX_SOCKETS && !seen[socket]) {
+			seen[socket] = true;
+			sockets++;
+		}
+		if (f)
+			fclose(f);
+	}
+	return sockets ? sockets : 1;
+}
+
+const char *socket_warning(char out[256], const char *root)
+{
+	const int threads = kernels_threads(), sockets = threads > 1 ? process_sockets(root) : 1;
+	*out = 0;
+	if (sockets > 1)
+		snprintf(out, 256, "the %d threads of a rank are on %d sockets, and memory of another socket is slower: start "
+				"a rank on each, mpirun -n %d --map-by socket --bind-to socket env OMP_NUM_THREADS=%d ling ...",
+				threads, sockets, sockets, threads / sockets > 1 ? threads / sockets : 1);
+	return out;
 }

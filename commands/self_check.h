@@ -48,4 +48,10 @@ double memory_bandwidth(real *out, const real *in, int64_t n, double seconds);
 struct machine_rates { double flops, bandwidth; };
 struct machine_rates quick_rates(void);
 
+/* How many sockets the cores of this process are on, by the files of `root` ("" for those of the system); 1 where they
+ * do not tell. */
+int process_sockets(const char *root);
+/* Says in out that this process's threads cross sockets, and what to do; "" where they do not. Returns out. */
+const char *socket_warning(char out[256], const char *root);
+
 #endif

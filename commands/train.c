@@ -135,6 +135,9 @@ static int train(const struct command_line *line, struct faults *faults)
 						l->expert.size);
 			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
+			char warning[256];
+			if (*socket_warning(warning, ""))
+				fprintf(stderr, "warning: %s\n", warning);
 		}
 		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
 		steps = t.state.step;

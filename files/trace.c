@@ -108,6 +108,8 @@ static struct {
 	struct trace_record *operation, *collective;
 	struct trace_record now, waiting; /* copies of these records, since the ring may turn */
 	uint64_t waited_in_operation;
+	void (*ended)(void *observer, enum operation op, enum pass pass); /* see trace_observe */
+	void *observer;
 	enum heartbeat_phase phase;
 	uint64_t phase_begun, phase_checks, phase_waited; /* the last two: nanoseconds before the phase began */
 	/* accounts */
@@ -208,6 +210,14 @@ static void end_operation(uint64_t now)
 	count(&counters()->operation[r->part][r->what][r->pass], now - r->begin, trace.waited_in_operation, r->work,
 			now - r->begin - trace.waited_in_operation);
 	trace.operation = NULL;
+	if (trace.ended && r->part == PART_STEP)
+		trace.ended(trace.observer, r->what, r->pass);
+}
+
+void trace_observe(void (*ended)(void *observer, enum operation op, enum pass pass), void *observer)
+{
+	trace.ended = ended;
+	trace.observer = observer;
 }
 
 void trace_begin(enum operation op, enum pass pass, int layer, double work)

@@ -105,6 +105,10 @@ void trace_posted(uint64_t begun);
 /* Bytes that this rank sends; counted for the part of the run, but not between trace_check(true) and (false). */
 void trace_sent(enum traffic what, int64_t bytes);
 
+/* From now on ended(observer, op, pass) is called when an operation of a step ends, for what measures more than its
+ * time; NULL: no more. */
+void trace_observe(void (*ended)(void *observer, enum operation op, enum pass pass), void *observer);
+
 /* Nanoseconds of a clock that never goes back, never 0. */
 uint64_t trace_now(void);
 

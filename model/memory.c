@@ -210,6 +210,9 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->dexpert_weight = arena_alloc_real(mem->arrivals, n.A);
 	acts->dweight = arena_alloc_real(a, R);
 	acts->dshared_gate_up = arena_alloc_real(a, N * 2 * W);
+	const bool head = C * c->vocab_size >= R * 2 * I; /* its array is the larger one */
+	acts->attention_shared = head ? acts->head_logits : acts->dgate_up;
+	acts->attention_shared_size = head ? C * c->vocab_size : R * 2 * I;
 }
 
 /* Elements of scratch that the reduction of one bucket needs. */

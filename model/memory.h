@@ -98,6 +98,10 @@ struct activations {
 	real *dlogits, *dweight;     /* [N, E], [N, k] */
 	real *dgate_up, *dexpert_weight; /* [A, 2I], [A] */
 	real *dshared_gate_up;       /* [N, 2W] */
+	/* shared_scratch of attention_backward, which runs when nobody needs head_logits and dgate_up: the memory of one of
+	 * them */
+	real *attention_shared;
+	int64_t attention_shared_size;
 };
 
 /* ============================================================================================================

@@ -46,7 +46,7 @@ test_bpe() {
 	expect 0 "" "$ling" train-tokenizer --vocab-size 300 --special '<x>' --out bpe/tokenizer.json text.txt two.jsonl
 	expect 0 "" "$ling" tokenize --tokenizer bpe --out bpe/text text.txt
 	expect 0 "" "$ling" tokenize --decode bpe/text
-	[ "$("$ling" tokenize --decode bpe/text)" = "$(cat text.txt)<|endoftext|>" ] || problem "bpe/text: decoded to another text"
+	same out.txt <(cat text.txt; printf '<|endoftext|>')
 	OMP_NUM_THREADS=1 "$ling" tokenize --tokenizer bpe/tokenizer.json --out bpe/again text.txt >/dev/null 2>&1
 	cmp -s bpe/text.bin bpe/again.bin || problem "bpe/text.bin: one thread makes others"
 	printf 'a<x>b' >special.txt
@@ -594,7 +594,7 @@ test_paths() {
 	json "$odd/text.json"
 	[ "$(jq .vocab_size "$odd/text.json")" = 300 ] || problem "no vocabulary: $(cat "$odd/text.json")"
 	expect 0 "" "$ling" tokenize --decode "$odd/text" --tokenizer "$odd/bpe"
-	[ "$(cat out.txt)" = "$(cat text.txt)<|endoftext|>" ] || problem "decoded to another text"
+	same out.txt <(cat text.txt; printf '<|endoftext|>')
 	expect 2 "UTF-8" "$ling" train tiny.yaml data.train="$odd/text" # YAML is UTF-8; a run may be in such a folder
 	cp tiny.yaml "$odd" && cd "$odd" || return
 	for step in 2 4; do
@@ -724,6 +724,34 @@ test_reports() {
 	report "$root/ling" doctor
 }
 
+# How threads share the work: numbers between 0 and 1, all operations whose share is not small, as text too; and what is refused.
+test_balance() {
+	local n
+	report "$ling" bench tiny.yaml --balance 3 --steps 2
+	jq -e '.threads == 3 and .steps == 2 and .seconds > 0 and ([.balance_percent, .operations[].balance_percent, .operations[].share_percent] |
+			all(. > 0 and . <= 100.001)) and ([.operations[].share_percent] | . == (sort | reverse) and (add - 100 | fabs) < 0.01) and
+			([.operations[] | .operation + ", " + .pass] | length > 40 and unique == sort and contains(["experts / gate_up, weight gradient"]))' \
+		out.txt >/dev/null || problem "$(cat out.txt)"
+	# a mean of 3 threads is a third of the largest at least
+	jq -e '[.operations[].balance_percent] | all(. >= 33.3)' out.txt >/dev/null || problem "$(cat out.txt)"
+	expect 0 "" "$ling" bench tiny.yaml --balance 3 --steps 1
+	n=$(grep -cE '^  [a-z].*[a-z] +[0-9]+\.[0-9]% +[0-9]+\.[0-9]%(  !)?$' out.txt)
+	[ "$n" -ge 20 ] && [ "$n" -ge $(($(wc -l <out.txt) - 2)) ] || problem "$n operations: $(cat out.txt)"
+	awk '/%/ && NF >= 3 && !/threads/ { share = $(NF - 1 - /!/) + 0; balance = $(NF - /!/) + 0; sum += share
+			if (/!/ != (share > 2 && balance < 90) && share != 2.0 && balance != 90.0) exit 1 }
+		END { exit sum < 98 || sum > 102 }' out.txt || problem "$(cat out.txt)"
+	# with one thread, the largest is the mean
+	report "$ling" bench tiny.yaml --balance 1 --steps 1
+	jq -e '[.operations[].balance_percent] | all(. > 99.99 and . < 100.01)' out.txt >/dev/null || problem "$(cat out.txt)"
+	for n in 0 -1 1025 2.5 x ""; do
+		expect 2 "--balance" "$ling" bench tiny.yaml --balance "$n"
+	done
+	expect 2 "OMP_WAIT_POLICY is active" env OMP_WAIT_POLICY=active "$ling" bench tiny.yaml --balance 2
+	expect 2 "GOMP_SPINCOUNT is infinity" env GOMP_SPINCOUNT=infinity "$ling" bench tiny.yaml --balance 2
+	expect 1 "OpenMP gives 2 threads" env OMP_THREAD_LIMIT=2 "$ling" bench tiny.yaml --balance 3
+	expect 2 "for one process" ranks 2 "$root/ling" bench tiny.yaml --balance 2
+}
+
 test_plot() {
 	expect 0 "" "$ling" plot run
 	[ "$(head -c 4 run/metrics.png | tail -c 3)" = PNG ] || problem "run/metrics.png is no PNG"
@@ -766,7 +794,7 @@ test_export() {
 
 check tokenize train bpe added_tokenizer bit_equal stop_and_continue continue_plain signals kill changed_config said time_left \
 	moved_directory not_finite_start home_paths gguf_paths changed_data chat packing blend formats \
-	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports plot export
+	damaged_checkpoint not_finite two_at_once eval eval_batching data_edges init_from paths usage streams wrong_blas doctor info reports balance plot export
 
 # What a user runs is the optimised program.
 ling=$root/ling

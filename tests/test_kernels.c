@@ -10,9 +10,11 @@
 
 #include <math.h>
 #include <omp.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -590,6 +592,51 @@ static void test_threads(void **state)
 	free(x), free(w), free(rstd), free(work);
 }
 
+/* The bits of attention, forward and backward, for any number of threads: one key-value head may be shared by all of
+ * them, or each thread have one or several; with few blocks and with many, and with documents. The gradients of one
+ * thread are checked in test_self_check and in the models' tests. */
+static void test_attention_threads(void **state)
+{
+	(void)state;
+	static const struct { int64_t B, L; int nh, nkv; int64_t d; bool documents; } shapes[] = {
+		{1, 300, 4, 1, 32, false}, {1, 700, 4, 2, 40, true}, {3, 130, 3, 1, 8, false}, {1, 2600, 2, 1, 8, false},
+		{1, 2100, 1, 1, 16, true}, {1, 520, 7, 1, 16, false}, {35, 20, 2, 1, 8, true}, {2, 600, 4, 4, 16, false},
+	};
+	static const int threads[] = {1, 2, 3, 8, 32, 8, 32, 32};
+	/* how many pairs of blocks, of 131,072 elements each, the threads may share: with few, windows are small and heads
+	 * take turns */
+	static const int pairs[] = {40, 40, 40, 40, 40, 1, 3, 0};
+	const int before = omp_get_max_threads();
+	for (size_t c = 0; c < sizeof shapes / sizeof *shapes; c++) {
+		const int64_t B = shapes[c].B, L = shapes[c].L, d = shapes[c].d, T = B * L;
+		const int nh = shapes[c].nh, nkv = shapes[c].nkv;
+		const int64_t width = (nh + 2 * nkv) * d, size = T * (nh * d + nh + width);
+		real *qkv = normal_array(T * width, 1), *dout = normal_array(T * nh * d, 2), *first = NULL;
+		int32_t *document = allocate(T * sizeof *document);
+		for (int64_t t = 0; t < T; t++) /* documents of 290 tokens, another place in each sequence */
+			document[t] = (int32_t)((t % L + 7 * (t / L)) / 290 ? (t % L + 7 * (t / L)) / 290 * 290 - 7 * (t / L) : 0);
+		for (size_t i = 0; i < sizeof threads / sizeof *threads; i++) {
+			omp_set_num_threads(threads[i]);
+			real *out = nan_array(size), *lse = out + T * nh * d, *dqkv = lse + T * nh;
+			const int64_t shared_size = pairs[i] * 131072 + pairs[i] / 2; /* a part of a pair is left over */
+			real *work = nan_array(attention_scratch(d)), *shared = nan_array(shared_size + 1);
+			const int32_t *own = shapes[c].documents ? document : NULL;
+			attention_forward(out, lse, qkv, own, B, L, nh, nkv, d, work);
+			attention_backward(dqkv, dout, out, lse, qkv, own, B, L, nh, nkv, d, work, shared, shared_size);
+			first = i ? first : out;
+			for (int64_t j = 0; j < size; j++)
+				if (isnan(out[j]) || memcmp(&out[j], &first[j], sizeof *out))
+					fail_msg("shape %zu, %d threads, %d pairs: element %lld is %g, not %g", c, threads[i], pairs[i],
+							(long long)j, out[j], first[j]);
+			free(work), free(shared);
+			if (i)
+				free(out);
+		}
+		free(first), free(document), free(qkv), free(dout);
+	}
+	omp_set_num_threads(before);
+}
+
 /* Uniform numbers, like normal ones, do not depend on where a call begins, nor on the stream's `first`. */
 static void test_uniform_positions(void **state)
 {
@@ -674,6 +721,35 @@ static void test_update_norm(void **state)
 	assert_true(adamw_update(NULL, NULL, NULL, NULL, 0, &(struct adamw){.step = 1}) == 0);
 }
 
+/* Sockets are counted over the cores of this process alone, by the files of a pretended system. */
+static void test_sockets(void **state)
+{
+	(void)state;
+	char root[] = "/tmp/ling-sockets-XXXXXX", path[256], text[256];
+	cpu_set_t cpus;
+	const int before = omp_get_max_threads();
+	assert_true(mkdtemp(root) && sched_getaffinity(0, sizeof cpus, &cpus) == 0);
+	assert_int_equal(process_sockets(root), 1); /* there is no file */
+	int cores = 0;
+	for (int i = 0; i < CPU_SETSIZE; i++) {
+		if (!CPU_ISSET(i, &cpus))
+			continue;
+		snprintf(path, sizeof path, "mkdir -p %s/sys/devices/system/cpu/cpu%d/topology && echo %d >"
+				"%s/sys/devices/system/cpu/cpu%d/topology/physical_package_id", root, i, cores++ % 2, root, i);
+		assert_int_equal(system(path), 0);
+	}
+	const int expected = cores > 1 ? 2 : 1;
+	assert_int_equal(process_sockets(root), expected);
+	omp_set_num_threads(1);
+	assert_string_equal(socket_warning(text, root), "");
+	omp_set_num_threads(6);
+	assert_true((strstr(socket_warning(text, root), "on 2 sockets") && strstr(text, "OMP_NUM_THREADS=3 ")) ==
+			(expected == 2));
+	omp_set_num_threads(before);
+	snprintf(path, sizeof path, "rm -r %s", root);
+	assert_int_equal(system(path), 0);
+}
+
 int main(void)
 {
 	kernels_init(false);
@@ -686,9 +762,9 @@ int main(void)
 		cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts),
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),
 		cmocka_unit_test(test_philox), cmocka_unit_test(test_random_streams), cmocka_unit_test(test_permutation),
-		cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_threads), cmocka_unit_test(test_attention_threads),
 		cmocka_unit_test(test_update_norm), cmocka_unit_test(test_uniform_positions),
-		cmocka_unit_test(test_permutations_differ),
+		cmocka_unit_test(test_permutations_differ), cmocka_unit_test(test_sockets),
 	};
 	return cmocka_run_group_tests_name("kernels", tests, NULL, NULL);
 }

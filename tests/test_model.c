@@ -1163,12 +1163,12 @@ static void test_choose_token(void **state)
 	struct sampling s = {.top_p = 1};
 	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2};
 	const real none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
-	assert_int_equal(choose_token(&s, ties, 5, 0, 0, ids), 1);
+	assert_int_equal(choose_token(&s, ties, 5, &(struct draw){0, 0, 0}, ids), 1);
 	for (int t = 0; t < 2; t++) {
 		s.temperature = t;
-		assert_int_equal(choose_token(&s, wrong, 3, 0, 0, ids), -1);
-		assert_int_equal(choose_token(&s, none, 2, 0, 0, ids), -1);
-		assert_int_equal(choose_token(&s, one, 3, 0, 0, ids), 1);
+		assert_int_equal(choose_token(&s, wrong, 3, &(struct draw){0, 0, 0}, ids), -1);
+		assert_int_equal(choose_token(&s, none, 2, &(struct draw){0, 0, 0}, ids), -1);
+		assert_int_equal(choose_token(&s, one, 3, &(struct draw){0, 0, 0}, ids), 1);
 	}
 	/* Draws have the probabilities that the settings say, and are the same again. */
 	enum { V = 6, DRAWS = 20000 };
@@ -1193,9 +1193,9 @@ static void test_choose_token(void **state)
 		int count[V] = {0};
 		s = (struct sampling){draws[i].temperature, draws[i].top_p, draws[i].top_k, 7};
 		for (int j = 0; j < DRAWS; j++) {
-			const int32_t v = choose_token(&s, logits, V, j % 10, j / 10, ids);
+			const int32_t v = choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids);
 			assert_in_range(v, 0, V - 1);
-			assert_int_equal(choose_token(&s, logits, V, j % 10, j / 10, ids), v);
+			assert_int_equal(choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids), v);
 			count[v]++;
 		}
 		for (int v = 0; v < V; v++) {
@@ -1210,7 +1210,7 @@ static void test_choose_token(void **state)
 		int seen = 0;
 		s = (struct sampling){1, 0.25 * n, 0, 7};
 		for (int j = 0; j < 200; j++)
-			seen |= 1 << choose_token(&s, even, 4, 0, j, ids);
+			seen |= 1 << choose_token(&s, even, 4, &(struct draw){j, 0, 0}, ids);
 		assert_int_equal(seen, (1 << n) - 1);
 	}
 	/* Any sizes: the ranking by a heap is that of sorting. */
@@ -1225,7 +1225,7 @@ static void test_choose_token(void **state)
 		bool seen[MANY] = {false};
 		s = (struct sampling){1, 1, k, 3};
 		for (int j = 0; j < 30 * k; j++)
-			seen[choose_token(&s, many, MANY, 0, j, order)] = true;
+			seen[choose_token(&s, many, MANY, &(struct draw){j, 0, 0}, order)] = true;
 		for (int v = 0; v < MANY; v++) {
 			rank = 0;
 			for (int u = 0; u < MANY; u++)

@@ -297,8 +297,8 @@ static const struct slash_command {
 	int (*run)(struct chat *c, const char *argument);
 } slash_commands[] = {
 	{"reset", "", "begin a new conversation; the system message stays", run_reset},
-	{"system", " TEXT", "set the system message, which begins the conversation; without TEXT, take it away", run_system},
-	{"save", " FILE.jsonl", "add the conversation as a line to a file that ling tokenize and ling generate read", run_save},
+	{"system", " TEXT", "set the system message, which begins the conversation; without TEXT, none", run_system},
+	{"save", " FILE.jsonl", "add the conversation to a file that ling tokenize and ling generate read", run_save},
 	{"help", "", "show this", run_help},
 	{"quit", "", "end; Ctrl-D does too", run_quit},
 };

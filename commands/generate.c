@@ -36,7 +36,7 @@ struct generation {
 	struct strings stop;
 	struct ids *prompts;         /* [num_prompts] */
 	int num_prompts;
-	struct request *requests;    /* [num_requests] in the order of the prompts; of a prompt, in the order of its draws */
+	struct request *requests;    /* [num_requests] by prompt; those of a prompt by draw */
 	int num_requests;
 	struct result_lines file;    /* where --out is given */
 	/* Without it several requests are printed in their order, each when it and all before it have ended. The text of a

@@ -66,8 +66,8 @@ static int read_line(struct result_lines *f, const char *where, const char *line
 			field_int(root, where, "draw", 0, INT32_MAX, &draw) < 0))
 		rc = -1;
 	else if (rc == 0 && prompt >= f->num_prompts)
-		rc = fail("%s: the result of prompt %lld, counted from 0, and there are %d prompts: give --out another name, or "
-				"the prompts that made this file", where, (long long)prompt, f->num_prompts);
+		rc = fail("%s: the result of prompt %lld, counted from 0, and there are %d prompts: give --out another name, "
+				"or the prompts that made this file", where, (long long)prompt, f->num_prompts);
 	if (rc == 0) {
 		json_t *wanted = made_with(f, (int)prompt);
 		rc = check_made_with(json_object_get(root, "made_with"), wanted, where);

@@ -188,13 +188,14 @@ static int check_room(const struct chat *c, int64_t tokens, int64_t *room)
 /* Says how a reply ended, where it did not end by itself; and adds it to the conversation. */
 static void keep_reply(struct chat *c, const struct request *r)
 {
-	if (r->ended == ENDED_BY_CALLER && r->text.size == 0) {
+	const size_t size = text_to_show(r, 0);
+	if (r->ended == ENDED_BY_CALLER && size == 0) {
 		take_back(c);
 		say(c, "stopped before the reply began; your message is taken back");
 		return;
 	}
-	json_array_append_new(c->messages, message_of("assistant", json_bytes(r->text.data, r->text.size)));
-	if (r->text.size == 0)
+	json_array_append_new(c->messages, message_of("assistant", json_bytes(r->text.data, size)));
+	if (size == 0)
 		say(c, "the reply is empty");
 	if (r->ended == ENDED_BY_CALLER)
 		say(c, "stopped; what is there stays in the conversation");
@@ -264,18 +265,21 @@ static int run_save(struct chat *c, const char *argument)
 	if (is_home_path(argument))
 		return fail("%.200s: " HOME_PATH_HINT, argument);
 	json_t *record = record_of(c);
-	char *json = json_text(record, 0);
+	char *json = json_text(record, 0), last = '\n';
+	const int file = open(argument, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+	const off_t size = file < 0 ? -1 : lseek(file, 0, SEEK_END);
 	struct text line = {0};
+	if (size > 0 && pread(file, &last, 1, size - 1) == 1 && last != '\n')
+		text_append_string(&line, "\n"); /* the last line has no end */
 	text_append_string(&line, json);
 	text_append_string(&line, "\n");
-	free(json);
-	json_decref(record);
-	const int file = open(argument, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-	const ssize_t n = file < 0 ? -1 : write(file, line.data, line.size);
+	const ssize_t n = size < 0 ? -1 : write(file, line.data, line.size);
 	const int error = n < 0 ? errno : (size_t)n < line.size ? ENOSPC : fsync(file) < 0 ? errno : 0;
 	if (file >= 0)
 		close(file);
 	free(line.data);
+	free(json);
+	json_decref(record);
 	if (error)
 		return fail_write(argument, error);
 	say(c, "%s has one more line", argument);
@@ -331,19 +335,21 @@ static int run_command(struct chat *c, const char *text, size_t n)
 
 /* ------------------------------------------------------------------------------------------------ the program */
 
-/* Does what a line says. */
+/* Does what a line says; nothing where it is blank. */
 static int take_line(struct chat *c, const char *text, size_t n)
 {
-	while (n && isspace((unsigned char)text[n - 1]))
-		n--;
-	if (n == 0)
+	if (is_blank_line(text, n))
 		return 0;
-	struct text line = {0};
-	text_append(&line, text, n);
-	const bool slash = text[0] == '/', escaped = slash && n > 1 && text[1] == '/';
-	const int rc = slash && !escaped ? run_command(c, line.data, n)
-		: ask(c, line.data + escaped, n - escaped);
-	free(line.data);
+	if (text[0] != '/')
+		return ask(c, text, n);
+	if (n > 1 && text[1] == '/')
+		return ask(c, text + 1, n - 1);
+	while (isspace((unsigned char)text[n - 1]))
+		n--;
+	struct text command = {0};
+	text_append(&command, text, n);
+	const int rc = run_command(c, command.data, n);
+	free(command.data);
 	return rc;
 }
 

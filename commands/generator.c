@@ -90,6 +90,8 @@ int generator_checksum(const struct generator *g, uint32_t *crc)
 size_t text_to_show(const struct request *r, size_t stop_size)
 {
 	const size_t held = stop_size ? stop_size - 1 : 0;
+	if (r->ended == ENDED_BY_CALLER)
+		return utf8_whole(r->text.data, r->text.size);
 	if (r->ended)
 		return r->text.size;
 	return r->text.size > held ? utf8_whole(r->text.data, r->text.size - held) : 0;

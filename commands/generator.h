@@ -54,7 +54,8 @@ void generator_close(struct generator *g);
 int generator_checksum(const struct generator *g, uint32_t *crc);
 
 /* Bytes of a request's text that can be shown now: whole UTF-8 characters, and nothing that may become a part of a
- * stop text, of which the longest has stop_size bytes. */
+ * stop text, of which the longest has stop_size bytes. All, when it has ended, but for a character in the midst of
+ * which the caller ended it. */
 size_t text_to_show(const struct request *r, size_t stop_size);
 
 #endif

@@ -72,11 +72,11 @@ test_system() {
 	sed -n 2p out.txt >reply.txt
 	expect 0 "" "$ling" generate talker --prompts asked.jsonl --max-tokens 5
 	same out.txt reply.txt
-	rm saved.jsonl
-	printf 'c\n/save saved.jsonl\n' >input.txt
+	printf '{"text": "x"}' >saved.jsonl # a line without an end
+	printf 'c\n/save saved.jsonl  \n' >input.txt
 	expect 0 "" chat --max-tokens 5 --system "S é" <input.txt
 	same out.txt reply.txt
-	[ "$(jq -c '.messages | length' saved.jsonl)" = 3 ] || problem "found: $(cat saved.jsonl)"
+	[ "$(jq -c '.messages | length' saved.jsonl | tr '\n' ' ')" = '0 3 ' ] || problem "found: $(cat saved.jsonl)"
 }
 
 # refuse TEXT INPUT [OPTIONS]: these lines are an error with that text

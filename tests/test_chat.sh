@@ -100,7 +100,6 @@ test_refused() {
 	# the model has 64 positions
 	refuse "line 1: the conversation has" "$(head -c 70 /dev/zero | tr '\0' z)\n"
 	has err.txt "the model has 64 positions: nothing was sent; /save keeps the conversation, /reset begins another"
-	refuse "there is memory for 32 (--kv-tokens)" "$(head -c 40 /dev/zero | tr '\0' z)\n" --kv-tokens 32
 	expect 2 "--temperature" chat --top-k 3 <input.txt
 	expect 2 "--temperature" chat --seed 3 <input.txt
 	expect 2 "--temperature 101: expected a number from 0 to 100" chat --temperature 101 <input.txt
@@ -138,6 +137,13 @@ test_long() {
 	rm -f long.jsonl
 	expect 1 "the model has 64 positions: nothing was sent" chat <input.txt
 	[ "$(jq '.messages | length' long.jsonl)" = 4 ] || problem "found: $(cat long.jsonl)"
+	# where the memory for keys and values is what ends first
+	head -c 400 /dev/zero | tr '\0' z >input.txt
+	expect 0 "" "$ling" chat endless --kv-tokens 512 <input.txt
+	has err.txt "cut: the conversation has as many tokens as there is room for, 512; /save keeps it, /reset begins another"
+	printf '\nz\n' >>input.txt
+	expect 1 "line 2: the conversation has" "$ling" chat endless --kv-tokens 512 <input.txt
+	has err.txt "and there is memory for 512 (--kv-tokens): nothing was sent"
 }
 
 # ---- on a terminal ----

@@ -22,7 +22,10 @@ size_t kv_cache_bytes(const struct model *m, int64_t capacity)
 int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
 {
 	const size_t bytes = kv_cache_bytes(m, capacity);
-	*c = (struct kv_cache){.kv = malloc(bytes ? bytes : 1), .capacity = capacity};
+	int64_t *block = allocate((capacity / KV_BLOCK + 1) * sizeof *block);
+	for (int64_t i = 0; i <= capacity / KV_BLOCK; i++)
+		block[i] = i * KV_BLOCK;
+	*c = (struct kv_cache){.kv = malloc(bytes ? bytes : 1), .rows = capacity, .block = block};
 	if (c->kv && extend_rope(m, capacity) == 0)
 		return 0;
 	kv_cache_free(c);
@@ -32,6 +35,7 @@ int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity)
 void kv_cache_free(struct kv_cache *c)
 {
 	free(c->kv);
+	free((void *)c->block);
 	*c = (struct kv_cache){0};
 }
 

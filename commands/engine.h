@@ -10,8 +10,9 @@
  *
  * A request is a prompt, and what is wanted of it: new tokens, or the log-probabilities of given ones. Each forward
  * pass computes the next token of every request that generates, and then parts of prompts, up to the tokens for which
- * the model has room, max_sequences * seq_len. A request joins as soon as there is room. Nothing is reserved for the tokens
- * that it may still get: when the pool is full, the youngest one gives its memory back, waits, and is computed again.
+ * the model has room, max_sequences * seq_len. A request joins as soon as there is room. Nothing is reserved for the
+ * tokens that it may still get: when the pool is full, the youngest one gives its memory back, waits, and is computed
+ * again.
  *
  * What a request gets does not depend on the others, nor on the batch, the pool, the room of a forward pass, sharing
  * or threads: it has the bits of model_forward over its whole sequence.

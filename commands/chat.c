@@ -417,6 +417,10 @@ static int chat(struct chat *c, const char *model)
 	struct line_reader *reader = line_reader_open("> ");
 	const int rc = reader ? converse(c, reader) : -1;
 	line_reader_close(reader);
+	const struct engine_statistics *s = engine_statistics(c->engine);
+	if (c->terminal && s->tokens_out)
+		say(c, "%lld tokens in, %lld of them computed before; %lld out", (long long)s->tokens_in,
+				(long long)s->shared, (long long)s->tokens_out);
 	return rc;
 }
 

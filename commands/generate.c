@@ -192,25 +192,6 @@ static int check_prompts(struct generation *g)
 	return 0;
 }
 
-/* Opens the file of --out. `checksums` [num_prompts] must live as long as it is open. */
-static int open_file(struct generation *g, uint32_t *checksums)
-{
-	const struct generate_options *o = g->options;
-	uint32_t model;
-	if (generator_checksum(&g->generator, &model) < 0)
-		return -1;
-	json_t *made = json_pack("{s:o, s:I, s:f, s:I, s:f, s:I, s:o, s:b}", "model", crc_to_json(model), "max_tokens",
-			(json_int_t)g->max_tokens, "temperature", o->sampling.temperature, "top_k", (json_int_t)o->sampling.top_k,
-			"top_p", o->sampling.top_p, "seed", (json_int_t)o->sampling.seed, "stop",
-			json_cstring(o->stop ? o->stop : ""), "logprobs", o->logprobs);
-	for (int i = 0; i < g->num_prompts; i++)
-		checksums[i] = crc_of(0, (const uint8_t *)g->prompts[i].id, g->prompts[i].count * sizeof *g->prompts[i].id);
-	if (result_lines_open(&g->file, o->out, made, checksums, g->num_prompts, o->draws) < 0)
-		return -1;
-	g->ended = (int)g->file.num_done;
-	return 0;
-}
-
 /* Makes a request of each draw of each prompt, and gives the engine those that are not done yet. */
 static int add_requests(struct generation *g, struct engine *e)
 {
@@ -260,6 +241,49 @@ static int run_requests(struct generation *g)
 	return rc;
 }
 
+/* The options on which a result depends, as they would be given; the caller frees the text. */
+static struct text options_of(const struct generation *g)
+{
+	const struct generate_options *o = g->options;
+	const struct sampling *s = &o->sampling;
+	struct text text = {0};
+	text_printf(&text, "--max-tokens %lld --temperature %.15g", (long long)g->max_tokens, s->temperature);
+	if (s->temperature > 0)
+		text_printf(&text, " --seed %llu", (unsigned long long)s->seed);
+	if (s->top_k)
+		text_printf(&text, " --top-k %d", s->top_k);
+	if (s->top_p < 1)
+		text_printf(&text, " --top-p %.15g", s->top_p);
+	if (o->logprobs)
+		text_printf(&text, " --logprobs");
+	if (g->stop.count)
+		text_printf(&text, " --stop %s", o->stop);
+	return text;
+}
+
+/* Generates what is not in the file of --out yet. */
+static int extend_file(struct generation *g)
+{
+	struct text text = options_of(g);
+	uint32_t *checksums = allocate(g->num_prompts * sizeof *checksums);
+	for (int i = 0; i < g->num_prompts; i++)
+		checksums[i] = crc_of(0, (const uint8_t *)g->prompts[i].id, g->prompts[i].count * sizeof *g->prompts[i].id);
+	g->file = (struct result_lines){.file = -1, .prompts = checksums, .options = text.data,
+			.num_prompts = g->num_prompts, .num_draws = g->options->draws};
+	int rc = generator_checksum(&g->generator, &g->file.model);
+	if (rc == 0)
+		rc = result_lines_open(&g->file, g->options->out);
+	g->ended = (int)g->file.num_done;
+	if (rc == 0 && g->ended)
+		fprintf(stderr, "%s: %d of %d results are there\n", g->options->out, g->ended, g->num_requests);
+	if (rc == 0 && g->ended < g->num_requests)
+		rc = run_requests(g);
+	rc = result_lines_close(&g->file, rc);
+	free(checksums);
+	free(text.data);
+	return rc;
+}
+
 /* All of the command but the checks of its options. */
 static int generate_all(struct generation *g, const char *model)
 {
@@ -272,17 +296,7 @@ static int generate_all(struct generation *g, const char *model)
 	if ((int64_t)g->num_prompts * o->draws > INT32_MAX)
 		return fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
 	g->num_requests = g->num_prompts * o->draws;
-	if (!o->out)
-		return run_requests(g);
-	uint32_t *checksums = allocate(g->num_prompts * sizeof *checksums);
-	int rc = open_file(g, checksums);
-	if (rc == 0 && g->file.num_done)
-		fprintf(stderr, "%s: %lld of %d results are there\n", o->out, (long long)g->file.num_done, g->num_requests);
-	if (rc == 0 && g->file.num_done < g->num_requests)
-		rc = run_requests(g);
-	rc = result_lines_close(&g->file, rc);
-	free(checksums);
-	return rc;
+	return o->out ? extend_file(g) : run_requests(g);
 }
 
 static int run_generate(const struct command_line *line)

@@ -21,36 +21,24 @@
 /* What a result of this prompt depends on; the caller owns it. */
 static json_t *made_with(const struct result_lines *f, int prompt)
 {
-	json_t *all = json_copy(f->made_with);
-	json_object_set_new(all, "prompt", crc_to_json(f->prompts[prompt]));
-	return all;
+	return json_pack("{s:o, s:o, s:o}", "model", crc_to_json(f->model), "prompt", crc_to_json(f->prompts[prompt]),
+			"options", json_cstring(f->options));
 }
 
-/* Fails unless a line was made as this command makes it: the first member that differs is named. */
+/* Fails unless a line was made as this command makes it, naming the first member that differs. */
 static int check_made_with(const json_t *found, const json_t *wanted, const char *where)
 {
 	const char *key;
 	json_t *value;
-	if (!json_is_object(found))
-		return fail("%s: `made_with` is %s; expected a result of `ling generate --out`: give --out another name", where,
-				json_kind(found));
 	json_object_foreach((json_t *)wanted, key, value) {
-		const json_t *other = json_object_get(found, key);
-		if (json_equal(value, other))
-			continue;
-		char *mine = json_text(value, JSON_ENCODE_ANY), *theirs = other ? json_text(other, JSON_ENCODE_ANY) : NULL;
-		char shown[2][64];
-		printable(shown[0], theirs ? theirs : "none"), printable(shown[1], mine);
-		free(mine), free(theirs);
-		if (!strcmp(key, "prompt") || !strcmp(key, "model"))
-			return fail("%s: the result of another %s (checksum %s; this one's is %s): give --out another name, or the "
-					"%s that made this file", where, key, shown[0], shown[1], key);
-		return fail("%s: made with `%s` %s, and this command has %s: give --out another name, or the options that made "
-				"this file", where, key, shown[0], shown[1]);
+		const char *other = field_text(found, where, key);
+		if (!other)
+			return -1;
+		if (strcmp(other, json_string_value(value)))
+			return fail("%s: was made otherwise: its `%s` is \"%.500s\", and that of this command \"%.500s\"; give "
+					"--out another name, or give what made this file", where, key, other, json_string_value(value));
 	}
-	return json_object_size(found) == json_object_size(wanted) ? 0 :
-		fail("%s: `made_with` has members that are not known: it is of another version; give --out another name",
-				where);
+	return 0;
 }
 
 /* Takes a line of the file as done. */
@@ -60,8 +48,9 @@ static int read_line(struct result_lines *f, const char *where, const char *line
 	int64_t prompt, draw;
 	if (!root)
 		return -1;
-	int rc = json_object_get(root, "made_with") ? 0 :
-		fail("%s: `made_with` is missing; expected a result of `ling generate --out`: give --out another name", where);
+	const json_t *made = json_object_get(root, "made_with");
+	int rc = json_is_object(made) ? 0 : fail("%s: `made_with` is %s; expected a result of `ling generate --out`: give "
+			"--out another name", where, json_kind(made));
 	if (rc == 0 && (field_int(root, where, "prompt", 0, INT32_MAX, &prompt) < 0 ||
 			field_int(root, where, "draw", 0, INT32_MAX, &draw) < 0))
 		rc = -1;
@@ -70,7 +59,7 @@ static int read_line(struct result_lines *f, const char *where, const char *line
 				"or the prompts that made this file", where, (long long)prompt, f->num_prompts);
 	if (rc == 0) {
 		json_t *wanted = made_with(f, (int)prompt);
-		rc = check_made_with(json_object_get(root, "made_with"), wanted, where);
+		rc = check_made_with(made, wanted, where);
 		json_decref(wanted);
 	}
 	if (rc == 0 && draw < f->num_draws) { /* there may be more draws than are asked for now */
@@ -115,13 +104,12 @@ static int read_lines(struct result_lines *f, const char *path, size_t *whole)
 	return rc;
 }
 
-int result_lines_open(struct result_lines *f, const char *path, json_t *made, const uint32_t *prompts,
-		int num_prompts, int num_draws)
+int result_lines_open(struct result_lines *f, const char *path)
 {
 	struct stat status;
 	size_t whole;
-	*f = (struct result_lines){.file = -1, .made_with = made, .prompts = prompts, .num_prompts = num_prompts,
-			.num_draws = num_draws};
+	const int num_prompts = f->num_prompts, num_draws = f->num_draws;
+	f->file = -1;
 	f->done = calloc((size_t)num_prompts * num_draws, sizeof *f->done);
 	if (!f->done)
 		return fail("out of memory for %d x %d results", num_prompts, num_draws);
@@ -169,7 +157,6 @@ int result_lines_close(struct result_lines *f, int rc)
 	if (f->file >= 0)
 		close(f->file);
 	new_file_abandon(&f->lock);
-	json_decref(f->made_with);
 	free(f->done);
 	return rc;
 }

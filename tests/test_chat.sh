@@ -193,6 +193,9 @@ test_terminal() {
 	type_keys '\004'
 	close_terminal
 	[ "$(jq -c '.messages[0:2]' saved.jsonl)" = '[{"role":"user","content":"a"},{"role":"assistant","content":"xyé"}]' ] || problem "found: $(cat saved.jsonl)"
+	# what was said before is not computed again
+	perl -ne 'exit 1 if /(\d+) tokens in, (\d+) of them computed before; (\d+) out/ && $1 > $2 && $2 > 20 && $3 > 8' terminal.txt &&
+		problem "what was computed again: $(cat -v terminal.txt)"
 	grep -qa ' icanon' terminal.txt && grep -qa ' echo ' terminal.txt || problem "the terminal is not as before: $(cat -v terminal.txt)"
 }
 

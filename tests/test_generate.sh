@@ -509,15 +509,16 @@ test_out() {
 	has err.txt "out.jsonl: 4 of 4 results are there"
 	same out.jsonl all.jsonl
 	# what is no result of this command
-	refuse_out "out.jsonl:1: made with \`temperature\` 0.0, and this command has 1.5" --temperature 1.5
-	refuse_out "\`max_tokens\` 20, and this command has 21" --max-tokens 21
-	refuse_out "\`stop\` \"\", and this command has \"x\"" --stop x
-	refuse_out "\`logprobs\` false, and this command has true" --logprobs
+	local was="out.jsonl:1: was made otherwise: its \`options\` is \"--max-tokens 20 --temperature 0\", and that of this command \"--max-tokens"
+	refuse_out "$was 20 --temperature 0.8 --seed 0\"; give --out another name" --temperature 0.8
+	refuse_out "$was 20 --temperature 0.8 --seed 7 --top-k 3 --top-p 0.9\"" --temperature 0.8 --top-k 3 --top-p 0.9 --seed 7
+	refuse_out "$was 21 --temperature 0\"" --max-tokens 21
+	refuse_out "$was 20 --temperature 0 --logprobs --stop x y\"" --stop "x y" --logprobs
 	sed '1s/c/d/; 2s/f/e/; 3s/k/i/; 4s/g/h/' prompts.txt >changed.txt
-	refuse_out "the result of another prompt (checksum" --prompts changed.txt
+	refuse_out "was made otherwise: its \`prompt\` is \"" --prompts changed.txt
 	! grep -q '"model": "00000000"' out.jsonl || problem "no checksum: $(head -n 1 out.jsonl)"
 	sed -i '1s/"model": "[0-9a-f]*"/"model": "00000000"/' out.jsonl
-	refuse_out "out.jsonl:1: the result of another model (checksum"
+	refuse_out "out.jsonl:1: was made otherwise: its \`model\` is \"00000000\", and that of this command"
 	cp all.jsonl out.jsonl
 	sed -n 2p all.jsonl >>out.jsonl
 	refuse_out "is in the file twice"

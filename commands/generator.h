@@ -30,8 +30,8 @@
 			"byte, a tokenizer.json, or its directory (default: the model's own)")
 #define KV_TOKENS_OPTION(s) \
 	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, INT64_MAX, \
-			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if there " \
-			"is room)")
+			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if " \
+			"there is room)")
 
 /* Fails when an option that goes with draws is given, and nothing is drawn. */
 int check_sampling(const struct command_line *line, const struct sampling *s);

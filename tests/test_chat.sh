@@ -155,13 +155,16 @@ open_terminal() {
 	exec 7>keys
 }
 type_keys() { printf "$1" >&7; }
-# shows TEXT N: waits until the terminal has shown the text N times.
+# shows TEXT N: waits until the terminal has shown the text N times; when it does not, ends what runs there.
 shows() {
 	local tries=0
 	until [ "$(grep -aoF -- "$1" terminal.txt 2>/dev/null | wc -l)" -ge "$2" ]; do
 		sleep 0.02
 		tries=$((tries + 1))
-		[ $tries -lt 1000 ] || { problem "'$1' is not shown $2 times: $(cat -v terminal.txt)" && return; }
+		[ $tries -lt 1000 ] && kill -0 $! 2>/dev/null && continue
+		problem "'$1' is not shown $2 times: $(tail -c 1000 terminal.txt | cat -v)"
+		kill $! 2>/dev/null
+		return
 	done
 }
 # close_terminal: waits for the command's end; its exit status must be 0.

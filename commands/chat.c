@@ -230,8 +230,7 @@ static int ask(struct chat *c, const char *text, size_t n)
 		keep_reply(c, &r);
 	else
 		take_back(c);
-	free(r.ids.id);
-	free(r.text.data);
+	request_free(&r);
 	return rc;
 }
 

@@ -13,6 +13,7 @@
 #include "ling.h"
 #include "training/evaluation.h"
 #include "commands/engine.h"
+#include "commands/replicas.h"
 #include "commands/result.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
@@ -24,9 +25,10 @@
 
 struct eval_options {
 	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
-	bool document_mask, json;
+	bool document_mask, json, no_sharing;
 	int packing, document_token, seq_len, batch;
-	int64_t max_windows;
+	int64_t max_windows, kv_tokens;
+	struct replica_options replicas;
 };
 
 /* Fails when the ids of a token file are not those of the model's tokenizer, or of the one named instead. Gives the
@@ -84,7 +86,7 @@ static void print_loss(const json_t *report)
 
 /* How many windows of L tokens a rank computes together, of the `windows` of all ranks: FORWARD_TOKENS tokens or a
  * window more, so that each expert has enough rows for its products to be fast. Fewer where their activations would
- * take more than a quarter of the memory that this rank may use. */
+ * take more than a quarter of the memory that a rank may use. Collective. */
 static int choose_batch(const struct model_config *c, const struct layout *layout, int64_t windows, int L)
 {
 	enum { FORWARD_TOKENS = 8192 };
@@ -96,7 +98,9 @@ static int choose_batch(const struct model_config *c, const struct layout *layou
 	while (batch > 1 && (plan_memory(&plan, c, layout, batch, L, EVALUATE) < 0 ||
 			(double)plan.activations + plan.balanced_arrivals > memory / 4))
 		batch /= 2;
-	return batch > 1 ? (int)batch : 1;
+	real least = -(real)(batch > 1 ? batch : 1); /* of all ranks: they compute as many windows */
+	all_reduce_max(&layout->all, TRAFFIC_STATISTICS, &least, 1);
+	return (int)-least;
 }
 
 static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
@@ -105,7 +109,7 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	const char *dtype = o->dtype ? o->dtype : "none";
 	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
 	struct tokens data;
-	struct model m;
+	struct model m = {0};
 	struct evaluation e;
 	struct data_source source = {0};
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
@@ -121,22 +125,25 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 		tokens_close(&data);
 		return -1;
 	}
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
-	layout_connect(&layout);
 	const int64_t all = count_windows(&data, o->seq_len);
 	const int64_t windows = o->max_windows && o->max_windows < all ? o->max_windows : all;
-	const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
-	int rc = model_init(&m, c, &layout, batch, o->seq_len, EVALUATE);
+	struct layout layout;
+	int rc = replicas_connect(&layout, c, &o->replicas);
 	if (rc == 0) {
-		rc = model_load(&m, dir);
-		if (rc == 0)
-			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
-		model_free(&m);
+		const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
+		rc = parallel_agree(model_init(&m, c, &layout, batch, o->seq_len, EVALUATE));
 	}
+	if (rc == 0)
+		rc = model_load(&m, dir);
+	if (rc == 0)
+		rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
+	if (rc == 0)
+		replicas_report(&layout);
+	model_free(&m);
 	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
-	if (rc == 0 && layout.world.rank == 0)
+	if (rc == 0 && layout.all.rank == 0)
 		result_print(loss_report(&e), o->json, print_loss);
 	tokens_close(&data);
 	return rc;
@@ -147,7 +154,6 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 static int encode_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
 		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work)
 {
-	enum { MAX_FORWARD_TOKENS = 4096 };
 	int64_t forward_tokens = 1;
 	if (tokenizer_size(tokenizer) > c->vocab_size)
 		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model "
@@ -158,7 +164,7 @@ static int encode_tasks(const struct eval_options *o, const char *dir, const str
 		const int64_t batch = work[i].num_contexts < o->batch ? work[i].num_contexts : o->batch;
 		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
 	}
-	return forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS;
+	return forward_tokens < ENGINE_TOKENS ? (int)forward_tokens : ENGINE_TOKENS;
 }
 
 /* Loads the model on all ranks, which share the samples. */
@@ -179,6 +185,8 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	struct task_work *work = NULL;
 	struct ids ends = {0}, chat_ends = {0}; /* of replies, and of those in chat form */
 	struct task_result *result = NULL;
+	const struct engine_options engine = {.max_requests = o->batch, .kv_tokens = o->kv_tokens,
+			.no_sharing = o->no_sharing};
 	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
 	for (const struct task *t = tasks.task; rc == 0 && first && t < tasks.task + tasks.count; t++)
@@ -204,7 +212,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	rc = parallel_agree(rc);
 	for (int64_t i = 0; i < tasks.count && rc == 0; i++) {
 		work[i].ends = tasks.task[i].chat ? &chat_ends : &ends;
-		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
+		if ((rc = task_run(&work[i], &m, &engine)) == 0 && first)
 			task_score(&work[i], &result[i], results);
 	}
 	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
@@ -237,8 +245,11 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form")))
-		rc = fail("--out and --chat-form go with --tasks");
+	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form") ||
+			option_given(line, "kv-tokens") || o->no_sharing))
+		rc = fail("--kv-tokens, --no-prefix-sharing, --out and --chat-form go with --tasks");
+	else if (o->tasks && (option_given(line, "tensor") || option_given(line, "expert")))
+		rc = fail("--tensor and --expert go with --data");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "packing") || option_given(line, "document-mask") ||
 			option_given(line, "document-token")))
@@ -273,9 +284,14 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Samples of a task that are computed together; with --data windows, by default some 8192 tokens of them; "
 			"changes no result", .initial = "8"),
+	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
+			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
+	FLAG_OPTION(eval_options, no_sharing, "no-prefix-sharing",
+			"Compute equal beginnings of samples for each one, to compare"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
 	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
+	REPLICA_OPTIONS(eval_options),
 	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
 };
 

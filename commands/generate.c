@@ -323,11 +323,8 @@ static int run_generate(const struct command_line *line)
 	if (rc < 0)
 		return EXIT_WRONG_USE;
 	rc = generate_all(&g, line->words[0]);
-	for (int i = 0; g.requests && i < g.num_requests; i++) {
-		free(g.requests[i].ids.id);
-		free(g.requests[i].text.data);
-		free(g.requests[i].log_prob);
-	}
+	for (int i = 0; g.requests && i < g.num_requests; i++)
+		request_free(&g.requests[i]);
 	free(g.requests);
 	for (int i = 0; g.prompts && i < g.num_prompts; i++)
 		free(g.prompts[i].id);

@@ -140,17 +140,45 @@ test_other_replicas() {
 	[ "$(grep -c . others/metrics.jsonl)" = 20 ] || problem "not 20 steps"
 }
 
-# By time: a slow replica takes fewer steps. Each sample is trained on once.
+# The mean of each of the 4 blocks is scaled down to the norm local.clip: so is what the synchronisation changes, as outer rate 1 and no
+# momentum take it as it is.
+test_clip() {
+	train 2 clipped $local local.warmup_steps=4 local.steps=4 train.steps=8 checkpoint.every=4 checkpoint.keep=0 data.valid=off local.clip=0.01 \
+		local.outer_lr=1 local.outer_momentum=0
+	perl -e 'local $/;
+		my ($a, $b) = map { [map { open my $f, "<:raw", $_ or die "$_: $!"; my $t = <$f>; unpack "f<*", substr $t, 8 + unpack "Q<", $t }
+			sort glob "clipped/step-000000$_/model-*.safetensors"] } 4, 8;
+		my $sum = 0;
+		$sum += ($a->[$_] - $b->[$_]) ** 2 for 0 .. $#$a;
+		printf "the norm is %.7f, expected 0.02\n", sqrt $sum if abs(sqrt($sum) - 0.02) > 1e-5;' >wrong.txt 2>&1
+	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
+}
+
+# By time: a slow replica takes fewer steps. Each sample is trained on once, also when the run goes on without replicas.
 test_seconds() {
-	train 2 seconds $local local.seconds=0.1 train.steps=40 --inject slow@step=1,rank=1,ms=30 --inject slow@step=1,rank=0,ms=10
+	train 2 seconds $local local.seconds=0.1 train.steps=60 train.stop_at_step=40 checkpoint.keep=0 --inject slow@step=1,rank=1,ms=30 \
+		--inject slow@step=1,rank=0,ms=10
+	local uneven step
+	uneven=$(cd seconds && echo step-*)
+	step=$((10#${uneven#step-}))
+	train 2 seconds parallel.sync=step train.steps=60 checkpoint.keep=0 train.stop_at_step=$((step + 1))
+	train 2 seconds parallel.sync=step train.steps=60 checkpoint.keep=0
+	for step in $(cd seconds && echo step-*); do
+		perl -MJSON::PP -e '
+			my $t = decode_json(do { local $/; open my $f, "<", "seconds/$ARGV[0]/trainer.json"; <$f> });
+			my $left = 0;
+			$left += $_->[2] - $_->[1] + 1 for @{$t->{local}{pending}};
+			print "$ARGV[0]: left $left\n";
+			print "$ARGV[0] is wrong: taken $t->{sources}[0]{taken}, left $left, samples $t->{samples}\n" if $t->{sources}[0]{taken} - $left != $t->{samples};' "$step"
+	done >left.txt 2>&1
+	grep wrong left.txt && problem "$(cat left.txt)"
+	grep -q ': left [1-9]' left.txt || problem "no sample waited: $(cat left.txt)"
 	perl -MJSON::PP -e '
-		my $t = decode_json(do { local $/; open my $f, "<", "seconds/step-0000040/trainer.json"; <$f> });
-		my ($l, $taken, $left) = ($t->{local}, $t->{sources}[0]{taken}, 0);
-		$left += $_->[2] - $_->[1] + 1 for @{$l->{pending}};
+		my $t = decode_json(do { local $/; open my $f, "<", "seconds/$ARGV[0]/trainer.json"; <$f> });
+		my $l = $t->{local};
 		my ($a, $b) = @{$l->{counts}};
-		print "taken $taken, left $left, samples $t->{samples}; " if $taken - $left != $t->{samples};
 		print "counts $a, $b, carry $l->{carry}, step $t->{step}; " if $a + $b != 2 * $t->{step} + $l->{carry} || $t->{samples} != 4 * ($a + $b);
-		print "counts $a, $b are even; " unless $a > 1.5 * $b;' >wrong.txt 2>&1
+		print "counts $a, $b are even; " unless $a > 1.5 * $b;' "$uneven" >wrong.txt 2>&1
 	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
 }
 
@@ -167,6 +195,16 @@ test_poisoned() {
 	grep -q '"step":200 "blocks_set_aside":\[0,0,0,[1-4]\]' aside.txt || problem "not set aside: $(cat aside.txt)"
 }
 
+# The plan counts what parallel.reduce bf16 keeps of a rank's changes: 2 bytes for each of its weights, and of one more; AdamW's moments are 8.
+test_plan() {
+	local kind
+	for kind in f32 bf16; do
+		"$ling" info tiny.yaml --ranks 4 $local local.ranks=2 parallel.reduce=$kind --json >$kind.json 2>err.txt || problem "$(cat err.txt)"
+	done
+	jq -es '.[1].memory_bytes.reduction - .[0].memory_bytes.reduction == .[0].memory_bytes.optimizer / 4 + 2 and
+		.[1].memory_bytes.total > .[0].memory_bytes.total' f32.json bf16.json >/dev/null || problem "$(cat f32.json bf16.json)"
+}
+
 test_refused() {
 	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
 	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
@@ -174,5 +212,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume hangs other_replicas seconds poisoned refused
+check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan refused
 finish

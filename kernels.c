@@ -717,7 +717,7 @@ enum { LARGEST_TILE = 1024 }; /* rows; a tile has at most NC columns */
 static struct tile_size choose_equal_tiles(int64_t rows, int64_t cols, bool whole_rows, int threads)
 {
 	enum { SMALLEST_ROWS = 2 * ROW_UNIT };
-	const double pack = 10;      /* an element of an operand, for each term of the sum, as many elements of the result */
+	const double pack = 10;      /* packing an element of an operand takes as long as so many multiply-adds */
 	const double uneven = 0.3;   /* by how much of a tile threads differ in speed */
 	struct tile_size best = {0};
 	double least = INFINITY;
@@ -840,7 +840,8 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 		const int64_t rows = offset[g + 1] - offset[g];
 		const int64_t t = offset[g] + tile_begin(i, rows, tile.rows, ROW_UNIT);
 		const int64_t t_end = offset[g] + tile_begin(i + 1, rows, tile.rows, ROW_UNIT);
-		const int64_t n = tile_begin(j, cols, tile.cols, COL_UNIT), n_end = tile_begin(j + 1, cols, tile.cols, COL_UNIT);
+		const int64_t n = tile_begin(j, cols, tile.cols, COL_UNIT);
+		const int64_t n_end = tile_begin(j + 1, cols, tile.cols, COL_UNIT);
 		struct epilogue tile_epilogue = {0};
 		if (by_tile) {
 			tile_epilogue = *epilogue;

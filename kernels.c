@@ -1088,7 +1088,8 @@ void rope_backward(real *dqkv, const real *table, const int32_t *document, int64
  * elements.
  * ========================================================================================================== */
 
-enum { QUERY_BLOCK = 256, KEY_BLOCK = UNPACKED_LD }; /* rows and keys of a block, at most */
+enum { QUERY_BLOCK = 256, KEY_BLOCK = KV_BLOCK }; /* rows and keys of a block, at most */
+_Static_assert((int)KEY_BLOCK == (int)UNPACKED_LD, "gemm reads scores where they stand");
 
 /* A pair of a query block and a key block: its scores, or probabilities, and their gradients, both [QUERY_BLOCK,
  * KEY_BLOCK]. */
@@ -1184,10 +1185,11 @@ static struct key_range unmasked_keys(const struct query_block *q, int64_t r, in
 }
 
 /* One block's rows of out, and of lse if it is not NULL. qkv, out and lse begin at the block's first position. k and v
- * are those of the key-value head at position 0, rows ld apart. Key blocks begin at multiples of KEY_BLOCK, so that
- * the bits of a row do not depend on the block that it is in. */
+ * are those of the key-value head, rows ld apart. Key block i has its rows from first_row[i] on; NULL: from
+ * i KEY_BLOCK on. Key blocks begin at multiples of KEY_BLOCK, so that the bits of a row do not depend on the query
+ * block that it is in. */
 static void attention_block_forward(real *out, real *lse, const struct query_block *q, const real *qkv, const real *k,
-		const real *v, int64_t ld, int64_t d, real *scratch)
+		const real *v, const int64_t *first_row, int64_t ld, int64_t d, real *scratch)
 {
 	/* After each key block, for each row: max = the largest score so far; sum = the sum of e^(score - max);
 	 * o = the sum of e^(score - max) v. At the end O = o / sum and lse = max + ln(sum). */
@@ -1195,7 +1197,8 @@ static void attention_block_forward(real *out, real *lse, const struct query_blo
 	real max[QUERY_BLOCK], sum[QUERY_BLOCK];
 	for (int64_t key = first_key_of_block(q); key < q->first + q->positions; key += KEY_BLOCK) {
 		const int64_t keys = min64(KEY_BLOCK, q->first + q->positions - key);
-		attention_scores(scores, q, qkv, k + key * ld, keys, ld, d);
+		const int64_t offset = (first_row ? first_row[key / KEY_BLOCK] : key) * ld;
+		attention_scores(scores, q, qkv, k + offset, keys, ld, d);
 		for (int64_t r = 0; r < q->rows; r++) {
 			const struct key_range seen = unmasked_keys(q, r, key, keys);
 			const int64_t n = seen.to - seen.from;
@@ -1213,7 +1216,7 @@ static void attention_block_forward(real *out, real *lse, const struct query_blo
 			for (int64_t j = 0; started && j < d; j++)
 				o[r * d + j] *= rescale;
 		}
-		gemm(q->rows, d, keys, 1, as_stored(scores, KEY_BLOCK), as_stored(v + key * ld, ld),
+		gemm(q->rows, d, keys, 1, as_stored(scores, KEY_BLOCK), as_stored(v + offset, ld),
 				key > first_key_of_block(q), o, d);
 	}
 	for (int64_t r = 0; r < q->rows; r++) {
@@ -1250,7 +1253,7 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 		const struct query_block q = make_query_block(&cut, kv, group, block, 0, own, L, nh, nkv);
 		const real *sequence = qkv + b * L * stride, *k = sequence + (nh + kv) * d;
 		attention_block_forward(out + (b * L + q.first) * nh * d, lse + (b * L + q.first) * nh, &q,
-				sequence + q.first * stride, k, k + nkv * d, stride, d,
+				sequence + q.first * stride, k, k + nkv * d, NULL, stride, d,
 				scratch + omp_get_thread_num() * block_scratch(d));
 		end_task();
 	}
@@ -1276,10 +1279,11 @@ void attention_extend(real *out, const real *qkv, const struct segment *segments
 					{
 						const struct query_block q = make_query_block(&cut, kv, group, block, c->length, NULL, L, nh,
 								nkv);
-						const real *k = c->kv + layer * c->capacity * stride + kv * d;
+						const real *k = c->kv + layer * c->rows * stride + kv * d;
 						const int64_t first = row + q.first - c->length; /* of the block, in all segments */
 						attention_block_forward(out + first * nh * d, NULL, &q, qkv + first * (nh + 2 * nkv) * d, k,
-								k + nkv * d, stride, d, scratch + omp_get_thread_num() * block_scratch(d));
+								k + nkv * d, c->block, stride, d,
+								scratch + omp_get_thread_num() * block_scratch(d));
 					}
 				}
 	}

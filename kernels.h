@@ -136,9 +136,12 @@ void attention_backward(real *dqkv, const real *dout, const real *out, const rea
 		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
 		int64_t shared_size);
 
-/* Generation: the keys and values of a sequence so far, kv [layers, capacity, 2 nkv d] after RoPE (a row is all key
- * heads, then all value heads), of which `length` positions are filled. To take tokens back, lower length. */
-struct kv_cache { real *kv; int64_t length, capacity; };
+/* Generation: the keys and values of a sequence so far, of which `length` positions are filled. They are rows of a
+ * pool, kv [layers, rows, 2 nkv d] after RoPE (a row is all key heads, then all value heads), in which sequences may
+ * share rows. Position p has row block[p / KV_BLOCK] + p % KV_BLOCK of each layer: a block is contiguous, and may be
+ * anywhere. To take tokens back, lower length. */
+enum { KV_BLOCK = 256 };       /* positions of a block: as many keys as attention takes at a time */
+struct kv_cache { real *kv; int64_t rows; const int64_t *block; int64_t length; };
 /* The next tokens of the sequence in `cache`; token [num_tokens]. */
 struct segment { struct kv_cache *cache; const int32_t *token; int64_t num_tokens; };
 /* Attention for the next tokens of n sequences, whose rows are in qkv and out one segment after the other. Their keys

@@ -149,11 +149,11 @@ static void attention_segments(struct model *m, int l, const struct segment *seg
 	real *qkv = x->qkv;
 	for (int i = 0; i < n; i++) {
 		const struct kv_cache *cache = segments[i].cache;
-		real *kv = cache->kv + (l * cache->capacity + cache->length) * kv_width;
+		real *kv = cache->kv + l * cache->rows * kv_width;
 		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv,
 				d);
-		for (int64_t t = 0; t < segments[i].num_tokens; t++, qkv += width, kv += kv_width)
-			memcpy(kv, qkv + nh * d, kv_width * sizeof *kv);
+		for (int64_t p = cache->length; p < cache->length + segments[i].num_tokens; p++, qkv += width)
+			memcpy(kv + (cache->block[p / KV_BLOCK] + p % KV_BLOCK) * kv_width, qkv + nh * d, kv_width * sizeof *kv);
 	}
 	attention_extend(x->attention, x->qkv, segments, n, l, nh, nkv, d, m->acts.attention_scratch);
 }
@@ -498,7 +498,6 @@ real *model_extend(struct model *m, const struct segment *segments, int n)
 	begin(OP_EMBEDDING, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < n; i++) {
 		const struct segment *s = &segments[i];
-		assert(s->num_tokens <= s->cache->capacity - s->cache->length);
 		embedding_forward(embedded + T * H, s->token, &m->embedding, m->first_vocab, s->num_tokens, H,
 				m->config.vocab_size);
 		T += s->num_tokens;
@@ -536,7 +535,7 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 		all_gather(tensor, TRAFFIC_HEAD, logits + i * V, out + i * own, V, 1);
 }
 
-double model_loss(struct model *m, const int32_t *target, int B, const struct step *step)
+double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss)
 {
 	struct activations *a = &m->acts;
 	const struct group *tensor = &m->layout.tensor;
@@ -547,6 +546,8 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 	/* the weight of a token's loss in that of the step, which is a mean */
 	const double scale = step && step->num_targets ? 1.0 / step->num_targets : 0;
 	double total = 0;
+	for (int b = 0; window_loss && b < B; b++)
+		window_loss[b] = 0;
 	/* an empty micro-batch has one turn too, which writes 0 to its gradient */
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
@@ -564,8 +565,12 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 		double *loss = a->head_loss, *sum = loss + n;
 		cross_entropy_forward(loss, sum, a->head_logits, a->head_max, target + first, m->first_vocab, n, V);
 		all_reduce_sum(tensor, TRAFFIC_HEAD, loss, 2 * n);
-		for (int64_t t = 0; t < n; t++)
-			total += target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
+		for (int64_t t = 0; t < n; t++) {
+			const double of_token = target[first + t] < 0 ? 0 : loss[t] + log(sum[t]);
+			total += of_token;
+			if (window_loss)
+				window_loss[(first + t) / m->seq_len] += of_token;
+		}
 		dump_losses(m, loss, sum, target + first, first, n);
 		if (!step)
 			continue;
@@ -1039,7 +1044,7 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		m->length = t->length + i * own.size;
 		dump_micro_batch(m, i, B);
 		model_forward(m, input, B, &step, &t->sums);
-		const double loss = model_loss(m, target, B, &step);
+		const double loss = model_loss(m, target, B, &step, NULL);
 		t->first_loss = i == 0 ? loss : t->first_loss;
 		t->work += forward_work(m, B * L);
 		/* the ranks of a tensor group have the same tokens */
@@ -1294,7 +1299,7 @@ static double loss_beforehand(struct trainer *t, int64_t batch)
 	m->document = t->document;
 	m->length = t->length;
 	model_forward(m, t->input, B, &step, NULL);
-	const double loss = model_loss(m, t->target, B, NULL);
+	const double loss = model_loss(m, t->target, B, NULL, NULL);
 	trace_check(false);
 	return loss;
 }

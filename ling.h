@@ -48,6 +48,7 @@
  *     startup                  what a process arranges before a command runs
  *     result                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
+ *     kv_pool, prefix_tree     memory for keys and values; which beginnings of sequences are computed
  *     engine                   generation: key-value caches, batches, sampling
  *     samples                  prompts that each evaluation of a training run continues
  *     match                    what a pattern finds in a reply; numbers and punctuation in it
@@ -156,8 +157,9 @@ real *model_extend(struct model *m, const struct segment *segments, int n);
  * parallel, model_forward; n <= head_chunk(V, 1). V is the whole vocabulary, which a tensor group joins. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the targets [B, L] of the last forward pass that count (>= 0). With step, also
- * the gradients of the head and of acts.normed. */
-double model_loss(struct model *m, const int32_t *target, int B, const struct step *step);
+ * the gradients of the head and of acts.normed. window_loss [B], or NULL: the sum of each window, which is the same
+ * whatever the other windows are. */
+double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss);
 /* The backward pass, from what model_loss left; to be called after it with the same input, B and step. `reduction` is
  * told when the gradients of a block are complete on this rank: NULL for every micro-batch but a rank's last, and in
  * one process. */
@@ -253,7 +255,7 @@ struct micro_batches own_micro_batches(const struct trainer *t, int64_t batch);
 void report_save(struct trainer *t, int ended);
 
 /* Set by the signals that ask for a stop (commands/train.c): the current step is finished and saved, and a validation
- * ends within 1,024 tokens and a window. Global because a signal handler gets no pointer of ours. */
+ * ends within a micro-batch. Global because a signal handler gets no pointer of ours. */
 extern volatile sig_atomic_t stop_requested;
 
 #endif

@@ -38,7 +38,7 @@ static struct {
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
-	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice came; on ranks 0 and 1 */
+	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice to this one came */
 	double notices_read;         /* when this rank last read its notices */
 } mpi;
 
@@ -159,7 +159,7 @@ struct oversubscription parallel_oversubscription(int threads)
  * Waiting. If a rank is stopped or its machine cannot be reached, MPI waits for ever and does not tell which one it
  * is. So a rank that waits sends a notice, an empty message, to ranks 0 and 1 every NOTICE_SECONDS. When rank 0 has
  * itself waited for REPORT_SECONDS, it names the ranks from which no notice came; rank 1 does so if rank 0 is one of
- * them.
+ * them. In a period of local SGD the first two ranks of each replica do it for that replica.
  * ========================================================================================================== */
 
 #ifndef NOTICE_SECONDS          /* a build for tests has less */
@@ -167,10 +167,16 @@ struct oversubscription parallel_oversubscription(int threads)
 #define REPORT_SECONDS 30
 #endif
 
-/* Tells ranks 0 and 1 that this rank waits. */
+/* Whether a rank is told who waits, and says who does not: the first two of those that agree. */
+static bool is_told(int rank)
+{
+	return rank >= mpi.first_agreeing && rank < mpi.first_agreeing + 2 && rank < mpi.first_agreeing + mpi.num_agreeing;
+}
+
+/* Tells them that this rank waits. */
 static void send_notices(void)
 {
-	for (int to = 0; to < 2 && to < parallel_size(); to++) {
+	for (int to = mpi.first_agreeing; is_told(to); to++) {
 		MPI_Request request;
 		if (to == parallel_rank())
 			continue;
@@ -195,19 +201,19 @@ static void read_notices(void)
 /* Names the ranks from which no notice came lately. */
 static void report_silent_ranks(const char *what, double waited)
 {
-	const int rank = parallel_rank(), size = parallel_size();
+	const int rank = parallel_rank(), first = mpi.first_agreeing;
 	const double since = clock_seconds() - 3 * NOTICE_SECONDS;
 	char names[1024] = "";
 	int silent = 0;
 	mpi.last_notice[rank] = clock_seconds();
-	for (int r = 0, n = 0; r < size; r++)
+	for (int r = first, n = 0; r < first + mpi.num_agreeing; r++)
 		if (mpi.last_notice[r] < since) {
 			if (n < (int)sizeof names - 100)
 				n += snprintf(names + n, sizeof names - n, "%s%d on %.*s", silent ? ", " : "", r, HOST_LEN,
 						mpi.hosts[r]);
 			silent++;
 		}
-	if (silent && (rank == 0 || mpi.last_notice[0] < since))
+	if (silent && (rank == first || mpi.last_notice[first] < since))
 		fprintf(stderr, "\nling: waiting for %.0f s (%s): no sign of rank %s. It is still computing, or it is "
 				"stopped, or its machine cannot be reached. `ling trace RUN --hang` says where each rank is. If it "
 				"does not come back, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n",
@@ -242,7 +248,7 @@ static void wait_in(MPI_Request *requests, int n, const struct wait *w)
 		noticed = t;
 		send_notices();
 		read_notices();
-		if (t - reported >= REPORT_SECONDS && parallel_rank() < 2) {
+		if (t - reported >= REPORT_SECONDS && is_told(parallel_rank())) {
 			reported = t;
 			report_silent_ranks(traffic_names[w->what], t - start);
 		}

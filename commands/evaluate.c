@@ -82,6 +82,23 @@ static void print_loss(const json_t *report)
 	printf("\n");
 }
 
+/* How many windows of L tokens a rank computes together, of the `windows` of all ranks: FORWARD_TOKENS tokens or a
+ * window more, so that each expert has enough rows for its products to be fast. Fewer where their activations would
+ * take more than a quarter of the memory that this rank may use. */
+static int choose_batch(const struct model_config *c, const struct layout *layout, int64_t windows, int L)
+{
+	enum { FORWARD_TOKENS = 8192 };
+	const double memory = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
+	const int sharing = layout->data.size * layout->replicas.size;
+	const int64_t share = (windows + sharing - 1) / sharing, wanted = (FORWARD_TOKENS + L - 1) / L;
+	int64_t batch = wanted < share ? wanted : share;
+	struct memory_plan plan;
+	while (batch > 1 && (plan_memory(&plan, c, layout, batch, L, EVALUATE) < 0 ||
+			(double)plan.activations + plan.balanced_arrivals > memory / 4))
+		batch /= 2;
+	return batch > 1 ? (int)batch : 1;
+}
+
 static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
@@ -106,7 +123,10 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	}
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
 	layout_connect(&layout);
-	int rc = model_init(&m, c, &layout, 1, o->seq_len, EVALUATE);
+	const int64_t all = count_windows(&data, o->seq_len);
+	const int64_t windows = o->max_windows && o->max_windows < all ? o->max_windows : all;
+	const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
+	int rc = model_init(&m, c, &layout, batch, o->seq_len, EVALUATE);
 	if (rc == 0) {
 		rc = model_load(&m, dir);
 		if (rc == 0)
@@ -217,9 +237,8 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "batch") || option_given(line, "out") ||
-			option_given(line, "chat-form")))
-		rc = fail("--batch, --out and --chat-form go with --tasks");
+	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form")))
+		rc = fail("--out and --chat-form go with --tasks");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "packing") || option_given(line, "document-mask") ||
 			option_given(line, "document-token")))
@@ -252,7 +271,8 @@ static const struct command_option options[] = {
 	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
 	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
-			"Samples of a task that are computed together; changes no score", .initial = "8"),
+			"Samples of a task that are computed together; with --data windows, by default some 8192 tokens of them; "
+			"changes no result", .initial = "8"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
 	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),

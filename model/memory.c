@@ -400,9 +400,9 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	if (!fits) {
 		model_free(m);
 		return fail("%lld parameters and %d x %d tokens at a time need %.3f GB (weights %.1f, gradients %.1f, "
-				"optimizer %.1f, activations %.1f); %.3f GB may be used here: make the model, micro_batch or seq_len "
-				"smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9, weights / 1e9,
-				plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
+				"optimizer %.1f, activations %.1f); %.3f GB may be used here: make the model, micro_batch (ling eval: "
+				"--batch) or seq_len smaller", (long long)plan.num_elements, max_sequences, seq_len, total / 1e9,
+				weights / 1e9, plan.gradients / 1e9, plan.optimizer / 1e9, plan.activations / 1e9, machine / 1e9);
 	}
 	place_params(&m->params, m->params.memory, c, layout);
 	if (training)

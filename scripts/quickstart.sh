@@ -1,6 +1,7 @@
 #!/bin/bash
 # From nothing to a trained model: builds ling, learns a vocabulary from a bilingual text, makes token files, trains
 # configs/quickstart.yaml, evaluates, draws, and lets the model write. Run it again and it goes on where it stopped.
+# With --text it ends when the token files are there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=build/data
@@ -43,6 +44,7 @@ if [ ! -f "$data/text.ready" ]; then
 	./ling tokenize --tokenizer "$data/tokenizer.json" --out "$data/valid" "$data"/*.valid.txt
 	touch "$data/text.ready"
 fi
+[ "${1:-}" != --text ] || exit 0
 
 ./ling info configs/quickstart.yaml
 ./ling train configs/quickstart.yaml

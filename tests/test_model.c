@@ -181,7 +181,7 @@ static void test_huggingface(void **state)
 	int valid = 0;
 	for (int i = 0; i < 4 * L; i++)
 		valid += target[i] >= 0;
-	real loss = (real)(model_loss(&m, target, 4, NULL) / valid);
+	real loss = (real)(model_loss(&m, target, 4, NULL, NULL) / valid);
 	compare(expected, "loss", &loss, 1, 0, TOLERANCE, name);
 	tensors_close(expected);
 	model_free(&m);
@@ -329,7 +329,7 @@ static void test_empty_micro_batch(void **state)
 			.router_std = t.state.router_std};
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);
-		assert_true(model_loss(&t.model, t.target, 0, &step) == 0);
+		assert_true(model_loss(&t.model, t.target, 0, &step, NULL) == 0);
 		model_backward(&t.model, t.input, 0, &step, NULL);
 		for (int64_t j = 0; j < t.model.table.num_elements; j++)
 			assert_true(t.model.grads.memory[j] == i);
@@ -681,7 +681,7 @@ static void test_norm_head(void **state)
 	memcpy(before, t.model.params.memory, n * sizeof *before);
 	load_step(&t, expected, 1);
 	model_forward(&t.model, t.input, 2, NULL, NULL);
-	model_loss(&t.model, t.target, 2, NULL);
+	model_loss(&t.model, t.target, 2, NULL, NULL);
 	assert_memory_equal(before, t.model.params.memory, n * sizeof *before);
 	assert_done(trainer_step(&t, c.train.batch, &m));
 	for (int64_t j = 0; j < H; j++) {
@@ -876,6 +876,25 @@ static int draw(uint64_t *state, int most)
 	return (int)((*state >> 33) % (most + 1));
 }
 
+/* Caches of B sequences of up to L tokens in one pool, whose blocks are in a random order. kv holds NaN, which no result
+ * may show. The caller frees caches[0].kv and *block. */
+static void scattered_caches(struct kv_cache *caches, int64_t **block, const struct model *m, int B, int64_t L,
+		uint64_t *seed)
+{
+	const int64_t each = (L + KV_BLOCK - 1) / KV_BLOCK, n = B * each, rows = n * KV_BLOCK + 7;
+	real *kv = malloc(kv_cache_bytes(m, rows));
+	for (size_t i = 0; i < kv_cache_bytes(m, rows) / sizeof *kv; i++)
+		kv[i] = NAN;
+	*block = malloc(n * sizeof **block);
+	for (int64_t i = 0; i < n; i++) {
+		const int64_t j = draw(seed, (int)i);
+		(*block)[i] = (*block)[j];
+		(*block)[j] = i * KV_BLOCK + i % 7;
+	}
+	for (int b = 0; b < B; b++)
+		caches[b] = (struct kv_cache){.kv = kv, .rows = rows, .block = *block + b * each};
+}
+
 /* Logits by model_extend: B sequences of L tokens, cut anew and in each call other ones together, against
  * `expected` [B, L, V] bit for bit. A sequence now and then goes on in a copy of its cache, and some of its tokens
  * are taken back. */
@@ -884,8 +903,8 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 	const int64_t L = m->seq_len, V = m->config.vocab_size;
 	struct kv_cache caches[B];
 	real *logits = malloc(m->max_sequences * L * V * sizeof *logits);
-	for (int b = 0; b < B; b++)
-		assert_done(kv_cache_init(&caches[b], m, L));
+	int64_t *block;
+	scattered_caches(caches, &block, m, B, L, &seed);
 	for (int64_t done = 0; done < B * L;) {
 		struct segment segments[B];
 		int64_t first[B], T = 0, row = 0;
@@ -915,8 +934,8 @@ static void check_extend(struct model *m, const int32_t *input, int B, const rea
 			done += caches[b].length;
 		}
 	}
-	for (int b = 0; b < B; b++)
-		kv_cache_free(&caches[b]);
+	free(caches[0].kv);
+	free(block);
 	free(logits);
 }
 
@@ -1163,12 +1182,12 @@ static void test_choose_token(void **state)
 	struct sampling s = {.top_p = 1};
 	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2};
 	const real none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
-	assert_int_equal(choose_token(&s, ties, 5, 0, 0, ids), 1);
+	assert_int_equal(choose_token(&s, ties, 5, &(struct draw){0, 0, 0}, ids), 1);
 	for (int t = 0; t < 2; t++) {
 		s.temperature = t;
-		assert_int_equal(choose_token(&s, wrong, 3, 0, 0, ids), -1);
-		assert_int_equal(choose_token(&s, none, 2, 0, 0, ids), -1);
-		assert_int_equal(choose_token(&s, one, 3, 0, 0, ids), 1);
+		assert_int_equal(choose_token(&s, wrong, 3, &(struct draw){0, 0, 0}, ids), -1);
+		assert_int_equal(choose_token(&s, none, 2, &(struct draw){0, 0, 0}, ids), -1);
+		assert_int_equal(choose_token(&s, one, 3, &(struct draw){0, 0, 0}, ids), 1);
 	}
 	/* Draws have the probabilities that the settings say, and are the same again. */
 	enum { V = 6, DRAWS = 20000 };
@@ -1193,9 +1212,9 @@ static void test_choose_token(void **state)
 		int count[V] = {0};
 		s = (struct sampling){draws[i].temperature, draws[i].top_p, draws[i].top_k, 7};
 		for (int j = 0; j < DRAWS; j++) {
-			const int32_t v = choose_token(&s, logits, V, j % 10, j / 10, ids);
+			const int32_t v = choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids);
 			assert_in_range(v, 0, V - 1);
-			assert_int_equal(choose_token(&s, logits, V, j % 10, j / 10, ids), v);
+			assert_int_equal(choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids), v);
 			count[v]++;
 		}
 		for (int v = 0; v < V; v++) {
@@ -1210,7 +1229,7 @@ static void test_choose_token(void **state)
 		int seen = 0;
 		s = (struct sampling){1, 0.25 * n, 0, 7};
 		for (int j = 0; j < 200; j++)
-			seen |= 1 << choose_token(&s, even, 4, 0, j, ids);
+			seen |= 1 << choose_token(&s, even, 4, &(struct draw){j, 0, 0}, ids);
 		assert_int_equal(seen, (1 << n) - 1);
 	}
 	/* Any sizes: the ranking by a heap is that of sorting. */
@@ -1225,7 +1244,7 @@ static void test_choose_token(void **state)
 		bool seen[MANY] = {false};
 		s = (struct sampling){1, 1, k, 3};
 		for (int j = 0; j < 30 * k; j++)
-			seen[choose_token(&s, many, MANY, 0, j, order)] = true;
+			seen[choose_token(&s, many, MANY, &(struct draw){j, 0, 0}, order)] = true;
 		for (int v = 0; v < MANY; v++) {
 			rank = 0;
 			for (int u = 0; u < MANY; u++)

@@ -132,6 +132,43 @@ test_blend() {
 	[ "$(grep -o '"source_samples": [^]]*' blend/metrics.jsonl)" = "$(grep -o '"source_samples": [^]]*' blended/metrics.jsonl)" ] || problem "source_samples differ"
 }
 
+# The loss over a token file has the same bits for any batch and any number of data ranks, and is that of its windows, each alone, in order. A
+# layout with tensor or expert ranks rounds otherwise, but not by the batch.
+test_evaluation() {
+	local n batch one data layout tensor expert
+	train 1 trained train.steps=3
+	for data in "text --seq-len 16" "text --seq-len 7 --document-mask --max-windows 35"; do
+		expect 0 "" "$ling" eval trained --data $data --batch 1 --json
+		one=$(cat out.txt)
+		for batch in "" "--batch 3" "--batch 40"; do
+			OMP_NUM_THREADS=3 expect 0 "" "$ling" eval trained --data $data $batch --json
+			[ "$(cat out.txt)" = "$one" ] || problem "$data: $(cat out.txt) with $batch, $one with --batch 1"
+		done
+		for n in 2 3 4; do
+			ranks $n "$ling" eval trained --data $data --batch $n --json >out.txt 2>err.txt || problem "$n ranks: $(head -c 300 err.txt)"
+			[ "$(cat out.txt)" = "$one" ] || problem "$data: $(cat out.txt) on $n ranks, $one on 1"
+		done
+	done
+	one=
+	for layout in 1,1,1 2,1,1 4,1,1 4,2,2; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		[ $((tensor * expert)) = 1 ] || one=
+		for batch in 1 3; do
+			rm -rf start
+			train "$n" start train.init_from=trained data.valid='[text, valid]' eval.at_start=true train.micro_batch=$batch train.steps=1 eval.every=off \
+				parallel.tensor="$tensor" parallel.expert="$expert"
+			metric valid_loss start/events.jsonl >loss.txt
+			[ -n "$one" ] || one=$(cat loss.txt)
+			[ -s loss.txt ] && [ "$(cat loss.txt)" = "$one" ] || problem "layout $layout, micro-batch $batch: valid_loss $(cat loss.txt), was $one"
+		done
+	done
+	cp text.idx bad.idx && cp text.bin bad.bin
+	perl -e 'open F, "+<", "bad.bin" or die; seek F, 2 * 600, 0; print F "\xff\xff"'
+	for n in 1 3; do
+		refused $n "bad.bin: token 600: id 65535 is outside the vocabulary" "$ling" eval trained --data bad --seq-len 16 --batch 2
+	done
+}
+
 # In double: some gradients, of biases above all, are small sums of large terms, of which float leaves few digits in any layout.
 test_every_gradient() {
 	local n tensor expert options ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
@@ -362,6 +399,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants balance_shares blend every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants balance_shares blend evaluation every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

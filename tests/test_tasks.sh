@@ -127,7 +127,7 @@ test_bad_use() {
 	expect 2 "exclude each other" "$ling" eval $model --tasks all.yaml --data text --seq-len 16
 	expect 2 "--data is required, or --tasks" "$ling" eval $model
 	expect 2 "--max-windows" "$ling" eval $model --tasks all.yaml --max-windows 3
-	expect 2 "go with --tasks" "$ling" eval $model --data text --seq-len 16 --batch 3
+	expect 2 "go with --tasks" "$ling" eval $model --data text --seq-len 16 --out there
 	expect 2 "--batch" "$ling" eval $model --tasks all.yaml --batch 0
 	expect 1 "max_position_embeddings" "$ling" eval $model --tasks all.yaml --seq-len 65
 	expect 1 "none.yaml" "$ling" eval $model --tasks none.yaml

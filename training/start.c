@@ -84,7 +84,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);
 	if (parallel_agree(replicas < 0 ? -1 : layout_check(c->model.num_attention_heads, c->model.num_key_value_heads,
 			c->model.vocab_size, c->model.num_experts, parallel_size() / replicas, c->parallel.tensor,
-			c->parallel.expert)) < 0)
+			c->parallel.expert, "parallel.")) < 0)
 		return -1;
 	struct layout layout = layout_of_replica(parallel_rank(), parallel_size(), replicas, c->parallel.tensor,
 			c->parallel.expert);

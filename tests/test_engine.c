@@ -471,7 +471,7 @@ static void test_draws(void **state)
 int main(void)
 {
 	kernels_init(false);
-	const struct CMUnitTest tests[] = {cmocka_unit_test(test_choose_token), cmocka_unit_test(test_bits), cmocka_unit_test(test_caller),
-			cmocka_unit_test(test_draws)};
+	const struct CMUnitTest tests[] = {cmocka_unit_test(test_choose_token), cmocka_unit_test(test_bits),
+			cmocka_unit_test(test_caller), cmocka_unit_test(test_draws)};
 	return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

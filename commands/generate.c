@@ -108,7 +108,9 @@ static int show_request(void *data, struct request *r)
 	if (g->options->out) {
 		if (!r->ended)
 			return 0;
-		return result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		const int rc = result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		request_free(r); /* there may be many */
+		return rc;
 	}
 	if (is_streamed(g)) {
 		const size_t size = text_to_show(r, longest_stop(&g->stop));

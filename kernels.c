@@ -992,13 +992,13 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * head is rotated by the angle  position * theta^(-2i/d)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, double theta)
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
 		for (int64_t i = 0; i < d / 2; i++) {
-			double angle = t * pow(theta, -2.0 * i / d);
-			table[t * d + i] = (real)cos(angle);
-			table[t * d + d / 2 + i] = (real)sin(angle);
+			double angle = t * frequency[i];
+			table[t * d + i] = (real)(scale * cos(angle));
+			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 
@@ -1030,7 +1030,7 @@ void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
 		int64_t d)
 {
-	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
+	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse; the scale stays */
 }
 
 /* ============================================================================================================

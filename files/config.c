@@ -370,6 +370,11 @@ int longest_sequence(const struct model_config *m)
 	return (int)fmin(fmax(floor(scaled), m->max_position_embeddings), 1e9);
 }
 
+int default_sequence(const struct model_config *m)
+{
+	return m->rope_scaling.type == ROPE_DYNAMIC ? m->max_position_embeddings : longest_sequence(m);
+}
+
 /* Fills in what follows from other keys of model.rope_scaling, then checks them. */
 static int check_rope_scaling(const struct loader *l, struct model_config *m)
 {
@@ -388,19 +393,20 @@ static int check_rope_scaling(const struct loader *l, struct model_config *m)
 		char name[64];
 		snprintf(name, sizeof name, "model.rope_scaling.%s", keys_of_types[i].name);
 		if (keys_of_types[i].set && !keys_of_types[i].used)
-			return fail_key(l, name, "found beside type %s, which has no such key; expected another type, or the key "
-					"left out", type);
+			return fail_key(l, name, "found beside rope_scaling of type %s, which has no such key; expected another "
+					"type, or the key left out", type);
 	}
 	if (s->type == ROPE_DEFAULT)
 		return 0;
 	if (s->type == ROPE_YARN && !s->factor && s->original_max_position_embeddings)
 		s->factor = (double)m->max_position_embeddings / s->original_max_position_embeddings;
 	if (s->factor < 1)
-		return fail_key(l, "model.rope_scaling.factor", "found %g; expected at least 1, for type %s", s->factor, type);
+		return fail_key(l, "model.rope_scaling.factor", "found %g; expected at least 1, for rope_scaling of type %s",
+				s->factor, type);
 	if (s->type == ROPE_DYNAMIC && s->original_max_position_embeddings &&
 			s->original_max_position_embeddings != m->max_position_embeddings)
 		return fail_key(l, "model.rope_scaling.original_max_position_embeddings", "found %d; expected it left out, or "
-				"max_position_embeddings, %d, which type dynamic counts from", s->original_max_position_embeddings,
+				"max_position_embeddings, %d, which rope_scaling of type dynamic counts from", s->original_max_position_embeddings,
 				m->max_position_embeddings);
 	if (s->type >= ROPE_DYNAMIC && !s->original_max_position_embeddings)
 		s->original_max_position_embeddings = m->max_position_embeddings;

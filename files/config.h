@@ -172,6 +172,10 @@ extern const struct key_table config_table;
 /* The longest sequence that a model may have: max_position_embeddings, or where rope_scaling makes more of it, that. */
 int longest_sequence(const struct model_config *m);
 
+/* The longest sequence where its user names no length: longest_sequence(), but of type dynamic, whose embedding of all
+ * positions changes with the length, max_position_embeddings, up to which nothing is scaled. */
+int default_sequence(const struct model_config *m);
+
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);
 

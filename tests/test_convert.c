@@ -835,7 +835,7 @@ static void refused_metadata(void **state)
 	}
 }
 
-/* RoPE scaling of type none, which older converters write, is none; any other is refused. */
+/* RoPE scaling of type none, which older converters write, is none; another without its factor is refused. */
 static void rope_scaling(void **state)
 {
 	(void)state;
@@ -864,9 +864,9 @@ static void rope_scaling(void **state)
 			fail_msg("%s", error_text);
 		if (i == 1) {
 			assert_int_equal(rc, -1);
-			expect_error("the key `bailingmoe.rope.scaling.type` is not known");
+			expect_error("`bailingmoe.rope.scaling.type` is rope; expected none, linear or yarn");
 		}
-		memcpy(strstr(entries + 8, "type") + 16, "yarn", 4);
+		memcpy(strstr(entries + 8, "type") + 16, "rope", 4);
 	}
 	unmap_file(file, size);
 }

@@ -70,11 +70,12 @@ enum { SCALING_TYPE, SCALING_FACTOR, SCALING_ORIGINAL, SCALING_ATTENTION, SCALIN
 static const char *const scaling_keys[NUM_SCALING_KEYS] = {
 	[SCALING_TYPE] = "type", [SCALING_FACTOR] = "factor", [SCALING_ORIGINAL] = "original_context_length",
 	[SCALING_ATTENTION] = "attn_factor", /* the attention factor is this times the one that yarn has by itself */
-	[SCALING_FAST] = "yarn_beta_fast", [SCALING_SLOW] = "yarn_beta_slow",
+	[SCALING_FAST] = "yarn_beta_fast", [SCALING_SLOW] = "yarn_beta_slow", /* llama.cpp does not read them for
+			bailingmoe: there they are 32 and 1 */
 	[SCALING_FINETUNED] = "finetuned", /* changes nothing */
 	[SCALING_EXTRAPOLATION] = "yarn_ext_factor", /* 1: yarn as it is */
-	[SCALING_YARN_ATTENTION] = "yarn_attn_factor", /* converters write the attention factor there, which llama.cpp does
-			not read for yarn */
+	[SCALING_YARN_ATTENTION] = "yarn_attn_factor", /* converters write the attention factor there, and llama.cpp does not
+			read it for yarn */
 };
 #define SCALING_PREFIX GGUF_ARCHITECTURE ".rope.scaling."
 
@@ -375,14 +376,12 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 				path, type ? type : "missing beside a factor");
 	const bool yarn = !strcmp(type, "yarn");
 	json_t *scaling = json_pack("{s:s, s:f}", "rope_type", type, "factor", factor);
-	const json_t *attention = value[SCALING_ATTENTION], *other = value[SCALING_YARN_ATTENTION];
+	const json_t *attention = value[SCALING_ATTENTION];
 	const double standard = yarn ? rope_yarn_attention(factor) : 1;
+	const struct { int key; double expected, also; } unread[] = {{SCALING_FAST, 32, 32}, {SCALING_SLOW, 1, 1},
+			{SCALING_YARN_ATTENTION, standard, 1}};
 	if (value[SCALING_ORIGINAL] && yarn)
 		json_object_set(scaling, "original_max_position_embeddings", (json_t *)value[SCALING_ORIGINAL]);
-	if (value[SCALING_FAST] && yarn)
-		json_object_set(scaling, "beta_fast", (json_t *)value[SCALING_FAST]);
-	if (value[SCALING_SLOW] && yarn)
-		json_object_set(scaling, "beta_slow", (json_t *)value[SCALING_SLOW]);
 	if (yarn && attention && json_number_value(attention) != 1)
 		json_object_set_new(scaling, "attention_factor", json_real(shortest_decimal((float)(standard *
 				json_number_value(attention)))));
@@ -393,10 +392,14 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 	if (value[SCALING_EXTRAPOLATION] && json_number_value(value[SCALING_EXTRAPOLATION]) != yarn)
 		return fail("%s: `" SCALING_PREFIX "yarn_ext_factor` is %g; expected %d, for type %s", path,
 				json_number_value(value[SCALING_EXTRAPOLATION]), yarn, type);
-	if (other && json_number_value(other) != 1 && fabs(json_number_value(other) - standard) > 1e-6)
-		return fail("%s: `" SCALING_PREFIX "yarn_attn_factor` is %g; expected 1 or %g, for llama.cpp computes with %g "
-				"whatever it is, and the model's maker may have meant another", path, json_number_value(other), standard,
-				standard);
+	for (int i = 0; i < 3; i++) {
+		const json_t *given = value[unread[i].key];
+		const double number = given ? json_number_value(given) : unread[i].expected;
+		if (number != unread[i].also && fabs(number - unread[i].expected) > 1e-6)
+			return fail("%s: `" SCALING_PREFIX "%s` is %g; expected %g, for llama.cpp computes with that whatever it is, and "
+					"the model's maker may have meant what is written: convert the Hugging Face model", path,
+					scaling_keys[unread[i].key], number, unread[i].expected);
+	}
 	return 0;
 }
 
@@ -623,15 +626,14 @@ static int scaling_to_gguf(struct metadata *m, const struct model_config *model,
 	rope_yarn_range(range, model);
 	if (!s->truncate)
 		return fail("%s: rope_scaling has truncate false, but llama.cpp always rounds; expected true", path);
+	if (s->beta_fast != 32 || s->beta_slow != 1)
+		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's " GGUF_ARCHITECTURE " knows only "
+				"32 and 1", path, s->beta_fast, s->beta_slow);
 	if (range[1] < range[0])
 		return fail("%s: rope_scaling's original_max_position_embeddings, %d, is so short that llama.cpp scales other "
-				"frequencies than transformers; expected more than 2 pi beta_slow", path,
+				"frequencies than transformers; expected more than 6", path,
 				s->original_max_position_embeddings);
 	entry_u32(m, SCALING_PREFIX "original_context_length", s->original_max_position_embeddings);
-	if (s->beta_fast != 32)
-		entry_f32(m, SCALING_PREFIX "yarn_beta_fast", s->beta_fast);
-	if (s->beta_slow != 1)
-		entry_f32(m, SCALING_PREFIX "yarn_beta_slow", s->beta_slow);
 	const double attention = rope_attention_factor(model) / rope_yarn_attention(s->factor);
 	if (attention != 1)
 		entry_f32(m, SCALING_PREFIX "attn_factor", attention);

@@ -38,7 +38,8 @@ static struct {
 	char (*hosts)[HOST_LEN];     /* [ranks] names of machines */
 	int local_ranks;             /* on this machine */
 	int under_way;               /* collectives that were started and are not finished */
-	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice came; on ranks 0 and 1 */
+	struct shared_counter *counter; /* that this rank answers for: on rank 0, while one is open */
+	double *last_notice;         /* [ranks] clock_seconds() when each rank's last notice to this one came */
 	double notices_read;         /* when this rank last read its notices */
 } mpi;
 
@@ -159,7 +160,7 @@ struct oversubscription parallel_oversubscription(int threads)
  * Waiting. If a rank is stopped or its machine cannot be reached, MPI waits for ever and does not tell which one it
  * is. So a rank that waits sends a notice, an empty message, to ranks 0 and 1 every NOTICE_SECONDS. When rank 0 has
  * itself waited for REPORT_SECONDS, it names the ranks from which no notice came; rank 1 does so if rank 0 is one of
- * them.
+ * them. In a period of local SGD the first two ranks of each replica do it for that replica.
  * ========================================================================================================== */
 
 #ifndef NOTICE_SECONDS          /* a build for tests has less */
@@ -167,14 +168,24 @@ struct oversubscription parallel_oversubscription(int threads)
 #define REPORT_SECONDS 30
 #endif
 
-/* Tells ranks 0 and 1 that this rank waits. */
+/* Messages of mpi.control have a tag each: notices, none (see parallel_progress), questions to a shared counter and the
+ * answers. */
+enum { TAG_NOTICE, TAG_NONE, TAG_QUESTION, TAG_ANSWER };
+
+/* Whether a rank is told who waits, and says who does not: the first two of those that agree. */
+static bool is_told(int rank)
+{
+	return rank >= mpi.first_agreeing && rank < mpi.first_agreeing + 2 && rank < mpi.first_agreeing + mpi.num_agreeing;
+}
+
+/* Tells them that this rank waits. */
 static void send_notices(void)
 {
-	for (int to = 0; to < 2 && to < parallel_size(); to++) {
+	for (int to = mpi.first_agreeing; is_told(to); to++) {
 		MPI_Request request;
 		if (to == parallel_rank())
 			continue;
-		MPI_Isend(NULL, 0, MPI_CHAR, to, 0, mpi.control, &request);
+		MPI_Isend(NULL, 0, MPI_CHAR, to, TAG_NOTICE, mpi.control, &request);
 		MPI_Request_free(&request);
 	}
 }
@@ -184,9 +195,9 @@ static void read_notices(void)
 {
 	MPI_Status status;
 	for (int more = 1; more;) {
-		MPI_Iprobe(MPI_ANY_SOURCE, 0, mpi.control, &more, &status);
+		MPI_Iprobe(MPI_ANY_SOURCE, TAG_NOTICE, mpi.control, &more, &status);
 		if (more) {
-			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, 0, mpi.control, MPI_STATUS_IGNORE);
+			MPI_Recv(NULL, 0, MPI_CHAR, status.MPI_SOURCE, TAG_NOTICE, mpi.control, MPI_STATUS_IGNORE);
 			mpi.last_notice[status.MPI_SOURCE] = clock_seconds();
 		}
 	}
@@ -195,23 +206,57 @@ static void read_notices(void)
 /* Names the ranks from which no notice came lately. */
 static void report_silent_ranks(const char *what, double waited)
 {
-	const int rank = parallel_rank(), size = parallel_size();
+	const int rank = parallel_rank(), first = mpi.first_agreeing;
 	const double since = clock_seconds() - 3 * NOTICE_SECONDS;
 	char names[1024] = "";
 	int silent = 0;
 	mpi.last_notice[rank] = clock_seconds();
-	for (int r = 0, n = 0; r < size; r++)
+	for (int r = first, n = 0; r < first + mpi.num_agreeing; r++)
 		if (mpi.last_notice[r] < since) {
 			if (n < (int)sizeof names - 100)
 				n += snprintf(names + n, sizeof names - n, "%s%d on %.*s", silent ? ", " : "", r, HOST_LEN,
 						mpi.hosts[r]);
 			silent++;
 		}
-	if (silent && (rank == 0 || mpi.last_notice[0] < since))
+	if (silent && (rank == first || mpi.last_notice[first] < since))
 		fprintf(stderr, "\nling: waiting for %.0f s (%s): no sign of rank %s. It is still computing, or it is "
 				"stopped, or its machine cannot be reached. `ling trace RUN --hang` says where each rank is. If it "
 				"does not come back, end the run (Ctrl-C) and start it again: it continues from its last checkpoint\n",
 				waited, what, names);
+}
+
+/* Takes up to `most` numbers of a counter, on rank 0. `most` < 0: no number is given any more. */
+static int64_t take_numbers(struct shared_counter *c, int64_t most, int64_t *first)
+{
+	if (most < 0)
+		c->count = c->next;
+	/* Half of what would be the taker's share of the rest, as in guided self-scheduling (Polychronopoulos and Kuck,
+	 * 1987). */
+	const int64_t left = c->count - c->next, share = left / (2 * c->takers);
+	int64_t n = share > 1 ? share : left > 0;
+	n = n < most ? n : most < 0 ? 0 : most;
+	*first = c->next;
+	c->next += n;
+	return n;
+}
+
+/* Answers the ranks that ask the shared counter, on rank 0. */
+static void answer_questions(void)
+{
+	struct shared_counter *c = mpi.counter;
+	MPI_Status status;
+	for (int more = c != NULL; more;) {
+		MPI_Iprobe(MPI_ANY_SOURCE, TAG_QUESTION, mpi.control, &more, &status);
+		if (!more)
+			break;
+		const int from = status.MPI_SOURCE;
+		MPI_Request *sending = (MPI_Request *)c->sending + from;
+		int64_t most;
+		MPI_Recv(&most, 1, MPI_INT64_T, from, TAG_QUESTION, mpi.control, MPI_STATUS_IGNORE);
+		MPI_Wait(sending, MPI_STATUS_IGNORE); /* the last answer, which has arrived */
+		c->answers[from][1] = take_numbers(c, most, &c->answers[from][0]);
+		MPI_Isend(c->answers[from], 2, MPI_INT64_T, from, TAG_ANSWER, mpi.control, sending);
+	}
 }
 
 /* A wait as the trace counts it. numbered: all ranks of the group wait, as in a collective. */
@@ -230,6 +275,7 @@ static void wait_in(MPI_Request *requests, int n, const struct wait *w)
 		read_notices();
 	}
 	for (double t = start;; t = clock_seconds()) {
+		answer_questions();
 		MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE);
 		if (done)
 			break;
@@ -242,7 +288,7 @@ static void wait_in(MPI_Request *requests, int n, const struct wait *w)
 		noticed = t;
 		send_notices();
 		read_notices();
-		if (t - reported >= REPORT_SECONDS && parallel_rank() < 2) {
+		if (t - reported >= REPORT_SECONDS && is_told(parallel_rank())) {
 			reported = t;
 			report_silent_ranks(traffic_names[w->what], t - start);
 		}
@@ -329,7 +375,8 @@ static const char *common_divisors(char out[128], int a, int b)
 	return out;
 }
 
-int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert)
+int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert,
+		const char *prefix)
 {
 	char values[128];
 	if (ranks % tensor || kv_heads % tensor || heads % tensor) {
@@ -337,14 +384,14 @@ int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int r
 		for (int d = 1; d <= kv_heads; d++)
 			if (kv_heads % d == 0 && heads % d == 0)
 				both = d;
-		return fail("parallel.tensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s "
-				"would work", tensor, ranks, heads, kv_heads, common_divisors(values, ranks, both));
+		return fail("%stensor is %d: it must divide the %d ranks, %d query heads and %d key-value heads; %s would work",
+				prefix, tensor, ranks, heads, kv_heads, common_divisors(values, ranks, both));
 	}
 	if (vocab_size < tensor)
-		return fail("parallel.tensor is %d: it must not be more than the %d entries of the vocabulary", tensor,
+		return fail("%stensor is %d: it must not be more than the %d entries of the vocabulary", prefix, tensor,
 				vocab_size);
 	if (ranks % expert || num_experts % expert)
-		return fail("parallel.expert is %d: it must divide the %d ranks and %d experts; %s would work", expert, ranks,
+		return fail("%sexpert is %d: it must divide the %d ranks and %d experts; %s would work", prefix, expert, ranks,
 				num_experts, common_divisors(values, ranks, num_experts));
 	return 0;
 }
@@ -369,6 +416,14 @@ struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, i
 	l.all = (struct group){rank, ranks, 0};
 	l.replicas = (struct group){rank / size, replicas, 0};
 	return l;
+}
+
+struct layout layout_of_inference(int rank, int ranks, int tensor, int expert)
+{
+	int size = tensor; /* of a replica: the least common multiple */
+	while (size % expert)
+		size += tensor;
+	return layout_of_replica(rank, ranks, ranks / size, tensor, expert);
 }
 
 void layout_connect(struct layout *l)
@@ -703,7 +758,8 @@ void parallel_progress(void)
 {
 	/* Any call of MPI moves on all that is under way. No message with this tag is ever sent. */
 	for (int i = 0, found; i < mpi.under_way; i++)
-		MPI_Iprobe(MPI_ANY_SOURCE, 1, mpi.control, &found, MPI_STATUS_IGNORE);
+		MPI_Iprobe(MPI_ANY_SOURCE, TAG_NONE, mpi.control, &found, MPI_STATUS_IGNORE);
+	answer_questions();
 }
 
 void broadcast(const struct group *g, void *x, int64_t bytes)
@@ -738,4 +794,83 @@ void receive_message(const struct group *g, int from, int tag, void *x, int64_t 
 	MPI_Request request;
 	MPI_Irecv(x, mpi_count(bytes), MPI_BYTE, from == ANY_RANK ? MPI_ANY_SOURCE : from, tag, comm_of(g), &request);
 	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, 0});
+}
+
+/* ============================================================================================================
+ * The shared counter
+ * ========================================================================================================== */
+
+void counter_open(struct shared_counter *c, int64_t count, int takers)
+{
+	*c = (struct shared_counter){.count = count, .takers = takers};
+	if (!mpi.running)
+		return;
+	MPI_Request *requests = c->requests = mpi_allocate(2 * sizeof *requests);
+	requests[0] = requests[1] = MPI_REQUEST_NULL;
+	if (parallel_rank() > 0)
+		return;
+	MPI_Request *sending = c->sending = mpi_allocate(parallel_size() * sizeof *sending);
+	for (int r = 0; r < parallel_size(); r++)
+		sending[r] = MPI_REQUEST_NULL;
+	c->answers = mpi_allocate(parallel_size() * sizeof *c->answers);
+	mpi.counter = c;
+}
+
+/* Asks rank 0 for up to `most` numbers. */
+static void ask(struct shared_counter *c, int64_t most)
+{
+	MPI_Request *requests = c->requests;
+	c->asked = true;
+	c->question = most;
+	MPI_Irecv(c->answer, 2, MPI_INT64_T, 0, TAG_ANSWER, mpi.control, &requests[0]);
+	MPI_Isend(&c->question, 1, MPI_INT64_T, 0, TAG_QUESTION, mpi.control, &requests[1]);
+}
+
+int64_t counter_poll(struct shared_counter *c, int64_t most, int64_t *first)
+{
+	int done;
+	if (parallel_rank() == 0)
+		return take_numbers(c, most, first);
+	if (!c->asked)
+		ask(c, most);
+	MPI_Testall(2, c->requests, &done, MPI_STATUSES_IGNORE);
+	if (!done)
+		return COUNTER_ASKED;
+	c->asked = false;
+	*first = c->answer[0];
+	c->next = c->answer[0] + c->answer[1];
+	return c->answer[1];
+}
+
+int64_t counter_take(struct shared_counter *c, int64_t most, int64_t *first)
+{
+	const int64_t n = counter_poll(c, most, first);
+	if (n != COUNTER_ASKED)
+		return n;
+	wait_in(c->requests, 2, &(struct wait){TRAFFIC_AGREEMENT, false, 0, sizeof c->question});
+	return counter_poll(c, most, first);
+}
+
+void counter_stop(struct shared_counter *c)
+{
+	int64_t first;
+	if (c->asked)
+		counter_take(c, 0, &first);
+	counter_take(c, -1, &first);
+}
+
+void counter_close(struct shared_counter *c)
+{
+	MPI_Request request;
+	if (mpi.running) {
+		MPI_Ibarrier(MPI_COMM_WORLD, &request);
+		wait_for(&request, 1, TRAFFIC_AGREEMENT, 0);
+	}
+	mpi.counter = NULL;
+	if (c->sending) /* every rank has its answer */
+		MPI_Waitall(parallel_size(), c->sending, MPI_STATUSES_IGNORE);
+	free(c->requests);
+	free(c->sending);
+	free(c->answers);
+	*c = (struct shared_counter){0};
 }

@@ -72,13 +72,18 @@ struct layout {
 };
 
 /* Refuses a layout that does not fit a model with so many query heads, key-value heads, vocabulary entries and experts,
- * naming the values that would. */
-int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert);
+ * naming the values that would. prefix: what stands before "tensor" and "expert" where they are set, "parallel." or
+ * "--". */
+int layout_check(int heads, int kv_heads, int vocab_size, int num_experts, int ranks, int tensor, int expert,
+		const char *prefix);
 /* The layout of rank `rank` of `ranks`, with `tensor` ranks in a tensor group and `expert` in an expert group. It is
  * not connected: it serves to plan, and the collectives cannot use it. */
 struct layout layout_of_rank(int rank, int ranks, int tensor, int expert);
 /* The same where the ranks are `replicas` replicas, which divides their number. */
 struct layout layout_of_replica(int rank, int ranks, int replicas, int tensor, int expert);
+/* The same for inference, where ranks that divide no model between them need nothing of each other: as many replicas
+ * as there can be, each of the fewest ranks that are whole tensor groups and whole expert groups. */
+struct layout layout_of_inference(int rank, int ranks, int tensor, int expert);
 /* Collective. Makes MPI's communicators, so that the collectives can be used. */
 void layout_connect(struct layout *l);
 
@@ -172,7 +177,8 @@ void all_to_all_start(struct collective *c, const struct group *g, enum traffic 
 		const int64_t *receive_rows, const real *in, const int64_t *send_rows, int64_t width);
 
 /* Moves on the collectives that were started and are not finished. MPI moves data only while it is called, so call this
- * now and then between start and finish. Does nothing when none is under way; not collective. */
+ * now and then between start and finish. On rank 0 it also answers the ranks that ask a shared counter. Does nothing
+ * when neither is under way; not collective. */
 void parallel_progress(void);
 
 /* x [bytes] becomes that of rank 0 on every rank. */
@@ -189,5 +195,33 @@ void send_message(const struct group *g, int to, int tag, const void *x, int64_t
 enum { ANY_RANK = -1 };
 /* Receives the next message with this tag from rank `from`, or from ANY_RANK, of at most `bytes`. */
 void receive_message(const struct group *g, int from, int tag, void *x, int64_t bytes);
+
+/* -- a shared counter -- Work whose parts take times that nobody knows is not divided beforehand: a rank that is free
+ * takes the next numbers. Rank 0 has the counter, and answers whenever it waits for other ranks, and in
+ * parallel_progress. So the numbers come as messages, which move over any network; a counter that others read in rank
+ * 0's memory (MPI's one-sided calls) would over TCP too have to wait until rank 0 calls MPI. */
+
+struct shared_counter {
+	int64_t count, next;         /* how many numbers there are; the next one, as far as this rank knows */
+	int takers;
+	bool asked;                  /* an answer is awaited */
+	int64_t question, answer[2]; /* how many numbers are asked for; the first number given, and how many they are */
+	void *requests;              /* [2] MPI_Request of both */
+	int64_t (*answers)[2];       /* of rank 0, [ranks] the last answer to each, */
+	void *sending;               /* [ranks] and MPI_Request of its message */
+};
+/* Collective, all ranks. The numbers 0 .. count - 1 will be given, each once. `takers`: the ranks that will ask, about.
+ * There is one shared counter at a time. */
+void counter_open(struct shared_counter *c, int64_t count, int takers);
+/* Takes the next numbers: returns how many, 1 .. most, and the first of them. Towards the end a taker gets fewer than
+ * it asks for, so that all end together. 0: no number is left. */
+int64_t counter_take(struct shared_counter *c, int64_t most, int64_t *first);
+/* The same without waiting for rank 0: COUNTER_ASKED when its answer has not come yet. Then call it again, later. */
+enum { COUNTER_ASKED = -1 };
+int64_t counter_poll(struct shared_counter *c, int64_t most, int64_t *first);
+/* No rank gets a number any more: for a rank that has failed. */
+void counter_stop(struct shared_counter *c);
+/* Collective: rank 0 answers until all ranks are here. A rank must have the answer to what it has asked. */
+void counter_close(struct shared_counter *c);
 
 #endif

@@ -13,6 +13,7 @@
 #include "ling.h"
 #include "training/evaluation.h"
 #include "commands/engine.h"
+#include "commands/replicas.h"
 #include "commands/result.h"
 #include "commands/tasks.h"
 #include "commands/scoring.h"
@@ -27,6 +28,7 @@ struct eval_options {
 	bool document_mask, json;
 	int packing, document_token, seq_len, batch;
 	int64_t max_windows;
+	struct replica_options replicas;
 };
 
 /* Fails when the ids of a token file are not those of the model's tokenizer, or of the one named instead. Gives the
@@ -84,7 +86,7 @@ static void print_loss(const json_t *report)
 
 /* How many windows of L tokens a rank computes together, of the `windows` of all ranks: FORWARD_TOKENS tokens or a
  * window more, so that each expert has enough rows for its products to be fast. Fewer where their activations would
- * take more than a quarter of the memory that this rank may use. */
+ * take more than a quarter of the memory that a rank may use. Collective. */
 static int choose_batch(const struct model_config *c, const struct layout *layout, int64_t windows, int L)
 {
 	enum { FORWARD_TOKENS = 8192 };
@@ -96,7 +98,9 @@ static int choose_batch(const struct model_config *c, const struct layout *layou
 	while (batch > 1 && (plan_memory(&plan, c, layout, batch, L, EVALUATE) < 0 ||
 			(double)plan.activations + plan.balanced_arrivals > memory / 4))
 		batch /= 2;
-	return batch > 1 ? (int)batch : 1;
+	real least = -(real)(batch > 1 ? batch : 1); /* of all ranks: they compute as many windows */
+	all_reduce_max(&layout->all, TRAFFIC_STATISTICS, &least, 1);
+	return (int)-least;
 }
 
 static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
@@ -105,7 +109,7 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	const char *dtype = o->dtype ? o->dtype : "none";
 	const int document_token = option_given(line, "document-token") ? o->document_token : -1;
 	struct tokens data;
-	struct model m;
+	struct model m = {0};
 	struct evaluation e;
 	struct data_source source = {0};
 	if (snprintf(source.path, sizeof source.path, "%s", o->data) >= (int)sizeof source.path ||
@@ -121,22 +125,25 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 		tokens_close(&data);
 		return -1;
 	}
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1); /* ranks share the windows */
-	layout_connect(&layout);
 	const int64_t all = count_windows(&data, o->seq_len);
 	const int64_t windows = o->max_windows && o->max_windows < all ? o->max_windows : all;
-	const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
-	int rc = model_init(&m, c, &layout, batch, o->seq_len, EVALUATE);
+	struct layout layout;
+	int rc = replicas_connect(&layout, c, &o->replicas);
 	if (rc == 0) {
-		rc = model_load(&m, dir);
-		if (rc == 0)
-			rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
-		model_free(&m);
+		const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
+		rc = parallel_agree(model_init(&m, c, &layout, batch, o->seq_len, EVALUATE));
 	}
+	if (rc == 0)
+		rc = model_load(&m, dir);
+	if (rc == 0)
+		rc = evaluate(&m, &data, tokenizer, o->max_windows, &e);
+	if (rc == 0)
+		replicas_report(&layout);
+	model_free(&m);
 	tokenizer_close(tokenizer);
 	if (rc == 0 && !isfinite(e.loss))
 		rc = fail("%s: the loss on %s is %g", dir, o->data, e.loss);
-	if (rc == 0 && layout.world.rank == 0)
+	if (rc == 0 && layout.all.rank == 0)
 		result_print(loss_report(&e), o->json, print_loss);
 	tokens_close(&data);
 	return rc;
@@ -242,6 +249,8 @@ static int run_eval(const struct command_line *line)
 		rc = fail("--seq-len is required with --data");
 	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form")))
 		rc = fail("--out and --chat-form go with --tasks");
+	else if (o->tasks && (option_given(line, "tensor") || option_given(line, "expert")))
+		rc = fail("--tensor and --expert go with --data");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "packing") || option_given(line, "document-mask") ||
 			option_given(line, "document-token")))
@@ -279,6 +288,7 @@ static const struct command_option options[] = {
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
 	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),
+	REPLICA_OPTIONS(eval_options),
 	FLAG_OPTION(eval_options, json, "json", "Print one JSON object"),
 };
 

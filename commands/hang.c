@@ -21,18 +21,21 @@ void hang_watch_end(struct hang_watch *w)
 {
 	heartbeat_free(&w->now);
 	free(w->rank);
+	free(w->replica);
 	w->rank = NULL;
+	w->replica = NULL;
 }
 
-/* A rank has left a phase for the next one, after so many seconds as the reader saw. Rank 0's count for all. */
+/* A rank has left a phase for the next one, after so many seconds as the reader saw, its last step having taken
+ * step_seconds. Rank 0's count for all. */
 static void learn(struct hang_watch *w, const struct heartbeat_rank *before, const struct heartbeat_rank *after,
-		double seconds)
+		double seconds, double step_seconds)
 {
 	struct hang_history *h = w->history;
 	if (before->phase == HEARTBEAT_STEP) {
 		w->stepped = true;
-		if (after->step_seconds > 0) /* the last of the steps since the last look */
-			h->steps[h->num_steps++ % HANG_STEPS] = after->step_seconds;
+		if (step_seconds > 0) /* the last of the steps since the last look */
+			h->steps[h->num_steps++ % HANG_STEPS] = step_seconds;
 	} else if (seconds > h->longest[before->phase])
 		h->longest[before->phase] = seconds;
 	w->stepped |= after->phase > HEARTBEAT_FIRST_STEP;
@@ -49,24 +52,75 @@ static bool same_place(const struct heartbeat_rank *a, const struct heartbeat_ra
 			a->changed == b->changed && !strcmp(a->operation, b->operation);
 }
 
+/* The seconds of the last step of rank 0 or, if one took longer, of another replica. */
+static double last_step(const struct heartbeat *h)
+{
+	double seconds = h->rank[0].step_seconds;
+	for (int i = 1; i < h->ranks; i++)
+		if (h->rank[i].replica != h->rank[0].replica)
+			seconds = fmax(seconds, h->rank[i].step_seconds);
+	return seconds;
+}
+
+/* Whether a replica waits for others: all of its ranks wait, and some not only for each other. *sign: since when one of
+ * them has given no sign of life. */
+static bool waits_for_others(const struct hang_watch *w, int replica, double *sign)
+{
+	bool all_wait = true, for_others = false;
+	*sign = INFINITY;
+	for (int i = 0; i < w->now.ranks; i++)
+		if (w->now.rank[i].replica == replica) {
+			all_wait &= w->now.rank[i].waits;
+			for_others |= !w->now.rank[i].alone;
+			*sign = fmin(*sign, w->rank[i].sign);
+		}
+	return all_wait && for_others;
+}
+
+/* A replica that waits for others makes progress as long as all of its ranks give a sign of life. */
+static void count_waits_as_progress(struct hang_watch *w)
+{
+	double sign;
+	for (int r = 0; r < w->replicas; r++)
+		if (w->replicas > 1 && waits_for_others(w, r, &sign))
+			w->replica[r] = fmax(w->replica[r], sign);
+}
+
+/* Counts the replicas of what was read, and makes a new watch of each when they are others than before. */
+static void count_replicas_of(struct hang_watch *w, struct heartbeat *h, double time)
+{
+	const int before = w->replicas;
+	w->replicas = 1;
+	for (int i = 0; i < h->ranks; i++) {
+		int *replica = &h->rank[i].replica;
+		*replica = *replica < 0 || *replica >= h->ranks ? 0 : *replica; /* what is no heartbeat may have any number */
+		w->replicas = *replica >= w->replicas ? *replica + 1 : w->replicas;
+	}
+	for (int r = 0; r < w->replicas && w->replicas != before; r++)
+		w->replica[r] = time;
+}
+
 void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time)
 {
 	if (read->ranks != w->now.ranks || read->id != w->now.id) { /* the first look */
 		hang_watch_end(w);
 		w->rank = allocate(read->ranks * sizeof *w->rank);
+		w->replica = allocate(read->ranks * sizeof *w->replica);
+		w->replicas = 0;
 		for (int i = 0; i < read->ranks; i++)
 			w->rank[i] = (struct rank_watch){w->started, time, time};
 		w->progress = time;
 		if (read->rank[0].phase > HEARTBEAT_START)
-			learn(w, &(struct heartbeat_rank){.phase = HEARTBEAT_START}, &read->rank[0], time - w->started);
+			learn(w, &(struct heartbeat_rank){.phase = HEARTBEAT_START}, &read->rank[0], time - w->started, 0);
 	}
+	count_replicas_of(w, read, time);
 	for (int i = 0; i < w->now.ranks; i++) {
 		const struct heartbeat_rank *before = &w->now.rank[i], *after = &read->rank[i];
 		struct rank_watch *r = &w->rank[i];
 		if (!same_phase(before, after)) {
 			if (i == 0 && before->phase)
-				learn(w, before, after, time - r->phase_begun);
-			r->phase_begun = w->progress = time;
+				learn(w, before, after, time - r->phase_begun, last_step(read));
+			r->phase_begun = w->progress = w->replica[after->replica] = time;
 		}
 		if (!same_place(before, after))
 			r->changed = r->sign = time;
@@ -76,6 +130,23 @@ void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time)
 	heartbeat_free(&w->now);
 	w->now = *read;
 	*read = (struct heartbeat){0};
+	count_waits_as_progress(w);
+}
+
+void hang_watch_age(struct hang_watch *w, double time, double unix_time)
+{
+	w->progress = -INFINITY; /* when any of them changed */
+	for (int r = 0; r < w->replicas; r++)
+		w->replica[r] = -INFINITY;
+	for (int i = 0; i < w->now.ranks; i++) {
+		const struct heartbeat_rank *r = &w->now.rank[i];
+		const double age = r->phase ? fmax(0, unix_time - r->changed) : 0;
+		w->rank[i] = (struct rank_watch){.phase_begun = time - age, .changed = time - age,
+			.sign = time - fmax(0, age - (r->waits ? r->waited : 0))};
+		w->progress = fmax(w->progress, time - age);
+		w->replica[r->replica] = fmax(w->replica[r->replica], time - age);
+	}
+	count_waits_as_progress(w);
 }
 
 double hang_median_step(const struct hang_history *h)
@@ -100,13 +171,32 @@ double hang_limit(const struct hang_history *h, const struct hang_limits *limits
 	return seen > 0 ? fmax(limits->factor * seen, limits->least) : limits->unseen;
 }
 
+double hang_since(const struct hang_watch *w, double time)
+{
+	double since = time - w->progress;
+	for (int r = 0; r < w->replicas && w->replicas > 1; r++)
+		since = fmax(since, time - w->replica[r]);
+	return since;
+}
+
 double hang_detect(const struct hang_watch *w, const struct hang_limits *limits, double time, double *limit)
 {
 	*limit = w->now.ranks ? 0 : hang_limit(w->history, limits, HEARTBEAT_START);
 	for (int i = 0; i < w->now.ranks; i++) /* one may save while the others are in the next step already */
 		*limit = fmax(*limit, hang_limit(w->history, limits, w->now.rank[i].phase));
-	const double since = time - w->progress;
-	return since > *limit ? since : 0;
+	if (time - w->progress > *limit)
+		return time - w->progress;
+	for (int r = 0; r < w->replicas && w->replicas > 1; r++) {
+		double own = 0;
+		for (int i = 0; i < w->now.ranks; i++)
+			if (w->now.rank[i].replica == r)
+				own = fmax(own, hang_limit(w->history, limits, w->now.rank[i].phase));
+		if (time - w->replica[r] > own) {
+			*limit = own;
+			return time - w->replica[r];
+		}
+	}
+	return 0;
 }
 
 int64_t hang_steps_done(const struct hang_watch *w)
@@ -198,9 +288,13 @@ static json_t *rank_to_json(const struct heartbeat_rank *r, int rank, double sec
 	return o;
 }
 
-/* Whether two ranks wait in the same place. */
+/* Whether two ranks wait in the same place. Ranks of different replicas that wait for all count neither steps nor
+ * collectives alike. */
 static bool wait_together(const struct heartbeat_rank *a, const struct heartbeat_rank *b)
 {
+	if (a->replica != b->replica)
+		return !a->alone && !b->alone && a->phase == b->phase && a->layer == b->layer &&
+				!strcmp(a->collective, b->collective);
 	return a->number == b->number && a->phase == b->phase && a->step == b->step && a->layer == b->layer &&
 			!strcmp(a->collective, b->collective);
 }
@@ -250,10 +344,17 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 	return out.data;
 }
 
+/* Whether a replica has made progress where the run, or another replica, has made none for so many seconds. */
+static bool goes_on(const struct hang_watch *w, int replica, double time, double since)
+{
+	double sign;
+	return w->replicas > 1 && time - w->replica[replica] < since / 2 && !waits_for_others(w, replica, &sign);
+}
+
 char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 {
 	const int n = w->now.ranks;
-	const double since = time - w->progress;
+	const double since = hang_since(w, time);
 	if (n == 0) {
 		struct text out = {0};
 		*members = json_pack("{s:[], s:[]}", "ranks", "waiting");
@@ -261,10 +362,23 @@ char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 		return out.data;
 	}
 	struct hang_place *places = allocate(n * sizeof *places);
-	for (int i = 0; i < n; i++)
-		places[i] = (struct hang_place){&w->now.rank[i], time - w->rank[i].changed,
-				!w->now.rank[i].waits || time - w->rank[i].sign >= since / 2};
-	char *text = hang_words(places, NULL, n, members);
+	int *numbers = allocate(n * sizeof *numbers), count = 0;
+	for (int i = 0; i < n; i++) {
+		const struct heartbeat_rank *r = &w->now.rank[i];
+		if (goes_on(w, r->replica, time, since))
+			continue;
+		numbers[count] = i;
+		places[count++] = (struct hang_place){r, time - w->rank[i].changed,
+				!r->waits || time - w->rank[i].sign >= since / 2};
+	}
+	char *text = hang_words(places, numbers, count, members);
+	if (count < n) {
+		struct text out = {0};
+		text_printf(&out, "%s; the other replicas go on", text);
+		free(text);
+		text = out.data;
+	}
 	free(places);
+	free(numbers);
 	return text;
 }

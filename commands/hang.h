@@ -5,6 +5,9 @@
  * A run goes on as long as some rank begins another step or phase. It hangs when none does for longer than a limit,
  * which is a multiple of what the same took before in this run: of the median step, of the longest start, first step,
  * evaluation or save. Times are measured by the reader's own clock, so that the clocks of the ranks need not agree.
+ *
+ * With local SGD the same is true of each replica: in a period one may hang while the others go on. A replica that
+ * waits for others hangs with the whole run alone. A step then is one of the slowest replica.
  */
 #ifndef LING_COMMANDS_HANG_H
 #define LING_COMMANDS_HANG_H
@@ -35,6 +38,8 @@ struct hang_watch {
 	struct heartbeat now;        /* as it was read last; no ranks before the first time */
 	struct rank_watch { double phase_begun, changed, sign; } *rank; /* times of the reader's clock; sign: any change */
 	double started, progress;    /* when the watch began; when some rank last began a step or phase */
+	int replicas;
+	double *replica;             /* [now.ranks] when each replica last made progress or, alive, waited for others */
 	bool stepped;                /* a step was finished */
 };
 
@@ -42,13 +47,17 @@ struct hang_watch {
 void hang_watch_begin(struct hang_watch *w, struct hang_history *history, double time);
 /* Takes what was read at `time`, whose ranks it then owns. */
 void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time);
+/* After the first look: how long its ranks have been where they are, by their own clocks. unix_time: now, as `time`. */
+void hang_watch_age(struct hang_watch *w, double time, double unix_time);
 void hang_watch_end(struct hang_watch *w);
 
 /* Seconds that a phase may take. For HEARTBEAT_WRITE that is never less than for what was not seen. */
 double hang_limit(const struct hang_history *h, const struct hang_limits *limits, enum heartbeat_phase phase);
 /* The median of the last steps, in seconds; 0 when none was seen. */
 double hang_median_step(const struct hang_history *h);
-/* The seconds without progress when they are too many, else 0; *limit: those that are allowed now. */
+/* The seconds without progress, of the run or of the replica that has made none for longest. */
+double hang_since(const struct hang_watch *w, double time);
+/* The same when they are too many, else 0; *limit: those that are allowed now. */
 double hang_detect(const struct hang_watch *w, const struct hang_limits *limits, double time, double *limit);
 
 /* The updates that are done, as far as the heartbeat says; -1 when it says nothing. */

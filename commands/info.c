@@ -1,6 +1,6 @@
 /*
  * commands/info.c - `ling info`: parameters, memory and FLOPs of a model; with --ranks, memory and traffic of
- * each layout of ranks.
+ * each layout of ranks, in training or, with --inference, in evaluation and generation.
  */
 #define _GNU_SOURCE
 #include "commands/info.h"
@@ -10,6 +10,8 @@
 #include "files/config.h"
 #include "files/checkpoint.h"
 #include "ling.h"
+#include "commands/engine.h"
+#include "commands/replicas.h"
 #include "commands/result.h"
 
 #include <jansson.h>
@@ -165,7 +167,7 @@ static int plan_layout(struct layout_plan *p, const struct config *c, int ranks,
 	const struct layout last = layout_of_replica(ranks - 1, ranks, replicas, tensor, expert);
 	struct memory_plan *m = &p->memory;
 	if (layout_check(c->model.num_attention_heads, c->model.num_key_value_heads, c->model.vocab_size,
-			c->model.num_experts, ranks / replicas, tensor, expert) < 0 ||
+			c->model.num_experts, ranks / replicas, tensor, expert, "parallel.") < 0 ||
 			plan_memory(m, &c->model, &last, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
 	m->reduction += c->parallel.reduce == REDUCE_BF16 ? m->changes : 0;
@@ -325,11 +327,219 @@ static void print_plan(const json_t *report)
 	}
 }
 
+/* ------------------------------------------------------------------------------------------------------------
+ * Inference
+ * ------------------------------------------------------------------------------------------------------------ */
+
 struct info_options {
 	int ranks, ranks_per_node;   /* ranks 0: not given */
 	double memory_per_node;      /* bytes; 0: not given */
-	bool json;
+	bool inference, json;
+	struct replica_options replicas;
+	int tokens, weights;         /* of a forward pass, 0: ENGINE_TOKENS; which of weight_types */
 };
+
+static const char *const weight_types[] = {"files", "f32", "bf16", "f16", NULL};
+static const enum dtype dtype_of_weights[] = {UNKNOWN_DTYPE, F32, BF16, F16};
+
+/* What a layout of ranks costs in inference: the memory of the last rank, which holds most; and what a rank sends, if
+ * all experts get the same number of tokens. */
+struct inference_plan {
+	struct layout layout;
+	struct weight_bytes weights;
+	struct memory_plan memory;
+	double kv_token;             /* bytes of the keys and values of a token */
+	double fixed;                /* bytes of all but keys and values, when the experts' rows are balanced */
+	int64_t kv_tokens;           /* for which there is room beside that, with all rows at one rank */
+	/* Bytes that a rank sends for each token of its own requests; for each new token besides; for each forward pass. */
+	double token[NUM_TRAFFIC + 1], new_token[NUM_TRAFFIC + 1], pass[NUM_TRAFFIC + 1];
+};
+
+/* Fills p->token, new_token and pass, each with the sum of all kinds at its end. A tensor group has the requests; each
+ * of its t ranks has T/t of the T tokens of a forward pass. */
+static void plan_inference_traffic(struct inference_plan *p, const struct model_config *c)
+{
+	const struct layout *l = &p->layout;
+	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace, e = l->expert.size;
+	const double H = c->hidden_size, own = 1.0 / l->tensor.size, others = l->tensor.size - 1;
+	const double share = dispatch_share(c, e), rows = own * (e - 1) * share;
+	/* each layer gathers before query, key and value and sums after the output product; the embedding is summed, and
+	 * the final norm's results are gathered */
+	p->token[TRAFFIC_GATHER] = (layers + 1) * others * own * H * sizeof(real);
+	p->token[TRAFFIC_SUM] = (layers + 1) * (1 - own) * H * sizeof(real);
+	p->token[TRAFFIC_DISPATCH] = moe * (rows * H + 2 * own * c->num_experts_per_tok * (e - 1) / e) * sizeof(real);
+	p->token[TRAFFIC_RETURN] = moe * rows * H * sizeof(real);
+	p->new_token[TRAFFIC_HEAD] = others * own * c->vocab_size * sizeof(real);
+	p->pass[TRAFFIC_PLAN] = (double)moe * (e - 1) * 2 * sizeof(int64_t);
+	for (int i = 0; i < NUM_TRAFFIC; i++) {
+		p->token[NUM_TRAFFIC] += p->token[i];
+		p->new_token[NUM_TRAFFIC] += p->new_token[i];
+		p->pass[NUM_TRAFFIC] += p->pass[i];
+	}
+}
+
+/* Plans a layout on ranks that have `room` bytes each. dir: of the model, whose files are looked at; NULL: they would
+ * be of this type. */
+static int plan_inference(struct inference_plan *p, const struct model_config *c, int ranks,
+		const struct replica_options *o, const char *dir, enum dtype dtype, int tokens, double room)
+{
+	*p = (struct inference_plan){.layout = layout_of_inference(ranks - 1, ranks, o->tensor, o->expert)};
+	struct parameter_table table;
+	struct tensors *files = NULL;
+	if (plan_memory(&p->memory, c, &p->layout, 1, tokens, EVALUATE) < 0)
+		return -1;
+	if (parameter_table_init(&table, c, &p->layout) < 0)
+		return fail("out of memory for the list of the tensors");
+	int rc = dir && !(files = open_weights(&table, c, dir, DO_NOT_VERIFY)) ? -1
+			: find_mapped(&table, files, dtype, &p->weights);
+	tensors_close(files);
+	parameter_table_free(&table);
+	const struct model_config own = local_config(c, &p->layout);
+	p->kv_token = 2.0 * own.num_key_value_heads * own.head_dim * own.num_hidden_layers * sizeof(real);
+	p->fixed = (double)p->weights.mapped + p->weights.copied + p->memory.activations + p->memory.balanced_arrivals;
+	const double left = room - p->fixed + p->memory.balanced_arrivals - p->memory.arrivals;
+	p->kv_tokens = left > 0 ? (int64_t)(left / p->kv_token) : 0;
+	plan_inference_traffic(p, c);
+	return rc;
+}
+
+/* Tokens for whose keys and values all replicas have room. */
+static double all_kv_tokens(const struct inference_plan *p)
+{
+	return (double)p->kv_tokens * p->layout.replicas.size * p->layout.data.size;
+}
+
+/* A comparison for qsort: the layouts that send least for a token first, then those with most room for keys and
+ * values. */
+static int compare_inference(const void *a, const void *b)
+{
+	const struct inference_plan *x = a, *y = b;
+	const double more = all_kv_tokens(x), less = all_kv_tokens(y);
+	const int order = compare_doubles(&x->token[NUM_TRAFFIC], &y->token[NUM_TRAFFIC]);
+	return order ? order : compare_doubles(&less, &more);
+}
+
+static json_t *inference_to_json(const struct inference_plan *p)
+{
+	return json_pack("{s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:o}", "replicas", p->layout.replicas.size,
+			"data", p->layout.data.size, "tensor", p->layout.tensor.size, "expert", p->layout.expert.size,
+			"memory_bytes", result_whole(p->fixed), "kv_tokens", result_whole(p->kv_tokens),
+			"kv_tokens_of_all_ranks", result_whole(all_kv_tokens(p)),
+			"bytes_sent_for_a_token", result_whole(p->token[NUM_TRAFFIC]));
+}
+
+static json_t *traffic_to_json(const double sent[NUM_TRAFFIC + 1])
+{
+	json_t *object = json_object();
+	for (int i = 0; i <= NUM_TRAFFIC; i++)
+		if (i == NUM_TRAFFIC || sent[i])
+			json_object_set_new(object, i < NUM_TRAFFIC ? traffic_names[i] : "total", result_whole(sent[i]));
+	return object;
+}
+
+/* The report of the layout that is asked for, and of all that fit `room` bytes a rank. NULL on error. */
+static json_t *inference_report(const struct config *config, const struct info_options *o, const char *dir,
+		double room)
+{
+	const struct model_config *c = &config->model;
+	const int ranks = o->ranks, max_expert = c->num_experts ? c->num_experts : 1;
+	const int tokens = o->tokens ? o->tokens : ENGINE_TOKENS;
+	const enum dtype dtype = o->weights ? dtype_of_weights[o->weights] : F32;
+	struct inference_plan asked, smallest = {0}, *plans = NULL;
+	size_t n = 0, capacity = 0;
+	dir = o->weights ? NULL : dir;
+	if (layout_check(c->num_attention_heads, c->num_key_value_heads, c->vocab_size, c->num_experts, ranks,
+			o->replicas.tensor, o->replicas.expert, "--") < 0 ||
+			plan_inference(&asked, c, ranks, &o->replicas, dir, dtype, tokens, room) < 0)
+		return NULL;
+	for (int tensor = 1; tensor <= ranks && tensor <= c->num_key_value_heads; tensor++)
+		for (int expert = 1; expert <= ranks && expert <= max_expert; expert++) {
+			struct inference_plan p;
+			if (layout_check(c->num_attention_heads, c->num_key_value_heads, c->vocab_size, c->num_experts, ranks,
+					tensor, expert, "--") < 0 || plan_inference(&p, c, ranks,
+					&(struct replica_options){tensor, expert}, dir, dtype, tokens, room) < 0)
+				continue;
+			if (!smallest.fixed || p.fixed < smallest.fixed)
+				smallest = p;
+			if (!p.kv_tokens)
+				continue;
+			plans = grow(plans, n, &capacity, 1, sizeof *plans);
+			plans[n++] = p;
+		}
+	if (n)
+		qsort(plans, n, sizeof *plans, compare_inference);
+	json_t *layouts = json_array();
+	for (size_t i = 0; i < n; i++)
+		json_array_append_new(layouts, inference_to_json(&plans[i]));
+	free(plans);
+	const struct memory_plan *m = &asked.memory;
+	const struct { const char *name; double bytes; } memory[] = {{"weights in files", asked.weights.mapped},
+			{"weights in memory", asked.weights.copied}, {"activations", m->activations},
+			{"expert rows", m->balanced_arrivals}, {"total", asked.fixed}, {"expert rows at most", m->arrivals},
+			{"keys and values", asked.kv_token}};
+	json_t *bytes = json_object();
+	for (size_t i = 0; i < sizeof memory / sizeof *memory - 1; i++)
+		json_object_set_new(bytes, memory[i].name, result_whole(memory[i].bytes));
+	json_t *report = inference_to_json(&asked);
+	json_object_set_new(report, "ranks", json_integer(ranks));
+	json_object_set_new(report, "tokens", json_integer(tokens));
+	json_object_set_new(report, "memory_bytes", bytes);
+	json_object_set_new(report, "kv_bytes_of_a_token", result_whole(asked.kv_token));
+	json_object_set_new(report, "memory_of_a_rank", result_whole(room));
+	json_object_set_new(report, "bytes_sent", json_pack("{s:o, s:o, s:o}", "token", traffic_to_json(asked.token),
+			"new token", traffic_to_json(asked.new_token), "forward pass", traffic_to_json(asked.pass)));
+	json_object_set_new(report, "layouts", layouts);
+	json_object_set_new(report, "smallest_layout", inference_to_json(&smallest));
+	return report;
+}
+
+static void print_inference(const json_t *report)
+{
+	char size[3][32];
+	const char *name;
+	json_t *sent;
+	printf("%d ranks: %d replica%s of data %d x tensor %d, expert %d; forward passes of %d tokens\n",
+			(int)result_integer(report, "ranks"), (int)result_integer(report, "replicas"),
+			result_integer(report, "replicas") == 1 ? "" : "s", (int)result_integer(report, "data"),
+			(int)result_integer(report, "tensor"), (int)result_integer(report, "expert"),
+			(int)result_integer(report, "tokens"));
+	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
+	print_bytes(json_object_get(report, "memory_bytes"));
+	printf("\nkeys and values of a token take %s; of %s a rank there is room for %lld tokens, on all ranks for %lld\n",
+			format_bytes(size[0], result_double(report, "kv_bytes_of_a_token")),
+			format_bytes(size[1], result_double(report, "memory_of_a_rank")),
+			(long long)result_integer(report, "kv_tokens"),
+			(long long)result_integer(report, "kv_tokens_of_all_ranks"));
+	json_object_foreach(json_object_get(report, "bytes_sent"), name, sent) {
+		if (!result_double(sent, "total"))
+			continue;
+		printf("\nsent by a rank for each %s%s\n", name, !strcmp(name, "new token") ? ", besides" : "");
+		print_bytes(sent);
+	}
+	const json_t *layouts = json_object_get(report, "layouts");
+	format_bytes(size[0], result_double(report, "memory_of_a_rank"));
+	if (!json_array_size(layouts)) {
+		printf("\nno layout fits %s a rank; --tensor %d --expert %d needs least, %s: take more ranks, weights in "
+				"bfloat16, or fewer --tokens\n", size[0], (int)result_integer(report, "smallest_layout.tensor"),
+				(int)result_integer(report, "smallest_layout.expert"),
+				format_bytes(size[1], result_double(report, "smallest_layout.memory_bytes")));
+		return;
+	}
+	printf("\nlayouts that fit %s a rank; sent: by a rank for a token\n%8s %6s %6s %6s %12s %12s %14s\n", size[0],
+			"replicas", "data", "tensor", "expert", "memory", "sent", "KV tokens");
+	for (size_t i = 0; i < json_array_size(layouts); i++) {
+		const json_t *l = json_array_get(layouts, i);
+		printf("%8d %6d %6d %6d %12s %12s %14lld\n", (int)result_integer(l, "replicas"),
+				(int)result_integer(l, "data"), (int)result_integer(l, "tensor"), (int)result_integer(l, "expert"),
+				format_bytes(size[0], result_double(l, "memory_bytes")),
+				format_bytes(size[1], result_double(l, "bytes_sent_for_a_token")),
+				(long long)result_integer(l, "kv_tokens_of_all_ranks"));
+	}
+}
+
+/* ------------------------------------------------------------------------------------------------------------
+ * The command
+ * ------------------------------------------------------------------------------------------------------------ */
 
 static int run_info(const struct command_line *line)
 {
@@ -337,26 +547,35 @@ static int run_info(const struct command_line *line)
 	const char *path = line->words[0];
 	struct config c = {.parallel = {.tensor = 1, .expert = 1}};
 	struct stat st;
+	char dir[PATH_LEN];
+	const bool is_dir = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
 	if (!o->ranks && (option_given(line, "memory-per-node") || option_given(line, "ranks-per-node"))) {
 		fail("--memory-per-node and --ranks-per-node go with --ranks");
 		return EXIT_WRONG_USE;
 	}
-	if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
+	if (o->inference ? !o->ranks : option_given(line, "tensor") || option_given(line, "expert") ||
+			option_given(line, "tokens") || option_given(line, "weights")) {
+		fail(o->inference ? "--inference goes with --ranks, which may be 1"
+				: "--tensor, --expert, --tokens and --weights go with --inference; layouts of training are "
+				"parallel.tensor=N and parallel.expert=N");
+		return EXIT_WRONG_USE;
+	}
+	if (is_dir) {
 		if (line->num_words > 1) {
 			fail("%s: key=value goes with a config file, not with a model directory", line->words[1]);
 			return EXIT_WRONG_USE;
 		}
-		char dir[PATH_LEN];
 		if (find_model(dir, path) < 0 || config_from_huggingface(&c.model, dir) < 0)
 			return EXIT_WORK_FAILED;
 	} else if (config_load(&c, path, line->num_words - 1, line->words + 1, true) < 0)
 		return EXIT_WRONG_USE;
 	usual_sizes(&c, o->ranks ? o->ranks : 1);
 	const double node = o->memory_per_node ? o->memory_per_node : usable_memory("");
-	json_t *report = o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
+	json_t *report = o->inference ? inference_report(&c, o, is_dir ? dir : NULL, node / o->ranks_per_node)
+			: o->ranks ? plan_report(&c, o->ranks, node / o->ranks_per_node) : model_report(&c);
 	if (!report)
 		return EXIT_WORK_FAILED;
-	result_print(report, o->json, o->ranks ? print_plan : print_model);
+	result_print(report, o->json, o->inference ? print_inference : o->ranks ? print_plan : print_model);
 	return EXIT_DONE;
 }
 
@@ -366,6 +585,13 @@ static const struct command_option options[] = {
 			"Ranks that share the memory of a node", .initial = "1"),
 	SIZE_OPTION(info_options, memory_per_node, "memory-per-node",
 			"Memory of a node, such as 256GB (default: this machine's)"),
+	FLAG_OPTION(info_options, inference, "inference",
+			"With --ranks: plan evaluation and generation (ling eval, ling generate), not training"),
+	REPLICA_OPTIONS(info_options),
+	WHOLE_OPTION(info_options, tokens, "tokens", "N", 1, 1000000,
+			"Tokens of a forward pass of inference (default: as many as ling eval and ling generate take, 4096)"),
+	CHOICE_OPTION(info_options, weights, "weights", "TYPE", weight_types,
+			"Type of the weights in inference: that of a model's files; for a config f32", .initial = "files"),
 	FLAG_OPTION(info_options, json, "json", "Print one JSON object"),
 };
 

@@ -139,7 +139,8 @@ static int train(const struct command_line *line, struct faults *faults)
 			if (*socket_warning(warning, ""))
 				fprintf(stderr, "warning: %s\n", warning);
 		}
-		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed));
+		rc = parallel_agree(faults_begin(&t.faults, c.train.output_dir, parallel_rank(), c.train.seed,
+				l->replicas.size > 1));
 		steps = t.state.step;
 		rc = rc < 0 ? rc : (int)trainer_run(&t);
 		steps = t.state.step - steps;
@@ -173,7 +174,8 @@ static int run_train(const struct command_line *line)
 
 static const struct command_option options[] = {
 	TEXTS_OPTION(train_options, inject, "inject", "FAULT",
-			"A fault to order, for trying recovery: KIND@step=N[,rank=R][,during=step|update|save][,ms=M]"
+			"A fault to order, for trying recovery: KIND@step=N[,rank=R][,during=step|update|save|norms|"
+			"synchronisation][,ms=M]"
 			"[,probability=P]; KIND: kill, stop, nan, inf, flip, slow, diskfull or poison; may be given several times"),
 	PRINT_OPTION("keys", config_print_keys, "Print every key of a config with its default and meaning"),
 };

@@ -157,20 +157,6 @@ static double unix_time(void)
 	return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-/* After the first look at a heartbeat: how long its ranks have been where they are, by their own clocks. */
-static void age_heartbeat(struct hang_watch *h, double now)
-{
-	double least = INFINITY; /* since any of them changed */
-	for (int i = 0; i < h->now.ranks; i++) {
-		const struct heartbeat_rank *r = &h->now.rank[i];
-		const double age = r->phase ? fmax(0, unix_time() - r->changed) : 0;
-		h->rank[i] = (struct rank_watch){.phase_begun = now - age, .changed = now - age,
-			.sign = now - fmax(0, age - (r->waits ? r->waited : 0))};
-		least = fmin(least, age);
-	}
-	h->progress = now - least;
-}
-
 static void look_at_heartbeat(struct watched *w, double now)
 {
 	struct heartbeat h;
@@ -189,7 +175,7 @@ static void look_at_heartbeat(struct watched *w, double now)
 	}
 	hang_watch_take(&w->hang, &h, now);
 	if (first)
-		age_heartbeat(&w->hang, now);
+		hang_watch_age(&w->hang, now, unix_time());
 	for (int i = 0; i < w->hang.now.ranks; i++) {
 		const enum hang_process process = hang_process(&w->hang.now.rank[i]);
 		w->gone += process == PROCESS_ENDED || process == PROCESS_GONE;
@@ -379,29 +365,38 @@ void watched_free(struct watched *w)
  * ========================================================================================================== */
 
 /* Where the ranks of a run that died were, in words, and which of them went first: one that computed, or whose last
- * sign is older than those of the others. mpirun ends the others within some 2 s. The caller frees it. */
+ * sign is older than those of the others. mpirun ends the others within some 2 s. What the other replicas of local SGD
+ * computed meanwhile says nothing. The caller frees it. */
 static char *describe_death(const struct heartbeat *h)
 {
 	struct hang_place *places = allocate(h->ranks * sizeof *places);
-	double last = -INFINITY, progress = -INFINITY; /* of all ranks, which are of this machine */
+	int *numbers = allocate(h->ranks * sizeof *numbers), count = 0, first = 0; /* first: the replica that went first */
+	double last = -INFINITY, progress = -INFINITY, oldest = INFINITY; /* of all ranks, which are of this machine */
 	struct text out = {0};
 	json_t *members;
 	for (int i = 0; i < h->ranks; i++) {
 		const struct heartbeat_rank *r = &h->rank[i];
-		last = fmax(last, r->changed + (r->waits ? r->waited : 0));
+		const double sign = r->changed + (r->waits ? r->waited : 0);
+		last = fmax(last, sign);
+		first = sign < oldest ? r->replica : first;
+		oldest = fmin(oldest, sign);
 		progress = fmax(progress, r->changed);
 	}
 	for (int i = 0; i < h->ranks; i++) {
 		const struct heartbeat_rank *r = &h->rank[i];
-		places[i] = (struct hang_place){r, last - r->changed,
+		if (r->replica != first && !r->waits)
+			continue;
+		numbers[count] = i;
+		places[count++] = (struct hang_place){r, last - r->changed,
 				!r->waits || last - r->changed - r->waited > fmax((last - progress) / 2, 0.5)};
 	}
-	char *words = hang_words(places, NULL, h->ranks, &members);
+	char *words = hang_words(places, numbers, count, &members);
 	text_append_string(&out, "the processes of all ranks are gone, without an end; at their last sign ");
 	text_append_string(&out, words);
 	json_decref(members);
 	free(words);
 	free(places);
+	free(numbers);
 	return out.data;
 }
 
@@ -410,7 +405,7 @@ static char *describe_death(const struct heartbeat *h)
 static char *describe_waiting(const struct watched *w)
 {
 	const struct heartbeat *h = &w->hang.now;
-	const double now = clock_seconds(), since = now - w->hang.progress;
+	const double now = clock_seconds(), since = hang_since(&w->hang, now);
 	double longest = 0;
 	bool in_step = true;
 	if (w->state == RUN_DIED)

@@ -45,6 +45,7 @@ struct rank_page {
 	uint32_t pid;
 	uint64_t pid_started;
 	char host[64];
+	_Atomic uint32_t replica, alone;
 };
 _Static_assert(offsetof(struct rank_page, step_seconds) == 64, "one cache line");
 enum { WAITS = 8, LAYER_SHIFT = 4, LAYERS = 0xfff, PHASES_SHIFT = 16 };
@@ -226,6 +227,16 @@ void heartbeat_wait_end(void)
 	STORE(changed, now());
 }
 
+void heartbeat_replica(int replica)
+{
+	STORE(replica, (uint32_t)replica);
+}
+
+void heartbeat_alone(bool alone)
+{
+	STORE(alone, alone);
+}
+
 void heartbeat_own_seconds(double seconds)
 {
 	STORE(own_seconds, (float)seconds);
@@ -237,7 +248,8 @@ static struct heartbeat_rank read_page(const struct rank_page *p)
 	const uint32_t state = p->state;
 	struct heartbeat_rank r = {.step = p->step, .phase = state & 7, .phases = state >> PHASES_SHIFT,
 			.waits = state & WAITS, .waited = p->waited / 1e3, .layer = (int)(state >> LAYER_SHIFT & LAYERS) - 1,
-			.number = p->number, .changed = p->changed / 1e3, .own_seconds = p->own_seconds,
+			.replica = (int)p->replica, .alone = p->alone, .number = p->number,
+			.changed = p->changed / 1e3, .own_seconds = p->own_seconds,
 			.step_seconds = p->step_seconds, .pid = (int)p->pid, .pid_started = p->pid_started};
 	memcpy(r.operation, (const void *)p->operation, NAME);
 	memcpy(r.collective, (const void *)p->collective, NAME);

@@ -50,10 +50,14 @@ void heartbeat_operation(const char *name, int layer);
 /* The rank waits for others in a collective, whose name ("gradients") has at most 15 bytes: before the wait, each
  * tenth of a second in it with the seconds so far, and after it. Collectives are numbered as they are waited for, but
  * with `numbered` false, for a message from one rank to another: then ranks that are equally far have the same
- * number, which is returned. */
+ * number, which is returned. Those of replicas may differ. */
 uint32_t heartbeat_wait(const char *collective, bool numbered);
 void heartbeat_still_waiting(double seconds);
 void heartbeat_wait_end(void);
+/* The replica of local SGD that this rank is in, from 0. */
+void heartbeat_replica(int replica);
+/* Whether the rank works with its replica alone now, as in a period: then it waits for none of another one. */
+void heartbeat_alone(bool alone);
 /* The seconds that this rank computed in the last step, its waiting not counted. */
 void heartbeat_own_seconds(double seconds);
 
@@ -68,6 +72,8 @@ struct heartbeat_rank {
 	int layer;                   /* of the operation; -1: none */
 	uint32_t number;             /* collectives that were waited for */
 	double changed;              /* when any of this but `waited` last changed: seconds since 1970 by that machine */
+	int replica;                 /* of local SGD; 0 where there are none */
+	bool alone;                  /* it waits for ranks of its replica alone; else it may wait for any */
 	double own_seconds;          /* computed in the last step */
 	double step_seconds;         /* the last step, from its begin to the begin of what came after; 0: none yet */
 	char operation[64], collective[16]; /* of a heartbeat at most 15 bytes each */

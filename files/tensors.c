@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 const struct dtype_row dtypes[NUM_DTYPES] = {
 	[F64] = {"F64", 8}, [F32] = {"F32", 4}, [F16] = {"F16", 2}, [BF16] = {"BF16", 2},
@@ -146,6 +148,12 @@ int tensor_verify(const struct tensor *t)
 		return fail("%s: tensor %s is damaged: checksum %08x, expected %08x", t->file->path, t->name, (unsigned)crc,
 				(unsigned)t->crc);
 	return 0;
+}
+
+void tensor_release(const struct tensor *t)
+{
+	const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t)tensor_bytes(t) / page * page;
+	madvise((void *)begin, (uintptr_t)tensor_bytes(t) + (t->end - t->begin) - begin, MADV_DONTNEED);
 }
 
 /* tensor_of_shape for a matrix, or, where cols is 0, a vector. */

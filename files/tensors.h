@@ -119,6 +119,10 @@ const uint8_t *tensor_bytes(const struct tensor *t);
 /* Checks a tensor's checksum where the file holds one. */
 int tensor_verify(const struct tensor *t);
 
+/* Takes the tensor's pages out of this process's memory, when it need not read them any more; if it does, they come
+ * again. */
+void tensor_release(const struct tensor *t);
+
 /* -------------------------------------------------------------------------------------------- types of numbers */
 
 /* Converts n elements of F64, F32, F16 or BF16, which may have any alignment. */

@@ -91,8 +91,11 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		fprintf(stderr, "note: %s is larger than the memory that may be used here: what is read in place is not "
 				"checked against its checksums first\n", dir);
 	const int num_verified = verify == VERIFY || (verify == VERIFY_IF_IN_MEMORY && fits) ? tensors_count(w) : 0;
-	for (int i = all->rank; i < num_verified && rc == 0; i += all->size)
+	for (int i = all->rank; i < num_verified && rc == 0; i += all->size) {
 		rc = tensor_verify(&w->tensors[i]);
+		if (all->size > 1) /* most of them are other ranks' */
+			tensor_release(&w->tensors[i]);
+	}
 	free(global);
 	if (rc < 0) {
 		tensors_close(w);

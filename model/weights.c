@@ -94,33 +94,48 @@ void model_perturb(struct model *m, uint64_t key)
 	model_update_head_scale(m);
 }
 
-/* Finds the matrices that can be used in the mapped files: this rank's shard is a run of elements there, of a type and
- * at an address that products can read. Gate and up must be alike. Memory must suffice for the others. */
-static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
+int find_mapped(struct parameter_table *table, const struct tensors *w, enum dtype dtype, struct weight_bytes *bytes)
 {
-	double bytes = 0;
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
+	*bytes = (struct weight_bytes){0};
+	for (int i = 0; i < table->num_parameters; i++) {
+		struct parameter *t = &table->parameters[i];
 		int64_t first;
 		t->mapped = NULL;
-		if (t->cols && global_run(t, 0, parameter_size(t), &first) == parameter_size(t) &&
-				tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped, &t->bf16) < 0)
+		if (!t->cols || global_run(t, 0, parameter_size(t), &first) < parameter_size(t))
+			continue;
+		if (!w && (dtype == BF16 || dtype == REAL_DTYPE))
+			t->mapped = t, t->bf16 = dtype == BF16; /* until the bytes are counted */
+		else if (w && tensors_map_range(w, t->name, t->rows, t->cols, first, parameter_size(t), &t->mapped,
+				&t->bf16) < 0)
 			return -1;
 	}
-	for (int i = 0; i < m->table.num_parameters; i++) {
-		struct parameter *t = &m->table.parameters[i];
+	for (int i = 0; i < table->num_parameters; i++) {
+		struct parameter *t = &table->parameters[i];
 		if (strstr(t->name, ".gate_proj.") && (!t[0].mapped || !t[1].mapped || t[0].bf16 != t[1].bf16))
 			t[0].mapped = t[1].mapped = NULL;
-		if (!t->mapped)
-			bytes += parameter_size(t) * sizeof(real);
+		if (t->mapped)
+			bytes->mapped += parameter_size(t) * (t->bf16 ? sizeof(uint16_t) : sizeof(real));
+		else
+			bytes->copied += parameter_size(t) * sizeof(real);
+		t->mapped = w ? t->mapped : NULL;
 	}
-	const double machine = usable_memory("") / parallel_local_ranks(), total = bytes + m->acts_bytes;
+	return 0;
+}
+
+/* Finds the matrices that can be used in the mapped files. Memory must suffice for the others. */
+static int map_parameters(struct model *m, const struct tensors *w, const char *dir)
+{
+	struct weight_bytes bytes;
+	if (find_mapped(&m->table, w, REAL_DTYPE, &bytes) < 0)
+		return -1;
+	const double copied = bytes.copied;
+	const double machine = usable_memory("") / parallel_local_ranks(), total = copied + m->acts_bytes;
 	if (total > machine)
 		return fail("%s: weights that cannot be used as they stand in the file need %.1f GB, activations %.1f GB; "
 				"%.1f GB may be used here: bring them to bfloat16 with ling convert-checkpoint, or make the windows "
-				"shorter", dir, bytes / 1e9, m->acts_bytes / 1e9, machine / 1e9);
+				"shorter", dir, copied / 1e9, m->acts_bytes / 1e9, machine / 1e9);
 	/* Scattered norms would take a whole huge page each. */
-	madvise(m->params.memory, m->reserved_bytes, bytes > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+	madvise(m->params.memory, m->reserved_bytes, copied > m->reserved_bytes / 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 	return 0;
 }
 
@@ -142,6 +157,15 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 	return 0;
 }
 
+/* Reads what this rank holds of a parameter that is not used in its file. */
+static int read_copied(struct tensors *w, const struct parameter *t, real *out)
+{
+	const int rc = read_weights(w, t, out);
+	if (rc == 0)
+		tensor_release(tensor_find(w, t->name));
+	return rc;
+}
+
 int load_weights(struct model *m, const char *dir, enum verify verify)
 {
 	const bool map = m->mode == EVALUATE;
@@ -151,7 +175,7 @@ int load_weights(struct model *m, const char *dir, enum verify verify)
 		rc = map_parameters(m, w, dir);
 	for (int i = 0; i < m->table.num_parameters && rc == 0; i++)
 		if (!m->table.parameters[i].mapped)
-			rc = read_weights(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
+			rc = read_copied(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
 	for (int i = 0; i < m->table.num_parameters && rc == 0 && !map; i++)
 		rc = check_finite(m, &m->table.parameters[i], dir);
 	tensors_close(map ? m->files : w); /* those of an earlier load, or these */

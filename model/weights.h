@@ -23,6 +23,11 @@ void model_perturb(struct model *m, uint64_t key);
 int model_load(struct model *m, const char *dir);
 /* The same with or without a check of the checksums. */
 int load_weights(struct model *m, const char *dir, enum verify verify);
+/* Finds what evaluation uses in place: sets `mapped` and `bf16` of the parameters that are a run of elements in their
+ * file, of a type and at an address that products can read; gate and up are used alike. w NULL: the files are not
+ * there yet, and have tensors of type `dtype`, aligned; nothing is set, but the bytes are counted. */
+struct weight_bytes { int64_t mapped, copied; }; /* bytes of what is used in place, and of the others in memory */
+int find_mapped(struct parameter_table *table, const struct tensors *w, enum dtype dtype, struct weight_bytes *bytes);
 /* Computes the head norm cache. Call it whenever weights have changed. Collective. */
 void model_update_head_scale(struct model *m);
 

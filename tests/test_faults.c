@@ -8,7 +8,7 @@
 static struct faults begin(int rank, int n, char **texts)
 {
 	struct faults f;
-	if (faults_read(&f, n, texts, 2) < 0 || faults_begin(&f, scratch, rank, 1) < 0)
+	if (faults_read(&f, n, texts, 2) < 0 || faults_begin(&f, scratch, rank, 1, true) < 0)
 		fail_msg("%s", error_text);
 	return f;
 }
@@ -24,8 +24,10 @@ static void test_refused(void **state)
 		{"slow@step=3,ms=", "ms is"}, {"slow@step=3,ms=7s", "ms is"}, {"slow@step=3,ms=-1", "ms is"},
 		{"slow@step=3,ms=1e9", "ms is"},
 		{"kill@step=3,ms=5", "has no such setting"}, {"poison@step=3,ms=5", "has no such setting"},
-		{"nan@step=3,during=save", "has one moment only"}, {"kill@step=3,during=sleep", "during is step or save"},
-		{"stop@step=3,during=update", "during is step or save"},
+		{"nan@step=3,during=save", "has one moment only"},
+		{"kill@step=3,during=sleep", "during is step, save, norms or synchronisation"},
+		{"stop@step=3,during=update", "during is step, save, norms"},
+		{"nan@step=3,during=norms", "has one moment only"},
 		{"flip@step=3,during=save", "during is step or update"},
 		{"kill@step=3,probability=0", "probability is"}, {"kill@step=3,probability=1.1", "probability is"},
 		{"kill@step=3,probability=nan", "probability is"}, {"slow@step=3,probability=2", "probability is"},

@@ -209,6 +209,101 @@ static void test_description(void **state)
 	hang_watch_end(&watch);
 }
 
+/* Steps of one second of four ranks, of which 2 and 3 are another replica, in a period, up to time 100. */
+static void two_replicas(void)
+{
+	begin(4);
+	for (int i = 0; i < 4; i++) {
+		run[i].replica = i / 2;
+		run[i].alone = true;
+	}
+	all(HEARTBEAT_STEP, 1, 0, 50);
+	for (int i = 1; i <= 50; i++)
+		all(HEARTBEAT_STEP, 1 + i, 1, 50 + i);
+}
+
+/* Replica 0 begins another step, a second after the last. */
+static void replica_0_steps(double time)
+{
+	for (int i = 0; i < 2; i++)
+		run[i].step++, run[i].phases++;
+	look(time);
+}
+
+/* In a period a replica hangs while the other goes on; one that waits for a slow one does not. */
+static void test_replicas(void **state)
+{
+	(void)state;
+	two_replicas();
+	waits(2, "gradients", 900, 0);
+	for (int t = 101; t <= 111; t++) {
+		run[2].waited++;
+		assert_true(hung(t - 1) == 0);
+		replica_0_steps(t);
+	}
+	assert_true(hung(111) == 11);
+	expect_description(111, "rank 3 on box has been in step 51 for 11 s; rank 2 waits in gradients (number 900) of "
+			"step 51; the other replicas go on");
+	hang_watch_end(&watch);
+
+	/* Replica 0 is at the end of its period: rank 0 waits for all, rank 1 for rank 0. Replica 1 goes on for 40 s, each
+	 * of its steps taking 4 s, which is in the limit. */
+	two_replicas();
+	waits(0, "statistics", 950, 0), waits(1, "statistics", 950, 0);
+	run[0].alone = false;
+	for (int t = 101; t <= 140; t++) {
+		run[0].waited++, run[1].waited++;
+		for (int i = 2; i < 4 && t % 4 == 0; i++)
+			run[i].step++, run[i].phases++, run[i].step_seconds = 4;
+		look(t);
+		assert_true(hung(t) == 0);
+	}
+	/* Now it ends too, and replica 0 computes: it has its whole time again. */
+	run[0].waits = run[1].waits = false;
+	look(141);
+	assert_true(hung(149) == 0 && hung(152) > 10);
+	hang_watch_end(&watch);
+
+	/* Rank 1 is stopped while rank 0 waits for all: replica 0 does not only wait for others. */
+	two_replicas();
+	waits(0, "statistics", 950, 0);
+	run[0].alone = false;
+	for (int t = 101; t <= 111; t++) {
+		run[0].waited++;
+		run[2].step++, run[2].phases++;
+		look(t);
+	}
+	assert_true(hung(111) == 11);
+	expect_description(111, "rank 1 on box has been in step 51 for 11 s; rank 0 waits in statistics (number 950) of "
+			"step 51; the other replicas go on");
+	hang_watch_end(&watch);
+
+	/* Both wait for each other, by steps of their own count: the run hangs. Rank 2 gives no sign, and is named. */
+	two_replicas();
+	for (int i = 0; i < 4; i++) {
+		waits(i, "gradients", 950 + i / 2, 0);
+		run[i].step = 60 + i / 2;
+		run[i].alone = false;
+	}
+	for (int t = 101; t <= 112; t++) {
+		for (int i = 0; i < 4; i++)
+			run[i].waited += i != 2;
+		look(t);
+	}
+	assert_true(hung(112) == 11);
+	expect_description(112, "rank 2 on box has been in the wait for gradients (number 951) of step 61 for 11 s without "
+			"a sign; ranks 0, 1, 3 wait in gradients (number 950) of step 60");
+	hang_watch_end(&watch);
+	/* A step is one of the slowest replica. */
+	two_replicas();
+	for (int i = 1; i <= 100; i++) {
+		run[3].step_seconds = 7;
+		replica_0_steps(100 + i);
+	}
+	assert_true(hang_median_step(&history) == 7);
+	hang_watch_end(&watch);
+}
+
 /* What a rank writes is what a reader sees. */
 static void test_file(void **state)
 {
@@ -229,11 +324,14 @@ static void test_file(void **state)
 	heartbeat_wait("gradients", true);
 	heartbeat_still_waiting(1.5);
 	heartbeat_own_seconds(0.25);
+	heartbeat_replica(3);
+	heartbeat_alone(true);
 	assert_int_equal(heartbeat_read(&h, dir), 1);
 	assert_int_equal(h.ranks, 3);
 	const struct heartbeat_rank *r = &h.rank[1];
 	assert_true(r->phase == HEARTBEAT_STEP && r->step == 812 && r->waits && r->number == 1 && r->waited == 1.5);
 	assert_true(r->layer == 4094 && r->own_seconds == 0.25 && r->pid == getpid() && r->phases == 2);
+	assert_true(r->replica == 3 && r->alone);
 	assert_string_equal(r->operation, "a name of more ");
 	assert_string_equal(r->collective, "gradients");
 	assert_string_equal(r->host, "box");
@@ -282,7 +380,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_slow_is_not_hung),
 		cmocka_unit_test(test_phases_have_their_own_limits),
-		cmocka_unit_test(test_description),
+		cmocka_unit_test(test_description), cmocka_unit_test(test_replicas),
 		cmocka_unit_test(test_file),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

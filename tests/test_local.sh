@@ -62,7 +62,7 @@ test_resume() {
 	[ "$(cd straight && echo step-*)" = "step-0000001 step-0000002 step-0000003 step-0000004 step-0000008 step-0000012 step-0000016 step-0000020" ] ||
 		problem "checkpoints: $(cd straight && echo step-*)"
 	# Without anything to do at a synchronisation, the weights come with the next forward pass: the same bits.
-	train 4 overlapped $those parallel.expert=2 checkpoint.every=off eval.every=off health.every=off
+	train 4 overlapped $those parallel.expert=2 checkpoint.every=8 eval.every=off health.every=off
 	diff -rq straight/step-0000020 overlapped/step-0000020 -x trainer.json >diff.txt || problem "$(head -n 3 diff.txt)"
 	train 4 stopped $those parallel.expert=2 train.stop_at_step=2
 	train 4 stopped $those parallel.expert=2 train.stop_at_step=6 # in a period: it stops at its end
@@ -76,6 +76,58 @@ test_resume() {
 		train 4 killed $those parallel.expert=2
 		same_run straight killed 0000020
 	done
+	# In a synchronisation, when the norms are exchanged, and when the blocks are: at once, and with the next forward pass.
+	local last like options
+	while read -r fault last like options; do
+		rm -rf killed
+		ranks 4 "$ling" train tiny.yaml train.output_dir=killed $those parallel.expert=2 $options --inject $fault >out.txt 2>err.txt </dev/null &&
+			problem "$fault: not killed"
+		[ "$(metric step killed/metrics.jsonl | tail -n 1)" = $last ] || problem "$fault $options: after step $(tail -n 1 killed/metrics.jsonl)"
+		[ "$(cd killed && echo step-* | tail -c 13)" = step-0000008 ] || problem "$fault $options: $(ls killed)"
+		train 4 killed $those parallel.expert=2 $options </dev/null
+		same_run $like killed 0000020
+	done <<-END
+		kill@step=12,rank=1,during=norms 11 straight
+		kill@step=12,rank=2,during=synchronisation 11 straight
+		kill@step=12,rank=2,during=synchronisation 12 overlapped checkpoint.every=8 eval.every=off health.every=off
+	END
+	expect 1 "there is no synchronisation: parallel.sync is step" "$ling" train tiny.yaml train.output_dir=refused --inject kill@step=3,during=norms
+}
+
+# supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in err.txt.
+supervised() {
+	local out=$1 least=$2
+	shift 2
+	timeout -k 5 60 "$ling" supervise --run "$out" --grace 1 --max-restarts 0 --hang-least $least --hang-unseen 20 -- mpirun -n 4 --oversubscribe --bind-to none \
+		"$ling" train tiny.yaml train.output_dir="$out" $local local.ranks=2 checkpoint.every=off eval.every=off health.every=off "$@" >out.txt 2>err.txt
+}
+
+# A rank that is stopped is found where it is: in a period, in which the other replica goes on; in both parts of a synchronisation. The
+# other replica may wait longer than that for a slow one.
+test_hangs() {
+	supervised period 6 local.steps=1000 train.steps=1000 --inject slow@step=1,ms=20 --inject stop@step=40,rank=3 &
+	wait_for_lines period/metrics.jsonl 42
+	for ((i = 0; i < 60; i++)); do
+		sleep 0.2
+		"$ling" watch period --once --json | jq -r ".runs[0].waiting" >watch.txt
+		grep -q 'no progress' watch.txt && break
+	done
+	grep -qE 'no progress for [2-9] s: rank 3 on [^ ]+ has been in .*step 40 for [2-9] s.*; rank 2 waits in [a-z ]+ \(number [0-9]+\) of step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' watch.txt ||
+		problem "$(cat watch.txt)"
+	wait
+	grep -qE 'hang: rank 3 on [^ ]+ has been in .*step 40 for [6-9] s( without a sign)?; rank 2 waits in [a-z ]+ \(number [0-9]+\) of .*step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' err.txt ||
+		problem "$(grep supervise err.txt)"
+	local last moment i
+	last=$(metric step period/metrics.jsonl | tail -n 1)
+	[ "$last" -gt 45 ] && [ "$last" -lt 1000 ] || problem "replica 0 at step $last"
+	for moment in norms synchronisation; do
+		supervised $moment 1 local.steps=5 --inject stop@step=15,rank=2,during=$moment
+		grep -qE 'hang: rank 2 on [^ ]+ has been in weights.* of step 1[56] for [1-9] s' err.txt || problem "$moment: $(grep supervise err.txt)"
+		grep -qE 'process [0-9]+ of rank 2 is stopped' err.txt || problem "$moment: $(grep supervise err.txt)"
+		[ "$(jq -r 'select(.kind == "hang") | .ranks | map(.rank) | tostring' $moment/events.jsonl)" = '[2]' ] || problem "$moment: $(cat $moment/events.jsonl)"
+	done
+	supervised slow 1 local.steps=20 train.steps=20 --inject slow@step=1,rank=2,ms=100 || problem "$(cat err.txt)"
+	[ -s err.txt ] && grep -q hang err.txt && problem "$(grep hang err.txt)"
 }
 
 test_other_replicas() {
@@ -88,17 +140,45 @@ test_other_replicas() {
 	[ "$(grep -c . others/metrics.jsonl)" = 20 ] || problem "not 20 steps"
 }
 
-# By time: a slow replica takes fewer steps. Each sample is trained on once.
+# The mean of each of the 4 blocks is scaled down to the norm local.clip: so is what the synchronisation changes, as outer rate 1 and no
+# momentum take it as it is.
+test_clip() {
+	train 2 clipped $local local.warmup_steps=4 local.steps=4 train.steps=8 checkpoint.every=4 checkpoint.keep=0 data.valid=off local.clip=0.01 \
+		local.outer_lr=1 local.outer_momentum=0
+	perl -e 'local $/;
+		my ($a, $b) = map { [map { open my $f, "<:raw", $_ or die "$_: $!"; my $t = <$f>; unpack "f<*", substr $t, 8 + unpack "Q<", $t }
+			sort glob "clipped/step-000000$_/model-*.safetensors"] } 4, 8;
+		my $sum = 0;
+		$sum += ($a->[$_] - $b->[$_]) ** 2 for 0 .. $#$a;
+		printf "the norm is %.7f, expected 0.02\n", sqrt $sum if abs(sqrt($sum) - 0.02) > 1e-5;' >wrong.txt 2>&1
+	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
+}
+
+# By time: a slow replica takes fewer steps. Each sample is trained on once, also when the run goes on without replicas.
 test_seconds() {
-	train 2 seconds $local local.seconds=0.1 train.steps=40 --inject slow@step=1,rank=1,ms=30 --inject slow@step=1,rank=0,ms=10
+	train 2 seconds $local local.seconds=0.1 train.steps=60 train.stop_at_step=40 checkpoint.keep=0 --inject slow@step=1,rank=1,ms=30 \
+		--inject slow@step=1,rank=0,ms=10
+	local uneven step
+	uneven=$(cd seconds && echo step-*)
+	step=$((10#${uneven#step-}))
+	train 2 seconds parallel.sync=step train.steps=60 checkpoint.keep=0 train.stop_at_step=$((step + 1))
+	train 2 seconds parallel.sync=step train.steps=60 checkpoint.keep=0
+	for step in $(cd seconds && echo step-*); do
+		perl -MJSON::PP -e '
+			my $t = decode_json(do { local $/; open my $f, "<", "seconds/$ARGV[0]/trainer.json"; <$f> });
+			my $left = 0;
+			$left += $_->[2] - $_->[1] + 1 for @{$t->{local}{pending}};
+			print "$ARGV[0]: left $left\n";
+			print "$ARGV[0] is wrong: taken $t->{sources}[0]{taken}, left $left, samples $t->{samples}\n" if $t->{sources}[0]{taken} - $left != $t->{samples};' "$step"
+	done >left.txt 2>&1
+	grep wrong left.txt && problem "$(cat left.txt)"
+	grep -q ': left [1-9]' left.txt || problem "no sample waited: $(cat left.txt)"
 	perl -MJSON::PP -e '
-		my $t = decode_json(do { local $/; open my $f, "<", "seconds/step-0000040/trainer.json"; <$f> });
-		my ($l, $taken, $left) = ($t->{local}, $t->{sources}[0]{taken}, 0);
-		$left += $_->[2] - $_->[1] + 1 for @{$l->{pending}};
+		my $t = decode_json(do { local $/; open my $f, "<", "seconds/$ARGV[0]/trainer.json"; <$f> });
+		my $l = $t->{local};
 		my ($a, $b) = @{$l->{counts}};
-		print "taken $taken, left $left, samples $t->{samples}; " if $taken - $left != $t->{samples};
 		print "counts $a, $b, carry $l->{carry}, step $t->{step}; " if $a + $b != 2 * $t->{step} + $l->{carry} || $t->{samples} != 4 * ($a + $b);
-		print "counts $a, $b are even; " unless $a > 1.5 * $b;' >wrong.txt 2>&1
+		print "counts $a, $b are even; " unless $a > 1.5 * $b;' "$uneven" >wrong.txt 2>&1
 	[ ! -s wrong.txt ] || problem "$(cat wrong.txt)"
 }
 
@@ -115,6 +195,16 @@ test_poisoned() {
 	grep -q '"step":200 "blocks_set_aside":\[0,0,0,[1-4]\]' aside.txt || problem "not set aside: $(cat aside.txt)"
 }
 
+# The plan counts what parallel.reduce bf16 keeps of a rank's changes: 2 bytes for each of its weights, and of one more; AdamW's moments are 8.
+test_plan() {
+	local kind
+	for kind in f32 bf16; do
+		"$ling" info tiny.yaml --ranks 4 $local local.ranks=2 parallel.reduce=$kind --json >$kind.json 2>err.txt || problem "$(cat err.txt)"
+	done
+	jq -es '.[1].memory_bytes.reduction - .[0].memory_bytes.reduction == .[0].memory_bytes.optimizer / 4 + 2 and
+		.[1].memory_bytes.total > .[0].memory_bytes.total' f32.json bf16.json >/dev/null || problem "$(cat f32.json bf16.json)"
+}
+
 test_refused() {
 	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
 	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
@@ -122,5 +212,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume other_replicas seconds poisoned refused
+check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan refused
 finish

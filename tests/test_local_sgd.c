@@ -83,6 +83,18 @@ static void test_outer_update(void **state)
 	assert_true(fabs(w[0] - 3.8673) < 1e-6 && fabs(b[0] - 1.0725) < 1e-6);
 }
 
+/* The mean is scaled down to the norm local.clip, never up. */
+static void test_clip(void **state)
+{
+	(void)state;
+	struct local_options o = options;
+	assert_true(clip_scale(99, &o) == 1 && clip_scale(100, &o) == 1 && clip_scale(1600, &o) == 0.25);
+	o.clip = 0; /* off */
+	assert_true(clip_scale(1600, &o) == 1);
+	o.clip = 10, o.penalty = false;
+	assert_true(clip_scale(1600, &o) == 1);
+}
+
 /* Makes what two replicas of a model with one block remember; no part that needs other ranks. */
 static struct local_sgd make(int replicas)
 {
@@ -136,12 +148,41 @@ static void test_remembers(void **state)
 	local_sgd_free(&u);
 }
 
+/* A run without replicas remembers the samples that wait, and nothing else; so does one with replicas that follows. */
+static void test_waits_without_replicas(void **state)
+{
+	(void)state;
+	struct local_sgd s = make(2), one = {.replicas = 1};
+	const struct batch_sample drawn[] = {{.file = 0, .number = 5}, {.file = 0, .number = 6}};
+	s.synchronisations = 7;
+	local_sgd_record(&s, drawn, 2);
+	local_sgd_put_back(&s, 2);
+	json_t *json = local_sgd_to_json(&s);
+	assert_int_equal(local_sgd_from_json(&one, json, "here", 1), 0);
+	json_decref(json);
+	assert_int_equal(one.pending.count, 2);
+	one.pending.taken = 1;
+	json = local_sgd_to_json(&one);
+	char *text = json_dumps(json, JSON_COMPACT);
+	assert_string_equal(text, "{\"replicas\":1,\"pending\":[[0,6,6]]}");
+	free(text);
+	assert_int_equal(local_sgd_from_json(&s, json, "here", 1), 0);
+	assert_true(s.pending.count == 1 && s.pending.list[0].number == 6 && s.synchronisations == 0);
+	json_decref(json);
+	one.pending.taken = 2;
+	assert_null(local_sgd_to_json(&one));
+	assert_int_equal(local_sgd_from_json(&one, NULL, "here", 1), 0);
+	assert_int_equal(one.pending.count, 0);
+	local_sgd_free(&s);
+	local_sgd_free(&one);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_weights), cmocka_unit_test(test_set_aside), cmocka_unit_test(test_new_level),
-		cmocka_unit_test(test_outer_update),
-		cmocka_unit_test(test_remembers),
+		cmocka_unit_test(test_outer_update), cmocka_unit_test(test_clip), cmocka_unit_test(test_remembers),
+		cmocka_unit_test(test_waits_without_replicas),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,8 @@
 /*
  * test_parallel.c - groups, collectives, layouts, and what is summed over ranks, with values small enough to work out
- * by hand. Run it under mpirun with 1, 2 and 3 ranks. Every rank runs all tests, and rank 0 reports them. A rank on
- * which a check fails goes on, so that the others do not wait for it.
+ * by hand. Run it under mpirun with 1, 2 and 3 ranks; with up to 8, only the tests of the shared counter run. Every
+ * rank runs all tests, and rank 0 reports them. A rank on which a check fails goes on, so that the others do not wait
+ * for it.
  */
 #define _GNU_SOURCE
 #include "files/base.h"
@@ -19,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static struct group world;
 static int failed; /* failed checks of the current test, on this rank */
@@ -274,6 +276,93 @@ static void test_agree(void)
 	check(same == 0 && other == (world.size > 1 ? -1 : 0) && differs == (world.size > 1));
 }
 
+/* A replica is the fewest ranks that are whole groups, and its ranks are neighbours. */
+static void test_layout_of_inference(void)
+{
+	static const struct { int ranks, tensor, expert, replicas, data; } expected[] = {
+		{1, 1, 1, 1, 1}, {4, 1, 1, 4, 1}, {4, 2, 1, 2, 1}, {4, 1, 2, 2, 2}, {8, 2, 4, 2, 2}, {8, 4, 2, 2, 1},
+		{6, 2, 3, 1, 3}, {12, 2, 3, 2, 3},
+	};
+	for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
+		for (int rank = 0; rank < expected[i].ranks; rank++) {
+			const int ranks = expected[i].ranks, size = ranks / expected[i].replicas;
+			const struct layout l = layout_of_inference(rank, ranks, expected[i].tensor, expected[i].expert);
+			check(l.all.rank == rank && l.all.size == ranks && l.replicas.size == expected[i].replicas);
+			check(l.replicas.rank == rank / size && l.world.size == size && l.world.rank == rank % size);
+			check(l.data.size == expected[i].data && l.tensor.size == expected[i].tensor);
+			check(l.expert.size == expected[i].expert && l.expert.rank == rank % expected[i].expert);
+		}
+}
+
+/* ------------------------------------------------------------------------------------------------------------
+ * The shared counter
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* `milliseconds` of computing, in operations of half a millisecond. */
+static void compute(double milliseconds)
+{
+	for (double end = clock_seconds() + milliseconds / 1e3; clock_seconds() < end;) {
+		usleep(500);
+		parallel_progress();
+	}
+}
+
+/* Each number is given once, to whichever rank is free: one that takes ten times as long gets fewer. Three rounds, in
+ * which ranks wait for the answer, or go on computing meanwhile, and rank 0 takes part or only waits for the others. */
+static void test_shared_counter(void)
+{
+	enum { COUNT = 150 };
+	for (int round = 0; round < 3; round++) {
+		double taken[COUNT] = {0}, of_rank[8] = {0};
+		struct shared_counter c;
+		counter_open(&c, COUNT, world.size);
+		for (int64_t n = 1, first; n > 0 && !(round == 2 && world.size > 1 && world.rank == 0);) {
+			n = round == 0 ? counter_take(&c, 4, &first) : COUNTER_ASKED;
+			while (n == COUNTER_ASKED && (n = counter_poll(&c, 4, &first)) == COUNTER_ASKED)
+				compute(0.5);
+			check(n >= 0 && n <= 4 && (n == 0 || (first >= 0 && first + n <= COUNT)));
+			for (int64_t i = first; i < first + n && i < COUNT; i++) {
+				taken[i]++;
+				of_rank[world.rank]++;
+				compute(world.rank == world.size - 1 ? 10 : 1);
+			}
+		}
+		counter_close(&c);
+		all_reduce_sum(&world, TRAFFIC_STATISTICS, taken, COUNT);
+		all_reduce_sum(&world, TRAFFIC_STATISTICS, of_rank, 8);
+		for (int i = 0; i < COUNT; i++)
+			check(taken[i] == 1);
+		for (int r = round == 2; r < world.size - 1; r++)
+			check(of_rank[r] > 2 * of_rank[world.size - 1]);
+	}
+}
+
+/* After a stop no rank gets a number; the next counter begins anew. Small numbers at the end. */
+static void test_counter_stop(void)
+{
+	struct shared_counter c;
+	int64_t first = -1, n = 0, most = 0;
+	counter_open(&c, 1000, world.size);
+	if (world.rank == world.size - 1) {
+		check(counter_take(&c, 3, &first) == 3);
+		counter_stop(&c);
+		check(counter_take(&c, 3, &first) == 0);
+	}
+	parallel_agree(0);
+	check(counter_take(&c, 3, &first) == 0);
+	counter_close(&c);
+	counter_open(&c, 10, 2);
+	for (int64_t sum = 0; world.rank == 0 && (n = counter_take(&c, 100, &first)) > 0; sum += n) {
+		check(first == sum && n == (10 - sum) / 4 + ((10 - sum) / 4 == 0));
+		most = first + n;
+	}
+	counter_close(&c);
+	check(most == (world.rank == 0 ? 10 : 0));
+	counter_open(&c, 0, 1);
+	check(counter_take(&c, 1, &first) == 0);
+	counter_close(&c);
+}
+
 /* ------------------------------------------------------------------------------------------------------------
  * Micro-batches, and what is summed over ranks
  * ------------------------------------------------------------------------------------------------------------ */
@@ -428,19 +517,17 @@ int main(void)
 		{"reduce_scatter_overlap", test_reduce_scatter_overlap}, {"bf16", test_bf16},
 		{"all_to_all_counts", test_all_to_all_counts}, {"all_to_all", test_all_to_all}, {"agree", test_agree},
 		{"micro_batches", test_micro_batches}, {"gradient_norm", test_gradient_norm},
-		{"valid_tokens", test_valid_tokens},
+		{"valid_tokens", test_valid_tokens}, {"layout_of_inference", test_layout_of_inference},
+		{"shared_counter", test_shared_counter}, {"counter_stop", test_counter_stop},
 	};
+	enum { NUM_TESTS = sizeof tests / sizeof *tests, FOR_MANY = 3 }; /* FOR_MANY: the last ones, for any ranks */
 	kernels_init(false);
 	parallel_start();
 	struct layout all = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
 	layout_connect(&all);
 	world = all.world;
-	if (world.size > 3) {
-		fprintf(stderr, "test_parallel: %d ranks, but the expected values are for at most 3\n", world.size);
-		parallel_stop(1);
-	}
 	bool any = false;
-	for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
+	for (int i = world.size > 3 ? NUM_TESTS - FOR_MANY : 0; i < NUM_TESTS; i++) {
 		failed = 0;
 		tests[i].run();
 		const bool bad = parallel_agree(failed ? -1 : 0) < 0;

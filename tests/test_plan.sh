@@ -41,6 +41,19 @@ train: { output_dir: run, seed: 1, steps: 1, micro_batch: 2, batch: 11 }
 schedule: { peak_lr: 1e-3 }
 END
 
+# peak.sh COMMAND...: runs a command and writes the peak of its resident memory to peak.RANK.
+cat >peak.sh <<'END'
+#!/bin/bash
+"$@" &
+while now=$(grep VmHWM /proc/$!/status 2>/dev/null); do
+	peak=$now
+	sleep 0.02
+done
+awk '{ print 1024 * $2 }' <<<"$peak" >"peak.$OMPI_COMM_WORLD_RANK"
+wait $!
+END
+chmod +x peak.sh
+
 # Every kind of traffic of a step, for ranks, tensor, expert and other keys: uneven slices, short and empty micro-batches, all recompute modes.
 test_traffic() {
 	local layout n plan line kind kinds most
@@ -71,17 +84,6 @@ test_traffic() {
 # Peak resident memory of rank 0, some 400 MB, of which 25 MB are the libraries'.
 test_memory() {
 	local layout plan
-	cat >peak.sh <<'END'
-#!/bin/bash
-"$@" &
-while now=$(grep VmHWM /proc/$!/status 2>/dev/null); do
-	peak=$now
-	sleep 0.02
-done
-awk '{ print 1024 * $2 }' <<<"$peak" >"peak.$OMPI_COMM_WORLD_RANK"
-wait $!
-END
-	chmod +x peak.sh
 	tokens many 16001
 	for layout in "2 1 1" "2 2 2" "4 2 4"; do
 		set -- $layout
@@ -93,6 +95,51 @@ num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 1, moe_intermediate
 		logged "$1" ./peak.sh "$ling" train small.yaml "${@:2}"
 		within "$layout, memory" "$(value total "$plan")" "$(cat peak.0)" 15
 	done
+}
+
+# What `ling info --inference` predicts against `ling eval --data`: what rank 0 sends for its tokens, by kind; and its peak memory, of weights
+# that are used in their files, by ranks that each have some of the experts.
+test_inference() {
+	local layout n plan kind bytes windows most tokens=$((31 * 65)) args
+	rm -rf run
+	logged 1 "$ling" train small.yaml train.stop_at_step=1
+	for layout in "2 2 1" "2 1 2" "4 2 2" "4 2 4" "4 4 1" "4 1 4" "4 1 2"; do
+		IFS=' ' read -r n tensor expert <<<"$layout"
+		args=(--tensor "$tensor" --expert "$expert")
+		"$ling" info run --ranks "$n" --inference --tokens 130 --json "${args[@]}" >plan.txt 2>log.txt || problem "$layout: $(cat log.txt)"
+		windows=$((31 * $(jq '.data * .replicas' plan.txt)))
+		logged "$n" "$ling" eval run --data tokens --seq-len 65 --max-windows $windows --batch 1 "${args[@]}"
+		has log.txt "note: $n ranks ($(jq .replicas plan.txt) replica"
+		for kind in "tensor gather" "tensor sum" "expert plan" "expert dispatch" "expert return"; do
+			bytes=$(sed -n "s/.*note: $n ranks.*[:,] $kind \\([0-9]*\\).*/\\1/p" log.txt)
+			case $kind in
+			"expert plan") plan=$(jq --arg k "$kind" '.bytes_sent["forward pass"][$k] // 0 | . * 31' plan.txt) most=0 ;;
+			"tensor"*) plan=$(jq --arg k "$kind" --argjson t $tokens '.bytes_sent.token[$k] // 0 | . * $t' plan.txt) most=2 ;;
+			*) plan=$(jq --arg k "$kind" --argjson t $tokens '.bytes_sent.token[$k] // 0 | . * $t' plan.txt) most=30 ;; # the routing decides
+			esac
+			within "$layout, $kind" "$plan" "${bytes:-0}" $most
+		done
+	done
+	tokens many 16001
+	rm -rf run
+	logged 1 "$ling" train small.yaml model="{hidden_size: 512, num_hidden_layers: 6, num_attention_heads: 8, num_key_value_heads: 4, \
+vocab_size: 16001, num_experts: 16, num_experts_per_tok: 4, num_shared_experts: 1, moe_intermediate_size: 256}" data.train=many train.batch=1 \
+		train.micro_batch=1 data.seq_len=16
+	for layout in "2 1 1" "2 2 1" "2 1 2" "4 2 4"; do
+		IFS=' ' read -r n tensor expert <<<"$layout"
+		args=(--tensor "$tensor" --expert "$expert")
+		plan=$("$ling" info run --ranks "$n" --inference --tokens 512 --json "${args[@]}" 2>log.txt | jq .memory_bytes.total)
+		logged "$n" ./peak.sh "$ling" eval run --data many --seq-len 512 --max-windows 8 --batch 1 "${args[@]}"
+		within "inference, $layout, memory" $((plan + 20000000 + 5000000 * n)) "$(cat peak.0)" 5 # libraries, and shared memory with each rank
+	done
+	for layout in "1 1 2" "3 1 3" "2 3 1"; do
+		IFS=' ' read -r n tensor expert <<<"$layout"
+		refused 1 "it must divide the $n ranks" --ranks "$n" --inference --tensor "$tensor" --expert "$expert"
+	done
+	refused 2 "goes with --ranks" --inference
+	refused 2 "go with --inference" --ranks 2 --tensor 2
+	"$ling" info "$root/configs/ling-plus.yaml" --ranks 2 --inference --weights bf16 --memory-per-node 128GB >log.txt || problem "no answer for Ling-Plus on 2 ranks"
+	has log.txt "no layout fits 128.000 GB a rank; --tensor 2 --expert 2 needs least"
 }
 
 # refused STATUS TEXT WORDS...: ling info with these words fails and says TEXT.
@@ -151,5 +198,5 @@ test_crowd() {
 	! grep -q "^warning" log.txt || problem "one thread on one core: $(cat log.txt)"
 }
 
-check traffic memory plan idle crowd
+check traffic memory inference plan idle crowd
 finish

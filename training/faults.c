@@ -19,17 +19,20 @@
 
 static const char *const kind_names[NUM_FAULT_KINDS] = {"kill", "stop", "nan", "inf", "flip", "slow", "diskfull",
 	"poison"};
-/* The moments at which a kind may come; the first one is the default. */
-static const char *const moment_names[] = {"step", "update", "save"};
-static const enum fault_moment moments[NUM_FAULT_KINDS][2] = {
-	[FAULT_KILL] = {MOMENT_STEP, MOMENT_SAVE}, [FAULT_STOP] = {MOMENT_STEP, MOMENT_SAVE},
-	[FAULT_NAN] = {MOMENT_UPDATE, MOMENT_UPDATE}, [FAULT_INF] = {MOMENT_UPDATE, MOMENT_UPDATE},
-	[FAULT_FLIP] = {MOMENT_STEP, MOMENT_UPDATE}, [FAULT_SLOW] = {MOMENT_STEP, MOMENT_STEP},
-	[FAULT_DISKFULL] = {MOMENT_SAVE, MOMENT_SAVE}, [FAULT_POISON] = {MOMENT_STEP, MOMENT_STEP},
+static const char *const moment_names[NUM_FAULT_MOMENTS] = {"step", "update", "save", "norms", "synchronisation"};
+/* The moments at which a kind may come, a bit each; the first one is the default. */
+enum {
+	AT_STEP = 1 << MOMENT_STEP, AT_UPDATE = 1 << MOMENT_UPDATE, AT_SAVE = 1 << MOMENT_SAVE,
+	AT_SYNCHRONISATION = 1 << MOMENT_NORMS | 1 << MOMENT_SYNCHRONISATION
+};
+static const unsigned moments[NUM_FAULT_KINDS] = {
+	[FAULT_KILL] = AT_STEP | AT_SAVE | AT_SYNCHRONISATION, [FAULT_STOP] = AT_STEP | AT_SAVE | AT_SYNCHRONISATION,
+	[FAULT_NAN] = AT_UPDATE, [FAULT_INF] = AT_UPDATE, [FAULT_FLIP] = AT_STEP | AT_UPDATE, [FAULT_SLOW] = AT_STEP,
+	[FAULT_DISKFULL] = AT_SAVE, [FAULT_POISON] = AT_STEP,
 };
 
-#define FORM "KIND@step=N[,rank=R][,during=step|update|save][,ms=M][,probability=P], KIND being kill, stop, nan, " \
-	"inf, flip, slow, diskfull or poison"
+#define FORM "KIND@step=N[,rank=R][,during=step|update|save|norms|synchronisation][,ms=M][,probability=P], KIND " \
+	"being kill, stop, nan, inf, flip, slow, diskfull or poison"
 
 /* Reads a whole number, low .. high; false when the text is none. */
 static bool read_whole(const char *text, int64_t low, int64_t high, int64_t *out)
@@ -59,13 +62,13 @@ static const char *read_setting(struct fault *x, const char *key, const char *va
 			: "ms is a number from 0.001 to 3600000";
 	}
 	if (!strcmp(key, "during")) {
-		for (int i = 0; i < 2; i++)
-			if (!strcmp(value, moment_names[moments[x->kind][i]])) {
-				x->moment = moments[x->kind][i];
+		for (int i = 0; i < NUM_FAULT_MOMENTS; i++)
+			if (moments[x->kind] & 1u << i && !strcmp(value, moment_names[i])) {
+				x->moment = i;
 				return NULL;
 			}
-		return moments[x->kind][0] == moments[x->kind][1] ? "this kind of fault has one moment only"
-			: x->kind == FAULT_FLIP ? "during is step or update" : "during is step or save";
+		return !(moments[x->kind] & (moments[x->kind] - 1)) ? "this kind of fault has one moment only"
+			: x->kind == FAULT_FLIP ? "during is step or update" : "during is step, save, norms or synchronisation";
 	}
 	if (!strcmp(key, "probability")) {
 		x->probability = strtod(value, &end);
@@ -89,7 +92,7 @@ static int read_fault(struct fault *x, const char *text)
 	if (!wrong && x->kind == NUM_FAULT_KINDS)
 		wrong = "there is no such kind";
 	if (!wrong) {
-		x->moment = moments[x->kind][0];
+		x->moment = __builtin_ctz(moments[x->kind]);
 		x->rank = x->kind == FAULT_POISON ? -1 : 0;
 	}
 	while (!wrong && (setting = strsep(&rest, ","))) {
@@ -147,10 +150,14 @@ static int read_event(void *context, const json_t *event)
 	return 0;
 }
 
-int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed)
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed, bool synchronises)
 {
 	f->rank = rank;
 	f->seed = seed;
+	for (int i = 0; i < f->count && !synchronises; i++)
+		if (f->list[i].moment >= MOMENT_NORMS)
+			return fail("--inject %s: there is no synchronisation: parallel.sync is step; expected local",
+					f->list[i].text);
 	return !f->count ? 0 : events_read(run_dir, read_event, f) < 0 ? -1 : events_open(&f->log, run_dir);
 }
 
@@ -199,7 +206,7 @@ void fault_write(const struct faults *f, const struct fault *x, int64_t step, js
 		json_object_update(event, members);
 	json_decref(members);
 	if (x->kind != FAULT_POISON || f->rank == 0)
-		event_write(&f->log, x->moment == MOMENT_SAVE ? step : step - 1, "fault", event);
+		event_write(&f->log, x->moment >= MOMENT_SAVE ? step : step - 1, "fault", event);
 	else
 		json_decref(event);
 }

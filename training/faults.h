@@ -3,9 +3,11 @@
  *
  * A fault is KIND@step=N[,rank=R][,during=WHEN][,ms=M][,probability=P]. It comes when a rank begins step N (counted
  * from 1); with during=update between the gradient and the update of step N; with during=save while the checkpoint
- * after step N is written. With a probability P it comes at each step from N on with that probability, which the seed
- * and the step decide. Each time it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file
- * says that it has come at a step, it does not come there again: so a run that is started again gets past it.
+ * after step N is written; with during=norms and during=synchronisation in the synchronisation of local SGD after step
+ * N, when the rank comes to the exchange of the norms, and in the middle of the exchange of the blocks. With a
+ * probability P it comes at each step from N on with that probability, which the seed and the step decide. Each time
+ * it comes it is written to events.jsonl, kind `fault`, before it acts. Where that file says that it has come at a
+ * step, it does not come there again: so a run that is started again gets past it.
  */
 #ifndef LING_TRAINING_FAULTS_H
 #define LING_TRAINING_FAULTS_H
@@ -31,8 +33,11 @@ enum fault_kind {
 };
 
 /* When in a step faults come: before the forward pass; between the gradient and the update; while the checkpoint after
- * it is written. */
-enum fault_moment { MOMENT_STEP, MOMENT_UPDATE, MOMENT_SAVE };
+ * it is written; twice in the synchronisation after it. */
+enum fault_moment {
+	MOMENT_STEP, MOMENT_UPDATE, MOMENT_SAVE, MOMENT_NORMS, MOMENT_SYNCHRONISATION,
+	NUM_FAULT_MOMENTS
+};
 
 struct fault {
 	enum fault_kind kind;
@@ -60,9 +65,10 @@ struct faults {
 /* Reads n texts, which must outlive *f. Fails, naming the text, at the first that is no fault, or that is for a rank
  * beyond the `ranks` of the run. faults_free may follow in any case. */
 int faults_read(struct faults *f, int n, char *const *texts, int ranks);
-/* Takes the rank of this process, and what RUN_DIR/events.jsonl says about faults that have come. No rank may write
- * events before all have come back from here. */
-int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed);
+/* Takes the rank of this process, and what RUN_DIR/events.jsonl says about faults that have come. Fails where a fault
+ * is to come in a synchronisation and there are none, parallel.sync not being local. No rank may write events before
+ * all have come back from here. */
+int faults_begin(struct faults *f, const char *run_dir, int rank, uint64_t seed, bool synchronises);
 void faults_free(struct faults *f);
 
 /* The first fault of that kind that comes to this rank at that moment of the step; NULL if none does. It does not come
@@ -74,7 +80,7 @@ void fault_write(const struct faults *f, const struct fault *x, int64_t step, js
 
 /* What a fault can harm: this rank's weights and gradients, [table->num_elements] each. */
 struct fault_target { const struct parameter_table *table; real *weights, *gradients; };
-/* Does what comes to this rank at MOMENT_STEP or MOMENT_UPDATE, but for FAULT_POISON. */
+/* Does what comes to this rank at a moment other than MOMENT_SAVE, but for FAULT_POISON. */
 void faults_act(struct faults *f, int64_t step, enum fault_moment moment, const struct fault_target *target);
 
 /* What comes while this rank writes the checkpoint after `step`, of which it writes so many bytes of weights: it comes

@@ -308,22 +308,27 @@ void outer_update(real *w_sync, real *b, const real *d, int64_t n, real scale, c
 	}
 }
 
+real clip_scale(double square, const struct local_options *o)
+{
+	const double norm = sqrt(square);
+	return (real)(o->penalty && o->clip && norm > o->clip ? o->clip / norm : 1);
+}
+
 /* Waits for the mean d of a block, and takes the outer step. */
 static void finish_block(struct local_sgd *s, const struct parameter_table *table, real *weights, int block)
 {
 	const struct layout *l = &table->layout;
-	const double clip = s->options.penalty ? s->options.clip : 0;
 	bool undone = true;
 	struct outer_shard x;
 	const struct bucket *b;
 	for (int r = 0; r < s->replicas; r++)
 		undone &= s->weight[block * s->replicas + r] == 0;
 	double square = 0;
-	if (clip && !undone) {
+	if (s->options.penalty && s->options.clip && !undone) {
 		square = own_square(s, table, weights, block);
 		all_reduce_sum(&l->world, TRAFFIC_STATISTICS, &square, 1);
 	}
-	const real scale = (real)(clip && sqrt(square) > clip ? clip / sqrt(square) : 1);
+	const real scale = clip_scale(square, &s->options);
 	for (int i = 0; (b = next_bucket(s, table, weights, block, &i, &x));) {
 		if (!undone)
 			outer_update(x.w_sync, x.momentum, x.w, x.size, scale, &s->options);
@@ -390,16 +395,10 @@ void local_sgd_report(const struct local_sgd *s, const struct synchronisation *x
  * In the checkpoint
  * ========================================================================================================== */
 
-json_t *local_sgd_to_json(const struct local_sgd *s)
+/* The pending samples that are not taken yet. */
+static json_t *pending_to_json(const struct local_sgd *s)
 {
-	json_t *statistics = json_array(), *counts = json_array(), *pending = json_array();
-	for (int i = 0; i < (s->num_blocks + 1) * s->replicas; i++) {
-		const struct norm_statistics *x = &s->statistics[i];
-		json_array_append_new(statistics, json_pack("[f, f, I, I]", x->mean, x->variance, (json_int_t)x->count,
-				(json_int_t)x->in_row));
-	}
-	for (int r = 0; r < s->replicas; r++)
-		json_array_append_new(counts, json_integer(s->counts[r]));
+	json_t *pending = json_array();
 	for (int64_t i = s->pending.taken, n; i < s->pending.count; i += n) { /* runs of samples: [file, first, last] */
 		const struct batch_sample *x = s->pending.list + i;
 		for (n = 1; i + n < s->pending.count && x[n].file == x->file && x[n].number == x->number + n;)
@@ -407,6 +406,27 @@ json_t *local_sgd_to_json(const struct local_sgd *s)
 		json_array_append_new(pending, json_pack("[i, I, I]", x->file, (json_int_t)x->number,
 				(json_int_t)(x->number + n - 1)));
 	}
+	return pending;
+}
+
+json_t *local_sgd_to_json(const struct local_sgd *s)
+{
+	json_t *statistics, *counts, *pending = pending_to_json(s);
+	if (s->replicas == 1 && json_array_size(pending) == 0) {
+		json_decref(pending);
+		return NULL;
+	}
+	if (s->replicas == 1)
+		return json_pack("{s:i, s:o}", "replicas", 1, "pending", pending);
+	statistics = json_array();
+	counts = json_array();
+	for (int i = 0; i < (s->num_blocks + 1) * s->replicas; i++) {
+		const struct norm_statistics *x = &s->statistics[i];
+		json_array_append_new(statistics, json_pack("[f, f, I, I]", x->mean, x->variance, (json_int_t)x->count,
+				(json_int_t)x->in_row));
+	}
+	for (int r = 0; r < s->replicas; r++)
+		json_array_append_new(counts, json_integer(s->counts[r]));
 	return json_pack("{s:i, s:I, s:I, s:o, s:o, s:o}", "replicas", s->replicas, "synchronisations",
 			(json_int_t)s->synchronisations, "carry", (json_int_t)s->carry, "counts", counts, "pending", pending,
 			"statistics", statistics);
@@ -440,22 +460,19 @@ static int read_pending(struct pending_samples *p, const json_t *list, size_t i,
 	return 0;
 }
 
-int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *where, int num_files)
+/* Reads what replicas remember of each other. */
+static int read_replicas(struct local_sgd *s, const json_t *state, const char *where, int64_t theirs)
 {
-	const json_t *statistics = json_object_get(state, "statistics"), *counts = json_object_get(state, "counts"),
-			*pending = json_object_get(state, "pending");
-	int64_t theirs;
-	s->pending.count = s->pending.taken = 0;
+	const json_t *statistics = json_object_get(state, "statistics"), *counts = json_object_get(state, "counts");
 	s->synchronisations = s->carry = 0;
 	s->in_period = false;
 	s->w_sync_holds = false;
 	s->completed = s->num_blocks;
 	memset(s->statistics, 0, (size_t)(s->num_blocks + 1) * s->replicas * sizeof *s->statistics);
 	memset(s->counts, 0, s->replicas * sizeof *s->counts);
-	if (!state)
+	if (theirs == 1)
 		return 0;
-	if (field_int(state, where, "replicas", 2, INT32_MAX, &theirs) < 0 ||
-			field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
+	if (field_int(state, where, "synchronisations", 0, INT64_MAX / 2, &s->synchronisations) < 0 ||
 			field_int(state, where, "carry", 0, theirs - 1, &s->carry) < 0)
 		return -1;
 	if (json_array_size(statistics) != (size_t)theirs * (s->num_blocks + 1) ||
@@ -472,6 +489,18 @@ int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *wh
 			s->counts[r] = json_integer_value(json_array_get(counts, r));
 	else
 		s->carry = s->carry * s->replicas / theirs;
+	return 0;
+}
+
+int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *where, int num_files)
+{
+	const json_t *pending = json_object_get(state, "pending");
+	int64_t theirs = 1;
+	s->pending.count = s->pending.taken = 0;
+	if (state && field_int(state, where, "replicas", 1, INT32_MAX, &theirs) < 0)
+		return -1;
+	if (s->replicas > 1 && read_replicas(s, state, where, theirs) < 0)
+		return -1;
 	for (size_t i = 0; i < json_array_size(pending); i++)
 		if (read_pending(&s->pending, pending, i, where, num_files) < 0)
 			return -1;

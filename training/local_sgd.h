@@ -41,6 +41,9 @@ int replica_weights(double *weight, struct norm_statistics *statistics, const do
  * (scale d + momentum b), which is PyTorch's SGD with nesterov=True and the gradient -scale d. */
 void outer_update(real *w_sync, real *b, const real *d, int64_t n, real scale, const struct local_options *o);
 
+/* What is left of a mean whose squares sum to `square` when it is scaled down to the norm o->clip: at most 1. */
+real clip_scale(double square, const struct local_options *o);
+
 /* The samples of a run that a period of uneven counts left out, in the order of the data: the next ones are taken from
  * here first. */
 struct pending_samples {
@@ -54,7 +57,7 @@ struct outer_exchange { struct reduce_scatter scatter; struct collective gather;
 
 struct local_sgd {
 	struct local_options options;
-	int replicas;                /* 1: parallel.sync is step, and all that follows is not used */
+	int replicas;                /* 1: parallel.sync is step, and of what follows only `pending` is used */
 	int num_blocks;              /* of the model */
 	struct norm_statistics *statistics; /* [num_blocks + 1, replicas] of each block; last, of the whole model */
 	real *w_sync, *momentum;     /* [table->num_state] of the shards that this rank updates */
@@ -124,7 +127,8 @@ void local_sgd_report(const struct local_sgd *s, const struct synchronisation *x
 		const struct event_log *log, int64_t step);
 
 /* What must be remembered, and back, where `where` names it in messages; num_files, taken: as for
- * retry_queue_from_json. From another number of replicas, replica r takes the statistics of replica r modulo theirs. */
+ * retry_queue_from_json. From another number of replicas, replica r takes the statistics of replica r modulo theirs.
+ * With one replica: the samples that wait; NULL when there are none. */
 json_t *local_sgd_to_json(const struct local_sgd *s);
 int local_sgd_from_json(struct local_sgd *s, const json_t *state, const char *where, int num_files);
 

@@ -198,7 +198,7 @@ static int begin_save(struct trainer *t, FILE *metrics_file, bool async)
 	json_decref(t->state.spikes);
 	t->state.spikes = spikes_to_json(t);
 	json_decref(t->state.local);
-	t->state.local = t->local.replicas > 1 ? local_sgd_to_json(&t->local) : NULL;
+	t->state.local = local_sgd_to_json(&t->local);
 	t->saver.weights.fault = faults_in_save(&t->faults, t->state.step, t->saver.weights.elements * sizeof(real));
 	return saver_begin(&t->saver, &(struct save_request){.config = &t->config, .state = &t->state,
 			.arrays = {m->params.memory, m->exp_avg, m->exp_avg_sq, t->local.momentum},
@@ -301,9 +301,18 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 	struct source_state now[MAX_SOURCES];
 	const int rollbacks = t->rollbacks + 1;
 	memcpy(now, t->state.sources, sizeof now);
-	if (trainer_load(t, dir, NULL) < 0)
+	const struct pending_samples pending = t->local.pending; /* left by a run of local SGD before */
+	t->local.pending = (struct pending_samples){0};
+	if (trainer_load(t, dir, NULL) < 0) {
+		free(pending.list);
 		return RUN_FAILED;
+	}
 	json_t *passed_over = samples_to_json(t->retry.list, t->retry.count);
+	json_t *taken = samples_to_json(t->local.pending.list, t->local.pending.count - (pending.count - pending.taken));
+	json_array_extend(passed_over, taken);
+	json_decref(taken);
+	free(t->local.pending.list);
+	t->local.pending = pending;
 	for (int i = 0; i < t->state.num_sources; i++)
 		if (now[i].taken > t->state.sources[i].taken)
 			json_array_append_new(passed_over, json_pack("[i, I, I]", i, (json_int_t)t->state.sources[i].taken,

@@ -5,16 +5,25 @@
 #include "training/period.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/trace.h"
 #include "parallel.h"
 #include "files/config.h"
 #include "data.h"
 #include "model/weights.h"
 #include "training/saving.h"
+#include "training/faults.h"
 #include "training/local_sgd.h"
 #include "ling.h"
 
 #include <string.h>
+
+/* From here on this rank waits for those of its replica alone, or for all. */
+static void wait_for_replica(const struct trainer *t, bool alone)
+{
+	parallel_agree_within(alone ? &t->model.layout.world : &t->model.layout.all);
+	heartbeat_alone(alone);
+}
 
 void period_begin(struct trainer *t)
 {
@@ -23,7 +32,7 @@ void period_begin(struct trainer *t)
 	s->begun_samples = t->state.samples;
 	s->begun_tokens = t->state.tokens;
 	s->loss = s->balance_loss = s->z_loss = 0;
-	parallel_agree_within(&t->model.layout.world);
+	wait_for_replica(t, true);
 }
 
 bool period_end_step(struct trainer *t, const struct metrics *m)
@@ -79,10 +88,14 @@ static void complete_block(void *trainer, int block)
 {
 	struct trainer *t = trainer;
 	struct model *m = &t->model;
+	wait_for_replica(t, false); /* the next period may have begun */
 	while (t->local.completed <= block) {
 		trace_begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+		if (t->local.completed == t->local.num_blocks / 2)
+			faults_act(&t->faults, t->state.step, MOMENT_SYNCHRONISATION, NULL);
 		local_sgd_advance(&t->local, &m->table, m->params.memory);
 	}
+	wait_for_replica(t, t->local.in_period);
 	if (t->local.completed == t->local.num_blocks) {
 		m->before_block = NULL;
 		model_update_head_scale(m);
@@ -117,7 +130,7 @@ void period_end(struct trainer *t, struct metrics *m)
 	const struct layout *l = &model->layout;
 	enum { STOP, SAVE_DUE, SAVE_BUSY, SAVE_FAILED, STEPS };
 	double sums[STEPS + s->replicas];
-	parallel_agree_within(&l->all);
+	wait_for_replica(t, false);
 	trace_begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	memset(sums, 0, sizeof sums);
 	sums[STOP] = stop_requested;
@@ -146,6 +159,7 @@ void period_end(struct trainer *t, struct metrics *m)
 		t->state.router_std[i] = both[1] / s->replicas;
 	}
 	trace_begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
+	faults_act(&t->faults, t->state.step, MOMENT_NORMS, NULL);
 	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);
 	model->before_block = complete_block; /* the weights come with the next forward pass, or when they are needed */
 	model->before_block_context = t;

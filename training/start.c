@@ -5,6 +5,7 @@
 #include "training/start.h"
 
 #include "files/base.h"
+#include "files/heartbeat.h"
 #include "files/trace.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -61,7 +62,11 @@ static int init_saver(struct trainer *t)
 		return -1;
 	plan.reduction += c->parallel.reduce == REDUCE_BF16 ? plan.changes : 0;
 	const double without = planned_bytes(&plan) + plan.balanced_arrivals,
-			machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
+			share = usable_memory("") / parallel_local_ranks(), machine = fmin(share, process_memory());
+	if (planned_bytes(&plan) > share) /* model_init has counted all but the changes */
+		return fail("parallel.reduce is bf16: the changes of the weights take %.3f GB, and all of training %.3f GB; "
+				"%.3f GB may be used here: set it to f32, or take more ranks", plan.changes / 1e9,
+				planned_bytes(&plan) / 1e9, share / 1e9);
 	const bool fits = without + plan.copy <= machine;
 	const bool wanted = c->checkpoint.every && c->checkpoint.async != ASYNC_FALSE;
 	if (wanted && !fits && c->checkpoint.async == ASYNC_TRUE)
@@ -79,11 +84,12 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);
 	if (parallel_agree(replicas < 0 ? -1 : layout_check(c->model.num_attention_heads, c->model.num_key_value_heads,
 			c->model.vocab_size, c->model.num_experts, parallel_size() / replicas, c->parallel.tensor,
-			c->parallel.expert)) < 0)
+			c->parallel.expert, "parallel.")) < 0)
 		return -1;
 	struct layout layout = layout_of_replica(parallel_rank(), parallel_size(), replicas, c->parallel.tensor,
 			c->parallel.expert);
 	layout_connect(&layout);
+	heartbeat_replica(layout.replicas.rank);
 	if (parallel_rank() == 0)
 		warn_of_idle_ranks(layout.data.size * replicas, c->train.batch, c->train.micro_batch,
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);
@@ -246,7 +252,7 @@ int trainer_load(struct trainer *t, const char *dir, FILE *notes)
 		rc = blend_check_tokenizer(&t->train, t->config.data.tokenizer, dir);
 	if (rc == 0)
 		rc = spikes_from_json(t, dir);
-	if (rc == 0 && t->local.replicas > 1)
+	if (rc == 0)
 		rc = local_sgd_from_json(&t->local, t->state.local, dir, t->state.num_sources);
 	if (parallel_agree(rc) < 0)
 		return -1;
@@ -254,7 +260,7 @@ int trainer_load(struct trainer *t, const char *dir, FILE *notes)
 		blend_begin(&t->train, &t->config, &t->state);
 	else if ((rc = blend_resume(&t->train, &t->config, &t->state, dir, index)) < 0 || drop_lost(t, index) < 0)
 		return -1;
-	if (t->state.num_sources && t->local.replicas > 1)
+	if (t->state.num_sources)
 		local_sgd_remap(&t->local, index);
 	if (rc == 1 && notes)
 		printf("the blend of data.train changes at step %lld\n", (long long)t->state.step);

@@ -64,19 +64,18 @@ static const struct { const char *name; enum gguf_type type; const char *key; } 
 };
 enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
 
-/* Those of rope_scaling, behind "bailingmoe.rope.scaling.", as llama.cpp computes it. */
-enum { SCALING_TYPE, SCALING_FACTOR, SCALING_ORIGINAL, SCALING_ATTENTION, SCALING_FAST, SCALING_SLOW, SCALING_FINETUNED,
-	SCALING_EXTRAPOLATION, SCALING_YARN_ATTENTION, NUM_SCALING_KEYS };
-static const char *const scaling_keys[NUM_SCALING_KEYS] = {
-	[SCALING_TYPE] = "type", [SCALING_FACTOR] = "factor", [SCALING_ORIGINAL] = "original_context_length",
-	[SCALING_ATTENTION] = "attn_factor", /* the attention factor is this times the one that yarn has by itself */
-	[SCALING_FAST] = "yarn_beta_fast", [SCALING_SLOW] = "yarn_beta_slow", /* llama.cpp does not read them for
-			bailingmoe: there they are 32 and 1 */
-	[SCALING_FINETUNED] = "finetuned", /* changes nothing */
-	[SCALING_EXTRAPOLATION] = "yarn_ext_factor", /* 1: yarn as it is */
-	[SCALING_YARN_ATTENTION] = "yarn_attn_factor", /* converters write the attention factor there, and llama.cpp does not
-			read it for yarn */
+/* Those of rope_scaling, behind "bailingmoe.rope.scaling.". */
+enum {
+	SCALING_TYPE, SCALING_FACTOR, SCALING_ORIGINAL,
+	SCALING_ATTENTION,           /* the attention factor over yarn's own */
+	SCALING_FINETUNED,           /* changes nothing */
+	SCALING_EXTRAPOLATION,       /* 1: yarn as it is */
+	/* Other converters write these three, but llama.cpp does not read them for this architecture, or for yarn. */
+	SCALING_FAST, SCALING_SLOW, SCALING_YARN_ATTENTION,
+	NUM_SCALING_KEYS
 };
+static const char *const scaling_keys[NUM_SCALING_KEYS] = {"type", "factor", "original_context_length", "attn_factor",
+		"finetuned", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"};
 #define SCALING_PREFIX GGUF_ARCHITECTURE ".rope.scaling."
 
 /* Keys that may be there with the value 0 or 1. Both values mean what a file without them means: a softmax over one
@@ -367,13 +366,13 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 			return fail("%s: `%s` is %s; expected a %s", path, key, json_kind(value[i]), i == SCALING_TYPE ? "text"
 					: "number");
 	}
-	const char *type = value[SCALING_TYPE] ? json_string_value(value[SCALING_TYPE]) : NULL;
 	const double factor = value[SCALING_FACTOR] ? json_number_value(value[SCALING_FACTOR]) : 1;
-	if ((!type || !strcmp(type, "none")) && factor == 1) /* what converters write for a model without scaling */
+	/* without a type llama.cpp takes linear */
+	const char *type = value[SCALING_TYPE] ? json_string_value(value[SCALING_TYPE]) : factor == 1 ? "none" : "linear";
+	if (!strcmp(type, "none"))
 		return 0;
-	if (!type || (strcmp(type, "linear") && strcmp(type, "yarn")))
-		return fail("%s: `" SCALING_PREFIX "type` is %.40s; expected none, linear or yarn, which this program computes",
-				path, type ? type : "missing beside a factor");
+	if (strcmp(type, "linear") && strcmp(type, "yarn"))
+		return fail("%s: `" SCALING_PREFIX "type` is %.40s; expected none, linear or yarn", path, type);
 	const bool yarn = !strcmp(type, "yarn");
 	json_t *scaling = json_pack("{s:s, s:f}", "rope_type", type, "factor", factor);
 	const json_t *attention = value[SCALING_ATTENTION];

@@ -170,11 +170,69 @@ static void test_other_base(void **state)
 	assert_true(again.rope_scaling.factor == 2);
 }
 
+/* What the metadata of GGUF files says of scaling. */
+static void test_gguf(void **state)
+{
+	(void)state;
+	const struct { const char *scaling, *error; enum rope_type type; double factor, attention; } cases[] = {
+		{"{\"type\": \"none\"}", NULL, ROPE_DEFAULT, 0, 1},
+		{"{\"factor\": 1}", NULL, ROPE_DEFAULT, 0, 1},
+		{"{\"type\": \"linear\", \"factor\": 2.5, \"finetuned\": true}", NULL, ROPE_LINEAR, 2.5, 1},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"original_context_length\": 64}", NULL, ROPE_YARN, 4, 1.1386294361119891},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"yarn_ext_factor\": 1, \"yarn_beta_fast\": 32.0, \"yarn_beta_slow\": 1, "
+			"\"yarn_attn_factor\": 1.13862944}", NULL, ROPE_YARN, 4, 1.1386294361119891},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"attn_factor\": 2, \"yarn_attn_factor\": 1.0}", NULL, ROPE_YARN, 4,
+			2.2772589},
+		{"{\"type\": \"longrope\"}", "`bailingmoe.rope.scaling.type` is longrope; expected none, linear or yarn", 0, 0, 0},
+		{"{\"type\": 3}", "`bailingmoe.rope.scaling.type` is |expected a text", 0, 0, 0},
+		{"{\"factor\": 2}", NULL, ROPE_LINEAR, 2, 1},
+		{"{\"type\": \"none\", \"factor\": 2}", NULL, ROPE_DEFAULT, 0, 1},
+		{"{\"type\": \"yarn\", \"factor\": 0.5}", "factor: found 0.5|at least 1", 0, 0, 0},
+		{"{\"type\": \"linear\", \"factor\": \"2\"}", "factor` is |expected a number", 0, 0, 0},
+		{"{\"type\": \"linear\", \"factor\": 2, \"attn_factor\": 2}", "attn_factor` is 2 beside the type linear", 0, 0, 0},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"yarn_ext_factor\": 0}", "yarn_ext_factor` is 0; expected 1", 0, 0, 0},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"yarn_beta_fast\": 16}", "yarn_beta_fast` is 16; expected 32", 0, 0, 0},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"yarn_attn_factor\": 1.5}", "yarn_attn_factor` is 1.5; expected 1.138", 0, 0,
+			0},
+		{"{\"type\": \"yarn\", \"factor\": 4, \"yarn_log_multiplier\": 0.1}", "yarn_log_multiplier` is not known", 0, 0, 0},
+	};
+	static const struct { const char *name; int value; } sizes[] = {{"block_count", 1}, {"embedding_length", 8},
+			{"attention.head_count", 2}, {"vocab_size", 9}, {"expert_count", 2}, {"expert_used_count", 1},
+			{"expert_feed_forward_length", 4}, {"context_length", 256}};
+	const struct tensors none = {.path = "x.gguf"};
+	for (int i = 0; i < COUNT(cases); i++) {
+		struct model_config m;
+		char key[128];
+		const char *name;
+		json_t *metadata = json_pack("{s:s}", "general.architecture", "bailingmoe"), *value;
+		for (int j = 0; j < COUNT(sizes); j++) {
+			snprintf(key, sizeof key, "bailingmoe.%s", sizes[j].name);
+			json_object_set_new(metadata, key, json_integer(sizes[j].value));
+		}
+		json_t *scaling = json_loads(cases[i].scaling, 0, NULL);
+		json_object_foreach(scaling, name, value) {
+			snprintf(key, sizeof key, "bailingmoe.rope.scaling.%s", name);
+			json_object_set(metadata, key, value);
+		}
+		const int rc = gguf_config(&m, &none, metadata);
+		if (rc != (cases[i].error ? -1 : 0))
+			fail_msg("%s: %s", cases[i].scaling, rc < 0 ? error_text : "was taken");
+		if (rc < 0)
+			expect_error(cases[i].error);
+		else if (m.rope_scaling.type != cases[i].type || m.rope_scaling.factor != cases[i].factor ||
+				!(fabs(rope_attention_factor(&m) / cases[i].attention - 1) < 1e-7))
+			fail_msg("%s: type %d, factor %g, attention factor %.9g", cases[i].scaling, m.rope_scaling.type,
+					m.rope_scaling.factor, rope_attention_factor(&m));
+		json_decref(scaling);
+		json_decref(metadata);
+	}
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(test_frequencies), TEST(test_scaled_rotation), TEST(test_lengths), TEST(test_config_json),
-		TEST(test_other_base),
+		TEST(test_other_base), TEST(test_gguf),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

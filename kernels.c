@@ -1072,7 +1072,7 @@ void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
 		int64_t d)
 {
-	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse; the scale stays */
+	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
 }
 
 /* ============================================================================================================

@@ -232,8 +232,8 @@ static const struct command_option options[] = {
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	WHOLE_OPTION(generate_options, seq_len, "seq-len", "L", 1, INT32_MAX,
-			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type dynamic "
-			"its max_position_embeddings, beyond which L changes the results)"),
+			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type "
+			"dynamic its max_position_embeddings, beyond which L changes the results)"),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,

@@ -406,8 +406,8 @@ static int check_rope_scaling(const struct loader *l, struct model_config *m)
 	if (s->type == ROPE_DYNAMIC && s->original_max_position_embeddings &&
 			s->original_max_position_embeddings != m->max_position_embeddings)
 		return fail_key(l, "model.rope_scaling.original_max_position_embeddings", "found %d; expected it left out, or "
-				"max_position_embeddings, %d, which rope_scaling of type dynamic counts from", s->original_max_position_embeddings,
-				m->max_position_embeddings);
+				"max_position_embeddings, %d, which rope_scaling of type dynamic counts from",
+				s->original_max_position_embeddings, m->max_position_embeddings);
 	if (s->type >= ROPE_DYNAMIC && !s->original_max_position_embeddings)
 		s->original_max_position_embeddings = m->max_position_embeddings;
 	if (s->type == ROPE_DYNAMIC && m->head_dim < 4)
@@ -695,8 +695,8 @@ static int load_rope(struct config_loader *l, const char *name, const json_t *va
 			continue;
 		if (!k || (k->flags & NONE && json_is_number(member) && json_number_value(member) == 0))
 			return fail_json(l, name, value, "not supported: it changes the model's mathematics",
-					"null, or {\"rope_type\": \"default\", \"rope_theta\": ...}, or a type linear, dynamic or yarn with "
-					"its own keys");
+					"null, or {\"rope_type\": \"default\", \"rope_theta\": ...}, or a type linear, dynamic or yarn "
+					"with its own keys");
 		if (load_json(l, k, member) < 0)
 			return -1;
 		l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};

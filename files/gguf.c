@@ -395,8 +395,8 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 		const json_t *given = value[unread[i].key];
 		const double number = given ? json_number_value(given) : unread[i].expected;
 		if (number != unread[i].also && fabs(number - unread[i].expected) > 1e-6)
-			return fail("%s: `" SCALING_PREFIX "%s` is %g; expected %g, for llama.cpp computes with that whatever it is, and "
-					"the model's maker may have meant what is written: convert the Hugging Face model", path,
+			return fail("%s: `" SCALING_PREFIX "%s` is %g; expected %g, for llama.cpp computes with that whatever it "
+					"is, and the model's maker may have meant what is written: convert the Hugging Face model", path,
 					scaling_keys[unread[i].key], number, unread[i].expected);
 	}
 	return 0;
@@ -626,8 +626,8 @@ static int scaling_to_gguf(struct metadata *m, const struct model_config *model,
 	if (!s->truncate)
 		return fail("%s: rope_scaling has truncate false, but llama.cpp always rounds; expected true", path);
 	if (s->beta_fast != 32 || s->beta_slow != 1)
-		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's " GGUF_ARCHITECTURE " knows only "
-				"32 and 1", path, s->beta_fast, s->beta_slow);
+		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's " GGUF_ARCHITECTURE " knows "
+				"only 32 and 1", path, s->beta_fast, s->beta_slow);
 	if (range[1] < range[0])
 		return fail("%s: rope_scaling's original_max_position_embeddings, %d, is so short that llama.cpp scales other "
 				"frequencies than transformers; expected more than 6", path,

@@ -381,7 +381,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 {
 	const bool training = mode != EVALUATE;
 	*m = (struct model){.global = *c, .config = local_config(c, layout), .max_sequences = max_sequences,
-			.seq_len = seq_len, .rope_length = seq_len, .mode = mode, .layout = *layout, .num_experts = c->num_experts / layout->expert.size,
+			.seq_len = seq_len, .rope_length = seq_len, .mode = mode, .layout = *layout,
+			.num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = shard_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, mode) < 0)

@@ -127,7 +127,7 @@ struct model {
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
 	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
 	int64_t num_positions;
-	int64_t rope_length;         /* of the sequences, as rope_scaling of type dynamic is computed for: seq_len at first */
+	int64_t rope_length;         /* of the sequences, for rope_scaling of type dynamic: seq_len at first */
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */
 	const int32_t *document;
 	/* [B] how many tokens of each window are no padding, which the router's losses and statistics leave out; set

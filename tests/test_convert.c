@@ -909,13 +909,14 @@ static void rope_scaling_round_trip(void **state)
 		assert_memory_equal(&before.rope_scaling, &after.rope_scaling, sizeof before.rope_scaling);
 	}
 	/* mscale becomes the attention factor that it gives */
-	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 40, \"mscale\": 0.707, \"mscale_all_dim\": 0.5}",
-			&before, &after), 0);
+	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 40, \"mscale\": 0.707, "
+			"\"mscale_all_dim\": 0.5}", &before, &after), 0);
 	const double expected = (0.0707 * log(40) + 1) / (0.05 * log(40) + 1);
 	assert_true(fabs(after.rope_scaling.attention_factor / expected - 1) < 1e-6);
 	assert_int_equal(scaled_round_trip("{\"type\": \"dynamic\", \"factor\": 4}", &before, &after), -1);
 	expect_error("type dynamic, which llama.cpp");
-	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 4, \"truncate\": false}", &before, &after), -1);
+	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 4, \"truncate\": false}", &before, &after),
+			-1);
 	expect_error("truncate false, but llama.cpp");
 	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 4, \"beta_fast\": 24}", &before, &after), -1);
 	expect_error("beta_fast 24 and beta_slow 1, but llama.cpp");
@@ -1151,7 +1152,8 @@ int main(void)
 				cmocka_unit_test(checksum_of_slices),
 		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories),
 				TEST(refused_numbers),
-		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling), TEST(rope_scaling_round_trip), TEST(round_trip),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling),
+		TEST(rope_scaling_round_trip), TEST(round_trip),
 				TEST(tokenizers), TEST(foreign_bytes),
 				TEST(refused_tokenizers),
 	};

@@ -13,7 +13,7 @@ loss() { metric loss "$1" | cut -d, -f1; }
 # Each kind trains windows that are longer than the original; a run that was stopped and continued has the same bits, and not another scaling.
 test_train() {
 	local kind
-	expect 1 "data.seq_len: found 64; expected at most model.max_position_embeddings, which is 32" "$ling" train tiny.yaml train.output_dir=none
+	expect 2 "data.seq_len: found 64; expected at most model.max_position_embeddings, which is 32" "$ling" train tiny.yaml train.output_dir=refused
 	for kind in linear dynamic yarn; do
 		expect 0 "" "$ling" train tiny.yaml train.output_dir=$kind model.rope_scaling="${kinds[$kind]}"
 		expect 0 "" "$ling" train tiny.yaml train.output_dir=$kind-2 model.rope_scaling="${kinds[$kind]}" train.stop_at_step=2
@@ -79,8 +79,8 @@ test_convert() {
 	local before
 	jq '.rope_scaling = {"type": "yarn", "factor": 2.0, "mscale": 0.5, "mscale_all_dim": 0.25, "truncate": false}' plain/step-0000004/config.json >config.json
 	rm -rf weights && cp -r plain/step-0000004 weights && cp config.json weights && rm -f weights/trainer.json weights/optimizer.safetensors
-	expect 0 "" "$ling" convert-checkpoint weights as-checkpoint --to checkpoint
-	expect 0 "" "$ling" convert-checkpoint as-checkpoint again --to huggingface
+	expect 0 "" "$ling" convert-checkpoint weights as/step-0000000
+	expect 0 "" "$ling" convert-checkpoint as/step-0000000 again
 	[ "$(jq -c .rope_scaling again/config.json)" = "$(jq -c .rope_scaling config.json)" ] || problem "$(jq -c .rope_scaling again/config.json)"
 	expect 1 "truncate false, but llama.cpp always rounds" "$ling" convert-checkpoint weights no.gguf --fold-norm-head --no-tokenizer
 	jq '.rope_scaling = {"type": "yarn", "factor": 2.0}' config.json >weights/config.json

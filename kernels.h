@@ -131,8 +131,8 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 		int nkv, int64_t d, real *scratch);
 /* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. Where there are
  * fewer key-value heads than threads, the threads share them in shared_scratch [shared_size], which may have any size:
- * 131,072 elements for each of these heads at least, or they are not shared; four times as many for each thread are all
- * that it uses. No bit depends on it. */
+ * with fewer than 131,072 elements they are not shared, and of more than four times as many for each thread the rest is
+ * not used. No bit depends on it. */
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
 		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
 		int64_t shared_size);

@@ -876,8 +876,8 @@ static int draw(uint64_t *state, int most)
 	return (int)((*state >> 33) % (most + 1));
 }
 
-/* Caches of B sequences of up to L tokens in one pool, whose blocks are in a random order. kv holds NaN, which no result
- * may show. The caller frees caches[0].kv and *block. */
+/* Caches of B sequences of up to L tokens in one pool, whose blocks are in a random order. kv holds NaN, which no
+ * result may show. The caller frees caches[0].kv and *block. */
 static void scattered_caches(struct kv_cache *caches, int64_t **block, const struct model *m, int B, int64_t L,
 		uint64_t *seed)
 {

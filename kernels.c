@@ -716,13 +716,15 @@ enum { LARGEST_TILE = 1024 }; /* rows; a tile has at most NC columns */
  * and a tile takes the time of its elements and that of packing its operands. */
 static struct tile_size choose_equal_tiles(int64_t rows, int64_t cols, bool whole_rows, int threads)
 {
-	enum { SMALLEST_ROWS = 2 * ROW_UNIT };
+	enum { SMALLEST_ROWS = 2 * ROW_UNIT, MOST_PER_THREAD = 32 };
 	const double pack = 10;      /* packing an element of an operand takes as long as so many multiply-adds */
 	const double uneven = 0.3;   /* by how much of a tile threads differ in speed */
 	struct tile_size best = {0};
 	double least = INFINITY;
 	for (int64_t i = count_tiles(rows, LARGEST_TILE); i <= count_tiles(rows, SMALLEST_ROWS); i++)
 		for (int64_t j = count_tiles(cols, NC); j <= count_tiles(cols, COL_UNIT); j++) {
+			if (best.rows && i * j > MOST_PER_THREAD * threads)
+				break; /* `uneven` is 1 % then: a wide result has too many smaller ones to try them all */
 			const struct tile_size tile = {count_tiles(rows, i), count_tiles(cols, j)};
 			const double largest_rows = count_tiles(tile.rows, ROW_UNIT) * ROW_UNIT;
 			const double largest_cols = count_tiles(tile.cols, COL_UNIT) * COL_UNIT;
@@ -743,11 +745,10 @@ static struct tile_size choose_equal_tiles(int64_t rows, int64_t cols, bool whol
  * anew, but enough of them for all threads. whole_rows: rather as wide as the result. */
 static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols, bool whole_rows)
 {
-	enum { SMALLEST = 64, FEW_THREADS = 8, MANY_PER_THREAD = 8 };
+	enum { SMALLEST = 64, FEW_THREADS = 8, PER_THREAD = 2, MANY_PER_THREAD = 8 };
 	const int threads = omp_get_max_threads();
 	if (groups == 1 && threads > FEW_THREADS)
 		return choose_equal_tiles(rows, cols, whole_rows, threads);
-	const int per_thread = threads > FEW_THREADS ? 4 : 2; /* of many threads some are slow */
 	if (groups > 1)
 		rows += rows / 4; /* so that a group of a few more rows than the mean is not cut for them */
 	int64_t row_tiles = max64(count_tiles(rows, LARGEST_TILE), 1), col_tiles = count_tiles(cols, NC);
@@ -756,7 +757,7 @@ static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t c
 		const int64_t tiles = groups * row_tiles * col_tiles;
 		/* Few tiles should be a multiple of the threads, if all are alike; with many, threads that are done early take
 		 * more of them. */
-		if ((groups == 1 && tiles >= per_thread * threads && tiles % threads == 0) ||
+		if ((groups == 1 && tiles >= PER_THREAD * threads && tiles % threads == 0) ||
 				tiles >= MANY_PER_THREAD * threads ||
 				(tile.rows <= SMALLEST && tile.cols <= SMALLEST))
 			return tile;
@@ -1034,13 +1035,13 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * head is rotated by the angle  position * theta^(-2i/d)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, double theta)
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
 		for (int64_t i = 0; i < d / 2; i++) {
-			double angle = t * pow(theta, -2.0 * i / d);
-			table[t * d + i] = (real)cos(angle);
-			table[t * d + d / 2 + i] = (real)sin(angle);
+			double angle = t * frequency[i];
+			table[t * d + i] = (real)(scale * cos(angle));
+			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 
@@ -1430,7 +1431,7 @@ static void fill_window(const struct attention_gradient *g, const struct pair_wi
 
 /* Adds a window's pairs to the rows of its keys and values in dqkv. A task is a tile of dk or dv of a key block: a
  * sum over queries is never cut, and is in the order of attention_head_backward. */
-static void add_window(const struct attention_gradient *g, const struct pair_window *w, const real *pairs)
+static void add_window(const struct attention_gradient *g, const struct pair_window *w, real *pairs)
 {
 	/* Tiles of fewer keys stay in the second level of cache, since all columns read them; then fewer columns. */
 	enum { PER_THREAD = 4, TILES = 4, TILE = (KEY_BLOCK / TILES + MR - 1) / MR * MR };
@@ -1452,7 +1453,7 @@ static void add_window(const struct attention_gradient *g, const struct pair_win
 			const int64_t keys = min64(KEY_BLOCK, x.q.first + x.q.positions - key_block * KEY_BLOCK);
 			if (keys <= key || first_key_of_block(&x.q) > key_block * KEY_BLOCK)
 				continue;
-			const real *pair = pair_in_window((real *)pairs, w, head, block, key_block) + key +
+			const real *pair = pair_in_window(pairs, w, head, block, key_block) + key +
 					(values ? 0 : QUERY_BLOCK * KEY_BLOCK);
 			gemm(min64(TILE, keys - key), min64(width, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
 					values ? block_rows(x.dout + column, x.q.out_row, d) : block_rows(x.qkv + column, x.q.qkv_row, d),

@@ -34,13 +34,15 @@
 /* ENGINE_TOKENS: tokens of a forward pass for which the model should have room where requests have so many: more are
  * hardly faster, fewer give the experts too few rows. */
 enum { ENGINE_TOKENS = 4096 };
+/* Tokens whose logits an engine allocates where a tensor group divides the vocabulary. */
+enum { ENGINE_LOGITS = 64 };
 
 /* How a request ended: by an end token, by a stop text, by max_tokens (also one that wants scores alone), by the caller
  * (see on_token, on_step). RUNNING: it waits, is computed, or its engine has failed. */
 enum ended { RUNNING, ENDED_BY_TOKEN, ENDED_BY_STOP, ENDED_BY_LENGTH, ENDED_BY_CALLER };
 
-/* The caller keeps it in its place until it has ended, and then frees ids.id, text.data and log_prob. Fields that are
- * not set are 0. */
+/* The caller keeps it in its place until it has ended, and then calls request_free; on_token may do so. Fields that
+ * are not set are 0. */
 struct request {
 	/* set by the caller */
 	struct ids ids;              /* the prompt's num_prompt ids, at least one; then the generated ids, no end token */
@@ -67,6 +69,9 @@ struct request {
 	int64_t recomputed;          /* tokens that were computed once more, since the request had given its memory back */
 	struct engine_sequence *sequence; /* the engine's own; NULL when it has ended */
 };
+
+/* Frees ids, text and log_prob; {0} is fine. */
+void request_free(struct request *r);
 
 /* Counts of an engine since it was opened. */
 struct engine_statistics {
@@ -124,28 +129,5 @@ json_t *engine_report(struct engine *e);
 
 /* Bytes of the keys and values of `capacity` tokens in all layers, on this rank. */
 size_t kv_cache_bytes(const struct model *m, int64_t capacity);
-
-/* -- the former engine, as long as it has callers -- */
-
-int kv_cache_init(struct kv_cache *c, struct model *m, int64_t capacity);
-void kv_cache_free(struct kv_cache *c); /* a cache of zeros is fine */
-
-struct generation_config {
-	struct sampling sampling;
-	int64_t max_tokens;          /* most tokens to generate for a request, at least 1 */
-	struct strings stop;         /* a request ends before the first of these texts */
-	const struct ids *ends;      /* ids that end a request, as the tokenizer's end token does; or NULL */
-	int batch;                   /* requests that run at the same time */
-	bool together;               /* all ranks generate for the same requests, and rank 0 chooses the tokens */
-	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
-	int (*on_token)(void *data, const struct request *r); /* called after each token, -1 ends everything; or NULL */
-	void *on_token_data;         /* its first argument */
-};
-/* Generates for n requests; those that have ended already are passed over. What a request gets depends neither on the
- * batch nor on the cache. Ids that the tokenizer does not have are never chosen. Fails when the caches do not fit into
- * memory, when logits are not finite, and when on_token fails; the requests then hold what was generated so far. With
- * g->together it is collective, and must be so where ranks divide the model; on_token must do the same on all ranks. */
-int generate(struct model *m, const struct tokenizer *t, struct request *requests, int n,
-		const struct generation_config *g);
 
 #endif

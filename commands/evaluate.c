@@ -25,9 +25,9 @@
 
 struct eval_options {
 	const char *data, *dtype, *tasks, *out, *tokenizer, *chat_form;
-	bool document_mask, json;
+	bool document_mask, json, no_sharing;
 	int packing, document_token, seq_len, batch;
-	int64_t max_windows;
+	int64_t max_windows, kv_tokens;
 	struct replica_options replicas;
 };
 
@@ -154,7 +154,6 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 static int encode_tasks(const struct eval_options *o, const char *dir, const struct model_config *c,
 		const struct tasks *tasks, const struct tokenizer *tokenizer, int L, struct task_work *work)
 {
-	enum { MAX_FORWARD_TOKENS = 4096 };
 	int64_t forward_tokens = 1;
 	if (tokenizer_size(tokenizer) > c->vocab_size)
 		return fail("%s: the tokenizer has %d ids, the model's vocab_size is %d; expected a tokenizer that the model "
@@ -165,15 +164,18 @@ static int encode_tasks(const struct eval_options *o, const char *dir, const str
 		const int64_t batch = work[i].num_contexts < o->batch ? work[i].num_contexts : o->batch;
 		forward_tokens = batch * work[i].longest > forward_tokens ? batch * work[i].longest : forward_tokens;
 	}
-	return forward_tokens < MAX_FORWARD_TOKENS ? (int)forward_tokens : MAX_FORWARD_TOKENS;
+	return forward_tokens < ENGINE_TOKENS ? (int)forward_tokens : ENGINE_TOKENS;
 }
 
-/* Loads the model on all ranks, which share the samples. */
-static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens)
+/* Loads the model, for windows of L tokens, on all ranks, which share the samples. */
+static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens, int L)
 {
 	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
 	layout_connect(&layout);
-	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
+	if (parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0)
+		return -1;
+	set_rope_length(m, L);
+	return model_load(m, dir);
 }
 
 static int eval_tasks(const struct command_line *line, const char *dir, const struct model_config *c)
@@ -186,7 +188,9 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	struct task_work *work = NULL;
 	struct ids ends = {0}, chat_ends = {0}; /* of replies, and of those in chat form */
 	struct task_result *result = NULL;
-	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
+	const struct engine_options engine = {.max_requests = o->batch, .kv_tokens = o->kv_tokens,
+			.no_sharing = o->no_sharing};
+	const int L = o->seq_len ? o->seq_len : default_sequence(c);
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
 	for (const struct task *t = tasks.task; rc == 0 && first && t < tasks.task + tasks.count; t++)
 		if (t->examples.count && !*t->examples.data)
@@ -205,13 +209,13 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	}
 	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
 	if (rc == 0)
-		rc = load_model(&m, c, dir, forward_tokens);
+		rc = load_model(&m, c, dir, forward_tokens, L);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
 	for (int64_t i = 0; i < tasks.count && rc == 0; i++) {
 		work[i].ends = tasks.task[i].chat ? &chat_ends : &ends;
-		if ((rc = task_run(&work[i], &m, o->batch)) == 0 && first)
+		if ((rc = task_run(&work[i], &m, &engine)) == 0 && first)
 			task_score(&work[i], &result[i], results);
 	}
 	const struct evaluation_facts facts = {dir, o->tasks, tokenizer ? tokenizer_hash(tokenizer) : 0, L};
@@ -244,8 +248,9 @@ static int run_eval(const struct command_line *line)
 		rc = o->data ? fail("--data and --tasks exclude each other") : fail("--data is required, or --tasks");
 	else if (o->data && !o->seq_len)
 		rc = fail("--seq-len is required with --data");
-	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form")))
-		rc = fail("--out and --chat-form go with --tasks");
+	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form") ||
+			option_given(line, "kv-tokens") || o->no_sharing))
+		rc = fail("--kv-tokens, --no-prefix-sharing, --out and --chat-form go with --tasks");
 	else if (o->tasks && (option_given(line, "tensor") || option_given(line, "expert")))
 		rc = fail("--tensor and --expert go with --data");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
@@ -256,9 +261,9 @@ static int run_eval(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
-	if (o->seq_len > c.max_position_embeddings) {
-		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
-				c.max_position_embeddings);
+	if (o->seq_len > longest_sequence(&c)) {
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d%s", dir, o->seq_len,
+				longest_sequence(&c), c.rope_scaling.type ? ", with rope_scaling" : "");
 		return EXIT_WORK_FAILED;
 	}
 	return (o->data ? eval_data : eval_tasks)(line, dir, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
@@ -275,13 +280,17 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
 			"The id that separates documents where there is no index"),
 	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,
-			"Tokens of a window (required with --data; for tasks, by default the model's max_position_embeddings)"),
+			"Tokens of a window (required with --data; for tasks, by default the model's longest)"),
 	WHOLE_OPTION(eval_options, max_windows, "max-windows", "N", 1, INT64_MAX, "Only the first N windows"),
 	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
 	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Samples of a task that are computed together; with --data windows, by default some 8192 tokens of them; "
 			"changes no result", .initial = "8"),
+	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
+			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
+	FLAG_OPTION(eval_options, no_sharing, "no-prefix-sharing",
+			"Compute equal beginnings of samples for each one, to compare"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),
 	TEXT_OPTION(eval_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	PRINT_OPTION("keys", tasks_print_keys, "Print every key of a task file with its default and meaning"),

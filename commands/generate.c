@@ -22,10 +22,10 @@
 
 struct generate_options {
 	const char *prompt, *prompts, *stop, *tokenizer, *chat_form;
-	bool chat, json, no_cache;
+	bool chat, json, no_cache, no_sharing;
 	struct sampling sampling;
-	int64_t max_tokens;
-	int batch;
+	int64_t max_tokens, kv_tokens;
+	int batch, seq_len;
 };
 
 /* How far the results have been printed. Several requests are printed in the order of the prompts, each when it and
@@ -43,7 +43,7 @@ struct printing {
 static void print_request(const struct printing *p, const struct request *c)
 {
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop",
-			[ENDED_BY_LENGTH] = "length"};
+			[ENDED_BY_LENGTH] = "length", [ENDED_BY_CALLER] = "caller"};
 	if (p->options->json) {
 		result_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number,
 				"text", json_bytes(c->text.data, c->text.size), "prompt_tokens", (json_int_t)c->num_prompt,
@@ -56,8 +56,8 @@ static void print_request(const struct printing *p, const struct request *c)
 	printf("\n");
 }
 
-/* Called after each token of each request, see generation_config. */
-static int show_request(void *data, const struct request *c)
+/* Called after each token of each request, see struct engine_options. */
+static int show_request(void *data, struct request *c)
 {
 	struct printing *p = data;
 	const bool streams = p->n == 1 && !p->options->json;
@@ -102,59 +102,75 @@ static int read_prompts(const struct generate_options *o, const struct tokenizer
 	return rc;
 }
 
-/* Fails when a prompt and the tokens asked for are more than the model has positions for. Where no number was asked
- * for, sets max_tokens to what all prompts leave room for, at most 256. */
-static int check_prompts(struct generation_config *g, const struct model_config *c, const struct ids *ids, int n,
-		const char *dir)
+/* The longest sequence, a prompt and what is generated. */
+static int positions(const struct generate_options *o, const struct model_config *c)
 {
-	const int64_t asked = g->max_tokens, most = c->max_position_embeddings;
-	g->max_tokens = asked ? asked : 256;
+	return o->seq_len ? o->seq_len : default_sequence(c);
+}
+
+/* Fails when a prompt and the tokens asked for are more than the model has positions for. Gives the tokens for
+ * each: where no number was asked for, what all prompts leave room for, at most 256. */
+static int check_prompts(int64_t *max_tokens, const struct generate_options *o, const struct model_config *c,
+		const struct ids *ids, int n, const char *dir)
+{
+	const int64_t asked = *max_tokens, most = positions(o, c);
+	*max_tokens = asked ? asked : 256;
 	for (int i = 0; i < n; i++) {
 		if (ids[i].count + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's "
-					"max_position_embeddings is %lld", dir, i + 1, (long long)ids[i].count,
-					(long long)(asked ? asked : 1), (long long)most);
-		if (ids[i].count + g->max_tokens > most)
-			g->max_tokens = most - ids[i].count;
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", dir, i + 1,
+					(long long)ids[i].count, (long long)(asked ? asked : 1), o->seq_len ? "--seq-len"
+					: "the model's max_position_embeddings", (long long)most);
+		if (ids[i].count + *max_tokens > most)
+			*max_tokens = most - ids[i].count;
 	}
 	return 0;
 }
 
-/* Loads the model, generates for n prompts, whose ids it takes, and prints the results. */
-static int run_requests(const struct generate_options *o, const char *dir, struct generation_config *g,
+/* Loads the model, generates for n prompts as `wanted` says, and prints the results. Takes the ids of the prompts. */
+static int run_requests(const struct generate_options *o, const char *dir, const struct request *wanted,
 		const struct model_config *c, const struct tokenizer *t, struct ids *ids, int n)
 {
-	enum { MAX_FORWARD_TOKENS = 512 };
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
+	const size_t stop = longest_stop(wanted->stop);
 	struct model m = {0};
 	struct request *list = calloc(n, sizeof *list);
-	int64_t forward_tokens = g->batch; /* most tokens of a forward pass */
+	struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(),
+			.options = o, .held = stop ? stop - 1 : 0};
+	struct engine_options options = {.kv_tokens = o->kv_tokens, .max_requests = o->batch, .no_sharing = o->no_sharing,
+			.no_cache = o->no_cache, .on_token = show_request, .data = &printing};
+	struct engine *e = NULL;
+	int64_t prompts = 0;
 	int rc = list ? 0 : fail("out of memory for %d prompts", n);
 	for (int i = 0; i < n && rc == 0; i++) {
-		list[i] = (struct request){.ids = ids[i], .num_prompt = ids[i].count, .number = i};
+		list[i] = *wanted;
+		list[i].ids = ids[i];
+		list[i].num_prompt = ids[i].count;
+		list[i].number = i;
 		ids[i] = (struct ids){0};
-		forward_tokens = list[i].num_prompt > forward_tokens ? list[i].num_prompt : forward_tokens;
+		prompts += list[i].num_prompt;
 	}
+	options.useful_tokens = prompts + n * wanted->max_tokens;
+	prompts = prompts > o->batch ? prompts : o->batch; /* the next token of each is computed together */
 	if (rc == 0)
-		rc = model_init(&m, c, &alone, 1, (int)(forward_tokens < MAX_FORWARD_TOKENS ? forward_tokens
-				: MAX_FORWARD_TOKENS), EVALUATE);
-	if (rc == 0)
-		rc = model_load(&m, dir);
+		rc = model_init(&m, c, &alone, 1, (int)(prompts < ENGINE_TOKENS ? prompts : ENGINE_TOKENS), EVALUATE);
 	if (rc == 0) {
-		const size_t stop = longest_stop(&g->stop);
-		struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(),
-				.options = o, .held = stop ? stop - 1 : 0};
-		g->on_token = show_request;
-		g->on_token_data = &printing;
-		rc = generate(&m, t, list, n, g);
+		set_rope_length(&m, positions(o, c));
+		rc = model_load(&m, dir);
+	}
+	if (rc == 0 && !(e = engine_open(&m, t, &options)))
+		rc = -1;
+	for (int i = 0; i < n && rc == 0; i++)
+		rc = engine_add(e, &list[i]);
+	if (rc == 0) {
+		printing.start = clock_seconds();
+		rc = engine_run(e, NULL, NULL);
 		if (is_terminal(stderr))
 			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens,
 					printing.tokens / (clock_seconds() - printing.start));
 	}
-	for (int i = 0; list && i < n; i++) {
-		free(list[i].ids.id);
-		free(list[i].text.data);
-	}
+	engine_close(e);
+	for (int i = 0; list && i < n; i++)
+		request_free(&list[i]);
 	free(list);
 	model_free(&m);
 	return rc;
@@ -164,10 +180,10 @@ static int run_generate(const struct command_line *line)
 {
 	const struct generate_options *o = line->options;
 	char dir[PATH_LEN];
-	struct generation_config g = {.sampling = o->sampling, .max_tokens = o->max_tokens, .batch = o->batch,
-			.no_cache = o->no_cache, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
-	struct model_config c;
+	const struct strings stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false};
 	struct ids *ids = NULL, ends = {0};
+	struct request wanted = {.sampling = o->sampling, .max_tokens = o->max_tokens, .stop = &stop, .ends = &ends};
+	struct model_config c;
 	/* prompts that may be conversations */
 	const bool chat = o->chat || (o->prompts && text_format(o->prompts, FORMAT_BY_NAME) != FORMAT_TEXT);
 	int n = 0, rc = 0;
@@ -185,13 +201,16 @@ static int run_generate(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
+	if (o->seq_len > longest_sequence(&c)) {
+		fail("%s: --seq-len %d is more than the model's longest sequence, %d", dir, o->seq_len, longest_sequence(&c));
+		return EXIT_WORK_FAILED;
+	}
 	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
 	if (!t)
 		rc = -1;
 	else if (tokenizer_size(t) > c.vocab_size)
 		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", dir,
 				tokenizer_size(t), c.vocab_size);
-	g.ends = &ends;
 	if (rc == 0)
 		rc = end_ids_read(&ends, dir) < 0 ? -1 : chat_form_choose(t, o->chat_form);
 	if (rc == 0 && chat)
@@ -199,9 +218,9 @@ static int run_generate(const struct command_line *line)
 	if (rc == 0)
 		rc = read_prompts(o, t, &ids, &n);
 	if (rc == 0)
-		rc = check_prompts(&g, &c, ids, n, dir);
+		rc = check_prompts(&wanted.max_tokens, o, &c, ids, n, dir);
 	if (rc == 0)
-		rc = run_requests(o, dir, &g, &c, t, ids, n);
+		rc = run_requests(o, dir, &wanted, &c, t, ids, n);
 	for (int i = 0; ids && i < n; i++)
 		free(ids[i].id);
 	free(ids);
@@ -219,6 +238,9 @@ static const struct command_option options[] = {
 			"that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
+	WHOLE_OPTION(generate_options, seq_len, "seq-len", "L", 1, INT32_MAX,
+			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type "
+			"dynamic its max_position_embeddings, beyond which L changes the results)"),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,
@@ -231,6 +253,9 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
 			"Prompts that are computed together; changes no result", .initial = "8"),
 	TEXT_OPTION(generate_options, stop, "stop", "TEXT", "End before this text"),
+	WHOLE_OPTION(generate_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
+			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
+	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing", "Compute equal beginnings for each prompt"),
 	FLAG_OPTION(generate_options, no_cache, "no-cache",
 			"Compute the whole sequence again for each token: slow, to check"),
 	TEXT_OPTION(generate_options, tokenizer, "tokenizer", "NAME",

@@ -105,37 +105,36 @@ static int read_file(struct sampler *s, const char *path)
 static int check_prompts(const struct prompts *p, const struct config *c, const char *key)
 {
 	for (int i = 0; i < p->n; i++)
-		if (p->ids[i].count + c->eval.sample_tokens > c->model.max_position_embeddings)
+		if (p->ids[i].count + c->eval.sample_tokens > longest_sequence(&c->model))
 			return fail("%s: prompt %d has %lld tokens, and eval.sample_tokens is %lld; together expected at most "
 					"model.max_position_embeddings, which is %d: make one of the two smaller", key, i + 1,
-					(long long)p->ids[i].count, (long long)c->eval.sample_tokens, c->model.max_position_embeddings);
+					(long long)p->ids[i].count, (long long)c->eval.sample_tokens, longest_sequence(&c->model));
 	return 0;
 }
 
-static int64_t longest_prompt(const struct prompts *p)
+/* Tokens whose keys and values the prompts that run together can have at most. */
+static int64_t kv_tokens(const struct prompts *p, const struct config *c)
 {
 	int64_t longest = 0;
 	for (int i = 0; i < p->n; i++)
 		longest = p->ids[i].count > longest ? p->ids[i].count : longest;
-	return longest;
+	return (p->n < BATCH ? p->n : BATCH) * (longest + c->eval.sample_tokens);
 }
 
 /* Fails when generation has no room beside the training. */
 static int check_memory(const struct sampler *s, const struct trainer *t)
 {
 	const struct config *c = &t->config;
-	const int64_t texts = longest_prompt(&s->texts), file = longest_prompt(&s->file),
-			capacity = (texts > file ? texts : file) + c->eval.sample_tokens;
-	const int most = s->texts.n > s->file.n ? s->texts.n : s->file.n, batch = most < BATCH ? most : BATCH;
-	const double bytes = (double)batch * kv_cache_bytes(&t->model, capacity) +
-			(double)(BATCH + 1) * c->model.vocab_size * sizeof(real);
+	const int64_t texts = kv_tokens(&s->texts, c), file = kv_tokens(&s->file, c), tokens = texts > file ? texts : file;
+	const double bytes = kv_cache_bytes(&t->model, tokens) +
+			(double)(ENGINE_LOGITS + 1) * c->model.vocab_size * sizeof(real);
 	struct memory_plan plan;
 	if (plan_memory(&plan, &c->model, &t->model.layout, c->train.micro_batch, c->data.seq_len, c->train.recompute) < 0)
 		return -1;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());
-	return planned_bytes(&plan) + bytes <= machine ? 0 : fail("eval.samples: keys and values of %d x %lld tokens take "
+	return planned_bytes(&plan) + bytes <= machine ? 0 : fail("eval.samples: keys and values of %lld tokens take "
 			"%.1f GB beside the %.1f GB of training, and %.1f GB may be used here: make eval.sample_tokens smaller, "
-			"take fewer or shorter prompts, or more ranks", batch, (long long)capacity, bytes / 1e9,
+			"take fewer or shorter prompts, or more ranks", (long long)tokens, bytes / 1e9,
 			planned_bytes(&plan) / 1e9, machine / 1e9);
 }
 
@@ -167,8 +166,8 @@ static uint32_t prompts_crc(const struct prompts *p)
 	return crc;
 }
 
-/* A generation_config's on_token: ends the generation, on all ranks at the same token, when one was asked to stop. */
-static int ask_for_stop(void *data, const struct request *r)
+/* An engine's on_token: ends the generation, on all ranks at the same token, when one was asked to stop. */
+static int ask_for_stop(void *data, struct request *r)
 {
 	struct sampler *s = data;
 	(void)r;
@@ -194,32 +193,38 @@ static int continue_prompts(struct sampler *s, const struct prompts *p, struct t
 {
 	struct trainer *t = s->trainer;
 	const struct config *c = &t->config;
-	const struct generation_config g = {.max_tokens = c->eval.sample_tokens, .ends = &p->ends, .batch = BATCH,
-			.together = true, .on_token = ask_for_stop, .on_token_data = s,
-			.sampling = {.temperature = c->eval.sample_temperature, .top_p = 1,
-					.seed = seed_of(c->train.seed, t->state.step)}};
+	const struct sampling sampling = {.temperature = c->eval.sample_temperature, .top_p = 1,
+			.seed = seed_of(c->train.seed, t->state.step)};
+	const struct engine_options options = {.kv_tokens = kv_tokens(p, c), .max_requests = BATCH, .together = true,
+			.on_token = ask_for_stop, .data = s};
 	if (!p->n)
 		return 0;
+	struct engine *e = engine_open(&t->model, s->tokenizer, &options);
 	struct request *requests = allocate(p->n * sizeof *requests);
+	int rc = e ? 0 : -1;
 	for (int i = 0; i < p->n; i++) {
-		requests[i] = (struct request){.num_prompt = p->ids[i].count, .number = i};
+		requests[i] = (struct request){.num_prompt = p->ids[i].count, .number = i, .sampling = sampling,
+				.max_tokens = c->eval.sample_tokens, .ends = &p->ends};
 		append_ids(&requests[i].ids, p->ids[i].id, p->ids[i].count);
+		if (rc == 0)
+			rc = engine_add(e, &requests[i]);
 	}
-	const int rc = generate(&t->model, s->tokenizer, requests, p->n, &g);
+	if (rc == 0)
+		rc = engine_run(e, NULL, NULL);
+	engine_close(e);
 	for (int i = 0; i < p->n; i++) {
-		const struct request *r = &requests[i];
+		struct request *r = &requests[i];
 		json_t *line = json_pack("{s:I, s:o, s:o, s:I}", "step", (json_int_t)t->state.step, "prompt",
 				json_bytes(p->text[i].data, p->text[i].size), "text", json_bytes(r->text.data, r->text.size), "tokens",
 				(json_int_t)(r->ids.count - r->num_prompt));
-		if (g.sampling.temperature > 0)
-			json_object_set_new(line, "seed", json_integer(g.sampling.seed));
+		if (sampling.temperature > 0)
+			json_object_set_new(line, "seed", json_integer(sampling.seed));
 		char *text = json_text(line, 0);
 		text_append_string(lines, text);
 		text_append_string(lines, "\n");
 		free(text);
 		json_decref(line);
-		free(r->ids.id);
-		free(r->text.data);
+		request_free(r);
 	}
 	free(requests);
 	return rc;

@@ -345,223 +345,122 @@ static int32_t sequence_token(const struct task_work *w, const struct task_conte
 	return w->ids.id[position < x->num_tokens ? x->begin + position : c->begin + position - x->num_tokens];
 }
 
-/* ---------------------------------------------------------------------------------- log-likelihoods */
+/* ------------------------------------------------------------------------------------------ requests */
 
-/* The next tokens of some sequences, one segment after the other, and those rows of the model's results [num_tokens,
- * H] for them from which scored tokens are predicted. */
-struct score_batch {
-	struct segment *segments, *parts; /* [batch]; parts: what of the segments goes into one forward pass */
-	int num_segments;
-	int64_t num_tokens;          /* of the segments */
-	struct scored_row {
-		int64_t row;               /* in the results; rising */
-		int64_t position;          /* of the row's token in its sequence; the row predicts the next token */
-		const struct task_context *context;
-		int continuation;          /* whose token it is, from 0; -1: the context's, which serves all */
-	} *rows;                     /* [num_rows] */
-	int64_t num_rows;
-	size_t rows_capacity;
-	/* work space of score_rows, a scored token each; logit: that of the token less the largest of its row */
-	struct target { int64_t row, continuation; double logit; } *targets;
-	size_t targets_capacity;
+/* A task as requests of an engine: number i is that of continuation i or, for replies, of context i. */
+struct task_requests {
+	struct task_work *work;
+	const struct group *data;    /* whose ranks take the samples in turn */
+	struct request *list;        /* [num_continuations or num_contexts] */
+	int64_t context;             /* of the next request, and */
+	int continuation;            /* its continuation, counted from 0 in the context */
+	struct progress *progress;   /* or NULL */
 };
 
-static void add_segment(struct score_batch *b, struct kv_cache *cache, const int32_t *token, int64_t n)
+static bool has_replies(const struct task_work *w)
 {
-	b->segments[b->num_segments++] = (struct segment){cache, token, n};
-	b->num_tokens += n;
+	return w->task->type == TASK_EXACT_MATCH;
 }
 
-/* Adds the rows of the tokens at positions from .. end-1 of a sequence. The last segment ends with the token at
- * end-1. */
-static void add_rows(struct score_batch *b, const struct task_context *x, int continuation, int64_t from, int64_t end)
+/* Requests of a context. */
+static int num_requests(const struct task_work *w, const struct task_context *x)
 {
-	b->rows = grow(b->rows, b->num_rows, &b->rows_capacity, end > from ? end - from : 0, sizeof *b->rows);
-	for (int64_t position = from; position < end; position++)
-		b->rows[b->num_rows++] = (struct scored_row){b->num_tokens - (end - position), position, x, continuation};
+	return has_replies(w) ? 1 : x->num_continuations;
 }
 
-/* Adds the log-probabilities of the scored tokens that n rows predict to the log-likelihoods. The results of the rows
- * are those of the last model_extend from row `first` on; n <= head_chunk(). */
-static void score_rows(struct task_work *w, struct model *m, struct score_batch *b, const struct scored_row *rows,
-		int64_t n, int64_t first)
+static bool is_own(const struct task_context *x, const struct group *data)
 {
-	struct activations *a = &m->acts;
-	const int64_t V = m->config.vocab_size;
-	double *loss = a->head_loss, *sum = loss + n;
-	int32_t any[n]; /* cross_entropy_forward computes the sum of a row only where it has a target; any will do */
-	int64_t num_targets = 0;
-	memset(any, 0, sizeof any);
-	model_logits(m, a->head_logits, first, n);
-	logits_max(a->head_max, a->head_logits, n, V);
-	for (int64_t r = 0; r < n; r++) {
-		const struct task_context *x = rows[r].context;
-		const int64_t position = rows[r].position + 1;
-		b->targets = grow(b->targets, num_targets, &b->targets_capacity, x->num_continuations, sizeof *b->targets);
-		for (int i = 0; i < x->num_continuations; i++) {
-			const struct task_continuation *c = &w->continuations[x->first_continuation + i];
-			if ((rows[r].continuation < 0 || rows[r].continuation == i) && position >= c->first_scored)
-				b->targets[num_targets++] = (struct target){r, x->first_continuation + i,
-						(double)a->head_logits[r * V + sequence_token(w, x, c, position)] - a->head_max[r]};
-		}
+	return x->sample % data->size == data->rank;
+}
+
+static void fill_request(struct request *r, const struct task_work *w, const struct task_context *x, int continuation)
+{
+	append_ids(&r->ids, w->ids.id + x->begin, x->num_tokens);
+	if (has_replies(w)) {
+		r->max_tokens = w->task->max_tokens;
+		r->stop = &w->task->stop;
+		r->ends = w->ends;
+	} else {
+		const struct task_continuation *c = &w->continuations[x->first_continuation + continuation];
+		append_ids(&r->ids, w->ids.id + c->begin, c->num_tokens);
+		r->score_from = c->first_scored;
 	}
-	cross_entropy_forward(loss, sum, a->head_logits, a->head_max, any, 0, n, V);
-	for (const struct target *t = b->targets; t < b->targets + num_targets; t++)
-		w->log_likelihood[t->continuation] += t->logit - log(sum[t->row]);
+	r->num_prompt = r->ids.count;
 }
 
-/* Runs a batch, in as many forward passes as its tokens need, and empties it. */
-static void run_batch(struct task_work *w, struct model *m, struct score_batch *b)
+/* The `more` of engine_run: adds this rank's next request. */
+static int add_request(void *data, struct engine *e)
 {
-	const int64_t H = m->config.hidden_size, C = head_chunk(m->config.vocab_size, 1);
-	const int64_t room = (int64_t)m->max_sequences * m->seq_len; /* tokens of a forward pass */
-	struct scored_row *row = b->rows, *end = b->rows + b->num_rows;
-	int64_t done = 0, used = 0; /* tokens of the batch; of segment i */
-	for (int i = 0; done < b->num_tokens;) {
-		int64_t tokens = 0, n = 0; /* of this forward pass: tokens, scored rows */
-		int num_parts = 0;
-		while (i < b->num_segments && tokens < room) {
-			const struct segment *s = &b->segments[i];
-			const int64_t num = s->num_tokens - used < room - tokens ? s->num_tokens - used : room - tokens;
-			b->parts[num_parts++] = (struct segment){s->cache, s->token + used, num};
-			tokens += num, used += num;
-			if (used == s->num_tokens)
-				i++, used = 0;
-		}
-		real *results = model_extend(m, b->parts, num_parts);
-		/* The scored rows move together, so that score_rows makes the logits of many at a time. */
-		for (; row + n < end && row[n].row < done + tokens; n++)
-			memmove(results + n * H, results + (row[n].row - done) * H, H * sizeof *results);
-		for (int64_t first = 0; first < n; first += C)
-			score_rows(w, m, b, row + first, n - first < C ? n - first : C, first);
-		row += n, done += tokens;
+	struct task_requests *t = data;
+	const struct task_work *w = t->work;
+	for (; t->context < w->num_contexts; t->context++, t->continuation = 0) {
+		const struct task_context *x = &w->contexts[t->context];
+		if (!is_own(x, t->data) || t->continuation == num_requests(w, x))
+			continue;
+		const int64_t number = has_replies(w) ? t->context : x->first_continuation + t->continuation;
+		struct request *r = &t->list[number];
+		r->number = (uint32_t)number;
+		fill_request(r, w, x, t->continuation++);
+		return engine_add(e, r);
 	}
-	b->num_segments = 0, b->num_rows = b->num_tokens = 0;
-}
-
-/* The log-likelihoods of the continuations of n contexts, list[n]. First the tokens of all contexts go through the
- * model, then the first continuation of each, then the second, each in place of the one before in the context's
- * cache. */
-static void score_contexts(struct task_work *w, struct model *m, struct kv_cache *caches, const int64_t *list, int n,
-		struct score_batch *b)
-{
-	int most = 0;
-	for (int i = 0; i < n; i++) {
-		const struct task_context *x = &w->contexts[list[i]];
-		int64_t from = x->num_tokens;
-		for (int j = 0; j < x->num_continuations; j++) {
-			const int64_t before = w->continuations[x->first_continuation + j].first_scored - 1;
-			from = before < from ? before : from;
-		}
-		most = x->num_continuations > most ? x->num_continuations : most;
-		caches[i].length = 0;
-		add_segment(b, &caches[i], w->ids.id + x->begin, x->num_tokens);
-		add_rows(b, x, -1, from, x->num_tokens);
-	}
-	run_batch(w, m, b);
-	for (int j = 0; j < most; j++) {
-		for (int i = 0; i < n; i++) {
-			const struct task_context *x = &w->contexts[list[i]];
-			if (j >= x->num_continuations)
-				continue;
-			const struct task_continuation *c = &w->continuations[x->first_continuation + j];
-			if (c->num_tokens == 1) /* the last row of the context has predicted it */
-				continue;
-			const int64_t before = c->first_scored - 1;
-			caches[i].length = x->num_tokens;
-			add_segment(b, &caches[i], w->ids.id + c->begin, c->num_tokens - 1);
-			add_rows(b, x, j, before > x->num_tokens ? before : x->num_tokens, x->num_tokens + c->num_tokens - 1);
-		}
-		run_batch(w, m, b);
-	}
-}
-
-/* The log-likelihoods of this rank's contexts, batch by batch. */
-static int score_all_contexts(struct task_work *w, struct model *m, int batch, struct progress *p)
-{
-	const struct group *data = &m->layout.data;
-	struct score_batch b = {0};
-	b.segments = allocate(batch * sizeof *b.segments);
-	b.parts = allocate(batch * sizeof *b.parts);
-	struct kv_cache *caches = allocate(batch * sizeof *caches);
-	int64_t *list = allocate(batch * sizeof *list);
-	int rc = 0;
-	for (int i = 0; i < batch && rc == 0; i++)
-		rc = kv_cache_init(&caches[i], m, w->longest);
-	for (int64_t i = 0; rc == 0 && i < w->num_contexts;) {
-		const int64_t before = i;
-		int n = 0;
-		for (; i < w->num_contexts && n < batch; i++)
-			if (w->contexts[i].sample % data->size == data->rank)
-				list[n++] = i;
-		score_contexts(w, m, caches, list, n, &b);
-		progress(p, i - before);
-	}
-	for (int i = 0; i < batch; i++)
-		kv_cache_free(&caches[i]);
-	free(caches);
-	free(list);
-	free(b.segments);
-	free(b.parts);
-	free(b.rows);
-	free(b.targets);
-	return rc;
-}
-
-/* ------------------------------------------------------------------------------------------ replies */
-
-static int count_reply(void *data, const struct request *r)
-{
-	progress(data, r->ended != RUNNING);
 	return 0;
 }
 
-/* The replies to this rank's prompts, greedy. */
-static int generate_replies(struct task_work *w, struct model *m, int batch, struct progress *p)
+/* The engine's on_token: keeps the result of a request that has ended. */
+static int keep_result(void *data, struct request *r)
 {
-	const struct group *data = &m->layout.data;
-	const int max_tokens = w->task->max_tokens;
-	const struct generation_config g = {.max_tokens = max_tokens, .stop = w->task->stop, .batch = batch,
-		.ends = w->ends,
-		.on_token = count_reply, .on_token_data = p};
-	struct request *requests = task_memory(w->task, "the prompts", w->num_contexts, sizeof *requests);
-	int n = 0;
-	if (!requests)
-		return -1;
-	for (int64_t i = data->rank; i < w->num_contexts; i += data->size, n++) {
-		append_ids(&requests[n].ids, w->ids.id + w->contexts[i].begin, w->contexts[i].num_tokens);
-		requests[n].num_prompt = w->contexts[i].num_tokens;
-		requests[n].number = (uint32_t)i;
-	}
-	if (p && n) { /* the other ranks have the rest, and are as fast */
-		p->scale *= (double)p->total / n;
-		p->total = n;
-	}
-	const int rc = generate(m, w->tokenizer, requests, n, &g);
-	for (struct request *r = requests; r < requests + n; r++) {
-		double *reply = w->reply + r->number * (int64_t)(1 + max_tokens);
+	struct task_requests *t = data;
+	struct task_work *w = t->work;
+	if (!r->ended)
+		return 0;
+	for (int64_t i = 0; i < r->num_log_probs; i++)
+		w->log_likelihood[r->number] += r->log_prob[i];
+	if (has_replies(w)) {
+		double *reply = w->reply + r->number * (int64_t)(1 + w->task->max_tokens);
 		reply[0] = r->ids.count - r->num_prompt;
 		for (int i = 0; i < reply[0]; i++)
 			reply[1 + i] = r->ids.id[r->num_prompt + i];
-		free(r->ids.id);
-		free(r->text.data);
 	}
-	free(requests);
+	request_free(r);
+	progress(t->progress, 1);
+	return 0;
+}
+
+/* Computes this rank's requests. */
+static int run_requests(struct task_work *w, struct model *m, const struct engine_options *o)
+{
+	const bool shows = m->layout.world.rank == 0;
+	const int64_t all = has_replies(w) ? w->num_contexts : w->num_continuations;
+	struct task_requests t = {.work = w, .data = &m->layout.data,
+			.list = task_memory(w->task, "the requests", all, sizeof *t.list)};
+	struct engine_options options = *o;
+	int64_t own = 0;
+	for (const struct task_context *x = w->contexts; x < w->contexts + w->num_contexts; x++) {
+		own += is_own(x, t.data) ? num_requests(w, x) : 0;
+		options.useful_tokens += num_requests(w, x) * w->longest;
+	}
+	struct progress p = progress_start(w->task->name, own, own ? (double)w->task->num_samples / own : 0, "samples");
+	t.progress = shows ? &p : NULL;
+	options.on_token = keep_result;
+	options.data = &t;
+	struct engine *e = parallel_agree(t.list ? 0 : -1) < 0 ? NULL : engine_open(m, w->tokenizer, &options);
+	const int rc = e ? engine_run(e, add_request, &t) : -1;
+	engine_close(e);
+	for (int64_t i = 0; t.list && i < all; i++)
+		request_free(&t.list[i]);
+	free(t.list);
+	if (shows)
+		progress_end(&p);
 	return rc;
 }
 
-int task_run(struct task_work *w, struct model *m, int batch)
+int task_run(struct task_work *w, struct model *m, const struct engine_options *o)
 {
-	const double samples = w->num_contexts ? (double)w->task->num_samples / w->num_contexts : 0; /* in a context */
-	struct progress p = progress_start(w->task->name, w->num_contexts, samples, "samples");
-	const bool replies = w->task->type == TASK_EXACT_MATCH, shows = m->layout.world.rank == 0;
-	const int rc = (replies ? generate_replies : score_all_contexts)(w, m, batch, shows ? &p : NULL);
-	if (shows)
-		progress_end(&p);
+	const int rc = run_requests(w, m, o);
 	if (parallel_agree(rc) < 0)
 		return -1;
 	/* Every value is that of one rank, and 0 on the others. */
-	if (replies) {
+	if (has_replies(w)) {
 		all_reduce_sum(&m->layout.data, TRAFFIC_STATISTICS, w->reply, w->num_contexts * (1 + w->task->max_tokens));
 		return 0;
 	}

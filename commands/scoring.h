@@ -12,14 +12,15 @@
 
 #include "files/tokenizer.h"
 #include "ling.h"
+#include "commands/engine.h"
 #include "commands/tasks.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* A sequence is the tokens of a context and then those of one of its continuations. What the model computes for the
- * context serves all of them, so the context holds all tokens that they share, also where options begin alike. */
+/* A sequence is the tokens of a context and then those of one of its continuations. The context holds all tokens that
+ * they share, also where options begin alike. The engine computes what sequences share once. */
 struct task_context {
 	int64_t sample;              /* index in task->samples */
 	int64_t begin, num_tokens;   /* in task_work.ids; at least one token. Exact match: the prompt */
@@ -35,14 +36,14 @@ struct task_continuation {
 struct task_work {             /* a task as tokens, and what the model made of it */
 	const struct task *task;
 	const struct tokenizer *tokenizer;
-	const struct ids *ends;      /* see struct generation_config; set before task_run, or NULL */
+	const struct ids *ends;      /* that end a reply, see struct request; set before task_run, or NULL */
 	struct ids ids;              /* of all contexts and continuations */
 	struct text texts;           /* of all contexts */
 	struct task_context *contexts;           /* [num_contexts] in the order of the samples */
 	struct task_continuation *continuations; /* [num_continuations] */
 	int64_t num_contexts, num_continuations;
 	size_t contexts_capacity, continuations_capacity;
-	int64_t longest;             /* inputs of the longest sequence, with a whole reply: the room that a cache needs */
+	int64_t longest;             /* inputs of the longest sequence, with a whole reply */
 	double *log_likelihood;      /* [num_continuations] in nats, summed over the scored tokens */
 	/* exact match: [num_contexts, 1 + max_tokens] number of generated ids, and these; doubles for all_reduce_sum */
 	double *reply;
@@ -54,11 +55,11 @@ struct task_work {             /* a task as tokens, and what the model made of i
  * task_work_free may follow in any case. */
 int task_encode(struct task_work *w, const struct task *task, const struct tokenizer *tokenizer, int64_t L);
 void task_work_free(struct task_work *w);
-/* Fills log_likelihood, or reply. All ranks call it together; each computes a part of the samples, up to `batch`
- * contexts at a time, and all get all results. These are the same, bit for bit, whatever the batch, the ranks and
- * m->seq_len. Rank 0 shows the progress on standard error. Fails when memory is short or a log-likelihood is not
- * finite. Call it once after task_encode. */
-int task_run(struct task_work *w, struct model *m, int batch);
+/* Fills log_likelihood, or reply, by an engine with these options, but for its callbacks and useful_tokens. All ranks
+ * call it together; each computes a part of the samples, and all get all results. These are the same, bit for bit,
+ * whatever the options, the ranks and m->seq_len. Rank 0 shows the progress on standard error. Fails when memory is
+ * short or a log-likelihood is not finite. Call it once after task_encode. */
+int task_run(struct task_work *w, struct model *m, const struct engine_options *o);
 /* The scores of a task that was run; with `results` (or NULL) also a line of samples.jsonl for each sample. */
 void task_score(struct task_work *w, struct task_result *result, struct results *results);
 

@@ -85,6 +85,24 @@ test_batches() {
 	json out.txt
 }
 
+# Prompts of mixed lengths: the results of each one alone and without a cache, whatever runs beside it and however small
+# the memory for keys and values.
+test_engine() {
+	local i way
+	for ((i = 0; i < 40; i++)); do
+		printf '{"prompt": %s}\n' "$(head -c $((i * 37 % 55 + 1 + i % 3)) text.txt | tail -c $((i * 37 % 55 + 1)) | jq -Rs .)"
+	done >mixed.jsonl
+	expect 0 "" "$ling" generate $model --prompts mixed.jsonl --max-tokens 7 --json --batch 1 --no-cache
+	cp out.txt alone.txt
+	[ "$(wc -l <alone.txt)" = 40 ] || problem "expected 40 lines: $(cat alone.txt)"
+	for way in "--batch 40" "--batch 40 --kv-tokens 256" "--batch 9 --kv-tokens 1 --no-prefix-sharing"; do
+		expect 0 "" "$ling" generate $model --prompts mixed.jsonl --max-tokens 7 --json $way
+		same out.txt alone.txt
+	done
+	OMP_NUM_THREADS=3 "$ling" generate $model --prompts mixed.jsonl --max-tokens 7 --json >out.txt 2>err.txt
+	same out.txt alone.txt
+}
+
 # refuse TEXT LINES: JSON lines as prompts, which are an error with that text
 refuse() {
 	printf "$2" >bad.jsonl
@@ -484,5 +502,5 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate mark batches wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
+check generate mark batches engine wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
 finish

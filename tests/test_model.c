@@ -876,8 +876,8 @@ static int draw(uint64_t *state, int most)
 	return (int)((*state >> 33) % (most + 1));
 }
 
-/* Caches of B sequences of up to L tokens in one pool, whose blocks are in a random order. kv holds NaN, which no result
- * may show. The caller frees caches[0].kv and *block. */
+/* Caches of B sequences of up to L tokens in one pool, whose blocks are in a random order. kv holds NaN, which no
+ * result may show. The caller frees caches[0].kv and *block. */
 static void scattered_caches(struct kv_cache *caches, int64_t **block, const struct model *m, int B, int64_t L,
 		uint64_t *seed)
 {
@@ -1173,185 +1173,6 @@ static void test_mapped(void **state)
 	check_mapped(&c, FIXTURES "huggingface_f16", 0);
 }
 
-/* ---- generation ---- */
-
-static void test_choose_token(void **state)
-{
-	(void)state;
-	int32_t ids[8];
-	struct sampling s = {.top_p = 1};
-	const real ties[] = {1, 3, 2, 3, 3}, wrong[] = {1, NAN, 2};
-	const real none[] = {-INFINITY, -INFINITY}, one[] = {-INFINITY, 2, -INFINITY};
-	assert_int_equal(choose_token(&s, ties, 5, &(struct draw){0, 0, 0}, ids), 1);
-	for (int t = 0; t < 2; t++) {
-		s.temperature = t;
-		assert_int_equal(choose_token(&s, wrong, 3, &(struct draw){0, 0, 0}, ids), -1);
-		assert_int_equal(choose_token(&s, none, 2, &(struct draw){0, 0, 0}, ids), -1);
-		assert_int_equal(choose_token(&s, one, 3, &(struct draw){0, 0, 0}, ids), 1);
-	}
-	/* Draws have the probabilities that the settings say, and are the same again. */
-	enum { V = 6, DRAWS = 20000 };
-	static const struct { double temperature, top_p; int top_k; double expected[V]; } draws[] = {
-		{1, 1, 0, {.1, .3, .2, .3, .05, .05}},
-		{1, 1, V, {.1, .3, .2, .3, .05, .05}},
-		{0.5, 1, 0, {.01 / .235, .09 / .235, .04 / .235, .09 / .235, .0025 / .235, .0025 / .235}},
-		{1, 1, 3, {0, .375, .25, .375}},
-		{1, 1, 1, {0, 1}}, /* of equals the lower id */
-		{1, 1, 5, {.1 / .95, .3 / .95, .2 / .95, .3 / .95, .05 / .95}},
-		{1, 0.59, 0, {0, .5, 0, .5}},
-		{1, 0.61, 0, {0, .375, .25, .375}},
-		{1, 1e-9, 0, {0, 1}},
-		{1, 0.7, 3, {0, .5, 0, .5}}, /* .7 of the three's .8 */
-	};
-	const double p[V] = {.1, .3, .2, .3, .05, .05};
-	real logits[V];
-	for (int v = 0; v < V; v++)
-		logits[v] = (real)log(p[v]);
-	logits[3] = logits[1], logits[5] = logits[4];
-	for (size_t i = 0; i < sizeof draws / sizeof *draws; i++) {
-		int count[V] = {0};
-		s = (struct sampling){draws[i].temperature, draws[i].top_p, draws[i].top_k, 7};
-		for (int j = 0; j < DRAWS; j++) {
-			const int32_t v = choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids);
-			assert_in_range(v, 0, V - 1);
-			assert_int_equal(choose_token(&s, logits, V, &(struct draw){j / 10, j % 10, 0}, ids), v);
-			count[v]++;
-		}
-		for (int v = 0; v < V; v++) {
-			const double e = draws[i].expected[v];
-			if (fabs(count[v] - DRAWS * e) > 5 * sqrt(DRAWS * e * (1 - e)))
-				fail_msg("case %zu: token %d came %d times of %d, expected %g", i, v, count[v], DRAWS, DRAWS * e);
-		}
-	}
-	/* The fewest tokens that have top_p of the probability: of four equal ones one has a quarter, two have a half. */
-	const real even[4] = {0};
-	for (int n = 1; n <= 4; n++) {
-		int seen = 0;
-		s = (struct sampling){1, 0.25 * n, 0, 7};
-		for (int j = 0; j < 200; j++)
-			seen |= 1 << choose_token(&s, even, 4, &(struct draw){j, 0, 0}, ids);
-		assert_int_equal(seen, (1 << n) - 1);
-	}
-	/* Any sizes: the ranking by a heap is that of sorting. */
-	enum { MANY = 300 };
-	real many[MANY];
-	int32_t order[MANY];
-	uint64_t seed = 1;
-	for (int v = 0; v < MANY; v++)
-		many[v] = (real)(draw(&seed, 40) * 1e-3);
-	for (int k = 1; k < MANY; k += 7) {
-		int kept = 0, rank;
-		bool seen[MANY] = {false};
-		s = (struct sampling){1, 1, k, 3};
-		for (int j = 0; j < 30 * k; j++)
-			seen[choose_token(&s, many, MANY, &(struct draw){j, 0, 0}, order)] = true;
-		for (int v = 0; v < MANY; v++) {
-			rank = 0;
-			for (int u = 0; u < MANY; u++)
-				rank += many[u] > many[v] || (many[u] == many[v] && u < v);
-			assert_true(rank < k || !seen[v]);
-			kept += seen[v];
-		}
-		assert_int_equal(kept, k);
-	}
-}
-
-enum { PROMPTS = 7 };
-
-static void free_requests(struct request requests[PROMPTS])
-{
-	for (int i = 0; i < PROMPTS; i++)
-		free(requests[i].ids.id), free(requests[i].text.data);
-}
-
-static void run_generate(struct request requests[PROMPTS], struct model *m, const struct tokenizer *t,
-		const struct generation_config *g)
-{
-	uint64_t seed = 5;
-	memset(requests, 0, PROMPTS * sizeof *requests);
-	for (int i = 0; i < PROMPTS; i++) {
-		requests[i].number = i;
-		requests[i].num_prompt = 1 + 9 * i % PROMPTS;
-		for (int j = 0; j < requests[i].num_prompt; j++)
-			append_id(&requests[i].ids, draw(&seed, 256));
-	}
-	assert_done(generate(m, t, requests, PROMPTS, g));
-}
-
-/* Greedy and drawn texts are the same for any batch, any number of tokens in a forward pass, and without the cache; no
- * id of a padded vocabulary is chosen; greedy ids are the most likely ones by the forward pass over the whole text. */
-static void test_generate(void **state)
-{
-	(void)state;
-	const struct model_config c = {.hidden_size = 24, .num_hidden_layers = 2, .num_attention_heads = 4,
-		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 300, .num_experts = 6, .num_experts_per_tok = 2,
-		.num_shared_experts = 1, .moe_intermediate_size = 16, .norm_head = true, .norm_topk_prob = true,
-		.rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.5};
-	enum { MOST = 24, LONGEST = PROMPTS + MOST };
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	struct tokenizer *t = tokenizer_open("byte");
-	int differ = 0, beyond = 0;
-	char stop[4] = "", *stops[] = {stop};
-	real logits[300];
-	for (int kind = 0; kind < 3; kind++) { /* greedy; drawn; greedy up to a text */
-		struct request expected[PROMPTS], found[PROMPTS];
-		for (int way = 0; way < 6; way++) {
-			static const struct { int batch, tokens; bool no_cache; } ways[] = {{1, 64, false}, {1, 3, false},
-				{3, 64, false}, {PROMPTS, 64, false}, {PROMPTS, 5, false}, {4, 9, true}};
-			struct model m;
-			struct generation_config g = {.sampling = {.temperature = kind == 1 ? 30 : 0, .top_p = 1, .seed = 9},
-				.max_tokens = MOST, .batch = ways[way].batch, .no_cache = ways[way].no_cache,
-				.stop = {stops, kind == 2, false}};
-			assert_done(model_init(&m, &c, &alone, 1, ways[way].tokens, EVALUATE));
-			model_randomize(&m, 3);
-			run_generate(way ? found : expected, &m, t, &g);
-			model_free(&m);
-			for (int i = 0; way && i < PROMPTS; i++) {
-				assert_int_equal(found[i].ended, expected[i].ended);
-				assert_int_equal(found[i].ids.count, expected[i].ids.count);
-				assert_memory_equal(found[i].ids.id, expected[i].ids.id, found[i].ids.count * sizeof *found[i].ids.id);
-				assert_int_equal(found[i].text.size, expected[i].text.size);
-			}
-			if (way)
-				free_requests(found);
-		}
-		struct model m;
-		assert_done(model_init(&m, &c, &alone, 1, LONGEST, EVALUATE));
-		model_randomize(&m, 3);
-		for (int i = 0; i < PROMPTS; i++) {
-			const struct request *e = &expected[i];
-			int32_t input[LONGEST] = {0};
-			memcpy(input, e->ids.id, e->ids.count * sizeof *input);
-			model_forward(&m, input, 1, NULL, NULL);
-			assert_true(e->ended == ENDED_BY_TOKEN || e->ended == ENDED_BY_STOP ||
-					e->ids.count == e->num_prompt + MOST);
-			for (int64_t p = e->num_prompt; p < e->ids.count; p++) {
-				int best = 0, likeliest = 0;
-				model_logits(&m, logits, p - 1, 1);
-				for (int v = 1; v < 300; v++) {
-					best = v < 257 && logits[v] > logits[best] ? v : best;
-					likeliest = logits[v] > logits[likeliest] ? v : likeliest;
-				}
-				assert_in_range(e->ids.id[p], 0, 256);
-				if (kind != 1)
-					assert_int_equal(e->ids.id[p], best);
-				differ += e->ids.id[p] != best;
-				beyond += likeliest >= 257;
-			}
-			if (kind == 0 && e->text.size > 9 && !*stop)
-				memcpy(stop, e->text.data + 5, 3);
-			if (kind == 2)
-				assert_true(e->ended != ENDED_BY_STOP || !memmem(e->text.data, e->text.size, stop, strlen(stop)));
-		}
-		if (kind == 2)
-			assert_true(expected[0].ended == ENDED_BY_STOP && expected[0].text.size <= 5);
-		model_free(&m);
-		free_requests(expected);
-	}
-	assert_true(differ > 20 && beyond > 0);
-	tokenizer_close(t);
-}
-
 /* No two weights of a model start alike, be they of one tensor, two layers, two experts or two seeds; and a seed counts
  * with all of its 64 bits. */
 static void test_initial_weights_differ(void **state)
@@ -1406,8 +1227,7 @@ int main(void)
 		cmocka_unit_test(test_initial_weights), cmocka_unit_test(test_initial_weights_differ),
 		cmocka_unit_test(test_too_large), cmocka_unit_test(test_extend),
 				cmocka_unit_test(test_extend_long),
-		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch), cmocka_unit_test(test_choose_token),
-				cmocka_unit_test(test_generate),
+		cmocka_unit_test_setup_teardown(test_mapped, make_scratch, drop_scratch),
 	};
 	for (size_t i = 0; i < sizeof others / sizeof *others; i++)
 		tests[n++] = others[i];

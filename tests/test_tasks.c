@@ -562,7 +562,7 @@ static void test_questions(void **state)
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
 	assert_int_equal(w.num_contexts, 7);
 	assert_int_equal(w.longest, WINDOW);
-	assert_done(task_run(&w, &m, BATCH));
+	assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = BATCH}));
 	const struct samples *s = &tasks.task[0].samples;
 	double best[NUM_ACCURACIES] = {0};
 	for (int64_t i = 0, b = 0; i < s->count; i++) {
@@ -684,7 +684,7 @@ static void test_merges(void **state)
 				cases[i].context);
 		load_ok(&tasks, CHOICE "}", line);
 		assert_done(task_encode(&w, &tasks.task[0], t, WINDOW));
-		assert_done(task_run(&w, &m, BATCH));
+		assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = BATCH}));
 		for (int option = 0; option < 3; option++) {
 			const struct task_context *x = w.contexts;
 			const struct task_continuation *c = &w.continuations[option];
@@ -727,10 +727,10 @@ static void test_bits(void **state)
 	make_model(&m);
 	load_ok(&tasks, CHOICE "}", QUESTIONS);
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
-	assert_done(task_run(&w, &m, BATCH));
+	assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = BATCH}));
 	for (int batch = 1; batch < BATCH; batch++) {
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
-		assert_done(task_run(&alone, &m, batch));
+		assert_done(task_run(&alone, &m, &(struct engine_options){.max_requests = batch}));
 		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 	}
@@ -738,7 +738,7 @@ static void test_bits(void **state)
 		struct model other;
 		make_model_for(&other, tokens);
 		assert_done(task_encode(&alone, &tasks.task[0], byte_tokenizer(), WINDOW));
-		assert_done(task_run(&alone, &other, BATCH));
+		assert_done(task_run(&alone, &other, &(struct engine_options){.max_requests = BATCH}));
 		assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 		task_work_free(&alone);
 		model_free(&other);
@@ -764,7 +764,7 @@ static void test_bits(void **state)
 	assert_int_equal(alone.num_continuations, w.num_continuations);
 	assert_int_equal(shared, 4 + 3 + 3 + 2 + 2);
 	alone.longest = w.longest;
-	assert_done(task_run(&alone, &m, 3));
+	assert_done(task_run(&alone, &m, &(struct engine_options){.max_requests = 3}));
 	assert_memory_equal(alone.log_likelihood, w.log_likelihood, w.num_continuations * sizeof *w.log_likelihood);
 	task_work_free(&alone);
 	task_work_free(&w);
@@ -829,7 +829,7 @@ static void test_documents(void **state)
 				"{\"text\": \"A longer document, which takes some windows of twenty tokens each.\"}\n"
 				"{\"text\": \"x\"}\n");
 		assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), L));
-		assert_done(task_run(&w, &m, BATCH));
+		assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = BATCH}));
 		task_score(&w, &result, NULL);
 		double loss[N] = {0}, tokens = 0, count = 0, bytes = 0, total = 0;
 		for (int i = 0; i < N; i++) {
@@ -984,7 +984,7 @@ static void test_generation(void **state)
 			"{\"q\": \"Once upon\", \"a\": 1}\n{\"q\": \"z\", \"a\": 1}\n");
 	assert_done(task_encode(&w, &tasks.task[0], byte_tokenizer(), WINDOW));
 	assert_int_equal(w.longest, 9 + MOST);
-	assert_done(task_run(&w, &m, 3));
+	assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = 3}));
 	const int64_t V = m.config.vocab_size;
 	real *logits = calloc(WINDOW * V, sizeof *logits);
 	for (int i = 0; i < 4; i++) {
@@ -1010,7 +1010,7 @@ static void test_generation(void **state)
 	free(logits);
 	for (int batch = 1; batch <= 4; batch++) {
 		assert_done(task_encode(&again, &tasks.task[0], byte_tokenizer(), WINDOW));
-		assert_done(task_run(&again, &m, batch));
+		assert_done(task_run(&again, &m, &(struct engine_options){.max_requests = batch}));
 		assert_memory_equal(again.reply, w.reply, w.num_contexts * (1 + MOST) * sizeof *w.reply);
 		task_work_free(&again);
 	}
@@ -1026,7 +1026,7 @@ static void test_generation(void **state)
 	t->stop.text[0] = stop.data, t->stop.count = 1;
 	t->samples.sample[0].choice[0].size = 0; /* the right answer is none */
 	assert_done(task_encode(&w, t, byte_tokenizer(), WINDOW));
-	assert_done(task_run(&w, &m, 3));
+	assert_done(task_run(&w, &m, &(struct engine_options){.max_requests = 3}));
 	assert_int_equal((int)w.reply[0], 2);
 	task_score(&w, &result, NULL);
 	assert_true(fabs(result.score[0].value - 0.25) < 1e-12);

@@ -702,29 +702,62 @@ static int64_t count_tiles(int64_t n, int64_t size)
 	return (n + size - 1) / size;
 }
 
-/* Where tile i of n elements begins: the tiles are of equal size, rounded up to a multiple of NR. */
-static int64_t tile_begin(int64_t i, int64_t n, int64_t size)
+/* Where tile i of n elements begins: the tiles are of equal size, rounded up to a multiple of `unit`. */
+static int64_t tile_begin(int64_t i, int64_t n, int64_t size, int64_t unit)
 {
 	const int64_t tiles = count_tiles(n, size);
-	return i >= tiles ? n : min64(n, (n * i / tiles + NR - 1) / NR * NR);
+	return i >= tiles ? n : min64(n, count_tiles(n * i / tiles, unit) * unit);
+}
+enum { ROW_UNIT = LANES, COL_UNIT = NR };
+
+enum { LARGEST_TILE = 1024 }; /* rows; a tile has at most NC columns */
+
+/* The tiles of one result for many threads: those whose largest thread is done first. It takes a tile for each round,
+ * and a tile takes the time of its elements and that of packing its operands. */
+static struct tile_size choose_equal_tiles(int64_t rows, int64_t cols, bool whole_rows, int threads)
+{
+	enum { SMALLEST_ROWS = 2 * ROW_UNIT, MOST_PER_THREAD = 32 };
+	const double pack = 10;      /* packing an element of an operand takes as long as so many multiply-adds */
+	const double uneven = 0.3;   /* by how much of a tile threads differ in speed */
+	struct tile_size best = {0};
+	double least = INFINITY;
+	for (int64_t i = count_tiles(rows, LARGEST_TILE); i <= count_tiles(rows, SMALLEST_ROWS); i++)
+		for (int64_t j = count_tiles(cols, NC); j <= count_tiles(cols, COL_UNIT); j++) {
+			if (best.rows && i * j > MOST_PER_THREAD * threads)
+				break; /* `uneven` is 1 % then: a wide result has too many smaller ones to try them all */
+			const struct tile_size tile = {count_tiles(rows, i), count_tiles(cols, j)};
+			const double largest_rows = count_tiles(tile.rows, ROW_UNIT) * ROW_UNIT;
+			const double largest_cols = count_tiles(tile.cols, COL_UNIT) * COL_UNIT;
+			const int64_t tiles = count_tiles(rows, tile.rows) * count_tiles(cols, tile.cols);
+			const double rounds = count_tiles(tiles, threads);
+			double time = (rounds + uneven) * (largest_rows * largest_cols + pack * (largest_rows + largest_cols));
+			if (whole_rows && tile.cols < cols)
+				time *= 1.1; /* the epilogue is a loop of its own */
+			if (time < least) {
+				least = time;
+				best = tile;
+			}
+		}
+	return best;
 }
 
 /* The tiles for `groups` results of about [rows, cols] each: as large as possible, since each tile packs its operands
  * anew, but enough of them for all threads. whole_rows: rather as wide as the result. */
 static struct tile_size choose_tile_size(int64_t groups, int64_t rows, int64_t cols, bool whole_rows)
 {
-	enum { LARGEST = 1024, SMALLEST = 64, FEW_THREADS = 8, MANY_PER_THREAD = 8 };
+	enum { SMALLEST = 64, FEW_THREADS = 8, PER_THREAD = 2, MANY_PER_THREAD = 8 };
 	const int threads = omp_get_max_threads();
-	const int per_thread = threads > FEW_THREADS ? 4 : 2; /* of many threads some are slow */
+	if (groups == 1 && threads > FEW_THREADS)
+		return choose_equal_tiles(rows, cols, whole_rows, threads);
 	if (groups > 1)
 		rows += rows / 4; /* so that a group of a few more rows than the mean is not cut for them */
-	int64_t row_tiles = max64(count_tiles(rows, LARGEST), 1), col_tiles = count_tiles(cols, NC);
+	int64_t row_tiles = max64(count_tiles(rows, LARGEST_TILE), 1), col_tiles = count_tiles(cols, NC);
 	for (;;) {
 		const struct tile_size tile = {max64(rows / row_tiles + 1, SMALLEST), cols / col_tiles + 1};
 		const int64_t tiles = groups * row_tiles * col_tiles;
 		/* Few tiles should be a multiple of the threads, if all are alike; with many, threads that are done early take
 		 * more of them. */
-		if ((groups == 1 && tiles >= per_thread * threads && tiles % threads == 0) ||
+		if ((groups == 1 && tiles >= PER_THREAD * threads && tiles % threads == 0) ||
 				tiles >= MANY_PER_THREAD * threads ||
 				(tile.rows <= SMALLEST && tile.cols <= SMALLEST))
 			return tile;
@@ -767,6 +800,20 @@ static struct matrix weight_columns(const struct weight *w, int64_t col, int64_t
 	return x;
 }
 
+/* The group of a tile: first_tile [G + 1] are the numbers of the groups' first tiles, and of all. */
+static int group_of_tile(const int64_t *first_tile, int G, int64_t number)
+{
+	int low = 0, high = G - 1;
+	while (low < high) {
+		const int middle = (low + high + 1) / 2;
+		if (first_tile[middle] <= number)
+			low = middle;
+		else
+			high = middle - 1;
+	}
+	return low;
+}
+
 /* out [R, cols] (+)= in [R, k] B, where B of the rows of group g is the transpose of w[g] [cols, k], or w[g] [k, cols]
  * as it is stored; R = offset[G]. With row_index [R], row r of `in` is its row row_index[r]. `epilogue` is NULL, or is
  * applied to all rows: by each tile to its own rows if tiles are as wide as the result, else by all threads at the
@@ -780,30 +827,31 @@ static void grouped_gemm(real *out, const real *in, const int32_t *row_index, co
 	if (groups == 0)
 		return;
 	const struct tile_size tile = choose_tile_size(groups, offset[G] / groups, cols, epilogue != NULL);
-	const bool by_tile = epilogue && count_tiles(cols, tile.cols) == 1;
-	#pragma omp parallel if (offset[G] * k * cols / LANES > MIN_PARALLEL_ELEMENTS)
-	#pragma omp single
-	for (int g = 0; g < G; g++) {
+	const int64_t col_tiles = count_tiles(cols, tile.cols);
+	const bool by_tile = epilogue && col_tiles == 1;
+	int64_t first_tile[G + 1];
+	first_tile[0] = 0;
+	for (int g = 0; g < G; g++)
+		first_tile[g + 1] = first_tile[g] + count_tiles(offset[g + 1] - offset[g], tile.rows) * col_tiles;
+	#pragma omp parallel for schedule(dynamic) if (offset[G] * k * cols / LANES > MIN_PARALLEL_ELEMENTS)
+	for (int64_t number = 0; number < first_tile[G]; number++) {
+		begin_task();
+		const int g = group_of_tile(first_tile, G, number);
+		const int64_t i = (number - first_tile[g]) / col_tiles, j = (number - first_tile[g]) % col_tiles;
 		const int64_t rows = offset[g + 1] - offset[g];
-		for (int64_t i = 0; i < count_tiles(rows, tile.rows); i++)
-			for (int64_t j = 0; j < count_tiles(cols, tile.cols); j++) {
-				const int64_t t = offset[g] + tile_begin(i, rows, tile.rows);
-				const int64_t t_end = offset[g] + tile_begin(i + 1, rows, tile.rows);
-				const int64_t n = tile_begin(j, cols, tile.cols), n_end = tile_begin(j + 1, cols, tile.cols);
-				#pragma omp task
-				{
-					begin_task();
-					struct epilogue tile_epilogue = {0};
-					if (by_tile) {
-						tile_epilogue = *epilogue;
-						tile_epilogue.first = t;
-					}
-					gemm_with_epilogue(t_end - t, n_end - n, k, 1, submatrix(in, k, row_index, t, 0, false),
-							weight_columns(&w[g], n, k, cols, transpose), accumulate, out + t * cols + n, cols,
-							by_tile ? &tile_epilogue : NULL);
-					end_task();
-				}
-			}
+		const int64_t t = offset[g] + tile_begin(i, rows, tile.rows, ROW_UNIT);
+		const int64_t t_end = offset[g] + tile_begin(i + 1, rows, tile.rows, ROW_UNIT);
+		const int64_t n = tile_begin(j, cols, tile.cols, COL_UNIT);
+		const int64_t n_end = tile_begin(j + 1, cols, tile.cols, COL_UNIT);
+		struct epilogue tile_epilogue = {0};
+		if (by_tile) {
+			tile_epilogue = *epilogue;
+			tile_epilogue.first = t;
+		}
+		gemm_with_epilogue(t_end - t, n_end - n, k, 1, submatrix(in, k, row_index, t, 0, false),
+				weight_columns(&w[g], n, k, cols, transpose), accumulate, out + t * cols + n, cols,
+				by_tile ? &tile_epilogue : NULL);
+		end_task();
 	}
 	if (epilogue && !by_tile) {
 		enum { ROWS = 16 };
@@ -837,25 +885,20 @@ void grouped_matmul_backward_weight(real *dw, const real *dy, const int32_t *dy_
 			order[i] = order[i - 1];
 		order[i] = g;
 	}
-	#pragma omp parallel
-	#pragma omp single
-	for (int place = 0; place < G; place++) {
-		const int g = order[place];
+	const int64_t row_tiles = count_tiles(N, tile.rows), col_tiles = count_tiles(K, tile.cols);
+	#pragma omp parallel for schedule(dynamic)
+	for (int64_t number = 0; number < G * row_tiles * col_tiles; number++) {
+		const int g = order[number / (row_tiles * col_tiles)];
 		const int64_t first = offset[g], rows = offset[g + 1] - first;
 		if (rows == 0 && accumulate)
-			continue;
-		for (int64_t i = 0; i < count_tiles(N, tile.rows); i++)
-			for (int64_t j = 0; j < count_tiles(K, tile.cols); j++) {
-				const int64_t n = tile_begin(i, N, tile.rows), n_end = tile_begin(i + 1, N, tile.rows);
-				const int64_t k = tile_begin(j, K, tile.cols), k_end = tile_begin(j + 1, K, tile.cols);
-				#pragma omp task /* also without rows: the gradient of an expert that no token chose is 0 */
-				{
-					begin_task();
-					gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
-							submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
-					end_task();
-				}
-			}
+			continue; /* but written, the gradient of an expert that no token chose is 0 */
+		begin_task();
+		const int64_t i = number / col_tiles % row_tiles, j = number % col_tiles;
+		const int64_t n = tile_begin(i, N, tile.rows, ROW_UNIT), n_end = tile_begin(i + 1, N, tile.rows, ROW_UNIT);
+		const int64_t k = tile_begin(j, K, tile.cols, COL_UNIT), k_end = tile_begin(j + 1, K, tile.cols, COL_UNIT);
+		gemm(n_end - n, k_end - k, rows, 1, submatrix(dy, N, dy_row_index, first, n, true),
+				submatrix(x, K, x_row_index, first, k, false), accumulate, dw + (g * N + n) * K + k, K);
+		end_task();
 	}
 }
 
@@ -992,13 +1035,13 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * head is rotated by the angle  position * theta^(-2i/d)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, double theta)
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
 		for (int64_t i = 0; i < d / 2; i++) {
-			double angle = t * pow(theta, -2.0 * i / d);
-			table[t * d + i] = (real)cos(angle);
-			table[t * d + d / 2 + i] = (real)sin(angle);
+			double angle = t * frequency[i];
+			table[t * d + i] = (real)(scale * cos(angle));
+			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 
@@ -1388,7 +1431,7 @@ static void fill_window(const struct attention_gradient *g, const struct pair_wi
 
 /* Adds a window's pairs to the rows of its keys and values in dqkv. A task is a tile of dk or dv of a key block: a
  * sum over queries is never cut, and is in the order of attention_head_backward. */
-static void add_window(const struct attention_gradient *g, const struct pair_window *w, const real *pairs)
+static void add_window(const struct attention_gradient *g, const struct pair_window *w, real *pairs)
 {
 	/* Tiles of fewer keys stay in the second level of cache, since all columns read them; then fewer columns. */
 	enum { PER_THREAD = 4, TILES = 4, TILE = (KEY_BLOCK / TILES + MR - 1) / MR * MR };
@@ -1410,7 +1453,7 @@ static void add_window(const struct attention_gradient *g, const struct pair_win
 			const int64_t keys = min64(KEY_BLOCK, x.q.first + x.q.positions - key_block * KEY_BLOCK);
 			if (keys <= key || first_key_of_block(&x.q) > key_block * KEY_BLOCK)
 				continue;
-			const real *pair = pair_in_window((real *)pairs, w, head, block, key_block) + key +
+			const real *pair = pair_in_window(pairs, w, head, block, key_block) + key +
 					(values ? 0 : QUERY_BLOCK * KEY_BLOCK);
 			gemm(min64(TILE, keys - key), min64(width, d - column), x.q.rows, 1, transposed(pair, KEY_BLOCK),
 					values ? block_rows(x.dout + column, x.q.out_row, d) : block_rows(x.qkv + column, x.q.qkv_row, d),

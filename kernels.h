@@ -114,8 +114,9 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * position in its sequence where each token's document begins: positions count from there, and attention does not
  * reach before it. NULL: each sequence is one document, document[t] = 0. */
 
-/* table [L, d]: of each position d/2 cosines, then d/2 sines. */
-void rope_table(real *table, int64_t L, int64_t d, double theta);
+/* table [L, d]: of each position t d/2 cosines, then d/2 sines, of the angles t frequency[i], times scale. frequency
+ * [d/2]. */
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale);
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
 		int64_t d);
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
@@ -130,8 +131,8 @@ void attention_forward(real *out, real *lse, const real *qkv, const int32_t *doc
 		int nkv, int64_t d, real *scratch);
 /* dqkv [B L, (nh + 2 nkv) d] with respect to qkv after RoPE; out and lse are those of the forward pass. Where there are
  * fewer key-value heads than threads, the threads share them in shared_scratch [shared_size], which may have any size:
- * 131,072 elements for each of these heads at least, or they are not shared; four times as many for each thread are all
- * that it uses. No bit depends on it. */
+ * with fewer than 131,072 elements they are not shared, and of more than four times as many for each thread the rest is
+ * not used. No bit depends on it. */
 void attention_backward(real *dqkv, const real *dout, const real *out, const real *lse, const real *qkv,
 		const int32_t *document, int64_t B, int64_t L, int nh, int nkv, int64_t d, real *scratch, real *shared_scratch,
 		int64_t shared_size);

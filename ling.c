@@ -540,9 +540,10 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 		rows = end < most ? end : most;
 		all_gather(tensor, TRAFFIC_HEAD, columns, logits + (end - rows) * own, V, rows);
 		for (int r = 0; r < tensor->size; r++) {
-			const int64_t begins = shard_begin(V, r, tensor->size), width = shard_begin(V, r + 1, tensor->size) - begins;
+			const int64_t column = shard_begin(V, r, tensor->size);
+			const int64_t width = shard_begin(V, r + 1, tensor->size) - column;
 			for (int64_t i = 0; i < rows; i++)
-				copy_array(logits + (end - rows + i) * V + begins, columns + begins * rows + i * width, width);
+				copy_array(logits + (end - rows + i) * V + column, columns + column * rows + i * width, width);
 		}
 	}
 }

@@ -30,10 +30,11 @@ enum { MAX_STEPS = 1000, MAX_THREADS = 1024 };
 
 struct bench_options { bool json; int steps, balance; };
 
-/* Fills the batch of step i with random tokens. */
+/* Fills the batch of step i with random tokens, the same for each replica of local SGD. */
 static void random_batch(struct trainer *t, int i)
 {
-	const int64_t batch = t->config.train.batch, L = t->config.data.seq_len, V = t->config.model.vocab_size;
+	const int64_t batch = replica_batch(t, t->config.train.batch), L = t->config.data.seq_len;
+	const int64_t V = t->config.model.vocab_size;
 	const struct micro_batches mine = micro_batches_of_rank(&t->model.layout.data, batch, t->config.train.micro_batch);
 	const struct random_stream stream = {.seed = 1, .step = (uint32_t)i};
 	for (int64_t j = 0; j < batch * L; j++) {
@@ -55,13 +56,13 @@ struct product { real *a, *b, *c; int64_t n; };
 
 /* The rate of PRODUCTS of them one after the other, in FLOP/s, the sum over all ranks, which measure at the same
  * time. */
-static double product_rate(const struct product *p, const struct group *world)
+static double product_rate(const struct product *p, const struct group *all)
 {
 	const double begin = clock_seconds();
 	for (int i = 0; i < PRODUCTS; i++)
 		single_gemm(p->c, p->a, false, p->b, true, p->n, p->n, p->n, kernels_threads());
 	double rate = PRODUCTS * 2.0 * p->n * p->n * p->n / (clock_seconds() - begin);
-	all_reduce_sum(world, TRAFFIC_STATISTICS, &rate, 1);
+	all_reduce_sum(all, TRAFFIC_STATISTICS, &rate, 1);
 	return rate;
 }
 
@@ -85,10 +86,10 @@ static double median(double *x, int n)
 /* Trains on random tokens: one step to warm up, then s->steps. */
 static int measure_steps(struct speed *s, struct trainer *t, const struct product *p)
 {
-	const struct group *world = &t->model.layout.world;
+	const struct group *all = &t->model.layout.all;
 	s->tokens = (double)t->config.train.batch * t->config.data.seq_len;
 	s->flops = t->flops_per_token * s->tokens;
-	s->ranks = world->size;
+	s->ranks = all->size;
 	model_randomize(&t->model, 1);
 	double product_before = 0;
 	for (int i = -1; i < s->steps; i++) {
@@ -101,7 +102,7 @@ static int measure_steps(struct speed *s, struct trainer *t, const struct produc
 			return -1;
 		trace_end(); /* the products are no part of it */
 		trace_seconds(PART_STEP, after);
-		const double product_after = product_rate(p, world);
+		const double product_after = product_rate(p, all);
 		if (i >= 0) {
 			s->step[i] = m.seconds;
 			s->communication[i] = t->communication;

@@ -57,7 +57,7 @@ struct engine {
 	real *own_logits;            /* the same memory where the engine has allocated it, or NULL */
 	int32_t *scratch;            /* [V] */
 	const struct group *alike;   /* the ranks with the same requests */
-	bool in_step;                /* all ranks of the replica make each forward pass together, and ask who has requests */
+	bool in_step;                /* all ranks of the replica make each forward pass together: see any_rank_runs */
 	struct engine_statistics statistics;
 };
 

@@ -25,7 +25,7 @@ struct generate_options {
 	bool chat, json, no_cache, no_sharing;
 	struct sampling sampling;
 	int64_t max_tokens, kv_tokens;
-	int batch;
+	int batch, seq_len;
 };
 
 /* How far the results have been printed. Several requests are printed in the order of the prompts, each when it and
@@ -102,18 +102,24 @@ static int read_prompts(const struct generate_options *o, const struct tokenizer
 	return rc;
 }
 
+/* The longest sequence, a prompt and what is generated. */
+static int positions(const struct generate_options *o, const struct model_config *c)
+{
+	return o->seq_len ? o->seq_len : default_sequence(c);
+}
+
 /* Fails when a prompt and the tokens asked for are more than the model has positions for. Gives the tokens for
  * each: where no number was asked for, what all prompts leave room for, at most 256. */
-static int check_prompts(int64_t *max_tokens, const struct model_config *c, const struct ids *ids, int n,
-		const char *dir)
+static int check_prompts(int64_t *max_tokens, const struct generate_options *o, const struct model_config *c,
+		const struct ids *ids, int n, const char *dir)
 {
-	const int64_t asked = *max_tokens, most = c->max_position_embeddings;
+	const int64_t asked = *max_tokens, most = positions(o, c);
 	*max_tokens = asked ? asked : 256;
 	for (int i = 0; i < n; i++) {
 		if (ids[i].count + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's "
-					"max_position_embeddings is %lld", dir, i + 1, (long long)ids[i].count,
-					(long long)(asked ? asked : 1), (long long)most);
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", dir, i + 1,
+					(long long)ids[i].count, (long long)(asked ? asked : 1), o->seq_len ? "--seq-len"
+					: "the model's max_position_embeddings", (long long)most);
 		if (ids[i].count + *max_tokens > most)
 			*max_tokens = most - ids[i].count;
 	}
@@ -147,8 +153,10 @@ static int run_requests(const struct generate_options *o, const char *dir, const
 	prompts = prompts > o->batch ? prompts : o->batch; /* the next token of each is computed together */
 	if (rc == 0)
 		rc = model_init(&m, c, &alone, 1, (int)(prompts < ENGINE_TOKENS ? prompts : ENGINE_TOKENS), EVALUATE);
-	if (rc == 0)
+	if (rc == 0) {
+		set_rope_length(&m, positions(o, c));
 		rc = model_load(&m, dir);
+	}
 	if (rc == 0 && !(e = engine_open(&m, t, &options)))
 		rc = -1;
 	for (int i = 0; i < n && rc == 0; i++)
@@ -193,6 +201,10 @@ static int run_generate(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
+	if (o->seq_len > longest_sequence(&c)) {
+		fail("%s: --seq-len %d is more than the model's longest sequence, %d", dir, o->seq_len, longest_sequence(&c));
+		return EXIT_WORK_FAILED;
+	}
 	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
 	if (!t)
 		rc = -1;
@@ -206,7 +218,7 @@ static int run_generate(const struct command_line *line)
 	if (rc == 0)
 		rc = read_prompts(o, t, &ids, &n);
 	if (rc == 0)
-		rc = check_prompts(&wanted.max_tokens, &c, ids, n, dir);
+		rc = check_prompts(&wanted.max_tokens, o, &c, ids, n, dir);
 	if (rc == 0)
 		rc = run_requests(o, dir, &wanted, &c, t, ids, n);
 	for (int i = 0; ids && i < n; i++)
@@ -226,6 +238,9 @@ static const struct command_option options[] = {
 			"that"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
+	WHOLE_OPTION(generate_options, seq_len, "seq-len", "L", 1, INT32_MAX,
+			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type "
+			"dynamic its max_position_embeddings, beyond which L changes the results)"),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,

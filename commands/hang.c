@@ -63,7 +63,7 @@ static double last_step(const struct heartbeat *h)
 }
 
 /* Whether a replica waits for others: all of its ranks wait, and some not only for each other. *sign: since when one of
- * them has given no sign of life. */
+ * them has given no sign of life; INFINITY: it has no ranks. */
 static bool waits_for_others(const struct hang_watch *w, int replica, double *sign)
 {
 	bool all_wait = true, for_others = false;
@@ -77,13 +77,18 @@ static bool waits_for_others(const struct hang_watch *w, int replica, double *si
 	return all_wait && for_others;
 }
 
-/* A replica that waits for others makes progress as long as all of its ranks give a sign of life. */
-static void count_waits_as_progress(struct hang_watch *w)
+/* A replica that waits for others makes progress as long as all of its ranks give a sign of life. One of which no rank
+ * is known yet, since ranks say one after the other in which replica they are, makes progress too. */
+static void count_waits_as_progress(struct hang_watch *w, double time)
 {
 	double sign;
-	for (int r = 0; r < w->replicas; r++)
-		if (w->replicas > 1 && waits_for_others(w, r, &sign))
+	for (int r = 0; r < w->replicas; r++) {
+		const bool waits = waits_for_others(w, r, &sign);
+		if (isinf(sign))
+			w->replica[r] = time;
+		else if (w->replicas > 1 && waits)
 			w->replica[r] = fmax(w->replica[r], sign);
+	}
 }
 
 /* Counts the replicas of what was read, and makes a new watch of each when they are others than before. */
@@ -130,7 +135,7 @@ void hang_watch_take(struct hang_watch *w, struct heartbeat *read, double time)
 	heartbeat_free(&w->now);
 	w->now = *read;
 	*read = (struct heartbeat){0};
-	count_waits_as_progress(w);
+	count_waits_as_progress(w, time);
 }
 
 void hang_watch_age(struct hang_watch *w, double time, double unix_time)
@@ -146,7 +151,7 @@ void hang_watch_age(struct hang_watch *w, double time, double unix_time)
 		w->progress = fmax(w->progress, time - age);
 		w->replica[r->replica] = fmax(w->replica[r->replica], time - age);
 	}
-	count_waits_as_progress(w);
+	count_waits_as_progress(w, time);
 }
 
 double hang_median_step(const struct hang_history *h)
@@ -187,11 +192,11 @@ double hang_detect(const struct hang_watch *w, const struct hang_limits *limits,
 	if (time - w->progress > *limit)
 		return time - w->progress;
 	for (int r = 0; r < w->replicas && w->replicas > 1; r++) {
-		double own = 0;
+		double own = -1; /* the limit of its ranks; -1: it has none */
 		for (int i = 0; i < w->now.ranks; i++)
 			if (w->now.rank[i].replica == r)
 				own = fmax(own, hang_limit(w->history, limits, w->now.rank[i].phase));
-		if (time - w->replica[r] > own) {
+		if (own >= 0 && time - w->replica[r] > own) {
 			*limit = own;
 			return time - w->replica[r];
 		}

@@ -53,20 +53,25 @@ void replicas_report(const struct layout *l)
 static int take_units(void *data, struct engine *e)
 {
 	struct shared_work *w = data;
-	const struct engine_statistics *n = engine_statistics(e);
-	int64_t units[2] = {0, 0}; /* the first one, and how many */
-	if (w->none_left)
-		return 0;
-	/* The first rank of the group asks. While others are computed, the answer need not be awaited. */
-	if (w->m->layout.tensor.rank == 0) {
-		const int64_t free_places = w->max_requests - n->running, most = free_places > 1 ? free_places : 1;
-		units[1] = n->running ? counter_poll(&w->counter, most, &units[0]) : counter_take(&w->counter, most, &units[0]);
-	}
-	broadcast(&w->m->layout.tensor, units, sizeof units);
-	w->none_left = units[1] == 0;
-	for (int64_t i = 0; i < units[1]; i++)
-		if (w->add(w->data, e, units[0] + i) < 0)
-			return -1;
+	const struct engine_statistics *n;
+	do { /* units may have no requests: then others follow, lest the engine ends */
+		int64_t units[2] = {0, 0}; /* the first one, and how many */
+		n = engine_statistics(e);
+		if (w->none_left)
+			break;
+		/* The first rank of the group asks. While others are computed, the answer need not be awaited. */
+		if (w->m->layout.tensor.rank == 0) {
+			const int64_t places = w->max_requests - n->running, most = places > 1 ? places : 1;
+			units[1] = n->running ? counter_poll(&w->counter, most, &units[0])
+					: counter_take(&w->counter, most, &units[0]);
+		}
+		broadcast(&w->m->layout.tensor, units, sizeof units);
+		w->none_left = units[1] == 0;
+		for (int64_t i = 0; i < units[1]; i++)
+			if (w->add(w->data, e, units[0] + i) < 0)
+				return -1;
+		n = engine_statistics(e);
+	} while (n->running + n->waiting == 0);
 	return 0;
 }
 

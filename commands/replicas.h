@@ -1,7 +1,7 @@
 /*
  * commands/replicas.h - inference on several ranks: options --tensor and --expert, the layout that they make, and who
- * computes what. The ranks of a replica (struct layout) hold one model together. Each tensor group takes work as it gets
- * free.
+ * computes what. The ranks of a replica (struct layout) hold one model together. Each tensor group takes work as it
+ * gets free.
  */
 #ifndef LING_COMMANDS_REPLICAS_H
 #define LING_COMMANDS_REPLICAS_H

@@ -230,6 +230,25 @@ static void replica_0_steps(double time)
 	look(time);
 }
 
+/* In the start the ranks say one after the other in which replica they are: one of which no rank is known yet does not
+ * hang, neither for who has watched the start, nor for who comes to it. */
+static void test_replica_without_ranks(void **state)
+{
+	(void)state;
+	begin(3);
+	run[2].replica = 2;
+	look(1);
+	assert_true(hung(1.001) == 0 && hung(999) == 0 && hung(1002) > 1000);
+	hang_watch_age(&watch, 1, 1);
+	assert_true(hang_since(&watch, 2) == 2 && hung(2) == 0);
+	look(3);
+	assert_true(hung(3.001) == 0);
+	run[1].replica = 1;
+	look(4);
+	assert_true(hung(4.001) == 0 && hung(999) == 0 && hang_since(&watch, 5) == 5);
+	hang_watch_end(&watch);
+}
+
 /* In a period a replica hangs while the other goes on; one that waits for a slow one does not. */
 static void test_replicas(void **state)
 {
@@ -381,6 +400,7 @@ int main(void)
 		cmocka_unit_test(test_slow_is_not_hung),
 		cmocka_unit_test(test_phases_have_their_own_limits),
 		cmocka_unit_test(test_description), cmocka_unit_test(test_replicas),
+		cmocka_unit_test(test_replica_without_ranks),
 		cmocka_unit_test(test_file),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

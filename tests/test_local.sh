@@ -205,6 +205,12 @@ test_plan() {
 		.[1].memory_bytes.total > .[0].memory_bytes.total' f32.json bf16.json >/dev/null || problem "$(cat f32.json bf16.json)"
 }
 
+# The benchmark is of the ranks of all replicas, each with its part of the batch.
+test_bench() {
+	ranks 2 "$ling" bench tiny.yaml parallel.sync=local --steps 1 --json >bench.json 2>err.txt || problem "$(cat err.txt)"
+	jq -e '.ranks == 2 and (.tokens_per_second * .step_seconds / 128 - 1 | fabs) < 1e-6' bench.json >/dev/null || problem "$(cat bench.json)"
+}
+
 test_refused() {
 	expect 1 "do not make two replicas" ranks 1 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
 	expect 1 "expected a multiple of the 3 replicas" ranks 3 "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local
@@ -212,5 +218,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan refused
+check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan bench refused
 finish

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Inference on ranks that divide the model and the work: `ling eval` and `ling generate` with --tensor and --expert against one process, to
-# the bit where only the data is divided.
+# Inference on ranks that divide the model and the work: `ling eval` with --tensor and --expert against one process, to the bit where only the
+# data is divided.
 . "$(dirname "$0")/check.sh"
 ling=$root/ling
 export OMP_NUM_THREADS=1
@@ -54,11 +54,11 @@ for i in {1..20}; do printf '{"q": "night %d", "o": ["black", "blue", "as high a
 printf '{"body": "the model and the trainer"}\n{"body": "%0100d"}\n' 7 >text.jsonl
 for i in {1..17}; do printf '{"q": "%*s %d", "a": "y"}\n' $((i * 2)) the $i; done >words.jsonl
 
-# same_layouts FILE COMMAND...: runs a command of ling in all layouts, which must write FILE: near what one process writes, and the same bits
-# in layouts that differ in the number of replicas.
+# same_layouts NEAR FILE COMMAND...: runs a command of ling in all layouts, which must write FILE: near what one process writes, by the function
+# NEAR, and the same bits in layouts that differ in the number of replicas.
 same_layouts() {
-	local file=$1 line layout first
-	shift
+	local near=$1 file=$2 line layout first
+	shift 2
 	while read -r line; do
 		first=
 		for layout in $line; do
@@ -69,20 +69,20 @@ same_layouts() {
 			first=done
 			same "$file" first.txt
 			[ "$layout" != 1,1,1 ] || cp "$file" alone.txt
-			near "$file" alone.txt
+			$near "$file" alone.txt
 		done
 	done <<<"$layouts"
 }
 
 test_data() {
-	same_layouts out.txt eval $model --data text --seq-len 15 --json
+	same_layouts near out.txt eval $model --data text --seq-len 15 --json
 	has err.txt "note: 4 ranks (1 replica of data 1 x tensor 4, expert 2): rank 0 sent " "; it waited for others "
 	on 4,1,1 eval $model --data text --seq-len 15 --json
 	! grep -q "^note.*sent" err.txt || problem "whole models send nothing: $(cat err.txt)"
 }
 
 test_tasks() {
-	same_layouts results/samples.jsonl eval $model --tasks tasks.yaml --out results
+	same_layouts near results/samples.jsonl eval $model --tasks tasks.yaml --out results
 	[ "$(wc -l <results/samples.jsonl)" = 39 ] || problem "samples: $(wc -l <results/samples.jsonl)"
 	# a pool that holds only two sequences: requests give their memory back
 	on 4,2,2 eval $model --tasks tasks.yaml --out small --kv-tokens 128 --batch 4

@@ -33,7 +33,7 @@ enum fault_kind {
 };
 
 /* When in a step faults come: before the forward pass; between the gradient and the update; while the checkpoint after
- * it is written; twice in the synchronisation after it. */
+ * it is written; at two moments of the synchronisation after it. */
 enum fault_moment {
 	MOMENT_STEP, MOMENT_UPDATE, MOMENT_SAVE, MOMENT_NORMS, MOMENT_SYNCHRONISATION,
 	NUM_FAULT_MOMENTS

@@ -47,7 +47,8 @@ real clip_scale(double square, const struct local_options *o);
 /* The samples of a run that a period of uneven counts left out, in the order of the data: the next ones are taken from
  * here first. */
 struct pending_samples {
-	struct batch_sample *list;   /* [count], of which the first `taken` are taken in this period */
+	struct batch_sample *list;   /* [count], of which the first `taken` are taken since the period or, without
+	                              * replicas, this process began */
 	int64_t count, taken;
 	size_t capacity;
 };

@@ -308,7 +308,9 @@ static enum run_result roll_back(struct trainer *t, FILE **metrics_file)
 		return RUN_FAILED;
 	}
 	json_t *passed_over = samples_to_json(t->retry.list, t->retry.count);
-	json_t *taken = samples_to_json(t->local.pending.list, t->local.pending.count - (pending.count - pending.taken));
+	/* an older checkpoint may be from a time when fewer waited */
+	const int64_t left = pending.count - pending.taken, waited = t->local.pending.count;
+	json_t *taken = samples_to_json(t->local.pending.list, waited > left ? waited - left : 0);
 	json_array_extend(passed_over, taken);
 	json_decref(taken);
 	free(t->local.pending.list);
@@ -492,7 +494,7 @@ enum run_result trainer_run(struct trainer *t)
 {
 	t->stop = false;
 	if (finish_validation(t) < 0)
-		return -1;
+		return RUN_FAILED;
 	if (t->stop) {
 		if (is_rank0(t))
 			printf("stopped before the validation of step %lld was complete; the same command continues\n",
@@ -503,14 +505,14 @@ enum run_result trainer_run(struct trainer *t)
 		if (is_rank0(t))
 			printf("nothing is left to do: %lld of %lld steps are done\n", (long long)t->state.step,
 					(long long)t->steps);
-		return 0;
+		return RUN_DONE;
 	}
 	if (t->config.train.stop_at_step && t->config.train.stop_at_step < t->state.step) {
 		if (is_rank0(t))
 			printf("stopped at once: train.stop_at_step is %lld, and %lld of %lld steps are done; make it larger, or "
 					"off, to continue\n", (long long)t->config.train.stop_at_step, (long long)t->state.step,
 					(long long)t->steps);
-		return 0;
+		return RUN_DONE;
 	}
 	struct metrics before = {0};
 	FILE *f = NULL;

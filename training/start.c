@@ -32,7 +32,7 @@ int trainer_open_events(struct trainer *t)
 	return is_rank0(t) && t->events.fd < 0 ? events_open(&t->events, t->config.train.output_dir) : 0;
 }
 
-/* The same back, from the state that was read from checkpoint `dir`. One from before there was anything to remember
+/* Takes what the run must remember of spikes from the state that was read from checkpoint `dir`. A state without it
  * leaves all empty. */
 static int spikes_from_json(struct trainer *t, const char *dir)
 {
@@ -52,7 +52,8 @@ static int spikes_from_json(struct trainer *t, const char *dir)
 	return 0;
 }
 
-/* Decides whether saves may go on while training does: whether there is memory for the copy. */
+/* Decides whether saves may go on while training does: whether there is memory for the copy. Fails when there is none
+ * for the changes of parallel.reduce bf16. */
 static int init_saver(struct trainer *t)
 {
 	const struct config *c = &t->config;
@@ -121,7 +122,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->input = calloc(tokens, sizeof(int32_t));
 	t->target = calloc(tokens, sizeof(int32_t));
 	t->samples = calloc(c->train.batch, sizeof *t->samples);
-	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start knows better */
+	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start may free it */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
 			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length ||

@@ -49,9 +49,9 @@
  *     startup                  what a process arranges before a command runs
  *     result                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
- *     replicas                 inference on several ranks: its layout
  *     kv_pool, prefix_tree     memory for keys and values; which beginnings of sequences are computed
  *     engine                   generation: key-value caches, batches, sampling
+ *     replicas                 inference on several ranks: its layout, who computes what
  *     samples                  prompts that each evaluation of a training run continues
  *     generator                a model that is open for generation, with its tokenizer
  *     line_reader              lines of standard input, edited on a terminal

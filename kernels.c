@@ -1035,13 +1035,13 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * head is rotated by the angle  position * theta^(-2i/d)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, double theta)
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
 		for (int64_t i = 0; i < d / 2; i++) {
-			double angle = t * pow(theta, -2.0 * i / d);
-			table[t * d + i] = (real)cos(angle);
-			table[t * d + d / 2 + i] = (real)sin(angle);
+			double angle = t * frequency[i];
+			table[t * d + i] = (real)(scale * cos(angle));
+			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 

@@ -114,8 +114,9 @@ void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const
  * position in its sequence where each token's document begins: positions count from there, and attention does not
  * reach before it. NULL: each sequence is one document, document[t] = 0. */
 
-/* table [L, d]: of each position d/2 cosines, then d/2 sines. */
-void rope_table(real *table, int64_t L, int64_t d, double theta);
+/* table [L, d]: of each position t d/2 cosines, then d/2 sines, of the angles t frequency[i], times scale. frequency
+ * [d/2]. */
+void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale);
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
 		int64_t d);
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,

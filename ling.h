@@ -10,6 +10,7 @@
  *   parallel                   ranks: process groups, collectives, layouts
  *   files/config_keys          tables of keys: structures whose fields a user sets in YAML or on the command line
  *   files/config               the config of a run: the table of its keys, its checks, config.json
+ *   files/rope                 the rotary embedding of a config: frequencies and their scaling
  *   files/tensors              named tensors in mapped files, whatever the format
  *   files/safetensors          safetensors files
  *   files/collections          hash tables; a heap

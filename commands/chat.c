@@ -33,6 +33,7 @@ struct chat_options {
 	const char *system, *tokenizer, *chat_form;
 	struct sampling sampling;
 	int64_t max_tokens, kv_tokens;
+	int seq_len;
 };
 
 struct chat {
@@ -169,17 +170,15 @@ static int ask_for_stop(void *data, const struct engine_statistics *s)
 /* Fails when the conversation leaves no room for a reply. *room: tokens of it. */
 static int check_room(const struct chat *c, int64_t tokens, int64_t *room)
 {
-	const int64_t positions = c->generator.config.max_position_embeddings;
+	const int64_t positions = c->generator.positions;
 	const int64_t memory = engine_statistics(c->engine)->kv_tokens;
-	*room = (positions < memory ? positions : memory) - tokens;
-	if (*room < 1 && positions <= memory)
-		return fail("the conversation has %lld tokens with this message, and the model has %lld positions: nothing was "
-				"sent; /save keeps the conversation, /reset begins another, and a shorter message may still fit",
-				(long long)tokens, (long long)positions);
+	const int64_t most = positions < memory ? positions : memory;
+	*room = most - tokens;
 	if (*room < 1)
-		return fail("the conversation has %lld tokens with this message, and there is memory for %lld (--kv-tokens): "
-				"nothing was sent; /save keeps the conversation, /reset begins another", (long long)tokens,
-				(long long)memory);
+		return fail("the conversation has %lld tokens with this message, and there is room for %lld (%s): nothing was "
+				"sent; /save keeps the conversation, /reset begins another, a shorter message may still fit",
+				(long long)tokens, (long long)most, memory < positions ? "--kv-tokens"
+				: c->options->seq_len ? "--seq-len" : "the model's positions");
 	if (c->options->max_tokens && *room > c->options->max_tokens)
 		*room = c->options->max_tokens;
 	return 0;
@@ -392,14 +391,14 @@ static int chat(struct chat *c, const char *model)
 {
 	const struct chat_options *o = c->options;
 	struct generator *g = &c->generator;
-	if (generator_open(g, model, o->tokenizer, o->chat_form, true) < 0)
+	if (generator_open(g, model, o->tokenizer, o->chat_form, true, o->seq_len) < 0)
 		return -1;
 	c->encoder = encoder_open(g->tokenizer);
 	if (!c->encoder)
 		return fail("out of memory for the tokenizer");
 	if (o->system && set_system(c, o->system, strlen(o->system)) < 0)
 		return -1;
-	const int64_t positions = g->config.max_position_embeddings;
+	const int64_t positions = g->positions;
 	if (generator_load(g, positions) < 0)
 		return -1;
 	/* Room for a conversation and for what is left of the one before. */
@@ -447,6 +446,7 @@ static const struct command_option options[] = {
 	SAMPLING_OPTIONS(chat_options),
 	TEXT_OPTION(chat_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
 	TOKENIZER_OPTION(chat_options),
+	SEQ_LEN_OPTION(chat_options),
 	KV_TOKENS_OPTION(chat_options),
 };
 

@@ -167,14 +167,16 @@ static int encode_tasks(const struct eval_options *o, const char *dir, const str
 	return forward_tokens < ENGINE_TOKENS ? (int)forward_tokens : ENGINE_TOKENS;
 }
 
-/* Loads the model on all ranks, which share the samples. */
-static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens,
+/* Loads the model, for windows of L tokens, on all ranks, which share the samples. */
+static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens, int L,
 		const struct replica_options *replicas)
 {
 	struct layout layout;
-	if (replicas_connect(&layout, c, replicas) < 0)
+	if (replicas_connect(&layout, c, replicas) < 0 ||
+			parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0)
 		return -1;
-	return parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0 ? -1 : model_load(m, dir);
+	set_rope_length(m, L);
+	return model_load(m, dir);
 }
 
 static int eval_tasks(const struct command_line *line, const char *dir, const struct model_config *c)
@@ -189,7 +191,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	struct task_result *result = NULL;
 	const struct engine_options engine = {.max_requests = o->batch, .kv_tokens = o->kv_tokens,
 			.no_sharing = o->no_sharing};
-	const int L = o->seq_len ? o->seq_len : c->max_position_embeddings;
+	const int L = o->seq_len ? o->seq_len : default_sequence(c);
 	int rc = tasks_load(&tasks, o->tasks), forward_tokens = 0;
 	for (const struct task *t = tasks.task; rc == 0 && first && t < tasks.task + tasks.count; t++)
 		if (t->examples.count && !*t->examples.data)
@@ -208,7 +210,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	}
 	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
 	if (rc == 0)
-		rc = load_model(&m, c, dir, forward_tokens, &o->replicas);
+		rc = load_model(&m, c, dir, forward_tokens, L, &o->replicas);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
@@ -260,9 +262,9 @@ static int run_eval(const struct command_line *line)
 		return EXIT_WRONG_USE;
 	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
 		return EXIT_WORK_FAILED;
-	if (o->seq_len > c.max_position_embeddings) {
-		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d", dir, o->seq_len,
-				c.max_position_embeddings);
+	if (o->seq_len > longest_sequence(&c)) {
+		fail("%s: --seq-len %d is more than the model's max_position_embeddings, %d%s", dir, o->seq_len,
+				longest_sequence(&c), c.rope_scaling.type ? ", with rope_scaling" : "");
 		return EXIT_WORK_FAILED;
 	}
 	return (o->data ? eval_data : eval_tasks)(line, dir, &c) < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
@@ -279,7 +281,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, document_token, "document-token", "ID", 0, INT32_MAX,
 			"The id that separates documents where there is no index"),
 	WHOLE_OPTION(eval_options, seq_len, "seq-len", "L", 1, 1000000,
-			"Tokens of a window (required with --data; for tasks, by default the model's max_position_embeddings)"),
+			"Tokens of a window (required with --data; for tasks, by default the model's longest)"),
 	WHOLE_OPTION(eval_options, max_windows, "max-windows", "N", 1, INT64_MAX, "Only the first N windows"),
 	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
 	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),

@@ -26,7 +26,7 @@ struct generate_options {
 	bool chat, json, logprobs, no_cache, no_sharing;
 	struct sampling sampling;
 	int64_t max_tokens, kv_tokens;
-	int batch, draws, format;
+	int batch, draws, format, seq_len;
 	struct replica_options replicas;
 };
 
@@ -111,7 +111,9 @@ static int show_request(struct generation *g, struct request *r)
 	if (g->options->out) {
 		if (!r->ended)
 			return 0;
-		return result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		const int rc = result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		request_free(r); /* there may be many */
+		return rc;
 	}
 	if (is_streamed(g)) {
 		const size_t size = text_to_show(r, longest_stop(&g->stop));
@@ -189,6 +191,8 @@ static int take_token(void *data, struct request *r)
 		return show_request(g, r);
 	if (r->ended && l->tensor.rank == 0)
 		send_result(g, r);
+	if (r->ended)
+		request_free(r);
 	return 0;
 }
 
@@ -248,14 +252,14 @@ static int read_prompts(struct generation *g)
  * for, sets max_tokens to what all prompts leave room for, at most 256. */
 static int check_prompts(struct generation *g)
 {
-	const int64_t asked = g->options->max_tokens, most = g->generator.config.max_position_embeddings;
+	const int64_t asked = g->options->max_tokens, most = g->generator.positions;
 	g->max_tokens = asked ? asked : 256;
 	for (int i = 0; i < g->num_prompts; i++) {
 		const int64_t n = g->prompts[i].count;
 		if (n + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; the model's "
-					"max_position_embeddings is %lld", g->generator.dir, i + 1, (long long)n,
-					(long long)(asked ? asked : 1), (long long)most);
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", g->generator.dir,
+					i + 1, (long long)n, (long long)(asked ? asked : 1), g->options->seq_len ? "--seq-len"
+					: "the model's max_position_embeddings", (long long)most);
 		if (n + g->max_tokens > most)
 			g->max_tokens = most - n;
 	}
@@ -318,6 +322,8 @@ static struct text options_of(const struct generation *g)
 	const struct sampling *s = &o->sampling;
 	struct text text = {0};
 	text_printf(&text, "--max-tokens %lld --temperature %.15g", (long long)g->max_tokens, s->temperature);
+	if (o->seq_len)
+		text_printf(&text, " --seq-len %d", o->seq_len);
 	if (s->temperature > 0)
 		text_printf(&text, " --seed %llu", (unsigned long long)s->seed);
 	if (s->top_k)
@@ -393,8 +399,8 @@ static int generate_all(struct generation *g, const char *model)
 	const struct generate_options *o = g->options;
 	/* prompts that may be conversations */
 	const bool chat = o->chat || (o->prompts && text_format(o->prompts, o->format) != FORMAT_TEXT);
-	int rc = generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat) < 0 || read_prompts(g) < 0 ||
-			check_prompts(g) < 0 ? -1 : 0;
+	int rc = generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat, o->seq_len) < 0 ||
+			read_prompts(g) < 0 || check_prompts(g) < 0 ? -1 : 0;
 	if (rc == 0 && (int64_t)g->num_prompts * o->draws > INT32_MAX)
 		rc = fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
 	if (parallel_agree(rc) < 0 || parallel_same(prompts_crc(g), "the prompts") < 0 ||
@@ -457,6 +463,7 @@ static const struct command_option options[] = {
 			.initial = "1"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
+	SEQ_LEN_OPTION(generate_options),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	SAMPLING_OPTIONS(generate_options),

@@ -28,11 +28,16 @@ int check_sampling(const struct command_line *line, const struct sampling *s)
 	return 0;
 }
 
-int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat)
+int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat,
+		int seq_len)
 {
 	*g = (struct generator){.layout = layout_of_rank(0, 1, 1, 1)};
 	if (find_model(g->dir, name) < 0 || config_from_huggingface(&g->config, g->dir) < 0)
 		return -1;
+	g->positions = seq_len ? seq_len : default_sequence(&g->config);
+	if (seq_len > longest_sequence(&g->config))
+		return fail("%s: --seq-len %d is more than the model's longest sequence, %d", g->dir, seq_len,
+				longest_sequence(&g->config));
 	g->tokenizer = tokenizer_of_model(g->dir, tokenizer);
 	if (!g->tokenizer)
 		return -1;
@@ -51,6 +56,7 @@ int generator_load(struct generator *g, int64_t forward_tokens)
 	const int64_t room = forward_tokens < ENGINE_TOKENS ? forward_tokens : ENGINE_TOKENS;
 	if (parallel_agree(model_init(&g->model, &g->config, &g->layout, 1, (int)room, EVALUATE)) < 0)
 		return -1;
+	set_rope_length(&g->model, g->positions);
 	return model_load(&g->model, g->dir);
 }
 

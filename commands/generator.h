@@ -28,6 +28,10 @@
 #define TOKENIZER_OPTION(s) \
 	TEXT_OPTION(s, tokenizer, "tokenizer", "NAME", \
 			"byte, a tokenizer.json, or its directory (default: the model's own)")
+#define SEQ_LEN_OPTION(s) \
+	WHOLE_OPTION(s, seq_len, "seq-len", "L", 1, INT32_MAX, \
+			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type " \
+			"dynamic its max_position_embeddings, beyond which L changes the results)")
 #define KV_TOKENS_OPTION(s) \
 	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, INT64_MAX, \
 			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if " \
@@ -39,14 +43,16 @@ int check_sampling(const struct command_line *line, const struct sampling *s);
 struct generator {
 	char dir[PATH_LEN];          /* the model's */
 	struct model_config config;
+	int positions;               /* of the longest sequence */
 	struct tokenizer *tokenizer; /* its chat form is chosen */
 	struct ids ends;             /* ids that end a text, as the tokenizer's end token does */
 	struct layout layout;        /* of the ranks that hold the model: one process, unless the caller changes it */
 	struct model model;          /* all zero before generator_load */
 };
 /* Finds the model that `name` means (see find_model), and opens its tokenizer, or the one that is named. `chat`: what
- * ends a message ends a text too. Call generator_close after an error too. */
-int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat);
+ * ends a message ends a text too. seq_len: of --seq-len; 0: the model's. Call generator_close after an error too. */
+int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat,
+		int seq_len);
 /* Loads the weights, with room for that many tokens in a forward pass, but at most ENGINE_TOKENS. Collective. */
 int generator_load(struct generator *g, int64_t forward_tokens);
 void generator_close(struct generator *g);

@@ -24,7 +24,7 @@
 /* Sets usual sizes where a config has none: those of configs/ that describe only a model, and model directories. */
 static void usual_sizes(struct config *c, int ranks)
 {
-	const int longest = c->model.max_position_embeddings;
+	const int longest = default_sequence(&c->model);
 	c->data.seq_len = c->data.seq_len ? c->data.seq_len : longest < 4096 ? longest : 4096;
 	c->train.micro_batch = c->train.micro_batch ? c->train.micro_batch : 1;
 	c->train.batch = c->train.batch ? c->train.batch : ranks * c->train.micro_batch;

@@ -106,10 +106,10 @@ static int read_file(struct sampler *s, const char *path)
 static int check_prompts(const struct prompts *p, const struct config *c, const char *key)
 {
 	for (int i = 0; i < p->n; i++)
-		if (p->ids[i].count + c->eval.sample_tokens > c->model.max_position_embeddings)
+		if (p->ids[i].count + c->eval.sample_tokens > longest_sequence(&c->model))
 			return fail("%s: prompt %d has %lld tokens, and eval.sample_tokens is %lld; together expected at most "
 					"model.max_position_embeddings, which is %d: make one of the two smaller", key, i + 1,
-					(long long)p->ids[i].count, (long long)c->eval.sample_tokens, c->model.max_position_embeddings);
+					(long long)p->ids[i].count, (long long)c->eval.sample_tokens, longest_sequence(&c->model));
 	return 0;
 }
 

@@ -205,7 +205,10 @@ static void run_rope(const struct call *x)
 			T * (nh + 2 * nkv) * d;
 	int32_t memory[T];
 	const int32_t *document = check_documents(memory, B, L, x->s[5]);
-	rope_table(x->scratch, L, d, check_theta);
+	double frequency[d / 2];
+	for (int64_t i = 0; i < d / 2; i++)
+		frequency[i] = pow(check_theta, -2.0 * i / d);
+	rope_table(x->scratch, L, d, frequency, 1);
 	memcpy(x->out, x->in[0], n * sizeof(real));
 	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d);
 	memcpy(x->gradient[0], x->dout, n * sizeof(real));

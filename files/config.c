@@ -9,6 +9,7 @@
 
 #include <inttypes.h>
 #include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,6 +37,7 @@ static const char *const dtype_names[] = {
 static const char *const tokenizer_names[] = {"byte", "none", NULL};
 const char *const packing_names[] = {"auto", "windows", "documents", NULL};
 static const char *const reduce_names[] = {"f32", "bf16", NULL};
+static const char *const rope_names[] = {"default", "linear", "dynamic", "yarn", NULL};
 static const char *const scope_names[] = {"micro_batch", "sequence", NULL};
 static const char *const spike_action_names[] = {"off", "watch", "skip", "ladder", NULL};
 static const char *const async_names[] = {"false", "true", "auto", NULL};
@@ -73,6 +75,24 @@ static const struct key keys[] = {
 	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
 	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
 		.class_fallback = "10000"),
+	SECTION("model.rope_scaling", NONE, "the rotary embedding for longer sequences than it was trained with, as "
+		"transformers computes it"),
+	KEY(model.rope_scaling.type, T_ENUM, 0, 0, NEEDED | FIXED, NULL, "kind; default: no scaling", .names = rope_names),
+	KEY(model.rope_scaling.factor, T_DOUBLE, 0, 1e6, NONE | FIXED, "off", "how much longer; at least 1. off, of yarn: "
+		"max_position_embeddings / original_max_position_embeddings"),
+	KEY(model.rope_scaling.original_max_position_embeddings, T_INT, 0, 1e9, NONE | FIXED, "off",
+		"the length before; off: max_position_embeddings"),
+	KEY(model.rope_scaling.attention_factor, T_DOUBLE, 0, 1000, NONE | FIXED, "off", "sines and cosines times it; off: "
+		"0.1 ln(factor) + 1, or by mscale and mscale_all_dim"),
+	KEY(model.rope_scaling.beta_fast, T_DOUBLE, 0, 1e6, ABOVE | FIXED, "32", "rotations over the original length from "
+		"which on a frequency is left as it is"),
+	KEY(model.rope_scaling.beta_slow, T_DOUBLE, 0, 1e6, ABOVE | FIXED, "1", "rotations up to which it is divided by "
+		"the factor"),
+	KEY(model.rope_scaling.mscale, T_DOUBLE, 0, 1000, FIXED, "0", "with mscale_all_dim: the attention factor is "
+		"(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)"),
+	KEY(model.rope_scaling.mscale_all_dim, T_DOUBLE, 0, 1000, FIXED, "0", "see mscale"),
+	KEY(model.rope_scaling.truncate, T_BOOL, 0, 1, FIXED, "true", "indices of frequencies between which the division "
+		"sets in are rounded to whole numbers"),
 	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm"),
 	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED | FREE, "0.006", "standard deviation of initial weights",
 		.class_fallback = "0.02"),
@@ -342,6 +362,66 @@ static int load_model(struct loader *loader, const struct key *section, const ch
 
 /* ---------------------------------------------------------------------------------------------------- checks */
 
+int longest_sequence(const struct model_config *m)
+{
+	const struct rope_scaling *s = &m->rope_scaling;
+	const double scaled = s->type == ROPE_DEFAULT ? 0 : s->factor * (s->type == ROPE_LINEAR ? m->max_position_embeddings
+			: s->original_max_position_embeddings);
+	return (int)fmin(fmax(floor(scaled), m->max_position_embeddings), 1e9);
+}
+
+int default_sequence(const struct model_config *m)
+{
+	return m->rope_scaling.type == ROPE_DYNAMIC ? m->max_position_embeddings : longest_sequence(m);
+}
+
+/* Fills in what follows from other keys of model.rope_scaling, then checks them. */
+static int check_rope_scaling(const struct loader *l, struct model_config *m)
+{
+	struct rope_scaling *s = &m->rope_scaling;
+	const char *type = rope_names[s->type];
+	const struct { const char *name; bool used, set; } keys_of_types[] = {
+		{"factor", s->type != ROPE_DEFAULT, s->factor != 0},
+		{"original_max_position_embeddings", s->type >= ROPE_DYNAMIC, s->original_max_position_embeddings != 0},
+		{"attention_factor", s->type == ROPE_YARN, s->attention_factor != 0},
+		{"beta_fast", s->type == ROPE_YARN, s->beta_fast != 32}, {"beta_slow", s->type == ROPE_YARN, s->beta_slow != 1},
+		{"mscale", s->type == ROPE_YARN, s->mscale != 0},
+		{"mscale_all_dim", s->type == ROPE_YARN, s->mscale_all_dim != 0},
+		{"truncate", s->type == ROPE_YARN, !s->truncate},
+	};
+	for (size_t i = 0; i < sizeof keys_of_types / sizeof *keys_of_types; i++) {
+		char name[64];
+		snprintf(name, sizeof name, "model.rope_scaling.%s", keys_of_types[i].name);
+		if (keys_of_types[i].set && !keys_of_types[i].used)
+			return fail_key(l, name, "found beside rope_scaling of type %s, which has no such key; expected another "
+					"type, or the key left out", type);
+	}
+	if (s->type == ROPE_DEFAULT)
+		return 0;
+	if (s->type == ROPE_YARN && !s->factor && s->original_max_position_embeddings)
+		s->factor = (double)m->max_position_embeddings / s->original_max_position_embeddings;
+	if (s->factor < 1)
+		return fail_key(l, "model.rope_scaling.factor", "found %g; expected at least 1, for rope_scaling of type %s",
+				s->factor, type);
+	if (s->type == ROPE_DYNAMIC && s->original_max_position_embeddings &&
+			s->original_max_position_embeddings != m->max_position_embeddings)
+		return fail_key(l, "model.rope_scaling.original_max_position_embeddings", "found %d; expected it left out, or "
+				"max_position_embeddings, %d, which rope_scaling of type dynamic counts from",
+				s->original_max_position_embeddings, m->max_position_embeddings);
+	if (s->type >= ROPE_DYNAMIC && !s->original_max_position_embeddings)
+		s->original_max_position_embeddings = m->max_position_embeddings;
+	if (s->type == ROPE_DYNAMIC && m->head_dim < 4)
+		return fail_key(l, "model.head_dim", "found %d; expected at least 4 for rope_scaling of type dynamic",
+				m->head_dim);
+	if (s->type == ROPE_YARN && m->rope_theta <= 1)
+		return fail_key(l, "model.rope_theta", "found %g; expected above 1 for rope_scaling of type yarn",
+				m->rope_theta);
+	if (s->type == ROPE_YARN && s->beta_fast < s->beta_slow)
+		return fail_key(l, "model.rope_scaling.beta_fast", "found %g; expected at least beta_slow, which is %g",
+				s->beta_fast, s->beta_slow);
+	return 0;
+}
+
 /* Fills in what follows from other keys, then checks what one key alone cannot tell. */
 static int check_model(const struct loader *l, struct config *c)
 {
@@ -363,6 +443,8 @@ static int check_model(const struct loader *l, struct config *c)
 	if (m->head_dim % 2)
 		return fail_key(l, "model.head_dim", "found %d (hidden_size / num_attention_heads if not given); expected an "
 				"even number, for rotary embeddings turn pairs", m->head_dim);
+	if (check_rope_scaling(l, m) < 0)
+		return -1;
 	if (m->first_k_dense_replace > m->num_hidden_layers)
 		return fail_key(l, "model.first_k_dense_replace", "found %d; expected at most num_hidden_layers, which is %d",
 				m->first_k_dense_replace, m->num_hidden_layers);
@@ -406,9 +488,9 @@ static int check_model(const struct loader *l, struct config *c)
 static int check_run(const struct loader *l, const struct config *c, bool model_only)
 {
 	const struct model_config *m = &c->model;
-	if (c->data.seq_len > m->max_position_embeddings)
+	if (c->data.seq_len > longest_sequence(m))
 		return fail_key(l, "data.seq_len", "found %d; expected at most model.max_position_embeddings, which is %d",
-				c->data.seq_len, m->max_position_embeddings);
+				c->data.seq_len, longest_sequence(m));
 	if (!strcmp(c->data.tokenizer, "byte") && m->vocab_size < 257)
 		return fail_key(l, "model.vocab_size", "found %d; expected at least 257 for data.tokenizer byte (256 bytes "
 				"and an end of document)", m->vocab_size);
@@ -582,33 +664,63 @@ static const struct { const char *name, *values[3]; } foreign_keys[] = {
 	{"moe_router_enable_expert_bias", {"false"}},
 };
 
-/* Checks rope_scaling, or rope_parameters as transformers 5 writes them (then rope_theta is in there): an object may
- * only say what changes nothing, which is the type "default". */
-static int check_rope(const struct config_loader *l, const char *name, const json_t *value)
+/* Stores rope_scaling, or rope_parameters as transformers 5 writes them (then rope_theta is in there), whose value may
+ * be null. name: which of them it is. */
+static int load_rope(struct config_loader *l, const char *name, const json_t *value)
 {
+	const struct key *const type_key = find_key(&config_table, "model.rope_scaling.type");
+	const struct rope_scaling *s = &l->config->model.rope_scaling;
+	const json_t *type = json_object_get(value, "rope_type"), *old_type = json_object_get(value, "type");
 	const char *key;
 	json_t *member;
 	if (!value || json_is_null(value))
 		return 0;
+	if (!json_is_object(value))
+		return fail_json(l, name, value, "", "null or an object");
+	type = !type || json_is_null(type) ? old_type : type;
+	if (old_type && !json_is_null(old_type) && !json_equal(type, old_type))
+		return fail_json(l, name, value, "rope_type and type differ", "one of them");
+	if (type && !json_is_null(type) && (!json_is_string(type) || store_text(l->config, type_key, 0,
+			json_string_value(type), true)))
+		return fail_json(l, name, value, "a type that is not supported: it changes the model's mathematics",
+				"null, or rope_type default, linear, dynamic or yarn");
 	json_object_foreach((json_t *)value, key, member) {
-		const bool is_type = !strcmp(key, "rope_type") || !strcmp(key, "type");
-		const bool is_one = !strcmp(key, "factor") || !strcmp(key, "partial_rotary_factor");
-		if (json_is_null(member) || !strcmp(key, "rope_theta") || /* load_rope_theta reads it */
-				(is_type && json_is_string(member) && !strcmp(json_string_value(member), "default")) ||
-				(is_one && json_is_number(member) && json_number_value(member) == 1))
+		char path[128];
+		snprintf(path, sizeof path, "model.rope_scaling.%s", key);
+		const struct key *k = strlen(key) < 64 ? find_key(&config_table, path) : NULL;
+		const bool is_one = json_is_number(member) && json_number_value(member) == 1;
+		if (json_is_null(member) || !strcmp(key, "rope_type") || !strcmp(key, "type") ||
+				!strcmp(key, "rope_theta") || /* load_rotary reads it */
+				(is_one && (!strcmp(key, "partial_rotary_factor") || (!strcmp(key, "factor") && !s->type))))
 			continue;
-		return fail_json(l, name, value, "not supported: it changes the model's mathematics",
-				"null, or {\"rope_type\": \"default\", \"rope_theta\": ...}");
+		if (!k || (k->flags & NONE && json_is_number(member) && json_number_value(member) == 0))
+			return fail_json(l, name, value, "not supported: it changes the model's mathematics",
+					"null, or {\"rope_type\": \"default\", \"rope_theta\": ...}, or a type linear, dynamic or yarn "
+					"with its own keys");
+		if (load_json(l, k, member) < 0)
+			return -1;
+		l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};
 	}
-	return json_is_object(value) ? 0 : fail_json(l, name, value, "", "null or an object");
+	l->keys.places[type_key - keys] = (struct place){l->keys.path, WHOLE_FILE};
+	return 0;
 }
 
-/* Takes rope_theta from rope_parameters or rope_scaling. One outside must be the same. */
-static int load_rope_theta(struct config_loader *l, const json_t *root)
+/* Stores what rope_scaling and rope_parameters say of the rotary embedding. A rope_theta outside must be the same. */
+static int load_rotary(struct config_loader *l, const json_t *root)
 {
-	static const char *const names[] = {"rope_parameters", "rope_scaling"};
+	static const char *const names[] = {"rope_scaling", "rope_parameters"};
 	const struct key *k = find_key(&config_table, "model.rope_theta");
 	for (int i = 0; i < 2; i++) {
+		json_t *first = config_value(l->config, "model.rope_scaling");
+		const bool scaled = l->config->model.rope_scaling.type;
+		int rc = load_rope(l, names[i], json_object_get(root, names[i]));
+		json_t *second = config_value(l->config, "model.rope_scaling");
+		if (rc == 0 && scaled && !json_equal(first, second))
+			rc = fail("%s: rope_scaling and %s differ; expected the same, or one of them", l->keys.path, names[i]);
+		json_decref(first);
+		json_decref(second);
+		if (rc < 0)
+			return -1;
 		const json_t *theta = json_object_get(json_object_get(root, names[i]), "rope_theta");
 		if (!theta || json_is_null(theta))
 			continue;
@@ -627,9 +739,6 @@ static int load_rope_theta(struct config_loader *l, const json_t *root)
 /* Fails when one of the keys above has another value. */
 static int check_foreign_keys(const struct config_loader *l, const json_t *root)
 {
-	if (check_rope(l, "rope_scaling", json_object_get(root, "rope_scaling")) < 0 ||
-			check_rope(l, "rope_parameters", json_object_get(root, "rope_parameters")) < 0)
-		return -1;
 	for (size_t i = 0; i < sizeof foreign_keys / sizeof foreign_keys[0]; i++) {
 		const json_t *value = json_object_get(root, foreign_keys[i].name);
 		if (!value || json_is_null(value))
@@ -651,7 +760,7 @@ static int load_config_json(struct config_loader *l)
 {
 	json_t *root = json_read(l->keys.path);
 	int rc = !root || check_foreign_keys(l, root) < 0 || load_huggingface(l, root) < 0 ? -1
-		: load_rope_theta(l, root);
+		: load_rotary(l, root);
 	json_decref(root);
 	return rc;
 }
@@ -670,7 +779,7 @@ int config_from_json(struct model_config *m, const json_t *root, const char *pat
 	struct config c;
 	struct config_loader l;
 	config_loader_init(&l, &c, path, true);
-	return load_huggingface(&l, root) < 0 ? -1 : finish_model(&l, m);
+	return load_huggingface(&l, root) < 0 || load_rotary(&l, root) < 0 ? -1 : finish_model(&l, m);
 }
 
 int config_from_huggingface(struct model_config *m, const char *dir)
@@ -693,6 +802,48 @@ static json_t *model_to_json(const struct model_config *m)
 	return model;
 }
 
+/* Whether a config.json has the rope_scaling of m. */
+static bool has_rope_scaling(const json_t *root, const struct model_config *m)
+{
+	struct config c, ours = {.model = *m};
+	struct config_loader l;
+	config_loader_init(&l, &c, "", true);
+	if (load_huggingface(&l, root) < 0 || load_rotary(&l, root) < 0 || check_model(&l.keys, &c) < 0)
+		return false;
+	json_t *x = config_value(&c, "model.rope_scaling"), *y = config_value(&ours, "model.rope_scaling");
+	const bool same = json_equal(x, y);
+	json_decref(x);
+	json_decref(y);
+	return same;
+}
+
+/* rope_scaling as a config.json has it: null, or what is not as without the key. The caller owns it. */
+static json_t *rope_to_huggingface(const struct model_config *m)
+{
+	struct config c = {.model = *m};
+	const struct rope_scaling *s = &m->rope_scaling;
+	json_t *all = config_value(&c, "model.rope_scaling"), *value;
+	if (s->type == ROPE_DEFAULT) {
+		json_decref(all);
+		return json_null();
+	}
+	/* transformers reads rope_type, and the class that comes with the models reads type */
+	json_t *scaling = json_pack("{s:s, s:s}", "rope_type", rope_names[s->type], "type", rope_names[s->type]);
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
+		const char *name = leaf_of(k->name);
+		const bool shown = is_inside("model.rope_scaling", k->name) && k->type != T_ENUM &&
+				(s->type == ROPE_YARN || !strcmp(name, "factor"));
+		if (!shown || !(value = json_object_get(all, name)))
+			continue;
+		const double number = json_is_boolean(value) ? json_is_true(value) : json_number_value(value);
+		const double standard = k->type == T_BOOL ? 1 : k->flags & NONE ? 0 : atof(k->fallback);
+		if (number != standard)
+			json_object_set(scaling, name, value);
+	}
+	json_decref(all);
+	return scaling;
+}
+
 int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
 		const json_t *gguf_name)
 {
@@ -707,7 +858,13 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 		if (k->alias)
 			json_object_del(root, leaf_of(k->alias));
 	json_object_set_new(root, json_object_get(root, "dtype") ? "dtype" : "torch_dtype", json_string(dtype));
-	json_object_update_new(root, model_to_json(m));
+	json_t *model = model_to_json(m);
+	json_object_del(model, "rope_scaling");
+	json_object_update_new(root, model);
+	if (!has_rope_scaling(root, m)) {
+		json_object_del(root, "rope_parameters");
+		json_object_set_new(root, "rope_scaling", rope_to_huggingface(m));
+	}
 	if (gguf_name)
 		json_object_set(root, "general.name", (json_t *)gguf_name);
 	int rc = json_write(path, root);
@@ -779,6 +936,8 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 	for (const struct key *k = keys; k < keys + NUM_KEYS && !rc; k++) {
 		/* The numbers of layers come before what only some kinds of layers have. */
 		if (!is_inside("model", k->name) || !(k->flags & FIXED) || k->flags & FREE ||
+				/* a run may extend a model that has no scaling */
+				(is_inside("model.rope_scaling", k->name) && !theirs->rope_scaling.type) ||
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
 				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
 			continue;

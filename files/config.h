@@ -26,6 +26,18 @@ enum packing { PACKING_AUTO, PACKING_WINDOWS, PACKING_DOCUMENTS };
 enum balance_scope { SCOPE_MICRO_BATCH, SCOPE_SEQUENCE };
 enum decay_shape { DECAY_LINEAR, DECAY_COSINE, DECAY_1_SQRT, DECAY_INVERSE_SQRT };
 
+enum rope_type { ROPE_DEFAULT, ROPE_LINEAR, ROPE_DYNAMIC, ROPE_YARN };
+struct rope_scaling {          /* Hugging Face's rope_scaling; see files/rope.h */
+	enum rope_type type;         /* ROPE_DEFAULT: no scaling, and the rest is of no meaning */
+	double factor;               /* how much longer sequences become; never 0 once loaded */
+	int original_max_position_embeddings; /* the length before; of dynamic and yarn never 0 once loaded */
+	/* of yarn alone: */
+	double attention_factor;     /* 0 = by the other keys */
+	double beta_fast, beta_slow; /* rotations over the original length */
+	double mscale, mscale_all_dim; /* 0 = none */
+	bool truncate;
+};
+
 struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
 	int hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads;
 	int head_dim;                /* never 0 once loaded: missing means hidden_size / num_attention_heads */
@@ -37,6 +49,7 @@ struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
 	bool norm_topk_prob, norm_head, tie_word_embeddings;
 	bool use_bias, use_qkv_bias; /* attention.dense and attention.query_key_value */
 	double rope_theta, rms_norm_eps, initializer_range;
+	struct rope_scaling rope_scaling;
 	struct {                     /* ours: training only */
 		double balance_loss_coef, z_loss_coef;
 		enum balance_scope balance_loss_scope;
@@ -155,6 +168,13 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 
 /* The table of all keys: see files/config_keys.h. */
 extern const struct key_table config_table;
+
+/* The longest sequence that a model may have: max_position_embeddings, or where rope_scaling makes more of it, that. */
+int longest_sequence(const struct model_config *m);
+
+/* The longest sequence where its user names no length: longest_sequence(), but of type dynamic, whose embedding of all
+ * positions changes with the length, max_position_embeddings, up to which nothing is scaled. */
+int default_sequence(const struct model_config *m);
 
 /* Prints every key with type, default and meaning. */
 void config_print_keys(FILE *out);

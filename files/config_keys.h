@@ -94,7 +94,7 @@ struct key_table {
 	/* Reads what stands for a section's mapping when a name is given in its place: for sections with or_name. */
 	int (*load_named)(struct loader *l, const struct key *section, const char *name, struct place at);
 };
-enum { MAX_KEYS = 128 };
+enum { MAX_KEYS = 160 };
 
 /* The key of that path or alias; "" is the whole, a section. NULL when there is none. */
 const struct key *find_key(const struct key_table *t, const char *path);

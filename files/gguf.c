@@ -11,9 +11,11 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/config_keys.h"
+#include "files/rope.h"
 #include "files/tensors.h"
 #include "files/tokenizer_json.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -61,6 +63,20 @@ static const struct { const char *name; enum gguf_type type; const char *key; } 
 	{"expert_weights_norm", GGUF_BOOL, "model.norm_topk_prob"},
 };
 enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
+
+/* Those of rope_scaling, behind "bailingmoe.rope.scaling.". */
+enum {
+	SCALING_TYPE, SCALING_FACTOR, SCALING_ORIGINAL,
+	SCALING_ATTENTION,           /* the attention factor over yarn's own */
+	SCALING_FINETUNED,           /* changes nothing */
+	SCALING_EXTRAPOLATION,       /* 1: yarn as it is */
+	/* Other converters write these three, but llama.cpp does not read them for this architecture, or for yarn. */
+	SCALING_FAST, SCALING_SLOW, SCALING_YARN_ATTENTION,
+	NUM_SCALING_KEYS
+};
+static const char *const scaling_keys[NUM_SCALING_KEYS] = {"type", "factor", "original_context_length", "attn_factor",
+		"finetuned", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"};
+#define SCALING_PREFIX GGUF_ARCHITECTURE ".rope.scaling."
 
 /* Keys that may be there with the value 0 or 1. Both values mean what a file without them means: a softmax over one
  * group of experts, whose weights are not scaled. */
@@ -327,6 +343,65 @@ int gguf_open(struct tensors *w, const char *path)
 	return 0;
 }
 
+/* The place of a key in scaling_keys; -1: it is none of them. */
+static int scaling_key(const char *key)
+{
+	int i = NUM_SCALING_KEYS - 1;
+	while (i >= 0 && (strncmp(key, SCALING_PREFIX, strlen(SCALING_PREFIX)) ||
+			strcmp(key + strlen(SCALING_PREFIX), scaling_keys[i])))
+		i--;
+	return i;
+}
+
+/* Reads rope.scaling.* into a config.json's rope_scaling. */
+static int scaling_from_gguf(json_t *config, const json_t *metadata, const char *path)
+{
+	const json_t *value[NUM_SCALING_KEYS];
+	for (int i = 0; i < NUM_SCALING_KEYS; i++) {
+		char key[MAX_NAME];
+		snprintf(key, sizeof key, SCALING_PREFIX "%s", scaling_keys[i]);
+		value[i] = json_object_get(metadata, key);
+		if (value[i] && i != SCALING_FINETUNED && (i == SCALING_TYPE ? !json_is_string(value[i])
+				: !json_is_number(value[i])))
+			return fail("%s: `%s` is %s; expected a %s", path, key, json_kind(value[i]), i == SCALING_TYPE ? "text"
+					: "number");
+	}
+	const double factor = value[SCALING_FACTOR] ? json_number_value(value[SCALING_FACTOR]) : 1;
+	/* without a type llama.cpp takes linear */
+	const char *type = value[SCALING_TYPE] ? json_string_value(value[SCALING_TYPE]) : factor == 1 ? "none" : "linear";
+	if (!strcmp(type, "none"))
+		return 0;
+	if (strcmp(type, "linear") && strcmp(type, "yarn"))
+		return fail("%s: `" SCALING_PREFIX "type` is %.40s; expected none, linear or yarn", path, type);
+	const bool yarn = !strcmp(type, "yarn");
+	json_t *scaling = json_pack("{s:s, s:f}", "rope_type", type, "factor", factor);
+	const json_t *attention = value[SCALING_ATTENTION];
+	const double standard = yarn ? rope_yarn_attention(factor) : 1;
+	const struct { int key; double expected, also; } unread[] = {{SCALING_FAST, 32, 32}, {SCALING_SLOW, 1, 1},
+			{SCALING_YARN_ATTENTION, standard, 1}};
+	if (value[SCALING_ORIGINAL] && yarn)
+		json_object_set(scaling, "original_max_position_embeddings", (json_t *)value[SCALING_ORIGINAL]);
+	if (yarn && attention && json_number_value(attention) != 1)
+		json_object_set_new(scaling, "attention_factor", json_real(shortest_decimal((float)(standard *
+				json_number_value(attention)))));
+	json_object_set_new(config, "rope_scaling", scaling);
+	if (!yarn && attention && json_number_value(attention) != 1)
+		return fail("%s: `" SCALING_PREFIX "attn_factor` is %g beside the type linear; expected 1", path,
+				json_number_value(attention));
+	if (value[SCALING_EXTRAPOLATION] && json_number_value(value[SCALING_EXTRAPOLATION]) != yarn)
+		return fail("%s: `" SCALING_PREFIX "yarn_ext_factor` is %g; expected %d, for type %s", path,
+				json_number_value(value[SCALING_EXTRAPOLATION]), yarn, type);
+	for (int i = 0; i < 3; i++) {
+		const json_t *given = value[unread[i].key];
+		const double number = given ? json_number_value(given) : unread[i].expected;
+		if (number != unread[i].also && fabs(number - unread[i].expected) > 1e-6)
+			return fail("%s: `" SCALING_PREFIX "%s` is %g; expected %g, for llama.cpp computes with that whatever it "
+					"is, and the model's maker may have meant what is written: convert the Hugging Face model", path,
+					scaling_keys[unread[i].key], number, unread[i].expected);
+	}
+	return 0;
+}
+
 int gguf_config(struct model_config *m, const struct tensors *w, const json_t *metadata)
 {
 	const char *architecture = field_text(metadata, w->path, "general.architecture"), *key;
@@ -346,10 +421,7 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 	json_object_foreach((json_t *)metadata, key, value) {
 		if (rc < 0 || strncmp(key, GGUF_ARCHITECTURE ".", prefix))
 			continue;
-		/* What converters write for a model without RoPE scaling: older ones the type, and with it perhaps a factor. */
-		bool known = (!strcmp(key + prefix, "rope.scaling.type") && json_is_string(value) &&
-				!strcmp(json_string_value(value), "none")) ||
-				(!strcmp(key + prefix, "rope.scaling.factor") && json_number_value(value) == 1);
+		bool known = scaling_key(key) >= 0;
 		for (int i = 0; i < 4; i++)
 			if (!strcmp(key + prefix, gguf_switches[i])) {
 				known = true;
@@ -376,6 +448,8 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 		json_object_set(config, "initializer_range", (json_t *)initializer_range);
 	if (!json_object_get(config, "norm_topk_prob"))
 		json_object_set_new(config, "norm_topk_prob", json_false());
+	if (!rc)
+		rc = scaling_from_gguf(config, metadata, w->path);
 	if (!rc)
 		rc = config_from_json(m, config, w->path);
 	json_decref(config);
@@ -534,6 +608,37 @@ static void entry_array(struct metadata *m, const char *key, enum gguf_type type
 	append_u64(&m->bytes, n);
 }
 
+/* The entries of rope_scaling. Fails for what llama.cpp does not compute. */
+static int scaling_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
+{
+	const struct rope_scaling *s = &model->rope_scaling;
+	double range[2];
+	if (s->type == ROPE_DEFAULT)
+		return 0;
+	if (s->type == ROPE_DYNAMIC)
+		return fail("%s: rope_scaling is of type dynamic, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; "
+				"expected linear, yarn or none", path);
+	entry_text(m, SCALING_PREFIX "type", s->type == ROPE_YARN ? "yarn" : "linear");
+	entry_f32(m, SCALING_PREFIX "factor", s->factor);
+	if (s->type == ROPE_LINEAR)
+		return 0;
+	rope_yarn_range(range, model);
+	if (!s->truncate)
+		return fail("%s: rope_scaling has truncate false, but llama.cpp always rounds; expected true", path);
+	if (s->beta_fast != 32 || s->beta_slow != 1)
+		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's " GGUF_ARCHITECTURE " knows "
+				"only 32 and 1", path, s->beta_fast, s->beta_slow);
+	if (range[1] < range[0])
+		return fail("%s: rope_scaling's original_max_position_embeddings, %d, is so short that llama.cpp scales other "
+				"frequencies than transformers; expected more than 6", path,
+				s->original_max_position_embeddings);
+	entry_u32(m, SCALING_PREFIX "original_context_length", s->original_max_position_embeddings);
+	const double attention = rope_attention_factor(model) / rope_yarn_attention(s->factor);
+	if (attention != 1)
+		entry_f32(m, SCALING_PREFIX "attn_factor", attention);
+	return 0;
+}
+
 int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
 {
 	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
@@ -563,7 +668,7 @@ int config_to_gguf(struct metadata *m, const struct model_config *model, const c
 	}
 	entry_f32(m, GGUF_ARCHITECTURE ".expert_weights_scale", 1);
 	entry_f32(m, GGUF_INITIALIZER_RANGE, model->initializer_range);
-	return 0;
+	return scaling_to_gguf(m, model, path);
 }
 
 /* llama.cpp's name for a pre_tokenizer; NULL when it has none. */

@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "files/config.h"
+#include "files/rope.h"
 #include "files/tensors.h"
 #include "model/parameters.h"
 #include "model/weight_files.h"
@@ -310,6 +311,19 @@ void gradient_reduction_free(struct gradient_reduction *r)
 	*r = (struct gradient_reduction){0};
 }
 
+static void fill_rope(struct model *m)
+{
+	double frequency[m->config.head_dim / 2];
+	rope_frequencies(frequency, &m->config, m->rope_length);
+	rope_table(m->rope, m->num_positions, m->config.head_dim, frequency, rope_attention_factor(&m->config));
+}
+
+void set_rope_length(struct model *m, int64_t length)
+{
+	m->rope_length = length;
+	fill_rope(m);
+}
+
 int extend_rope(struct model *m, int64_t n)
 {
 	if (n <= m->num_positions)
@@ -319,7 +333,7 @@ int extend_rope(struct model *m, int64_t n)
 		return -1;
 	m->rope = rope;
 	m->num_positions = n;
-	rope_table(rope, n, m->config.head_dim, m->config.rope_theta);
+	fill_rope(m);
 	return 0;
 }
 
@@ -367,7 +381,8 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 {
 	const bool training = mode != EVALUATE;
 	*m = (struct model){.global = *c, .config = local_config(c, layout), .max_sequences = max_sequences,
-			.seq_len = seq_len, .mode = mode, .layout = *layout, .num_experts = c->num_experts / layout->expert.size,
+			.seq_len = seq_len, .rope_length = seq_len, .mode = mode, .layout = *layout,
+			.num_experts = c->num_experts / layout->expert.size,
 			.first_vocab = shard_begin(c->vocab_size, layout->tensor.rank, layout->tensor.size)};
 	struct memory_plan plan = {0};
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, mode) < 0)

@@ -127,6 +127,7 @@ struct model {
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
 	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
 	int64_t num_positions;
+	int64_t rope_length;         /* of the sequences, for rope_scaling of type dynamic: seq_len at first */
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */
 	const int32_t *document;
 	/* [B] how many tokens of each window are no padding, which the router's losses and statistics leave out; set
@@ -176,6 +177,9 @@ int64_t head_chunk(int64_t V, int tensor);
 /* Makes the rotary embedding's table at least n positions long. Returns -1, without setting error_text, when memory is
  * short. */
 int extend_rope(struct model *m, int64_t n);
+/* Computes the rotary embedding's table for sequences of `length` tokens, which only rope_scaling of type dynamic
+ * depends on. For a model whose seq_len is not the length of its sequences; before anything is computed. */
+void set_rope_length(struct model *m, int64_t length);
 /* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
 	int64_t num_elements, num_state; /* as in struct parameter_table */

@@ -99,7 +99,9 @@ test_refused() {
 	refuse "a command has no byte 0" '/save x\0.jsonl\n'
 	# the model has 64 positions
 	refuse "line 1: the conversation has" "$(head -c 70 /dev/zero | tr '\0' z)\n"
-	has err.txt "the model has 64 positions: nothing was sent; /save keeps the conversation, /reset begins another"
+	has err.txt "and there is room for 64 (the model's positions): nothing was sent; /save keeps the conversation, /reset begins another"
+	refuse "there is room for 20 (--seq-len)" "$(head -c 30 /dev/zero | tr '\0' z)\n" --seq-len 20
+	expect 1 "--seq-len 65 is more than the model's longest sequence, 64" chat --seq-len 65 <input.txt
 	expect 2 "--temperature" chat --top-k 3 <input.txt
 	expect 2 "--temperature" chat --seed 3 <input.txt
 	expect 2 "--temperature 101: expected a number from 0 to 100" chat --temperature 101 <input.txt
@@ -135,7 +137,7 @@ test_long() {
 	yes a | head -n 30 >input.txt
 	sed -i '3i /save long.jsonl' input.txt
 	rm -f long.jsonl
-	expect 1 "the model has 64 positions: nothing was sent" chat <input.txt
+	expect 1 "room for 64 (the model's positions): nothing was sent" chat <input.txt
 	[ "$(jq '.messages | length' long.jsonl)" = 4 ] || problem "found: $(cat long.jsonl)"
 	# where the memory for keys and values is what ends first
 	head -c 400 /dev/zero | tr '\0' z >input.txt
@@ -143,7 +145,7 @@ test_long() {
 	has err.txt "cut: the conversation has as many tokens as there is room for, 512; /save keeps it, /reset begins another"
 	printf '\nz\n' >>input.txt
 	expect 1 "line 2: the conversation has" "$ling" chat endless --kv-tokens 512 <input.txt
-	has err.txt "and there is memory for 512 (--kv-tokens): nothing was sent"
+	has err.txt "and there is room for 512 (--kv-tokens): nothing was sent"
 }
 
 # ---- on a terminal ----

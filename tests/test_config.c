@@ -391,6 +391,14 @@ static const struct { const char *name, *text, *words[3]; } broken[] = {
 				"at most 268435455"}},
 	{"too many dense", BAD_MODEL("first_k_dense_replace: 3, intermediate_size: 8"),
 		{"first_k_dense_replace: found 3", "is 2"}},
+	{"rope_scaling without type", BAD_MODEL("rope_scaling: {factor: 2}"), {"model.rope_scaling", "type is missing"}},
+	{"rope_scaling misspelt", BAD_MODEL("rope_scaling: {type: yarn, facter: 2}"), {"did you mean", "factor"}},
+	{"rope_scaling of no kind", BAD_MODEL("rope_scaling: {type: su, factor: 2}"),
+		{"rope_scaling.type: found su", "yarn"}},
+	{"rope_scaling factor", BAD_MODEL("rope_scaling: {type: linear}"),
+		{"model.rope_scaling.factor: found 0", "at least 1"}},
+	{"rope_scaling and default", BAD_MODEL("rope_scaling: {type: default, factor: 2}"),
+		{"rope_scaling.factor: found beside rope_scaling of type default"}},
 	{"seq_len above the model", BAD_DATA("seq_len: 20000"),
 		{"data.seq_len: found 20000", "max_position_embeddings", "16384"}},
 	{"vocabulary below byte", "model: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, " EXPERTS ",\n"
@@ -689,10 +697,30 @@ static void test_huggingface(void **state)
 		{BAD_HF("\"architectures\": [\"BailingMoeV2ForCausalLM\"]"),
 			{"architectures", "V2", "[\"BailingMoeForCausalLM\"]"}},
 		{BAD_HF("\"hidden_act\": \"gelu\""), {"hidden_act: found \"gelu\"", "not supported", "silu"}},
-		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
-		{BAD_HF("\"rope_parameters\": {\"rope_type\": \"yarn\"}"), {"rope_parameters: found {", "expected null"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"llama3\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": 4}"), {"rope_scaling: found {", "expected null"}},
+		{BAD_HF("\"rope_parameters\": {\"rope_type\": \"yarn\"}"), {"factor: found 0", "at least 1", "type yarn"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"rope_type\": \"linear\", \"factor\": 2}"), {"differ"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 0.5}"), {"factor: found 0.5", "at least 1"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2, \"attention_factor\": 0}"),
+			{"rope_scaling: found {", "not supported"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2, \"beta_slow\": 33}"),
+			{"beta_fast: found 32", "at least beta_slow, which is 33"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2, \"alpha\": 33}"),
+			{"rope_scaling: found {", "not supported"}},
+		{BAD_HF("\"rope_theta\": 1, \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2}"),
+			{"rope_theta: found 1", "above 1"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2, \"beta_fast\": 16}"),
+			{"beta_fast: found beside rope_scaling of type linear"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"linear\", \"factor\": \"2\"}"), {"factor: found \"2\"", "a number"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2, \"original_max_position_embeddings\": 9}"),
+			{"original_max_position_embeddings: found 9", "which rope_scaling of type dynamic counts from"}},
+		{BAD_HF("\"head_dim\": 2, \"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}"),
+			{"head_dim: found 2", "at least 4"}},
+		{BAD_HF("\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2}, \"rope_parameters\": {\"type\": \"linear\", "
+			"\"factor\": 3}"), {"rope_scaling and rope_parameters differ"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": \"default\", \"factor\": 2}"),
-			{"rope_scaling: found {", "expected null"}},
+			{"factor: found beside rope_scaling of type default"}},
 		{BAD_HF("\"rope_parameters\": {\"rope_type\": \"default\", \"new\": 1}"), {"rope_parameters: found {"}},
 		{BAD_HF("\"rope_parameters\": 5"), {"rope_parameters: found 5", "null or an object"}},
 		{BAD_HF("\"rope_theta\": 1e4, \"rope_parameters\": {\"rope_theta\": 1e5}"),
@@ -954,6 +982,9 @@ static const char *const never_changes[] = {
 	"model.num_shared_experts", "model.moe_intermediate_size", "model.first_k_dense_replace",
 	"model.intermediate_size", "model.max_position_embeddings", "model.norm_topk_prob", "model.norm_head",
 	"model.tie_word_embeddings", "model.use_bias", "model.use_qkv_bias", "model.rope_theta", "model.rms_norm_eps",
+	"model.rope_scaling.type", "model.rope_scaling.factor", "model.rope_scaling.original_max_position_embeddings",
+	"model.rope_scaling.attention_factor", "model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow",
+	"model.rope_scaling.mscale", "model.rope_scaling.mscale_all_dim", "model.rope_scaling.truncate",
 	"model.initializer_range", "data.tokenizer", "data.packing", "data.seq_len", "data.shuffle", "data.document_mask",
 	"data.document_token", "train.seed",
 };
@@ -1043,6 +1074,13 @@ static void test_init_every_key(void **state)
 	struct config c;
 	load_ok(&c, full);
 	c.model.first_k_dense_replace = 1, c.model.intermediate_size = 64; /* layers of both kinds */
+	/* A run may extend weights without rope_scaling, but not leave out the scaling that weights have. */
+	struct config scaled = c;
+	scaled.model.rope_scaling = (struct rope_scaling){.type = ROPE_LINEAR, .factor = 2};
+	assert_int_equal(config_check_init(&c.model, &scaled.model, "hf"), 0);
+	assert_int_equal(config_check_init(&scaled.model, &c.model, "hf"), -1);
+	expect_error("hf/config.json: model.rope_scaling.type is \"linear\", the config asks for \"default\"");
+	c.model.rope_scaling.type = ROPE_LINEAR;
 	int fixed = 0, free_keys = 0;
 	for (int i = 0; i < config_table.num_keys; i++) {
 		const struct key *k = &config_table.keys[i];

@@ -835,7 +835,7 @@ static void refused_metadata(void **state)
 	}
 }
 
-/* RoPE scaling of type none, which older converters write, is none; any other is refused. */
+/* RoPE scaling of type none, which older converters write, is none; another without its factor is refused. */
 static void rope_scaling(void **state)
 {
 	(void)state;
@@ -864,11 +864,62 @@ static void rope_scaling(void **state)
 			fail_msg("%s", error_text);
 		if (i == 1) {
 			assert_int_equal(rc, -1);
-			expect_error("the key `bailingmoe.rope.scaling.type` is not known");
+			expect_error("`bailingmoe.rope.scaling.type` is rope; expected none, linear or yarn");
 		}
-		memcpy(strstr(entries + 8, "type") + 16, "yarn", 4);
+		memcpy(strstr(entries + 8, "type") + 16, "rope", 4);
 	}
 	unmap_file(file, size);
+}
+
+/* Makes a model with that rope_scaling, and converts it to GGUF and back: 0, or -1 with error_text set. */
+static int scaled_round_trip(const char *scaling, struct model_config *before, struct model_config *after)
+{
+	static int n; /* models so far */
+	enum dtype types[N];
+	char text[1024];
+	for (int p = 0; p < N; p++)
+		types[p] = F32;
+	snprintf(text, sizeof text, "%.*s, \"max_position_embeddings\": 4096, \"rope_scaling\": %s}",
+			(int)(sizeof config_text - 2), config_text, scaling);
+	make_model(at("from%d", n), text, types);
+	int rc = convert(at("from%d", n), at("to%d.gguf", n), FORMAT_GGUF, "f32", true, true);
+	if (rc == 0)
+		rc = convert(at("to%d.gguf", n), at("back%d", n), FORMAT_HUGGINGFACE, NULL, false, true);
+	if (rc == 0) {
+		assert_int_equal(config_from_huggingface(before, at("from%d", n)), 0);
+		assert_int_equal(config_from_huggingface(after, at("back%d", n)), 0);
+	}
+	n++;
+	return rc;
+}
+
+static void rope_scaling_round_trip(void **state)
+{
+	(void)state;
+	static const char *const cases[] = {
+		"{\"type\": \"linear\", \"factor\": 2.5}",
+		"{\"rope_type\": \"yarn\", \"factor\": 4.0}",
+		"{\"type\": \"yarn\", \"factor\": 4, \"original_max_position_embeddings\": 1024}",
+		"{\"type\": \"yarn\", \"factor\": 4, \"attention_factor\": 1.0}",
+	};
+	struct model_config before, after;
+	for (int i = 0; i < COUNT(cases); i++) {
+		if (scaled_round_trip(cases[i], &before, &after) < 0)
+			fail_msg("%s: %s", cases[i], error_text);
+		assert_memory_equal(&before.rope_scaling, &after.rope_scaling, sizeof before.rope_scaling);
+	}
+	/* mscale becomes the attention factor that it gives */
+	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 40, \"mscale\": 0.707, "
+			"\"mscale_all_dim\": 0.5}", &before, &after), 0);
+	const double expected = (0.0707 * log(40) + 1) / (0.05 * log(40) + 1);
+	assert_true(fabs(after.rope_scaling.attention_factor / expected - 1) < 1e-6);
+	assert_int_equal(scaled_round_trip("{\"type\": \"dynamic\", \"factor\": 4}", &before, &after), -1);
+	expect_error("type dynamic, which llama.cpp");
+	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 4, \"truncate\": false}", &before, &after),
+			-1);
+	expect_error("truncate false, but llama.cpp");
+	assert_int_equal(scaled_round_trip("{\"type\": \"yarn\", \"factor\": 4, \"beta_fast\": 24}", &before, &after), -1);
+	expect_error("beta_fast 24 and beta_slow 1, but llama.cpp");
 }
 
 static void expect_same_files(const char *a, const char *b)
@@ -1101,7 +1152,8 @@ int main(void)
 				cmocka_unit_test(checksum_of_slices),
 		TEST(directory_to_directory), TEST(directory_to_gguf), TEST(ties), TEST(checkpoint), TEST(refused_directories),
 				TEST(refused_numbers),
-		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling), TEST(round_trip),
+		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling),
+		TEST(rope_scaling_round_trip), TEST(round_trip),
 				TEST(tokenizers), TEST(foreign_bytes),
 				TEST(refused_tokenizers),
 	};

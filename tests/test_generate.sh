@@ -644,6 +644,17 @@ test_logprobs() {
 	expect 2 "--logprobs goes with --json or --out" "$ling" generate $model --prompt a --logprobs
 }
 
+# On a terminal a line says each second how far it is, and the last one how much there was.
+test_progress() {
+	rm -f progress.jsonl
+	timeout 60 script -qec "$ling generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --n 30 --batch 1 --out progress.jsonl" /dev/null </dev/null \
+		>terminal.txt 2>&1 || problem "exit status $?: $(tail -c 300 terminal.txt)"
+	perl -0777 -ne 'exit !(/generating: (\d+) of 120 done, ([\d.]+) tokens\/s in, ([\d.]+) out, (\d+)% of the memory for keys and values/ &&
+		$2 > 0 && $3 > 0 && $4 > 0 && $4 <= 100)' terminal.txt || problem "found: $(head -c 500 terminal.txt | cat -v)"
+	grep -aq "$((30 * $(jq -s 'map(select(.draw == 0) | .prompt_tokens) | add' progress.jsonl))) tokens in, $(jq -s 'map(.tokens) | add' progress.jsonl) out, " terminal.txt ||
+		problem "found: $(tail -c 300 terminal.txt | cat -v)"
+}
+
 # - is the standard input.
 test_standard_input() {
 	local f
@@ -680,5 +691,5 @@ test_standard_input() {
 	expect 1 "UTF-8" "$ling" generate $model --prompts - --format jsonl --max-tokens 1 --json <input.txt
 }
 
-check generate out draws logprobs standard_input mark batches engine wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
+check generate out draws logprobs progress standard_input mark batches engine wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
 finish

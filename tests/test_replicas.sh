@@ -1,6 +1,6 @@
 #!/bin/bash
-# Inference on ranks that divide the model and the work: `ling eval` and `ling generate` with --tensor and --expert against one process, to
-# the bit where only the data is divided.
+# Inference on ranks that divide the model and the work: `ling eval` with --tensor and --expert against one process, to the bit where only the
+# data is divided.
 . "$(dirname "$0")/check.sh"
 ling=$root/ling
 export OMP_NUM_THREADS=1

@@ -303,8 +303,8 @@ static void preempt(struct engine *e, struct engine_sequence *s)
 	queue_add(e, s);
 }
 
-/* Rows for the inputs of a request and for some 80 tokens more: with fewer, many give their memory back soon; with more,
- * fewer run. */
+/* Rows for the inputs of a request and for some 80 tokens more: with fewer, many give their memory back soon; with
+ * more, fewer run. */
 static int64_t rows_needed(const struct request *r)
 {
 	return (inputs_of(r) / KV_UNIT + 3) * KV_UNIT;

@@ -136,6 +136,15 @@ test_generate() {
 	grep -q "^ling: .*the prompts differs from rank 0's" err.txt || problem "$(cat err.txt)"
 }
 
+# The same with sanitizers; what MPI itself leaves behind does not count.
+test_sanitized() {
+	local ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 ling=$root/build/sanitize/ling
+	on 4,2,4 eval $model --tasks tasks.yaml --out sanitized
+	on 4,2,2 generate $model --prompts words.txt --max-tokens 4 --json --logprobs
+	on 3,1,1 generate $model --prompts words.txt --max-tokens 4 --out sanitized.jsonl
+	[ "$(wc -l <sanitized.jsonl)" = 17 ] || problem "results: $(wc -l <sanitized.jsonl)"
+}
+
 # An error that a single rank meets amid the work ends all, with its message alone; a rank that dies ends all.
 test_faults() {
 	local layout n tensor expert start i
@@ -183,5 +192,5 @@ test_refused() {
 	grep -q '^ling: .*--tensor or --expert differs' err.txt || problem "$(cat err.txt)"
 }
 
-check data tasks generate faults refused
+check data tasks generate sanitized faults refused
 finish

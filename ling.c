@@ -528,11 +528,24 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 {
 	const struct group *tensor = &m->layout.tensor;
 	const int64_t H = m->config.hidden_size, V = m->global.vocab_size, own = m->config.vocab_size;
-	real *out = tensor->size == 1 ? logits : m->acts.head_logits;
 	begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, own));
-	matmul_forward(out, head_input(m, all_results(m) + first * H, n), &m->lm_head, NULL, n, H, own, false);
-	for (int64_t i = 0; i < n && tensor->size > 1; i++)
-		all_gather(tensor, TRAFFIC_HEAD, logits + i * V, out + i * own, V, 1);
+	matmul_forward(logits, head_input(m, all_results(m) + first * H, n), &m->lm_head, NULL, n, H, own, false);
+	if (tensor->size == 1)
+		return;
+	/* Each rank has its columns now, [n, own]. Some rows at a time, from the last on, whose places no other row's
+	 * columns are in: the columns of all ranks, one rank after the other, and from there to the rows. */
+	const int64_t room = head_chunk(V, tensor->size) * (V / tensor->size) / V, most = room > 1 ? room : 1;
+	real *columns = m->acts.head_logits;
+	for (int64_t end = n, rows; end > 0; end -= rows) {
+		rows = end < most ? end : most;
+		all_gather(tensor, TRAFFIC_HEAD, columns, logits + (end - rows) * own, V, rows);
+		for (int r = 0; r < tensor->size; r++) {
+			const int64_t column = shard_begin(V, r, tensor->size);
+			const int64_t width = shard_begin(V, r + 1, tensor->size) - column;
+			for (int64_t i = 0; i < rows; i++)
+				copy_array(logits + (end - rows + i) * V + column, columns + column * rows + i * width, width);
+		}
+	}
 }
 
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss)

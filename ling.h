@@ -49,10 +49,13 @@
  *     startup                  what a process arranges before a command runs
  *     result                   the result of a command, built once as JSON, printed as JSON or as text
  *     manual                   the manual page and the completion for bash, made from those tables
- *     replicas                 inference on several ranks: its layout
  *     kv_pool, prefix_tree     memory for keys and values; which beginnings of sequences are computed
  *     engine                   generation: key-value caches, batches, sampling
+ *     replicas                 inference on several ranks: its layout, who computes what
  *     samples                  prompts that each evaluation of a training run continues
+ *     generator                a model that is open for generation, with its tokenizer
+ *     line_reader              lines of standard input, edited on a terminal
+ *     result_lines             a file of results, appended as they are ready, and found again
  *     match                    what a pattern finds in a reply; numbers and punctuation in it
  *     tasks, scoring           the task files of `ling eval`, and how they are scored
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
@@ -62,8 +65,8 @@
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, tokenize, convert, info, doctor, bench, plot, export, trace, report, watch,
- *                              align    a command each; tokenize has train-tokenizer too
+ *     train, supervise, evaluate, generate, chat, tokenize, convert, info, doctor, bench, plot, export, trace, report,
+ *                              watch, align    a command each; tokenize has train-tokenizer too
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the step; then
  * training/loop.c. kernels.h says what each operation computes, docs/training.md has the formulas.

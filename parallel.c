@@ -796,6 +796,61 @@ void receive_message(const struct group *g, int from, int tag, void *x, int64_t 
 	wait_in(&request, 1, &(struct wait){TRAFFIC_CHECKPOINT, false, 0, 0});
 }
 
+/* Two messages, of which the first is the size of the second, and its sender. */
+struct message_head { int64_t bytes, from; };
+struct posted_message { struct message_head *head; MPI_Request requests[2]; }; /* head: and behind it the message */
+
+void post_message(struct outbox *o, const struct group *g, int to, int tag, const void *x, int64_t bytes)
+{
+	size_t kept = 0; /* those that are still on their way */
+	for (size_t i = 0; i < o->count; i++) {
+		int done;
+		MPI_Testall(2, o->list[i].requests, &done, MPI_STATUSES_IGNORE);
+		if (done)
+			free(o->list[i].head);
+		else
+			o->list[kept++] = o->list[i];
+	}
+	o->count = kept;
+	o->list = grow(o->list, o->count, &o->capacity, 1, sizeof *o->list);
+	struct posted_message *m = &o->list[o->count++];
+	m->head = mpi_allocate(sizeof *m->head + bytes);
+	*m->head = (struct message_head){bytes, g->rank};
+	memcpy(m->head + 1, x, bytes);
+	MPI_Isend(m->head, sizeof *m->head, MPI_BYTE, to, tag, comm_of(g), &m->requests[0]);
+	MPI_Isend(m->head + 1, mpi_count(bytes), MPI_BYTE, to, tag, comm_of(g), &m->requests[1]);
+}
+
+void outbox_wait(struct outbox *o)
+{
+	for (size_t i = 0; i < o->count; i++) {
+		wait_in(o->list[i].requests, 2, &(struct wait){TRAFFIC_AGREEMENT, false, 0, 0});
+		free(o->list[i].head);
+	}
+	free(o->list);
+	*o = (struct outbox){0};
+}
+
+void *take_message(const struct group *g, int tag, bool wait, int64_t *bytes)
+{
+	const struct wait waited = {TRAFFIC_AGREEMENT, false, 0, 0};
+	MPI_Status status;
+	MPI_Request request;
+	int found = wait;
+	if (!wait)
+		MPI_Iprobe(MPI_ANY_SOURCE, tag, comm_of(g), &found, &status);
+	if (!found)
+		return NULL;
+	struct message_head first;
+	MPI_Irecv(&first, sizeof first, MPI_BYTE, MPI_ANY_SOURCE, tag, comm_of(g), &request);
+	wait_in(&request, 1, &waited);
+	void *x = mpi_allocate(first.bytes + 1);
+	MPI_Irecv(x, mpi_count(first.bytes), MPI_BYTE, (int)first.from, tag, comm_of(g), &request);
+	wait_in(&request, 1, &waited);
+	*bytes = first.bytes;
+	return x;
+}
+
 /* ============================================================================================================
  * The shared counter
  * ========================================================================================================== */
@@ -862,6 +917,9 @@ void counter_stop(struct shared_counter *c)
 void counter_close(struct shared_counter *c)
 {
 	MPI_Request request;
+	int64_t first;
+	if (c->asked)
+		counter_take(c, 0, &first);
 	if (mpi.running) {
 		MPI_Ibarrier(MPI_COMM_WORLD, &request);
 		wait_for(&request, 1, TRAFFIC_AGREEMENT, 0);

@@ -12,6 +12,7 @@
 #include "files/trace.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* -- start and end -- */
@@ -196,6 +197,16 @@ enum { ANY_RANK = -1 };
 /* Receives the next message with this tag from rank `from`, or from ANY_RANK, of at most `bytes`. */
 void receive_message(const struct group *g, int from, int tag, void *x, int64_t bytes);
 
+/* Sends a copy of x, of any size, without waiting: the copy is kept until it has been received. */
+struct posted_message;
+struct outbox { struct posted_message *list; size_t count, capacity; }; /* begins as {0} */
+void post_message(struct outbox *o, const struct group *g, int to, int tag, const void *x, int64_t bytes);
+/* Waits until all have been received. */
+void outbox_wait(struct outbox *o);
+/* The next message that post_message has sent with this tag, from whichever rank, and its size; the caller frees it.
+ * Without `wait`, NULL when none has come. */
+void *take_message(const struct group *g, int tag, bool wait, int64_t *bytes);
+
 /* -- a shared counter -- Work whose parts take times that nobody knows is not divided beforehand: a rank that is free
  * takes the next numbers. Rank 0 has the counter, and answers whenever it waits for other ranks, and in
  * parallel_progress. So the numbers come as messages, which move over any network; a counter that others read in rank
@@ -221,7 +232,7 @@ enum { COUNTER_ASKED = -1 };
 int64_t counter_poll(struct shared_counter *c, int64_t most, int64_t *first);
 /* No rank gets a number any more: for a rank that has failed. */
 void counter_stop(struct shared_counter *c);
-/* Collective: rank 0 answers until all ranks are here. A rank must have the answer to what it has asked. */
+/* Collective: rank 0 answers until all ranks are here. */
 void counter_close(struct shared_counter *c);
 
 #endif

@@ -8,7 +8,6 @@
 
 #include "files/base.h"
 #include "files/collections.h"
-#include "files/tensors.h"
 #include "files/tokenizer.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -58,8 +57,7 @@ struct engine {
 	real *own_logits;            /* the same memory where the engine has allocated it, or NULL */
 	int32_t *scratch;            /* [V] */
 	const struct group *alike;   /* the ranks with the same requests */
-	/* All ranks of the replica make each forward pass together, with requests of their own. */
-	bool in_step;
+	bool in_step;                /* all ranks of the replica make each forward pass together: see any_rank_runs */
 	struct engine_statistics statistics;
 };
 
@@ -84,7 +82,9 @@ void request_free(struct request *r)
  * eighth of it. */
 static int64_t tokens_in_memory(const struct model *m)
 {
-	const double weights = m->files ? (double)tensors_bytes(m->files) : (double)m->table.num_elements * sizeof(real);
+	double weights = 0; /* those that this rank reads */
+	for (const struct parameter *t = m->table.parameters; t < m->table.parameters + m->table.num_parameters; t++)
+		weights += (double)parameter_size(t) * (t->mapped && t->bf16 ? sizeof(uint16_t) : sizeof(real));
 	const double all = usable_memory("") / parallel_local_ranks();
 	const double rest = fmax(all - weights - m->acts_bytes - m->arrivals_bytes, all / 8);
 	return (int64_t)(0.8 * fmin(rest, process_memory()) / kv_cache_bytes(m, 1));
@@ -108,7 +108,7 @@ struct engine *engine_open(struct model *m, const struct tokenizer *t, const str
 	struct engine *e = allocate(sizeof *e);
 	*e = (struct engine){.m = m, .tokenizer = t, .options = *o, .forward_tokens = forward_tokens,
 			.alike = o->together ? &m->layout.world : &m->layout.tensor,
-			.in_step = !o->together && m->layout.expert.size > 1};
+			.in_step = !o->together && m->layout.world.size > 1};
 	/* The model's own array has the logits, but not with a tensor group: there it has a part of the vocabulary. */
 	const bool own = m->layout.tensor.size > 1;
 	const int64_t chunk = own ? ENGINE_LOGITS : head_chunk(V, 1);
@@ -580,10 +580,11 @@ static int forward(struct engine *e)
 		if (s->planned > 1 || end == s->request->num_prompt)
 			share(e, s);
 	}
-	for (int64_t first = 0; first < n; first += e->chunk)
+	int rc = 0;
+	for (int64_t first = 0; first < n; first += e->chunk) /* all of them: a tensor group makes the logits together */
 		if (use_rows(e, e->wanted + first, first, n - first < e->chunk ? n - first : e->chunk) < 0)
-			return -1;
-	return 0;
+			rc = -1;
+	return rc;
 }
 
 /* Ends the requests without new tokens whose tokens have all been seen. */
@@ -602,17 +603,16 @@ static int finish_scores(struct engine *e)
 	return 0;
 }
 
-/* Whether any rank that makes the forward passes together with this one has requests. Fails on all if one fails. */
+/* Whether any rank that makes the forward passes together with this one has requests. Returns rc, or 1 where only
+ * another one has failed. */
 static int any_rank_runs(struct engine *e, int rc, bool *runs)
 {
 	double ranks[2] = {*runs, rc < 0};
 	if (e->in_step) {
 		all_reduce_sum(&e->m->layout.world, TRAFFIC_STATISTICS, ranks, 2);
 		*runs = ranks[0] > 0;
-		if (ranks[1] > 0 && rc == 0)
-			rc = fail("another rank of this replica has failed");
 	}
-	return rc;
+	return rc == 0 && ranks[1] > 0 ? 1 : rc;
 }
 
 static void update_statistics(struct engine *e)
@@ -634,7 +634,7 @@ int engine_run(struct engine *e, int (*more)(void *data, struct engine *e), void
 			rc = start_requests(e, more, data);
 		bool runs = rc == 0 && !stopped && e->num_running > 0;
 		rc = any_rank_runs(e, rc, &runs);
-		if (rc < 0 || !runs)
+		if (rc || !runs)
 			break;
 		plan(e);
 		rc = forward(e);
@@ -649,7 +649,7 @@ int engine_run(struct engine *e, int (*more)(void *data, struct engine *e), void
 		}
 		rc = said < 0 ? -1 : rc;
 	}
-	if (rc < 0)
+	if (rc)
 		forget_all(e, RUNNING);
 	e->full = false;
 	update_statistics(e);

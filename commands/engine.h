@@ -121,7 +121,8 @@ int engine_add(struct engine *e, struct request *r);
  * another request could start and none waits. It adds requests with engine_add, none at the end, and returns -1, with
  * the error set, to end everything. Fails when logits are not finite, and where a callback fails; requests that have
  * not ended then hold what was generated so far, and the engine has forgotten them. May be called again: what was
- * computed stays in the pool for later requests that begin alike, as long as there is room. */
+ * computed stays in the pool for later requests that begin alike, as long as there is room. Returns 1 where only
+ * another rank of the replica has failed, which parallel_agree will tell. */
 int engine_run(struct engine *e, int (*more)(void *data, struct engine *e), void *data);
 const struct engine_statistics *engine_statistics(struct engine *e);
 /* The same as a JSON object, with the fragmentation of the pool. */

@@ -168,11 +168,12 @@ static int encode_tasks(const struct eval_options *o, const char *dir, const str
 }
 
 /* Loads the model, for windows of L tokens, on all ranks, which share the samples. */
-static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens, int L)
+static int load_model(struct model *m, const struct model_config *c, const char *dir, int forward_tokens, int L,
+		const struct replica_options *replicas)
 {
-	struct layout layout = layout_of_rank(parallel_rank(), parallel_size(), 1, 1);
-	layout_connect(&layout);
-	if (parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0)
+	struct layout layout;
+	if (replicas_connect(&layout, c, replicas) < 0 ||
+			parallel_agree(model_init(m, c, &layout, 1, forward_tokens, EVALUATE)) < 0)
 		return -1;
 	set_rope_length(m, L);
 	return model_load(m, dir);
@@ -209,7 +210,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	}
 	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
 	if (rc == 0)
-		rc = load_model(&m, c, dir, forward_tokens, L);
+		rc = load_model(&m, c, dir, forward_tokens, L, &o->replicas);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
@@ -222,6 +223,8 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	json_t *report = rc == 0 && first ? results_report(&facts, result, tasks.count) : NULL;
 	if (results && results_finish(results, report) < 0)
 		rc = -1;
+	if (rc == 0)
+		replicas_report(&m.layout);
 	if (rc == 0 && first)
 		result_print(report, o->json, print_results);
 	else
@@ -251,8 +254,6 @@ static int run_eval(const struct command_line *line)
 	else if (o->data && (option_given(line, "out") || option_given(line, "chat-form") ||
 			option_given(line, "kv-tokens") || o->no_sharing))
 		rc = fail("--kv-tokens, --no-prefix-sharing, --out and --chat-form go with --tasks");
-	else if (o->tasks && (option_given(line, "tensor") || option_given(line, "expert")))
-		rc = fail("--tensor and --expert go with --data");
 	else if (o->tasks && (option_given(line, "max-windows") || option_given(line, "dtype") ||
 			option_given(line, "packing") || option_given(line, "document-mask") ||
 			option_given(line, "document-token")))

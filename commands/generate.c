@@ -1,19 +1,19 @@
 /*
- * commands/generate.c - `ling generate`: continues prompts, and prints the continuations.
+ * commands/generate.c - `ling generate`: continues prompts, and prints the continuations or appends them to a file.
  */
 #define _GNU_SOURCE
 #include "commands/generate.h"
 
 #include "files/base.h"
-#include "files/checkpoint.h"
 #include "files/encoder.h"
 #include "files/tokenizer.h"
-#include "files/unicode.h"
 #include "files/text.h"
 #include "parallel.h"
 #include "ling.h"
 #include "commands/engine.h"
+#include "commands/generator.h"
 #include "commands/result.h"
+#include "commands/result_lines.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -21,247 +21,358 @@
 #include <string.h>
 
 struct generate_options {
-	const char *prompt, *prompts, *stop, *tokenizer, *chat_form;
-	bool chat, json, no_cache, no_sharing;
+	const char *prompt, *prompts, *out, *stop, *tokenizer, *chat_form;
+	bool chat, json, logprobs, no_cache, no_sharing;
 	struct sampling sampling;
 	int64_t max_tokens, kv_tokens;
-	int batch, seq_len;
+	int batch, draws, format, seq_len;
 };
 
-/* How far the results have been printed. Several requests are printed in the order of the prompts, each when it and
- * all before it have ended. The text of a single one is printed as it is generated. */
-struct printing {
+/* What `ling generate` works on, and how far it is. */
+struct generation {
 	const struct generate_options *options;
-	const struct request *list;  /* [n] */
-	int n, next;                 /* next: the first one that is not printed yet */
+	struct generator generator;
+	int64_t max_tokens;          /* for each request */
+	struct strings stop;
+	struct ids *prompts;         /* [num_prompts] */
+	int num_prompts;
+	struct request *requests;    /* [num_requests] by prompt; those of a prompt by draw */
+	int num_requests;
+	struct result_lines file;    /* where --out is given */
+	/* Without it several requests are printed in their order, each when it and all before it have ended. The text of a
+	 * single one is printed as it is generated. */
+	int next;                    /* the first one that is not printed yet */
 	size_t printed;              /* bytes of a single one's text */
-	size_t held;                 /* bytes at the end of it that may become the stop text */
-	int64_t tokens;              /* generated so far */
-	double start, last_status;   /* seconds of the clock: of the start, of the last line of progress */
+	int ended;
+	/* of the last line of progress: seconds of the clock, and the engine's counts then */
+	double shown;
+	int64_t tokens_in, tokens_out;
 };
 
-static void print_request(const struct printing *p, const struct request *c)
+/* Whether the text is printed while it is generated. */
+static bool is_streamed(const struct generation *g)
+{
+	return g->num_requests == 1 && !g->options->json && !g->options->out;
+}
+
+/* The numbers of a list as JSON. */
+static json_t *numbers_of(const int32_t *ids, const double *log_prob, int64_t n)
+{
+	json_t *list = json_array();
+	for (int64_t i = 0; i < n; i++)
+		json_array_append_new(list, ids ? json_integer(ids[i]) : result_number(log_prob[i]));
+	return list;
+}
+
+/* The result of a request that has ended; the caller owns it. */
+static json_t *result_of(const struct generation *g, const struct request *r)
 {
 	static const char *const finish[] = {[ENDED_BY_TOKEN] = "end", [ENDED_BY_STOP] = "stop",
-			[ENDED_BY_LENGTH] = "length", [ENDED_BY_CALLER] = "caller"};
-	if (p->options->json) {
-		result_print(json_pack("{s:I, s:o, s:I, s:I, s:s}", "prompt", (json_int_t)c->number,
-				"text", json_bytes(c->text.data, c->text.size), "prompt_tokens", (json_int_t)c->num_prompt,
-				"tokens", (json_int_t)(c->ids.count - c->num_prompt), "finish", finish[c->ended]), true, NULL);
+			[ENDED_BY_LENGTH] = "length"};
+	const int64_t tokens = r->ids.count - r->num_prompt;
+	json_t *result = json_pack("{s:I}", "prompt", (json_int_t)r->number);
+	if (g->options->draws > 1 || g->options->out)
+		json_object_set_new(result, "draw", json_integer(r->draw));
+	json_t *rest = json_pack("{s:o, s:I, s:I, s:s}", "text", json_bytes(r->text.data, r->text.size), "prompt_tokens",
+			(json_int_t)r->num_prompt, "tokens", (json_int_t)tokens, "finish", finish[r->ended]);
+	json_object_update(result, rest);
+	json_decref(rest);
+	if (g->options->logprobs) {
+		json_object_set_new(result, "ids", numbers_of(r->ids.id + r->num_prompt, NULL, tokens));
+		json_object_set_new(result, "logprobs", numbers_of(NULL, r->log_prob, tokens));
+	}
+	return result;
+}
+
+static void print_request(const struct generation *g, const struct request *r)
+{
+	if (g->options->json) {
+		result_print(result_of(g, r), true, NULL);
 		return;
 	}
-	if (p->n > 1)
-		printf("%s==> prompt %lld <==\n", c->number ? "\n" : "", (long long)c->number + 1);
-	fwrite(c->text.data, 1, c->text.size, stdout);
+	if (g->num_requests > 1)
+		printf("%s==> prompt %lld", r == g->requests ? "" : "\n", (long long)r->number + 1);
+	if (g->options->draws > 1)
+		printf(", draw %lld", (long long)r->draw + 1);
+	if (g->num_requests > 1)
+		printf(" <==\n");
+	fwrite(r->text.data, 1, r->text.size, stdout);
 	printf("\n");
 }
 
-/* Called after each token of each request, see struct engine_options. */
-static int show_request(void *data, struct request *c)
+/* An engine's on_token: prints or appends what is ready. */
+static int show_request(void *data, struct request *r)
 {
-	struct printing *p = data;
-	const bool streams = p->n == 1 && !p->options->json;
-	p->tokens++;
-	if (streams) {
-		/* The end of a text that goes on is held back: it may be a part of the stop text or of a character. */
-		const size_t size = c->ended ? c->text.size
-				: c->text.size > p->held ? utf8_whole(c->text.data, c->text.size - p->held) : 0;
-		if (size > p->printed) {
-			fwrite(c->text.data + p->printed, 1, size - p->printed, stdout);
-			p->printed = size;
+	struct generation *g = data;
+	g->ended += r->ended != RUNNING;
+	if (g->options->out) {
+		if (!r->ended)
+			return 0;
+		const int rc = result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		request_free(r); /* there may be many */
+		return rc;
+	}
+	if (is_streamed(g)) {
+		const size_t size = text_to_show(r, longest_stop(&g->stop));
+		if (size > g->printed) {
+			fwrite(r->text.data + g->printed, 1, size - g->printed, stdout);
+			g->printed = size;
 		}
-		if (c->ended)
+		if (r->ended)
 			printf("\n");
 	} else
-		for (; p->next < p->n && p->list[p->next].ended; p->next++)
-			print_request(p, &p->list[p->next]);
+		for (; g->next < g->num_requests && g->requests[g->next].ended; g->next++)
+			print_request(g, &g->requests[g->next]);
 	if (fflush(stdout) || ferror(stdout))
 		return fail("cannot write to standard output: %s", strerror(errno));
-	if (!(streams && is_terminal(stdout)) && clock_seconds() - p->last_status > (is_terminal(stderr) ? 1 : 30)) {
-		char line[128];
-		p->last_status = clock_seconds();
-		snprintf(line, sizeof line, "generating: %d of %d prompts done, %.1f tokens/s", streams ? 0 : p->next, p->n,
-				p->tokens / (p->last_status - p->start));
-		print_status(stderr, line, false);
-	}
 	return 0;
 }
 
-/* Encodes the prompts that the command line names: (*out)[n], which the caller frees, each id and *out, also after an
- * error. */
-static int read_prompts(const struct generate_options *o, const struct tokenizer *t, struct ids **out, int *n)
+/* An engine's on_step: shows how far it is. */
+static int show_progress(void *data, const struct engine_statistics *s)
 {
+	struct generation *g = data;
+	const double now = clock_seconds(), seconds = now - g->shown;
+	char line[160];
+	if ((is_streamed(g) && is_terminal(stdout)) || seconds < (is_terminal(stderr) ? 1 : 30))
+		return 0;
+	snprintf(line, sizeof line, "generating: %d of %d done, %.1f tokens/s in, %.1f out, %.0f%% of the memory for keys "
+			"and values", g->ended, g->num_requests, (s->tokens_in - g->tokens_in) / seconds,
+			(s->tokens_out - g->tokens_out) / seconds, 100.0 * s->kv_used / s->kv_tokens);
+	print_status(stderr, line, false);
+	g->shown = now, g->tokens_in = s->tokens_in, g->tokens_out = s->tokens_out;
+	return 0;
+}
+
+/* The prompt of --prompt; "-" is the standard input, whose last line end is no part of it. */
+static int read_prompt(const struct generate_options *o, struct encoder *e, struct ids *out)
+{
+	struct text text = {0};
+	int rc = 0;
+	if (!strcmp(o->prompt, "-")) {
+		rc = read_whole("-", FORMAT_TEXT, &text);
+		text.size -= text.size && text.data[text.size - 1] == '\n';
+		text.size -= text.size && text.data[text.size - 1] == '\r';
+	} else
+		text_append_string(&text, o->prompt);
+	if (rc == 0)
+		rc = prompt_encode(e, text.data ? text.data : "", text.size, o->chat, out);
+	free(text.data);
+	return rc;
+}
+
+/* Encodes the prompts that the command line names. */
+static int read_prompts(struct generation *g)
+{
+	const struct generate_options *o = g->options;
+	const struct tokenizer *t = g->generator.tokenizer;
 	if (o->prompts)
-		return prompts_read(o->prompts, t, o->chat, out, n);
-	*n = 1;
-	*out = calloc(1, sizeof **out);
+		return prompts_read(o->prompts, o->format, t, o->chat, &g->prompts, &g->num_prompts);
+	g->num_prompts = 1;
+	g->prompts = allocate(sizeof *g->prompts);
 	struct encoder *e = encoder_open(t);
-	const int rc = *out && e ? prompt_encode(e, o->prompt, strlen(o->prompt), o->chat, *out)
-			: fail("out of memory for the prompt");
+	const int rc = e ? read_prompt(o, e, g->prompts) : fail("out of memory for the prompt");
 	encoder_close(e);
 	return rc;
 }
 
-/* The longest sequence, a prompt and what is generated. */
-static int positions(const struct generate_options *o, const struct model_config *c)
+/* Fails when a prompt and the tokens asked for are more than the model has positions for. Where no number was asked
+ * for, sets max_tokens to what all prompts leave room for, at most 256. */
+static int check_prompts(struct generation *g)
 {
-	return o->seq_len ? o->seq_len : default_sequence(c);
-}
-
-/* Fails when a prompt and the tokens asked for are more than the model has positions for. Gives the tokens for
- * each: where no number was asked for, what all prompts leave room for, at most 256. */
-static int check_prompts(int64_t *max_tokens, const struct generate_options *o, const struct model_config *c,
-		const struct ids *ids, int n, const char *dir)
-{
-	const int64_t asked = *max_tokens, most = positions(o, c);
-	*max_tokens = asked ? asked : 256;
-	for (int i = 0; i < n; i++) {
-		if (ids[i].count + (asked ? asked : 1) > most)
-			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", dir, i + 1,
-					(long long)ids[i].count, (long long)(asked ? asked : 1), o->seq_len ? "--seq-len"
+	const int64_t asked = g->options->max_tokens, most = g->generator.positions;
+	g->max_tokens = asked ? asked : 256;
+	for (int i = 0; i < g->num_prompts; i++) {
+		const int64_t n = g->prompts[i].count;
+		if (n + (asked ? asked : 1) > most)
+			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", g->generator.dir,
+					i + 1, (long long)n, (long long)(asked ? asked : 1), g->options->seq_len ? "--seq-len"
 					: "the model's max_position_embeddings", (long long)most);
-		if (ids[i].count + *max_tokens > most)
-			*max_tokens = most - ids[i].count;
+		if (n + g->max_tokens > most)
+			g->max_tokens = most - n;
 	}
 	return 0;
 }
 
-/* Loads the model, generates for n prompts as `wanted` says, and prints the results. Takes the ids of the prompts. */
-static int run_requests(const struct generate_options *o, const char *dir, const struct request *wanted,
-		const struct model_config *c, const struct tokenizer *t, struct ids *ids, int n)
+/* Makes a request of each draw of each prompt, and gives the engine those that are not done yet. */
+static int add_requests(struct generation *g, struct engine *e)
 {
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	const size_t stop = longest_stop(wanted->stop);
-	struct model m = {0};
-	struct request *list = calloc(n, sizeof *list);
-	struct printing printing = {.list = list, .n = n, .start = clock_seconds(), .last_status = clock_seconds(),
-			.options = o, .held = stop ? stop - 1 : 0};
-	struct engine_options options = {.kv_tokens = o->kv_tokens, .max_requests = o->batch, .no_sharing = o->no_sharing,
-			.no_cache = o->no_cache, .on_token = show_request, .data = &printing};
-	struct engine *e = NULL;
-	int64_t prompts = 0;
-	int rc = list ? 0 : fail("out of memory for %d prompts", n);
-	for (int i = 0; i < n && rc == 0; i++) {
-		list[i] = *wanted;
-		list[i].ids = ids[i];
-		list[i].num_prompt = ids[i].count;
-		list[i].number = i;
-		ids[i] = (struct ids){0};
-		prompts += list[i].num_prompt;
+	const struct generate_options *o = g->options;
+	for (int i = 0; i < g->num_requests; i++) {
+		const int prompt = i / o->draws;
+		struct request *r = &g->requests[i];
+		*r = (struct request){.num_prompt = g->prompts[prompt].count, .number = prompt, .draw = i % o->draws,
+				.max_tokens = g->max_tokens, .sampling = o->sampling, .stop = &g->stop, .ends = &g->generator.ends,
+				.score_from = o->logprobs ? g->prompts[prompt].count : 0};
+		if (o->out && g->file.done[i])
+			continue;
+		append_ids(&r->ids, g->prompts[prompt].id, r->num_prompt);
+		if (engine_add(e, r) < 0)
+			return -1;
 	}
-	options.useful_tokens = prompts + n * wanted->max_tokens;
-	prompts = prompts > o->batch ? prompts : o->batch; /* the next token of each is computed together */
+	return 0;
+}
+
+/* Loads the model, and generates what is not done yet. */
+static int run_requests(struct generation *g)
+{
+	const struct generate_options *o = g->options;
+	int64_t prompt_tokens = 0;
+	for (int i = 0; i < g->num_prompts; i++)
+		prompt_tokens += g->prompts[i].count;
+	const int64_t tokens = prompt_tokens * o->draws + g->num_requests * g->max_tokens; /* at the most */
+	g->requests = calloc(g->num_requests, sizeof *g->requests);
+	if (!g->requests)
+		return fail("out of memory for %d prompts", g->num_requests);
+	if (generator_load(&g->generator, prompt_tokens > o->batch ? prompt_tokens : o->batch) < 0)
+		return -1;
+	struct engine *e = engine_open(&g->generator.model, g->generator.tokenizer, &(struct engine_options){
+			.kv_tokens = o->kv_tokens, .useful_tokens = tokens, .max_requests = o->batch, .no_cache = o->no_cache,
+			.no_sharing = o->no_sharing, .on_token = show_request, .on_step = show_progress, .data = g});
+	const double start = g->shown = clock_seconds();
+	int rc = e ? add_requests(g, e) : -1;
 	if (rc == 0)
-		rc = model_init(&m, c, &alone, 1, (int)(prompts < ENGINE_TOKENS ? prompts : ENGINE_TOKENS), EVALUATE);
-	if (rc == 0) {
-		set_rope_length(&m, positions(o, c));
-		rc = model_load(&m, dir);
-	}
-	if (rc == 0 && !(e = engine_open(&m, t, &options)))
-		rc = -1;
-	for (int i = 0; i < n && rc == 0; i++)
-		rc = engine_add(e, &list[i]);
-	if (rc == 0) {
-		printing.start = clock_seconds();
 		rc = engine_run(e, NULL, NULL);
-		if (is_terminal(stderr))
-			fprintf(stderr, "\r\033[K%lld tokens, %.1f tokens/s\n", (long long)printing.tokens,
-					printing.tokens / (clock_seconds() - printing.start));
+	if (rc == 0 && is_terminal(stderr)) {
+		const struct engine_statistics *s = engine_statistics(e);
+		const double seconds = clock_seconds() - start;
+		fprintf(stderr, "\r\033[K%lld tokens in, %lld out, %.1f and %.1f tokens/s\n", (long long)s->tokens_in,
+				(long long)s->tokens_out, s->tokens_in / seconds, s->tokens_out / seconds);
 	}
 	engine_close(e);
-	for (int i = 0; list && i < n; i++)
-		request_free(&list[i]);
-	free(list);
-	model_free(&m);
 	return rc;
+}
+
+/* The options on which a result depends, as they would be given; the caller frees the text. */
+static struct text options_of(const struct generation *g)
+{
+	const struct generate_options *o = g->options;
+	const struct sampling *s = &o->sampling;
+	struct text text = {0};
+	text_printf(&text, "--max-tokens %lld --temperature %.15g", (long long)g->max_tokens, s->temperature);
+	if (o->seq_len)
+		text_printf(&text, " --seq-len %d", o->seq_len);
+	if (s->temperature > 0)
+		text_printf(&text, " --seed %llu", (unsigned long long)s->seed);
+	if (s->top_k)
+		text_printf(&text, " --top-k %d", s->top_k);
+	if (s->top_p < 1)
+		text_printf(&text, " --top-p %.15g", s->top_p);
+	if (o->logprobs)
+		text_printf(&text, " --logprobs");
+	if (g->stop.count)
+		text_printf(&text, " --stop %s", o->stop);
+	return text;
+}
+
+/* Generates what is not in the file of --out yet. */
+static int extend_file(struct generation *g)
+{
+	struct text text = options_of(g);
+	uint32_t *checksums = allocate(g->num_prompts * sizeof *checksums);
+	for (int i = 0; i < g->num_prompts; i++)
+		checksums[i] = crc_of(0, (const uint8_t *)g->prompts[i].id, g->prompts[i].count * sizeof *g->prompts[i].id);
+	g->file = (struct result_lines){.file = -1, .prompts = checksums, .options = text.data,
+			.num_prompts = g->num_prompts, .num_draws = g->options->draws};
+	int rc = generator_checksum(&g->generator, &g->file.model);
+	if (rc == 0)
+		rc = result_lines_open(&g->file, g->options->out);
+	g->ended = (int)g->file.num_done;
+	if (rc == 0 && g->ended)
+		fprintf(stderr, "%s: %d of %d results are there\n", g->options->out, g->ended, g->num_requests);
+	if (rc == 0 && g->ended < g->num_requests)
+		rc = run_requests(g);
+	rc = result_lines_close(&g->file, rc);
+	free(checksums);
+	free(text.data);
+	return rc;
+}
+
+/* All of the command but the checks of its options. */
+static int generate_all(struct generation *g, const char *model)
+{
+	const struct generate_options *o = g->options;
+	/* prompts that may be conversations */
+	const bool chat = o->chat || (o->prompts && text_format(o->prompts, o->format) != FORMAT_TEXT);
+	if (generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat, o->seq_len) < 0 || read_prompts(g) < 0 ||
+			check_prompts(g) < 0)
+		return -1;
+	if ((int64_t)g->num_prompts * o->draws > INT32_MAX)
+		return fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
+	g->num_requests = g->num_prompts * o->draws;
+	return o->out ? extend_file(g) : run_requests(g);
 }
 
 static int run_generate(const struct command_line *line)
 {
 	const struct generate_options *o = line->options;
-	char dir[PATH_LEN];
-	const struct strings stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false};
-	struct ids *ids = NULL, ends = {0};
-	struct request wanted = {.sampling = o->sampling, .max_tokens = o->max_tokens, .stop = &stop, .ends = &ends};
-	struct model_config c;
-	/* prompts that may be conversations */
-	const bool chat = o->chat || (o->prompts && text_format(o->prompts, FORMAT_BY_NAME) != FORMAT_TEXT);
-	int n = 0, rc = 0;
-	if (!o->prompt == !o->prompts)
+	struct generation g = {.options = o, .stop = {(char *[]){(char *)o->stop}, o->stop && *o->stop, false}};
+	const bool chat = o->chat || (o->prompts && text_format(o->prompts, o->format) != FORMAT_TEXT);
+	int rc = check_sampling(line, &o->sampling);
+	if (rc == 0 && !o->prompt == !o->prompts)
 		rc = fail("give either --prompt TEXT or --prompts FILE");
-	else if (o->sampling.temperature == 0 && (option_given(line, "top-k") || option_given(line, "top-p") ||
-			option_given(line, "seed")))
-		rc = fail("--top-k, --top-p and --seed go with a --temperature above 0; without it the most likely token is "
-				"taken");
-	else if (o->chat_form && !chat)
+	else if (rc == 0 && o->format && !o->prompts)
+		rc = fail("--format goes with --prompts");
+	else if (rc == 0 && o->prompts && !strcmp(o->prompts, "-") && !o->format)
+		rc = fail("--prompts -: the standard input has no name that tells what it is; add --format text or --format "
+				"jsonl");
+	else if (rc == 0 && o->chat_form && !chat)
 		rc = fail("--chat-form goes with --chat, or with --prompts of JSON lines");
-	else if (parallel_size() > 1)
+	else if (rc == 0 && o->draws > 1 && o->sampling.temperature == 0)
+		rc = fail("--n goes with a --temperature above 0; without it all draws are the same");
+	else if (rc == 0 && o->logprobs && !o->json && !o->out)
+		rc = fail("--logprobs goes with --json or --out");
+	else if (rc == 0 && parallel_size() > 1)
 		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	if (find_model(dir, line->words[0]) < 0 || config_from_huggingface(&c, dir) < 0)
-		return EXIT_WORK_FAILED;
-	if (o->seq_len > longest_sequence(&c)) {
-		fail("%s: --seq-len %d is more than the model's longest sequence, %d", dir, o->seq_len, longest_sequence(&c));
-		return EXIT_WORK_FAILED;
-	}
-	struct tokenizer *t = tokenizer_of_model(dir, o->tokenizer);
-	if (!t)
-		rc = -1;
-	else if (tokenizer_size(t) > c.vocab_size)
-		rc = fail("%s: the tokenizer has %d ids, the model's vocabulary %d: it is not this model's", dir,
-				tokenizer_size(t), c.vocab_size);
-	if (rc == 0)
-		rc = end_ids_read(&ends, dir) < 0 ? -1 : chat_form_choose(t, o->chat_form);
-	if (rc == 0 && chat)
-		chat_end_append(t, &ends);
-	if (rc == 0)
-		rc = read_prompts(o, t, &ids, &n);
-	if (rc == 0)
-		rc = check_prompts(&wanted.max_tokens, o, &c, ids, n, dir);
-	if (rc == 0)
-		rc = run_requests(o, dir, &wanted, &c, t, ids, n);
-	for (int i = 0; ids && i < n; i++)
-		free(ids[i].id);
-	free(ids);
-	free(ends.id);
-	tokenizer_close(t);
+	rc = generate_all(&g, line->words[0]);
+	for (int i = 0; g.requests && i < g.num_requests; i++)
+		request_free(&g.requests[i]);
+	free(g.requests);
+	for (int i = 0; g.prompts && i < g.num_prompts; i++)
+		free(g.prompts[i].id);
+	free(g.prompts);
+	generator_close(&g.generator);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }
 
+static const char *const format_names[] = FORMAT_NAMES;
+
 static const struct command_option options[] = {
 	TEXT_OPTION(generate_options, prompt, "prompt", "TEXT",
-			"Continue this text; an empty one is the beginning of a document"),
+			"Continue this text; an empty one is the beginning of a document; - is the text of the standard input"),
 	TEXT_OPTION(generate_options, prompts, "prompts", "FILE",
 			"Continue each line of a text file; of JSON lines (.jsonl, .ndjson, or .json with an array of them) each "
 			"one's `prompt`, or reply to its `messages` or `conversations`; where the assistant spoke last, continue "
-			"that"),
+			"that. - is the standard input, and needs --format"),
+	CHOICE_OPTION(generate_options, format, "format", "FORMAT", format_names,
+			"What --prompts holds: text, jsonl, json (an array of records), or auto (the default): by its name"),
+	TEXT_OPTION(generate_options, out, "out", "FILE",
+			"Append each result to this file of JSON lines as soon as it is ready. The same command, given again, "
+			"adds what is missing"),
+	WHOLE_OPTION(generate_options, draws, "n", "N", 1, 1000000, "Results for each prompt, each drawn for itself",
+			.initial = "1"),
 	FLAG_OPTION(generate_options, chat, "chat", "A prompt is a user's message, and the reply follows"),
 	TEXT_OPTION(generate_options, chat_form, "chat-form", "NAME", CHAT_FORM_HELP),
-	WHOLE_OPTION(generate_options, seq_len, "seq-len", "L", 1, INT32_MAX,
-			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type "
-			"dynamic its max_position_embeddings, beyond which L changes the results)"),
+	SEQ_LEN_OPTION(generate_options),
 	WHOLE_OPTION(generate_options, max_tokens, "max-tokens", "N", 1, INT32_MAX,
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
-	NUMBER_OPTION(generate_options, sampling.temperature, "temperature", "T", 0, 100,
-			"Draw from softmax(logits / T); 0: take the most likely token", .initial = "0"),
-	WHOLE_OPTION(generate_options, sampling.top_k, "top-k", "K", 1, INT32_MAX, "Draw from the K most likely tokens"),
-	NUMBER_OPTION(generate_options, sampling.top_p, "top-p", "P", 0, 1,
-			"Draw from the fewest tokens that have P of the probability", .above = true, .initial = "1"),
-	WHOLE_OPTION(generate_options, sampling.seed, "seed", "S", 0, INT64_MAX,
-			"Seed of the draws, which depend on it, the prompt's number and the position alone", .initial = "0"),
+	SAMPLING_OPTIONS(generate_options),
 	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
 			"Prompts that are computed together; changes no result", .initial = "8"),
+	KV_TOKENS_OPTION(generate_options),
+	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing",
+			"Compute equal beginnings of prompts for each one, to compare"),
 	TEXT_OPTION(generate_options, stop, "stop", "TEXT", "End before this text"),
-	WHOLE_OPTION(generate_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
-			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
-	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing", "Compute equal beginnings for each prompt"),
 	FLAG_OPTION(generate_options, no_cache, "no-cache",
 			"Compute the whole sequence again for each token: slow, to check"),
-	TEXT_OPTION(generate_options, tokenizer, "tokenizer", "NAME",
-			"byte, a tokenizer.json, or its directory (default: the model's own)"),
+	TOKENIZER_OPTION(generate_options),
 	FLAG_OPTION(generate_options, json, "json",
 			"Print a JSON object on a line for each prompt; its field `prompt` counts the prompts from 0"),
+	FLAG_OPTION(generate_options, logprobs, "logprobs",
+			"With --json or --out: the ids of the generated tokens, and log softmax(logits) of each, whatever the "
+			"temperature"),
 };
 
 const struct command generate_command = {

@@ -11,6 +11,7 @@
 #include "commands/supervise.h"
 #include "commands/evaluate.h"
 #include "commands/generate.h"
+#include "commands/chat.h"
 #include "commands/tokenize.h"
 #include "commands/convert.h"
 #include "commands/info.h"
@@ -32,9 +33,9 @@
 #include <unistd.h>
 
 static const struct command *const commands[] = {
-	&train_command, &supervise_command, &eval_command, &generate_command, &tokenize_command, &train_tokenizer_command,
-	&convert_command, &info_command, &bench_command, &doctor_command, &plot_command, &trace_command,
-	&report_command, &export_command, &watch_command, &align_command,
+	&train_command, &supervise_command, &eval_command, &generate_command, &chat_command, &tokenize_command,
+	&train_tokenizer_command, &convert_command, &info_command, &bench_command, &doctor_command, &plot_command,
+	&trace_command, &report_command, &export_command, &watch_command, &align_command,
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };

@@ -90,7 +90,8 @@ static int read_file(struct sampler *s, const char *path)
 	struct prompts *p = &s->file;
 	if (!*path)
 		return 0;
-	if (chat_form_choose(s->tokenizer, NULL) < 0 || prompts_read(path, s->tokenizer, false, &p->ids, &p->n) < 0)
+	if (chat_form_choose(s->tokenizer, NULL) < 0 ||
+			prompts_read(path, FORMAT_BY_NAME, s->tokenizer, false, &p->ids, &p->n) < 0)
 		return -1;
 	p->text = allocate(p->n * sizeof *p->text);
 	for (int i = 0; i < p->n; i++)

@@ -12,6 +12,7 @@
 #include "files/tokenizer.h"
 #include "ling.h"
 #include "commands/engine.h"
+#include "commands/replicas.h"
 #include "commands/tasks.h"
 
 #include <math.h>
@@ -350,11 +351,11 @@ static int32_t sequence_token(const struct task_work *w, const struct task_conte
 /* A task as requests of an engine: number i is that of continuation i or, for replies, of context i. */
 struct task_requests {
 	struct task_work *work;
-	const struct group *data;    /* whose ranks take the samples in turn */
+	struct shared_work shared;   /* the contexts: the requests of one begin alike */
 	struct request *list;        /* [num_continuations or num_contexts] */
-	int64_t context;             /* of the next request, and */
-	int continuation;            /* its continuation, counted from 0 in the context */
-	struct progress *progress;   /* or NULL */
+	bool keeps;                  /* this rank is the one of its tensor group that keeps results */
+	struct progress *progress;   /* of all ranks; or NULL */
+	int64_t shown;               /* contexts that it has counted */
 };
 
 static bool has_replies(const struct task_work *w)
@@ -366,11 +367,6 @@ static bool has_replies(const struct task_work *w)
 static int num_requests(const struct task_work *w, const struct task_context *x)
 {
 	return has_replies(w) ? 1 : x->num_continuations;
-}
-
-static bool is_own(const struct task_context *x, const struct group *data)
-{
-	return x->sample % data->size == data->rank;
 }
 
 static void fill_request(struct request *r, const struct task_work *w, const struct task_context *x, int continuation)
@@ -388,20 +384,19 @@ static void fill_request(struct request *r, const struct task_work *w, const str
 	r->num_prompt = r->ids.count;
 }
 
-/* The `more` of engine_run: adds this rank's next request. */
-static int add_request(void *data, struct engine *e)
+/* Adds the requests of a context, see struct shared_work. */
+static int add_requests(void *data, struct engine *e, int64_t number)
 {
 	struct task_requests *t = data;
 	const struct task_work *w = t->work;
-	for (; t->context < w->num_contexts; t->context++, t->continuation = 0) {
-		const struct task_context *x = &w->contexts[t->context];
-		if (!is_own(x, t->data) || t->continuation == num_requests(w, x))
-			continue;
-		const int64_t number = has_replies(w) ? t->context : x->first_continuation + t->continuation;
-		struct request *r = &t->list[number];
-		r->number = (uint32_t)number;
-		fill_request(r, w, x, t->continuation++);
-		return engine_add(e, r);
+	const struct task_context *x = &w->contexts[number];
+	for (int i = 0; i < num_requests(w, x); i++) {
+		const int64_t place = has_replies(w) ? number : x->first_continuation + i;
+		struct request *r = &t->list[place];
+		r->number = (uint32_t)place;
+		fill_request(r, w, x, i);
+		if (engine_add(e, r) < 0)
+			return -1;
 	}
 	return 0;
 }
@@ -413,38 +408,37 @@ static int keep_result(void *data, struct request *r)
 	struct task_work *w = t->work;
 	if (!r->ended)
 		return 0;
-	for (int64_t i = 0; i < r->num_log_probs; i++)
+	for (int64_t i = 0; t->keeps && i < r->num_log_probs; i++)
 		w->log_likelihood[r->number] += r->log_prob[i];
-	if (has_replies(w)) {
+	if (has_replies(w) && t->keeps) {
 		double *reply = w->reply + r->number * (int64_t)(1 + w->task->max_tokens);
 		reply[0] = r->ids.count - r->num_prompt;
 		for (int i = 0; i < reply[0]; i++)
 			reply[1 + i] = r->ids.id[r->num_prompt + i];
 	}
 	request_free(r);
-	progress(t->progress, 1);
+	progress(t->progress, t->shared.counter.next - t->shown);
+	t->shown = t->shared.counter.next;
 	return 0;
 }
 
-/* Computes this rank's requests. */
+/* Computes the task together with the other ranks. */
 static int run_requests(struct task_work *w, struct model *m, const struct engine_options *o)
 {
-	const bool shows = m->layout.world.rank == 0;
+	const bool shows = m->layout.all.rank == 0;
 	const int64_t all = has_replies(w) ? w->num_contexts : w->num_continuations;
-	struct task_requests t = {.work = w, .data = &m->layout.data,
-			.list = task_memory(w->task, "the requests", all, sizeof *t.list)};
+	struct task_requests t = {.work = w, .list = task_memory(w->task, "the requests", all, sizeof *t.list),
+			.keeps = m->layout.tensor.rank == 0};
+	t.shared = (struct shared_work){.count = w->num_contexts, .add = add_requests, .data = &t};
 	struct engine_options options = *o;
-	int64_t own = 0;
-	for (const struct task_context *x = w->contexts; x < w->contexts + w->num_contexts; x++) {
-		own += is_own(x, t.data) ? num_requests(w, x) : 0;
-		options.useful_tokens += num_requests(w, x) * w->longest;
-	}
-	struct progress p = progress_start(w->task->name, own, own ? (double)w->task->num_samples / own : 0, "samples");
+	options.useful_tokens = all * w->longest;
+	const double samples = w->num_contexts ? (double)w->task->num_samples / w->num_contexts : 0; /* in a context */
+	struct progress p = progress_start(w->task->name, w->num_contexts, samples, "samples");
 	t.progress = shows ? &p : NULL;
 	options.on_token = keep_result;
 	options.data = &t;
 	struct engine *e = parallel_agree(t.list ? 0 : -1) < 0 ? NULL : engine_open(m, w->tokenizer, &options);
-	const int rc = e ? engine_run(e, add_request, &t) : -1;
+	const int rc = e ? shared_work_run(&t.shared, e, m, options.max_requests) : -1;
 	engine_close(e);
 	for (int64_t i = 0; t.list && i < all; i++)
 		request_free(&t.list[i]);
@@ -456,15 +450,14 @@ static int run_requests(struct task_work *w, struct model *m, const struct engin
 
 int task_run(struct task_work *w, struct model *m, const struct engine_options *o)
 {
-	const int rc = run_requests(w, m, o);
-	if (parallel_agree(rc) < 0)
+	if (parallel_agree(run_requests(w, m, o)) < 0)
 		return -1;
 	/* Every value is that of one rank, and 0 on the others. */
 	if (has_replies(w)) {
-		all_reduce_sum(&m->layout.data, TRAFFIC_STATISTICS, w->reply, w->num_contexts * (1 + w->task->max_tokens));
+		all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, w->reply, w->num_contexts * (1 + w->task->max_tokens));
 		return 0;
 	}
-	all_reduce_sum(&m->layout.data, TRAFFIC_STATISTICS, w->log_likelihood, w->num_continuations);
+	all_reduce_sum(&m->layout.all, TRAFFIC_STATISTICS, w->log_likelihood, w->num_continuations);
 	for (const struct task_context *x = w->contexts; x < w->contexts + w->num_contexts; x++)
 		for (int i = 0; i < x->num_continuations; i++) {
 			const double value = w->log_likelihood[x->first_continuation + i];

@@ -371,7 +371,7 @@ int tokenize_files(const char *prefix, const char *tokenizer, const char *chat_f
 	return rc;
 }
 
-static const char *const format_names[] = {"auto", "text", "jsonl", "json", NULL}; /* enum text_format */
+static const char *const format_names[] = FORMAT_NAMES;
 /* The options that say how files become texts, of a struct with these fields. */
 #define TEXT_INPUT_OPTIONS(s) \
 	CHOICE_OPTION(s, format, "format", "FORMAT", format_names, \

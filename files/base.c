@@ -1220,7 +1220,7 @@ uint32_t crc_of(uint32_t crc, const uint8_t *data, size_t n)
 			crc = crc32_combine(crc, part[i], SLICE);
 		data += (size_t)slices * SLICE, n -= (size_t)slices * SLICE;
 	}
-	return crc32_z(crc, data, n);
+	return n ? crc32_z(crc, data, n) : crc; /* zlib forgets crc where data is NULL */
 }
 
 int file_crc32(const char *path, uint32_t *crc)

@@ -268,6 +268,17 @@ void byte_source_close(struct byte_source *s)
 	free(s->packed), free(s->head), free(s);
 }
 
+int read_whole(const char *path, enum text_format wanted, struct text *out)
+{
+	struct byte_source *s = byte_source_open(path, wanted);
+	char bytes[4096];
+	int64_t n = s ? 1 : -1;
+	while (n > 0 && (n = byte_source_read(s, bytes, sizeof bytes)) > 0)
+		text_append(out, bytes, n);
+	byte_source_close(s);
+	return n < 0 ? -1 : 0;
+}
+
 /* -- files in blocks -- */
 
 /* Where to cut a text after 1 to n bytes; byte n is there too. In front of the last line that does not begin with
@@ -469,28 +480,17 @@ static int prompt_from_json(struct encoder *e, const char *where, const char *li
 	return rc;
 }
 
-/* Appends all bytes of a file. */
-static int read_whole(const char *path, struct text *out)
+int prompts_read(const char *path, enum text_format wanted, const struct tokenizer *t, bool chat, struct ids **out,
+		int *n)
 {
-	struct byte_source *s = byte_source_open(path, FORMAT_BY_NAME);
-	char bytes[4096];
-	int64_t n = s ? 1 : -1;
-	while (n > 0 && (n = byte_source_read(s, bytes, sizeof bytes)) > 0)
-		text_append(out, bytes, n);
-	byte_source_close(s);
-	if (n < 0)
-		free(out->data);
-	return n < 0 ? -1 : 0;
-}
-
-int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n)
-{
-	const enum text_format format = text_format(path, FORMAT_BY_NAME);
+	const enum text_format format = text_format(path, wanted);
 	const bool jsonl = format != FORMAT_TEXT;
 	struct text all = {0};
 	*out = NULL, *n = 0;
-	if (read_whole(path, &all) < 0)
+	if (read_whole(path, wanted, &all) < 0) {
+		free(all.data);
 		return -1;
+	}
 	struct encoder *e = encoder_open(t);
 	char where[PATH_LEN + 32];
 	size_t capacity = 0, next;

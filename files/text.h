@@ -12,15 +12,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* -- prompts -- */
-
-/* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is
- * always an id: an empty text becomes the end token, behind which a document begins. */
-int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
-/* Reads prompts: each line of a text file that is not empty; of JSON lines what conversation_read_prompt reads.
- * (*out)[n]: free each id, and *out. */
-int prompts_read(const char *path, const struct tokenizer *t, bool chat, struct ids **out, int *n);
-
 /* -- files in blocks -- */
 
 #ifndef TEXT_BLOCK
@@ -44,6 +35,7 @@ struct block {
 /* What a file holds. By its name: JSON lines are .jsonl and .ndjson, an array of records .json, in any case, and with
  * .gz, .zst or .zstd behind it; all else is text. An array is read as a line for each record. */
 enum text_format { FORMAT_BY_NAME, FORMAT_TEXT, FORMAT_JSONL, FORMAT_JSON };
+#define FORMAT_NAMES {"auto", "text", "jsonl", "json", NULL} /* on command lines */
 /* How files become texts; all zero is usual. */
 struct text_options {
 	enum text_format format;     /* what all of them hold */
@@ -65,6 +57,8 @@ struct byte_source *byte_source_open(const char *path, enum text_format wanted);
  * that are damaged or end too soon, are errors. */
 int64_t byte_source_read(struct byte_source *s, char *out, size_t n);
 void byte_source_close(struct byte_source *s); /* NULL is fine */
+/* Appends all bytes of such a file. After an error *out holds those that could be read. */
+int read_whole(const char *path, enum text_format wanted, struct text *out);
 
 struct input {                 /* set files, num_files, options and progress; the rest is 0 at first */
 	char **files;
@@ -124,5 +118,15 @@ void encoded_block_free(struct encoded_block *out);
 void input_count_skipped(struct input *in, const struct encoded_block *r);
 /* Says on stderr how many lines were skipped, if any were. */
 void input_say_skipped(const struct input *in);
+
+/* -- prompts -- */
+
+/* Appends the ids of a prompt. With `chat` it is a user's message, and the tags that open the reply follow. There is
+ * always an id: an empty text becomes the end token, behind which a document begins. */
+int prompt_encode(struct encoder *e, const char *text, size_t n, bool chat, struct ids *out);
+/* Reads prompts: each line of a text file that is not empty; of JSON lines what conversation_read_prompt reads.
+ * (*out)[n]: free each id, and *out. */
+int prompts_read(const char *path, enum text_format wanted, const struct tokenizer *t, bool chat, struct ids **out,
+		int *n);
 
 #endif

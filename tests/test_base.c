@@ -513,13 +513,24 @@ static void memory_limits(void **state)
 	assert_true(usable_memory(at("v1")) == 5000000);
 }
 
+/* The CRC-32 that zip and PNG have; no bytes change nothing, wherever they are. */
+static void checksums(void **state)
+{
+	(void)state;
+	const uint8_t *digits = (const uint8_t *)"123456789";
+	assert_int_equal(crc_of(0, digits, 9), 0xcbf43926);
+	assert_int_equal(crc_of(crc_of(0, digits, 4), digits + 4, 5), 0xcbf43926);
+	assert_int_equal(crc_of(0xcbf43926, digits, 0), 0xcbf43926);
+	assert_int_equal(crc_of(0xcbf43926, NULL, 0), 0xcbf43926);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(one_new_file), TEST(new_file_without_room), TEST(new_files_behind_links), TEST(a_set_of_new_files),
 		TEST(planted_names), TEST(large_integers), TEST(not_json),
 		TEST(foreign_bytes), TEST(locks), TEST(paths),
-		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits),
+		TEST(progress_in_lines), TEST(text_as_json), TEST(memory_limits), TEST(checksums),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -502,5 +502,194 @@ test_run_directory() {
 	expect 1 "nothere/config.json: cannot open" "$ling" generate nothere --prompt "abc"
 }
 
-check generate mark batches engine wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
+# results FILE: the results of --out in the order of prompts and draws, without what they were made with.
+results() { jq -cS 'del(.made_with)' "$1" | jq -cs 'sort_by(.prompt, .draw)[]'; }
+# refuse_out TEXT [OPTIONS]: out.jsonl, which holds results of other prompts or options, is an error with that text, and stays as it is
+refuse_out() {
+	cp out.jsonl before.jsonl
+	expect 1 "$1" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --out out.jsonl "${@:2}"
+	same out.jsonl before.jsonl
+}
+
+# --out: each result is appended when it is ready, and the same command adds what is missing.
+test_out() {
+	local drawn="--temperature 1.5 --seed 4 --n 6" pid
+	rm -f out.jsonl whole.jsonl
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --json
+	jq -cS '.draw = 0' out.txt >want.txt
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --out out.jsonl
+	[ ! -s out.txt ] || problem "printed: $(cat out.txt)"
+	json out.jsonl
+	results out.jsonl >found.txt
+	same found.txt want.txt
+	cp out.jsonl all.jsonl
+	expect 0 "" "$ling" generate $model --prompts prompts.jsonl --max-tokens 20 --out out.jsonl # the same prompts
+	has err.txt "out.jsonl: 4 of 4 results are there"
+	same out.jsonl all.jsonl
+	# what is no result of this command
+	local was="out.jsonl:1: was made otherwise: its \`options\` is \"--max-tokens 20 --temperature 0\", and that of this command \"--max-tokens"
+	refuse_out "$was 20 --temperature 0.8 --seed 0\"; give --out another name" --temperature 0.8
+	refuse_out "$was 20 --temperature 0.8 --seed 7 --top-k 3 --top-p 0.9\"" --temperature 0.8 --top-k 3 --top-p 0.9 --seed 7
+	refuse_out "$was 21 --temperature 0\"" --max-tokens 21
+	refuse_out "$was 20 --temperature 0 --logprobs --stop x y\"" --stop "x y" --logprobs
+	sed '1s/c/d/; 2s/f/e/; 3s/k/i/; 4s/g/h/' prompts.txt >changed.txt
+	refuse_out "was made otherwise: its \`prompt\` is \"" --prompts changed.txt
+	! grep -q '"model": "00000000"' out.jsonl || problem "no checksum: $(head -n 1 out.jsonl)"
+	sed -i '1s/"model": "[0-9a-f]*"/"model": "00000000"/' out.jsonl
+	refuse_out "out.jsonl:1: was made otherwise: its \`model\` is \"00000000\", and that of this command"
+	cp all.jsonl out.jsonl
+	sed -n 2p all.jsonl >>out.jsonl
+	refuse_out "is in the file twice"
+	head -n 1 prompts.txt >fewer.txt
+	cp all.jsonl out.jsonl
+	refuse_out "and there are 1 prompts" --prompts fewer.txt
+	for line in '{"prompt": 0, "text": "abc"}\n' '{"prompt": "abc"}\n' 'abc\n' '\n' 'a note' '{"prompt": 1, "draw": 0, "made_with": 3}\n' '[]\n'; do
+		printf "$line" >out.jsonl
+		refuse_out "out.jsonl:1: "
+	done
+	expect 1 "nothere/out.jsonl: cannot create" "$ling" generate $model --prompts prompts.txt --out nothere/out.jsonl
+	# a line that an interruption has cut is computed again, wherever it was cut
+	for cut in 1 5 40 100; do
+		{ head -n 2 all.jsonl && sed -n 3p all.jsonl | head -c $cut; } >out.jsonl
+		expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 20 --out out.jsonl --batch 1
+		has err.txt "note: out.jsonl:3 is incomplete" "out.jsonl: 2 of 4 results are there"
+		sort out.jsonl >found.txt
+		sort all.jsonl >want.txt
+		same found.txt want.txt
+	done
+	# killed in the middle, and continued
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out whole.jsonl $drawn
+	[ "$(lines whole.jsonl)" = 24 ] || problem "$(lines whole.jsonl) lines"
+	for after in 1 5 9; do
+		rm -f part.jsonl
+		"$ling" generate $model --prompts prompts.txt --max-tokens 50 --out part.jsonl $drawn --batch 3 2>/dev/null &
+		pid=$!
+		wait_for_lines part.jsonl $after
+		kill -9 $pid
+		wait $pid 2>/dev/null
+		[ "$(lines part.jsonl)" -lt 24 ] || problem "it had ended"
+		head -n 1 part.jsonl >first.txt
+		expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out part.jsonl $drawn
+		head -n 1 part.jsonl >found.txt
+		same found.txt first.txt
+		sort part.jsonl >found.txt
+		sort whole.jsonl >want.txt
+		same found.txt want.txt
+	done
+	# more draws, and fewer, of the same file
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out whole.jsonl $drawn --n 8
+	[ "$(lines whole.jsonl)" = 32 ] || problem "$(lines whole.jsonl) lines"
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out whole.jsonl $drawn --n 2
+	[ "$(lines whole.jsonl)" = 32 ] || problem "$(lines whole.jsonl) lines"
+	# two at a time
+	rm -f part.jsonl
+	"$ling" generate $model --prompts prompts.txt --max-tokens 50 --out part.jsonl $drawn --n 40 2>/dev/null &
+	pid=$!
+	wait_for_lines part.jsonl 1
+	expect 1 "part.jsonl" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out part.jsonl $drawn --n 40
+	kill $pid
+	wait $pid
+	if [ -c /dev/full ]; then
+		expect 1 "is no regular file" "$ling" generate $model --prompts prompts.txt --out /dev/full
+	fi
+	rm -f limited.jsonl
+	expect 1 "limited.jsonl: cannot write" bash -c "ulimit -f 2; exec \"\$0\" \"\$@\"" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out limited.jsonl $drawn --n 40
+	expect 0 "" "$ling" generate $model --prompts prompts.txt --max-tokens 50 --out limited.jsonl $drawn
+	has err.txt "is incomplete"
+}
+
+# --n: several draws of a prompt; the first one is that of a single draw.
+test_draws() {
+	local drawn="--max-tokens 30 --temperature 1.5 --seed 4 --json"
+	expect 0 "" "$ling" generate $model --prompts prompts.txt $drawn
+	cp out.txt single.txt
+	expect 0 "" "$ling" generate $model --prompts prompts.txt $drawn --n 5 --batch 7
+	cp out.txt several.txt
+	[ "$(jq -c '[.prompt, .draw]' several.txt | tr -d '\n')" = "$(for p in 0 1 2 3; do for d in 0 1 2 3 4; do printf '[%d,%d]' $p $d; done; done)" ] ||
+		problem "found: $(cat several.txt)"
+	jq -c 'select(.draw == 0) | del(.draw)' several.txt >found.txt
+	jq -c . single.txt >want.txt
+	same found.txt want.txt
+	[ "$(jq -c 'select(.prompt == 0) | .text' several.txt | sort -u | wc -l)" = 5 ] || problem "the same draws: $(cat several.txt)"
+	expect 0 "" "$ling" generate $model --prompts prompts.txt $drawn --n 5 --batch 1 --no-prefix-sharing
+	same out.txt several.txt
+	expect 0 "" "$ling" generate $model --prompts prompts.txt $drawn --n 3 # the first three
+	jq -c 'select(.draw < 3)' several.txt >want.txt
+	jq -c . out.txt >found.txt
+	same found.txt want.txt
+	expect 0 "" "$ling" generate $model --prompt abc --max-tokens 3 --temperature 1.5 --n 2
+	[ "$(grep -c '^==> prompt 1, draw [12] <==$' out.txt)" = 2 ] || problem "found: $(cat out.txt)"
+	expect 2 "--n goes with a --temperature above 0" "$ling" generate $model --prompt a --n 2
+	expect 2 "--n 0: expected a whole number from 1 to 1000000" "$ling" generate $model --prompt a --n 0
+}
+
+# --logprobs: log softmax of the logits, as an evaluation of the same tokens has them.
+test_logprobs() {
+	local drawn
+	for drawn in "" "--temperature 2 --top-k 5 --seed 1"; do
+		expect 0 "" "$ling" generate $model --prompt "" --max-tokens 40 --json --logprobs $drawn
+		cp out.txt scored.txt
+		jq -e '(.ids | length) == .tokens and (.logprobs | length) == .tokens and (.logprobs | max) <= 0' scored.txt >/dev/null || problem "found: $(cat scored.txt)"
+		write_tokens scored 8 'S<' 256 $(jq '.ids[]' scored.txt)
+		expect 0 "" "$ling" eval $model --data scored --seq-len "$(jq .tokens scored.txt)" --json
+		[ "$(jq -n --slurpfile a scored.txt --slurpfile b out.txt '($a[0].logprobs | add / length) + $b[0].loss | fabs < 1e-6')" = true ] ||
+			problem "$(cat scored.txt) and $(cat out.txt)"
+		expect 0 "" "$ling" generate $model --prompt "" --max-tokens 40 --json --logprobs --no-cache $drawn
+		same out.txt scored.txt
+		expect 0 "" "$ling" generate $model --prompt "" --max-tokens 40 --json $drawn
+		jq -c 'del(.ids, .logprobs)' scored.txt >want.txt
+		jq -c . out.txt >found.txt
+		same found.txt want.txt
+	done
+	expect 2 "--logprobs goes with --json or --out" "$ling" generate $model --prompt a --logprobs
+}
+
+# On a terminal a line says each second how far it is, and the last one how much there was.
+test_progress() {
+	rm -f progress.jsonl
+	timeout 60 script -qec "$ling generate $model --prompts prompts.txt --max-tokens 50 --temperature 100 --n 30 --batch 1 --out progress.jsonl" /dev/null </dev/null \
+		>terminal.txt 2>&1 || problem "exit status $?: $(tail -c 300 terminal.txt)"
+	perl -0777 -ne 'exit !(/generating: (\d+) of 120 done, ([\d.]+) tokens\/s in, ([\d.]+) out, (\d+)% of the memory for keys and values/ &&
+		$2 > 0 && $3 > 0 && $4 > 0 && $4 <= 100)' terminal.txt || problem "found: $(head -c 500 terminal.txt | cat -v)"
+	grep -aq "$((30 * $(jq -s 'map(select(.draw == 0) | .prompt_tokens) | add' progress.jsonl))) tokens in, $(jq -s 'map(.tokens) | add' progress.jsonl) out, " terminal.txt ||
+		problem "found: $(tail -c 300 terminal.txt | cat -v)"
+}
+
+# - is the standard input.
+test_standard_input() {
+	local f
+	for f in text:txt jsonl:jsonl; do
+		expect 0 "" "$ling" generate $model --prompts prompts.${f#*:} --max-tokens 5 --json
+		cp out.txt file.txt
+		expect 0 "" "$ling" generate $model --prompts - --format ${f%:*} --max-tokens 5 --json <prompts.${f#*:}
+		same out.txt file.txt
+		gzip -c prompts.${f#*:} >packed
+		expect 0 "" "$ling" generate $model --prompts packed --format ${f%:*} --max-tokens 5 --json
+		same out.txt file.txt
+	done
+	expect 0 "" "$ling" generate $model --prompt 'f "gh' --max-tokens 5 --json
+	cp out.txt file.txt
+	printf 'f "gh' >input.txt
+	expect 0 "" "$ling" generate $model --prompt - --max-tokens 5 --json <input.txt
+	same out.txt file.txt
+	printf 'f "gh\r\n' >input.txt
+	expect 0 "" "$ling" generate $model --prompt - --max-tokens 5 --json <input.txt
+	same out.txt file.txt
+	printf 'f "gh\n\n' >input.txt # a line and an empty line
+	expect 0 "" "$ling" generate $model --prompt - --max-tokens 5 --json <input.txt
+	[ "$(jq .prompt_tokens out.txt)" = 6 ] || problem "found: $(cat out.txt)"
+	expect 0 "" "$ling" generate $model --prompt - --max-tokens 1 --json </dev/null
+	[ "$(jq .prompt_tokens out.txt)" = 1 ] || problem "found: $(cat out.txt)"
+	expect 2 "add --format text or --format jsonl" "$ling" generate $model --prompts - <prompts.txt
+	expect 2 "--format goes with --prompts" "$ling" generate $model --prompt - --format text <prompts.txt
+	expect 1 "no prompts" "$ling" generate $model --prompts - --format text </dev/null
+	# bytes that are not UTF-8 are bytes of a text, and no JSON
+	printf 'ab\351\n' >input.txt
+	expect 0 "" "$ling" generate $model --prompts - --format text --max-tokens 1 --json <input.txt
+	[ "$(jq .prompt_tokens out.txt)" = 3 ] || problem "found: $(cat out.txt)"
+	printf '{"prompt": "ab\351"}\n' >input.txt
+	expect 1 "UTF-8" "$ling" generate $model --prompts - --format jsonl --max-tokens 1 --json <input.txt
+}
+
+check generate out draws logprobs progress standard_input mark batches engine wrong_use chat chat_end variety end_ids chat_forms chat_tools run_directory
 finish

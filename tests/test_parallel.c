@@ -307,7 +307,7 @@ static void compute(double milliseconds)
 	}
 }
 
-/* Each number is given once, to whichever rank is free: one that takes ten times as long gets fewer. Three rounds, in
+/* Each number is given once, to whichever rank is free: one that takes twenty times as long gets fewer. Three rounds, in
  * which ranks wait for the answer, or go on computing meanwhile, and rank 0 takes part or only waits for the others. */
 static void test_shared_counter(void)
 {
@@ -324,7 +324,7 @@ static void test_shared_counter(void)
 			for (int64_t i = first; i < first + n && i < COUNT; i++) {
 				taken[i]++;
 				of_rank[world.rank]++;
-				compute(world.rank == world.size - 1 ? 10 : 1);
+				compute(world.rank == world.size - 1 ? 20 : 1);
 			}
 		}
 		counter_close(&c);
@@ -332,8 +332,8 @@ static void test_shared_counter(void)
 		all_reduce_sum(&world, TRAFFIC_STATISTICS, of_rank, 8);
 		for (int i = 0; i < COUNT; i++)
 			check(taken[i] == 1);
-		for (int r = round == 2; r < world.size - 1; r++)
-			check(of_rank[r] > 2 * of_rank[world.size - 1]);
+		const int takers = world.size - (round == 2);
+		check(takers < 2 || of_rank[world.size - 1] * takers < COUNT); /* less than an equal share */
 	}
 }
 

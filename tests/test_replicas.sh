@@ -1,6 +1,6 @@
 #!/bin/bash
-# Inference on ranks that divide the model and the work: `ling eval` and `ling generate` with --tensor and --expert against one process, to
-# the bit where only the data is divided.
+# Inference on ranks that divide the model and the work: `ling eval` with --tensor and --expert against one process, to the bit where only the
+# data is divided.
 . "$(dirname "$0")/check.sh"
 ling=$root/ling
 export OMP_NUM_THREADS=1
@@ -15,7 +15,7 @@ layouts="1,1,1 2,1,1 4,1,1
 
 # ---- a model whose heads and experts 4 ranks can divide, and whose vocabulary they cannot divide evenly ----
 head -c 3000 "$root/README.md" >text.txt
-tiny model.initializer_range=0.2 model.max_position_embeddings=64 model.num_attention_heads=8 model.num_key_value_heads=4 \
+tiny model.initializer_range=0.2 model.max_position_embeddings=400 model.num_attention_heads=8 model.num_key_value_heads=4 \
 	model.num_experts=8 train.micro_batch=4 train.batch=4
 "$ling" tokenize --out text text.txt >/dev/null && "$ling" train tiny.yaml >/dev/null || exit 1
 model=run/step-0000020
@@ -26,13 +26,14 @@ on() {
 	IFS=, read -r n tensor expert <<<"$1"
 	shift
 	[ "$n" = 1 ] || launch="ranks $n"
-	$launch "$ling" "$@" --tensor "$tensor" --expert "$expert" >out.txt 2>err.txt ||
+	$launch "$ling" "$@" --tensor "$tensor" --expert "$expert" >out.txt 2>err.txt </dev/null || # a launcher would read what a loop reads
 		problem "$n ranks, tensor $tensor, expert $expert: exit status $?: $* ($(head -c 600 err.txt))"
 }
 
 # near FILE FILE: the same JSON, but for numbers that are near.
 near() {
 	jq -n --slurpfile a "$1" --slurpfile b "$2" '
+		# values that may have the same text, but for rounding
 		def near($a; $b): ($a | type) == ($b | type) and
 			if ($a | type) == "number" then ($a - $b | fabs) <= 1e-5 * ([($a | fabs), 1] | max)
 			elif ($a | type) == "object" then ($a | keys) == ($b | keys) and all($a | keys[]; . as $k | near($a[$k]; $b[$k]))
@@ -42,24 +43,84 @@ near() {
 	[ "$(cat near.txt)" = true ] || problem "$1 and $2: $(head -c 300 near.txt) $(head -c 300 "$1") $(head -c 300 "$2")"
 }
 
-test_data() {
-	local line layout first
-	on 1,1,1 eval $model --data text --seq-len 15 --json
-	cp out.txt alone.json
+# ---- tasks of each kind, some with many samples ----
+cat >tasks.yaml <<'END'
+- { name: choice, type: multiple_choice, data: choice.jsonl, prompt: "{q} is", options: o, option: " {option}", answer: a,
+    examples: { count: 1, seed: 5 }, separator: ". " }
+- { name: text, type: perplexity, data: text.jsonl, text: "{body}" }
+- { name: words, type: exact_match, data: words.jsonl, prompt: "{q}", answer: a, max_tokens: 9, stop: "e", extract: "(\\w)" }
+END
+for i in {1..20}; do printf '{"q": "night %d", "o": ["black", "blue", "as high as it is wide"], "a": %d}\n' $i $((i % 3)); done >choice.jsonl
+printf '{"body": "the model and the trainer"}\n{"body": "%0100d"}\n' 7 >text.jsonl
+for i in {1..17}; do printf '{"q": "%*s %d", "a": "y"}\n' $((i * 2)) the $i; done >words.jsonl
+
+# same_layouts NEAR FILE COMMAND...: runs a command of ling in all layouts, which must write FILE: near what one process writes, by the function
+# NEAR, and the same bits in layouts that differ in the number of replicas.
+same_layouts() {
+	local near=$1 file=$2 line layout first
+	shift 2
 	while read -r line; do
 		first=
 		for layout in $line; do
-			on "$layout" eval $model --data text --seq-len 15 --json
-			near out.txt alone.json
-			[ -n "$first" ] || cp out.txt first.json
+			rm -f "$file"
+			on "$layout" "$@"
+			[ -s "$file" ] || problem "$layout: no $file: $*"
+			[ -n "$first" ] || cp "$file" first.txt
 			first=done
-			same out.txt first.json
-			case $layout in
-			*,1,1) ! grep -q "^note.*sent" err.txt || problem "whole models send nothing: $(cat err.txt)" ;;
-			*) has err.txt " ranks (" "rank 0 sent " "; it waited for others " ;;
-			esac
+			same "$file" first.txt
+			[ "$layout" != 1,1,1 ] || cp "$file" alone.txt
+			$near "$file" alone.txt
 		done
 	done <<<"$layouts"
+}
+
+test_data() {
+	same_layouts near out.txt eval $model --data text --seq-len 15 --json
+	has err.txt "note: 4 ranks (1 replica of data 1 x tensor 4, expert 2): rank 0 sent " "; it waited for others "
+	on 4,1,1 eval $model --data text --seq-len 15 --json
+	! grep -q "^note.*sent" err.txt || problem "whole models send nothing: $(cat err.txt)"
+}
+
+test_tasks() {
+	same_layouts near results/samples.jsonl eval $model --tasks tasks.yaml --out results
+	[ "$(wc -l <results/samples.jsonl)" = 39 ] || problem "samples: $(wc -l <results/samples.jsonl)"
+	# a pool that holds only two sequences: requests give their memory back
+	on 4,2,2 eval $model --tasks tasks.yaml --out small --kv-tokens 128 --batch 4
+	on 4,2,2 eval $model --tasks tasks.yaml --out large
+	same small/samples.jsonl large/samples.jsonl
+	same small/results.json large/results.json
+}
+
+# An error that a single rank meets amid the work ends all, with its message alone; a rank that dies ends all.
+test_faults() {
+	local layout n tensor expert start i
+	for i in {1..40}; do printf '{"q": "%0300d", "a": "y"}\n' $i; done >long.jsonl
+	sed '1,3d; s/words.jsonl/long.jsonl/' tasks.yaml >long.yaml
+	for layout in 2,1,1 4,2,1 4,1,4; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		start=$SECONDS
+		# shellcheck disable=SC2016 # the shell of each rank expands it
+		KV='--kv-tokens 256' ranks "$n" bash -c '[ $OMPI_COMM_WORLD_RANK = 1 ] || KV=; exec "$0" "$@" $KV' \
+			"$ling" eval $model --tasks long.yaml --tensor "$tensor" --expert "$expert" >out.txt 2>err.txt && problem "$layout: no error"
+		grep -q '^ling: .*their keys and values need room for' err.txt || problem "$layout: $(cat err.txt)"
+		[ "$(grep -c '^ling: ' err.txt)" = 1 ] || problem "$layout: expected one error line: $(cat err.txt)"
+		[ ! -s out.txt ] || problem "$layout: a result in spite of the error: $(cat out.txt)"
+		[ $((SECONDS - start)) -le 10 ] || problem "$layout: $((SECONDS - start)) seconds"
+	done
+	for i in {1..400}; do cat words.jsonl; done >many.jsonl
+	sed 's/words.jsonl/many.jsonl/; s/max_tokens: 9, stop: "e"/max_tokens: 40/' tasks.yaml >many.yaml
+	for layout in 4,2,2 4,1,1; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		start=$SECONDS
+		# shellcheck disable=SC2016
+		ranks "$n" bash -c 'echo $$ >pid.$OMPI_COMM_WORLD_RANK; exec "$0" "$@"' "$ling" eval $model --tasks many.yaml --out killed --tensor "$tensor" \
+			--expert "$expert" >out.txt 2>err.txt &
+		sleep 3
+		kill -9 "$(cat pid.3)" || problem "$layout: it was over too soon"
+		wait $! && problem "$layout: exit status 0 with a rank killed"
+		[ $((SECONDS - start)) -le 15 ] || problem "$layout: $((SECONDS - start)) seconds"
+		[ ! -e killed/results.json ] || problem "$layout: results in spite of the end"
+	done
 }
 
 test_refused() {
@@ -77,5 +138,5 @@ test_refused() {
 	grep -q '^ling: .*--tensor or --expert differs' err.txt || problem "$(cat err.txt)"
 }
 
-check data refused
+check data tasks faults refused
 finish

@@ -8,7 +8,7 @@
 #           tokens, and 32. The peak is measured just before and after, see `ling bench`. Rounds in turn: some 25 s each, ROUNDS of them.
 # shared    32 prompts of 2,716 tokens that share the first 2,700, 16 new tokens each: as it is, with --no-prefix-sharing, and, where BEFORE
 #           names another ling, with that one. Some 30 s, and 30 s more with BEFORE.
-# mixed     REQUESTS requests, whose prompts and new tokens have log-normal lengths, with keys and values of 16,384 tokens: beside as many at
+# mixed     REQUESTS requests, whose prompts and new tokens have log-normal lengths, with keys and values of 8,192 tokens: beside as many at
 #           once as would fit if each reserved the longest length. Some 2 minutes.
 # examples  a task of the form of configs/tasks/gsm8k.yaml, with 8 examples and SAMPLES samples: with and without sharing. Some 2 minutes.
 # long      the time and the memory of prompts of 8192, 32768 and 65536 tokens; a model of 2 layers. Some 1 minute.
@@ -19,7 +19,8 @@
 # BEFORE    another ling to compare with, such as that of an earlier commit
 # PACKAGES  a folder with node_modules, to which npm adds node-llama-cpp if it is not there (build/measure-inference)
 #
-# The times are those of two cores. Models are kept in build/measure-inference, 1.6 GB.
+# The times are those of two cores without other work. Models are kept in build/measure-inference, 1.3 GB. It needs what
+# scripts/install-deps.sh --tests installs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ $# -gt 0 && $1 != --help ]] || { sed -n '2,/^set/s/^# \?//p' "$0" | sed '$d'; [ "$*" = --help ] && exit; exit 2; }
@@ -60,11 +61,12 @@ fields() {
 }
 # same COUNT PROMPT NEW SHARED: as many lines of requests.
 same() { perl -e 'print "@ARGV[1 .. 3]\n" x $ARGV[0]' "$@"; }
-# seconds COMMAND...: how long it takes.
+# seconds FILE COMMAND...: how long it takes; FILE gets what it prints.
 seconds() {
-	local begin
+	local file=$1 begin
+	shift
 	begin=$(date +%s.%N)
-	"$@" >&2
+	"$@" >"$file"
 	perl -e 'printf "%.1f\n", $ARGV[0] - $ARGV[1]' "$(date +%s.%N)" "$begin"
 }
 
@@ -103,7 +105,7 @@ async function run(streams, prompt, fresh) {
 	await context.dispose();
 	return [prompts, rate];
 }
-const [prompts] = await run(16, 512, 0), [, one] = await run(1, 64, 128), [, many] = await run(32, 64, 128);
+const [prompts] = await run(16, 512, 0), [, one] = await run(1, 64, 128), [, many] = await run(32, 64, 32);
 console.log(JSON.stringify({prompts, one, many}).replaceAll(":", ": "));
 process.exit(0);
 END
@@ -144,13 +146,13 @@ END
 shared() {
 	bench
 	perl -e 'srand 1; sub text { join "", map { chr(97 + int rand 26) } 1 .. $_[0] } my $s = text(2700); print $s, text(16), "\n" for 1 .. 32' >$out/shared.txt
-	local now alone before command=(generate $out/bench --tokenizer byte --prompts $out/shared.txt --max-tokens 16 --batch 32)
-	now=$(seconds ./ling "${command[@]}" 2>$out/shared-now)
-	alone=$(seconds ./ling "${command[@]}" --no-prefix-sharing 2>$out/shared-alone)
+	local now alone before command=(generate "$out/bench" --tokenizer byte --prompts "$out/shared.txt" --max-tokens 16 --batch 32)
+	now=$(seconds $out/shared-now ./ling "${command[@]}")
+	alone=$(seconds $out/shared-alone ./ling "${command[@]}" --no-prefix-sharing)
 	cmp $out/shared-now $out/shared-alone
 	echo "32 prompts with 2,700 tokens in common: $now s; --no-prefix-sharing: $alone s"
 	[ -n "${BEFORE:-}" ] || return 0
-	before=$(seconds "$BEFORE" "${command[@]}" 2>$out/shared-before)
+	before=$(seconds $out/shared-before "$BEFORE" "${command[@]}")
 	cmp $out/shared-now $out/shared-before
 	echo "$BEFORE: $before s"
 }
@@ -159,8 +161,8 @@ mixed() {
 	bench
 	perl -e 'srand 1; sub normal { sqrt(-2 * log(1 - rand)) * cos(6.283185307 * rand) }
 		sub size { my ($median, $most) = @_; my $n = int($median * exp(0.8 * normal())); $n < 1 ? 1 : $n > $most ? $most : $n }
-		printf "%d %d 0\n", size(128, 1024), size(96, 768) for 1 .. shift' "$requests" >$out/mixed.txt
-	local pool=16384 longest report at_once
+		printf "%d %d 0\n", size(96, 768), size(48, 384) for 1 .. shift' "$requests" >$out/mixed.txt
+	local pool=8192 longest report at_once
 	longest=$(awk '{ n = $1 + $2; m = n > m ? n : m } END { print m }' $out/mixed.txt)
 	awk '{ p += $1; n += $2 } END { printf "%d requests, %d tokens in prompts, %d new ones; ", NR, p, n }' $out/mixed.txt
 	echo "the longest has $longest, and there is room for $pool"
@@ -184,13 +186,13 @@ examples() {
 				qq(into one bag. How many $t are in the bag?", "answer": "$w has $n * $k = <<$n*$k=$sum>>$sum $o.\\nFor them there are $sum * $p = ) .
 				qq(<<$sum*$p=$all>>$all $t.\\n#### $all"}\n);
 		}' $out "$samples"
-	sed -n '/^- name/,$p' configs/tasks/gsm8k.yaml | sed "s|data: .*/\(t[a-z]*.jsonl\)\(.*\)|data: \1\2|; s/count: 5/count: 8/; s/max_tokens: 256/max_tokens: 64/" >$out/gsm8k.yaml
+	sed -n '/^- name/,$p' configs/tasks/gsm8k.yaml | sed "s|data: .*/\(t[a-z]*.jsonl\)\(.*\)|data: \1\2|; s/count: 5/count: 8, choose: first/; s/max_tokens: 256/max_tokens: 64/" >$out/gsm8k.yaml
 	local option name
 	for option in "" --no-prefix-sharing; do
 		name=$out/examples$option
 		rm -rf "$name"
 		# shellcheck disable=SC2086 # none or one
-		echo "8 examples, $samples samples, ${option:-with sharing}: $(seconds ./ling eval $out/bench --tokenizer byte --tasks $out/gsm8k.yaml \
+		echo "8 examples, $samples samples, ${option:-with sharing}: $(seconds "$name.txt" ./ling eval $out/bench --tokenizer byte --tasks $out/gsm8k.yaml \
 			--out "$name" --batch 16 $option 2>/dev/null) s"
 	done
 	cmp $out/examples/samples.jsonl $out/examples--no-prefix-sharing/samples.jsonl

@@ -167,7 +167,7 @@ mixed() {
 	awk '{ p += $1; n += $2 } END { printf "%d requests, %d tokens in prompts, %d new ones; ", NR, p, n }' $out/mixed.txt
 	echo "the longest has $longest, and there is room for $pool"
 	for at_once in 256 $((pool / longest)); do
-		report=$($measure $out/bench products=0 pool=$pool at_once=$at_once <$out/mixed.txt)
+		report=$($measure $out/bench products=0 sharing=0 pool=$pool at_once=$at_once <$out/mixed.txt)
 		echo "$at_once at once: $report" >&2
 		fields "at most $at_once at once: %.1f s, %d new tokens; %d ran at once, %.1f in the mean; %.0f%% of the pool in use; \
 %d times one gave its memory back, %d tokens computed again; %d rows copied; %.1f free ranges, the longest %.0f%% of them" "$report" seconds tokens_out \

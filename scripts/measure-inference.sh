@@ -5,11 +5,11 @@
 #
 # speed     a model of the shape of configs/bench.yaml, float32, and the same in llama.cpp (node-llama-cpp from npm, without a GPU, with as many
 #           threads): prompts (16 of 512 tokens), the share of the machine's peak; the loss over windows of 512 tokens; one stream of new
-#           tokens, and 32. The peak is measured just before and after, see `ling bench`. Rounds in turn: some 25 s each, ROUNDS of them.
+#           tokens, 32, and 128. The peak is measured just before and after, see `ling bench`. Rounds in turn: some 30 s each, ROUNDS of them.
 # shared    32 prompts of 2,716 tokens that share the first 2,700, 16 new tokens each: as it is, with --no-prefix-sharing, and, where BEFORE
 #           names another ling, with that one. Some 30 s, and 30 s more with BEFORE.
 # mixed     REQUESTS requests, whose prompts and new tokens have log-normal lengths, with keys and values of 8,192 tokens: beside as many at
-#           once as would fit if each reserved the longest length. Some 2 minutes.
+#           once as would fit if each reserved the longest length. Some 3 minutes.
 # examples  a task of the form of configs/tasks/gsm8k.yaml, with 8 examples and SAMPLES samples: with and without sharing. Some 2 minutes.
 # long      the time and the memory of prompts of 8192, 32768 and 65536 tokens; a model of 2 layers. Some 1 minute.
 #
@@ -109,24 +109,26 @@ const [prompts] = await run(16, 512, 0), [, one] = await run(1, 64, 128), [, man
 console.log(JSON.stringify({prompts, one, many}).replaceAll(":", ": "));
 process.exit(0);
 END
-	perl -e 'srand 1; print pack "v*", map { int rand 6000 } 0 .. 64 * 512' >$out/windows.ids
-	local threads ling many one eval theirs
+	perl -e 'srand 1; print pack "v*", map { int rand 6000 } 0 .. 32 * 512' >$out/windows.ids
+	local threads ling many more one eval theirs memory
 	threads=$(field threads "$(same 1 8 1 0 | $measure $out/bench products=0)")
 	: >$out/speed.txt
 	for ((i = 0; i < rounds; i++)); do
 		ling=$(same 16 512 1 0 | $measure $out/bench sharing=0)
 		one=$(same 1 64 128 0 | $measure $out/bench)
 		many=$(same 32 64 128 0 | $measure $out/bench)
+		more=$(same 128 64 64 0 | $measure $out/bench at_once=128)
+		memory=$(./ling doctor --json 2>/dev/null)
 		eval=$($measure $out/bench windows=$out/windows.ids 2>/dev/null)
 		theirs=$(cd "$packages" && node llama.mjs "$OLDPWD/$out/bench.gguf" "$threads")
 		echo "$(field prompt_tokens_per_second "$ling") $(field roof_percent "$ling") $(field tokens_per_second "$eval") $(field roof_percent "$eval")" \
 			"$(field new_tokens_per_second "$one") $(field new_tokens_per_second "$many")" \
-			"$(field prompts "$theirs") $(field one "$theirs") $(field many "$theirs") $(field roof_gflops "$ling")" | tee -a $out/speed.txt >&2
+			"$(field prompts "$theirs") $(field one "$theirs") $(field many "$theirs") $(field roof_gflops "$ling") $(field new_tokens_per_second "$more") $(field memory_gb_per_second "$memory")" | tee -a $out/speed.txt >&2
 	done
 	perl -e '
 		my @rows = map { [split] } <STDIN>;
 		sub say_range { my ($name, $format, $f) = @_; my @v = sort { $a <=> $b } map { $f->(@$_) } @rows;
-			printf "%-44s $format ($format to $format)\n", $name, $v[@v / 2], $v[0], $v[-1]; }
+			printf "%-46s $format ($format to $format)\n", $name, $v[@v / 2], $v[0], $v[-1]; }
 		say_range("peak, GFLOP/s", "%.0f", sub { $_[9] });
 		say_range("prompts, tokens/s", "%.0f", sub { $_[0] });
 		say_range("  of the peak, %", "%.1f", sub { $_[1] });
@@ -135,12 +137,16 @@ END
 		say_range("loss over windows, tokens/s", "%.0f", sub { $_[2] });
 		say_range("  of the peak, %", "%.1f", sub { $_[3] });
 		say_range("one stream, new tokens/s", "%.1f", sub { $_[4] });
+		# A token reads 6 of 64 experts and the rest of 4 layers, 20.0 MB each, and the head, 16.8 MB.
+		say_range("  of the memory, as ling doctor measures it, %", "%.0f", sub { 100 * 0.097 * $_[4] / $_[11] });
 		say_range("  llama.cpp", "%.1f", sub { $_[7] });
 		say_range("  ling / llama.cpp", "%.2f", sub { $_[4] / $_[7] });
 		say_range("32 streams, new tokens/s", "%.0f", sub { $_[5] });
 		say_range("  llama.cpp", "%.0f", sub { $_[8] });
 		say_range("  ling / llama.cpp", "%.2f", sub { $_[5] / $_[8] });
-		say_range("  32 streams / one", "%.1f", sub { $_[5] / $_[4] });' <$out/speed.txt
+		say_range("  32 streams / one", "%.1f", sub { $_[5] / $_[4] });
+		say_range("128 streams, new tokens/s", "%.0f", sub { $_[10] });
+		say_range("  128 streams / one", "%.1f", sub { $_[10] / $_[4] });' <$out/speed.txt
 }
 
 shared() {

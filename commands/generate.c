@@ -473,7 +473,7 @@ static const struct command_option options[] = {
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	SAMPLING_OPTIONS(generate_options),
 	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
-			"Prompts that are computed together; changes no result", .initial = "8"),
+			"Prompts that are computed together; changes no result", .initial = "32"),
 	KV_TOKENS_OPTION(generate_options),
 	REPLICA_OPTIONS(generate_options),
 	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing",

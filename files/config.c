@@ -888,6 +888,21 @@ json_t *run_to_json(const struct config *c)
 	return c->data.seq_len ? config_to_json(c) : json_pack("{s:o}", "model", model_to_json(&c->model));
 }
 
+/* Whether a value of a key that a run must not change is another than the default: then a run from before there was
+ * the key computed otherwise. False for keys without a default, and for those whose default other keys decide. */
+static bool differs_from_fallback(const struct key *k, const json_t *value)
+{
+	struct config c;
+	struct config_loader l;
+	if (!(k->flags & FIXED) || k->flags & (REQUIRED | NONE | ADDED) || (k->fallback && !strcmp(k->fallback, "auto")))
+		return false;
+	config_loader_init(&l, &c, "", false);
+	json_t *standard = key_to_json(&config_table, &c, k);
+	const bool differs = !json_equal(standard, value);
+	json_decref(standard);
+	return differs;
+}
+
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
 {
 	int rc = 0;
@@ -911,7 +926,11 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		}
 		json_t *now = key_to_json(&config_table, asked, k);
 		char *old = before ? value_text(before) : NULL, *new = value_text(now);
-		if (!before)
+		if (!before && differs_from_fallback(k, now))
+			rc = fail("%s: the checkpoint has no %s, as it is from before there was that key, and computes what is its "
+					"default; found %s; expected the key left out, for it would be another run: take it out, or choose "
+					"a new train.output_dir", where, k->name, new);
+		else if (!before)
 			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
 		else if (!json_equal(before, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
 			added = true, fprintf(notes, "%s: %s -> %s\n", k->name, old, new);

@@ -848,8 +848,18 @@ static void test_resume(void **state)
 			"eval.at_start: not in the checkpoint -> false\neval.samples: not in the checkpoint -> []\n"
 			"eval.sample_file: not in the checkpoint -> \"\"\neval.sample_tokens: not in the checkpoint -> 64\n"
 			"eval.sample_temperature: not in the checkpoint -> 0.0\nlog.every: not in the checkpoint -> 10\n");
-	json_object_set_new(saved, "model", json_array());
+	/* A run from before there was a key had its default. */
+	char *since[] = {"model.rope_scaling={type: yarn, factor: 4}", "data.document_mask=true"};
+	json_object_del(json_object_get(saved, "model"), "rope_scaling");
+	json_object_del(json_object_get(saved, "data"), "document_mask");
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_non_null(strstr(get(path), "model.rope_scaling.type: not in the checkpoint -> \"default\"\n"));
+	expect_words("yarn", compare(saved, 1, since, path), (const char *const[3]){"the checkpoint has no "
+			"model.rope_scaling.type", "found \"yarn\"", "new train.output_dir"});
+	expect_words("mask", compare(saved, 1, since + 1, path), (const char *const[3]){"the checkpoint has no "
+			"data.document_mask", "found true"});
+	json_object_set_new(saved, "model", json_array());
+	expect_words("no model", compare(saved, 0, NULL, path), (const char *const[3]){"the checkpoint has no model."});
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
 	json_decref(saved);
 }

@@ -338,7 +338,7 @@ static void print_balance(const json_t *report)
 
 static const struct command_option options[] = {
 	FLAG_OPTION(bench_options, json, "json", "Print one JSON object"),
-	WHOLE_OPTION(bench_options, steps, "steps", "N", 1, MAX_STEPS, "Measure so many steps (default: 5)",
+	WHOLE_OPTION(bench_options, steps, "steps", "N", 1, MAX_STEPS, "Measure so many steps",
 			.initial = "5"),
 	WHOLE_OPTION(bench_options, balance, "balance", "THREADS", 1, MAX_THREADS, "Do not measure the speed, but with so "
 			"many threads, which may be more than the cores, how evenly they share the work: for each operation the "

@@ -294,7 +294,7 @@ static void print_plan(const json_t *report)
 	}
 	printf("\nmemory of a rank; expert rows when balanced, and when all of a group go to one rank\n");
 	print_bytes(json_object_get(report, "memory_bytes"));
-	printf("\nsent by a rank in a step\n");
+	printf("\nsent by a rank in a step%s\n", result_double(report, "bytes_sent.total") ? "" : ": nothing");
 	print_bytes(json_object_get(report, "bytes_sent"));
 	if (json_object_get(report, "replicas"))
 		printf("\nsent by a rank to the other replicas in a synchronisation\n%-20s %13s\n", "outer step",

@@ -387,6 +387,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 	if (t->stop)
 		return RUN_STOPPED;
 	int64_t before = t->state.step; /* where the ranks were together last: what is due since then comes now */
+	int64_t shown = before;         /* the step of the last line of progress */
 	for (bool first = true; t->state.step < t->steps; first = false) {
 		struct metrics m;
 		if (t->local.replicas > 1 && !t->local.in_period && t->state.step >= c->local.warmup_steps)
@@ -402,8 +403,10 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			if (!period_end_step(t, &m)) {
 				if (is_rank0(t) && !c->local.seconds)
 					write_metrics(t, *metrics_file, &m);
-				if (is_rank0(t) && m.step % c->log.every == 0)
+				if (is_rank0(t) && m.step % c->log.every == 0) {
 					print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
+					shown = m.step;
+				}
 				continue;
 			}
 			period_end(t, &m);
@@ -425,7 +428,7 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			first_token = t->state.tokens;
 			start = clock_seconds();
 			t->evaluation_seconds = t->num_evaluations = 0;
-			before = t->state.step;
+			before = shown = t->state.step;
 		}
 		const int64_t step = t->state.step;
 		const bool last = step == t->steps;
@@ -443,8 +446,10 @@ static enum run_result training_loop(struct trainer *t, FILE **metrics_file)
 			return RUN_GO_BACK;
 		}
 		const bool stop = t->stop || (taken && c->train.stop_at_step > before && step >= c->train.stop_at_step);
-		if (taken && is_rank0(t) && (last || stop || is_due(c->log.every, before, step) || m.has_valid_loss))
+		if (taken && is_rank0(t) && (last || stop || is_due(c->log.every, shown, step) || m.has_valid_loss)) {
 			print_progress(t, &m, (clock_seconds() - start - t->evaluation_seconds) / (m.tokens - first_token));
+			shown = step;
+		}
 		const bool due = c->checkpoint.every == EVERY_AUTO ? t->save_due
 				: is_due(c->checkpoint.every, before, step);
 		t->save_due = false;

@@ -200,8 +200,12 @@ static int take_along(struct trainer *t, const char *dir, const char *start)
 	if (!*from || rc < 0)
 		return rc;
 	struct model_config described;
-	if (!*dir && (config_from_huggingface(&described, from) < 0 ||
-			config_check_init(&described, &c->model, from) < 0))
+	if (!*dir && config_from_huggingface(&described, from) < 0) {
+		char reason[sizeof error_text];
+		memcpy(reason, error_text, sizeof reason);
+		return fail("train.init_from: %s", reason);
+	}
+	if (!*dir && config_check_init(&described, &c->model, from) < 0)
 		return -1;
 	if (is_rank0(t))
 		rc = model_files_read(&t->files, from);

@@ -307,8 +307,9 @@ static void compute(double milliseconds)
 	}
 }
 
-/* Each number is given once, to whichever rank is free: one that takes twenty times as long gets fewer. Three rounds, in
- * which ranks wait for the answer, or go on computing meanwhile, and rank 0 takes part or only waits for the others. */
+/* Each number is given once, to whichever rank is free: one that takes twenty times as long gets fewer. Three rounds,
+ * in which ranks wait for the answer, or go on computing meanwhile, and rank 0 takes part or only waits for the
+ * others. */
 static void test_shared_counter(void)
 {
 	enum { COUNT = 150 };

@@ -517,6 +517,17 @@ static void test_replicas(void **state)
 	assert_int_equal(json_array_size(json_at(r, "in_the_way")), 1);
 	assert_int_equal(json_array_size(json_at(r, "waiting")), 1);
 	json_decref(r);
+	/* the processes of all are gone: the replica whose rank fell silent first */
+	for (int i = 0; i < 4; i++)
+		gethostname(t[i].host, sizeof t[i].host - 1);
+	r = trace_places(t, 4, 9000);
+	words(r, "state", "broke off");
+	number(r, "in_the_way.0.rank", 3, 0);
+	number(r, "replicas_going_on.0", 0, 0);
+	assert_int_equal(json_array_size(json_at(r, "in_the_way")), 1);
+	json_decref(r);
+	for (int i = 0; i < 4; i++)
+		snprintf(t[i].host, sizeof t[i].host, "box%d", i / 2);
 	/* the same by the trace of one replica alone, or of a rank, whose run then is no other */
 	expect_text(t + 2, 2, 5006, "stands still", "rank 3 on box1 has been in attention / qkv of step 40 for 4 s; rank 2 "
 			"waits in expert dispatch (number 77) of step 40");

@@ -322,8 +322,8 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 		for (int j = 0; j < i && place[i] == i; j++)
 			if (place[j] == j && wait_together(ranks[j].rank, ranks[i].rank))
 				place[i] = j;
-		json_array_append_new(place[i] == IN_THE_WAY ? stuck : waiting, rank_to_json(ranks[i].rank, numbers ? numbers[i] : i,
-				ranks[i].seconds));
+		json_array_append_new(place[i] == IN_THE_WAY ? stuck : waiting, rank_to_json(ranks[i].rank,
+				numbers ? numbers[i] : i, ranks[i].seconds));
 	}
 	for (int i = 0; i < n; i++)
 		if (place[i] == IN_THE_WAY && named++ < MOST_NAMED) {

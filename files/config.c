@@ -935,8 +935,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		else if (!json_equal(then, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
 			added = true, fprintf(notes, "%s: %s%s -> %s\n", k->name, old, has ? "" : " by default", new);
 		else if (!json_equal(then, now) && k->flags & FIXED)
-			rc = fail("%s: %s was %s%s, found %s; expected the same, for it would be another run: set it back, or choose "
-					"a new train.output_dir", where, k->name, old, has ? " in the checkpoint"
+			rc = fail("%s: %s was %s%s, found %s; expected the same, for it would be another run: set it back, or "
+					"choose a new train.output_dir", where, k->name, old, has ? " in the checkpoint"
 					: ", its default, when the run began: the checkpoint does not have it", new);
 		else if (!json_equal(then, now))
 			fprintf(notes, "%s: %s%s -> %s%s\n", k->name, old, has ? "" : " by default", new, k->flags & BEGIN ? "; it "

@@ -868,7 +868,8 @@ static void test_older_checkpoint(void **state)
 	char path[PATH_LEN];
 	assert_int_equal(path_join(path, scratch, "notes"), 0);
 	assert_int_equal(config_load(&c, put_string(at("run.yaml"), full), 0, NULL, false), 0);
-	json_t *saved = config_to_json(&c), *model = json_object_get(saved, "model"), *data = json_object_get(saved, "data");
+	json_t *saved = config_to_json(&c), *model = json_object_get(saved, "model");
+	json_t *data = json_object_get(saved, "data");
 	for (int i = 0; i < 2; i++) { /* of a run; of a model alone, as converting one makes it */
 		json_object_del(model, "rope_scaling");
 		json_object_del(model, "head_dim");
@@ -881,10 +882,12 @@ static void test_older_checkpoint(void **state)
 		assert_string_equal(get(path), "");
 		static const struct { char *arguments[2]; const char *words[3]; } bad[] = {
 			{{"model.rope_scaling.type=yarn", "model.rope_scaling.factor=4"}, {"trainer.json: "
-				"model.rope_scaling.type was \"default\", its default, when the run began: the checkpoint does not have it, "
-				"found \"yarn\"", "new train.output_dir"}},
-			{{"model.head_dim=64", "train.seed=18446744073709551615"}, {"model.head_dim was 32, its default", "found 64"}},
-			{{"model.use_qkv_bias=true", "model.head_dim=32"}, {"model.use_qkv_bias was false, its default", "found true"}},
+				"model.rope_scaling.type was \"default\", its default, when the run began: the checkpoint does not "
+				"have it, found \"yarn\"", "new train.output_dir"}},
+			{{"model.head_dim=64", "train.seed=18446744073709551615"}, {"model.head_dim was 32, its default",
+				"found 64"}},
+			{{"model.use_qkv_bias=true", "model.head_dim=32"}, {"model.use_qkv_bias was false, its default",
+				"found true"}},
 			{{"data.document_mask=true", "data.packing=windows"}, {"data.document_mask was false, its default"}},
 			{{"data.packing=documents", "train.steps=400"}, {"data.packing was \"auto\", its default"}},
 		};

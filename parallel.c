@@ -816,7 +816,8 @@ void post_message(struct outbox *o, const struct group *g, int to, int tag, cons
 	struct posted_message *m = &o->list[o->count++];
 	m->head = mpi_allocate(sizeof *m->head + bytes);
 	*m->head = (struct message_head){bytes, g->rank};
-	memcpy(m->head + 1, x, bytes);
+	if (bytes)
+		memcpy(m->head + 1, x, bytes);
 	MPI_Isend(m->head, sizeof *m->head, MPI_BYTE, to, tag, comm_of(g), &m->requests[0]);
 	MPI_Isend(m->head + 1, mpi_count(bytes), MPI_BYTE, to, tag, comm_of(g), &m->requests[1]);
 }

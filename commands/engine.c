@@ -220,15 +220,28 @@ static void running_remove(struct engine *e, const struct engine_sequence *s)
 	memmove(e->running + i, e->running + i + 1, (e->num_running - i) * sizeof *e->running);
 }
 
+/* Inputs of a request with all its new tokens: the last one is never an input. */
+static int64_t most_inputs(const struct request *r)
+{
+	return r->ids.count + r->max_tokens - 1;
+}
+
+int engine_check(const struct engine *e, const struct request *r)
+{
+	const int64_t need = most_inputs(r);
+	if (need <= e->pool.rows)
+		return 0;
+	return fail("prompt %lld has %lld tokens, and %lld more are wanted: their keys and values need room for %lld "
+			"tokens, and there is memory for %lld; give more (--kv-tokens), or ask for fewer tokens",
+			(long long)r->number + 1, (long long)r->num_prompt, (long long)r->max_tokens, (long long)need,
+			(long long)e->pool.rows);
+}
+
 int engine_add(struct engine *e, struct request *r)
 {
-	/* the last token is never an input */
-	const int64_t need = r->ids.count + r->max_tokens - 1;
-	if (need > e->pool.rows)
-		return fail("prompt %lld has %lld tokens, and %lld more are wanted: their keys and values need room for %lld "
-				"tokens, and there is memory for %lld; give more (--kv-tokens), or ask for fewer tokens",
-				(long long)r->number + 1, (long long)r->num_prompt, (long long)r->max_tokens, (long long)need,
-				(long long)e->pool.rows);
+	const int64_t need = most_inputs(r);
+	if (engine_check(e, r) < 0)
+		return -1;
 	if (extend_rope(e->m, need) < 0)
 		return fail("out of memory for the rotary embedding of %lld tokens", (long long)need);
 	struct engine_sequence *s = r->sequence = allocate(sizeof *s);
@@ -290,10 +303,11 @@ static void preempt(struct engine *e, struct engine_sequence *s)
 	queue_add(e, s);
 }
 
-/* Rows for the inputs of a request and some more. */
+/* Rows for the inputs of a request and for some 80 tokens more: with fewer, many give their memory back soon; with
+ * more, fewer run. */
 static int64_t rows_needed(const struct request *r)
 {
-	return (inputs_of(r) / KV_UNIT + 2) * KV_UNIT;
+	return (inputs_of(r) / KV_UNIT + 3) * KV_UNIT;
 }
 
 /* Whether the first one that waits could be computed without another's giving back its memory soon. */

@@ -114,8 +114,10 @@ struct engine_options {
 struct engine *engine_open(struct model *m, const struct tokenizer *t, const struct engine_options *o);
 /* Requests that have not ended are forgotten. NULL is fine. */
 void engine_close(struct engine *e);
-/* Adds a request, which waits for its turn: by priority, then in the order in which they were added. Fails when the
- * pool has no room for it alone with max_tokens new tokens, telling what it needs. */
+/* Fails when the pool has no room for a request alone with max_tokens new tokens, telling what it needs. */
+int engine_check(const struct engine *e, const struct request *r);
+/* Adds a request, which waits for its turn: by priority, then in the order in which they were added. Fails as
+ * engine_check. */
 int engine_add(struct engine *e, struct request *r);
 /* Computes until all requests have ended and `more`, which may be NULL, adds no other ones: it is called whenever
  * another request could start and none waits. It adds requests with engine_add, none at the end, and returns -1, with

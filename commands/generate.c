@@ -12,6 +12,7 @@
 #include "ling.h"
 #include "commands/engine.h"
 #include "commands/generator.h"
+#include "commands/replicas.h"
 #include "commands/result.h"
 #include "commands/result_lines.h"
 
@@ -26,6 +27,7 @@ struct generate_options {
 	struct sampling sampling;
 	int64_t max_tokens, kv_tokens;
 	int batch, draws, format, seq_len;
+	struct replica_options replicas;
 };
 
 /* What `ling generate` works on, and how far it is. */
@@ -38,7 +40,9 @@ struct generation {
 	int num_prompts;
 	struct request *requests;    /* [num_requests] by prompt; those of a prompt by draw */
 	int num_requests;
-	struct result_lines file;    /* where --out is given */
+	struct shared_work work;     /* the requests, each a unit; rank 0 gets all results */
+	struct result_lines file;    /* where --out is given, on rank 0 */
+	bool *done;                  /* [num_requests] on all ranks, those that are in that file; or NULL */
 	/* Without it several requests are printed in their order, each when it and all before it have ended. The text of a
 	 * single one is printed as it is generated. */
 	int next;                    /* the first one that is not printed yet */
@@ -100,10 +104,9 @@ static void print_request(const struct generation *g, const struct request *r)
 	printf("\n");
 }
 
-/* An engine's on_token: prints or appends what is ready. */
-static int show_request(void *data, struct request *r)
+/* On rank 0: prints or appends what is ready of a request that has a new token or has ended. */
+static int show_request(struct generation *g, struct request *r)
 {
-	struct generation *g = data;
 	g->ended += r->ended != RUNNING;
 	if (g->options->out) {
 		if (!r->ended)
@@ -128,10 +131,79 @@ static int show_request(void *data, struct request *r)
 	return 0;
 }
 
-/* An engine's on_step: shows how far it is. */
+/* The result of a request as it is sent to rank 0; behind it are the ids, the log-probabilities and the text. */
+struct result_message { int64_t number, num_ids, num_log_probs, text_size; enum ended ended; };
+
+static void send_result(struct generation *g, const struct request *r)
+{
+	struct text message = {0};
+	const struct result_message head = {.number = r - g->requests, .num_ids = r->ids.count - r->num_prompt,
+			.num_log_probs = r->num_log_probs, .text_size = (int64_t)r->text.size, .ended = r->ended};
+	text_append(&message, (const char *)&head, sizeof head);
+	text_append(&message, (const char *)(r->ids.id + r->num_prompt), head.num_ids * sizeof *r->ids.id);
+	text_append(&message, (const char *)r->log_prob, head.num_log_probs * sizeof *r->log_prob);
+	text_append(&message, r->text.data, r->text.size);
+	shared_work_send(&g->work, message.data, (int64_t)message.size);
+	free(message.data);
+}
+
+/* Begins the request of that number: a draw of a prompt. */
+static struct request *begin_request(struct generation *g, int64_t number)
+{
+	const struct generate_options *o = g->options;
+	const struct ids *prompt = &g->prompts[number / o->draws];
+	struct request *r = &g->requests[number];
+	*r = (struct request){.num_prompt = prompt->count, .number = (uint32_t)(number / o->draws),
+			.draw = (uint32_t)(number % o->draws), .max_tokens = g->max_tokens, .sampling = o->sampling,
+			.stop = &g->stop, .ends = &g->generator.ends, .score_from = o->logprobs ? prompt->count : 0};
+	append_ids(&r->ids, prompt->id, prompt->count);
+	return r;
+}
+
+/* Takes a result that another rank has sent, see struct shared_work. */
+static int receive_result(void *data, const void *message, int64_t bytes)
+{
+	struct generation *g = data;
+	struct result_message head;
+	const char *at = (const char *)message + sizeof head;
+	(void)bytes;
+	memcpy(&head, message, sizeof head);
+	struct request *r = begin_request(g, head.number);
+	int32_t *ids = allocate(head.num_ids * sizeof *ids);
+	memcpy(ids, at, head.num_ids * sizeof *ids);
+	append_ids(&r->ids, ids, head.num_ids);
+	free(ids);
+	at += head.num_ids * sizeof *ids;
+	r->log_prob = allocate(head.num_log_probs * sizeof *r->log_prob);
+	r->num_log_probs = head.num_log_probs;
+	memcpy(r->log_prob, at, head.num_log_probs * sizeof *r->log_prob);
+	text_append(&r->text, at + head.num_log_probs * sizeof *r->log_prob, head.text_size);
+	r->ended = head.ended;
+	return show_request(g, r);
+}
+
+/* An engine's on_token. */
+static int take_token(void *data, struct request *r)
+{
+	struct generation *g = data;
+	const struct layout *l = &g->generator.model.layout;
+	if (l->all.rank == 0)
+		return show_request(g, r);
+	if (r->ended && l->tensor.rank == 0)
+		send_result(g, r);
+	if (r->ended)
+		request_free(r);
+	return 0;
+}
+
+/* An engine's on_step: takes what other ranks have sent, and shows how far all are. */
 static int show_progress(void *data, const struct engine_statistics *s)
 {
 	struct generation *g = data;
+	if (g->generator.model.layout.all.rank > 0)
+		return 0;
+	if (shared_work_receive(&g->work) < 0)
+		return -1;
 	const double now = clock_seconds(), seconds = now - g->shown;
 	char line[160];
 	if ((is_streamed(g) && is_terminal(stdout)) || seconds < (is_terminal(stderr) ? 1 : 30))
@@ -194,22 +266,20 @@ static int check_prompts(struct generation *g)
 	return 0;
 }
 
-/* Makes a request of each draw of each prompt, and gives the engine those that are not done yet. */
-static int add_requests(struct generation *g, struct engine *e)
+/* Gives a request to the engine, unless it is done, see struct shared_work. */
+static int add_request(void *data, struct engine *e, int64_t number)
 {
-	const struct generate_options *o = g->options;
-	for (int i = 0; i < g->num_requests; i++) {
-		const int prompt = i / o->draws;
-		struct request *r = &g->requests[i];
-		*r = (struct request){.num_prompt = g->prompts[prompt].count, .number = prompt, .draw = i % o->draws,
-				.max_tokens = g->max_tokens, .sampling = o->sampling, .stop = &g->stop, .ends = &g->generator.ends,
-				.score_from = o->logprobs ? g->prompts[prompt].count : 0};
-		if (o->out && g->file.done[i])
-			continue;
-		append_ids(&r->ids, g->prompts[prompt].id, r->num_prompt);
-		if (engine_add(e, r) < 0)
+	struct generation *g = data;
+	return g->done && g->done[number] ? 0 : engine_add(e, begin_request(g, number));
+}
+
+/* Fails when the memory for keys and values has no room for one of the prompts. */
+static int check_room(const struct generation *g, const struct engine *e)
+{
+	for (int i = 0; i < g->num_prompts; i++)
+		if (engine_check(e, &(struct request){.ids = g->prompts[i], .num_prompt = g->prompts[i].count, .number = i,
+				.max_tokens = g->max_tokens}) < 0)
 			return -1;
-	}
 	return 0;
 }
 
@@ -222,17 +292,19 @@ static int run_requests(struct generation *g)
 		prompt_tokens += g->prompts[i].count;
 	const int64_t tokens = prompt_tokens * o->draws + g->num_requests * g->max_tokens; /* at the most */
 	g->requests = calloc(g->num_requests, sizeof *g->requests);
-	if (!g->requests)
-		return fail("out of memory for %d prompts", g->num_requests);
-	if (generator_load(&g->generator, prompt_tokens > o->batch ? prompt_tokens : o->batch) < 0)
+	if (parallel_agree(g->requests ? 0 : fail("out of memory for %d prompts", g->num_requests)) < 0 ||
+			generator_load(&g->generator, prompt_tokens > o->batch ? prompt_tokens : o->batch) < 0)
 		return -1;
 	struct engine *e = engine_open(&g->generator.model, g->generator.tokenizer, &(struct engine_options){
 			.kv_tokens = o->kv_tokens, .useful_tokens = tokens, .max_requests = o->batch, .no_cache = o->no_cache,
-			.no_sharing = o->no_sharing, .on_token = show_request, .on_step = show_progress, .data = g});
+			.no_sharing = o->no_sharing, .on_token = take_token, .on_step = show_progress, .data = g});
 	const double start = g->shown = clock_seconds();
-	int rc = e ? add_requests(g, e) : -1;
+	g->work = (struct shared_work){.count = g->num_requests, .add = add_request, .receive = receive_result, .data = g};
+	int rc = parallel_agree(e ? check_room(g, e) : -1);
 	if (rc == 0)
-		rc = engine_run(e, NULL, NULL);
+		rc = parallel_agree(shared_work_run(&g->work, e, &g->generator.model, o->batch));
+	if (rc == 0)
+		replicas_report(&g->generator.layout);
 	if (rc == 0 && is_terminal(stderr)) {
 		const struct engine_statistics *s = engine_statistics(e);
 		const double seconds = clock_seconds() - start;
@@ -262,7 +334,32 @@ static struct text options_of(const struct generation *g)
 		text_printf(&text, " --logprobs");
 	if (g->stop.count)
 		text_printf(&text, " --stop %s", o->stop);
+	if (o->replicas.tensor > 1)
+		text_printf(&text, " --tensor %d", o->replicas.tensor);
+	if (o->replicas.expert > 1)
+		text_printf(&text, " --expert %d", o->replicas.expert);
 	return text;
+}
+
+/* Opens the file of --out, on rank 0, and tells all ranks which results it has. */
+static int open_file(struct generation *g)
+{
+	const struct group *all = &g->generator.layout.all;
+	int rc = 0;
+	if (all->rank == 0 && (generator_checksum(&g->generator, &g->file.model) < 0 ||
+			result_lines_open(&g->file, g->options->out) < 0))
+		rc = -1;
+	if (parallel_agree(rc) < 0)
+		return -1;
+	g->done = allocate(g->num_requests * sizeof *g->done);
+	if (all->rank == 0)
+		memcpy(g->done, g->file.done, g->num_requests * sizeof *g->done);
+	broadcast(all, g->done, g->num_requests * sizeof *g->done);
+	for (int i = 0; i < g->num_requests; i++)
+		g->ended += g->done[i];
+	if (all->rank == 0 && g->ended)
+		fprintf(stderr, "%s: %d of %d results are there\n", g->options->out, g->ended, g->num_requests);
+	return 0;
 }
 
 /* Generates what is not in the file of --out yet. */
@@ -274,18 +371,26 @@ static int extend_file(struct generation *g)
 		checksums[i] = crc_of(0, (const uint8_t *)g->prompts[i].id, g->prompts[i].count * sizeof *g->prompts[i].id);
 	g->file = (struct result_lines){.file = -1, .prompts = checksums, .options = text.data,
 			.num_prompts = g->num_prompts, .num_draws = g->options->draws};
-	int rc = generator_checksum(&g->generator, &g->file.model);
-	if (rc == 0)
-		rc = result_lines_open(&g->file, g->options->out);
-	g->ended = (int)g->file.num_done;
-	if (rc == 0 && g->ended)
-		fprintf(stderr, "%s: %d of %d results are there\n", g->options->out, g->ended, g->num_requests);
+	int rc = open_file(g);
 	if (rc == 0 && g->ended < g->num_requests)
 		rc = run_requests(g);
-	rc = result_lines_close(&g->file, rc);
+	if (g->generator.layout.all.rank == 0)
+		rc = result_lines_close(&g->file, rc);
+	free(g->done);
 	free(checksums);
 	free(text.data);
 	return rc;
+}
+
+/* A checksum of all prompts, which all ranks must have alike. */
+static uint32_t prompts_crc(const struct generation *g)
+{
+	uint32_t crc = 0;
+	for (int i = 0; i < g->num_prompts; i++) {
+		crc = crc_of(crc, (const uint8_t *)&g->prompts[i].count, sizeof g->prompts[i].count);
+		crc = crc_of(crc, (const uint8_t *)g->prompts[i].id, g->prompts[i].count * sizeof *g->prompts[i].id);
+	}
+	return crc;
 }
 
 /* All of the command but the checks of its options. */
@@ -294,11 +399,13 @@ static int generate_all(struct generation *g, const char *model)
 	const struct generate_options *o = g->options;
 	/* prompts that may be conversations */
 	const bool chat = o->chat || (o->prompts && text_format(o->prompts, o->format) != FORMAT_TEXT);
-	if (generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat, o->seq_len) < 0 || read_prompts(g) < 0 ||
-			check_prompts(g) < 0)
+	int rc = generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat, o->seq_len) < 0 ||
+			read_prompts(g) < 0 || check_prompts(g) < 0 ? -1 : 0;
+	if (rc == 0 && (int64_t)g->num_prompts * o->draws > INT32_MAX)
+		rc = fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
+	if (parallel_agree(rc) < 0 || parallel_same(prompts_crc(g), "the prompts") < 0 ||
+			replicas_connect(&g->generator.layout, &g->generator.config, &o->replicas) < 0)
 		return -1;
-	if ((int64_t)g->num_prompts * o->draws > INT32_MAX)
-		return fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
 	g->num_requests = g->num_prompts * o->draws;
 	return o->out ? extend_file(g) : run_requests(g);
 }
@@ -322,8 +429,9 @@ static int run_generate(const struct command_line *line)
 		rc = fail("--n goes with a --temperature above 0; without it all draws are the same");
 	else if (rc == 0 && o->logprobs && !o->json && !o->out)
 		rc = fail("--logprobs goes with --json or --out");
-	else if (rc == 0 && parallel_size() > 1)
-		rc = fail("ling generate is one process; it uses all cores of a machine (OMP_NUM_THREADS)");
+	else if (rc == 0 && parallel_size() > 1 && !strcmp(o->prompts ? o->prompts : o->prompt, "-"))
+		rc = fail("with several ranks the prompts cannot come from the standard input, which only rank 0 has: name a "
+				"file");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
 	rc = generate_all(&g, line->words[0]);
@@ -362,6 +470,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
 			"Prompts that are computed together; changes no result", .initial = "8"),
 	KV_TOKENS_OPTION(generate_options),
+	REPLICA_OPTIONS(generate_options),
 	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing",
 			"Compute equal beginnings of prompts for each one, to compare"),
 	TEXT_OPTION(generate_options, stop, "stop", "TEXT", "End before this text"),

@@ -31,7 +31,7 @@ int check_sampling(const struct command_line *line, const struct sampling *s)
 int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat,
 		int seq_len)
 {
-	*g = (struct generator){0};
+	*g = (struct generator){.layout = layout_of_rank(0, 1, 1, 1)};
 	if (find_model(g->dir, name) < 0 || config_from_huggingface(&g->config, g->dir) < 0)
 		return -1;
 	g->positions = seq_len ? seq_len : default_sequence(&g->config);
@@ -53,9 +53,8 @@ int generator_open(struct generator *g, const char *name, const char *tokenizer,
 
 int generator_load(struct generator *g, int64_t forward_tokens)
 {
-	const struct layout alone = layout_of_rank(0, 1, 1, 1);
 	const int64_t room = forward_tokens < ENGINE_TOKENS ? forward_tokens : ENGINE_TOKENS;
-	if (model_init(&g->model, &g->config, &alone, 1, (int)room, EVALUATE) < 0)
+	if (parallel_agree(model_init(&g->model, &g->config, &g->layout, 1, (int)room, EVALUATE)) < 0)
 		return -1;
 	set_rope_length(&g->model, g->positions);
 	return model_load(&g->model, g->dir);

@@ -46,13 +46,14 @@ struct generator {
 	int positions;               /* of the longest sequence */
 	struct tokenizer *tokenizer; /* its chat form is chosen */
 	struct ids ends;             /* ids that end a text, as the tokenizer's end token does */
+	struct layout layout;        /* of the ranks that hold the model: one process, unless the caller changes it */
 	struct model model;          /* all zero before generator_load */
 };
 /* Finds the model that `name` means (see find_model), and opens its tokenizer, or the one that is named. `chat`: what
  * ends a message ends a text too. seq_len: of --seq-len; 0: the model's. Call generator_close after an error too. */
 int generator_open(struct generator *g, const char *name, const char *tokenizer, const char *chat_form, bool chat,
 		int seq_len);
-/* Loads the weights, with room for that many tokens in a forward pass, but at most ENGINE_TOKENS. */
+/* Loads the weights, with room for that many tokens in a forward pass, but at most ENGINE_TOKENS. Collective. */
 int generator_load(struct generator *g, int64_t forward_tokens);
 void generator_close(struct generator *g);
 

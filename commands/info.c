@@ -19,6 +19,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 
 /* Sets usual sizes where a config has none: those of configs/ that describe only a model, and model directories. */
@@ -351,7 +352,8 @@ struct inference_plan {
 	double kv_token;             /* bytes of the keys and values of a token */
 	double fixed;                /* bytes of all but keys and values, when the experts' rows are balanced */
 	int64_t kv_tokens;           /* for which there is room beside that, with all rows at one rank */
-	/* Bytes that a rank sends for each token of its own requests; for each new token besides; for each forward pass. */
+	/* Bytes that a rank sends for each token of its own requests; besides, for each new or scored token of generation
+	 * and tasks; for each forward pass. */
 	double token[NUM_TRAFFIC + 1], new_token[NUM_TRAFFIC + 1], pass[NUM_TRAFFIC + 1];
 };
 
@@ -513,7 +515,7 @@ static void print_inference(const json_t *report)
 	json_object_foreach(json_object_get(report, "bytes_sent"), name, sent) {
 		if (!result_double(sent, "total"))
 			continue;
-		printf("\nsent by a rank for each %s%s\n", name, !strcmp(name, "new token") ? ", besides" : "");
+		printf("\nsent by a rank for each %s\n", !strcmp(name, "new token") ? "new or scored token, besides" : name);
 		print_bytes(sent);
 	}
 	const json_t *layouts = json_object_get(report, "layouts");

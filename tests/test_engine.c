@@ -115,7 +115,7 @@ static void test_choose_token(void **state)
 
 /* ---- requests ---- */
 
-enum { VOCABULARY = 300, BYTE_IDS = 257, MOST_NEW = 120, LONGEST = 800 };
+enum { VOCABULARY = 300, BYTE_IDS = 257, MOST_NEW = 150, LONGEST = 800 };
 
 static void make_model(struct model *m, int64_t forward_tokens)
 {
@@ -154,7 +154,7 @@ static void make_requests(struct request *list)
 			r->number = i - 1;
 		}
 		r->num_prompt = r->ids.count;
-		r->max_tokens = i % 4 == 1 ? 0 : 1 + random_number(&seed, i % 3 ? MOST_NEW - 1 : 20);
+		r->max_tokens = i % 4 == 1 ? 0 : i % 3 ? 1 + random_number(&seed, 30) : MOST_NEW;
 		r->sampling.temperature = i % 5 == 2 ? 30 : 0;
 		r->stop = *stop_text && i % 2 ? &stop : NULL;
 		if (i % 4 < 3)
@@ -262,9 +262,9 @@ static void test_bits(void **state)
 		{"all together, three threads", 999, 0, REQUESTS, 3, false, 0, 1},
 		{"few tokens at a time", 37, 0, REQUESTS, 1, false, 0, 1},
 		{"four tokens at a time", 4, 0, 3, 1, false, -1, 1},
-		{"a small pool", 4096, 1536, REQUESTS, 1, false, 1, 1},
-		{"a small pool, nothing shared", 4096, 1536, REQUESTS, 1, true, 1, 0},
-		{"a small pool, few tokens at a time", 100, 1536, 8, 1, false, -1, 1},
+		{"a small pool", 4096, 768, REQUESTS, 1, false, 1, 1},
+		{"a small pool, nothing shared", 4096, 768, REQUESTS, 1, true, 1, 0},
+		{"a small pool, few tokens at a time", 100, 768, 8, 1, false, -1, 1},
 		{"the smallest pool", 4096, 1, REQUESTS, 1, false, -1, 1},
 		{"the smallest pool, nothing shared", 300, 1, REQUESTS, 1, true, -1, 0},
 	};

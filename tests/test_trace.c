@@ -536,8 +536,8 @@ static void test_replicas(void **state)
 	put(&t[0], RECORD_COLLECTIVE, TRAFFIC_STATISTICS, 5892, 5892, 0)->number = 901;
 	t[0].alone = false;
 	expect_text(t, 4, 5006, "stands still", "rank 3 on box1 has been in attention / qkv of step 40 for 4 s; rank 0 "
-			"waits in statistics (number 901) of step 40; rank 1 waits in expert dispatch (number 900) of step 40; rank 2 "
-			"waits in expert dispatch (number 77) of step 40");
+			"waits in statistics (number 901) of step 40; rank 1 waits in expert dispatch (number 900) of step 40; "
+			"rank 2 waits in expert dispatch (number 77) of step 40");
 	/* it waits for long, alive, while this one is slow, but goes on */
 	for (int i = 0; i < 4; i++)
 		trace_free(&t[i]);

@@ -29,6 +29,9 @@
 #include <string.h>
 #include <unistd.h>
 
+/* Tokens of a forward pass, after which Ctrl-C is heard. */
+enum { CHAT_TOKENS = 512 };
+
 struct chat_options {
 	const char *system, *tokenizer, *chat_form;
 	struct sampling sampling;
@@ -272,7 +275,9 @@ static int run_save(struct chat *c, const char *argument)
 	text_append_string(&line, json);
 	text_append_string(&line, "\n");
 	const ssize_t n = size < 0 ? -1 : write(file, line.data, line.size);
-	const int error = n < 0 ? errno : (size_t)n < line.size ? ENOSPC : fsync(file) < 0 ? errno : 0;
+	int error = n < 0 ? errno : (size_t)n < line.size ? ENOSPC : fsync(file) < 0 ? errno : 0;
+	if (error && n > 0 && ftruncate(file, size) < 0) /* no part of a line stays */
+		error = errno;
 	if (file >= 0)
 		close(file);
 	free(line.data);
@@ -399,7 +404,7 @@ static int chat(struct chat *c, const char *model)
 	if (o->system && set_system(c, o->system, strlen(o->system)) < 0)
 		return -1;
 	const int64_t positions = g->positions;
-	if (generator_load(g, positions) < 0)
+	if (generator_load(g, positions < CHAT_TOKENS ? positions : CHAT_TOKENS) < 0)
 		return -1;
 	/* Room for a conversation and for what is left of the one before. */
 	c->engine = engine_open(&g->model, g->tokenizer, &(struct engine_options){.kv_tokens = o->kv_tokens,

@@ -286,8 +286,8 @@ static const struct command_option options[] = {
 	TEXT_OPTION(eval_options, tasks, "tasks", "FILE.yaml", "Tasks: multiple choice, perplexity, exact match"),
 	TEXT_OPTION(eval_options, out, "out", "DIR", "Write DIR/results.json and DIR/samples.jsonl"),
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
-			"Samples of a task that are computed together; with --data windows, by default some 8192 tokens of them; "
-			"changes no result", .initial = "8"),
+			"Options, windows and replies of a task that are computed together; with --data windows, by default some "
+			"8192 tokens of them; changes no result", .initial = "32"),
 	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
 			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
 	FLAG_OPTION(eval_options, no_sharing, "no-prefix-sharing",

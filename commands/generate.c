@@ -34,7 +34,7 @@ struct generate_options {
 struct generation {
 	const struct generate_options *options;
 	struct generator generator;
-	int64_t max_tokens;          /* for each request */
+	int64_t max_tokens;          /* for each request, where the model has positions for so many */
 	struct strings stop;
 	struct ids *prompts;         /* [num_prompts] */
 	int num_prompts;
@@ -147,6 +147,13 @@ static void send_result(struct generation *g, const struct request *r)
 	free(message.data);
 }
 
+/* Tokens that a prompt is continued by, at most: whatever the other prompts are. */
+static int64_t tokens_behind(const struct generation *g, const struct ids *prompt)
+{
+	const int64_t left = g->generator.positions - prompt->count;
+	return left < g->max_tokens ? left : g->max_tokens;
+}
+
 /* Begins the request of that number: a draw of a prompt. */
 static struct request *begin_request(struct generation *g, int64_t number)
 {
@@ -154,7 +161,7 @@ static struct request *begin_request(struct generation *g, int64_t number)
 	const struct ids *prompt = &g->prompts[number / o->draws];
 	struct request *r = &g->requests[number];
 	*r = (struct request){.num_prompt = prompt->count, .number = (uint32_t)(number / o->draws),
-			.draw = (uint32_t)(number % o->draws), .max_tokens = g->max_tokens, .sampling = o->sampling,
+			.draw = (uint32_t)(number % o->draws), .max_tokens = tokens_behind(g, prompt), .sampling = o->sampling,
 			.stop = &g->stop, .ends = &g->generator.ends, .score_from = o->logprobs ? prompt->count : 0};
 	append_ids(&r->ids, prompt->id, prompt->count);
 	return r;
@@ -249,7 +256,7 @@ static int read_prompts(struct generation *g)
 }
 
 /* Fails when a prompt and the tokens asked for are more than the model has positions for. Where no number was asked
- * for, sets max_tokens to what all prompts leave room for, at most 256. */
+ * for, one must fit. */
 static int check_prompts(struct generation *g)
 {
 	const int64_t asked = g->options->max_tokens, most = g->generator.positions;
@@ -260,8 +267,6 @@ static int check_prompts(struct generation *g)
 			return fail("%s: prompt %d has %lld tokens and %lld more are asked for; %s is %lld", g->generator.dir,
 					i + 1, (long long)n, (long long)(asked ? asked : 1), g->options->seq_len ? "--seq-len"
 					: "the model's max_position_embeddings", (long long)most);
-		if (n + g->max_tokens > most)
-			g->max_tokens = most - n;
 	}
 	return 0;
 }
@@ -278,7 +283,7 @@ static int check_room(const struct generation *g, const struct engine *e)
 {
 	for (int i = 0; i < g->num_prompts; i++)
 		if (engine_check(e, &(struct request){.ids = g->prompts[i], .num_prompt = g->prompts[i].count, .number = i,
-				.max_tokens = g->max_tokens}) < 0)
+				.max_tokens = tokens_behind(g, &g->prompts[i])}) < 0)
 			return -1;
 	return 0;
 }
@@ -468,7 +473,7 @@ static const struct command_option options[] = {
 			"At most this many tokens for each prompt (default: 256, or as many as the model has positions for)"),
 	SAMPLING_OPTIONS(generate_options),
 	WHOLE_OPTION(generate_options, batch, "batch", "B", 1, MAX_BATCH,
-			"Prompts that are computed together; changes no result", .initial = "8"),
+			"Prompts that are computed together; changes no result", .initial = "32"),
 	KV_TOKENS_OPTION(generate_options),
 	REPLICA_OPTIONS(generate_options),
 	FLAG_OPTION(generate_options, no_sharing, "no-prefix-sharing",

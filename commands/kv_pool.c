@@ -229,7 +229,7 @@ int kv_pool_open(struct kv_pool *p, int64_t layers, int64_t width, int64_t rows)
 	const int64_t frames = rows / KV_BLOCK + (rows % KV_BLOCK > 0);
 	const double bytes = kv_pool_bytes(layers, width, rows);
 	*p = (struct kv_pool){.layers = layers, .width = width};
-	if (frames <= INT32_MAX && kv_pool_bytes(layers, width, frames) < PTRDIFF_MAX / KV_BLOCK / 2) {
+	if (frames <= INT32_MAX && kv_pool_bytes(layers, width, frames) < (double)(PTRDIFF_MAX / KV_BLOCK / 2)) {
 		p->rows = frames * KV_BLOCK;
 		p->kv = malloc(p->rows * layers * width * sizeof(real));
 		p->block = calloc(p->rows / KV_UNIT, sizeof *p->block);

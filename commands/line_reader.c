@@ -22,6 +22,7 @@ struct line_reader {
 	bool shows_prompt;           /* standard input is a terminal */
 	EditLine *editor;            /* NULL where lines are not edited */
 	History *history;
+	bool begun;                  /* a line has been read */
 	char *line;                  /* what getline has read */
 	size_t capacity;
 };
@@ -109,6 +110,9 @@ enum line_kind line_read(struct line_reader *r, const char **line, size_t *n)
 		size--;
 	if (size && (*line)[size - 1] == '\r')
 		size--;
+	if (!r->begun && size >= 3 && !memcmp(*line, "\xef\xbb\xbf", 3)) /* a byte order mark is no part of the text */
+		*line += 3, size -= 3;
+	r->begun = true;
 	*n = size;
 	return LINE_READ;
 }

@@ -22,7 +22,7 @@
 #include <string.h>
 
 enum {
-	BATCH = 8,                   /* prompts that are continued at the same time, as in `ling generate` */
+	BATCH = 8,                   /* prompts that are continued at the same time */
 	STOP_EVERY = 16,             /* tokens after which the ranks ask one another whether to stop */
 };
 

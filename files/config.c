@@ -935,9 +935,11 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 		else if (!json_equal(then, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
 			added = true, fprintf(notes, "%s: %s%s -> %s\n", k->name, old, has ? "" : " by default", new);
 		else if (!json_equal(then, now) && k->flags & FIXED)
-			rc = fail("%s: %s was %s%s, found %s; expected the same, for it would be another run: set it back, or "
-					"choose a new train.output_dir", where, k->name, old, has ? " in the checkpoint"
-					: ", its default, when the run began: the checkpoint does not have it", new);
+			rc = has ? fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another "
+					"run: set it back, or choose a new train.output_dir", where, k->name, old, new)
+				: fail("%s: the checkpoint has no %s, as it is from before there was that key, and computes what is "
+					"its default, %s; found %s; expected the key left out, for it would be another run: take it out, "
+					"or choose a new train.output_dir", where, k->name, old, new);
 		else if (!json_equal(then, now))
 			fprintf(notes, "%s: %s%s -> %s%s\n", k->name, old, has ? "" : " by default", new, k->flags & BEGIN ? "; it "
 					"is not read: the run goes on with the weights of its checkpoint. For another start choose a new "

@@ -79,6 +79,27 @@ test_system() {
 	[ "$(jq -c '.messages | length' saved.jsonl | tr '\n' ' ')" = '0 3 ' ] || problem "found: $(cat saved.jsonl)"
 }
 
+# A byte order mark at the beginning is no part of the first line, be it a message or a command.
+test_mark() {
+	rm -f saved.jsonl
+	printf '\357\273\277a\n/save saved.jsonl\n' >input.txt
+	expect 0 "" chat --max-tokens 1 <input.txt
+	[ "$(jq -r '.messages[0].content' saved.jsonl)" = a ] || problem "found: $(cat saved.jsonl)"
+	printf '\357\273\277/system S\na\n/save saved.jsonl\n' >input.txt
+	expect 0 "" chat --max-tokens 1 <input.txt
+	[ "$(jq -r '.messages[0].content' saved.jsonl | tail -n 1)" = S ] || problem "found: $(cat saved.jsonl)"
+}
+
+# Of a conversation for which the disk has no room, no part stays in the file.
+test_full_disk() {
+	printf '{"text": "%0990d"}\n' 0 >saved.jsonl
+	cp saved.jsonl before.jsonl
+	printf 'a\n/save saved.jsonl\n' >input.txt
+	(ulimit -f 1 && trap '' XFSZ && exec "$ling" chat talker --max-tokens 5) <input.txt >out.txt 2>err.txt
+	[ $? = 1 ] && has err.txt "line 2: saved.jsonl: cannot write: No space left" || problem "found: $(cat err.txt)"
+	same saved.jsonl before.jsonl
+}
+
 # refuse TEXT INPUT [OPTIONS]: these lines are an error with that text
 refuse() {
 	printf "$2" >input.txt
@@ -221,6 +242,17 @@ test_interrupted() {
 	close_terminal
 	[ "$(jq '.messages | length' saved.jsonl)" = 2 ] || problem "found: $(head -c 300 saved.jsonl)"
 	jq -e '.messages[1].content | test("ghijk")' saved.jsonl >/dev/null || problem "found: $(head -c 300 saved.jsonl)"
+	# before there is anything of a reply
+	open_terminal "$ling chat endless --system $(head -c 40000 /dev/zero | tr '\0' z)"
+	shows '> ' 1
+	type_keys 'abc\r'
+	sleep 0.2
+	type_keys '\003'
+	shows '[stopped before the reply began; your message is taken back]' 1
+	type_keys '/save saved.jsonl\r'
+	shows '[there is nothing to save yet]' 1
+	type_keys '\004'
+	close_terminal
 	# a control character of a reply does not reach the terminal; from a pipe the program ends as others do
 	open_terminal "$ling chat endless --temperature 100 --max-tokens 300"
 	shows '> ' 1
@@ -233,5 +265,5 @@ test_interrupted() {
 	[ $? = 124 ] || problem "SIGINT: status $?: $(cat err.txt)"
 }
 
-check trained rounds system refused long terminal interrupted
+check trained rounds system mark full_disk refused long terminal interrupted
 finish

@@ -853,9 +853,18 @@ static void test_resume(void **state)
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_non_null(strstr(get(path), "train.init_from: \"\" by default -> \"start\"; it is not read"));
 	assert_non_null(strstr(get(path), "schedule.peak_lr: not in the checkpoint -> 0.001\n"));
+	/* A run from before there was a key had its default. */
+	char *since[] = {"model.rope_scaling={type: yarn, factor: 4}", "data.document_mask=true"};
+	json_object_del(json_object_get(saved, "model"), "rope_scaling");
+	json_object_del(json_object_get(saved, "data"), "document_mask");
+	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_null(strstr(get(path), "model.rope_scaling"));
+	expect_words("yarn", compare(saved, 1, since, path), (const char *const[3]){"the checkpoint has no "
+			"model.rope_scaling.type", "found \"yarn\"", "new train.output_dir"});
+	expect_words("mask", compare(saved, 1, since + 1, path), (const char *const[3]){"the checkpoint has no "
+			"data.document_mask", "found true"});
 	json_object_set_new(saved, "model", json_array());
-	expect_words("no model", compare(saved, 0, NULL, path), (const char *const[3]){
-			"model.num_key_value_heads was 8, its default"});
+	expect_words("no model", compare(saved, 0, NULL, path), (const char *const[3]){"the checkpoint has no model."});
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
 	json_decref(saved);
 }
@@ -882,14 +891,14 @@ static void test_older_checkpoint(void **state)
 		assert_string_equal(get(path), "");
 		static const struct { char *arguments[2]; const char *words[3]; } bad[] = {
 			{{"model.rope_scaling.type=yarn", "model.rope_scaling.factor=4"}, {"trainer.json: "
-				"model.rope_scaling.type was \"default\", its default, when the run began: the checkpoint does not "
-				"have it, found \"yarn\"", "new train.output_dir"}},
-			{{"model.head_dim=64", "train.seed=18446744073709551615"}, {"model.head_dim was 32, its default",
-				"found 64"}},
-			{{"model.use_qkv_bias=true", "model.head_dim=32"}, {"model.use_qkv_bias was false, its default",
-				"found true"}},
-			{{"data.document_mask=true", "data.packing=windows"}, {"data.document_mask was false, its default"}},
-			{{"data.packing=documents", "train.steps=400"}, {"data.packing was \"auto\", its default"}},
+				"the checkpoint has no model.rope_scaling.type", "default, \"default\"; found \"yarn\"",
+				"new train.output_dir"}},
+			{{"model.head_dim=64", "train.seed=18446744073709551615"}, {"has no model.head_dim",
+				"default, 32; found 64"}},
+			{{"model.use_qkv_bias=true", "model.head_dim=32"}, {"has no model.use_qkv_bias",
+				"default, false; found true"}},
+			{{"data.document_mask=true", "data.packing=windows"}, {"has no data.document_mask"}},
+			{{"data.packing=documents", "train.steps=400"}, {"has no data.packing"}},
 		};
 		for (size_t k = 0; k < (i ? 3 : sizeof bad / sizeof *bad); k++) {
 			expect_words(bad[k].arguments[0], compare(saved, 2, (char **)bad[k].arguments, path), bad[k].words);

@@ -36,6 +36,13 @@ test_generate() {
 	# The whole room that the model has, by default.
 	expect 0 "" "$ling" generate $model --prompt "abc" --json
 	grep -q '"tokens": 61, "finish": "length"' out.txt || problem "found: $(cat out.txt)"
+	# Another prompt, which leaves less room, takes nothing from it; and may be appended.
+	printf 'abc\n' >room.txt
+	rm -f room.jsonl
+	expect 0 "" "$ling" generate $model --prompts room.txt --out room.jsonl
+	printf '%060d\n' 0 >>room.txt
+	expect 0 "" "$ling" generate $model --prompts room.txt --out room.jsonl
+	[ "$(jq .tokens room.jsonl | tr '\n' ' ')" = "61 4 " ] || problem "found: $(cat room.jsonl)"
 	# An evaluation's windows have all of that room, and no more.
 	expect 0 "" "$ling" eval $model --data text --seq-len 64 --max-windows 1
 	expect 1 "--seq-len 65 is more than the model's max_position_embeddings, 64" "$ling" eval $model --data text --seq-len 65 --max-windows 1

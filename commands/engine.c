@@ -617,6 +617,15 @@ static int finish_scores(struct engine *e)
 	return 0;
 }
 
+/* Ranks with the same requests agree whether one of them has failed: `more` may let them act together. Returns rc, or 1
+ * where only another one has failed. */
+static int agree(struct engine *e, int rc)
+{
+	double failed = rc < 0;
+	all_reduce_sum(e->alike, TRAFFIC_STATISTICS, &failed, 1);
+	return rc == 0 && failed > 0 ? 1 : rc;
+}
+
 /* Whether any rank that makes the forward passes together with this one has requests. Returns rc, or 1 where only
  * another one has failed. */
 static int any_rank_runs(struct engine *e, int rc, bool *runs)
@@ -662,6 +671,8 @@ int engine_run(struct engine *e, int (*more)(void *data, struct engine *e), void
 			stopped = true;
 		}
 		rc = said < 0 ? -1 : rc;
+		if (more)
+			rc = agree(e, rc);
 	}
 	if (rc)
 		forget_all(e, RUNNING);

@@ -309,17 +309,24 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 	struct text out = {0};
 	json_t *stuck = json_array(), *waiting = json_array();
 	*members = json_pack("{s:o, s:o}", "ranks", stuck, "waiting", waiting);
-	int *place = allocate(n * sizeof *place), named = 0; /* -1: in the way; else the first rank that waits there */
+	enum { IN_THE_WAY = -1, GOES_ON = -2 };
+	int *place = allocate(n * sizeof *place), named = 0; /* one of these, or the first rank that waits there */
+	bool others = false;
 	for (int i = 0; i < n; i++) {
-		place[i] = ranks[i].in_the_way ? -1 : i;
+		if (ranks[i].goes_on) {
+			place[i] = GOES_ON;
+			others = true;
+			continue;
+		}
+		place[i] = ranks[i].in_the_way ? IN_THE_WAY : i;
 		for (int j = 0; j < i && place[i] == i; j++)
 			if (place[j] == j && wait_together(ranks[j].rank, ranks[i].rank))
 				place[i] = j;
-		json_array_append_new(place[i] < 0 ? stuck : waiting, rank_to_json(ranks[i].rank, numbers ? numbers[i] : i,
-				ranks[i].seconds));
+		json_array_append_new(place[i] == IN_THE_WAY ? stuck : waiting, rank_to_json(ranks[i].rank,
+				numbers ? numbers[i] : i, ranks[i].seconds));
 	}
 	for (int i = 0; i < n; i++)
-		if (place[i] < 0 && named++ < MOST_NAMED) {
+		if (place[i] == IN_THE_WAY && named++ < MOST_NAMED) {
 			const struct heartbeat_rank *r = ranks[i].rank;
 			text_printf(&out, "%srank %d on %s has been in", named > 1 ? "; " : "", numbers ? numbers[i] : i,
 					*r->host ? r->host : "an unknown host");
@@ -341,10 +348,12 @@ char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json
 		}
 	named = 0;
 	for (int i = 0; i < n; i++) {
-		const char *state = place[i] < 0 ? hang_process_words[hang_process(ranks[i].rank)] : NULL;
+		const char *state = place[i] == IN_THE_WAY ? hang_process_words[hang_process(ranks[i].rank)] : NULL;
 		if (state && named++ < MOST_NAMED)
 			text_printf(&out, "; process %d of rank %d %s", ranks[i].rank->pid, numbers ? numbers[i] : i, state);
 	}
+	if (others)
+		text_printf(&out, "; the other replicas go on");
 	free(place);
 	return out.data;
 }
@@ -367,23 +376,12 @@ char *hang_describe(const struct hang_watch *w, double time, json_t **members)
 		return out.data;
 	}
 	struct hang_place *places = allocate(n * sizeof *places);
-	int *numbers = allocate(n * sizeof *numbers), count = 0;
 	for (int i = 0; i < n; i++) {
 		const struct heartbeat_rank *r = &w->now.rank[i];
-		if (goes_on(w, r->replica, time, since))
-			continue;
-		numbers[count] = i;
-		places[count++] = (struct hang_place){r, time - w->rank[i].changed,
-				!r->waits || time - w->rank[i].sign >= since / 2};
+		places[i] = (struct hang_place){r, time - w->rank[i].changed,
+				!r->waits || time - w->rank[i].sign >= since / 2, goes_on(w, r->replica, time, since)};
 	}
-	char *text = hang_words(places, numbers, count, members);
-	if (count < n) {
-		struct text out = {0};
-		text_printf(&out, "%s; the other replicas go on", text);
-		free(text);
-		text = out.data;
-	}
+	char *text = hang_words(places, NULL, n, members);
 	free(places);
-	free(numbers);
 	return text;
 }

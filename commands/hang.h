@@ -78,10 +78,12 @@ struct hang_place {
 	const struct heartbeat_rank *rank;
 	double seconds;              /* for which it has been where it is */
 	bool in_the_way;             /* it computes, or it gives no sign that it waits; else it waits for others */
+	bool goes_on;                /* neither: it is of a replica that goes on, while another one does not */
 };
 /* Who is in the way, in words: "rank 2 on HOST has been in attention of layer 3 of step 812 for 41 s; ranks 0, 1, 3
- * wait in gradients (number 7711) of step 812; process 4711 of rank 2 is stopped". numbers: the number of each rank;
- * NULL: 0, 1, ... *members: the same for an event, a new object. The caller frees the text. */
+ * wait in gradients (number 7711) of step 812; process 4711 of rank 2 is stopped". Ranks that go on are not named.
+ * numbers: the number of each rank; NULL: 0, 1, ... *members: the same for an event, a new object. The caller frees the
+ * text. */
 char *hang_words(const struct hang_place *ranks, const int *numbers, int n, json_t **members);
 /* The same of what was watched. */
 char *hang_describe(const struct hang_watch *w, double time, json_t **members);

@@ -398,7 +398,7 @@ static struct rank_place place_of_rank(const struct trace *t)
 	const struct trace_record *op = open_record(t, RECORD_OPERATION), *wait = open_record(t, RECORD_COLLECTIVE);
 	struct rank_place p = {.operation = op, .collective = wait,
 			.rank = {.step = t->step, .phase = t->phase ? t->phase : HEARTBEAT_START, .layer = -1,
-			.pid = t->pid, .pid_started = t->pid_started}};
+			.pid = t->pid, .pid_started = t->pid_started, .replica = t->replica, .alone = t->alone}};
 	struct heartbeat_rank *r = &p.rank;
 	memcpy(r->host, t->host, sizeof r->host);
 	uint64_t begun = t->phase_begun ? t->phase_begun : t->started, progress = begun, last = 0;
@@ -436,34 +436,100 @@ static const char *const state_names[] = {"ended", "broke off", "stands still", 
 /* What a rank of another machine writes may be seen so many seconds late. */
 static const double seen_late = 60;
 
-/* Seconds without anything new after which a run stands still: in a step; in what may be one long operation. */
-static double still_limit(const struct rank_place *p, int count, double median_step)
+/* Seconds without anything new after which ranks that are so far stand still: in a step; in what may be one long
+ * operation. */
+static double still_limit(enum heartbeat_phase phase, double median_step)
 {
-	double limit = median_step > 0 ? fmax(2, 10 * median_step) : 60;
-	for (int i = 0; i < count; i++)
-		if (p[i].rank.phase != HEARTBEAT_STEP)
-			limit = fmax(limit, 60);
-	return limit;
+	const double limit = median_step > 0 ? fmax(2, 10 * median_step) : 60;
+	return phase == HEARTBEAT_STEP ? limit : fmax(limit, 60);
+}
+
+/* Whether the process of a rank does nothing more, in a run that is still there. */
+static bool is_stopped(const struct rank_place *p, bool all_gone)
+{
+	return !all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK;
 }
 
 /* Whether a rank is in the way of those that wait, when the newest progress of all was `since` seconds ago. */
 static bool is_in_the_way(const struct rank_place *p, bool all_gone, double now, double since)
 {
-	if (!all_gone && hang_process_words[p->process] && p->process != PROCESS_WAITS_FOR_DISK)
-		return true;
 	/* Of a run that is no more the last signs are final: mpirun ends the others within some 2 s. */
 	const double least = p->process == PROCESS_ELSEWHERE ? seen_late : all_gone ? 0.5 : 2;
-	const double silent = fmax(since / 2, least);
-	return !p->rank.waits || now - p->sign > silent;
+	return is_stopped(p, all_gone) || !p->rank.waits || now - p->sign > fmax(since / 2, least);
 }
 
-static json_t *place_to_json(const struct trace *t, const struct rank_place *p, bool in_the_way, double now)
+/* A replica of local SGD, by the ranks of it that were read. Without local SGD the whole run is one. */
+struct replica_place {
+	int ranks;
+	struct sum steps;
+	double progress;             /* of any of its ranks, as in struct rank_place, */
+	double sign;                 /* and the sign of that rank whose last one is oldest */
+	double limit;                /* see still_limit() */
+	bool waits, for_others;      /* all ranks wait; some not for their replica alone */
+	bool alone, stopped;         /* a rank is in a period; a process is stopped or gone */
+	bool goes_on;                /* it makes progress in a period, while another one stands still */
+};
+
+/* Sums up the ranks of each replica: an owned array of *n. */
+static struct replica_place *places_of_replicas(const struct trace *list, const struct rank_place *p, int count,
+		bool all_gone, int *n)
+{
+	*n = 0;
+	for (int i = 0; i < count; i++)
+		*n = p[i].rank.replica >= *n ? p[i].rank.replica + 1 : *n;
+	struct replica_place *replicas = allocate(*n * sizeof *replicas);
+	for (int r = 0; r < *n; r++)
+		replicas[r] = (struct replica_place){.progress = -INFINITY, .sign = INFINITY, .waits = true};
+	for (int i = 0; i < count; i++) {
+		struct replica_place *r = &replicas[p[i].rank.replica];
+		r->ranks++;
+		sum_add(&r->steps, &list[i].steps, 0);
+		r->progress = fmax(r->progress, p[i].progress);
+		r->sign = fmin(r->sign, p[i].sign);
+		r->waits = r->waits && p[i].rank.waits;
+		r->for_others = r->for_others || !p[i].rank.alone;
+		r->alone = r->alone || p[i].rank.alone;
+		r->stopped = r->stopped || is_stopped(&p[i], all_gone);
+	}
+	return replicas;
+}
+
+/* The seconds for which the run makes no progress at `at`, or that replica which makes none for longest: one that waits
+ * for others makes some as long as its ranks give signs. Says of each replica whether it goes on while another one
+ * stands still; in a run that is no more that is the one whose rank went first. progress: the newest of all ranks. */
+static double judge_replicas(struct replica_place *replicas, int n, bool all_gone, double at, double progress)
+{
+	double since = at - progress;
+	int read = 0, first = 0;
+	bool any_still = false;
+	for (int r = 0; r < n; r++) {
+		struct replica_place *x = &replicas[r];
+		read += x->ranks > 0;
+		first = x->sign < replicas[first].sign ? r : first;
+		x->progress = x->waits && x->for_others ? fmax(x->progress, x->sign) : x->progress;
+	}
+	for (int r = 0; r < n && read > 1; r++)
+		since = replicas[r].ranks ? fmax(since, at - replicas[r].progress) : since;
+	for (int r = 0; r < n; r++) {
+		struct replica_place *x = &replicas[r];
+		const bool still = all_gone ? r == first : x->stopped || at - x->progress > fmax(since / 2, 2);
+		x->goes_on = x->ranks && !still && x->alone && !(x->waits && x->for_others);
+		any_still = any_still || (x->ranks && still);
+	}
+	for (int r = 0; r < n; r++)
+		replicas[r].goes_on = replicas[r].goes_on && any_still;
+	return since;
+}
+
+static json_t *place_to_json(const struct trace *t, const struct rank_place *p, int replicas, bool in_the_way,
+		double now)
 {
 	static const char *const process_names[NUM_PROCESS_STATES] = {"is of another machine", "runs", "is stopped",
 			"waits for a disk or a server", "has ended", "is gone"};
 	const struct heartbeat_rank *r = &p->rank;
-	return json_pack("{s:i, s:b, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
-			"in_the_way", in_the_way, "host", json_cstring(t->host), "pid", t->pid,
+	return json_pack("{s:i, s:o, s:b, s:o, s:i, s:s, s:s, s:I, s:o, s:o, s:o, s:o, s:I, s:o, s:o}", "rank", t->rank,
+			"replica", replicas > 1 ? json_integer(t->replica) : json_null(), "in_the_way", in_the_way,
+			"host", json_cstring(t->host), "pid", t->pid,
 			"process", process_names[p->process], "phase", heartbeat_phase_names[r->phase], "step", (json_int_t)r->step,
 			"layer", r->layer < 0 ? json_null() : json_integer(r->layer),
 			"operation", p->operation ? json_string(operations[p->operation->what].name) : json_null(),
@@ -478,9 +544,9 @@ json_t *trace_places(const struct trace *list, int count, double now)
 	struct rank_place *p = allocate(count * sizeof *p);
 	struct hang_place *places = allocate(count * sizeof *places);
 	int *numbers = allocate(count * sizeof *numbers);
-	struct sum steps = {0};
-	double progress = -INFINITY, sign = -INFINITY;
+	double progress = -INFINITY, sign = -INFINITY, usual = 0, limit = 0;
 	bool all_gone = true, ended = true, some_stopped = false, late = false;
+	int num_replicas;
 	int64_t step = 0;
 	for (int i = 0; i < count; i++) {
 		p[i] = place_of_rank(&list[i]);
@@ -493,22 +559,38 @@ json_t *trace_places(const struct trace *list, int count, double now)
 		late = late || p[i].process == PROCESS_ELSEWHERE;
 		step = p[i].rank.step > step ? p[i].rank.step : step;
 		numbers[i] = list[i].rank;
-		sum_add(&steps, &list[i].steps, 0);
 	}
 	const double at = all_gone ? sign : fmax(now, sign); /* the end of a run that is no more */
-	const double since = at - progress, usual = trace_quantile(&steps.all, 0.5);
-	for (int i = 0; i < count; i++)
+	struct replica_place *replicas = places_of_replicas(list, p, count, all_gone, &num_replicas);
+	const double since = judge_replicas(replicas, num_replicas, all_gone, at, progress);
+	for (int r = 0; r < num_replicas; r++)
+		usual = fmax(usual, trace_quantile(&replicas[r].steps.all, 0.5));
+	for (int i = 0; i < count; i++) {
+		struct replica_place *r = &replicas[p[i].rank.replica];
+		const bool goes_on = !ended && r->goes_on;
 		places[i] = (struct hang_place){&p[i].rank, fmax(at - p[i].rank.changed, 0),
-				!ended && is_in_the_way(&p[i], all_gone, at, since)};
+				!ended && !goes_on && is_in_the_way(&p[i], all_gone, at, since), goes_on};
+		r->limit = fmax(r->limit, still_limit(p[i].rank.phase, usual));
+		limit = fmax(limit, r->limit);
+	}
+	bool still = some_stopped || at - progress > limit;
+	json_t *members, *ranks = json_array(), *going_on = json_array();
+	for (int r = 0; r < num_replicas; r++) {
+		still = still || (replicas[r].ranks && at - replicas[r].progress > replicas[r].limit);
+		if (!ended && replicas[r].goes_on)
+			json_array_append_new(going_on, json_integer(r));
+	}
 	const enum hang_state state = ended ? STATE_ENDED : all_gone ? STATE_BROKE_OFF
-			: some_stopped || since > still_limit(p, count, usual) ? STATE_STANDS_STILL : STATE_GOES_ON;
-	json_t *members, *ranks = json_array();
+			: still ? STATE_STANDS_STILL : STATE_GOES_ON;
 	char *words = hang_words(places, numbers, count, &members);
 	for (int i = 0; i < count; i++)
-		json_array_append_new(ranks, place_to_json(&list[i], &p[i], places[i].in_the_way, at));
-	json_t *result = json_pack("{s:s, s:I, s:i, s:i, s:o, s:o, s:o, s:b, s:o, s:O, s:O, s:o}",
+		json_array_append_new(ranks, place_to_json(&list[i], &p[i], num_replicas,
+				places[i].in_the_way, at));
+	json_t *result = json_pack("{s:s, s:I, s:i, s:i, s:i, s:o, s:o, s:o, s:o, s:b, s:o, s:O, s:O, s:o}",
 			"state", state_names[state], "step", (json_int_t)step, "ranks", list[0].ranks, "ranks_read", count,
-			"since_seconds", result_number(fmax(now - progress, 0)), "median_step_seconds", result_number(usual),
+			"replicas", num_replicas, "replicas_going_on", going_on, "since_seconds",
+			result_number(fmax(now - (state == STATE_GOES_ON ? progress : at - since), 0)),
+			"median_step_seconds", result_number(usual),
 			"text", state == STATE_ENDED ? json_null() : json_cstring(words), "seen_late", late && since < seen_late,
 			"sign_seconds", result_number(fmax(now - sign, 0)),
 			"in_the_way", json_object_get(members, "ranks"), "waiting", json_object_get(members, "waiting"),
@@ -517,6 +599,7 @@ json_t *trace_places(const struct trace *list, int count, double now)
 		json_object_set_new(result, "waiting", json_array());
 	json_decref(members);
 	free(words);
+	free(replicas);
 	free(numbers);
 	free(places);
 	free(p);
@@ -929,7 +1012,10 @@ static void print_totals(const json_t *result)
 static void print_place(const json_t *p)
 {
 	const char *phase = result_text(p, "phase");
-	printf("  rank %lld on %s, process %lld, which %s: ", (long long)result_integer(p, "rank"), result_text(p, "host"),
+	printf("  rank %lld", (long long)result_integer(p, "rank"));
+	if (json_is_integer(json_object_get(p, "replica")))
+		printf(" of replica %lld", (long long)result_integer(p, "replica"));
+	printf(" on %s, process %lld, which %s: ", result_text(p, "host"),
 			(long long)result_integer(p, "pid"), result_text(p, "process"));
 	if (!strcmp(phase, heartbeat_phase_names[HEARTBEAT_STEP]))
 		printf("step %lld", (long long)result_integer(p, "step"));
@@ -953,6 +1039,7 @@ static void print_places(const json_t *result)
 	const long long step = result_integer(result, "step"), read = result_integer(result, "ranks_read"),
 			ranks = result_integer(result, "ranks");
 	const json_t *text = json_object_get(result, "text");
+	const size_t going_on = json_array_size(json_object_get(result, "replicas_going_on"));
 	char takes[64] = "";
 	size_t i;
 	json_t *place;
@@ -966,6 +1053,10 @@ static void print_places(const json_t *result)
 	else if (!strcmp(state, state_names[STATE_GOES_ON]))
 		printf("the run goes on in step %lld: its newest record is %.1f s old%s\n", step,
 				result_double(result, "since_seconds"), takes);
+	else if (going_on)
+		printf("the run stands still, but for %zu of its %lld replicas: for %.1f s no rank of another one has begun "
+				"or ended anything%s:\n%s\n", going_on, (long long)result_integer(result, "replicas"),
+				result_double(result, "since_seconds"), takes, json_string_value(text));
 	else
 		printf("the run stands still: no rank has begun or ended anything for %.1f s%s:\n%s\n",
 				result_double(result, "since_seconds"), takes, json_string_value(text));

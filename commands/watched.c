@@ -388,7 +388,7 @@ static char *describe_death(const struct heartbeat *h)
 			continue;
 		numbers[count] = i;
 		places[count++] = (struct hang_place){r, last - r->changed,
-				!r->waits || last - r->changed - r->waited > fmax((last - progress) / 2, 0.5)};
+				!r->waits || last - r->changed - r->waited > fmax((last - progress) / 2, 0.5), false};
 	}
 	char *words = hang_words(places, numbers, count, &members);
 	text_append_string(&out, "the processes of all ranks are gone, without an end; at their last sign ");

@@ -888,19 +888,19 @@ json_t *run_to_json(const struct config *c)
 	return c->data.seq_len ? config_to_json(c) : json_pack("{s:o}", "model", model_to_json(&c->model));
 }
 
-/* Whether a value of a key that a run must not change is another than the default: then a run from before there was
- * the key computed otherwise. False for keys without a default, and for those whose default other keys decide. */
-static bool differs_from_fallback(const struct key *k, const json_t *value)
+/* The config of a checkpoint as far as it does not say it: of each key that it does not have the default, and what
+ * follows from that. The rest, and what has no default, is as asked. */
+static void unsaved_config(struct config *c, const json_t *saved, const struct config *asked)
 {
-	struct config c;
 	struct config_loader l;
-	if (!(k->flags & FIXED) || k->flags & (REQUIRED | NONE | ADDED) || (k->fallback && !strcmp(k->fallback, "auto")))
-		return false;
-	config_loader_init(&l, &c, "", false);
-	json_t *standard = key_to_json(&config_table, &c, k);
-	const bool differs = !json_equal(standard, value);
-	json_decref(standard);
-	return differs;
+	config_loader_init(&l, c, "", false);
+	*c = *asked;
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
+		if (!(k->flags & REQUIRED) && !json_at(saved, k->name))
+			set_default(c, k);
+	check_model(&l.keys, c); /* fills in; what does not fit is refused as another value */
+	if (!json_at(saved, "data.packing") && asked->data.packing == PACKING_WINDOWS)
+		c->data.packing = PACKING_WINDOWS; /* before the key was there all was packed so */
 }
 
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes)
@@ -909,6 +909,8 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 	bool added = false;
 	char shown[64], path[128];
 	const bool model_alone = json_object_size(saved) == 1 && json_object_get(saved, "model");
+	struct config unsaved;
+	unsaved_config(&unsaved, saved, asked);
 	for (int i = -1; i < NUM_KEYS && !rc; i++) {
 		const struct key *k = i < 0 ? find_key(&config_table, "") : &keys[i];
 		const json_t *before = json_at(saved, k->name);
@@ -924,23 +926,25 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 			}
 			continue;
 		}
+		const bool has = before;
+		json_t *then = has ? json_incref((json_t *)before) : key_to_json(&config_table, &unsaved, k);
 		json_t *now = key_to_json(&config_table, asked, k);
-		char *old = before ? value_text(before) : NULL, *new = value_text(now);
-		if (!before && differs_from_fallback(k, now))
-			rc = fail("%s: the checkpoint has no %s, as it is from before there was that key, and computes what is its "
-					"default; found %s; expected the key left out, for it would be another run: take it out, or choose "
-					"a new train.output_dir", where, k->name, new);
-		else if (!before)
+		char *old = value_text(then), *new = value_text(now);
+		if (!has && k->flags & REQUIRED)
 			fprintf(notes, "%s: not in the checkpoint -> %s\n", k->name, new);
-		else if (!json_equal(before, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
-			added = true, fprintf(notes, "%s: %s -> %s\n", k->name, old, new);
-		else if (!json_equal(before, now) && k->flags & FIXED)
-			rc = fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another run: set "
-					"it back, or choose a new train.output_dir", where, k->name, old, new);
-		else if (!json_equal(before, now))
-			fprintf(notes, "%s: %s -> %s%s\n", k->name, old, new, k->flags & BEGIN ? "; it "
-					"is not read: the run goes on "
-					"with the weights of its checkpoint. For another start choose a new train.output_dir" : "");
+		else if (!json_equal(then, now) && k->flags & ADDED && !strcmp(old, "\"none\""))
+			added = true, fprintf(notes, "%s: %s%s -> %s\n", k->name, old, has ? "" : " by default", new);
+		else if (!json_equal(then, now) && k->flags & FIXED)
+			rc = has ? fail("%s: %s was %s in the checkpoint, found %s; expected the same, for it would be another "
+					"run: set it back, or choose a new train.output_dir", where, k->name, old, new)
+				: fail("%s: the checkpoint has no %s, as it is from before there was that key, and computes what is "
+					"its default, %s; found %s; expected the key left out, for it would be another run: take it out, "
+					"or choose a new train.output_dir", where, k->name, old, new);
+		else if (!json_equal(then, now))
+			fprintf(notes, "%s: %s%s -> %s%s\n", k->name, old, has ? "" : " by default", new, k->flags & BEGIN ? "; it "
+					"is not read: the run goes on with the weights of its checkpoint. For another start choose a new "
+					"train.output_dir" : "");
+		json_decref(then);
 		free(old);
 		free(new);
 		json_decref(now);

@@ -217,9 +217,9 @@ json_t *config_value(const struct config *c, const char *path);
 json_t *run_to_json(const struct config *c);
 
 /* Compares the config that a checkpoint at `where` had with the one asked for. A difference in a key that a run must
- * not change fails, also where the checkpoint is from before there was the key and it is not at its default; all else
- * that differs, and keys that only one of them knows, are lines in notes. Where the checkpoint has a model but no run,
- * only the model counts. Returns 1, with a line too, where data.tokenizer was none
+ * not change fails; all else that differs, and keys that are not known, are lines in notes. A key that the checkpoint
+ * does not have, since it is older, had its default; one that must be given is a line in notes. Where the checkpoint
+ * has a model but no run, only the model counts. Returns 1, with a line too, where data.tokenizer was none
  * and is a tokenizer now: the caller must check that it has made the data. */
 int config_compare(const json_t *saved, const struct config *asked, const char *where, FILE *notes);
 

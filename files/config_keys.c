@@ -291,8 +291,7 @@ static int *list_count(void *structure, const struct key *k)
 	return (int *)((char *)structure + k->count);
 }
 
-/* Sets the field of a key to its default. Keys of list items are left alone: see begin_item. */
-static void set_default(void *structure, const struct key *k)
+void set_default(void *structure, const struct key *k)
 {
 	if (k->type == T_SECTION || k->flags & ITEM)
 		return;

@@ -115,6 +115,9 @@ const char *describe_key(char out[256], const struct key_table *t, const struct 
  * the expected type says it all), and nothing is stored. */
 const char *store_text(void *structure, const struct key *k, size_t shift, const char *text, bool plain);
 
+/* Sets the field of a key to its default. Sections and keys of list items are left alone. */
+void set_default(void *structure, const struct key *k);
+
 /* The value of key k as JSON: an object for a section, an array for a T_LIST. The caller owns it. Not for tables with
  * T_STRING or T_STRINGS. */
 json_t *key_to_json(const struct key_table *t, const void *structure, const struct key *k);

@@ -71,7 +71,7 @@ struct header {
 	uint64_t id;
 	int32_t rank, ranks;
 	uint64_t pid_started;
-	int32_t pid, reserved;
+	int32_t pid, replica;
 	uint64_t events;             /* records that the ring holds, a power of two */
 	uint64_t written;            /* records so far */
 	uint64_t started;
@@ -79,6 +79,7 @@ struct header {
 	int64_t phase, step;         /* enum heartbeat_phase */
 	uint64_t phase_begun, last_sign;
 	char host[64];
+	int32_t alone;
 };
 _Static_assert(sizeof(struct header) <= PAGE, "one page");
 struct counters {
@@ -484,6 +485,18 @@ void trace_peak(double flops, double bandwidth)
 	header()->peak_bandwidth = bandwidth;
 }
 
+void trace_replica(int replica)
+{
+	header()->replica = replica;
+	heartbeat_replica(replica);
+}
+
+void trace_alone(bool alone)
+{
+	header()->alone = alone;
+	heartbeat_alone(alone);
+}
+
 void trace_leave(void)
 {
 	if (!trace.header)
@@ -550,13 +563,13 @@ static int read_mapped(struct trace *t, const uint8_t *map, size_t size, const c
 	if (h->events < 1 || h->events > MAX_EVENTS || h->events & (h->events - 1) || size != file_bytes(h->events) ||
 			h->ranks < 1 || h->ranks > MAX_RANKS || h->rank < 0 || h->rank >= h->ranks || h->phase < HEARTBEAT_NONE ||
 			h->phase >= NUM_HEARTBEAT_PHASES || h->started >= TIME_LIMIT || h->phase_begun >= TIME_LIMIT ||
-			h->last_sign >= TIME_LIMIT)
+			h->last_sign >= TIME_LIMIT || h->replica < 0 || h->replica >= h->ranks)
 		return fail("%s: a damaged trace file: %zu bytes, %llu events, rank %d of %d. If it is a copy, copy it again",
 				path, size, (unsigned long long)h->events, h->rank, h->ranks);
 	*t = (struct trace){.id = h->id, .rank = h->rank, .ranks = h->ranks, .pid = h->pid, .pid_started = h->pid_started,
 			.started = h->started, .started_unix = h->started_unix, .peak_flops = h->peak_flops,
 			.peak_bandwidth = h->peak_bandwidth, .phase = h->phase, .step = h->step, .phase_begun = h->phase_begun,
-			.last_sign = h->last_sign};
+			.last_sign = h->last_sign, .replica = h->replica, .alone = h->alone};
 	memcpy(t->host, h->host, sizeof t->host);
 	t->host[sizeof t->host - 1] = 0;
 	const uint64_t written = __atomic_load_n(&h->written, __ATOMIC_ACQUIRE);

@@ -76,6 +76,9 @@ void trace_create(const char *run_dir, bool make);
 void trace_join(const char *run_dir, int rank, int ranks, const char *host, int64_t events);
 /* What this rank's machine can do at best: FLOP/s and bytes/s. 0: not known. */
 void trace_peak(double flops, double bandwidth);
+/* heartbeat_replica and heartbeat_alone, which the trace says too. */
+void trace_replica(int replica);
+void trace_alone(bool alone);
 /* Removes the mapping; the file stays. */
 void trace_leave(void);
 /* After trace_leave, by the rank that called trace_create: a start that has done no step leaves the traces that were
@@ -165,6 +168,8 @@ struct trace {                  /* what was read */
 	int64_t step;                /* of the phase */
 	uint64_t phase_begun;        /* trace_now() */
 	uint64_t last_sign;          /* when it last said that it still waits; 0: never */
+	int replica;                 /* of local SGD, from 0; 0 where there are none */
+	bool alone;                  /* it waits for ranks of its replica alone; else it may wait for any */
 	struct trace_record *records; /* [num_records] the newest, in the order in which they began; of those that began
 	                              * together a phase comes first, then an operation */
 	int64_t num_records, lost;   /* lost: older ones, which the ring has no more */

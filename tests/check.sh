@@ -86,6 +86,18 @@ wait_for_lines() {
 	done
 }
 
+# look RUN FILTER: looks at who is in the way until the jq filter is true, half a minute at most.
+look() {
+	local tries=0
+	while [ $tries -lt 200 ]; do
+		expect 0 "" "$ling" trace "$1" --hang --json
+		[ "$(jq "$2" out.txt)" = true ] && return
+		tries=$((tries + 1))
+		sleep 0.1
+	done
+	problem "not so: $2: $(cat out.txt)"
+}
+
 # ---- files to begin with ----
 
 # tiny SECTION.KEY=VALUE...: writes tiny.yaml: tests/tiny.yaml with other values and further keys.

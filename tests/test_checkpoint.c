@@ -351,7 +351,8 @@ static void checkpoint_wrong_fields(void **state)
 		{"sources", "[[" SOURCE_JSON("5", "-9223372036854775807") "]]", "source 1: `credit` is -9223372036854775807"},
 		{"tokens", "[9223372036854775807]", "`tokens` is 9223372036854775807; expected 0 to 4611686018427387903"},
 		{"step", "[6]", "`step` is 6, but the directory's name says 5"},
-		{"config", "[{\"model\":{\"head_dim\":4}}]", "model.head_dim was 4 in the checkpoint, found 8"},
+		{"config", "[{\"model\":{\"num_key_value_heads\":1,\"head_dim\":4}}]",
+			"model.head_dim was 4 in the checkpoint, found 8"},
 	};
 	for (int i = 0; i < COUNT(cases); i++) {
 		json_t *good = json_read(path), *bad = json_changed(good, cases[i].key, cases[i].json);

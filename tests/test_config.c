@@ -844,16 +844,21 @@ static void test_resume(void **state)
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
 	assert_string_equal(get(path), "sur?prise: in the checkpoint only, and not known\n"
 			"model.gates: in the checkpoint only, and not known\ntrain.batch: null -> 32\n"
-			"eval.every: not in the checkpoint -> 50\neval.max_windows: not in the checkpoint -> 7\n"
-			"eval.at_start: not in the checkpoint -> false\neval.samples: not in the checkpoint -> []\n"
-			"eval.sample_file: not in the checkpoint -> \"\"\neval.sample_tokens: not in the checkpoint -> 64\n"
-			"eval.sample_temperature: not in the checkpoint -> 0.0\nlog.every: not in the checkpoint -> 10\n");
+			"eval.every: 0 by default -> 50\neval.max_windows: 0 by default -> 7\nlog.every: 1 by default -> 10\n");
+	char *begins = "train.init_from=off";
+	json_object_del(json_object_get(saved, "train"), "init_from");
+	assert_int_equal(compare(saved, 1, &begins, path), 0);
+	assert_null(strstr(get(path), "init_from"));
+	json_object_del(json_object_get(saved, "schedule"), "peak_lr"); /* has no default */
+	assert_int_equal(compare(saved, 0, NULL, path), 0);
+	assert_non_null(strstr(get(path), "train.init_from: \"\" by default -> \"start\"; it is not read"));
+	assert_non_null(strstr(get(path), "schedule.peak_lr: not in the checkpoint -> 0.001\n"));
 	/* A run from before there was a key had its default. */
 	char *since[] = {"model.rope_scaling={type: yarn, factor: 4}", "data.document_mask=true"};
 	json_object_del(json_object_get(saved, "model"), "rope_scaling");
 	json_object_del(json_object_get(saved, "data"), "document_mask");
 	assert_int_equal(compare(saved, 0, NULL, path), 0);
-	assert_non_null(strstr(get(path), "model.rope_scaling.type: not in the checkpoint -> \"default\"\n"));
+	assert_null(strstr(get(path), "model.rope_scaling"));
 	expect_words("yarn", compare(saved, 1, since, path), (const char *const[3]){"the checkpoint has no "
 			"model.rope_scaling.type", "found \"yarn\"", "new train.output_dir"});
 	expect_words("mask", compare(saved, 1, since + 1, path), (const char *const[3]){"the checkpoint has no "
@@ -861,6 +866,61 @@ static void test_resume(void **state)
 	json_object_set_new(saved, "model", json_array());
 	expect_words("no model", compare(saved, 0, NULL, path), (const char *const[3]){"the checkpoint has no model."});
 	assert_non_null(strstr(get(path), "model.hidden_size: not in the checkpoint -> 256\n"));
+	json_decref(saved);
+}
+
+/* A checkpoint that is older than a key had its default, also where that follows from other keys. */
+static void test_older_checkpoint(void **state)
+{
+	(void)state;
+	struct config c;
+	char path[PATH_LEN];
+	assert_int_equal(path_join(path, scratch, "notes"), 0);
+	assert_int_equal(config_load(&c, put_string(at("run.yaml"), full), 0, NULL, false), 0);
+	json_t *saved = config_to_json(&c), *model = json_object_get(saved, "model");
+	json_t *data = json_object_get(saved, "data");
+	for (int i = 0; i < 2; i++) { /* of a run; of a model alone, as converting one makes it */
+		json_object_del(model, "rope_scaling");
+		json_object_del(model, "head_dim");
+		json_object_del(model, "use_qkv_bias");
+		json_object_del(data, "packing");
+		json_object_del(data, "document_mask");
+		json_object_del(saved, "local");
+		json_object_del(saved, "trace");
+		assert_int_equal(compare(saved, 0, NULL, path), 0);
+		assert_string_equal(get(path), "");
+		static const struct { char *arguments[2]; const char *words[3]; } bad[] = {
+			{{"model.rope_scaling.type=yarn", "model.rope_scaling.factor=4"}, {"trainer.json: "
+				"the checkpoint has no model.rope_scaling.type", "default, \"default\"; found \"yarn\"",
+				"new train.output_dir"}},
+			{{"model.head_dim=64", "train.seed=18446744073709551615"}, {"has no model.head_dim",
+				"default, 32; found 64"}},
+			{{"model.use_qkv_bias=true", "model.head_dim=32"}, {"has no model.use_qkv_bias",
+				"default, false; found true"}},
+			{{"data.document_mask=true", "data.packing=windows"}, {"has no data.document_mask"}},
+			{{"data.packing=documents", "train.steps=400"}, {"has no data.packing"}},
+		};
+		for (size_t k = 0; k < (i ? 3 : sizeof bad / sizeof *bad); k++) {
+			expect_words(bad[k].arguments[0], compare(saved, 2, (char **)bad[k].arguments, path), bad[k].words);
+			assert_string_equal(get(path), "");
+		}
+		char *same[] = {"data.packing=windows", "model.head_dim=32"};
+		assert_int_equal(compare(saved, 2, same, path), 0);
+		assert_string_equal(get(path), "");
+		if (i == 0) {
+			char *local[] = {"parallel.sync=local", "local.steps=4"};
+			assert_int_equal(compare(saved, 2, local, path), 0);
+			assert_string_equal(get(path), "spikes.action: \"ladder\" -> \"watch\"\n"
+					"parallel.sync: \"step\" -> \"local\"\nlocal.steps: 128 by default -> 4\n");
+			json_object_del(data, "tokenizer"); /* may be given later: whether it made the data is checked then */
+			assert_int_equal(compare(saved, 0, NULL, path), 1);
+			assert_string_equal(get(path), "data.tokenizer: \"none\" by default -> \"byte\"\n");
+			json_t *alone = json_pack("{s:O}", "model", model);
+			json_decref(saved);
+			saved = alone, data = NULL;
+			json_object_del(model, "router");
+		}
+	}
 	json_decref(saved);
 }
 
@@ -1157,7 +1217,8 @@ int main(void)
 				cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
-		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume), cmocka_unit_test(test_init),
+		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume),
+		cmocka_unit_test(test_older_checkpoint), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
 		cmocka_unit_test(test_resume_every_key), cmocka_unit_test(test_valid_sets),
 		cmocka_unit_test(test_init_every_key), cmocka_unit_test(test_borders),

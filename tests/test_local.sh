@@ -94,12 +94,12 @@ test_resume() {
 	expect 1 "there is no synchronisation: parallel.sync is step" "$ling" train tiny.yaml train.output_dir=refused --inject kill@step=3,during=norms
 }
 
-# supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in err.txt.
+# supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in said.txt.
 supervised() {
 	local out=$1 least=$2
 	shift 2
 	timeout -k 5 60 "$ling" supervise --run "$out" --grace 1 --max-restarts 0 --hang-least $least --hang-unseen 20 -- mpirun -n 4 --oversubscribe --bind-to none \
-		"$ling" train tiny.yaml train.output_dir="$out" $local local.ranks=2 checkpoint.every=off eval.every=off health.every=off "$@" >out.txt 2>err.txt
+		"$ling" train tiny.yaml train.output_dir="$out" $local local.ranks=2 checkpoint.every=off eval.every=off health.every=off "$@" >printed.txt 2>said.txt
 }
 
 # A rank that is stopped is found where it is: in a period, in which the other replica goes on; in both parts of a synchronisation. The
@@ -114,20 +114,27 @@ test_hangs() {
 	done
 	grep -qE 'no progress for [2-9] s: rank 3 on [^ ]+ has been in .*step 40 for [2-9] s.*; rank 2 waits in [a-z ]+ \(number [0-9]+\) of step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' watch.txt ||
 		problem "$(cat watch.txt)"
+	look period '.state == "stands still" and .replicas == 2 and .replicas_going_on == [0] and ([.in_the_way[].rank] == [3]) and
+		([.waiting[].rank] == [2]) and ([.places[].replica] == [0, 0, 1, 1]) and (.text | test("process [0-9]+ of rank 3 is stopped; the other replicas go on"))'
+	expect 0 "" "$ling" trace period --hang
+	has out.txt "the run stands still, but for 1 of its 2 replicas: for " "rank 3 of replica 1 on "
 	wait
-	grep -qE 'hang: rank 3 on [^ ]+ has been in .*step 40 for [6-9] s( without a sign)?; rank 2 waits in [a-z ]+ \(number [0-9]+\) of .*step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' err.txt ||
-		problem "$(grep supervise err.txt)"
+	grep -qE 'hang: rank 3 on [^ ]+ has been in .*step 40 for [6-9] s( without a sign)?; rank 2 waits in [a-z ]+ \(number [0-9]+\) of .*step 40; process [0-9]+ of rank 3 is stopped; the other replicas go on' said.txt ||
+		problem "$(grep supervise said.txt)"
 	local last moment i
 	last=$(metric step period/metrics.jsonl | tail -n 1)
 	[ "$last" -gt 45 ] && [ "$last" -lt 1000 ] || problem "replica 0 at step $last"
 	for moment in norms synchronisation; do
-		supervised $moment 1 local.steps=5 --inject stop@step=15,rank=2,during=$moment
-		grep -qE 'hang: rank 2 on [^ ]+ has been in weights.* of step 1[56] for [1-9] s' err.txt || problem "$moment: $(grep supervise err.txt)"
-		grep -qE 'process [0-9]+ of rank 2 is stopped' err.txt || problem "$moment: $(grep supervise err.txt)"
+		supervised $moment 2 local.steps=5 --inject stop@step=15,rank=2,during=$moment &
+		wait_for_lines $moment/metrics.jsonl 14
+		look $moment '.state == "stands still" and .replicas_going_on == [] and ([.in_the_way[].rank] == [2]) and ([.waiting[].rank] == [0, 1, 3])'
+		wait
+		grep -qE 'hang: rank 2 on [^ ]+ has been in weights.* of step 1[56] for [1-9] s' said.txt || problem "$moment: $(grep supervise said.txt)"
+		grep -qE 'process [0-9]+ of rank 2 is stopped' said.txt || problem "$moment: $(grep supervise said.txt)"
 		[ "$(jq -r 'select(.kind == "hang") | .ranks | map(.rank) | tostring' $moment/events.jsonl)" = '[2]' ] || problem "$moment: $(cat $moment/events.jsonl)"
 	done
-	supervised slow 1 local.steps=20 train.steps=20 --inject slow@step=1,rank=2,ms=100 || problem "$(cat err.txt)"
-	[ -s err.txt ] && grep -q hang err.txt && problem "$(grep hang err.txt)"
+	supervised slow 1 local.steps=20 train.steps=20 --inject slow@step=1,rank=2,ms=100 || problem "$(cat said.txt)"
+	[ -s said.txt ] && grep -q hang said.txt && problem "$(grep hang said.txt)"
 }
 
 test_other_replicas() {

@@ -478,6 +478,83 @@ static void test_events(void **state)
 		trace_free(&t[i]);
 }
 
+/* Two replicas of local SGD, ranks 0, 1 and 2, 3, whose steps take 100 ms. At 2000 ms rank 3 began an operation that
+ * lasts, and rank 2 waits for it. */
+static void make_replicas(struct trace t[4])
+{
+	for (int i = 0; i < 4; i++) {
+		t[i] = make_trace(i, 4);
+		add(&t[i].steps, 10, 100, 0, 0);
+		t[i].phase = HEARTBEAT_STEP;
+		t[i].step = 40;
+		t[i].phase_begun = t[i].started + 2000 * (uint64_t)MS;
+		t[i].replica = i / 2;
+		t[i].alone = true;
+		t[i].last_sign = t[i].started + 5900 * (uint64_t)MS;
+	}
+	put_operation(&t[3], OP_QKV, 2000, 0);
+	t[3].last_sign = 0;
+	put(&t[2], RECORD_COLLECTIVE, TRAFFIC_DISPATCH, 2001, 2001, 0)->number = 77;
+}
+
+static void test_replicas(void **state)
+{
+	(void)state;
+	struct trace t[4];
+	const char *const hung = "rank 3 on box1 has been in attention / qkv of step 40 for 4 s; rank 2 waits in expert "
+			"dispatch (number 77) of step 40; the other replicas go on";
+	/* in a period the other replica goes on, be it that it computes or waits within itself */
+	make_replicas(t);
+	put_operation(&t[0], OP_QKV, 5890, 0);
+	put(&t[1], RECORD_COLLECTIVE, TRAFFIC_DISPATCH, 5890, 5890, 0)->number = 900;
+	expect_text(t, 4, 5006, "stands still", hung);
+	json_t *r = trace_places(t, 4, 5006);
+	number(r, "replicas", 2, 0);
+	number(r, "replicas_going_on.0", 0, 0);
+	number(r, "since_seconds", 3.999, 1e-6);
+	number(r, "places.3.replica", 1, 0);
+	assert_true(json_is_true(json_at(r, "places.3.in_the_way")) && json_is_false(json_at(r, "places.0.in_the_way")));
+	assert_int_equal(json_array_size(json_at(r, "in_the_way")), 1);
+	assert_int_equal(json_array_size(json_at(r, "waiting")), 1);
+	json_decref(r);
+	/* the processes of all are gone: the replica whose rank fell silent first */
+	for (int i = 0; i < 4; i++)
+		gethostname(t[i].host, sizeof t[i].host - 1);
+	r = trace_places(t, 4, 9000);
+	words(r, "state", "broke off");
+	number(r, "in_the_way.0.rank", 3, 0);
+	number(r, "replicas_going_on.0", 0, 0);
+	assert_int_equal(json_array_size(json_at(r, "in_the_way")), 1);
+	json_decref(r);
+	for (int i = 0; i < 4; i++)
+		snprintf(t[i].host, sizeof t[i].host, "box%d", i / 2);
+	/* the same by the trace of one replica alone, or of a rank, whose run then is no other */
+	expect_text(t + 2, 2, 5006, "stands still", "rank 3 on box1 has been in attention / qkv of step 40 for 4 s; rank 2 "
+			"waits in expert dispatch (number 77) of step 40");
+	/* it is at the synchronisation and waits for this one: then it does not go on */
+	t[0].records[0].end = t[0].started + 5891 * (uint64_t)MS;
+	put(&t[0], RECORD_COLLECTIVE, TRAFFIC_STATISTICS, 5892, 5892, 0)->number = 901;
+	t[0].alone = false;
+	expect_text(t, 4, 5006, "stands still", "rank 3 on box1 has been in attention / qkv of step 40 for 4 s; rank 0 "
+			"waits in statistics (number 901) of step 40; rank 1 waits in expert dispatch (number 900) of step 40; "
+			"rank 2 waits in expert dispatch (number 77) of step 40");
+	/* it waits for long, alive, while this one is slow, but goes on */
+	for (int i = 0; i < 4; i++)
+		trace_free(&t[i]);
+	make_replicas(t);
+	for (int i = 0; i < 2; i++) {
+		put(&t[i], RECORD_COLLECTIVE, TRAFFIC_STATISTICS, 2001, 2001, 0)->number = 901;
+		t[i].alone = false;
+	}
+	t[3].records[0].begin = t[3].records[0].arrived = t[3].started + 5000 * (uint64_t)MS;
+	r = trace_places(t, 4, 5006);
+	words(r, "state", "goes on");
+	assert_int_equal(json_array_size(json_at(r, "replicas_going_on")), 0);
+	json_decref(r);
+	for (int i = 0; i < 4; i++)
+		trace_free(&t[i]);
+}
+
 /* -- files -- */
 
 /* Writes the trace of a run of one rank through the functions that a run calls. */
@@ -490,6 +567,8 @@ static void write_run(const char *run, int rank, int ranks)
 	heartbeat_join(run, rank, "box");
 	trace_join(run, rank, ranks, "box", 1024);
 	trace_peak(1e11, 1e10);
+	trace_replica(ranks - 1);
+	trace_alone(true);
 	for (int step = 1; step <= 5; step++) {
 		trace_phase(step == 1 ? HEARTBEAT_FIRST_STEP : HEARTBEAT_STEP, step);
 		for (int layer = 0; layer < 3; layer++) {
@@ -533,6 +612,7 @@ static void test_file(void **state)
 	assert_int_equal(count, 1); /* rank 1 is missing, which is no error */
 	assert_int_equal(list[0].steps.count, 5);
 	assert_true(list[0].phase == HEARTBEAT_END && list[0].step == 5 && list[0].peak_flops == 1e11);
+	assert_true(list[0].replica == 1 && list[0].alone);
 	json_t *r = trace_totals(list, count, PART_STEP, 10);
 	number(r, "steps", 5, 0);
 	assert_int_equal(json_array_size(json_at(r, "operations")), 2);
@@ -653,8 +733,8 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_totals), cmocka_unit_test(test_nothing), cmocka_unit_test(test_steps),
-		cmocka_unit_test(test_places), cmocka_unit_test(test_processes), TEST(test_events), TEST(test_file),
-		TEST(test_bad_files), TEST(test_random_bytes),
+		cmocka_unit_test(test_places), cmocka_unit_test(test_replicas), cmocka_unit_test(test_processes),
+		TEST(test_events), TEST(test_file), TEST(test_bad_files), TEST(test_random_bytes),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

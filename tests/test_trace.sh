@@ -119,18 +119,6 @@ test_events() {
 	expect 1 "none/events.json" "$ling" trace four --perfetto none/events.json
 }
 
-# look FILTER: looks at who is in the way until the jq filter is true, half a minute at most.
-look() {
-	local tries=0
-	while [ $tries -lt 200 ]; do
-		expect 0 "" "$ling" trace hung --hang --json
-		[ "$(jq "$1" out.txt)" = true ] && return
-		tries=$((tries + 1))
-		sleep 0.1
-	done
-	problem "not so: $1: $(cat out.txt)"
-}
-
 # stop_where RANK FILTER: stops a rank where its place fits the jq filter; sets pid.
 stop_where() {
 	local tries=0
@@ -153,7 +141,7 @@ test_in_the_way() {
 	mpirun -n 4 --oversubscribe --bind-to none ./rank.sh train tiny.yaml train.output_dir=hung train.steps=100000 checkpoint.every=1 checkpoint.async=false >hung.txt 2>&1 &
 	launcher=$!
 	wait_for_lines hung/metrics.jsonl 3
-	look '.state == "goes on" and .ranks_read == 4 and .step >= 3'
+	look hung '.state == "goes on" and .ranks_read == 4 and .step >= 3'
 	expect 0 "" "$ling" trace hung --hang
 	has out.txt "the run goes on in step"
 	expect 0 "" "$ling" trace hung --steps 3 # while it is being written
@@ -161,27 +149,27 @@ test_in_the_way() {
 	json events.json
 
 	stop_where 2 '.phase == "step" and .collective == null and .operation != null'
-	look '.state == "stands still" and ([.in_the_way[].rank] == [2]) and ([.waiting[].rank] == [0, 1, 3])'
+	look hung '.state == "stands still" and ([.in_the_way[].rank] == [2]) and ([.waiting[].rank] == [0, 1, 3])'
 	expect 0 "" "$ling" trace hung --hang
 	grep -qE "^rank 2 on [^ ]+ has been in [a-z_/, -]+( of layer [01])? of step [0-9]+ for [0-9]+ s; ranks? 0.*; process $pid of rank 2 is stopped" out.txt ||
 		problem "$(cat out.txt)"
 	kill -CONT "$pid"
 	stop_where 1 '.phase == "step" and (.collective // "" | startswith("expert "))'
-	look '.state == "stands still" and ([.in_the_way[].rank] == [1]) and (.text | test("rank 1 on .* has been in the wait for expert [a-z]+ .number [0-9]+. of layer [01] of step .* without a sign"))'
+	look hung '.state == "stands still" and ([.in_the_way[].rank] == [1]) and (.text | test("rank 1 on .* has been in the wait for expert [a-z]+ .number [0-9]+. of layer [01] of step .* without a sign"))'
 	kill -CONT "$pid"
 	stop_where 3 '.phase == "save" or .phase == "write"'
-	look '.state == "stands still" and ([.in_the_way[].rank] == [3]) and (.text | test("rank 3 on .* the save of step .*process [0-9]+ of rank 3 is stopped"))'
+	look hung '.state == "stands still" and ([.in_the_way[].rank] == [3]) and (.text | test("rank 3 on .* the save of step .*process [0-9]+ of rank 3 is stopped"))'
 	kill -CONT "$pid"
-	look '.state == "goes on"'
+	look hung '.state == "goes on"'
 
 	# a killed rank, which the launcher does not notice yet; then the whole run
 	kill -STOP $launcher
 	pid=$(cat pid.0)
 	kill -9 "$pid"
-	look '.state == "stands still" and .in_the_way[0].rank == 0 and (.text | test("process [0-9]+ of rank 0 has ended"))'
+	look hung '.state == "stands still" and .in_the_way[0].rank == 0 and (.text | test("process [0-9]+ of rank 0 has ended"))'
 	kill -CONT $launcher
 	wait $launcher
-	look '.state == "broke off"'
+	look hung '.state == "broke off"'
 	state=$(jq -r .text out.txt)
 	expect 0 "" "$ling" trace hung --hang
 	has out.txt "the run broke off in step" "which is gone" "$state"

@@ -5,7 +5,6 @@
 #include "training/period.h"
 
 #include "files/base.h"
-#include "files/heartbeat.h"
 #include "files/trace.h"
 #include "parallel.h"
 #include "files/config.h"
@@ -22,7 +21,7 @@
 static void wait_for_replica(const struct trainer *t, bool alone)
 {
 	parallel_agree_within(alone ? &t->model.layout.world : &t->model.layout.all);
-	heartbeat_alone(alone);
+	trace_alone(alone);
 }
 
 void period_begin(struct trainer *t)

@@ -90,7 +90,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	struct layout layout = layout_of_replica(parallel_rank(), parallel_size(), replicas, c->parallel.tensor,
 			c->parallel.expert);
 	layout_connect(&layout);
-	heartbeat_replica(layout.replicas.rank);
+	trace_replica(layout.replicas.rank);
 	if (parallel_rank() == 0)
 		warn_of_idle_ranks(layout.data.size * replicas, c->train.batch, c->train.micro_batch,
 				c->train.batch_warmup.tokens ? c->train.batch_warmup.start : c->train.batch);

@@ -232,8 +232,8 @@ int engine_check(const struct engine *e, const struct request *r)
 	if (need <= e->pool.rows)
 		return 0;
 	if (!r->max_tokens)
-		return fail("sequence %lld has %lld tokens: their keys and values need room for %lld tokens, and there is memory "
-				"for %lld; give more (--kv-tokens), or score shorter ones", (long long)r->number + 1,
+		return fail("sequence %lld has %lld tokens: their keys and values need room for %lld tokens, and there is "
+				"memory for %lld; give more (--kv-tokens), or score shorter ones", (long long)r->number + 1,
 				(long long)r->num_prompt, (long long)need, (long long)e->pool.rows);
 	return fail("prompt %lld has %lld tokens, and %lld more are wanted: their keys and values need room for %lld "
 			"tokens, and there is memory for %lld; give more (--kv-tokens), or ask for fewer tokens",

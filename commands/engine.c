@@ -232,9 +232,9 @@ int engine_check(const struct engine *e, const struct request *r)
 	if (need <= e->pool.rows)
 		return 0;
 	if (!r->max_tokens)
-		return fail("sequence %lld has %lld tokens: their keys and values need room for as many, and there is memory "
-				"for %lld; give more (--kv-tokens), or score shorter ones", (long long)r->number + 1, (long long)need,
-				(long long)e->pool.rows);
+		return fail("sequence %lld has %lld tokens: their keys and values need room for %lld tokens, and there is "
+				"memory for %lld; give more (--kv-tokens), or score shorter ones", (long long)r->number + 1,
+				(long long)r->num_prompt, (long long)need, (long long)e->pool.rows);
 	return fail("prompt %lld has %lld tokens, and %lld more are wanted: their keys and values need room for %lld "
 			"tokens, and there is memory for %lld; give more (--kv-tokens), or ask for fewer tokens",
 			(long long)r->number + 1, (long long)r->num_prompt, (long long)r->max_tokens, (long long)need,
@@ -621,6 +621,15 @@ static int finish_scores(struct engine *e)
 	return 0;
 }
 
+/* Ranks with the same requests agree whether one of them has failed: `more` may let them act together. Returns rc, or 1
+ * where only another one has failed. */
+static int agree(struct engine *e, int rc)
+{
+	double failed = rc < 0;
+	all_reduce_sum(e->alike, TRAFFIC_STATISTICS, &failed, 1);
+	return rc == 0 && failed > 0 ? 1 : rc;
+}
+
 /* Whether any rank that makes the forward passes together with this one has requests. Returns rc, or 1 where only
  * another one has failed. */
 static int any_rank_runs(struct engine *e, int rc, bool *runs)
@@ -666,6 +675,8 @@ int engine_run(struct engine *e, int (*more)(void *data, struct engine *e), void
 			stopped = true;
 		}
 		rc = said < 0 ? -1 : rc;
+		if (more)
+			rc = agree(e, rc);
 	}
 	if (rc)
 		forget_all(e, RUNNING);

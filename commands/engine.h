@@ -90,11 +90,14 @@ struct engine_statistics {
 	double seconds;              /* of engine_run */
 };
 
+/* Most tokens that the memory for keys and values may be asked for. */
+#define MAX_KV_TOKENS 1000000000000
+
 struct engine;
 struct engine_options {
 	/* Tokens for whose keys and values there is memory. 0: for as many as the memory has room for that this process
 	 * may use, but not more than `useful_tokens`, unless that is 0. */
-	int64_t kv_tokens, useful_tokens;
+	int64_t kv_tokens, useful_tokens; /* kv_tokens: at most MAX_KV_TOKENS */
 	int max_requests;            /* most requests that run at the same time, at least 1 */
 	bool no_sharing;             /* equal beginnings are computed for each request */
 	bool no_cache;               /* computes the whole sequence anew for each token; slow, to check the caches */
@@ -102,7 +105,8 @@ struct engine_options {
 	 * must add them in the same order. */
 	bool together;
 	/* Called after each new token of a request, and when a request ends. Returns 0; 1: this request ends as
-	 * ENDED_BY_CALLER; -1, with the error set: all ends. Or NULL. Ranks with the same requests must return the same. */
+	 * ENDED_BY_CALLER; -1, with the error set: all ends. Or NULL. Ranks with the same requests must return the same; -1
+	 * may come from one alone where engine_run has `more`. */
 	int (*on_token)(void *data, struct request *r);
 	/* Called after each forward pass, also amid a long prompt. Returns 0; 1: all requests end as ENDED_BY_CALLER; -1,
 	 * with the error set: all ends. Or NULL. */

@@ -288,7 +288,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Options, windows and replies of a task that are computed together; with --data windows, by default some "
 			"8192 tokens of them; changes no result", .initial = "32"),
-	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, INT64_MAX,
+	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, MAX_KV_TOKENS,
 			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
 	FLAG_OPTION(eval_options, no_sharing, "no-prefix-sharing",
 			"Compute equal beginnings of samples for each one, to compare"),

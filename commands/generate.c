@@ -111,7 +111,7 @@ static int show_request(struct generation *g, struct request *r)
 	if (g->options->out) {
 		if (!r->ended)
 			return 0;
-		const int rc = result_lines_add(&g->file, (int)r->number, (int)r->draw, result_of(g, r));
+		const int rc = result_lines_add(&g->file, (int)r->number, result_of(g, r));
 		request_free(r); /* there may be many */
 		return rc;
 	}

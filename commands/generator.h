@@ -33,7 +33,7 @@
 			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type " \
 			"dynamic its max_position_embeddings, beyond which L changes the results)")
 #define KV_TOKENS_OPTION(s) \
-	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, INT64_MAX, \
+	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, MAX_KV_TOKENS, \
 			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if " \
 			"there is room)")
 

@@ -477,10 +477,9 @@ static json_t *inference_report(const struct config *config, const struct info_o
 	const struct memory_plan *m = &asked.memory;
 	const struct { const char *name; double bytes; } memory[] = {{"weights in files", asked.weights.mapped},
 			{"weights in memory", asked.weights.copied}, {"activations", m->activations},
-			{"expert rows", m->balanced_arrivals}, {"total", asked.fixed}, {"expert rows at most", m->arrivals},
-			{"keys and values", asked.kv_token}};
+			{"expert rows", m->balanced_arrivals}, {"total", asked.fixed}, {"expert rows at most", m->arrivals}};
 	json_t *bytes = json_object();
-	for (size_t i = 0; i < sizeof memory / sizeof *memory - 1; i++)
+	for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
 		json_object_set_new(bytes, memory[i].name, result_whole(memory[i].bytes));
 	json_t *report = inference_to_json(&asked);
 	json_object_set_new(report, "ranks", json_integer(ranks));

@@ -327,13 +327,6 @@ void kv_sequence_share(struct kv_pool *p, struct kv_sequence *s, int64_t block, 
 	s->cache.length += rows;
 }
 
-void kv_sequence_fork(struct kv_pool *p, struct kv_sequence *to, const struct kv_sequence *from, int64_t length)
-{
-	assert(to->cache.length == 0 && length <= from->cache.length);
-	for (int64_t begin = 0; begin < length; begin += KV_BLOCK)
-		kv_sequence_share(p, to, from->block[begin / KV_BLOCK], min64(KV_BLOCK, length - begin));
-}
-
 void kv_sequence_replace(struct kv_pool *p, struct kv_sequence *s, size_t b, int64_t block)
 {
 	assert((int64_t)(b + 1) * KV_BLOCK <= s->cache.length && block_at(p, block)->filled == KV_BLOCK);

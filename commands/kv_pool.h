@@ -78,9 +78,6 @@ void kv_sequence_free(struct kv_pool *p, struct kv_sequence *s);
 /* The next `rows` tokens of a sequence, whose length is a multiple of KV_BLOCK, are those at the beginning of a block
  * that others hold: nothing is copied now. */
 void kv_sequence_share(struct kv_pool *p, struct kv_sequence *s, int64_t block, int64_t rows);
-/* to, an empty sequence, gets the first `length` tokens of another one, by sharing its blocks. */
-void kv_sequence_fork(struct kv_pool *p, struct kv_sequence *to, const struct kv_sequence *from, int64_t length);
-
 /* Block b of a sequence, a full one, is given back, and another with the same keys and values takes its place. */
 void kv_sequence_replace(struct kv_pool *p, struct kv_sequence *s, size_t b, int64_t block);
 /* Rows of the blocks that it holds. */

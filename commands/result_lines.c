@@ -68,7 +68,6 @@ static int read_line(struct result_lines *f, const char *where, const char *line
 			rc = fail("%s: prompt %lld, draw %lld is in the file twice: take one of the lines away", where,
 					(long long)prompt, (long long)draw);
 		*done = true;
-		f->num_done++;
 	}
 	json_decref(root);
 	return rc;
@@ -128,7 +127,7 @@ int result_lines_open(struct result_lines *f, const char *path)
 	return 0;
 }
 
-int result_lines_add(struct result_lines *f, int prompt, int draw, json_t *result)
+int result_lines_add(struct result_lines *f, int prompt, json_t *result)
 {
 	json_object_set_new(result, "made_with", made_with(f, prompt));
 	char *text = json_text(result, 0);
@@ -145,8 +144,6 @@ int result_lines_add(struct result_lines *f, int prompt, int draw, json_t *resul
 		written += n > 0 ? n : 0;
 	}
 	free(line.data);
-	f->done[(int64_t)prompt * f->num_draws + draw] = true;
-	f->num_done++;
 	return rc;
 }
 

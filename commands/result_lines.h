@@ -23,15 +23,14 @@ struct result_lines {
 	/* the rest is 0 before result_lines_open */
 	struct new_file lock;        /* against another process that writes the same file */
 	int file;                    /* open for appending */
-	bool *done;                  /* [num_prompts, num_draws] */
-	int64_t num_done;
+	bool *done;                  /* [num_prompts, num_draws] what the file had when it was opened */
 };
 /* Opens the file, or makes it, and reads what is done. An incomplete line at its end, which an interruption has left,
  * is removed, and a note says so. A file that holds anything else than results of these prompts, made so, is an error,
  * and stays as it is. Call result_lines_close after an error too. */
 int result_lines_open(struct result_lines *f, const char *path);
-/* Appends a result, which is freed, with its made_with. */
-int result_lines_add(struct result_lines *f, int prompt, int draw, json_t *result);
+/* Appends a result of a prompt, which is freed, with its made_with. */
+int result_lines_add(struct result_lines *f, int prompt, json_t *result);
 /* Brings the file to disk. With rc, the caller's result so far, an error, it returns that. */
 int result_lines_close(struct result_lines *f, int rc);
 

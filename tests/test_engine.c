@@ -429,6 +429,9 @@ static void test_caller(void **state)
 	make_request(&c.list[1], 1, 500, 526);
 	assert_int_equal(engine_add(e, &c.list[1]), -1);
 	assert_non_null(strstr(error_text, "need room for 1025 tokens, and there is memory for 1024"));
+	make_request(&c.list[2], 1, 1026, 0);
+	assert_int_equal(engine_add(e, &c.list[2]), -1);
+	assert_non_null(strstr(error_text, "sequence 1 has 1026 tokens: their keys and values need room for 1025 tokens"));
 	assert_done(engine_run(e, NULL, NULL));
 	assert_true(c.list[0].ids.count == 1025 || c.list[0].ended == ENDED_BY_TOKEN);
 	free_list(&c);

@@ -120,6 +120,7 @@ test_wrong_use() {
 	expect 2 "--prompt" "$ling" generate $model
 	expect 2 "--prompt" "$ling" generate $model --prompt a --prompts prompts.txt
 	expect 2 "--temperature" "$ling" generate $model --prompt a --top-k 3
+	expect 2 "--kv-tokens 9223372036854775807: expected a whole number from 1 to 1000000000000" "$ling" generate $model --prompt a --kv-tokens 9223372036854775807
 	expect 2 "--temperature -1: expected a number from 0 to 100" "$ling" generate $model --prompt a --temperature -1
 	expect 0 "" "$ling" generate $model --prompt a --temperature 0.0 --max-tokens 1
 	expect 2 "--temperature nan" "$ling" generate $model --prompt a --temperature nan

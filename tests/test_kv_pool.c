@@ -138,6 +138,13 @@ static void check_pool(const struct kv_pool *p, const struct kv_sequence *sequen
 	free(holders);
 }
 
+/* to, an empty sequence, gets the first `length` tokens of another one, by sharing its blocks. */
+static void share_blocks(struct kv_pool *p, struct kv_sequence *to, const struct kv_sequence *from, int64_t length)
+{
+	for (int64_t begin = 0; begin < length; begin += KV_BLOCK)
+		kv_sequence_share(p, to, from->block[begin / KV_BLOCK], length - begin < KV_BLOCK ? length - begin : KV_BLOCK);
+}
+
 /* ---- the pool ---- */
 
 static void test_units(void **state)
@@ -260,7 +267,7 @@ static void test_fork(void **state)
 	add(&p, &s[0], 600, 0);
 	const int64_t used = p.used;
 	for (int i = 1; i < 4; i++)
-		kv_sequence_fork(&p, &s[i], &s[0], i < 3 ? 600 : 530); /* nothing is copied yet */
+		share_blocks(&p, &s[i], &s[0], i < 3 ? 600 : 530); /* nothing is copied yet */
 	assert_int_equal(p.used, used);
 	assert_int_equal(kv_block_sequences(&p, s[0].block[2]), 4);
 	const int64_t first = s[0].block[0], last = s[0].block[2];
@@ -299,11 +306,11 @@ static void test_no_room(void **state)
 	struct kv_pool p = open_pool(3 * KV_BLOCK);
 	struct kv_sequence s[3] = {0};
 	add(&p, &s[0], 300, 0);
-	kv_sequence_fork(&p, &s[2], &s[0], 290);
+	share_blocks(&p, &s[2], &s[0], 290);
 	assert_false(kv_sequence_grow(&p, &s[2], 800)); /* more frames than are free: no need to copy first */
 	assert_int_equal(p.copies, 0);
 	kv_sequence_free(&p, &s[2]);
-	kv_sequence_fork(&p, &s[1], &s[0], 300);
+	share_blocks(&p, &s[1], &s[0], 300);
 	const int64_t used = p.used, last = s[0].block[1];
 	for (int i = 0; i < 4; i++) {
 		assert_false(kv_sequence_grow(&p, &s[i % 2], 600));
@@ -413,7 +420,7 @@ static void fuzz_fork(struct fuzz *f, int to, int from)
 	if (to == from)
 		return;
 	kv_sequence_free(&f->pool, &f->s[to]);
-	kv_sequence_fork(&f->pool, &f->s[to], &f->s[from], below(4) ? n : f->s[from].cache.length);
+	share_blocks(&f->pool, &f->s[to], &f->s[from], below(4) ? n : f->s[from].cache.length);
 	memcpy(f->stamp[to], f->stamp[from], f->s[to].cache.length * sizeof **f->stamp);
 	f->forks++;
 }

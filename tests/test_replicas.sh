@@ -161,6 +161,13 @@ test_faults() {
 		[ ! -s out.txt ] || problem "$layout: a result in spite of the error: $(cat out.txt)"
 		[ $((SECONDS - start)) -le 10 ] || problem "$layout: $((SECONDS - start)) seconds"
 	done
+	# rank 0 alone cannot print, while the other rank of its tensor group would take the next prompts
+	start=$SECONDS
+	# shellcheck disable=SC2016
+	ranks 2 bash -c 'exec "$0" "$@" >/dev/full' "$ling" generate $model --prompt the --max-tokens 5 --temperature 1 --n 200 --batch 4 --tensor 2 \
+		2>err.txt && problem "a full disk went unnoticed"
+	grep -q '^ling: rank 0 on .*: cannot write to standard output' err.txt || problem "$(cat err.txt)"
+	[ $((SECONDS - start)) -le 10 ] || problem "a full disk: $((SECONDS - start)) seconds"
 	for i in {1..400}; do cat words.jsonl; done >many.jsonl
 	sed 's/words.jsonl/many.jsonl/; s/max_tokens: 9, stop: "e"/max_tokens: 40/' tasks.yaml >many.yaml
 	for layout in 4,2,2; do

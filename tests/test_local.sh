@@ -127,7 +127,8 @@ test_hangs() {
 	last=$(metric step period/metrics.jsonl | tail -n 1)
 	[ "$last" -gt 45 ] && [ "$last" -lt 1000 ] || problem "replica 0 at step $last"
 	for moment in norms synchronisation; do
-		supervised $moment 2 local.steps=5 --inject stop@step=15,rank=2,during=$moment &
+		# slow steps, so that the supervisor sees some before
+		supervised $moment 2 local.steps=5 --inject slow@step=1,ms=150 --inject stop@step=15,rank=2,during=$moment &
 		wait_for_lines $moment/metrics.jsonl 14
 		look $moment '.state == "stands still" and .replicas_going_on == [] and ([.in_the_way[].rank] == [2]) and ([.waiting[].rank] == [0, 1, 3])'
 		wait

@@ -344,7 +344,7 @@ int parallel_same(uint64_t value, const char *what)
 		MPI_Ibcast(&first, 1, MPI_UINT64_T, 0, mpi.agreeing, &request);
 		wait_for(&request, 1, TRAFFIC_AGREEMENT, parallel_rank() == mpi.first_agreeing ? sizeof first : 0);
 	}
-	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same files", what));
+	return parallel_agree(value == first ? 0 : fail("%s differs from rank 0's: give every rank the same", what));
 }
 
 bool parallel_all_failed(void)

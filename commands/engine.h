@@ -24,6 +24,7 @@
 #include "kernels.h"
 #include "files/tokenizer.h"
 #include "ling.h"
+#include "commands/command.h"
 #include "commands/sampling.h"
 
 #include <jansson.h>
@@ -92,6 +93,11 @@ struct engine_statistics {
 
 /* Most tokens that the memory for keys and values may be asked for. */
 #define MAX_KV_TOKENS 1000000000000
+/* The option of a command whose struct of options s has `int64_t kv_tokens`. */
+#define KV_TOKENS_OPTION(s) \
+	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, MAX_KV_TOKENS, \
+			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if " \
+			"there is room)")
 
 struct engine;
 struct engine_options {

@@ -103,6 +103,15 @@ static int choose_batch(const struct model_config *c, const struct layout *layou
 	return (int)-least;
 }
 
+/* Fails where ranks were started with different options: they would compute different things, or wait for
+ * ever. --kv-tokens may differ, as memory does. */
+static int check_same_options(const struct eval_options *o)
+{
+	const int64_t values[] = {o->seq_len, o->batch, o->max_windows, o->packing, o->document_mask, o->document_token,
+			o->no_sharing};
+	return parallel_same(crc_of(0, (const uint8_t *)values, sizeof values), "the command line");
+}
+
 static int eval_data(const struct command_line *line, const char *dir, const struct model_config *c)
 {
 	const struct eval_options *o = line->options;
@@ -128,7 +137,8 @@ static int eval_data(const struct command_line *line, const char *dir, const str
 	const int64_t all = count_windows(&data, o->seq_len);
 	const int64_t windows = o->max_windows && o->max_windows < all ? o->max_windows : all;
 	struct layout layout;
-	int rc = replicas_connect(&layout, c, &o->replicas);
+	int rc = check_same_options(o) < 0 || parallel_same(data.crc32, "the token file of --data") < 0 ? -1
+			: replicas_connect(&layout, c, &o->replicas);
 	if (rc == 0) {
 		const int batch = option_given(line, "batch") ? o->batch : choose_batch(c, &layout, windows, o->seq_len);
 		rc = parallel_agree(model_init(&m, c, &layout, batch, o->seq_len, EVALUATE));
@@ -210,7 +220,7 @@ static int eval_tasks(const struct command_line *line, const char *dir, const st
 	}
 	rc = parallel_agree(forward_tokens > 0 ? 0 : -1); /* before anything that the ranks do together */
 	if (rc == 0)
-		rc = load_model(&m, c, dir, forward_tokens, L, &o->replicas);
+		rc = check_same_options(o) < 0 ? -1 : load_model(&m, c, dir, forward_tokens, L, &o->replicas);
 	if (rc == 0 && o->out && first && !(results = results_open(o->out)))
 		rc = -1;
 	rc = parallel_agree(rc);
@@ -288,8 +298,7 @@ static const struct command_option options[] = {
 	WHOLE_OPTION(eval_options, batch, "batch", "N", 1, MAX_BATCH,
 			"Options, windows and replies of a task that are computed together; with --data windows, by default some "
 			"8192 tokens of them; changes no result", .initial = "32"),
-	WHOLE_OPTION(eval_options, kv_tokens, "kv-tokens", "N", 1, MAX_KV_TOKENS,
-			"Memory for the keys and values of N tokens (default: as many as are of use and the memory has room for)"),
+	KV_TOKENS_OPTION(eval_options),
 	FLAG_OPTION(eval_options, no_sharing, "no-prefix-sharing",
 			"Compute equal beginnings of samples for each one, to compare"),
 	TEXT_OPTION(eval_options, tokenizer, "tokenizer", "NAME", "byte, or a tokenizer.json (default: the model's own)"),

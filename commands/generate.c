@@ -398,17 +398,27 @@ static uint32_t prompts_crc(const struct generation *g)
 	return crc;
 }
 
-/* All of the command but the checks of its options. */
-static int generate_all(struct generation *g, const char *model)
+/* The same of the options on which a result, or what the ranks do together, depends. */
+static uint32_t options_crc(const struct generation *g)
 {
 	const struct generate_options *o = g->options;
-	/* prompts that may be conversations */
-	const bool chat = o->chat || (o->prompts && text_format(o->prompts, o->format) != FORMAT_TEXT);
+	struct text text = options_of(g);
+	text_printf(&text, " --n %d --batch %d %d %d", o->draws, o->batch, o->no_cache, o->no_sharing);
+	const uint32_t crc = crc_of(0, (const uint8_t *)text.data, text.size);
+	free(text.data);
+	return crc;
+}
+
+/* All of the command but the checks of its options. chat: the prompts may be conversations. */
+static int generate_all(struct generation *g, const char *model, bool chat)
+{
+	const struct generate_options *o = g->options;
 	int rc = generator_open(&g->generator, model, o->tokenizer, o->chat_form, chat, o->seq_len) < 0 ||
 			read_prompts(g) < 0 || check_prompts(g) < 0 ? -1 : 0;
 	if (rc == 0 && (int64_t)g->num_prompts * o->draws > INT32_MAX)
 		rc = fail("%d prompts x %d draws are more than %d results", g->num_prompts, o->draws, INT32_MAX);
 	if (parallel_agree(rc) < 0 || parallel_same(prompts_crc(g), "the prompts") < 0 ||
+			parallel_same(options_crc(g), "the command line") < 0 ||
 			replicas_connect(&g->generator.layout, &g->generator.config, &o->replicas) < 0)
 		return -1;
 	g->num_requests = g->num_prompts * o->draws;
@@ -439,7 +449,7 @@ static int run_generate(const struct command_line *line)
 				"file");
 	if (rc < 0)
 		return EXIT_WRONG_USE;
-	rc = generate_all(&g, line->words[0]);
+	rc = generate_all(&g, line->words[0], chat);
 	for (int i = 0; g.requests && i < g.num_requests; i++)
 		request_free(&g.requests[i]);
 	free(g.requests);

@@ -32,10 +32,6 @@
 	WHOLE_OPTION(s, seq_len, "seq-len", "L", 1, INT32_MAX, \
 			"Longest sequence, prompt and reply together (default: the model's longest; with rope_scaling of type " \
 			"dynamic its max_position_embeddings, beyond which L changes the results)")
-#define KV_TOKENS_OPTION(s) \
-	WHOLE_OPTION(s, kv_tokens, "kv-tokens", "N", 1, MAX_KV_TOKENS, \
-			"Memory for the keys and values of N tokens, in blocks of 256 (default: for as many as are of use, if " \
-			"there is room)")
 
 /* Fails when an option that goes with draws is given, and nothing is drawn. */
 int check_sampling(const struct command_line *line, const struct sampling *s);

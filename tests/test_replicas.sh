@@ -197,6 +197,11 @@ test_refused() {
 	ranks 2 bash -c 'exec "$0" eval "$1" --data text --seq-len 15 --tensor $((1 + OMPI_COMM_WORLD_RANK))' "$ling" $model >out.txt 2>err.txt &&
 		problem "ranks with other options"
 	grep -q '^ling: .*--tensor or --expert differs' err.txt || problem "$(cat err.txt)"
+	for words in "eval $model --data text --seq-len 1" "generate $model --prompt word --batch 3 --max-tokens 1"; do
+		# shellcheck disable=SC2016,SC2086
+		ranks 2 bash -c 'exec "$0" "${@:1:$#-1}" "${!#}$OMPI_COMM_WORLD_RANK"' "$ling" $words >out.txt 2>err.txt && problem "ranks with other options: $words"
+		grep -q "^ling: .*the command line differs" err.txt || problem "$words: $(cat err.txt)"
+	done
 }
 
 check data tasks generate sanitized faults refused

@@ -172,9 +172,10 @@ test_long() {
 # ---- on a terminal ----
 
 # open_terminal COMMAND: runs a shell command in a terminal; type_keys types there, and terminal.txt is what it shows.
+# The shell is bash: it ends by a Ctrl-C only when its command did, while dash always does.
 open_terminal() {
 	rm -f keys terminal.txt && mkfifo keys
-	timeout 60 script -qefc "$1" terminal.txt <keys >/dev/null 2>&1 &
+	SHELL=/bin/bash timeout 60 script -qefc "$1" terminal.txt <keys >/dev/null 2>&1 &
 	exec 7>keys
 }
 type_keys() { printf "$1" >&7; }

@@ -799,7 +799,7 @@ static void refused_metadata(void **state)
 	make_model(at("hf"), config_text, types);
 	const struct { const char *from, *to, *error; } cases[] = {
 		{"\x0a\0\0\0\0\0\0\0bailingmoe", "\x0a\0\0\0\0\0\0\0bailingmop",
-			"architecture `bailingmop`; expected bailingmoe"},
+			"architecture `bailingmop`; expected bailingmoe, which Ling-Lite and Ling-Plus are, or bailingmoe2"},
 		{"bailingmoe.expert_count", "bailingmoe.expert_cound", "the key `bailingmoe.expert_cound` is not known"},
 		{"bailingmoe.attention.value_length\x04\0\0\0\x06", "bailingmoe.attention.value_length\x04\0\0\0\x08",
 			"gives another head_dim"},

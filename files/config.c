@@ -1033,6 +1033,8 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 	json_t *model = model_to_json(m);
 	json_object_del(model, "rope_scaling");
 	json_object_del(model, "architecture"); /* architectures says it */
+	if (v2)
+		json_object_del(model, "norm_head"); /* no key of that class */
 	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
 		if (k->flags & V2 && !v2)
 			json_object_del(model, leaf_of(k->name));

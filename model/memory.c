@@ -52,9 +52,15 @@ static int64_t widest_shared(const struct model_config *c)
 }
 
 /* What attention leaves for its backward pass, for T tokens. */
-static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
+static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T,
+		bool training)
 {
+	const int64_t heads = c->num_attention_heads + c->num_key_value_heads;
 	x->qkv = arena_alloc_real(a, T * qkv_width(c));
+	if (c->use_qk_norm && training) {
+		x->qk = arena_alloc_real(a, T * heads * c->head_dim);
+		x->qk_rstd = arena_alloc_real(a, T * heads);
+	}
 	x->attention = arena_alloc_real(a, T * attention_width(c));
 	x->lse = arena_alloc_real(a, T * c->num_attention_heads);
 }
@@ -111,6 +117,8 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	x->shared_gate_up = arena_alloc_real(a, N * 2 * width);
 	if (!experts)
 		return;
+	if (c->score_function == SCORE_SIGMOID) /* its backward pass needs them */
+		x->logits = arena_alloc_real(a, N * E);
 	x->p = arena_alloc_real(a, N * E);
 	x->p_hat = noise ? arena_alloc_real(a, N * E) : x->p;
 	x->router_lse = arena_alloc_real(a, N);
@@ -151,8 +159,10 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const bool noise = training && c->router.warmup_steps > 0;
 	/* what all layers use in turn, since they keep nothing there: room for any of them */
 	struct layer_activations shared = {0};
+	if (c->score_function == SCORE_SOFTMAX)
+		shared.logits = arena_alloc_real(a, N * E);
 	if (mode != TRAIN_KEEP_ALL)
-		alloc_attention(a, &shared, c, T);
+		alloc_attention(a, &shared, c, T, training);
 	if (!own_layer)
 		alloc_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
 	if (!training)
@@ -166,7 +176,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		if (has_experts(c, l))
 			x->balance_factor = arena_alloc_real(a, B * E);
 		if (mode == TRAIN_KEEP_ALL)
-			alloc_attention(a, x, c, T);
+			alloc_attention(a, x, c, T, true);
 		if (own_layer)
 			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
@@ -178,7 +188,6 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		acts->partial = arena_alloc_real(a, T * H);
 		acts->reduce_scatter_scratch = arena_alloc_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
-	acts->logits = arena_alloc_real(a, N * E);
 	acts->expert_rows = acts->rows = arena_alloc_real(mem->arrivals, n.A * H);
 	if (mem->layout->expert.size > 1) {
 		acts->rows = arena_alloc_real(a, n.S * H);
@@ -191,7 +200,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->shared_act = arena_alloc_real(a, N * W);
 	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->head_dim));
 	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
-	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));
+	acts->sequence_q = arena_alloc(a, B * E, sizeof(double));
 	acts->router_sums = arena_alloc(a, B, sizeof(struct router_sums));
 	acts->head_logits = arena_alloc_real(a, C * c->vocab_size);
 	acts->head_input = arena_alloc_real(a, C * H);
@@ -200,7 +209,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->head_norm = arena_alloc(a, H, sizeof(double));
 	if (!training)
 		return;
-	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
+	int64_t widest = H > qkv_width(c) ? H : qkv_width(c); /* two heads of QK-norm are no wider than qkv */
 	acts->sum_scratch = arena_alloc_real(a, row_sum_scratch(widest));
 	acts->dstream = arena_alloc_real(a, N * H);
 	acts->dnormed = arena_alloc_real(a, N * H);
@@ -313,9 +322,10 @@ void gradient_reduction_free(struct gradient_reduction *r)
 
 static void fill_rope(struct model *m)
 {
-	double frequency[m->config.head_dim / 2];
+	const int rot = rotary_dim(&m->config);
+	double frequency[rot / 2];
 	rope_frequencies(frequency, &m->config, m->rope_length);
-	rope_table(m->rope, m->num_positions, m->config.head_dim, frequency, rope_attention_factor(&m->config));
+	rope_table(m->rope, m->num_positions, rot, frequency, rope_attention_factor(&m->config));
 }
 
 void set_rope_length(struct model *m, int64_t length)
@@ -328,7 +338,7 @@ int extend_rope(struct model *m, int64_t n)
 {
 	if (n <= m->num_positions)
 		return 0;
-	real *rope = realloc(m->rope, (size_t)n * m->config.head_dim * sizeof *rope);
+	real *rope = realloc(m->rope, (size_t)n * rotary_dim(&m->config) * sizeof *rope);
 	if (!rope)
 		return -1;
 	m->rope = rope;

@@ -38,12 +38,14 @@ struct layer_activations {
 	real *input;                 /* [N, H] the residual stream before the layer */
 	real *attention_rstd;        /* [N] */
 	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
+	real *qk, *qk_rstd;          /* [T, (nh + nkv) d], [T, nh + nkv] of QK-norm, in training; without it NULL */
 	real *attention;             /* [T, nh d] */
 	real *lse;                   /* [T, nh] */
 	real *residual;              /* [N, H] the residual stream between attention and experts */
 	real *ffn_rstd;              /* [N] */
-	real *p, *router_lse;        /* [N, E], [N] softmax and log-sum-exp of the router's logits */
-	/* [N, E] softmax of the logits with routing noise; p itself where there is no routing warmup */
+	real *logits;                /* [N, E] the router's; kept for the backward pass of sigmoids alone */
+	real *p, *router_lse;        /* [N, E], [N] the scores, softmax or sigmoid of the logits, and their log-sum-exp */
+	/* [N, E] the scores of the logits with routing noise; p itself where there is no routing warmup */
 	real *p_hat;
 	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
 	int32_t *index;              /* [N, k] chosen experts */
@@ -76,7 +78,6 @@ struct activations {
 	real *gathered;              /* [T, H] all tokens, gathered from the tensor group; alone NULL */
 	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
 	/* work space, one for all layers */
-	real *logits;                /* [N, E] the router's */
 	real *rows;                  /* [S, H] tokens that are sent to experts, and what comes back; alone expert_rows */
 	real *expert_rows;           /* [A, H] the experts' results, sorted by expert */
 	real *returns;               /* [P, H] their sums, in the order of arrival; alone NULL */
@@ -86,7 +87,7 @@ struct activations {
 	real *shared_act;            /* [N, W] */
 	real *reduce_scatter_scratch, *attention_scratch, *sum_scratch;
 	int64_t *rank_counts;        /* [2, ranks, 2] numbers of rows and of assignments; alone NULL */
-	double *sequence_count, *sequence_p; /* [B, E] of each sequence: assignments to each expert, and sums of p */
+	double *sequence_count, *sequence_q; /* [B, E] of each sequence: assignments to each expert, and sums of q */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
 	double *head_loss;           /* [2, C] loss, and sum of exponentials */
@@ -125,7 +126,7 @@ struct model {
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
 	real *exp_avg, *exp_avg_sq;  /* [table.num_state] the moments that this rank keeps */
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
-	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
+	real *rope;                  /* [num_positions, rotary_dim()], num_positions >= seq_len */
 	int64_t num_positions;
 	int64_t rope_length;         /* of the sequences, for rope_scaling of type dynamic: seq_len at first */
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */

@@ -523,7 +523,7 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	layers_forward(m, T, NULL, 0, step, sums);
 	for (int depth = 1; sums && depth <= trained_mtp_layers(&m->config); depth++)
 		mtp_forward(m, input, depth, T, step, sums);
-	before_block(m, num_blocks(&m->config) - 1);
+	before_block(m, last_block(&m->config));
 }
 
 /* The final norm's results of all tokens: with a tensor group, those that model_extend has gathered. */
@@ -1010,7 +1010,7 @@ static void clear_untrained_gradients(struct model *m)
 {
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
-		if (b->block >= trained_blocks(&m->config))
+		if (!is_trained(&m->config, b->block))
 			memset(m->grads.memory + b->offset, 0, b->size * sizeof *m->grads.memory);
 	}
 }
@@ -1422,7 +1422,7 @@ static void gather_weights(struct trainer *t, const struct bucket *b)
 /* The next shard of a parameter that is trained. */
 static bool next_trained_shard(const struct model *m, struct optimizer_shard_iterator *walk, struct optimizer_shard *p)
 {
-	return next_optimizer_shard(&m->table, walk, p) && p->parameter->block < trained_blocks(&m->config);
+	return next_optimizer_shard(&m->table, walk, p) && is_trained(&m->config, p->parameter->block);
 }
 
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
@@ -1450,8 +1450,9 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 				m->grads.memory + first, end - first, &o);
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
-	for (int i = 0; i < m->table.num_buckets && m->table.buckets[i].block < trained_blocks(&m->config); i++)
-		gather_weights(t, &m->table.buckets[i]);
+	for (int i = 0; i < m->table.num_buckets; i++)
+		if (is_trained(&m->config, m->table.buckets[i].block))
+			gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);

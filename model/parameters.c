@@ -51,14 +51,14 @@ int layer_of_block(const struct model_config *c, int block)
 	return block == 0 || block == head_block(c) ? -1 : block - 1 - (block > head_block(c));
 }
 
-int num_blocks(const struct model_config *c)
+int last_block(const struct model_config *c)
 {
-	return 2 + num_layers(c);
+	return 1 + num_layers(c);
 }
 
-int trained_blocks(const struct model_config *c)
+bool is_trained(const struct model_config *c, int block)
 {
-	return 2 + trained_layers(c);
+	return block <= 1 + trained_layers(c);
 }
 
 bool has_experts(const struct model_config *c, int layer)
@@ -297,7 +297,7 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 		count[part].total += parameter_size(t);
 		if (strstr(t->name, "mlp.experts."))
 			experts[part] += parameter_size(t);
-		else if (t->cols && !looked_up && t->block < trained_blocks(c))
+		else if (t->cols && !looked_up && is_trained(c, t->block))
 			products += parameter_size(t);
 	}
 	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {

@@ -29,9 +29,9 @@ int block_of_layer(const struct model_config *c, int layer);
 int head_block(const struct model_config *c);
 /* The layer of a block; -1: it is of none. */
 int layer_of_block(const struct model_config *c, int block);
-/* How many blocks there are, and how many of them training changes, which are the first ones. */
-int num_blocks(const struct model_config *c);
-int trained_blocks(const struct model_config *c);
+int last_block(const struct model_config *c);
+/* Whether training changes the parameters of a block. Those that it does not change are the last ones. */
+bool is_trained(const struct model_config *c, int block);
 /* Whether a layer has routed experts; else its feed-forward part is one dense SwiGLU. */
 bool has_experts(const struct model_config *c, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */

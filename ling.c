@@ -1229,7 +1229,8 @@ static double forward_work(const struct model *m, int64_t T)
 	const struct model_config *c = &m->config;
 	int64_t first;
 	const int64_t H = c->hidden_size, N = own_tokens(m, T, &first);
-	double work = (double)T * H * c->vocab_size + (double)trained_mtp_layers(c) * (T * H * c->vocab_size + N * 2 * H * H);
+	const double head = (double)T * H * c->vocab_size;
+	double work = head + trained_mtp_layers(c) * (head + (double)N * 2 * H * H);
 	for (int l = 0; l < trained_layers(c); l++) {
 		work += (double)T * ((qkv_width(c) + attention_width(c)) * H + attention_width(c) * (int64_t)m->seq_len);
 		work += (double)N * 3 * H * shared_width(c, l);
@@ -1301,8 +1302,9 @@ static bool counts_experts(const struct trainer *t, int64_t step)
 	return every && step % every == 0;
 }
 
-/* Fills in *m from the step's sums: the mean loss of the MTP layers; balance loss and z-loss, as means over the layers that have experts, and the expert
- * load of each, and in some steps the tokens of each expert. */
+/* Fills in *m from the step's sums: the mean loss of the MTP layers; balance loss and z-loss, as means over the layers
+ * that have experts, and the expert load of each, and in some steps the tokens of each expert. counts: what
+ * compute_gradients returned. */
 static void report_sums(struct trainer *t, struct metrics *m, const struct step *counts)
 {
 	const struct model_config *c = &t->config.model;
@@ -1604,9 +1606,9 @@ static void fail_not_finite(const struct trainer *t, const struct metrics *m)
 /* Writes the dump of the step, if it has one; see model/dump.h. */
 static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result)
 {
-	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .mtp_loss = m->mtp_loss, .balance_loss = m->balance_loss,
-			.z_loss = m->z_loss, .grad_norm = m->grad_norm, .taken = result == STEP_TAKEN,
-			.skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
+	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .mtp_loss = m->mtp_loss,
+			.balance_loss = m->balance_loss, .z_loss = m->z_loss, .grad_norm = m->grad_norm,
+			.taken = result == STEP_TAKEN, .skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
 }
 
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)

@@ -64,8 +64,8 @@ void dump_micro_batch(struct model *m, int64_t i, int B);
 /* What they stand for; use those below. */
 void dump_array(struct model *m, enum dumped what, int layer, bool gradient, const void *x);
 void dump_head(struct model *m, enum dumped what, int layer, bool gradient, const real *x, int64_t first, int64_t n);
-void dump_head_losses(struct model *m, int layer, const double *loss, const double *sum, const int32_t *target, int64_t first,
-		int64_t n);
+void dump_head_losses(struct model *m, int layer, const double *loss, const double *sum, const int32_t *target,
+		int64_t first, int64_t n);
 
 /* The output of an operation, as this rank has it in memory. layer: -1 where it is of none; embedding, final norm and
  * head of an MTP layer are of that layer. A second call in the same

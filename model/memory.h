@@ -69,8 +69,8 @@ struct layer_activations {
 	real *shared_gate_up;        /* [N, 2W] */
 };
 
-/* One depth of prediction: depth 0 is the model itself, which predicts the next token; depth i is MTP layer i - 1, which
- * predicts one token further than depth i - 1. */
+/* One depth of prediction: depth 0 is the model itself, which predicts the next token; depth i is MTP layer i - 1,
+ * which predicts one token further than depth i - 1. */
 struct depth_activations {
 	real *output;                /* [N, H] the residual stream after the last layer */
 	real *rstd;                  /* [N] of the final norm */

@@ -915,8 +915,8 @@ static void test_step(void **state)
 	drop_scratch(NULL);
 }
 
-/* A model with two MTP layers: the list of the first step, and the chain of the second one, whose weights are those that
- * the first one has left. */
+/* A model with two MTP layers: the list of the first step, and the chain of the second one, whose weights are those
+ * that the first one has left. */
 static void test_mtp(void **state)
 {
 	(void)state;

@@ -129,10 +129,10 @@ test_mtp() {
 	# Recomputing changes no bit. Evaluation does not compute the MTP layers, and without the factor training does not.
 	train 4 mtp-again "${run[@]}" parallel.tensor=2 parallel.expert=2 train.recompute=layer
 	same_files mtp-4,2,2/step-0000008 mtp-again/step-0000008
-	train 1 off "${run[@]}" model.mtp_loss_scaling_factor=0
-	train 4 off-4 "${run[@]}" model.mtp_loss_scaling_factor=0 parallel.tensor=2
-	agree off off-4 1e-5 "loss balance_loss z_loss grad_norm lr"
-	! grep -q mtp_loss off/metrics.jsonl || problem "$(head -n 1 off/metrics.jsonl)"
+	train 1 without "${run[@]}" model.mtp_loss_scaling_factor=0
+	train 4 without-4 "${run[@]}" model.mtp_loss_scaling_factor=0 parallel.tensor=2
+	agree without without-4 1e-5 "loss balance_loss z_loss grad_norm lr"
+	! grep -q mtp_loss without/metrics.jsonl || problem "$(head -n 1 without/metrics.jsonl)"
 }
 
 # The balance loss with several sequences in a micro-batch: the tokens of a tensor rank begin and end within a sequence.

@@ -46,8 +46,6 @@ struct model_config local_config(const struct model_config *c, const struct layo
 /* -- parameters -- A rank holds its parameters in one block of memory. A table names them, and struct params points
  * into the block. The gradients are a second block of the same form. */
 
-#define EXPERT_BIAS "mlp.gate.expert_bias" /* the end of the name; always float32 in files */
-
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 
 /* Which ranks hold the same elements, so that their gradients are added up: all; those of a data group; those with the

@@ -24,9 +24,8 @@ A fixture tests/fixtures/CASE/ holds
 One of Ling 2.0, tests/fixtures/v2_*, holds float64 throughout, in after.NAME the experts' biases alone (base: all), and
                            router_logits.L          [batch * seq_len, E] of layer L in step 1's training forward pass
                            router_weights.L         [batch * seq_len, E] of the chosen experts, 0 for all others
-                           mtp_loss                 [5, num_nextn_predict_layers] each step's mean of each depth; only
-                                                    where there are such layers, whose index in grad. and router_ is
-                                                    num_hidden_layers + i
+                           mtp_loss                 [5] each step's mean over the depths of multi-token prediction, 0
+                                                    without one; the layer of depth i is num_hidden_layers + i
 All inputs are consecutive windows of one stream of tokens, so where no target is -1 a token file gives them too.
 """
 import argparse
@@ -462,17 +461,16 @@ def num_counted(targets):
 
 
 def step_losses(tokens, targets, w, c, divisor, noise=None):
-    """One global batch, tokens and targets [batch, L], in micro-batches. Returns a dictionary: cross-entropy; that of
-    each MTP layer [depths]; balance and z summed over layers; their weighted total, which is differentiated; logits;
+    """One global batch, tokens and targets [batch, L], in micro-batches. Returns a dictionary: cross-entropy; mtp, that
+    of each MTP layer, balance and z, all summed over layers; their weighted total, which is differentiated; logits;
     by layer the router's logits, choices and weights; the smallest routing margin.
 
     Depth i of MTP has the targets of i + 1 places further on, row by row; none at the end of a row. Its mean is over
     its own targets of the whole batch that count."""
     m, batch = c["model"], len(tokens)
     per_sequence = m["router"]["balance_loss_scope"] == "sequence"
-    cross_entropy, balance, z = (torch.zeros((), dtype=divisor.dtype) for _ in range(3))
+    cross_entropy, mtp, balance, z = (torch.zeros((), dtype=divisor.dtype) for _ in range(4))
     deeper_targets = [shifted(targets, i + 1, -1) for i in range(m["num_nextn_predict_layers"])]
-    mtp = [torch.zeros((), dtype=divisor.dtype) for _ in deeper_targets]
     logits, kept, margin = [], {"logits": {}, "chosen": {}, "weight": {}}, math.inf
     for first in range(0, batch, c["train"]["micro_batch"]):
         part = slice(first, first + c["train"]["micro_batch"])
@@ -481,9 +479,9 @@ def step_losses(tokens, targets, w, c, divisor, noise=None):
         out, target = out.flatten(0, 1), targets[part].flatten()
         logits.append(out.detach())
         cross_entropy = cross_entropy + F.cross_entropy(out, target, ignore_index=-1, reduction="sum")
-        for i, (out, shifted_targets) in enumerate(zip(deeper, deeper_targets)):
-            mtp[i] = mtp[i] + F.cross_entropy(out.flatten(0, 1), shifted_targets[part].flatten(), ignore_index=-1,
-                                              reduction="sum") / num_counted(shifted_targets)
+        for out, far in zip(deeper, deeper_targets):
+            far_sum = F.cross_entropy(out.flatten(0, 1), far[part].flatten(), ignore_index=-1, reduction="sum")
+            mtp = mtp + far_sum / num_counted(far)
         for layer, r in routings.items():
             s, chosen = r["logits"], r["chosen"]
             scopes = zip(s, chosen) if per_sequence else [(s.flatten(0, 1), chosen.flatten(0, 1))]
@@ -494,8 +492,7 @@ def step_losses(tokens, targets, w, c, divisor, noise=None):
                 by_layer.setdefault(layer, []).append(r[what].detach())
             margin = min(margin, r["margin"])
     cross_entropy = cross_entropy / num_counted(targets)
-    mtp = torch.stack(mtp) if mtp else torch.zeros(0, dtype=divisor.dtype)
-    total = (cross_entropy + m["mtp_loss_scaling_factor"] * mtp.sum() + m["router"]["balance_loss_coef"] * balance
+    total = (cross_entropy + m["mtp_loss_scaling_factor"] * mtp + m["router"]["balance_loss_coef"] * balance
              + m["router"]["z_loss_coef"] * z)
     routers = {f"router_{what}": {layer: torch.cat(s) for layer, s in by_layer.items()}
                for what, by_layer in kept.items()}
@@ -601,11 +598,12 @@ def train(c, weights, batches, dtype=torch.float64):
         for layer, s in losses["router_logits"].items():
             mean[layer] = 0.9 * mean[layer] + 0.1 * s.double().mean()
             std[layer] = 0.9 * std[layer] + 0.1 * s.double().std(correction=0)
-        balance, z = losses["balance"] / routers, losses["z"] / routers
-        for name, value in zip(series, (losses["cross_entropy"], losses["mtp"], balance, z, grad_norm, lr)):
-            series[name].append(value.tolist() if torch.is_tensor(value) else value)
+        row = (losses["cross_entropy"], losses["mtp"] / max(m["num_nextn_predict_layers"], 1),
+               losses["balance"] / routers, losses["z"] / routers, grad_norm, lr)
+        for name, value in zip(series, row):
+            series[name].append(float(value))
         margin = min(margin, losses["margin"])
-    if not m["num_nextn_predict_layers"]:
+    if not is_v2(m):
         del series["mtp_loss"]
     out.update({name: torch.tensor(values, dtype=torch.float64) for name, values in series.items()})
     out.update({"after." + name: p.detach() for name, p in w.items()})

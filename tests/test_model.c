@@ -1170,6 +1170,7 @@ static void test_extend_long(void **state)
 	c.num_nextn_predict_layers = 1; /* which no result shows */
 	extend_long(&c);
 }
+
 /* ---- weights used where they stand in a file ---- */
 
 /* kinds of files: types in turn; the same at odd addresses; all bfloat16, the last tensor first */

@@ -111,7 +111,7 @@ static void reduce_scatter_sequence(struct model *m, real *own, bool accumulate,
 struct step_sums step_sums_shape(const struct model_config *c)
 {
 	const int64_t stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	return (struct step_sums){.size = NUM_SUMS + stride * c->num_hidden_layers, .stride = stride};
+	return (struct step_sums){.size = NUM_SUMS + stride * num_layers(c), .stride = stride};
 }
 
 /* Allocates the sums; the caller frees s->values. */
@@ -119,7 +119,7 @@ int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
 	*s = step_sums_shape(c);
 	s->values = calloc(s->size, sizeof *s->values);
-	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
+	return s->values ? 0 : fail("out of memory for the sums of %d layers", num_layers(c));
 }
 
 static struct layer_sums *layer_sums(const struct step_sums *s, int layer)

@@ -128,7 +128,7 @@ struct step {
 	int64_t num_targets;         /* of the global batch: targets that count */
 	int64_t first_sequence;      /* of this micro-batch, in the global batch */
 	bool accumulate;             /* add to the gradients: every micro-batch of a rank but its first */
-	const double *router_mean, *router_std; /* [num_hidden_layers] */
+	const double *router_mean, *router_std; /* [num_layers()] */
 };
 
 /* Sums over the micro-batches of a step so far, in one block of doubles, so that one all_reduce adds them up over the

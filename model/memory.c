@@ -248,12 +248,12 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make "
 				"micro_batch or seq_len smaller", (long long)B, (long long)L, c->num_experts_per_tok,
 				layout->expert.size, INT32_MAX);
-	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
+	struct activations acts = {.layer = calloc(num_layers(c), sizeof *acts.layer)};
 	struct parameter_table table;
 	struct arena certain = {0}, arrivals = {0}, balanced = {0}, counted = {0};
 	if (!acts.layer || parameter_table_init(&table, c, layout) < 0) {
 		free(acts.layer);
-		return fail("out of memory for %d layers", c->num_hidden_layers);
+		return fail("out of memory for %d layers", num_layers(c));
 	}
 	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout, false}, &acts, c, B,
 			L, mode);
@@ -361,7 +361,7 @@ void place_weights(struct model *m)
 	const int64_t H = m->config.hidden_size, I = m->config.moe_intermediate_size;
 	m->embedding = weight_at(m, m->params.embedding, false);
 	m->lm_head = weight_at(m, m->params.lm_head, false);
-	for (int l = 0; l < m->config.num_hidden_layers; l++) {
+	for (int l = 0; l < num_layers(&m->config); l++) {
 		const struct layer_params *p = &m->params.layer[l];
 		struct layer_weights *w = &m->weights[l];
 		*w = (struct layer_weights){.qkv = weight_at(m, p->qkv, false), .dense = weight_at(m, p->dense, false),
@@ -387,7 +387,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	struct memory_plan plan = {0};
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, mode) < 0)
 		return -1;
-	const int layers = c->num_hidden_layers;
+	const int layers = num_layers(c);
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = planned_bytes(&plan) - plan.weights + weights;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());

@@ -69,7 +69,7 @@ struct layer_activations {
 };
 
 struct activations {
-	struct layer_activations *layer; /* [num_hidden_layers] */
+	struct layer_activations *layer; /* [num_layers()] */
 	real *output;                /* [N, H] the residual stream after the last layer */
 	real *rstd;                  /* [N] of the final norm */
 	real *normed;                /* [N, H] the output of the last RMSNorm that was computed */
@@ -119,7 +119,7 @@ struct model {
 	struct parameter_table table; /* the parameters that this rank holds */
 	struct params params, grads;
 	struct weight embedding, lm_head;
-	struct layer_weights *weights; /* [num_hidden_layers] */
+	struct layer_weights *weights; /* [num_layers()] */
 	struct weight *expert_weights; /* what gate_up and down of `weights` point into */
 	struct tensors *files;       /* open as long as weights are mapped in them, or NULL */
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */

@@ -16,6 +16,26 @@
  * Sizes
  * ========================================================================================================== */
 
+int num_layers(const struct model_config *c)
+{
+	return c->num_hidden_layers + c->num_nextn_predict_layers;
+}
+
+bool is_mtp(const struct model_config *c, int layer)
+{
+	return layer >= c->num_hidden_layers;
+}
+
+int block_of_layer(const struct model_config *c, int layer)
+{
+	return 1 + layer + is_mtp(c, layer);
+}
+
+int head_block(const struct model_config *c)
+{
+	return 1 + c->num_hidden_layers;
+}
+
 bool has_experts(const struct model_config *c, int layer)
 {
 	return layer >= c->first_k_dense_replace;
@@ -108,10 +128,22 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	*p = (struct layer_params){0};
 	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+	if (c->use_qk_norm) {
+		p->query_norm = add_parameter(w, layer, "attention.query_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->key_norm = add_parameter(w, layer, "attention.key_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+	}
+	if (is_mtp(c, l)) {
+		p->embedding_norm = add_parameter(w, layer, "enorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->hidden_norm = add_parameter(w, layer, "hnorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->final_norm = add_parameter(w, layer, "final_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->eh_proj = add_parameter(w, layer, "eh_proj.weight", H, 2 * H, INIT_NORMAL, SHARED_BY_WORLD);
+	}
 	if (c->use_bias)
 		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS, SHARED_BY_WORLD);
 	if (has_experts(c, l))
 		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER, SHARED_BY_WORLD);
+	if (has_experts(c, l) && c->architecture == BAILING_MOE_V2)
+		p->expert_bias = add_parameter(w, layer, EXPERT_BIAS, c->num_experts, 0, INIT_ZEROS, SHARED_BY_WORLD);
 	if (shared_width(c, l)) {
 		snprintf(prefix, sizeof prefix, "%smlp.%s", layer, has_experts(c, l) ? "shared_experts." : "");
 		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down, SHARED_BY_WORLD);
@@ -162,6 +194,10 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->lm_head = c->tie_word_embeddings ? p->embedding :
 			add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
+	for (int l = c->num_hidden_layers; l < num_layers(c); l++) {
+		w->block++;
+		add_layer(w, c, l, &p->layer[l]);
+	}
 }
 
 void place_params(struct params *p, real *memory, const struct model_config *c, const struct layout *layout)
@@ -173,7 +209,7 @@ void place_params(struct params *p, real *memory, const struct model_config *c, 
  * everywhere. To be freed; NULL when memory is short. */
 static struct parameter *list_parameters(const struct model_config *c, const struct layout *layout, int *n)
 {
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct params params = {.layer = calloc(num_layers(c), sizeof *params.layer)};
 	struct parameter_walk count = {.layout = layout}, fill = count;
 	if (params.layer)
 		add_model(&count, c, &params);
@@ -205,39 +241,51 @@ struct model_config local_config(const struct model_config *c, const struct layo
 
 const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
 	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
-	{"router", "mlp.gate.weight"}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."},
+	{"router", "mlp.gate."}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."}, {"MTP layers", "model.layers."},
 };
+
+/* The part of a parameter of the whole model. */
+static int part_of(const struct parameter *t, const struct model_config *c)
+{
+	int part = 0;
+	if (t->block > head_block(c))
+		return NUM_PARAMETER_PARTS - 1;
+	while (!strstr(t->name, parameter_parts[part].pattern))
+		part++;
+	return part;
+}
 
 int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops,
 		const struct model_config *c, int64_t seq_len)
 {
 	int n;
 	struct parameter *global = global_parameters(c, &n);
-	int64_t products = 0;
+	const bool mtp = c->mtp_loss_scaling_factor > 0; /* else its layers are not computed */
+	double products = mtp ? (double)c->num_nextn_predict_layers * c->vocab_size * c->hidden_size : 0; /* by the head */
+	int64_t experts[NUM_PARAMETER_PARTS] = {0}; /* of each part, those of routed experts */
 	if (!global)
 		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
 	for (int i = 0; i < n; i++) {
 		const struct parameter *t = &global[i];
-		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
-		int part = 0;
-		while (!strstr(t->name, parameter_parts[part].pattern))
-			part++;
+		const bool looked_up = i == 0 && !c->tie_word_embeddings;
+		const int part = part_of(t, c);
 		count[part].total += parameter_size(t);
-		if (!expert) {
-			count[part].active += parameter_size(t);
-			products += t->cols && !looked_up ? parameter_size(t) : 0;
-		}
+		if (strstr(t->name, "mlp.experts."))
+			experts[part] += parameter_size(t);
+		else if (t->cols && !looked_up && (mtp || t->block <= head_block(c)))
+			products += parameter_size(t);
 	}
 	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {
-		if (!strcmp(parameter_parts[part].name, "experts") && c->num_experts) {
-			count[part].active = count[part].total / c->num_experts * c->num_experts_per_tok;
-			products += count[part].active;
-		}
+		const int64_t chosen = experts[part] ? experts[part] / c->num_experts * c->num_experts_per_tok : 0;
+		count[part].active = count[part].total - experts[part] + chosen;
+		if (mtp || part < NUM_PARAMETER_PARTS - 1)
+			products += chosen;
 		count[NUM_PARAMETER_PARTS].total += count[part].total;
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
-	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
+	const int layers = mtp ? num_layers(c) : c->num_hidden_layers;
+	*flops = 6.0 * products + 6.0 * layers * attention_width(c) * seq_len;
 	free(global);
 	return 0;
 }

@@ -694,8 +694,8 @@ static void test_huggingface(void **state)
 		{BAD_HF("\"first_k_dense_replace\": -1"), {"first_k_dense_replace: found -1"}},
 		{BAD_HF("\"num_key_value_heads\": 3"), {"num_key_value_heads: found 3", "divisor"}},
 		{BAD_HF("\"model_type\": \"llama\""), {"model_type: found \"llama\"", "bailing_moe"}},
-		{BAD_HF("\"architectures\": [\"BailingMoeV2ForCausalLM\"]"),
-			{"architectures", "V2", "[\"BailingMoeForCausalLM\"]"}},
+		{BAD_HF("\"architectures\": [\"BailingMoeV3ForCausalLM\"]"),
+			{"architectures", "V3", "[\"BailingMoeForCausalLM\"] or [\"BailingMoeV2ForCausalLM\"]"}},
 		{BAD_HF("\"hidden_act\": \"gelu\""), {"hidden_act: found \"gelu\"", "not supported", "silu"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": \"llama3\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": 4}"), {"rope_scaling: found {", "expected null"}},
@@ -1055,12 +1055,15 @@ static const char *const never_changes[] = {
 	"model.rope_scaling.type", "model.rope_scaling.factor", "model.rope_scaling.original_max_position_embeddings",
 	"model.rope_scaling.attention_factor", "model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow",
 	"model.rope_scaling.mscale", "model.rope_scaling.mscale_all_dim", "model.rope_scaling.truncate",
-	"model.initializer_range", "data.tokenizer", "data.packing", "data.seq_len", "data.shuffle", "data.document_mask",
-	"data.document_token", "train.seed",
+	"model.initializer_range", "model.architecture", "model.score_function", "model.n_group", "model.topk_group",
+	"model.routed_scaling_factor", "model.moe_router_enable_expert_bias", "model.use_qk_norm",
+	"model.num_nextn_predict_layers", "model.partial_rotary_factor", "data.tokenizer", "data.packing", "data.seq_len",
+	"data.shuffle", "data.document_mask", "data.document_token", "train.seed",
 };
 static const char *const may_change[] = {
 	"model.router.balance_loss_coef", "model.router.balance_loss_scope", "model.router.z_loss_coef",
-	"model.router.warmup_steps", "data.train", "data.valid", "data.blend_from_step", "train.output_dir",
+	"model.router.warmup_steps", "model.router.bias_update_rate", "model.mtp_loss_scaling_factor", "data.train",
+	"data.valid", "data.blend_from_step", "train.output_dir",
 	"train.init_from", "train.steps", "train.tokens", "train.stop_at_step", "train.micro_batch", "train.batch",
 	"train.recompute", "train.grad_clip", "train.batch_warmup.start", "train.batch_warmup.increment",
 	"train.batch_warmup.tokens", "train.dump.steps", "train.dump.dir", "train.perturb", "optimizer.beta1",
@@ -1136,6 +1139,7 @@ static void test_resume_every_key(void **state)
 static const char *const free_of_weights[] = {
 	"model.initializer_range", "model.max_position_embeddings", "model.router.balance_loss_coef",
 	"model.router.balance_loss_scope", "model.router.z_loss_coef", "model.router.warmup_steps",
+	"model.router.bias_update_rate", "model.mtp_loss_scaling_factor",
 };
 
 static void test_init_every_key(void **state)

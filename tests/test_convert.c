@@ -633,7 +633,7 @@ static void refused_directories(void **state)
 	struct metadata m = {0};
 	const struct model_config biased = {.use_qkv_bias = true, .num_shared_experts = 1},
 			dense = {.first_k_dense_replace = 1, .num_shared_experts = 1},
-			unshared = {.num_hidden_layers = 1};
+			unshared = {MODEL_DEFAULTS, .num_hidden_layers = 1};
 	assert_int_equal(config_to_gguf(&m, &biased, "c"), -1);
 	expect_error("c: use_qkv_bias is set");
 	assert_int_equal(config_to_gguf(&m, &dense, "c"), -1);

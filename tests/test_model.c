@@ -317,7 +317,8 @@ static void test_recompute(void **state)
 static void make_table_model(struct trainer *t, double first, double second, int micro_batch, int batch, int L)
 {
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = 4, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
 					.rope_theta = 10000,
@@ -638,7 +639,8 @@ static void test_packed_documents(void **state)
 		struct trainer packed, alone;
 		struct metrics m[2];
 		struct config c = {
-			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+			.model = {.hidden_size = 8, MODEL_DEFAULTS,
+					.num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
 					.head_dim = 6,
 				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5,
 						.rope_theta = 100,
@@ -731,7 +733,8 @@ static void test_blend(void **state)
 	static const double weight[FILES] = {1, 10, 0, 0.3};
 	static int32_t first[2][N];
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = 4, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
 					.rope_theta = 100, .rms_norm_eps = 1e-6},
@@ -784,7 +787,8 @@ static void test_head_chunks(void **state)
 	struct trainer t;
 	struct metrics m;
 	struct config c = {
-		.model = {.hidden_size = H, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = H, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
 					.rope_theta = 10000,
@@ -1005,7 +1009,7 @@ static void check_initial_weights(const struct model_config *c)
 static void test_initial_weights(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 64, .num_hidden_layers = 2, .num_attention_heads = 4,
+	struct model_config c = {.hidden_size = 64, MODEL_DEFAULTS, .num_hidden_layers = 2, .num_attention_heads = 4,
 			.num_key_value_heads = 2,
 		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
 		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
@@ -1021,7 +1025,7 @@ static void test_initial_weights(void **state)
 static void test_too_large(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 65536, .num_hidden_layers = 100, .num_attention_heads = 64,
+	struct model_config c = {.hidden_size = 65536, MODEL_DEFAULTS, .num_hidden_layers = 100, .num_attention_heads = 64,
 			.num_key_value_heads = 8,
 		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2,
 				.moe_intermediate_size = 65536,
@@ -1159,7 +1163,7 @@ static void extend_long(const struct model_config *c)
 static void test_extend_long(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12,
+	struct model_config c = {.hidden_size = 40, MODEL_DEFAULTS, .num_hidden_layers = 2, .num_attention_heads = 12,
 			.num_key_value_heads = 2,
 		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1,
 				.moe_intermediate_size = 24,
@@ -1351,7 +1355,7 @@ static void test_initial_weights_differ(void **state)
 {
 	(void)state;
 	enum { SEEDS = 3, FEW = 8 };
-	struct model_config c = {.hidden_size = 16, .num_hidden_layers = 3, .num_attention_heads = 2,
+	struct model_config c = {.hidden_size = 16, MODEL_DEFAULTS, .num_hidden_layers = 3, .num_attention_heads = 2,
 		.num_key_value_heads = 1, .head_dim = 8, .vocab_size = 40, .num_experts = 4, .num_experts_per_tok = 2,
 		.num_shared_experts = 1, .moe_intermediate_size = 8, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
 		.initializer_range = 0.02};

@@ -79,7 +79,7 @@ static int init_saver(struct trainer *t)
 
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
-	const int layers = c->model.num_hidden_layers;
+	const int layers = num_layers(&c->model);
 	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
 	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);

@@ -468,12 +468,18 @@ static char *value_text(const json_t *value)
 	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
 }
 
+/* Whether any layer has experts, as an MTP layer always has. */
+static bool any_experts(const struct model_config *m)
+{
+	return m->num_nextn_predict_layers || m->first_k_dense_replace < m->num_hidden_layers;
+}
+
 /* Checks the groups of experts, and stores 1, 1 where there are none. */
 static int check_groups(const struct loader *l, struct model_config *m)
 {
 	m->topk_group = m->n_group > 1 ? m->topk_group : 1;
 	const int size = m->num_experts / m->n_group;
-	if (m->n_group == 1 || m->first_k_dense_replace == m->num_hidden_layers)
+	if (m->n_group == 1 || !any_experts(m))
 		return 0;
 	if (m->num_experts % m->n_group || size < 2)
 		return fail_key(l, "model.n_group", "found %d for %d experts; expected a divisor that leaves at least 2 experts "
@@ -1103,7 +1109,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 				/* a run may extend a model that has no scaling */
 				(is_inside("model.rope_scaling", k->name) && !theirs->rope_scaling.type) ||
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
-				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
+				(k->flags & ROUTED && !any_experts(asked)))
 			continue;
 		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {

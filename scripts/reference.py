@@ -287,7 +287,7 @@ def weight_shapes(m):
             swiglu_shapes(prefix + "mlp.", m["intermediate_size"])
             continue
         shapes[prefix + "mlp.gate.weight"] = (m["num_experts"], H)
-        if m["moe_router_enable_expert_bias"]:
+        if is_v2(m):  # also where it has no effect
             shapes[prefix + "mlp.gate.expert_bias"] = (m["num_experts"],)
         for expert in range(m["num_experts"]):
             swiglu_shapes(f"{prefix}mlp.experts.{expert}.", m["moe_intermediate_size"])
@@ -625,6 +625,8 @@ def initial_weights(c):
             x = 1 + 0.2 * x
         elif "embeddings" in name:
             x = 0.5 * x
+        elif is_buffer(name) and not c["model"]["moe_router_enable_expert_bias"]:
+            x = 0 * x
         else:
             x = (0.2 if name.endswith("bias") else 0.3) * x
         weights[name] = x.float()

@@ -187,6 +187,10 @@ CASES_V2 = {
                   "router": {"bias_update_rate": 0.02}},
         "train": {"batch": 3, "micro_batch": 1, "seed": 3},
         "fixture": {"ignore": 0.1}},
+    "v2_routing_warmup": {
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_shared_experts": 0,
+                  "router": {"warmup_steps": 3, "balance_loss_coef": 0.1}},
+        "train": {"batch": 3}},
 }
 
 

@@ -39,7 +39,8 @@
 static const char *const cases[] = {"base", "no_norm_head", "tied_norm_head", "tied_plain", "shared0", "head_dim",
 		"dense_first",
 	"scope_sequence", "biases", "routing_warmup", "k1_no_renorm", "no_topk_norm", "odd_sizes",
-	"v2_base", "v2_plain", "v2_groups", "v2_mtp2", "v2_mtp_of_dense", "v2_no_topk_norm", "v2_k1"};
+	"v2_base", "v2_plain", "v2_groups", "v2_mtp2", "v2_mtp_of_dense", "v2_no_topk_norm", "v2_k1",
+	"v2_routing_warmup"};
 enum { NUM_CASES = sizeof cases / sizeof *cases };
 
 #define assert_done(call) do { if ((call) < 0) fail_msg("%s", error_text); } while (0)
@@ -273,7 +274,8 @@ static void test_micro_batches(void **state)
 static void test_recompute(void **state)
 {
 	(void)state;
-	static const char *const names[] = {"dense_first", "routing_warmup", "biases", "v2_base", "v2_mtp2", "v2_groups"};
+	static const char *const names[] = {"dense_first", "routing_warmup", "biases", "v2_base", "v2_mtp2", "v2_groups",
+		"v2_routing_warmup"};
 	for (int i = 0; i < COUNT(names); i++) {
 		real *gradient = NULL, *weights_after = NULL;
 		for (int recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
@@ -552,7 +554,7 @@ static const struct variant {
 	double balance_loss_coef;
 } variants[] = {
 	{"routing_warmup", false, 3, 37, 0.1}, {"v2_base", false, 1, 7, 0.2}, {"v2_groups", true, 2, 7, 0.2},
-	{"v2_mtp2", true, 2, 7, 0}, {"v2_k1", true, 2, 7, 0.1},
+	{"v2_mtp2", true, 2, 7, 0}, {"v2_k1", true, 2, 7, 0.1}, {"v2_routing_warmup", true, 2, 7, 0.1},
 };
 
 static void check_finite_differences(const struct variant *v)

@@ -181,7 +181,7 @@ CASES_V2 = {
         "model": {"num_hidden_layers": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_experts": 4,
                   "mtp_loss_scaling_factor": 0.0, "topk_group": 2, "norm_topk_prob": False,
                   "moe_router_enable_expert_bias": False, "partial_rotary_factor": 0.25, "rope_theta": 100.0},
-        "train": {"seed": 2}},
+        "train": {"seed": 3}},
     "v2_k1": {
         "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_experts": 4, "num_experts_per_tok": 1,
                   "router": {"bias_update_rate": 0.02}},

@@ -987,75 +987,122 @@ void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_
  * RMSNorm: y = w x / sqrt(mean(x^2) + eps)   (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)
  * ========================================================================================================== */
 
+/* One row [H]. Returns 1 / sqrt(mean(x^2) + eps). out may be x. */
+static inline real norm_row(real *out, const real *x, const real *w, int64_t H, double eps)
+{
+	/* in float, the square of a value beyond 1e19 would be infinite, and the row would become 0 unnoticed */
+	double sum = 0;
+	#pragma omp simd reduction(+ : sum)
+	for (int64_t j = 0; j < H; j++)
+		sum += (double)x[j] * x[j];
+	const real rstd = (real)(1 / sqrt(sum / H + eps));
+	for (int64_t j = 0; j < H; j++)
+		out[j] = w[j] * x[j] * rstd;
+	return rstd;
+}
+
+/* The backward pass of a row: dx (add: +=, and dout may not be dx) and dw +=. With n = x rstd and g = dout w:
+ * dx = rstd (g - n mean(g n)), and dw is the sum over the rows of dout n. */
+static inline void norm_row_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, real rstd,
+		int64_t H, bool add)
+{
+	real dot = 0;
+	#pragma omp simd reduction(+ : dot)
+	for (int64_t j = 0; j < H; j++)
+		dot += dout[j] * w[j] * x[j];
+	const real mean = dot * rstd * rstd / H;
+	for (int64_t j = 0; j < H; j++) {
+		const real g = dout[j];
+		dx[j] = (add ? dx[j] : 0) + rstd * (g * w[j] - x[j] * mean);
+		dw[j] += g * x[j] * rstd;
+	}
+}
+
 void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_t T, int64_t H, double eps)
 {
 	#pragma omp parallel for if (T * H > MIN_PARALLEL_ELEMENTS)
-	for (int64_t t = 0; t < T; t++) {
-		const real *row = x + t * H;
-		/* in float, the square of a value beyond 1e19 would be infinite, and the row would become 0 unnoticed */
-		double sum = 0;
-		#pragma omp simd reduction(+ : sum)
-		for (int64_t j = 0; j < H; j++)
-			sum += (double)row[j] * row[j];
-		rstd[t] = (real)(1 / sqrt(sum / H + eps));
-		for (int64_t j = 0; j < H; j++)
-			out[t * H + j] = w[j] * row[j] * rstd[t];
-	}
+	for (int64_t t = 0; t < T; t++)
+		rstd[t] = norm_row(out + t * H, x + t * H, w, H, eps);
 }
 
 void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T,
 		int64_t H, bool accumulate, real *scratch)
 {
-	/* With n = x rstd and g = dout w:  dx = rstd (g - n mean(g n)),  dw = sum over tokens of dout n. */
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
 		begin_task();
 		real *partial = scratch + b * H;
 		memset(partial, 0, H * sizeof *partial);
-		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++) {
-			const real *x_row = x + t * H, *dout_row = dout + t * H;
-			real *dx_row = dx + t * H, r = rstd[t], dot = 0;
-			#pragma omp simd reduction(+ : dot)
-			for (int64_t j = 0; j < H; j++)
-				dot += dout_row[j] * w[j] * x_row[j];
-			real mean = dot * r * r / H;
-			for (int64_t j = 0; j < H; j++) {
-				dx_row[j] += r * (dout_row[j] * w[j] - x_row[j] * mean);
-				partial[j] += dout_row[j] * x_row[j] * r;
-			}
-		}
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
+			norm_row_backward(dx + t * H, partial, dout + t * H, x + t * H, w, rstd[t], H, true);
 		end_task();
 	}
 	add_partial_rows(dw, scratch, H, accumulate);
 }
 
+void qk_norm_forward(real *qkv, real *heads, real *rstd, const real *w, int64_t T, int nh, int nkv, int64_t d,
+		double eps)
+{
+	const int n = nh + nkv;
+	#pragma omp parallel for if (T * n * d > MIN_PARALLEL_ELEMENTS)
+	for (int64_t t = 0; t < T; t++) {
+		real *row = qkv + t * (n + nkv) * d;
+		if (heads)
+			memcpy(heads + t * n * d, row, n * d * sizeof *row);
+		for (int head = 0; head < n; head++) {
+			const real r = norm_row(row + head * d, row + head * d, head < nh ? w : w + d, d, eps);
+			if (rstd)
+				rstd[t * n + head] = r;
+		}
+	}
+}
+
+void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd, const real *w, int64_t T, int nh,
+		int nkv, int64_t d, bool accumulate, real *scratch)
+{
+	const int n = nh + nkv;
+	#pragma omp parallel for schedule(dynamic)
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
+		real *partial = scratch + b * 2 * d;
+		memset(partial, 0, 2 * d * sizeof *partial);
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
+			for (int head = 0; head < n; head++) {
+				const int64_t kind = head < nh ? 0 : d;
+				real *row = dqkv + (t * (n + nkv) + head) * d;
+				norm_row_backward(row, partial + kind, row, heads + (t * n + head) * d, w + kind, rstd[t * n + head],
+						d, false);
+			}
+		end_task();
+	}
+	add_partial_rows(dw, scratch, 2 * d, accumulate);
+}
+
 /* ============================================================================================================
- * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: the pair of elements i and i + d/2
- * of a
- * head is rotated by the angle  position * theta^(-2i/d)
+ * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: of the first `rot`
+ * elements of a head, the pair i and i + rot/2 is rotated by the angle  position * theta^(-2i/rot)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
+void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
-		for (int64_t i = 0; i < d / 2; i++) {
+		for (int64_t i = 0; i < rot / 2; i++) {
 			double angle = t * frequency[i];
-			table[t * d + i] = (real)(scale * cos(angle));
-			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
+			table[t * rot + i] = (real)(scale * cos(angle));
+			table[t * rot + rot / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 
-/* Rotates the query and key heads of qkv in place, by the angle (sign 1) or by its negative (sign -1). */
 static void rope_rotate(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d, real sign)
+		int64_t d, int64_t rot, real sign)
 {
 	#pragma omp parallel for if (T * (nh + nkv) * d > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
-		const real *cosine = table + (t % L - (document ? document[t] : 0)) * d, *sine = cosine + d / 2;
+		const real *cosine = table + (t % L - (document ? document[t] : 0)) * rot, *sine = cosine + rot / 2;
 		for (int head = 0; head < nh + nkv; head++) {
-			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + d / 2;
+			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + rot / 2;
 			#pragma omp simd
-			for (int64_t i = 0; i < d / 2; i++) {
+			for (int64_t i = 0; i < rot / 2; i++) {
 				real a = lo[i], b = hi[i], s = sign * sine[i];
 				lo[i] = a * cosine[i] - b * s;
 				hi[i] = b * cosine[i] + a * s;
@@ -1065,15 +1112,15 @@ static void rope_rotate(real *qkv, const real *table, const int32_t *document, i
 }
 
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d)
+		int64_t d, int64_t rot)
 {
-	rope_rotate(qkv, table, document, T, L, nh, nkv, d, 1);
+	rope_rotate(qkv, table, document, T, L, nh, nkv, d, rot, 1);
 }
 
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d)
+		int64_t d, int64_t rot)
 {
-	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
+	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, rot, -1); /* the transpose of a rotation is its inverse */
 }
 
 /* ============================================================================================================

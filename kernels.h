@@ -109,18 +109,29 @@ void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_
 void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T,
 		int64_t H, bool accumulate, real *scratch);
 
-/* -- rotary position embedding -- In place on qkv [T, (nh + 2 nkv) d], of which a row is all query heads, then all key
- * heads, then all value heads. T = B L; token t has position t % L. `document` [T], here and in attention, gives the
+/* -- RMSNorm of each query and key head -- In place on qkv [T, (nh + 2 nkv) d], of which a row is all query heads, then
+ * all key heads, then all value heads. */
+
+/* w [2, d]: that of the query heads, then that of the key heads. heads [T, (nh + nkv) d]: the queries and keys before;
+ * rstd [T, nh + nkv]; both are for the backward pass, and may be NULL. */
+void qk_norm_forward(real *qkv, real *heads, real *rstd, const real *w, int64_t T, int nh, int nkv, int64_t d,
+		double eps);
+/* dqkv is the gradient with respect to the result before, and to the argument after. dw [2, d]; scratch
+ * [row_sum_scratch(2 d)]. */
+void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd, const real *w, int64_t T, int nh,
+		int nkv, int64_t d, bool accumulate, real *scratch);
+
+/* -- rotary position embedding -- In place on the first `rot` elements of each query and key head of qkv. T = B L; token t has position t % L. `document` [T], here and in attention, gives the
  * position in its sequence where each token's document begins: positions count from there, and attention does not
  * reach before it. NULL: each sequence is one document, document[t] = 0. */
 
-/* table [L, d]: of each position t d/2 cosines, then d/2 sines, of the angles t frequency[i], times scale. frequency
- * [d/2]. */
-void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale);
+/* table [L, rot]: of each position t rot/2 cosines, then rot/2 sines, of the angles t frequency[i], times scale.
+ * frequency [rot/2]. */
+void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, double scale);
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d);
+		int64_t d, int64_t rot);
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d);
+		int64_t d, int64_t rot);
 
 /* -- causal attention -- */
 

@@ -145,13 +145,13 @@ static void attention_segments(struct model *m, int l, const struct segment *seg
 	const struct model_config *c = &m->config;
 	struct layer_activations *x = &m->acts.layer[l];
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
-	const int width = qkv_width(c), kv_width = 2 * nkv * d;
+	const int width = qkv_width(c), kv_width = 2 * nkv * d, rot = rotary_dim(c);
 	real *qkv = x->qkv;
 	for (int i = 0; i < n; i++) {
 		const struct kv_cache *cache = segments[i].cache;
 		real *kv = cache->kv + l * cache->rows * kv_width;
-		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv,
-				d);
+		rope_forward(qkv, m->rope + cache->length * rot, NULL, segments[i].num_tokens, segments[i].num_tokens, nh,
+				nkv, d, rot);
 		for (int64_t p = cache->length; p < cache->length + segments[i].num_tokens; p++, qkv += width)
 			memcpy(kv + (cache->block[p / KV_BLOCK] + p % KV_BLOCK) * kv_width, qkv + nh * d, kv_width * sizeof *kv);
 	}
@@ -174,6 +174,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	const real *normed = all_gather_sequence(m, m->acts.normed, T);
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
+	if (c->use_qk_norm) {
+		begin(OP_QK_NORM, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
+		qk_norm_forward(x->qkv, x->qk, x->qk_rstd, p->qk_norm, T, nh, nkv, d, c->rms_norm_eps);
+		dump_output(m, DUMP_QK_NORM, l, x->qkv);
+	}
 	if (segments) {
 		double work = 0;
 		for (int i = 0; i < n; i++) /* a token sees what is in the cache, and half of the new ones in the mean */
@@ -183,8 +188,8 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 		attention_segments(m, l, segments, n);
 		return;
 	}
-	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
-	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
+	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * rotary_dim(c)));
+	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d, rotary_dim(c));
 	dump_output(m, DUMP_ROPE, l, x->qkv);
 	/* softmax(q k^T / sqrt(d)) v of each head */
 	begin(OP_ATTENTION_CORE, PASS_FORWARD, l, attention_work(m, T));
@@ -758,8 +763,13 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
 			a->attention_scratch, a->attention_shared, a->attention_shared_size);
 	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
-	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * d));
-	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
+	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * rotary_dim(c)));
+	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d, rotary_dim(c));
+	if (c->use_qk_norm) {
+		dump_gradient(m, DUMP_QK_NORM, l, a->dqkv);
+		begin(OP_QK_NORM, PASS_BACKWARD, l, moved(3 * T * (nh + nkv) * d));
+		qk_norm_backward(a->dqkv, g->qk_norm, x->qk, x->qk_rstd, p->qk_norm, T, nh, nkv, d, add, a->sum_scratch);
+	}
 	dump_gradient(m, DUMP_QKV, l, a->dqkv);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));

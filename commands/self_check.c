@@ -184,16 +184,41 @@ static const int32_t *check_documents(int32_t *document, int64_t B, int64_t L, b
 	return packed ? document : NULL;
 }
 
-/* s = B, L, nh, nkv, d, packed (whether there are documents); in = qkv */
+/* s = T, nh, nkv, d; in = qkv, w */
+static void reference_qk_norm(double *out, double *const in[], const int64_t *s)
+{
+	const int64_t heads = s[1] + 2 * s[2], d = s[3];
+	for (int64_t i = 0; i < s[0] * heads; i++) {
+		const int64_t head = i % heads, kind = head < s[1] ? 0 : 1;
+		const double *x = in[0] + i * d;
+		double sum = 0;
+		for (int64_t j = 0; j < d; j++)
+			sum += x[j] * x[j];
+		for (int64_t j = 0; j < d; j++) /* the value heads stay */
+			out[i * d + j] = head < s[1] + s[2] ? in[1][kind * d + j] * x[j] / sqrt(sum / d + check_eps) : x[j];
+	}
+}
+
+static void run_qk_norm(const struct call *x)
+{
+	const int64_t T = x->s[0], nh = x->s[1], nkv = x->s[2], d = x->s[3], n = T * (nh + 2 * nkv) * d;
+	real *heads = x->scratch + row_sum_scratch(2 * d), *rstd = heads + T * (nh + nkv) * d;
+	memcpy(x->out, x->in[0], n * sizeof(real));
+	qk_norm_forward(x->out, heads, rstd, x->in[1], T, nh, nkv, d, check_eps);
+	memcpy(x->gradient[0], x->dout, n * sizeof(real));
+	qk_norm_backward(x->gradient[0], x->gradient[1], heads, rstd, x->in[1], T, nh, nkv, d, x->accumulate, x->scratch);
+}
+
+/* s = B, L, nh, nkv, d, packed (whether there are documents), rot; in = qkv */
 static void reference_rope(double *out, double *const in[], const int64_t *s)
 {
-	const int64_t L = s[1], T = s[0] * L, heads = s[2] + s[3], d = s[4], width = (heads + s[3]) * d;
+	const int64_t L = s[1], T = s[0] * L, heads = s[2] + s[3], d = s[4], rot = s[6], width = (heads + s[3]) * d;
 	memcpy(out, in[0], T * width * sizeof *out);
 	for (int64_t t = 0; t < T; t++)
 		for (int64_t head = 0; head < heads; head++)
-			for (int64_t i = 0; i < d / 2; i++) {
-				const double angle = (t % L - check_document(t, L, s[5])) * pow(check_theta, -2.0 * i / d);
-				double *lo = out + t * width + head * d + i, *hi = lo + d / 2, a = *lo, b = *hi;
+			for (int64_t i = 0; i < rot / 2; i++) {
+				const double angle = (t % L - check_document(t, L, s[5])) * pow(check_theta, -2.0 * i / rot);
+				double *lo = out + t * width + head * d + i, *hi = lo + rot / 2, a = *lo, b = *hi;
 				*lo = a * cos(angle) - b * sin(angle);
 				*hi = a * sin(angle) + b * cos(angle);
 			}
@@ -201,18 +226,18 @@ static void reference_rope(double *out, double *const in[], const int64_t *s)
 
 static void run_rope(const struct call *x)
 {
-	const int64_t B = x->s[0], L = x->s[1], T = B * L, nh = x->s[2], nkv = x->s[3], d = x->s[4], n =
-			T * (nh + 2 * nkv) * d;
+	const int64_t B = x->s[0], L = x->s[1], T = B * L, nh = x->s[2], nkv = x->s[3], d = x->s[4], rot = x->s[6],
+			n = T * (nh + 2 * nkv) * d;
 	int32_t memory[T];
 	const int32_t *document = check_documents(memory, B, L, x->s[5]);
-	double frequency[d / 2];
-	for (int64_t i = 0; i < d / 2; i++)
-		frequency[i] = pow(check_theta, -2.0 * i / d);
-	rope_table(x->scratch, L, d, frequency, 1);
+	double frequency[rot / 2];
+	for (int64_t i = 0; i < rot / 2; i++)
+		frequency[i] = pow(check_theta, -2.0 * i / rot);
+	rope_table(x->scratch, L, rot, frequency, 1);
 	memcpy(x->out, x->in[0], n * sizeof(real));
-	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d);
+	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d, rot);
 	memcpy(x->gradient[0], x->dout, n * sizeof(real));
-	rope_backward(x->gradient[0], x->scratch, document, T, L, nh, nkv, d);
+	rope_backward(x->gradient[0], x->scratch, document, T, L, nh, nkv, d, rot);
 }
 
 /* s = B, L, nh, nkv, d, packed (whether there are documents); in = qkv */
@@ -522,10 +547,14 @@ static const struct operation {
 #define RMSNORM(T, H) {"RMSNorm", reference_rmsnorm, run_rmsnorm, \
 		{T, H}, (T) * (H), {(T) * (H), H}, 2, D0 | D1}
 	RMSNORM(131, 37),
-#define ROPE(B, L, nh, nkv, d, packed) {"RoPE", reference_rope, run_rope, \
-		{B, L, nh, nkv, d, packed}, (B) * (L) * (nh + 2 * nkv) * (d), \
+#define QK_NORM(T, nh, nkv, d) {"QK-norm", reference_qk_norm, run_qk_norm, \
+		{T, nh, nkv, d}, (T) * (nh + 2 * nkv) * (d), {(T) * (nh + 2 * nkv) * (d), 2 * (d)}, 2, D1}
+	QK_NORM(131, 4, 2, 6), QK_NORM(3, 1, 1, 17),
+#define ROPE(B, L, nh, nkv, d, packed, rot) {"RoPE", reference_rope, run_rope, \
+		{B, L, nh, nkv, d, packed, rot}, (B) * (L) * (nh + 2 * nkv) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
-	ROPE(2, 7, 4, 2, 6, false), ROPE(2, 7, 4, 2, 6, true),
+	ROPE(2, 7, 4, 2, 6, false, 6), ROPE(2, 7, 4, 2, 6, true, 6), ROPE(2, 7, 4, 2, 6, true, 4),
+	ROPE(1, 3, 1, 1, 5, false, 2),
 #define ATTENTION(B, L, nh, nkv, d, packed) {"attention", reference_attention, run_attention, \
 		{B, L, nh, nkv, d, packed}, (B) * (L) * (nh) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}

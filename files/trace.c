@@ -25,6 +25,7 @@ const struct operation_name operations[NUM_OPERATIONS] = {
 	[OP_EMBEDDING] = {"embedding", "embedding", WORK_BYTES},
 	[OP_ATTENTION_NORM] = {"attention", "attention / norm", WORK_BYTES},
 	[OP_QKV] = {"attention", "attention / qkv", WORK_FLOPS},
+	[OP_QK_NORM] = {"attention", "attention / qk norm", WORK_BYTES},
 	[OP_ROPE] = {"attention", "attention / rope", WORK_BYTES},
 	[OP_ATTENTION_CORE] = {"attention", "attention / core", WORK_FLOPS},
 	[OP_ATTENTION_OUTPUT] = {"attention", "attention / output", WORK_FLOPS},

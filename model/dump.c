@@ -45,6 +45,7 @@ static const struct {
 	[DUMP_EMBEDDING] = {"embedding", OWN_TOKENS, true},
 	[DUMP_ATTENTION_NORM] = {"attention / norm", OWN_TOKENS, true},
 	[DUMP_QKV] = {"attention / qkv", OWN_HEADS, true},
+	[DUMP_QK_NORM] = {"attention / qk norm", OWN_HEADS, true},
 	[DUMP_ROPE] = {"attention / rope", OWN_HEADS, true},
 	[DUMP_ATTENTION_CORE] = {"attention / core", OWN_HEADS, true},
 	[DUMP_ATTENTION_OUTPUT] = {"attention / output", OWN_TOKENS, true},
@@ -98,10 +99,10 @@ static struct row row_of(const struct model_config *c, enum dumped what, int l)
 	const bool in_layer = what >= DUMP_ATTENTION_NORM && what <= DUMP_LAYER_OUTPUT;
 	const bool of_experts = what >= DUMP_ROUTER_LOGITS && what <= DUMP_EXPERTS_DOWN;
 	if (in_layer != (l >= 0) || (of_experts && !has_experts(c, l)) ||
-			(what == DUMP_SHARED_GATE_UP && !shared_width(c, l)))
+			(what == DUMP_QK_NORM && !c->use_qk_norm) || (what == DUMP_SHARED_GATE_UP && !shared_width(c, l)))
 		return (struct row){0};
 	switch (what) {
-	case DUMP_QKV: case DUMP_ROPE: r.cols = qkv_width(c); break;
+	case DUMP_QKV: case DUMP_QK_NORM: case DUMP_ROPE: r.cols = qkv_width(c); break;
 	case DUMP_ATTENTION_CORE: r.cols = attention_width(c); break;
 	case DUMP_ROUTER_LOGITS: case DUMP_ROUTER_SOFTMAX: r.cols = c->num_experts; break;
 	case DUMP_ROUTER_TOPK: r.size = sizeof(int32_t); r.cols = c->num_experts_per_tok; break;
@@ -269,7 +270,7 @@ static void list_layer_backward(struct list *list, const struct dump *d, int l)
 			add_gradients(list, d, l, gate_up[i], "mlp.experts.");
 		add_array(list, d, DUMP_ROUTER_WEIGHTS, l, true);
 		add_array(list, d, DUMP_ROUTER_LOGITS, l, true);
-		add_gradients(list, d, l, "mlp.gate.", "");
+		add_gradients(list, d, l, "mlp.gate.weight", "");
 	}
 	add_array(list, d, DUMP_SHARED_GATE_UP, l, true);
 	for (int i = 0; i < 2; i++)
@@ -280,6 +281,9 @@ static void list_layer_backward(struct list *list, const struct dump *d, int l)
 	add_gradients(list, d, l, "attention.dense.", "");
 	add_array(list, d, DUMP_ATTENTION_CORE, l, true);
 	add_array(list, d, DUMP_ROPE, l, true);
+	add_array(list, d, DUMP_QK_NORM, l, true);
+	add_gradients(list, d, l, "attention.query_layernorm.", "");
+	add_gradients(list, d, l, "attention.key_layernorm.", "");
 	add_array(list, d, DUMP_QKV, l, true);
 	add_gradients(list, d, l, "attention.query_key_value.", "");
 	add_array(list, d, DUMP_ATTENTION_NORM, l, true);

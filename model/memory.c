@@ -52,9 +52,15 @@ static int64_t widest_shared(const struct model_config *c)
 }
 
 /* What attention leaves for its backward pass, for T tokens. */
-static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
+static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T,
+		bool training)
 {
+	const int64_t heads = c->num_attention_heads + c->num_key_value_heads;
 	x->qkv = arena_alloc_real(a, T * qkv_width(c));
+	if (c->use_qk_norm && training) {
+		x->qk = arena_alloc_real(a, T * heads * c->head_dim);
+		x->qk_rstd = arena_alloc_real(a, T * heads);
+	}
 	x->attention = arena_alloc_real(a, T * attention_width(c));
 	x->lse = arena_alloc_real(a, T * c->num_attention_heads);
 }
@@ -152,7 +158,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	/* what all layers use in turn, since they keep nothing there: room for any of them */
 	struct layer_activations shared = {0};
 	if (mode != TRAIN_KEEP_ALL)
-		alloc_attention(a, &shared, c, T);
+		alloc_attention(a, &shared, c, T, training);
 	if (!own_layer)
 		alloc_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
 	if (!training)
@@ -166,7 +172,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		if (has_experts(c, l))
 			x->balance_factor = arena_alloc_real(a, B * E);
 		if (mode == TRAIN_KEEP_ALL)
-			alloc_attention(a, x, c, T);
+			alloc_attention(a, x, c, T, true);
 		if (own_layer)
 			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
@@ -200,7 +206,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->head_norm = arena_alloc(a, H, sizeof(double));
 	if (!training)
 		return;
-	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
+	int64_t widest = H > qkv_width(c) ? H : qkv_width(c); /* two heads of QK-norm are no wider than qkv */
 	acts->sum_scratch = arena_alloc_real(a, row_sum_scratch(widest));
 	acts->dstream = arena_alloc_real(a, N * H);
 	acts->dnormed = arena_alloc_real(a, N * H);
@@ -313,9 +319,10 @@ void gradient_reduction_free(struct gradient_reduction *r)
 
 static void fill_rope(struct model *m)
 {
-	double frequency[m->config.head_dim / 2];
+	const int rot = rotary_dim(&m->config);
+	double frequency[rot / 2];
 	rope_frequencies(frequency, &m->config, m->rope_length);
-	rope_table(m->rope, m->num_positions, m->config.head_dim, frequency, rope_attention_factor(&m->config));
+	rope_table(m->rope, m->num_positions, rot, frequency, rope_attention_factor(&m->config));
 }
 
 void set_rope_length(struct model *m, int64_t length)
@@ -328,7 +335,7 @@ int extend_rope(struct model *m, int64_t n)
 {
 	if (n <= m->num_positions)
 		return 0;
-	real *rope = realloc(m->rope, (size_t)n * m->config.head_dim * sizeof *rope);
+	real *rope = realloc(m->rope, (size_t)n * rotary_dim(&m->config) * sizeof *rope);
 	if (!rope)
 		return -1;
 	m->rope = rope;

@@ -38,6 +38,7 @@ struct layer_activations {
 	real *input;                 /* [N, H] the residual stream before the layer */
 	real *attention_rstd;        /* [N] */
 	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
+	real *qk, *qk_rstd;          /* [T, (nh + nkv) d], [T, nh + nkv] of QK-norm, in training; without it NULL */
 	real *attention;             /* [T, nh d] */
 	real *lse;                   /* [T, nh] */
 	real *residual;              /* [N, H] the residual stream between attention and experts */
@@ -125,7 +126,7 @@ struct model {
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
 	real *exp_avg, *exp_avg_sq;  /* [table.num_state] the moments that this rank keeps */
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
-	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
+	real *rope;                  /* [num_positions, rotary_dim()], num_positions >= seq_len */
 	int64_t num_positions;
 	int64_t rope_length;         /* of the sequences, for rope_scaling of type dynamic: seq_len at first */
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */

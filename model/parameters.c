@@ -129,8 +129,8 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
 	if (c->use_qk_norm) {
-		p->query_norm = add_parameter(w, layer, "attention.query_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
-		p->key_norm = add_parameter(w, layer, "attention.key_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->qk_norm = add_parameter(w, layer, "attention.query_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+		add_parameter(w, layer, "attention.key_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
 	}
 	if (is_mtp(c, l)) {
 		p->embedding_norm = add_parameter(w, layer, "enorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);

@@ -70,7 +70,7 @@ struct layer_params {
 	real *qkv_bias, *dense_bias; /* [(nh + 2 nkv) d], [H]; or NULL */
 	real *qkv;                   /* [(nh + 2 nkv) d, H] */
 	real *dense;                 /* [H, nh d] */
-	real *query_norm, *key_norm; /* [d], of all heads; NULL without use_qk_norm */
+	real *qk_norm;               /* [2, d]: of all query heads, of all key heads; NULL without use_qk_norm */
 	real *router;                /* [E, H]; NULL in a dense layer */
 	real *expert_bias;           /* [E]; NULL where there is none. No parameter of the loss: its gradient is always 0 */
 	real *gate_up;               /* [E, 2I, H]: each expert's gate rows, then its up rows */

@@ -78,8 +78,8 @@ static void test_scaled_rotation(void **state)
 	rope_table(table, L, D, (double[]){1, 0.3}, 1.5);
 	for (int i = 0; i < N; i++)
 		forward[i] = x[i] = (real)(i % 7 - 3), backward[i] = y[i] = (real)(i % 5 - 2);
-	rope_forward(forward, table, NULL, L, L, 1, 1, D);
-	rope_backward(backward, table, NULL, L, L, 1, 1, D);
+	rope_forward(forward, table, NULL, L, L, 1, 1, D, D);
+	rope_backward(backward, table, NULL, L, L, 1, 1, D, D);
 	double left = 0, right = 0, size = 0, before = 0;
 	for (int i = 0; i < N; i++) {
 		if (i % (3 * D) >= 2 * D) { /* values are not turned */

@@ -658,9 +658,12 @@ static void test_packed_documents(void **state)
 			packed.target[i] = alone.target[i] = -1;
 			alone.input[i] = packed.input[i] = 7 * i % V; /* what stands behind a document does not matter */
 		}
-		packed.length[1] = 11;
-		for (int d = 0; d < DOCUMENTS; d++)
+		packed.length[1] = packed.document[2 * L - 1] = 11;
+		for (int d = 0; d < DOCUMENTS; d++) {
 			alone.length[d] = length[d];
+			for (int i = length[d]; i < L; i++)
+				alone.document[d * L + i] = length[d];
+		}
 		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
 			for (int i = 0; i < length[d]; i++) {
 				packed.document[at + i] = at % L;

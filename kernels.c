@@ -1703,15 +1703,35 @@ uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
  * Router
  * ========================================================================================================== */
 
-void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E)
+/* What keeps a sum of scores, by which is divided, from 0. */
+static const real score_epsilon = (real)1e-20;
+
+/* 1 / (1 + e^-x), to about 2 ulp at both ends. */
+static inline real sigmoid_of(real x)
+{
+	const real z = exponential(x >= 0 ? -x : x);
+	return (x >= 0 ? 1 : z) / (1 + z);
+}
+
+void scores_forward(real *p, real *lse, const real *s, int64_t T, int64_t E, bool sigmoid)
 {
 	#pragma omp parallel for if (T * E > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
-		real *out = p + t * E, max = max_element(s + t * E, E), sum = exponentials(out, s + t * E, max, E);
-		for (int64_t e = 0; e < E; e++)
-			out[e] /= sum;
+		const real *in = s + t * E;
+		real *out = p + t * E, max = 0, sum = 0;
+		if (!sigmoid || lse) {
+			max = max_element(in, E);
+			sum = exponentials(out, in, max, E);
+		}
 		if (lse)
 			lse[t] = max + (real)log(sum);
+		if (!sigmoid)
+			for (int64_t e = 0; e < E; e++)
+				out[e] /= sum;
+		else
+			#pragma omp simd
+			for (int64_t e = 0; e < E; e++)
+				out[e] = sigmoid_of(in[e]);
 	}
 }
 
@@ -1726,71 +1746,135 @@ void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean
 	}
 }
 
-void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise)
+/* Whether a is above b; NaN is above all numbers. */
+static inline bool is_above(real a, real b)
 {
-	#pragma omp parallel for if (T * E * k > MIN_PARALLEL_ELEMENTS)
+	return !(a <= b) && b == b;
+}
+
+/* The n <= room largest values so far, largest first, with their numbers; among equals who came first is first. */
+struct largest { int room, n; int32_t *number; real *value; };
+
+static inline void keep_largest(struct largest *list, int32_t number, real value)
+{
+	if (list->n == list->room && !is_above(value, list->value[list->n - 1]))
+		return;
+	int i = list->n < list->room ? list->n++ : list->n - 1;
+	for (; i > 0 && is_above(value, list->value[i - 1]); i--) {
+		list->value[i] = list->value[i - 1];
+		list->number[i] = list->number[i - 1];
+	}
+	list->value[i] = value;
+	list->number[i] = number;
+}
+
+/* in_choice [groups]: whether a token chooses among the experts of each group, `size` each. p, bias: see
+ * topk_forward. */
+static void choose_groups(bool *in_choice, const real *p, const real *bias, int64_t size, const struct routing *r)
+{
+	int32_t number[r->top_groups];
+	real value[r->top_groups];
+	struct largest best = {.room = r->top_groups, .number = number, .value = value};
+	for (int g = 0; g < r->groups; g++) {
+		real first = -INFINITY, second = -INFINITY;
+		for (int64_t e = g * size; e < (g + 1) * size; e++) {
+			const real x = bias ? p[e] + bias[e] : p[e];
+			if (is_above(x, first))
+				second = first, first = x;
+			else if (is_above(x, second))
+				second = x;
+		}
+		in_choice[g] = false;
+		keep_largest(&best, g, first + second);
+	}
+	for (int i = 0; i < r->top_groups; i++)
+		in_choice[number[i]] = true;
+}
+
+void topk_forward(int32_t *index, real *weight, const real *p, const real *bias, int64_t T, int64_t E,
+		const struct routing *r)
+{
+	const int k = r->k;
+	const int64_t size = E / r->groups;
+	#pragma omp parallel for if (T * E > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
 		const real *row = p + t * E;
-		int32_t *chosen = index + t * k;
-		real sum = 0;
-		for (int j = 0; j < k; j++) {
-			int32_t best = -1;
-			for (int32_t e = 0; e < E; e++) {
-				bool taken = false;
-				for (int i = 0; i < j; i++)
-					taken |= chosen[i] == e;
-				/* > and not >=: of equal ones the lowest index wins. No comparison with NaN is true, yet k experts are
-				 * always chosen. */
-				if (!taken && (best < 0 || row[e] > row[best]))
-					best = e;
-			}
-			chosen[j] = best;
-			sum += row[best];
-		}
+		real value[k], sum = 0;
+		bool in_choice[r->groups];
+		struct largest best = {.room = k, .number = index + t * k, .value = value};
+		if (r->top_groups < r->groups)
+			choose_groups(in_choice, row, bias, size, r);
+		for (int g = 0; g < r->groups; g++)
+			if (r->top_groups == r->groups || in_choice[g])
+				for (int64_t e = g * size; e < (g + 1) * size; e++)
+					keep_largest(&best, (int32_t)e, bias ? row[e] + bias[e] : row[e]);
 		for (int j = 0; j < k; j++)
-			weight[t * k + j] = renormalise ? row[chosen[j]] / sum : row[chosen[j]];
+			sum += row[best.number[j]];
+		for (int j = 0; j < k; j++) {
+			const real x = row[best.number[j]];
+			weight[t * k + j] = (real)r->scale * (r->normalise ? x / (sum + score_epsilon) : x);
+		}
 	}
 }
 
 void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T,
-		int64_t E, int k, bool renormalise)
+		int64_t E, const struct routing *r)
 {
-	/* Renormalised, the weights are a softmax over the k chosen experts alone:
+	/* Softmax: normalised, the weights are a softmax over the k chosen experts alone:
 	 *   ds_j = w_j (dw_j - sum_i w_i dw_i), and 0 for the others.
 	 * Otherwise w_j = p_j, and the softmax is over all experts, with dp_e = 0 for the others:
-	 *   ds_e = p_e (dp_e - sum_i p_i dp_i). */
+	 *   ds_e = p_e (dp_e - sum_i p_i dp_i).
+	 * Sigmoid: dp_j/ds_j = p_j (1 - p_j). With w_j = c p_j / (sum_i p_i + epsilon)
+	 *   ds_j = w_j (1 - p_j) (dw_j - sum_i w_i dw_i / c),
+	 * and with w_j = c p_j the same without the sum. */
+	const int k = r->k;
+	const real scale = (real)r->scale;
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
+		const real *scores = p + t * E;
 		real *row = ds + t * E, dot = 0;
 		for (int j = 0; j < k; j++)
 			dot += weight[t * k + j] * dweight[t * k + j];
 		for (int64_t e = 0; e < E; e++)
-			row[e] = renormalise ? 0 : -p[t * E + e] * dot;
+			row[e] = r->normalise || r->sigmoid ? 0 : -scores[e] * dot;
 		for (int j = 0; j < k; j++) {
+			const int32_t e = index[t * k + j];
 			real w = weight[t * k + j], d = dweight[t * k + j];
-			row[index[t * k + j]] += renormalise ? w * (d - dot) : w * d;
+			if (r->sigmoid)
+				w *= 1 - scores[e];
+			row[e] += r->normalise ? w * (d - dot / scale) : w * d;
 		}
 	}
 }
 
-void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
+/* A token's scores times this are its q, see router_statistics. */
+static double score_share(const real *p, int64_t E, bool sigmoid)
+{
+	double sum = 0;
+	for (int64_t e = 0; e < E && sigmoid; e++)
+		sum += p[e];
+	return sigmoid ? 1 / (sum + score_epsilon) : 1;
+}
+
+void router_statistics(struct router_sums *sums, double *count, double *q_sum, const real *s, const real *p,
 		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
-		int64_t E, int k)
+		int64_t E, const struct routing *r)
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
 		begin_task();
-		double *c = count + b * E, *ps = p_sum + b * E;
+		double *c = count + b * E, *qs = q_sum + b * E;
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
-		memset(ps, 0, E * sizeof *ps);
+		memset(qs, 0, E * sizeof *qs);
 		const int64_t end = b * L + (length ? length[b] : L);
 		for (int64_t t = max64(b * L - first, 0); t < min64(end - first, T); t++) {
-			for (int j = 0; j < k; j++)
-				c[index[t * k + j]]++;
+			const double share = score_share(p + t * E, E, r->sigmoid);
+			for (int j = 0; j < r->k; j++)
+				c[index[t * r->k + j]]++;
 			for (int64_t e = 0; e < E; e++) {
 				double value = s[t * E + e];
-				ps[e] += p[t * E + e];
+				qs[e] += share * p[t * E + e];
 				sum.s += value;
 				sum.s_squared += value * value;
 			}
@@ -1801,23 +1885,31 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 	}
 }
 
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
-		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale)
+void router_loss_backward(real *ds, const real *s, const real *p, const real *lse, const real *factor,
+		const int32_t *length, int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale,
+		const struct routing *r)
 {
-	/* Balance: dp_e = balance_scale factor_e, and the softmax gives ds_e = p_e (dp_e - sum_i p_i dp_i).
-	 * z: d(z_scale lse^2)/ds_e = 2 z_scale lse p_e. */
+	/* Balance: dq_e = balance_scale factor_e. The softmax gives ds_e = p_e (dq_e - sum_i p_i dq_i), and sigmoids, which
+	 * q_e = p_e / (sum_i p_i + epsilon), ds_e = q_e (1 - p_e) (dq_e - sum_i q_i dq_i).
+	 * z: d(z_scale lse^2)/ds_e = 2 z_scale lse softmax(s)_e. */
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		const int64_t b = (first + t) / L;
 		if (length && (first + t) % L >= length[b])
 			continue;
-		const real *f = factor + b * E, *row = p + t * E;
+		const real *f = factor + b * E, *row = p + t * E, *logit = s + t * E;
 		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t e = 0; e < E; e++)
 			dot += row[e] * f[e];
+		if (!r->sigmoid) {
+			for (int64_t e = 0; e < E; e++)
+				ds[t * E + e] += row[e] * (balance * (f[e] - dot) + z);
+			continue;
+		}
+		const real share = (real)score_share(row, E, true), mean = share * dot;
 		for (int64_t e = 0; e < E; e++)
-			ds[t * E + e] += row[e] * (balance * (f[e] - dot) + z);
+			ds[t * E + e] += balance * share * row[e] * (1 - row[e]) * (f[e] - mean) + z * exponential(logit[e] - lse[t]);
 	}
 }
 

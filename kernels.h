@@ -198,31 +198,44 @@ uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s);
 
 /* -- router -- */
 
-/* p [T, E] = softmax of each row of s [T, E]; lse [T] the log-sum-exp of each row, or NULL. p may be s. */
-void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E);
+/* What a router makes of its logits s: scores p, and of these the k experts of a token and their weights. */
+struct routing {
+	bool sigmoid;                /* p = sigmoid(s) of each expert alone; else p = softmax(s) */
+	int k;
+	int groups, top_groups;      /* see topk_forward; 1, 1: no groups */
+	bool normalise;              /* the weights of a token are p over the sum of the k chosen, plus 1e-20; else p, */
+	double scale;                /* both times this; 1 with softmax */
+};
+
+/* p [T, E] = the scores of each row of s [T, E]; lse [T] the log-sum-exp of each row, or NULL: then p may be s. */
+void scores_forward(real *p, real *lse, const real *s, int64_t T, int64_t E, bool sigmoid);
 /* Stochastic routing warmup: s_hat [T, E] = alpha s + (1 - alpha) (mean + std eps), eps the standard normal number of
  * `noise` at position t E + e. */
 void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean, double std,
 		const struct random_stream *noise, int64_t T, int64_t E);
-/* index [T, k]: the k largest of each row of p [T, E], largest first, among equals the lower index first. weight [T,
- * k]: their p, if `renormalise` over the sum of the k. */
-void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise);
-/* ds [T, E], with respect to the logits whose softmax p is, from dweight [T, k]. */
+/* index [T, k]: the experts with the k largest of p + bias, largest first, among equals the lower index first; p [T,
+ * E], bias [E] or NULL for zeros. With groups, each a run of E / groups experts, those of the top_groups groups alone
+ * whose two largest p + bias have the largest sums, among equals the lower group first; groups then have two experts or
+ * more, and top_groups of them k or more. NaN counts as the largest: it is not hidden. weight [T, k]: from p alone. */
+void topk_forward(int32_t *index, real *weight, const real *p, const real *bias, int64_t T, int64_t E,
+		const struct routing *r);
+/* ds [T, E], with respect to the logits whose scores p are, from dweight [T, k]. The choice has no gradient. */
 void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T,
-		int64_t E, int k, bool renormalise);
+		int64_t E, const struct routing *r);
 
 /* For each of the B sequences of L tokens of a micro-batch, sums over its tokens among the T tokens from token `first`
  * of the micro-batch on. These T are the ones of s, p [T, E], lse [T] and index [T, k]. Of each sequence the first
- * length[b] tokens count, the rest is padding; length [B], NULL: all do. count [B, E]: assignments; p_sum [B, E]: sums
- * of p; sums [B]. */
+ * length[b] tokens count, the rest is padding; length [B], NULL: all do. count [B, E]: assignments; q_sum [B, E]: sums
+ * of q, which is p, or with sigmoids p over the token's sum of them, plus 1e-20; sums [B]. */
 struct router_sums { double s, s_squared, z; }; /* of the logits, of their squares, and of lse^2 */
-void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
+void router_statistics(struct router_sums *sums, double *count, double *q_sum, const real *s, const real *p,
 		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
-		int64_t E, int k);
-/* Adds to ds [T, E] the gradient of balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2 of each of these tokens,
- * b being its sequence; factor [B, E]. Nothing for padding. */
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
-		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale);
+		int64_t E, const struct routing *r);
+/* Adds to ds [T, E] the gradient of balance_scale * sum_e factor[b, e] q_e + z_scale * lse^2 of each of these tokens,
+ * b being its sequence; factor [B, E]. Nothing for padding. s [T, E] is only read with sigmoids. */
+void router_loss_backward(real *ds, const real *s, const real *p, const real *lse, const real *factor,
+		const int32_t *length, int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale,
+		const struct routing *r);
 
 /* -- token dispatch: R = T k rows, sorted by expert -- */
 

@@ -216,9 +216,17 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	dump_output(m, DUMP_ATTENTION_OUTPUT, l, x->residual);
 }
 
+/* The rules of the model's routers. */
+static struct routing routing_of(const struct model_config *c)
+{
+	return (struct routing){.sigmoid = c->score_function == SCORE_SIGMOID, .k = c->num_experts_per_tok,
+			.groups = c->n_group, .top_groups = c->topk_group, .scale = c->routed_scaling_factor,
+			.normalise = c->norm_topk_prob && c->num_experts_per_tok > 1};
+}
+
 /* Adds to the step's sums what the router's losses and statistics need of this micro-batch's tokens, and leaves E f_e
- * for the backward pass: balance loss = E sum_e f_e P_e, f_e = assignments to e / (k tokens), P_e the mean of p_e;
- * z-loss = the mean of logsumexp(s)^2. */
+ * for the backward pass: balance loss = E sum_e f_e Q_e, f_e = assignments to e / (k tokens), Q_e the mean of q_e: see
+ * router_statistics; z-loss = the mean of logsumexp(s)^2. */
 static void router_losses(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
@@ -226,10 +234,10 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, B = T / L, E = c->num_experts, N = own_tokens(m, T, &first);
-	const int k = c->num_experts_per_tok;
-	double *count = a->sequence_count, *p_sum = a->sequence_p; /* [B, E] */
-	router_statistics(a->router_sums, count, p_sum, a->logits, x->p, x->router_lse, x->index, m->length, first, N, B, L,
-			E, k);
+	const struct routing routing = routing_of(c);
+	double *count = a->sequence_count, *q_sum = a->sequence_q; /* [B, E] */
+	router_statistics(a->router_sums, count, q_sum, x->logits, x->p, x->router_lse, x->index, m->length, first, N, B, L,
+			E, &routing);
 	struct layer_sums *sum = layer_sums(sums, l);
 	for (int b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
@@ -238,7 +246,7 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
-	/* f_e needs the assignments of all tokens, whichever rank of the tensor group has them; of P_e each rank adds its
+	/* f_e needs the assignments of all tokens, whichever rank of the tensor group has them; of Q_e each rank adds its
 	 * own tokens' share. */
 	all_reduce_sum(&m->layout.tensor, TRAFFIC_STATISTICS, count, B * E);
 	int64_t all = 0; /* tokens of the micro-batch without padding */
@@ -248,25 +256,24 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 		for (int64_t e = 0; e < E; e++) {
 			for (int b = 1; b < B; b++) {
 				count[e] += count[b * E + e];
-				p_sum[e] += p_sum[b * E + e];
+				q_sum[e] += q_sum[b * E + e];
 			}
 			for (int b = 1; b < B; b++)
-				count[b * E + e] = count[e], p_sum[b * E + e] = 0;
+				count[b * E + e] = count[e], q_sum[b * E + e] = 0;
 		}
 	}
 	for (int64_t i = 0; i < B * E; i++) {
 		/* tokens that count together: those of the sequence, or of the whole micro-batch */
 		const int64_t together = c->router.balance_loss_scope == SCOPE_MICRO_BATCH ? all
 				: m->length ? m->length[i / E] : L;
-		double f = count[i] / ((double)k * together);
+		double f = count[i] / ((double)routing.k * together);
 		x->balance_factor[i] = (real)(E * f);
-		/* P_e is p_sum / together; weighted with the tokens' part of the step, together / num_tokens */
-		sum->balance += E * f * p_sum[i] / step->num_tokens;
+		/* Q_e is q_sum / together; weighted with the tokens' part of the step, together / num_tokens */
+		sum->balance += E * f * q_sum[i] / step->num_tokens;
 	}
 }
 
-/* p, index and weight of the tokens in acts.normed: their probabilities, the k chosen experts, and the experts'
- * weights. */
+/* p, index and weight of the tokens in acts.normed: their scores, the k chosen experts, and the experts' weights. */
 static void router_forward(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
@@ -274,27 +281,27 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, E = c->num_experts, N = own_tokens(m, T, &first);
-	const int k = c->num_experts_per_tok;
-	/* s = x W^T, p = softmax(s) */
+	const struct routing routing = routing_of(c);
+	/* s = x W^T, p = softmax(s) or sigmoid(s) */
 	begin(OP_ROUTER_LOGITS, PASS_FORWARD, l, product(N, c->hidden_size, E));
-	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
-	dump_output(m, DUMP_ROUTER_LOGITS, l, a->logits);
+	matmul_forward(x->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
+	dump_output(m, DUMP_ROUTER_LOGITS, l, x->logits);
 	begin(OP_ROUTER_SOFTMAX, PASS_FORWARD, l, moved(2 * N * E));
-	softmax_forward(x->p, x->router_lse, a->logits, N, E);
+	scores_forward(x->p, x->router_lse, x->logits, N, E, routing.sigmoid);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
-		/* s_hat = a s + (1 - a)(mu + sigma eps), a = i/W; p_hat = softmax(s_hat) */
+		/* s_hat = a s + (1 - a)(mu + sigma eps), a = i/W; p_hat = softmax(s_hat) or sigmoid(s_hat) */
 		struct random_stream noise = {.seed = step->seed, .purpose = RANDOM_ROUTING + l, .step = (uint32_t)step->index,
 				.first = (uint64_t)((step->first_sequence * L + first) * E)};
-		routing_noise_forward(x->p_hat, a->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
+		routing_noise_forward(x->p_hat, x->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
 				step->router_std[l], &noise, N, E);
-		softmax_forward(x->p_hat, NULL, x->p_hat, N, E);
+		scores_forward(x->p_hat, NULL, x->p_hat, N, E, routing.sigmoid);
 		p = x->p_hat;
 	}
 	dump_output(m, DUMP_ROUTER_SOFTMAX, l, p);
-	/* weight = p of the k largest, over their sum */
+	/* weight = p of those with the k largest p + bias, over their sum */
 	begin(OP_ROUTER_TOPK, PASS_FORWARD, l, moved(N * E));
-	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	topk_forward(x->index, x->weight, p, m->params.layer[l].expert_bias, N, E, &routing);
 	dump_output(m, DUMP_ROUTER_TOPK, l, x->index);
 	dump_output(m, DUMP_ROUTER_WEIGHTS, l, x->weight);
 	if (sums) {
@@ -624,21 +631,21 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, N = own_tokens(m, B * L, &first), H = c->hidden_size, E = c->num_experts;
-	const int k = c->num_experts_per_tok;
+	const struct routing routing = routing_of(c);
 	const bool noisy = step->index < c->router.warmup_steps;
 	const real *p = noisy ? x->p_hat : x->p;
 	begin(OP_ROUTER_TOPK, PASS_BACKWARD, l, moved(2 * N * E));
-	topk_backward(a->dlogits, a->dweight, x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	topk_backward(a->dlogits, a->dweight, x->index, x->weight, p, N, E, &routing);
 	if (noisy) { /* s_hat = a s + (1 - a)(mu + sigma eps), so ds = a ds_hat */
 		real alpha = (real)((double)step->index / c->router.warmup_steps);
 		for (int64_t i = 0; i < N * E; i++)
 			a->dlogits[i] *= alpha;
 	}
-	/* ds += the gradient of  balance_loss_coef E sum_e f_e P_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
-	 * constants, P_e and the mean sums over the tokens divided by the step's tokens */
+	/* ds += the gradient of  balance_loss_coef E sum_e f_e Q_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
+	 * constants, Q_e and the mean sums over the tokens divided by the step's tokens */
 	begin(OP_ROUTER_LOSSES, PASS_BACKWARD, l, moved(3 * N * E));
-	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
-			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
+	router_loss_backward(a->dlogits, x->logits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
+			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens, &routing);
 	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
 	begin(OP_ROUTER_LOGITS, PASS_WEIGHT, l, product(N, H, E));
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);

@@ -117,6 +117,8 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	x->shared_gate_up = arena_alloc_real(a, N * 2 * width);
 	if (!experts)
 		return;
+	if (c->score_function == SCORE_SIGMOID) /* its backward pass needs them */
+		x->logits = arena_alloc_real(a, N * E);
 	x->p = arena_alloc_real(a, N * E);
 	x->p_hat = noise ? arena_alloc_real(a, N * E) : x->p;
 	x->router_lse = arena_alloc_real(a, N);
@@ -157,6 +159,8 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const bool noise = training && c->router.warmup_steps > 0;
 	/* what all layers use in turn, since they keep nothing there: room for any of them */
 	struct layer_activations shared = {0};
+	if (c->score_function == SCORE_SOFTMAX)
+		shared.logits = arena_alloc_real(a, N * E);
 	if (mode != TRAIN_KEEP_ALL)
 		alloc_attention(a, &shared, c, T, training);
 	if (!own_layer)
@@ -184,7 +188,6 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		acts->partial = arena_alloc_real(a, T * H);
 		acts->reduce_scatter_scratch = arena_alloc_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
-	acts->logits = arena_alloc_real(a, N * E);
 	acts->expert_rows = acts->rows = arena_alloc_real(mem->arrivals, n.A * H);
 	if (mem->layout->expert.size > 1) {
 		acts->rows = arena_alloc_real(a, n.S * H);
@@ -197,7 +200,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->shared_act = arena_alloc_real(a, N * W);
 	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->head_dim));
 	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
-	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));
+	acts->sequence_q = arena_alloc(a, B * E, sizeof(double));
 	acts->router_sums = arena_alloc(a, B, sizeof(struct router_sums));
 	acts->head_logits = arena_alloc_real(a, C * c->vocab_size);
 	acts->head_input = arena_alloc_real(a, C * H);

@@ -43,8 +43,9 @@ struct layer_activations {
 	real *lse;                   /* [T, nh] */
 	real *residual;              /* [N, H] the residual stream between attention and experts */
 	real *ffn_rstd;              /* [N] */
-	real *p, *router_lse;        /* [N, E], [N] softmax and log-sum-exp of the router's logits */
-	/* [N, E] softmax of the logits with routing noise; p itself where there is no routing warmup */
+	real *logits;                /* [N, E] the router's; kept for the backward pass of sigmoids alone */
+	real *p, *router_lse;        /* [N, E], [N] the scores, softmax or sigmoid of the logits, and their log-sum-exp */
+	/* [N, E] the scores of the logits with routing noise; p itself where there is no routing warmup */
 	real *p_hat;
 	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
 	int32_t *index;              /* [N, k] chosen experts */
@@ -77,7 +78,6 @@ struct activations {
 	real *gathered;              /* [T, H] all tokens, gathered from the tensor group; alone NULL */
 	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
 	/* work space, one for all layers */
-	real *logits;                /* [N, E] the router's */
 	real *rows;                  /* [S, H] tokens that are sent to experts, and what comes back; alone expert_rows */
 	real *expert_rows;           /* [A, H] the experts' results, sorted by expert */
 	real *returns;               /* [P, H] their sums, in the order of arrival; alone NULL */
@@ -87,7 +87,7 @@ struct activations {
 	real *shared_act;            /* [N, W] */
 	real *reduce_scatter_scratch, *attention_scratch, *sum_scratch;
 	int64_t *rank_counts;        /* [2, ranks, 2] numbers of rows and of assignments; alone NULL */
-	double *sequence_count, *sequence_p; /* [B, E] of each sequence: assignments to each expert, and sums of p */
+	double *sequence_count, *sequence_q; /* [B, E] of each sequence: assignments to each expert, and sums of q */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
 	double *head_loss;           /* [2, C] loss, and sum of exponentials */

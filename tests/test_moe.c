@@ -55,13 +55,14 @@ static int compute(void **state)
 	(void)state;
 	struct weight gate_up[E], down[E];
 	real factor[E];
+	const struct routing routing = {.k = K, .groups = 1, .top_groups = 1, .normalise = true, .scale = 1};
 	kernels_init(false);
 	stack_weights(gate_up, in.gate_up[0][0][0], E, 2 * I * H);
 	stack_weights(down, in.down[0][0], E, H * I);
 
 	matmul_forward(ex.s[0], in.x[0], &(struct weight){.data = in.router}, NULL, T, H, E, false);
-	softmax_forward(ex.p[0], ex.lse, ex.s[0], T, E);
-	topk_forward(ex.index[0], ex.weight[0], ex.p[0], T, E, K, true);
+	scores_forward(ex.p[0], ex.lse, ex.s[0], T, E, false);
+	topk_forward(ex.index[0], ex.weight[0], ex.p[0], NULL, T, E, &routing);
 	dispatch_plan(ex.offset, ex.position, ex.token, ex.index[0], R, K, E);
 	permute_forward(ex.row_weight, ex.weight[0], ex.position, R);
 	gather_rows(ex.rows[0], in.x[0], ex.token, R, H);
@@ -69,7 +70,7 @@ static int compute(void **state)
 	grouped_matmul_forward(ex.out_rows[0], ex.act[0], NULL, down, ex.offset, E, I, H, false);
 	combine_rows(ex.y[0], ex.out_rows[0], ex.position, T, K, H, false);
 	router_statistics(&ex.sums, ex.count, ex.p_sum, ex.s[0], ex.p[0], ex.lse, ex.index[0], NULL, 0, T, 1, T, E,
-			K);
+			&routing);
 	for (int e = 0; e < E; e++) {
 		ex.f[e] = ex.count[e] / R;
 		ex.P[e] = ex.p_sum[e] / T;
@@ -88,9 +89,10 @@ static int compute(void **state)
 			2 * I, false);
 	combine_rows(ex.dx_experts[0], ex.dx_rows[0], ex.position, T, K, H, false);
 	permute_backward(ex.dweight[0], ex.row_dweight, ex.position, R);
-	topk_backward(ex.ds_topk[0], ex.dweight[0], ex.index[0], ex.weight[0], ex.p[0], T, E, K, true);
+	topk_backward(ex.ds_topk[0], ex.dweight[0], ex.index[0], ex.weight[0], ex.p[0], T, E, &routing);
 	copy_array(ex.ds[0], ex.ds_topk[0], T * E);
-	router_loss_backward(ex.ds[0], ex.p[0], ex.lse, factor, NULL, 0, T, T, E, balance_coef / T, z_coef / T);
+	router_loss_backward(ex.ds[0], ex.s[0], ex.p[0], ex.lse, factor, NULL, 0, T, T, E, balance_coef / T, z_coef / T,
+			&routing);
 	matmul_backward_weight(ex.d_router[0], ex.ds[0], in.x[0], T, H, E, false);
 	copy_array(ex.dx[0], ex.dx_experts[0], T * H);
 	matmul_backward_input(ex.dx[0], ex.ds[0], in.router[0], T, H, E, true);

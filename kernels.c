@@ -1897,7 +1897,7 @@ void router_loss_backward(real *ds, const real *s, const real *p, const real *ls
 		const int64_t b = (first + t) / L;
 		if (length && (first + t) % L >= length[b])
 			continue;
-		const real *f = factor + b * E, *row = p + t * E, *logit = s + t * E;
+		const real *f = factor + b * E, *row = p + t * E, *logit = r->sigmoid ? s + t * E : NULL;
 		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t e = 0; e < E; e++)
@@ -1909,7 +1909,8 @@ void router_loss_backward(real *ds, const real *s, const real *p, const real *ls
 		}
 		const real share = (real)score_share(row, E, true), mean = share * dot;
 		for (int64_t e = 0; e < E; e++)
-			ds[t * E + e] += balance * share * row[e] * (1 - row[e]) * (f[e] - mean) + z * exponential(logit[e] - lse[t]);
+			ds[t * E + e] += balance * share * row[e] * (1 - row[e]) * (f[e] - mean) +
+					z * exponential(logit[e] - lse[t]);
 	}
 }
 

@@ -38,6 +38,8 @@ struct model_config local_config(const struct model_config *c, const struct layo
  * into the block. The gradients are a second block of the same form. */
 
 #define EXPERT_BIAS "mlp.gate.expert_bias" /* the end of the name; always float32 in files */
+/* Whether the name of a parameter is that of an expert bias: each step moves it, and not by a gradient. */
+bool is_expert_bias(const char *name);
 
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 

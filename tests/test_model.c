@@ -124,7 +124,7 @@ static void check_logits(struct trainer *t, const struct tensors *expected, cons
 	const int k = c->model.num_experts_per_tok, layers = num_layers(&c->model);
 	real *logits = calloc(T * V, sizeof *logits), *router_logits = calloc(layers * T * E, sizeof *router_logits),
 			*router_weights = calloc(layers * T * E, sizeof *router_weights);
-	struct step step = {.seed = c->train.seed, .num_tokens = T, .num_targets = 1,
+	struct step step = {.seed = c->train.seed, .num_tokens = T, .num_targets = {1},
 			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	for (int b = 0; b < c->train.batch; b += c->train.micro_batch) {
 		int B = c->train.batch - b < c->train.micro_batch ? c->train.batch - b : c->train.micro_batch;
@@ -379,7 +379,7 @@ static void test_empty_micro_batch(void **state)
 		struct trainer t;
 		struct tensors *expected;
 		load_case(&c, &t, &expected, names[n]); /* gradients are NaN */
-		struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean,
+		struct step step = {.num_tokens = 1, .num_targets = {1}, .router_mean = t.state.router_mean,
 				.router_std = t.state.router_std};
 		for (int i = 0; i < 2; i++) {
 			model_forward(&t.model, t.input, 0, &step, &t.sums);

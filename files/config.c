@@ -57,41 +57,55 @@ static const struct key keys[] = {
 		"or of a Hugging Face directory", .or_name = "the name of a YAML file or a Hugging Face directory"),
 	KEY(model.architecture, T_ENUM, 0, 0, FIXED, "BailingMoeForCausalLM", "the family: Ling, or with V2 Ling 2.0",
 		.names = architecture_names),
-	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED | SHAPE, NULL, "width of the model", .v2_fallback = "2048"),
+	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED | SHAPE, NULL, "width of the model",
+		.v2_fallback = "2048"),
 	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED | SHAPE, NULL, "layers", .v2_fallback = "20"),
-	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED | SHAPE, NULL, "query heads", .v2_fallback = "16"),
+	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED | SHAPE, NULL, "query heads",
+		.v2_fallback = "16"),
 	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED | SHAPE, "off",
 		"key-value heads; off: as many as query heads", .v2_fallback = "4"),
 	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED | SHAPE, "off",
 		"width of a head; off: hidden_size / num_attention_heads", .v2_fallback = "128"),
-	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED | SHAPE, NULL, "token ids are 0 .. vocab_size - 1", .v2_fallback = "157184"),
+	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED | SHAPE, NULL, "token ids are 0 .. vocab_size - 1",
+		.v2_fallback = "157184"),
 	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE, "off",
-		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts", .v2_fallback = "256"),
-	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE, "off", "experts that a token is sent to", .v2_fallback = "8"),
+		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts",
+		.v2_fallback = "256"),
+	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE, "off",
+		"experts that a token is sent to", .v2_fallback = "8"),
 	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED | ROUTED | SHAPE, "0", "experts that see every token",
 		.alias = "model.n_shared_experts", .v2_fallback = "1"),
-	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED | ROUTED | SHAPE, "off", "width of an expert", .v2_fallback = "512"),
-	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED | SHAPE, "0", "this many first layers are dense", .v2_fallback = "1"),
-	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE | SHAPE, "off", "width of a dense layer", .v2_fallback = "5120"),
-	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model", .v2_fallback = "32768"),
-	KEY(model.score_function, T_ENUM, 0, 0, UNSAID | FIXED | ROUTED | V2, "softmax", "what makes scores of the router's logits",
-		.names = score_names, .v2_fallback = "sigmoid"),
-	KEY(model.n_group, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE | V2, "1", "groups of experts", .v2_fallback = "8"),
+	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED | ROUTED | SHAPE, "off", "width of an expert",
+		.v2_fallback = "512"),
+	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED | SHAPE, "0", "this many first layers are dense",
+		.v2_fallback = "1"),
+	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE | SHAPE, "off", "width of a dense layer",
+		.v2_fallback = "5120"),
+	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model",
+		.v2_fallback = "32768"),
+	KEY(model.score_function, T_ENUM, 0, 0, UNSAID | FIXED | ROUTED | V2, "softmax",
+		"what makes scores of the router's logits", .names = score_names, .v2_fallback = "sigmoid"),
+	KEY(model.n_group, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE | V2, "1", "groups of experts",
+		.v2_fallback = "8"),
 	KEY(model.topk_group, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE | V2, "1", "groups that a token's experts are "
 		"chosen from: those whose two best experts have the largest sum", .v2_fallback = "4"),
-	KEY(model.routed_scaling_factor, T_DOUBLE, 0, 1e6, ABOVE | UNSAID | FIXED | ROUTED | V2, "1", "the routed experts' sum times it"),
-	KEY(model.moe_router_enable_expert_bias, T_BOOL, 0, 1, UNSAID | FIXED | ROUTED | V2, "false", "a bias for each expert, in the "
-		"choice alone, which balances them", .v2_fallback = "true"),
+	KEY(model.routed_scaling_factor, T_DOUBLE, 0, 1e6, ABOVE | UNSAID | FIXED | ROUTED | V2, "1",
+		"the routed experts' sum times it"),
+	KEY(model.moe_router_enable_expert_bias, T_BOOL, 0, 1, UNSAID | FIXED | ROUTED | V2, "false",
+		"a bias for each expert, in the choice alone, which balances them", .v2_fallback = "true"),
 	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED | ROUTED, "true", "expert weights of a token sum to 1"),
 	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns",
 		.class_fallback = "false", .v2_fallback = "false"),
 	KEY(model.tie_word_embeddings, T_BOOL, 0, 1, FIXED, "false", "one matrix is embedding and output head"),
-	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output", .class_fallback = "true", .v2_fallback = "false"),
+	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output",
+		.class_fallback = "true", .v2_fallback = "false"),
 	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
-	KEY(model.use_qk_norm, T_BOOL, 0, 1, UNSAID | FIXED | V2, "false", "RMSNorm of each query and key head", .v2_fallback = "true"),
-	KEY(model.num_nextn_predict_layers, T_INT, 0, MAX_MTP_LAYERS, NONE | FIXED | V2, "off", "layers for multi-token prediction"),
-	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them, 0.1 if "
-		"not given; off: they stay as they are", .v2_fallback = "off"),
+	KEY(model.use_qk_norm, T_BOOL, 0, 1, UNSAID | FIXED | V2, "false", "RMSNorm of each query and key head",
+		.v2_fallback = "true"),
+	KEY(model.num_nextn_predict_layers, T_INT, 0, MAX_MTP_LAYERS, NONE | FIXED | V2, "off",
+		"layers for multi-token prediction"),
+	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them, 0.1 "
+		"if not given; off: they stay as they are", .v2_fallback = "off"),
 	KEY(model.partial_rotary_factor, T_DOUBLE, 0, 1, ABOVE | UNSAID | FIXED | V2, "1", "part of a head that turns"),
 	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
 		.class_fallback = "10000", .v2_fallback = "600000"),
@@ -113,14 +127,17 @@ static const struct key keys[] = {
 	KEY(model.rope_scaling.mscale_all_dim, T_DOUBLE, 0, 1000, FIXED, "0", "see mscale"),
 	KEY(model.rope_scaling.truncate, T_BOOL, 0, 1, FIXED, "true", "indices of frequencies between which the division "
 		"sets in are rounded to whole numbers"),
-	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm", .v2_fallback = "1e-6"),
+	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm",
+		.v2_fallback = "1e-6"),
 	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED | FREE, "0.006", "standard deviation of initial weights",
 		.class_fallback = "0.02", .v2_fallback = "0.02"),
 	SECTION("model.router", 0, "how tokens are spread over experts; training only"),
-	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss", .v2_fallback = "0"),
+	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss",
+		.v2_fallback = "0"),
 	KEY(model.router.balance_loss_scope, T_ENUM, 0, 0, 0, "micro_batch", "tokens that are balanced together",
 		.names = scope_names),
-	KEY(model.router.z_loss_coef, T_DOUBLE, 0, 1000, NONE, "1e-4", "weight of the router's z-loss", .v2_fallback = "3.5e-6"),
+	KEY(model.router.z_loss_coef, T_DOUBLE, 0, 1000, NONE, "1e-4", "weight of the router's z-loss",
+		.v2_fallback = "3.5e-6"),
 	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
 	KEY(model.router.bias_update_rate, T_DOUBLE, 0, 1, NONE, "1e-3", "how far the expert bias moves in a step"),
 
@@ -451,8 +468,8 @@ static int check_rope_scaling(const struct loader *l, struct model_config *m)
 	if (s->type >= ROPE_DYNAMIC && !s->original_max_position_embeddings)
 		s->original_max_position_embeddings = m->max_position_embeddings;
 	if (s->type == ROPE_DYNAMIC && rotary_dim(m) < 4)
-		return fail_key(l, "model.head_dim", "found %d, of which %d turn; expected at least 4 of them for rope_scaling "
-				"of type dynamic", m->head_dim, rotary_dim(m));
+		return fail_key(l, "model.head_dim", "found %d, of which %d turn; expected at least 4 of them for "
+				"rope_scaling of type dynamic", m->head_dim, rotary_dim(m));
 	if (s->type == ROPE_YARN && m->rope_theta <= 1)
 		return fail_key(l, "model.rope_theta", "found %g; expected above 1 for rope_scaling of type yarn",
 				m->rope_theta);
@@ -468,25 +485,26 @@ static char *value_text(const json_t *value)
 	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
 }
 
-/* Whether any layer has experts, as an MTP layer always has. */
-static bool any_experts(const struct model_config *m)
+/* Layers that have experts, the MTP layers among them. */
+static int expert_layers(const struct model_config *m)
 {
-	return m->num_nextn_predict_layers || m->first_k_dense_replace < m->num_hidden_layers;
+	return m->num_hidden_layers - m->first_k_dense_replace + m->num_nextn_predict_layers;
 }
 
 /* Checks the groups of experts, and stores 1, 1 where there are none. */
 static int check_groups(const struct loader *l, struct model_config *m)
 {
-	m->topk_group = m->n_group > 1 ? m->topk_group : 1;
-	const int size = m->num_experts / m->n_group;
-	if (m->n_group == 1 || !any_experts(m))
+	if (m->n_group <= 1 || !expert_layers(m)) {
+		m->n_group = m->topk_group = 1;
 		return 0;
+	}
+	const int size = m->num_experts / m->n_group;
 	if (m->num_experts % m->n_group || size < 2)
-		return fail_key(l, "model.n_group", "found %d for %d experts; expected a divisor that leaves at least 2 experts "
-				"in a group, whose two best ones judge it", m->n_group, m->num_experts);
-	if (m->topk_group > m->n_group || m->topk_group * size < m->num_experts_per_tok)
-		return fail_key(l, "model.topk_group", "found %d of %d groups of %d experts; expected at most all groups, and as "
-				"many as have the %d experts of a token", m->topk_group, m->n_group, size, m->num_experts_per_tok);
+		return fail_key(l, "model.n_group", "found %d for %d experts; expected a divisor that leaves at least 2 "
+				"experts in a group, whose two best ones judge it", m->n_group, m->num_experts);
+	if (m->topk_group > m->n_group || m->topk_group * size < m->num_experts_per_tok || !m->topk_group)
+		return fail_key(l, "model.topk_group", "found %d of %d groups of %d experts; expected at most all groups, and "
+				"as many as have the %d experts of a token", m->topk_group, m->n_group, size, m->num_experts_per_tok);
 	return 0;
 }
 
@@ -540,8 +558,8 @@ static int check_model(const struct loader *l, struct config *c)
 	}
 	if (rotary_dim(m) % 2 || rotary_dim(m) < 2)
 		return fail_key(l, m->partial_rotary_factor < 1 ? "model.partial_rotary_factor" : "model.head_dim", "found "
-				"%d elements of a head that turn, of %d (head_dim, or else hidden_size / num_attention_heads); expected an "
-				"even number, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
+				"%d elements of a head that turn, of %d (head_dim, or else hidden_size / num_attention_heads); "
+				"expected an even number, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
 	if (check_rope_scaling(l, m) < 0)
 		return -1;
 	if (m->first_k_dense_replace > m->num_hidden_layers)
@@ -551,18 +569,19 @@ static int check_model(const struct loader *l, struct config *c)
 		return fail_key(l, "model.intermediate_size", "missing or 0; expected the width of the dense layers, since "
 				"first_k_dense_replace is %d", m->first_k_dense_replace);
 
-	const int expert_layers = m->num_hidden_layers - m->first_k_dense_replace + m->num_nextn_predict_layers;
 	const struct { const char *name; int value; } needed[] = {
 		{"model.num_experts", m->num_experts},
 		{"model.num_experts_per_tok", m->num_experts_per_tok},
 		{"model.moe_intermediate_size", m->moe_intermediate_size},
 	};
-	for (int i = 0; i < 3 && expert_layers; i++)
+	for (int i = 0; i < 3 && expert_layers(m); i++)
 		if (!needed[i].value)
 			return fail_key(l, needed[i].name, "missing or 0; expected at least 1, since %d layers have experts "
-					"(set first_k_dense_replace to num_hidden_layers for a dense model)", expert_layers);
-	m->n_group = m->n_group ? m->n_group : 1;
-	m->topk_group = m->topk_group ? m->topk_group : 1;
+					"(set first_k_dense_replace to num_hidden_layers for a dense model)", expert_layers(m));
+	if (m->n_group <= 1) {
+		m->n_group = 1;
+		m->topk_group = m->topk_group ? m->topk_group : 1;
+	}
 	if (check_architecture(l, m) < 0 || check_groups(l, m) < 0)
 		return -1;
 	if (m->num_experts_per_tok > m->num_experts)
@@ -580,7 +599,8 @@ static int check_model(const struct loader *l, struct config *c)
 	double dense = 3.0 * m->hidden_size * m->intermediate_size;
 	double experts = 3.0 * m->hidden_size * m->moe_intermediate_size * (m->num_experts + m->num_shared_experts);
 	double total = 2.0 * m->vocab_size * m->hidden_size +
-			attention * (m->num_hidden_layers + m->num_nextn_predict_layers) + dense * m->first_k_dense_replace + experts * expert_layers;
+			attention * (m->num_hidden_layers + m->num_nextn_predict_layers) + dense * m->first_k_dense_replace +
+			experts * expert_layers(m);
 	if (total > 1e15)
 		return fail_key(l, "model.hidden_size", "the sizes make a model of %.3g parameters; expected at most 1e15",
 				total);
@@ -745,7 +765,8 @@ static int load_architecture(struct config_loader *l, const json_t *root)
 	const struct key *k = find_key(&config_table, "model.architecture");
 	const json_t *list = json_object_get(root, "architectures"), *type = json_object_get(root, "model_type");
 	const char *name = json_string_value(json_array_get(list, 0));
-	if (list && !json_is_null(list) && (json_array_size(list) != 1 || !name || store_text(l->config, k, 0, name, true)))
+	if (list && !json_is_null(list) && (json_array_size(list) != 1 || !name ||
+			store_text(l->config, k, 0, name, true)))
 		return fail_json(l, "architectures", list, "not supported: it changes the model's mathematics",
 				"[\"BailingMoeForCausalLM\"] or [\"BailingMoeV2ForCausalLM\"]");
 	if (!name && json_is_string(type) && !strcmp(json_string_value(type), "bailing_moe_v2"))
@@ -865,10 +886,13 @@ static int load_rotary(struct config_loader *l, const json_t *root)
 	if (!dim || json_is_null(dim))
 		return 0;
 	const struct model_config *m = &l->config->model;
-	const int head_dim = m->head_dim ? m->head_dim : m->num_attention_heads ? m->hidden_size / m->num_attention_heads : 0;
+	const int heads = m->num_attention_heads, head_dim = m->head_dim ? m->head_dim : heads ? m->hidden_size / heads : 0;
 	if (!json_is_integer(dim) || json_integer_value(dim) < 2 || json_integer_value(dim) > head_dim)
 		return fail_json(l, "rotary_dim", dim, "", "a whole number from 2 up to the width of a head");
-	json_t *factor = json_real((double)json_integer_value(dim) / head_dim);
+	double part = (double)json_integer_value(dim) / head_dim;
+	if ((int)(head_dim * part) < json_integer_value(dim)) /* such as 2 of 98 */
+		part = nextafter(part, 1);
+	json_t *factor = json_real(part);
 	const int rc = load_again(l, numbers[1], "rotary_dim", factor);
 	json_decref(factor);
 	return rc;
@@ -995,7 +1019,7 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 {
 	const bool v2 = m->architecture == BAILING_MOE_V2;
 	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", architecture_names[m->architecture], "model_type",
-			v2 ? "bailing_moe_v2" : "bailing_moe", "hidden_act", "silu");
+			"bailing_moe", "hidden_act", "silu"); /* of both classes: so have the models that were published */
 	if (base)
 		json_object_update(root, (json_t *)base);
 	else
@@ -1010,6 +1034,8 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 	json_t *model = model_to_json(m);
 	json_object_del(model, "rope_scaling");
 	json_object_del(model, "architecture"); /* architectures says it */
+	if (v2)
+		json_object_del(model, "norm_head"); /* no key of that class */
 	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
 		if (k->flags & V2 && !v2)
 			json_object_del(model, leaf_of(k->name));
@@ -1109,7 +1135,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 				/* a run may extend a model that has no scaling */
 				(is_inside("model.rope_scaling", k->name) && !theirs->rope_scaling.type) ||
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
-				(k->flags & ROUTED && !any_experts(asked)))
+				(k->flags & ROUTED && !expert_layers(asked)))
 			continue;
 		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {

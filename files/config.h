@@ -42,6 +42,7 @@ struct rope_scaling {          /* Hugging Face's rope_scaling; see files/rope.h 
 /* The classes of Hugging Face, which differ in what keys that are missing mean, and in what their keys can be: the
  * second one is that of Ling 2.0. */
 enum architecture { BAILING_MOE, BAILING_MOE_V2 };
+#define EXPERT_BIAS "mlp.gate.expert_bias" /* how the tensor's name ends; always float32 in files */
 enum score_function { SCORE_SOFTMAX, SCORE_SIGMOID }; /* what makes scores of a router's logits */
 
 struct model_config {          /* Hugging Face's keys of BailingMoeConfig and BailingMoeV2Config */

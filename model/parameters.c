@@ -266,8 +266,7 @@ struct model_config local_config(const struct model_config *c, const struct layo
 
 bool is_expert_bias(const char *name)
 {
-	const size_t n = strlen(name), end = strlen(EXPERT_BIAS);
-	return n >= end && !strcmp(name + n - end, EXPERT_BIAS);
+	return has_suffix(name, EXPERT_BIAS);
 }
 
 const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {

@@ -46,7 +46,6 @@ struct model_config local_config(const struct model_config *c, const struct layo
 /* -- parameters -- A rank holds its parameters in one block of memory. A table names them, and struct params points
  * into the block. The gradients are a second block of the same form. */
 
-#define EXPERT_BIAS "mlp.gate.expert_bias" /* the end of the name; always float32 in files */
 /* Whether the name of a parameter is that of an expert bias: each step moves it, and not by a gradient. */
 bool is_expert_bias(const char *name);
 

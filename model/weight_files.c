@@ -61,6 +61,9 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		free(global);
 		return NULL;
 	}
+	for (int i = 0; i < n && rc == 0 && kind == 0 && !c->moe_router_enable_expert_bias; i++)
+		if (has_suffix(global[i].name, EXPERT_BIAS) && !tensors_has(w, global[i].name)) /* it is none, and so 0 */
+			rc = tensors_add_zeros(w, global[i].name, global[i].rows);
 	*replicas = 1;
 	do
 		snprintf(name, sizeof name, "%s%s", prefix_of(prefix, moments_of(*replicas)), global[0].name);

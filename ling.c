@@ -861,7 +861,7 @@ static void layer_backward(struct model *m, int l, int B, const struct step *ste
 	attention_layer_backward(m, l, B, step);
 }
 
-/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its output). */
+/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its input). */
 static void final_norm_backward(struct model *m, int depth, int64_t N, const struct step *step)
 {
 	const struct model_config *c = &m->config;

@@ -1017,7 +1017,7 @@ static void clear_untrained_gradients(struct model *m)
 {
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
-		if (!is_trained(&m->config, b->block))
+		if (!b->trained)
 			memset(m->grads.memory + b->offset, 0, b->size * sizeof *m->grads.memory);
 	}
 }
@@ -1460,7 +1460,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < m->table.num_buckets; i++)
-		if (is_trained(&m->config, m->table.buckets[i].block))
+		if (m->table.buckets[i].trained)
 			gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);

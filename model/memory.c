@@ -295,7 +295,7 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 	for (int i = 0; i < table.num_buckets; i++) {
 		int64_t own;
 		own_shard(layout, &table.buckets[i], &own);
-		plan->num_foreign += is_trained(c, table.buckets[i].block) ? table.buckets[i].size - own : 0;
+		plan->num_foreign += table.buckets[i].trained ? table.buckets[i].size - own : 0;
 	}
 	if (training && plan_saving(&plan->saving, &plan->copy, c, layout) < 0) {
 		parameter_table_free(&table);

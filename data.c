@@ -772,6 +772,12 @@ char *metrics_line(const struct metrics *m)
 	for (int i = 0; i < m->num_layers; i++)
 		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
 	json_object_set_new(root, "expert_load", load);
+	json_t *bias = json_array();
+	for (int i = 0; i < m->num_layers && m->expert_bias; i++)
+		json_array_append_new(bias, metric_number(m->expert_bias[i], "expert_bias", nonfinite));
+	if (json_array_size(bias))
+		json_object_set(root, "expert_bias", bias);
+	json_decref(bias);
 	if (m->expert_counts)
 		json_object_set_new(root, "expert_counts", expert_counts_to_json(m));
 	if (m->attempts)

@@ -350,6 +350,24 @@ void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table,
 	finish_block(s, table, weights, block);
 }
 
+void local_sgd_average_bias(struct local_sgd *s, const struct parameter_table *table, real *weights)
+{
+	struct optimizer_shard_iterator walk = {0};
+	struct optimizer_shard p;
+	while (next_optimizer_shard(table, &walk, &p)) { /* the same shards on the ranks that share them out */
+		if (!is_expert_bias(p.parameter->name))
+			continue;
+		const int64_t n = p.end - p.from;
+		real *bias = weights + p.parameter->offset + p.from;
+		double sum[n];
+		for (int64_t e = 0; e < n; e++)
+			sum[e] = bias[e];
+		all_reduce_sum(&table->layout.replicas, TRAFFIC_STATISTICS, sum, n);
+		for (int64_t e = 0; e < n; e++)
+			s->w_sync[p.state + e] = bias[e] = (real)(sum[e] / s->replicas);
+	}
+}
+
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,
 		struct synchronisation *out)
 {

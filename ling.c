@@ -863,7 +863,7 @@ static void layer_backward(struct model *m, int l, int B, const struct step *ste
 	attention_layer_backward(m, l, B, step);
 }
 
-/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its output). */
+/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its input). */
 static void final_norm_backward(struct model *m, int depth, int64_t N, const struct step *step)
 {
 	const struct model_config *c = &m->config;
@@ -1019,7 +1019,7 @@ static void clear_untrained_gradients(struct model *m)
 {
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
-		if (!is_trained(&m->config, b->block))
+		if (!b->trained)
 			memset(m->grads.memory + b->offset, 0, b->size * sizeof *m->grads.memory);
 	}
 }
@@ -1499,7 +1499,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < m->table.num_buckets; i++)
-		if (is_trained(&m->config, m->table.buckets[i].block))
+		if (m->table.buckets[i].trained)
 			gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);

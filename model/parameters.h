@@ -108,6 +108,7 @@ struct bucket {
 	int64_t offset, size;        /* elements in the block of memory */
 	int64_t state;               /* where this rank's shard begins in exp_avg and exp_avg_sq */
 	int block;
+	bool trained;                /* is_trained(block) */
 	enum sharing sharing;
 };
 enum { BUCKET_SIZE = 4 << 20 };  /* most elements of a bucket */

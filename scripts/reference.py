@@ -190,7 +190,7 @@ CASES_V2 = {
     "v2_routing_warmup": {
         "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_shared_experts": 0,
                   "router": {"warmup_steps": 3, "balance_loss_coef": 0.1}},
-        "train": {"batch": 3}},
+        "train": {"batch": 3, "seed": 3}},
 }
 
 
@@ -341,6 +341,7 @@ def attention(x, w, prefix, m):
     if m["use_qk_norm"]:
         q = rms_norm(q, w[prefix + "query_layernorm.weight"], m["rms_norm_eps"])
         k = rms_norm(k, w[prefix + "key_layernorm.weight"], m["rms_norm_eps"])
+        q, k, v = record(prefix + "qk norm", torch.cat([q, k, v], 1)).split([nh, nkv, nkv], 1)
     q, k = (rope(x, m["rope_theta"], m["partial_rotary_factor"]) for x in (q, k))
     q, k, v = record(prefix + "rope", torch.cat([q, k, v], 1)).split([nh, nkv, nkv], 1)
     k, v = k.repeat_interleave(nh // nkv, 1), v.repeat_interleave(nh // nkv, 1)
@@ -434,11 +435,13 @@ def forward(tokens, w, m, divisor, noise=None):
     for i in range(m["num_nextn_predict_layers"]):
         layer = m["num_hidden_layers"] + i
         prefix = f"model.layers.{layer}."
-        e = rms_norm(embedding[shifted(tokens, i + 1, 0)], w[prefix + "enorm.weight"], eps)
-        h = rms_norm(x, w[prefix + "hnorm.weight"], eps)
-        x = decoder_layer(torch.cat([e, h], -1) @ w[prefix + "eh_proj.weight"].T, w, layer, m, routings, noise)
-        x = rms_norm(x, w[prefix + "final_layernorm.weight"], eps)
-        deeper.append(x @ head)
+        e = record(prefix + "embedding", embedding[shifted(tokens, i + 1, 0)])
+        e = record(prefix + "mtp.enorm", rms_norm(e, w[prefix + "enorm.weight"], eps))
+        h = record(prefix + "mtp.hnorm", rms_norm(x, w[prefix + "hnorm.weight"], eps))
+        x = record(prefix + "mtp.eh_proj", torch.cat([e, h], -1) @ w[prefix + "eh_proj.weight"].T)
+        x = decoder_layer(x, w, layer, m, routings, noise)
+        x = record(prefix + "norm", rms_norm(x, w[prefix + "final_layernorm.weight"], eps))
+        deeper.append(record(prefix + "head.logits", x @ head))
     return logits, deeper, routings
 
 

@@ -330,7 +330,7 @@ static void finish_block(struct local_sgd *s, const struct parameter_table *tabl
 	}
 	const real scale = clip_scale(square, &s->options);
 	for (int i = 0; (b = next_bucket(s, table, weights, block, &i, &x));) {
-		if (!undone)
+		if (!undone && b->trained) /* else its momentum would move it on */
 			outer_update(x.w_sync, x.momentum, x.w, x.size, scale, &s->options);
 		copy_array(x.w, x.w_sync, x.size);
 		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, weights + b->offset, x.w, b->size, 1);

@@ -765,6 +765,8 @@ char *metrics_line(const struct metrics *m)
 		double x = *(const double *)((const char *)m + metric_reals[i].offset);
 		json_object_set_new(root, metric_reals[i].key, metric_number(x, metric_reals[i].key, nonfinite));
 	}
+	if (m->num_mtp_layers)
+		json_object_set_new(root, "mtp_loss", metric_number(m->mtp_loss, "mtp_loss", nonfinite));
 	if (m->save_seconds)
 		json_object_set_new(root, "save_seconds", json_real(m->save_seconds));
 	for (int i = 0; i < m->num_layers; i++)

@@ -212,6 +212,8 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int64_t step, samples, tokens;
 	int batch;
 	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
+	double mtp_loss;             /* mean cross-entropy over the MTP layers that are trained; 0 without */
+	int num_mtp_layers;          /* how many they are */
 	double update_norm;          /* of what the weights changed by; NaN where an earlier version wrote the line */
 	int attempts;                /* the most that a sample of the batch had been tried before; 0: all are new */
 	int num_layers;              /* layers with experts */

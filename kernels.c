@@ -676,6 +676,13 @@ void copy_array(real *out, const real *in, int64_t n)
 	}
 }
 
+void copy_columns(real *out, int64_t out_width, const real *x, int64_t x_width, int64_t T, int64_t cols)
+{
+	#pragma omp parallel for if (T * cols > MIN_PARALLEL_ELEMENTS)
+	for (int64_t t = 0; t < T; t++)
+		memcpy(out + t * out_width, x + t * x_width, cols * sizeof *out);
+}
+
 void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N)
 {
 	#pragma omp parallel for if (T * N > MIN_PARALLEL_ELEMENTS)

@@ -54,6 +54,8 @@ double sum_of_squares(const real *x, int64_t n);
 void *allocate_large(size_t bytes);
 /* out [n] = in [n]. */
 void copy_array(real *out, const real *in, int64_t n);
+/* out[t, j] = x[t, j] for the first `cols` columns of T rows; rows are out_width and x_width apart. */
+void copy_columns(real *out, int64_t out_width, const real *x, int64_t x_width, int64_t T, int64_t cols);
 /* out [T, N]: out[t, j] = x[t, j] * scale[j]; x [T, N], scale [N]. out may be x. */
 void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N);
 /* Elements of the `scratch` that bias_backward and rmsnorm_backward need for rows of N elements. */

@@ -102,7 +102,8 @@ static const struct key keys[] = {
 	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
 	KEY(model.use_qk_norm, T_BOOL, 0, 1, UNSAID | FIXED | V2, "false", "RMSNorm of each query and key head",
 		.v2_fallback = "true"),
-	KEY(model.num_nextn_predict_layers, T_INT, 0, 16, NONE | FIXED | V2, "off", "layers for multi-token prediction"),
+	KEY(model.num_nextn_predict_layers, T_INT, 0, MAX_MTP_LAYERS, NONE | FIXED | V2, "off",
+		"layers for multi-token prediction"),
 	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them, 0.1 "
 		"if not given; off: they stay as they are", .v2_fallback = "off"),
 	KEY(model.partial_rotary_factor, T_DOUBLE, 0, 1, ABOVE | UNSAID | FIXED | V2, "1", "part of a head that turns"),

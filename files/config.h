@@ -13,6 +13,7 @@
 
 #define MAX_LR_DROPS 16
 #define MAX_DUMPS 64       /* steps that are dumped */
+#define MAX_MTP_LAYERS 16  /* num_nextn_predict_layers */
 #define MAX_SOURCES 64     /* token files of a blend, and of all validation sets */
 #define MAX_SAMPLE_PROMPTS 32 /* of eval.samples, beside those of eval.sample_file */
 #define SET_NAME_LEN 32    /* bytes of a validation set's name, the final 0 included */

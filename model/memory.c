@@ -47,7 +47,7 @@ int64_t head_chunk(int64_t V, int tensor)
 /* The widest dense SwiGLU of all layers. */
 static int64_t widest_shared(const struct model_config *c)
 {
-	int64_t first = shared_width(c, 0), last = shared_width(c, c->num_hidden_layers - 1);
+	int64_t first = shared_width(c, 0), last = shared_width(c, trained_layers(c) - 1);
 	return first > last ? first : last;
 }
 
@@ -142,6 +142,26 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	}
 }
 
+/* What the MTP layers leave beside what all layers do, for T tokens of which the rank has N. */
+static void alloc_mtp(struct arena *a, struct activations *acts, const struct model_config *c, int64_t T, int64_t N)
+{
+	const int64_t H = c->hidden_size;
+	acts->shifted = arena_alloc(a, T, sizeof *acts->shifted);
+	acts->mtp_input = arena_alloc_real(a, N * 2 * H);
+	for (int i = 0; i <= trained_mtp_layers(c); i++) {
+		struct depth_activations *x = &acts->depth[i];
+		x->normed = arena_alloc_real(a, N * H);
+		x->dnormed = arena_alloc_real(a, N * H);
+		if (i == 0)
+			continue;
+		x->output = arena_alloc_real(a, N * H);
+		x->rstd = arena_alloc_real(a, N);
+		x->embedding = arena_alloc_real(a, N * H);
+		x->embedding_rstd = arena_alloc_real(a, N);
+		x->hidden_rstd = arena_alloc_real(a, N);
+	}
+}
+
 /* The activations of a rank for B windows of L tokens. acts->layer must have room for all layers. */
 static void alloc_activations(const struct activation_memory *mem, struct activations *acts,
 		const struct model_config *global, int64_t B, int64_t L, enum model_mode mode)
@@ -154,9 +174,9 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const int64_t R = N * c->num_experts_per_tok, W = widest_shared(c);
 	const struct expert_row_numbers n = expert_row_numbers(mem, c, N);
 	const int64_t C = head_chunk(global->vocab_size, tensor->size);
-	const int layers = c->num_hidden_layers;
 	const bool training = mode != EVALUATE, own_layer = mode == TRAIN_KEEP_ALL || mode == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
+	const int mtp = training ? trained_mtp_layers(c) : 0, layers = c->num_hidden_layers + mtp;
 	/* what all layers use in turn, since they keep nothing there: room for any of them */
 	struct layer_activations shared = {0};
 	if (c->score_function == SCORE_SOFTMAX)
@@ -180,9 +200,9 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		if (own_layer)
 			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
-	acts->output = training ? arena_alloc_real(a, N * H) : acts->layer[0].input;
-	acts->rstd = arena_alloc_real(a, N);
-	acts->normed = arena_alloc_real(a, N * H);
+	acts->depth[0].output = training ? arena_alloc_real(a, N * H) : acts->layer[0].input;
+	acts->depth[0].rstd = arena_alloc_real(a, N);
+	acts->depth[0].normed = acts->normed = arena_alloc_real(a, N * H);
 	if (tensor->size > 1) {
 		acts->gathered = arena_alloc_real(a, T * H);
 		acts->partial = arena_alloc_real(a, T * H);
@@ -212,7 +232,9 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	int64_t widest = H > qkv_width(c) ? H : qkv_width(c); /* two heads of QK-norm are no wider than qkv */
 	acts->sum_scratch = arena_alloc_real(a, row_sum_scratch(widest));
 	acts->dstream = arena_alloc_real(a, N * H);
-	acts->dnormed = arena_alloc_real(a, N * H);
+	acts->depth[0].dnormed = acts->dnormed = arena_alloc_real(a, N * H);
+	if (mtp)
+		alloc_mtp(a, acts, c, T, N);
 	acts->dqkv = arena_alloc_real(a, T * qkv_width(c));
 	acts->dattention = arena_alloc_real(a, T * attention_width(c));
 	acts->dlogits = arena_alloc_real(a, N * E);

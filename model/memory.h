@@ -70,14 +70,29 @@ struct layer_activations {
 	real *shared_gate_up;        /* [N, 2W] */
 };
 
-struct activations {
-	struct layer_activations *layer; /* [num_layers()] */
+/* One depth of prediction: depth 0 is the model itself, which predicts the next token; depth i is MTP layer i - 1,
+ * which predicts one token further than depth i - 1. */
+struct depth_activations {
 	real *output;                /* [N, H] the residual stream after the last layer */
 	real *rstd;                  /* [N] of the final norm */
+	/* [N, H] the final norm's output, which is the hidden state that the head and the next depth read; and its
+	 * gradient. Where there is no further depth, these are `normed` and `dnormed` of struct activations. */
+	real *normed, *dnormed;
+	double loss;                 /* of the last model_loss: cross-entropy in nats, summed over the targets that count */
+	/* of MTP layers */
+	real *embedding;             /* [N, H] of the tokens that are depth places further */
+	real *embedding_rstd, *hidden_rstd; /* [N] of the norms of embedding and hidden state */
+};
+
+struct activations {
+	struct layer_activations *layer; /* [num_layers()] */
+	struct depth_activations depth[1 + MAX_MTP_LAYERS];
 	real *normed;                /* [N, H] the output of the last RMSNorm that was computed */
 	real *gathered;              /* [T, H] all tokens, gathered from the tensor group; alone NULL */
 	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
 	/* work space, one for all layers */
+	int32_t *shifted;            /* [T] tokens, or targets, of an MTP layer; NULL without MTP */
+	real *mtp_input;             /* [N, 2 H] what its eh_proj multiplies, and the gradient; NULL without MTP */
 	real *rows;                  /* [S, H] tokens that are sent to experts, and what comes back; alone expert_rows */
 	real *expert_rows;           /* [A, H] the experts' results, sorted by expert */
 	real *returns;               /* [P, H] their sums, in the order of arrival; alone NULL */

@@ -26,6 +26,16 @@ bool is_mtp(const struct model_config *c, int layer)
 	return layer >= c->num_hidden_layers;
 }
 
+int trained_layers(const struct model_config *c)
+{
+	return c->mtp_loss_scaling_factor > 0 ? num_layers(c) : c->num_hidden_layers;
+}
+
+int trained_mtp_layers(const struct model_config *c)
+{
+	return trained_layers(c) - c->num_hidden_layers;
+}
+
 int block_of_layer(const struct model_config *c, int layer)
 {
 	return 1 + layer + is_mtp(c, layer);
@@ -34,6 +44,21 @@ int block_of_layer(const struct model_config *c, int layer)
 int head_block(const struct model_config *c)
 {
 	return 1 + c->num_hidden_layers;
+}
+
+int layer_of_block(const struct model_config *c, int block)
+{
+	return block == 0 || block == head_block(c) ? -1 : block - 1 - (block > head_block(c));
+}
+
+int last_block(const struct model_config *c)
+{
+	return 1 + num_layers(c);
+}
+
+bool is_trained(const struct model_config *c, int block)
+{
+	return block <= 1 + trained_layers(c);
 }
 
 bool has_experts(const struct model_config *c, int layer)
@@ -260,8 +285,7 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 {
 	int n;
 	struct parameter *global = global_parameters(c, &n);
-	const bool mtp = c->mtp_loss_scaling_factor > 0; /* else its layers are not computed */
-	double products = mtp ? (double)c->num_nextn_predict_layers * c->vocab_size * c->hidden_size : 0; /* by the head */
+	double products = (double)trained_mtp_layers(c) * c->vocab_size * c->hidden_size; /* by the head */
 	int64_t experts[NUM_PARAMETER_PARTS] = {0}; /* of each part, those of routed experts */
 	if (!global)
 		return -1;
@@ -273,19 +297,18 @@ int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], doub
 		count[part].total += parameter_size(t);
 		if (strstr(t->name, "mlp.experts."))
 			experts[part] += parameter_size(t);
-		else if (t->cols && !looked_up && (mtp || t->block <= head_block(c)))
+		else if (t->cols && !looked_up && is_trained(c, t->block))
 			products += parameter_size(t);
 	}
 	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {
 		const int64_t chosen = experts[part] ? experts[part] / c->num_experts * c->num_experts_per_tok : 0;
 		count[part].active = count[part].total - experts[part] + chosen;
-		if (mtp || part < NUM_PARAMETER_PARTS - 1)
+		if (trained_mtp_layers(c) || part < NUM_PARAMETER_PARTS - 1)
 			products += chosen;
 		count[NUM_PARAMETER_PARTS].total += count[part].total;
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
-	const int layers = mtp ? num_layers(c) : c->num_hidden_layers;
-	*flops = 6.0 * products + 6.0 * layers * attention_width(c) * seq_len;
+	*flops = 6.0 * products + 6.0 * trained_layers(c) * attention_width(c) * seq_len;
 	free(global);
 	return 0;
 }

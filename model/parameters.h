@@ -20,9 +20,18 @@ int num_layers(const struct model_config *c);
 /* Whether a layer is one for multi-token prediction (MTP), which has experts and predicts one token further than the
  * layer before. */
 bool is_mtp(const struct model_config *c, int layer);
+/* The layers that training computes and changes: all of them, but without mtp_loss_scaling_factor no MTP layer. */
+int trained_layers(const struct model_config *c);
+/* The MTP layers among them. */
+int trained_mtp_layers(const struct model_config *c);
 /* The block of a layer's parameters, and of the final norm and the head; that of the embedding is 0. */
 int block_of_layer(const struct model_config *c, int layer);
 int head_block(const struct model_config *c);
+/* The layer of a block; -1: it is of none. */
+int layer_of_block(const struct model_config *c, int block);
+int last_block(const struct model_config *c);
+/* Whether training changes the parameters of a block. Those that it does not change are the last ones. */
+bool is_trained(const struct model_config *c, int block);
 /* Whether a layer has routed experts; else its feed-forward part is one dense SwiGLU. */
 bool has_experts(const struct model_config *c, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */

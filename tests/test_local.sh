@@ -96,6 +96,19 @@ test_resume() {
 	expect 1 "there is no synchronisation: parallel.sync is step" "$ling" train tiny.yaml train.output_dir=refused --inject kill@step=3,during=norms
 }
 
+# MTP layers, whose blocks are the last ones: their weights too come with the next forward pass, which computes them, or, without the factor
+# of their loss and in evaluation, does not.
+test_mtp() {
+	local factor those="$local local.steps=4 parallel.expert=2 train.steps=12 model.architecture=BailingMoeV2ForCausalLM
+		model.first_k_dense_replace=1 model.intermediate_size=24 model.n_group=1 model.topk_group=1 model.num_nextn_predict_layers=2"
+	for factor in 0.3 0; do
+		rm -rf straight overlapped
+		train 4 straight $those model.mtp_loss_scaling_factor=$factor checkpoint.every=4 eval.every=4
+		train 4 overlapped $those model.mtp_loss_scaling_factor=$factor checkpoint.every=12 eval.every=off health.every=off
+		diff -rq straight/step-0000012 overlapped/step-0000012 -x trainer.json >diff.txt || problem "factor $factor: $(head -n 3 diff.txt)"
+	done
+}
+
 # supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in said.txt.
 supervised() {
 	local out=$1 least=$2
@@ -228,5 +241,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan bench refused
+check is_synchronous_sgd warmup resume mtp hangs clip other_replicas seconds poisoned plan bench refused
 finish

@@ -97,7 +97,7 @@ static void check_logits(struct trainer *t, const struct tensors *expected, cons
 	const struct config *c = &t->config;
 	const int64_t L = c->data.seq_len, V = c->model.vocab_size;
 	real *logits = calloc(c->train.batch * L * V, sizeof *logits);
-	struct step step = {.seed = c->train.seed, .num_tokens = c->train.batch * L, .num_targets = 1,
+	struct step step = {.seed = c->train.seed, .num_tokens = c->train.batch * L, .num_targets = {1},
 			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	for (int b = 0; b < c->train.batch; b += c->train.micro_batch) {
 		int B = c->train.batch - b < c->train.micro_batch ? c->train.batch - b : c->train.micro_batch;
@@ -326,7 +326,7 @@ static void test_empty_micro_batch(void **state)
 	struct trainer t;
 	struct tensors *expected;
 	load_case(&c, &t, &expected, "biases"); /* gradients are NaN */
-	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean,
+	struct step step = {.num_tokens = 1, .num_targets = {1}, .router_mean = t.state.router_mean,
 			.router_std = t.state.router_std};
 	for (int i = 0; i < 2; i++) {
 		model_forward(&t.model, t.input, 0, &step, &t.sums);

@@ -28,7 +28,7 @@ refused() {
 
 # agree DIR DIR [TOLERANCE [LOSSES]]: the metrics of two runs, step by step; what counts must be equal, losses and norm near.
 agree() {
-	awk -v other="$2/metrics.jsonl" -v tolerance="${3:-1e-5}" -v losses="${4:-loss balance_loss z_loss grad_norm lr}" '
+	awk -v other="$2/metrics.jsonl" -v tolerance="${3:-1e-5}" -v losses="${4:-${losses:-loss balance_loss z_loss grad_norm lr}}" '
 		function value(line, key) {
 			if (!match(line, "\"" key "\": *[-+0-9.eE]+"))
 				return "none"
@@ -85,6 +85,8 @@ tiny model.num_attention_heads=8 model.num_key_value_heads=4 model.num_experts=8
 	schedule.warmup_steps=5 model.router='{ balance_loss_scope: micro_batch, z_loss_coef: 1e-2, balance_loss_coef: 0.1 }'
 everything="model.use_bias=true model.use_qkv_bias=true model.first_k_dense_replace=1 model.router.balance_loss_scope=sequence
 	model.router.warmup_steps=15 data.seq_len=15 model.num_hidden_layers=3"
+mtp="model.architecture=BailingMoeV2ForCausalLM model.n_group=4 model.topk_group=2 model.partial_rotary_factor=0.67 model.use_bias=true
+	model.use_qkv_bias=true model.first_k_dense_replace=1 data.seq_len=15 model.num_nextn_predict_layers=2 model.mtp_loss_scaling_factor=0.5"
 
 test_values() {
 	for n in 1 2 3; do
@@ -108,6 +110,29 @@ test_variants() {
 	equal one_expert "8,1,8 4,2,4" model.num_experts_per_tok=1 train.grad_clip=0.1 train.micro_batch=1
 	equal few "8,1,2 8,4,4" train.batch=1 train.micro_batch=3 train.steps=5
 	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
+}
+
+# MTP layers: their loss too, several micro-batches, some of them empty; a run that continues has the same bits.
+test_mtp() {
+	local n tensor expert layout stop losses="loss mtp_loss balance_loss z_loss grad_norm lr" run=($mtp train.micro_batch=1 train.steps=8)
+	equal mtp "2,2,1 4,2,2 8,2,4 3,1,1" "${run[@]}"
+	equal mtp-layer "4,4,2 2,1,2" "${run[@]}" train.recompute=layer model.tie_word_embeddings=true train.micro_batch=4
+	equal mtp-few "8,4,8" $mtp train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
+	for layout in 1,1,1 4,2,2; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		for stop in 3 8; do
+			train "$n" mtp-parts-$n "${run[@]}" parallel.tensor="$tensor" parallel.expert="$expert" train.stop_at_step=$stop
+		done
+	done
+	same_files mtp/step-0000008 mtp-parts-1/step-0000008
+	same_files mtp-4,2,2/step-0000008 mtp-parts-4/step-0000008
+	# Recomputing changes no bit. Evaluation does not compute the MTP layers, and without the factor training does not.
+	train 4 mtp-again "${run[@]}" parallel.tensor=2 parallel.expert=2 train.recompute=layer
+	same_files mtp-4,2,2/step-0000008 mtp-again/step-0000008
+	train 1 without "${run[@]}" model.mtp_loss_scaling_factor=0
+	train 4 without-4 "${run[@]}" model.mtp_loss_scaling_factor=0 parallel.tensor=2
+	agree without without-4 1e-5 "loss balance_loss z_loss grad_norm lr"
+	! grep -q mtp_loss without/metrics.jsonl || problem "$(head -n 1 without/metrics.jsonl)"
 }
 
 # The balance loss with several sequences in a micro-batch: the tokens of a tensor rank begin and end within a sequence.
@@ -174,7 +199,8 @@ test_evaluation() {
 # In double: some gradients, of biases above all, are small sums of large terms, of which float leaves few digits in any layout.
 test_every_gradient() {
 	local n tensor expert options ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
-	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything"; do
+	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything" "train.micro_batch=1 $mtp" \
+			"train.micro_batch=4 $mtp model.tie_word_embeddings=true train.recompute=layer data.document_mask=true"; do
 		rm -rf gradient*
 		train 1 gradient $options train.stop_at_step=1
 		for layout in 2,1,2 2,2,1 4,2,4 8,2,2 8,4,4; do
@@ -401,6 +427,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants balance_shares blend evaluation every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants mtp balance_shares blend evaluation every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

@@ -76,7 +76,7 @@ struct local_sgd {
 	bool in_period;
 	int64_t begun, begun_samples, begun_tokens; /* steps, samples and tokens when it began */
 	double clock;                /* clock_seconds() then */
-	double loss, balance_loss, z_loss; /* sums over its steps, of the replica */
+	double loss, mtp_loss, balance_loss, z_loss; /* sums over its steps, of the replica */
 	/* data: what was drawn in the period, which begins with these */
 	struct pending_samples pending;
 	struct batch_sample *drawn;  /* [num_drawn] batch after batch */

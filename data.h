@@ -212,8 +212,6 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	int64_t step, samples, tokens;
 	int batch;
 	double loss, balance_loss, z_loss, lr, grad_norm, seconds, tokens_per_second;
-	double mtp_loss;             /* mean cross-entropy over the MTP layers that are trained; 0 without */
-	int num_mtp_layers;          /* how many they are */
 	double update_norm;          /* of what the weights changed by; NaN where an earlier version wrote the line */
 	int attempts;                /* the most that a sample of the batch had been tried before; 0: all are new */
 	int num_layers;              /* layers with experts */
@@ -222,6 +220,9 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double valid_loss;           /* the mean over the targets of all validation files */
 	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
 	/* these are written only; metrics_read leaves them 0, and metrics_each gives the whole line */
+	int num_mtp_layers;          /* that are trained; 0: none, and no mtp_loss */
+	double mtp_loss;             /* the mean of their cross-entropies */
+	const double *expert_bias;   /* [num_layers] the largest |bias| of the experts after the step; NULL: they have none */
 	int num_experts;             /* of a layer, for: */
 	const int64_t *expert_counts; /* [num_layers, num_experts] tokens of the batch that each got; NULL: not counted */
 	int num_valid_sets;          /* 0: data.valid names no sets */

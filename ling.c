@@ -702,6 +702,8 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	router_loss_backward(a->dlogits, x->logits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
 			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens, &routing);
 	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
+	if (m->grads.layer[l].expert_bias) /* the loss has none */
+		memset(m->grads.layer[l].expert_bias, 0, E * sizeof(real));
 	begin(OP_ROUTER_LOGITS, PASS_WEIGHT, l, product(N, H, E));
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
 	begin(OP_ROUTER_LOGITS, PASS_BACKWARD, l, product(N, H, E));
@@ -861,7 +863,7 @@ static void layer_backward(struct model *m, int l, int B, const struct step *ste
 	attention_layer_backward(m, l, B, step);
 }
 
-/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its output). */
+/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its input). */
 static void final_norm_backward(struct model *m, int depth, int64_t N, const struct step *step)
 {
 	const struct model_config *c = &m->config;
@@ -1017,7 +1019,7 @@ static void clear_untrained_gradients(struct model *m)
 {
 	for (int i = 0; i < m->table.num_buckets; i++) {
 		const struct bucket *b = &m->table.buckets[i];
-		if (!is_trained(&m->config, b->block))
+		if (!b->trained)
 			memset(m->grads.memory + b->offset, 0, b->size * sizeof *m->grads.memory);
 	}
 }
@@ -1340,6 +1342,21 @@ static void report_sums(struct trainer *t, struct metrics *m, const struct step 
 	}
 }
 
+/* Fills in the largest |bias| of the experts of each layer, as the step leaves them. */
+static void report_expert_bias(struct trainer *t, struct metrics *m)
+{
+	const struct model_config *c = &t->config.model;
+	if (!c->moe_router_enable_expert_bias)
+		return;
+	for (int i = 0; i < m->num_layers; i++) {
+		const real *bias = t->model.params.layer[c->first_k_dense_replace + i].expert_bias;
+		t->expert_bias[i] = 0;
+		for (int e = 0; e < c->num_experts; e++)
+			t->expert_bias[i] = fmax(t->expert_bias[i], fabs(bias[e]));
+	}
+	m->expert_bias = t->expert_bias;
+}
+
 /* Names samples that are trained no more, and why. Sorts them on rank 0. */
 static void report_drop(struct trainer *t, const char *why, struct batch_sample *samples, int64_t n)
 {
@@ -1388,6 +1405,28 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 				std = sqrt(variance > 0 ? variance : 0);
 		t->state.router_mean[l] = fma(momentum, t->state.router_mean[l], (1 - momentum) * mean);
 		t->state.router_std[l] = fma(momentum, t->state.router_std[l], (1 - momentum) * std);
+	}
+}
+
+/* The bias of each expert moves towards balance (DeepSeek-V3, arXiv:2412.19437, with the zero mean of Ling 2.0's
+ * training): b_e += rate (d_e - mean of d), d_e = sign(mean load - load of e), from the assignments of the global batch,
+ * padding not counted. They are whole numbers and the same on all ranks, and so is the bias: no rank sends it. */
+static void update_expert_bias(struct trainer *t)
+{
+	const struct model_config *c = &t->config.model;
+	const int E = c->num_experts;
+	for (int l = c->first_k_dense_replace; l < num_layers(c) && c->moe_router_enable_expert_bias; l++) {
+		real *bias = t->model.params.layer[l].expert_bias;
+		const double *count = layer_sums(&t->sums, l)->count;
+		double total = 0, signs = 0;
+		for (int e = 0; e < E; e++)
+			total += count[e];
+		for (int e = 0; e < E; e++)
+			signs += (total > E * count[e]) - (total < E * count[e]);
+		for (int e = 0; e < E; e++) {
+			const double sign = (total > E * count[e]) - (total < E * count[e]);
+			bias[e] = (real)fma(c->router.bias_update_rate, sign - signs / E, bias[e]);
+		}
 	}
 }
 
@@ -1460,7 +1499,7 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < m->table.num_buckets; i++)
-		if (is_trained(&m->config, m->table.buckets[i].block))
+		if (m->table.buckets[i].trained)
 			gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
@@ -1468,14 +1507,15 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	return sqrt(square);
 }
 
-/* Weights, moments, router statistics, counters, the window of the detector: all that an update changes. num_tokens:
- * those of the batch that are no padding. */
+/* Weights, moments, expert bias, router statistics, counters, the window of the detector: all that an update changes.
+ * num_tokens: those of the batch that are no padding. */
 static void update(struct trainer *t, const struct decision *d, struct metrics *m, int64_t num_tokens)
 {
 	const struct config *c = &t->config;
 	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1,
 			.beta2 = c->optimizer.beta2, .eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
 			.grad_scale = d->grad_scale, .step = m->step});
+	update_expert_bias(t);
 	update_router_statistics(t, num_tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
@@ -1642,6 +1682,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	m->attempts = decision.attempts;
 	if (decision.result == STEP_TAKEN)
 		update(t, &decision, m, counts.num_tokens);
+	report_expert_bias(t, m);
 	if (is_rank0(t))
 		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)

@@ -226,6 +226,7 @@ struct trainer {
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	int64_t *expert_counts;      /* [layers with experts, E] for the metrics */
+	double *expert_bias;         /* [layers with experts] for the metrics */
 	struct valid_loss *valid_losses; /* [data.num_valid] of the named sets, which may be fewer, for the metrics */
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */

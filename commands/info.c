@@ -144,7 +144,7 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_RETURN] = moe * (2 * H * foreign_rows + foreign_assignments) * sizeof(real);
 	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights, or of their
 	 * changes, to all other ranks of its group, which is as much. */
-	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) *
+	sent[TRAFFIC_GRADIENTS] = (double)p->memory.num_foreign *
 			(config->parallel.reduce == REDUCE_BF16 ? sizeof(uint16_t) : sizeof(real));
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;

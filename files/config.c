@@ -1135,7 +1135,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 				/* a run may extend a model that has no scaling */
 				(is_inside("model.rope_scaling", k->name) && !theirs->rope_scaling.type) ||
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
-				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
+				(k->flags & ROUTED && !expert_layers(asked)))
 			continue;
 		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {

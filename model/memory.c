@@ -292,6 +292,11 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		alloc_activations(&(struct activation_memory){&counted, &balanced, layout, true}, &acts, c, B, L, mode);
 	*plan = (struct memory_plan){.num_elements = table.num_elements, .num_state = table.num_state,
 			.activations = certain.used, .arrivals = arrivals.used, .balanced_arrivals = balanced.used};
+	for (int i = 0; i < table.num_buckets; i++) {
+		int64_t own;
+		own_shard(layout, &table.buckets[i], &own);
+		plan->num_foreign += table.buckets[i].trained ? table.buckets[i].size - own : 0;
+	}
 	if (training && plan_saving(&plan->saving, &plan->copy, c, layout) < 0) {
 		parameter_table_free(&table);
 		free(acts.layer);

@@ -199,6 +199,7 @@ void set_rope_length(struct model *m, int64_t length);
 /* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
 	int64_t num_elements, num_state; /* as in struct parameter_table */
+	int64_t num_foreign;         /* elements that are trained here, and whose moments another rank keeps */
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank, */
 	size_t balanced_arrivals;    /* and what they take when the experts are balanced */

@@ -264,6 +264,11 @@ struct model_config local_config(const struct model_config *c, const struct layo
 	return local;
 }
 
+bool is_expert_bias(const char *name)
+{
+	return has_suffix(name, EXPERT_BIAS);
+}
+
 const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
 	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
 	{"router", "mlp.gate."}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."}, {"MTP layers", "model.layers."},
@@ -333,7 +338,7 @@ int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size)
 /* Divides the parameters of a table into buckets. Returns their number, and fills them in unless `buckets` is NULL.
  * *num_state: elements of this rank's shards. */
 static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
-		int num_parameters, const struct layout *l)
+		int num_parameters, const struct model_config *c, const struct layout *l)
 {
 	int n = 0;
 	*num_state = 0;
@@ -346,7 +351,8 @@ static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct
 		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
 			const int64_t left = size - done;
 			const struct bucket b = {.offset = first->offset + done, .size = left < BUCKET_SIZE ? left : BUCKET_SIZE,
-					.state = *num_state, .block = first->block, .sharing = first->sharing};
+					.state = *num_state, .block = first->block, .trained = is_trained(c, first->block),
+					.sharing = first->sharing};
 			int64_t own;
 			own_shard(l, &b, &own);
 			*num_state += own;
@@ -365,12 +371,12 @@ int parameter_table_init(struct parameter_table *table, const struct model_confi
 		return -1;
 	for (int i = 0; i < table->num_parameters; i++)
 		table->num_elements += parameter_size(&table->parameters[i]);
-	const int n = make_buckets(NULL, &table->num_state, table->parameters, table->num_parameters, layout);
+	const int n = make_buckets(NULL, &table->num_state, table->parameters, table->num_parameters, c, layout);
 	if (!(table->buckets = calloc(n, sizeof *table->buckets))) {
 		parameter_table_free(table);
 		return fail("out of memory for the model's %d gradient buckets", n);
 	}
-	table->num_buckets = make_buckets(table->buckets, &table->num_state, table->parameters, table->num_parameters,
+	table->num_buckets = make_buckets(table->buckets, &table->num_state, table->parameters, table->num_parameters, c,
 			layout);
 	return 0;
 }

@@ -46,6 +46,9 @@ struct model_config local_config(const struct model_config *c, const struct layo
 /* -- parameters -- A rank holds its parameters in one block of memory. A table names them, and struct params points
  * into the block. The gradients are a second block of the same form. */
 
+/* Whether the name of a parameter is that of an expert bias: each step moves it, and not by a gradient. */
+bool is_expert_bias(const char *name);
+
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 
 /* Which ranks hold the same elements, so that their gradients are added up: all; those of a data group; those with the
@@ -108,6 +111,7 @@ struct bucket {
 	int64_t offset, size;        /* elements in the block of memory */
 	int64_t state;               /* where this rank's shard begins in exp_avg and exp_avg_sq */
 	int block;
+	bool trained;                /* is_trained(block) */
 	enum sharing sharing;
 };
 enum { BUCKET_SIZE = 4 << 20 };  /* most elements of a bucket */

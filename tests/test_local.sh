@@ -106,7 +106,12 @@ test_mtp() {
 		train 4 straight $those model.mtp_loss_scaling_factor=$factor checkpoint.every=4 eval.every=4
 		train 4 overlapped $those model.mtp_loss_scaling_factor=$factor checkpoint.every=12 eval.every=off health.every=off
 		diff -rq straight/step-0000012 overlapped/step-0000012 -x trainer.json >diff.txt || problem "factor $factor: $(head -n 3 diff.txt)"
+		# When they are trained no more, not even the outer momentum moves them.
+		train 4 overlapped $those model.mtp_loss_scaling_factor=0 train.steps=20 checkpoint.keep=0 eval.every=off
+		"$root/build/compare_checkpoints" model model.layers.3. overlapped/step-0000012 overlapped/step-0000020 0 >compare.txt 2>&1 ||
+			problem "factor $factor, then 0: $(cat compare.txt)"
 	done
+	"$root/build/compare_checkpoints" model model.layers.1. overlapped/step-0000012 overlapped/step-0000020 0 >compare.txt 2>&1 && problem "nothing moved"
 }
 
 # supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in said.txt.

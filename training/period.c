@@ -158,6 +158,7 @@ void period_end(struct trainer *t, struct metrics *m)
 		t->state.router_mean[i] = both[0] / s->replicas;
 		t->state.router_std[i] = both[1] / s->replicas;
 	}
+	local_sgd_average_bias(s, &model->table, model->params.memory);
 	trace_begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	faults_act(&t->faults, t->state.step, MOMENT_NORMS, NULL);
 	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);

@@ -434,6 +434,16 @@ static json_int_t get_integer(const json_t *object, const char *member)
 	return json_integer_value(json_object_get(object, member));
 }
 
+/* Whether a key of that type may have a value, whatever the type that it has in the file. */
+static bool value_fits(enum gguf_type type, const json_t *value)
+{
+	if (type == GGUF_BOOL)
+		return json_is_boolean(value);
+	if (type == GGUF_F32)
+		return json_is_number(value);
+	return json_is_integer(value) && json_integer_value(value) >= 0 && json_integer_value(value) <= INT32_MAX;
+}
+
 /* Makes of the values of bailingmoe2's keys those of a config.json: what llama.cpp takes for keys that are not there,
  * and what it counts in another way. Fails for what it does not compute. */
 static int values_from_gguf(json_t *config, const struct tensors *w)
@@ -508,7 +518,11 @@ int gguf_config(struct model_config *m, const struct tensors *w, const json_t *m
 			if (gguf_keys[i].flags & flag_of(a) && !strcmp(key + prefix, gguf_keys[i].name)) {
 				const char *member = gguf_keys[i].member;
 				const json_t *before = json_object_get(found, member);
-				if (before && !json_equal(before, value))
+				if (!value_fits(gguf_keys[i].type, value))
+					rc = fail("%s: `%s` is %s%s; expected %s", w->path, key, json_kind(value), json_is_integer(value)
+							? " below 0 or above 2147483647" : "", gguf_keys[i].type == GGUF_BOOL ? "true or false"
+							: gguf_keys[i].type == GGUF_F32 ? "a number" : "a whole number");
+				else if (before && !json_equal(before, value))
 					rc = fail("%s: `%s` gives another %s than a key before it; expected the same", w->path, key,
 							member);
 				json_object_set(found, member, value);

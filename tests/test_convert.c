@@ -1416,6 +1416,12 @@ static void v2_gguf_configs(void **state)
 			NULL},
 		{"expert_weights_scale\x06\0\0\0\0\0\x20\x40", "expert_weights_scale\x06\0\0\0\0\0\0\0", 28, NULL}, /* 0 is 1 */
 		{"blk.1.exp_probs_b.bias", "blk.1.exp_probs_c.bias", 22, "tensor blk.1.exp_probs_b.bias is missing"},
+		{"expert_group_count\x04\0\0\0", "expert_group_count\x06\0\0\0", 22,
+			"`bailingmoe2.expert_group_count` is a real number; expected a whole number"},
+		{"nextn_predict_layers\x04\0\0\0\x01\0\0\0", "nextn_predict_layers\x05\0\0\0\xff\xff\xff\xff", 28,
+			"`bailingmoe2.nextn_predict_layers` is an integer below 0"},
+		{"nextn_predict_layers\x04\0\0\0\x01", "nextn_predict_layers\x04\0\0\0\x03", 25,
+			"num_hidden_layers: found 0 (out of range)"},
 	};
 	for (int i = 0; i < COUNT(files); i++) {
 		unlink(at("f.gguf"));

@@ -223,7 +223,7 @@ static void test_product_blocks(void **state)
 static void test_few_rows(void **state)
 {
 	(void)state;
-	enum { MANY = 70 };
+	enum { MANY = 200 }; /* one thread has tiles of at least 88 of these rows, which are no few rows */
 	static const int64_t sizes[][2] = {{1, 1}, {7, 33}, {16, 16}, {17, 31}, {95, 130}, {384, 48}, {385, 65}, {801, 77},
 			{1551, 40}, {3101, 19}};
 	const int threads = omp_get_max_threads();
@@ -248,9 +248,10 @@ static void test_few_rows(void **state)
 		for (int r = 0; r < MANY; r++)
 			row[r] = (r * 29 + 3) % MANY;
 		memcpy(added, y, MANY * N * sizeof *y);
+		omp_set_num_threads(1);
 		matmul_forward(written, x, weights[0], NULL, MANY, K, N, false);
 		matmul_forward(added, x, weights[0], NULL, MANY, K, N, true);
-		for (int64_t rows = 1; rows < 40; rows += rows < 18 ? 1 : 7)
+		for (int64_t rows = 1; rows < 70; rows += rows < 18 ? 1 : 9)
 			for (int form = 0; form < 6; form++) {
 				const struct weight *weight = weights[form % 2];
 				omp_set_num_threads(1 + form / 2);
@@ -260,12 +261,13 @@ static void test_few_rows(void **state)
 				matmul_forward(few, x, weight, NULL, rows, K, N, true);
 				assert_memory_equal(few, added, rows * N * sizeof *few);
 			}
-		omp_set_num_threads(threads);
 		for (int64_t each = 0; each < 9; each += 2) { /* groups of `each` rows, and of 1 more in the middle, by a list */
 			const int64_t offset[] = {0, each, 2 * each + 1, 3 * each + 1}, R = offset[3];
 			real *grouped = nan_array(R * N), *one = nan_array(MANY * N);
 			for (int form = 0; form < 2; form++) {
+				omp_set_num_threads(1 + 2 * form);
 				grouped_matmul_forward(grouped, x, row, weights[form], offset, 3, K, N, false);
+				omp_set_num_threads(1);
 				for (int g = 0; g < 3; g++) {
 					matmul_forward(one, x, &weights[form][g], NULL, MANY, K, N, false);
 					for (int64_t r = offset[g]; r < offset[g + 1]; r++)
@@ -274,6 +276,7 @@ static void test_few_rows(void **state)
 			}
 			free(grouped), free(one);
 		}
+		omp_set_num_threads(threads);
 		free(x), free(w), free(y), free(written), free(added), free(few), free(half);
 	}
 }

@@ -410,8 +410,7 @@ bool key_given(const struct loader *l, const char *name)
 	return place_of(l, find_key(l->table, name))->source;
 }
 
-/* Reports an unknown path, with the key that was meant or all keys of its section. */
-static int fail_unknown(const struct key_table *t, struct place at, const char *path)
+int fail_unknown(const struct key_table *t, struct place at, const char *path)
 {
 	char shown[64], list[1024] = "";
 	const struct key *k = nearest_key(t, path);

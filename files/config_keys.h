@@ -170,6 +170,9 @@ int load_list_file(const struct key_table *t, const char *path, const struct lis
 /* fail(), with a place in front. */
 int fail_at(struct place at, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* fail() for a path that no key of the table has: with the key that was meant, or all keys of its section. */
+int fail_unknown(const struct key_table *t, struct place at, const char *path);
+
 /* fail(), with a key in front and the place where it was given, or else the file. */
 int fail_key(const struct loader *l, const char *name, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

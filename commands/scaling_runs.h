@@ -1,10 +1,10 @@
 /*
- * commands/scaling_runs.h - the runs that scaling laws are fitted to: what each was and which loss it reached; read from
- * the directory of a run, and from and to a table.
+ * commands/scaling_runs.h - the runs that scaling laws are fitted to: what each was and which loss it reached; from
+ * the directory of a run, from and to a table.
  *
  * The table is text, a line for each run, with a tab between two columns. The first one names the columns, in any
- * order. Empty lines and lines that begin with # are skipped. Columns whose name has a dot are keys of a config, such as
- * schedule.warmup_steps: what they hold is not read, only compared, see `rest`. The others are these; a value that is
+ * order. Empty lines and lines that begin with # are skipped. Columns whose name has a dot are keys of a config, as
+ * schedule.warmup_steps is: what they hold is not read, only compared, see `rest`. The others are these; a value that is
  * not known is "-", and only `run`, `flops` and `loss` must be there:
  *
  *   run                 its name; each once

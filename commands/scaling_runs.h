@@ -3,9 +3,9 @@
  * the directory of a run, from and to a table.
  *
  * The table is text, a line for each run, with a tab between two columns. The first one names the columns, in any
- * order. Empty lines and lines that begin with # are skipped. Columns whose name has a dot are keys of a config, as
- * schedule.warmup_steps is: what they hold is not read, only compared, see `rest`. The others are these; a value that is
- * not known is "-", and only `run`, `flops` and `loss` must be there:
+ * order. Empty lines and lines that begin with # are skipped. Columns whose name has a dot are keys of a config. What
+ * they hold, as the values of schedule.warmup_steps, is not read, only compared: see `rest`. The others are these; a
+ * value that is not known is "-", and only `run`, `flops` and `loss` must be there:
  *
  *   run                 its name; each once
  *   parameters          all of them, as `ling info` counts them

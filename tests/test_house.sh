@@ -79,7 +79,7 @@ test_headers() {
 
 test_doors() {
 	local library found most
-	for library in cblas mpi yaml png pcre2 argp histedit; do
+	for library in cblas mpi yaml png pcre2 argp histedit nlopt; do
 		found=$(grep -lE "^#include <$library\.h>" "${sources[@]}" "${headers[@]}" | tr '\n' ' ')
 		most=1
 		[ $library = pcre2 ] && most=2 # the words of a text, and the replies of a model

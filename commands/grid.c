@@ -13,7 +13,6 @@
 #include "files/base.h"
 #include "files/config.h"
 #include "files/config_keys.h"
-#include "model/parameters.h"
 
 #include <ctype.h>
 #include <inttypes.h>
@@ -42,7 +41,7 @@ struct value {                   /* one, or a range of them */
 struct grid_file {
 	char config[PATH_LEN], output_dir[PATH_LEN];
 	struct value grid[MAX_VALUES];
-	struct { char list[MAX_GROUP], axis[MAX_GROUP]; int line; } zip[MAX_AXES];
+	struct { char list[MAX_GROUP], key[MAX_GROUP]; int line; } zip[MAX_AXES];
 	int num_grid, num_zip;
 	struct {
 		struct value hidden_size[MAX_SIZES], num_hidden_layers[MAX_SIZES], tokens_per_parameter[MAX_SIZES];
@@ -79,7 +78,7 @@ static const struct key keys[] = {
 	LIST(zip, num_zip, MAX_AXES, NONE, "off", "keys of `grid`, and perhaps `sizes` or `tokens_per_parameter`, whose "
 		"values go together: the first with the first, and so on; several such lists under names",
 		GROUPS(zip, list), LINE(zip, line)),
-	ITEM_KEY(zip, axis, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "a key"),
+	ITEM_KEY(zip, key, T_TEXT, 0, 0, NEEDED | ITSELF, NULL, "a key"),
 	SECTION("sizes", NONE, "models of several sizes"),
 	LIST(sizes.hidden_size, sizes.num_widths, MAX_SIZES, NONE | ONE_ITEM, "off", "widths; a range is rounded to "
 		"multiples of 8", LINE(sizes.hidden_size, line)),
@@ -369,14 +368,14 @@ static int group_axes(struct builder *b)
 	struct axis *of_zip[MAX_AXES];
 	for (int i = 0; i < f->num_zip; i++) {
 		const struct place at = at_line(b, f->zip[i].line);
-		const struct key *key = find_key(&config_table, f->zip[i].axis);
-		of_zip[i] = find_axis(b, key ? key->name : f->zip[i].axis);
+		const struct key *key = find_key(&config_table, f->zip[i].key);
+		of_zip[i] = find_axis(b, key ? key->name : f->zip[i].key);
 		if (!of_zip[i] || of_zip[i]->kind == AXIS_SEEDS)
 			return fail_at(at, "zip: found %s; expected a key that has values under `grid`, or sizes or "
-					"tokens_per_parameter where these are given", f->zip[i].axis);
+					"tokens_per_parameter where these are given", f->zip[i].key);
 		for (int j = 0; j < i; j++)
 			if (of_zip[j] == of_zip[i])
-				return fail_at(at, "zip: found %s twice; expected it once", f->zip[i].axis);
+				return fail_at(at, "zip: found %s twice; expected it once", f->zip[i].key);
 			else if (!strcmp(f->zip[j].list, f->zip[i].list) && of_zip[j]->count != of_zip[i]->count)
 				return fail_at(at, "zip: found %d values of %s and %d of %s; expected as many of each", of_zip[j]->count,
 						of_zip[j]->name, of_zip[i]->count, of_zip[i]->name);
@@ -521,40 +520,34 @@ static int scale_schedule(struct builder *b, struct grid_run *r)
 	return make_config(b, r);
 }
 
-/* Counts parameters and FLOPs of b->config. *active: without embedding and head. */
-static int count(struct builder *b, struct grid_run *r, double *flops)
+/* Fills the row of the run whose config is b->config. */
+static int describe(struct builder *b, struct grid_run *r)
 {
-	struct parameter_count n[NUM_PARAMETER_PARTS + 1];
-	if (count_parameters(n, flops, &b->config.model, b->config.data.seq_len) < 0)
-		return -1;
-	r->parameters = r->non_embedding = n[NUM_PARAMETER_PARTS].total;
-	r->active = r->active_non_embedding = n[NUM_PARAMETER_PARTS].active;
-	for (int i = 0; i < NUM_PARAMETER_PARTS; i++)
-		if (!strcmp(parameter_parts[i].name, "embedding") || !strcmp(parameter_parts[i].name, "head")) {
-			r->non_embedding -= n[i].total;
-			r->active_non_embedding -= n[i].active;
-		}
-	return 0;
+	const struct config *c = &b->config;
+	int64_t tokens;
+	run_length(c, 0, 0, &r->steps, &tokens);
+	r->row = (struct scaling_run){.name = r->name};
+	for (int i = 0; i < NUM_SCALING_COLUMNS; i++)
+		r->row.value[i] = NAN;
+	r->row.value[SCALING_TOKENS] = tokens;
+	return scaling_run_describe(&r->row, &c->model, c->data.seq_len, c->schedule.peak_lr, c->train.batch, c->train.seed);
 }
 
 /* What the config of a run, b->config, says. */
 static int finish_run(struct builder *b, struct grid_run *r, struct text *group)
 {
 	const struct config *c = &b->config;
-	double flops;
 	if (c->train.stop_at_step)
 		return fail("%s: train.stop_at_step is %" PRId64 "; expected off, for the runs of a sweep go to their end",
 				b->grid->config, c->train.stop_at_step);
 	if (!c->data.num_valid)
 		return fail("%s: there is no data.valid; expected one, for runs are compared by their validation loss",
 				b->grid->config);
-	if (count(b, r, &flops) < 0)
+	if (describe(b, r) < 0)
 		return -1;
-	run_length(c, 0, 0, &r->steps, &r->tokens);
-	r->flops = flops * r->tokens;
 	r->config = config_to_json(c);
 	if (!varies(b, "tokens_per_parameter"))
-		text_printf(group, " %" PRId64, r->tokens);
+		text_printf(group, " %.0f", r->row.value[SCALING_TOKENS]);
 	r->group = group->data ? group->data : copy_string("");
 	*group = (struct text){0};
 	return 0;
@@ -606,10 +599,9 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 	}
 	r->name = name.data;
 	int rc = make_config(b, r);
-	double flops;
-	if (rc == 0 && length && (rc = count(b, r, &flops)) == 0) {
+	if (rc == 0 && length && (rc = describe(b, r)) == 0) {
 		add_override(r, "train.steps=off");
-		add_override(r, "train.tokens=%.0f", ceil(atof(length) * r->active_non_embedding));
+		add_override(r, "train.tokens=%.0f", ceil(atof(length) * r->row.value[SCALING_ACTIVE_NON_EMBEDDING]));
 		rc = make_config(b, r);
 	}
 	rc = rc < 0 || scale_schedule(b, r) < 0 || finish_run(b, r, &group) < 0 ? -1 : 0;
@@ -622,7 +614,8 @@ struct ordered_run { struct grid_run run; int order; };
 static int compare_runs(const void *a, const void *b)
 {
 	const struct ordered_run *x = a, *y = b;
-	return x->run.flops != y->run.flops ? x->run.flops < y->run.flops ? -1 : 1 : x->order - y->order;
+	const int flops = compare_doubles(&x->run.row.value[SCALING_FLOPS], &y->run.row.value[SCALING_FLOPS]);
+	return flops ? flops : x->order - y->order;
 }
 
 static void sort_runs(struct grid *g)

@@ -7,11 +7,11 @@
 #ifndef LING_COMMANDS_GRID_H
 #define LING_COMMANDS_GRID_H
 
+#include "commands/scaling_runs.h"
 #include "files/base.h"
 #include "files/config.h"
 
 #include <jansson.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 
@@ -28,9 +28,8 @@ struct grid_run {
 	json_t *config;              /* what comes of it: every key; train.output_dir is that of the base config */
 	char *group;                 /* runs of the same sizes, tokens a parameter and length have the same text */
 	char **values;               /* [grid->num_keys] its value of each key under `grid` */
-	int64_t parameters, active, non_embedding, active_non_embedding; /* see count_parameters() */
-	int64_t steps, tokens;       /* of the whole run */
-	double flops;                /* of its training: count_parameters() times tokens */
+	int64_t steps;               /* of the whole run */
+	struct scaling_run row;      /* what a table of runs says of it before it has a loss; its texts are not used */
 };
 
 struct grid {

@@ -444,12 +444,15 @@ static void add_size(struct grid_run *r, const struct model_config *base, int H,
 		add_override(r, "model.first_k_dense_replace=%d", L - 1);
 }
 
-/* Appends to a name; what is no letter, digit or one of . _ + = becomes _. */
-static void add_label(struct text *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void add_label(struct text *name, const char *format, ...)
+/* Appends to a name, unless the axis has one value; what is no letter, digit or one of . _ + = becomes _. */
+static void add_label(struct text *name, const struct axis *a, const char *format, ...)
+		__attribute__((format(printf, 3, 4)));
+static void add_label(struct text *name, const struct axis *a, const char *format, ...)
 {
 	va_list arguments;
 	char *label = NULL;
+	if (a->count == 1)
+		return;
 	va_start(arguments, format);
 	if (vasprintf(&label, format, arguments) < 0)
 		out_of_memory(0);
@@ -568,12 +571,12 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 		case AXIS_SIZES:
 			sscanf(text, "%dx%d", &H, &L);
 			add_size(r, &b->base.model, H, L);
-			add_label(&name, "h%d-l%d", H, L);
+			add_label(&name, a, "h%d-l%d", H, L);
 			text_printf(&group, "%s", text);
 			break;
 		case AXIS_LENGTHS:
 			length = text;
-			add_label(&name, "t%s", text);
+			add_label(&name, a, "t%s", text);
 			text_printf(&group, " t%s", text);
 			break;
 		case AXIS_KEY:
@@ -582,12 +585,12 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 			else if (!strcmp(a->name, "train.tokens"))
 				add_override(r, "train.steps=off");
 			add_override(r, "%s=%s", a->name, text);
-			add_label(&name, "%s=%s", label_of(b, a), text);
+			add_label(&name, a, "%s=%s", label_of(b, a), text);
 			r->values[key++] = copy_string(text);
 			break;
 		case AXIS_SEEDS:
 			add_override(r, "train.seed=%s", text);
-			add_label(&name, "s%s", text);
+			add_label(&name, a, "s%s", text);
 		}
 	}
 	if (!name.size)

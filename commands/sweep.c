@@ -117,12 +117,13 @@ static bool was_hopeless(const struct run *run)
 /* Fails when the run that a directory has is not the one of the grid. */
 static int check_config(const struct swept_run *r, const json_t *config)
 {
+	const size_t flags = JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(12);
 	const char *key = grid_difference(r->grid->config, config);
 	char shown[2][64];
 	if (!key)
 		return 0;
-	char *ours = json_text(json_at(r->grid->config, key), JSON_ENCODE_ANY | JSON_COMPACT);
-	char *theirs = json_text(json_at(config, key), JSON_ENCODE_ANY | JSON_COMPACT);
+	char *ours = json_text(json_at(r->grid->config, key), flags);
+	char *theirs = json_text(json_at(config, key), flags);
 	fail("%s: has a run with another config: %s is %s there and %s in the grid; expected the same, or another output_dir "
 			"or name, or that directory removed", r->dir, key, printable(shown[0], theirs), printable(shown[1], ours));
 	free(ours), free(theirs);

@@ -204,7 +204,7 @@ test_killed_run() {
 	has err.txt "peak_lr=1e-2: failed: ended by signal 9 (Killed)" "peak_lr=2e-2: done"
 	begin killed
 	ended 0
-	has err.txt "peak_lr=1e-2: run 1 of 2 begins: 300 steps" ", from step "
+	has err.txt "peak_lr=1e-2: run 1 of 2 begins: 100 steps" ", from step "
 }
 
 # Stops at random moments, of all kinds; the end is that of a sweep that was left alone, to the bit.

@@ -161,8 +161,7 @@ static struct place at_line(const struct builder *b, int line)
 	return (struct place){b->grid->path, line};
 }
 
-/* Adds a value, a text that the axis then owns. Fails when it is no value of the key. round: a number becomes a
- * multiple of 8. */
+/* Adds a value, a text that the axis then owns. Fails when it is no value of the key. */
 static int add_value(struct builder *b, struct axis *a, const struct key *key, char *text, int line)
 {
 	char type[256], shown[64];

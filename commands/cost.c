@@ -28,24 +28,22 @@
 /* Steps at the beginning of a run are slow: pages are touched for the first time, caches are cold. */
 enum { FIRST_STEPS = 3, FEWEST_STEPS = 3 };
 
-/* The time of the newest start or resume, and of the newest event after it; NaN where there is none. *step: of the
- * start. */
-static void newest_start(const struct run *r, double *start, double *end, int64_t *step)
+/* The newest start or resume of a run, or NULL. *end: the time of the newest event after it; NaN where there is none. */
+static const json_t *newest_start(const struct run *r, double *end)
 {
-	const json_t *event;
+	const json_t *event, *start = NULL;
 	size_t i;
-	*start = *end = NAN;
-	*step = 0;
+	*end = NAN;
 	json_array_foreach(r->events, i, event) {
 		const char *kind = json_string_value(json_object_get(event, "kind"));
 		const double time = json_number_value(json_object_get(event, "time"));
 		if (kind && (!strcmp(kind, "start") || !strcmp(kind, "resume"))) {
-			*start = time;
+			start = event;
 			*end = NAN;
-			*step = json_integer_value(json_object_get(event, "step"));
 		} else
 			*end = time;
 	}
+	return start;
 }
 
 /* The step of the newest event. */
@@ -58,11 +56,14 @@ static int64_t newest_event_step(const struct run *r)
 int measure_run(struct run_rate *rate, const struct run *r)
 {
 	const struct column *seconds = run_column(r, "seconds");
-	double start, end, sum = 0, while_running = 0;
-	int64_t begin, tokens = 0;
-	newest_start(r, &start, &end, &begin);
+	double end, sum = 0, while_running = 0;
+	const json_t *event = newest_start(r, &end);
+	const double start = json_number_value(json_object_get(event, "time"));
+	const int64_t begin = json_integer_value(json_object_get(event, "step"));
+	int64_t tokens = 0;
 	*rate = (struct run_rate){.peak_flops = r->peak_flops, .flops_per_token = r->flops_per_token, .goodput = NAN};
 	const int64_t until = newest_event_step(r);
+	rate->config = json_object_get(event, "config");
 	for (int i = 0; seconds && i < seconds->count; i++) {
 		const int row = seconds->row[i];
 		if (r->step[row] <= begin)
@@ -99,7 +100,7 @@ struct machine {               /* a kind of machine; 0: not known */
 
 #define KEY(...) KEY_OF(struct machine, __VA_ARGS__)
 static const struct key machine_keys[] = {
-	KEY(name, T_TEXT, 0, 0, REQUIRED, NULL, "what it is called"),
+	KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what it is called"),
 	KEY(count, T_INT64, 1, 1e9, 0, "1", "how many there are"),
 	KEY(price, T_DOUBLE, 0, 1e12, 0, "0", "of one of them, an hour"),
 	KEY(rate, T_DOUBLE, 0, 1e15, NONE, "off", "tokens a second of one of them, with this model; off: peak and mfu give it, "
@@ -276,11 +277,12 @@ static int read_subject(struct cost *c, const struct command_line *line)
 		c->has_run = true;
 		rc = rc == 0 ? measure_run(&c->run, &r) : rc;
 		c->flops_per_token = c->run.flops_per_token;
-		length = json_number_value(json_at(r.config, "train.tokens"));
-		if (!length && r.count) /* steps of the size of the newest */
-			length = r.tokens[r.count - 1] + (json_number_value(json_at(r.config, "train.steps")) - r.step[r.count - 1]) *
-					json_number_value(json_at(r.config, "train.batch")) * json_number_value(json_at(r.config,
-					"data.seq_len"));
+		const json_t *config = c->run.config;
+		length = json_number_value(json_at(config, "train.tokens"));
+		if (!length && r.count) /* the steps that are left have the full batch */
+			length = r.tokens[r.count - 1] + (json_number_value(json_at(config, "train.steps")) - r.step[r.count - 1]) *
+					json_number_value(json_at(config, "train.batch")) * json_number_value(json_at(config, "data.seq_len"));
+		c->run.config = NULL;
 		run_free(&r);
 		if (rc == 0 && !(c->flops_per_token > 0))
 			rc = fail("%s: no event tells the FLOPs of a token", line->words[0]);

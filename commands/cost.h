@@ -16,6 +16,7 @@ struct run_rate {
 	double goodput;
 	double peak_flops;           /* FLOP/s of all ranks' machines together; 0: not known */
 	double flops_per_token;
+	const json_t *config;        /* of that start, in the run's events; NULL: it has none */
 };
 /* Fails when the run has too few steps. */
 int measure_run(struct run_rate *rate, const struct run *r);

@@ -28,7 +28,8 @@
 /* Steps at the beginning of a run are slow: pages are touched for the first time, caches are cold. */
 enum { FIRST_STEPS = 3, FEWEST_STEPS = 3 };
 
-/* The newest start or resume of a run, or NULL. *end: the time of the newest event after it; NaN where there is none. */
+/* The newest start or resume of a run, or NULL. *end: the time of the newest event after it; NaN where there is
+ * none. */
 static const json_t *newest_start(const struct run *r, double *end)
 {
 	const json_t *event, *start = NULL;
@@ -77,8 +78,8 @@ int measure_run(struct run_rate *rate, const struct run *r)
 		tokens += r->tokens[row] - r->tokens[row - 1];
 	}
 	if (!sum || rate->last_step - rate->first_step + 1 < FEWEST_STEPS)
-		return fail("%s: since its newest start, at step %lld, it has fewer than %d steps; expected that many, of which "
-				"the first %d do not count: train longer, or give the machine's rate", r->dir, (long long)begin,
+		return fail("%s: since its newest start, at step %lld, it has fewer than %d steps; expected that many, of "
+				"which the first %d do not count: train longer, or give the machine's rate", r->dir, (long long)begin,
 				FIRST_STEPS + FEWEST_STEPS, FIRST_STEPS);
 	rate->tokens_per_second = tokens / sum;
 	if (end > start && while_running > 0)
@@ -103,8 +104,8 @@ static const struct key machine_keys[] = {
 	KEY(name, T_TEXT, 0, 0, NEEDED, NULL, "what it is called"),
 	KEY(count, T_INT64, 1, 1e9, 0, "1", "how many there are"),
 	KEY(price, T_DOUBLE, 0, 1e12, 0, "0", "of one of them, an hour"),
-	KEY(rate, T_DOUBLE, 0, 1e15, NONE, "off", "tokens a second of one of them, with this model; off: peak and mfu give it, "
-		"or the run"),
+	KEY(rate, T_DOUBLE, 0, 1e15, NONE, "off", "tokens a second of one of them, with this model; off: peak and mfu give "
+		"it, or the run"),
 	KEY(peak, T_DOUBLE, 0, 1e21, NONE, "off", "FLOP/s of one of them"),
 	KEY(mfu, T_DOUBLE, 0, 1, NONE, "off", "share of the peak that training gets: model FLOPs utilization"),
 	KEY(watts, T_DOUBLE, 0, 1e9, NONE, "off", "power of one of them"),
@@ -146,8 +147,8 @@ struct cost_options {
 	bool json;
 };
 static const struct command_option options[] = {
-	NUMBER_OPTION(cost_options, tokens, "tokens", "T", 1, 1e18, "tokens to train on, such as 1e12 (default: the length of "
-			"the run in the config)"),
+	NUMBER_OPTION(cost_options, tokens, "tokens", "T", 1, 1e18, "tokens to train on, such as 1e12 (default: the length "
+			"of the run in the config)"),
 	TEXT_OPTION(cost_options, machines, "machines", "FILE.yaml", "kinds of machines: a list of mappings with name and "
 			"count, price, rate, peak, mfu, watts, goodput"),
 	NUMBER_OPTION(cost_options, price, "price", "P", 0, 1e12, "of an hour of all machines that the run ran on, without "
@@ -181,8 +182,8 @@ static int cost_on(const struct cost *c, struct machine *m, json_t *list)
 	if (!m->rate && m->mfu)
 		m->rate = m->peak * m->mfu / c->flops_per_token;
 	if (!m->rate && !c->has_run)
-		return fail("%s: how fast it is is not known; expected rate, or peak and mfu, or the directory of a run in place "
-				"of the config", m->name);
+		return fail("%s: how fast it is is not known; expected rate, or peak and mfu, or the directory of a run in "
+				"place of the config", m->name);
 	const bool measured = !m->rate;
 	if (measured) {
 		m->rate = c->run.tokens_per_second / m->count;
@@ -237,9 +238,10 @@ static void print_cost(const json_t *report)
 				(long long)result_integer(report, "run.first_step"), (long long)result_integer(report,
 				"run.last_step"));
 	json_array_foreach(json_object_get(report, "machines"), i, m) {
-		printf("\n%s%s%.0lld%s\n", result_text(m, "name"), result_integer(m, "count") > 1 ? ", " : "",
-				result_integer(m, "count") > 1 ? (long long)result_integer(m, "count") : 0, result_integer(m, "count") > 1
-				? " machines" : "");
+		printf("\n%s", result_text(m, "name"));
+		if (result_integer(m, "count") > 1)
+			printf(", %lld machines", (long long)result_integer(m, "count"));
+		printf("\n");
 		printf("  %-24s %12.1f tokens/s of one (%s)", "rate", result_double(m, "rate"), result_text(m, "rate_from"));
 		if (!json_is_null(json_object_get(m, "mfu")))
 			printf(", %.1f %% of the peak", 100 * result_double(m, "mfu"));
@@ -281,7 +283,8 @@ static int read_subject(struct cost *c, const struct command_line *line)
 		length = json_number_value(json_at(config, "train.tokens"));
 		if (!length && r.count) /* the steps that are left have the full batch */
 			length = r.tokens[r.count - 1] + (json_number_value(json_at(config, "train.steps")) - r.step[r.count - 1]) *
-					json_number_value(json_at(config, "train.batch")) * json_number_value(json_at(config, "data.seq_len"));
+					json_number_value(json_at(config, "train.batch")) *
+					json_number_value(json_at(config, "data.seq_len"));
 		c->run.config = NULL;
 		run_free(&r);
 		if (rc == 0 && !(c->flops_per_token > 0))
@@ -297,7 +300,8 @@ static int read_subject(struct cost *c, const struct command_line *line)
 		const int L = config.data.seq_len ? config.data.seq_len : longest < 4096 ? longest : 4096;
 		if (count_parameters(count, &c->flops_per_token, &config.model, L) < 0)
 			return -1;
-		length = config.train.tokens ? (double)config.train.tokens : (double)config.train.steps * config.train.batch * L;
+		length = config.train.tokens ? (double)config.train.tokens
+				: (double)config.train.steps * config.train.batch * L;
 	}
 	c->tokens = c->options->tokens ? c->options->tokens : length;
 	return c->tokens > 0 ? 0 : fail("%s: the length of the run is not known; expected --tokens", line->words[0]);
@@ -332,8 +336,8 @@ static int cost(const struct command_line *line, struct machines *m)
 			c.run.tokens_per_second), "first_step", (json_int_t)c.run.first_step, "last_step",
 			(json_int_t)c.run.last_step, "goodput", result_number(c.run.goodput)) : json_null();
 	result_print(json_pack("{s:o, s:o, s:o, s:o, s:o, s:o}", "tokens", result_number(c.tokens), "flops_per_token",
-			result_number(c.flops_per_token), "flops", result_number(c.tokens * c.flops_per_token), "run", run, "machines",
-			list, "break_even", break_even(m)), o->json, print_cost);
+			result_number(c.flops_per_token), "flops", result_number(c.tokens * c.flops_per_token), "run", run,
+			"machines", list, "break_even", break_even(m)), o->json, print_cost);
 	return 0;
 }
 

@@ -72,8 +72,8 @@ static const struct key keys[] = {
 	KEY(config, T_TEXT, 0, 0, REQUIRED, NULL, "the base config: beside this file, or as the path is"),
 	KEY(output_dir, T_TEXT, 0, 0, REQUIRED, NULL, "directory of the runs, each in a directory of its own, and of "
 		"table.tsv"),
-	LIST(grid, num_grid, MAX_VALUES, NONE | ONE_ITEM, "off", "keys of a config, such as schedule.peak_lr, each with its "
-		"values", GROUPS(grid, key), LINE(grid, line)),
+	LIST(grid, num_grid, MAX_VALUES, NONE | ONE_ITEM, "off", "keys of a config, such as schedule.peak_lr, each with "
+		"its values", GROUPS(grid, key), LINE(grid, line)),
 	VALUES(grid),
 	LIST(zip, num_zip, MAX_AXES, NONE, "off", "keys of `grid`, and perhaps `sizes` or `tokens_per_parameter`, whose "
 		"values go together: the first with the first, and so on; several such lists under names",
@@ -88,8 +88,8 @@ static const struct key keys[] = {
 	VALUES(sizes.num_hidden_layers),
 	KEY(sizes.aspect, T_DOUBLE, 0, 65536, NONE, "off", "hidden_size / num_hidden_layers, where only one of them is "
 		"given; off: that of the base config"),
-	LIST(sizes.tokens_per_parameter, sizes.num_lengths, MAX_SIZES, NONE | ONE_ITEM, "off", "length of a run: tokens for "
-		"each active parameter without embedding and head", LINE(sizes.tokens_per_parameter, line)),
+	LIST(sizes.tokens_per_parameter, sizes.num_lengths, MAX_SIZES, NONE | ONE_ITEM, "off", "length of a run: tokens "
+		"for each active parameter without embedding and head", LINE(sizes.tokens_per_parameter, line)),
 	VALUES(sizes.tokens_per_parameter),
 	LIST(seeds, num_seeds, MAX_SEEDS, NONE, "off", "values of train.seed", LINE(seeds, line)),
 	ITEM_KEY(seeds, number, T_UINT64, 0, 18446744073709551615.0, NEEDED | ITSELF, NULL, "a seed"),
@@ -191,7 +191,8 @@ static int add_values(struct builder *b, struct axis *a, const struct key *key, 
 	if (v->text)
 		return add_value(b, a, key, copy_string(v->text), v->line);
 	if (!whole && key->type != T_DOUBLE)
-		return fail_at(at_line(b, v->line), "%s: found a range; expected single values, for it is no number", key->name);
+		return fail_at(at_line(b, v->line), "%s: found a range; expected single values, for it is no number",
+				key->name);
 	if (v->scale == SCALE_LOG && !(v->from > 0 && v->to > 0))
 		return fail_at(at_line(b, v->line), "%s: found a range from %g to %g on a log scale; expected both above 0",
 				key->name, v->from, v->to);
@@ -268,8 +269,8 @@ static int add_keys(struct builder *b)
 		const struct value *v = &b->file->grid[i];
 		const struct key *key = *v->key ? find_key(&config_table, v->key) : NULL;
 		if (!*v->key)
-			return fail_at(at_line(b, v->line), "grid: found values without a key; expected a mapping of keys to values, "
-					"such as {schedule.peak_lr: [1e-3, 2e-3]}");
+			return fail_at(at_line(b, v->line), "grid: found values without a key; expected a mapping of keys to "
+					"values, such as {schedule.peak_lr: [1e-3, 2e-3]}");
 		if (!key)
 			return fail_unknown(&config_table, at_line(b, v->line), v->key);
 		if (check_key(b, key, v->line) < 0)
@@ -318,8 +319,8 @@ static int add_sizes(struct builder *b)
 		rc = fail_at(at_line(b, depths.line), "sizes: found %d values of hidden_size and %d of num_hidden_layers; "
 				"expected as many of each, which go together", widths.count, depths.count);
 	if (rc == 0 && widths.count && depths.count && f->sizes.aspect)
-		rc = fail_key(&b->loader, "sizes.aspect", "found beside hidden_size and num_hidden_layers; expected only one of "
-				"these two");
+		rc = fail_key(&b->loader, "sizes.aspect", "found beside hidden_size and num_hidden_layers; expected only one "
+				"of these two");
 	for (int i = 0; rc == 0 && i < (widths.count ? widths.count : depths.count); i++) {
 		const double H = widths.count ? atof(widths.text[i])
 				: fmax(round(atof(depths.text[i]) * aspect(b) / MULTIPLE), 1) * MULTIPLE;
@@ -376,8 +377,8 @@ static int group_axes(struct builder *b)
 			if (of_zip[j] == of_zip[i])
 				return fail_at(at, "zip: found %s twice; expected it once", f->zip[i].key);
 			else if (!strcmp(f->zip[j].list, f->zip[i].list) && of_zip[j]->count != of_zip[i]->count)
-				return fail_at(at, "zip: found %d values of %s and %d of %s; expected as many of each", of_zip[j]->count,
-						of_zip[j]->name, of_zip[i]->count, of_zip[i]->name);
+				return fail_at(at, "zip: found %d values of %s and %d of %s; expected as many of each",
+						of_zip[j]->count, of_zip[j]->name, of_zip[i]->count, of_zip[i]->name);
 	}
 	for (int i = 0; i < b->num_axes; i++) {
 		struct axis *a = &b->axes[i];
@@ -518,7 +519,8 @@ static int scale_schedule(struct builder *b, struct grid_run *r)
 	};
 	for (int i = 0; i < 3; i++)
 		if (lengths[i].value && !varies(b, lengths[i].name) && !varies(b, lengths[i].section))
-			add_override(r, "%s=%.0f", lengths[i].name, fmax(round((double)lengths[i].value * steps / b->base_steps), 1));
+			add_override(r, "%s=%.0f", lengths[i].name,
+					fmax(round((double)lengths[i].value * steps / b->base_steps), 1));
 	return make_config(b, r);
 }
 
@@ -532,7 +534,8 @@ static int describe(struct builder *b, struct grid_run *r)
 	for (int i = 0; i < NUM_SCALING_COLUMNS; i++)
 		r->row.value[i] = NAN;
 	r->row.value[SCALING_TOKENS] = tokens;
-	return scaling_run_describe(&r->row, &c->model, c->data.seq_len, c->schedule.peak_lr, c->train.batch, c->train.seed);
+	return scaling_run_describe(&r->row, &c->model, c->data.seq_len, c->schedule.peak_lr, c->train.batch,
+			c->train.seed);
 }
 
 /* What the config of a run, b->config, says. */
@@ -693,8 +696,8 @@ static int build(struct builder *b)
 	if (!f->sizes.num_widths && !f->sizes.num_depths && f->sizes.aspect)
 		return fail_key(&b->loader, "sizes.aspect", "found without hidden_size or num_hidden_layers; expected one of "
 				"them beside it");
-	if ((f->sizes.num_widths + f->sizes.num_depths && add_sizes(b) < 0) || (f->sizes.num_lengths && add_lengths(b) < 0) ||
-			add_keys(b) < 0 || (f->num_seeds && add_seeds(b) < 0) || group_axes(b) < 0)
+	if ((f->sizes.num_widths + f->sizes.num_depths && add_sizes(b) < 0) ||
+			(f->sizes.num_lengths && add_lengths(b) < 0) || add_keys(b) < 0 || (f->num_seeds && add_seeds(b) < 0) || group_axes(b) < 0)
 		return -1;
 	g->keys = allocate(b->num_axes * sizeof *g->keys);
 	for (int i = 0; i < b->num_axes; i++)

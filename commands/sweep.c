@@ -124,8 +124,8 @@ static int check_config(const struct swept_run *r, const json_t *config)
 		return 0;
 	char *ours = json_text(json_at(r->grid->config, key), flags);
 	char *theirs = json_text(json_at(config, key), flags);
-	fail("%s: has a run with another config: %s is %s there and %s in the grid; expected the same, or another output_dir "
-			"or name, or that directory removed", r->dir, key, printable(shown[0], theirs), printable(shown[1], ours));
+	fail("%s: has a run with another config: %s is %s there and %s in the grid; expected the same, or another "
+			"output_dir or name, or that directory removed", r->dir, key, printable(shown[0], theirs), printable(shown[1], ours));
 	free(ours), free(theirs);
 	return -1;
 }
@@ -145,7 +145,8 @@ static void take(struct swept_run *r, const struct run *run, bool stops_hopeless
 	series_free(&r->losses);
 	r->losses = run_series(run, "valid_loss");
 	const int last = r->losses.count - 1;
-	const bool saved = checkpoint_newest(r->dir, path) > 0 && strtoll(strrchr(path, '-') + 1, NULL, 10) >= r->grid->steps;
+	const bool saved = checkpoint_newest(r->dir, path) > 0 &&
+			strtoll(strrchr(path, '-') + 1, NULL, 10) >= r->grid->steps;
 	const bool validated = last >= 0 && r->losses.step[last] >= r->grid->steps;
 	if (saved && validated) {
 		r->state = STATE_FINISHED;
@@ -320,7 +321,7 @@ static double measured_rate(const struct sweep *s)
 	return seconds > 0 ? flops / seconds : 0;
 }
 
-static const double usual_share = 0.5; /* of the machine's peak FLOP/s that training reaches, where nothing was measured */
+static const double usual_share = 0.5; /* of the machine's peak FLOP/s: taken where nothing was measured */
 
 /* The report. rate: FLOPs a second that times are estimated by; 0: not known. */
 static json_t *make_report(const struct sweep *s, double rate, bool measured)
@@ -338,7 +339,8 @@ static json_t *make_report(const struct sweep *s, double rate, bool measured)
 				"state", state_names[r->state], "step", (json_int_t)r->step, "steps", (json_int_t)r->grid->steps);
 		for (int c = 0; c < NUM_SCALING_COLUMNS; c++)
 			if (c != SCALING_LOSS)
-				json_object_set_new(one, scaling_columns[c], v[c] == floor(v[c]) ? result_whole(v[c]) : result_number(v[c]));
+				json_object_set_new(one, scaling_columns[c], v[c] == floor(v[c]) ? result_whole(v[c])
+						: result_number(v[c]));
 		json_t *keys = json_object();
 		for (int k = 0; k < s->grid.num_keys; k++)
 			json_object_set_new(keys, s->grid.keys[k], json_cstring(r->grid->values[k]));
@@ -381,8 +383,8 @@ static void print_report(const json_t *report)
 	const int width = name_width(report);
 	const bool dry = json_is_true(json_object_get(report, "dry_run"));
 	bool marked = false;
-	printf("%-*s  %-9s %12s %12s %12s %10s %9s  %s\n", width, "run", "state", "parameters", "active *", "tokens", "FLOPs",
-			"loss", dry ? "time left" : "time");
+	printf("%-*s  %-9s %12s %12s %12s %10s %9s  %s\n", width, "run", "state", "parameters", "active *", "tokens",
+			"FLOPs", "loss", dry ? "time left" : "time");
 	json_array_foreach(json_object_get(report, "runs"), i, run) {
 		const double loss = result_double(run, "loss");
 		const double seconds = result_double(run, dry ? "seconds_left" : "seconds");
@@ -393,7 +395,8 @@ static void print_report(const json_t *report)
 		printf("%-*s  %-9s %12lld %12lld %12lld %10.3g %9s%s %s\n", width, result_text(run, "run"),
 				result_text(run, "state"), (long long)result_integer(run, "parameters"),
 				(long long)result_integer(run, "active_non_embedding"), (long long)result_integer(run, "tokens"),
-				result_double(run, "flops"), text, best ? "+" : " ", isfinite(seconds) ? format_duration(time, seconds) : "-");
+				result_double(run, "flops"), text, best ? "+" : " ",
+				isfinite(seconds) ? format_duration(time, seconds) : "-");
 		marked |= best;
 	}
 	printf("* active parameters without embedding and head%s\n", marked ? ". + best of its size and length" : "");
@@ -442,11 +445,11 @@ static char **train_arguments(const struct sweep *s, const struct swept_run *r)
 	return words;
 }
 
-/* Opens the log of a run, train.log in its directory, and writes the command line there. Returns the descriptor. */
+/* Opens the log of a run, output.log in its directory, and writes the command line there. Returns the descriptor. */
 static int open_log(const struct swept_run *r, char **words)
 {
 	char path[PATH_LEN];
-	if (make_directories(r->dir) < 0 || path_join(path, r->dir, "train.log") < 0)
+	if (make_directories(r->dir) < 0 || path_join(path, r->dir, "output.log") < 0)
 		return -1;
 	const int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
 	if (fd < 0)
@@ -526,7 +529,7 @@ static char *last_error(const struct swept_run *r)
 {
 	char path[PATH_LEN], *line = NULL, *found = NULL;
 	size_t room = 0;
-	FILE *f = path_join(path, r->dir, "train.log") < 0 ? NULL : fopen(path, "re");
+	FILE *f = path_join(path, r->dir, "output.log") < 0 ? NULL : fopen(path, "re");
 	while (f && getline(&line, &room, f) >= 0)
 		if (!strncmp(line, "$ ling train", 12)) {
 			free(found);
@@ -570,8 +573,8 @@ static void note_hopeless(const struct sweep *s, const struct swept_run *r)
 	events_close(&log);
 }
 
-/* Share of the sweep's FLOPs that is done, *flops those that this process has done, *left those that are not done. A run
- * that has failed or is hopeless counts as done. */
+/* Share of the sweep's FLOPs that is done, *flops those that this process has done, *left those that are not done. A
+ * run that has failed or is hopeless counts as done. */
 static double share_done(const struct sweep *s, double *flops, double *left)
 {
 	double all = 0;
@@ -716,8 +719,8 @@ static void watch(struct sweep *s)
 		}
 		r->step = step;
 		if (is_hopeless(s, r, &r->median)) {
-			say("%s: hopeless: validation loss %.4f after %.0f tokens, where the median of the others is %.4f; it saves "
-					"and stops", r->name, plain_nan(r->losses.value[r->losses.count - 1]),
+			say("%s: hopeless: validation loss %.4f after %.0f tokens, where the median of the others is %.4f; it "
+					"saves and stops", r->name, plain_nan(r->losses.value[r->losses.count - 1]),
 					r->losses.tokens[r->losses.count - 1], r->median);
 			r->told = true;
 			kill(r->pid, SIGUSR1);
@@ -831,8 +834,8 @@ static int final_status(const struct sweep *s)
 		return EXIT_STOPPED;
 	for (const struct swept_run *r = s->runs; failed && r < s->runs + s->grid.num_runs; r++)
 		if (r->state == STATE_FAILED) {
-			fail("%d of %d runs failed, %s%s: %s", failed, s->grid.num_runs, failed > 1 ? "the first of them " : "", r->name,
-					r->error);
+			fail("%d of %d runs failed, %s%s: %s", failed, s->grid.num_runs, failed > 1 ? "the first of them " : "",
+					r->name, r->error);
 			return EXIT_WORK_FAILED;
 		}
 	return stopped ? EXIT_STOPPED : EXIT_DONE;
@@ -913,8 +916,8 @@ static const struct command_option options[] = {
 
 const struct command sweep_command = {
 	.name = "sweep", .usage = "GRID.yaml", .min_words = 1, .max_words = 1,
-	.help = "Train the runs of a grid, each in a directory of its own, and write a table of their losses for `ling fit`. "
-		"The same command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the "
+	.help = "Train the runs of a grid, each in a directory of its own, and write a table of their losses for `ling fit`. The "
+		" same command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the "
 		"runs save and stop, with exit status 3. Exit status 1: a run has failed.",
 	.run = run_sweep, COMMAND_OPTIONS(sweep_options, options), .has_threads = true, .measures_peak = true,
 	.handles_signals = true,

@@ -61,7 +61,7 @@ struct key {
 	 * first item, which is "" in a plain list; bytes of it, at most MAX_GROUP. Else NULL and 0. */
 	const char *group;
 	size_t group_offset, group_size;
-	size_t line;               /* of a T_LIST: offset of an int in the first item, its line in the file; 0: there is none */
+	size_t line;               /* of a T_LIST: offset in the first item of an int, its line in the file; 0: none */
 };
 enum { MAX_GROUP = 64 };
 

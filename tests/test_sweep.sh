@@ -38,7 +38,7 @@ ended() {
 column() { awk -F '\t' -v name="$2" 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == name) n = i; next } { print $n }' "$1"; }
 
 # starts DIR...: how often `ling train` was started there.
-starts() { cat "${@/%//train.log}" 2>/dev/null | grep -c '^\$ ling train'; }
+starts() { cat "${@/%//output.log}" 2>/dev/null | grep -c '^\$ ling train'; }
 
 # parameters KEY=VALUE...: of tests/tiny.yaml with these keys.
 parameters() { "$release" info tiny.yaml "$@" --json | jq .parameters; }

@@ -697,7 +697,8 @@ static int build(struct builder *b)
 		return fail_key(&b->loader, "sizes.aspect", "found without hidden_size or num_hidden_layers; expected one of "
 				"them beside it");
 	if ((f->sizes.num_widths + f->sizes.num_depths && add_sizes(b) < 0) ||
-			(f->sizes.num_lengths && add_lengths(b) < 0) || add_keys(b) < 0 || (f->num_seeds && add_seeds(b) < 0) || group_axes(b) < 0)
+			(f->sizes.num_lengths && add_lengths(b) < 0) || add_keys(b) < 0 ||
+			(f->num_seeds && add_seeds(b) < 0) || group_axes(b) < 0)
 		return -1;
 	g->keys = allocate(b->num_axes * sizeof *g->keys);
 	for (int i = 0; i < b->num_axes; i++)

@@ -125,7 +125,8 @@ static int check_config(const struct swept_run *r, const json_t *config)
 	char *ours = json_text(json_at(r->grid->config, key), flags);
 	char *theirs = json_text(json_at(config, key), flags);
 	fail("%s: has a run with another config: %s is %s there and %s in the grid; expected the same, or another "
-			"output_dir or name, or that directory removed", r->dir, key, printable(shown[0], theirs), printable(shown[1], ours));
+			"output_dir or name, or that directory removed", r->dir, key, printable(shown[0], theirs),
+			printable(shown[1], ours));
 	free(ours), free(theirs);
 	return -1;
 }
@@ -916,8 +917,8 @@ static const struct command_option options[] = {
 
 const struct command sweep_command = {
 	.name = "sweep", .usage = "GRID.yaml", .min_words = 1, .max_words = 1,
-	.help = "Train the runs of a grid, each in a directory of its own, and write a table of their losses for `ling fit`. The "
-		" same command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the "
+	.help = "Train the runs of a grid, each in a directory of its own, and write a table of their losses for `ling fit`. "
+		"The  same command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the "
 		"runs save and stop, with exit status 3. Exit status 1: a run has failed.",
 	.run = run_sweep, COMMAND_OPTIONS(sweep_options, options), .has_threads = true, .measures_peak = true,
 	.handles_signals = true,

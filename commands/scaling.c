@@ -144,8 +144,8 @@ static bool least_squares(double out[MAX_UNKNOWNS], double (*rows)[MAX_UNKNOWNS]
 	return true;
 }
 
-/* L-BFGS works in coordinates z with at = start + M z, in which the sum of squares has about the same curvature in every
- * direction at the start. In `at` itself the valley is so narrow that it needs hundreds of steps. */
+/* L-BFGS works in coordinates z with at = start + M z, in which the sum of squares has about the same curvature in
+ * every direction at the start. In `at` itself the valley is so narrow that it needs hundreds of steps. */
 struct problem {
 	enum scaling_form form;
 	const struct logs *logs;
@@ -707,8 +707,8 @@ static int read_draw(const json_t *row, const char *where, const char *what, str
 		good = fabs(x) < 60 && (k < num || x >= 0);
 		*(k < num ? &draw->at[k] : &draw->sigma) = x;
 	}
-	return good ? 0 : fail("%s: `%s` has a draw that is no list of %d numbers; expected them as `ling fit --json` prints "
-			"them", where, what, num + 1);
+	return good ? 0 : fail("%s: `%s` has a draw that is no list of %d numbers; expected them as `ling fit --json` "
+			"prints them", where, what, num + 1);
 }
 
 static int read_law(struct scaling_law *law, enum scaling_form form, const json_t *json, const char *where)

@@ -350,8 +350,8 @@ static int fit_optimum(json_t *report, const struct study *s, int which, struct 
 				best.value[which], "method", optimum_methods[best.method[which]], "edge",
 				best.method[which] == OPTIMUM_EDGE, "lowest_loss", lowest, "settings", runs));
 	}
-	int rc = n >= 2 ? power_law_fit(law, compute, value, n) : fail("%s: expected runs of at least 2 computes in which it "
-			"varies while model and tokens stay the same, found %d", names[which], n);
+	int rc = n >= 2 ? power_law_fit(law, compute, value, n) : fail("%s: expected runs of at least 2 computes in which "
+			"it varies while model and tokens stay the same, found %d", names[which], n);
 	if (rc == 0) {
 		json_t *json = power_law_to_json(law, CONFIDENCE);
 		json_object_set(json, "optima", optima);
@@ -377,8 +377,8 @@ static int fit_leverage(json_t *report, const struct study *s)
 		moe = value_of(m, SCALING_ACTIVATION_RATIO) < 1 ? m : moe;
 	}
 	if (!dense || !moe)
-		rc = fail("efficiency leverage: expected dense runs (activation_ratio 1) and runs with experts (below 1), found "
-				"no %s", dense ? "runs with experts" : "dense runs");
+		rc = fail("efficiency leverage: expected dense runs (activation_ratio 1) and runs with experts (below 1), "
+				"found no %s", dense ? "runs with experts" : "dense runs");
 	struct selection chosen = {0};
 	if (rc == 0) {
 		chosen = select_frontier(s, s->levels, dense);
@@ -509,7 +509,8 @@ static void print_report(const json_t *report)
 	json_array_foreach(json_object_get(report, "left_out"), i, item)
 		printf("  left out: %s: %s\n", result_text(item, "run"), result_text(item, "why"));
 	if (json_is_object(noise))
-		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs of %d settings\n", result_double(noise, "nats"),
+		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs (%d groups that differ in the seed\n"
+				"    alone)\n", result_double(noise, "nats"),
 				result_double(noise, "percent"), (int)result_integer(noise, "runs"), (int)result_integer(noise,
 				"settings"));
 	if (result_integer(report, "other_activation_ratio"))
@@ -589,8 +590,8 @@ static void size_panel(struct picture_panel *p, const struct study *s, const str
 	struct selection all = select_for(s, LAW_SIZE, s->top + 1);
 	bool *wanted = allocate(s->count * sizeof *wanted), *seen = allocate(s->count * sizeof *seen);
 	double least = INFINITY, most = 0;
-	*p = (struct picture_panel){.heading = "Loss by parameters and tokens", .x_name = "tokens", .y_name =
-			"validation loss (nats per token)"};
+	*p = (struct picture_panel){.heading = "Loss by parameters and tokens (diamond: held out)", .x_name = "tokens",
+			.y_name = "validation loss (nats per token)"};
 	for (int i = 0; i < s->count; i++)
 		if (all.in[i]) {
 			least = fmin(least, value_of(&s->member[i], SCALING_TOKENS));
@@ -741,9 +742,11 @@ static int run_fit(const struct command_line *line)
 		json_object_set_new(report, "other_activation_ratio", json_integer(other));
 		json_object_set_new(report, "confidence", json_real(CONFIDENCE));
 		json_object_set_new(report, "seed_noise", seed_noise(&s));
-		if (!s.count)
-			rc = fail("none of the %d runs can be used: %s: %s", s.runs.count, s.runs.count ? s.runs.run[0].name : "",
-					s.runs.count ? s.runs.run[0].left_out : "the table has no lines");
+		if (!s.runs.count)
+			rc = fail("%s: has no run; expected a line for each behind the names of the columns", line->words[0]);
+		else if (!s.count)
+			rc = fail("none of the %d runs can be used: %s: %s", s.runs.count, s.runs.run[0].name,
+					s.runs.run[0].left_out);
 	}
 	if (rc == 0)
 		rc = fit_laws(report, &s, laws, optima);

@@ -11,7 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WIDTH = 760, HEIGHT = 560, LEFT = 100, RIGHT = 30, TOP = 50, BOTTOM = 70, MARK = 10, LEGEND_ROW = 24 }; /* pixels */
+/* pixels */
+enum { WIDTH = 760, HEIGHT = 560, LEFT = 100, RIGHT = 30, TOP = 50, BOTTOM = 70, MARK = 10, LEGEND_ROW = 24 };
 
 struct picture_set *picture_add(struct picture_panel *p, struct picture_set look, int room)
 {

@@ -447,6 +447,10 @@ static void print_parameters(const json_t *law)
 		printf("  %s  %-11.5g %s\n", name, result_double(parameter, "value"), interval_text(interval, parameter, "low",
 				"high"));
 	printf("  residuals %.2g %%\n", 100 * result_double(law, "sigma"));
+	if (json_object_get(law, "allocation"))
+		printf("  for the lowest loss, N grows as C^%.3f %s, D as C^%.3f\n", result_double(law, "allocation.value"),
+				interval_text(interval, law, "allocation.low", "allocation.high"), 1 - result_double(law,
+				"allocation.value"));
 }
 
 static void print_loss_law(const json_t *law)

@@ -71,6 +71,9 @@ struct scaling_interval scaling_parameter_interval(const struct scaling_law *law
 struct scaling_interval scaling_loss_interval(const struct scaling_law *law, double x, double y, double confidence);
 /* Of the loss of one more run, whose noise is added. */
 struct scaling_interval scaling_run_interval(const struct scaling_law *law, double x, double y, double confidence);
+/* Of LAW_SIZE, how the N of the lowest loss grows with compute, N = K C^p where C goes with N D: p = b / (a + b), and
+ * D grows with the power 1 - p. *value: by the fit. */
+struct scaling_interval scaling_allocation_interval(const struct scaling_law *law, double confidence, double *value);
 /* Of the efficiency leverage of b over a, both LAW_COMPUTE: the compute at which a reaches the loss that b reaches with
  * `compute`, over `compute`. INFINITY where a may never reach it. */
 double scaling_leverage(const struct scaling_law *a, const struct scaling_law *b, double compute);

@@ -98,6 +98,11 @@ static void test_exact(void **state)
 			assert_true(law.fit.sigma < 1e-7);
 			assert_true(fabs(scaling_loss(&law, 1e17, 1e9) / true_loss(form, 1e17, 1e9) - 1) < 1e-6);
 			assert_true(isnan(scaling_parameter_interval(&law, 0, 0.95).low)); /* no draws */
+			double exponent;
+			if (form == LAW_SIZE) {
+				assert_true(isnan(scaling_allocation_interval(&law, 0.95, &exponent).low));
+				assert_true(fabs(exponent - 0.28 / (0.28 + 0.34)) < 1e-5);
+			}
 			scaling_law_free(&law);
 		}
 }

@@ -918,8 +918,8 @@ static const struct command_option options[] = {
 const struct command sweep_command = {
 	.name = "sweep", .usage = "GRID.yaml", .min_words = 1, .max_words = 1,
 	.help = "Train the runs of a grid, each in a directory of its own, and write a table of their losses. The same "
-		"command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the runs save "
-		"and stop, with exit status 3. Exit status 1: a run has failed.",
+		"command again continues; finished runs stay as they are. SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the runs "
+		"save and stop, with exit status 3. Exit status 1: a run has failed.",
 	.run = run_sweep, COMMAND_OPTIONS(sweep_options, options), .has_threads = true, .measures_peak = true,
 	.handles_signals = true,
 };

@@ -3,9 +3,9 @@
  * that stand for a decay of that rate.
  *
  * This is WSM, warmup-stable and merge (Tian et al. 2025, arXiv:2507.17634, theorem 3.1), by which Ling 2.0 was trained
- * (arXiv:2510.22115, section 3.2.3). Let theta_0 .. theta_n be the checkpoints, and g_i = theta_(i-1) - theta_i what the
- * updates between two of them took away. Had each of these updates been multiplied by a factor, f_i on average over
- * interval i, the run would have ended at
+ * (arXiv:2510.22115, section 3.2.3). Let theta_0 .. theta_n be the checkpoints, and g_i = theta_(i-1) - theta_i what
+ * the updates between two of them took away. Had each of these updates been multiplied by a factor, f_i on average
+ * over interval i, the run would have ended at
  *
  *   theta_0 - sum_i f_i g_i  =  theta_0 + sum_i f_i (theta_i - theta_(i-1))  =  sum_j c_j theta_j
  *   with c_0 = 1 - f_1,  c_j = f_j - f_(j+1) for 0 < j < n,  c_n = f_n
@@ -13,6 +13,11 @@
  * where the second step collects what stands before each theta_j. The c_j sum to 1, and none is negative when the f_i
  * fall. So the merged model is the end of a decayed run whose updates were those of the constant run, but for their
  * length. In a real decayed run later gradients would be those of other weights: there it is an approximation.
+ *
+ * All tensors are merged alike, also a buffer that no gradient moves, as the routers' expert_bias of Ling 2.0: it moves
+ * by steps of a constant rate too, so the same sums are its decayed run, and experts are then chosen by the bias that
+ * belongs to the merged weights. Neither paper says more; Megatron-LM's tool (its pull request 5114) also merges all
+ * tensors of numbers.
  */
 #define _GNU_SOURCE
 #include "commands/merge.h"
@@ -428,7 +433,7 @@ static const struct command_option options[] = {
 	TEXT_OPTION(merge_options, weights, "weights", "A,B,...",
 			"The weights of the checkpoints, in their order on the command line, with --last in the order of their "
 			"steps; they are divided by their sum"),
-	WHOLE_OPTION(merge_options, last, "last", "N", 2, 100000, "Merge the N newest checkpoints of a run"),
+	WHOLE_OPTION(merge_options, last, "last", "N", 2, 10000, "Merge the N newest checkpoints of a run"),
 	CHOICE_OPTION(merge_options, dtype, "dtype", "TYPE", output_dtypes, "f32, bf16 or f16", .initial = "f32"),
 	FLAG_OPTION(merge_options, json, "json", "Print one JSON object"),
 };

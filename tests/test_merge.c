@@ -60,8 +60,8 @@ static void weights_by_hand(void **state)
 	}
 }
 
-/* SGD whose gradients are given. With a checkpoint after each step, the merged run is the decayed one for any gradients;
- * where checkpoints are apart, for gradients that are the same between two of them. */
+/* SGD whose gradients are given. With a checkpoint after each step, the merged run is the decayed one for any
+ * gradients; where checkpoints are apart, for gradients that are the same between two of them. */
 static void weights_of_sgd(void **state)
 {
 	(void)state;
@@ -219,8 +219,8 @@ static double mean_weight(int64_t weight, int shape)
 
 static double given_weight(int64_t weight, int shape)
 {
-	return (7 * weight_at(weight, 3, SHAPES, 0) - weight_at(weight, 0, SHAPES, 0) + 2 * weight_at(weight, 2, SHAPES, 0)) /
-			8 + 0 * shape;
+	const double first = weight_at(weight, 0, SHAPES, 0), third = weight_at(weight, 2, SHAPES, 0);
+	return (7 * weight_at(weight, 3, SHAPES, 0) - first + 2 * third) / 8 + 0 * shape;
 }
 
 /* Whether two merged models are the same, bit for bit, config.json too. */

@@ -20,11 +20,11 @@ WARNINGS := -Wall -Wextra -Wshadow -Werror -Wno-pass-failed
 MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null)
 MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
 COMMON := -std=c11 -g -I. -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lzstd -lz -ledit -lm
+LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lzstd -lz -ledit -lnlopt -lm
 
 # What is not installed, of the packages that pkg-config knows. Empty when all is there; `make MISSING=` goes on without them.
 missing = $(shell for p in $(1); do pkg-config --exists $$p 2>/dev/null || echo $$p; done)
-MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib libzstd libedit)
+MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib libzstd libedit nlopt)
 MISSING_FOR_TESTS := $(call missing,cmocka)
 
 # Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight

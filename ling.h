@@ -61,6 +61,7 @@
  *     self_check               each kernel beside a reference; peak FLOP/s, bandwidth
  *     plot_canvas              drawing, PNG, SVG
  *     runs                     reading the directory of a run: metrics by name, events, config
+ *     scaling_runs             what each run was and the loss it reached, from its directory, from and to a table
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other

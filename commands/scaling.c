@@ -144,8 +144,8 @@ static bool least_squares(double out[MAX_UNKNOWNS], double (*rows)[MAX_UNKNOWNS]
 	return true;
 }
 
-/* L-BFGS works in coordinates z with at = start + M z, in which the sum of squares has about the same curvature in every
- * direction at the start. In `at` itself the valley is so narrow that it needs hundreds of steps. */
+/* L-BFGS works in coordinates z with at = start + M z, in which the sum of squares has about the same curvature in
+ * every direction at the start. In `at` itself the valley is so narrow that it needs hundreds of steps. */
 struct problem {
 	enum scaling_form form;
 	const struct logs *logs;
@@ -458,6 +458,20 @@ struct scaling_interval scaling_loss_interval(const struct scaling_law *law, dou
 	return interval_of(values, law->num_draws, confidence);
 }
 
+static double allocation_at(const double *at)
+{
+	return 1 / (1 + exp(at[2] - at[4]));
+}
+
+struct scaling_interval scaling_allocation_interval(const struct scaling_law *law, double confidence, double *value)
+{
+	double *values = allocate(law->num_draws * sizeof *values);
+	for (int i = 0; i < law->num_draws; i++)
+		values[i] = allocation_at(law->draw[i].at);
+	*value = allocation_at(law->fit.at);
+	return interval_of(values, law->num_draws, confidence);
+}
+
 /* The log loss that a run is below with this probability: each draw says that it is normal about the draw's loss. */
 static double run_quantile(const struct scaling_law *law, double x, double y, double probability)
 {
@@ -673,10 +687,16 @@ json_t *scaling_law_to_json(const struct scaling_law *law, double confidence, bo
 				scaling_parameter_interval(law, k, confidence)));
 	for (int i = 0; draws && i < law->num_draws; i++)
 		json_array_append_new(list, draw_to_json(&law->draw[i], form->num));
-	return json_pack("{s:s, s:i, s:o, s:f, s:f, s:f, s:[f, f], s:o, s:o}", "formula", form->formula, "points",
+	json_t *json = json_pack("{s:s, s:i, s:o, s:f, s:f, s:f, s:[f, f], s:o, s:o}", "formula", form->formula, "points",
 			law->count, "parameters", parameters, "sigma", law->fit.sigma, "most_x", law->most_x, "most_y",
 			law->most_y, "centre", law->centre[0], law->centre[1], "fit", draw_to_json(&law->fit, form->num), "draws",
 			list);
+	if (law->form == LAW_SIZE) {
+		double exponent;
+		const struct scaling_interval interval = scaling_allocation_interval(law, confidence, &exponent);
+		json_object_set_new(json, "allocation", interval_to_json(exponent, interval));
+	}
+	return json;
 }
 
 json_t *power_law_to_json(const struct power_law *law, double confidence)
@@ -707,8 +727,8 @@ static int read_draw(const json_t *row, const char *where, const char *what, str
 		good = fabs(x) < 60 && (k < num || x >= 0);
 		*(k < num ? &draw->at[k] : &draw->sigma) = x;
 	}
-	return good ? 0 : fail("%s: `%s` has a draw that is no list of %d numbers; expected them as `ling fit --json` prints "
-			"them", where, what, num + 1);
+	return good ? 0 : fail("%s: `%s` has a draw that is no list of %d numbers; expected them as `ling fit --json` "
+			"prints them", where, what, num + 1);
 }
 
 static int read_law(struct scaling_law *law, enum scaling_form form, const json_t *json, const char *where)

@@ -71,6 +71,9 @@ struct scaling_interval scaling_parameter_interval(const struct scaling_law *law
 struct scaling_interval scaling_loss_interval(const struct scaling_law *law, double x, double y, double confidence);
 /* Of the loss of one more run, whose noise is added. */
 struct scaling_interval scaling_run_interval(const struct scaling_law *law, double x, double y, double confidence);
+/* Of LAW_SIZE, how the N of the lowest loss grows with compute, N = K C^p where C goes with N D: p = b / (a + b), and
+ * D grows with the power 1 - p. *value: by the fit. */
+struct scaling_interval scaling_allocation_interval(const struct scaling_law *law, double confidence, double *value);
 /* Of the efficiency leverage of b over a, both LAW_COMPUTE: the compute at which a reaches the loss that b reaches with
  * `compute`, over `compute`. INFINITY where a may never reach it. */
 double scaling_leverage(const struct scaling_law *a, const struct scaling_law *b, double compute);
@@ -97,15 +100,16 @@ struct scaling_interval power_law_interval(const struct power_law *law, double x
 enum optimum_method {
 	OPTIMUM_QUADRATIC_2D,        /* the lowest point of a quadratic in log learning rate and log batch */
 	OPTIMUM_QUADRATIC,           /* of one in the logarithm of this one alone, the other being that of the best run */
-	OPTIMUM_BEST,                /* the best run of the grid: a quadratic needs three values, the best between others, */
-	OPTIMUM_EDGE,                /* and here the best is the smallest or the largest: the optimum may lie beyond */
+	OPTIMUM_BEST,                /* the best run of the grid, as no quadratic has its lowest point within it */
+	OPTIMUM_EDGE,                /* the best run has the smallest or the largest value: the optimum may lie beyond */
 	OPTIMUM_NONE,                /* the grid has one value of it */
 	NUM_OPTIMUM_METHODS
 };
 extern const char *const optimum_methods[NUM_OPTIMUM_METHODS]; /* in words */
 enum { OPTIMUM_LEARNING_RATE, OPTIMUM_BATCH };
 struct optimum { double value[2]; enum optimum_method method[2]; int best; };
-/* The best learning rate and batch of a grid of n runs, which need not be complete. best: the run of the lowest loss. */
+/* The best learning rate and batch of a grid of n runs, which need not be complete. best: the run of the lowest
+ * loss. */
 struct optimum scaling_optimum(const double *learning_rate, const double *batch, const double *loss, int n);
 
 /* ---- as JSON, for `ling fit --json` and whoever reads what it printed */

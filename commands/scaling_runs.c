@@ -142,15 +142,18 @@ static int add_directory(struct scaling_runs *runs, const char *dir)
 		return -1;
 	struct scaling_run *r = add_run(runs, run.name, strlen(run.name));
 	const char *reason = final_loss(&run, &r->value[SCALING_LOSS], why);
-	const json_t *config = run.config, *model_part = json_at(config, "model");
+	const json_t *config = run.config;
 	int rc = 0;
-	if (!reason && !model_part)
+	if (!reason && !json_is_object(json_object_get(config, "model")))
 		reason = "its config has no model";
 	if (!reason) {
+		json_t *shape = json_copy(json_object_get(config, "model"));
+		json_object_del(shape, "rope_scaling"); /* it counts for nothing here, and Hugging Face writes it otherwise */
 		r->value[SCALING_TOKENS] = run.tokens[run.count - 1];
-		rc = config_from_json(&model, model_part, dir) < 0 ? -1 : scaling_run_describe(r, &model,
+		rc = config_from_json(&model, shape, dir) < 0 ? -1 : scaling_run_describe(r, &model,
 				(int)number_at(config, "data.seq_len"), number_at(config, "schedule.peak_lr"),
 				number_at(config, "train.batch"), number_at(config, "train.seed"));
+		json_decref(shape);
 	}
 	r->rest = config ? config_rest(config) : copy_string("");
 	r->text = config ? config_validation(config) : copy_string("");

@@ -427,7 +427,7 @@ static const struct command_option options[] = {
 			.required = true),
 	CHOICE_OPTION(merge_options, decay, "decay", "SHAPE", decay_names,
 			"The decay of the learning rate, from the first checkpoint to the last one, that the weights stand for, "
-			"shaped as schedule.decay.shape; mean: all checkpoints weigh the same", .initial = "1-sqrt"),
+			"shaped as schedule.decay.shape; mean: all checkpoints weigh the same", .initial = "linear"),
 	NUMBER_OPTION(merge_options, final, "final", "X", 0, 1,
 			"The rate at the decay's end over that at its beginning", .initial = "0"),
 	TEXT_OPTION(merge_options, weights, "weights", "A,B,...",

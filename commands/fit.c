@@ -281,9 +281,13 @@ static int fit_loss(json_t *report, const struct study *s, enum scaling_form for
 {
 	struct selection all = select_for(s, form, s->top + 1), rest = select_for(s, form, s->top);
 	const struct member *held = held_out_member(s);
+	char why[sizeof error_text];
 	int rc = fit_selection(&laws[0], form, s, &all);
-	if (rc == 0 && fit_selection(&laws[1], form, s, &rest) < 0) {
-		char why[sizeof error_text];
+	if (rc < 0 && form == LAW_COMPUTE && all.count < s->count) {
+		memcpy(why, error_text, sizeof why);
+		rc = fail("the compute-optimal frontier has %d of %d runs, and that is too few: %.2000s", all.count, s->count,
+				why);
+	} else if (rc == 0 && fit_selection(&laws[1], form, s, &rest) < 0) {
 		memcpy(why, error_text, sizeof why);
 		rc = fail("the largest run, %s, is held out, and the others are too few: %.2000s", held->run->name, why);
 	}

@@ -517,8 +517,7 @@ static void print_report(const json_t *report)
 	json_array_foreach(json_object_get(report, "left_out"), i, item)
 		printf("  left out: %s: %s\n", result_text(item, "run"), result_text(item, "why"));
 	if (json_is_object(noise))
-		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs (%d groups that differ in the seed\n"
-				"    alone)\n", result_double(noise, "nats"),
+		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs in %d groups\n", result_double(noise, "nats"),
 				result_double(noise, "percent"), (int)result_integer(noise, "runs"), (int)result_integer(noise,
 				"settings"));
 	if (result_integer(report, "other_activation_ratio"))
@@ -660,7 +659,7 @@ static void leverage_panel(struct picture_panel *p, const json_t *leverage)
 	const json_t *family, *at;
 	size_t i, k;
 	*p = (struct picture_panel){.heading = "Efficiency leverage: FLOPs of dense models over FLOPs, for the same loss",
-			.x_name = "training FLOPs", .y_name = "leverage"};
+			.x_name = "training FLOPs", .y_name = "leverage", .wide = 5};
 	json_array_foreach(json_object_get(leverage, "families"), i, family) {
 		if (i >= NUM_COLOURS)
 			break;

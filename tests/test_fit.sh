@@ -48,6 +48,11 @@ test_table() {
 	expect 0 "" "$ling" fit all.tsv
 	has out.txt "L = E + A N^-a + B D^-b, 24 runs, N: active_parameters" "held out: moe-12-40-1-1, 3.456e+16 FLOPs, 2.00 times the largest of the others" \
 		"noise between seeds" "best learning rate = " "efficiency leverage at activation ratio 0.25, granularity 4" "not fitted: batch"
+	# names that agree in their first 100 bytes
+	awk -F '\t' -v OFS='\t' 'NR > 1 { for (i = 0; i < 10; i++) $1 = "long-names-" $1 } { print }' all.tsv | sed 's/moe/\x01moe/' >long.tsv
+	expect 0 "" "$ling" fit long.tsv --json --draws 99
+	json out.txt
+	[ "$(jq .runs out.txt)" = 44 ] || problem "long names: $(head -c 300 out.txt)"
 	# the same again, for any number of threads; another seed gives other draws and the same law
 	OMP_NUM_THREADS=1 expect 0 "" "$ling" fit all.tsv --json
 	same out.txt all.json

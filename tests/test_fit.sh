@@ -118,7 +118,13 @@ test_refused() {
 	cut -f 1-2,4-13 all.tsv >without.tsv
 	expect 1 "\`active_parameters\` of run " "$ling" fit without.tsv --law size
 	table dense '!$moe'
-	expect 1 "found no runs with experts" "$ling" fit dense.tsv --law leverage
+	expect 1 "expected runs of models with experts, of activation_ratio below 1, found none" "$ling" fit dense.tsv --law leverage
+	table sparse '$t == 20'
+	sed 's/0.25\t4$/0.125\t4/;t;d' sparse.tsv | head -n 3 | sed 's/^/sparse-/; s/\t8192\t/\t4096\t/' >more.tsv
+	cat more.tsv >>sparse.tsv # three runs of another activation ratio are too few for a law of theirs
+	expect 0 "" "$ling" fit sparse.tsv --draws 99 --json --law leverage
+	jq -e '.leverage.families | length == 2 and (map(has("law")) | sort == [false, true]) and (map(.why // "" | contains("at least 4")) | any)' out.txt >/dev/null ||
+		problem "$(head -c 500 out.txt)"
 	expect 1 "learning_rate: expected runs of at least 2 computes" "$ling" fit dense.tsv --law learning-rate
 	# what cannot be used is left out, and said so
 	table all 1

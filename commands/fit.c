@@ -368,8 +368,8 @@ static int fit_optimum(json_t *report, const struct study *s, int which, struct 
 
 /* ------------------------------------------------------------------------------------------- efficiency leverage */
 
-/* The leverage of the models with the experts of `m` over those of the law `base`, at nine computes; where their runs do
- * not determine a law, the reason instead. number: another one for each family, so that their draws are independent of
+/* The leverage of the models with the experts of `m` over those of the law `base`, at nine computes; where their runs
+ * determine no law, the reason instead. number: another one for each family, so that their draws are independent of
  * each other and of the base's. */
 static json_t *family_report(const struct study *s, const struct scaling_law *base, const struct member *m, int number)
 {

@@ -488,11 +488,17 @@ static void print_optimum(const json_t *law, const char *name)
 	const json_t *optimum;
 	char interval[64];
 	size_t i;
+	int edges = 0;
 	printf("\n%s = %.4g C^%.4f, exponent %s\n", name, result_double(law, "coefficient"), result_double(law,
 			"exponent.value"), interval_text(interval, law, "exponent.low", "exponent.high"));
-	json_array_foreach(json_object_get(law, "optima"), i, optimum)
+	json_array_foreach(json_object_get(law, "optima"), i, optimum) {
 		printf("  %.4g FLOPs  %.4g  %s\n", result_double(optimum, "flops"), result_double(optimum, "value"),
 				result_text(optimum, "method"));
+		edges += json_is_true(json_object_get(optimum, "edge"));
+	}
+	if (edges)
+		printf("  at %d of %d computes the best is at the edge of the grid: a wider grid may change this law\n", edges,
+				(int)result_integer(law, "points"));
 }
 
 static void print_leverage(const json_t *leverage)

@@ -119,6 +119,9 @@ test_refused() {
 	expect 1 "\`active_parameters\` of run " "$ling" fit without.tsv --law size
 	table dense '!$moe'
 	expect 1 "expected runs of models with experts, of activation_ratio below 1, found none" "$ling" fit dense.tsv --law leverage
+	table edge '$r >= 1' # the best learning rate is the smallest
+	expect 0 "" "$ling" fit edge.tsv --draws 99 --law learning-rate
+	has out.txt "best run, at the edge of the grid" "at 4 of 4 computes the best is at the edge of the grid"
 	table sparse '$t == 20'
 	sed 's/0.25\t4$/0.125\t4/;t;d' sparse.tsv | head -n 3 | sed 's/^/sparse-/; s/\t8192\t/\t4096\t/' >more.tsv
 	cat more.tsv >>sparse.tsv # three runs of another activation ratio are too few for a law of theirs

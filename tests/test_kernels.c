@@ -261,7 +261,7 @@ static void test_few_rows(void **state)
 				matmul_forward(few, x, weight, NULL, rows, K, N, true);
 				assert_memory_equal(few, added, rows * N * sizeof *few);
 			}
-		for (int64_t each = 0; each < 9; each += 2) { /* groups of `each` rows, and of 1 more in the middle, by a list */
+		for (int64_t each = 0; each < 9; each += 2) { /* groups of `each` rows; 1 more in the middle; by a list */
 			const int64_t offset[] = {0, each, 2 * each + 1, 3 * each + 1}, R = offset[3];
 			real *grouped = nan_array(R * N), *one = nan_array(MANY * N);
 			for (int form = 0; form < 2; form++) {

@@ -119,7 +119,9 @@ test_refusals() {
 	refused "bad.yaml:4: zip: found 2 values of train.batch and 1 of train.steps" <<<$'grid: {train.batch: [1, 2], train.steps: [3]}\nzip: [train.batch, train.steps]'
 	refused "bad.yaml:4: zip: found sizes; expected a key that has values" <<<$'grid: {train.batch: [1, 2]}\nzip: [train.batch, sizes]'
 	refused "bad.yaml:3: stop_hopeless: the key margin is missing here" <<<"stop_hopeless: {after: 0.5}"
-	refused "bad.yaml: runs batch=3 and batch=3.0 are the same" <<<"grid: {train.batch: [3, 3.0]}"
+	refused "bad.yaml:3: train.batch: found 3.0 twice" <<<"grid: {train.batch: [3, 3.0]}"
+	refused "bad.yaml:3: schedule.drops: found a?b (a control character)" <<<'grid: {schedule.drops: ["a\tb"]}'
+	refused "bad.yaml: two runs have the name train=a_b" <<<"grid: {data.train: [a/b, a_b]}"
 	refused "bad.yaml: run num_experts=1: ./tiny.yaml:10: model.num_experts_per_tok: found 2" <<<"grid: {model.num_experts: [1, 4]}"
 	expect 2 "nothing.yaml: " "$ling" sweep nothing.yaml
 	printf 'config: other.yaml\noutput_dir: bad\n' >bad.yaml
@@ -145,6 +147,7 @@ test_results() {
 	while read -r run loss; do
 		[ "$loss" = "$(tail -n 1 "whole/$run/metrics.jsonl" | jq .valid_loss)" ] || problem "loss of $run: $loss"
 	done < <(paste <(column whole/table.tsv run) <(column whole/table.tsv loss))
+	expect 1 "found 1 of 1 points" "$release" fit whole/table.tsv # it reads the table, whose runs have one compute
 	cp whole/table.tsv before.tsv
 	expect 0 "" "$ling" sweep whole.yaml --json
 	json out.txt

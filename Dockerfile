@@ -23,7 +23,7 @@ RUN make -j"$(nproc)" OPTIMIZE="$OPTIMIZE" run-tests && touch /tmp/passed
 FROM debian:12-slim
 RUN apt-get update -q \
 	&& DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
-		libedit2 libgomp1 libjansson4 libopenblas0-pthread libopenmpi3 libpcre2-8-0 libpng16-16 libutf8proc2 libyaml-0-2 libzstd1 zlib1g \
+		libedit2 libgomp1 libjansson4 libnlopt0 libopenblas0-pthread libopenmpi3 libpcre2-8-0 libpng16-16 libutf8proc2 libyaml-0-2 libzstd1 zlib1g \
 		openmpi-bin openssh-client openssh-server \
 	&& rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 # The MPI operator mounts keys into ~/.ssh of each pod, and each has other machines' names: what ssh asks of a person is off.

@@ -20,11 +20,11 @@ WARNINGS := -Wall -Wextra -Wshadow -Werror -Wno-pass-failed
 MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null)
 MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
 COMMON := -std=c11 -g -I. -fopenmp $(WARNINGS) $(MPI_CFLAGS)
-LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lzstd -lz -ledit -lm
+LIBS := $(MPI_LIBS) -lopenblas -lyaml -ljansson -lpcre2-8 -lutf8proc -lpng -lzstd -lz -ledit -lnlopt -lm
 
 # What is not installed, of the packages that pkg-config knows. Empty when all is there; `make MISSING=` goes on without them.
 missing = $(shell for p in $(1); do pkg-config --exists $$p 2>/dev/null || echo $$p; done)
-MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib libzstd libedit)
+MISSING := $(call missing,ompi-c openblas yaml-0.1 jansson libpcre2-8 libutf8proc libpng zlib libzstd libedit nlopt)
 MISSING_FOR_TESTS := $(call missing,cmocka)
 
 # Four builds of the same sources, each in a folder of BUILD: `release`; `double`, with real = double, which finite differences and tight
@@ -108,7 +108,7 @@ SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubs
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints measure_inference compare_checkpoints_double train_sgd_double log_files.so faults.so)
 # What tests/run.sh runs, the longest first. The number behind a colon is of cores.
-LONG_TESTS := tests/test_parallel.sh:8 tests/test_local.sh:4 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_supervise.sh:3 tests/test_faults.sh:3 tests/test_spikes.sh:3 tests/test_saves.sh:3 tests/test_trace.sh:3 tests/test_align.sh:4 tests/test_dump.sh:4 tests/test_samples.sh:4 tests/test_replicas.sh:4 tests/test_watch.sh:2 tests/test_cli.sh tests/test_generate.sh tests/test_chat.sh tests/test_convert.sh tests/test_tasks.sh
+LONG_TESTS := tests/test_parallel.sh:8 tests/test_local.sh:4 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_supervise.sh:3 tests/test_sweep.sh:2 tests/test_faults.sh:3 tests/test_spikes.sh:3 tests/test_saves.sh:3 tests/test_trace.sh:3 tests/test_align.sh:4 tests/test_dump.sh:4 tests/test_samples.sh:4 tests/test_replicas.sh:4 tests/test_watch.sh:2 tests/test_cli.sh tests/test_generate.sh tests/test_chat.sh tests/test_convert.sh tests/test_tasks.sh
 SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
 
 $(RELEASE_TESTS) $(addprefix $(BUILD)/,test_parallel compare_checkpoints measure_inference): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)

@@ -131,7 +131,7 @@ enum { VECTOR_BYTES = 16, MR = 12 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES }; /* LANES: reals of a vector */
-/* The packed blocks are on the thread's stack: 1.4 MB; in a product of few rows, with its buffers, 1.8 MB. */
+/* The packed blocks are on the thread's stack: 1.4 MB. */
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -282,6 +282,15 @@ typedef uint16_t bf16_vector __attribute__((vector_size(LANES * 2), aligned(2), 
 typedef uint32_t bits_vector __attribute__((vector_size(LANES * 4)));
 typedef float float_vector __attribute__((vector_size(LANES * 4)));
 
+/* LANES reals, from an array of reals or of bfloat16. */
+ALWAYS_INLINE vector load_vector(const void *from, bool bf16)
+{
+	if (!bf16)
+		return *(const vector *)from;
+	return __builtin_convertvector(
+			(float_vector)(__builtin_convertvector(*(const bf16_vector *)from, bits_vector) << 16), vector);
+}
+
 /* out[i] = element i of n, from an array of reals or of bfloat16. */
 static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 {
@@ -292,8 +301,7 @@ static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 	const uint16_t *half = from;
 	int64_t i = 0;
 	for (; i + LANES <= n; i += LANES)
-		*(vector *)(out + i) = __builtin_convertvector(
-				(float_vector)(__builtin_convertvector(*(const bf16_vector *)(half + i), bits_vector) << 16), vector);
+		*(vector *)(out + i) = load_vector(half + i, true);
 	for (; i < n; i++)
 		out[i] = bf16_to_float(half[i]);
 }
@@ -301,10 +309,10 @@ static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 /* Packs rows first .. first + count - 1 of A, or such columns of B, with the terms p .. p + kc - 1 of each, into
  * panels of `width` of them (MR or NR, a constant wherever this is called): out [panels, kc, width], the last panel
  * filled up with zeros. Let a line be a row of A or a column of B. If `k_down`, k runs down the stored rows and a line
- * is a stored column; otherwise a line is a stored row, and blocks of it are transposed. `out` must have room for
- * LANES more elements. */
-ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool k_down, int64_t first, int64_t p,
-		int64_t count, int64_t kc)
+ * is a stored column; otherwise a line is a stored row, and blocks of it are transposed. bf16 is x->bf16. `out` must
+ * have room for LANES more elements. */
+ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool k_down, const bool bf16,
+		int64_t first, int64_t p, int64_t count, int64_t kc)
 {
 	if (k_down) {
 		const int64_t whole = count / width * width; /* lines of full panels */
@@ -321,8 +329,9 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 		}
 		return;
 	}
+	const int size = bf16 ? sizeof(uint16_t) : sizeof(real);
 	for (int64_t line = 0; line < count; line += width, out += width * kc) {
-		const real *from[MR + NR], *ahead[MR + NR]; /* [width] each line of this panel, and of the next one */
+		const char *from[MR + NR], *ahead[MR + NR]; /* [width] each line of this panel, and of the next one */
 		const int n = (int)min64(width, count - line);
 		UNROLL
 		for (int i = 0; i < width; i++) {
@@ -337,9 +346,9 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 				vector block[LANES];
 				UNROLL
 				for (int i = 0; i < LANES; i++) {
-					block[i] = s + i < n ? *(const vector *)(from[s + i] + q) : (vector){0};
+					block[i] = s + i < n ? load_vector(from[s + i] + q * size, bf16) : (vector){0};
 					if (s + i < width)
-						__builtin_prefetch(ahead[s + i] + q);
+						__builtin_prefetch(ahead[s + i] + q * size);
 				}
 				transpose_block(block);
 				UNROLL
@@ -347,38 +356,25 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 					*(vector *)(out + (q + i) * width + s) = block[i];
 			}
 		for (; q < kc; q++)
-			for (int i = 0; i < width; i++)
-				out[q * width + i] = i < n ? from[i][q] : 0;
+			for (int i = 0; i < width; i++) {
+				out[q * width + i] = 0;
+				if (i < n)
+					load_reals(out + q * width + i, from[i] + q * size, bf16, 1);
+			}
 	}
 }
 
 static void pack_a(real *out, const struct matrix *a, int64_t row, int64_t p, int64_t rows, int64_t kc)
 {
-	pack(out, MR, a, a->transpose, row, p, rows, kc);
-}
-
-/* A buffer of stored rows in float: copies rows first .. first + rows - 1, from column `col` on, to out [rows,
- * BUFFER_LD]. Each row is read from beginning to end, which the processor's prefetcher follows. BUFFER_LD is no power
- * of two, so that the rows do not fall on the same sets of the cache. */
-enum { BUFFER_COLS = 4 * KC, BUFFER_LD = BUFFER_COLS + LANES };
-static void buffer_rows(real *out, const struct matrix *x, int64_t first, int64_t col, int64_t rows, int64_t cols)
-{
-	for (int64_t i = 0; i < rows; i++)
-		load_reals(out + i * BUFFER_LD, element_address(x, first + i, col), x->bf16, cols);
+	pack(out, MR, a, a->transpose, false, row, p, rows, kc);
 }
 
 static void pack_b(real *out, const struct matrix *b, int64_t col, int64_t p, int64_t cols, int64_t kc)
 {
-	if (!b->bf16) {
-		pack(out, NR, b, !b->transpose, col, p, cols, kc);
-		return;
-	}
-	real buffer[NR * BUFFER_LD];
-	const struct matrix panel = transposed(buffer, BUFFER_LD);
-	for (int64_t j = 0; j < cols; j += NR) {
-		buffer_rows(buffer, b, col + j, p, min64(NR, cols - j), kc);
-		pack(out + j * kc, NR, &panel, false, 0, 0, min64(NR, cols - j), kc);
-	}
+	if (b->bf16)
+		pack(out, NR, b, false, true, col, p, cols, kc);
+	else
+		pack(out, NR, b, !b->transpose, false, col, p, cols, kc);
 }
 
 /* An epilogue: what is done with whole rows of a product as soon as they are computed, while they are in the core's
@@ -425,33 +421,100 @@ static void compute_tile(micro_kernel_function *kernel, int mr, int64_t cols, in
 			c[i * ldc + j] = add ? c[i * ldc + j] + alpha * buffer[i * NR + j] : alpha * buffer[i * NR + j];
 }
 
-/* A product of m <= MR rows, which reading B from memory limits: B is read once, and each of its panels is used as
- * soon as it is packed, while it is in the first level of cache. */
+/* A product of few rows with a weight takes as long as reading the weight from memory. So it is read once, in blocks of
+ * LANES columns of B and LANES terms, which are transposed and used in registers, while the next columns are on their
+ * way to the cache. The terms are added in the same order as by the micro-kernel. */
+enum { FEW_ROWS = 4 * LANES };   /* with more, packed panels are as fast: measured with vectors of 16, 8 and 4 floats */
+enum { FEW_TERMS = 4 * KC };     /* terms of A that are copied at a time */
+enum { ROWS_AT_ONCE = 4 };       /* whose sums are in registers */
+
+/* sum [m, LANES] += a [m, LANES] block [LANES, LANES], the first `terms` terms of it. */
+ALWAYS_INLINE void add_block(vector *sum, const real *a, const vector block[LANES], int64_t m, const int terms)
+{
+	int64_t i = 0;
+	for (; i + ROWS_AT_ONCE <= m; i += ROWS_AT_ONCE) {
+		vector s[ROWS_AT_ONCE];
+		UNROLL
+		for (int r = 0; r < ROWS_AT_ONCE; r++)
+			s[r] = sum[i + r];
+		UNROLL
+		for (int t = 0; t < terms; t++)
+			UNROLL
+			for (int r = 0; r < ROWS_AT_ONCE; r++)
+				s[r] += (a[(i + r) * LANES + t] - (vector){0}) * block[t];
+		UNROLL
+		for (int r = 0; r < ROWS_AT_ONCE; r++)
+			sum[i + r] = s[r];
+	}
+	for (; i < m; i++) {
+		vector s = sum[i];
+		UNROLL
+		for (int t = 0; t < terms; t++)
+			s += (a[i * LANES + t] - (vector){0}) * block[t];
+		sum[i] = s;
+	}
+}
+
+/* sum [m, LANES] = the terms p .. p + kc - 1 of A times LANES columns of B from `col` on, or as many as there are up to
+ * n. a [kc / LANES, m, LANES]. B is stored transposed; bf16 is b->bf16. */
+ALWAYS_INLINE void sum_columns(vector *sum, const real *a, const struct matrix *b, const bool bf16, int64_t m,
+		int64_t n, int64_t col, int64_t p, int64_t kc)
+{
+	const int size = bf16 ? sizeof(uint16_t) : sizeof(real);
+	const char *from[LANES], *ahead[LANES]; /* these columns, and the next ones */
+	vector block[LANES];
+	for (int i = 0; i < LANES; i++) {
+		from[i] = element_address(b, min64(col + i, n - 1), p);
+		ahead[i] = element_address(b, min64(col + LANES + i, n - 1), p);
+	}
+	memset(sum, 0, m * sizeof *sum);
+	int64_t q = 0;
+	for (; q + LANES <= kc; q += LANES, a += m * LANES) {
+		UNROLL
+		for (int i = 0; i < LANES; i++) {
+			block[i] = load_vector(from[i] + q * size, bf16);
+			__builtin_prefetch(ahead[i] + q * size, 0, 2); /* to the second level of cache */
+		}
+		transpose_block(block);
+		add_block(sum, a, block, m, LANES);
+	}
+	if (q < kc) {
+		for (int i = 0; i < LANES; i++) {
+			real rest[LANES] = {0};
+			load_reals(rest, from[i] + q * size, bf16, kc - q);
+			memcpy(&block[i], rest, sizeof rest);
+		}
+		transpose_block(block);
+		add_block(sum, a, block, m, (int)(kc - q));
+	}
+}
+
+/* As ling_gemm, with m <= FEW_ROWS; A is as stored, B is stored transposed. */
 static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const struct matrix *a, const struct matrix *b,
 		bool accumulate, real *c, int64_t ldc)
 {
-	real a_panels[MR * BUFFER_COLS + LANES] __attribute__((aligned(64)));
-	real b_panel[NR * KC + LANES] __attribute__((aligned(64)));
-	real buffer[NR * BUFFER_LD] __attribute__((aligned(64)));
-	const struct matrix buffered = transposed(buffer, BUFFER_LD);
-	for (int64_t from = 0; from == 0 || from < k; from += BUFFER_COLS) {
-		const int64_t end = min64(k, from + BUFFER_COLS);
-		for (int64_t p = from; p < end; p += KC)
-			pack_a(a_panels + (p - from) * MR, a, 0, p, m, min64(KC, end - p));
-		for (int64_t col = 0; col < n; col += NR) {
-			const int64_t cols = min64(NR, n - col);
-			if (b->transpose)
-				buffer_rows(buffer, b, col, from, cols, end - from);
+	real a_blocks[FEW_ROWS * FEW_TERMS] __attribute__((aligned(64))); /* [FEW_TERMS / LANES, m, LANES] */
+	vector sum[FEW_ROWS] __attribute__((aligned(64)));
+	for (int64_t from = 0; from == 0 || from < k; from += FEW_TERMS) {
+		const int64_t end = min64(k, from + FEW_TERMS);
+		for (int64_t p = from; p < end; p += LANES)
+			for (int64_t i = 0; i < m; i++)
+				memcpy(a_blocks + (p - from) * m + i * LANES, element_address(a, i, p),
+						min64(LANES, end - p) * sizeof *a_blocks);
+		for (int64_t col = 0; col < n; col += LANES)
 			for (int64_t p = from; p == 0 || p < end; p += KC) {
-				const int64_t kc = min64(KC, end - p);
-				if (b->transpose)
-					pack_b(b_panel, &buffered, 0, p - from, cols, kc);
+				const int64_t kc = min64(KC, end - p), cols = min64(LANES, n - col);
+				const bool add = accumulate || p > 0;
+				if (b->bf16)
+					sum_columns(sum, a_blocks + (p - from) * m, b, true, m, n, col, p, kc);
 				else
-					pack_b(b_panel, b, col, p, cols, kc);
-				compute_tile(micro_kernel_packed, (int)m, cols, kc, a_panels + (p - from) * MR, b_panel, alpha,
-						accumulate || p > 0, c + col, ldc);
+					sum_columns(sum, a_blocks + (p - from) * m, b, false, m, n, col, p, kc);
+				for (int64_t i = 0; i < m; i++) {
+					real *out = c + i * ldc + col;
+					for (int j = 0; j < cols; j++)
+						out[j] = add ? out[j] + alpha * sum[i][j] : alpha * sum[i][j];
+				}
 			}
-		}
 	}
 }
 
@@ -460,7 +523,7 @@ static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const str
 static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate,
 		real *c, int64_t ldc, const struct epilogue *epilogue)
 {
-	if (m <= MR) {
+	if (m <= FEW_ROWS && b.transpose && !a.transpose) {
 		few_rows_gemm(m, n, k, alpha, &a, &b, accumulate, c, ldc);
 		if (epilogue)
 			epilogue->apply(epilogue, epilogue->first, m);

@@ -183,7 +183,7 @@ void swiglu_backward(real *dgate_up, real *act, real *dweight, const real *dout,
 /* Purposes; the low 16 bits are free for the caller, for a layer's number for example. */
 enum { RANDOM_INIT = 1 << 16, RANDOM_SHUFFLE = 2 << 16, RANDOM_ROUTING = 3 << 16, RANDOM_SAMPLING = 4 << 16,
 	RANDOM_EXAMPLES = 5 << 16, RANDOM_RETRY = 6 << 16, RANDOM_FAULTS = 7 << 16, RANDOM_SAMPLES = 8 << 16,
-	RANDOM_PERTURB = 9 << 16 };
+	RANDOM_PERTURB = 9 << 16, RANDOM_SCALING = 10 << 16 };
 struct random_stream {
 	uint64_t seed;
 	uint32_t purpose, step;

@@ -1408,14 +1408,14 @@ static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 	}
 }
 
-/* The bias of each expert moves towards balance (DeepSeek-V3, arXiv:2412.19437, with the zero mean of Ling 2.0's
- * training): b_e += rate (d_e - mean of d), d_e = sign(mean load - load of e), from the assignments of the global batch,
- * padding not counted. They are whole numbers and the same on all ranks, and so is the bias: no rank sends it. */
+/* The bias of each expert moves towards balance (Wang et al. 2024, arXiv:2408.15664, with the zero mean of Ling 2.0's
+ * training): b_e += rate (d_e - mean of d), d_e = sign(mean load - load of e). Loads are the assignments of the global
+ * batch, padding not counted: whole numbers, the same on all ranks. So is the bias, which no rank sends. */
 static void update_expert_bias(struct trainer *t)
 {
 	const struct model_config *c = &t->config.model;
 	const int E = c->num_experts;
-	for (int l = c->first_k_dense_replace; l < num_layers(c) && c->moe_router_enable_expert_bias; l++) {
+	for (int l = c->first_k_dense_replace; l < trained_layers(c) && c->moe_router_enable_expert_bias; l++) {
 		real *bias = t->model.params.layer[l].expert_bias;
 		const double *count = layer_sums(&t->sums, l)->count;
 		double total = 0, signs = 0;

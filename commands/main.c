@@ -9,11 +9,13 @@
 #include "commands/options.h"
 #include "commands/train.h"
 #include "commands/supervise.h"
+#include "commands/sweep.h"
 #include "commands/evaluate.h"
 #include "commands/generate.h"
 #include "commands/chat.h"
 #include "commands/tokenize.h"
 #include "commands/convert.h"
+#include "commands/merge.h"
 #include "commands/info.h"
 #include "commands/bench.h"
 #include "commands/doctor.h"
@@ -23,6 +25,8 @@
 #include "commands/report.h"
 #include "commands/trace.h"
 #include "commands/align.h"
+#include "commands/fit.h"
+#include "commands/cost.h"
 #include "commands/manual.h"
 #include "commands/startup.h"
 
@@ -33,9 +37,11 @@
 #include <unistd.h>
 
 static const struct command *const commands[] = {
-	&train_command, &supervise_command, &eval_command, &generate_command, &chat_command, &tokenize_command,
-	&train_tokenizer_command, &convert_command, &info_command, &bench_command, &doctor_command, &plot_command,
-	&trace_command, &report_command, &export_command, &watch_command, &align_command,
+	&train_command, &supervise_command, &sweep_command, &eval_command, &generate_command, &chat_command,
+	&tokenize_command, &train_tokenizer_command, &convert_command, &merge_command, &info_command, &bench_command,
+	&doctor_command,
+	&plot_command, &trace_command, &report_command, &export_command, &watch_command, &align_command, &fit_command,
+	&cost_command,
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };

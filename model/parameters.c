@@ -264,11 +264,6 @@ struct model_config local_config(const struct model_config *c, const struct layo
 	return local;
 }
 
-bool is_expert_bias(const char *name)
-{
-	return has_suffix(name, EXPERT_BIAS);
-}
-
 const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
 	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
 	{"router", "mlp.gate."}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."}, {"MTP layers", "model.layers."},

@@ -46,9 +46,6 @@ struct model_config local_config(const struct model_config *c, const struct layo
 /* -- parameters -- A rank holds its parameters in one block of memory. A table names them, and struct params points
  * into the block. The gradients are a second block of the same form. */
 
-/* Whether the name of a parameter is that of an expert bias: each step moves it, and not by a gradient. */
-bool is_expert_bias(const char *name);
-
 enum init { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_ROUTER };
 
 /* Which ranks hold the same elements, so that their gradients are added up: all; those of a data group; those with the

@@ -78,7 +78,7 @@ void model_perturb(struct model *m, uint64_t key)
 {
 	for (int i = 0; i < m->table.num_parameters; i++) {
 		const struct parameter *t = &m->table.parameters[i];
-		if (is_expert_bias(t->name))
+		if (has_suffix(t->name, EXPERT_BIAS))
 			continue;
 		struct random_stream stream = parameter_stream(t, key);
 		const int64_t n = t->shard.num_cols;
@@ -163,12 +163,12 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 static int check_unused_bias(const struct model *m, const struct parameter *t, const char *dir)
 {
 	const real *bias = m->params.memory + t->offset;
-	for (int64_t e = 0; e < parameter_size(t) && is_expert_bias(t->name) &&
-			!m->global.moe_router_enable_expert_bias; e++)
+	const bool unused = has_suffix(t->name, EXPERT_BIAS) && !m->global.moe_router_enable_expert_bias;
+	for (int64_t e = 0; e < parameter_size(t) && unused; e++)
 		if (bias[e] != 0)
-			return fail("%s: tensor %s has %g for expert %lld, but moe_router_enable_expert_bias is false; expected zeros, "
-					"or true: set it in config.json, since the model was trained with this bias", dir, t->name,
-					plain_nan(bias[e]), (long long)e);
+			return fail("%s: tensor %s has %g for expert %lld, but moe_router_enable_expert_bias is false; expected "
+					"zeros, or true: the model was trained with this bias", dir, t->name, plain_nan(bias[e]),
+					(long long)e);
 	return 0;
 }
 

@@ -3,7 +3,7 @@
 # need: cmocka, jq as another reader of JSON, groff for the manual page, and clang with its OpenMP header and its libraries for sanitizers and fuzzing.
 # Does nothing when all of it is there. (bash, perl, awk, gzip and cmp, which scripts use too, are part of every Debian system.)
 set -eu
-packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libzstd-dev libedit-dev libopenmpi-dev openmpi-bin
+packages="gcc make libc6-dev libopenblas-dev libyaml-dev libjansson-dev libpcre2-dev libutf8proc-dev libpng-dev zlib1g-dev libzstd-dev libedit-dev libnlopt-dev libopenmpi-dev openmpi-bin
 	openssh-client pkg-config"
 case "$*" in
 "") ;;

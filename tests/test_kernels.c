@@ -217,6 +217,70 @@ static void test_product_blocks(void **state)
 	}
 }
 
+/* A product of few rows has the bits of these rows in a product of many: for each number of rows, in groups and with a
+ * list of rows; with sizes that are no multiples of blocks, and sums that become -0; written and added to; by several
+ * threads; with weights in float and in bfloat16. */
+static void test_few_rows(void **state)
+{
+	(void)state;
+	enum { MANY = 200 }; /* one thread has tiles of at least 88 of these rows, which are no few rows */
+	static const int64_t sizes[][2] = {{1, 1}, {7, 33}, {16, 16}, {17, 31}, {95, 130}, {384, 48}, {385, 65}, {801, 77},
+			{1551, 40}, {3101, 19}};
+	const int threads = omp_get_max_threads();
+	for (size_t c = 0; c < COUNT(sizes); c++) {
+		const int64_t K = sizes[c][0], N = sizes[c][1];
+		real *x = normal_array(MANY * K, 1), *w = normal_array(3 * N * K, 2), *y = normal_array(MANY * N, 3);
+		real *written = nan_array(MANY * N), *added = nan_array(MANY * N), *few = nan_array(MANY * N);
+		uint16_t *half = malloc(3 * N * K * sizeof *half);
+		for (int64_t i = 0; i < K; i++) { /* all terms of the first element become 0 or -0 */
+			x[i] *= sizeof(real) == 4 ? (real)1e-30 : (real)1e-300;
+			w[i] *= (real)1e-30;
+		}
+		for (int64_t i = 0; i < 3 * N * K; i++) {
+			half[i] = float_to_bf16((float)w[i]);
+			w[i] = bf16_to_float(half[i]);
+		}
+		struct weight weights[2][3];
+		int32_t row[MANY];
+		stack_weights(weights[0], w, 3, N * K);
+		for (int64_t g = 0; g < 3; g++)
+			weights[1][g] = (struct weight){.data = half + g * N * K, .bf16 = true};
+		for (int r = 0; r < MANY; r++)
+			row[r] = (r * 29 + 3) % MANY;
+		memcpy(added, y, MANY * N * sizeof *y);
+		omp_set_num_threads(1);
+		matmul_forward(written, x, weights[0], NULL, MANY, K, N, false);
+		matmul_forward(added, x, weights[0], NULL, MANY, K, N, true);
+		for (int64_t rows = 1; rows < 70; rows += rows < 18 ? 1 : 9)
+			for (int form = 0; form < 6; form++) {
+				const struct weight *weight = weights[form % 2];
+				omp_set_num_threads(1 + form / 2);
+				matmul_forward(few, x, weight, NULL, rows, K, N, false);
+				assert_memory_equal(few, written, rows * N * sizeof *few);
+				memcpy(few, y, rows * N * sizeof *few);
+				matmul_forward(few, x, weight, NULL, rows, K, N, true);
+				assert_memory_equal(few, added, rows * N * sizeof *few);
+			}
+		for (int64_t each = 0; each < 9; each += 2) { /* groups of `each` rows; 1 more in the middle; by a list */
+			const int64_t offset[] = {0, each, 2 * each + 1, 3 * each + 1}, R = offset[3];
+			real *grouped = nan_array(R * N), *one = nan_array(MANY * N);
+			for (int form = 0; form < 2; form++) {
+				omp_set_num_threads(1 + 2 * form);
+				grouped_matmul_forward(grouped, x, row, weights[form], offset, 3, K, N, false);
+				omp_set_num_threads(1);
+				for (int g = 0; g < 3; g++) {
+					matmul_forward(one, x, &weights[form][g], NULL, MANY, K, N, false);
+					for (int64_t r = offset[g]; r < offset[g + 1]; r++)
+						assert_memory_equal(grouped + r * N, one + row[r] * N, N * sizeof *one);
+				}
+			}
+			free(grouped), free(one);
+		}
+		omp_set_num_threads(threads);
+		free(x), free(w), free(y), free(written), free(added), free(few), free(half);
+	}
+}
+
 /* ------------------------------------------------------------------------------------------------------------
  * Extremes
  * ------------------------------------------------------------------------------------------------------------ */
@@ -894,6 +958,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists),
 		cmocka_unit_test(test_weights_in_place), cmocka_unit_test(test_product_blocks),
+		cmocka_unit_test(test_few_rows),
 		cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
 		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_sigmoid_scores), cmocka_unit_test(test_topk_groups),
 		cmocka_unit_test(test_topk_many), cmocka_unit_test(test_sigmoid_extremes),

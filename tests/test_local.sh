@@ -46,6 +46,24 @@ test_is_synchronous_sgd() {
 	"$root/build/compare_checkpoints_double" model "" sgd/step-0000006 two/step-0000006 1e-3 >/dev/null 2>&1 && problem "two local steps are one"
 }
 
+# The expert bias is the mean of the replicas', whatever the outer step does to weights: after single steps of two replicas with rate u, each is a
+# multiple of u / 2 / experts.
+test_expert_bias() {
+	train 4 bias $local local.steps=1 parallel.expert=2 train.steps=5 model.architecture=BailingMoeV2ForCausalLM model.norm_head=false \
+		model.router.bias_update_rate=1e-2
+	perl -MJSON::PP -e 'local $/; my $n = 0;
+		for my $path (@ARGV) {
+			open my $f, "<:raw", $path; my $bytes = <$f>; my $size = unpack "Q<", $bytes; my $header = decode_json(substr $bytes, 8, $size);
+			for my $name (grep /expert_bias$/, keys %$header) {
+				for my $b (unpack "f<*", substr $bytes, 8 + $size + $header->{$name}{data_offsets}[0], 4 * 8) {
+					my $x = $b / 1e-2 * 16; $n += $x != 0;
+					abs($x - sprintf "%.0f", $x) < 1e-3 && abs($b) <= 0.05 * 2 or die "$name: $b\n";
+				}
+			}
+		}
+		$n >= 8 or die "$n biases\n"' bias/step-0000005/model-*.safetensors 2>err.txt || problem "$(cat err.txt)"
+}
+
 # Steps of the warm-up are those of a run without replicas.
 test_warmup() {
 	RUN=$root/build/ling_double train 4 all parallel.expert=2 train.steps=5 schedule.peak_lr=3e-3
@@ -246,5 +264,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume mtp hangs clip other_replicas seconds poisoned plan bench refused
+check is_synchronous_sgd expert_bias warmup resume mtp hangs clip other_replicas seconds poisoned plan bench refused
 finish

@@ -243,6 +243,51 @@ test_change_of_layout() {
 		whole/metrics.jsonl parts/metrics.jsonl || problem "valid_loss of whole and parts"
 }
 
+# The router of Ling 2.0, with noise and all losses. In double, where all layouts choose the same experts, the expert bias has the same bits on
+# all of them: it comes from whole numbers. A run that continues has the bits of one that does not.
+v2="model.architecture=BailingMoeV2ForCausalLM model.norm_head=false model.num_experts_per_tok=3 model.n_group=4 model.topk_group=2
+	model.routed_scaling_factor=2.5 model.first_k_dense_replace=1 model.num_hidden_layers=3 model.head_dim=12 model.partial_rotary_factor=0.5
+	model.num_nextn_predict_layers=1 model.router.warmup_steps=6 model.router.bias_update_rate=3e-3"
+test_expert_bias() {
+	local layout n tensor expert layer
+	equal v2 "2,1,2 4,4,2" train.micro_batch=1 data.seq_len=15 $v2
+	equal v2_layer "8,2,4" train.micro_batch=4 train.recompute=layer $v2
+	! cmp -s <(steady v2_layer/metrics.jsonl | jq -c .expert_bias) <(steady v2/metrics.jsonl | jq -c .expert_bias) || problem "other data, the same bias"
+	jq -es 'all(.[]; .expert_bias | length == 3 and all(.[]; . > 0)) and (.[0].expert_bias | all(.[]; . >= 1.5e-3 and . < 6e-3))' v2/metrics.jsonl >out.txt ||
+		problem "$(head -n 1 v2/metrics.jsonl)"
+	train 1 unlike train.steps=1
+	grep -q expert_bias unlike/metrics.jsonl && problem "a bias in $(cat unlike/metrics.jsonl)"
+	local ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
+	train 1 bias $v2
+	for layout in 2,1,2 4,2,2 8,4,4; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		train "$n" bias-$layout $v2 parallel.tensor="$tensor" parallel.expert="$expert"
+		agree bias bias-$layout 1e-10
+		tensors model "" bias/step-0000020 bias-$layout/step-0000020 1e-10
+		for layer in 1 2 3; do # the last one is for multi-token prediction
+			tensors model model.layers.$layer.mlp.gate.expert_bias bias/step-0000020 bias-$layout/step-0000020 0
+			tensors optimizer exp_avg_sq.model.layers.$layer.mlp.gate.expert_bias bias/step-0000020 bias-$layout/step-0000020 0
+		done
+	done
+	ling=$root/ling compare=$root/build/compare_checkpoints
+	for layout in parallel.reduce=f32 parallel.reduce=bf16; do
+		rm -rf bias-whole bias-parts
+		train 4 bias-whole $v2 parallel.expert=2 $layout health.every=1
+		train 4 bias-parts $v2 parallel.expert=2 $layout health.every=1 train.stop_at_step=7
+		train 4 bias-parts $v2 parallel.expert=2 $layout health.every=1
+		same_files bias-whole/step-0000020 bias-parts/step-0000020
+	done
+	train 1 still $v2 model.router.bias_update_rate=off
+	jq -es 'all(.[]; .expert_bias == [0, 0, 0])' still/metrics.jsonl >out.txt || problem "rate 0: $(head -n 1 still/metrics.jsonl)"
+	cp -r v2/step-0000020 unbiased
+	sed -i 's/"moe_router_enable_expert_bias": true/"moe_router_enable_expert_bias": false/' unbiased/config.json
+	for n in 1 2; do
+		refused $n "expert_bias has" "$ling" eval unbiased --data valid --seq-len 16
+		refused $n "moe_router_enable_expert_bias is false" "$ling" train tiny.yaml $v2 model.moe_router_enable_expert_bias=false \
+			train.init_from=unbiased train.output_dir=refused
+	done
+}
+
 # Expert e's weights are e; every other tensor is what it was. Updates of 1e-30 leave them so. In double, as above.
 test_experts_stay() {
 	local ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
@@ -427,6 +472,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants mtp balance_shares blend evaluation every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants mtp balance_shares blend evaluation every_gradient expert_bias bit_equal bf16 change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

@@ -355,7 +355,7 @@ void local_sgd_average_bias(struct local_sgd *s, const struct parameter_table *t
 	struct optimizer_shard_iterator walk = {0};
 	struct optimizer_shard p;
 	while (next_optimizer_shard(table, &walk, &p)) { /* the same shards on the ranks that share them out */
-		if (!is_expert_bias(p.parameter->name))
+		if (!has_suffix(p.parameter->name, EXPERT_BIAS))
 			continue;
 		const int64_t n = p.end - p.from;
 		real *bias = weights + p.parameter->offset + p.from;

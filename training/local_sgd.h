@@ -115,8 +115,8 @@ void local_sgd_drop_taken(struct local_sgd *s);
 void local_sgd_put_back(struct local_sgd *s, int64_t n);
 /* Gives the pending samples the index of their file in a new blend; those of files that left it, -1, are dropped. */
 void local_sgd_remap(struct local_sgd *s, const int *index);
-/* What no gradient moves, the expert bias, becomes its mean over the replicas, and w_sync with it, so that the outer step
- * leaves it so. Before local_sgd_synchronise. Collective of all ranks. */
+/* What no gradient moves, the expert bias, becomes its mean over the replicas, and w_sync with it: the outer step
+ * then leaves it so. Before local_sgd_synchronise. Collective of all ranks. */
 void local_sgd_average_bias(struct local_sgd *s, const struct parameter_table *table, real *weights);
 /* Ends the period: measures what the replicas have learnt, decides, and starts to bring their weights together. The
  * arrays of *out are given. Collective of all ranks. */

@@ -126,8 +126,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start may free it */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
-			!t->state.router_std || !t->expert_load || !t->expert_bias || !t->expert_counts || !t->valid_losses || !t->length ||
-			!t->input || !t->target || !t->samples || (documents && !t->document)))
+			!t->state.router_std || !t->expert_load || !t->expert_bias || !t->expert_counts || !t->valid_losses ||
+			!t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {

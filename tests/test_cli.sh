@@ -692,6 +692,9 @@ test_info() {
 	expect 0 "" "$ling" info "$root/configs/ling-flash-2.0.yaml" --json
 	grep -q '"parameters": 102889705216, "active_parameters": 6152277760' out.txt || problem "Ling-flash-2.0: $(head -c 200 out.txt)"
 	[ "$(jq '.active_parameters - .parts.embedding.active - .parts.head.active' out.txt)" = 4864626432 ] || problem "Ling-flash-2.0: $(cat out.txt)"
+	# llama.cpp counts 999.705 billion when it loads Ling-1T.
+	expect 0 "" "$ling" info "$root/configs/ling-1t.yaml" --json
+	grep -q '"parameters": 999705328640, "active_parameters": 51054427136' out.txt || problem "Ling-1T: $(head -c 200 out.txt)"
 	expect 0 "" "$ling" info "$root/configs/ling-mini-2.0.yaml" --json
 	grep -q '"parameters": 16255643392, "active_parameters": 1432973056' out.txt || problem "Ling-mini-2.0: $(head -c 200 out.txt)"
 	[ "$(jq '.active_parameters - .parts.embedding.active - .parts.head.active' out.txt)" = 789147392 ] || problem "Ling-mini-2.0: $(cat out.txt)"

@@ -218,6 +218,12 @@ test_ling2() {
 	sed -i 's/"moe_router_enable_expert_bias": false/"moe_router_enable_expert_bias": true/' unbiased/config.json
 	refuse "model.layers.1.mlp.gate.expert_bias is missing" unbiased
 	expect 1 "model.layers.1.mlp.gate.expert_bias is missing" "$ling" eval unbiased --data text --seq-len 16
+	# a form that only conversion reads; here half of one
+	rm -rf split && cp -r v2-same split
+	rewrite split/model.safetensors 's/model.layers.1.attention.query_key_value/model.layers.1.attention.q_proj/g'
+	expect 1 "query_key_value.weight is missing; other programs' forms of it, which are there, become this one by ling convert" \
+		"$ling" eval split --data text --seq-len 16
+	refuse "model.layers.1.attention.q_proj.weight: shape [64, 32]; expected [32, 32]" split
 	# its chat form, by its template; a reply ends with <|role_end|>
 	expect 0 "" "$ling" train-tokenizer --vocab-size 280 --special '<|role_end|>' --out v2/tokenizer.json text.txt
 	echo '{"eos_token": "<|role_end|>"}' >v2/tokenizer_config.json

@@ -1408,6 +1408,8 @@ static void v2_gguf_configs(void **state)
 			"`bailingmoe2.expert_gating_func` is 1; expected 2"},
 		{"bailingmoe2.expert_gating_func", "bailingmop2.expert_gating_func", 30,
 			"the key `bailingmoe2.expert_gating_func` is missing"},
+		{"bailingmoe2.expert_group_used_count", "bailingmop2.expert_group_used_count", 35,
+			"the key `bailingmoe2.expert_group_used_count` is missing beside expert_group_count"},
 		{"bailingmoe2.expert_group_count", "bailingmoe2.expert_group_coins", 30,
 			"the key `bailingmoe2.expert_group_coins` is not known"},
 		{"expert_shared_feed_forward_length\x04\0\0\0\x03", "expert_shared_feed_forward_length\x04\0\0\0\x05", 38,

@@ -68,8 +68,8 @@
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
- *     train, supervise, evaluate, generate, chat, tokenize, convert, info, doctor, bench, plot, export, trace, report,
- *                              watch, align, fit, cost   a command each; tokenize has train-tokenizer too
+ *     train, supervise, evaluate, generate, chat, tokenize, convert, merge, info, doctor, bench, plot, export, trace,
+ *                              report, watch, align, fit, cost   a command each; tokenize has train-tokenizer too
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the step; then
  * training/loop.c. kernels.h says what each operation computes, docs/training.md has the formulas.

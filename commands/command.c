@@ -4,7 +4,13 @@
 #define _GNU_SOURCE
 #include "commands/command.h"
 
+#include "files/base.h"
+#include "files/config.h"
+#include "files/convert.h"
+#include "model/parameters.h"
+
 #include <assert.h>
+#include <stdlib.h>
 #include <string.h>
 
 bool option_given(const struct command_line *line, const char *name)
@@ -15,4 +21,23 @@ bool option_given(const struct command_line *line, const char *name)
 		i++;
 	assert(i < c->num_options);
 	return line->given[i];
+}
+
+int convert_parameters(const struct source_model *s, const struct model_config *c, const struct conversion *to,
+		struct converted *result)
+{
+	struct model_config untied = *c;
+	untied.tie_word_embeddings = false; /* so that lm_head.weight is listed */
+	int n;
+	struct parameter *parameters = global_parameters(&untied, &n);
+	struct named_tensor *params = parameters ? calloc(n, sizeof *params) : NULL;
+	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
+	for (int i = 0; i < n && rc == 0; i++)
+		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows,
+				.cols = parameters[i].cols};
+	if (rc == 0)
+		rc = convert_model(s, params, n, to, result);
+	free(params);
+	free(parameters);
+	return rc;
 }

@@ -111,6 +111,13 @@ struct command_line {
 /* Whether this option, which the command must have, was on the command line. */
 bool option_given(const struct command_line *line, const char *name);
 
+struct source_model;
+struct conversion;
+struct converted;
+/* convert_model of files/convert.h, with the parameters that a model of this config has. */
+int convert_parameters(const struct source_model *s, const struct model_config *c, const struct conversion *to,
+		struct converted *result);
+
 enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute together */
 
 #endif

@@ -11,7 +11,6 @@
 #include "commands/result.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 struct convert_options {
@@ -21,7 +20,6 @@ struct convert_options {
 };
 
 static const char *const format_names[] = {"hf", "checkpoint", "gguf", NULL}; /* in the order of enum model_format */
-static const char *const output_dtypes[] = {"f32", "bf16", "f16", NULL};
 
 /* Fails where options do not go together. dtype: NULL where none is given. */
 static int check_conversion(const struct convert_options *o, enum model_format format, const char *dtype)
@@ -52,7 +50,7 @@ static int run_convert(const struct command_line *line)
 	if (check_conversion(o, format, dtype) < 0)
 		return EXIT_WRONG_USE;
 	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .fold_norm_head = o->fold_norm_head,
-			.max_shard_size = o->max_shard_size ? (int64_t)o->max_shard_size : 5000000000,
+			.max_shard_size = o->max_shard_size ? (int64_t)o->max_shard_size : MAX_SHARD_SIZE,
 			.no_tokenizer = o->no_tokenizer};
 
 	struct model_config c;
@@ -60,23 +58,12 @@ static int run_convert(const struct command_line *line)
 			: source_model_open(source_path, &c);
 	if (!source)
 		return EXIT_WORK_FAILED;
-	c.tie_word_embeddings = false; /* so that lm_head.weight is listed */
-	int n;
-	struct parameter *parameters = global_parameters(&c, &n);
-	struct named_tensor *params = parameters ? calloc(n, sizeof *params) : NULL;
 	struct converted result;
-	int rc = params ? 0 : fail("out of memory for the names of the model's tensors");
-	for (int i = 0; i < n && rc == 0; i++)
-		params[i] = (struct named_tensor){.name = parameters[i].name, .rows = parameters[i].rows,
-				.cols = parameters[i].cols};
-	if (rc == 0)
-		rc = convert_model(source, params, n, &to, &result);
+	const int rc = convert_parameters(source, &c, &to, &result);
 	if (rc == 0)
 		result_print(json_pack("{s:s, s:I, s:I, s:o}", "format", format_names[format],
 				"tensors", (json_int_t)result.tensors, "bytes", (json_int_t)result.bytes,
 				"path", json_cstring(path)), o->json, print_conversion);
-	free(params);
-	free(parameters);
 	source_model_close(source);
 	return rc < 0 ? EXIT_WORK_FAILED : EXIT_DONE;
 }

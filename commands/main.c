@@ -14,6 +14,7 @@
 #include "commands/chat.h"
 #include "commands/tokenize.h"
 #include "commands/convert.h"
+#include "commands/merge.h"
 #include "commands/info.h"
 #include "commands/bench.h"
 #include "commands/doctor.h"
@@ -36,8 +37,8 @@
 
 static const struct command *const commands[] = {
 	&train_command, &supervise_command, &eval_command, &generate_command, &chat_command, &tokenize_command,
-	&train_tokenizer_command, &convert_command, &info_command, &bench_command, &doctor_command, &plot_command,
-	&trace_command, &report_command, &export_command, &watch_command, &align_command, &fit_command,
+	&train_tokenizer_command, &convert_command, &merge_command, &info_command, &bench_command, &doctor_command,
+	&plot_command, &trace_command, &report_command, &export_command, &watch_command, &align_command, &fit_command,
 	&cost_command,
 };
 

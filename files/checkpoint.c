@@ -118,6 +118,7 @@ int model_files_read(struct model_files *f, const char *dir)
 	free(entries);
 	if (!rc)
 		rc = path_join(path, dir, "config.json") < 0 || !(f->config = json_read(path)) ? -1 : 0;
+	json_object_del(f->config, MERGE_KEY); /* it is not true of weights that are trained further */
 	return rc;
 }
 

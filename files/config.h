@@ -198,6 +198,10 @@ int config_from_json(struct model_config *m, const json_t *root, const char *pat
 int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
 		const json_t *gguf_name);
 
+/* The member of a config.json that says which checkpoints its weights were merged from: see commands/merge.c. A run
+ * that starts from them does not pass it on. */
+#define MERGE_KEY "checkpoint_merge"
+
 /* config_write for weights in float32 and without a base. */
 int config_to_huggingface(const struct model_config *m, const char *path);
 

@@ -33,6 +33,7 @@ struct source_model {
 	struct model_config config;
 	struct tensors *weights;
 	json_t *config_json;       /* of a directory */
+	json_t *trainer;           /* of a checkpoint */
 	const json_t *metadata;    /* of a GGUF file, else NULL */
 };
 
@@ -63,6 +64,7 @@ struct target {               /* a tensor of the result: ranges first .. first +
 
 struct converter {            /* a conversion under way */
 	const struct source_model *source;
+	const struct weighted_sum *sum; /* or NULL */
 	bool to_gguf;
 	struct model_config config; /* of the result */
 	struct row_range *ranges;  /* [num_ranges], in the order of the result */
@@ -71,12 +73,13 @@ struct converter {            /* a conversion under way */
 	double *fold;              /* [H] what lm_head's columns are divided by, or NULL */
 	struct safetensors_writer *file; /* that is being written; or NULL, and it is */
 	FILE *gguf;
-	bool *verified;            /* by tensor of the source: its checksum was checked */
+	bool *verified;            /* by tensor of the source: its checksum was checked, and those of all models of a sum */
 	uint8_t *block;            /* converted rows */
 	const uint8_t **rows;      /* [BLOCK_ROWS] where they are in the source */
 	struct progress progress;
 };
 
+const char *const output_dtypes[] = {"f32", "bf16", "f16", NULL};
 static const char *const huggingface_dtypes[] = {[F64] = "float64", [F32] = "float32", [F16] = "float16",
 		[BF16] = "bfloat16"};
 
@@ -96,9 +99,9 @@ struct source_model *source_model_open(const char *path, struct model_config *co
 		else
 			rc = path_exists(trainer);
 		if (rc > 0) { /* a checkpoint, whose files have checksums */
-			json_t *root = json_read(trainer);
-			rc = root && trainer_check(root, trainer) == 0 ? checkpoint_check_files(path, trainer, root) : -1;
-			json_decref(root);
+			s->trainer = json_read(trainer);
+			rc = s->trainer && trainer_check(s->trainer, trainer) == 0
+				? checkpoint_check_files(path, trainer, s->trainer) : -1;
 		}
 		if (rc == 0)
 			rc = (s->weights = tensors_open(path, "model")) ? 0 : -1;
@@ -124,7 +127,13 @@ void source_model_close(struct source_model *s)
 		return;
 	tensors_close(s->weights);
 	json_decref(s->config_json);
+	json_decref(s->trainer);
 	free(s);
+}
+
+const json_t *source_model_trainer(const struct source_model *s)
+{
+	return s->trainer;
 }
 
 /* ------------------------------------------------------------------------------- what is to be copied, and where */
@@ -231,6 +240,28 @@ static int find_sources(struct converter *p)
 					s->metadata ? "its metadata" : "config.json");
 	free(needed);
 	return rc;
+}
+
+/* Fails unless all models of a sum have the same tensors as the source: so tensor i is the same one in all of them. */
+static int check_sum(const struct converter *p)
+{
+	const struct tensors *w = p->source->weights;
+	for (int m = 0; p->sum && m < p->sum->count; m++) {
+		const struct source_model *other = p->sum->models[m];
+		for (int i = 0; i < w->count || i < other->weights->count; i++) {
+			const struct tensor *a = i < w->count ? &w->tensors[i] : NULL,
+					*b = i < other->weights->count ? &other->weights->tensors[i] : NULL;
+			const int order = !a ? 1 : !b ? -1 : strcmp(a->name, b->name); /* both are sorted by name */
+			if (order)
+				return fail("%s: tensor %s is not in %s; expected the same tensors in both",
+						order < 0 ? p->source->path : other->path, order < 0 ? a->name : b->name,
+						order < 0 ? other->path : p->source->path);
+			if (!has_shape(b, a->shape, a->num_dims) || b->dtype != a->dtype)
+				return fail("%s: tensor %s has another shape or type than in %s; expected the same", other->path,
+						b->name, p->source->path);
+		}
+	}
+	return 0;
 }
 
 /* Gives pages of a mapped file back that are not needed any more: a model may be larger than the memory. */
@@ -396,6 +427,62 @@ bool convert_row(uint8_t *out, enum dtype to, const uint8_t *in, enum dtype from
 	return overflow;
 }
 
+/* The same tensor as `from`, a tensor of the source, in model m of a sum. */
+static const struct tensor *summand(const struct converter *p, const struct tensor *from, int m)
+{
+	return &p->sum->models[m]->weights->tensors[from - p->source->weights->tensors];
+}
+
+/* The weighted sum of n <= CONVERT_RUN numbers, which in the source are at `in`, in tensor `from`. */
+static void sum_numbers(double *sum, const struct converter *p, const struct tensor *from, const uint8_t *in,
+		int64_t n)
+{
+	const int64_t offset = in - tensor_bytes(from);
+	real values[CONVERT_RUN];
+	double exact[CONVERT_RUN];
+	memset(sum, 0, n * sizeof *sum);
+	for (int m = 0; m < p->sum->count; m++) {
+		const uint8_t *at = tensor_bytes(summand(p, from, m)) + offset;
+		const double weight = p->sum->weights[m];
+		if (from->dtype == F64) {
+			memcpy(exact, at, n * sizeof *exact);
+			for (int64_t i = 0; i < n; i++)
+				sum[i] += weight * exact[i];
+		} else {
+			to_real(values, at, n, from->dtype);
+			for (int64_t i = 0; i < n; i++)
+				sum[i] += weight * (double)values[i];
+		}
+	}
+}
+
+/* convert_row for n numbers that in the source are at `in`, in tensor `from`; where a sum is asked for, of that. */
+static bool convert_numbers(const struct converter *p, uint8_t *out, enum dtype to, const struct tensor *from,
+		const uint8_t *in, int64_t n, const double *divisor)
+{
+	if (!p->sum)
+		return convert_row(out, to, in, from->dtype, n, divisor);
+	bool overflow = false;
+	double sum[CONVERT_RUN];
+	for (int64_t at = 0; at < n; at += CONVERT_RUN) {
+		const int64_t run = n - at < CONVERT_RUN ? n - at : CONVERT_RUN;
+		sum_numbers(sum, p, from, in + at * dtypes[from->dtype].size, run);
+		overflow |= convert_row(out + at * dtypes[to].size, to, (const uint8_t *)sum, F64, run, NULL);
+	}
+	return overflow;
+}
+
+/* forget_pages for bytes from .. end of a tensor of the source, in all models of a sum. */
+static void forget_numbers(const struct converter *p, const struct tensor *from, const uint8_t *begin,
+		const uint8_t *end)
+{
+	forget_pages(begin, end);
+	for (int m = 0; p->sum && m < p->sum->count; m++) {
+		const uint8_t *at = tensor_bytes(summand(p, from, m));
+		forget_pages(at + (begin - tensor_bytes(from)), at + (end - tensor_bytes(from)));
+	}
+}
+
 /* Where in the source row r of a range is; r counts within the range, in the order of the result. */
 static const uint8_t *source_row(const struct converter *p, const struct row_range *s, int64_t r)
 {
@@ -409,13 +496,18 @@ static const uint8_t *source_row(const struct converter *p, const struct row_ran
 	return tensor_bytes(s->from) + r * s->cols * dtypes[s->from->dtype].size;
 }
 
-/* Checks the checksum of the tensor that a range is from, once. */
+/* Checks the checksum of the tensor that a range is from, once; of a sum, in all models. */
 static int verify_source(struct converter *p, const struct row_range *s)
 {
 	bool *done = &p->verified[s->from - p->source->weights->tensors];
-	int rc = *done ? 0 : tensor_verify(s->from);
-	if (!*done && s->from->has_crc)
-		forget_pages(tensor_bytes(s->from), tensor_bytes(s->from) + (s->from->end - s->from->begin));
+	const int count = *done ? 0 : p->sum ? p->sum->count : 1;
+	int rc = 0;
+	for (int m = 0; m < count && rc == 0; m++) {
+		const struct tensor *t = p->sum ? summand(p, s->from, m) : s->from;
+		rc = tensor_verify(t);
+		if (t->has_crc)
+			forget_pages(tensor_bytes(t), tensor_bytes(t) + (t->end - t->begin));
+	}
 	*done = true;
 	return rc;
 }
@@ -430,8 +522,12 @@ static int fail_overflow(const struct converter *p, const struct target *k, cons
 	for (; i < s->cols; i++) {
 		const uint8_t *in = row + i * dtypes[s->from->dtype].size;
 		const double *fold = p->fold && s->lm_head ? p->fold + i : NULL;
-		to_real(&value, in, 1, s->from->dtype);
-		if (convert_row(out, k->dtype, in, s->from->dtype, 1, fold))
+		double sum;
+		if (p->sum)
+			sum_numbers(&sum, p, s->from, in, 1), value = (real)sum;
+		else
+			to_real(&value, in, 1, s->from->dtype);
+		if (convert_numbers(p, out, k->dtype, s->from, in, 1, fold))
 			break;
 	}
 	return fail("%s: tensor %s: %g in column %lld is beyond the numbers of %s; choose another --dtype",
@@ -494,11 +590,11 @@ static int write_target(struct converter *p, const struct target *k)
 			}
 #pragma omp parallel for reduction(min : wrong)
 			for (int64_t i = 0; i < n; i++)
-				if (convert_row(p->block + i * row_bytes, k->dtype, p->rows[i], s->from->dtype, s->cols, fold))
+				if (convert_numbers(p, p->block + i * row_bytes, k->dtype, s->from, p->rows[i], s->cols, fold))
 					wrong = i < wrong ? i : wrong;
 			if (wrong < n)
 				return fail_overflow(p, k, s, p->rows[wrong]);
-			forget_pages(first, last + s->cols * dtypes[s->from->dtype].size);
+			forget_numbers(p, s->from, first, last + s->cols * dtypes[s->from->dtype].size);
 			if (append_block(p, n * row_bytes, size) < 0)
 				return -1;
 			progress(&p->progress, n * row_bytes);
@@ -574,10 +670,14 @@ static int write_huggingface(struct converter *p, const struct conversion *to, c
 	free(first);
 	if (rc == 0)
 		rc = shards_finish(dir, "model", shards);
+	json_t *base = json_copy(p->source->config_json);
+	if (p->sum)
+		json_object_set(base, MERGE_KEY, p->sum->description);
 	if (rc == 0)
 		rc = path_join(path, dir, "config.json") < 0 ? -1
-			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], p->source->config_json,
+			: config_write(path, &p->config, huggingface_dtypes[p->targets[0].dtype], base,
 					json_object_get(p->source->metadata, "general.name"));
+	json_decref(base);
 	return rc < 0 || copy_files(p->source, dir, !to->no_tokenizer) < 0 ? -1 : sync_path(dir);
 }
 
@@ -769,7 +869,7 @@ static int check_conversion(const struct source_model *s, const struct conversio
 int convert_model(const struct source_model *s, const struct named_tensor *params, int n, const struct conversion *to,
 		struct converted *result)
 {
-	struct converter p = {.source = s, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
+	struct converter p = {.source = s, .sum = to->sum, .to_gguf = to->format == FORMAT_GGUF, .config = s->config};
 	enum dtype dtype = to->format == FORMAT_CHECKPOINT ? REAL_DTYPE : UNKNOWN_DTYPE;
 	const bool fold = s->config.norm_head && (to->fold_norm_head || p.to_gguf);
 	if (to->dtype)
@@ -787,11 +887,11 @@ int convert_model(const struct source_model *s, const struct named_tensor *param
 	for (int i = 0; i < p.num_ranges; i++)
 		widest = p.ranges[i].cols * 8 > widest ? p.ranges[i].cols * 8 : widest;
 	p.block = allocate(widest);
-	int rc = find_sources(&p) < 0 || check_tie(s) < 0 || make_targets(&p, dtype) < 0 ? -1 : 0;
+	int rc = find_sources(&p) < 0 || check_sum(&p) < 0 || check_tie(s) < 0 || make_targets(&p, dtype) < 0 ? -1 : 0;
 	*result = (struct converted){.tensors = p.num_targets};
 	for (int i = 0; i < p.num_targets && !rc; i++)
 		result->bytes += target_bytes(&p.targets[i]);
-	p.progress = progress_start("convert", result->bytes, 1e-6, "MB");
+	p.progress = progress_start(to->sum ? "merge" : "convert", result->bytes, 1e-6, "MB");
 	if (rc == 0 && fold)
 		rc = compute_fold(&p);
 	if (rc == 0)

@@ -19,8 +19,22 @@ struct source_model;
  * error. */
 struct source_model *source_model_open(const char *path, struct model_config *config);
 void source_model_close(struct source_model *s); /* NULL is fine */
+/* The content of a checkpoint's trainer.json, less its checksum; it lives as long as s. NULL for any other model. */
+const json_t *source_model_trainer(const struct source_model *s);
 
 enum model_format { FORMAT_HUGGINGFACE, FORMAT_CHECKPOINT, FORMAT_GGUF };
+
+/* The result's numbers are sums over models of the same tensors: weights[i] times the number of models[i], added up in
+ * double in this order, and rounded once. */
+struct weighted_sum {
+	struct source_model *const *models; /* [count]; one of them is the model that is converted */
+	const double *weights;     /* [count] */
+	int count;
+	json_t *description;       /* the member MERGE_KEY of the result's config.json */
+};
+
+extern const char *const output_dtypes[]; /* the values of struct conversion's dtype, then NULL */
+#define MAX_SHARD_SIZE 5000000000 /* that of Hugging Face */
 
 struct conversion {
 	const char *path;          /* of the result; nothing may be there. A checkpoint is RUN/step-0000000 */
@@ -30,6 +44,7 @@ struct conversion {
 	/* divide lm_head by the norms of its columns, and set norm_head to false; always done for GGUF */
 	bool fold_norm_head;
 	bool no_tokenizer;
+	const struct weighted_sum *sum; /* or NULL; else format is FORMAT_HUGGINGFACE, and dtype is given */
 };
 
 struct converted { int64_t tensors, bytes; };

@@ -619,7 +619,7 @@ test_usage() {
 	expect 2 "" "$ling"
 	expect 0 "" "$ling" --help
 	expect 0 "" "$ling" --version
-	for command in train eval tokenize train-tokenizer convert-checkpoint info bench doctor plot export; do
+	for command in train eval tokenize train-tokenizer convert-checkpoint merge info bench doctor plot export; do
 		expect 0 "" "$ling" $command --help
 		grep -q "Usage: ling $command" out.txt || problem "ling $command --help: $(head -n 1 out.txt)"
 		case $command in bench | doctor) ;; *) expect 2 "" "$ling" $command ;; esac

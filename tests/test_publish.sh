@@ -9,7 +9,7 @@ printf '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "
 echo "no loss mask here" >old.txt
 seq 1000 | tr 1-5 'a-e' >words.txt
 head -c 3000 "$root/LICENSE" >text.txt
-tiny train.steps=2 train.batch=4 >/dev/null
+tiny train.steps=2 train.batch=4 checkpoint.every=1 >/dev/null
 "$ling" tokenize --out text text.txt >/dev/null && "$ling" train tiny.yaml >/dev/null || exit 1
 model=run/step-0000002
 mkdir older && head -1 run/metrics.jsonl >older/metrics.jsonl
@@ -79,6 +79,9 @@ test_gguf() { outputs="m.gguf" faults gguf; }
 
 new_checkpoint() { env "$@" "$ling" convert-checkpoint $model out/step-0000000 --to checkpoint; }
 test_checkpoint() { outputs="step-0000000" faults checkpoint; }
+
+new_merge() { env "$@" "$ling" merge run/step-0000001 $model --out out/hf; }
+test_merge() { outputs="hf" faults merge; }
 
 old_plot() { "$ling" plot older --out out/p.png; }
 new_plot() { env "$@" "$ling" plot run --out out/p.png; }
@@ -221,5 +224,5 @@ test_no_room() {
 	expect 1 "/dev/full: cannot write: No space left on device" "$ling" train-tokenizer --vocab-size 266 --out /dev/full words.txt
 }
 
-check tokenize vocabulary directory gguf checkpoint plot eval two_at_once two_of_each signals cut_short links no_room
+check tokenize vocabulary directory gguf checkpoint merge plot eval two_at_once two_of_each signals cut_short links no_room
 finish

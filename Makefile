@@ -108,7 +108,7 @@ SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubs
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints measure_inference compare_checkpoints_double train_sgd_double log_files.so faults.so)
 # What tests/run.sh runs, the longest first. The number behind a colon is of cores.
-LONG_TESTS := tests/test_parallel.sh:8 tests/test_local.sh:4 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_supervise.sh:3 tests/test_faults.sh:3 tests/test_spikes.sh:3 tests/test_saves.sh:3 tests/test_trace.sh:3 tests/test_align.sh:4 tests/test_dump.sh:4 tests/test_samples.sh:4 tests/test_replicas.sh:4 tests/test_watch.sh:2 tests/test_cli.sh tests/test_generate.sh tests/test_chat.sh tests/test_convert.sh tests/test_tasks.sh
+LONG_TESTS := tests/test_parallel.sh:8 tests/test_local.sh:4 tests/test_plan.sh:4 tests/test_waiting.sh:3 tests/test_supervise.sh:3 tests/test_sweep.sh:2 tests/test_faults.sh:3 tests/test_spikes.sh:3 tests/test_saves.sh:3 tests/test_trace.sh:3 tests/test_align.sh:4 tests/test_dump.sh:4 tests/test_samples.sh:4 tests/test_replicas.sh:4 tests/test_watch.sh:2 tests/test_cli.sh tests/test_generate.sh tests/test_chat.sh tests/test_convert.sh tests/test_tasks.sh
 SHORT_TESTS := $(filter-out $(foreach t,$(LONG_TESTS),$(firstword $(subst :, ,$t))),$(wildcard tests/test_*.sh))
 
 $(RELEASE_TESTS) $(addprefix $(BUILD)/,test_parallel compare_checkpoints measure_inference): $(BUILD)/%: $(BUILD)/release/tests/%.o $(RELEASE)

@@ -281,9 +281,13 @@ static int fit_loss(json_t *report, const struct study *s, enum scaling_form for
 {
 	struct selection all = select_for(s, form, s->top + 1), rest = select_for(s, form, s->top);
 	const struct member *held = held_out_member(s);
+	char why[sizeof error_text];
 	int rc = fit_selection(&laws[0], form, s, &all);
-	if (rc == 0 && fit_selection(&laws[1], form, s, &rest) < 0) {
-		char why[sizeof error_text];
+	if (rc < 0 && form == LAW_COMPUTE && all.count < s->count) {
+		memcpy(why, error_text, sizeof why);
+		rc = fail("the compute-optimal frontier has %d of %d runs, and that is too few: %.2000s", all.count, s->count,
+				why);
+	} else if (rc == 0 && fit_selection(&laws[1], form, s, &rest) < 0) {
 		memcpy(why, error_text, sizeof why);
 		rc = fail("the largest run, %s, is held out, and the others are too few: %.2000s", held->run->name, why);
 	}
@@ -513,8 +517,7 @@ static void print_report(const json_t *report)
 	json_array_foreach(json_object_get(report, "left_out"), i, item)
 		printf("  left out: %s: %s\n", result_text(item, "run"), result_text(item, "why"));
 	if (json_is_object(noise))
-		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs (%d groups that differ in the seed\n"
-				"    alone)\n", result_double(noise, "nats"),
+		printf("  noise between seeds: %.4f nats (%.2f %%), of %d runs in %d groups\n", result_double(noise, "nats"),
 				result_double(noise, "percent"), (int)result_integer(noise, "runs"), (int)result_integer(noise,
 				"settings"));
 	if (result_integer(report, "other_activation_ratio"))
@@ -656,7 +659,7 @@ static void leverage_panel(struct picture_panel *p, const json_t *leverage)
 	const json_t *family, *at;
 	size_t i, k;
 	*p = (struct picture_panel){.heading = "Efficiency leverage: FLOPs of dense models over FLOPs, for the same loss",
-			.x_name = "training FLOPs", .y_name = "leverage"};
+			.x_name = "training FLOPs", .y_name = "leverage", .wide = 5};
 	json_array_foreach(json_object_get(leverage, "families"), i, family) {
 		if (i >= NUM_COLOURS)
 			break;

@@ -77,7 +77,7 @@ static void ranges(const struct picture_panel *p, double x[2], double y[2])
 		}
 	if (!(x[0] < INFINITY))
 		x[0] = y[0] = 1, x[1] = y[1] = 10;
-	const double wide = fmax(pow(y[1] / y[0], 0.3), 1.3), least = y[0] / wide, most = y[1] * wide;
+	const double wide = fmax(pow(y[1] / y[0], 0.3), p->wide ? p->wide : 1.3), least = y[0] / wide, most = y[1] * wide;
 	for (int i = 0; i < p->num_sets; i++)
 		for (int k = 0; k < p->set[i].count; k++) {
 			y[0] = p->set[i].low[k] < y[0] ? fmax(p->set[i].low[k], least) : y[0];

@@ -21,6 +21,7 @@ struct picture_set {           /* points, or a curve through them */
 };
 struct picture_panel {
 	const char *heading, *x_name, *y_name;
+	double wide;                 /* the y axis covers bands up to this factor beyond the points; 0: 1.3 */
 	struct picture_set set[MAX_PICTURE_SETS];
 	int num_sets;
 };

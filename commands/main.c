@@ -9,6 +9,7 @@
 #include "commands/options.h"
 #include "commands/train.h"
 #include "commands/supervise.h"
+#include "commands/sweep.h"
 #include "commands/evaluate.h"
 #include "commands/generate.h"
 #include "commands/chat.h"
@@ -36,8 +37,9 @@
 #include <unistd.h>
 
 static const struct command *const commands[] = {
-	&train_command, &supervise_command, &eval_command, &generate_command, &chat_command, &tokenize_command,
-	&train_tokenizer_command, &convert_command, &merge_command, &info_command, &bench_command, &doctor_command,
+	&train_command, &supervise_command, &sweep_command, &eval_command, &generate_command, &chat_command,
+	&tokenize_command, &train_tokenizer_command, &convert_command, &merge_command, &info_command, &bench_command,
+	&doctor_command,
 	&plot_command, &trace_command, &report_command, &export_command, &watch_command, &align_command, &fit_command,
 	&cost_command,
 };

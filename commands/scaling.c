@@ -297,6 +297,19 @@ static double residual_sigma(enum scaling_form form, const struct logs *l, const
 	return sqrt(sum / (l->count - scaling_forms[form].num));
 }
 
+/* Whether a fit is where the objective is flat in a coordinate, so that no minimisation leaves from there: E is nearly
+ * nothing of the loss, or a term nearly constant or nearly nothing. */
+static bool is_flat(const struct scaling_law *law, const struct logs *l)
+{
+	double lowest = INFINITY;
+	for (int i = 0; i < l->count; i++)
+		lowest = fmin(lowest, l->loss[i]);
+	bool flat = law->fit.at[0] < lowest + log(0.1);
+	for (int k = 2; k < scaling_forms[law->form].num; k += 2)
+		flat |= law->fit.at[k] < log(0.01) || law->fit.at[k] > log(3);
+	return flat;
+}
+
 static void make_draw(struct scaling_draw *draw, const struct scaling_law *law, const struct logs *l, uint64_t seed,
 		int number)
 {
@@ -314,15 +327,21 @@ static void make_draw(struct scaling_draw *draw, const struct scaling_law *law, 
 		drawn.loss[i] = log_loss(law->form, law->fit.at, l->x[i], l->y[i], NULL) + draw->sigma * normal[i];
 	}
 	memcpy(draw->at, law->fit.at, sizeof draw->at);
-	minimise(law->form, &drawn, draw->at, 3, 200);
+	const double lowest = minimise(law->form, &drawn, draw->at, 3, 200);
+	if (is_flat(law, l)) {
+		double other[MAX_LAW_PARAMETERS];
+		set_start(law->form, &drawn, other, 0.7, 0.2, 0.2);
+		if (minimise(law->form, &drawn, other, 3, 200) < lowest)
+			memcpy(draw->at, other, sizeof other);
+	}
 	free(drawn.x), free(normal);
 }
 
-/* The value of a parameter at coordinates. */
+/* The value of a parameter at coordinates. An E below 10^-6 nats is 0, which its logarithm never reaches. */
 static double parameter_at(const double *at, const double centre[2], int parameter)
 {
 	if (parameter == 0)
-		return exp(at[0]);
+		return at[0] > log(1e-6) ? exp(at[0]) : 0;
 	if (parameter % 2 == 0)
 		return exp(at[parameter]);
 	return exp(at[parameter] + exp(at[parameter + 1]) * centre[parameter / 2]);
@@ -665,7 +684,7 @@ struct optimum scaling_optimum(const double *learning_rate, const double *batch,
 
 static json_t *interval_to_json(double value, struct scaling_interval interval)
 {
-	return json_pack("{s:f, s:o, s:o}", "value", value, "low", result_number(interval.low), "high",
+	return json_pack("{s:o, s:o, s:o}", "value", result_number(value), "low", result_number(interval.low), "high",
 			result_number(interval.high));
 }
 

@@ -13,6 +13,7 @@
 #define _GNU_SOURCE
 #include "commands/supervise.h"
 
+#include "commands/child.h"
 #include "commands/hang.h"
 #include "commands/result.h"
 #include "data.h"
@@ -25,12 +26,10 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -58,7 +57,7 @@ struct supervisor {
 	char run[PATH_LEN];
 	struct new_file lock;        /* no other supervisor may have this run */
 	struct event_log events;
-	sigset_t signals, before;    /* those that it waits for, and what was blocked when the program began */
+	struct child_signals signals;
 	int stops;                   /* signals to it that ask for a stop */
 	bool passed_on;              /* the first of them, to the command */
 	struct hang_history history;
@@ -102,32 +101,19 @@ static int64_t newest_checkpoint(const struct supervisor *s, char path[PATH_LEN]
  * The command
  * ========================================================================================================== */
 
-/* Starts it. With --json its standard output goes to standard error, as the summary has standard output. Its standard
- * input is empty: in a process group of its own it may not read from a terminal. */
+/* Starts it. With --json its standard output goes to standard error, as the summary has standard output. */
 static int start(struct supervisor *s)
 {
-	const pid_t supervisor = getpid();
 	struct heartbeat old;
 	s->old_heartbeat = heartbeat_read(&old, s->run) > 0 ? old.id : 0;
 	if (s->old_heartbeat)
 		heartbeat_free(&old);
-	fflush(NULL);
-	s->pid = fork();
-	if (s->pid < 0) {
-		s->pid = 0;
-		return fail("cannot start a process: %s", strerror(errno));
-	}
-	if (s->pid == 0) {
-		const int null = open("/dev/null", O_RDONLY);
-		setpgid(0, 0);
-		prctl(PR_SET_PDEATHSIG, SIGUSR1);
-		if (getppid() != supervisor)
-			_exit(EXIT_STOPPED);
-		dup2(null, STDIN_FILENO);
+	const pid_t pid = child_fork(&s->signals);
+	if (pid < 0)
+		return -1;
+	if (pid == 0) {
 		if (s->o->json)
 			dup2(STDERR_FILENO, STDOUT_FILENO);
-		signal(SIGPIPE, SIG_DFL);
-		sigprocmask(SIG_SETMASK, &s->before, NULL);
 		if (s->layout)
 			execl("/bin/sh", "sh", "-c", s->o->fewer_ranks.text[s->layout - 1], (char *)NULL);
 		else
@@ -137,7 +123,7 @@ static int start(struct supervisor *s)
 				strerror(error));
 		_exit(error == ENOENT ? NOT_FOUND : NOT_EXECUTABLE);
 	}
-	setpgid(s->pid, s->pid); /* both do: whoever comes first */
+	s->pid = pid;
 	hang_watch_begin(&s->watch, &s->history, clock_seconds());
 	return 0;
 }
@@ -225,11 +211,9 @@ static void pass_on_stop(struct supervisor *s)
 /* Waits for a signal to this process, or the end of a child, at the most so many seconds. Counts wishes for a stop. */
 static void wait_for_signal(struct supervisor *s, double seconds)
 {
-	const struct timespec most = {(time_t)seconds, (long)(fmod(seconds, 1) * 1e9)};
-	const int signal = sigtimedwait(&s->signals, NULL, &most);
-	if (signal > 0 && signal != SIGCHLD) {
-		say("SIG%s: %s", sigabbrev_np(signal), s->stops++ ? "ending the run at once" : "the run saves and stops");
-	}
+	const int number = child_signal_wait(&s->signals, seconds);
+	if (number)
+		say("SIG%s: %s", sigabbrev_np(number), s->stops++ ? "ending the run at once" : "the run saves and stops");
 }
 
 /* Reads the heartbeat, and completes the last incident when the first step of the new start is done. */
@@ -302,11 +286,7 @@ static int wait_for_lock(struct supervisor *s)
 	const double start = clock_seconds();
 	bool told = false;
 	while (!s->stops) {
-		const int fd = open(s->run, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-		const bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) < 0 && errno == EWOULDBLOCK;
-		if (fd >= 0)
-			close(fd);
-		if (!held)
+		if (!child_holds_run(s->run))
 			return 0;
 		if (!told)
 			say("another ling train is writing in %s; waiting for its end", s->run);
@@ -599,12 +579,7 @@ static int run_supervise(const struct command_line *line)
 			new_file_lock(&s.lock, path) < 0 || events_open(&s.events, s.run) < 0)
 		status = EXIT_WORK_FAILED;
 	if (status < 0) {
-		sigemptyset(&s.signals);
-		for (size_t i = 0; i < 5; i++)
-			sigaddset(&s.signals, (int[]){SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGCHLD}[i]);
-		signal(SIGCHLD, SIG_DFL);
-		signal(SIGPIPE, SIG_IGN);
-		sigprocmask(SIG_BLOCK, &s.signals, &s.before);
+		child_signals_init(&s.signals);
 		prctl(PR_SET_CHILD_SUBREAPER, 1);
 		s.first_step = s.best = newest_checkpoint(&s, path);
 		while (status < 0)

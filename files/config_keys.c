@@ -410,8 +410,7 @@ bool key_given(const struct loader *l, const char *name)
 	return place_of(l, find_key(l->table, name))->source;
 }
 
-/* Reports an unknown path, with the key that was meant or all keys of its section. */
-static int fail_unknown(const struct key_table *t, struct place at, const char *path)
+int fail_unknown(const struct key_table *t, struct place at, const char *path)
 {
 	char shown[64], list[1024] = "";
 	const struct key *k = nearest_key(t, path);
@@ -500,6 +499,8 @@ static int begin_item(struct loader *l, const struct key *list, const char *grou
 		if (k->fallback)
 			store_text(l->structure, k, l->shift, k->fallback, true);
 	}
+	if (list->line)
+		*(int *)((char *)l->structure + list->line + l->shift) = here(l).line;
 	if (list->group)
 		strcpy(group_of(l->structure, list, *list_count(l->structure, list) - 1), group);
 	return 0;
@@ -660,10 +661,19 @@ static int load_list(struct loader *l, const struct key *k, const char *group)
 	return -1;
 }
 
-/* Reads the only item of a list, which is the current scalar. */
+/* Whether the current event may stand for a list of one item. */
+static bool is_only_item(const struct loader *l, const struct key *k)
+{
+	return l->text->event.type == YAML_SCALAR_EVENT ? item_itself(l->table, k) != NULL
+		: l->text->event.type == YAML_MAPPING_START_EVENT && k->flags & ONE_ITEM;
+}
+
+/* Reads the only item of a list, which begins at the current event. */
 static int load_only_item(struct loader *l, const struct key *k, const char *group)
 {
-	const int rc = begin_item(l, k, group) < 0 ? -1 : load_value(l, item_itself(l->table, k));
+	const bool scalar = l->text->event.type == YAML_SCALAR_EVENT;
+	const int rc = begin_item(l, k, group) < 0 ? -1 : scalar ? load_value(l, item_itself(l->table, k))
+		: load_mapping(l, k);
 	l->shift = 0;
 	return rc;
 }
@@ -691,7 +701,7 @@ static int load_groups(struct loader *l, const struct key *k)
 				return fail_at(here(l), "%s: found the %s %s twice; keep one", k->name, k->group, name);
 		if (advance(l) < 0)
 			return -1;
-		const bool alone = l->text->event.type == YAML_SCALAR_EVENT;
+		const bool alone = is_only_item(l, k);
 		if (!alone && l->text->event.type != YAML_SEQUENCE_START_EVENT)
 			return fail_value(l, k, "as a value of the mapping");
 		if ((alone ? load_only_item(l, k, name) : load_list(l, k, name)) < 0)
@@ -740,7 +750,7 @@ static int load_value(struct loader *l, const struct key *k)
 			return load_groups(l, k);
 		if (off)
 			return 0;
-		if (scalar && item_itself(l->table, k))
+		if (is_only_item(l, k))
 			return load_only_item(l, k, "");
 	} else if (k->type == T_STRINGS) {
 		if (off || scalar || l->text->event.type == YAML_SEQUENCE_START_EVENT)

@@ -38,7 +38,8 @@ enum key_flags {
 	AUTO = 128,                /* of a T_INT64: `auto` is allowed: AUTO_VALUE */
 	ITSELF = 256,              /* of an item's key: its value may stand for the item, and for a list of one item */
 	ANY_TEXT = 512,            /* of a T_TEXT: it may be "", and have control characters, such as a new line */
-	OWN_FLAG = 1024,            /* this and all higher bits mean what the owner of the table says */
+	ONE_ITEM = 1024,           /* of a T_LIST: the mapping of an item may stand for a list of that item alone */
+	OWN_FLAG = 2048,           /* this and all higher bits mean what the owner of the table says */
 };
 
 enum { AUTO_VALUE = -1 };
@@ -60,6 +61,7 @@ struct key {
 	 * first item, which is "" in a plain list; bytes of it, at most MAX_GROUP. Else NULL and 0. */
 	const char *group;
 	size_t group_offset, group_size;
+	size_t line;               /* of a T_LIST: offset in the first item of an int, its line in the file; 0: none */
 };
 enum { MAX_GROUP = 64 };
 
@@ -73,6 +75,7 @@ enum { MAX_GROUP = 64 };
 	 .item = sizeof ((structure *)0)->path[0], .count = offsetof(structure, number), __VA_ARGS__}
 #define GROUPS_OF(structure, path, member) .group = #member, .group_offset = offsetof(structure, path[0].member), \
 	.group_size = sizeof ((structure *)0)->path[0].member
+#define LINE_OF(structure, path, member) .line = offsetof(structure, path[0].member)
 #define ITEM_KEY_OF(structure, path, member, kind, low, high, flag_bits, standard, meaning, ... /* more */) \
 	{.name = #path "." #member, .type = kind, .offset = offsetof(structure, path[0].member), \
 	 .size = sizeof ((structure *)0)->path[0].member, \
@@ -166,6 +169,9 @@ int load_list_file(const struct key_table *t, const char *path, const struct lis
 
 /* fail(), with a place in front. */
 int fail_at(struct place at, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* fail() for a path that no key of the table has: with the key that was meant, or all keys of its section. */
+int fail_unknown(const struct key_table *t, struct place at, const char *path);
 
 /* fail(), with a key in front and the place where it was given, or else the file. */
 int fail_key(const struct loader *l, const char *name, const char *format, ...) __attribute__((format(printf, 3, 4)));

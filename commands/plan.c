@@ -37,15 +37,15 @@ struct plan_options {
 };
 static const struct command_option options[] = {
 	NUMBER_OPTION(plan_options, hours, "hours", "H", 0, 1e6, "how long it may train", .above = true, .required = true),
-	NUMBER_OPTION(plan_options, text, "text", "BYTES", 1, 1e18, "size of the text, in bytes (default: that of the config's "
-			"data.train)"),
+	NUMBER_OPTION(plan_options, text, "text", "BYTES", 1, 1e18, "size of the text, in bytes (default: that of the "
+			"config's data.train)"),
 	NUMBER_OPTION(plan_options, tokens, "tokens", "N", 1, 1e15, "the same in tokens"),
 	NUMBER_OPTION(plan_options, epochs, "epochs", "N", 0, 1e6, "how often the text may be read, at the most",
 			.above = true, .initial = "4"),
-	NUMBER_OPTION(plan_options, goodput, "goodput", "G", 0, 1, "share of the time that goes into steps: the rest are the "
-			"start, validations, saves", .above = true, .initial = "0.9"),
-	NUMBER_OPTION(plan_options, aspect, "aspect", "A", 1, 65536, "hidden_size / num_hidden_layers of the models, as in the "
-			"runs that the fit is from", .initial = "32"),
+	NUMBER_OPTION(plan_options, goodput, "goodput", "G", 0, 1, "share of the time that goes into steps: the rest are "
+			"the start, validations, saves", .above = true, .initial = "0.9"),
+	NUMBER_OPTION(plan_options, aspect, "aspect", "A", 1, 65536, "hidden_size / num_hidden_layers of the models, as in "
+			"the runs that the fit is from", .initial = "32"),
 	TEXT_OPTION(plan_options, config, "config", "BASE.yaml", "the config that is made larger or smaller",
 			.initial = "configs/quickstart.yaml"),
 	TEXT_OPTION(plan_options, fit, "fit", "FIT.json", "what `ling fit --json` printed", .initial = "configs/fit.json"),
@@ -66,6 +66,8 @@ struct plan {
 	struct scaling_fits fits;
 	int size_column;             /* of the law's N, of enum scaling_column */
 	struct config base;
+	char **overrides;            /* [num_overrides] of the base config, on the command line */
+	int num_overrides;
 	double text_tokens;
 	double batch;                /* sequences of a step */
 	struct candidate list[MAX_CANDIDATES];
@@ -148,13 +150,23 @@ static int time_steps(double *tokens_per_second, const struct config *of)
 	return rc;
 }
 
+/* The base config in another size, with a directory of its own. */
+static int resize(const struct plan *p, struct candidate *x, const struct grid_size *size)
+{
+	if (grid_resize(&x->config, p->options->config, p->num_overrides, p->overrides, &p->base, size) < 0)
+		return -1;
+	char suffix[64];
+	snprintf(suffix, sizeof suffix, "-h%d-l%d", x->width, x->layers);
+	return path_suffix(x->config.train.output_dir, p->base.train.output_dir, suffix);
+}
+
 /* Makes the candidate of a width, complete but for its learning rate and length; then these. */
 static int make_candidate(struct plan *p, struct candidate *x)
 {
 	const struct plan_options *o = p->options;
 	struct scaling_run row = {.name = ""};
 	struct grid_size size = {.width = x->width, .layers = x->layers, .batch = (int)p->batch};
-	if (grid_resize(&x->config, o->config, &p->base, &size) < 0 || time_steps(&x->rate, &x->config) < 0)
+	if (resize(p, x, &size) < 0 || time_steps(&x->rate, &x->config) < 0)
 		return -1;
 	const double seconds = o->hours * 3600 * o->goodput;
 	x->tokens = fmin(x->rate * seconds, o->epochs * p->text_tokens);
@@ -168,7 +180,7 @@ static int make_candidate(struct plan *p, struct candidate *x)
 	size.tokens = x->tokens;
 	size.learning_rate = p->fits.optimum[OPTIMUM_LEARNING_RATE].count
 			? power_law_at(&p->fits.optimum[OPTIMUM_LEARNING_RATE], row.value[SCALING_FLOPS]) : 0;
-	return grid_resize(&x->config, o->config, &p->base, &size);
+	return resize(p, x, &size);
 }
 
 /* Tries wider and wider models until MORE in a row are worse than the best. */
@@ -216,8 +228,8 @@ static void print_plan(const json_t *report)
 	printf("expected loss %.4f, a run's between %.4f and %.4f (%.0f %%)\n", result_double(report, "best.loss"),
 			result_double(report, "interval.low"), result_double(report, "interval.high"), 100 * CONFIDENCE);
 	if (result_double(report, "beyond") > 1)
-		printf("N or D is %.2g times the largest that the law was fitted to: the interval knows nothing of what changes "
-				"beyond\n", result_double(report, "beyond"));
+		printf("N or D is %.2g times the largest that the law was fitted to: the interval knows nothing of what "
+				"changes beyond\n", result_double(report, "beyond"));
 	if (out)
 		printf("%s: a config that is ready to train\n", out);
 	else
@@ -233,9 +245,9 @@ static char *plan_yaml(const struct plan *p, struct scaling_interval interval)
 	FILE *f = open_memstream(&yaml, &size);
 	if (!f)
 		out_of_memory(0);
-	fprintf(f, "# Made by `ling plan` for %g hours of a machine that trains this model at %.0f tokens/s: %.0f tokens, %.2f\n"
-			"# times the text. Expected validation loss: %.4f; a run's lies between %.4f and %.4f with a probability of\n"
-			"# %.0f %%, if the law of %s holds for this text.\n", p->options->hours, x->rate, x->tokens, x->epochs, x->loss,
+	fprintf(f, "# Made by `ling plan` for %g hours of a machine that trains this model at %.0f tokens/s: %.0f tokens,\n"
+			"# %.2f times the text. Expected validation loss: %.4f; a run's lies between %.4f and %.4f with a\n"
+			"# probability of %.0f %%, if the law of %s holds for this text.\n", p->options->hours, x->rate, x->tokens, x->epochs, x->loss,
 			interval.low, interval.high, 100 * CONFIDENCE, p->options->fit);
 	config_print_yaml(f, &x->config);
 	if (fclose(f))
@@ -260,11 +272,11 @@ static int report_plan(const struct plan *p)
 		json_t *list = json_array();
 		for (int i = 0; i < p->count; i++)
 			json_array_append_new(list, candidate_to_json(&p->list[i]));
-		result_print(json_pack("{s:f, s:o, s:o, s:o, s:{s:o, s:o, s:f}, s:o, s:o, s:o}", "hours", o->hours, "text_tokens",
-				result_whole(p->text_tokens), "candidates", list, "best", candidate_to_json(x), "interval", "low",
+		result_print(json_pack("{s:f, s:o, s:o, s:o, s:{s:o, s:o, s:f}, s:o, s:o, s:o}", "hours", o->hours,
+				"text_tokens", result_whole(p->text_tokens), "candidates", list, "best", candidate_to_json(x), "interval", "low",
 				result_number(interval.low), "high", result_number(interval.high), "confidence", CONFIDENCE, "beyond",
-				result_number(fmax(x->size / law->most_x, x->tokens / law->most_y)), "out", o->out ? json_cstring(o->out)
-				: json_null(), "yaml", json_cstring(yaml)), o->json, print_plan);
+				result_number(fmax(x->size / law->most_x, x->tokens / law->most_y)), "out",
+				o->out ? json_cstring(o->out) : json_null(), "yaml", json_cstring(yaml)), o->json, print_plan);
 	}
 	free(yaml);
 	return rc;
@@ -273,7 +285,12 @@ static int report_plan(const struct plan *p)
 static int make_plan(struct plan *p, const struct command_line *line)
 {
 	const struct plan_options *o = p->options = line->options;
-	if (config_load(&p->base, o->config, line->num_words, line->words, false) < 0 || count_text(p) < 0 || read_fit(p) < 0)
+	if (parallel_size() > 1)
+		return fail("ling plan measures one process; expected no mpirun before it");
+	p->overrides = line->words;
+	p->num_overrides = line->num_words;
+	if (config_load(&p->base, o->config, line->num_words, line->words, false) < 0 || count_text(p) < 0 ||
+			read_fit(p) < 0)
 		return -1;
 	/* what two cores do in that time: only the batch depends on it, and little */
 	p->batch = plan_batch(p, kernels_threads() * 5e10 * 3600 * o->hours);

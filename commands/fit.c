@@ -206,7 +206,7 @@ static int column_of(const struct study *s, enum scaling_form form, bool y)
 
 /* Fits a law to a selection. */
 static int fit_selection(struct scaling_law *law, enum scaling_form form, const struct study *s,
-		const struct selection *selection)
+		const struct selection *selection, uint64_t seed)
 {
 	const int n = selection->count;
 	double *x = allocate(3 * n * sizeof *x), *y = x + n, *loss = y + n;
@@ -224,7 +224,7 @@ static int fit_selection(struct scaling_law *law, enum scaling_form form, const 
 	}
 	const struct scaling_points points = {count, x, y, loss};
 	if (rc == 0)
-		rc = scaling_fit(law, form, &points, s->options->draws, s->options->seed);
+		rc = scaling_fit(law, form, &points, s->options->draws, seed);
 	free(x);
 	return rc;
 }
@@ -282,12 +282,12 @@ static int fit_loss(json_t *report, const struct study *s, enum scaling_form for
 	struct selection all = select_for(s, form, s->top + 1), rest = select_for(s, form, s->top);
 	const struct member *held = held_out_member(s);
 	char why[sizeof error_text];
-	int rc = fit_selection(&laws[0], form, s, &all);
+	int rc = fit_selection(&laws[0], form, s, &all, s->options->seed);
 	if (rc < 0 && form == LAW_COMPUTE && all.count < s->count) {
 		memcpy(why, error_text, sizeof why);
 		rc = fail("the compute-optimal frontier has %d of %d runs, and that is too few: %.2000s", all.count, s->count,
 				why);
-	} else if (rc == 0 && fit_selection(&laws[1], form, s, &rest) < 0) {
+	} else if (rc == 0 && fit_selection(&laws[1], form, s, &rest, s->options->seed) < 0) {
 		memcpy(why, error_text, sizeof why);
 		rc = fail("the largest run, %s, is held out, and the others are too few: %.2000s", held->run->name, why);
 	}
@@ -368,58 +368,69 @@ static int fit_optimum(json_t *report, const struct study *s, int which, struct 
 
 /* ------------------------------------------------------------------------------------------- efficiency leverage */
 
-/* Fits L(C) to the runs with experts and to the dense ones, and adds the leverage at nine computes. */
+/* The leverage of the models with the experts of `m` over those of the law `base`, at nine computes; where their runs
+ * determine no law, the reason instead. number: another one for each family, so that their draws are independent of
+ * each other and of the base's. */
+static json_t *family_report(const struct study *s, const struct scaling_law *base, const struct member *m, int number)
+{
+	json_t *family = json_pack("{s:f, s:o}", "activation_ratio", value_of(m, SCALING_ACTIVATION_RATIO), "granularity",
+			result_number(value_of(m, SCALING_GRANULARITY)));
+	struct selection chosen = select_frontier(s, s->levels, m);
+	struct scaling_law law = {0};
+	if (fit_selection(&law, LAW_COMPUTE, s, &chosen, s->options->seed + 1000003 * (uint64_t)number) < 0) {
+		json_object_set_new(family, "why", json_cstring(error_text));
+		free(chosen.in);
+		return family;
+	}
+	json_t *at = json_array();
+	double least = law.most_x;
+	for (int i = 0; i < s->count; i++)
+		least = chosen.in[i] ? fmin(least, value_of(&s->member[i], SCALING_FLOPS)) : least;
+	for (int k = 0; k <= 8; k++) {
+		const double compute = least * pow(law.most_x / least, k / 8.0);
+		const double leverage = scaling_leverage(base, &law, compute);
+		const struct scaling_interval interval = scaling_leverage_interval(base, &law, compute, CONFIDENCE);
+		json_array_append_new(at, json_pack("{s:f, s:f, s:o, s:o, s:o, s:b}", "flops", compute, "loss",
+				scaling_loss(&law, compute, 0), "leverage", result_number(leverage), "low", result_number(interval.low),
+				"high", result_number(interval.high), "extrapolates", !(compute * leverage <= base->most_x)));
+	}
+	json_object_set_new(family, "at", at);
+	json_object_set_new(family, "law", scaling_law_to_json(&law, CONFIDENCE, false));
+	free(chosen.in);
+	scaling_law_free(&law);
+	return family;
+}
+
+/* Fits L(C) to the dense runs and to those of each activation ratio and granularity, and adds the leverages. */
 static int fit_leverage(json_t *report, const struct study *s)
 {
-	const struct member *dense = NULL, *moe = NULL;
+	const struct member *dense = NULL;
 	json_t *families = json_array();
 	struct scaling_law base = {0};
-	int rc = 0;
-	for (int i = 0; i < s->count; i++) {
-		const struct member *m = &s->member[i];
-		dense = value_of(m, SCALING_ACTIVATION_RATIO) == 1 ? m : dense;
-		moe = value_of(m, SCALING_ACTIVATION_RATIO) < 1 ? m : moe;
-	}
-	if (!dense || !moe)
-		rc = fail("efficiency leverage: expected dense runs (activation_ratio 1) and runs with experts (below 1), "
-				"found no %s", dense ? "runs with experts" : "dense runs");
-	struct selection chosen = {0};
+	int rc = 0, fitted = 0;
+	for (int i = 0; i < s->count; i++)
+		dense = value_of(&s->member[i], SCALING_ACTIVATION_RATIO) == 1 ? &s->member[i] : dense;
+	if (!dense)
+		rc = fail("efficiency leverage: expected runs of dense models, of activation_ratio 1, found none");
 	if (rc == 0) {
-		chosen = select_frontier(s, s->levels, dense);
-		rc = fit_selection(&base, LAW_COMPUTE, s, &chosen);
+		struct selection chosen = select_frontier(s, s->levels, dense);
+		rc = fit_selection(&base, LAW_COMPUTE, s, &chosen, s->options->seed);
 		free(chosen.in);
 	}
 	for (int i = 0; i < s->count && rc == 0; i++) {
 		const struct member *m = &s->member[i];
-		bool seen = value_of(m, SCALING_ACTIVATION_RATIO) == 1 || isnan(value_of(m, SCALING_ACTIVATION_RATIO));
+		bool seen = !(value_of(m, SCALING_ACTIVATION_RATIO) < 1);
 		for (int j = 0; j < i; j++)
 			seen |= has_family(&s->member[j], m);
-		if (seen)
-			continue;
-		struct scaling_law law = {0};
-		chosen = select_frontier(s, s->levels, m);
-		rc = fit_selection(&law, LAW_COMPUTE, s, &chosen);
-		json_t *at = json_array();
-		double least = law.most_x;
-		for (int j = 0; j < s->count; j++)
-			least = chosen.in[j] ? fmin(least, value_of(&s->member[j], SCALING_FLOPS)) : least;
-		for (int k = 0; k <= 8 && rc == 0; k++) {
-			const double compute = least * pow(law.most_x / least, k / 8.0);
-			const double leverage = scaling_leverage(&base, &law, compute);
-			const struct scaling_interval interval = scaling_leverage_interval(&base, &law, compute, CONFIDENCE);
-			json_array_append_new(at, json_pack("{s:f, s:f, s:o, s:o, s:o, s:b}", "flops", compute, "loss",
-					scaling_loss(&law, compute, 0), "leverage", result_number(leverage), "low",
-					result_number(interval.low), "high", result_number(interval.high), "extrapolates",
-					!(compute * leverage <= base.most_x)));
+		if (!seen) {
+			json_t *family = family_report(s, &base, m, (int)json_array_size(families) + 1);
+			fitted += !json_object_get(family, "why");
+			json_array_append_new(families, family);
 		}
-		if (rc == 0)
-			json_array_append_new(families, json_pack("{s:f, s:o, s:O, s:o}", "activation_ratio",
-					value_of(m, SCALING_ACTIVATION_RATIO), "granularity", result_number(value_of(m,
-					SCALING_GRANULARITY)), "at", at, "law", scaling_law_to_json(&law, CONFIDENCE, false)));
-		json_decref(at);
-		free(chosen.in);
-		scaling_law_free(&law);
 	}
+	if (rc == 0 && !fitted)
+		rc = json_array_size(families) ? -1 : fail("efficiency leverage: expected runs of models with experts, of "
+				"activation_ratio below 1, found none");
 	if (rc == 0)
 		json_object_set_new(report, "leverage", json_pack("{s:o, s:O}", "dense_law", scaling_law_to_json(&base,
 				CONFIDENCE, false), "families", families));
@@ -477,11 +488,17 @@ static void print_optimum(const json_t *law, const char *name)
 	const json_t *optimum;
 	char interval[64];
 	size_t i;
+	int edges = 0;
 	printf("\n%s = %.4g C^%.4f, exponent %s\n", name, result_double(law, "coefficient"), result_double(law,
 			"exponent.value"), interval_text(interval, law, "exponent.low", "exponent.high"));
-	json_array_foreach(json_object_get(law, "optima"), i, optimum)
+	json_array_foreach(json_object_get(law, "optima"), i, optimum) {
 		printf("  %.4g FLOPs  %.4g  %s\n", result_double(optimum, "flops"), result_double(optimum, "value"),
 				result_text(optimum, "method"));
+		edges += json_is_true(json_object_get(optimum, "edge"));
+	}
+	if (edges)
+		printf("  at %d of %d computes the best is at the edge of the grid: a wider grid may change this law\n", edges,
+				(int)result_integer(law, "points"));
 }
 
 static void print_leverage(const json_t *leverage)
@@ -495,6 +512,8 @@ static void print_leverage(const json_t *leverage)
 		if (!isnan(granularity))
 			printf(", granularity %.4g", granularity);
 		printf("\n");
+		if (json_object_get(family, "why"))
+			printf("  not known: %s\n", result_text(family, "why"));
 		json_array_foreach(json_object_get(family, "at"), k, at) {
 			if (k % 4)
 				continue;

@@ -254,8 +254,8 @@ static void set_start(enum scaling_form form, const struct logs *l, double *at, 
 	}
 }
 
-/* Minimises from a grid of starts. Returns the objective. */
-static double minimise_from_grid(enum scaling_form form, const struct logs *l, double *at)
+/* Minimises from a grid of starts. */
+static void minimise_from_grid(enum scaling_form form, const struct logs *l, double *at)
 {
 	static const double shares[] = {0.05, 0.4, 0.7, 0.85, 0.95, 0.99}, exponents[] = {0.05, 0.15, 0.35, 0.8};
 	enum { SHARES = sizeof shares / sizeof *shares, EXPONENTS = sizeof exponents / sizeof *exponents };
@@ -271,7 +271,7 @@ static double minimise_from_grid(enum scaling_form form, const struct logs *l, d
 					memcpy(at, try, sizeof try);
 				}
 			}
-	return minimise(form, l, at, 20, 1000);
+	minimise(form, l, at, 20, 1000);
 }
 
 /* -------------------------------------------------------------------------------------------------- the bootstrap
@@ -404,7 +404,7 @@ int scaling_fit(struct scaling_law *law, enum scaling_form form, const struct sc
 		law->most_y = form == LAW_SIZE ? fmax(law->most_y, points->y[i]) : 0;
 	}
 	struct logs l = logs_of(form, points, law->centre);
-	law->objective = minimise_from_grid(form, &l, law->fit.at);
+	minimise_from_grid(form, &l, law->fit.at);
 	law->fit.sigma = residual_sigma(form, &l, law->fit.at);
 	for (int k = 0; k < num; k++)
 		law->value[k] = parameter_at(law->fit.at, law->centre, k);

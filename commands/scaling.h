@@ -40,7 +40,6 @@ struct scaling_law {
 	double value[MAX_LAW_PARAMETERS]; /* E, A, a, B, b */
 	double centre[2];            /* means of log x and log y of the points */
 	struct scaling_draw fit;     /* sigma: standard deviation of the log residuals, of count - num degrees of freedom */
-	double objective;            /* see scaling_objective() */
 	int count;                   /* points */
 	int num_draws;               /* of the bootstrap */
 	struct scaling_draw *draw;   /* [num_draws] */

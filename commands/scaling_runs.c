@@ -27,7 +27,7 @@ void scaling_runs_free(struct scaling_runs *runs)
 	*runs = (struct scaling_runs){0};
 }
 
-/* Adds a run of which nothing is known but its name, n bytes. */
+/* Adds a run of which nothing is known but its name, n bytes, in which control characters become question marks. */
 static struct scaling_run *add_run(struct scaling_runs *runs, const char *name, size_t n)
 {
 	runs->run = grow(runs->run, runs->count, &runs->room, 1, sizeof *runs->run);
@@ -35,6 +35,8 @@ static struct scaling_run *add_run(struct scaling_runs *runs, const char *name, 
 	*r = (struct scaling_run){.name = strndup(name, n)};
 	if (!r->name)
 		out_of_memory(n);
+	for (char *at = r->name; *at; at++)
+		*at = (uint8_t)*at < 32 || *at == 127 ? '?' : *at;
 	for (int c = 0; c < NUM_SCALING_COLUMNS; c++)
 		r->value[c] = NAN;
 	return r;
@@ -278,9 +280,7 @@ static int read_line(const struct table *t, struct scaling_runs *runs, char *lin
 	for (int i = 0; i < t->num && rc == 0; i++)
 		if (t->column[i] == COLUMN_RUN) {
 			rc = *parts[i] ? 0 : fail("%s:%d: the run has no name in column `run`", t->path, t->line);
-			char shown[64];
-			printable(shown, parts[i]);
-			r = rc == 0 ? add_run(runs, shown, strlen(shown)) : NULL;
+			r = rc == 0 ? add_run(runs, parts[i], strlen(parts[i])) : NULL;
 		}
 	for (int i = 0; i < t->num && rc == 0; i++)
 		if (t->column[i] == COLUMN_REST)

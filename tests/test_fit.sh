@@ -48,6 +48,11 @@ test_table() {
 	expect 0 "" "$ling" fit all.tsv
 	has out.txt "L = E + A N^-a + B D^-b, 24 runs, N: active_parameters" "held out: moe-12-40-1-1, 3.456e+16 FLOPs, 2.00 times the largest of the others" \
 		"noise between seeds" "best learning rate = " "efficiency leverage at activation ratio 0.25, granularity 4" "not fitted: batch"
+	# names that agree in their first 100 bytes
+	awk -F '\t' -v OFS='\t' 'NR > 1 { for (i = 0; i < 10; i++) $1 = "long-names-" $1 } { print }' all.tsv | sed 's/moe/\x01moe/' >long.tsv
+	expect 0 "" "$ling" fit long.tsv --json --draws 99
+	json out.txt
+	[ "$(jq .runs out.txt)" = 44 ] || problem "long names: $(head -c 300 out.txt)"
 	# the same again, for any number of threads; another seed gives other draws and the same law
 	OMP_NUM_THREADS=1 expect 0 "" "$ling" fit all.tsv --json
 	same out.txt all.json
@@ -113,7 +118,16 @@ test_refused() {
 	cut -f 1-2,4-13 all.tsv >without.tsv
 	expect 1 "\`active_parameters\` of run " "$ling" fit without.tsv --law size
 	table dense '!$moe'
-	expect 1 "found no runs with experts" "$ling" fit dense.tsv --law leverage
+	expect 1 "expected runs of models with experts, of activation_ratio below 1, found none" "$ling" fit dense.tsv --law leverage
+	table edge '$r >= 1' # the best learning rate is the smallest
+	expect 0 "" "$ling" fit edge.tsv --draws 99 --law learning-rate
+	has out.txt "best run, at the edge of the grid" "at 4 of 4 computes the best is at the edge of the grid"
+	table sparse '$t == 20'
+	sed 's/0.25\t4$/0.125\t4/;t;d' sparse.tsv | head -n 3 | sed 's/^/sparse-/; s/\t8192\t/\t4096\t/' >more.tsv
+	cat more.tsv >>sparse.tsv # three runs of another activation ratio are too few for a law of theirs
+	expect 0 "" "$ling" fit sparse.tsv --draws 99 --json --law leverage
+	jq -e '.leverage.families | length == 2 and (map(has("law")) | sort == [false, true]) and (map(.why // "" | contains("at least 4")) | any)' out.txt >/dev/null ||
+		problem "$(head -c 500 out.txt)"
 	expect 1 "learning_rate: expected runs of at least 2 computes" "$ling" fit dense.tsv --law learning-rate
 	# what cannot be used is left out, and said so
 	table all 1

@@ -200,31 +200,26 @@ static int adopt(struct sweep *s, struct swept_run *r, const struct run *others,
 	return 0;
 }
 
-/* The runs in output_dir whose directories the grid does not name. Returns their number; -1 on error. */
+/* The runs in output_dir whose directories the grid does not name, as far as they can be read. Returns their number. */
 static int find_others(const struct sweep *s, struct run **others)
 {
-	int n = 0, rc = 0;
+	int n = 0;
 	size_t room = 0;
 	char path[PATH_LEN];
 	*others = NULL;
 	DIR *d = opendir(s->grid.output_dir);
-	for (struct dirent *e; d && rc == 0 && (e = readdir(d));) {
+	for (struct dirent *e; d && (e = readdir(d));) {
 		bool named = *e->d_name == '.';
 		for (int i = 0; i < s->grid.num_runs && !named; i++)
 			named = !strcmp(s->runs[i].name, e->d_name);
 		if (named || path_join(path, s->grid.output_dir, e->d_name) < 0 || has_run(path) <= 0)
 			continue;
 		*others = grow(*others, n, &room, 1, sizeof **others);
-		rc = run_open(&(*others)[n], path);
-		n += rc == 0;
+		n += run_open(&(*others)[n], path) == 0;
 	}
 	if (d)
 		closedir(d);
-	for (int i = 0; rc < 0 && i < n; i++)
-		run_free(&(*others)[i]);
-	if (rc < 0)
-		free(*others);
-	return rc < 0 ? -1 : n;
+	return n;
 }
 
 /* Finds the directory of each run, and reads what is there. */
@@ -239,8 +234,6 @@ static int look_at_all(struct sweep *s)
 		r->name = copy_string(r->grid->name);
 	}
 	const int n = find_others(s, &others);
-	if (n < 0)
-		return -1;
 	for (int i = 0; i < s->grid.num_runs && rc >= 0; i++) {
 		struct swept_run *r = &s->runs[i];
 		rc = path_join(r->dir, s->grid.output_dir, r->name);

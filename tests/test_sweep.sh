@@ -21,7 +21,7 @@ grid() {
 begin() {
 	local name=$1
 	shift
-	"$release" sweep "$name.yaml" "$@" >out.txt 2>err.txt &
+	"$release" sweep "$name.yaml" "$@" >out.txt 2>sweep.txt &
 	sweeper=$!
 }
 
@@ -31,7 +31,7 @@ ended() {
 	wait $sweeper
 	status=$?
 	sweeper=0
-	[ $status = "$1" ] || problem "exit status $status, expected $1: $(tail -n 5 err.txt)"
+	[ $status = "$1" ] || problem "exit status $status, expected $1: $(tail -n 5 sweep.txt)"
 }
 
 # column TABLE NAME: the values of a column, a line each.
@@ -119,7 +119,9 @@ test_refusals() {
 	refused "bad.yaml:4: zip: found 2 values of train.batch and 1 of train.steps" <<<$'grid: {train.batch: [1, 2], train.steps: [3]}\nzip: [train.batch, train.steps]'
 	refused "bad.yaml:4: zip: found sizes; expected a key that has values" <<<$'grid: {train.batch: [1, 2]}\nzip: [train.batch, sizes]'
 	refused "bad.yaml:3: stop_hopeless: the key margin is missing here" <<<"stop_hopeless: {after: 0.5}"
-	refused "bad.yaml: runs batch=3 and batch=3.0 are the same" <<<"grid: {train.batch: [3, 3.0]}"
+	refused "bad.yaml:3: train.batch: found 3.0 twice" <<<"grid: {train.batch: [3, 3.0]}"
+	refused "bad.yaml:3: schedule.drops: found a?b (a control character)" <<<'grid: {schedule.drops: ["a\tb"]}'
+	refused "bad.yaml: two runs have the name train=a_b" <<<"grid: {data.train: [a/b, a_b]}"
 	refused "bad.yaml: run num_experts=1: ./tiny.yaml:10: model.num_experts_per_tok: found 2" <<<"grid: {model.num_experts: [1, 4]}"
 	expect 2 "nothing.yaml: " "$ling" sweep nothing.yaml
 	printf 'config: other.yaml\noutput_dir: bad\n' >bad.yaml
@@ -145,6 +147,7 @@ test_results() {
 	while read -r run loss; do
 		[ "$loss" = "$(tail -n 1 "whole/$run/metrics.jsonl" | jq .valid_loss)" ] || problem "loss of $run: $loss"
 	done < <(paste <(column whole/table.tsv run) <(column whole/table.tsv loss))
+	expect 1 "found 1 of 1 points" "$release" fit whole/table.tsv # it reads the table, whose runs have one compute
 	cp whole/table.tsv before.tsv
 	expect 0 "" "$ling" sweep whole.yaml --json
 	json out.txt
@@ -196,15 +199,15 @@ test_failing_run() {
 
 # A run that is killed has failed; the sweep goes on, and the same command continues it.
 test_killed_run() {
-	grid killed <<<"grid: {schedule.peak_lr: [1e-2, 2e-2], train.steps: 100}"
+	grid killed <<<"grid: {schedule.peak_lr: [1e-2, 2e-2], train.steps: 200}"
 	begin killed
 	wait_for_lines killed/peak_lr=1e-2/metrics.jsonl 10
 	kill -9 "$(pgrep -P $sweeper)"
 	ended 1
-	has err.txt "peak_lr=1e-2: failed: ended by signal 9 (Killed)" "peak_lr=2e-2: done"
+	has sweep.txt "peak_lr=1e-2: failed: ended by signal 9 (Killed)" "peak_lr=2e-2: done"
 	begin killed
 	ended 0
-	has err.txt "peak_lr=1e-2: run 1 of 2 begins: 100 steps" ", from step "
+	has sweep.txt "peak_lr=1e-2: run 1 of 2 begins: 200 steps" ", from step "
 }
 
 # Stops at random moments, of all kinds; the end is that of a sweep that was left alone, to the bit.
@@ -231,30 +234,32 @@ test_kills() {
 	[ $tries = 3 ] || problem "$tries runs"
 }
 
-# A run that outlives its sweep is waited for; two sweeps in one directory are refused; SIGTERM lets all save.
+# A run that another process trains is waited for; two sweeps in one directory are refused; SIGTERM lets the runs save.
 test_signals() {
-	local child
+	local holder tries=0
 	grid signals <<<"grid: {schedule.peak_lr: [1e-2, 2e-2], train.steps: 300}"
-	begin signals
+	"$release" train tiny.yaml schedule.peak_lr=1e-2 train.steps=300 train.output_dir=signals/peak_lr=1e-2 >/dev/null 2>&1 &
+	holder=$!
 	wait_for_lines signals/peak_lr=1e-2/metrics.jsonl 10
-	expect 1 "another ling sweep is at work in signals: " "$ling" sweep signals.yaml
-	child=$(pgrep -P $sweeper)
-	kill -STOP "$child"
-	kill -9 $sweeper
-	wait $sweeper 2>/dev/null
-	grid signals <<<"grid: {schedule.peak_lr: [1e-2], train.steps: 300}"
-	sed -i 's/peak_lr: \[1e-2\]/peak_lr: [1e-2, 2e-2]/' signals.yaml
+	kill -STOP $holder
 	begin signals --jobs 2
 	wait_for_lines signals/peak_lr=2e-2/metrics.jsonl 10
-	[ "$(starts signals/*/)" = 2 ] || problem "the run that is held was started"
-	kill -CONT "$child"
-	wait_for_lines err.txt 3
+	expect 1 "another ling sweep is at work in signals: " "$ling" sweep signals.yaml
 	kill -TERM $sweeper
 	ended 3
-	has err.txt "SIGTERM: the runs save and stop" "peak_lr=2e-2: stopped at step "
-	! pgrep -f "train.output_dir=signals/" >/dev/null || problem "a run is left"
+	has sweep.txt "SIGTERM: the runs save and stop" "peak_lr=2e-2: stopped at step "
+	[ "$(column signals/table.tsv loss | tr '\n' ' ')" = "- - " ] || problem "table: $(cat signals/table.tsv)"
+	[ "$(pgrep -f "train.output_dir=signals/")" = $holder ] || problem "a run is left"
 	begin signals
+	while ! grep -q "another ling train is writing in signals/peak_lr=1e-2; waiting for its end" sweep.txt && [ $tries -lt 600 ]; do
+		sleep 0.1
+		tries=$((tries + 1))
+	done
+	[ "$(starts signals/*/)" = 2 ] || problem "the run that is held was started: $(cat sweep.txt)"
+	kill -CONT $holder
+	kill -USR1 $holder
 	ended 0
+	wait $holder
 	[ "$(column signals/table.tsv loss | grep -c '^[0-9]')" = 2 ] || problem "table: $(cat signals/table.tsv)"
 }
 
@@ -266,24 +271,24 @@ test_changed_base() {
 	wait_for_lines moved/peak_lr=1e-2/metrics.jsonl 1
 	echo 'optimizer: {beta2: 0.9}' >>base.yaml
 	ended 1
-	has err.txt "base.yaml: has changed since the sweep began: optimizer.beta2" "peak_lr=1e-2: done"
+	has sweep.txt "base.yaml: has changed since the sweep began: optimizer.beta2" "peak_lr=1e-2: done"
 }
 
 test_hopeless() {
 	grid hopeless <<-END
 		grid:
 		  schedule.peak_lr: [1e-2, 9e-3, 1e-7]
-		  train.steps: 600
+		  train.steps: 300
 		  train.batch: 2
 		  eval.every: 50
 		stop_hopeless: {margin: 0.2, after: 0.1, runs: 2}
 	END
 	begin hopeless
 	ended 0
-	has err.txt "peak_lr=1e-7: hopeless: validation loss" "it saves and stops" "peak_lr=1e-7: stopped as hopeless at step "
+	has sweep.txt "peak_lr=1e-7: hopeless: validation loss" "it saves and stops" "peak_lr=1e-7: stopped as hopeless at step "
 	[ "$(column hopeless/table.tsv loss | grep -c '^[0-9]')" = 2 ] || problem "table: $(cat hopeless/table.tsv)"
 	[ "$(jq -c 'select(.kind == "hopeless") | [.margin, .median < .valid_loss]' hopeless/peak_lr=1e-7/events.jsonl)" = "[0.2,true]" ] || problem "no event"
-	[ "$(tail -n 1 hopeless/peak_lr=1e-7/metrics.jsonl | jq '.step >= 100 and .step < 600')" = true ] || problem "stopped at the wrong step"
+	[ "$(tail -n 1 hopeless/peak_lr=1e-7/metrics.jsonl | jq '.step >= 50 and .step < 300')" = true ] || problem "stopped at the wrong step"
 	begin hopeless
 	ended 0
 	has out.txt "hopeless"

@@ -247,8 +247,8 @@ static char *plan_yaml(const struct plan *p, struct scaling_interval interval)
 		out_of_memory(0);
 	fprintf(f, "# Made by `ling plan` for %g hours of a machine that trains this model at %.0f tokens/s: %.0f tokens,\n"
 			"# %.2f times the text. Expected validation loss: %.4f; a run's lies between %.4f and %.4f with a\n"
-			"# probability of %.0f %%, if the law of %s holds for this text.\n", p->options->hours, x->rate, x->tokens, x->epochs,
-			x->loss, interval.low, interval.high, 100 * CONFIDENCE, p->options->fit);
+			"# probability of %.0f %%, if the law of %s holds for this text.\n", p->options->hours, x->rate, x->tokens,
+			x->epochs, x->loss, interval.low, interval.high, 100 * CONFIDENCE, p->options->fit);
 	config_print_yaml(f, &x->config);
 	if (fclose(f))
 		out_of_memory(size);
@@ -274,8 +274,8 @@ static int report_plan(const struct plan *p)
 			json_array_append_new(list, candidate_to_json(&p->list[i]));
 		result_print(json_pack("{s:f, s:o, s:o, s:o, s:{s:o, s:o, s:f}, s:o, s:o, s:o}", "hours", o->hours,
 				"text_tokens", result_whole(p->text_tokens), "candidates", list, "best", candidate_to_json(x),
-				"interval", "low", result_number(interval.low), "high", result_number(interval.high), "confidence", CONFIDENCE, "beyond",
-				result_number(fmax(x->size / law->most_x, x->tokens / law->most_y)), "out",
+				"interval", "low", result_number(interval.low), "high", result_number(interval.high), "confidence",
+				CONFIDENCE, "beyond", result_number(fmax(x->size / law->most_x, x->tokens / law->most_y)), "out",
 				o->out ? json_cstring(o->out) : json_null(), "yaml", json_cstring(yaml)), o->json, print_plan);
 	}
 	free(yaml);

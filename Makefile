@@ -103,7 +103,7 @@ $(foreach b,release double sanitize fuzz,$(BUILD)/$(b)/commands/report.o): comma
 
 # tests/test_*.c are programs, each linked with one of the builds, and tests/test_*.sh scripts, which run TEST_TOOLS.
 RELEASE_TESTS := $(addprefix $(BUILD)/,test_kernels test_model test_moe)
-DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double test_dump_double)
+DOUBLE_TESTS := $(addprefix $(BUILD)/,test_kernels_double test_model_double test_mtp_double test_dump_double)
 SANITIZE_TESTS := $(filter-out $(RELEASE_TESTS) $(BUILD)/test_parallel,$(patsubst tests/%.c,$(BUILD)/%,$(wildcard tests/test_*.c)))
 TEST_PROGRAMS := $(RELEASE_TESTS) $(DOUBLE_TESTS) $(SANITIZE_TESTS)
 TEST_TOOLS := $(addprefix $(BUILD)/,sanitize/ling ling_double test_parallel compare_checkpoints measure_inference compare_checkpoints_double train_sgd_double log_files.so faults.so)

@@ -764,12 +764,20 @@ char *metrics_line(const struct metrics *m)
 	for (size_t i = 0; i < NUM_METRIC_REALS; i++) {
 		double x = *(const double *)((const char *)m + metric_reals[i].offset);
 		json_object_set_new(root, metric_reals[i].key, metric_number(x, metric_reals[i].key, nonfinite));
+		if (i == 0 && m->num_mtp_layers)
+			json_object_set_new(root, "mtp_loss", metric_number(m->mtp_loss, "mtp_loss", nonfinite));
 	}
 	if (m->save_seconds)
 		json_object_set_new(root, "save_seconds", json_real(m->save_seconds));
 	for (int i = 0; i < m->num_layers; i++)
 		json_array_append_new(load, metric_number(m->expert_load[i], "expert_load", nonfinite));
 	json_object_set_new(root, "expert_load", load);
+	json_t *bias = json_array();
+	for (int i = 0; i < m->num_layers && m->expert_bias; i++)
+		json_array_append_new(bias, metric_number(m->expert_bias[i], "expert_bias", nonfinite));
+	if (json_array_size(bias))
+		json_object_set(root, "expert_bias", bias);
+	json_decref(bias);
 	if (m->expert_counts)
 		json_object_set_new(root, "expert_counts", expert_counts_to_json(m));
 	if (m->attempts)

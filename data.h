@@ -220,6 +220,9 @@ struct metrics {               /* one step; a non-finite number is written as nu
 	double valid_loss;           /* the mean over the targets of all validation files */
 	bool validation_stopped;     /* a stop ended the validation: the run that goes on makes up for it */
 	/* these are written only; metrics_read leaves them 0, and metrics_each gives the whole line */
+	int num_mtp_layers;          /* that are trained; 0: none, and no mtp_loss */
+	double mtp_loss;             /* the mean of their cross-entropies */
+	const double *expert_bias;   /* [num_layers] largest |bias| of an expert after the step; NULL: there is none */
 	int num_experts;             /* of a layer, for: */
 	const int64_t *expert_counts; /* [num_layers, num_experts] tokens of the batch that each got; NULL: not counted */
 	int num_valid_sets;          /* 0: data.valid names no sets */

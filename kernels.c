@@ -131,7 +131,7 @@ enum { VECTOR_BYTES = 16, MR = 12 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 enum { LANES = VECTOR_BYTES / sizeof(real), NR = 2 * LANES }; /* LANES: reals of a vector */
-/* The packed blocks are on the thread's stack: 1.4 MB; in a product of few rows, with its buffers, 1.8 MB. */
+/* The packed blocks are on the thread's stack: 1.4 MB. */
 enum { KC = 384 * sizeof(float) / sizeof(real), MC = 8 * MR, NC = 768 };
 
 typedef real vector __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
@@ -282,6 +282,15 @@ typedef uint16_t bf16_vector __attribute__((vector_size(LANES * 2), aligned(2), 
 typedef uint32_t bits_vector __attribute__((vector_size(LANES * 4)));
 typedef float float_vector __attribute__((vector_size(LANES * 4)));
 
+/* LANES reals, from an array of reals or of bfloat16. */
+ALWAYS_INLINE vector load_vector(const void *from, bool bf16)
+{
+	if (!bf16)
+		return *(const vector *)from;
+	return __builtin_convertvector(
+			(float_vector)(__builtin_convertvector(*(const bf16_vector *)from, bits_vector) << 16), vector);
+}
+
 /* out[i] = element i of n, from an array of reals or of bfloat16. */
 static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 {
@@ -292,8 +301,7 @@ static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 	const uint16_t *half = from;
 	int64_t i = 0;
 	for (; i + LANES <= n; i += LANES)
-		*(vector *)(out + i) = __builtin_convertvector(
-				(float_vector)(__builtin_convertvector(*(const bf16_vector *)(half + i), bits_vector) << 16), vector);
+		*(vector *)(out + i) = load_vector(half + i, true);
 	for (; i < n; i++)
 		out[i] = bf16_to_float(half[i]);
 }
@@ -301,10 +309,10 @@ static inline void load_reals(real *out, const void *from, bool bf16, int64_t n)
 /* Packs rows first .. first + count - 1 of A, or such columns of B, with the terms p .. p + kc - 1 of each, into
  * panels of `width` of them (MR or NR, a constant wherever this is called): out [panels, kc, width], the last panel
  * filled up with zeros. Let a line be a row of A or a column of B. If `k_down`, k runs down the stored rows and a line
- * is a stored column; otherwise a line is a stored row, and blocks of it are transposed. `out` must have room for
- * LANES more elements. */
-ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool k_down, int64_t first, int64_t p,
-		int64_t count, int64_t kc)
+ * is a stored column; otherwise a line is a stored row, and blocks of it are transposed. bf16 is x->bf16. `out` must
+ * have room for LANES more elements. */
+ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool k_down, const bool bf16,
+		int64_t first, int64_t p, int64_t count, int64_t kc)
 {
 	if (k_down) {
 		const int64_t whole = count / width * width; /* lines of full panels */
@@ -321,8 +329,9 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 		}
 		return;
 	}
+	const int size = bf16 ? sizeof(uint16_t) : sizeof(real);
 	for (int64_t line = 0; line < count; line += width, out += width * kc) {
-		const real *from[MR + NR], *ahead[MR + NR]; /* [width] each line of this panel, and of the next one */
+		const char *from[MR + NR], *ahead[MR + NR]; /* [width] each line of this panel, and of the next one */
 		const int n = (int)min64(width, count - line);
 		UNROLL
 		for (int i = 0; i < width; i++) {
@@ -337,9 +346,9 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 				vector block[LANES];
 				UNROLL
 				for (int i = 0; i < LANES; i++) {
-					block[i] = s + i < n ? *(const vector *)(from[s + i] + q) : (vector){0};
+					block[i] = s + i < n ? load_vector(from[s + i] + q * size, bf16) : (vector){0};
 					if (s + i < width)
-						__builtin_prefetch(ahead[s + i] + q);
+						__builtin_prefetch(ahead[s + i] + q * size);
 				}
 				transpose_block(block);
 				UNROLL
@@ -347,38 +356,25 @@ ALWAYS_INLINE void pack(real *out, const int width, const struct matrix *x, bool
 					*(vector *)(out + (q + i) * width + s) = block[i];
 			}
 		for (; q < kc; q++)
-			for (int i = 0; i < width; i++)
-				out[q * width + i] = i < n ? from[i][q] : 0;
+			for (int i = 0; i < width; i++) {
+				out[q * width + i] = 0;
+				if (i < n)
+					load_reals(out + q * width + i, from[i] + q * size, bf16, 1);
+			}
 	}
 }
 
 static void pack_a(real *out, const struct matrix *a, int64_t row, int64_t p, int64_t rows, int64_t kc)
 {
-	pack(out, MR, a, a->transpose, row, p, rows, kc);
-}
-
-/* A buffer of stored rows in float: copies rows first .. first + rows - 1, from column `col` on, to out [rows,
- * BUFFER_LD]. Each row is read from beginning to end, which the processor's prefetcher follows. BUFFER_LD is no power
- * of two, so that the rows do not fall on the same sets of the cache. */
-enum { BUFFER_COLS = 4 * KC, BUFFER_LD = BUFFER_COLS + LANES };
-static void buffer_rows(real *out, const struct matrix *x, int64_t first, int64_t col, int64_t rows, int64_t cols)
-{
-	for (int64_t i = 0; i < rows; i++)
-		load_reals(out + i * BUFFER_LD, element_address(x, first + i, col), x->bf16, cols);
+	pack(out, MR, a, a->transpose, false, row, p, rows, kc);
 }
 
 static void pack_b(real *out, const struct matrix *b, int64_t col, int64_t p, int64_t cols, int64_t kc)
 {
-	if (!b->bf16) {
-		pack(out, NR, b, !b->transpose, col, p, cols, kc);
-		return;
-	}
-	real buffer[NR * BUFFER_LD];
-	const struct matrix panel = transposed(buffer, BUFFER_LD);
-	for (int64_t j = 0; j < cols; j += NR) {
-		buffer_rows(buffer, b, col + j, p, min64(NR, cols - j), kc);
-		pack(out + j * kc, NR, &panel, false, 0, 0, min64(NR, cols - j), kc);
-	}
+	if (b->bf16)
+		pack(out, NR, b, false, true, col, p, cols, kc);
+	else
+		pack(out, NR, b, !b->transpose, false, col, p, cols, kc);
 }
 
 /* An epilogue: what is done with whole rows of a product as soon as they are computed, while they are in the core's
@@ -425,33 +421,100 @@ static void compute_tile(micro_kernel_function *kernel, int mr, int64_t cols, in
 			c[i * ldc + j] = add ? c[i * ldc + j] + alpha * buffer[i * NR + j] : alpha * buffer[i * NR + j];
 }
 
-/* A product of m <= MR rows, which reading B from memory limits: B is read once, and each of its panels is used as
- * soon as it is packed, while it is in the first level of cache. */
+/* A product of few rows with a weight takes as long as reading the weight from memory. So it is read once, in blocks of
+ * LANES columns of B and LANES terms, which are transposed and used in registers, while the next columns are on their
+ * way to the cache. The terms are added in the same order as by the micro-kernel. */
+enum { FEW_ROWS = 4 * LANES };   /* with more, packed panels are as fast: measured with vectors of 16, 8 and 4 floats */
+enum { FEW_TERMS = 4 * KC };     /* terms of A that are copied at a time */
+enum { ROWS_AT_ONCE = 4 };       /* whose sums are in registers */
+
+/* sum [m, LANES] += a [m, LANES] block [LANES, LANES], the first `terms` terms of it. */
+ALWAYS_INLINE void add_block(vector *sum, const real *a, const vector block[LANES], int64_t m, const int terms)
+{
+	int64_t i = 0;
+	for (; i + ROWS_AT_ONCE <= m; i += ROWS_AT_ONCE) {
+		vector s[ROWS_AT_ONCE];
+		UNROLL
+		for (int r = 0; r < ROWS_AT_ONCE; r++)
+			s[r] = sum[i + r];
+		UNROLL
+		for (int t = 0; t < terms; t++)
+			UNROLL
+			for (int r = 0; r < ROWS_AT_ONCE; r++)
+				s[r] += (a[(i + r) * LANES + t] - (vector){0}) * block[t];
+		UNROLL
+		for (int r = 0; r < ROWS_AT_ONCE; r++)
+			sum[i + r] = s[r];
+	}
+	for (; i < m; i++) {
+		vector s = sum[i];
+		UNROLL
+		for (int t = 0; t < terms; t++)
+			s += (a[i * LANES + t] - (vector){0}) * block[t];
+		sum[i] = s;
+	}
+}
+
+/* sum [m, LANES] = the terms p .. p + kc - 1 of A times LANES columns of B from `col` on, or as many as there are up to
+ * n. a [kc / LANES, m, LANES]. B is stored transposed; bf16 is b->bf16. */
+ALWAYS_INLINE void sum_columns(vector *sum, const real *a, const struct matrix *b, const bool bf16, int64_t m,
+		int64_t n, int64_t col, int64_t p, int64_t kc)
+{
+	const int size = bf16 ? sizeof(uint16_t) : sizeof(real);
+	const char *from[LANES], *ahead[LANES]; /* these columns, and the next ones */
+	vector block[LANES];
+	for (int i = 0; i < LANES; i++) {
+		from[i] = element_address(b, min64(col + i, n - 1), p);
+		ahead[i] = element_address(b, min64(col + LANES + i, n - 1), p);
+	}
+	memset(sum, 0, m * sizeof *sum);
+	int64_t q = 0;
+	for (; q + LANES <= kc; q += LANES, a += m * LANES) {
+		UNROLL
+		for (int i = 0; i < LANES; i++) {
+			block[i] = load_vector(from[i] + q * size, bf16);
+			__builtin_prefetch(ahead[i] + q * size, 0, 2); /* to the second level of cache */
+		}
+		transpose_block(block);
+		add_block(sum, a, block, m, LANES);
+	}
+	if (q < kc) {
+		for (int i = 0; i < LANES; i++) {
+			real rest[LANES] = {0};
+			load_reals(rest, from[i] + q * size, bf16, kc - q);
+			memcpy(&block[i], rest, sizeof rest);
+		}
+		transpose_block(block);
+		add_block(sum, a, block, m, (int)(kc - q));
+	}
+}
+
+/* As ling_gemm, with m <= FEW_ROWS; A is as stored, B is stored transposed. */
 static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const struct matrix *a, const struct matrix *b,
 		bool accumulate, real *c, int64_t ldc)
 {
-	real a_panels[MR * BUFFER_COLS + LANES] __attribute__((aligned(64)));
-	real b_panel[NR * KC + LANES] __attribute__((aligned(64)));
-	real buffer[NR * BUFFER_LD] __attribute__((aligned(64)));
-	const struct matrix buffered = transposed(buffer, BUFFER_LD);
-	for (int64_t from = 0; from == 0 || from < k; from += BUFFER_COLS) {
-		const int64_t end = min64(k, from + BUFFER_COLS);
-		for (int64_t p = from; p < end; p += KC)
-			pack_a(a_panels + (p - from) * MR, a, 0, p, m, min64(KC, end - p));
-		for (int64_t col = 0; col < n; col += NR) {
-			const int64_t cols = min64(NR, n - col);
-			if (b->transpose)
-				buffer_rows(buffer, b, col, from, cols, end - from);
+	real a_blocks[FEW_ROWS * FEW_TERMS] __attribute__((aligned(64))); /* [FEW_TERMS / LANES, m, LANES] */
+	vector sum[FEW_ROWS] __attribute__((aligned(64)));
+	for (int64_t from = 0; from == 0 || from < k; from += FEW_TERMS) {
+		const int64_t end = min64(k, from + FEW_TERMS);
+		for (int64_t p = from; p < end; p += LANES)
+			for (int64_t i = 0; i < m; i++)
+				memcpy(a_blocks + (p - from) * m + i * LANES, element_address(a, i, p),
+						min64(LANES, end - p) * sizeof *a_blocks);
+		for (int64_t col = 0; col < n; col += LANES)
 			for (int64_t p = from; p == 0 || p < end; p += KC) {
-				const int64_t kc = min64(KC, end - p);
-				if (b->transpose)
-					pack_b(b_panel, &buffered, 0, p - from, cols, kc);
+				const int64_t kc = min64(KC, end - p), cols = min64(LANES, n - col);
+				const bool add = accumulate || p > 0;
+				if (b->bf16)
+					sum_columns(sum, a_blocks + (p - from) * m, b, true, m, n, col, p, kc);
 				else
-					pack_b(b_panel, b, col, p, cols, kc);
-				compute_tile(micro_kernel_packed, (int)m, cols, kc, a_panels + (p - from) * MR, b_panel, alpha,
-						accumulate || p > 0, c + col, ldc);
+					sum_columns(sum, a_blocks + (p - from) * m, b, false, m, n, col, p, kc);
+				for (int64_t i = 0; i < m; i++) {
+					real *out = c + i * ldc + col;
+					for (int j = 0; j < cols; j++)
+						out[j] = add ? out[j] + alpha * sum[i][j] : alpha * sum[i][j];
+				}
 			}
-		}
 	}
 }
 
@@ -460,7 +523,7 @@ static void few_rows_gemm(int64_t m, int64_t n, int64_t k, real alpha, const str
 static void ling_gemm(int64_t m, int64_t n, int64_t k, real alpha, struct matrix a, struct matrix b, bool accumulate,
 		real *c, int64_t ldc, const struct epilogue *epilogue)
 {
-	if (m <= MR) {
+	if (m <= FEW_ROWS && b.transpose && !a.transpose) {
 		few_rows_gemm(m, n, k, alpha, &a, &b, accumulate, c, ldc);
 		if (epilogue)
 			epilogue->apply(epilogue, epilogue->first, m);
@@ -674,6 +737,13 @@ void copy_array(real *out, const real *in, int64_t n)
 		int64_t begin = n * b / SUM_BLOCKS, end = n * (b + 1) / SUM_BLOCKS;
 		memcpy(out + begin, in + begin, (end - begin) * sizeof *out);
 	}
+}
+
+void copy_columns(real *out, int64_t out_width, const real *x, int64_t x_width, int64_t T, int64_t cols)
+{
+	#pragma omp parallel for if (T * cols > MIN_PARALLEL_ELEMENTS)
+	for (int64_t t = 0; t < T; t++)
+		memcpy(out + t * out_width, x + t * x_width, cols * sizeof *out);
 }
 
 void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N)
@@ -987,75 +1057,122 @@ void embedding_backward(real *dw, const int32_t *token, const real *dout, int64_
  * RMSNorm: y = w x / sqrt(mean(x^2) + eps)   (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)
  * ========================================================================================================== */
 
+/* One row [H]. Returns 1 / sqrt(mean(x^2) + eps). out may be x. */
+static inline real norm_row(real *out, const real *x, const real *w, int64_t H, double eps)
+{
+	/* in float, the square of a value beyond 1e19 would be infinite, and the row would become 0 unnoticed */
+	double sum = 0;
+	#pragma omp simd reduction(+ : sum)
+	for (int64_t j = 0; j < H; j++)
+		sum += (double)x[j] * x[j];
+	const real rstd = (real)(1 / sqrt(sum / H + eps));
+	for (int64_t j = 0; j < H; j++)
+		out[j] = w[j] * x[j] * rstd;
+	return rstd;
+}
+
+/* The backward pass of a row: dx (add: +=, and dout may not be dx) and dw +=. With n = x rstd and g = dout w:
+ * dx = rstd (g - n mean(g n)), and dw is the sum over the rows of dout n. */
+static inline void norm_row_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, real rstd,
+		int64_t H, bool add)
+{
+	real dot = 0;
+	#pragma omp simd reduction(+ : dot)
+	for (int64_t j = 0; j < H; j++)
+		dot += dout[j] * w[j] * x[j];
+	const real mean = dot * rstd * rstd / H;
+	for (int64_t j = 0; j < H; j++) {
+		const real g = dout[j];
+		dx[j] = (add ? dx[j] : 0) + rstd * (g * w[j] - x[j] * mean);
+		dw[j] += g * x[j] * rstd;
+	}
+}
+
 void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_t T, int64_t H, double eps)
 {
 	#pragma omp parallel for if (T * H > MIN_PARALLEL_ELEMENTS)
-	for (int64_t t = 0; t < T; t++) {
-		const real *row = x + t * H;
-		/* in float, the square of a value beyond 1e19 would be infinite, and the row would become 0 unnoticed */
-		double sum = 0;
-		#pragma omp simd reduction(+ : sum)
-		for (int64_t j = 0; j < H; j++)
-			sum += (double)row[j] * row[j];
-		rstd[t] = (real)(1 / sqrt(sum / H + eps));
-		for (int64_t j = 0; j < H; j++)
-			out[t * H + j] = w[j] * row[j] * rstd[t];
-	}
+	for (int64_t t = 0; t < T; t++)
+		rstd[t] = norm_row(out + t * H, x + t * H, w, H, eps);
 }
 
 void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T,
 		int64_t H, bool accumulate, real *scratch)
 {
-	/* With n = x rstd and g = dout w:  dx = rstd (g - n mean(g n)),  dw = sum over tokens of dout n. */
 	#pragma omp parallel for schedule(dynamic)
 	for (int b = 0; b < SUM_BLOCKS; b++) {
 		begin_task();
 		real *partial = scratch + b * H;
 		memset(partial, 0, H * sizeof *partial);
-		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++) {
-			const real *x_row = x + t * H, *dout_row = dout + t * H;
-			real *dx_row = dx + t * H, r = rstd[t], dot = 0;
-			#pragma omp simd reduction(+ : dot)
-			for (int64_t j = 0; j < H; j++)
-				dot += dout_row[j] * w[j] * x_row[j];
-			real mean = dot * r * r / H;
-			for (int64_t j = 0; j < H; j++) {
-				dx_row[j] += r * (dout_row[j] * w[j] - x_row[j] * mean);
-				partial[j] += dout_row[j] * x_row[j] * r;
-			}
-		}
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
+			norm_row_backward(dx + t * H, partial, dout + t * H, x + t * H, w, rstd[t], H, true);
 		end_task();
 	}
 	add_partial_rows(dw, scratch, H, accumulate);
 }
 
+void qk_norm_forward(real *qkv, real *heads, real *rstd, const real *w, int64_t T, int nh, int nkv, int64_t d,
+		double eps)
+{
+	const int n = nh + nkv;
+	#pragma omp parallel for if (T * n * d > MIN_PARALLEL_ELEMENTS)
+	for (int64_t t = 0; t < T; t++) {
+		real *row = qkv + t * (n + nkv) * d;
+		if (heads)
+			memcpy(heads + t * n * d, row, n * d * sizeof *row);
+		for (int head = 0; head < n; head++) {
+			const real r = norm_row(row + head * d, row + head * d, head < nh ? w : w + d, d, eps);
+			if (rstd)
+				rstd[t * n + head] = r;
+		}
+	}
+}
+
+void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd, const real *w, int64_t T, int nh,
+		int nkv, int64_t d, bool accumulate, real *scratch)
+{
+	const int n = nh + nkv;
+	#pragma omp parallel for schedule(dynamic)
+	for (int b = 0; b < SUM_BLOCKS; b++) {
+		begin_task();
+		real *partial = scratch + b * 2 * d;
+		memset(partial, 0, 2 * d * sizeof *partial);
+		for (int64_t t = T * b / SUM_BLOCKS; t < T * (b + 1) / SUM_BLOCKS; t++)
+			for (int head = 0; head < n; head++) {
+				const int64_t kind = head < nh ? 0 : d;
+				real *row = dqkv + (t * (n + nkv) + head) * d;
+				norm_row_backward(row, partial + kind, row, heads + (t * n + head) * d, w + kind, rstd[t * n + head],
+						d, false);
+			}
+		end_task();
+	}
+	add_partial_rows(dw, scratch, 2 * d, accumulate);
+}
+
 /* ============================================================================================================
- * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: the pair of elements i and i + d/2
- * of a
- * head is rotated by the angle  position * theta^(-2i/d)
+ * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: of the first `rot`
+ * elements of a head, the pair i and i + rot/2 is rotated by the angle  position * theta^(-2i/rot)
  * ========================================================================================================== */
 
-void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale)
+void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, double scale)
 {
 	for (int64_t t = 0; t < L; t++)
-		for (int64_t i = 0; i < d / 2; i++) {
+		for (int64_t i = 0; i < rot / 2; i++) {
 			double angle = t * frequency[i];
-			table[t * d + i] = (real)(scale * cos(angle));
-			table[t * d + d / 2 + i] = (real)(scale * sin(angle));
+			table[t * rot + i] = (real)(scale * cos(angle));
+			table[t * rot + rot / 2 + i] = (real)(scale * sin(angle));
 		}
 }
 
-/* Rotates the query and key heads of qkv in place, by the angle (sign 1) or by its negative (sign -1). */
 static void rope_rotate(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d, real sign)
+		int64_t d, int64_t rot, real sign)
 {
 	#pragma omp parallel for if (T * (nh + nkv) * d > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
-		const real *cosine = table + (t % L - (document ? document[t] : 0)) * d, *sine = cosine + d / 2;
+		const real *cosine = table + (t % L - (document ? document[t] : 0)) * rot, *sine = cosine + rot / 2;
 		for (int head = 0; head < nh + nkv; head++) {
-			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + d / 2;
+			real *lo = qkv + (t * (nh + 2 * nkv) + head) * d, *hi = lo + rot / 2;
 			#pragma omp simd
-			for (int64_t i = 0; i < d / 2; i++) {
+			for (int64_t i = 0; i < rot / 2; i++) {
 				real a = lo[i], b = hi[i], s = sign * sine[i];
 				lo[i] = a * cosine[i] - b * s;
 				hi[i] = b * cosine[i] + a * s;
@@ -1065,15 +1182,15 @@ static void rope_rotate(real *qkv, const real *table, const int32_t *document, i
 }
 
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d)
+		int64_t d, int64_t rot)
 {
-	rope_rotate(qkv, table, document, T, L, nh, nkv, d, 1);
+	rope_rotate(qkv, table, document, T, L, nh, nkv, d, rot, 1);
 }
 
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d)
+		int64_t d, int64_t rot)
 {
-	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, -1); /* the transpose of a rotation is its inverse */
+	rope_rotate(dqkv, table, document, T, L, nh, nkv, d, rot, -1); /* the transpose of a rotation is its inverse */
 }
 
 /* ============================================================================================================
@@ -1656,15 +1773,35 @@ uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s)
  * Router
  * ========================================================================================================== */
 
-void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E)
+/* What keeps a sum of scores, by which is divided, from 0. */
+static const real score_epsilon = (real)1e-20;
+
+/* 1 / (1 + e^-x), to about 2 ulp at both ends. */
+static inline real sigmoid_of(real x)
+{
+	const real z = exponential(x >= 0 ? -x : x);
+	return (x >= 0 ? 1 : z) / (1 + z);
+}
+
+void scores_forward(real *p, real *lse, const real *s, int64_t T, int64_t E, bool sigmoid)
 {
 	#pragma omp parallel for if (T * E > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
-		real *out = p + t * E, max = max_element(s + t * E, E), sum = exponentials(out, s + t * E, max, E);
-		for (int64_t e = 0; e < E; e++)
-			out[e] /= sum;
+		const real *in = s + t * E;
+		real *out = p + t * E, max = 0, sum = 0;
+		if (!sigmoid || lse) {
+			max = max_element(in, E);
+			sum = exponentials(out, in, max, E);
+		}
 		if (lse)
 			lse[t] = max + (real)log(sum);
+		if (!sigmoid)
+			for (int64_t e = 0; e < E; e++)
+				out[e] /= sum;
+		else
+			#pragma omp simd
+			for (int64_t e = 0; e < E; e++)
+				out[e] = sigmoid_of(in[e]);
 	}
 }
 
@@ -1679,71 +1816,135 @@ void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean
 	}
 }
 
-void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise)
+/* Whether a is above b; NaN is above all numbers. */
+static inline bool is_above(real a, real b)
 {
-	#pragma omp parallel for if (T * E * k > MIN_PARALLEL_ELEMENTS)
+	return !(a <= b) && b == b;
+}
+
+/* The n <= room largest values so far, largest first, with their numbers; among equals who came first is first. */
+struct largest { int room, n; int32_t *number; real *value; };
+
+static inline void keep_largest(struct largest *list, int32_t number, real value)
+{
+	if (list->n == list->room && !is_above(value, list->value[list->n - 1]))
+		return;
+	int i = list->n < list->room ? list->n++ : list->n - 1;
+	for (; i > 0 && is_above(value, list->value[i - 1]); i--) {
+		list->value[i] = list->value[i - 1];
+		list->number[i] = list->number[i - 1];
+	}
+	list->value[i] = value;
+	list->number[i] = number;
+}
+
+/* in_choice [groups]: whether a token chooses among the experts of each group, `size` each. p, bias: see
+ * topk_forward. */
+static void choose_groups(bool *in_choice, const real *p, const real *bias, int64_t size, const struct routing *r)
+{
+	int32_t number[r->top_groups];
+	real value[r->top_groups];
+	struct largest best = {.room = r->top_groups, .number = number, .value = value};
+	for (int g = 0; g < r->groups; g++) {
+		real first = -INFINITY, second = -INFINITY;
+		for (int64_t e = g * size; e < (g + 1) * size; e++) {
+			const real x = bias ? p[e] + bias[e] : p[e];
+			if (is_above(x, first))
+				second = first, first = x;
+			else if (is_above(x, second))
+				second = x;
+		}
+		in_choice[g] = false;
+		keep_largest(&best, g, first + second);
+	}
+	for (int i = 0; i < r->top_groups; i++)
+		in_choice[number[i]] = true;
+}
+
+void topk_forward(int32_t *index, real *weight, const real *p, const real *bias, int64_t T, int64_t E,
+		const struct routing *r)
+{
+	const int k = r->k;
+	const int64_t size = E / r->groups;
+	#pragma omp parallel for if (T * E > MIN_PARALLEL_ELEMENTS)
 	for (int64_t t = 0; t < T; t++) {
 		const real *row = p + t * E;
-		int32_t *chosen = index + t * k;
-		real sum = 0;
-		for (int j = 0; j < k; j++) {
-			int32_t best = -1;
-			for (int32_t e = 0; e < E; e++) {
-				bool taken = false;
-				for (int i = 0; i < j; i++)
-					taken |= chosen[i] == e;
-				/* > and not >=: of equal ones the lowest index wins. No comparison with NaN is true, yet k experts are
-				 * always chosen. */
-				if (!taken && (best < 0 || row[e] > row[best]))
-					best = e;
-			}
-			chosen[j] = best;
-			sum += row[best];
-		}
+		real value[k], sum = 0;
+		bool in_choice[r->groups];
+		struct largest best = {.room = k, .number = index + t * k, .value = value};
+		if (r->top_groups < r->groups)
+			choose_groups(in_choice, row, bias, size, r);
+		for (int g = 0; g < r->groups; g++)
+			if (r->top_groups == r->groups || in_choice[g])
+				for (int64_t e = g * size; e < (g + 1) * size; e++)
+					keep_largest(&best, (int32_t)e, bias ? row[e] + bias[e] : row[e]);
 		for (int j = 0; j < k; j++)
-			weight[t * k + j] = renormalise ? row[chosen[j]] / sum : row[chosen[j]];
+			sum += row[best.number[j]];
+		for (int j = 0; j < k; j++) {
+			const real x = row[best.number[j]];
+			weight[t * k + j] = (real)r->scale * (r->normalise ? x / (sum + score_epsilon) : x);
+		}
 	}
 }
 
 void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T,
-		int64_t E, int k, bool renormalise)
+		int64_t E, const struct routing *r)
 {
-	/* Renormalised, the weights are a softmax over the k chosen experts alone:
+	/* Softmax: normalised, the weights are a softmax over the k chosen experts alone:
 	 *   ds_j = w_j (dw_j - sum_i w_i dw_i), and 0 for the others.
 	 * Otherwise w_j = p_j, and the softmax is over all experts, with dp_e = 0 for the others:
-	 *   ds_e = p_e (dp_e - sum_i p_i dp_i). */
+	 *   ds_e = p_e (dp_e - sum_i p_i dp_i).
+	 * Sigmoid: dp_j/ds_j = p_j (1 - p_j). With w_j = c p_j / (sum_i p_i + epsilon)
+	 *   ds_j = w_j (1 - p_j) (dw_j - sum_i w_i dw_i / c),
+	 * and with w_j = c p_j the same without the sum. */
+	const int k = r->k;
+	const real scale = (real)r->scale;
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
+		const real *scores = p + t * E;
 		real *row = ds + t * E, dot = 0;
 		for (int j = 0; j < k; j++)
 			dot += weight[t * k + j] * dweight[t * k + j];
 		for (int64_t e = 0; e < E; e++)
-			row[e] = renormalise ? 0 : -p[t * E + e] * dot;
+			row[e] = r->normalise || r->sigmoid ? 0 : -scores[e] * dot;
 		for (int j = 0; j < k; j++) {
+			const int32_t e = index[t * k + j];
 			real w = weight[t * k + j], d = dweight[t * k + j];
-			row[index[t * k + j]] += renormalise ? w * (d - dot) : w * d;
+			if (r->sigmoid)
+				w *= 1 - scores[e];
+			row[e] += r->normalise ? w * (d - dot / scale) : w * d;
 		}
 	}
 }
 
-void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
+/* A token's scores times this are its q, see router_statistics. */
+static double score_share(const real *p, int64_t E, bool sigmoid)
+{
+	double sum = 0;
+	for (int64_t e = 0; e < E && sigmoid; e++)
+		sum += p[e];
+	return sigmoid ? 1 / (sum + score_epsilon) : 1;
+}
+
+void router_statistics(struct router_sums *sums, double *count, double *q_sum, const real *s, const real *p,
 		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
-		int64_t E, int k)
+		int64_t E, const struct routing *r)
 {
 	#pragma omp parallel for schedule(dynamic)
 	for (int64_t b = 0; b < B; b++) {
 		begin_task();
-		double *c = count + b * E, *ps = p_sum + b * E;
+		double *c = count + b * E, *qs = q_sum + b * E;
 		struct router_sums sum = {0};
 		memset(c, 0, E * sizeof *c);
-		memset(ps, 0, E * sizeof *ps);
+		memset(qs, 0, E * sizeof *qs);
 		const int64_t end = b * L + (length ? length[b] : L);
 		for (int64_t t = max64(b * L - first, 0); t < min64(end - first, T); t++) {
-			for (int j = 0; j < k; j++)
-				c[index[t * k + j]]++;
+			const double share = score_share(p + t * E, E, r->sigmoid);
+			for (int j = 0; j < r->k; j++)
+				c[index[t * r->k + j]]++;
 			for (int64_t e = 0; e < E; e++) {
 				double value = s[t * E + e];
-				ps[e] += p[t * E + e];
+				qs[e] += share * p[t * E + e];
 				sum.s += value;
 				sum.s_squared += value * value;
 			}
@@ -1754,23 +1955,32 @@ void router_statistics(struct router_sums *sums, double *count, double *p_sum, c
 	}
 }
 
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
-		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale)
+void router_loss_backward(real *ds, const real *s, const real *p, const real *lse, const real *factor,
+		const int32_t *length, int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale,
+		const struct routing *r)
 {
-	/* Balance: dp_e = balance_scale factor_e, and the softmax gives ds_e = p_e (dp_e - sum_i p_i dp_i).
-	 * z: d(z_scale lse^2)/ds_e = 2 z_scale lse p_e. */
+	/* Balance: dq_e = balance_scale factor_e. The softmax gives ds_e = p_e (dq_e - sum_i p_i dq_i), and sigmoids, which
+	 * q_e = p_e / (sum_i p_i + epsilon), ds_e = q_e (1 - p_e) (dq_e - sum_i q_i dq_i).
+	 * z: d(z_scale lse^2)/ds_e = 2 z_scale lse softmax(s)_e. */
 	#pragma omp parallel for
 	for (int64_t t = 0; t < T; t++) {
 		const int64_t b = (first + t) / L;
 		if (length && (first + t) % L >= length[b])
 			continue;
-		const real *f = factor + b * E, *row = p + t * E;
+		const real *f = factor + b * E, *row = p + t * E, *logit = r->sigmoid ? s + t * E : NULL;
 		real dot = 0, z = (real)(2 * z_scale) * lse[t], balance = (real)balance_scale;
 		#pragma omp simd reduction(+ : dot)
 		for (int64_t e = 0; e < E; e++)
 			dot += row[e] * f[e];
+		if (!r->sigmoid) {
+			for (int64_t e = 0; e < E; e++)
+				ds[t * E + e] += row[e] * (balance * (f[e] - dot) + z);
+			continue;
+		}
+		const real share = (real)score_share(row, E, true), mean = share * dot;
 		for (int64_t e = 0; e < E; e++)
-			ds[t * E + e] += row[e] * (balance * (f[e] - dot) + z);
+			ds[t * E + e] += balance * share * row[e] * (1 - row[e]) * (f[e] - mean) +
+					z * exponential(logit[e] - lse[t]);
 	}
 }
 

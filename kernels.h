@@ -54,6 +54,8 @@ double sum_of_squares(const real *x, int64_t n);
 void *allocate_large(size_t bytes);
 /* out [n] = in [n]. */
 void copy_array(real *out, const real *in, int64_t n);
+/* out[t, j] = x[t, j] for the first `cols` columns of T rows; rows are out_width and x_width apart. */
+void copy_columns(real *out, int64_t out_width, const real *x, int64_t x_width, int64_t T, int64_t cols);
 /* out [T, N]: out[t, j] = x[t, j] * scale[j]; x [T, N], scale [N]. out may be x. */
 void scale_columns(real *out, const real *x, const real *scale, int64_t T, int64_t N);
 /* Elements of the `scratch` that bias_backward and rmsnorm_backward need for rows of N elements. */
@@ -109,18 +111,30 @@ void rmsnorm_forward(real *out, real *rstd, const real *x, const real *w, int64_
 void rmsnorm_backward(real *dx, real *dw, const real *dout, const real *x, const real *w, const real *rstd, int64_t T,
 		int64_t H, bool accumulate, real *scratch);
 
-/* -- rotary position embedding -- In place on qkv [T, (nh + 2 nkv) d], of which a row is all query heads, then all key
- * heads, then all value heads. T = B L; token t has position t % L. `document` [T], here and in attention, gives the
- * position in its sequence where each token's document begins: positions count from there, and attention does not
- * reach before it. NULL: each sequence is one document, document[t] = 0. */
+/* -- RMSNorm of each query and key head -- In place on qkv [T, (nh + 2 nkv) d], of which a row is all query heads, then
+ * all key heads, then all value heads. */
 
-/* table [L, d]: of each position t d/2 cosines, then d/2 sines, of the angles t frequency[i], times scale. frequency
- * [d/2]. */
-void rope_table(real *table, int64_t L, int64_t d, const double *frequency, double scale);
+/* w [2, d]: that of the query heads, then that of the key heads. heads [T, (nh + nkv) d]: the queries and keys before;
+ * rstd [T, nh + nkv]; both are for the backward pass, and may be NULL. */
+void qk_norm_forward(real *qkv, real *heads, real *rstd, const real *w, int64_t T, int nh, int nkv, int64_t d,
+		double eps);
+/* dqkv is the gradient with respect to the result before, and to the argument after. dw [2, d]; scratch
+ * [row_sum_scratch(2 d)]. */
+void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd, const real *w, int64_t T, int nh,
+		int nkv, int64_t d, bool accumulate, real *scratch);
+
+/* -- rotary position embedding -- In place on the first `rot` elements of each query and key head of qkv. T = B L;
+ * token t has position t % L. `document` [T], here and in attention, gives the position in its sequence where each
+ * token's document begins: positions count from there, and attention does not reach before it. NULL: each sequence is
+ * one document, document[t] = 0. */
+
+/* table [L, rot]: of each position t rot/2 cosines, then rot/2 sines, of the angles t frequency[i], times scale.
+ * frequency [rot/2]. */
+void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, double scale);
 void rope_forward(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d);
+		int64_t d, int64_t rot);
 void rope_backward(real *dqkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
-		int64_t d);
+		int64_t d, int64_t rot);
 
 /* -- causal attention -- */
 
@@ -187,31 +201,44 @@ uint64_t random_permute(uint64_t i, uint64_t n, const struct random_stream *s);
 
 /* -- router -- */
 
-/* p [T, E] = softmax of each row of s [T, E]; lse [T] the log-sum-exp of each row, or NULL. p may be s. */
-void softmax_forward(real *p, real *lse, const real *s, int64_t T, int64_t E);
+/* What a router makes of its logits s: scores p, and of these the k experts of a token and their weights. */
+struct routing {
+	bool sigmoid;                /* p = sigmoid(s) of each expert alone; else p = softmax(s) */
+	int k;
+	int groups, top_groups;      /* see topk_forward; 1, 1: no groups */
+	bool normalise;              /* the weights of a token are p over the sum of the k chosen, plus 1e-20; else p, */
+	double scale;                /* both times this; 1 with softmax */
+};
+
+/* p [T, E] = the scores of each row of s [T, E]; lse [T] the log-sum-exp of each row, or NULL: then p may be s. */
+void scores_forward(real *p, real *lse, const real *s, int64_t T, int64_t E, bool sigmoid);
 /* Stochastic routing warmup: s_hat [T, E] = alpha s + (1 - alpha) (mean + std eps), eps the standard normal number of
  * `noise` at position t E + e. */
 void routing_noise_forward(real *s_hat, const real *s, double alpha, double mean, double std,
 		const struct random_stream *noise, int64_t T, int64_t E);
-/* index [T, k]: the k largest of each row of p [T, E], largest first, among equals the lower index first. weight [T,
- * k]: their p, if `renormalise` over the sum of the k. */
-void topk_forward(int32_t *index, real *weight, const real *p, int64_t T, int64_t E, int k, bool renormalise);
-/* ds [T, E], with respect to the logits whose softmax p is, from dweight [T, k]. */
+/* index [T, k]: the experts with the k largest of p + bias, largest first, among equals the lower index first; p [T,
+ * E], bias [E] or NULL for zeros. With groups, each a run of E / groups experts, those of the top_groups groups alone
+ * whose two largest p + bias have the largest sums, among equals the lower group first; groups then have two experts or
+ * more, and top_groups of them k or more. NaN counts as the largest: it is not hidden. weight [T, k]: from p alone. */
+void topk_forward(int32_t *index, real *weight, const real *p, const real *bias, int64_t T, int64_t E,
+		const struct routing *r);
+/* ds [T, E], with respect to the logits whose scores p are, from dweight [T, k]. The choice has no gradient. */
 void topk_backward(real *ds, const real *dweight, const int32_t *index, const real *weight, const real *p, int64_t T,
-		int64_t E, int k, bool renormalise);
+		int64_t E, const struct routing *r);
 
 /* For each of the B sequences of L tokens of a micro-batch, sums over its tokens among the T tokens from token `first`
  * of the micro-batch on. These T are the ones of s, p [T, E], lse [T] and index [T, k]. Of each sequence the first
- * length[b] tokens count, the rest is padding; length [B], NULL: all do. count [B, E]: assignments; p_sum [B, E]: sums
- * of p; sums [B]. */
+ * length[b] tokens count, the rest is padding; length [B], NULL: all do. count [B, E]: assignments; q_sum [B, E]: sums
+ * of q, which is p, or with sigmoids p over the token's sum of them, plus 1e-20; sums [B]. */
 struct router_sums { double s, s_squared, z; }; /* of the logits, of their squares, and of lse^2 */
-void router_statistics(struct router_sums *sums, double *count, double *p_sum, const real *s, const real *p,
+void router_statistics(struct router_sums *sums, double *count, double *q_sum, const real *s, const real *p,
 		const real *lse, const int32_t *index, const int32_t *length, int64_t first, int64_t T, int64_t B, int64_t L,
-		int64_t E, int k);
-/* Adds to ds [T, E] the gradient of balance_scale * sum_e factor[b, e] p_e + z_scale * lse^2 of each of these tokens,
- * b being its sequence; factor [B, E]. Nothing for padding. */
-void router_loss_backward(real *ds, const real *p, const real *lse, const real *factor, const int32_t *length,
-		int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale);
+		int64_t E, const struct routing *r);
+/* Adds to ds [T, E] the gradient of balance_scale * sum_e factor[b, e] q_e + z_scale * lse^2 of each of these tokens,
+ * b being its sequence; factor [B, E]. Nothing for padding. s [T, E] is only read with sigmoids. */
+void router_loss_backward(real *ds, const real *s, const real *p, const real *lse, const real *factor,
+		const int32_t *length, int64_t first, int64_t T, int64_t L, int64_t E, double balance_scale, double z_scale,
+		const struct routing *r);
 
 /* -- token dispatch: R = T k rows, sorted by expert -- */
 

@@ -6,6 +6,7 @@
  *   Forward                             embedding; attention, router and experts of a layer; final norm
  *   Head and loss                       logits and cross-entropy, and their backward pass
  *   Backward                            the layers from the last one down
+ *   Multi-token prediction              MTP layers, forward and backward
  *   Gradient reduction                  sums of the gradients over the ranks
  *   Schedules                           learning rate, batch size
  *   The step                            gradients, decision, update, report
@@ -111,7 +112,7 @@ static void reduce_scatter_sequence(struct model *m, real *own, bool accumulate,
 struct step_sums step_sums_shape(const struct model_config *c)
 {
 	const int64_t stride = sizeof(struct layer_sums) / sizeof(double) + c->num_experts;
-	return (struct step_sums){.size = NUM_SUMS + stride * c->num_hidden_layers, .stride = stride};
+	return (struct step_sums){.size = NUM_SUMS + stride * num_layers(c) + trained_mtp_layers(c), .stride = stride};
 }
 
 /* Allocates the sums; the caller frees s->values. */
@@ -119,12 +120,32 @@ int step_sums_init(struct step_sums *s, const struct model_config *c)
 {
 	*s = step_sums_shape(c);
 	s->values = calloc(s->size, sizeof *s->values);
-	return s->values ? 0 : fail("out of memory for the sums of %d layers", c->num_hidden_layers);
+	return s->values ? 0 : fail("out of memory for the sums of %d layers", num_layers(c));
 }
 
 static struct layer_sums *layer_sums(const struct step_sums *s, int layer)
 {
 	return (struct layer_sums *)(s->values + NUM_SUMS + s->stride * layer);
+}
+
+/* Of the MTP layers that are trained, the last of the sums: [trained_mtp_layers()]. */
+static double *mtp_losses(const struct step_sums *s, const struct model_config *c)
+{
+	return s->values + s->size - trained_mtp_layers(c);
+}
+
+/* The layer of a depth of prediction; -1 for depth 0, which is the model itself. */
+static int layer_of_depth(const struct model_config *c, int depth)
+{
+	return depth ? c->num_hidden_layers + depth - 1 : -1;
+}
+
+/* The value of x [B, L] at place t, shifted `depth` places to the left: `freed` where that is behind the window, or,
+ * where documents are masked, in another document than place t. */
+static int32_t shifted(const int32_t *x, const int32_t *document, int64_t t, int64_t L, int depth, int32_t freed)
+{
+	const bool there = t % L + depth < L && (!document || document[t + depth] == document[t]);
+	return there ? x[t + depth] : freed;
 }
 
 /* ============================================================================================================
@@ -145,13 +166,13 @@ static void attention_segments(struct model *m, int l, const struct segment *seg
 	const struct model_config *c = &m->config;
 	struct layer_activations *x = &m->acts.layer[l];
 	const int nh = c->num_attention_heads, nkv = c->num_key_value_heads, d = c->head_dim;
-	const int width = qkv_width(c), kv_width = 2 * nkv * d;
+	const int width = qkv_width(c), kv_width = 2 * nkv * d, rot = rotary_dim(c);
 	real *qkv = x->qkv;
 	for (int i = 0; i < n; i++) {
 		const struct kv_cache *cache = segments[i].cache;
 		real *kv = cache->kv + l * cache->rows * kv_width;
-		rope_forward(qkv, m->rope + cache->length * d, NULL, segments[i].num_tokens, segments[i].num_tokens, nh, nkv,
-				d);
+		rope_forward(qkv, m->rope + cache->length * rot, NULL, segments[i].num_tokens, segments[i].num_tokens, nh,
+				nkv, d, rot);
 		for (int64_t p = cache->length; p < cache->length + segments[i].num_tokens; p++, qkv += width)
 			memcpy(kv + (cache->block[p / KV_BLOCK] + p % KV_BLOCK) * kv_width, qkv + nh * d, kv_width * sizeof *kv);
 	}
@@ -174,6 +195,11 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 	const real *normed = all_gather_sequence(m, m->acts.normed, T);
 	matmul_forward(x->qkv, normed, &m->weights[l].qkv, p->qkv_bias, T, H, qkv_width(c), false);
 	dump_output(m, DUMP_QKV, l, x->qkv);
+	if (c->use_qk_norm) {
+		begin(OP_QK_NORM, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
+		qk_norm_forward(x->qkv, x->qk, x->qk_rstd, p->qk_norm, T, nh, nkv, d, c->rms_norm_eps);
+		dump_output(m, DUMP_QK_NORM, l, x->qkv);
+	}
 	if (segments) {
 		double work = 0;
 		for (int i = 0; i < n; i++) /* a token sees what is in the cache, and half of the new ones in the mean */
@@ -183,8 +209,8 @@ static void attention_core_forward(struct model *m, int l, int64_t T, const stru
 		attention_segments(m, l, segments, n);
 		return;
 	}
-	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * d));
-	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d);
+	begin(OP_ROPE, PASS_FORWARD, l, moved(2 * T * (nh + nkv) * rotary_dim(c)));
+	rope_forward(x->qkv, m->rope, m->document, T, L, nh, nkv, d, rotary_dim(c));
 	dump_output(m, DUMP_ROPE, l, x->qkv);
 	/* softmax(q k^T / sqrt(d)) v of each head */
 	begin(OP_ATTENTION_CORE, PASS_FORWARD, l, attention_work(m, T));
@@ -211,9 +237,17 @@ static void attention_layer_forward(struct model *m, int l, int64_t T, const str
 	dump_output(m, DUMP_ATTENTION_OUTPUT, l, x->residual);
 }
 
+/* The rules of the model's routers. */
+static struct routing routing_of(const struct model_config *c)
+{
+	return (struct routing){.sigmoid = c->score_function == SCORE_SIGMOID, .k = c->num_experts_per_tok,
+			.groups = c->n_group, .top_groups = c->topk_group, .scale = c->routed_scaling_factor,
+			.normalise = c->norm_topk_prob && c->num_experts_per_tok > 1};
+}
+
 /* Adds to the step's sums what the router's losses and statistics need of this micro-batch's tokens, and leaves E f_e
- * for the backward pass: balance loss = E sum_e f_e P_e, f_e = assignments to e / (k tokens), P_e the mean of p_e;
- * z-loss = the mean of logsumexp(s)^2. */
+ * for the backward pass: balance loss = E sum_e f_e Q_e, f_e = assignments to e / (k tokens), Q_e the mean of q_e: see
+ * router_statistics; z-loss = the mean of logsumexp(s)^2. */
 static void router_losses(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
@@ -221,10 +255,10 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, B = T / L, E = c->num_experts, N = own_tokens(m, T, &first);
-	const int k = c->num_experts_per_tok;
-	double *count = a->sequence_count, *p_sum = a->sequence_p; /* [B, E] */
-	router_statistics(a->router_sums, count, p_sum, a->logits, x->p, x->router_lse, x->index, m->length, first, N, B, L,
-			E, k);
+	const struct routing routing = routing_of(c);
+	double *count = a->sequence_count, *q_sum = a->sequence_q; /* [B, E] */
+	router_statistics(a->router_sums, count, q_sum, x->logits, x->p, x->router_lse, x->index, m->length, first, N, B, L,
+			E, &routing);
 	struct layer_sums *sum = layer_sums(sums, l);
 	for (int b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
@@ -233,7 +267,7 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 		sum->s_squared += a->router_sums[b].s_squared;
 		sum->z += a->router_sums[b].z / step->num_tokens;
 	}
-	/* f_e needs the assignments of all tokens, whichever rank of the tensor group has them; of P_e each rank adds its
+	/* f_e needs the assignments of all tokens, whichever rank of the tensor group has them; of Q_e each rank adds its
 	 * own tokens' share. */
 	all_reduce_sum(&m->layout.tensor, TRAFFIC_STATISTICS, count, B * E);
 	int64_t all = 0; /* tokens of the micro-batch without padding */
@@ -243,25 +277,24 @@ static void router_losses(struct model *m, int l, int64_t T, const struct step *
 		for (int64_t e = 0; e < E; e++) {
 			for (int b = 1; b < B; b++) {
 				count[e] += count[b * E + e];
-				p_sum[e] += p_sum[b * E + e];
+				q_sum[e] += q_sum[b * E + e];
 			}
 			for (int b = 1; b < B; b++)
-				count[b * E + e] = count[e], p_sum[b * E + e] = 0;
+				count[b * E + e] = count[e], q_sum[b * E + e] = 0;
 		}
 	}
 	for (int64_t i = 0; i < B * E; i++) {
 		/* tokens that count together: those of the sequence, or of the whole micro-batch */
 		const int64_t together = c->router.balance_loss_scope == SCOPE_MICRO_BATCH ? all
 				: m->length ? m->length[i / E] : L;
-		double f = count[i] / ((double)k * together);
+		double f = count[i] / ((double)routing.k * together);
 		x->balance_factor[i] = (real)(E * f);
-		/* P_e is p_sum / together; weighted with the tokens' part of the step, together / num_tokens */
-		sum->balance += E * f * p_sum[i] / step->num_tokens;
+		/* Q_e is q_sum / together; weighted with the tokens' part of the step, together / num_tokens */
+		sum->balance += E * f * q_sum[i] / step->num_tokens;
 	}
 }
 
-/* p, index and weight of the tokens in acts.normed: their probabilities, the k chosen experts, and the experts'
- * weights. */
+/* p, index and weight of the tokens in acts.normed: their scores, the k chosen experts, and the experts' weights. */
 static void router_forward(struct model *m, int l, int64_t T, const struct step *step, struct step_sums *sums)
 {
 	const struct model_config *c = &m->config;
@@ -269,27 +302,27 @@ static void router_forward(struct model *m, int l, int64_t T, const struct step 
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, E = c->num_experts, N = own_tokens(m, T, &first);
-	const int k = c->num_experts_per_tok;
-	/* s = x W^T, p = softmax(s) */
+	const struct routing routing = routing_of(c);
+	/* s = x W^T, p = softmax(s) or sigmoid(s) */
 	begin(OP_ROUTER_LOGITS, PASS_FORWARD, l, product(N, c->hidden_size, E));
-	matmul_forward(a->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
-	dump_output(m, DUMP_ROUTER_LOGITS, l, a->logits);
+	matmul_forward(x->logits, a->normed, &m->weights[l].router, NULL, N, c->hidden_size, E, false);
+	dump_output(m, DUMP_ROUTER_LOGITS, l, x->logits);
 	begin(OP_ROUTER_SOFTMAX, PASS_FORWARD, l, moved(2 * N * E));
-	softmax_forward(x->p, x->router_lse, a->logits, N, E);
+	scores_forward(x->p, x->router_lse, x->logits, N, E, routing.sigmoid);
 	const real *p = x->p;
 	if (step && step->index < c->router.warmup_steps) {
-		/* s_hat = a s + (1 - a)(mu + sigma eps), a = i/W; p_hat = softmax(s_hat) */
+		/* s_hat = a s + (1 - a)(mu + sigma eps), a = i/W; p_hat = softmax(s_hat) or sigmoid(s_hat) */
 		struct random_stream noise = {.seed = step->seed, .purpose = RANDOM_ROUTING + l, .step = (uint32_t)step->index,
 				.first = (uint64_t)((step->first_sequence * L + first) * E)};
-		routing_noise_forward(x->p_hat, a->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
+		routing_noise_forward(x->p_hat, x->logits, (double)step->index / c->router.warmup_steps, step->router_mean[l],
 				step->router_std[l], &noise, N, E);
-		softmax_forward(x->p_hat, NULL, x->p_hat, N, E);
+		scores_forward(x->p_hat, NULL, x->p_hat, N, E, routing.sigmoid);
 		p = x->p_hat;
 	}
 	dump_output(m, DUMP_ROUTER_SOFTMAX, l, p);
-	/* weight = p of the k largest, over their sum */
+	/* weight = p of those with the k largest p + bias, over their sum */
 	begin(OP_ROUTER_TOPK, PASS_FORWARD, l, moved(N * E));
-	topk_forward(x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	topk_forward(x->index, x->weight, p, m->params.layer[l].expert_bias, N, E, &routing);
 	dump_output(m, DUMP_ROUTER_TOPK, l, x->index);
 	dump_output(m, DUMP_ROUTER_WEIGHTS, l, x->weight);
 	if (sums) {
@@ -450,6 +483,18 @@ static void before_block(struct model *m, int block)
 		m->before_block(m->before_block_context, block);
 }
 
+/* The final norm of a depth of prediction. */
+static void final_norm_forward(struct model *m, int depth, int64_t N)
+{
+	const struct model_config *c = &m->config;
+	const int l = layer_of_depth(c, depth);
+	struct depth_activations *x = &m->acts.depth[depth];
+	begin(OP_NORM, PASS_FORWARD, l, moved(2 * N * c->hidden_size));
+	rmsnorm_forward(x->normed, x->rstd, x->output, depth ? m->params.layer[l].final_norm : m->params.norm, N,
+			c->hidden_size, c->rms_norm_eps);
+	dump_output(m, DUMP_NORM, l, x->normed);
+}
+
 /* The forward pass from the embedding on, which is in the first layer's partial_sums. */
 static void layers_forward(struct model *m, int64_t T, const struct segment *segments, int n, const struct step *step,
 		struct step_sums *sums)
@@ -462,15 +507,16 @@ static void layers_forward(struct model *m, int64_t T, const struct segment *seg
 	reduce_scatter_sequence(m, a->layer[0].input, false, T);
 	dump_output(m, DUMP_EMBEDDING, -1, a->layer[0].input);
 	for (int l = 0; l < layers; l++) {
-		before_block(m, 1 + l);
+		before_block(m, block_of_layer(c, l));
 		attention_layer_forward(m, l, T, segments, n);
-		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->output, step, sums);
+		ffn_layer_forward(m, l, T, l + 1 < layers ? a->layer[l + 1].input : a->depth[0].output, step, sums);
 	}
-	before_block(m, 1 + layers);
-	begin(OP_NORM, PASS_FORWARD, -1, moved(2 * N * c->hidden_size));
-	rmsnorm_forward(a->normed, a->rstd, a->output, m->params.norm, N, c->hidden_size, c->rms_norm_eps);
-	dump_output(m, DUMP_NORM, -1, a->normed);
+	before_block(m, head_block(c));
+	final_norm_forward(m, 0, N);
 }
+
+static void mtp_forward(struct model *m, const int32_t *input, int depth, int64_t T, const struct step *step,
+		struct step_sums *sums);
 
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums)
 {
@@ -482,12 +528,15 @@ void model_forward(struct model *m, const int32_t *input, int B, const struct st
 	embedding_forward(partial_sums(m, m->acts.layer[0].input), input, &m->embedding, m->first_vocab, T, H,
 			m->config.vocab_size);
 	layers_forward(m, T, NULL, 0, step, sums);
+	for (int depth = 1; sums && depth <= trained_mtp_layers(&m->config); depth++)
+		mtp_forward(m, input, depth, T, step, sums);
+	before_block(m, last_block(&m->config));
 }
 
 /* The final norm's results of all tokens: with a tensor group, those that model_extend has gathered. */
 static real *all_results(struct model *m)
 {
-	return m->layout.tensor.size == 1 ? m->acts.normed : m->acts.gathered;
+	return m->layout.tensor.size == 1 ? m->acts.depth[0].normed : m->acts.gathered;
 }
 
 real *model_extend(struct model *m, const struct segment *segments, int n)
@@ -506,7 +555,7 @@ real *model_extend(struct model *m, const struct segment *segments, int n)
 	layers_forward(m, T, segments, n, NULL, NULL);
 	for (int i = 0; i < n; i++)
 		segments[i].cache->length += segments[i].num_tokens;
-	all_gather_sequence(m, m->acts.normed, T);
+	all_gather_sequence(m, m->acts.depth[0].normed, T);
 	return all_results(m);
 }
 
@@ -548,31 +597,36 @@ void model_logits(struct model *m, real *logits, int64_t first, int64_t n)
 	}
 }
 
-double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss)
+/* The loss of a depth of prediction, and its gradient: what model_loss says, for target [T]. */
+static double depth_loss(struct model *m, int depth, const int32_t *target, int64_t T, const struct step *step,
+		double *window_loss)
 {
 	struct activations *a = &m->acts;
+	struct depth_activations *x = &a->depth[depth];
 	const struct group *tensor = &m->layout.tensor;
-	const int64_t T = (int64_t)B * m->seq_len, H = m->config.hidden_size, V = m->config.vocab_size;
+	const int64_t H = m->config.hidden_size, V = m->config.vocab_size;
 	const int64_t C = head_chunk(m->global.vocab_size, tensor->size);
+	const int l = layer_of_depth(&m->config, depth);
 	const real *normed = NULL;
-	real *dnormed = step ? partial_sums(m, a->dnormed) : NULL;
-	/* the weight of a token's loss in that of the step, which is a mean */
-	const double scale = step && step->num_targets ? 1.0 / step->num_targets : 0;
+	real *dnormed = step ? partial_sums(m, x->dnormed) : NULL;
+	/* the weight of a token's loss in that of the step, where each depth has a mean */
+	const double scale = !step || !step->num_targets[depth] ? 0
+			: (depth ? m->config.mtp_loss_scaling_factor : 1) / step->num_targets[depth];
 	double total = 0;
-	for (int b = 0; window_loss && b < B; b++)
+	for (int64_t b = 0; window_loss && b * m->seq_len < T; b++)
 		window_loss[b] = 0;
 	/* an empty micro-batch has one turn too, which writes 0 to its gradient */
 	for (int64_t first = 0; first == 0 || first < T; first += C) {
 		int64_t n = T - first < C ? T - first : C;
-		begin(OP_HEAD_LOGITS, PASS_FORWARD, -1, product(n, H, V));
+		begin(OP_HEAD_LOGITS, PASS_FORWARD, l, product(n, H, V));
 		if (first == 0)
-			normed = all_gather_sequence(m, a->normed, T);
+			normed = all_gather_sequence(m, x->normed, T);
 		const real *in = head_input(m, normed + first * H, n);
 		matmul_forward(a->head_logits, in, &m->lm_head, NULL, n, H, V, false);
-		dump_logits(m, a->head_logits, first, n);
+		dump_logits(m, l, a->head_logits, first, n);
 		/* loss = log(sum_v e^(logit_v - max)) - (logit_target - max). Of max, sum and loss each rank has its part of
 		 * the vocabulary's. */
-		begin(OP_HEAD_LOSS, PASS_FORWARD, -1, moved(3 * n * V));
+		begin(OP_HEAD_LOSS, PASS_FORWARD, l, moved(3 * n * V));
 		logits_max(a->head_max, a->head_logits, n, V);
 		all_reduce_max(tensor, TRAFFIC_HEAD, a->head_max, n);
 		double *loss = a->head_loss, *sum = loss + n;
@@ -584,24 +638,37 @@ double model_loss(struct model *m, const int32_t *target, int B, const struct st
 			if (window_loss)
 				window_loss[(first + t) / m->seq_len] += of_token;
 		}
-		dump_losses(m, loss, sum, target + first, first, n);
+		dump_losses(m, l, loss, sum, target + first, first, n);
 		if (!step)
 			continue;
-		/* dlogits = (softmax(logits) - onehot(target)) / num_targets */
-		begin(OP_HEAD_LOSS, PASS_BACKWARD, -1, moved(2 * n * V));
+		/* dlogits = (softmax(logits) - onehot(target)) scale */
+		begin(OP_HEAD_LOSS, PASS_BACKWARD, l, moved(2 * n * V));
 		cross_entropy_backward(a->head_logits, sum, target + first, m->first_vocab, scale, n, V);
-		dump_logits_gradient(m, a->head_logits, first, n);
-		begin(OP_HEAD_LOGITS, PASS_BACKWARD, -1, product(n, H, V));
+		dump_logits_gradient(m, l, a->head_logits, first, n);
+		begin(OP_HEAD_LOGITS, PASS_BACKWARD, l, product(n, H, V));
 		matmul_backward_input(dnormed + first * H, a->head_logits, m->params.lm_head, n, H, V, false);
 		/* With NormHead too: dW[v, j] = sum_t dlogits[t, v] normed[t, j] / (n_j + 1e-7), n being a constant */
-		begin(OP_HEAD_LOGITS, PASS_WEIGHT, -1, product(n, H, V));
-		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V, step->accumulate || first > 0);
+		begin(OP_HEAD_LOGITS, PASS_WEIGHT, l, product(n, H, V));
+		matmul_backward_weight(m->grads.lm_head, a->head_logits, in, n, H, V,
+				step->accumulate || depth > 0 || first > 0);
 		if (m->head_scale)
 			scale_columns(dnormed + first * H, dnormed + first * H, m->head_scale, n, H);
 	}
 	if (step)
-		reduce_scatter_sequence(m, a->dnormed, false, T);
-	return total;
+		reduce_scatter_sequence(m, x->dnormed, false, T);
+	return x->loss = total;
+}
+
+double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss)
+{
+	const int64_t L = m->seq_len, T = B * L;
+	const double loss = depth_loss(m, 0, target, T, step, window_loss);
+	for (int depth = 1; step && depth <= trained_mtp_layers(&m->config); depth++) {
+		for (int64_t t = 0; t < T; t++)
+			m->acts.shifted[t] = shifted(target, m->document, t, L, depth, -1);
+		depth_loss(m, depth, m->acts.shifted, T, step, NULL);
+	}
+	return loss;
 }
 
 /* ============================================================================================================
@@ -619,22 +686,24 @@ static void router_backward(struct model *m, int l, int B, const struct step *st
 	struct layer_activations *x = &a->layer[l];
 	int64_t first;
 	const int64_t L = m->seq_len, N = own_tokens(m, B * L, &first), H = c->hidden_size, E = c->num_experts;
-	const int k = c->num_experts_per_tok;
+	const struct routing routing = routing_of(c);
 	const bool noisy = step->index < c->router.warmup_steps;
 	const real *p = noisy ? x->p_hat : x->p;
 	begin(OP_ROUTER_TOPK, PASS_BACKWARD, l, moved(2 * N * E));
-	topk_backward(a->dlogits, a->dweight, x->index, x->weight, p, N, E, k, c->norm_topk_prob && k > 1);
+	topk_backward(a->dlogits, a->dweight, x->index, x->weight, p, N, E, &routing);
 	if (noisy) { /* s_hat = a s + (1 - a)(mu + sigma eps), so ds = a ds_hat */
 		real alpha = (real)((double)step->index / c->router.warmup_steps);
 		for (int64_t i = 0; i < N * E; i++)
 			a->dlogits[i] *= alpha;
 	}
-	/* ds += the gradient of  balance_loss_coef E sum_e f_e P_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
-	 * constants, P_e and the mean sums over the tokens divided by the step's tokens */
+	/* ds += the gradient of  balance_loss_coef E sum_e f_e Q_e + z_loss_coef mean(logsumexp(s)^2),  f_e being
+	 * constants, Q_e and the mean sums over the tokens divided by the step's tokens */
 	begin(OP_ROUTER_LOSSES, PASS_BACKWARD, l, moved(3 * N * E));
-	router_loss_backward(a->dlogits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
-			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens);
+	router_loss_backward(a->dlogits, x->logits, x->p, x->router_lse, x->balance_factor, m->length, first, N, L, E,
+			c->router.balance_loss_coef / step->num_tokens, c->router.z_loss_coef / step->num_tokens, &routing);
 	dump_gradient(m, DUMP_ROUTER_LOGITS, l, a->dlogits);
+	if (m->grads.layer[l].expert_bias) /* the loss has none */
+		memset(m->grads.layer[l].expert_bias, 0, E * sizeof(real));
 	begin(OP_ROUTER_LOGITS, PASS_WEIGHT, l, product(N, H, E));
 	matmul_backward_weight(m->grads.layer[l].router, a->dlogits, a->normed, N, H, E, step->accumulate);
 	begin(OP_ROUTER_LOGITS, PASS_BACKWARD, l, product(N, H, E));
@@ -758,8 +827,13 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 	attention_backward(a->dqkv, a->dattention, x->attention, x->lse, x->qkv, m->document, B, L, nh, nkv, d,
 			a->attention_scratch, a->attention_shared, a->attention_shared_size);
 	dump_gradient(m, DUMP_ROPE, l, a->dqkv);
-	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * d));
-	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d);
+	begin(OP_ROPE, PASS_BACKWARD, l, moved(2 * T * (nh + nkv) * rotary_dim(c)));
+	rope_backward(a->dqkv, m->rope, m->document, T, L, nh, nkv, d, rotary_dim(c));
+	if (c->use_qk_norm) {
+		dump_gradient(m, DUMP_QK_NORM, l, a->dqkv);
+		begin(OP_QK_NORM, PASS_BACKWARD, l, moved(3 * T * (nh + nkv) * d));
+		qk_norm_backward(a->dqkv, g->qk_norm, x->qk, x->qk_rstd, p->qk_norm, T, nh, nkv, d, add, a->sum_scratch);
+	}
 	dump_gradient(m, DUMP_QKV, l, a->dqkv);
 	/* normed [N, H] was not kept: it is cheap to compute again */
 	begin(OP_ATTENTION_NORM, PASS_FORWARD, l, moved(2 * N * H));
@@ -777,36 +851,177 @@ static void attention_layer_backward(struct model *m, int l, int B, const struct
 			add, a->sum_scratch);
 }
 
+/* The backward pass of layer l, dstream as above. */
+static void layer_backward(struct model *m, int l, int B, const struct step *step)
+{
+	const int64_t T = (int64_t)B * m->seq_len;
+	if (m->mode == TRAIN_RECOMPUTE_LAYER && l < trained_layers(&m->config) - 1) { /* the last one's are still there */
+		attention_layer_forward(m, l, T, NULL, 0);
+		ffn_layer_forward(m, l, T, NULL, step, NULL);
+	}
+	ffn_layer_backward(m, l, B, step);
+	attention_layer_backward(m, l, B, step);
+}
+
+/* The backward pass of the final norm of a depth of prediction: dstream [N, H] is then d(its input). */
+static void final_norm_backward(struct model *m, int depth, int64_t N, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	const struct depth_activations *x = &a->depth[depth];
+	const int l = layer_of_depth(c, depth);
+	const int64_t H = c->hidden_size;
+	dump_gradient(m, DUMP_NORM, l, x->dnormed);
+	begin(OP_NORM, PASS_BACKWARD, l, moved(3 * N * H));
+	memset(a->dstream, 0, N * H * sizeof *a->dstream);
+	rmsnorm_backward(a->dstream, depth ? m->grads.layer[l].final_norm : m->grads.norm, x->dnormed, x->output,
+			depth ? m->params.layer[l].final_norm : m->params.norm, x->rstd, N, H, step->accumulate, a->sum_scratch);
+}
+
+/* The gradient of the embedding of a depth's tokens, token [T], from dstream. The depths come from the last one down.
+ * Tied, the head has written this gradient already. */
+static void embedding_layer_backward(struct model *m, int depth, const int32_t *token, int64_t T,
+		const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	const int64_t H = c->hidden_size;
+	const int l = layer_of_depth(c, depth);
+	dump_gradient(m, DUMP_EMBEDDING, l, m->acts.dstream);
+	begin(OP_EMBEDDING, PASS_WEIGHT, l, moved(2 * T * H));
+	embedding_backward(m->grads.embedding, token, all_gather_sequence(m, m->acts.dstream, T), m->first_vocab, T, H,
+			c->vocab_size, step->accumulate || c->tie_word_embeddings || depth < trained_mtp_layers(c));
+}
+
+static void mtp_backward(struct model *m, const int32_t *input, int depth, int B, const struct step *step);
+static void clear_untrained_gradients(struct model *m);
+
 void model_backward(struct model *m, const int32_t *input, int B, const struct step *step,
 		struct gradient_reduction *reduction)
 {
 	const struct model_config *c = &m->config;
-	struct activations *a = &m->acts;
-	const int layers = c->num_hidden_layers;
 	int64_t first;
-	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
-	dump_gradient(m, DUMP_NORM, -1, a->dnormed);
-	begin(OP_NORM, PASS_BACKWARD, -1, moved(3 * N * H));
-	memset(a->dstream, 0, N * H * sizeof *a->dstream);
-	rmsnorm_backward(a->dstream, m->grads.norm, a->dnormed, a->output, m->params.norm, a->rstd, N, H, step->accumulate,
-			a->sum_scratch);
-	start_reduction(reduction, m, 1 + layers);
-	for (int l = layers - 1; l >= 0; l--) {
-		if (m->mode == TRAIN_RECOMPUTE_LAYER && l < layers - 1) { /* the last layer's activations are still there */
-			attention_layer_forward(m, l, T, NULL, 0);
-			ffn_layer_forward(m, l, T, NULL, step, NULL);
-		}
-		ffn_layer_backward(m, l, B, step);
-		attention_layer_backward(m, l, B, step);
-		start_reduction(reduction, m, 1 + l);
+	const int64_t T = (int64_t)B * m->seq_len, N = own_tokens(m, T, &first);
+	if (!step->accumulate)
+		clear_untrained_gradients(m);
+	for (int depth = trained_mtp_layers(c); depth > 0; depth--) {
+		mtp_backward(m, input, depth, B, step);
+		start_reduction(reduction, m, block_of_layer(c, layer_of_depth(c, depth)));
 	}
-	dump_gradient(m, DUMP_EMBEDDING, -1, a->dstream);
-	begin(OP_EMBEDDING, PASS_WEIGHT, -1, moved(2 * T * H));
-	/* Tied, the head has written this gradient already. */
-	embedding_backward(m->grads.embedding, input, all_gather_sequence(m, a->dstream, T), m->first_vocab, T, H,
-			c->vocab_size, step->accumulate || c->tie_word_embeddings);
+	final_norm_backward(m, 0, N, step);
+	start_reduction(reduction, m, head_block(c));
+	for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
+		layer_backward(m, l, B, step);
+		start_reduction(reduction, m, block_of_layer(c, l));
+	}
+	embedding_layer_backward(m, 0, input, T, step);
 	start_reduction(reduction, m, 0);
 	finish_reduction(reduction, m);
+}
+
+/* ============================================================================================================
+ * Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)
+ *
+ *     h_0 = RMSNorm(the residual stream after the last layer)
+ *     MTP layer i - 1:  h_i = RMSNorm(Layer(W [RMSNorm(E[token i places further]), RMSNorm(h_{i-1})])),  W = eh_proj
+ *     logits of depth i, for the token that is i + 1 places further = Head(h_i)
+ *
+ * Embedding E and head are the model's own. A place whose token is behind the end of the window, or in another document
+ * where documents are masked, has token 0 instead, and no target.
+ * ========================================================================================================== */
+
+/* acts.mtp_input [N, 2 H] = [RMSNorm(embedding), RMSNorm(hidden state)] of a depth. */
+static void mtp_norms_forward(struct model *m, int depth, int64_t N)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	struct depth_activations *x = &a->depth[depth];
+	const int l = layer_of_depth(c, depth);
+	const struct layer_params *p = &m->params.layer[l];
+	const int64_t H = c->hidden_size;
+	begin(OP_MTP_EMBEDDING_NORM, PASS_FORWARD, l, moved(4 * N * H));
+	rmsnorm_forward(a->normed, x->embedding_rstd, x->embedding, p->embedding_norm, N, H, c->rms_norm_eps);
+	dump_output(m, DUMP_MTP_EMBEDDING_NORM, l, a->normed);
+	copy_columns(a->mtp_input, 2 * H, a->normed, H, N, H);
+	begin(OP_MTP_HIDDEN_NORM, PASS_FORWARD, l, moved(4 * N * H));
+	rmsnorm_forward(a->normed, x->hidden_rstd, x[-1].normed, p->hidden_norm, N, H, c->rms_norm_eps);
+	dump_output(m, DUMP_MTP_HIDDEN_NORM, l, a->normed);
+	copy_columns(a->mtp_input + H, 2 * H, a->normed, H, N, H);
+}
+
+/* The tokens of a depth, [T], where the model itself has `input`. */
+static const int32_t *mtp_tokens(struct model *m, const int32_t *input, int depth, int64_t T)
+{
+	for (int64_t t = 0; t < T; t++)
+		m->acts.shifted[t] = shifted(input, m->document, t, m->seq_len, depth, 0);
+	return m->acts.shifted;
+}
+
+static void mtp_forward(struct model *m, const int32_t *input, int depth, int64_t T, const struct step *step,
+		struct step_sums *sums)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	struct depth_activations *x = &a->depth[depth];
+	const int l = layer_of_depth(c, depth);
+	int64_t first;
+	const int64_t H = c->hidden_size, N = own_tokens(m, T, &first);
+	before_block(m, block_of_layer(c, l));
+	begin(OP_EMBEDDING, PASS_FORWARD, l, moved(2 * T * H));
+	embedding_forward(partial_sums(m, x->embedding), mtp_tokens(m, input, depth, T), &m->embedding, m->first_vocab, T,
+			H, c->vocab_size);
+	reduce_scatter_sequence(m, x->embedding, false, T);
+	dump_output(m, DUMP_EMBEDDING, l, x->embedding);
+	mtp_norms_forward(m, depth, N);
+	begin(OP_MTP_PROJECTION, PASS_FORWARD, l, product(N, 2 * H, H));
+	matmul_forward(a->layer[l].input, a->mtp_input, &(struct weight){.data = m->params.layer[l].eh_proj}, NULL, N,
+			2 * H, H, false);
+	dump_output(m, DUMP_MTP_PROJECTION, l, a->layer[l].input);
+	attention_layer_forward(m, l, T, NULL, 0);
+	ffn_layer_forward(m, l, T, x->output, step, sums);
+	final_norm_forward(m, depth, N);
+}
+
+/* The backward pass of mtp_forward, which adds to the gradient of the depth before. */
+static void mtp_backward(struct model *m, const int32_t *input, int depth, int B, const struct step *step)
+{
+	const struct model_config *c = &m->config;
+	struct activations *a = &m->acts;
+	struct depth_activations *x = &a->depth[depth];
+	const int l = layer_of_depth(c, depth);
+	const struct layer_params *p = &m->params.layer[l], *g = &m->grads.layer[l];
+	int64_t first;
+	const int64_t T = (int64_t)B * m->seq_len, H = c->hidden_size, N = own_tokens(m, T, &first);
+	const bool add = step->accumulate;
+	final_norm_backward(m, depth, N, step);
+	layer_backward(m, l, B, step);
+	dump_gradient(m, DUMP_MTP_PROJECTION, l, a->dstream);
+	mtp_norms_forward(m, depth, N); /* was not kept: it is cheap to compute again */
+	begin(OP_MTP_PROJECTION, PASS_WEIGHT, l, product(N, 2 * H, H));
+	matmul_backward_weight(g->eh_proj, a->dstream, a->mtp_input, N, 2 * H, H, add);
+	begin(OP_MTP_PROJECTION, PASS_BACKWARD, l, product(N, 2 * H, H));
+	matmul_backward_input(a->mtp_input, a->dstream, p->eh_proj, N, 2 * H, H, false);
+	begin(OP_MTP_HIDDEN_NORM, PASS_BACKWARD, l, moved(5 * N * H));
+	copy_columns(a->dnormed, H, a->mtp_input + H, 2 * H, N, H);
+	dump_gradient(m, DUMP_MTP_HIDDEN_NORM, l, a->dnormed);
+	rmsnorm_backward(x[-1].dnormed, g->hidden_norm, a->dnormed, x[-1].normed, p->hidden_norm, x->hidden_rstd, N, H,
+			add, a->sum_scratch);
+	begin(OP_MTP_EMBEDDING_NORM, PASS_BACKWARD, l, moved(5 * N * H));
+	copy_columns(a->dnormed, H, a->mtp_input, 2 * H, N, H);
+	dump_gradient(m, DUMP_MTP_EMBEDDING_NORM, l, a->dnormed);
+	memset(a->dstream, 0, N * H * sizeof *a->dstream);
+	rmsnorm_backward(a->dstream, g->embedding_norm, a->dnormed, x->embedding, p->embedding_norm, x->embedding_rstd, N,
+			H, add, a->sum_scratch);
+	embedding_layer_backward(m, depth, mtp_tokens(m, input, depth, T), T, step);
+}
+
+/* The gradients of MTP layers that are not trained are 0. */
+static void clear_untrained_gradients(struct model *m)
+{
+	for (int i = 0; i < m->table.num_buckets; i++) {
+		const struct bucket *b = &m->table.buckets[i];
+		if (!b->trained)
+			memset(m->grads.memory + b->offset, 0, b->size * sizeof *m->grads.memory);
+	}
 }
 
 /* ============================================================================================================
@@ -831,7 +1046,7 @@ static void start_reduction(struct gradient_reduction *r, struct model *m, int b
 		const struct group *g = sharing_group(&m->layout, b->sharing);
 		if (b->block != block || g->size == 1)
 			continue;
-		begin(OP_REDUCTION, PASS_FORWARD, block >= 1 && block <= m->config.num_hidden_layers ? block - 1 : -1, 0);
+		begin(OP_REDUCTION, PASS_FORWARD, layer_of_block(&m->config, block), 0);
 		if (r->started - r->finished == MAX_REDUCTIONS)
 			finish_oldest_bucket(r, m);
 		const int place = r->started++ % MAX_REDUCTIONS;
@@ -991,20 +1206,23 @@ int64_t trainer_next_batch(struct trainer *t)
 static void count_tokens(const struct trainer *t, const struct micro_batches *own, struct step *step)
 {
 	const int64_t L = t->config.data.seq_len;
-	double count[2] = {0};
+	const int depths = 1 + trained_mtp_layers(&t->config.model);
+	double count[2 + MAX_MTP_LAYERS] = {0}; /* tokens, and targets of each depth */
 	begin(OP_COUNT_TOKENS, PASS_FORWARD, -1, 0);
 	for (int64_t i = 0; i < own->num; i++)
 		for (int64_t b = 0; b < micro_batch_sequences(own, i); b++) {
 			const int64_t place = i * own->size + b;
 			count[0] += t->length[place];
-			for (int64_t j = 0; j < L; j++)
-				count[1] += t->target[place * L + j] >= 0;
+			for (int depth = 0; depth < depths; depth++)
+				for (int64_t j = place * L; j < (place + 1) * L; j++)
+					count[1 + depth] += shifted(t->target, t->document, j, L, depth, -1) >= 0;
 		}
-	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, count, 2);
+	all_reduce_sum(&t->model.layout.data, TRAFFIC_STATISTICS, count, 1 + depths);
 	if (!t->local.in_period)
-		all_reduce_sum(&t->model.layout.replicas, TRAFFIC_STATISTICS, count, 2);
+		all_reduce_sum(&t->model.layout.replicas, TRAFFIC_STATISTICS, count, 1 + depths);
 	step->num_tokens = (int64_t)count[0];
-	step->num_targets = (int64_t)count[1];
+	for (int depth = 0; depth < depths; depth++)
+		step->num_targets[depth] = (int64_t)count[1 + depth];
 }
 
 void report_save(struct trainer *t, int ended)
@@ -1020,8 +1238,9 @@ static double forward_work(const struct model *m, int64_t T)
 	const struct model_config *c = &m->config;
 	int64_t first;
 	const int64_t H = c->hidden_size, N = own_tokens(m, T, &first);
-	double work = (double)T * H * c->vocab_size;
-	for (int l = 0; l < c->num_hidden_layers; l++) {
+	const double head = (double)T * H * c->vocab_size;
+	double work = head + trained_mtp_layers(c) * (head + (double)N * 2 * H * H);
+	for (int l = 0; l < trained_layers(c); l++) {
 		work += (double)T * ((qkv_width(c) + attention_width(c)) * H + attention_width(c) * (int64_t)m->seq_len);
 		work += (double)N * 3 * H * shared_width(c, l);
 		if (has_experts(c, l))
@@ -1033,8 +1252,9 @@ static double forward_work(const struct model *m, int64_t T)
 
 /* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks that take the step:
  * the gradient of
- * cross-entropy + sum over layers (balance_loss_coef balance + z_loss_coef z), t->sums, t->first_loss, t->work and
- * t->stop. Returns the counts of tokens and targets. */
+ * cross-entropy + mtp_loss_scaling_factor sum over MTP layers (cross-entropy)
+ * + sum over layers (balance_loss_coef balance + z_loss_coef z),
+ * t->sums, t->first_loss, t->work and t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;
@@ -1060,8 +1280,11 @@ static struct step compute_gradients(struct trainer *t, int64_t batch)
 		const double loss = model_loss(m, target, B, &step, NULL);
 		t->first_loss = i == 0 ? loss : t->first_loss;
 		t->work += forward_work(m, B * L);
-		/* the ranks of a tensor group have the same tokens */
-		t->sums.values[SUM_LOSS] += m->layout.tensor.rank == 0 ? loss : 0;
+		if (m->layout.tensor.rank == 0) { /* the ranks of a tensor group have the same tokens */
+			t->sums.values[SUM_LOSS] += loss;
+			for (int k = 0; k < trained_mtp_layers(&m->config); k++)
+				mtp_losses(&t->sums, &m->config)[k] += m->acts.depth[1 + k].loss;
+		}
 		model_backward(m, input, B, &step, reduce ? &t->reduction : NULL);
 	}
 	if (m->layout.replicas.size > 1 && !t->local.in_period)
@@ -1088,13 +1311,18 @@ static bool counts_experts(const struct trainer *t, int64_t step)
 	return every && step % every == 0;
 }
 
-/* Fills in *m from the step's sums: balance loss and z-loss, as means over the layers that have experts, and the expert
- * load of each, and in some steps the tokens of each expert. */
-static void report_sums(struct trainer *t, struct metrics *m)
+/* Fills in *m from the step's sums: the mean loss of the MTP layers; balance loss and z-loss, as means over the layers
+ * that have experts, and the expert load of each, and in some steps the tokens of each expert. counts: what
+ * compute_gradients returned. */
+static void report_sums(struct trainer *t, struct metrics *m, const struct step *counts)
 {
 	const struct model_config *c = &t->config.model;
-	const int first = c->first_k_dense_replace, n = c->num_hidden_layers - first;
-	for (int l = first; l < c->num_hidden_layers; l++) {
+	const double *mtp = mtp_losses(&t->sums, c);
+	m->num_mtp_layers = trained_mtp_layers(c);
+	for (int i = 0; i < m->num_mtp_layers; i++)
+		m->mtp_loss += counts->num_targets[1 + i] ? mtp[i] / counts->num_targets[1 + i] / m->num_mtp_layers : 0;
+	const int first = c->first_k_dense_replace, n = trained_layers(c) - first;
+	for (int l = first; l < trained_layers(c); l++) {
 		const struct layer_sums *sum = layer_sums(&t->sums, l);
 		m->balance_loss += sum->balance / n;
 		m->z_loss += sum->z / n;
@@ -1112,6 +1340,21 @@ static void report_sums(struct trainer *t, struct metrics *m)
 		m->num_experts = c->num_experts;
 		m->expert_counts = t->expert_counts;
 	}
+}
+
+/* Fills in the largest |bias| of the experts of each layer, as the step leaves them. */
+static void report_expert_bias(struct trainer *t, struct metrics *m)
+{
+	const struct model_config *c = &t->config.model;
+	if (!c->moe_router_enable_expert_bias)
+		return;
+	for (int i = 0; i < m->num_layers; i++) {
+		const real *bias = t->model.params.layer[c->first_k_dense_replace + i].expert_bias;
+		t->expert_bias[i] = 0;
+		for (int e = 0; e < c->num_experts; e++)
+			t->expert_bias[i] = fmax(t->expert_bias[i], fabs(bias[e]));
+	}
+	m->expert_bias = t->expert_bias;
 }
 
 /* Names samples that are trained no more, and why. Sorts them on rank 0. */
@@ -1156,12 +1399,34 @@ static void skip(struct trainer *t, struct decision *d, const struct metrics *m)
 static void update_router_statistics(struct trainer *t, int64_t num_tokens)
 {
 	const double n = (double)num_tokens * t->config.model.num_experts, momentum = 0.9;
-	for (int l = t->config.model.first_k_dense_replace; l < t->config.model.num_hidden_layers; l++) {
+	for (int l = t->config.model.first_k_dense_replace; l < trained_layers(&t->config.model); l++) {
 		const struct layer_sums *sum = layer_sums(&t->sums, l);
 		const double mean = sum->s / n, variance = fma(-mean, mean, sum->s_squared / n),
 				std = sqrt(variance > 0 ? variance : 0);
 		t->state.router_mean[l] = fma(momentum, t->state.router_mean[l], (1 - momentum) * mean);
 		t->state.router_std[l] = fma(momentum, t->state.router_std[l], (1 - momentum) * std);
+	}
+}
+
+/* The bias of each expert moves towards balance (Wang et al. 2024, arXiv:2408.15664, with the zero mean of Ling 2.0's
+ * training): b_e += rate (d_e - mean of d), d_e = sign(mean load - load of e). Loads are the assignments of the global
+ * batch, padding not counted: whole numbers, the same on all ranks. So is the bias, which no rank sends. */
+static void update_expert_bias(struct trainer *t)
+{
+	const struct model_config *c = &t->config.model;
+	const int E = c->num_experts;
+	for (int l = c->first_k_dense_replace; l < trained_layers(c) && c->moe_router_enable_expert_bias; l++) {
+		real *bias = t->model.params.layer[l].expert_bias;
+		const double *count = layer_sums(&t->sums, l)->count;
+		double total = 0, signs = 0;
+		for (int e = 0; e < E; e++)
+			total += count[e];
+		for (int e = 0; e < E; e++)
+			signs += (total > E * count[e]) - (total < E * count[e]);
+		for (int e = 0; e < E; e++) {
+			const double sign = (total > E * count[e]) - (total < E * count[e]);
+			bias[e] = (real)fma(c->router.bias_update_rate, sign - signs / E, bias[e]);
+		}
 	}
 }
 
@@ -1202,6 +1467,12 @@ static void gather_weights(struct trainer *t, const struct bucket *b)
 	add_change(weights, changes, b->size);
 }
 
+/* The next shard of a parameter that is trained. */
+static bool next_trained_shard(const struct model *m, struct optimizer_shard_iterator *walk, struct optimizer_shard *p)
+{
+	return next_optimizer_shard(&m->table, walk, p) && is_trained(&m->config, p->parameter->block);
+}
+
 /* AdamW: m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  w <- (1 - lr decay) w - lr m_hat /
  * (sqrt(v_hat) + eps), on the shards that this rank updates, neighbours with the same decay together. Then all ranks
  * gather all shards. Returns the norm of what the weights changed by, every distinct parameter once. */
@@ -1212,13 +1483,13 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	struct optimizer_shard p;
 	double square = 0;
 	begin(OP_OPTIMIZER, PASS_FORWARD, -1, moved(7 * m->table.num_state)); /* reads 4 arrays, writes 3 */
-	for (bool more = next_optimizer_shard(&m->table, &walk, &p); more;) {
+	for (bool more = next_trained_shard(m, &walk, &p); more;) {
 		const bool decay = p.parameter->cols > 0;
 		const int64_t first = p.parameter->offset + p.from, state = p.state;
 		int64_t end = first;
 		while (more && p.parameter->offset + p.from == end && (p.parameter->cols > 0) == decay) {
 			end += p.end - p.from;
-			more = next_optimizer_shard(&m->table, &walk, &p);
+			more = next_trained_shard(m, &walk, &p);
 		}
 		struct adamw o = *optimizer;
 		o.weight_decay = decay ? o.weight_decay : 0;
@@ -1228,21 +1499,23 @@ static double update_weights(struct trainer *t, const struct adamw *optimizer)
 	}
 	begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	for (int i = 0; i < m->table.num_buckets; i++)
-		gather_weights(t, &m->table.buckets[i]);
+		if (m->table.buckets[i].trained)
+			gather_weights(t, &m->table.buckets[i]);
 	model_update_head_scale(m);
 	begin(OP_STATISTICS, PASS_FORWARD, -1, 0);
 	all_reduce_sum(&m->layout.world, TRAFFIC_STATISTICS, &square, 1);
 	return sqrt(square);
 }
 
-/* Weights, moments, router statistics, counters, the window of the detector: all that an update changes. num_tokens:
- * those of the batch that are no padding. */
+/* Weights, moments, expert bias, router statistics, counters, the window of the detector: all that an update changes.
+ * num_tokens: those of the batch that are no padding. */
 static void update(struct trainer *t, const struct decision *d, struct metrics *m, int64_t num_tokens)
 {
 	const struct config *c = &t->config;
 	m->update_norm = update_weights(t, &(struct adamw){.lr = m->lr, .beta1 = c->optimizer.beta1,
 			.beta2 = c->optimizer.beta2, .eps = c->optimizer.eps, .weight_decay = c->optimizer.weight_decay,
 			.grad_scale = d->grad_scale, .step = m->step});
+	update_expert_bias(t);
 	update_router_statistics(t, num_tokens);
 	t->state.step = m->step;
 	t->state.samples = m->samples;
@@ -1358,11 +1631,11 @@ static struct metrics measure_gradients(struct trainer *t, int64_t batch, const 
 	struct metrics m = {
 		.step = t->state.step + 1, .samples = t->state.samples + batch,
 		.tokens = t->state.tokens + batch * t->config.data.seq_len, .batch = (int)batch,
-		.loss = counts->num_targets ? t->sums.values[SUM_LOSS] / counts->num_targets : 0,
+		.loss = counts->num_targets[0] ? t->sums.values[SUM_LOSS] / counts->num_targets[0] : 0,
 		.grad_norm = sqrt(gradient_square(&t->model)),
 		.lr = learning_rate(&t->config, t->state.step + 1, t->steps, (double)t->state.tokens / t->tokens),
 	};
-	report_sums(t, &m);
+	report_sums(t, &m, counts);
 	return m;
 }
 
@@ -1380,9 +1653,10 @@ static void fail_not_finite(const struct trainer *t, const struct metrics *m)
 /* Writes the dump of the step, if it has one; see model/dump.h. */
 static void write_dump(struct trainer *t, const struct metrics *m, enum step_result result)
 {
-	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .balance_loss = m->balance_loss,
-			.z_loss = m->z_loss, .grad_norm = m->grad_norm, .taken = result == STEP_TAKEN,
-			.skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY, .batch = t->state.batches});
+	dump_write(t->dump, &t->model, &(struct dump_result){.loss = m->loss, .mtp_loss = m->mtp_loss,
+			.balance_loss = m->balance_loss, .z_loss = m->z_loss, .grad_norm = m->grad_norm,
+			.taken = result == STEP_TAKEN, .skipped = result == STEP_SKIPPED || result == STEP_SKIPPED_TOO_MANY,
+			.batch = t->state.batches});
 }
 
 enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *m)
@@ -1408,6 +1682,7 @@ enum step_result trainer_step(struct trainer *t, int64_t batch, struct metrics *
 	m->attempts = decision.attempts;
 	if (decision.result == STEP_TAKEN)
 		update(t, &decision, m, counts.num_tokens);
+	report_expert_bias(t, m);
 	if (is_rank0(t))
 		report_decision(&decision, m, &t->events, t->state.step, t->state.batches, t->samples);
 	if (decision.result == STEP_SKIPPED)

@@ -132,10 +132,10 @@ struct step {
 	uint64_t seed;
 	int64_t index;               /* updates done before this one */
 	int64_t num_tokens;          /* of the global batch, without padding */
-	int64_t num_targets;         /* of the global batch: targets that count */
+	int64_t num_targets[1 + MAX_MTP_LAYERS]; /* of the global batch: targets that count at each depth of prediction */
 	int64_t first_sequence;      /* of this micro-batch, in the global batch */
 	bool accumulate;             /* add to the gradients: every micro-batch of a rank but its first */
-	const double *router_mean, *router_std; /* [num_hidden_layers] */
+	const double *router_mean, *router_std; /* [num_layers()] */
 };
 
 /* Sums over the micro-batches of a step so far, in one block of doubles, so that one all_reduce adds them up over the
@@ -148,7 +148,9 @@ enum {
 	NUM_SUMS
 };
 struct step_sums {
-	double *values;              /* [size] NUM_SUMS; then one struct layer_sums, of `stride` doubles, for each layer */
+	/* [size] NUM_SUMS; then one struct layer_sums, of `stride` doubles, for each layer; then the loss, as SUM_LOSS, of
+	 * each MTP layer */
+	double *values;
 	int64_t size, stride;
 };
 struct layer_sums {              /* of one layer */
@@ -157,8 +159,9 @@ struct layer_sums {              /* of one layer */
 	double count[];              /* [E] assignments */
 };
 
-/* The forward pass for B windows, input [B, L]. acts.normed then holds the final norm's output. In training, step
- * gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. */
+/* The forward pass for B windows, input [B, L]. acts.depth[0].normed then holds the final norm's output. In training,
+ * step gives what the router needs, and the router's statistics are added to sums; in evaluation both are NULL. With
+ * sums the MTP layers are computed too, if they are trained (trained_mtp_layers). */
 void model_forward(struct model *m, const int32_t *input, int B, const struct step *step, struct step_sums *sums);
 /* The forward pass for the next tokens of some sequences: at least one token of each, max_sequences * seq_len
  * together. They enter the caches. Returns their results, rows [H] of the final norm, one segment after the other,
@@ -169,7 +172,8 @@ real *model_extend(struct model *m, const struct segment *segments, int n);
  * parallel, model_forward; n <= head_chunk(V, 1). V is the whole vocabulary, which a tensor group joins. */
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the targets [B, L] of the last forward pass that count (>= 0). With step, also
- * the gradients of the head and of acts.normed. window_loss [B], or NULL: the sum of each window, which is the same
+ * the gradients of the head and of the final norms' outputs, and the loss of each MTP layer that is trained is left in
+ * acts.depth. window_loss [B], or NULL: the sum of each window, which is the same
  * whatever the other windows are. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss);
 /* The backward pass, from what model_loss left; to be called after it with the same input, B and step. `reduction` is
@@ -229,6 +233,7 @@ struct trainer {
 	int64_t source_samples[MAX_SOURCES]; /* for the metrics */
 	double *expert_load;         /* [layers with experts] for the metrics */
 	int64_t *expert_counts;      /* [layers with experts, E] for the metrics */
+	double *expert_bias;         /* [layers with experts] for the metrics */
 	struct valid_loss *valid_losses; /* [data.num_valid] of the named sets, which may be fewer, for the metrics */
 	/* of the last step */
 	double first_loss;           /* cross-entropy of this rank's first micro-batch, in nats, summed over its targets */

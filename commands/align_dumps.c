@@ -43,7 +43,8 @@ static const struct { const char *part, *of, *operation; } weights[] = {
 	{"mlp.experts.", ".down_proj.", "experts / down"}, {"mlp.experts.", "", "experts / gate_up"},
 	{"mlp.shared_experts.", ".down_proj.", "shared / down"}, {"mlp.shared_experts.", "", "shared / gate_up"},
 	{"mlp.down_proj.", "", "dense / down"}, {"mlp.", "_proj.", "dense / gate_up"},
-	{"model.norm.", "", "norm"},
+	{"model.norm.", "", "norm"}, {"final_layernorm.", "", "norm"},
+	{"enorm.", "", "mtp / enorm"}, {"hnorm.", "", "mtp / hnorm"}, {"eh_proj.", "", "mtp / eh_proj"},
 };
 
 /* Removes an ending from a name of n bytes. Returns whether it was there. */

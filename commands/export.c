@@ -62,9 +62,9 @@ static void write_name(FILE *f, const char *name)
 /* The place of a column: those of one number as a line of the metrics has them, and all others behind them. */
 static int place_of(const char *name)
 {
-	static const char *const names[] = {"step", "samples", "tokens", "batch", "loss", "balance_loss", "z_loss", "lr",
-		"grad_norm", "update_norm", "seconds", "tokens_per_second", "save_seconds", "attempts", "valid_loss",
-		"validation_stopped"};
+	static const char *const names[] = {"step", "samples", "tokens", "batch", "loss", "mtp_loss", "balance_loss",
+		"z_loss", "lr", "grad_norm", "update_norm", "seconds", "tokens_per_second", "save_seconds", "attempts",
+		"valid_loss", "validation_stopped"};
 	int i = 0;
 	while (i < (int)(sizeof names / sizeof *names) && strcmp(name, names[i]))
 		i++;

@@ -110,8 +110,8 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 {
 	const struct model_config *c = &config->model;
 	const struct layout *l = &p->layout;
-	const int layers = c->num_hidden_layers, moe = layers - c->first_k_dense_replace; /* moe: layers with experts */
-	const int E = c->num_experts, e = l->expert.size;
+	const int layers = trained_layers(c), moe = layers - c->first_k_dense_replace; /* moe: layers with experts */
+	const int E = c->num_experts, e = l->expert.size, depths = 1 + trained_mtp_layers(c); /* of prediction */
 	const double H = c->hidden_size, others = l->tensor.size - 1, world = l->world.size - 1;
 	/* Layers, and layers with experts, whose forward pass is computed again in the backward pass: all but the last
 	 * one, whose activations are still there. */
@@ -134,9 +134,9 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	double *sent = p->sent;
 	/* A layer gathers before query, key and value, again in their backward pass, and in that of the output product;
 	 * it sums after the output product and after the backward pass of the first. Head and embedding have a gather and
-	 * a sum each. */
-	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2) * others * own * H * sizeof(real);
-	sent[TRAFFIC_SUM] = (2 * layers + again + 2) * (tokens - own) * H * sizeof(real);
+	 * a sum each, for each depth of prediction. */
+	sent[TRAFFIC_GATHER] = (3 * layers + attention_again + 2 * depths) * others * own * H * sizeof(real);
+	sent[TRAFFIC_SUM] = (2 * layers + again + 2 * depths) * (tokens - own) * H * sizeof(real);
 	/* Rows go to the experts' ranks, with two numbers for each assignment; the rows' gradients go there too, and come
 	 * back with those of the assignments' weights. */
 	sent[TRAFFIC_PLAN] = (double)w.micro_batches * (moe + moe_again) * (e - 1) * 2 * sizeof(int64_t);
@@ -144,14 +144,14 @@ static void plan_traffic(struct layout_plan *p, const struct config *config)
 	sent[TRAFFIC_RETURN] = moe * (2 * H * foreign_rows + foreign_assignments) * sizeof(real);
 	/* A rank sends all gradients but its own shard of each bucket, and later that shard of the weights, or of their
 	 * changes, to all other ranks of its group, which is as much. */
-	sent[TRAFFIC_GRADIENTS] = (double)(p->memory.num_elements - p->memory.num_state) *
+	sent[TRAFFIC_GRADIENTS] = (double)p->memory.num_foreign *
 			(config->parallel.reduce == REDUCE_BF16 ? sizeof(uint16_t) : sizeof(real));
 	sent[TRAFFIC_WEIGHTS] = sent[TRAFFIC_GRADIENTS];
 	const double head_norm = c->norm_head ? H * sizeof(double) : 0;
-	sent[TRAFFIC_HEAD] = others * (tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
+	sent[TRAFFIC_HEAD] = others * (depths * tokens * (sizeof(real) + 2 * sizeof(double)) + head_norm);
 	sent[TRAFFIC_STATISTICS] = others * moe * w.sequences * E * sizeof(double) +
 			world * (step_sums_shape(c).size + 4) * sizeof(double) +
-			(l->data.size - 1) * 2 * sizeof(double); /* the last one: the numbers of tokens and of targets */
+			(l->data.size - 1) * (1 + depths) * sizeof(double); /* the last one: the numbers of tokens and targets */
 	for (int i = 0; i < NUM_TRAFFIC; i++)
 		sent[NUM_TRAFFIC] += sent[i];
 	/* local SGD: the sum of the pseudo-gradients over the replicas, a reduce_scatter and an all_gather */

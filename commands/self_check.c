@@ -184,16 +184,41 @@ static const int32_t *check_documents(int32_t *document, int64_t B, int64_t L, b
 	return packed ? document : NULL;
 }
 
-/* s = B, L, nh, nkv, d, packed (whether there are documents); in = qkv */
+/* s = T, nh, nkv, d; in = qkv, w */
+static void reference_qk_norm(double *out, double *const in[], const int64_t *s)
+{
+	const int64_t heads = s[1] + 2 * s[2], d = s[3];
+	for (int64_t i = 0; i < s[0] * heads; i++) {
+		const int64_t head = i % heads, kind = head < s[1] ? 0 : 1;
+		const double *x = in[0] + i * d;
+		double sum = 0;
+		for (int64_t j = 0; j < d; j++)
+			sum += x[j] * x[j];
+		for (int64_t j = 0; j < d; j++) /* the value heads stay */
+			out[i * d + j] = head < s[1] + s[2] ? in[1][kind * d + j] * x[j] / sqrt(sum / d + check_eps) : x[j];
+	}
+}
+
+static void run_qk_norm(const struct call *x)
+{
+	const int64_t T = x->s[0], nh = x->s[1], nkv = x->s[2], d = x->s[3], n = T * (nh + 2 * nkv) * d;
+	real *heads = x->scratch + row_sum_scratch(2 * d), *rstd = heads + T * (nh + nkv) * d;
+	memcpy(x->out, x->in[0], n * sizeof(real));
+	qk_norm_forward(x->out, heads, rstd, x->in[1], T, nh, nkv, d, check_eps);
+	memcpy(x->gradient[0], x->dout, n * sizeof(real));
+	qk_norm_backward(x->gradient[0], x->gradient[1], heads, rstd, x->in[1], T, nh, nkv, d, x->accumulate, x->scratch);
+}
+
+/* s = B, L, nh, nkv, d, packed (whether there are documents), rot; in = qkv */
 static void reference_rope(double *out, double *const in[], const int64_t *s)
 {
-	const int64_t L = s[1], T = s[0] * L, heads = s[2] + s[3], d = s[4], width = (heads + s[3]) * d;
+	const int64_t L = s[1], T = s[0] * L, heads = s[2] + s[3], d = s[4], rot = s[6], width = (heads + s[3]) * d;
 	memcpy(out, in[0], T * width * sizeof *out);
 	for (int64_t t = 0; t < T; t++)
 		for (int64_t head = 0; head < heads; head++)
-			for (int64_t i = 0; i < d / 2; i++) {
-				const double angle = (t % L - check_document(t, L, s[5])) * pow(check_theta, -2.0 * i / d);
-				double *lo = out + t * width + head * d + i, *hi = lo + d / 2, a = *lo, b = *hi;
+			for (int64_t i = 0; i < rot / 2; i++) {
+				const double angle = (t % L - check_document(t, L, s[5])) * pow(check_theta, -2.0 * i / rot);
+				double *lo = out + t * width + head * d + i, *hi = lo + rot / 2, a = *lo, b = *hi;
 				*lo = a * cos(angle) - b * sin(angle);
 				*hi = a * sin(angle) + b * cos(angle);
 			}
@@ -201,18 +226,18 @@ static void reference_rope(double *out, double *const in[], const int64_t *s)
 
 static void run_rope(const struct call *x)
 {
-	const int64_t B = x->s[0], L = x->s[1], T = B * L, nh = x->s[2], nkv = x->s[3], d = x->s[4], n =
-			T * (nh + 2 * nkv) * d;
+	const int64_t B = x->s[0], L = x->s[1], T = B * L, nh = x->s[2], nkv = x->s[3], d = x->s[4], rot = x->s[6],
+			n = T * (nh + 2 * nkv) * d;
 	int32_t memory[T];
 	const int32_t *document = check_documents(memory, B, L, x->s[5]);
-	double frequency[d / 2];
-	for (int64_t i = 0; i < d / 2; i++)
-		frequency[i] = pow(check_theta, -2.0 * i / d);
-	rope_table(x->scratch, L, d, frequency, 1);
+	double frequency[rot / 2];
+	for (int64_t i = 0; i < rot / 2; i++)
+		frequency[i] = pow(check_theta, -2.0 * i / rot);
+	rope_table(x->scratch, L, rot, frequency, 1);
 	memcpy(x->out, x->in[0], n * sizeof(real));
-	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d);
+	rope_forward(x->out, x->scratch, document, T, L, nh, nkv, d, rot);
 	memcpy(x->gradient[0], x->dout, n * sizeof(real));
-	rope_backward(x->gradient[0], x->scratch, document, T, L, nh, nkv, d);
+	rope_backward(x->gradient[0], x->scratch, document, T, L, nh, nkv, d, rot);
 }
 
 /* s = B, L, nh, nkv, d, packed (whether there are documents); in = qkv */
@@ -293,47 +318,86 @@ static double reference_softmax(double *p, const double *s, int64_t E)
 	return log(sum);
 }
 
-enum { CHECK_EXPERTS = 8 };
+enum { CHECK_EXPERTS = 12 };
+static const real check_bias[CHECK_EXPERTS] = {0.3f, -0.2f, 0, 0.1f, -0.4f, 0.2f, 0.05f, -0.1f, 0.4f, 0, -0.3f, 0.15f};
+static const real balance_factor[] = {0.5f, 2, 0.1f, 1, 0.7f, 3, 0, 0.2f, 1, 1.5f};
 
-/* s = T, E, k, renormalise; in = logits; out = weights, largest first */
+/* p = the scores; returns the log-sum-exp. */
+static double reference_scores(double *p, const double *s, int64_t E, bool sigmoid)
+{
+	const double lse = reference_softmax(p, s, E);
+	for (int64_t e = 0; e < E && sigmoid; e++)
+		p[e] = 1 / (1 + exp(-s[e]));
+	return lse;
+}
+
+/* The n largest of x [count] are marked in `chosen`, and their numbers written to `number` in that order. */
+static void reference_largest(bool *chosen, int64_t *number, const double *x, int64_t count, int64_t n)
+{
+	memset(chosen, 0, count * sizeof *chosen);
+	for (int64_t j = 0; j < n; j++) {
+		number[j] = -1;
+		for (int64_t e = 0; e < count; e++)
+			if (!chosen[e] && (number[j] < 0 || x[e] > x[number[j]]))
+				number[j] = e;
+		chosen[number[j]] = true;
+	}
+}
+
+/* With sigmoids there are a bias and a scale too. */
+static struct routing check_routing(const int64_t *s)
+{
+	return (struct routing){.k = s[2], .normalise = s[3], .sigmoid = s[4], .groups = s[5], .top_groups = s[6],
+			.scale = s[4] ? 2.5 : 1};
+}
+
+/* s = T, E, k, normalise, sigmoid, groups, top groups; in = logits; out = weights, largest p + bias first */
 static void reference_topk(double *out, double *const in[], const int64_t *s)
 {
-	const int64_t E = s[1], k = s[2];
+	const int64_t E = s[1], k = s[2], groups = s[5], size = E / groups;
 	for (int64_t t = 0; t < s[0]; t++) {
-		double p[CHECK_EXPERTS], sum = 0;
-		reference_softmax(p, in[0] + t * E, E);
-		for (int64_t j = 0; j < k; j++) {
-			int64_t best = 0;
-			for (int64_t e = 1; e < E; e++)
-				best = p[e] > p[best] ? e : best;
-			sum += out[t * k + j] = p[best];
-			p[best] = -1;
+		double p[CHECK_EXPERTS], biased[CHECK_EXPERTS], group[CHECK_EXPERTS], sum = 0;
+		bool chosen[CHECK_EXPERTS];
+		int64_t number[CHECK_EXPERTS];
+		reference_scores(p, in[0] + t * E, E, s[4]);
+		for (int64_t e = 0; e < E; e++)
+			biased[e] = p[e] + (s[4] ? check_bias[e] : 0);
+		for (int64_t g = 0; g < groups && size > 1; g++) {
+			reference_largest(chosen, number, biased + g * size, size, 2);
+			group[g] = biased[g * size + number[0]] + biased[g * size + number[1]];
 		}
-		for (int64_t j = 0; j < k && s[3]; j++)
-			out[t * k + j] /= sum;
+		reference_largest(chosen, number, group, groups, groups > 1 ? s[6] : 0);
+		for (int64_t e = 0; e < E && groups > 1; e++)
+			biased[e] = chosen[e / size] ? biased[e] : -INFINITY;
+		reference_largest(chosen, number, biased, E, k);
+		for (int64_t j = 0; j < k; j++)
+			sum += out[t * k + j] = p[number[j]];
+		for (int64_t j = 0; j < k; j++)
+			out[t * k + j] *= (s[4] ? 2.5 : 1) / (s[3] ? sum : 1);
 	}
 }
 
 static void run_topk(const struct call *x)
 {
-	const int64_t T = x->s[0], E = x->s[1], k = x->s[2];
-	int32_t index[T * k];
-	softmax_forward(x->scratch, NULL, x->in[0], T, E);
-	topk_forward(index, x->out, x->scratch, T, E, k, x->s[3]);
-	topk_backward(x->gradient[0], x->dout, index, x->out, x->scratch, T, E, k, x->s[3]);
+	const int64_t T = x->s[0], E = x->s[1];
+	const struct routing r = check_routing(x->s);
+	int32_t index[T * r.k];
+	scores_forward(x->scratch, NULL, x->in[0], T, E, r.sigmoid);
+	topk_forward(index, x->out, x->scratch, r.sigmoid ? check_bias : NULL, T, E, &r);
+	topk_backward(x->gradient[0], x->dout, index, x->out, x->scratch, T, E, &r);
 }
 
-static const real balance_factor[] = {0.5f, 2, 0.1f, 1, 0.7f, 3, 0, 0.2f, 1, 1.5f};
-
-/* s = B, L, E; in = logits; out [2] = the sums over tokens of factor . p, and of lse^2 */
+/* s = B, L, E, sigmoid; in = logits; out [2] = the sums over tokens of factor . q, and of lse^2 */
 static void reference_router_losses(double *out, double *const in[], const int64_t *s)
 {
 	out[0] = out[1] = 0;
 	for (int64_t t = 0; t < s[0] * s[1]; t++) {
-		double p[CHECK_EXPERTS];
-		const double lse = reference_softmax(p, in[0] + t * s[2], s[2]);
+		double p[CHECK_EXPERTS], sum = 0;
+		const double lse = reference_scores(p, in[0] + t * s[2], s[2], s[3]);
 		for (int64_t e = 0; e < s[2]; e++)
-			out[0] += balance_factor[t / s[1] * s[2] + e] * p[e];
+			sum += p[e]; /* 1 with softmax */
+		for (int64_t e = 0; e < s[2]; e++)
+			out[0] += balance_factor[t / s[1] * s[2] + e] * p[e] / sum;
 		out[1] += lse * lse;
 	}
 }
@@ -341,22 +405,24 @@ static void reference_router_losses(double *out, double *const in[], const int64
 static void run_router_losses(const struct call *x)
 {
 	const int64_t B = x->s[0], L = x->s[1], E = x->s[2];
+	const struct routing r = {.k = 1, .sigmoid = x->s[3]};
 	real *p = x->scratch, *lse = p + B * L * E;
 	struct router_sums sums[B];
-	double count[B * E], p_sum[B * E];
+	double count[B * E], q_sum[B * E];
 	int32_t index[B * L];
 	memset(index, 0, sizeof index); /* no loss depends on the counts */
-	softmax_forward(p, lse, x->in[0], B * L, E);
-	router_statistics(sums, count, p_sum, x->in[0], p, lse, index, NULL, 0, B * L, B, L, E, 1);
+	scores_forward(p, lse, x->in[0], B * L, E, r.sigmoid);
+	router_statistics(sums, count, q_sum, x->in[0], p, lse, index, NULL, 0, B * L, B, L, E, &r);
 	x->out[0] = x->out[1] = 0;
 	for (int64_t b = 0; b < B; b++) {
 		for (int64_t e = 0; e < E; e++)
-			x->out[0] += (real)(balance_factor[b * E + e] * p_sum[b * E + e]);
+			x->out[0] += (real)(balance_factor[b * E + e] * q_sum[b * E + e]);
 		x->out[1] += (real)sums[b].z;
 	}
 	if (!x->accumulate)
 		memset(x->gradient[0], 0, B * L * E * sizeof(real)); /* router_loss_backward always adds to ds */
-	router_loss_backward(x->gradient[0], p, lse, balance_factor, NULL, 0, B * L, L, E, x->dout[0], x->dout[1]);
+	router_loss_backward(x->gradient[0], x->in[0], p, lse, balance_factor, NULL, 0, B * L, L, E, x->dout[0], x->dout[1],
+			&r);
 }
 
 enum { ROUTED_T = 5, ROUTED_K = 2, ROUTED_E = 4, ROUTED_R = ROUTED_T * ROUTED_K };
@@ -522,10 +588,14 @@ static const struct operation {
 #define RMSNORM(T, H) {"RMSNorm", reference_rmsnorm, run_rmsnorm, \
 		{T, H}, (T) * (H), {(T) * (H), H}, 2, D0 | D1}
 	RMSNORM(131, 37),
-#define ROPE(B, L, nh, nkv, d, packed) {"RoPE", reference_rope, run_rope, \
-		{B, L, nh, nkv, d, packed}, (B) * (L) * (nh + 2 * nkv) * (d), \
+#define QK_NORM(T, nh, nkv, d) {"QK-norm", reference_qk_norm, run_qk_norm, \
+		{T, nh, nkv, d}, (T) * (nh + 2 * nkv) * (d), {(T) * (nh + 2 * nkv) * (d), 2 * (d)}, 2, D1}
+	QK_NORM(131, 4, 2, 6), QK_NORM(3, 1, 1, 17),
+#define ROPE(B, L, nh, nkv, d, packed, rot) {"RoPE", reference_rope, run_rope, \
+		{B, L, nh, nkv, d, packed, rot}, (B) * (L) * (nh + 2 * nkv) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
-	ROPE(2, 7, 4, 2, 6, false), ROPE(2, 7, 4, 2, 6, true),
+	ROPE(2, 7, 4, 2, 6, false, 6), ROPE(2, 7, 4, 2, 6, true, 6), ROPE(2, 7, 4, 2, 6, true, 4),
+	ROPE(1, 3, 1, 1, 5, false, 2),
 #define ATTENTION(B, L, nh, nkv, d, packed) {"attention", reference_attention, run_attention, \
 		{B, L, nh, nkv, d, packed}, (B) * (L) * (nh) * (d), \
 		{(B) * (L) * (nh + 2 * nkv) * (d)}, 1, 0}
@@ -536,12 +606,16 @@ static const struct operation {
 #define SWIGLU(rows, I, weighted) {"SwiGLU", reference_swiglu, run_swiglu, \
 		{rows, I, weighted}, (rows) * (I), {(rows) * 2 * (I), rows}, 1 + weighted, 0}
 	SWIGLU(9, 21, true), SWIGLU(9, 21, false), SWIGLU(5, 400, true),
-#define TOPK(T, E, k, renormalise) {"softmax, top-k", reference_topk, run_topk, \
-		{T, E, k, renormalise}, (T) * (k), {(T) * (E)}, 1, 0}
+#define TOPK(T, E, k, normalise) {"softmax, top-k", reference_topk, run_topk, \
+		{T, E, k, normalise, false, 1, 1}, (T) * (k), {(T) * (E)}, 1, 0}
 	TOPK(11, 8, 3, true), TOPK(11, 8, 3, false), TOPK(5, 7, 1, false), TOPK(5, 4, 4, true), TOPK(5, 4, 4, false),
-#define ROUTER_LOSSES(B, L, E) {"balance, z losses", reference_router_losses, run_router_losses, \
-		{B, L, E}, 2, {(B) * (L) * (E)}, 1, D0}
-	ROUTER_LOSSES(2, 3, 5),
+#define SIGMOID_TOPK(T, E, k, normalise, groups, top_groups) {"sigmoid, top-k", reference_topk, run_topk, \
+		{T, E, k, normalise, true, groups, top_groups}, (T) * (k), {(T) * (E)}, 1, 0}
+	SIGMOID_TOPK(11, 8, 3, true, 1, 1), SIGMOID_TOPK(11, 8, 3, false, 1, 1), SIGMOID_TOPK(5, 7, 1, false, 1, 1),
+	SIGMOID_TOPK(11, 12, 4, true, 4, 2), SIGMOID_TOPK(11, 12, 2, true, 6, 1), SIGMOID_TOPK(9, 12, 3, true, 3, 3),
+#define ROUTER_LOSSES(B, L, E, sigmoid) {"balance, z losses", reference_router_losses, run_router_losses, \
+		{B, L, E, sigmoid}, 2, {(B) * (L) * (E)}, 1, D0}
+	ROUTER_LOSSES(2, 3, 5, false), ROUTER_LOSSES(2, 3, 5, true),
 #define EXPERTS(H, I) {"dispatch, combine", reference_experts, run_experts, {H, I}, ROUTED_T * (H), \
 		{ROUTED_T * (H), ROUTED_R, ROUTED_E * 2 * (I) * (H), ROUTED_E * (H) * (I)}, 4, OUT | D0 | D2 | D3}
 	EXPERTS(37, 45), EXPERTS(256, 3),

@@ -20,7 +20,7 @@ struct check {
 /* The largest error that counts as right: ten times what is usual. Rounding gives up to about 1e-6 in float; in double
  * the central differences that gradients are compared with give up to about 1e-9. */
 #define CHECK_BOUND (sizeof(real) == 4 ? 1e-5 : 1e-8)
-enum { MAX_CHECKS = 16 };
+enum { MAX_CHECKS = 20 };
 
 /* Checks every operation. Writes a row for each and returns their number. scratch [self_check_scratch()] doubles. */
 int self_check(struct check checks[MAX_CHECKS], double *scratch);

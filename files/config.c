@@ -29,8 +29,13 @@ enum {                        /* flags of these keys */
 	ROUTED = OWN_FLAG << 3,    /* of the model's layers with experts only */
 	BEGIN = OWN_FLAG << 4,     /* read when a run begins, and not when it continues */
 	ADDED = OWN_FLAG << 5,     /* fixed, but where it was none it may be given later: see config_compare() */
+	SHAPE = OWN_FLAG << 6,     /* its v2_fallback is for a config.json alone: in YAML shapes are given */
+	UNSAID = OWN_FLAG << 7,    /* null in a config.json is as if it was not there */
+	V2 = OWN_FLAG << 8,        /* a key of BailingMoeV2ForCausalLM alone: the first class computes with its default */
 };
 
+const char *const architecture_names[] = {"BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", NULL};
+static const char *const score_names[] = {"softmax", "sigmoid", NULL};
 static const char *const dtype_names[] = {
 	"none", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", NULL
 };
@@ -50,31 +55,60 @@ static const char *const shape_names[] = {"linear", "cosine", "1-sqrt", "inverse
 static const struct key keys[] = {
 	SECTION("model", 0, "the model's shape, in Hugging Face's words; or the name of a YAML file with a model section, "
 		"or of a Hugging Face directory", .or_name = "the name of a YAML file or a Hugging Face directory"),
-	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED, NULL, "width of the model"),
-	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED, NULL, "layers"),
-	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED, NULL, "query heads"),
-	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED, "off",
-		"key-value heads; off: as many as query heads"),
-	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED, "off",
-		"width of a head; off: hidden_size / num_attention_heads"),
-	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED, NULL, "token ids are 0 .. vocab_size - 1"),
-	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off",
-		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts"),
-	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED, "off", "experts that a token is sent to"),
-	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED | ROUTED, "0", "experts that see every token",
-		.alias = "model.n_shared_experts"),
-	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED | ROUTED, "off", "width of an expert"),
-	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED, "0", "this many first layers are dense"),
-	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE, "off", "width of a dense layer"),
-	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model"),
+	KEY(model.architecture, T_ENUM, 0, 0, FIXED, "BailingMoeForCausalLM", "the family: Ling, or with V2 Ling 2.0",
+		.names = architecture_names),
+	KEY(model.hidden_size, T_INT, 1, 65536, REQUIRED | FIXED | SHAPE, NULL, "width of the model",
+		.v2_fallback = "2048"),
+	KEY(model.num_hidden_layers, T_INT, 1, 1024, REQUIRED | FIXED | SHAPE, NULL, "layers", .v2_fallback = "20"),
+	KEY(model.num_attention_heads, T_INT, 1, 4096, REQUIRED | FIXED | SHAPE, NULL, "query heads",
+		.v2_fallback = "16"),
+	KEY(model.num_key_value_heads, T_INT, 0, 4096, NONE | FIXED | SHAPE, "off",
+		"key-value heads; off: as many as query heads", .v2_fallback = "4"),
+	KEY(model.head_dim, T_INT, 0, 4096, NONE | FIXED | SHAPE, "off",
+		"width of a head; off: hidden_size / num_attention_heads", .v2_fallback = "128"),
+	KEY(model.vocab_size, T_INT, 1, 10000000, REQUIRED | FIXED | SHAPE, NULL, "token ids are 0 .. vocab_size - 1",
+		.v2_fallback = "157184"),
+	KEY(model.num_experts, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE, "off",
+		"experts of a layer; needed unless all layers are dense", .alias = "model.n_routed_experts",
+		.v2_fallback = "256"),
+	KEY(model.num_experts_per_tok, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE, "off",
+		"experts that a token is sent to", .v2_fallback = "8"),
+	KEY(model.num_shared_experts, T_INT, 0, 1024, NONE | FIXED | ROUTED | SHAPE, "0", "experts that see every token",
+		.alias = "model.n_shared_experts", .v2_fallback = "1"),
+	KEY(model.moe_intermediate_size, T_INT, 0, 1048576, NONE | FIXED | ROUTED | SHAPE, "off", "width of an expert",
+		.v2_fallback = "512"),
+	KEY(model.first_k_dense_replace, T_INT, 0, 1024, NONE | FIXED | SHAPE, "0", "this many first layers are dense",
+		.v2_fallback = "1"),
+	KEY(model.intermediate_size, T_INT, 0, 1048576, NONE | FIXED | DENSE | SHAPE, "off", "width of a dense layer",
+		.v2_fallback = "5120"),
+	KEY(model.max_position_embeddings, T_INT, 1, 1e9, FIXED | FREE, "16384", "longest sequence of the model",
+		.v2_fallback = "32768"),
+	KEY(model.score_function, T_ENUM, 0, 0, UNSAID | FIXED | ROUTED | V2, "softmax",
+		"what makes scores of the router's logits", .names = score_names, .v2_fallback = "sigmoid"),
+	KEY(model.n_group, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE | V2, "1", "groups of experts",
+		.v2_fallback = "8"),
+	KEY(model.topk_group, T_INT, 0, 4096, NONE | FIXED | ROUTED | SHAPE | V2, "1", "groups that a token's experts are "
+		"chosen from: those whose two best experts have the largest sum", .v2_fallback = "4"),
+	KEY(model.routed_scaling_factor, T_DOUBLE, 0, 1e6, ABOVE | UNSAID | FIXED | ROUTED | V2, "1",
+		"the routed experts' sum times it"),
+	KEY(model.moe_router_enable_expert_bias, T_BOOL, 0, 1, UNSAID | FIXED | ROUTED | V2, "false",
+		"a bias for each expert, in the choice alone, which balances them", .v2_fallback = "true"),
 	KEY(model.norm_topk_prob, T_BOOL, 0, 1, FIXED | ROUTED, "true", "expert weights of a token sum to 1"),
 	KEY(model.norm_head, T_BOOL, 0, 1, FIXED, "true", "normalise the output head's columns",
-		.class_fallback = "false"),
+		.class_fallback = "false", .v2_fallback = "false"),
 	KEY(model.tie_word_embeddings, T_BOOL, 0, 1, FIXED, "false", "one matrix is embedding and output head"),
-	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output", .class_fallback = "true"),
+	KEY(model.use_bias, T_BOOL, 0, 1, FIXED, "false", "bias in the attention's output",
+		.class_fallback = "true", .v2_fallback = "false"),
 	KEY(model.use_qkv_bias, T_BOOL, 0, 1, FIXED, "false", "bias in query, key and value"),
+	KEY(model.use_qk_norm, T_BOOL, 0, 1, UNSAID | FIXED | V2, "false", "RMSNorm of each query and key head",
+		.v2_fallback = "true"),
+	KEY(model.num_nextn_predict_layers, T_INT, 0, MAX_MTP_LAYERS, NONE | FIXED | V2, "off",
+		"layers for multi-token prediction"),
+	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them, 0.1 "
+		"if not given; off: they stay as they are", .v2_fallback = "off"),
+	KEY(model.partial_rotary_factor, T_DOUBLE, 0, 1, ABOVE | UNSAID | FIXED | V2, "1", "part of a head that turns"),
 	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
-		.class_fallback = "10000"),
+		.class_fallback = "10000", .v2_fallback = "600000"),
 	SECTION("model.rope_scaling", NONE, "the rotary embedding for longer sequences than it was trained with, as "
 		"transformers computes it"),
 	KEY(model.rope_scaling.type, T_ENUM, 0, 0, NEEDED | FIXED, NULL, "kind; default: no scaling", .names = rope_names),
@@ -93,15 +127,19 @@ static const struct key keys[] = {
 	KEY(model.rope_scaling.mscale_all_dim, T_DOUBLE, 0, 1000, FIXED, "0", "see mscale"),
 	KEY(model.rope_scaling.truncate, T_BOOL, 0, 1, FIXED, "true", "indices of frequencies between which the division "
 		"sets in are rounded to whole numbers"),
-	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm"),
+	KEY(model.rms_norm_eps, T_DOUBLE, 0, 1, ABOVE | FIXED, "1e-5", "added to the mean square in RMSNorm",
+		.v2_fallback = "1e-6"),
 	KEY(model.initializer_range, T_DOUBLE, 0, 10, FIXED | FREE, "0.006", "standard deviation of initial weights",
-		.class_fallback = "0.02"),
+		.class_fallback = "0.02", .v2_fallback = "0.02"),
 	SECTION("model.router", 0, "how tokens are spread over experts; training only"),
-	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss"),
+	KEY(model.router.balance_loss_coef, T_DOUBLE, 0, 1000, NONE, "0.015", "weight of the balance loss",
+		.v2_fallback = "0"),
 	KEY(model.router.balance_loss_scope, T_ENUM, 0, 0, 0, "micro_batch", "tokens that are balanced together",
 		.names = scope_names),
-	KEY(model.router.z_loss_coef, T_DOUBLE, 0, 1000, NONE, "1e-4", "weight of the router's z-loss"),
+	KEY(model.router.z_loss_coef, T_DOUBLE, 0, 1000, NONE, "1e-4", "weight of the router's z-loss",
+		.v2_fallback = "3.5e-6"),
 	KEY(model.router.warmup_steps, T_INT, 0, 1e9, NONE, "off", "steps of stochastic routing warmup"),
+	KEY(model.router.bias_update_rate, T_DOUBLE, 0, 1, NONE, "1e-3", "how far the expert bias moves in a step"),
 
 	SECTION("data", 0, "what is read"),
 	LIST(data.train, data.num_train, MAX_SOURCES, REQUIRED, NULL, "token files to train on: one's path, or a blend"),
@@ -265,7 +303,10 @@ void config_print_keys(FILE *out)
 			continue;
 		}
 		const char *standard = k->flags & (REQUIRED | NEEDED) ? "required" : k->fallback;
-		fprintf(out, "  %-33s %-12s %s (%s)\n", k->name, standard, k->help, describe_key(type, &config_table, k));
+		fprintf(out, "  %-33s %-12s %s (%s", k->name, standard, k->help, describe_key(type, &config_table, k));
+		if (k->v2_fallback && !(k->flags & SHAPE))
+			fprintf(out, "; with BailingMoeV2ForCausalLM the default is %s", k->v2_fallback);
+		fprintf(out, ")\n");
 	}
 }
 
@@ -292,6 +333,17 @@ static void config_loader_init(struct config_loader *l, struct config *c, const 
 	for (int i = 0; i < NUM_KEYS && huggingface; i++)
 		if (keys[i].class_fallback)
 			store_text(c, &keys[i], 0, keys[i].class_fallback, true);
+}
+
+/* Gives the keys that were not given the defaults of the architecture. */
+static void set_architecture_defaults(struct config_loader *l)
+{
+	for (const struct key *k = keys; k < keys + NUM_KEYS && l->config->model.architecture == BAILING_MOE_V2; k++)
+		if (k->v2_fallback && !l->keys.places[k - keys].source && (l->huggingface || !(k->flags & SHAPE))) {
+			store_text(l->config, k, 0, k->v2_fallback, true);
+			if (l->huggingface) /* a config that names this file misses nothing */
+				l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};
+		}
 }
 
 static int load_config_json(struct config_loader *l);
@@ -370,6 +422,11 @@ int longest_sequence(const struct model_config *m)
 	return (int)fmin(fmax(floor(scaled), m->max_position_embeddings), 1e9);
 }
 
+int rotary_dim(const struct model_config *m)
+{
+	return (int)(m->head_dim * m->partial_rotary_factor);
+}
+
 int default_sequence(const struct model_config *m)
 {
 	return m->rope_scaling.type == ROPE_DYNAMIC ? m->max_position_embeddings : longest_sequence(m);
@@ -410,9 +467,9 @@ static int check_rope_scaling(const struct loader *l, struct model_config *m)
 				s->original_max_position_embeddings, m->max_position_embeddings);
 	if (s->type >= ROPE_DYNAMIC && !s->original_max_position_embeddings)
 		s->original_max_position_embeddings = m->max_position_embeddings;
-	if (s->type == ROPE_DYNAMIC && m->head_dim < 4)
-		return fail_key(l, "model.head_dim", "found %d; expected at least 4 for rope_scaling of type dynamic",
-				m->head_dim);
+	if (s->type == ROPE_DYNAMIC && rotary_dim(m) < 4)
+		return fail_key(l, "model.head_dim", "found %d, of which %d turn; expected at least 4 of them for "
+				"rope_scaling of type dynamic", m->head_dim, rotary_dim(m));
 	if (s->type == ROPE_YARN && m->rope_theta <= 1)
 		return fail_key(l, "model.rope_theta", "found %g; expected above 1 for rope_scaling of type yarn",
 				m->rope_theta);
@@ -420,6 +477,65 @@ static int check_rope_scaling(const struct loader *l, struct model_config *m)
 		return fail_key(l, "model.rope_scaling.beta_fast", "found %g; expected at least beta_slow, which is %g",
 				s->beta_fast, s->beta_slow);
 	return 0;
+}
+
+/* A value of a key, for a message; the caller frees it. */
+static char *value_text(const json_t *value)
+{
+	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
+}
+
+/* Layers that have experts, the MTP layers among them. */
+static int expert_layers(const struct model_config *m)
+{
+	return m->num_hidden_layers - m->first_k_dense_replace + m->num_nextn_predict_layers;
+}
+
+/* Checks the groups of experts, and stores 1, 1 where there are none. */
+static int check_groups(const struct loader *l, struct model_config *m)
+{
+	if (m->n_group <= 1 || !expert_layers(m)) {
+		m->n_group = m->topk_group = 1;
+		return 0;
+	}
+	const int size = m->num_experts / m->n_group;
+	if (m->num_experts % m->n_group || size < 2)
+		return fail_key(l, "model.n_group", "found %d for %d experts; expected a divisor that leaves at least 2 "
+				"experts in a group, whose two best ones judge it", m->n_group, m->num_experts);
+	if (m->topk_group > m->n_group || m->topk_group * size < m->num_experts_per_tok || !m->topk_group)
+		return fail_key(l, "model.topk_group", "found %d of %d groups of %d experts; expected at most all groups, and "
+				"as many as have the %d experts of a token", m->topk_group, m->n_group, size, m->num_experts_per_tok);
+	return 0;
+}
+
+/* Each class computes one kind of model: fails for what the class of the config could not. */
+static int check_architecture(const struct loader *l, const struct model_config *m)
+{
+	const bool v2 = m->architecture == BAILING_MOE_V2;
+	struct config is = {.model = *m}, expected = is;
+	for (const struct key *k = keys; k < keys + NUM_KEYS && !v2; k++)
+		if (k->flags & V2 && k->flags & FIXED)
+			set_default(&expected, k);
+	if (v2) {
+		expected.model.score_function = SCORE_SIGMOID;
+		expected.model.norm_head = false;
+	}
+	int rc = 0;
+	for (const struct key *k = keys; k < keys + NUM_KEYS && !rc; k++) {
+		if (!is_inside("model", k->name) || k->type == T_SECTION)
+			continue;
+		json_t *x = key_to_json(&config_table, &is, k), *y = key_to_json(&config_table, &expected, k);
+		char *found = value_text(x), *wanted = value_text(y);
+		if (!json_equal(x, y))
+			rc = fail_key(l, k->name, "found %s; expected %s, for models of the class %s have nothing else: the class "
+					"is model.architecture, in a config.json architectures", found, wanted,
+					architecture_names[m->architecture]);
+		free(found);
+		free(wanted);
+		json_decref(x);
+		json_decref(y);
+	}
+	return rc;
 }
 
 /* Fills in what follows from other keys, then checks what one key alone cannot tell. */
@@ -440,9 +556,10 @@ static int check_model(const struct loader *l, struct config *c)
 			return fail_key(l, "model.hidden_size", "found %d for %d heads, %d a head; expected at most 4096 a head",
 					m->hidden_size, m->num_attention_heads, m->head_dim);
 	}
-	if (m->head_dim % 2)
-		return fail_key(l, "model.head_dim", "found %d (hidden_size / num_attention_heads if not given); expected an "
-				"even number, for rotary embeddings turn pairs", m->head_dim);
+	if (rotary_dim(m) % 2 || rotary_dim(m) < 2)
+		return fail_key(l, m->partial_rotary_factor < 1 ? "model.partial_rotary_factor" : "model.head_dim", "found "
+				"%d elements of a head that turn, of %d (head_dim, or else hidden_size / num_attention_heads); "
+				"expected an even number, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
 	if (check_rope_scaling(l, m) < 0)
 		return -1;
 	if (m->first_k_dense_replace > m->num_hidden_layers)
@@ -452,16 +569,21 @@ static int check_model(const struct loader *l, struct config *c)
 		return fail_key(l, "model.intermediate_size", "missing or 0; expected the width of the dense layers, since "
 				"first_k_dense_replace is %d", m->first_k_dense_replace);
 
-	int expert_layers = m->num_hidden_layers - m->first_k_dense_replace;
 	const struct { const char *name; int value; } needed[] = {
 		{"model.num_experts", m->num_experts},
 		{"model.num_experts_per_tok", m->num_experts_per_tok},
 		{"model.moe_intermediate_size", m->moe_intermediate_size},
 	};
-	for (int i = 0; i < 3 && expert_layers; i++)
+	for (int i = 0; i < 3 && expert_layers(m); i++)
 		if (!needed[i].value)
 			return fail_key(l, needed[i].name, "missing or 0; expected at least 1, since %d layers have experts "
-					"(set first_k_dense_replace to num_hidden_layers for a dense model)", expert_layers);
+					"(set first_k_dense_replace to num_hidden_layers for a dense model)", expert_layers(m));
+	if (m->n_group <= 1) {
+		m->n_group = 1;
+		m->topk_group = m->topk_group ? m->topk_group : 1;
+	}
+	if (check_architecture(l, m) < 0 || check_groups(l, m) < 0)
+		return -1;
 	if (m->num_experts_per_tok > m->num_experts)
 		return fail_key(l, "model.num_experts_per_tok", "found %d; expected at most num_experts, which is %d",
 				m->num_experts_per_tok, m->num_experts);
@@ -476,8 +598,9 @@ static int check_model(const struct loader *l, struct config *c)
 	double attention = 2.0 * m->hidden_size * m->head_dim * (m->num_attention_heads + m->num_key_value_heads);
 	double dense = 3.0 * m->hidden_size * m->intermediate_size;
 	double experts = 3.0 * m->hidden_size * m->moe_intermediate_size * (m->num_experts + m->num_shared_experts);
-	double total = 2.0 * m->vocab_size * m->hidden_size + attention * m->num_hidden_layers +
-			dense * m->first_k_dense_replace + experts * expert_layers;
+	double total = 2.0 * m->vocab_size * m->hidden_size +
+			attention * (m->num_hidden_layers + m->num_nextn_predict_layers) + dense * m->first_k_dense_replace +
+			experts * expert_layers(m);
 	if (total > 1e15)
 		return fail_key(l, "model.hidden_size", "the sizes make a model of %.3g parameters; expected at most 1e15",
 				total);
@@ -563,6 +686,7 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 	for (int i = 0; i < num_overrides; i++)
 		if (load_override(&l.keys, overrides[i]) < 0)
 			return -1;
+	set_architecture_defaults(&l);
 	if (check_required(&l.keys, model_only ? "model" : NULL) < 0 || check_model(&l.keys, c) < 0)
 		return -1;
 	if (key_given(&l.keys, "data.document_mask") && !c->data.document_mask) {
@@ -573,6 +697,8 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 					"data.packing=windows");
 		c->data.packing = PACKING_WINDOWS;
 	}
+	if (c->model.num_nextn_predict_layers && !key_given(&l.keys, "model.mtp_loss_scaling_factor"))
+		c->model.mtp_loss_scaling_factor = 0.1;
 	if (c->parallel.sync == SYNC_LOCAL && !key_given(&l.keys, "spikes.action"))
 		c->spikes.action = SPIKES_WATCH;
 	return check_run(&l.keys, c, model_only);
@@ -649,22 +775,40 @@ static int fail_json(const struct config_loader *l, const char *name, const json
 	return -1;
 }
 
-/* Stores the JSON value of key k of the model: a whole number, a number, or true and false; null stands for off. */
+/* Stores the JSON value of key k of the model: a whole number, a number, true and false, or a name; null stands for
+ * off. */
 static int load_json(struct config_loader *l, const struct key *k, const json_t *value)
 {
 	char number[64], type[256];
 	const char *text = number, *wrong = "";
 	bool fits = json_is_null(value) ? k->flags & NONE : k->type == T_BOOL ? json_is_boolean(value)
-		: k->type == T_INT ? json_is_integer(value) : json_is_number(value);
+		: k->type == T_INT ? json_is_integer(value) : k->type == T_ENUM ? json_is_string(value) : json_is_number(value);
 	if (json_is_integer(value))
 		snprintf(number, sizeof number, "%" JSON_INTEGER_FORMAT, json_integer_value(value));
 	else if (json_is_real(value))
 		snprintf(number, sizeof number, "%.17g", json_real_value(value));
+	else if (json_is_string(value))
+		text = json_string_value(value);
 	else
 		text = json_is_true(value) ? "true" : json_is_false(value) ? "false" : "off";
 	if (fits && !(wrong = store_text(l->config, k, 0, text, true)))
 		return 0;
 	return fail_json(l, leaf_of(k->name), value, wrong, describe_key(type, &config_table, k));
+}
+
+/* Takes the class of a config.json: from architectures, or else from model_type. */
+static int load_architecture(struct config_loader *l, const json_t *root)
+{
+	const struct key *k = find_key(&config_table, "model.architecture");
+	const json_t *list = json_object_get(root, "architectures"), *type = json_object_get(root, "model_type");
+	const char *name = json_string_value(json_array_get(list, 0));
+	if (list && !json_is_null(list) && (json_array_size(list) != 1 || !name ||
+			store_text(l->config, k, 0, name, true)))
+		return fail_json(l, "architectures", list, "not supported: it changes the model's mathematics",
+				"[\"BailingMoeForCausalLM\"] or [\"BailingMoeV2ForCausalLM\"]");
+	if (!name && json_is_string(type) && !strcmp(json_string_value(type), "bailing_moe_v2"))
+		l->config->model.architecture = BAILING_MOE_V2;
+	return 0;
 }
 
 /* Stores the members of a Hugging Face config.json that are keys of the model. */
@@ -676,7 +820,7 @@ static int load_huggingface(struct config_loader *l, const json_t *object)
 		char path[128];
 		snprintf(path, sizeof path, "model.%s", name);
 		const struct key *k = strchr(name, '.') ? NULL : find_key(&config_table, path);
-		if (k && k->type != T_SECTION &&
+		if (k && k->type != T_SECTION && !(k->flags & UNSAID && json_is_null(value)) &&
 				(claim_key(&l->keys, k, (struct place){l->keys.path, WHOLE_FILE}) < 0 || load_json(l, k, value) < 0))
 			return -1;
 	}
@@ -686,19 +830,12 @@ static int load_huggingface(struct config_loader *l, const json_t *object)
 /* Keys of a Hugging Face config.json that change the mathematics in a way this program does not know, and the values,
  * as JSON, under which they do not. null always passes. */
 static const struct { const char *name, *values[3]; } foreign_keys[] = {
-	{"model_type", {"\"bailing_moe\""}},
-	{"architectures", {"[\"BailingMoeForCausalLM\"]"}},
+	{"model_type", {"\"bailing_moe\"", "\"bailing_moe_v2\""}},
 	{"hidden_act", {"\"silu\""}},
-	{"partial_rotary_factor", {"1.0", "1"}},
 	{"use_sliding_window", {"false"}},
-	{"use_qk_norm", {"false"}},
 	{"use_qkv_norm", {"false"}},
+	{"use_rmsnorm", {"true"}},
 	{"norm_softmax", {"false"}},
-	{"score_function", {"\"softmax\""}},
-	{"n_group", {"1", "0"}},
-	{"topk_group", {"1", "0"}},
-	{"routed_scaling_factor", {"1.0", "1"}},
-	{"moe_router_enable_expert_bias", {"false"}},
 };
 
 /* Stores rope_scaling, or rope_parameters as transformers 5 writes them (then rope_theta is in there), whose value may
@@ -727,8 +864,8 @@ static int load_rope(struct config_loader *l, const char *name, const json_t *va
 		const struct key *k = strlen(key) < 64 ? find_key(&config_table, path) : NULL;
 		const bool is_one = json_is_number(member) && json_number_value(member) == 1;
 		if (json_is_null(member) || !strcmp(key, "rope_type") || !strcmp(key, "type") ||
-				!strcmp(key, "rope_theta") || /* load_rotary reads it */
-				(is_one && (!strcmp(key, "partial_rotary_factor") || (!strcmp(key, "factor") && !s->type))))
+				!strcmp(key, "rope_theta") || !strcmp(key, "partial_rotary_factor") || /* load_rotary reads them */
+				(is_one && !strcmp(key, "factor") && !s->type))
 			continue;
 		if (!k || (k->flags & NONE && json_is_number(member) && json_number_value(member) == 0))
 			return fail_json(l, name, value, "not supported: it changes the model's mathematics",
@@ -742,11 +879,28 @@ static int load_rope(struct config_loader *l, const char *name, const json_t *va
 	return 0;
 }
 
-/* Stores what rope_scaling and rope_parameters say of the rotary embedding. A rope_theta outside must be the same. */
+/* Stores a value of a key of the rotary embedding that may stand in several places of a config.json, where it must be
+ * the same. name: what has it here. */
+static int load_again(struct config_loader *l, const struct key *k, const char *name, const json_t *value)
+{
+	const double before = *(double *)((char *)l->config + k->offset);
+	const bool given = key_given(&l->keys, k->name);
+	if (load_json(l, k, value) < 0)
+		return -1;
+	const double now = *(double *)((char *)l->config + k->offset);
+	if (given && before != now)
+		return fail("%s: %s: found %s %.15g, but %.15g outside it; expected the same, or one of them", l->keys.path,
+				name, leaf_of(k->name), now, before);
+	l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};
+	return 0;
+}
+
+/* Stores what rope_scaling, rope_parameters and rotary_dim say of the rotary embedding. */
 static int load_rotary(struct config_loader *l, const json_t *root)
 {
 	static const char *const names[] = {"rope_scaling", "rope_parameters"};
-	const struct key *k = find_key(&config_table, "model.rope_theta");
+	const struct key *const numbers[] = {find_key(&config_table, "model.rope_theta"),
+			find_key(&config_table, "model.partial_rotary_factor")};
 	for (int i = 0; i < 2; i++) {
 		json_t *first = config_value(l->config, "model.rope_scaling");
 		const bool scaled = l->config->model.rope_scaling.type;
@@ -756,21 +910,29 @@ static int load_rotary(struct config_loader *l, const json_t *root)
 			rc = fail("%s: rope_scaling and %s differ; expected the same, or one of them", l->keys.path, names[i]);
 		json_decref(first);
 		json_decref(second);
+		for (int j = 0; j < 2 && rc == 0; j++) {
+			const json_t *value = json_object_get(json_object_get(root, names[i]), leaf_of(numbers[j]->name));
+			if (value && !json_is_null(value))
+				rc = load_again(l, numbers[j], names[i], value);
+		}
 		if (rc < 0)
 			return -1;
-		const json_t *theta = json_object_get(json_object_get(root, names[i]), "rope_theta");
-		if (!theta || json_is_null(theta))
-			continue;
-		const double before = l->config->model.rope_theta;
-		const bool given = key_given(&l->keys, k->name);
-		if (load_json(l, k, theta) < 0)
-			return -1;
-		if (given && before != l->config->model.rope_theta)
-			return fail("%s: %s: found rope_theta %.15g, but %.15g outside it; expected the same, or one of them",
-					l->keys.path, names[i], l->config->model.rope_theta, before);
-		l->keys.places[k - keys] = (struct place){l->keys.path, WHOLE_FILE};
 	}
-	return 0;
+	/* in elements of a head, as some files of Ling 2.0 have it */
+	const json_t *dim = json_object_get(root, "rotary_dim");
+	if (!dim || json_is_null(dim))
+		return 0;
+	const struct model_config *m = &l->config->model;
+	const int heads = m->num_attention_heads, head_dim = m->head_dim ? m->head_dim : heads ? m->hidden_size / heads : 0;
+	if (!json_is_integer(dim) || json_integer_value(dim) < 2 || json_integer_value(dim) > head_dim)
+		return fail_json(l, "rotary_dim", dim, "", "a whole number from 2 up to the width of a head");
+	double part = (double)json_integer_value(dim) / head_dim;
+	if ((int)(head_dim * part) < json_integer_value(dim)) /* such as 2 of 98 */
+		part = nextafter(part, 1);
+	json_t *factor = json_real(part);
+	const int rc = load_again(l, numbers[1], "rotary_dim", factor);
+	json_decref(factor);
+	return rc;
 }
 
 /* Fails when one of the keys above has another value. */
@@ -792,12 +954,20 @@ static int check_foreign_keys(const struct config_loader *l, const json_t *root)
 	return 0;
 }
 
+/* Stores what a config.json says of the model; what it does not say has the defaults of its class. */
+static int load_members(struct config_loader *l, const json_t *root)
+{
+	if (load_architecture(l, root) < 0 || load_huggingface(l, root) < 0)
+		return -1;
+	set_architecture_defaults(l); /* rotary_dim counts in elements of a head */
+	return load_rotary(l, root);
+}
+
 /* Reads the Hugging Face config.json that is the loader's file. */
 static int load_config_json(struct config_loader *l)
 {
 	json_t *root = json_read(l->keys.path);
-	int rc = !root || check_foreign_keys(l, root) < 0 || load_huggingface(l, root) < 0 ? -1
-		: load_rotary(l, root);
+	const int rc = !root || check_foreign_keys(l, root) < 0 ? -1 : load_members(l, root);
 	json_decref(root);
 	return rc;
 }
@@ -816,7 +986,7 @@ int config_from_json(struct model_config *m, const json_t *root, const char *pat
 	struct config c;
 	struct config_loader l;
 	config_loader_init(&l, &c, path, true);
-	return load_huggingface(&l, root) < 0 || load_rotary(&l, root) < 0 ? -1 : finish_model(&l, m);
+	return load_members(&l, root) < 0 ? -1 : finish_model(&l, m);
 }
 
 int config_from_huggingface(struct model_config *m, const char *dir)
@@ -845,7 +1015,7 @@ static bool has_rope_scaling(const json_t *root, const struct model_config *m)
 	struct config c, ours = {.model = *m};
 	struct config_loader l;
 	config_loader_init(&l, &c, "", true);
-	if (load_huggingface(&l, root) < 0 || load_rotary(&l, root) < 0 || check_model(&l.keys, &c) < 0)
+	if (load_members(&l, root) < 0 || check_model(&l.keys, &c) < 0)
 		return false;
 	json_t *x = config_value(&c, "model.rope_scaling"), *y = config_value(&ours, "model.rope_scaling");
 	const bool same = json_equal(x, y);
@@ -884,19 +1054,28 @@ static json_t *rope_to_huggingface(const struct model_config *m)
 int config_write(const char *path, const struct model_config *m, const char *dtype, const json_t *base,
 		const json_t *gguf_name)
 {
-	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", "BailingMoeForCausalLM", "model_type",
-			"bailing_moe", "hidden_act", "silu");
+	const bool v2 = m->architecture == BAILING_MOE_V2;
+	json_t *root = json_pack("{s:[s], s:s, s:s}", "architectures", architecture_names[m->architecture], "model_type",
+			"bailing_moe", "hidden_act", "silu"); /* of both classes: so have the models that were published */
 	if (base)
 		json_object_update(root, (json_t *)base);
 	else
 		json_object_update_new(root, json_pack("{s:n, s:b, s:b, s:f, s:f, s:f}", "rope_scaling", "use_sliding_window",
 				0, "use_cache", 1, "attention_dropout", 0.0, "embedding_dropout", 0.0, "output_dropout", 0.0));
+	if (!base && v2) /* which inference engines read */
+		json_object_update_new(root, json_pack("{s:s, s:b}", "router_dtype", "fp32", "use_rmsnorm", 1));
 	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) /* other spellings of what follows */
 		if (k->alias)
 			json_object_del(root, leaf_of(k->alias));
 	json_object_set_new(root, json_object_get(root, "dtype") ? "dtype" : "torch_dtype", json_string(dtype));
 	json_t *model = model_to_json(m);
 	json_object_del(model, "rope_scaling");
+	json_object_del(model, "architecture"); /* architectures says it */
+	if (v2)
+		json_object_del(model, "norm_head"); /* no key of that class */
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++)
+		if (k->flags & V2 && !v2)
+			json_object_del(model, leaf_of(k->name));
 	json_object_update_new(root, model);
 	if (!has_rope_scaling(root, m)) {
 		json_object_del(root, "rope_parameters");
@@ -912,12 +1091,6 @@ int config_write(const char *path, const struct model_config *m, const char *dty
 int config_to_huggingface(const struct model_config *m, const char *path)
 {
 	return config_write(path, m, "float32", NULL, NULL);
-}
-
-/* A value of a key, for a message; the caller frees it. */
-static char *value_text(const json_t *value)
-{
-	return json_text(value, JSON_ENCODE_ANY | JSON_COMPACT | JSON_REAL_PRECISION(15));
 }
 
 json_t *run_to_json(const struct config *c)
@@ -999,7 +1172,7 @@ int config_check_init(const struct model_config *theirs, const struct model_conf
 				/* a run may extend a model that has no scaling */
 				(is_inside("model.rope_scaling", k->name) && !theirs->rope_scaling.type) ||
 				(k->flags & DENSE && !asked->first_k_dense_replace) ||
-				(k->flags & ROUTED && asked->first_k_dense_replace == asked->num_hidden_layers))
+				(k->flags & ROUTED && !expert_layers(asked)))
 			continue;
 		json_t *x = key_to_json(&config_table, &a, k), *y = key_to_json(&config_table, &b, k);
 		if (!json_equal(x, y)) {

@@ -13,6 +13,7 @@
 
 #define MAX_LR_DROPS 16
 #define MAX_DUMPS 64       /* steps that are dumped */
+#define MAX_MTP_LAYERS 16  /* num_nextn_predict_layers */
 #define MAX_SOURCES 64     /* token files of a blend, and of all validation sets */
 #define MAX_SAMPLE_PROMPTS 32 /* of eval.samples, beside those of eval.sample_file */
 #define SET_NAME_LEN 32    /* bytes of a validation set's name, the final 0 included */
@@ -38,7 +39,14 @@ struct rope_scaling {          /* Hugging Face's rope_scaling; see files/rope.h 
 	bool truncate;
 };
 
-struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
+/* The classes of Hugging Face, which differ in what keys that are missing mean, and in what their keys can be: the
+ * second one is that of Ling 2.0. */
+enum architecture { BAILING_MOE, BAILING_MOE_V2 };
+#define EXPERT_BIAS "mlp.gate.expert_bias" /* how the tensor's name ends; always float32 in files */
+enum score_function { SCORE_SOFTMAX, SCORE_SIGMOID }; /* what makes scores of a router's logits */
+
+struct model_config {          /* Hugging Face's keys of BailingMoeConfig and BailingMoeV2Config */
+	enum architecture architecture;
 	int hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads;
 	int head_dim;                /* never 0 once loaded: missing means hidden_size / num_attention_heads */
 	int vocab_size;
@@ -46,14 +54,26 @@ struct model_config {          /* Hugging Face's keys of BailingMoeConfig */
 	int first_k_dense_replace;   /* this many first layers have one dense SwiGLU of width intermediate_size */
 	int intermediate_size;
 	int max_position_embeddings;
+	enum score_function score_function;
+	/* Experts are n_group groups of consecutive ones, of which a token chooses topk_group first; 1, 1: no groups */
+	int n_group, topk_group;
+	double routed_scaling_factor; /* the sum of the routed experts times it */
+	bool moe_router_enable_expert_bias; /* is added to the scores where experts are chosen, and balances them */
 	bool norm_topk_prob, norm_head, tie_word_embeddings;
 	bool use_bias, use_qkv_bias; /* attention.dense and attention.query_key_value */
+	bool use_qk_norm;            /* RMSNorm of each query and key head before the rotation */
+	double partial_rotary_factor; /* the part of each head that turns, its first one */
+	/* multi-token prediction layers, which stand behind the num_hidden_layers; and the weight of their loss: with 0
+	 * they are neither computed nor changed */
+	int num_nextn_predict_layers;
+	double mtp_loss_scaling_factor;
 	double rope_theta, rms_norm_eps, initializer_range;
 	struct rope_scaling rope_scaling;
 	struct {                     /* ours: training only */
 		double balance_loss_coef, z_loss_coef;
 		enum balance_scope balance_loss_scope;
 		int warmup_steps;        /* stochastic routing warmup; 0 = none */
+		double bias_update_rate; /* of the expert bias, a step; 0 = it stays */
 	} router;
 };
 
@@ -166,6 +186,12 @@ struct config {
  * `model` may be missing their required keys. Errors name file:line and the key. */
 int config_load(struct config *c, const char *path, int num_overrides, char **overrides, bool model_only);
 
+/* The names of enum architecture, then NULL. */
+extern const char *const architecture_names[];
+
+/* Elements of a head that the rotary embedding turns. */
+int rotary_dim(const struct model_config *m);
+
 /* The table of all keys: see files/config_keys.h. */
 extern const struct key_table config_table;
 
@@ -184,8 +210,7 @@ extern const char *const packing_names[];
 
 /* ------------------------------------------------------------------- config.json of a Hugging Face model */
 
-/* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class
- * BailingMoeForCausalLM. */
+/* Reads the model section from DIR/config.json; keys that are missing take the defaults of the class that it names. */
 int config_from_huggingface(struct model_config *m, const char *dir);
 
 /* The same from a JSON object that was made from the file `path`, which messages name. Members that are no keys of the

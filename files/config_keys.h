@@ -55,7 +55,8 @@ struct key {
 	const char *const *names;  /* the values of a T_ENUM, or the only ones of a T_TEXT (but see OR_PATH); then NULL */
 	const char *alias;         /* another spelling of the path, or NULL */
 	const char *or_name;       /* of a section: what a name in its place stands for, in words; see load_named */
-	const char *class_fallback; /* for the owner of the table: the default of a Hugging Face class where it differs */
+	const char *class_fallback; /* for the owner of the table: the default of a Hugging Face class where it differs, */
+	const char *v2_fallback;   /* and that of its second version */
 	size_t item, count;        /* of a T_LIST: bytes of an item; offset of the number of items, an int */
 	/* Of a T_LIST in whose place may be a mapping of names to such lists: what a name is of; offset of its text in the
 	 * first item, which is "" in a plain list; bytes of it, at most MAX_GROUP. Else NULL and 0. */

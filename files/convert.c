@@ -3,7 +3,8 @@
  *
  * Hugging Face has one tensor for queries, keys and values, and one for each matrix of each expert. GGUF has three,
  * with the rows of each query and key head in another order (row 0 of the head's first half, row 0 of its second
- * half, row 1 of its first half, and so on), and one for each matrix of all experts of a layer. So each parameter is
+ * half, row 1 of its first half, and so on), and one for each matrix of all experts of a layer. (For Ling 2.0 it has
+ * one for queries, keys and values, too, in Hugging Face's order.) So each parameter is
  * split into ranges of rows that are one behind the other in both formats, and a conversion copies each range from
  * its location in the source to its location in the result.
  */
@@ -51,7 +52,9 @@ struct row_range {            /* rows of a parameter */
 	int head_dim;              /* of query and key heads, whose rows have another order in GGUF; else 0 */
 	bool vector, lm_head;
 	struct location huggingface, gguf; /* gguf without a name: the format has no place for it */
+	struct location other;     /* where some Hugging Face directories have it instead; without a name: nowhere */
 	const struct tensor *from;
+	int64_t from_row;          /* the first row of the range in it */
 	int target;                /* index of the tensor of the result */
 };
 
@@ -139,15 +142,27 @@ const json_t *source_model_trainer(const struct source_model *s)
 /* ------------------------------------------------------------------------------- what is to be copied, and where */
 
 /* Finds the tensor of a GGUF file that holds a parameter, and, of an expert's, the expert's number, else -1. Leaves
- * `name` empty when there is none. query_key_value has three, and is not asked for. */
-static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
+ * `name` empty when there is none. query_key_value may have three, and is not asked for. */
+static void gguf_name(char name[MAX_NAME], const char *huggingface, enum architecture architecture, int *expert)
 {
-	static const struct { const char *huggingface, *gguf; } names[] = {
-		{"input_layernorm.weight", "attn_norm"}, {"post_attention_layernorm.weight", "ffn_norm"},
-		{"attention.dense.weight", "attn_output"}, {"mlp.gate.weight", "ffn_gate_inp"},
-		{"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp"},
-		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp"},
-		{"mlp.shared_experts.down_proj.weight", "ffn_down_shexp"},
+	static const struct { const char *huggingface, *gguf; enum architecture since; } names[] = {
+		{"input_layernorm.weight", "attn_norm.weight", BAILING_MOE},
+		{"post_attention_layernorm.weight", "ffn_norm.weight", BAILING_MOE},
+		{"attention.dense.weight", "attn_output.weight", BAILING_MOE},
+		{"mlp.gate.weight", "ffn_gate_inp.weight", BAILING_MOE},
+		{"mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight", BAILING_MOE},
+		{"mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight", BAILING_MOE},
+		{"mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight", BAILING_MOE},
+		{"attention.query_layernorm.weight", "attn_q_norm.weight", BAILING_MOE_V2},
+		{"attention.key_layernorm.weight", "attn_k_norm.weight", BAILING_MOE_V2},
+		{EXPERT_BIAS, "exp_probs_b.bias", BAILING_MOE_V2},
+		{"mlp.gate_proj.weight", "ffn_gate.weight", BAILING_MOE_V2},
+		{"mlp.up_proj.weight", "ffn_up.weight", BAILING_MOE_V2},
+		{"mlp.down_proj.weight", "ffn_down.weight", BAILING_MOE_V2},
+		{"eh_proj.weight", "nextn.eh_proj.weight", BAILING_MOE_V2},
+		{"enorm.weight", "nextn.enorm.weight", BAILING_MOE_V2},
+		{"hnorm.weight", "nextn.hnorm.weight", BAILING_MOE_V2},
+		{"final_layernorm.weight", "layer_output_norm.weight", BAILING_MOE_V2},
 	};
 	int layer, length = 0;
 	char matrix[8];
@@ -164,8 +179,23 @@ static void gguf_name(char name[MAX_NAME], const char *huggingface, int *expert)
 		if (sscanf(rest, "mlp.experts.%d.%4[a-z]_proj.weight", expert, matrix) == 2)
 			snprintf(name, MAX_NAME, "blk.%d.ffn_%s_exps.weight", layer, matrix);
 		for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-			if (!strcmp(rest, names[i].huggingface))
-				snprintf(name, MAX_NAME, "blk.%d.%s.weight", layer, names[i].gguf);
+			if (!strcmp(rest, names[i].huggingface) && architecture >= names[i].since)
+				snprintf(name, MAX_NAME, "blk.%d.%s", layer, names[i].gguf);
+	}
+}
+
+/* Finds where mlx-lm has a parameter, if it is elsewhere: it stacks a layer's experts, as GGUF does, and has another
+ * name for the router. */
+static void other_name(struct row_range *s, const char *huggingface)
+{
+	int layer, expert, length = 0;
+	char matrix[8];
+	if (sscanf(huggingface, "model.layers.%d.mlp.experts.%d.%4[a-z]_proj.weight", &layer, &expert, matrix) == 3) {
+		s->other = s->gguf;
+		snprintf(s->other.name, MAX_NAME, "model.layers.%d.mlp.switch_mlp.%s_proj.weight", layer, matrix);
+	} else if (sscanf(huggingface, "model.layers.%d.mlp.gate.weight%n", &layer, &length) == 1 && length) {
+		s->other = s->huggingface;
+		snprintf(s->other.name, MAX_NAME, "model.layers.%d.mlp.gate.gate_proj.weight", layer);
 	}
 }
 
@@ -183,19 +213,26 @@ static int split_parameters(struct row_range *ranges, const struct named_tensor 
 		snprintf(s.huggingface.name, MAX_NAME, "%s", p->name);
 		if (sscanf(p->name, "model.layers.%d.attention.query_key_value.weight%n", &layer, &length) == 1 && length) {
 			const int heads[3] = {c->num_attention_heads, c->num_key_value_heads, c->num_key_value_heads};
+			const bool fused = c->architecture == BAILING_MOE_V2;
 			for (int part = 0; part < 3; part++) {
-				s.rows = s.gguf.rows = (int64_t)heads[part] * c->head_dim;
-				s.head_dim = part < 2 ? c->head_dim : 0;
-				snprintf(s.gguf.name, MAX_NAME, "blk.%d.attn_%c.weight", layer, "qkv"[part]);
+				s.rows = (int64_t)heads[part] * c->head_dim;
+				s.gguf.rows = fused ? p->rows : s.rows;
+				s.gguf.row = fused ? s.huggingface.row : 0;
+				s.head_dim = part < 2 && !fused ? c->head_dim : 0;
+				snprintf(s.gguf.name, MAX_NAME, "blk.%d.attn_%s.weight", layer,
+						fused ? "qkv" : (const char *[]){"q", "k", "v"}[part]);
+				snprintf(s.other.name, MAX_NAME, "model.layers.%d.attention.%c_proj.weight", layer, "qkv"[part]);
+				s.other.rows = s.rows;
 				ranges[count++] = s;
 				s.huggingface.row += s.rows;
 			}
 			continue;
 		}
-		gguf_name(s.gguf.name, p->name, &expert);
+		gguf_name(s.gguf.name, p->name, c->architecture, &expert);
 		s.gguf.rows = s.rows;
 		if (expert >= 0)
 			s.gguf.stack = c->num_experts, s.gguf.rows = s.rows * c->num_experts, s.gguf.row = s.rows * expert;
+		other_name(&s, p->name);
 		ranges[count++] = s;
 	}
 	return count;
@@ -210,32 +247,60 @@ static const struct tensor *find_matrix(const struct tensors *w, const char *nam
 	return tensor_of_shape(w, name, (int64_t[]){rows, cols}, 2);
 }
 
+/* The tensor of which a tensor of the source should be a copy, so that it can be left out: the head of a model that
+ * ties it to the embedding, and the embedding and the head that some files have in MTP layers too. Else NULL. */
+static const char *original_of(const struct source_model *s, const char *name)
+{
+	const char *embedding = s->metadata ? "token_embd.weight" : "model.word_embeddings.weight", *rest;
+	const char *head = s->config.tie_word_embeddings ? embedding : s->metadata ? "output.weight" : "lm_head.weight";
+	int layer, length = 0;
+	if (s->config.tie_word_embeddings && !strcmp(name, "lm_head.weight"))
+		return embedding;
+	if (sscanf(name, s->metadata ? "blk.%d.nextn.%n" : "model.layers.%d.%n", &layer, &length) != 1 || !length ||
+			layer < s->config.num_hidden_layers)
+		return NULL;
+	rest = name + length;
+	return !strcmp(rest, "embed_tokens.weight") ? embedding
+		: !strcmp(rest, s->metadata ? "shared_head_head.weight" : "shared_head.head.weight") ? head : NULL;
+}
+
 /* Finds the tensor of the source for each range, and checks that all tensors of the source are needed. */
 static int find_sources(struct converter *p)
 {
 	const struct source_model *s = p->source;
-	const struct tensors *w = s->weights;
-	bool *needed = allocate(w->count);
+	struct tensors *w = s->weights;
 	int rc = 0;
+	if (tensors_has(w, "model.layers.0.eh_proj.weight"))
+		return fail("%s: tensor model.layers.0.eh_proj.weight: layer 0 is one for multi-token prediction; expected a "
+				"whole model, with these layers behind the others, and not these layers alone", s->path);
+	for (int i = 0; i < p->num_ranges && !rc && !s->config.moe_router_enable_expert_bias; i++) {
+		const struct row_range *range = &p->ranges[i];
+		const char *name = s->metadata ? range->gguf.name : range->huggingface.name;
+		if (has_suffix(range->huggingface.name, EXPERT_BIAS) && !tensors_has(w, name)) /* it is none, and so 0 */
+			rc = tensors_add_zeros(w, name, range->cols);
+	}
+	bool *needed = allocate(w->count);
 	for (int i = 0; i < p->num_ranges && !rc; i++) {
 		struct row_range *range = &p->ranges[i];
-		const struct location *from = s->metadata ? &range->gguf : &range->huggingface;
+		const struct location *from = s->metadata ? &range->gguf
+				: *range->other.name && tensors_has(w, range->other.name) ? &range->other : &range->huggingface;
 		const char *name = from->name;
 		if (range->lm_head && s->config.tie_word_embeddings)
 			name = s->metadata ? "token_embd.weight" : "model.word_embeddings.weight";
 		if (s->metadata && !*name)
-			rc = fail("%s: " GGUF_ARCHITECTURE " has no place for %s", s->path, range->huggingface.name);
+			rc = fail("%s: %s has no place for %s", s->path, gguf_architecture(&s->config), range->huggingface.name);
 		else if (range->vector)
 			range->from = tensor_of_shape(w, name, &range->cols, 1);
 		else
 			range->from = find_matrix(w, name, from->rows, range->cols, from->stack);
+		range->from_row = from->row;
 		if (!rc && range->from)
 			needed[range->from - w->tensors] = true;
 		else
 			rc = -1;
 	}
 	for (int i = 0; i < w->count && !rc; i++)
-		if (!needed[i] && !(s->config.tie_word_embeddings && !strcmp(w->tensors[i].name, "lm_head.weight")))
+		if (!needed[i] && !original_of(s, w->tensors[i].name))
 			rc = fail("%s: tensor %s is not a part of the model that %s describes", s->path, w->tensors[i].name,
 					s->metadata ? "its metadata" : "config.json");
 	free(needed);
@@ -273,28 +338,43 @@ static void forget_pages(const uint8_t *from, const uint8_t *end)
 		madvise((void *)first, last - first, MADV_DONTNEED);
 }
 
-/* A model whose config ties the head to the embedding may still bring a head, if it is the same. */
-static int check_tie(const struct source_model *s)
+/* Whether two tensors have the same shape, type and bytes. */
+static bool same_tensor(const struct tensor *x, const struct tensor *y)
 {
-	const struct tensor *head = s->config.tie_word_embeddings ? tensor_find(s->weights, "lm_head.weight") : NULL;
-	if (!head || s->metadata)
-		return 0;
-	const struct tensor *embedding = tensor_find(s->weights, "model.word_embeddings.weight");
-	const uint64_t bytes = head->end - head->begin;
-	bool same = head->dtype == embedding->dtype && has_shape(head, embedding->shape, embedding->num_dims);
+	const uint64_t bytes = x->end - x->begin;
+	bool same = x->dtype == y->dtype && has_shape(x, y->shape, y->num_dims);
 	for (uint64_t at = 0; same && at < bytes; at += BLOCK_BYTES) {
 		const uint64_t n = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
-		const uint8_t *a = tensor_bytes(head) + at, *b = tensor_bytes(embedding) + at;
+		const uint8_t *a = tensor_bytes(x) + at, *b = tensor_bytes(y) + at;
 		same = !memcmp(a, b, n);
 		forget_pages(a, a + n);
 		forget_pages(b, b + n);
 	}
-	if (!same)
-		return fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs from "
-				"model.word_embeddings.weight; set tie_word_embeddings to false if the head was trained by itself, or "
-				"remove lm_head.weight", s->path);
-	fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties it\n",
-			s->path);
+	return same;
+}
+
+/* What should be a copy of another tensor must be one. */
+static int check_copies(const struct source_model *s)
+{
+	for (int i = 0; i < s->weights->count; i++) {
+		const struct tensor *t = &s->weights->tensors[i];
+		const char *original = original_of(s, t->name);
+		const bool tied = !strcmp(t->name, "lm_head.weight");
+		if (!original)
+			continue;
+		if (!same_tensor(t, tensor_find(s->weights, original)))
+			return tied ? fail("%s/config.json: tie_word_embeddings is true, but lm_head.weight is there and differs "
+					"from model.word_embeddings.weight; set tie_word_embeddings to false if the head was trained by "
+					"itself, or remove lm_head.weight", s->path)
+				: fail("%s: tensor %s differs from %s; expected a copy of it, or none, for layers for multi-token "
+					"prediction share the model's embedding and head", s->path, t->name, original);
+		if (tied)
+			fprintf(stderr, "note: %s: lm_head.weight is left out: it equals the embedding, to which config.json ties "
+					"it\n", s->path);
+		else
+			fprintf(stderr, "note: %s: %s is left out: it equals %s, which all layers share\n", s->path, t->name,
+					original);
+	}
 	return 0;
 }
 
@@ -320,17 +400,19 @@ static int make_targets(struct converter *p, enum dtype asked)
 		if (s->lm_head && !p->to_gguf && p->config.tie_word_embeddings)
 			continue;
 		if (!*to->name)
-			return fail("%s: " GGUF_ARCHITECTURE " has no place for %s", p->source->path, s->huggingface.name);
+			return fail("%s: %s has no place for %s", p->source->path, gguf_architecture(&p->config),
+					s->huggingface.name);
 		int k = p->num_targets - 1;
 		while (k >= 0 && strcmp(p->targets[k].name, to->name))
 			k = p->to_gguf ? k - 1 : -1; /* the ranges of a parameter are side by side */
-		const enum dtype own = s->from->dtype == F64 ? F32 : s->from->dtype;
+		const enum dtype own = s->from->dtype == F64 ? F32 : s->from->dtype, type = asked == UNKNOWN_DTYPE ? own
+				: has_suffix(s->huggingface.name, EXPERT_BIAS) && asked != F64 ? F32 : asked;
 		if (common == UNKNOWN_DTYPE)
 			common = own; /* the embedding's, which is first */
 		if (k < 0) {
 			k = p->num_targets++;
 			p->targets[k] = (struct target){.rows = s->vector ? s->cols : to->rows, .cols = s->vector ? 0 : s->cols,
-					.stack = to->stack, .dtype = asked != UNKNOWN_DTYPE ? asked : own};
+					.stack = to->stack, .dtype = type};
 			if (p->to_gguf)
 				/* as llama.cpp wants them */
 				p->targets[k].dtype = s->vector || strstr(to->name, ".ffn_gate_inp.") ? F32 : common;
@@ -492,8 +574,7 @@ static const uint8_t *source_row(const struct converter *p, const struct row_ran
 		const int64_t head = r / d * d, i = r % d;
 		r = head + (p->to_gguf ? i % 2 * (d / 2) + i / 2 : i % (d / 2) * 2 + i / (d / 2));
 	}
-	r += from_gguf ? s->gguf.row : s->huggingface.row;
-	return tensor_bytes(s->from) + r * s->cols * dtypes[s->from->dtype].size;
+	return tensor_bytes(s->from) + (s->from_row + r) * s->cols * dtypes[s->from->dtype].size;
 }
 
 /* Checks the checksum of the tensor that a range is from, once; of a sum, in all models. */
@@ -715,7 +796,7 @@ static int write_zero_moments(const struct converter *p, const char *path)
 static int write_checkpoint(struct converter *p, const struct conversion *to)
 {
 	struct config c = {.model = p->config, .data.tokenizer = "none"}; /* copy_files brings its files */
-	const int layers = c.model.num_hidden_layers;
+	const int layers = c.model.num_hidden_layers + c.model.num_nextn_predict_layers;
 	const struct model_files others = {.config = p->source->config_json,
 			.gguf_name = json_object_get(p->source->metadata, "general.name")};
 	struct trainer_state s = {.files = &others, .num_layers = layers, .router_mean = allocate(layers * sizeof(double)),
@@ -756,7 +837,7 @@ static int write_gguf_header(const struct converter *p, const struct conversion 
 	const enum dtype dtype = p->targets[0].dtype;
 	if (!name || !*name)
 		name = file_name(s->path);
-	entry_text(&m, "general.architecture", GGUF_ARCHITECTURE);
+	entry_text(&m, "general.architecture", gguf_architecture(&p->config));
 	entry_text(&m, "general.type", "model");
 	entry_text(&m, "general.name", *name ? name : s->path);
 	entry_u32(&m, "general.file_type", dtype == F32 ? 0 : dtype == F16 ? 1 : 32);
@@ -766,7 +847,7 @@ static int write_gguf_header(const struct converter *p, const struct conversion 
 	if (rc == 0 && to->no_tokenizer)
 		entry_text(&m, "tokenizer.ggml.model", "no_vocab");
 	else if (rc == 0)
-		rc = !s->metadata ? tokenizer_to_gguf(&m, s->path, s->config_json, p->config.vocab_size)
+		rc = !s->metadata ? tokenizer_to_gguf(&m, s->path, s->config_json, &p->config)
 			: fail("%s: a GGUF file's tokenizer is not carried to another; add --no-tokenizer, or convert to a "
 				"Hugging Face directory first", s->path);
 	text_append(&header, GGUF_MAGIC, 4);
@@ -880,14 +961,14 @@ int convert_model(const struct source_model *s, const struct named_tensor *param
 		p.config.norm_head = p.config.tie_word_embeddings = false;
 	p.ranges = allocate(3 * (size_t)n * sizeof *p.ranges);
 	p.targets = allocate(3 * (size_t)n * sizeof *p.targets);
-	p.verified = allocate(s->weights->count);
 	p.rows = allocate(BLOCK_ROWS * sizeof *p.rows);
 	p.num_ranges = split_parameters(p.ranges, params, n, &s->config);
 	int64_t widest = BLOCK_BYTES;
 	for (int i = 0; i < p.num_ranges; i++)
 		widest = p.ranges[i].cols * 8 > widest ? p.ranges[i].cols * 8 : widest;
 	p.block = allocate(widest);
-	int rc = find_sources(&p) < 0 || check_sum(&p) < 0 || check_tie(s) < 0 || make_targets(&p, dtype) < 0 ? -1 : 0;
+	int rc = find_sources(&p) < 0 || check_sum(&p) < 0 || check_copies(s) < 0 || make_targets(&p, dtype) < 0 ? -1 : 0;
+	p.verified = allocate(s->weights->count);
 	*result = (struct converted){.tensors = p.num_targets};
 	for (int i = 0; i < p.num_targets && !rc; i++)
 		result->bytes += target_bytes(&p.targets[i]);

@@ -41,30 +41,49 @@ static const struct { const char *name; enum dtype dtype; } ggml_types[] = {
 #undef NO
 enum { NUM_GGML_TYPES = sizeof ggml_types / sizeof *ggml_types };
 
-/* The config's keys there, behind "bailingmoe.". */
-static const struct { const char *name; enum gguf_type type; const char *key; } gguf_keys[] = {
-	{"block_count", GGUF_U32, "model.num_hidden_layers"},
-	{"context_length", GGUF_U32, "model.max_position_embeddings"},
-	{"embedding_length", GGUF_U32, "model.hidden_size"},
-	{"feed_forward_length", GGUF_U32, "model.intermediate_size"},
-	{"attention.head_count", GGUF_U32, "model.num_attention_heads"},
-	{"attention.head_count_kv", GGUF_U32, "model.num_key_value_heads"},
-	{"attention.key_length", GGUF_U32, "model.head_dim"},
-	{"attention.value_length", GGUF_U32, "model.head_dim"},
-	{"attention.layer_norm_rms_epsilon", GGUF_F32, "model.rms_norm_eps"},
-	{"rope.dimension_count", GGUF_U32, "model.head_dim"},
-	{"rope.freq_base", GGUF_F32, "model.rope_theta"},
-	{"vocab_size", GGUF_U32, "model.vocab_size"},
-	{"leading_dense_block_count", GGUF_U32, "model.first_k_dense_replace"},
-	{"expert_count", GGUF_U32, "model.num_experts"},
-	{"expert_used_count", GGUF_U32, "model.num_experts_per_tok"},
-	{"expert_feed_forward_length", GGUF_U32, "model.moe_intermediate_size"},
-	{"expert_shared_count", GGUF_U32, "model.num_shared_experts"},
-	{"expert_weights_norm", GGUF_BOOL, "model.norm_topk_prob"},
-};
-enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys };
+/* By enum architecture. */
+static const char *const gguf_architectures[] = {"bailingmoe", "bailingmoe2"};
 
-/* Those of rope_scaling, behind "bailingmoe.rope.scaling.". */
+/* The keys there, behind "bailingmoe." or "bailingmoe2.", and where their values stand in a config.json. A few are not
+ * the same number, or have another place there: see values_to_gguf and values_from_gguf. */
+enum { OF_V1 = 1, OF_V2 = 2, OF_BOTH = OF_V1 | OF_V2, MAY_MISS = 4 };
+static const struct { const char *name; enum gguf_type type; const char *member; int flags; } gguf_keys[] = {
+	{"block_count", GGUF_U32, "num_hidden_layers", OF_BOTH}, /* with the MTP layers */
+	{"context_length", GGUF_U32, "max_position_embeddings", OF_BOTH},
+	{"embedding_length", GGUF_U32, "hidden_size", OF_BOTH},
+	{"feed_forward_length", GGUF_U32, "intermediate_size", OF_BOTH},
+	{"attention.head_count", GGUF_U32, "num_attention_heads", OF_BOTH},
+	{"attention.head_count_kv", GGUF_U32, "num_key_value_heads", OF_BOTH},
+	{"attention.key_length", GGUF_U32, "head_dim", OF_BOTH | MAY_MISS},
+	{"attention.value_length", GGUF_U32, "head_dim", OF_BOTH | MAY_MISS},
+	{"attention.layer_norm_rms_epsilon", GGUF_F32, "rms_norm_eps", OF_BOTH},
+	{"rope.dimension_count", GGUF_U32, "head_dim", OF_V1},
+	{"rope.dimension_count", GGUF_U32, "rotary_dim", OF_V2 | MAY_MISS},
+	{"rope.freq_base", GGUF_F32, "rope_theta", OF_BOTH | MAY_MISS},
+	{"vocab_size", GGUF_U32, "vocab_size", OF_BOTH | MAY_MISS},
+	{"leading_dense_block_count", GGUF_U32, "first_k_dense_replace", OF_BOTH},
+	{"expert_count", GGUF_U32, "num_experts", OF_BOTH},
+	{"expert_used_count", GGUF_U32, "num_experts_per_tok", OF_BOTH},
+	{"expert_feed_forward_length", GGUF_U32, "moe_intermediate_size", OF_BOTH},
+	{"expert_shared_count", GGUF_U32, "num_shared_experts", OF_BOTH},
+	{"expert_weights_norm", GGUF_BOOL, "norm_topk_prob", OF_BOTH | MAY_MISS},
+	{"expert_weights_scale", GGUF_F32, "routed_scaling_factor", OF_V2 | MAY_MISS},
+	{"expert_gating_func", GGUF_U32, "expert_gating_func", OF_V2},
+	{"expert_group_count", GGUF_U32, "n_group", OF_V2 | MAY_MISS},
+	{"expert_group_used_count", GGUF_U32, "topk_group", OF_V2 | MAY_MISS},
+	{"expert_shared_feed_forward_length", GGUF_U32, "shared_width", OF_V2 | MAY_MISS},
+	{"nextn_predict_layers", GGUF_U32, "num_nextn_predict_layers", OF_V2 | MAY_MISS},
+};
+enum { NUM_GGUF_KEYS = sizeof gguf_keys / sizeof *gguf_keys, GATING_SIGMOID = 2 };
+
+/* Our own keys, behind "ling.": llama.cpp has none for them. So a model comes back from GGUF with what it had. */
+static const struct { const char *member; enum gguf_type type; int flags; } own_keys[] = {
+	{"initializer_range", GGUF_F32, OF_BOTH}, {"mtp_loss_scaling_factor", GGUF_F32, OF_V2},
+	{"moe_router_enable_expert_bias", GGUF_BOOL, OF_V2},
+};
+enum { NUM_OWN_KEYS = sizeof own_keys / sizeof *own_keys };
+
+/* Those of rope_scaling; the name in each architecture. */
 enum {
 	SCALING_TYPE, SCALING_FACTOR, SCALING_ORIGINAL,
 	SCALING_ATTENTION,           /* the attention factor over yarn's own */
@@ -74,12 +93,14 @@ enum {
 	SCALING_FAST, SCALING_SLOW, SCALING_YARN_ATTENTION,
 	NUM_SCALING_KEYS
 };
-static const char *const scaling_keys[NUM_SCALING_KEYS] = {"type", "factor", "original_context_length", "attn_factor",
-		"finetuned", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"};
-#define SCALING_PREFIX GGUF_ARCHITECTURE ".rope.scaling."
+#define OF_EACH(name) {"bailingmoe.rope.scaling." name, "bailingmoe2.rope.scaling." name}
+static const char *const scaling_keys[NUM_SCALING_KEYS][2] = {OF_EACH("type"), OF_EACH("factor"),
+	OF_EACH("original_context_length"), OF_EACH("attn_factor"), OF_EACH("finetuned"), OF_EACH("yarn_ext_factor"),
+	OF_EACH("yarn_beta_fast"), OF_EACH("yarn_beta_slow"), OF_EACH("yarn_attn_factor")};
+#undef OF_EACH
 
-/* Keys that may be there with the value 0 or 1. Both values mean what a file without them means: a softmax over one
- * group of experts, whose weights are not scaled. */
+/* Keys that bailingmoe may have with the value 0 or 1. Both values mean what a file without them means: a softmax over
+ * one group of experts, whose weights are not scaled. */
 static const char *const gguf_switches[] = {"expert_weights_scale", "expert_gating_func", "expert_group_count",
 		"expert_group_used_count"};
 
@@ -97,6 +118,17 @@ static const struct { const char *role, *gguf; } token_roles[] = {
 	{"pad", "tokenizer.ggml.padding_token_id"},
 };
 enum { ROLE_BOS, ROLE_EOS, NUM_TOKEN_ROLES = sizeof token_roles / sizeof *token_roles };
+
+const char *gguf_architecture(const struct model_config *m)
+{
+	return gguf_architectures[m->architecture];
+}
+
+/* The flag of the keys of an architecture. */
+static int flag_of(enum architecture a)
+{
+	return a == BAILING_MOE ? OF_V1 : OF_V2;
+}
 
 /* -- reading -- */
 
@@ -343,23 +375,12 @@ int gguf_open(struct tensors *w, const char *path)
 	return 0;
 }
 
-/* The place of a key in scaling_keys; -1: it is none of them. */
-static int scaling_key(const char *key)
-{
-	int i = NUM_SCALING_KEYS - 1;
-	while (i >= 0 && (strncmp(key, SCALING_PREFIX, strlen(SCALING_PREFIX)) ||
-			strcmp(key + strlen(SCALING_PREFIX), scaling_keys[i])))
-		i--;
-	return i;
-}
-
 /* Reads rope.scaling.* into a config.json's rope_scaling. */
-static int scaling_from_gguf(json_t *config, const json_t *metadata, const char *path)
+static int scaling_from_gguf(json_t *config, const json_t *metadata, enum architecture a, const char *path)
 {
 	const json_t *value[NUM_SCALING_KEYS];
 	for (int i = 0; i < NUM_SCALING_KEYS; i++) {
-		char key[MAX_NAME];
-		snprintf(key, sizeof key, SCALING_PREFIX "%s", scaling_keys[i]);
+		const char *key = scaling_keys[i][a];
 		value[i] = json_object_get(metadata, key);
 		if (value[i] && i != SCALING_FINETUNED && (i == SCALING_TYPE ? !json_is_string(value[i])
 				: !json_is_number(value[i])))
@@ -372,7 +393,7 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 	if (!strcmp(type, "none"))
 		return 0;
 	if (strcmp(type, "linear") && strcmp(type, "yarn"))
-		return fail("%s: `" SCALING_PREFIX "type` is %.40s; expected none, linear or yarn", path, type);
+		return fail("%s: `%s` is %.40s; expected none, linear or yarn", path, scaling_keys[SCALING_TYPE][a], type);
 	const bool yarn = !strcmp(type, "yarn");
 	json_t *scaling = json_pack("{s:s, s:f}", "rope_type", type, "factor", factor);
 	const json_t *attention = value[SCALING_ATTENTION];
@@ -386,72 +407,150 @@ static int scaling_from_gguf(json_t *config, const json_t *metadata, const char 
 				json_number_value(attention)))));
 	json_object_set_new(config, "rope_scaling", scaling);
 	if (!yarn && attention && json_number_value(attention) != 1)
-		return fail("%s: `" SCALING_PREFIX "attn_factor` is %g beside the type linear; expected 1", path,
+		return fail("%s: `%s` is %g beside the type linear; expected 1", path, scaling_keys[SCALING_ATTENTION][a],
 				json_number_value(attention));
 	if (value[SCALING_EXTRAPOLATION] && json_number_value(value[SCALING_EXTRAPOLATION]) != yarn)
-		return fail("%s: `" SCALING_PREFIX "yarn_ext_factor` is %g; expected %d, for type %s", path,
+		return fail("%s: `%s` is %g; expected %d, for type %s", path, scaling_keys[SCALING_EXTRAPOLATION][a],
 				json_number_value(value[SCALING_EXTRAPOLATION]), yarn, type);
 	for (int i = 0; i < 3; i++) {
 		const json_t *given = value[unread[i].key];
 		const double number = given ? json_number_value(given) : unread[i].expected;
 		if (number != unread[i].also && fabs(number - unread[i].expected) > 1e-6)
-			return fail("%s: `" SCALING_PREFIX "%s` is %g; expected %g, for llama.cpp computes with that whatever it "
-					"is, and the model's maker may have meant what is written: convert the Hugging Face model", path,
-					scaling_keys[unread[i].key], number, unread[i].expected);
+			return fail("%s: `%s` is %g; expected %g, for llama.cpp computes with that whatever it is, and the model's "
+					"maker may have meant what is written: convert the Hugging Face model", path,
+					scaling_keys[unread[i].key][a], number, unread[i].expected);
 	}
+	return 0;
+}
+
+/* Puts the number of a member in the place of the one that is there. */
+static void set_integer(json_t *object, const char *member, json_int_t value)
+{
+	json_object_set_new(object, member, json_integer(value));
+}
+
+static json_int_t get_integer(const json_t *object, const char *member)
+{
+	return json_integer_value(json_object_get(object, member));
+}
+
+/* Whether a key of that type may have a value, whatever the type that it has in the file. */
+static bool value_fits(enum gguf_type type, const json_t *value)
+{
+	if (type == GGUF_BOOL)
+		return json_is_boolean(value);
+	if (type == GGUF_F32)
+		return json_is_number(value);
+	return json_is_integer(value) && json_integer_value(value) >= 0 && json_integer_value(value) <= INT32_MAX;
+}
+
+/* Makes of the values of bailingmoe2's keys those of a config.json: what llama.cpp takes for keys that are not there,
+ * and what it counts in another way. Fails for what it does not compute. */
+static int values_from_gguf(json_t *config, const struct tensors *w)
+{
+	for (int i = 0; i < NUM_GGUF_KEYS; i++)
+		if (gguf_keys[i].flags & OF_V2 && !(gguf_keys[i].flags & MAY_MISS) &&
+				!json_object_get(config, gguf_keys[i].member))
+			return fail("%s: the key `%s.%s` is missing", w->path, gguf_architectures[BAILING_MOE_V2],
+					gguf_keys[i].name);
+	const json_int_t gating = get_integer(config, "expert_gating_func"), layers = get_integer(config,
+			"num_hidden_layers"), mtp = get_integer(config, "num_nextn_predict_layers"), width = get_integer(config,
+			"moe_intermediate_size"), shared = get_integer(config, "shared_width");
+	if (gating != GATING_SIGMOID)
+		return fail("%s: `%s.expert_gating_func` is %lld; expected %d, a sigmoid", w->path,
+				gguf_architectures[BAILING_MOE_V2], (long long)gating, GATING_SIGMOID);
+	/* llama.cpp's loader takes the width of one shared expert, its converter writes that of all */
+	if (shared && shared != width && shared != width * get_integer(config, "num_shared_experts"))
+		return fail("%s: `%s.expert_shared_feed_forward_length` is %lld; expected that of an expert, %lld", w->path,
+				gguf_architectures[BAILING_MOE_V2], (long long)shared, (long long)width);
+	set_integer(config, "num_hidden_layers", layers - mtp);
+	if (get_integer(config, "n_group") <= 1) {
+		set_integer(config, "n_group", 1);
+		set_integer(config, "topk_group", 1);
+	}
+	if (!json_number_value(json_object_get(config, "routed_scaling_factor")))
+		set_integer(config, "routed_scaling_factor", 1);
+	if (!json_object_get(config, "rope_theta"))
+		set_integer(config, "rope_theta", 10000);
+	if (!json_object_get(config, "head_dim"))
+		set_integer(config, "head_dim", 0);
+	bool biased = false;
+	for (int i = 0; i < w->count; i++)
+		biased |= has_suffix(w->tensors[i].name, ".exp_probs_b.bias");
+	json_object_set_new(config, "moe_router_enable_expert_bias", json_boolean(biased));
 	return 0;
 }
 
 int gguf_config(struct model_config *m, const struct tensors *w, const json_t *metadata)
 {
-	const char *architecture = field_text(metadata, w->path, "general.architecture"), *key;
+	const char *name = field_text(metadata, w->path, "general.architecture"), *key;
 	json_t *value, *splits = json_object_get(metadata, "split.count");
-	if (!architecture)
+	enum architecture a = BAILING_MOE;
+	if (!name)
 		return -1;
-	if (strcmp(architecture, GGUF_ARCHITECTURE))
-		return fail("%s: architecture `%.60s`; expected " GGUF_ARCHITECTURE ", which Ling-Lite and Ling-Plus are",
-				w->path, architecture);
+	while (a <= BAILING_MOE_V2 && strcmp(name, gguf_architectures[a]))
+		a++;
+	if (a > BAILING_MOE_V2)
+		return fail("%s: architecture `%.60s`; expected bailingmoe, which Ling-Lite and Ling-Plus are, or bailingmoe2, "
+				"which Ling 2.0 is", w->path, name);
 	if (splits && json_integer_value(splits) > 1)
 		return fail("%s: one of %lld files of a split model; join them first (llama-gguf-split --merge)", w->path,
 				(long long)json_integer_value(splits));
-	json_t *config = json_pack("{s:b, s:b, s:b, s:b}", "norm_head", 0, "use_bias", 0, "use_qkv_bias", 0,
-			"tie_word_embeddings", !tensor_find(w, "output.weight"));
-	const size_t prefix = strlen(GGUF_ARCHITECTURE ".");
+	json_t *config = json_pack("{s:[s], s:b, s:b, s:b, s:b, s:b}", "architectures", architecture_names[a],
+			"norm_head", 0, "use_bias", 0, "use_qkv_bias", 0, "norm_topk_prob", 0, "tie_word_embeddings",
+			!tensor_find(w, "output.weight"));
+	json_t *found = json_object(); /* members that have been set */
+	const size_t prefix = strlen(name) + 1;
 	int rc = 0;
 	json_object_foreach((json_t *)metadata, key, value) {
-		if (rc < 0 || strncmp(key, GGUF_ARCHITECTURE ".", prefix))
+		if (rc < 0 || strncmp(key, name, prefix - 1) || key[prefix - 1] != '.')
 			continue;
-		bool known = scaling_key(key) >= 0;
-		for (int i = 0; i < 4; i++)
+		bool known = false;
+		for (int i = 0; i < NUM_SCALING_KEYS; i++)
+			known |= !strcmp(key, scaling_keys[i][a]);
+		for (int i = 0; i < 4 && a == BAILING_MOE; i++)
 			if (!strcmp(key + prefix, gguf_switches[i])) {
 				known = true;
 				if (!json_is_number(value) || (json_number_value(value) != 0 && json_number_value(value) != 1))
 					rc = fail("%s: `%s` is not 1; this program's models know no other value", w->path, key);
 			}
 		for (int i = 0; i < NUM_GGUF_KEYS && !rc; i++)
-			if (!strcmp(key + prefix, gguf_keys[i].name)) {
-				const char *name = leaf_of(gguf_keys[i].key);
-				const json_t *before = json_object_get(config, name);
-				if (before && !json_equal(before, value))
-					rc = fail("%s: `%s` gives another %s than a key before it; expected the same", w->path, key, name);
-				json_object_set(config, name, value);
+			if (gguf_keys[i].flags & flag_of(a) && !strcmp(key + prefix, gguf_keys[i].name)) {
+				const char *member = gguf_keys[i].member;
+				const json_t *before = json_object_get(found, member);
+				if (!value_fits(gguf_keys[i].type, value))
+					rc = fail("%s: `%s` is %s%s; expected %s", w->path, key, json_kind(value), json_is_integer(value)
+							? " below 0 or above 2147483647" : "", gguf_keys[i].type == GGUF_BOOL ? "true or false"
+							: gguf_keys[i].type == GGUF_F32 ? "a number" : "a whole number");
+				else if (before && !json_equal(before, value))
+					rc = fail("%s: `%s` gives another %s than a key before it; expected the same", w->path, key,
+							member);
+				json_object_set(found, member, value);
 				known = true;
 			}
 		if (!known && !rc)
 			rc = fail("%s: the key `%s` is not known: it may change what the model computes", w->path, key);
 	}
 	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
+	json_object_update(config, found);
 	if (!json_object_get(config, "vocab_size") && tokens)
-		json_object_set_new(config, "vocab_size", json_integer(json_array_size(tokens)));
-	const json_t *initializer_range = json_object_get(metadata, GGUF_INITIALIZER_RANGE);
-	if (initializer_range)
-		json_object_set(config, "initializer_range", (json_t *)initializer_range);
-	if (!json_object_get(config, "norm_topk_prob"))
-		json_object_set_new(config, "norm_topk_prob", json_false());
+		set_integer(config, "vocab_size", json_array_size(tokens));
+	if (!rc && a == BAILING_MOE_V2)
+		rc = values_from_gguf(config, w);
+	for (int i = 0; i < NUM_OWN_KEYS; i++) {
+		char own[MAX_NAME];
+		snprintf(own, sizeof own, "ling.%s", own_keys[i].member);
+		if (own_keys[i].flags & flag_of(a) && (value = json_object_get(metadata, own)))
+			json_object_set(config, own_keys[i].member, value);
+	}
 	if (!rc)
-		rc = scaling_from_gguf(config, metadata, w->path);
+		rc = scaling_from_gguf(config, metadata, a, w->path);
 	if (!rc)
 		rc = config_from_json(m, config, w->path);
+	if (!rc && a == BAILING_MOE && m->first_k_dense_replace)
+		rc = fail("%s: `bailingmoe.leading_dense_block_count` is %d; expected 0, for llama.cpp computes no other "
+				"models of this architecture", w->path, m->first_k_dense_replace);
+	json_decref(found);
 	json_decref(config);
 	return rc;
 }
@@ -500,11 +599,13 @@ int gguf_to_tokenizer(const json_t *metadata, const char *path, const char *dir)
 	if (!strcmp(model, "gpt2") && !(pre = field_text(metadata, path, "tokenizer.ggml.pre")))
 		return -1;
 	int kind = 0;
+	if (pre && !strcmp(pre, gguf_architectures[BAILING_MOE_V2])) /* the same pattern */
+		pre = gguf_architectures[BAILING_MOE];
 	while (pre && kind < NUM_PRE_TOKENIZERS && strcmp(pre, pre_tokenizers[kind].name))
 		kind++;
 	if (!pre || kind == NUM_PRE_TOKENIZERS)
-		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe or gpt-2; --no-tokenizer "
-				"leaves it out", path, model, pre ? pre : "");
+		return fail("%s: a tokenizer of the kind %.40s %.40s; expected gpt2 with bailingmoe, bailingmoe2 or gpt-2; "
+				"--no-tokenizer leaves it out", path, model, pre ? pre : "");
 	const json_t *tokens = json_object_get(metadata, "tokenizer.ggml.tokens");
 	const json_t *types = json_object_get(metadata, "tokenizer.ggml.token_type");
 	json_t *merges = json_object_get(metadata, "tokenizer.ggml.merges");
@@ -612,67 +713,108 @@ static void entry_array(struct metadata *m, const char *key, enum gguf_type type
 static int scaling_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
 {
 	const struct rope_scaling *s = &model->rope_scaling;
+	const enum architecture a = model->architecture;
 	double range[2];
 	if (s->type == ROPE_DEFAULT)
 		return 0;
 	if (s->type == ROPE_DYNAMIC)
-		return fail("%s: rope_scaling is of type dynamic, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; "
-				"expected linear, yarn or none", path);
-	entry_text(m, SCALING_PREFIX "type", s->type == ROPE_YARN ? "yarn" : "linear");
-	entry_f32(m, SCALING_PREFIX "factor", s->factor);
+		return fail("%s: rope_scaling is of type dynamic, which llama.cpp's %s does not compute; expected linear, yarn "
+				"or none", path, gguf_architectures[a]);
+	entry_text(m, scaling_keys[SCALING_TYPE][a], s->type == ROPE_YARN ? "yarn" : "linear");
+	entry_f32(m, scaling_keys[SCALING_FACTOR][a], s->factor);
 	if (s->type == ROPE_LINEAR)
 		return 0;
 	rope_yarn_range(range, model);
 	if (!s->truncate)
 		return fail("%s: rope_scaling has truncate false, but llama.cpp always rounds; expected true", path);
 	if (s->beta_fast != 32 || s->beta_slow != 1)
-		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's " GGUF_ARCHITECTURE " knows "
-				"only 32 and 1", path, s->beta_fast, s->beta_slow);
+		return fail("%s: rope_scaling has beta_fast %g and beta_slow %g, but llama.cpp's %s knows only 32 and 1", path,
+				s->beta_fast, s->beta_slow, gguf_architectures[a]);
 	if (range[1] < range[0])
 		return fail("%s: rope_scaling's original_max_position_embeddings, %d, is so short that llama.cpp scales other "
 				"frequencies than transformers; expected more than 6", path,
 				s->original_max_position_embeddings);
-	entry_u32(m, SCALING_PREFIX "original_context_length", s->original_max_position_embeddings);
+	entry_u32(m, scaling_keys[SCALING_ORIGINAL][a], s->original_max_position_embeddings);
 	const double attention = rope_attention_factor(model) / rope_yarn_attention(s->factor);
 	if (attention != 1)
-		entry_f32(m, SCALING_PREFIX "attn_factor", attention);
+		entry_f32(m, scaling_keys[SCALING_ATTENTION][a], attention);
 	return 0;
+}
+
+/* Fails for a model that llama.cpp does not compute. */
+static int check_computed(const struct model_config *c, const char *path)
+{
+	const bool v2 = c->architecture == BAILING_MOE_V2;
+	const int width = c->num_attention_heads * c->head_dim;
+	const char *name = gguf_architecture(c);
+	const struct { const char *key; bool set; } refused[] = {{"use_bias", c->use_bias},
+		{"use_qkv_bias", c->use_qkv_bias}, {"first_k_dense_replace", !v2 && c->first_k_dense_replace}};
+	for (int i = 0; i < 3; i++)
+		if (refused[i].set)
+			return fail("%s: %s is set, which llama.cpp's %s does not compute; expected it off", path, refused[i].key,
+					name);
+	if (!c->num_shared_experts && c->first_k_dense_replace < c->num_hidden_layers + c->num_nextn_predict_layers)
+		return fail("%s: num_shared_experts is 0, but llama.cpp's %s needs a shared expert", path, name);
+	if (v2 && !c->use_qk_norm)
+		return fail("%s: use_qk_norm is false, but llama.cpp's %s needs these norms", path, name);
+	if (v2 && width != c->hidden_size)
+		return fail("%s: num_attention_heads * head_dim is %d, but llama.cpp's %s takes it for hidden_size, which is "
+				"%d", path, width, name, c->hidden_size);
+	return 0;
+}
+
+/* The members of a config.json that gguf_keys name, as llama.cpp wants them. */
+static json_t *values_to_gguf(const struct model_config *model)
+{
+	struct config c = {.model = *model};
+	json_t *values = config_value(&c, "model");
+	set_integer(values, "num_hidden_layers", model->num_hidden_layers + model->num_nextn_predict_layers);
+	set_integer(values, "rotary_dim", rotary_dim(model));
+	set_integer(values, "shared_width", model->moe_intermediate_size); /* its loader multiplies */
+	set_integer(values, "expert_gating_func", GATING_SIGMOID);
+	if (model->num_experts_per_tok == 1) /* a lone expert keeps its own weight */
+		json_object_set_new(values, "norm_topk_prob", json_false());
+	if (model->topk_group == model->n_group) { /* the same as no groups, and llama.cpp knows only that */
+		set_integer(values, "n_group", 1);
+		set_integer(values, "topk_group", 1);
+	}
+	return values;
+}
+
+/* Appends an entry with a member of an object. */
+static void entry_member(struct metadata *m, const char *prefix, const char *name, enum gguf_type type,
+		const json_t *value)
+{
+	char key[MAX_NAME];
+	snprintf(key, sizeof key, "%s.%s", prefix, name);
+	switch (type) {
+	case GGUF_BOOL: entry_bool(m, key, json_is_true(value)); break;
+	case GGUF_F32: entry_f32(m, key, json_number_value(value)); break;
+	default: entry_u32(m, key, json_integer_value(value));
+	}
 }
 
 int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path)
 {
-	static const char *const refused[] = {"model.use_bias", "model.use_qkv_bias", "model.first_k_dense_replace"};
-	struct config c = {.model = *model};
-	for (int i = 0; i < 3; i++) {
-		json_t *value = config_value(&c, refused[i]);
-		const bool set = json_is_true(value) || json_integer_value(value) > 0;
-		json_decref(value);
-		if (set)
-			return fail("%s: %s is set, which llama.cpp's " GGUF_ARCHITECTURE " does not compute; expected it off",
-					path, leaf_of(refused[i]));
-	}
-	if (!model->num_shared_experts)
-		return fail("%s: num_shared_experts is 0, but llama.cpp's " GGUF_ARCHITECTURE " needs a shared expert", path);
-	/* A lone expert keeps its own weight. */
-	c.model.norm_topk_prob = model->norm_topk_prob && model->num_experts_per_tok > 1;
-	for (int i = 0; i < NUM_GGUF_KEYS; i++) {
-		char key[MAX_NAME];
-		snprintf(key, sizeof key, GGUF_ARCHITECTURE ".%s", gguf_keys[i].name);
-		json_t *value = config_value(&c, gguf_keys[i].key);
-		switch (gguf_keys[i].type) {
-		case GGUF_BOOL: entry_bool(m, key, json_is_true(value)); break;
-		case GGUF_F32: entry_f32(m, key, json_real_value(value)); break;
-		default: entry_u32(m, key, json_integer_value(value));
-		}
-		json_decref(value);
-	}
-	entry_f32(m, GGUF_ARCHITECTURE ".expert_weights_scale", 1);
-	entry_f32(m, GGUF_INITIALIZER_RANGE, model->initializer_range);
+	const int flag = flag_of(model->architecture);
+	const char *name = gguf_architecture(model);
+	if (check_computed(model, path) < 0)
+		return -1;
+	json_t *values = values_to_gguf(model);
+	for (int i = 0; i < NUM_GGUF_KEYS; i++)
+		if (gguf_keys[i].flags & flag)
+			entry_member(m, name, gguf_keys[i].name, gguf_keys[i].type, json_object_get(values, gguf_keys[i].member));
+	if (flag == OF_V1)
+		entry_f32(m, "bailingmoe.expert_weights_scale", 1);
+	for (int i = 0; i < NUM_OWN_KEYS; i++)
+		if (own_keys[i].flags & flag)
+			entry_member(m, "ling", own_keys[i].member, own_keys[i].type, json_object_get(values, own_keys[i].member));
+	json_decref(values);
 	return scaling_to_gguf(m, model, path);
 }
 
-/* llama.cpp's name for a pre_tokenizer; NULL when it has none. */
-static const char *pre_tokenizer_name(const json_t *found)
+/* llama.cpp's name for a pre_tokenizer of a model; NULL when it has none. */
+static const char *pre_tokenizer_name(const json_t *found, const struct model_config *c)
 {
 	const char *name = NULL;
 	for (int i = 0; i < NUM_PRE_TOKENIZERS && !name; i++) {
@@ -688,7 +830,8 @@ static const char *pre_tokenizer_name(const json_t *found)
 		json_decref(ours);
 		json_decref(theirs);
 	}
-	return name;
+	/* the same pattern, under the name of the architecture */
+	return name && pre_tokenizers[0].name == name ? gguf_architecture(c) : name;
 }
 
 /* Places a token of tokenizer.json among the vocabulary's, of which each id has one text. */
@@ -788,16 +931,17 @@ static int roles_to_gguf(struct metadata *m, const char *dir, const json_t *conf
 
 /* The vocabulary and merges of a tokenizer.json. */
 static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char *path, const char **texts,
-		uint8_t *types, int vocab_size)
+		uint8_t *types, const struct model_config *c)
 {
 	const json_t *model = json_object_get(root, "model"), *kind = json_object_get(model, "type"), *added,
 			*vocab = json_object_get(model, "vocab");
+	const int vocab_size = c->vocab_size;
 	json_t *id, *list = json_object_get(root, "added_tokens");
-	const char *text, *pre = pre_tokenizer_name(json_object_get(root, "pre_tokenizer"));
+	const char *text, *pre = pre_tokenizer_name(json_object_get(root, "pre_tokenizer"), c);
 	size_t i;
 	if (kind && (!json_is_string(kind) || strcmp(json_string_value(kind), "BPE")))
 		return fail("%s: the model is no BPE; llama.cpp takes it for %s only with --no-tokenizer", path,
-				GGUF_ARCHITECTURE);
+				gguf_architecture(c));
 	if (!pre)
 		return fail("%s: llama.cpp knows the pre_tokenizers of Ling and of GPT-2, found another; --no-tokenizer "
 				"leaves the tokenizer out", path);
@@ -831,8 +975,9 @@ static int vocabulary_to_gguf(struct metadata *m, const json_t *root, const char
 	return merges_to_gguf(m, json_object_get(model, "merges"), path);
 }
 
-int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size)
+int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, const struct model_config *model)
 {
+	const int vocab_size = model->vocab_size;
 	char path[PATH_LEN];
 	int there = path_join(path, dir, "tokenizer.json") < 0 ? -1 : path_exists(path);
 	if (there == 0)
@@ -843,7 +988,7 @@ int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config,
 		return -1;
 	const char **texts = allocate(vocab_size * sizeof *texts);
 	uint8_t *types = allocate(vocab_size);
-	int rc = vocabulary_to_gguf(m, root, path, texts, types, vocab_size);
+	int rc = vocabulary_to_gguf(m, root, path, texts, types, model);
 	if (!rc)
 		rc = roles_to_gguf(m, dir, config, texts, vocab_size);
 	free(texts);

@@ -12,10 +12,7 @@
 #include <stdint.h>
 
 #define GGUF_MAGIC "GGUF"
-/* Our own key: llama.cpp has none for it. So a model comes back from GGUF with the initializer_range that it had. */
-#define GGUF_INITIALIZER_RANGE "ling.initializer_range"
 #define GGUF_VERSION 3
-#define GGUF_ARCHITECTURE "bailingmoe" /* llama.cpp's name for Ling-Lite and Ling-Plus */
 #define GGUF_ALIGNMENT 32              /* bytes; of the tensors, unless the file says otherwise */
 
 enum gguf_type {              /* of a value in the metadata */
@@ -25,6 +22,9 @@ enum gguf_type {              /* of a value in the metadata */
 
 /* llama.cpp's types of tokens. */
 enum { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_UNUSED = 5 };
+
+/* llama.cpp's name for the models of a class: bailingmoe for Ling-Lite and Ling-Plus, bailingmoe2 for Ling 2.0. */
+const char *gguf_architecture(const struct model_config *m);
 
 /* ---------------------------------------------------------------------------------------------------- reading */
 
@@ -51,11 +51,11 @@ struct metadata { struct text bytes; uint64_t count; }; /* encoded entries, and 
 void entry_u32(struct metadata *m, const char *key, uint32_t value);
 void entry_text(struct metadata *m, const char *key, const char *value);
 
-/* Appends the keys of the architecture. A model that llama.cpp's bailingmoe does not compute is refused. */
+/* Appends the keys of the architecture. A model that llama.cpp does not compute is refused. */
 int config_to_gguf(struct metadata *m, const struct model_config *model, const char *path);
 
 /* Appends the tokenizer of a Hugging Face directory, whose config.json is `config`. */
-int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, int vocab_size);
+int tokenizer_to_gguf(struct metadata *m, const char *dir, const json_t *config, const struct model_config *model);
 
 /* ---------------------------------------------------------------------------------------------- pre-tokenizers */
 

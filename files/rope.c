@@ -34,7 +34,7 @@ double rope_attention_factor(const struct model_config *c)
  * length rope_theta^(-2 i / d) = 2 pi rotations. */
 static double yarn_index(const struct model_config *c, double rotations)
 {
-	return c->head_dim * log(c->rope_scaling.original_max_position_embeddings / (rotations * 2 * M_PI)) /
+	return rotary_dim(c) * log(c->rope_scaling.original_max_position_embeddings / (rotations * 2 * M_PI)) /
 			(2 * log(c->rope_theta));
 }
 
@@ -43,13 +43,13 @@ void rope_yarn_range(double range[2], const struct model_config *c)
 	const struct rope_scaling *s = &c->rope_scaling;
 	const double low = yarn_index(c, s->beta_fast), high = yarn_index(c, s->beta_slow);
 	range[0] = fmax(s->truncate ? floor(low) : low, 0);
-	range[1] = fmin(s->truncate ? ceil(high) : high, c->head_dim - 1);
+	range[1] = fmin(s->truncate ? ceil(high) : high, rotary_dim(c) - 1);
 }
 
 void rope_frequencies(double *frequency, const struct model_config *c, int64_t length)
 {
 	const struct rope_scaling *s = &c->rope_scaling;
-	const int d = c->head_dim;
+	const int d = rotary_dim(c);
 	double base = c->rope_theta, range[2] = {0};
 	if (s->type == ROPE_DYNAMIC && length > s->original_max_position_embeddings)
 		base *= pow(s->factor * length / s->original_max_position_embeddings - (s->factor - 1), d / (d - 2.0));

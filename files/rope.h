@@ -1,9 +1,9 @@
 /*
  * files/rope.h - the rotary position embedding of a model's config: its frequencies, and their scaling.
  *
- * The key or query at position t is turned by the angles t * frequency[i], i < d / 2; pairs are i and i + d / 2.
- * Without scaling frequency[i] = rope_theta^(-2 i / d). docs/training.md has the formulas of the kinds of scaling,
- * which are those of transformers.
+ * The first d = rotary_dim() elements of the key or query at position t are turned by the angles t * frequency[i],
+ * i < d / 2; pairs are i and i + d / 2. Without scaling frequency[i] = rope_theta^(-2 i / d). docs/training.md has the
+ * formulas of the kinds of scaling, which are those of transformers.
  */
 #ifndef LING_FILES_ROPE_H
 #define LING_FILES_ROPE_H

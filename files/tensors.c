@@ -39,6 +39,27 @@ struct tensor_file *tensor_file_map(struct tensors *w, const char *path)
 			refuse_lfs(path, s->map, s->size) < 0 ? NULL : s;
 }
 
+int tensors_add_zeros(struct tensors *w, const char *name, int64_t n)
+{
+	struct tensor_file *s = allocate(sizeof *s), **last = &w->files;
+	while (*last)
+		last = &(*last)->next;
+	*last = s; /* the header of the first file stays the first */
+	snprintf(s->path, sizeof s->path, "%s", w->path);
+	void *zeros = mmap(NULL, n * sizeof(float), PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (zeros == MAP_FAILED)
+		return fail("%s: out of memory for tensor %s", w->path, name);
+	s->map = zeros;
+	s->size = n * sizeof(float);
+	s->header = json_object();
+	json_object_set_new(s->header, name, json_null());
+	w->tensors = grow(w->tensors, w->count, &w->capacity, 1, sizeof *w->tensors);
+	w->tensors[w->count++] = (struct tensor){.name = json_object_iter_key(json_object_iter(s->header)), .file = s,
+			.shape = {n}, .num_dims = 1, .dtype_name = dtypes[F32].name, .dtype = F32, .end = s->size};
+	qsort(w->tensors, w->count, sizeof *w->tensors, by_name);
+	return 0;
+}
+
 void tensors_close(struct tensors *w)
 {
 	if (!w)

@@ -43,8 +43,12 @@ static const struct {
 	bool gradient;               /* ling computes its gradient */
 } arrays[NUM_DUMPED] = {
 	[DUMP_EMBEDDING] = {"embedding", OWN_TOKENS, true},
+	[DUMP_MTP_EMBEDDING_NORM] = {"mtp / enorm", OWN_TOKENS, true},
+	[DUMP_MTP_HIDDEN_NORM] = {"mtp / hnorm", OWN_TOKENS, true},
+	[DUMP_MTP_PROJECTION] = {"mtp / eh_proj", OWN_TOKENS, true},
 	[DUMP_ATTENTION_NORM] = {"attention / norm", OWN_TOKENS, true},
 	[DUMP_QKV] = {"attention / qkv", OWN_HEADS, true},
+	[DUMP_QK_NORM] = {"attention / qk norm", OWN_HEADS, true},
 	[DUMP_ROPE] = {"attention / rope", OWN_HEADS, true},
 	[DUMP_ATTENTION_CORE] = {"attention / core", OWN_HEADS, true},
 	[DUMP_ATTENTION_OUTPUT] = {"attention / output", OWN_TOKENS, true},
@@ -80,7 +84,7 @@ struct dump {
 	bool active;
 	int64_t step, batch;
 	int64_t i, T;                /* the micro-batch of this rank, and its tokens */
-	struct kept *kept;           /* [layers + 1, NUM_DUMPED, 2] see kept_of */
+	struct kept *kept;           /* [trained_layers() + 1, NUM_DUMPED, 2] see kept_of */
 	uint8_t *memory;             /* of all of them */
 };
 
@@ -96,12 +100,14 @@ static struct row row_of(const struct model_config *c, enum dumped what, int l)
 {
 	struct row r = {.cols = c->hidden_size, .size = sizeof(real)};
 	const bool in_layer = what >= DUMP_ATTENTION_NORM && what <= DUMP_LAYER_OUTPUT;
+	const bool of_mtp = what >= DUMP_MTP_EMBEDDING_NORM && what <= DUMP_MTP_PROJECTION;
+	const bool there = in_layer ? l >= 0 : is_mtp(c, l) || (l < 0 && !of_mtp);
 	const bool of_experts = what >= DUMP_ROUTER_LOGITS && what <= DUMP_EXPERTS_DOWN;
-	if (in_layer != (l >= 0) || (of_experts && !has_experts(c, l)) ||
-			(what == DUMP_SHARED_GATE_UP && !shared_width(c, l)))
+	if (!there || (of_experts && !has_experts(c, l)) ||
+			(what == DUMP_QK_NORM && !c->use_qk_norm) || (what == DUMP_SHARED_GATE_UP && !shared_width(c, l)))
 		return (struct row){0};
 	switch (what) {
-	case DUMP_QKV: case DUMP_ROPE: r.cols = qkv_width(c); break;
+	case DUMP_QKV: case DUMP_QK_NORM: case DUMP_ROPE: r.cols = qkv_width(c); break;
 	case DUMP_ATTENTION_CORE: r.cols = attention_width(c); break;
 	case DUMP_ROUTER_LOGITS: case DUMP_ROUTER_SOFTMAX: r.cols = c->num_experts; break;
 	case DUMP_ROUTER_TOPK: r.size = sizeof(int32_t); r.cols = c->num_experts_per_tok; break;
@@ -172,7 +178,7 @@ static double place_arrays(struct dump *d, uint8_t *memory, int64_t batch)
 {
 	const int64_t num = micro_batches_of_rank(&d->layout.data, batch, d->micro_batch).num;
 	double bytes = 0;
-	for (int l = -1; l < d->config.num_hidden_layers; l++)
+	for (int l = -1; l < trained_layers(&d->config); l++)
 		for (enum dumped what = 0; what < NUM_DUMPED; what++)
 			for (int gradient = 0; gradient <= arrays[what].gradient; gradient++) {
 				struct range range[3];
@@ -269,7 +275,7 @@ static void list_layer_backward(struct list *list, const struct dump *d, int l)
 			add_gradients(list, d, l, gate_up[i], "mlp.experts.");
 		add_array(list, d, DUMP_ROUTER_WEIGHTS, l, true);
 		add_array(list, d, DUMP_ROUTER_LOGITS, l, true);
-		add_gradients(list, d, l, "mlp.gate.", "");
+		add_gradients(list, d, l, "mlp.gate.weight", "");
 	}
 	add_array(list, d, DUMP_SHARED_GATE_UP, l, true);
 	for (int i = 0; i < 2; i++)
@@ -280,29 +286,61 @@ static void list_layer_backward(struct list *list, const struct dump *d, int l)
 	add_gradients(list, d, l, "attention.dense.", "");
 	add_array(list, d, DUMP_ATTENTION_CORE, l, true);
 	add_array(list, d, DUMP_ROPE, l, true);
+	add_array(list, d, DUMP_QK_NORM, l, true);
+	add_gradients(list, d, l, "attention.query_layernorm.", "");
+	add_gradients(list, d, l, "attention.key_layernorm.", "");
 	add_array(list, d, DUMP_QKV, l, true);
 	add_gradients(list, d, l, "attention.query_key_value.", "");
 	add_array(list, d, DUMP_ATTENTION_NORM, l, true);
 	add_gradients(list, d, l, "input_layernorm.", "");
 }
 
+/* The same of an MTP layer, with its own norms and projection. Its gradient of the embedding is part of the model's. */
+static void list_mtp_backward(struct list *list, const struct dump *d, int l)
+{
+	add_array(list, d, DUMP_NORM, l, true);
+	add_gradients(list, d, l, "final_layernorm.", "");
+	list_layer_backward(list, d, l);
+	add_array(list, d, DUMP_MTP_PROJECTION, l, true);
+	add_gradients(list, d, l, "eh_proj.", "");
+	add_array(list, d, DUMP_MTP_HIDDEN_NORM, l, true);
+	add_gradients(list, d, l, "hnorm.", "");
+	add_array(list, d, DUMP_MTP_EMBEDDING_NORM, l, true);
+	add_gradients(list, d, l, "enorm.", "");
+	add_array(list, d, DUMP_EMBEDDING, l, true);
+}
+
 /* All tensors of a file, in its order. */
 static struct list list_tensors(const struct dump *d, const struct dump_result *r)
 {
 	struct list list = {0};
-	const int layers = d->config.num_hidden_layers;
+	const int layers = d->config.num_hidden_layers, all = trained_layers(&d->config);
 	add_array(&list, d, DUMP_EMBEDDING, -1, false);
 	for (int l = 0; l < layers; l++)
 		for (enum dumped what = DUMP_ATTENTION_NORM; what <= DUMP_LAYER_OUTPUT; what++)
 			add_array(&list, d, what, l, false);
-	for (enum dumped what = DUMP_NORM; what <= DUMP_HEAD_LOSS; what++)
-		add_array(&list, d, what, -1, false);
+	add_array(&list, d, DUMP_NORM, -1, false);
+	for (int l = layers; l < all; l++)
+		for (enum dumped what = DUMP_EMBEDDING; what <= DUMP_NORM; what++)
+			add_array(&list, d, what, l, false);
+	add_array(&list, d, DUMP_HEAD_LOGITS, -1, false);
+	add_array(&list, d, DUMP_HEAD_LOSS, -1, false);
 	add_value(&list, "loss", r->loss);
+	for (int l = layers; l < all; l++) {
+		add_array(&list, d, DUMP_HEAD_LOGITS, l, false);
+		add_array(&list, d, DUMP_HEAD_LOSS, l, false);
+	}
+	if (all > layers)
+		add_value(&list, "mtp loss", r->mtp_loss);
 	add_value(&list, "balance loss", r->balance_loss);
 	add_value(&list, "z-loss", r->z_loss);
 
 	add_array(&list, d, DUMP_HEAD_LOGITS, -1, true);
+	for (int l = layers; l < all; l++)
+		add_array(&list, d, DUMP_HEAD_LOGITS, l, true);
 	add_gradients(&list, d, -1, "lm_head.", ""); /* tied, there is none: the embedding's is the sum of both */
+	for (int l = all - 1; l >= layers; l--)
+		list_mtp_backward(&list, d, l);
 	add_array(&list, d, DUMP_NORM, -1, true);
 	add_gradients(&list, d, -1, "model.norm.", "");
 	for (int l = layers - 1; l >= 0; l--)
@@ -380,21 +418,21 @@ void dump_array(struct model *m, enum dumped what, int l, bool gradient, const v
 	trace_check(false);
 }
 
-void dump_head(struct model *m, enum dumped what, bool gradient, const real *x, int64_t first, int64_t n)
+void dump_head(struct model *m, enum dumped what, int l, bool gradient, const real *x, int64_t first, int64_t n)
 {
 	struct dump *d = m->dump;
 	struct range range[3];
 	trace_check(true);
-	memcpy(kept_row(d, what, -1, gradient, d->i, first), x,
-			n * own_columns(range, d, what, -1, d->layout.tensor.rank) * sizeof *x);
+	memcpy(kept_row(d, what, l, gradient, d->i, first), x,
+			n * own_columns(range, d, what, l, d->layout.tensor.rank) * sizeof *x);
 	trace_check(false);
 }
 
-void dump_head_losses(struct model *m, const double *loss, const double *sum, const int32_t *target, int64_t first,
-		int64_t n)
+void dump_head_losses(struct model *m, int l, const double *loss, const double *sum, const int32_t *target,
+		int64_t first, int64_t n)
 {
 	struct dump *d = m->dump;
-	real *out = (real *)kept_row(d, DUMP_HEAD_LOSS, -1, false, d->i, first);
+	real *out = (real *)kept_row(d, DUMP_HEAD_LOSS, l, false, d->i, first);
 	trace_check(true);
 	for (int64_t t = 0; d->layout.tensor.rank == 0 && t < n; t++)
 		out[t] = target[t] < 0 ? 0 : (real)(loss[t] + log(sum[t]));
@@ -418,7 +456,7 @@ struct collector {
 static int64_t block_bytes(const struct dump *d)
 {
 	int64_t most = DUMP_BLOCK;
-	for (int l = -1; l < d->config.num_hidden_layers; l++)
+	for (int l = -1; l < trained_layers(&d->config); l++)
 		for (enum dumped what = 0; what < NUM_DUMPED; what++) {
 			const struct row row = row_of(&d->config, what, l);
 			most = row.elements * row.size > most ? row.elements * row.size : most;
@@ -707,7 +745,7 @@ int dump_open(struct dump **out, const struct config *c, const struct model *m, 
 	memcpy(d->dir, c->train.dump.dir, sizeof d->dir);
 	const bool rank0 = d->layout.world.rank == 0;
 	int rc = find_shards(d, &m->table);
-	d->kept = calloc((size_t)(c->model.num_hidden_layers + 1) * NUM_DUMPED * 2, sizeof *d->kept);
+	d->kept = calloc((size_t)(trained_layers(&c->model) + 1) * NUM_DUMPED * 2, sizeof *d->kept);
 	if (rc == 0 && !d->kept)
 		rc = fail("out of memory for the list of the tensors");
 	if (rc == 0)

@@ -16,8 +16,9 @@
  *
  * Memory: from a dumped step's beginning to its end, each rank keeps its part of every tensor of the forward and
  * backward pass, for all of its micro-batches. Of each token of the batch that is, in numbers of 4 bytes,
- *   8 H + 4 (nh + 2 nkv) d + 2 nh d + 3 E + 3 k + k (4 I + H) + 4 W in each layer, W = shared_width(), and
- *   4 H + 2 V + 1 beside the layers,
+ *   8 H + 4 (nh + 2 nkv) d + 2 nh d + 3 E + 3 k + k (4 I + H) + 4 W in each layer, W = shared_width(),
+ *   4 H + 2 V + 1 beside the layers, and
+ *   10 H + 2 V + 1 beside that of each MTP layer that is trained,
  * shared by all ranks. The file is then written in pieces of DUMP_BLOCK bytes and, for weights, one tensor at a time.
  */
 #ifndef LING_MODEL_DUMP_H
@@ -32,7 +33,9 @@
 /* What the forward pass computes, in the order of execution. */
 enum dumped {
 	DUMP_EMBEDDING,
-	DUMP_ATTENTION_NORM, DUMP_QKV, DUMP_ROPE, DUMP_ATTENTION_CORE,
+	DUMP_MTP_EMBEDDING_NORM, DUMP_MTP_HIDDEN_NORM,
+	DUMP_MTP_PROJECTION,         /* the residual stream before an MTP layer */
+	DUMP_ATTENTION_NORM, DUMP_QKV, DUMP_QK_NORM, DUMP_ROPE, DUMP_ATTENTION_CORE,
 	DUMP_ATTENTION_OUTPUT,       /* the residual stream after attention */
 	DUMP_FFN_NORM,
 	DUMP_ROUTER_LOGITS, DUMP_ROUTER_SOFTMAX, DUMP_ROUTER_TOPK, DUMP_ROUTER_WEIGHTS,
@@ -60,11 +63,12 @@ void dump_micro_batch(struct model *m, int64_t i, int B);
 
 /* What they stand for; use those below. */
 void dump_array(struct model *m, enum dumped what, int layer, bool gradient, const void *x);
-void dump_head(struct model *m, enum dumped what, bool gradient, const real *x, int64_t first, int64_t n);
-void dump_head_losses(struct model *m, const double *loss, const double *sum, const int32_t *target, int64_t first,
-		int64_t n);
+void dump_head(struct model *m, enum dumped what, int layer, bool gradient, const real *x, int64_t first, int64_t n);
+void dump_head_losses(struct model *m, int layer, const double *loss, const double *sum, const int32_t *target,
+		int64_t first, int64_t n);
 
-/* The output of an operation, as this rank has it in memory. layer: -1 where it is of none. A second call in the same
+/* The output of an operation, as this rank has it in memory. layer: -1 where it is of none; embedding, final norm and
+ * head of an MTP layer are of that layer. A second call in the same
  * micro-batch, when it is computed again for the backward pass, is ignored. Collective for DUMP_EXPERTS_GATE_UP. */
 static inline void dump_output(struct model *m, enum dumped what, int layer, const void *x)
 {
@@ -80,29 +84,29 @@ static inline void dump_gradient(struct model *m, enum dumped what, int layer, c
 }
 
 /* Logits of tokens first .. first + n - 1 of the micro-batch, and their gradient; [n, V] of this rank. */
-static inline void dump_logits(struct model *m, const real *logits, int64_t first, int64_t n)
+static inline void dump_logits(struct model *m, int layer, const real *logits, int64_t first, int64_t n)
 {
 	if (m->dump)
-		dump_head(m, DUMP_HEAD_LOGITS, false, logits, first, n);
+		dump_head(m, DUMP_HEAD_LOGITS, layer, false, logits, first, n);
 }
 
-static inline void dump_logits_gradient(struct model *m, const real *dlogits, int64_t first, int64_t n)
+static inline void dump_logits_gradient(struct model *m, int layer, const real *dlogits, int64_t first, int64_t n)
 {
 	if (m->dump)
-		dump_head(m, DUMP_HEAD_LOGITS, true, dlogits, first, n);
+		dump_head(m, DUMP_HEAD_LOGITS, layer, true, dlogits, first, n);
 }
 
 /* The losses of these tokens, from what cross_entropy_forward left, summed over the ranks. */
-static inline void dump_losses(struct model *m, const double *loss, const double *sum, const int32_t *target,
-		int64_t first, int64_t n)
+static inline void dump_losses(struct model *m, int layer, const double *loss, const double *sum,
+		const int32_t *target, int64_t first, int64_t n)
 {
 	if (m->dump)
-		dump_head_losses(m, loss, sum, target, first, n);
+		dump_head_losses(m, layer, loss, sum, target, first, n);
 }
 
 /* What is known of the step at its end. */
 struct dump_result {
-	double loss, balance_loss, z_loss, grad_norm;
+	double loss, mtp_loss, balance_loss, z_loss, grad_norm;
 	bool taken;                  /* weights and moments are those after the update */
 	bool skipped;                /* another batch will be tried for this step */
 	int64_t batch;               /* the number of the batch, for the name of a skipped one's file */

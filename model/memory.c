@@ -47,14 +47,20 @@ int64_t head_chunk(int64_t V, int tensor)
 /* The widest dense SwiGLU of all layers. */
 static int64_t widest_shared(const struct model_config *c)
 {
-	int64_t first = shared_width(c, 0), last = shared_width(c, c->num_hidden_layers - 1);
+	int64_t first = shared_width(c, 0), last = shared_width(c, trained_layers(c) - 1);
 	return first > last ? first : last;
 }
 
 /* What attention leaves for its backward pass, for T tokens. */
-static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T)
+static void alloc_attention(struct arena *a, struct layer_activations *x, const struct model_config *c, int64_t T,
+		bool training)
 {
+	const int64_t heads = c->num_attention_heads + c->num_key_value_heads;
 	x->qkv = arena_alloc_real(a, T * qkv_width(c));
+	if (c->use_qk_norm && training) {
+		x->qk = arena_alloc_real(a, T * heads * c->head_dim);
+		x->qk_rstd = arena_alloc_real(a, T * heads);
+	}
 	x->attention = arena_alloc_real(a, T * attention_width(c));
 	x->lse = arena_alloc_real(a, T * c->num_attention_heads);
 }
@@ -111,6 +117,8 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	x->shared_gate_up = arena_alloc_real(a, N * 2 * width);
 	if (!experts)
 		return;
+	if (c->score_function == SCORE_SIGMOID) /* its backward pass needs them */
+		x->logits = arena_alloc_real(a, N * E);
 	x->p = arena_alloc_real(a, N * E);
 	x->p_hat = noise ? arena_alloc_real(a, N * E) : x->p;
 	x->router_lse = arena_alloc_real(a, N);
@@ -134,6 +142,26 @@ static void alloc_layer(const struct activation_memory *mem, struct layer_activa
 	}
 }
 
+/* What the MTP layers leave beside what all layers do, for T tokens of which the rank has N. */
+static void alloc_mtp(struct arena *a, struct activations *acts, const struct model_config *c, int64_t T, int64_t N)
+{
+	const int64_t H = c->hidden_size;
+	acts->shifted = arena_alloc(a, T, sizeof *acts->shifted);
+	acts->mtp_input = arena_alloc_real(a, N * 2 * H);
+	for (int i = 0; i <= trained_mtp_layers(c); i++) {
+		struct depth_activations *x = &acts->depth[i];
+		x->normed = arena_alloc_real(a, N * H);
+		x->dnormed = arena_alloc_real(a, N * H);
+		if (i == 0)
+			continue;
+		x->output = arena_alloc_real(a, N * H);
+		x->rstd = arena_alloc_real(a, N);
+		x->embedding = arena_alloc_real(a, N * H);
+		x->embedding_rstd = arena_alloc_real(a, N);
+		x->hidden_rstd = arena_alloc_real(a, N);
+	}
+}
+
 /* The activations of a rank for B windows of L tokens. acts->layer must have room for all layers. */
 static void alloc_activations(const struct activation_memory *mem, struct activations *acts,
 		const struct model_config *global, int64_t B, int64_t L, enum model_mode mode)
@@ -146,13 +174,15 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	const int64_t R = N * c->num_experts_per_tok, W = widest_shared(c);
 	const struct expert_row_numbers n = expert_row_numbers(mem, c, N);
 	const int64_t C = head_chunk(global->vocab_size, tensor->size);
-	const int layers = c->num_hidden_layers;
 	const bool training = mode != EVALUATE, own_layer = mode == TRAIN_KEEP_ALL || mode == TRAIN_RECOMPUTE_ATTENTION;
 	const bool noise = training && c->router.warmup_steps > 0;
+	const int mtp = training ? trained_mtp_layers(c) : 0, layers = c->num_hidden_layers + mtp;
 	/* what all layers use in turn, since they keep nothing there: room for any of them */
 	struct layer_activations shared = {0};
+	if (c->score_function == SCORE_SOFTMAX)
+		shared.logits = arena_alloc_real(a, N * E);
 	if (mode != TRAIN_KEEP_ALL)
-		alloc_attention(a, &shared, c, T);
+		alloc_attention(a, &shared, c, T, training);
 	if (!own_layer)
 		alloc_layer(mem, &shared, c, N, has_experts(c, layers - 1), W, noise);
 	if (!training)
@@ -166,19 +196,18 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 		if (has_experts(c, l))
 			x->balance_factor = arena_alloc_real(a, B * E);
 		if (mode == TRAIN_KEEP_ALL)
-			alloc_attention(a, x, c, T);
+			alloc_attention(a, x, c, T, true);
 		if (own_layer)
 			alloc_layer(mem, x, c, N, has_experts(c, l), shared_width(c, l), noise);
 	}
-	acts->output = training ? arena_alloc_real(a, N * H) : acts->layer[0].input;
-	acts->rstd = arena_alloc_real(a, N);
-	acts->normed = arena_alloc_real(a, N * H);
+	acts->depth[0].output = training ? arena_alloc_real(a, N * H) : acts->layer[0].input;
+	acts->depth[0].rstd = arena_alloc_real(a, N);
+	acts->depth[0].normed = acts->normed = arena_alloc_real(a, N * H);
 	if (tensor->size > 1) {
 		acts->gathered = arena_alloc_real(a, T * H);
 		acts->partial = arena_alloc_real(a, T * H);
 		acts->reduce_scatter_scratch = arena_alloc_real(a, reduce_scatter_scratch(tensor, T, H));
 	}
-	acts->logits = arena_alloc_real(a, N * E);
 	acts->expert_rows = acts->rows = arena_alloc_real(mem->arrivals, n.A * H);
 	if (mem->layout->expert.size > 1) {
 		acts->rows = arena_alloc_real(a, n.S * H);
@@ -191,7 +220,7 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->shared_act = arena_alloc_real(a, N * W);
 	acts->attention_scratch = arena_alloc_real(a, attention_scratch(c->head_dim));
 	acts->sequence_count = arena_alloc(a, B * E, sizeof(double));
-	acts->sequence_p = arena_alloc(a, B * E, sizeof(double));
+	acts->sequence_q = arena_alloc(a, B * E, sizeof(double));
 	acts->router_sums = arena_alloc(a, B, sizeof(struct router_sums));
 	acts->head_logits = arena_alloc_real(a, C * c->vocab_size);
 	acts->head_input = arena_alloc_real(a, C * H);
@@ -200,10 +229,12 @@ static void alloc_activations(const struct activation_memory *mem, struct activa
 	acts->head_norm = arena_alloc(a, H, sizeof(double));
 	if (!training)
 		return;
-	int64_t widest = H > qkv_width(c) ? H : qkv_width(c);
+	int64_t widest = H > qkv_width(c) ? H : qkv_width(c); /* two heads of QK-norm are no wider than qkv */
 	acts->sum_scratch = arena_alloc_real(a, row_sum_scratch(widest));
 	acts->dstream = arena_alloc_real(a, N * H);
-	acts->dnormed = arena_alloc_real(a, N * H);
+	acts->depth[0].dnormed = acts->dnormed = arena_alloc_real(a, N * H);
+	if (mtp)
+		alloc_mtp(a, acts, c, T, N);
 	acts->dqkv = arena_alloc_real(a, T * qkv_width(c));
 	acts->dattention = arena_alloc_real(a, T * attention_width(c));
 	acts->dlogits = arena_alloc_real(a, N * E);
@@ -248,12 +279,12 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		return fail("%lld x %lld tokens with %d experts each, from %d ranks: more than %d rows at a time; make "
 				"micro_batch or seq_len smaller", (long long)B, (long long)L, c->num_experts_per_tok,
 				layout->expert.size, INT32_MAX);
-	struct activations acts = {.layer = calloc(c->num_hidden_layers, sizeof *acts.layer)};
+	struct activations acts = {.layer = calloc(num_layers(c), sizeof *acts.layer)};
 	struct parameter_table table;
 	struct arena certain = {0}, arrivals = {0}, balanced = {0}, counted = {0};
 	if (!acts.layer || parameter_table_init(&table, c, layout) < 0) {
 		free(acts.layer);
-		return fail("out of memory for %d layers", c->num_hidden_layers);
+		return fail("out of memory for %d layers", num_layers(c));
 	}
 	alloc_activations(&(struct activation_memory){&certain, split ? &arrivals : &certain, layout, false}, &acts, c, B,
 			L, mode);
@@ -261,6 +292,11 @@ int plan_memory(struct memory_plan *plan, const struct model_config *c, const st
 		alloc_activations(&(struct activation_memory){&counted, &balanced, layout, true}, &acts, c, B, L, mode);
 	*plan = (struct memory_plan){.num_elements = table.num_elements, .num_state = table.num_state,
 			.activations = certain.used, .arrivals = arrivals.used, .balanced_arrivals = balanced.used};
+	for (int i = 0; i < table.num_buckets; i++) {
+		int64_t own;
+		own_shard(layout, &table.buckets[i], &own);
+		plan->num_foreign += table.buckets[i].trained ? table.buckets[i].size - own : 0;
+	}
 	if (training && plan_saving(&plan->saving, &plan->copy, c, layout) < 0) {
 		parameter_table_free(&table);
 		free(acts.layer);
@@ -313,9 +349,10 @@ void gradient_reduction_free(struct gradient_reduction *r)
 
 static void fill_rope(struct model *m)
 {
-	double frequency[m->config.head_dim / 2];
+	const int rot = rotary_dim(&m->config);
+	double frequency[rot / 2];
 	rope_frequencies(frequency, &m->config, m->rope_length);
-	rope_table(m->rope, m->num_positions, m->config.head_dim, frequency, rope_attention_factor(&m->config));
+	rope_table(m->rope, m->num_positions, rot, frequency, rope_attention_factor(&m->config));
 }
 
 void set_rope_length(struct model *m, int64_t length)
@@ -328,7 +365,7 @@ int extend_rope(struct model *m, int64_t n)
 {
 	if (n <= m->num_positions)
 		return 0;
-	real *rope = realloc(m->rope, (size_t)n * m->config.head_dim * sizeof *rope);
+	real *rope = realloc(m->rope, (size_t)n * rotary_dim(&m->config) * sizeof *rope);
 	if (!rope)
 		return -1;
 	m->rope = rope;
@@ -361,7 +398,7 @@ void place_weights(struct model *m)
 	const int64_t H = m->config.hidden_size, I = m->config.moe_intermediate_size;
 	m->embedding = weight_at(m, m->params.embedding, false);
 	m->lm_head = weight_at(m, m->params.lm_head, false);
-	for (int l = 0; l < m->config.num_hidden_layers; l++) {
+	for (int l = 0; l < num_layers(&m->config); l++) {
 		const struct layer_params *p = &m->params.layer[l];
 		struct layer_weights *w = &m->weights[l];
 		*w = (struct layer_weights){.qkv = weight_at(m, p->qkv, false), .dense = weight_at(m, p->dense, false),
@@ -387,7 +424,7 @@ int model_init(struct model *m, const struct model_config *c, const struct layou
 	struct memory_plan plan = {0};
 	if (plan_memory(&plan, c, layout, max_sequences, seq_len, mode) < 0)
 		return -1;
-	const int layers = c->num_hidden_layers;
+	const int layers = num_layers(c);
 	const size_t weights = training ? plan.weights : 0; /* else model_load knows */
 	const double total = planned_bytes(&plan) - plan.weights + weights;
 	const double machine = fmin(usable_memory("") / parallel_local_ranks(), process_memory());

@@ -38,12 +38,14 @@ struct layer_activations {
 	real *input;                 /* [N, H] the residual stream before the layer */
 	real *attention_rstd;        /* [N] */
 	real *qkv;                   /* [T, (nh + 2 nkv) d] after RoPE */
+	real *qk, *qk_rstd;          /* [T, (nh + nkv) d], [T, nh + nkv] of QK-norm, in training; without it NULL */
 	real *attention;             /* [T, nh d] */
 	real *lse;                   /* [T, nh] */
 	real *residual;              /* [N, H] the residual stream between attention and experts */
 	real *ffn_rstd;              /* [N] */
-	real *p, *router_lse;        /* [N, E], [N] softmax and log-sum-exp of the router's logits */
-	/* [N, E] softmax of the logits with routing noise; p itself where there is no routing warmup */
+	real *logits;                /* [N, E] the router's; kept for the backward pass of sigmoids alone */
+	real *p, *router_lse;        /* [N, E], [N] the scores, softmax or sigmoid of the logits, and their log-sum-exp */
+	/* [N, E] the scores of the logits with routing noise; p itself where there is no routing warmup */
 	real *p_hat;
 	real *balance_factor;        /* [B, E] E f_e of the tokens that count together */
 	int32_t *index;              /* [N, k] chosen experts */
@@ -68,15 +70,29 @@ struct layer_activations {
 	real *shared_gate_up;        /* [N, 2W] */
 };
 
-struct activations {
-	struct layer_activations *layer; /* [num_hidden_layers] */
+/* One depth of prediction: depth 0 is the model itself, which predicts the next token; depth i is MTP layer i - 1,
+ * which predicts one token further than depth i - 1. */
+struct depth_activations {
 	real *output;                /* [N, H] the residual stream after the last layer */
 	real *rstd;                  /* [N] of the final norm */
+	/* [N, H] the final norm's output, which is the hidden state that the head and the next depth read; and its
+	 * gradient. Where there is no further depth, these are `normed` and `dnormed` of struct activations. */
+	real *normed, *dnormed;
+	double loss;                 /* of the last model_loss: cross-entropy in nats, summed over the targets that count */
+	/* of MTP layers */
+	real *embedding;             /* [N, H] of the tokens that are depth places further */
+	real *embedding_rstd, *hidden_rstd; /* [N] of the norms of embedding and hidden state */
+};
+
+struct activations {
+	struct layer_activations *layer; /* [num_layers()] */
+	struct depth_activations depth[1 + MAX_MTP_LAYERS];
 	real *normed;                /* [N, H] the output of the last RMSNorm that was computed */
 	real *gathered;              /* [T, H] all tokens, gathered from the tensor group; alone NULL */
 	real *partial;               /* [T, H] this rank's summand of a sum over the tensor group; alone NULL */
 	/* work space, one for all layers */
-	real *logits;                /* [N, E] the router's */
+	int32_t *shifted;            /* [T] tokens, or targets, of an MTP layer; NULL without MTP */
+	real *mtp_input;             /* [N, 2 H] what its eh_proj multiplies, and the gradient; NULL without MTP */
 	real *rows;                  /* [S, H] tokens that are sent to experts, and what comes back; alone expert_rows */
 	real *expert_rows;           /* [A, H] the experts' results, sorted by expert */
 	real *returns;               /* [P, H] their sums, in the order of arrival; alone NULL */
@@ -86,7 +102,7 @@ struct activations {
 	real *shared_act;            /* [N, W] */
 	real *reduce_scatter_scratch, *attention_scratch, *sum_scratch;
 	int64_t *rank_counts;        /* [2, ranks, 2] numbers of rows and of assignments; alone NULL */
-	double *sequence_count, *sequence_p; /* [B, E] of each sequence: assignments to each expert, and sums of p */
+	double *sequence_count, *sequence_q; /* [B, E] of each sequence: assignments to each expert, and sums of q */
 	struct router_sums *router_sums; /* [B] */
 	real *head_logits, *head_input, *head_max; /* [C, V], [C, H], [C]: a chunk of C = head_chunk() tokens */
 	double *head_loss;           /* [2, C] loss, and sum of exponentials */
@@ -119,13 +135,13 @@ struct model {
 	struct parameter_table table; /* the parameters that this rank holds */
 	struct params params, grads;
 	struct weight embedding, lm_head;
-	struct layer_weights *weights; /* [num_hidden_layers] */
+	struct layer_weights *weights; /* [num_layers()] */
 	struct weight *expert_weights; /* what gate_up and down of `weights` point into */
 	struct tensors *files;       /* open as long as weights are mapped in them, or NULL */
 	size_t reserved_bytes;       /* of params.memory in evaluation: pages come as they are written */
 	real *exp_avg, *exp_avg_sq;  /* [table.num_state] the moments that this rank keeps */
 	real *head_scale;            /* [H] 1 / (n_j + 1e-7) of NormHead: the head norm cache; NULL without norm_head */
-	real *rope;                  /* [num_positions, d], num_positions >= seq_len */
+	real *rope;                  /* [num_positions, rotary_dim()], num_positions >= seq_len */
 	int64_t num_positions;
 	int64_t rope_length;         /* of the sequences, for rope_scaling of type dynamic: seq_len at first */
 	/* [T] see rope_forward; set before model_forward, kept until model_backward; may be NULL */
@@ -183,6 +199,7 @@ void set_rope_length(struct model *m, int64_t length);
 /* What a rank holds, and the bytes that it takes. */
 struct memory_plan {
 	int64_t num_elements, num_state; /* as in struct parameter_table */
+	int64_t num_foreign;         /* elements that are trained here, and whose moments another rank keeps */
 	size_t weights, gradients, optimizer, activations;
 	size_t arrivals;             /* the most that expert rows can take, when all of a group go to one rank, */
 	size_t balanced_arrivals;    /* and what they take when the experts are balanced */

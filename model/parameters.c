@@ -16,6 +16,51 @@
  * Sizes
  * ========================================================================================================== */
 
+int num_layers(const struct model_config *c)
+{
+	return c->num_hidden_layers + c->num_nextn_predict_layers;
+}
+
+bool is_mtp(const struct model_config *c, int layer)
+{
+	return layer >= c->num_hidden_layers;
+}
+
+int trained_layers(const struct model_config *c)
+{
+	return c->mtp_loss_scaling_factor > 0 ? num_layers(c) : c->num_hidden_layers;
+}
+
+int trained_mtp_layers(const struct model_config *c)
+{
+	return trained_layers(c) - c->num_hidden_layers;
+}
+
+int block_of_layer(const struct model_config *c, int layer)
+{
+	return 1 + layer + is_mtp(c, layer);
+}
+
+int head_block(const struct model_config *c)
+{
+	return 1 + c->num_hidden_layers;
+}
+
+int layer_of_block(const struct model_config *c, int block)
+{
+	return block == 0 || block == head_block(c) ? -1 : block - 1 - (block > head_block(c));
+}
+
+int last_block(const struct model_config *c)
+{
+	return 1 + num_layers(c);
+}
+
+bool is_trained(const struct model_config *c, int block)
+{
+	return block <= 1 + trained_layers(c);
+}
+
 bool has_experts(const struct model_config *c, int layer)
 {
 	return layer >= c->first_k_dense_replace;
@@ -108,10 +153,22 @@ static void add_layer(struct parameter_walk *w, const struct model_config *c, in
 	*p = (struct layer_params){0};
 	p->attention_norm = add_parameter(w, layer, "input_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->ffn_norm = add_parameter(w, layer, "post_attention_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+	if (c->use_qk_norm) {
+		p->qk_norm = add_parameter(w, layer, "attention.query_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+		add_parameter(w, layer, "attention.key_layernorm.weight", d, 0, INIT_ONES, SHARED_BY_WORLD);
+	}
+	if (is_mtp(c, l)) {
+		p->embedding_norm = add_parameter(w, layer, "enorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->hidden_norm = add_parameter(w, layer, "hnorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->final_norm = add_parameter(w, layer, "final_layernorm.weight", H, 0, INIT_ONES, SHARED_BY_WORLD);
+		p->eh_proj = add_parameter(w, layer, "eh_proj.weight", H, 2 * H, INIT_NORMAL, SHARED_BY_WORLD);
+	}
 	if (c->use_bias)
 		p->dense_bias = add_parameter(w, layer, "attention.dense.bias", H, 0, INIT_ZEROS, SHARED_BY_WORLD);
 	if (has_experts(c, l))
 		p->router = add_parameter(w, layer, "mlp.gate.weight", c->num_experts, H, INIT_ROUTER, SHARED_BY_WORLD);
+	if (has_experts(c, l) && c->architecture == BAILING_MOE_V2)
+		p->expert_bias = add_parameter(w, layer, EXPERT_BIAS, c->num_experts, 0, INIT_ZEROS, SHARED_BY_WORLD);
 	if (shared_width(c, l)) {
 		snprintf(prefix, sizeof prefix, "%smlp.%s", layer, has_experts(c, l) ? "shared_experts." : "");
 		add_swiglu(w, prefix, H, shared_width(c, l), &p->shared_gate_up, &p->shared_down, SHARED_BY_WORLD);
@@ -162,6 +219,10 @@ static void add_model(struct parameter_walk *w, const struct model_config *c, st
 	p->norm = add_parameter(w, "", "model.norm.weight", c->hidden_size, 0, INIT_ONES, SHARED_BY_WORLD);
 	p->lm_head = c->tie_word_embeddings ? p->embedding :
 			add_vocabulary(w, "lm_head.weight", c->vocab_size, c->hidden_size);
+	for (int l = c->num_hidden_layers; l < num_layers(c); l++) {
+		w->block++;
+		add_layer(w, c, l, &p->layer[l]);
+	}
 }
 
 void place_params(struct params *p, real *memory, const struct model_config *c, const struct layout *layout)
@@ -173,7 +234,7 @@ void place_params(struct params *p, real *memory, const struct model_config *c, 
  * everywhere. To be freed; NULL when memory is short. */
 static struct parameter *list_parameters(const struct model_config *c, const struct layout *layout, int *n)
 {
-	struct params params = {.layer = calloc(c->num_hidden_layers, sizeof *params.layer)};
+	struct params params = {.layer = calloc(num_layers(c), sizeof *params.layer)};
 	struct parameter_walk count = {.layout = layout}, fill = count;
 	if (params.layer)
 		add_model(&count, c, &params);
@@ -205,39 +266,49 @@ struct model_config local_config(const struct model_config *c, const struct layo
 
 const struct parameter_part parameter_parts[NUM_PARAMETER_PARTS] = {
 	{"embedding", "word_embeddings"}, {"head", "lm_head"}, {"norms", "norm"}, {"attention", "attention."},
-	{"router", "mlp.gate.weight"}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."},
+	{"router", "mlp.gate."}, {"experts", "mlp.experts."}, {"shared and dense", "mlp."}, {"MTP layers", "model.layers."},
 };
+
+/* The part of a parameter of the whole model. */
+static int part_of(const struct parameter *t, const struct model_config *c)
+{
+	int part = 0;
+	if (t->block > head_block(c))
+		return NUM_PARAMETER_PARTS - 1;
+	while (!strstr(t->name, parameter_parts[part].pattern))
+		part++;
+	return part;
+}
 
 int count_parameters(struct parameter_count count[NUM_PARAMETER_PARTS + 1], double *flops,
 		const struct model_config *c, int64_t seq_len)
 {
 	int n;
 	struct parameter *global = global_parameters(c, &n);
-	int64_t products = 0;
+	double products = (double)trained_mtp_layers(c) * c->vocab_size * c->hidden_size; /* by the head */
+	int64_t experts[NUM_PARAMETER_PARTS] = {0}; /* of each part, those of routed experts */
 	if (!global)
 		return -1;
 	memset(count, 0, (NUM_PARAMETER_PARTS + 1) * sizeof *count);
 	for (int i = 0; i < n; i++) {
 		const struct parameter *t = &global[i];
-		const bool expert = strstr(t->name, "mlp.experts."), looked_up = i == 0 && !c->tie_word_embeddings;
-		int part = 0;
-		while (!strstr(t->name, parameter_parts[part].pattern))
-			part++;
+		const bool looked_up = i == 0 && !c->tie_word_embeddings;
+		const int part = part_of(t, c);
 		count[part].total += parameter_size(t);
-		if (!expert) {
-			count[part].active += parameter_size(t);
-			products += t->cols && !looked_up ? parameter_size(t) : 0;
-		}
+		if (strstr(t->name, "mlp.experts."))
+			experts[part] += parameter_size(t);
+		else if (t->cols && !looked_up && is_trained(c, t->block))
+			products += parameter_size(t);
 	}
 	for (int part = 0; part < NUM_PARAMETER_PARTS; part++) {
-		if (!strcmp(parameter_parts[part].name, "experts") && c->num_experts) {
-			count[part].active = count[part].total / c->num_experts * c->num_experts_per_tok;
-			products += count[part].active;
-		}
+		const int64_t chosen = experts[part] ? experts[part] / c->num_experts * c->num_experts_per_tok : 0;
+		count[part].active = count[part].total - experts[part] + chosen;
+		if (trained_mtp_layers(c) || part < NUM_PARAMETER_PARTS - 1)
+			products += chosen;
 		count[NUM_PARAMETER_PARTS].total += count[part].total;
 		count[NUM_PARAMETER_PARTS].active += count[part].active;
 	}
-	*flops = 6.0 * products + 6.0 * c->num_hidden_layers * attention_width(c) * seq_len;
+	*flops = 6.0 * products + 6.0 * trained_layers(c) * attention_width(c) * seq_len;
 	free(global);
 	return 0;
 }
@@ -262,7 +333,7 @@ int64_t own_shard(const struct layout *l, const struct bucket *b, int64_t *size)
 /* Divides the parameters of a table into buckets. Returns their number, and fills them in unless `buckets` is NULL.
  * *num_state: elements of this rank's shards. */
 static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct parameter *parameters,
-		int num_parameters, const struct layout *l)
+		int num_parameters, const struct model_config *c, const struct layout *l)
 {
 	int n = 0;
 	*num_state = 0;
@@ -275,7 +346,8 @@ static int make_buckets(struct bucket *buckets, int64_t *num_state, const struct
 		for (int64_t done = 0; done < size; done += BUCKET_SIZE) {
 			const int64_t left = size - done;
 			const struct bucket b = {.offset = first->offset + done, .size = left < BUCKET_SIZE ? left : BUCKET_SIZE,
-					.state = *num_state, .block = first->block, .sharing = first->sharing};
+					.state = *num_state, .block = first->block, .trained = is_trained(c, first->block),
+					.sharing = first->sharing};
 			int64_t own;
 			own_shard(l, &b, &own);
 			*num_state += own;
@@ -294,12 +366,12 @@ int parameter_table_init(struct parameter_table *table, const struct model_confi
 		return -1;
 	for (int i = 0; i < table->num_parameters; i++)
 		table->num_elements += parameter_size(&table->parameters[i]);
-	const int n = make_buckets(NULL, &table->num_state, table->parameters, table->num_parameters, layout);
+	const int n = make_buckets(NULL, &table->num_state, table->parameters, table->num_parameters, c, layout);
 	if (!(table->buckets = calloc(n, sizeof *table->buckets))) {
 		parameter_table_free(table);
 		return fail("out of memory for the model's %d gradient buckets", n);
 	}
-	table->num_buckets = make_buckets(table->buckets, &table->num_state, table->parameters, table->num_parameters,
+	table->num_buckets = make_buckets(table->buckets, &table->num_state, table->parameters, table->num_parameters, c,
 			layout);
 	return 0;
 }

@@ -15,6 +15,23 @@
 
 /* -- sizes -- c is the config of the whole model, or of what one rank computes of it (see local_config) */
 
+/* All layers: the num_hidden_layers, then the MTP layers. */
+int num_layers(const struct model_config *c);
+/* Whether a layer is one for multi-token prediction (MTP), which has experts and predicts one token further than the
+ * layer before. */
+bool is_mtp(const struct model_config *c, int layer);
+/* The layers that training computes and changes: all of them, but without mtp_loss_scaling_factor no MTP layer. */
+int trained_layers(const struct model_config *c);
+/* The MTP layers among them. */
+int trained_mtp_layers(const struct model_config *c);
+/* The block of a layer's parameters, and of the final norm and the head; that of the embedding is 0. */
+int block_of_layer(const struct model_config *c, int layer);
+int head_block(const struct model_config *c);
+/* The layer of a block; -1: it is of none. */
+int layer_of_block(const struct model_config *c, int block);
+int last_block(const struct model_config *c);
+/* Whether training changes the parameters of a block. Those that it does not change are the last ones. */
+bool is_trained(const struct model_config *c, int block);
 /* Whether a layer has routed experts; else its feed-forward part is one dense SwiGLU. */
 bool has_experts(const struct model_config *c, int layer);
 /* Width of the dense SwiGLU of a layer: S I, or intermediate_size in the first first_k_dense_replace layers. */
@@ -45,8 +62,7 @@ struct parameter {               /* an entry of the table */
 	int64_t rows, cols;
 	struct shard shard;          /* what this rank holds of it */
 	int64_t offset;              /* of its first element in the block of memory */
-	/* 0 the embedding, 1 + l layer l, 1 + num_hidden_layers the final norm and the head */
-	int block;
+	int block;                   /* in the order of the forward pass: see block_of_layer */
 	int expert;                  /* which expert's, where sharing is SHARED_BY_EXPERT_DATA */
 	enum init init;
 	enum sharing sharing;
@@ -61,12 +77,17 @@ struct layer_params {
 	real *qkv_bias, *dense_bias; /* [(nh + 2 nkv) d], [H]; or NULL */
 	real *qkv;                   /* [(nh + 2 nkv) d, H] */
 	real *dense;                 /* [H, nh d] */
+	real *qk_norm;               /* [2, d]: of all query heads, of all key heads; NULL without use_qk_norm */
 	real *router;                /* [E, H]; NULL in a dense layer */
+	real *expert_bias;           /* [E]; NULL where there is none. No parameter of the loss: its gradient is always 0 */
 	real *gate_up;               /* [E, 2I, H]: each expert's gate rows, then its up rows */
 	real *down;                  /* [E, H, I] */
 	/* [2W, H], W = shared_width(): the shared experts, or all of a dense layer; NULL if W is 0 */
 	real *shared_gate_up;
 	real *shared_down;           /* [H, W] */
+	/* Of an MTP layer, else NULL. Its input is eh_proj [RMSNorm(embedding), RMSNorm(hidden state)]. */
+	real *embedding_norm, *hidden_norm, *final_norm; /* [H] */
+	real *eh_proj;               /* [H, 2H] */
 };
 
 struct params {
@@ -74,7 +95,7 @@ struct params {
 	real *embedding;             /* [V, H] */
 	real *norm;                  /* [H] the final norm */
 	real *lm_head;               /* [V, H]; the embedding itself when tied */
-	struct layer_params *layer;  /* [num_hidden_layers] */
+	struct layer_params *layer;  /* [num_layers()] */
 };
 
 /* Points the struct into a block of memory of the rank's num_elements. p->layer must have room for all layers. */
@@ -87,6 +108,7 @@ struct bucket {
 	int64_t offset, size;        /* elements in the block of memory */
 	int64_t state;               /* where this rank's shard begins in exp_avg and exp_avg_sq */
 	int block;
+	bool trained;                /* is_trained(block) */
 	enum sharing sharing;
 };
 enum { BUCKET_SIZE = 4 << 20 };  /* most elements of a bucket */
@@ -130,9 +152,9 @@ int64_t global_run(const struct parameter *t, int64_t from, int64_t end, int64_t
 
 /* -- counting -- */
 
-/* The parts of a model that parameters are counted in. A tensor belongs to the first one whose pattern is in its
- * name. */
-enum { NUM_PARAMETER_PARTS = 7 };
+/* The parts of a model that parameters are counted in. A tensor belongs to the first one whose pattern is in its name;
+ * those of MTP layers, which only training computes, to the last one. */
+enum { NUM_PARAMETER_PARTS = 8 };
 extern const struct parameter_part { const char *name, *pattern; } parameter_parts[NUM_PARAMETER_PARTS];
 struct parameter_count { int64_t total, active; }; /* active: those that one token uses */
 /* Counts the parameters of each part, and all of them in the last element. *flops: the FLOPs of training on a token at

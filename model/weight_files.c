@@ -47,6 +47,16 @@ static const char *prefix_of(char prefix[PREFIX_LEN], int block)
 	return replica ? prefix : strchr(prefix, '.') + 1;
 }
 
+/* Whether there are tensors of a form that only files/convert.c reads: queries apart from keys, or stacked experts. */
+static bool has_other_form(const struct tensors *w)
+{
+	bool found = false;
+	for (int i = 0; i < tensors_count(w); i++)
+		found |= has_suffix(tensors_name(w, i), ".attention.q_proj.weight") ||
+				strstr(tensors_name(w, i), ".switch_mlp.");
+	return found;
+}
+
 /* Opens the files of one kind, of the weights (kind 0) or of the moments (kind 1). They must hold a tensor for each
  * parameter of the whole model and each of their blocks, and no others. *replicas: those that the moments are of. */
 static struct tensors *open_files(const struct parameter_table *table, const struct model_config *c, const char *dir,
@@ -61,6 +71,9 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		free(global);
 		return NULL;
 	}
+	for (int i = 0; i < n && rc == 0 && kind == 0 && !c->moe_router_enable_expert_bias; i++)
+		if (has_suffix(global[i].name, EXPERT_BIAS) && !tensors_has(w, global[i].name)) /* it is none, and so 0 */
+			rc = tensors_add_zeros(w, global[i].name, global[i].rows);
 	*replicas = 1;
 	do
 		snprintf(name, sizeof name, "%s%s", prefix_of(prefix, moments_of(*replicas)), global[0].name);
@@ -70,7 +83,8 @@ static struct tensors *open_files(const struct parameter_table *table, const str
 		for (int i = 0; i < n && rc == 0; i++) {
 			snprintf(name, sizeof name, "%s%s", prefix_of(prefix, p), global[i].name);
 			if (!tensors_has(w, name))
-				rc = fail("%s: tensor %s is missing", dir, name);
+				rc = fail("%s: tensor %s is missing%s", dir, name, has_other_form(w) ? "; other programs' forms of it, "
+						"which are there, become this one by ling convert-checkpoint" : "");
 		}
 	if (rc == 0 && tensors_count(w) != num_prefixes * n) {
 		/* All expected tensors are there, so there are more: names one. The search is slow, but only made to report

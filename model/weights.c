@@ -78,6 +78,8 @@ void model_perturb(struct model *m, uint64_t key)
 {
 	for (int i = 0; i < m->table.num_parameters; i++) {
 		const struct parameter *t = &m->table.parameters[i];
+		if (has_suffix(t->name, EXPERT_BIAS))
+			continue;
 		struct random_stream stream = parameter_stream(t, key);
 		const int64_t n = t->shard.num_cols;
 		stream.purpose += RANDOM_PERTURB - RANDOM_INIT;
@@ -157,6 +159,19 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 	return 0;
 }
 
+/* Fails when a parameter is an expert bias that the model must not use, and has other numbers than 0. */
+static int check_unused_bias(const struct model *m, const struct parameter *t, const char *dir)
+{
+	const real *bias = m->params.memory + t->offset;
+	const bool unused = has_suffix(t->name, EXPERT_BIAS) && !m->global.moe_router_enable_expert_bias;
+	for (int64_t e = 0; e < parameter_size(t) && unused; e++)
+		if (bias[e] != 0)
+			return fail("%s: tensor %s has %g for expert %lld, but moe_router_enable_expert_bias is false; expected "
+					"zeros, or true: the model was trained with this bias", dir, t->name, plain_nan(bias[e]),
+					(long long)e);
+	return 0;
+}
+
 /* Reads what this rank holds of a parameter that is not used in its file. */
 static int read_copied(struct tensors *w, const struct parameter *t, real *out)
 {
@@ -178,6 +193,8 @@ int load_weights(struct model *m, const char *dir, enum verify verify)
 			rc = read_copied(w, &m->table.parameters[i], m->params.memory + m->table.parameters[i].offset);
 	for (int i = 0; i < m->table.num_parameters && rc == 0 && !map; i++)
 		rc = check_finite(m, &m->table.parameters[i], dir);
+	for (int i = 0; i < m->table.num_parameters && rc == 0; i++)
+		rc = check_unused_bias(m, &m->table.parameters[i], dir);
 	tensors_close(map ? m->files : w); /* those of an earlier load, or these */
 	m->files = map ? w : NULL;
 	rc = parallel_agree(rc);

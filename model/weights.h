@@ -14,7 +14,7 @@
  * place in the whole tensor alone, so every layout starts from the same model. */
 void model_randomize(struct model *m, uint64_t seed);
 /* Moves each weight by one unit in the last place, up or down as a random number says that depends on the key, the
- * tensor's name and the weight's place alone, so that every layout moves alike: train.perturb. */
+ * tensor's name and the weight's place alone, so that every layout moves alike: train.perturb. An expert bias stays. */
 void model_perturb(struct model *m, uint64_t key);
 /* Reads all parameters from a Hugging Face directory. A tensor that is missing, or that the model does not have, is an
  * error. For evaluation, matrices in float32 and bfloat16 are not copied: they are used in the mapped files, which the

@@ -41,13 +41,17 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import reference  # the script beside this one
 
-# The outputs of a layer's operations in the order of execution, and behind each its parameters.
+# The outputs of a layer's operations in the order of execution, and behind each its parameters. Only a layer for
+# multi-token prediction has the first four and the last one.
 LAYER = [
-    ("attention / norm", "input_layernorm"), ("attention / qkv", "attention.query_key_value"), ("attention / rope", None),
-    ("attention / core", None), ("attention / output", "attention.dense"), ("ffn / norm", "post_attention_layernorm"),
+    ("embedding", None), ("mtp / enorm", "enorm"), ("mtp / hnorm", "hnorm"), ("mtp / eh_proj", "eh_proj"),
+    ("attention / norm", "input_layernorm"), ("attention / qkv", "attention.query_key_value"),
+    ("attention / qk norm", "attention.(query|key)_layernorm"), ("attention / rope", None), ("attention / core", None),
+    ("attention / output", "attention.dense"), ("ffn / norm", "post_attention_layernorm"),
     ("router / logits", "mlp.gate"), ("router / softmax", None), ("router / top-k", None), ("router / weights", None),
     ("experts / gate_up", r"mlp.experts.\d+.(gate|up)_proj"), ("experts / down", r"mlp.experts.\d+.down_proj"),
     ("shared / gate_up", r"mlp.shared_experts.\w+"), ("dense / gate_up", r"mlp.\w+_proj"), ("output", None),
+    ("norm", "final_layernorm"),
 ]
 
 
@@ -84,13 +88,15 @@ class Dump:
         return x
 
     def add(self, name, x):
-        """Another number: "loss", "balance loss", "z-loss", "gradient norm"."""
+        """Another number: "loss", "mtp loss", "balance loss", "z-loss", "gradient norm"."""
         self.others[name] = torch.as_tensor(x).detach().clone().reshape(-1)
 
-    def token_losses(self, targets):
-        """The cross-entropy of each token; targets [T]: -1 where it does not count."""
-        logits = torch.cat(list(self.outputs["head / logits"].values()))
-        self.outputs["head / loss"] = {0: F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1, reduction="none")}
+    def token_losses(self, targets, layer=""):
+        """The cross-entropy of each token; targets [T]: -1 where it does not count. layer: "layer 4 / " for those of an
+        MTP layer."""
+        logits = torch.cat(list(self.outputs[layer + "head / logits"].values()))
+        losses = F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1, reduction="none")
+        self.outputs[layer + "head / loss"] = {0: losses}
 
     def parameters(self, what, tensors):
         """what: "gradient" (before the clip), "moment 1", "moment 2" or "updated"; tensors: by parameter's name."""
@@ -110,16 +116,30 @@ class Dump:
                 expression = re.compile(parameter + r"\.(weight|bias) / gradient")
                 out.update({key: x for key, x in self.others.items() if expression.fullmatch(key)})
 
-        layers = range(1 + max([int(name.split()[1]) for name in self.outputs if name.startswith("layer ")], default=-1))
-        for name in ["embedding", *(f"layer {i} / {name}" for i in layers for name, _ in LAYER), "norm", "head / logits",
-                     "head / loss"]:
-            joined(name, self.outputs)
-        out.update({name: self.others[name] for name in ("loss", "balance loss", "z-loss") if name in self.others})
-        backward("head / logits", "lm_head")
-        backward("norm", "model.norm")
-        for i in reversed(layers):
+        def layer_backward(i):
             for name, parameter in reversed(LAYER):
                 backward(f"layer {i} / {name}", parameter and f"model.layers.{i}.{parameter}")
+
+        every = range(1 + max([int(name.split()[1]) for name in self.outputs if name.startswith("layer ")], default=-1))
+        mtp = [i for i in every if f"layer {i} / embedding" in self.outputs]
+        layers = [i for i in every if i not in mtp]
+        for name in ["embedding", *(f"layer {i} / {name}" for i in layers for name, _ in LAYER), "norm",
+                     *(f"layer {i} / {name}" for i in mtp for name, _ in LAYER), "head / logits", "head / loss"]:
+            joined(name, self.outputs)
+        out.update({name: self.others[name] for name in ("loss",) if name in self.others})
+        for i in mtp:
+            joined(f"layer {i} / head / logits", self.outputs)
+            joined(f"layer {i} / head / loss", self.outputs)
+        out.update({name: self.others[name] for name in ("mtp loss", "balance loss", "z-loss") if name in self.others})
+        joined("head / logits", self.gradients, " / gradient")
+        for i in mtp:
+            joined(f"layer {i} / head / logits", self.gradients, " / gradient")
+        backward("head / logits", "lm_head")
+        for i in reversed(mtp):
+            layer_backward(i)
+        backward("norm", "model.norm")
+        for i in reversed(layers):
+            layer_backward(i)
         backward("embedding", "model.word_embeddings")
         out.update({name: x for name, x in self.others.items() if name not in out})  # the update
         return out
@@ -263,7 +283,7 @@ def reference_recorder(dump):
     def record(name, x):
         if name == "embedding":
             dump.begin(x.shape[0] * x.shape[1])
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(?:([\w.]+?)\.)?(?:experts\.(\d+)\.)?([\w-]+)", name)
+        found = re.fullmatch(r"model\.layers\.(\d+)\.(?:([\w.]+?)\.)?(?:experts\.(\d+)\.)?([\w -]+)", name)
         if not found:
             return dump.record(name.replace(".", " / "), x)
         layer, group, expert, operation = found.groups()
@@ -277,8 +297,8 @@ def reference_recorder(dump):
         if operation == "weights":  # [B, L, E]
             chosen = order[layer]  # of this micro-batch, also when the gradient comes
             return dump.record(prefix + "router / weights", x, lambda y: y.flatten(0, 1).gather(1, chosen))
-        if operation == "rope":
-            return dump.record(prefix + "attention / rope", x, heads_last(dump.tokens))
+        if operation in ("qk norm", "rope"):
+            return dump.record(prefix + "attention / " + operation, x, heads_last(dump.tokens))
         if group == "mlp.shared_experts" or (group == "mlp" and operation == "gate_up"):
             return dump.record(f"{prefix}{'dense' if group == 'mlp' else 'shared'} / gate_up", x)
         group = f"{'router' if group == 'mlp' else group} / " if group else ""
@@ -289,29 +309,37 @@ def reference_recorder(dump):
 
 def dump_case(name, c, folder, steps):
     """Trains the case's model, and writes a dump of each step. Returns the tokens of all steps, in order."""
-    m, layers = c["model"], c["model"]["num_hidden_layers"]
-    batches, moe_layers = reference.fixture_batches(c), layers - m["first_k_dense_replace"]
-    w = {key: x.double().requires_grad_() for key, x in reference.initial_weights(c).items()}
-    state, mean, std = {}, [0.0] * layers, [1.0] * layers
+    m = c["model"]
+    layers, mtp, routers = m["num_hidden_layers"], m["num_nextn_predict_layers"], reference.num_routers(m)
+    batches, w = reference.fixture_batches(c), reference.on_tape(reference.initial_weights(c))
+    state, mean, std = {}, [0.0] * (layers + mtp), [1.0] * (layers + mtp)
     for step, (tokens, targets) in enumerate(batches[:steps], 1):
         dump = Dump(os.path.join(folder, f"step-{step:07d}.safetensors"), step)
         reference.record = reference_recorder(dump)
         losses = reference.step_losses(tokens, targets, w, c, reference.head_divisor(w, m),
                                        reference.routing_noise(c, step, mean, std, torch.float64))
-        grads = dict(zip(w, torch.autograd.grad(losses["total"], list(w.values()))))
+        grads = reference.gradients(losses["total"], w)
         norm, clip = math.sqrt(sum(float(g.square().sum()) for g in grads.values())), c["train"]["grad_clip"]
         dump.token_losses(targets)
+        for i in range(mtp):
+            dump.token_losses(reference.shifted(targets, i + 1, -1), f"layer {layers + i} / ")
         dump.add("loss", losses["cross_entropy"])
-        dump.add("balance loss", losses["balance"] / moe_layers)
-        dump.add("z-loss", losses["z"] / moe_layers)
-        dump.parameters("gradient", grads)
+        if mtp:
+            dump.add("mtp loss", losses["mtp"] / mtp)
+        dump.add("balance loss", losses["balance"] / routers)
+        dump.add("z-loss", losses["z"] / routers)
+        dump.parameters("gradient", {key: g for key, g in grads.items() if not reference.is_buffer(key)})
         dump.add("gradient norm", torch.tensor(norm, dtype=torch.float64))
         scale = clip / norm if clip and norm > clip else 1
         with torch.no_grad():
             reference.adamw(w, {key: g * scale for key, g in grads.items()}, state, step,
                             reference.learning_rate(c, step), c["optimizer"])
+            if m["moe_router_enable_expert_bias"]:
+                reference.update_bias(w, losses["router_chosen"], m)
         for key, p in w.items():
-            for what, x in (("moment 1", state[key][0]), ("moment 2", state[key][1]), ("updated", p)):
+            zero = torch.zeros_like(p)  # a buffer's moments stay 0
+            moments = state.get(key, (zero, zero))
+            for what, x in (("moment 1", moments[0]), ("moment 2", moments[1]), ("updated", p)):
                 dump.parameters(what, {key: x})
         dump.write()
         for layer, s in losses["router_logits"].items():
@@ -322,7 +350,7 @@ def dump_case(name, c, folder, steps):
 
 def make_case(name, out, steps):
     """What --case makes."""
-    c = reference.merged(reference.BASE, reference.CASES[name])
+    c = reference.all_cases()[name]
     if c["fixture"]["ignore"] or c["fixture"]["ignore_micro_batch"]:
         raise SystemExit(f"case {name} has targets that do not count, which a file of tokens cannot say; take another one")
     tokens = dump_case(name, c, os.path.join(out, "torch"), steps)
@@ -509,7 +537,7 @@ def check():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=reference.CASES, help="a case of scripts/reference.py")
+    parser.add_argument("--case", choices=reference.all_cases(), help="a case of scripts/reference.py")
     parser.add_argument("--steps", type=int, default=2, help="steps of the case, 1 to 5 (default: 2)")
     parser.add_argument("--huggingface", metavar="MODEL", help="a Hugging Face directory of a BailingMoeForCausalLM")
     parser.add_argument("--tokens", metavar="FILE.bin")

@@ -131,7 +131,7 @@ bug eps "AdamW's eps is inside the root" 1 kernels.c \
 	's|\(\(real\)sqrt\(v\) \* v_correction \+ eps\)|((real)sqrt(v * v_correction * v_correction + eps))|' \
 	"model.word_embeddings.weight / updated, step 1"
 bug top_k "the weights of the k experts are not renormalised" 1 ling.c \
-	's|E, k, c->norm_topk_prob && k > 1\)|E, k, false)|g' "layer 0 / router / weights, step 1"
+	's|c->norm_topk_prob && c->num_experts_per_tok > 1|false|' "layer 0 / router / weights, step 1"
 bug bias "a bias is added by every rank" "2 parallel.tensor=2" ling.c \
 	's|tensor->rank == 0 \? p->dense_bias : NULL|p->dense_bias|' "layer 0 / attention / output, step 2"
 exit $status

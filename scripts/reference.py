@@ -21,6 +21,11 @@ A fixture tests/fixtures/CASE/ holds
                            after.NAME               the weights after step 5
                            router_mean, router_std  [layers] after step 5, where there is a routing warmup;
                                                     0 and 1 for a dense layer
+One of Ling 2.0, tests/fixtures/v2_*, holds float64 throughout, in after.NAME the experts' biases alone (base: all), and
+                           router_logits.L          [batch * seq_len, E] of layer L in step 1's training forward pass
+                           router_weights.L         [batch * seq_len, E] of the chosen experts, 0 for all others
+                           mtp_loss                 [5] each step's mean over the depths of multi-token prediction, 0
+                                                    without one; the layer of depth i is num_hidden_layers + i
 All inputs are consecutive windows of one stream of tokens, so where no target is -1 a token file gives them too.
 """
 import argparse
@@ -44,15 +49,23 @@ FIXTURE_NOISE = 100 << 16       # purpose of the numbers that only fixtures need
 #   fixture.ignore_micro_batch   step S ignores every target of micro-batch S % 2
 # ----------------------------------------------------------------------------------------------------------------
 
+# What the class of Ling 2.0 adds to the model's keys, with the values that mean the first class, which lacks them.
+V2_KEYS = {
+    "architecture": "BailingMoeForCausalLM", "score_function": "softmax", "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0, "moe_router_enable_expert_bias": False, "use_qk_norm": False,
+    "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0, "mtp_loss_scaling_factor": 0.0,
+}
+
 BASE = {
     "model": {
+        **V2_KEYS,
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
         "vocab_size": 33, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2,
         "moe_intermediate_size": 6, "intermediate_size": 20, "first_k_dense_replace": 0,
         "norm_head": True, "norm_topk_prob": True, "tie_word_embeddings": False, "use_bias": False,
         "use_qkv_bias": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
         "router": {"balance_loss_coef": 0.015, "balance_loss_scope": "micro_batch", "z_loss_coef": 1e-4,
-                   "warmup_steps": 0},
+                   "warmup_steps": 0, "bias_update_rate": 0.0},
     },
     "data": {"train": "unused", "tokenizer": "none", "seq_len": 8, "shuffle": False},
     "train": {"output_dir": "unused", "seed": 1, "steps": STEPS, "micro_batch": 2, "batch": 4, "grad_clip": 1.0},
@@ -123,6 +136,74 @@ CASES = {
         "fixture": {"ignore": 0.1}},
 }
 
+BASE_V2 = {
+    "model": {
+        "architecture": "BailingMoeV2ForCausalLM", "score_function": "sigmoid", "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5, "moe_router_enable_expert_bias": True, "use_qk_norm": True,
+        "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.3,
+        "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 21,
+        "num_experts": 6, "num_shared_experts": 1, "moe_intermediate_size": 4, "intermediate_size": 6,
+        "first_k_dense_replace": 1, "norm_head": False, "rms_norm_eps": 1e-6,
+        # far more than the 0 and 3.5e-6 of Ling 2.0's pre-training, so that a test sees them
+        "router": {"balance_loss_coef": 0.0, "z_loss_coef": 1e-2, "bias_update_rate": 1e-3},
+    },
+    "train": {"batch": 2},
+}
+
+CASES_V2 = {
+    "v2_base": {},
+    "v2_plain": {  # none of what is new but the sigmoid, the bias and the scale
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+                  "mtp_loss_scaling_factor": 0.0, "n_group": 1, "num_experts": 5, "num_shared_experts": 0,
+                  "use_qk_norm": False, "partial_rotary_factor": 1.0, "head_dim": 4,
+                  "router": {"balance_loss_coef": 0.3, "bias_update_rate": 0.05}},
+        "fixture": {"ignore": 0.2}},
+    "v2_groups": {
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+                  "mtp_loss_scaling_factor": 0.0, "n_group": 3, "topk_group": 2, "num_experts": 12,
+                  "num_experts_per_tok": 3, "num_shared_experts": 2, "moe_intermediate_size": 3,
+                  "use_bias": True, "use_qkv_bias": True, "partial_rotary_factor": 0.75,
+                  "router": {"bias_update_rate": 0.1}},
+        "train": {"batch": 3},
+        "fixture": {"ignore": 0.2}},
+    "v2_mtp2": {
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 2, "num_experts": 4,
+                  "n_group": 1, "tie_word_embeddings": True,
+                  "router": {"balance_loss_coef": 0.1, "balance_loss_scope": "sequence"}},
+        "data": {"seq_len": 7},
+        "train": {"batch": 3},
+        "fixture": {"ignore": 0.3, "ignore_micro_batch": True}},
+    "v2_mtp_of_dense": {  # the only experts are those of the MTP layer; one expert a token
+        "model": {"num_hidden_layers": 1, "num_experts": 4, "n_group": 1, "num_experts_per_tok": 1,
+                  "num_shared_experts": 2, "mtp_loss_scaling_factor": 1.0},
+        "train": {"micro_batch": 1}},
+    "v2_no_topk_norm": {  # and all groups are chosen, no expert bias
+        "model": {"num_hidden_layers": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_experts": 4,
+                  "mtp_loss_scaling_factor": 0.0, "topk_group": 2, "norm_topk_prob": False,
+                  "moe_router_enable_expert_bias": False, "partial_rotary_factor": 0.25, "rope_theta": 100.0},
+        "train": {"seed": 3}},
+    "v2_k1": {
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_experts": 4, "num_experts_per_tok": 1,
+                  "router": {"bias_update_rate": 0.02}},
+        "train": {"batch": 3, "micro_batch": 1, "seed": 3},
+        "fixture": {"ignore": 0.1}},
+    "v2_routing_warmup": {
+        "model": {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_shared_experts": 0,
+                  "router": {"warmup_steps": 3, "balance_loss_coef": 0.1}},
+        "train": {"batch": 3, "seed": 3}},
+}
+
+
+def all_cases():
+    """Name -> config of every fixture with a config in YAML."""
+    base_v2 = merged(BASE, BASE_V2)
+    return {**{name: merged(BASE, changes) for name, changes in CASES.items()},
+            **{name: merged(base_v2, changes) for name, changes in CASES_V2.items()}}
+
+
+def is_v2(m):
+    return m["architecture"] == "BailingMoeV2ForCausalLM"
+
 
 def merged(base, changes):
     """A deep copy of the nested dictionary `base` with `changes` laid over it; every key must be there already."""
@@ -170,6 +251,16 @@ def random_normal(seed, purpose, step, n):
 # The model. w: name -> tensor, a weight is [out, in]. Tokens are [B, L], activations [B, L, H].
 # ----------------------------------------------------------------------------------------------------------------
 
+def is_dense(m, layer):
+    """Whether a layer has no experts. An MTP layer, whose index is num_hidden_layers or more, always has them."""
+    return layer < min(m["first_k_dense_replace"], m["num_hidden_layers"])
+
+
+def is_buffer(name):
+    """Whether a tensor has no gradient: the expert bias, which update_bias() changes."""
+    return name.endswith(".expert_bias")
+
+
 def weight_shapes(m):
     """Hugging Face name -> shape of each weight, in the order of the forward pass."""
     H, V, d = m["hidden_size"], m["vocab_size"], m["head_dim"]
@@ -180,20 +271,28 @@ def weight_shapes(m):
         shapes.update({prefix + "gate_proj.weight": (width, H), prefix + "up_proj.weight": (width, H),
                        prefix + "down_proj.weight": (H, width)})
 
-    for layer in range(m["num_hidden_layers"]):
+    for layer in range(m["num_hidden_layers"] + m["num_nextn_predict_layers"]):
         prefix = f"model.layers.{layer}."
+        if layer >= m["num_hidden_layers"]:
+            shapes.update({prefix + name + ".weight": (H,) for name in ("enorm", "hnorm", "final_layernorm")})
+            shapes[prefix + "eh_proj.weight"] = (H, 2 * H)
         shapes[prefix + "input_layernorm.weight"] = (H,)
         shapes[prefix + "attention.query_key_value.weight"] = ((nh + 2 * nkv) * d, H)
         if m["use_qkv_bias"]:
             shapes[prefix + "attention.query_key_value.bias"] = ((nh + 2 * nkv) * d,)
+        if m["use_qk_norm"]:
+            shapes[prefix + "attention.query_layernorm.weight"] = (d,)
+            shapes[prefix + "attention.key_layernorm.weight"] = (d,)
         shapes[prefix + "attention.dense.weight"] = (H, nh * d)
         if m["use_bias"]:
             shapes[prefix + "attention.dense.bias"] = (H,)
         shapes[prefix + "post_attention_layernorm.weight"] = (H,)
-        if layer < m["first_k_dense_replace"]:
+        if is_dense(m, layer):
             swiglu_shapes(prefix + "mlp.", m["intermediate_size"])
             continue
         shapes[prefix + "mlp.gate.weight"] = (m["num_experts"], H)
+        if is_v2(m):  # also where it has no effect
+            shapes[prefix + "mlp.gate.expert_bias"] = (m["num_experts"],)
         for expert in range(m["num_experts"]):
             swiglu_shapes(f"{prefix}mlp.experts.{expert}.", m["moe_intermediate_size"])
         if m["num_shared_experts"]:
@@ -205,7 +304,7 @@ def weight_shapes(m):
 
 
 def record(name, x):
-    """Called with the output of each operation, returns it. scripts/dump-torch.py puts another function in its place."""
+    """Called with the output of each operation, returns it. scripts/dump-torch.py has another function here."""
     return x
 
 
@@ -219,14 +318,16 @@ def swiglu(x, w, prefix):
     return (F.silu(gate_up[..., :len(gate)]) * gate_up[..., len(gate):]) @ down.T
 
 
-def rope(x, theta):
-    """Rotates the pairs (i, i + d/2) of x [B, heads, L, d] by position * theta^(-2i/d)."""
+def rope(x, theta, factor=1.0):
+    """Rotates the pairs (i, i + r/2) of the first r = int(d factor) elements of each head of x [B, heads, L, d] by
+    position * theta^(-2i/r). The others stay as they are."""
     L, d = x.shape[-2:]
-    frequency = theta ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
+    r = int(d * factor)
+    frequency = theta ** (-2 * torch.arange(r // 2, dtype=torch.float64) / r)
     angle = torch.arange(L, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :d // 2], x[..., d // 2:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    first, second, rest = x.split([r // 2, r // 2, d - r], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def attention(x, w, prefix, m):
@@ -237,7 +338,11 @@ def attention(x, w, prefix, m):
         qkv = qkv + w[prefix + "query_key_value.bias"]
     qkv = record(prefix + "qkv", qkv)
     q, k, v = qkv.view(B, L, nh + 2 * nkv, d).transpose(1, 2).split([nh, nkv, nkv], 1)
-    q, k = rope(q, m["rope_theta"]), rope(k, m["rope_theta"])
+    if m["use_qk_norm"]:
+        q = rms_norm(q, w[prefix + "query_layernorm.weight"], m["rms_norm_eps"])
+        k = rms_norm(k, w[prefix + "key_layernorm.weight"], m["rms_norm_eps"])
+        q, k, v = record(prefix + "qk norm", torch.cat([q, k, v], 1)).split([nh, nkv, nkv], 1)
+    q, k = (rope(x, m["rope_theta"], m["partial_rotary_factor"]) for x in (q, k))
     q, k, v = record(prefix + "rope", torch.cat([q, k, v], 1)).split([nh, nkv, nkv], 1)
     k, v = k.repeat_interleave(nh // nkv, 1), v.repeat_interleave(nh // nkv, 1)
     scores = q @ k.transpose(2, 3) / math.sqrt(d)
@@ -248,25 +353,44 @@ def attention(x, w, prefix, m):
     return out + w[prefix + "dense.bias"] if m["use_bias"] else out
 
 
+def choose(score, m):
+    """Scores [..., E] that are ranked -> the chosen experts [..., k], best first, and the smallest distance between the
+    last winner and the first loser, of experts and of groups. Ties go to the lower index."""
+    E, k, n, kept, margin = score.shape[-1], m["num_experts_per_tok"], m["n_group"], m["topk_group"], math.inf
+    if n > 1:  # consecutive experts; a group's score is the sum of its two best
+        grouped = score.unflatten(-1, (n, E // n))
+        ranked, order = grouped.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True)
+        keep = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, order[..., :kept], True)
+        score = grouped.masked_fill(~keep[..., None], -math.inf).flatten(-2)
+        if kept < n:
+            margin = float((ranked[..., kept - 1] - ranked[..., kept]).min())
+    ranked, order = score.sort(dim=-1, descending=True, stable=True)
+    return order[..., :k], min(margin, float((ranked[..., k - 1] - ranked[..., k]).min()))
+
+
 def moe(x, w, prefix, m, noise):
-    """x [B, L, H] -> the layer's output, and its routing: router logits s [B, L, E], who was chosen [B, L, E], and the
-    smallest relative distance between the last winner and the first loser. noise is None, or (a, mu + sigma * eps)."""
-    k = m["num_experts_per_tok"]
+    """x [B, L, H] -> the layer's output, and its routing: router logits s [B, L, E], who was chosen [B, L, E] with
+    which weight [B, L, E], and the smallest distance that decided. noise is None, or (a, mu + sigma * eps)."""
+    k, v2 = m["num_experts_per_tok"], is_v2(m)
     s = record(prefix + "logits", x @ w[prefix + "gate.weight"].T)
-    p = record(prefix + "softmax", (s if noise is None else noise[0] * s + (1 - noise[0]) * noise[1]).softmax(-1))
-    ranked, order = p.detach().sort(dim=-1, descending=True, stable=True)  # stable: ties go to the lower index
-    chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order[..., :k], True)
+    score = s if noise is None else noise[0] * s + (1 - noise[0]) * noise[1]
+    p = record(prefix + "softmax", score.sigmoid() if v2 else score.softmax(-1))
+    ranked = p.detach()
+    if m["moe_router_enable_expert_bias"]:  # for the choice alone
+        ranked = ranked + w[prefix + "gate.expert_bias"]
+    order, margin = choose(ranked if v2 else ranked.log(), m)  # of softmax, the relative distance
+    chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, True)
     weight = p * chosen
     if m["norm_topk_prob"] and k > 1:
-        weight = weight / weight.sum(-1, keepdim=True)
-    record(prefix + "top-k", order[..., :k])
+        weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if v2 else 0))
+    weight = weight * m["routed_scaling_factor"]
+    record(prefix + "top-k", order)
     weight = record(prefix + "weights", weight)
     y = sum(record(f"{prefix}experts.{e}.down", weight[..., e, None] * swiglu(x, w, f"{prefix}experts.{e}."))
             for e in range(m["num_experts"]))
     if m["num_shared_experts"]:
         y = y + swiglu(x, w, prefix + "shared_experts.")
-    margin = float((1 - ranked[..., k] / ranked[..., k - 1]).min())
-    return y, {"logits": s, "chosen": chosen, "margin": margin}
+    return y, {"logits": s, "chosen": chosen, "weight": weight, "margin": margin}
 
 
 def head_weight(w, m):
@@ -279,62 +403,115 @@ def head_divisor(w, m):
     return (head * head).sum(0).sqrt() + 1e-7 if m["norm_head"] else torch.ones_like(head[0])
 
 
+def decoder_layer(x, w, layer, m, routings, noise):
+    """One layer on the residual stream x [B, L, H]. A layer with experts puts its routing into `routings`."""
+    prefix, eps = f"model.layers.{layer}.", m["rms_norm_eps"]
+    normed = record(prefix + "attention.norm", rms_norm(x, w[prefix + "input_layernorm.weight"], eps))
+    x = record(prefix + "attention.output", x + attention(normed, w, prefix + "attention.", m))
+    normed = record(prefix + "ffn.norm", rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps))
+    if is_dense(m, layer):
+        y = swiglu(normed, w, prefix + "mlp.")
+    else:
+        y, routings[layer] = moe(normed, w, prefix + "mlp.", m, noise and noise[layer])
+    return record(prefix + "output", x + y)
+
+
+def shifted(tokens, n, fill):
+    """Each row of tokens [B, L] n places to the left; the places that are freed at its end hold `fill`."""
+    n = min(n, tokens.shape[1])
+    return F.pad(tokens[:, n:], (0, n), value=fill)
+
+
 def forward(tokens, w, m, divisor, noise=None):
-    """tokens [B, L] -> logits [B, L, V], and the routing of each layer by its index (dense layers have none).
-    noise: None, or layer -> (a, noise [B, L, E]), see moe()."""
-    x = record("embedding", w["model.word_embeddings.weight"][tokens])
-    eps, routings = m["rms_norm_eps"], {}
+    """tokens [B, L] -> logits [B, L, V]; those of each multi-token prediction layer, a list; and the routing of each
+    layer by its index (dense layers have none). noise: None, or layer -> (a, noise [B, L, E]), see moe()."""
+    embedding, eps = w["model.word_embeddings.weight"], m["rms_norm_eps"]
+    x, routings, deeper = record("embedding", embedding[tokens]), {}, []
     for layer in range(m["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        normed = record(prefix + "attention.norm", rms_norm(x, w[prefix + "input_layernorm.weight"], eps))
-        x = record(prefix + "attention.output", x + attention(normed, w, prefix + "attention.", m))
-        normed = record(prefix + "ffn.norm", rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps))
-        if layer < m["first_k_dense_replace"]:
-            y = swiglu(normed, w, prefix + "mlp.")
-        else:
-            y, routings[layer] = moe(normed, w, prefix + "mlp.", m, noise and noise[layer])
-        x = record(prefix + "output", x + y)
+        x = decoder_layer(x, w, layer, m, routings, noise)
     x = record("norm", rms_norm(x, w["model.norm.weight"], eps))
-    return record("head.logits", x @ (head_weight(w, m) / divisor).T), routings
+    head = (head_weight(w, m) / divisor).T
+    logits = record("head.logits", x @ head)
+    for i in range(m["num_nextn_predict_layers"]):
+        layer = m["num_hidden_layers"] + i
+        prefix = f"model.layers.{layer}."
+        e = record(prefix + "embedding", embedding[shifted(tokens, i + 1, 0)])
+        e = record(prefix + "mtp.enorm", rms_norm(e, w[prefix + "enorm.weight"], eps))
+        h = record(prefix + "mtp.hnorm", rms_norm(x, w[prefix + "hnorm.weight"], eps))
+        x = record(prefix + "mtp.eh_proj", torch.cat([e, h], -1) @ w[prefix + "eh_proj.weight"].T)
+        x = decoder_layer(x, w, layer, m, routings, noise)
+        x = record(prefix + "norm", rms_norm(x, w[prefix + "final_layernorm.weight"], eps))
+        deeper.append(record(prefix + "head.logits", x @ head))
+    return logits, deeper, routings
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Losses
 # ----------------------------------------------------------------------------------------------------------------
 
-def balance_loss(s, chosen, k):
-    """Router logits and choices of N tokens, [N, E]: E * sum_e f_e P_e. f carries no gradient."""
-    f = chosen.to(s.dtype).mean(0) / k
-    return s.shape[1] * (f * s.softmax(-1).mean(0)).sum()
+def balance_loss(s, chosen, m):
+    """Router logits and choices of N tokens, [N, E]: E * sum_e f_e P_e. f carries no gradient. P is the mean of the
+    softmax or, as in Megatron, of the sigmoids, each over the sum of its token's."""
+    f = chosen.to(s.dtype).mean(0) / m["num_experts_per_tok"]
+    p = s.sigmoid() if is_v2(m) else s.softmax(-1)
+    if is_v2(m):
+        p = p / p.sum(-1, keepdim=True)
+    return s.shape[1] * (f * p.mean(0)).sum()
+
+
+def num_routers(m):
+    return sum(not is_dense(m, layer) for layer in range(m["num_hidden_layers"] + m["num_nextn_predict_layers"]))
+
+
+def num_counted(targets):
+    return max(int((targets >= 0).sum()), 1)
 
 
 def step_losses(tokens, targets, w, c, divisor, noise=None):
-    """One global batch, tokens and targets [batch, L], in micro-batches. Returns a dictionary: cross-entropy; balance
-    and z summed over layers; their weighted total, which is differentiated; logits; router logits by layer; the
-    smallest routing margin."""
+    """One global batch, tokens and targets [batch, L], in micro-batches. Returns a dictionary: cross-entropy; mtp, that
+    of each MTP layer, balance and z, all summed over layers; their weighted total, which is differentiated; logits;
+    by layer the router's logits, choices and weights; the smallest routing margin.
+
+    Depth i of MTP has the targets of i + 1 places further on, row by row; none at the end of a row. Its mean is over
+    its own targets of the whole batch that count."""
     m, batch = c["model"], len(tokens)
-    k, per_sequence = m["num_experts_per_tok"], m["router"]["balance_loss_scope"] == "sequence"
-    cross_entropy, balance, z = (torch.zeros((), dtype=divisor.dtype) for _ in range(3))
-    logits, router_logits, margin = [], {}, math.inf
+    per_sequence = m["router"]["balance_loss_scope"] == "sequence"
+    cross_entropy, mtp, balance, z = (torch.zeros((), dtype=divisor.dtype) for _ in range(4))
+    deeper_targets = [shifted(targets, i + 1, -1) for i in range(m["num_nextn_predict_layers"])]
+    logits, kept, margin = [], {"logits": {}, "chosen": {}, "weight": {}}, math.inf
     for first in range(0, batch, c["train"]["micro_batch"]):
         part = slice(first, first + c["train"]["micro_batch"])
         part_noise = noise and {layer: (a, n[part]) for layer, (a, n) in noise.items()}
-        out, routings = forward(tokens[part], w, m, divisor, part_noise)
+        out, deeper, routings = forward(tokens[part], w, m, divisor, part_noise)
         out, target = out.flatten(0, 1), targets[part].flatten()
         logits.append(out.detach())
         cross_entropy = cross_entropy + F.cross_entropy(out, target, ignore_index=-1, reduction="sum")
+        for out, far in zip(deeper, deeper_targets):
+            far_sum = F.cross_entropy(out.flatten(0, 1), far[part].flatten(), ignore_index=-1, reduction="sum")
+            mtp = mtp + far_sum / num_counted(far)
         for layer, r in routings.items():
             s, chosen = r["logits"], r["chosen"]
             scopes = zip(s, chosen) if per_sequence else [(s.flatten(0, 1), chosen.flatten(0, 1))]
             share = 1 / batch if per_sequence else len(s) / batch  # of the step's tokens
-            balance = balance + share * sum(balance_loss(*scope, k) for scope in scopes)
+            balance = balance + share * sum(balance_loss(*scope, m) for scope in scopes)
             z = z + len(s) / batch * s.logsumexp(-1).square().mean()
-            router_logits.setdefault(layer, []).append(s.detach())
+            for what, by_layer in kept.items():
+                by_layer.setdefault(layer, []).append(r[what].detach())
             margin = min(margin, r["margin"])
-    cross_entropy = cross_entropy / max(int((targets >= 0).sum()), 1)
-    total = cross_entropy + m["router"]["balance_loss_coef"] * balance + m["router"]["z_loss_coef"] * z
-    return {"cross_entropy": cross_entropy, "balance": balance, "z": z, "total": total, "logits": torch.cat(logits),
-            "router_logits": {layer: torch.cat(s) for layer, s in router_logits.items()}, "margin": margin}
+    cross_entropy = cross_entropy / num_counted(targets)
+    total = (cross_entropy + m["mtp_loss_scaling_factor"] * mtp + m["router"]["balance_loss_coef"] * balance
+             + m["router"]["z_loss_coef"] * z)
+    routers = {f"router_{what}": {layer: torch.cat(s) for layer, s in by_layer.items()}
+               for what, by_layer in kept.items()}
+    return {"cross_entropy": cross_entropy, "mtp": mtp, "balance": balance, "z": z, "total": total,
+            "logits": torch.cat(logits), **routers, "margin": margin}
+
+
+def gradients(loss, w):
+    """Name -> gradient of the loss, of every tensor of w; zeros of a buffer."""
+    names = [name for name, p in w.items() if p.requires_grad]
+    found = dict(zip(names, torch.autograd.grad(loss, [w[name] for name in names])))
+    return {name: found.get(name, torch.zeros_like(p)) for name, p in w.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -361,6 +538,8 @@ def learning_rate(c, step):
 def adamw(w, grads, state, step, lr, o):
     """Updates the tensors of w in place; state: name -> [exp_avg, exp_avg_sq], filled on first use."""
     for name, p in w.items():
+        if is_buffer(name):
+            continue
         g = grads[name]
         mean, square = state.setdefault(name, [torch.zeros_like(p), torch.zeros_like(p)])
         mean.mul_(o["beta1"]).add_((1 - o["beta1"]) * g)
@@ -371,6 +550,17 @@ def adamw(w, grads, state, step, lr, o):
         p.sub_(lr * mean_hat / (square_hat.sqrt() + o["eps"]))
 
 
+def update_bias(w, chosen, m):
+    """The expert bias after a step, in place, from the choices [batch, L, E] of the whole batch by layer: a step up for
+    experts with fewer tokens than the mean, down for those with more, none for the others, less the mean of the steps,
+    so that the biases' sum stays."""
+    for layer, x in chosen.items():
+        load = x.flatten(0, -2).sum(0).double()
+        direction = (load.mean() - load).sign()
+        bias = w[f"model.layers.{layer}.mlp.gate.expert_bias"]
+        bias.add_(m["router"]["bias_update_rate"] * (direction - direction.mean()).to(bias.dtype))
+
+
 def routing_noise(c, step, mean, std, dtype):
     """The noise of one step's routing warmup for forward(), or None when the warmup is over."""
     m, batch, L = c["model"], c["train"]["batch"], c["data"]["seq_len"]
@@ -378,37 +568,50 @@ def routing_noise(c, step, mean, std, dtype):
     if i >= warmup:
         return None
     noise = {}
-    for layer in range(m["first_k_dense_replace"], m["num_hidden_layers"]):
+    for layer in range(m["first_k_dense_replace"], m["num_hidden_layers"] + m["num_nextn_predict_layers"]):
         eps = torch.from_numpy(random_normal(c["train"]["seed"], ROUTING_NOISE + layer, i, batch * L * E))
         noise[layer] = (i / warmup, (mean[layer] + std[layer] * eps).to(dtype).view(batch, L, E))
     return noise
 
 
+def on_tape(weights, dtype=torch.float64):
+    """A copy of the weights that autograd follows."""
+    return {name: p.to(dtype, copy=True).requires_grad_(not is_buffer(name)) for name, p in weights.items()}
+
+
 def train(c, weights, batches, dtype=torch.float64):
     """Trains on batches (tokens, targets), one a step. Returns what the fixture expects, and the smallest routing
     margin of all steps."""
-    m, layers = c["model"], c["model"]["num_hidden_layers"]
-    w = {name: p.to(dtype, copy=True).requires_grad_() for name, p in weights.items()}
+    m, layers = c["model"], c["model"]["num_hidden_layers"] + c["model"]["num_nextn_predict_layers"]
+    w = on_tape(weights, dtype)
     state, mean, std = {}, torch.zeros(layers, dtype=torch.float64), torch.ones(layers, dtype=torch.float64)
-    series = {name: [] for name in ("loss", "balance_loss", "z_loss", "grad_norm", "lr")}
-    moe_layers, margin, out = layers - m["first_k_dense_replace"], math.inf, {}
+    series = {name: [] for name in ("loss", "mtp_loss", "balance_loss", "z_loss", "grad_norm", "lr")}
+    routers, margin, out = num_routers(m), math.inf, {}
     for step, (tokens, targets) in enumerate(batches, 1):
         losses = step_losses(tokens, targets, w, c, head_divisor(w, m), routing_noise(c, step, mean, std, dtype))
-        grads = dict(zip(w, torch.autograd.grad(losses["total"], list(w.values()))))
+        grads = gradients(losses["total"], w)
         grad_norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
         lr, clip = learning_rate(c, step), c["train"]["grad_clip"]
         if step == 1:
             out = {"logits": losses["logits"], **{"grad." + name: g for name, g in grads.items()}}
+            for what in ("logits", "weight") if is_v2(m) else ():
+                name = "router_weights" if what == "weight" else "router_logits"
+                out.update({f"{name}.{layer}": x.flatten(0, 1) for layer, x in losses["router_" + what].items()})
         scale = clip / grad_norm if clip and grad_norm > clip else 1
         with torch.no_grad():
             adamw(w, {name: g * scale for name, g in grads.items()}, state, step, lr, c["optimizer"])
+            if m["moe_router_enable_expert_bias"]:
+                update_bias(w, losses["router_chosen"], m)
         for layer, s in losses["router_logits"].items():
             mean[layer] = 0.9 * mean[layer] + 0.1 * s.double().mean()
             std[layer] = 0.9 * std[layer] + 0.1 * s.double().std(correction=0)
-        row = (losses["cross_entropy"], losses["balance"] / moe_layers, losses["z"] / moe_layers, grad_norm, lr)
+        row = (losses["cross_entropy"], losses["mtp"] / max(m["num_nextn_predict_layers"], 1),
+               losses["balance"] / routers, losses["z"] / routers, grad_norm, lr)
         for name, value in zip(series, row):
             series[name].append(float(value))
         margin = min(margin, losses["margin"])
+    if not is_v2(m):
+        del series["mtp_loss"]
     out.update({name: torch.tensor(values, dtype=torch.float64) for name, values in series.items()})
     out.update({"after." + name: p.detach() for name, p in w.items()})
     if m["router"]["warmup_steps"]:
@@ -429,6 +632,8 @@ def initial_weights(c):
             x = 1 + 0.2 * x
         elif "embeddings" in name:
             x = 0.5 * x
+        elif is_buffer(name) and not c["model"]["moe_router_enable_expert_bias"]:
+            x = 0 * x
         else:
             x = (0.2 if name.endswith("bias") else 0.3) * x
         weights[name] = x.float()
@@ -487,7 +692,18 @@ def yaml_flow(value):
     return str(value)
 
 
+def keys_of_class(m):
+    """The keys of the model that its class has."""
+    m = copy.deepcopy(m)
+    if not is_v2(m):
+        for key in V2_KEYS:
+            del m[key]
+        del m["router"]["bias_update_rate"]
+    return m
+
+
 def write_yaml(path, name, c):
+    c = {**c, "model": keys_of_class(c["model"])}
     with open(path, "w") as f:
         f.write(f"# Golden fixture {name}, made by scripts/reference.py.\n")
         for section in ("model", "data", "train", "optimizer", "schedule"):
@@ -512,7 +728,11 @@ def write_case(out, name, c):
         tensors[f"input.{step}"] = tokens.flatten().int()
         tensors[f"target.{step}"] = targets.flatten().int()
     for key, x in expected.items():
-        tensors[key] = x.float() if key == "logits" or key.startswith(("grad.", "after.")) else x
+        if is_v2(c["model"]):
+            if name == "v2_base" or is_buffer(key) or not key.startswith("after."):
+                tensors[key] = x
+        else:
+            tensors[key] = x.float() if key == "logits" or key.startswith(("grad.", "after.")) else x
     write_yaml(os.path.join(folder, "case.yaml"), name, c)
     write_safetensors(os.path.join(folder, "weights.safetensors"), weights)
     write_safetensors(os.path.join(folder, "expected.safetensors"), tensors)
@@ -522,7 +742,14 @@ def write_case(out, name, c):
 
 def huggingface_config(m, dtype):
     """A config.json with the keys that the real ones have."""
-    same = {key: m[key] for key in m if key != "router"}
+    same = {key: value for key, value in keys_of_class(m).items() if key not in ("router", "architecture")}
+    if is_v2(m):
+        return {
+            "architectures": [m["architecture"]], "attention_dropout": 0.0, "embedding_dropout": 0.0, "eos_token_id": 1,
+            **same, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 32768,
+            "max_window_layers": 20, "model_type": "bailing_moe", "output_dropout": 0.0, "output_router_logits": False,
+            "pad_token_id": 1, "rope_scaling": None, "router_dtype": "fp32", "torch_dtype": dtype, "use_cache": True,
+        }
     return {
         "architectures": ["BailingMoeForCausalLM"], "attention_dropout": 0.0, "eos_token_id": 1, "pad_token_id": 1,
         **same, "head_dim": None, "hidden_act": "silu", "initializer_range": 0.006, "max_position_embeddings": 16384,
@@ -537,7 +764,7 @@ def write_huggingface(out, name, c, dtype, shards):
     batch, and their mean cross-entropy by those weights."""
     folder, m = os.path.join(out, name), c["model"]
     os.makedirs(folder, exist_ok=True)
-    weights = {key: x.to(dtype) for key, x in initial_weights(c).items()}
+    weights = {key: x if is_buffer(key) else x.to(dtype) for key, x in initial_weights(c).items()}
     names = list(weights)
     if shards == 1:
         write_safetensors(os.path.join(folder, "model.safetensors"), weights)
@@ -604,16 +831,41 @@ def check_adamw():
         require(torch.allclose(w[name], theirs[name], rtol=1e-13, atol=1e-15), f"AdamW of the {name}")
 
 
+def check_choice():
+    """choose() against plain loops, with many ties, and with scores below 0, which must not lose to excluded groups."""
+    for i, (E, n, kept, k) in enumerate(((6, 1, 1, 2), (12, 3, 2, 3), (8, 4, 2, 4), (9, 3, 1, 3), (8, 2, 2, 3))):
+        m = {"num_experts_per_tok": k, "n_group": n, "topk_group": kept}
+        scores = torch.from_numpy(random_words(1, FIXTURE_NOISE, i, 100 * E) % np.uint64(7)).view(100, E).double() - 5
+        order, _ = choose(scores, m)
+        for row, found in zip(scores.tolist(), order.tolist()):
+            size = E // n
+            best_two = [sum(sorted(row[g * size:(g + 1) * size])[-2:]) for g in range(n)]
+            groups = sorted(range(n), key=lambda g: (-best_two[g], g))[:kept]
+            experts = [e for e in range(E) if n == 1 or e // size in groups]
+            require(found == sorted(experts, key=lambda e: (-row[e], e))[:k], f"choice among {row}")
+
+
+def check_bias_update():
+    """Loads 3, 1, 2 and 2, whose steps have mean 0; then 1, 0, 0 and 0, whose steps have not."""
+    chosen = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool).view(2, 2, 4)
+    w = {"model.layers.3.mlp.gate.expert_bias": torch.tensor([0.5, 0, 0, -0.5], dtype=torch.float64)}
+    for chosen, expected in ((chosen, (0.4, 0.1, 0, -0.5)),
+                             (torch.eye(4, dtype=torch.bool)[:1], (0.25, 0.15, 0.05, -0.45))):
+        update_bias(w, {3: chosen}, {"router": {"bias_update_rate": 0.1}})
+        found, = w.values()
+        require(np.allclose(found, expected, rtol=0, atol=1e-15), f"bias {found.tolist()}, expected {expected}")
+
+
 def check_gradients(name, c):
     """Autograd's gradient of one step against central differences, three elements of every weight. The head's norms
     stay what they were: they are constants. Returns the largest difference, each over its weight's largest gradient."""
     m = c["model"]
-    w = {key: x.double().requires_grad_() for key, x in initial_weights(c).items()}
-    layers, (tokens, targets) = m["num_hidden_layers"], fixture_batches(c)[0]
+    w = on_tape(initial_weights(c))
+    layers, (tokens, targets) = m["num_hidden_layers"] + m["num_nextn_predict_layers"], fixture_batches(c)[0]
     # Step 2's noise, where there is a routing warmup: in step 1 the router's logits do not reach the choice yet.
     divisor, noise = head_divisor(w, m), routing_noise(c, 2, [0.0] * layers, [1.0] * layers, torch.float64)
     loss = lambda: step_losses(tokens, targets, w, c, divisor, noise)["total"]
-    grads = dict(zip(w, torch.autograd.grad(loss(), list(w.values()))))
+    grads = gradients(loss(), w)
     worst, h = 0, 1e-5
     for i, (key, p) in enumerate(w.items()):
         flat, size = p.detach().view(-1), float(grads[key].abs().max())
@@ -653,9 +905,11 @@ def main():
     if not args.out and not args.check:
         parser.error("expected --out DIR or --check")
     torch.set_num_threads(1)  # one order of summation, so that a fixture comes out the same again
-    cases = {name: merged(BASE, changes) for name, changes in CASES.items()}
+    cases = all_cases()
     check_philox()
     check_adamw()
+    check_choice()
+    check_bias_update()
     if args.check:
         for name, c in cases.items():
             worst, margin = check_conditioning(name, c)
@@ -666,6 +920,7 @@ def main():
             write_case(args.out, name, c)
         write_huggingface(args.out, "huggingface_shards", cases["base"], torch.bfloat16, 2)
         write_huggingface(args.out, "huggingface_f16", cases["base"], torch.float16, 1)
+        write_huggingface(args.out, "huggingface_v2", cases["v2_base"], torch.bfloat16, 1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ that a sequence needs): the base b becomes b (s l / L - (s - 1))^(d / (d - 2)). 
 arXiv:2309.00071): dimension i keeps its frequency where it turns more than beta_fast times over the original length L,
 has it divided by s where it turns less than beta_slow times, and is between both, linear in i, elsewhere; the ends are
 whole dimensions, outward, unless truncate is false. Its attention factor is the root of 1/t: 0.1 ln s + 1. With
-mscale and mscale_all_dim it is the quotient of two such numbers. All in 50 digits; the dimension that turns n times is
+mscale and mscale_all_dim it is the quotient of two such numbers. Where only a part of each head turns, as in Ling 2.0
+(partial_rotary_factor), d is the size of that part. All in 50 digits; the dimension that turns n times is
 found by bisection of L / wavelength(x) = n.
 """
 import json
@@ -39,7 +40,8 @@ def dimension(turns, length, theta, d):
 
 
 def frequencies(case):
-    d, theta, length = case["head_dim"], D(case["rope_theta"]), case["max_position_embeddings"]
+    d = int(case["head_dim"] * case.get("partial_rotary_factor", 1))
+    theta, length = D(case["rope_theta"]), case["max_position_embeddings"]
     s = case["rope_scaling"]
     kind, factor = s["rope_type"], D(str(s.get("factor", 0)))
     original = s.get("original_max_position_embeddings", length)
@@ -75,9 +77,16 @@ def frequencies(case):
     return out, attention
 
 
-def case(d, theta, longest, length=0, **scaling):
+# What a config.json of Ling 2.0 needs for tests/test_rope.c's model, whose sizes are not the class's.
+LING2 = {"architectures": ["BailingMoeV2ForCausalLM"], "num_key_value_heads": 2, "n_group": 1, "num_shared_experts": 0,
+         "first_k_dense_replace": 0}
+
+
+def case(d, theta, longest, length=0, part=1, **scaling):
     c = {"head_dim": d, "rope_theta": theta, "max_position_embeddings": longest, "length": length or longest,
          "rope_scaling": scaling}
+    if part < 1:
+        c.update({**LING2, "partial_rotary_factor": part})
     values, attention = frequencies(c)
     return {**c, "frequency": [float(x) for x in values], "attention_factor": float(attention)}
 
@@ -99,5 +108,8 @@ CASES = [
     case(8, 10000, 64, rope_type="yarn", factor=4.0),
     case(6, 10000, 4, rope_type="yarn", factor=2.0),
     case(16, 10000, 512, rope_type="yarn", factor=2.0, beta_fast=1.0, beta_slow=1.0),
+    case(128, 600000, 131072, part=0.5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+    case(24, 10000, 64, length=200, part=0.25, rope_type="dynamic", factor=2.0),
+    case(16, 10000, 64, part=0.75, rope_type="linear", factor=2.5),
 ]
 print('{"cases": [\n' + ",\n".join(json.dumps(c) for c in CASES) + "\n]}")

@@ -27,10 +27,10 @@ static void convert_file(const char *path)
 	const struct named_tensor params[] = {
 		{"model.word_embeddings.weight", 4, 2, NULL}, {"model.layers.0.mlp.experts.0.up_proj.weight", 2, 2, NULL},
 		{"model.layers.0.attention.query_key_value.weight", 6, 2, NULL}, {"model.norm.weight", 2, 0, NULL},
-		{"lm_head.weight", 4, 2, NULL},
+		{"lm_head.weight", 4, 2, NULL}, {"model.layers.0.mlp.gate.expert_bias", 2, 0, NULL},
 	};
 	directory_remove(to);
-	for (int n = s ? 1 : 6; n <= 5; n++) {
+	for (int n = s ? 1 : 7; n <= 6; n++) {
 		const struct conversion conversion = {.path = to, .max_shard_size = 1 << 20, .dtype = n % 2 ? "bf16" : NULL};
 		if (convert_model(s, params, n, &conversion, &result) == 0)
 			directory_remove(to);
@@ -56,7 +56,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 	if (*data % 3 == 2) {
 		struct metadata m = {0};
 		fuzz_file("tokenizer.json", data + 1, n - 1);
-		if (tokenizer_to_gguf(&m, fuzz_path(""), NULL, 300) < 0 && !*error_text)
+		if (tokenizer_to_gguf(&m, fuzz_path(""), NULL, &(struct model_config){.vocab_size = 300}) < 0 && !*error_text)
 			abort();
 		free(m.bytes.data);
 		return 0;

@@ -24,6 +24,10 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
+/* The fields of a struct model_config in which 0 is not what most models have: the whole head turns, the routed
+ * experts' sum is taken as it is, and experts are in no groups. */
+#define MODEL_DEFAULTS .partial_rotary_factor = 1, .routed_scaling_factor = 1, .n_group = 1, .topk_group = 1
+
 /* A test with a folder of its own. */
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_scratch, drop_scratch)
 

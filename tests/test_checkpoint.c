@@ -614,7 +614,7 @@ static void checkpoint_no_room(void **state)
 static void writers_balanced(void **state)
 {
 	(void)state;
-	const struct model_config c = {.hidden_size = 64, .num_hidden_layers = 4, .num_attention_heads = 4,
+	const struct model_config c = {.hidden_size = 64, MODEL_DEFAULTS, .num_hidden_layers = 4, .num_attention_heads = 4,
 			.num_key_value_heads = 2, .head_dim = 16, .vocab_size = 1000, .num_experts = 8, .num_experts_per_tok = 2,
 			.num_shared_experts = 1, .moe_intermediate_size = 48, .norm_head = true};
 	static const struct { int ranks, expert_ranks, host[6]; } cases[] = {

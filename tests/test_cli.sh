@@ -687,6 +687,17 @@ test_info() {
 	grep -q '"parameters": 292540679424,' out.txt || problem "Ling-Plus: $(head -c 200 out.txt)"
 	expect 0 "" "$ling" info "$root/configs/ling-plus-first-upload.yaml" --json
 	grep -q '"parameters": 290602910976,' out.txt || problem "Ling-Plus, first upload: $(head -c 200 out.txt)"
+	# The released files of Ling-flash-2.0 have so many numbers, 7936 of them in float32, the expert biases; of Ling-mini-2.0 the
+	# report says 16.26 billion, 1.43 active, 789 million without embedding and head (of flash 6.1 and 4.8 billion).
+	expect 0 "" "$ling" info "$root/configs/ling-flash-2.0.yaml" --json
+	grep -q '"parameters": 102889705216, "active_parameters": 6152277760' out.txt || problem "Ling-flash-2.0: $(head -c 200 out.txt)"
+	[ "$(jq '.active_parameters - .parts.embedding.active - .parts.head.active' out.txt)" = 4864626432 ] || problem "Ling-flash-2.0: $(cat out.txt)"
+	# llama.cpp counts 999.705 billion when it loads Ling-1T.
+	expect 0 "" "$ling" info "$root/configs/ling-1t.yaml" --json
+	grep -q '"parameters": 999705328640, "active_parameters": 51054427136' out.txt || problem "Ling-1T: $(head -c 200 out.txt)"
+	expect 0 "" "$ling" info "$root/configs/ling-mini-2.0.yaml" --json
+	grep -q '"parameters": 16255643392, "active_parameters": 1432973056' out.txt || problem "Ling-mini-2.0: $(head -c 200 out.txt)"
+	[ "$(jq '.active_parameters - .parts.embedding.active - .parts.head.active' out.txt)" = 789147392 ] || problem "Ling-mini-2.0: $(cat out.txt)"
 	expect 0 "" "$ling" info run/step-0000020
 	expect 0 "" "$ling" info tiny.yaml data.seq_len=32
 	write_tokens few 8 'S<' $(seq 0 32)

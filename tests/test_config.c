@@ -694,8 +694,8 @@ static void test_huggingface(void **state)
 		{BAD_HF("\"first_k_dense_replace\": -1"), {"first_k_dense_replace: found -1"}},
 		{BAD_HF("\"num_key_value_heads\": 3"), {"num_key_value_heads: found 3", "divisor"}},
 		{BAD_HF("\"model_type\": \"llama\""), {"model_type: found \"llama\"", "bailing_moe"}},
-		{BAD_HF("\"architectures\": [\"BailingMoeV2ForCausalLM\"]"),
-			{"architectures", "V2", "[\"BailingMoeForCausalLM\"]"}},
+		{BAD_HF("\"architectures\": [\"BailingMoeV3ForCausalLM\"]"),
+			{"architectures", "V3", "[\"BailingMoeForCausalLM\"] or [\"BailingMoeV2ForCausalLM\"]"}},
 		{BAD_HF("\"hidden_act\": \"gelu\""), {"hidden_act: found \"gelu\"", "not supported", "silu"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": \"llama3\", \"factor\": 4}"), {"rope_scaling: found {", "expected null"}},
 		{BAD_HF("\"rope_scaling\": {\"type\": 4}"), {"rope_scaling: found {", "expected null"}},
@@ -740,6 +740,187 @@ static void test_huggingface(void **state)
 		expect_words(bad[i].text, read_huggingface(&m, bad[i].text), bad[i].words);
 	expect_words("no folder", config_from_huggingface(&m, "/nowhere"),
 			(const char *const[3]){"/nowhere/config.json", "No such file"});
+}
+
+/* Ling 2.0: what is missing is as its class has it. The defaults are those of BailingMoeV2Config of
+ * github.com/inclusionAI/Ling-V2, models/configuration_bailing_moe_v2.py, commit af8837e. */
+static void test_v2_defaults(void **state)
+{
+	(void)state;
+	struct model_config m;
+	static const char *const names[] = {"\"architectures\": [\"BailingMoeV2ForCausalLM\"]",
+		"\"architectures\": [\"BailingMoeV2ForCausalLM\"], \"model_type\": \"bailing_moe\"",
+		"\"model_type\": \"bailing_moe_v2\""};
+	for (int i = 0; i < COUNT(names); i++) {
+		char text[256];
+		snprintf(text, sizeof text, "{%s}", names[i]);
+		if (read_huggingface(&m, text) < 0)
+			fail_msg("%s: %s", text, error_text);
+		assert_int_equal(m.architecture, BAILING_MOE_V2);
+		assert_true(m.vocab_size == 157184 && m.hidden_size == 2048 && m.intermediate_size == 5120);
+		assert_true(m.num_hidden_layers == 20 && m.num_attention_heads == 16 && m.num_key_value_heads == 4);
+		assert_true(m.head_dim == 128 && !m.use_qkv_bias && !m.use_bias && m.rms_norm_eps == 1e-6);
+		assert_true(!m.tie_word_embeddings && m.initializer_range == 0.02 && m.max_position_embeddings == 32768);
+		assert_true(m.rope_theta == 600000 && m.rope_scaling.type == ROPE_DEFAULT && m.partial_rotary_factor == 1);
+		assert_true(m.num_experts == 256 && m.num_shared_experts == 1 && m.num_experts_per_tok == 8);
+		assert_true(m.n_group == 8 && m.topk_group == 4 && m.moe_intermediate_size == 512);
+		assert_true(m.first_k_dense_replace == 1 && m.use_qk_norm && m.num_nextn_predict_layers == 0);
+		assert_true(m.mtp_loss_scaling_factor == 0 && m.moe_router_enable_expert_bias && m.norm_topk_prob);
+		assert_true(m.routed_scaling_factor == 1 && m.score_function == SCORE_SIGMOID && !m.norm_head);
+		assert_true(m.router.balance_loss_coef == 0 && m.router.z_loss_coef == 3.5e-6 &&
+				m.router.bias_update_rate == 1e-3);
+	}
+
+	/* in YAML the shape must be given, and what is no shape is as in the class */
+	struct config c;
+	load_ok(&c, "model: {architecture: BailingMoeV2ForCausalLM, " MODEL_KEYS "}\n" REST);
+	m = c.model;
+	assert_true(m.n_group == 1 && m.topk_group == 1 && m.first_k_dense_replace == 0 && m.num_shared_experts == 0);
+	assert_true(m.score_function == SCORE_SIGMOID && m.use_qk_norm && m.moe_router_enable_expert_bias && !m.norm_head);
+	assert_true(m.rms_norm_eps == 1e-6 && m.initializer_range == 0.02 && m.max_position_embeddings == 32768);
+	assert_true(m.router.balance_loss_coef == 0 && m.router.z_loss_coef == 3.5e-6 && m.mtp_loss_scaling_factor == 0);
+	char *mtp[] = {"model.num_nextn_predict_layers=2", "model.mtp_loss_scaling_factor=off", "model=x"};
+	for (int i = 1; i <= 2; i++) {
+		assert_int_equal(config_load(&c, at("run.yaml"), i, mtp, false), 0);
+		assert_true(c.model.num_nextn_predict_layers == 2 && c.model.mtp_loss_scaling_factor == (i == 1 ? 0.1 : 0));
+	}
+	/* a directory of such a model misses nothing */
+	assert_int_equal(make_directories(at("x")), 0);
+	put_string(at("x/config.json"), "{\"architectures\": [\"BailingMoeV2ForCausalLM\"]}");
+	assert_int_equal(config_load(&c, at("run.yaml"), 1, mtp + 2, false), 0);
+	assert_true(c.model.num_experts == 256 && c.model.n_group == 8);
+}
+
+/* The config.json of Ling-flash-2.0 and the smaller ones as they are published, and other spellings. */
+static void test_v2(void **state)
+{
+	(void)state;
+	struct model_config m, spelt;
+#define V2 "\"architectures\": [\"BailingMoeV2ForCausalLM\"], \"model_type\": \"bailing_moe\""
+	assert_int_equal(read_huggingface(&m, "{" V2 ", \"attention_dropout\": 0.0, \"num_hidden_layers\": 32, "
+			"\"hidden_size\": 4096, \"intermediate_size\": 9216, \"eos_token_id\": 156895, \"pad_token_id\": 156892, "
+			"\"first_k_dense_replace\": 1, \"hidden_act\": \"silu\", \"max_position_embeddings\": 32768, "
+			"\"moe_intermediate_size\": 1024, \"norm_topk_prob\": true, \"num_experts_per_tok\": 8, "
+			"\"num_attention_heads\": 32, \"num_experts\": 256, \"num_key_value_heads\": 4, \"rope_theta\": 600000, "
+			"\"rope_scaling\": null, \"use_bias\": false, \"use_rmsnorm\": true, \"rms_norm_eps\": 1e-06, "
+			"\"head_dim\": 128, \"num_shared_experts\": 1, \"use_cache\": true, \"use_qkv_bias\": false, "
+			"\"embedding_dropout\": 0.0, \"output_dropout\": 0.0, \"vocab_size\": 157184, "
+			"\"partial_rotary_factor\": 0.5, \"router_dtype\": \"fp32\", \"moe_router_enable_expert_bias\": true, "
+			"\"routed_scaling_factor\": 2.5, \"n_group\": 8, \"topk_group\": 4, \"use_qk_norm\": true, "
+			"\"score_function\": \"sigmoid\", \"moe_shared_expert_intermediate_size\": 1024}"), 0);
+	assert_true(m.hidden_size == 4096 && m.num_hidden_layers == 32 && m.moe_intermediate_size == 1024);
+	assert_true(m.routed_scaling_factor == 2.5 && m.partial_rotary_factor == 0.5 && rotary_dim(&m) == 64);
+
+	/* half of the head, by each of its names; null is nothing said, or none where a number of something is meant */
+	static const char *const halves[] = {"\"partial_rotary_factor\": 0.5", "\"rotary_dim\": 64",
+		"\"rotary_dim\": 64, \"partial_rotary_factor\": 0.5", "\"rope_parameters\": {\"rope_type\": \"default\", "
+		"\"partial_rotary_factor\": 0.5, \"rope_theta\": 6e5}", "\"partial_rotary_factor\": 0.5, \"rotary_dim\": null",
+		"\"head_dim\": null, \"rotary_dim\": 64, \"score_function\": null, \"routed_scaling_factor\": null, "
+		"\"use_qk_norm\": null, \"moe_router_enable_expert_bias\": null, \"num_nextn_predict_layers\": null"};
+	for (int i = 0; i < COUNT(halves); i++) {
+		char text[512];
+		snprintf(text, sizeof text, "{" V2 ", %s}", halves[i]);
+		if (read_huggingface(i ? &spelt : &m, text) < 0)
+			fail_msg("%s: %s", text, error_text);
+		if (i)
+			assert_memory_equal(&m, &spelt, sizeof m);
+	}
+	assert_int_equal(rotary_dim(&m), 64);
+	for (int d = 2; d <= 200; d += 12) /* whatever the quotient is in binary: 2 / 98 * 98 is less than 2 */
+		for (int rot = 2; rot <= d; rot += 2) {
+			char text[256];
+			snprintf(text, sizeof text, "{" V2 ", \"head_dim\": %d, \"rotary_dim\": %d}", d, rot);
+			assert_int_equal(read_huggingface(&m, text), 0);
+			assert_int_equal(rotary_dim(&m), rot);
+		}
+	static const char *const none[] = {"\"n_group\": 0, \"topk_group\": 0", "\"n_group\": null, \"topk_group\": null",
+		"\"n_group\": 1, \"topk_group\": 1", "\"n_group\": 1", "\"n_group\": 0, \"num_shared_experts\": null"};
+	for (int i = 0; i < COUNT(none); i++) {
+		char text[256];
+		snprintf(text, sizeof text, "{" V2 ", %s}", none[i]);
+		if (read_huggingface(&m, text) < 0)
+			fail_msg("%s: %s", text, error_text);
+		assert_true(m.n_group == 1 && m.topk_group == 1 && m.num_shared_experts == (i < 4));
+	}
+	/* all layers dense: groups are of no meaning, but for MTP layers */
+	assert_int_equal(read_huggingface(&m, "{" V2 ", \"first_k_dense_replace\": 20, \"n_group\": 3}"), 0);
+	assert_true(m.n_group == 1 && m.topk_group == 1);
+
+	static const struct { const char *extra, *words[3]; } bad[] = {
+		{"\"partial_rotary_factor\": 0.5, \"rotary_dim\": 32",
+			{"config.json: rotary_dim: found partial_rotary_factor 0.25, but 0.5 outside it"}},
+		{"\"rotary_dim\": 129", {"rotary_dim: found 129", "up to the width of a head"}},
+		{"\"rotary_dim\": 63", {"partial_rotary_factor: found 63 elements of a head that turn, of 128", "even"}},
+		{"\"rotary_dim\": \"64\"", {"rotary_dim: found \"64\""}},
+		{"\"partial_rotary_factor\": 0", {"partial_rotary_factor: found 0"}},
+		{"\"partial_rotary_factor\": 1.5", {"partial_rotary_factor: found 1.5"}},
+		{"\"score_function\": \"softmax\"", {"score_function: found \"softmax\"; expected \"sigmoid\"",
+			"BailingMoeV2ForCausalLM"}},
+		{"\"score_function\": \"sqrtsoftplus\"", {"score_function: found \"sqrtsoftplus\"", "softmax | sigmoid"}},
+		{"\"norm_head\": true", {"norm_head: found true; expected false"}},
+		{"\"use_rmsnorm\": false", {"use_rmsnorm: found false"}},
+		{"\"n_group\": 3", {"n_group: found 3 for 256 experts", "divisor"}},
+		{"\"n_group\": 256", {"n_group: found 256 for 256 experts", "at least 2"}},
+		{"\"topk_group\": 9", {"topk_group: found 9 of 8 groups of 32"}},
+		{"\"topk_group\": 0", {"topk_group: found 0 of 8 groups of 32"}},
+		{"\"num_experts\": 32, \"topk_group\": 1", {"topk_group: found 1 of 8 groups of 4 experts", "8 experts of"}},
+		{"\"first_k_dense_replace\": 20, \"num_nextn_predict_layers\": 1, \"num_experts\": 0",
+			{"num_experts: missing or 0", "1 layers have experts"}},
+		{"\"first_k_dense_replace\": 20, \"num_nextn_predict_layers\": 1, \"n_group\": 3",
+			{"n_group: found 3 for 256"}},
+		{"\"num_nextn_predict_layers\": 17", {"num_nextn_predict_layers: found 17"}},
+		{"\"routed_scaling_factor\": 0", {"routed_scaling_factor: found 0"}},
+		{"\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 4, \"partial_rotary_factor\": 0.5}, "
+			"\"partial_rotary_factor\": 1", {"rope_scaling: found partial_rotary_factor 0.5, but 1 outside it"}},
+	};
+	for (int i = 0; i < COUNT(bad); i++) {
+		char text[512];
+		snprintf(text, sizeof text, "{" V2 ", %s}", bad[i].extra);
+		expect_words(text, read_huggingface(&m, text), bad[i].words);
+	}
+}
+
+/* What is written says all, and keeps what it came with: also rotary_dim, and the groups that are none. */
+static void test_v2_round_trip(void **state)
+{
+	(void)state;
+	struct config c;
+	char path[PATH_LEN];
+	assert_int_equal(path_join(path, scratch, "config.json"), 0);
+	load_ok(&c, "model: {architecture: BailingMoeV2ForCausalLM, " MODEL_KEYS ", first_k_dense_replace: 1,\n"
+			" intermediate_size: 48, num_shared_experts: 2, partial_rotary_factor: 0.5, n_group: 4, topk_group: 2,\n"
+			" routed_scaling_factor: 2.5, num_nextn_predict_layers: 1}\n" REST);
+	assert_int_equal(config_to_huggingface(&c.model, path), 0);
+	struct model_config m, back;
+	assert_int_equal(config_from_huggingface(&back, scratch), 0);
+	assert_memory_equal(&back, &c.model, sizeof back);
+	json_t *root = json_read(path);
+	static const struct { const char *key, *value; } said[] = {{"architectures", "[\"BailingMoeV2ForCausalLM\"]"},
+		{"model_type", "\"bailing_moe\""}, {"score_function", "\"sigmoid\""}, {"router_dtype", "\"fp32\""},
+		{"norm_topk_prob", "true"}, {"routed_scaling_factor", "2.5"}, {"first_k_dense_replace", "1"},
+		{"num_shared_experts", "2"}, {"use_rmsnorm", "true"}, {"use_qk_norm", "true"}, {"n_group", "4"},
+		{"moe_router_enable_expert_bias", "true"}, {"num_nextn_predict_layers", "1"}};
+	for (int i = 0; i < COUNT(said); i++) { /* llama.cpp's converter, vLLM and SGLang read them all */
+		char *text = json_text(json_object_get(root, said[i].key), JSON_ENCODE_ANY | JSON_COMPACT);
+		assert_string_equal(text, said[i].value);
+		free(text);
+	}
+	assert_null(json_object_get(root, "norm_head"));
+	json_decref(root);
+
+	/* Ling-1T spells it so */
+	json_t *base = json_loads("{" V2 ", \"rotary_dim\": 64, \"n_group\": 0, \"topk_group\": 0, \"auto_map\": {}}", 0,
+			NULL);
+	assert_int_equal(config_from_json(&m, base, "base"), 0);
+	assert_int_equal(config_write(path, &m, "bfloat16", base, NULL), 0);
+	assert_int_equal(config_from_huggingface(&back, scratch), 0);
+	assert_memory_equal(&back, &m, sizeof back);
+	root = json_read(path);
+	assert_int_equal(json_integer_value(json_object_get(root, "rotary_dim")), 64);
+	assert_int_equal(json_integer_value(json_object_get(root, "n_group")), 1); /* its class fails on 0 */
+	assert_non_null(json_object_get(root, "auto_map"));
+	json_decref(root);
+	json_decref(base);
 }
 
 static void test_huggingface_round_trip(void **state)
@@ -976,6 +1157,8 @@ static void test_keys(void **state)
 			assert_null(store_text(&c, k, 0, k->fallback, true));
 		if (k->class_fallback)
 			assert_null(store_text(&c, k, 0, k->class_fallback, true));
+		if (k->v2_fallback)
+			assert_null(store_text(&c, k, 0, k->v2_fallback, true));
 	}
 	if (getenv("SHOW"))
 		printf("%s", text);
@@ -1055,12 +1238,15 @@ static const char *const never_changes[] = {
 	"model.rope_scaling.type", "model.rope_scaling.factor", "model.rope_scaling.original_max_position_embeddings",
 	"model.rope_scaling.attention_factor", "model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow",
 	"model.rope_scaling.mscale", "model.rope_scaling.mscale_all_dim", "model.rope_scaling.truncate",
-	"model.initializer_range", "data.tokenizer", "data.packing", "data.seq_len", "data.shuffle", "data.document_mask",
-	"data.document_token", "train.seed",
+	"model.initializer_range", "model.architecture", "model.score_function", "model.n_group", "model.topk_group",
+	"model.routed_scaling_factor", "model.moe_router_enable_expert_bias", "model.use_qk_norm",
+	"model.num_nextn_predict_layers", "model.partial_rotary_factor", "data.tokenizer", "data.packing", "data.seq_len",
+	"data.shuffle", "data.document_mask", "data.document_token", "train.seed",
 };
 static const char *const may_change[] = {
 	"model.router.balance_loss_coef", "model.router.balance_loss_scope", "model.router.z_loss_coef",
-	"model.router.warmup_steps", "data.train", "data.valid", "data.blend_from_step", "train.output_dir",
+	"model.router.warmup_steps", "model.router.bias_update_rate", "model.mtp_loss_scaling_factor", "data.train",
+	"data.valid", "data.blend_from_step", "train.output_dir",
 	"train.init_from", "train.steps", "train.tokens", "train.stop_at_step", "train.micro_batch", "train.batch",
 	"train.recompute", "train.grad_clip", "train.batch_warmup.start", "train.batch_warmup.increment",
 	"train.batch_warmup.tokens", "train.dump.steps", "train.dump.dir", "train.perturb", "optimizer.beta1",
@@ -1136,6 +1322,7 @@ static void test_resume_every_key(void **state)
 static const char *const free_of_weights[] = {
 	"model.initializer_range", "model.max_position_embeddings", "model.router.balance_loss_coef",
 	"model.router.balance_loss_scope", "model.router.z_loss_coef", "model.router.warmup_steps",
+	"model.router.bias_update_rate", "model.mtp_loss_scaling_factor",
 };
 
 static void test_init_every_key(void **state)
@@ -1217,7 +1404,8 @@ int main(void)
 				cmocka_unit_test(test_spellings),
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
-		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_resume),
+		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_v2_defaults),
+		cmocka_unit_test(test_v2), cmocka_unit_test(test_v2_round_trip), cmocka_unit_test(test_resume),
 		cmocka_unit_test(test_older_checkpoint), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
 		cmocka_unit_test(test_resume_every_key), cmocka_unit_test(test_valid_sets),

@@ -633,7 +633,7 @@ static void refused_directories(void **state)
 	struct metadata m = {0};
 	const struct model_config biased = {.use_qkv_bias = true, .num_shared_experts = 1},
 			dense = {.first_k_dense_replace = 1, .num_shared_experts = 1},
-			unshared = {.num_hidden_layers = 1};
+			unshared = {MODEL_DEFAULTS, .num_hidden_layers = 1};
 	assert_int_equal(config_to_gguf(&m, &biased, "c"), -1);
 	expect_error("c: use_qkv_bias is set");
 	assert_int_equal(config_to_gguf(&m, &dense, "c"), -1);
@@ -799,7 +799,7 @@ static void refused_metadata(void **state)
 	make_model(at("hf"), config_text, types);
 	const struct { const char *from, *to, *error; } cases[] = {
 		{"\x0a\0\0\0\0\0\0\0bailingmoe", "\x0a\0\0\0\0\0\0\0bailingmop",
-			"architecture `bailingmop`; expected bailingmoe"},
+			"architecture `bailingmop`; expected bailingmoe, which Ling-Lite and Ling-Plus are, or bailingmoe2"},
 		{"bailingmoe.expert_count", "bailingmoe.expert_cound", "the key `bailingmoe.expert_cound` is not known"},
 		{"bailingmoe.attention.value_length\x04\0\0\0\x06", "bailingmoe.attention.value_length\x04\0\0\0\x08",
 			"gives another head_dim"},
@@ -965,6 +965,481 @@ static void round_trip(void **state)
 	config = read_json(at("fourth/config.json"));
 	assert_string_equal(json_string_value(json_object_get(config, "general.name")), "named");
 	json_decref(config);
+}
+
+/* ---- a small model of Ling 2.0: a dense layer, one with experts, and one for multi-token prediction ---- */
+
+enum { V2_H = 8, V2_HEADS = 2, V2_KV = 1, V2_D = 4, V2_E = 4, V2_I = 3, V2_DENSE = 5,
+	V2_QKV = (V2_HEADS + 2 * V2_KV) * V2_D, MAX_V2 = 80 };
+
+static const char v2_config[] = "{\"architectures\": [\"BailingMoeV2ForCausalLM\"], \"model_type\": \"bailing_moe\", "
+	"\"hidden_size\": 8, \"num_hidden_layers\": 2, \"num_attention_heads\": 2, \"num_key_value_heads\": 1, "
+	"\"head_dim\": 4, \"vocab_size\": 7, \"num_experts\": 4, \"num_experts_per_tok\": 2, \"num_shared_experts\": 2, "
+	"\"moe_intermediate_size\": 3, \"intermediate_size\": 5, \"n_group\": 2, \"topk_group\": 1, "
+	"\"partial_rotary_factor\": 0.5, \"routed_scaling_factor\": 2.5, \"num_nextn_predict_layers\": 1, "
+	"\"mtp_loss_scaling_factor\": 0.1, \"eos_token_id\": 5, \"auto_map\": {\"AutoModel\": \"x.Y\"}}";
+
+static struct v2_model { struct named_tensor params[MAX_V2]; char names[MAX_V2][MAX_NAME]; int n; } v2;
+
+static void add_v2(int64_t rows, int64_t cols, const char *format, ...)
+{
+	va_list args;
+	va_start(args, format);
+	vsnprintf(v2.names[v2.n], MAX_NAME, format, args);
+	va_end(args);
+	assert_true(v2.n < MAX_V2);
+	v2.params[v2.n] = (struct named_tensor){v2.names[v2.n], rows, cols, NULL};
+	v2.n++;
+}
+
+static void add_v2_swiglu(int64_t width, const char *prefix)
+{
+	add_v2(width, V2_H, "%sgate_proj.weight", prefix);
+	add_v2(width, V2_H, "%sup_proj.weight", prefix);
+	add_v2(V2_H, width, "%sdown_proj.weight", prefix);
+}
+
+/* Lists its parameters. */
+static void list_v2(void)
+{
+	char prefix[MAX_NAME];
+	v2.n = 0;
+	add_v2(V, V2_H, "model.word_embeddings.weight");
+	for (int l = 0; l < 3; l++) {
+		static const char *const of_mtp[] = {"enorm", "hnorm", "final_layernorm"};
+		add_v2(V2_H, 0, "model.layers.%d.input_layernorm.weight", l);
+		add_v2(V2_H, 0, "model.layers.%d.post_attention_layernorm.weight", l);
+		add_v2(V2_QKV, V2_H, "model.layers.%d.attention.query_key_value.weight", l);
+		add_v2(V2_D, 0, "model.layers.%d.attention.query_layernorm.weight", l);
+		add_v2(V2_D, 0, "model.layers.%d.attention.key_layernorm.weight", l);
+		add_v2(V2_H, V2_HEADS * V2_D, "model.layers.%d.attention.dense.weight", l);
+		for (int i = 0; i < 3 && l == 2; i++)
+			add_v2(V2_H, 0, "model.layers.2.%s.weight", of_mtp[i]);
+		if (l == 2)
+			add_v2(V2_H, 2 * V2_H, "model.layers.2.eh_proj.weight");
+		snprintf(prefix, sizeof prefix, "model.layers.%d.mlp.%s", l, l ? "shared_experts." : "");
+		add_v2_swiglu(l ? 2 * V2_I : V2_DENSE, prefix);
+		if (!l)
+			continue;
+		add_v2(V2_E, V2_H, "model.layers.%d.mlp.gate.weight", l);
+		add_v2(V2_E, 0, "model.layers.%d.mlp.gate.expert_bias", l);
+		for (int e = 0; e < V2_E; e++) {
+			snprintf(prefix, sizeof prefix, "model.layers.%d.mlp.experts.%d.", l, e);
+			add_v2_swiglu(V2_I, prefix);
+		}
+	}
+	add_v2(V2_H, 0, "model.norm.weight");
+	add_v2(V, V2_H, "lm_head.weight");
+}
+
+static int find_v2(const char *format, ...)
+{
+	char name[MAX_NAME];
+	va_list args;
+	va_start(args, format);
+	vsnprintf(name, sizeof name, format, args);
+	va_end(args);
+	for (int p = 0; p < v2.n; p++)
+		if (!strcmp(v2.names[p], name))
+			return p;
+	fail_msg("no parameter %s", name);
+	return -1;
+}
+
+static bool is_bias(int p)
+{
+	return strstr(v2.names[p], "expert_bias") != NULL;
+}
+
+/* Appends element i of parameter p. */
+static void put_element(struct safetensors_writer *w, int p, int64_t i, enum dtype type)
+{
+	const float f = (float)element(p, i);
+	const uint16_t h = float_to_bf16(f);
+	assert_int_equal(safetensors_append_bytes(w, type == F32 ? (const void *)&f : (const void *)&h, dtypes[type].size,
+			dtypes[type].size), 0);
+}
+
+enum form { PLAIN, NO_BIAS, SPLIT, STACKED, COPIES, OTHER_COPY };
+
+/* Writes its directory: all but the biases in that type. In other forms: without biases; with query_key_value in three
+ * parts; with the experts of a layer in one tensor; with copies of embedding and head in the MTP layer, the last one
+ * changed by OTHER_COPY. */
+static void make_v2(const char *dir, const char *config, enum dtype type, enum form form)
+{
+	struct tensor t[2 * MAX_V2];
+	int first[2 * MAX_V2], row[2 * MAX_V2], n = 0;
+	char path[PATH_LEN], names[2 * MAX_V2][MAX_NAME];
+	static const int begin[4] = {0, V2_HEADS * V2_D, (V2_HEADS + V2_KV) * V2_D, V2_QKV};
+	list_v2();
+	assert_int_equal(make_directories(dir), 0);
+	snprintf(path, sizeof path, "%s/config.json", dir);
+	put_string(path, config);
+#define ADD(p, r, rows_, ...) do { \
+		first[n] = p, row[n] = r; \
+		snprintf(names[n], MAX_NAME, __VA_ARGS__); \
+		t[n] = (struct tensor){.name = names[n], .shape = {rows_, v2.params[p].cols}, \
+				.num_dims = v2.params[p].cols ? 2 : 1, .dtype = is_bias(p) ? F32 : type}; \
+		n++; \
+	} while (0)
+	for (int p = 0; p < v2.n; p++) {
+		int l, e, length = 0;
+		char matrix[8];
+		const char *name = v2.names[p];
+		const bool qkv = sscanf(name, "model.layers.%d.attention.query_key_value%n", &l, &length) == 1 && length;
+		if (qkv && form == SPLIT)
+			for (int part = 0; part < 3; part++)
+				ADD(p, begin[part], begin[part + 1] - begin[part], "model.layers.%d.attention.%c_proj.weight", l,
+						"qkv"[part]);
+		else if (form == STACKED && sscanf(name, "model.layers.%d.mlp.experts.%d.%4[a-z]_", &l, &e, matrix) == 3) {
+			if (e)
+				continue;
+			ADD(p, 0, V2_E, "model.layers.%d.mlp.switch_mlp.%s_proj.weight", l, matrix);
+			t[n - 1].shape[1] = v2.params[p].rows, t[n - 1].shape[2] = v2.params[p].cols, t[n - 1].num_dims = 3;
+		} else if (form == STACKED && has_suffix(name, "mlp.gate.weight"))
+			ADD(p, 0, V2_E, "%.*s.gate_proj.weight", (int)(strlen(name) - strlen(".weight")), name);
+		else if (form != NO_BIAS || !is_bias(p))
+			ADD(p, 0, v2.params[p].rows, "%s", name);
+	}
+	if (form == COPIES || form == OTHER_COPY) {
+		ADD(0, 0, V, "model.layers.2.embed_tokens.weight");
+		ADD(form == COPIES ? v2.n - 1 : 0, 0, V, "model.layers.2.shared_head.head.weight");
+	}
+#undef ADD
+	snprintf(path, sizeof path, "%s/model.safetensors", dir);
+	struct safetensors_writer *w = safetensors_create_any(path, t, n);
+	assert_non_null(w);
+	for (int k = 0; k < n; k++) {
+		const int64_t cols = v2.params[first[k]].cols ? v2.params[first[k]].cols : 1;
+		const bool stack = t[k].num_dims == 3;
+		const int64_t size = (stack ? t[k].shape[1] : t[k].shape[0]) * cols;
+		for (int e = 0; e < (stack ? V2_E : 1); e++) /* three parameters an expert */
+			for (int64_t i = 0; i < size; i++)
+				put_element(w, first[k] + 3 * e, row[k] * cols + i, t[k].dtype);
+	}
+	assert_int_equal(safetensors_finish(w), 0);
+}
+
+/* The same as convert(). */
+static int convert_v2(const char *from, const char *path, enum model_format format, const char *dtype)
+{
+	struct model_config config;
+	struct converted result;
+	struct source_model *s = source_model_open(from, &config);
+	if (!s)
+		return -1;
+	const struct conversion to = {.path = path, .format = format, .dtype = dtype, .max_shard_size = 1000,
+			.no_tokenizer = true};
+	int rc = convert_model(s, v2.params, v2.n, &to, &result);
+	source_model_close(s);
+	return rc;
+}
+
+/* A directory holds its numbers in that type, the biases in float32; without_bias: and these are 0. */
+static void check_v2(const char *dir, enum dtype type, bool without_bias)
+{
+	struct tensors *w = tensors_open(dir, "model");
+	if (!w)
+		fail_msg("%s", error_text);
+	assert_int_equal(tensors_count(w), v2.n);
+	for (int p = 0; p < v2.n; p++) {
+		struct named_tensor a = v2.params[p];
+		real data[V2_H * V2_H * 4];
+		a.data = data;
+		assert_true(named_tensor_size(&a) <= COUNT(data));
+		if (tensors_read(w, &a) < 0)
+			fail_msg("%s", error_text);
+		for (int64_t i = 0; i < named_tensor_size(&a); i++)
+			if (data[i] != (is_bias(p) && without_bias ? 0 : element(p, i)))
+				fail_msg("%s: %s: element %lld is %g", dir, a.name, (long long)i, (double)data[i]);
+		assert_string_equal(tensor_find(w, a.name)->dtype_name, is_bias(p) && type != F64 ? "F32" : dtypes[type].name);
+	}
+	tensors_close(w);
+}
+
+static void v2_directories(void **state)
+{
+	(void)state;
+	for (int half = 0; half < 2; half++) {
+		const enum dtype type = half ? BF16 : F32;
+		char hf[PATH_LEN], path[PATH_LEN];
+		strcpy(hf, at("hf%d", half));
+		make_v2(hf, v2_config, type, PLAIN);
+		assert_int_equal(convert_v2(hf, at("same%d", half), FORMAT_HUGGINGFACE, NULL), 0);
+		check_v2(at("same%d", half), type, false);
+		assert_true(exists(at("same%d/model.safetensors.index.json", half)));
+		assert_int_equal(convert_v2(hf, at("half%d", half), FORMAT_HUGGINGFACE, "bf16"), 0);
+		check_v2(at("half%d", half), BF16, false);
+		assert_int_equal(convert_v2(hf, at("run%d/step-0000000", half), FORMAT_CHECKPOINT, NULL), 0);
+		check_v2(at("run%d/step-0000000", half), REAL_DTYPE, false);
+		strcpy(path, at("run%d/step-0000000", half));
+		assert_int_equal(convert_v2(path, at("back%d", half), FORMAT_HUGGINGFACE, half ? "bf16" : "f32"), 0);
+		check_v2(at("back%d", half), type, false);
+		struct model_config before, after;
+		assert_int_equal(config_from_huggingface(&before, hf), 0);
+		assert_int_equal(config_from_huggingface(&after, at("back%d", half)), 0);
+		assert_memory_equal(&before, &after, sizeof before);
+		assert_int_equal(before.num_nextn_predict_layers, 1);
+		json_t *config = read_json(at("back%d/config.json", half));
+		assert_string_equal(json_string_value(json_at(config, "auto_map.AutoModel")), "x.Y");
+		assert_string_equal(json_string_value(json_at(config, "torch_dtype")), half ? "bfloat16" : "float32");
+		json_decref(config);
+		/* a run goes on from it: each router has statistics, that of the MTP layer too */
+		struct config asked = {.model = before, .data.seq_len = 16, .train.steps = 10};
+		double mean[3], std[3] = {0};
+		struct trainer_state s = {.num_layers = 3, .router_mean = mean, .router_std = std};
+		FILE *notes = tmpfile();
+		if (checkpoint_read_state(path, &asked, &s, notes) < 0)
+			fail_msg("%s", error_text);
+		assert_true(std[0] == 1 && std[2] == 1 && ftell(notes) == 0);
+		fclose(notes);
+	}
+}
+
+/* What other programs write: missing biases are 0 where the config says that there are none; parts and stacks; copies
+ * that MTP layers do not need. */
+static void v2_forms(void **state)
+{
+	(void)state;
+	static const struct { enum form form; const char *error; } cases[] = {
+		{NO_BIAS, "tensor model.layers.1.mlp.gate.expert_bias is missing"}, {SPLIT, NULL}, {STACKED, NULL},
+		{COPIES, NULL}, {OTHER_COPY, "model.layers.2.shared_head.head.weight differs from lm_head.weight|a copy"},
+	};
+	for (int i = 0; i < COUNT(cases); i++) {
+		char hf[PATH_LEN];
+		strcpy(hf, at("hf%d", i));
+		make_v2(hf, v2_config, BF16, cases[i].form);
+		const int rc = convert_v2(hf, at("to%d", i), FORMAT_HUGGINGFACE, NULL);
+		if (rc != (cases[i].error ? -1 : 0))
+			fail_msg("form %d: %d, %s", cases[i].form, rc, error_text);
+		if (rc)
+			expect_error(cases[i].error);
+		else
+			check_v2(at("to%d", i), BF16, false);
+		if (rc == 0 && convert_v2(hf, at("to%d.gguf", i), FORMAT_GGUF, NULL) < 0)
+			fail_msg("%s", error_text);
+		assert_true(rc < 0 || convert_v2(at("to%d.gguf", i), at("from%d", i), FORMAT_HUGGINGFACE, "bf16") == 0);
+		if (rc == 0)
+			check_v2(at("from%d", i), BF16, false);
+	}
+	/* no bias at all */
+	char text[2048], hf[PATH_LEN];
+	snprintf(text, sizeof text, "{\"moe_router_enable_expert_bias\": false, %s", v2_config + 1);
+	strcpy(hf, at("none"));
+	make_v2(hf, text, BF16, NO_BIAS);
+	assert_int_equal(convert_v2(hf, at("zeros"), FORMAT_HUGGINGFACE, NULL), 0);
+	check_v2(at("zeros"), BF16, true);
+	assert_int_equal(convert_v2(hf, at("zeros.gguf"), FORMAT_GGUF, NULL), 0);
+	assert_int_equal(convert_v2(at("zeros.gguf"), at("back"), FORMAT_HUGGINGFACE, "bf16"), 0);
+	check_v2(at("back"), BF16, true);
+	struct model_config config;
+	assert_int_equal(config_from_huggingface(&config, at("back")), 0);
+	assert_false(config.moe_router_enable_expert_bias);
+	/* a part is not there */
+	make_v2(at("twice"), v2_config, F32, SPLIT);
+	patch(at("twice/model.safetensors"), "\"model.layers.0.attention.v_proj.weight",
+			"\"model.layers.0.attention.w_proj.weight");
+	assert_int_equal(convert_v2(at("twice"), at("x"), FORMAT_HUGGINGFACE, NULL), -1);
+	expect_error("tensor model.layers.0.attention.query_key_value.weight is missing");
+	/* MTP layers alone, as a tool of Ling-V2 writes them */
+	make_v2(at("alone"), v2_config, F32, PLAIN);
+	patch(at("alone/model.safetensors"), "\"model.layers.2.eh_proj.weight", "\"model.layers.0.eh_proj.weight");
+	assert_int_equal(convert_v2(at("alone"), at("x"), FORMAT_HUGGINGFACE, NULL), -1);
+	expect_error("model.layers.0.eh_proj.weight: layer 0 is one for multi-token prediction|expected a whole model");
+}
+
+/* Row r of a GGUF tensor against that row of a parameter. */
+static void expect_v2_row(const struct tensors *w, const char *name, int64_t r, int p, int64_t row)
+{
+	const struct tensor *t = tensor_find(w, name);
+	if (!t)
+		fail_msg("no tensor %s", name);
+	const int64_t cols = v2.params[p].cols ? v2.params[p].cols : v2.params[p].rows;
+	for (int64_t j = 0; j < cols; j++) {
+		float f;
+		memcpy(&f, tensor_bytes(t) + (r * cols + j) * 4, 4);
+		if (f != element(p, row * cols + j))
+			fail_msg("%s row %lld is not row %lld of %s", name, (long long)r, (long long)row, v2.names[p]);
+	}
+}
+
+/* As llama.cpp's loader of bailingmoe2 wants it: its keys, names, and rows in Hugging Face's order. */
+static void v2_gguf(void **state)
+{
+	(void)state;
+	make_v2(at("hf"), v2_config, F32, PLAIN);
+	if (convert_v2(at("hf"), at("m.gguf"), FORMAT_GGUF, NULL) < 0)
+		fail_msg("%s", error_text);
+	struct tensors *w = open_gguf(at("m.gguf"));
+	assert_int_equal(w->count, 3 + 9 + 14 + 18);
+	static const struct { const char *gguf, *huggingface; } names[] = {
+		{"token_embd.weight", "model.word_embeddings.weight"}, {"output_norm.weight", "model.norm.weight"},
+		{"output.weight", "lm_head.weight"}, {"blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"},
+		{"blk.0.attn_qkv.weight", "model.layers.0.attention.query_key_value.weight"},
+		{"blk.1.attn_q_norm.weight", "model.layers.1.attention.query_layernorm.weight"},
+		{"blk.1.attn_k_norm.weight", "model.layers.1.attention.key_layernorm.weight"},
+		{"blk.1.attn_output.weight", "model.layers.1.attention.dense.weight"},
+		{"blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"},
+		{"blk.0.ffn_gate.weight", "model.layers.0.mlp.gate_proj.weight"},
+		{"blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"},
+		{"blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"},
+		{"blk.1.ffn_gate_inp.weight", "model.layers.1.mlp.gate.weight"},
+		{"blk.1.exp_probs_b.bias", "model.layers.1.mlp.gate.expert_bias"},
+		{"blk.1.ffn_gate_shexp.weight", "model.layers.1.mlp.shared_experts.gate_proj.weight"},
+		{"blk.1.ffn_up_shexp.weight", "model.layers.1.mlp.shared_experts.up_proj.weight"},
+		{"blk.1.ffn_down_shexp.weight", "model.layers.1.mlp.shared_experts.down_proj.weight"},
+		{"blk.2.attn_qkv.weight", "model.layers.2.attention.query_key_value.weight"},
+		{"blk.2.exp_probs_b.bias", "model.layers.2.mlp.gate.expert_bias"},
+		{"blk.2.nextn.eh_proj.weight", "model.layers.2.eh_proj.weight"},
+		{"blk.2.nextn.enorm.weight", "model.layers.2.enorm.weight"},
+		{"blk.2.nextn.hnorm.weight", "model.layers.2.hnorm.weight"},
+		{"blk.2.layer_output_norm.weight", "model.layers.2.final_layernorm.weight"},
+	};
+	for (int i = 0; i < COUNT(names); i++) {
+		const int p = find_v2("%s", names[i].huggingface);
+		for (int64_t r = 0; r < (v2.params[p].cols ? v2.params[p].rows : 1); r++)
+			expect_v2_row(w, names[i].gguf, r, p, r);
+	}
+	for (int e = 0; e < V2_E; e++)
+		for (int64_t i = 0; i < V2_I; i++) {
+			expect_v2_row(w, "blk.2.ffn_gate_exps.weight", e * V2_I + i,
+					find_v2("model.layers.2.mlp.experts.%d.gate_proj.weight", e), i);
+			expect_v2_row(w, "blk.1.ffn_up_exps.weight", e * V2_I + i,
+					find_v2("model.layers.1.mlp.experts.%d.up_proj.weight", e), i);
+		}
+	static const struct { const char *key; double value; } numbers[] = {
+		{"block_count", 3}, {"nextn_predict_layers", 1}, {"context_length", 32768}, {"embedding_length", 8},
+		{"feed_forward_length", 5}, {"attention.head_count", 2}, {"attention.head_count_kv", 1},
+		{"attention.key_length", 4}, {"attention.value_length", 4}, {"rope.dimension_count", 2},
+		{"rope.freq_base", 600000}, {"attention.layer_norm_rms_epsilon", 1e-6}, {"expert_count", 4},
+		{"expert_used_count", 2}, {"expert_shared_count", 2}, {"expert_feed_forward_length", 3},
+		{"expert_shared_feed_forward_length", 3}, {"expert_weights_scale", 2.5}, {"expert_gating_func", 2},
+		{"expert_group_count", 2}, {"expert_group_used_count", 1}, {"leading_dense_block_count", 1}, {"vocab_size", 7},
+	};
+	const json_t *metadata = json_object_get(w->files->header, "metadata");
+	int keys = 0;
+	const char *key;
+	json_t *value;
+	for (int i = 0; i < COUNT(numbers); i++) {
+		char name[MAX_NAME];
+		snprintf(name, sizeof name, "bailingmoe2.%s", numbers[i].key);
+		if (json_number_value(json_object_get(metadata, name)) != numbers[i].value)
+			fail_msg("%s is %g", name, json_number_value(json_object_get(metadata, name)));
+	}
+	json_object_foreach((json_t *)metadata, key, value)
+		keys += !strncmp(key, "bailingmoe2.", 12);
+	assert_int_equal(keys, COUNT(numbers) + 1);
+	assert_true(json_is_true(json_object_get(metadata, "bailingmoe2.expert_weights_norm")));
+	assert_string_equal(json_string_value(json_object_get(metadata, "general.architecture")), "bailingmoe2");
+	tensors_close(w);
+
+	/* there and back, also by way of another GGUF file */
+	assert_int_equal(convert_v2(at("m.gguf"), at("m2.gguf"), FORMAT_GGUF, NULL), 0);
+	expect_same_files(at("m.gguf"), at("m2.gguf"));
+	assert_int_equal(convert_v2(at("m2.gguf"), at("back"), FORMAT_HUGGINGFACE, NULL), 0);
+	check_v2(at("back"), F32, false);
+	struct model_config before, after;
+	assert_int_equal(config_from_huggingface(&before, at("hf")), 0);
+	assert_int_equal(config_from_huggingface(&after, at("back")), 0);
+	assert_memory_equal(&before, &after, sizeof before);
+}
+
+/* Changes of the config that llama.cpp computes in its way, and such that it does not. */
+static void v2_gguf_configs(void **state)
+{
+	(void)state;
+	struct metadata m = {0};
+	struct model_config c, plain;
+	make_v2(at("hf"), v2_config, F32, PLAIN);
+	assert_int_equal(config_from_huggingface(&plain, at("hf")), 0);
+	static const struct { size_t offset; int value; const char *error; } ints[] = {
+		{offsetof(struct model_config, num_shared_experts), 0,
+			"c: num_shared_experts is 0, but llama.cpp's bailingmoe2"},
+		{offsetof(struct model_config, head_dim), 6, "head_dim is 12|hidden_size, which is 8"},
+	};
+	static const struct { size_t offset; bool value; const char *error; } bools[] = {
+		{offsetof(struct model_config, use_bias), true, "c: use_bias is set"},
+		{offsetof(struct model_config, use_qkv_bias), true, "c: use_qkv_bias is set"},
+		{offsetof(struct model_config, use_qk_norm), false, "c: use_qk_norm is false"},
+	};
+	for (int i = 0; i < COUNT(ints); i++) {
+		c = plain;
+		*(int *)((char *)&c + ints[i].offset) = ints[i].value;
+		assert_int_equal(config_to_gguf(&m, &c, "c"), -1);
+		expect_error(ints[i].error);
+	}
+	for (int i = 0; i < COUNT(bools); i++) {
+		c = plain;
+		*(bool *)((char *)&c + bools[i].offset) = bools[i].value;
+		assert_int_equal(config_to_gguf(&m, &c, "c"), -1);
+		expect_error(bools[i].error);
+	}
+	free(m.bytes.data);
+
+	/* all groups are none; a tied head becomes one of its own; yarn; a rotation of the whole head */
+	static const struct { const char *change, *with; int n_group, rot; bool yarn; } kept[] = {
+		{"\"topk_group\": 1", "\"topk_group\": 2", 1, 2, false},
+		{"\"n_group\": 2", "\"n_group\": 0", 1, 2, false},
+		{"\"partial_rotary_factor\": 0.5", "\"partial_rotary_factor\": 1.0", 2, 4, false},
+		{"\"eos_token_id\": 5,", "\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0, "
+			"\"original_max_position_embeddings\": 8192},", 2, 2, true},
+	};
+	for (int i = 0; i < COUNT(kept); i++) {
+		char text[2048];
+		const char *place = strstr(v2_config, kept[i].change);
+		snprintf(text, sizeof text, "%.*s%s%s", (int)(place - v2_config), v2_config, kept[i].with,
+				place + strlen(kept[i].change));
+		put_string(at("hf/config.json"), text);
+		if (convert_v2(at("hf"), at("k%d.gguf", i), FORMAT_GGUF, NULL) < 0 ||
+				convert_v2(at("k%d.gguf", i), at("k%d", i), FORMAT_HUGGINGFACE, NULL) < 0)
+			fail_msg("%s: %s", kept[i].with, error_text);
+		check_v2(at("k%d", i), F32, false);
+		assert_int_equal(config_from_huggingface(&c, at("k%d", i)), 0);
+		assert_true(c.n_group == kept[i].n_group && rotary_dim(&c) == kept[i].rot);
+		assert_true(c.rope_scaling.type == (kept[i].yarn ? ROPE_YARN : ROPE_DEFAULT));
+		if (kept[i].yarn)
+			assert_true(c.rope_scaling.factor == 4 && c.rope_scaling.original_max_position_embeddings == 8192);
+	}
+
+	/* what other files say */
+	put_string(at("hf/config.json"), v2_config);
+	static const struct { const char *from, *to; size_t length; const char *error; } files[] = {
+		{"expert_gating_func\x04\0\0\0\x02", "expert_gating_func\x04\0\0\0\x01", 23,
+			"`bailingmoe2.expert_gating_func` is 1; expected 2"},
+		{"bailingmoe2.expert_gating_func", "bailingmop2.expert_gating_func", 30,
+			"the key `bailingmoe2.expert_gating_func` is missing"},
+		{"bailingmoe2.expert_group_count", "bailingmoe2.expert_group_coins", 30,
+			"the key `bailingmoe2.expert_group_coins` is not known"},
+		{"expert_shared_feed_forward_length\x04\0\0\0\x03", "expert_shared_feed_forward_length\x04\0\0\0\x05", 38,
+			"`bailingmoe2.expert_shared_feed_forward_length` is 5; expected that of an expert, 3"},
+		{"expert_shared_feed_forward_length\x04\0\0\0\x03", "expert_shared_feed_forward_length\x04\0\0\0\x06", 38,
+			NULL},
+		{"expert_weights_scale\x06\0\0\0\0\0\x20\x40", "expert_weights_scale\x06\0\0\0\0\0\0\0", 28, NULL}, /* 0 is 1 */
+		{"blk.1.exp_probs_b.bias", "blk.1.exp_probs_c.bias", 22, "tensor blk.1.exp_probs_b.bias is missing"},
+		{"expert_group_count\x04\0\0\0", "expert_group_count\x06\0\0\0", 22,
+			"`bailingmoe2.expert_group_count` is a real number; expected a whole number"},
+		{"nextn_predict_layers\x04\0\0\0\x01\0\0\0", "nextn_predict_layers\x05\0\0\0\xff\xff\xff\xff", 28,
+			"`bailingmoe2.nextn_predict_layers` is an integer below 0"},
+		{"nextn_predict_layers\x04\0\0\0\x01", "nextn_predict_layers\x04\0\0\0\x03", 25,
+			"num_hidden_layers: found 0 (out of range)"},
+	};
+	for (int i = 0; i < COUNT(files); i++) {
+		unlink(at("f.gguf"));
+		assert_int_equal(convert_v2(at("hf"), at("f.gguf"), FORMAT_GGUF, NULL), 0);
+		size_t size;
+		uint8_t *copy = get_file(at("f.gguf"), &size), *place = memmem(copy, size, files[i].from, files[i].length);
+		assert_non_null(place);
+		memcpy(place, files[i].to, files[i].length);
+		put_file(at("f.gguf"), copy, size);
+		free(copy);
+		const int rc = convert_v2(at("f.gguf"), at("f%d", i), FORMAT_HUGGINGFACE, NULL);
+		if (rc != (files[i].error ? -1 : 0))
+			fail_msg("file %d: %d, %s", i, rc, error_text);
+		if (rc < 0)
+			expect_error(files[i].error);
+	}
+	assert_int_equal(config_from_huggingface(&c, at("f5")), 0);
+	assert_true(c.routed_scaling_factor == 1);
 }
 
 /* ---- tokenizers ---- */
@@ -1154,7 +1629,8 @@ int main(void)
 				TEST(refused_numbers),
 		TEST(full_disk), TEST(refused_headers), TEST(refused_metadata), TEST(rope_scaling),
 		TEST(rope_scaling_round_trip), TEST(round_trip),
-				TEST(tokenizers), TEST(foreign_bytes),
+				TEST(v2_directories), TEST(v2_forms), TEST(v2_gguf), TEST(v2_gguf_configs),
+		TEST(tokenizers), TEST(foreign_bytes),
 				TEST(refused_tokenizers),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);

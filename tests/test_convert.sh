@@ -195,6 +195,69 @@ test_gguf() {
 	convert model.gguf renamed --to hf --no-tokenizer
 }
 
+# Ling 2.0: what its files become computes the same, with an MTP layer, and without the expert bias where the config says that there is none.
+test_ling2() {
+	local v2=(num_hidden_layers=2 hidden_size=32 num_attention_heads=4 num_key_value_heads=2 head_dim=8 num_experts=8 num_experts_per_tok=2 n_group=4
+		topk_group=2 moe_intermediate_size=8 intermediate_size=24 vocab_size=600 initializer_range=0.3)
+	"$root/scripts/make-random-ling" --v2 v2 "${v2[@]}" num_nextn_predict_layers=1 >/dev/null
+	convert v2 v2-same
+	convert v2-same v2-run/step-0000000 --to checkpoint
+	convert v2-run/step-0000000 v2-bf16 --dtype bf16
+	same_weights v2-same v2-bf16
+	convert v2 v2.gguf --no-tokenizer
+	convert v2.gguf v2-gguf --dtype bf16
+	same_weights v2-same v2-gguf
+	for dir in v2-same v2-run/step-0000000 v2-gguf; do
+		[ "$(loss $dir)" = "$(loss v2)" ] || problem "$dir: another loss"
+	done
+	[ "$(jq -c '[.architectures[0], .model_type, .num_nextn_predict_layers, .partial_rotary_factor]' v2-gguf/config.json)" = \
+		'["BailingMoeV2ForCausalLM","bailing_moe",1,0.5]' ] || problem "$(cat v2-gguf/config.json)"
+	"$root/scripts/make-random-ling" --v2 unbiased "${v2[@]}" moe_router_enable_expert_bias=0 >/dev/null
+	convert unbiased zeros
+	[ "$(loss unbiased)" = "$(loss zeros)" ] || problem "zeros are another bias than none"
+	sed -i 's/"moe_router_enable_expert_bias": false/"moe_router_enable_expert_bias": true/' unbiased/config.json
+	refuse "model.layers.1.mlp.gate.expert_bias is missing" unbiased
+	expect 1 "model.layers.1.mlp.gate.expert_bias is missing" "$ling" eval unbiased --data text --seq-len 16
+	# a form that only conversion reads; here half of one
+	rm -rf split && cp -r v2-same split
+	rewrite split/model.safetensors 's/model.layers.1.attention.query_key_value/model.layers.1.attention.q_proj/g'
+	expect 1 "query_key_value.weight is missing; other programs' forms of it, which are there, become this one by ling convert" \
+		"$ling" eval split --data text --seq-len 16
+	refuse "model.layers.1.attention.q_proj.weight: shape [64, 32]; expected [32, 32]" split
+	# its chat form, by its template; a reply ends with <|role_end|>
+	expect 0 "" "$ling" train-tokenizer --vocab-size 280 --special '<|role_end|>' --out v2/tokenizer.json text.txt
+	echo '{"eos_token": "<|role_end|>"}' >v2/tokenizer_config.json
+	cat >v2/chat_template.jinja <<-'END'
+		{% set thinking_option = 'off' %}
+		{{- '<role>SYSTEM</role>' }}
+		{%- if messages[0].role == 'system' %}
+		    {{- messages[0].content + '\n' }}
+		{%- endif %}
+		{{- 'detailed thinking ' + thinking_option + '<|role_end|>' }}
+		{%- for message in messages %}
+		    {%- if message.role == "user" %}
+		        {{- '<role>HUMAN</role>' + message.content + '<|role_end|>' }}
+		    {%- elif message.role == "assistant" %}
+		        {{- '<role>ASSISTANT</role>' + message.content + '<|role_end|>' }}
+		    {%- endif %}
+		{%- endfor %}
+		{%- if add_generation_prompt %}
+		    {{- '<role>ASSISTANT</role>' }}
+		{%- endif %}
+	END
+	expect 0 "" "$ling" generate v2 --prompt hello --chat --max-tokens 4 --json
+	echo '{"messages": [{"role": "user", "content": "hello"}]}' >v2.jsonl
+	cp out.txt by-template.txt
+	expect 0 "" "$ling" generate v2 --prompts v2.jsonl --chat-form ling2 --max-tokens 4 --json
+	same out.txt by-template.txt
+	echo hello >hello.txt
+	expect 0 "" "$ling" chat v2 --max-tokens 4 <hello.txt
+	convert v2 v2-chat.gguf
+	convert v2-chat.gguf v2-chat
+	expect 0 "" "$ling" generate v2-chat --prompt hello --chat --max-tokens 4 --json
+	same out.txt by-template.txt
+}
+
 # What Hugging Face's configs say in other ways, and keys of others, which stay.
 test_config() {
 	for change in 's/"head_dim": 6/"head_dim": null/' 's/"head_dim": 6/"head_dim": 0/' '/"head_dim"/d'; do
@@ -309,5 +372,5 @@ test_full_disk() {
 	done
 }
 
-check directory_and_checkpoint training_goes_on shards fold gguf paths config buffers refused_sources full_disk files_go_along tokenizer_stays_itself eval_identity
+check directory_and_checkpoint training_goes_on shards fold gguf ling2 paths config buffers refused_sources full_disk files_go_along tokenizer_stays_itself eval_identity
 finish

@@ -130,7 +130,8 @@ test_numbers() {
 	total=$(info $q .parameters) active=$(info $q .active_parameters)
 	says README.md "$(millions 2 "$total") million parameters, of which $(millions 2 "$active") million are active for a token"
 	says README.md "Ling-Lite's $(rounded 3 "$(info configs/ling-lite.yaml '.parameters / 1e9')") billion parameters"
-	for config in ling-lite ling-plus ling-plus-first-upload; do
+	says README.md "Ling-mini-2.0's $(rounded 3 "$(info configs/ling-mini-2.0.yaml '.parameters / 1e9')") billion"
+	for config in ling-lite ling-plus ling-plus-first-upload ling-mini-2.0 ling-flash-2.0 ling-1t; do
 		total=$(info configs/$config.yaml .parameters | sed ':a; s/\B[0-9]\{3\}\>/,&/; ta')
 		grep -qF "$total parameters" configs/$config.yaml || problem "configs/$config.yaml does not say $total parameters"
 	done

@@ -224,85 +224,123 @@ static void expect(int64_t a, int64_t b, int64_t c, const char *format, ...)
 	va_end(args);
 }
 
+static void expect_layer(const struct model_config *c, int64_t T, int l)
+{
+	const int64_t H = c->hidden_size, E = c->num_experts, k = c->num_experts_per_tok, I = c->moe_intermediate_size,
+			a = c->num_attention_heads * c->head_dim, q = a + 2 * c->num_key_value_heads * c->head_dim;
+	const bool dense = l < c->first_k_dense_replace;
+	const int64_t W = dense ? c->intermediate_size : c->num_shared_experts * I;
+	expect(T, H, 0, "layer %d / attention / norm", l);
+	expect(T, q, 0, "layer %d / attention / qkv", l);
+	expect(T, q, 0, "layer %d / attention / rope", l);
+	expect(T, a, 0, "layer %d / attention / core", l);
+	expect(T, H, 0, "layer %d / attention / output", l);
+	expect(T, H, 0, "layer %d / ffn / norm", l);
+	if (!dense) {
+		expect(T, E, 0, "layer %d / router / logits", l);
+		expect(T, E, 0, "layer %d / router / softmax", l);
+		expect(T, k, 0, "layer %d / router / top-k", l);
+		expect(T, k, 0, "layer %d / router / weights", l);
+		expect(T, k, 2 * I, "layer %d / experts / gate_up", l);
+		expect(T, k, H, "layer %d / experts / down", l);
+	}
+	if (W)
+		expect(T, 2 * W, 0, "layer %d / %s / gate_up", l, dense ? "dense" : "shared");
+	expect(T, H, 0, "layer %d / output", l);
+}
+
+static void expect_layer_backward(const struct model_config *c, int64_t T, int l)
+{
+	const int64_t H = c->hidden_size, E = c->num_experts, k = c->num_experts_per_tok, I = c->moe_intermediate_size,
+			a = c->num_attention_heads * c->head_dim, q = a + 2 * c->num_key_value_heads * c->head_dim;
+	const bool dense = l < c->first_k_dense_replace;
+	const int64_t W = dense ? c->intermediate_size : c->num_shared_experts * I;
+	const char *shared = dense ? "" : "shared_experts.";
+	expect(T, H, 0, "layer %d / output / gradient", l);
+	if (W)
+		expect(H, W, 0, "model.layers.%d.mlp.%sdown_proj.weight / gradient", l, shared);
+	for (int e = 0; !dense && e < E; e++)
+		expect(H, I, 0, "model.layers.%d.mlp.experts.%d.down_proj.weight / gradient", l, e);
+	if (!dense) {
+		expect(T, k, 2 * I, "layer %d / experts / gate_up / gradient", l);
+		for (int e = 0; e < E; e++)
+			expect(I, H, 0, "model.layers.%d.mlp.experts.%d.gate_proj.weight / gradient", l, e);
+		for (int e = 0; e < E; e++)
+			expect(I, H, 0, "model.layers.%d.mlp.experts.%d.up_proj.weight / gradient", l, e);
+		expect(T, k, 0, "layer %d / router / weights / gradient", l);
+		expect(T, E, 0, "layer %d / router / logits / gradient", l);
+		expect(E, H, 0, "model.layers.%d.mlp.gate.weight / gradient", l);
+	}
+	if (W) {
+		expect(T, 2 * W, 0, "layer %d / %s / gate_up / gradient", l, dense ? "dense" : "shared");
+		expect(W, H, 0, "model.layers.%d.mlp.%sgate_proj.weight / gradient", l, shared);
+		expect(W, H, 0, "model.layers.%d.mlp.%sup_proj.weight / gradient", l, shared);
+	}
+	expect(T, H, 0, "layer %d / ffn / norm / gradient", l);
+	expect(H, 0, 0, "model.layers.%d.post_attention_layernorm.weight / gradient", l);
+	expect(T, H, 0, "layer %d / attention / output / gradient", l);
+	if (c->use_bias)
+		expect(H, 0, 0, "model.layers.%d.attention.dense.bias / gradient", l);
+	expect(H, a, 0, "model.layers.%d.attention.dense.weight / gradient", l);
+	expect(T, a, 0, "layer %d / attention / core / gradient", l);
+	expect(T, q, 0, "layer %d / attention / rope / gradient", l);
+	expect(T, q, 0, "layer %d / attention / qkv / gradient", l);
+	if (c->use_qkv_bias)
+		expect(q, 0, 0, "model.layers.%d.attention.query_key_value.bias / gradient", l);
+	expect(q, H, 0, "model.layers.%d.attention.query_key_value.weight / gradient", l);
+	expect(T, H, 0, "layer %d / attention / norm / gradient", l);
+	expect(H, 0, 0, "model.layers.%d.input_layernorm.weight / gradient", l);
+}
+
 static void expect_everything(const struct model_config *c, int64_t T)
 {
-	const int64_t H = c->hidden_size, V = c->vocab_size, E = c->num_experts, k = c->num_experts_per_tok,
-			I = c->moe_intermediate_size, a = c->num_attention_heads * c->head_dim,
-			q = a + 2 * c->num_key_value_heads * c->head_dim;
-	const int layers = c->num_hidden_layers;
+	const int64_t H = c->hidden_size, V = c->vocab_size;
+	const int layers = c->num_hidden_layers, all = layers + c->num_nextn_predict_layers;
 	listed = 0;
 	expect(T, H, 0, "embedding");
-	for (int l = 0; l < layers; l++) {
-		const bool dense = l < c->first_k_dense_replace;
-		const int64_t W = dense ? c->intermediate_size : c->num_shared_experts * I;
-		expect(T, H, 0, "layer %d / attention / norm", l);
-		expect(T, q, 0, "layer %d / attention / qkv", l);
-		expect(T, q, 0, "layer %d / attention / rope", l);
-		expect(T, a, 0, "layer %d / attention / core", l);
-		expect(T, H, 0, "layer %d / attention / output", l);
-		expect(T, H, 0, "layer %d / ffn / norm", l);
-		if (!dense) {
-			expect(T, E, 0, "layer %d / router / logits", l);
-			expect(T, E, 0, "layer %d / router / softmax", l);
-			expect(T, k, 0, "layer %d / router / top-k", l);
-			expect(T, k, 0, "layer %d / router / weights", l);
-			expect(T, k, 2 * I, "layer %d / experts / gate_up", l);
-			expect(T, k, H, "layer %d / experts / down", l);
-		}
-		if (W)
-			expect(T, 2 * W, 0, "layer %d / %s / gate_up", l, dense ? "dense" : "shared");
-		expect(T, H, 0, "layer %d / output", l);
-	}
+	for (int l = 0; l < layers; l++)
+		expect_layer(c, T, l);
 	expect(T, H, 0, "norm");
+	for (int l = layers; l < all; l++) {
+		expect(T, H, 0, "layer %d / embedding", l);
+		expect(T, H, 0, "layer %d / mtp / enorm", l);
+		expect(T, H, 0, "layer %d / mtp / hnorm", l);
+		expect(T, H, 0, "layer %d / mtp / eh_proj", l);
+		expect_layer(c, T, l);
+		expect(T, H, 0, "layer %d / norm", l);
+	}
 	expect(T, V, 0, "head / logits");
 	expect(T, 0, 0, "head / loss");
 	expect(1, 0, 0, "loss");
+	for (int l = layers; l < all; l++) {
+		expect(T, V, 0, "layer %d / head / logits", l);
+		expect(T, 0, 0, "layer %d / head / loss", l);
+	}
+	if (all > layers)
+		expect(1, 0, 0, "mtp loss");
 	expect(1, 0, 0, "balance loss");
 	expect(1, 0, 0, "z-loss");
 	expect(T, V, 0, "head / logits / gradient");
+	for (int l = layers; l < all; l++)
+		expect(T, V, 0, "layer %d / head / logits / gradient", l);
 	if (!c->tie_word_embeddings)
 		expect(V, H, 0, "lm_head.weight / gradient");
+	for (int l = all - 1; l >= layers; l--) {
+		expect(T, H, 0, "layer %d / norm / gradient", l);
+		expect(H, 0, 0, "model.layers.%d.final_layernorm.weight / gradient", l);
+		expect_layer_backward(c, T, l);
+		expect(T, H, 0, "layer %d / mtp / eh_proj / gradient", l);
+		expect(H, 2 * H, 0, "model.layers.%d.eh_proj.weight / gradient", l);
+		expect(T, H, 0, "layer %d / mtp / hnorm / gradient", l);
+		expect(H, 0, 0, "model.layers.%d.hnorm.weight / gradient", l);
+		expect(T, H, 0, "layer %d / mtp / enorm / gradient", l);
+		expect(H, 0, 0, "model.layers.%d.enorm.weight / gradient", l);
+		expect(T, H, 0, "layer %d / embedding / gradient", l);
+	}
 	expect(T, H, 0, "norm / gradient");
 	expect(H, 0, 0, "model.norm.weight / gradient");
-	for (int l = layers - 1; l >= 0; l--) {
-		const bool dense = l < c->first_k_dense_replace;
-		const int64_t W = dense ? c->intermediate_size : c->num_shared_experts * I;
-		const char *shared = dense ? "" : "shared_experts.";
-		expect(T, H, 0, "layer %d / output / gradient", l);
-		if (W)
-			expect(H, W, 0, "model.layers.%d.mlp.%sdown_proj.weight / gradient", l, shared);
-		for (int e = 0; !dense && e < E; e++)
-			expect(H, I, 0, "model.layers.%d.mlp.experts.%d.down_proj.weight / gradient", l, e);
-		if (!dense) {
-			expect(T, k, 2 * I, "layer %d / experts / gate_up / gradient", l);
-			for (int e = 0; e < E; e++)
-				expect(I, H, 0, "model.layers.%d.mlp.experts.%d.gate_proj.weight / gradient", l, e);
-			for (int e = 0; e < E; e++)
-				expect(I, H, 0, "model.layers.%d.mlp.experts.%d.up_proj.weight / gradient", l, e);
-			expect(T, k, 0, "layer %d / router / weights / gradient", l);
-			expect(T, E, 0, "layer %d / router / logits / gradient", l);
-			expect(E, H, 0, "model.layers.%d.mlp.gate.weight / gradient", l);
-		}
-		if (W) {
-			expect(T, 2 * W, 0, "layer %d / %s / gate_up / gradient", l, dense ? "dense" : "shared");
-			expect(W, H, 0, "model.layers.%d.mlp.%sgate_proj.weight / gradient", l, shared);
-			expect(W, H, 0, "model.layers.%d.mlp.%sup_proj.weight / gradient", l, shared);
-		}
-		expect(T, H, 0, "layer %d / ffn / norm / gradient", l);
-		expect(H, 0, 0, "model.layers.%d.post_attention_layernorm.weight / gradient", l);
-		expect(T, H, 0, "layer %d / attention / output / gradient", l);
-		if (c->use_bias)
-			expect(H, 0, 0, "model.layers.%d.attention.dense.bias / gradient", l);
-		expect(H, a, 0, "model.layers.%d.attention.dense.weight / gradient", l);
-		expect(T, a, 0, "layer %d / attention / core / gradient", l);
-		expect(T, q, 0, "layer %d / attention / rope / gradient", l);
-		expect(T, q, 0, "layer %d / attention / qkv / gradient", l);
-		if (c->use_qkv_bias)
-			expect(q, 0, 0, "model.layers.%d.attention.query_key_value.bias / gradient", l);
-		expect(q, H, 0, "model.layers.%d.attention.query_key_value.weight / gradient", l);
-		expect(T, H, 0, "layer %d / attention / norm / gradient", l);
-		expect(H, 0, 0, "model.layers.%d.input_layernorm.weight / gradient", l);
-	}
+	for (int l = layers - 1; l >= 0; l--)
+		expect_layer_backward(c, T, l);
 	expect(T, H, 0, "embedding / gradient");
 	expect(V, H, 0, "model.word_embeddings.weight / gradient");
 	expect(1, 0, 0, "gradient norm");
@@ -365,11 +403,13 @@ struct chain {
 	const struct config *c;
 	const struct trainer *t;
 	const char *where;
+	const char *ending;          /* of the names of the weights: "", or that of a dump */
 };
 
 static struct matrix weight(const struct chain *x, int l, const char *name)
 {
-	return l < 0 ? get(x->weights, "%s", name) : get(x->weights, "model.layers.%d.%s", l, name);
+	return l < 0 ? get(x->weights, "%s%s", name, x->ending)
+			: get(x->weights, "model.layers.%d.%s%s", l, name, x->ending);
 }
 
 static struct matrix weight_gradient(const struct chain *x, int l, const char *name)
@@ -650,8 +690,9 @@ static void check_layer(const struct chain *x, int l)
 {
 	const struct model_config *c = &x->c->model;
 	const bool dense = l < c->first_k_dense_replace;
-	const char *before = l ? "output" : "embedding";
-	const struct matrix input = output(x, l - 1, before), dinput = gradient(x, l - 1, before),
+	const bool mtp = l >= c->num_hidden_layers;
+	const char *before = mtp ? "mtp / eh_proj" : l ? "output" : "embedding";
+	const struct matrix input = output(x, l - !mtp, before), dinput = gradient(x, l - !mtp, before),
 			norm = output(x, l, "attention / norm"), qkv = output(x, l, "attention / qkv"),
 			rope = output(x, l, "attention / rope"), core = output(x, l, "attention / core"),
 			residual = output(x, l, "attention / output"), ffn_norm = output(x, l, "ffn / norm"),
@@ -688,61 +729,116 @@ static void check_layer(const struct chain *x, int l)
 	is(x, l, "ffn / norm / gradient", dx, dffn_norm);
 }
 
+/* The head and the loss of a depth of prediction, whose layer is l. What comes to the head is added to dhead; returns
+ * what comes to the final norm's output from it. scale [H]: of NormHead. */
+static struct matrix check_head(const struct chain *x, int depth, int l, struct matrix head, struct matrix dhead,
+		const double *scale, double *mean)
+{
+	const struct config *c = x->c;
+	const int64_t H = c->model.hidden_size, V = c->model.vocab_size, L = c->data.seq_len;
+	const struct matrix norm = output(x, l, "norm"), logits = output(x, l, "head / logits"),
+			dlogits = gradient(x, l, "head / logits");
+	const int64_t T = norm.rows;
+	struct matrix in = make(T, H), y = make(T, V), din = make(T, H), softmax = make(T, V), loss = make(T, 1);
+	int *target = calloc(T, sizeof *target);
+	int64_t targets = 0;
+	for (int64_t i = 0; i < T * H; i++)
+		in.x[i] = norm.x[i] * scale[i % H];
+	add_product(y, in, head);
+	is(x, l, "head / logits", y, logits);
+	for (int64_t t = 0; t < T; t++) {
+		target[t] = t % L + depth < L ? x->t->target[t + depth] : -1;
+		targets += target[t] >= 0;
+	}
+	const double by = (depth ? c->model.mtp_loss_scaling_factor : 1) / targets;
+	for (int64_t t = 0; t < T; t++) {
+		double sum = 0;
+		for (int64_t v = 0; v < V; v++)
+			sum += exp(logits.x[t * V + v]);
+		for (int64_t v = 0; target[t] >= 0 && v < V; v++)
+			softmax.x[t * V + v] = (exp(logits.x[t * V + v]) / sum - (v == target[t])) * by;
+		loss.x[t] = target[t] < 0 ? 0 : log(sum) - logits.x[t * V + target[t]];
+		*mean += loss.x[t] / targets;
+	}
+	is(x, l, "head / loss", loss, output(x, l, "head / loss"));
+	is(x, l, "head / logits / gradient", softmax, dlogits);
+	add_weight_gradient(dhead, dlogits, in);
+	add_input_gradient(din, dlogits, head);
+	for (int64_t i = 0; i < T * H; i++)
+		din.x[i] *= scale[i % H];
+	free(target);
+	return din;
+}
+
+/* The embedding of the tokens that a depth sees; its gradient is added to dembedding. */
+static void check_embedding(const struct chain *x, int depth, int l, struct matrix embedding, struct matrix dembedding)
+{
+	const struct matrix embedded = output(x, l, "embedding"), dembedded = gradient(x, l, "embedding");
+	const int64_t H = embedding.cols, L = x->c->data.seq_len;
+	struct matrix looked_up = make(embedded.rows, H);
+	for (int64_t i = 0; i < embedded.rows * H; i++) {
+		const int64_t t = i / H, token = t % L + depth < L ? x->t->input[t + depth] : 0, at = token * H + i % H;
+		looked_up.x[i] = embedding.x[at];
+		dembedding.x[at] += dembedded.x[i];
+	}
+	is(x, l, "embedding", looked_up, embedded);
+}
+
+/* The input of MTP layer l, and its final norm. dhead: what comes to the hidden state of the depth before, which is of
+ * layer `before`, from its head. */
+static void check_mtp(const struct chain *x, int l, int before, struct matrix dhead)
+{
+	const struct matrix e = output(x, l, "mtp / enorm"), h = output(x, l, "mtp / hnorm"),
+			de = gradient(x, l, "mtp / enorm"), dh = gradient(x, l, "mtp / hnorm");
+	const int64_t H = e.cols;
+	struct matrix joined = make(e.rows, 2 * H);
+	for (int64_t i = 0; i < e.rows * H; i++) {
+		joined.x[i / H * 2 * H + i % H] = e.x[i];
+		joined.x[i / H * 2 * H + H + i % H] = h.x[i];
+	}
+	check_norm(x, l, "mtp / enorm", output(x, l, "embedding"), e, de, (struct matrix){0}, gradient(x, l, "embedding"),
+			"enorm.weight");
+	check_norm(x, l, "mtp / hnorm", output(x, before, "norm"), h, dh, dhead, gradient(x, before, "norm"),
+			"hnorm.weight");
+	const struct matrix d = check_product(x, l, "eh_proj.weight", NULL, joined, output(x, l, "mtp / eh_proj"),
+			gradient(x, l, "mtp / eh_proj"));
+	is(x, l, "mtp / enorm / gradient", columns(d, 0, H), de);
+	is(x, l, "mtp / hnorm / gradient", columns(d, H, 2 * H), dh);
+	check_norm(x, l, "norm", output(x, l, "output"), output(x, l, "norm"), gradient(x, l, "norm"), (struct matrix){0},
+			gradient(x, l, "output"), "final_layernorm.weight");
+}
+
 static void check_chain(const struct chain *x)
 {
 	const struct model_config *c = &x->c->model;
-	const int layers = c->num_hidden_layers;
+	const int layers = c->num_hidden_layers, mtp = c->num_nextn_predict_layers;
 	const int64_t H = c->hidden_size, V = c->vocab_size;
 	const struct matrix embedding = weight(x, -1, "model.word_embeddings.weight"),
-			head = c->tie_word_embeddings ? embedding : weight(x, -1, "lm_head.weight"),
-			embedded = output(x, -1, "embedding"), dembedded = gradient(x, -1, "embedding"),
-			last = output(x, layers - 1, "output"), norm = output(x, -1, "norm"),
-			logits = output(x, -1, "head / logits"), dlogits = gradient(x, -1, "head / logits"),
-			losses = output(x, -1, "head / loss");
-	const int64_t T = norm.rows;
-	struct matrix in = make(T, H), y = make(T, V), dhead = make(V, H), din = make(T, H), scale = make(1, H),
-			looked_up = make(T, H), dembedding = make(V, H), softmax = make(T, V), loss = make(T, 1), mean = make(1, 1);
-	for (int l = 0; l < layers; l++)
+			head = c->tie_word_embeddings ? embedding : weight(x, -1, "lm_head.weight");
+	struct matrix dhead = make(V, H), scale = make(1, H), dembedding = make(V, H), mean = make(2, 1), dnorm;
+	for (int l = 0; l < layers + mtp; l++)
 		check_layer(x, l);
-	check_norm(x, -1, "norm", last, norm, gradient(x, -1, "norm"), (struct matrix){0},
-			gradient(x, layers - 1, "output"), "model.norm.weight");
+	check_norm(x, -1, "norm", output(x, layers - 1, "output"), output(x, -1, "norm"), gradient(x, -1, "norm"),
+			(struct matrix){0}, gradient(x, layers - 1, "output"), "model.norm.weight");
 	for (int64_t j = 0; j < H; j++) {
 		double square = 0;
 		for (int64_t v = 0; v < V; v++)
 			square += head.x[v * H + j] * head.x[v * H + j];
 		scale.x[j] = c->norm_head ? 1 / (sqrt(square) + 1e-7) : 1;
 	}
-	for (int64_t i = 0; i < T * H; i++)
-		in.x[i] = norm.x[i] * scale.x[i % H];
-	add_product(y, in, head);
-	is(x, -1, "head / logits", y, logits);
-	int64_t targets = 0;
-	for (int64_t t = 0; t < T; t++)
-		targets += x->t->target[t] >= 0;
-	for (int64_t t = 0; t < T; t++) {
-		const int target = x->t->target[t];
-		double sum = 0;
-		for (int64_t v = 0; v < V; v++)
-			sum += exp(logits.x[t * V + v]);
-		for (int64_t v = 0; target >= 0 && v < V; v++)
-			softmax.x[t * V + v] = (exp(logits.x[t * V + v]) / sum - (v == target)) / targets;
-		loss.x[t] = target < 0 ? 0 : log(sum) - logits.x[t * V + target];
-		mean.x[0] += loss.x[t] / targets;
+	for (int depth = 0, l = -1; depth <= mtp; l = layers + depth++) {
+		if (depth)
+			check_mtp(x, l, depth > 1 ? l - 1 : -1, dnorm);
+		dnorm = check_head(x, depth, l, head, dhead, scale.x, &mean.x[depth > 0]);
+		check_embedding(x, depth, l, embedding, dembedding);
+		if (depth == mtp)
+			is(x, l, "norm / gradient", dnorm, gradient(x, l, "norm"));
 	}
-	is(x, -1, "head / loss", loss, losses);
-	is(x, -1, "loss", mean, output(x, -1, "loss"));
-	is(x, -1, "head / logits / gradient", softmax, dlogits);
-	add_weight_gradient(dhead, dlogits, in);
-	add_input_gradient(din, dlogits, head);
-	for (int64_t i = 0; i < T * H; i++)
-		din.x[i] *= scale.x[i % H];
-	is(x, -1, "norm / gradient", din, gradient(x, -1, "norm"));
-	for (int64_t i = 0; i < T * H; i++) {
-		const int64_t at = x->t->input[i / H] * H + i % H;
-		looked_up.x[i] = embedding.x[at];
-		dembedding.x[at] += dembedded.x[i];
+	is(x, -1, "loss", part(mean, 0, 1), output(x, -1, "loss"));
+	if (mtp) {
+		mean.x[1] /= mtp;
+		is(x, -1, "mtp loss", part(mean, 1, 2), output(x, -1, "mtp loss"));
 	}
-	is(x, -1, "embedding", looked_up, embedded);
 	if (c->tie_word_embeddings)
 		add(dembedding, dhead);
 	else
@@ -795,7 +891,7 @@ static void test_step(void **state)
 	take_step(&t, expected, 1);
 	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
 	struct tensors *weights = tensors_open(path, "model"), *dump = open_dump(at("step-0000001.safetensors"));
-	const struct chain x = {dump, weights, &c, &t, name};
+	const struct chain x = {dump, weights, &c, &t, name, ""};
 	check_list(dump, &t, name);
 	check_fixture(dump, expected, &t, name);
 	check_chain(&x);
@@ -817,6 +913,43 @@ static void test_step(void **state)
 	tensors_close(expected);
 	trainer_free(&t);
 	drop_scratch(NULL);
+}
+
+/* A model with two MTP layers: the list of the first step, and the chain of the second one, whose weights are those
+ * that the first one has left. */
+static void test_mtp(void **state)
+{
+	(void)state;
+	static const char *const names[] = {"dense_first", "tied_plain"};
+	for (int i = 0; i < COUNT(names); i++) {
+		struct config c;
+		struct trainer t;
+		char path[256], option[PATH_LEN + 64], *options[] = {option};
+		make_scratch(NULL);
+		snprintf(path, sizeof path, FIXTURES "%s/case.yaml", names[i]);
+		snprintf(option, sizeof option, "train.dump=%s", dump_option("[1, 2]"));
+		assert_done(config_load(&c, path, 1, options, false));
+		c.model.num_nextn_predict_layers = 2;
+		c.model.mtp_loss_scaling_factor = 0.3;
+		assert_done(trainer_allocate(&t, &c));
+		model_randomize(&t.model, 1);
+		assert_done(dump_open(&t.dump, &c, &t.model, 0));
+		snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", names[i]);
+		struct tensors *expected = tensors_open(path, "model");
+		take_step(&t, expected, 1);
+		take_step(&t, expected, 2);
+		struct tensors *first = open_dump(at("step-0000001.safetensors")),
+				*second = open_dump(at("step-0000002.safetensors"));
+		const struct chain x = {second, first, &c, &t, names[i], " / updated"};
+		check_list(first, &t, names[i]);
+		check_chain(&x);
+		free_matrices();
+		tensors_close(first);
+		tensors_close(second);
+		tensors_close(expected);
+		trainer_free(&t);
+		drop_scratch(NULL);
+	}
 }
 
 /* A dump changes no bit of what is trained, and recomputing changes no bit of a dump. */
@@ -991,13 +1124,14 @@ static void test_perturb(void **state)
 
 int main(void)
 {
-	struct CMUnitTest tests[COUNT(cases) + 6] = {0};
+	struct CMUnitTest tests[COUNT(cases) + 7] = {0};
 	char names[COUNT(cases)][64];
 	int n = 0;
 	for (; n < COUNT(cases); n++) {
 		snprintf(names[n], sizeof names[n], "test_step %s", cases[n]);
 		tests[n] = (struct CMUnitTest){.name = names[n], .test_func = test_step, .initial_state = (void *)cases[n]};
 	}
+	tests[n++] = (struct CMUnitTest)cmocka_unit_test(test_mtp);
 	tests[n++] = (struct CMUnitTest)TEST(test_bits);
 	tests[n++] = (struct CMUnitTest)TEST(test_not_finite);
 	tests[n++] = (struct CMUnitTest)TEST(test_other_files);

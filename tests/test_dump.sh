@@ -56,6 +56,8 @@ test_layouts_in_double() {
 	equal 1e-11 "4,1,2 3,1,1" train.micro_batch=4 model.tie_word_embeddings=true train.recompute=layer train.batch_warmup='{start: 2, increment: 5, tokens: 40}'
 	equal 1e-11 "4,2,2" train.micro_batch=1 data.train=chat data.seq_len=60
 	equal 1e-11 "4,4,4" train.batch=1 train.micro_batch=1 data.seq_len=3 # more ranks than tokens
+	equal 1e-11 "4,2,4 4,4,2" model.architecture=BailingMoeV2ForCausalLM model.n_group=4 model.topk_group=2 model.first_k_dense_replace=1 \
+		model.num_nextn_predict_layers=2 train.micro_batch=1 data.seq_len=15 train.recompute=layer
 }
 
 test_layouts_in_float() {

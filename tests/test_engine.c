@@ -119,7 +119,8 @@ enum { VOCABULARY = 300, BYTE_IDS = 257, MOST_NEW = 150, LONGEST = 800 };
 
 static void make_model(struct model *m, int64_t forward_tokens)
 {
-	static const struct model_config c = {.hidden_size = 24, .num_hidden_layers = 2, .num_attention_heads = 4,
+	static const struct model_config c = {.hidden_size = 24, MODEL_DEFAULTS,
+			.num_hidden_layers = 2, .num_attention_heads = 4,
 		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = VOCABULARY, .num_experts = 6, .num_experts_per_tok = 2,
 		.num_shared_experts = 1, .moe_intermediate_size = 16, .norm_head = true, .norm_topk_prob = true,
 		.rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.5, .max_position_embeddings = LONGEST};

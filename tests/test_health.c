@@ -7,7 +7,8 @@
 
 #include <math.h>
 
-static const struct model_config shape = {.hidden_size = 8, .num_hidden_layers = 1, .num_attention_heads = 2,
+static const struct model_config shape = {.hidden_size = 8, MODEL_DEFAULTS,
+		.num_hidden_layers = 1, .num_attention_heads = 2,
 		.num_key_value_heads = 2, .head_dim = 4, .vocab_size = 16, .num_experts = 2, .num_experts_per_tok = 1,
 		.moe_intermediate_size = 4};
 

@@ -217,6 +217,70 @@ static void test_product_blocks(void **state)
 	}
 }
 
+/* A product of few rows has the bits of these rows in a product of many: for each number of rows, in groups and with a
+ * list of rows; with sizes that are no multiples of blocks, and sums that become -0; written and added to; by several
+ * threads; with weights in float and in bfloat16. */
+static void test_few_rows(void **state)
+{
+	(void)state;
+	enum { MANY = 200 }; /* one thread has tiles of at least 88 of these rows, which are no few rows */
+	static const int64_t sizes[][2] = {{1, 1}, {7, 33}, {16, 16}, {17, 31}, {95, 130}, {384, 48}, {385, 65}, {801, 77},
+			{1551, 40}, {3101, 19}};
+	const int threads = omp_get_max_threads();
+	for (size_t c = 0; c < COUNT(sizes); c++) {
+		const int64_t K = sizes[c][0], N = sizes[c][1];
+		real *x = normal_array(MANY * K, 1), *w = normal_array(3 * N * K, 2), *y = normal_array(MANY * N, 3);
+		real *written = nan_array(MANY * N), *added = nan_array(MANY * N), *few = nan_array(MANY * N);
+		uint16_t *half = malloc(3 * N * K * sizeof *half);
+		for (int64_t i = 0; i < K; i++) { /* all terms of the first element become 0 or -0 */
+			x[i] *= sizeof(real) == 4 ? (real)1e-30 : (real)1e-300;
+			w[i] *= (real)1e-30;
+		}
+		for (int64_t i = 0; i < 3 * N * K; i++) {
+			half[i] = float_to_bf16((float)w[i]);
+			w[i] = bf16_to_float(half[i]);
+		}
+		struct weight weights[2][3];
+		int32_t row[MANY];
+		stack_weights(weights[0], w, 3, N * K);
+		for (int64_t g = 0; g < 3; g++)
+			weights[1][g] = (struct weight){.data = half + g * N * K, .bf16 = true};
+		for (int r = 0; r < MANY; r++)
+			row[r] = (r * 29 + 3) % MANY;
+		memcpy(added, y, MANY * N * sizeof *y);
+		omp_set_num_threads(1);
+		matmul_forward(written, x, weights[0], NULL, MANY, K, N, false);
+		matmul_forward(added, x, weights[0], NULL, MANY, K, N, true);
+		for (int64_t rows = 1; rows < 70; rows += rows < 18 ? 1 : 9)
+			for (int form = 0; form < 6; form++) {
+				const struct weight *weight = weights[form % 2];
+				omp_set_num_threads(1 + form / 2);
+				matmul_forward(few, x, weight, NULL, rows, K, N, false);
+				assert_memory_equal(few, written, rows * N * sizeof *few);
+				memcpy(few, y, rows * N * sizeof *few);
+				matmul_forward(few, x, weight, NULL, rows, K, N, true);
+				assert_memory_equal(few, added, rows * N * sizeof *few);
+			}
+		for (int64_t each = 0; each < 9; each += 2) { /* groups of `each` rows; 1 more in the middle; by a list */
+			const int64_t offset[] = {0, each, 2 * each + 1, 3 * each + 1}, R = offset[3];
+			real *grouped = nan_array(R * N), *one = nan_array(MANY * N);
+			for (int form = 0; form < 2; form++) {
+				omp_set_num_threads(1 + 2 * form);
+				grouped_matmul_forward(grouped, x, row, weights[form], offset, 3, K, N, false);
+				omp_set_num_threads(1);
+				for (int g = 0; g < 3; g++) {
+					matmul_forward(one, x, &weights[form][g], NULL, MANY, K, N, false);
+					for (int64_t r = offset[g]; r < offset[g + 1]; r++)
+						assert_memory_equal(grouped + r * N, one + row[r] * N, N * sizeof *one);
+				}
+			}
+			free(grouped), free(one);
+		}
+		omp_set_num_threads(threads);
+		free(x), free(w), free(y), free(written), free(added), free(few), free(half);
+	}
+}
+
 /* ------------------------------------------------------------------------------------------------------------
  * Extremes
  * ------------------------------------------------------------------------------------------------------------ */
@@ -257,9 +321,146 @@ static void test_topk_ties(void **state)
 	const int32_t expected[4][3] = {{0, 1, 2}, {1, 3, 4}, {3, 0, 1}, {0, 1, 2}};
 	int32_t index[4][3];
 	real weight[4][3];
-	topk_forward(index[0], weight[0], p[0], 4, 5, 3, true);
+	topk_forward(index[0], weight[0], p[0], NULL, 4, 5, &(struct routing){.k = 3, .groups = 1, .top_groups = 1,
+			.normalise = true, .scale = 1});
 	assert_memory_equal(index, expected, sizeof expected);
 	assert_true(isnan(weight[3][0]));
+}
+
+/* A sigmoid's scores, in float and in double, at both ends and in between; the log-sum-exp is that of the logits. */
+static void test_sigmoid_scores(void **state)
+{
+	(void)state;
+	enum { N = 401 };
+	real s[N], p[N], again[N], lse;
+	double sum = 0;
+	for (int i = 0; i < N; i++) {
+		s[i] = (real)((i - N / 2) * 0.5); /* -100 .. 100 */
+		sum += exp(s[i] - 100);
+	}
+	scores_forward(p, &lse, s, 1, N, true);
+	for (int i = 0; i < N; i++) {
+		const double expected = s[i] >= 0 ? 1 / (1 + exp(-s[i])) : exp(s[i]) / (1 + exp(s[i]));
+		/* below 2^-126 a float has fewer digits, down to 1.4e-45 */
+		assert_true(fabs(p[i] - expected) <= 3 * (sizeof(real) == 4 ? 1.2e-7 : 2.3e-16) * expected + 1.5e-45);
+		assert_true(p[i] > 0 && p[i] <= 1);
+	}
+	assert_true(fabs(lse - (100 + log(sum))) < 1e-5);
+	memcpy(again, s, sizeof s);
+	scores_forward(again, NULL, again, 1, N, true); /* in place */
+	assert_memory_equal(again, p, sizeof p);
+	const real wild[3] = {NAN, INFINITY, -INFINITY};
+	scores_forward(p, NULL, wild, 1, 3, true);
+	assert_true(isnan(p[0]) && p[1] == 1 && p[2] == 0);
+}
+
+/* Groups: those with the largest sums of two; ties go to the lower group and the lower expert, a bias counts in the
+ * choice alone, and NaN is chosen. */
+static void test_topk_groups(void **state)
+{
+	(void)state;
+	enum { E = 8, K = 3 };
+	const struct routing r = {.sigmoid = true, .k = K, .groups = 4, .top_groups = 2, .normalise = true, .scale = 2};
+	const real p[5][E] = {
+		{0.9f, 0.1f, 0.5f, 0.6f, 0.5f, 0.6f, 0.2f, 0.2f}, /* sums 1, 1.1, 1.1, 0.4: the best expert is left out */
+		{0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f}, /* all alike */
+		{0.1f, 0.1f, 0.2f, 0.2f, 0.1f, 0.1f, 0.2f, 0.2f}, /* groups 1 and 3 */
+		{0.1f, 0.2f, 0.1f, 0.2f, 0.1f, NAN, 0.9f, 0.9f}, /* group 2, for NaN is not hidden, and group 3 */
+		{1, 1, 0.5f, 0.5f, 0.25f, 0.25f, 0, 0},
+	}, bias[E] = {-2, -2, -1.5f, -1.5f, -1.5f, -0.5f, -3, -3}; /* all scores are negative then */
+	const int32_t expected[5][K] = {{3, 5, 2}, {0, 1, 2}, {2, 3, 6}, {5, 6, 7}, {5, 0, 1}}, /* the last with the bias */
+			unbiased[K] = {0, 1, 2};
+	int32_t index[5][K];
+	real weight[5][K];
+	topk_forward(index[0], weight[0], p[0], NULL, 4, E, &r);
+	topk_forward(index[4], weight[4], p[4], bias, 1, E, &r);
+	assert_memory_equal(index, expected, sizeof expected);
+	assert_true(fabs(weight[0][0] - 2 * 0.6 / 1.7) < 1e-6 && fabs(weight[1][2] - 2.0 / 3) < 1e-6);
+	assert_true(isnan(weight[3][1]));
+	assert_true(fabs(weight[4][0] - 2 * 0.25 / 2.25) < 1e-6 && fabs(weight[4][1] - 2 / 2.25) < 1e-6);
+	topk_forward(index[4], weight[4], p[4], NULL, 1, E, &r);
+	assert_memory_equal(index[4], unbiased, sizeof unbiased);
+
+	/* scores so small that their sum is nothing beside 1e-20, or zero: the weights are finite */
+	real s[E], small[E];
+	for (int e = 0; e < E; e++)
+		s[e] = (real)(-100 - e);
+	scores_forward(small, NULL, s, 1, E, true);
+	topk_forward(index[0], weight[0], small, NULL, 1, E, &r);
+	assert_memory_equal(index[0], unbiased, sizeof unbiased);
+	assert_true(weight[0][0] >= 0 && weight[0][0] < 1e-20);
+}
+
+/* Many experts in groups beside plain loops that mark what is chosen; many scores and biases are equal. */
+static void test_topk_many(void **state)
+{
+	(void)state;
+	enum { T = 200, E = 256, K = 8, G = 8, TOP = 4, SIZE = E / G };
+	const struct routing r = {.sigmoid = true, .k = K, .groups = G, .top_groups = TOP, .normalise = true, .scale = 2.5};
+	real *p = allocate(T * E * sizeof *p), bias[E], weight[T * K];
+	int32_t index[T * K];
+	random_uniform(p, T * E, &(struct random_stream){.seed = 3}, 0);
+	random_uniform(bias, E, &(struct random_stream){.seed = 4}, 0);
+	for (int i = 0; i < T * E; i++)
+		p[i] = (real)(ceil(p[i] * 64) / 64);
+	for (int e = 0; e < E; e++)
+		bias[e] = (real)(floor(bias[e] * 8) / 8 - 0.5);
+	topk_forward(index, weight, p, bias, T, E, &r);
+	for (int t = 0; t < T; t++) {
+		double x[E], group[G], sum = 0;
+		for (int e = 0; e < E; e++)
+			x[e] = (double)p[t * E + e] + bias[e];
+		for (int g = 0; g < G; g++) {
+			group[g] = -INFINITY;
+			for (int i = 0; i < SIZE; i++)
+				for (int j = 0; j < i; j++)
+					group[g] = fmax(group[g], x[g * SIZE + i] + x[g * SIZE + j]);
+		}
+		for (int g = 0; g < G; g++) {
+			int better = 0;
+			for (int h = 0; h < G; h++)
+				better += group[h] > group[g] || (group[h] == group[g] && h < g);
+			for (int i = 0; i < SIZE && better >= TOP; i++)
+				x[g * SIZE + i] = -INFINITY;
+		}
+		for (int j = 0; j < K; j++) {
+			int best = 0;
+			for (int e = 1; e < E; e++)
+				best = x[e] > x[best] ? e : best;
+			assert_int_equal(index[t * K + j], best);
+			x[best] = -INFINITY;
+			sum += p[t * E + best];
+		}
+		for (int j = 0; j < K; j++)
+			assert_true(fabs(weight[t * K + j] - 2.5 * p[t * E + index[t * K + j]] / sum) < 1e-5);
+	}
+	free(p);
+}
+
+/* The gradients of sigmoid scores far out: finite, and 0 where the score is 0 or 1; that of the z-loss is softmax's. */
+static void test_sigmoid_extremes(void **state)
+{
+	(void)state;
+	enum { E = 4, K = 2 };
+	const struct routing r = {.sigmoid = true, .k = K, .groups = 1, .top_groups = 1, .normalise = true, .scale = 1};
+	const real s[2 * E] = {100, -100, 99, -100, -100, -101, -102, -103}, dweight[2 * K] = {1, -1, 2, -3};
+	const real factor[E] = {1, 2, 3, 4};
+	real p[2 * E], lse[2], weight[2 * K], ds[2 * E];
+	int32_t index[2 * K];
+	scores_forward(p, lse, s, 2, E, true);
+	topk_forward(index, weight, p, NULL, 2, E, &r);
+	topk_backward(ds, dweight, index, weight, p, 2, E, &r);
+	for (int i = 0; i < 2 * E; i++)
+		assert_true(fabs(ds[i]) < 1e-20);
+	router_loss_backward(ds, s, p, lse, factor, NULL, 0, 2, 2, E, 0, 0.5, &r);
+	for (int i = 0; i < 2 * E; i++) { /* lse softmax(s) */
+		const double expected = lse[i / E] * exp((double)s[i] - lse[i / E]);
+		assert_true(fabs(ds[i] - expected) <= 1e-5 * fabs(expected) + 1e-30);
+	}
+	memset(ds, 0, sizeof ds);
+	router_loss_backward(ds, s, p, lse, factor, NULL, 0, 2, 2, E, 1, 0, &r);
+	for (int i = 0; i < 2 * E; i++)
+		assert_true(fabs(ds[i]) < 1e-20);
 }
 
 /* The counts and sums of each sequence, against plain loops. */
@@ -267,14 +468,15 @@ static void test_router_statistics(void **state)
 {
 	(void)state;
 	enum { B = 2, L = 3, E = 5, K = 2 };
+	const struct routing r = {.k = K, .groups = 1, .top_groups = 1, .normalise = true, .scale = 1};
 	real s[B * L * E], p[B * L * E], lse[B * L], weight[B * L * K];
 	int32_t index[B * L * K];
 	struct router_sums sums[B];
 	double count[B * E], p_sum[B * E];
 	random_normal(s, B * L * E, &(struct random_stream){.seed = 7}, 0);
-	softmax_forward(p, lse, s, B * L, E);
-	topk_forward(index, weight, p, B * L, E, K, true);
-	router_statistics(sums, count, p_sum, s, p, lse, index, NULL, 0, B * L, B, L, E, K);
+	scores_forward(p, lse, s, B * L, E, false);
+	topk_forward(index, weight, p, NULL, B * L, E, &r);
+	router_statistics(sums, count, p_sum, s, p, lse, index, NULL, 0, B * L, B, L, E, &r);
 	for (int b = 0; b < B; b++) {
 		double total = 0, sum = 0, squares = 0;
 		for (int e = 0; e < E; e++) {
@@ -300,7 +502,7 @@ static void test_router_statistics(void **state)
 		struct router_sums padded[B];
 		double padded_count[B * E], padded_p[B * E];
 		router_statistics(padded, padded_count, padded_p, s + first * E, p + first * E, lse + first, index + first * K,
-				length, first, n, B, L, E, K);
+				length, first, n, B, L, E, &r);
 		for (int b = 0; b < B; b++) {
 			double z = 0, p0 = 0, counted = 0;
 			for (int t = b == 0 ? first : 0; t < length[b]; t++)
@@ -310,7 +512,7 @@ static void test_router_statistics(void **state)
 			assert_true(counted == 0 && fabs(padded[b].z - z) < 1e-12 && fabs(padded_p[b * E] - p0) < 1e-12);
 		}
 		memset(ds, 0, sizeof ds);
-		router_loss_backward(ds, p + first * E, lse + first, factor, length, first, n, L, E, 1, 1);
+		router_loss_backward(ds, NULL, p + first * E, lse + first, factor, length, first, n, L, E, 1, 1, &r);
 		for (int t = 0; t < n; t++) {
 			const bool padding = (t + first) % L >= length[(t + first) / L];
 			double size = 0;
@@ -756,8 +958,11 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_self_check), cmocka_unit_test(test_empty_group), cmocka_unit_test(test_row_lists),
 		cmocka_unit_test(test_weights_in_place), cmocka_unit_test(test_product_blocks),
+		cmocka_unit_test(test_few_rows),
 		cmocka_unit_test(test_rmsnorm_large), cmocka_unit_test(test_attention_large_scores),
-		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_router_statistics),
+		cmocka_unit_test(test_topk_ties), cmocka_unit_test(test_sigmoid_scores), cmocka_unit_test(test_topk_groups),
+		cmocka_unit_test(test_topk_many), cmocka_unit_test(test_sigmoid_extremes),
+		cmocka_unit_test(test_router_statistics),
 		cmocka_unit_test(test_routing_noise), cmocka_unit_test(test_dispatch),
 		cmocka_unit_test(test_cross_entropy_ignored), cmocka_unit_test(test_vocabulary_parts),
 		cmocka_unit_test(test_cross_entropy_extremes), cmocka_unit_test(test_double_sums),

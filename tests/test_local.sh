@@ -46,6 +46,24 @@ test_is_synchronous_sgd() {
 	"$root/build/compare_checkpoints_double" model "" sgd/step-0000006 two/step-0000006 1e-3 >/dev/null 2>&1 && problem "two local steps are one"
 }
 
+# The expert bias is the mean of the replicas', whatever the outer step does to weights: after single steps of two replicas with rate u, each is a
+# multiple of u / 2 / experts.
+test_expert_bias() {
+	train 4 bias $local local.steps=1 parallel.expert=2 train.steps=5 model.architecture=BailingMoeV2ForCausalLM model.norm_head=false \
+		model.router.bias_update_rate=1e-2
+	perl -MJSON::PP -e 'local $/; my $n = 0;
+		for my $path (@ARGV) {
+			open my $f, "<:raw", $path; my $bytes = <$f>; my $size = unpack "Q<", $bytes; my $header = decode_json(substr $bytes, 8, $size);
+			for my $name (grep /expert_bias$/, keys %$header) {
+				for my $b (unpack "f<*", substr $bytes, 8 + $size + $header->{$name}{data_offsets}[0], 4 * 8) {
+					my $x = $b / 1e-2 * 16; $n += $x != 0;
+					abs($x - sprintf "%.0f", $x) < 1e-3 && abs($b) <= 0.05 * 2 or die "$name: $b\n";
+				}
+			}
+		}
+		$n >= 8 or die "$n biases\n"' bias/step-0000005/model-*.safetensors 2>err.txt || problem "$(cat err.txt)"
+}
+
 # Steps of the warm-up are those of a run without replicas.
 test_warmup() {
 	RUN=$root/build/ling_double train 4 all parallel.expert=2 train.steps=5 schedule.peak_lr=3e-3
@@ -94,6 +112,24 @@ test_resume() {
 		kill@step=12,rank=2,during=synchronisation 12 overlapped checkpoint.every=8 eval.every=off health.every=off
 	END
 	expect 1 "there is no synchronisation: parallel.sync is step" "$ling" train tiny.yaml train.output_dir=refused --inject kill@step=3,during=norms
+}
+
+# MTP layers, whose blocks are the last ones: their weights too come with the next forward pass, which computes them, or, without the factor
+# of their loss and in evaluation, does not.
+test_mtp() {
+	local factor those="$local local.steps=4 parallel.expert=2 train.steps=12 model.architecture=BailingMoeV2ForCausalLM
+		model.first_k_dense_replace=1 model.intermediate_size=24 model.n_group=1 model.topk_group=1 model.num_nextn_predict_layers=2"
+	for factor in 0.3 0; do
+		rm -rf straight overlapped
+		train 4 straight $those model.mtp_loss_scaling_factor=$factor checkpoint.every=4 eval.every=4
+		train 4 overlapped $those model.mtp_loss_scaling_factor=$factor checkpoint.every=12 eval.every=off health.every=off
+		diff -rq straight/step-0000012 overlapped/step-0000012 -x trainer.json >diff.txt || problem "factor $factor: $(head -n 3 diff.txt)"
+		# When they are trained no more, not even the outer momentum moves them.
+		train 4 overlapped $those model.mtp_loss_scaling_factor=0 train.steps=20 checkpoint.keep=0 eval.every=off
+		"$root/build/compare_checkpoints" model model.layers.3. overlapped/step-0000012 overlapped/step-0000020 0 >compare.txt 2>&1 ||
+			problem "factor $factor, then 0: $(cat compare.txt)"
+	done
+	"$root/build/compare_checkpoints" model model.layers.1. overlapped/step-0000012 overlapped/step-0000020 0 >compare.txt 2>&1 && problem "nothing moved"
 }
 
 # supervised RUN SECONDS OPTIONS...: 4 ranks, 2 replicas, whose hangs are to be found after so long; not started again. What it says is in said.txt.
@@ -228,5 +264,5 @@ test_refused() {
 	expect 2 "expected watch or off" "$ling" train tiny.yaml train.output_dir=refused parallel.sync=local spikes.action=ladder
 }
 
-check is_synchronous_sgd warmup resume hangs clip other_replicas seconds poisoned plan bench refused
+check is_synchronous_sgd expert_bias warmup resume mtp hangs clip other_replicas seconds poisoned plan bench refused
 finish

@@ -263,10 +263,34 @@ static void metrics_broken(void **state)
 	free(m);
 }
 
+/* The loss of MTP layers stands behind that of the model, where there are any. */
+static void metrics_of_mtp(void **state)
+{
+	(void)state;
+	double load[2];
+	struct metrics m = example_metrics(1, load), *read;
+	int n;
+	m.num_mtp_layers = 2;
+	m.mtp_loss = 2.5;
+	char *line = metrics_line(&m);
+	assert_non_null(strstr(line, "\"loss\": 1.25, \"mtp_loss\": 2.5, \"balance_loss\": "));
+	put_string(at("metrics.jsonl"), line);
+	free(line);
+	assert_int_equal(metrics_read(scratch, &read, &n), 0);
+	assert_true(n == 1 && read[0].loss == 1.25 && read[0].balance_loss == 1.1);
+	free(read);
+	m.mtp_loss = NAN;
+	line = metrics_line(&m);
+	assert_non_null(strstr(line, "\"mtp_loss\": null, "));
+	assert_non_null(strstr(line, "\"nonfinite\": [\"mtp_loss\"]"));
+	free(line);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		TEST(metrics_resume), TEST(metrics_arrays), TEST(samples_lines), TEST(metrics_nonfinite), TEST(metrics_broken),
+		TEST(metrics_of_mtp),
 	};
 	return cmocka_run_group_tests(tests, NULL, NULL);
 }

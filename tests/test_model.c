@@ -29,17 +29,24 @@
 
 #define FIXTURES "tests/fixtures/"
 #ifdef LING_DOUBLE
-#define TOLERANCE 2e-7 /* the expected arrays are stored in float32 */
+#define TOLERANCE 2e-7 /* of arrays that are stored in float32 */
+#define TOLERANCE_F64 1e-11
 #else
 #define TOLERANCE 1e-5
+#define TOLERANCE_F64 1e-5
 #endif
 
 static const char *const cases[] = {"base", "no_norm_head", "tied_norm_head", "tied_plain", "shared0", "head_dim",
 		"dense_first",
-	"scope_sequence", "biases", "routing_warmup", "k1_no_renorm", "no_topk_norm", "odd_sizes"};
+	"scope_sequence", "biases", "routing_warmup", "k1_no_renorm", "no_topk_norm", "odd_sizes",
+	"v2_base", "v2_plain", "v2_groups", "v2_mtp2", "v2_mtp_of_dense", "v2_no_topk_norm", "v2_k1",
+	"v2_routing_warmup"};
 enum { NUM_CASES = sizeof cases / sizeof *cases };
 
 #define assert_done(call) do { if ((call) < 0) fail_msg("%s", error_text); } while (0)
+
+/* A step that a spike's detector or a gradient that is not finite does not stop. */
+#define assert_taken(step) do { if ((step) != STEP_TAKEN) fail_msg("no step: %s", error_text); } while (0)
 
 /* A trainer without data files: the tests fill input and target themselves. */
 static void make_trainer(struct trainer *t, const struct config *c)
@@ -50,18 +57,35 @@ static void make_trainer(struct trainer *t, const struct config *c)
 		t->model.grads.memory[i] = NAN;
 }
 
+static void load_fixture(struct trainer *t, const char *name)
+{
+	char path[256];
+	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
+	assert_done(model_load(&t->model, path));
+}
+
 static void load_case(struct config *c, struct trainer *t, struct tensors **expected, const char *name)
 {
 	char path[256];
 	snprintf(path, sizeof path, FIXTURES "%s/case.yaml", name);
 	assert_done(config_load(c, path, 0, NULL, false));
 	make_trainer(t, c);
-	snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", name);
-	assert_done(model_load(&t->model, path));
+	load_fixture(t, name);
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
 	*expected = tensors_open(path, "model");
 	if (!*expected)
 		fail_msg("%s", error_text);
+}
+
+/* The loss whose gradient trainer_step computes. */
+static double total_loss(const struct trainer *t, const struct metrics *m)
+{
+	const struct model_config *c = &t->config.model;
+	int routers = 0;
+	for (int l = 0; l < num_layers(c); l++)
+		routers += has_experts(c, l);
+	return m->loss + c->mtp_loss_scaling_factor * c->num_nextn_predict_layers * m->mtp_loss +
+			routers * (c->router.balance_loss_coef * m->balance_loss + c->router.z_loss_coef * m->z_loss);
 }
 
 static void load_step(struct trainer *t, const struct tensors *expected, int step)
@@ -74,9 +98,9 @@ static void load_step(struct trainer *t, const struct tensors *expected, int ste
 	assert_done(tensors_read_int(expected, name, n, t->target));
 }
 
-/* Compares found [n] with the array `name` of the file. */
+/* Compares found [rows, cols], or [rows] with cols 0, with the array `name` of the file, as exactly as its type
+ * allows. */
 static void compare(const struct tensors *w, const char *name, const real *found, int64_t rows, int64_t cols,
-		double tolerance,
 		const char *where)
 {
 	const int64_t n = rows * (cols ? cols : 1);
@@ -87,29 +111,49 @@ static void compare(const struct tensors *w, const char *name, const real *found
 	for (int64_t i = 0; i < n; i++)
 		expected[i] = array[i];
 	snprintf(what, sizeof what, "%s: %s", where, name);
-	assert_close(found, expected, n, tolerance, what);
+	assert_close(found, expected, n, tensor_find(w, name)->dtype == F64 ? TOLERANCE_F64 : TOLERANCE, what);
 	free(array), free(expected);
 }
 
-/* Logits of the training forward pass, micro-batch by micro-batch. */
+/* The logits of the training forward pass, micro-batch by micro-batch; those of each router and the weights of the
+ * chosen experts, where the file has them. */
 static void check_logits(struct trainer *t, const struct tensors *expected, const char *name)
 {
 	const struct config *c = &t->config;
-	const int64_t L = c->data.seq_len, V = c->model.vocab_size;
-	real *logits = calloc(c->train.batch * L * V, sizeof *logits);
-	struct step step = {.seed = c->train.seed, .num_tokens = c->train.batch * L, .num_targets = 1,
+	const int64_t L = c->data.seq_len, V = c->model.vocab_size, E = c->model.num_experts, T = c->train.batch * L;
+	const int k = c->model.num_experts_per_tok, layers = num_layers(&c->model);
+	real *logits = calloc(T * V, sizeof *logits), *router_logits = calloc(layers * T * E, sizeof *router_logits),
+			*router_weights = calloc(layers * T * E, sizeof *router_weights);
+	struct step step = {.seed = c->train.seed, .num_tokens = T, .num_targets = {1},
 			.router_mean = t->state.router_mean, .router_std = t->state.router_std};
 	for (int b = 0; b < c->train.batch; b += c->train.micro_batch) {
 		int B = c->train.batch - b < c->train.micro_batch ? c->train.batch - b : c->train.micro_batch;
 		step.first_sequence = b;
 		model_forward(&t->model, t->input + b * L, B, &step, &t->sums);
 		model_logits(&t->model, logits + b * L * V, 0, B * L);
+		for (int l = 0; l < layers; l++) {
+			const struct layer_activations *x = &t->model.acts.layer[l];
+			if (!has_experts(&c->model, l) || c->model.score_function != SCORE_SIGMOID)
+				continue; /* of a softmax, the logits are not kept */
+			copy_array(router_logits + (l * T + b * L) * E, x->logits, B * L * E);
+			for (int64_t i = 0; i < B * L * k; i++)
+				router_weights[(l * T + b * L + i / k) * E + x->index[i]] = x->weight[i];
+		}
 	}
-	compare(expected, "logits", logits, c->train.batch * L, V, TOLERANCE, name);
-	free(logits);
+	compare(expected, "logits", logits, T, V, name);
+	for (int l = 0; l < layers; l++) {
+		char what[32];
+		snprintf(what, sizeof what, "router_logits.%d", l);
+		if (!tensors_has(expected, what))
+			continue;
+		compare(expected, what, router_logits + l * T * E, T, E, name);
+		snprintf(what, sizeof what, "router_weights.%d", l);
+		compare(expected, what, router_weights + l * T * E, T, E, name);
+	}
+	free(logits), free(router_logits), free(router_weights);
 }
 
-/* Five optimizer steps: logits, every gradient of step 1, every loss part, norm, rate, and all weights after step 5. */
+/* Five optimizer steps: logits, every gradient of step 1, every loss part, norm, rate, and the weights after step 5. */
 static void test_golden(void **state)
 {
 	const char *name = *state;
@@ -117,47 +161,49 @@ static void test_golden(void **state)
 	struct trainer t;
 	struct tensors *expected;
 	load_case(&c, &t, &expected, name);
-	real parts[5][5];
+	real parts[6][5];
 	for (int step = 1; step <= 5; step++) {
 		struct metrics m;
 		load_step(&t, expected, step);
 		if (step == 1)
 			check_logits(&t, expected, name);
-		assert_done(trainer_step(&t, c.train.batch, &m));
+		assert_taken(trainer_step(&t, c.train.batch, &m));
 		for (int i = 0; step == 1 && i < t.model.table.num_parameters; i++) {
 			const struct parameter *x = &t.model.table.parameters[i];
 			char grad[MAX_NAME + 8];
 			snprintf(grad, sizeof grad, "grad.%s", x->name);
-			compare(expected, grad, t.model.grads.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
+			compare(expected, grad, t.model.grads.memory + x->offset, x->rows, x->cols, name);
 		}
 		assert_int_equal(m.step, step);
-		const double values[] = {m.loss, m.balance_loss, m.z_loss, m.grad_norm, m.lr};
-		for (int i = 0; i < 5; i++)
+		const double values[] = {m.loss, m.mtp_loss, m.balance_loss, m.z_loss, m.grad_norm, m.lr};
+		for (int i = 0; i < 6; i++)
 			parts[i][step - 1] = (real)values[i];
 	}
-	static const char *const names[] = {"loss", "balance_loss", "z_loss", "grad_norm", "lr"};
-	for (int i = 0; i < 5; i++)
-		compare(expected, names[i], parts[i], 5, 0, TOLERANCE, name);
+	static const char *const names[] = {"loss", "mtp_loss", "balance_loss", "z_loss", "grad_norm", "lr"};
+	for (int i = 0; i < 6; i++)
+		if (i != 1 || c.model.num_nextn_predict_layers)
+			compare(expected, names[i], parts[i], 5, 0, name);
 	for (int i = 0; i < t.model.table.num_parameters; i++) {
 		const struct parameter *x = &t.model.table.parameters[i];
 		char after[MAX_NAME + 8];
 		snprintf(after, sizeof after, "after.%s", x->name);
-		compare(expected, after, t.model.params.memory + x->offset, x->rows, x->cols, TOLERANCE, name);
+		if (tensors_has(expected, after))
+			compare(expected, after, t.model.params.memory + x->offset, x->rows, x->cols, name);
 	}
 	if (tensors_has(expected, "router_mean")) {
 		real statistics[64];
 		for (int l = 0; l < t.state.num_layers; l++)
 			statistics[l] = (real)t.state.router_mean[l];
-		compare(expected, "router_mean", statistics, t.state.num_layers, 0, TOLERANCE, name);
+		compare(expected, "router_mean", statistics, t.state.num_layers, 0, name);
 		for (int l = 0; l < t.state.num_layers; l++)
 			statistics[l] = (real)t.state.router_std[l];
-		compare(expected, "router_std", statistics, t.state.num_layers, 0, TOLERANCE, name);
+		compare(expected, "router_std", statistics, t.state.num_layers, 0, name);
 	}
 	tensors_close(expected);
 	trainer_free(&t);
 }
 
-/* Hugging Face directories in bfloat16 (two shards and an index) and float16. */
+/* Hugging Face directories in bfloat16 (two shards and an index; Ling 2.0) and float16. */
 static void test_huggingface(void **state)
 {
 	const char *name = *state;
@@ -171,18 +217,20 @@ static void test_huggingface(void **state)
 	snprintf(path, sizeof path, FIXTURES "%s/expected.safetensors", name);
 	struct tensors *expected = tensors_open(path, "model");
 	assert_non_null(expected);
+	const int B = (int)(tensor_find(expected, "input")->shape[0] / L);
 	int32_t input[4 * L], target[4 * L];
-	assert_done(tensors_read_int(expected, "input", 4 * L, input));
-	assert_done(tensors_read_int(expected, "target", 4 * L, target));
-	assert_done(model_init(&m, &c, &alone, 4, L, EVALUATE));
+	assert_in_range(B, 1, 4);
+	assert_done(tensors_read_int(expected, "input", B * L, input));
+	assert_done(tensors_read_int(expected, "target", B * L, target));
+	assert_done(model_init(&m, &c, &alone, B, L, EVALUATE));
 	snprintf(path, sizeof path, FIXTURES "%s", name);
 	assert_done(model_load(&m, path));
-	model_forward(&m, input, 4, NULL, NULL);
+	model_forward(&m, input, B, NULL, NULL);
 	int valid = 0;
-	for (int i = 0; i < 4 * L; i++)
+	for (int i = 0; i < B * L; i++)
 		valid += target[i] >= 0;
-	real loss = (real)(model_loss(&m, target, 4, NULL, NULL) / valid);
-	compare(expected, "loss", &loss, 1, 0, TOLERANCE, name);
+	real loss = (real)(model_loss(&m, target, B, NULL, NULL) / valid);
+	compare(expected, "loss", &loss, 1, 0, name);
 	tensors_close(expected);
 	model_free(&m);
 }
@@ -191,57 +239,59 @@ static void test_huggingface(void **state)
 static void test_micro_batches(void **state)
 {
 	(void)state;
-	double *gradient = NULL, loss = 0;
-	for (int micro = 1; micro <= 4; micro++) {
-		struct config c;
-		struct trainer t;
-		struct tensors *expected;
-		struct metrics m;
-		load_case(&c, &t, &expected, "scope_sequence");
-		trainer_free(&t);
-		c.train.micro_batch = micro;
-		make_trainer(&t, &c);
-		assert_done(model_load(&t.model, FIXTURES "scope_sequence/weights.safetensors"));
-		load_step(&t, expected, 1);
-		assert_done(trainer_step(&t, c.train.batch, &m));
-		if (micro == 1) {
-			gradient = calloc(t.model.table.num_elements, sizeof *gradient);
-			for (int64_t i = 0; i < t.model.table.num_elements; i++)
-				gradient[i] = t.model.grads.memory[i];
-			loss = m.loss;
+	static const char *const names[] = {"scope_sequence", "v2_mtp2"};
+	for (int i = 0; i < COUNT(names); i++) {
+		double *gradient = NULL, loss = 0;
+		for (int micro = 1; micro <= 4; micro++) {
+			struct config c;
+			struct trainer t;
+			struct tensors *expected;
+			struct metrics m;
+			load_case(&c, &t, &expected, names[i]);
+			trainer_free(&t);
+			c.train.micro_batch = micro;
+			make_trainer(&t, &c);
+			load_fixture(&t, names[i]);
+			load_step(&t, expected, 1);
+			assert_taken(trainer_step(&t, c.train.batch, &m));
+			if (micro == 1) {
+				gradient = calloc(t.model.table.num_elements, sizeof *gradient);
+				for (int64_t j = 0; j < t.model.table.num_elements; j++)
+					gradient[j] = t.model.grads.memory[j];
+				loss = total_loss(&t, &m);
+			}
+			assert_true(fabs(total_loss(&t, &m) - loss) <= 1e-6 * loss);
+			assert_close(t.model.grads.memory, gradient, t.model.table.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6,
+					"gradients of a micro-batch");
+			tensors_close(expected);
+			trainer_free(&t);
 		}
-		assert_true(fabs(m.loss - loss) <= 1e-6 * loss);
-		assert_close(t.model.grads.memory, gradient, t.model.table.num_elements, sizeof(real) == 8 ? 1e-13 : 2e-6,
-				"gradients of a micro-batch");
-		tensors_close(expected);
-		trainer_free(&t);
+		free(gradient);
 	}
-	free(gradient);
 }
 
 /* Recomputation changes where activations are kept and not one bit of a training step, and takes less memory. */
 static void test_recompute(void **state)
 {
 	(void)state;
-	static const char *const names[] = {"dense_first", "routing_warmup", "biases"};
-	for (int i = 0; i < 3; i++) {
+	static const char *const names[] = {"dense_first", "routing_warmup", "biases", "v2_base", "v2_mtp2", "v2_groups",
+		"v2_routing_warmup"};
+	for (int i = 0; i < COUNT(names); i++) {
 		real *gradient = NULL, *weights_after = NULL;
 		for (int recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
 			struct config c;
 			struct trainer t;
 			struct tensors *expected;
 			struct metrics m;
-			char path[256];
 			load_case(&c, &t, &expected, names[i]);
 			trainer_free(&t);
 			c.train.recompute = recompute;
 			make_trainer(&t, &c);
-			snprintf(path, sizeof path, FIXTURES "%s/weights.safetensors", names[i]);
-			assert_done(model_load(&t.model, path));
+			load_fixture(&t, names[i]);
 			const size_t bytes = t.model.table.num_elements * sizeof(real);
 			for (int step = 1; step <= 3; step++) {
 				load_step(&t, expected, step);
-				assert_done(trainer_step(&t, c.train.batch, &m));
+				assert_taken(trainer_step(&t, c.train.batch, &m));
 			}
 			if (recompute == TRAIN_KEEP_ALL) {
 				gradient = malloc(bytes), weights_after = malloc(bytes);
@@ -261,7 +311,8 @@ static void test_recompute(void **state)
 static void make_table_model(struct trainer *t, double first, double second, int micro_batch, int batch, int L)
 {
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = 4, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
 					.rope_theta = 10000,
@@ -295,7 +346,7 @@ static void test_mean_over_all_tokens(void **state)
 	for (int i = 1; i < 8; i++)
 		t.target[i] = -1;
 	t.target[8 + 3] = -1;
-	assert_done(trainer_step(&t, 2, &m));
+	assert_taken(trainer_step(&t, 2, &m));
 	assert_true(fabs(m.loss - 3.75) < 1e-5);
 	trainer_free(&t);
 }
@@ -309,7 +360,7 @@ static void test_no_targets(void **state)
 	make_table_model(&t, 2, 4, 1, 2, 8);
 	for (int i = 0; i < 16; i++)
 		t.target[i] = -1;
-	assert_done(trainer_step(&t, 2, &m));
+	assert_taken(trainer_step(&t, 2, &m));
 	assert_true(m.loss == 0);
 	const real *router = t.model.grads.layer[0].router;
 	double norm = sqrt(sum_of_squares(router, 6 * 4));
@@ -317,30 +368,38 @@ static void test_no_targets(void **state)
 	trainer_free(&t);
 }
 
-/* A micro-batch without any sequence, as a rank may have it: every gradient is written, as zero, or left as it is. */
+/* A micro-batch without any sequence, as a rank may have it: every gradient is written, as zero, or left as it is. That
+ * of an expert bias is always zero. */
 static void test_empty_micro_batch(void **state)
 {
 	(void)state;
-	struct config c;
-	struct trainer t;
-	struct tensors *expected;
-	load_case(&c, &t, &expected, "biases"); /* gradients are NaN */
-	struct step step = {.num_tokens = 1, .num_targets = 1, .router_mean = t.state.router_mean,
-			.router_std = t.state.router_std};
-	for (int i = 0; i < 2; i++) {
-		model_forward(&t.model, t.input, 0, &step, &t.sums);
-		assert_true(model_loss(&t.model, t.target, 0, &step, NULL) == 0);
-		model_backward(&t.model, t.input, 0, &step, NULL);
-		for (int64_t j = 0; j < t.model.table.num_elements; j++)
-			assert_true(t.model.grads.memory[j] == i);
-		for (int64_t j = 0; j < t.model.table.num_elements; j++)
-			t.model.grads.memory[j] = 1;
-		step.accumulate = true;
+	static const char *const names[] = {"biases", "v2_mtp2"};
+	for (int n = 0; n < COUNT(names); n++) {
+		struct config c;
+		struct trainer t;
+		struct tensors *expected;
+		load_case(&c, &t, &expected, names[n]); /* gradients are NaN */
+		struct step step = {.num_tokens = 1, .num_targets = {1}, .router_mean = t.state.router_mean,
+				.router_std = t.state.router_std};
+		for (int i = 0; i < 2; i++) {
+			model_forward(&t.model, t.input, 0, &step, &t.sums);
+			assert_true(model_loss(&t.model, t.target, 0, &step, NULL) == 0);
+			model_backward(&t.model, t.input, 0, &step, NULL);
+			for (int j = 0; j < t.model.table.num_parameters; j++) {
+				const struct parameter *x = &t.model.table.parameters[j];
+				real *gradient = t.model.grads.memory + x->offset;
+				for (int64_t e = 0; e < x->rows * (x->cols ? x->cols : 1); e++) {
+					assert_true(gradient[e] == (strstr(x->name, EXPERT_BIAS) ? 0 : i));
+					gradient[e] = strstr(x->name, EXPERT_BIAS) ? 0 : 1;
+				}
+			}
+			step.accumulate = true;
+		}
+		for (int64_t j = 0; j < t.sums.size; j++)
+			assert_true(t.sums.values[j] == 0);
+		tensors_close(expected);
+		trainer_free(&t);
 	}
-	for (int64_t j = 0; j < t.sums.size; j++)
-		assert_true(t.sums.values[j] == 0);
-	tensors_close(expected);
-	trainer_free(&t);
 }
 
 /* All router weights zero: experts 0 .. k-1 win everywhere; an expert without tokens has a gradient of exactly zero. */
@@ -355,7 +414,7 @@ static void test_router_zero(void **state)
 		p->gate_up[i] = (real)(0.1 * (i % 7 - 3));
 	for (int i = 0; i < 6 * 4 * 3; i++)
 		p->down[i] = (real)(0.1 * (i % 5 - 2));
-	assert_done(trainer_step(&t, 2, &m));
+	assert_taken(trainer_step(&t, 2, &m));
 	const struct layer_activations *x = &t.model.acts.layer[0];
 	for (int i = 0; i < 16; i++) {
 		assert_int_equal(x->index[2 * i], 0);
@@ -406,6 +465,65 @@ static void test_not_finite(void **state)
 	trainer_free(&t);
 }
 
+/* A step that is not taken changes no weight, no moment and no expert bias. */
+static void test_step_not_taken(void **state)
+{
+	(void)state;
+	struct config c;
+	struct trainer t;
+	struct tensors *expected;
+	struct metrics m;
+	load_case(&c, &t, &expected, "v2_base");
+	load_step(&t, expected, 1);
+	t.model.params.lm_head[7] = NAN;
+	const size_t bytes = t.model.table.num_elements * sizeof(real);
+	real *before = malloc(bytes);
+	memcpy(before, t.model.params.memory, bytes);
+	assert_int_not_equal(trainer_step(&t, c.train.batch, &m), STEP_TAKEN);
+	assert_memory_equal(before, t.model.params.memory, bytes);
+	assert_true(sum_of_squares(t.model.exp_avg, t.model.table.num_state) == 0);
+	free(before);
+	tensors_close(expected);
+	trainer_free(&t);
+}
+
+/* MTP layers whose loss has weight 0 stay as they are, their routers' biases too, and the rest of the model is trained
+ * as if they were not there. */
+static void test_mtp_without_weight(void **state)
+{
+	(void)state;
+	enum { WITHOUT, WITH };
+	struct trainer t[2];
+	struct config c;
+	struct tensors *expected;
+	load_case(&c, &t[WITH], &expected, "v2_base");
+	trainer_free(&t[WITH]);
+	c.model.mtp_loss_scaling_factor = 0;
+	make_trainer(&t[WITH], &c);
+	load_fixture(&t[WITH], "v2_base");
+	c.model.num_nextn_predict_layers = 0;
+	make_trainer(&t[WITHOUT], &c);
+	const struct parameter_table *all = &t[WITH].model.table, *some = &t[WITHOUT].model.table;
+	const real *found = t[WITH].model.params.memory, *alone = t[WITHOUT].model.params.memory;
+	const int64_t n = some->num_elements, num_mtp = all->num_elements - n;
+	assert_true(num_mtp > 0 && !strcmp(all->parameters[some->num_parameters - 1].name,
+			some->parameters[some->num_parameters - 1].name)); /* those of MTP layers are the last ones */
+	memcpy(t[WITHOUT].model.params.memory, found, n * sizeof *found);
+	real *before = malloc(num_mtp * sizeof *before);
+	memcpy(before, found + n, num_mtp * sizeof *before);
+	for (int i = WITHOUT; i <= WITH; i++)
+		for (int step = 1; step <= 2; step++) {
+			struct metrics m;
+			load_step(&t[i], expected, step);
+			assert_int_equal(trainer_step(&t[i], c.train.batch, &m), STEP_TAKEN);
+		}
+	assert_memory_equal(found, alone, n * sizeof *found);
+	assert_memory_equal(found + n, before, num_mtp * sizeof *found);
+	free(before);
+	tensors_close(expected);
+	trainer_free(&t[WITH]), trainer_free(&t[WITHOUT]);
+}
+
 /* The clip: the first moment after one step is (1 - beta1) times a gradient whose norm is grad_clip exactly. */
 static void test_clip(void **state)
 {
@@ -418,7 +536,7 @@ static void test_clip(void **state)
 		load_case(&c, &t, &expected, "base");
 		t.config.train.grad_clip = i ? 1e9 : 0.125; /* far below and far above the norm */
 		load_step(&t, expected, 1);
-		assert_done(trainer_step(&t, c.train.batch, &m));
+		assert_taken(trainer_step(&t, c.train.batch, &m));
 		double norm = sqrt(sum_of_squares(t.model.exp_avg, t.model.table.num_elements)) / (1 - c.optimizer.beta1);
 		assert_true(m.grad_norm > 0.5 && fabs(norm / (i ? m.grad_norm : 0.125) - 1) < 1e-6);
 		tensors_close(expected);
@@ -426,43 +544,43 @@ static void test_clip(void **state)
 	}
 }
 
-/* The loss whose gradient trainer_step computes. */
-static double total_loss(struct trainer *t, const struct metrics *m)
-{
-	const struct model_config *c = &t->config.model;
-	return m->loss + (c->num_hidden_layers - c->first_k_dense_replace) *
-			(c->router.balance_loss_coef * m->balance_loss + c->router.z_loss_coef * m->z_loss);
-}
+/* Central differences of the whole model, in double, of every `stride`th weight, where no fixture goes: each has
+ * weights that are not renormalised, or a micro-batch that is cut short, or routing noise. The sequence scope keeps the
+ * balance loss smooth. */
+static const struct variant {
+	const char *fixture;
+	bool norm_topk_prob;
+	int micro_batch, stride;
+	double balance_loss_coef;
+} variants[] = {
+	{"routing_warmup", false, 3, 37, 0.1}, {"v2_base", false, 1, 19, 0.2}, {"v2_groups", false, 2, 19, 0.2},
+	{"v2_mtp2", true, 2, 19, 0.1}, {"v2_routing_warmup", false, 2, 19, 0.1},
+};
 
-/* Central differences of the whole model, in double, where no fixture goes: routing noise with weights that are not
- * renormalised, and a micro-batch that is cut short. The sequence scope keeps the balance loss smooth. */
-static void test_finite_differences(void **state)
+static void check_finite_differences(const struct variant *v)
 {
-	(void)state;
-	if (sizeof(real) < 8)
-		skip();
 	struct config c;
 	struct trainer t;
 	struct tensors *expected;
 	struct metrics m;
-	load_case(&c, &t, &expected, "routing_warmup");
+	load_case(&c, &t, &expected, v->fixture);
 	trainer_free(&t);
-	c.model.norm_topk_prob = false;
+	c.model.norm_topk_prob = v->norm_topk_prob;
 	c.model.router.balance_loss_scope = SCOPE_SEQUENCE;
-	c.train.micro_batch = 3;
-	c.schedule.peak_lr = 1e-300; /* updates must not move the weights */
+	c.model.router.balance_loss_coef = v->balance_loss_coef;
+	c.train.micro_batch = v->micro_batch;
+	c.schedule.peak_lr = 1e-300; /* updates must not move the weights, */
+	c.model.router.bias_update_rate = 0; /* nor the biases */
 	make_trainer(&t, &c);
-	assert_done(model_load(&t.model, FIXTURES "routing_warmup/weights.safetensors"));
+	load_fixture(&t, v->fixture);
 	load_step(&t, expected, 1);
-	struct trainer_state before = t.state;
-	before.step = 1; /* alpha = 1/3 */
-	t.state = before;
-	assert_done(trainer_step(&t, c.train.batch, &m));
+	t.state.step = 1; /* alpha = 1/3 */
+	assert_taken(trainer_step(&t, c.train.batch, &m));
 	const int64_t n = t.model.table.num_elements;
 	real *gradient = malloc(n * sizeof *gradient), *w = t.model.params.memory;
 	memcpy(gradient, t.model.grads.memory, n * sizeof *gradient);
 	double difference = 0, norm = 0;
-	for (int64_t i = 0; i < n; i += 37) {
+	for (int64_t i = 0; i < n; i += v->stride) {
 		double loss[2];
 		const real keep = w[i], h = (real)1e-6;
 		for (int side = 0; side < 2; side++) {
@@ -473,7 +591,7 @@ static void test_finite_differences(void **state)
 			w[i] = keep;
 			model_update_head_scale(&t.model);
 			w[i] = keep + (side ? h : -h);
-			assert_done(trainer_step(&t, c.train.batch, &m));
+			assert_taken(trainer_step(&t, c.train.batch, &m));
 			loss[side] = total_loss(&t, &m);
 		}
 		w[i] = keep;
@@ -482,10 +600,19 @@ static void test_finite_differences(void **state)
 		norm += numeric * numeric;
 	}
 	if (!(sqrt(difference) < 1e-6 * sqrt(norm)))
-		fail_msg("gradient is off by %g of its norm", sqrt(difference / norm));
+		fail_msg("%s: gradient is off by %g of its norm", v->fixture, sqrt(difference / norm));
 	free(gradient);
 	tensors_close(expected);
 	trainer_free(&t);
+}
+
+static void test_finite_differences(void **state)
+{
+	(void)state;
+	if (sizeof(real) < 8)
+		skip();
+	for (int i = 0; i < COUNT(variants); i++)
+		check_finite_differences(&variants[i]);
 }
 
 /* Documents packed into windows have the losses, the router's included, and the gradients that they have alone, each at
@@ -495,11 +622,14 @@ static void test_packed_documents(void **state)
 	(void)state;
 	enum { L = 12, V = 30, DOCUMENTS = 5 };
 	static const int length[DOCUMENTS] = {12, 3, 5, 1, 2}; /* two windows, the second with one token of padding */
-	for (enum model_mode recompute = TRAIN_KEEP_ALL; recompute <= TRAIN_RECOMPUTE_LAYER; recompute++) {
+	for (int run = 0; run < 2 * (TRAIN_RECOMPUTE_LAYER - TRAIN_KEEP_ALL + 1); run++) {
+		const enum model_mode recompute = TRAIN_KEEP_ALL + run / 2;
+		const bool v2 = run % 2; /* Ling 2.0 with MTP layers, which do not see another document either */
 		struct trainer packed, alone;
 		struct metrics m[2];
 		struct config c = {
-			.model = {.hidden_size = 8, .num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
+			.model = {.hidden_size = 8, MODEL_DEFAULTS,
+					.num_hidden_layers = 2, .num_attention_heads = 4, .num_key_value_heads = 2,
 					.head_dim = 6,
 				.vocab_size = V, .num_experts = 4, .num_experts_per_tok = 2, .moe_intermediate_size = 5,
 						.rope_theta = 100,
@@ -511,6 +641,14 @@ static void test_packed_documents(void **state)
 			.optimizer = {0.9, 0.95, 1e-8, 0.1}, .schedule = {.peak_lr = 1e-300}, .log.every = 1,
 			.parallel.tensor = 1, .parallel.expert = 1,
 		};
+		if (v2) {
+			struct model_config *m2 = &c.model;
+			m2->architecture = BAILING_MOE_V2, m2->norm_head = false, m2->use_qk_norm = true;
+			m2->head_dim = 8, m2->partial_rotary_factor = 0.5;
+			m2->score_function = SCORE_SIGMOID, m2->n_group = 2, m2->topk_group = 1, m2->routed_scaling_factor = 2.5;
+			m2->moe_router_enable_expert_bias = true, m2->router.bias_update_rate = 0.01;
+			m2->num_nextn_predict_layers = 2, m2->mtp_loss_scaling_factor = 0.3;
+		}
 		make_trainer(&alone, &c);
 		c.train.micro_batch = 2;
 		make_trainer(&packed, &c);
@@ -520,9 +658,12 @@ static void test_packed_documents(void **state)
 			packed.target[i] = alone.target[i] = -1;
 			alone.input[i] = packed.input[i] = 7 * i % V; /* what stands behind a document does not matter */
 		}
-		packed.length[1] = 11;
-		for (int d = 0; d < DOCUMENTS; d++)
+		packed.length[1] = packed.document[2 * L - 1] = 11;
+		for (int d = 0; d < DOCUMENTS; d++) {
 			alone.length[d] = length[d];
+			for (int i = length[d]; i < L; i++)
+				alone.document[d * L + i] = length[d];
+		}
 		for (int d = 0, at = 0; d < DOCUMENTS; at += length[d++])
 			for (int i = 0; i < length[d]; i++) {
 				packed.document[at + i] = at % L;
@@ -530,12 +671,14 @@ static void test_packed_documents(void **state)
 				if (i > 0)
 					packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
 			}
-		assert_done(trainer_step(&packed, 2, &m[0]));
-		assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
+		assert_taken(trainer_step(&packed, 2, &m[0]));
+		assert_taken(trainer_step(&alone, DOCUMENTS, &m[1]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) < TOLERANCE && m[0].loss > 1);
 		assert_true(fabs(m[0].balance_loss / m[1].balance_loss - 1) < TOLERANCE && m[0].balance_loss > 1);
 		assert_true(fabs(m[0].z_loss / m[1].z_loss - 1) < TOLERANCE && m[0].z_loss > 0.1);
-		for (int l = 0; l < 2; l++)
+		if (v2)
+			assert_true(fabs(m[0].mtp_loss / m[1].mtp_loss - 1) < TOLERANCE && m[0].mtp_loss > 1);
+		for (int l = 0; l < num_layers(&c.model); l++)
 			assert_true(fabs(m[0].expert_load[l] / m[1].expert_load[l] - 1) < TOLERANCE &&
 					fabs(packed.state.router_mean[l] - alone.state.router_mean[l]) < TOLERANCE &&
 					fabs(packed.state.router_std[l] / alone.state.router_std[l] - 1) < TOLERANCE);
@@ -544,9 +687,14 @@ static void test_packed_documents(void **state)
 		for (int64_t i = 0; i < n; i++)
 			expected[i] = alone.model.grads.memory[i];
 		assert_close(packed.model.grads.memory, expected, n, TOLERANCE, "gradient of packed documents");
+		for (int l = 0; l < num_layers(&c.model) && v2; l++) { /* padding has no part in them */
+			const real *bias[] = {packed.model.params.layer[l].expert_bias, alone.model.params.layer[l].expert_bias};
+			assert_memory_equal(bias[0], bias[1], c.model.num_experts * sizeof *bias[0]);
+			assert_true(sum_of_squares(bias[0], c.model.num_experts) > 0);
+		}
 		/* with attention across documents it is another loss */
 		memset(packed.document, 0, 2 * L * sizeof *packed.document);
-		assert_done(trainer_step(&packed, 2, &m[0]));
+		assert_taken(trainer_step(&packed, 2, &m[0]));
 		assert_true(fabs(m[0].loss / m[1].loss - 1) > 1e-3);
 		free(expected);
 		trainer_free(&packed);
@@ -577,7 +725,8 @@ static void test_blend(void **state)
 	static const double weight[FILES] = {1, 10, 0, 0.3};
 	static int32_t first[2][N];
 	struct config c = {
-		.model = {.hidden_size = 4, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = 4, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = 4000, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
 					.rope_theta = 100, .rms_norm_eps = 1e-6},
@@ -630,7 +779,8 @@ static void test_head_chunks(void **state)
 	struct trainer t;
 	struct metrics m;
 	struct config c = {
-		.model = {.hidden_size = H, .num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
+		.model = {.hidden_size = H, MODEL_DEFAULTS,
+				.num_hidden_layers = 1, .num_attention_heads = 2, .num_key_value_heads = 1,
 				.head_dim = 2,
 			.vocab_size = V, .num_experts = 2, .num_experts_per_tok = 1, .moe_intermediate_size = 3,
 					.rope_theta = 10000,
@@ -644,7 +794,7 @@ static void test_head_chunks(void **state)
 	model_randomize(&t.model, 1);
 	for (int i = 0; i < L; i++)
 		t.input[i] = i * 101 % V, t.target[i] = i * 7919 % V;
-	assert_done(trainer_step(&t, 1, &m));
+	assert_taken(trainer_step(&t, 1, &m));
 	model_forward(&t.model, t.input, 1, NULL, NULL);
 	double *gradient = calloc(V * H, sizeof *gradient), loss = 0, *logits = malloc(V * sizeof *logits);
 	for (int i = 0; i < L; i++) {
@@ -683,7 +833,7 @@ static void test_norm_head(void **state)
 	model_forward(&t.model, t.input, 2, NULL, NULL);
 	model_loss(&t.model, t.target, 2, NULL, NULL);
 	assert_memory_equal(before, t.model.params.memory, n * sizeof *before);
-	assert_done(trainer_step(&t, c.train.batch, &m));
+	assert_taken(trainer_step(&t, c.train.batch, &m));
 	for (int64_t j = 0; j < H; j++) {
 		double sum = 0;
 		for (int64_t v = 0; v < V; v++)
@@ -810,17 +960,11 @@ static void test_deal_batch(void **state)
 }
 
 /* Initial weights: the distributions of the design, the same for any thread count. */
-static void test_initial_weights(void **state)
+static void check_initial_weights(const struct model_config *c)
 {
-	(void)state;
-	struct model_config c = {.hidden_size = 64, .num_hidden_layers = 2, .num_attention_heads = 4,
-			.num_key_value_heads = 2,
-		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
-		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
-				.initializer_range = 0.006};
 	struct model m;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	assert_done(model_init(&m, &c, &alone, 1, 8, EVALUATE));
+	assert_done(model_init(&m, c, &alone, 1, 8, EVALUATE));
 	model_randomize(&m, 1);
 	real *first = malloc(m.table.num_elements * sizeof *first);
 	memcpy(first, m.params.memory, m.table.num_elements * sizeof *first);
@@ -840,7 +984,7 @@ static void test_initial_weights(void **state)
 			double w = m.params.memory[t->offset + j];
 			mean += w / n, square += w * w / n, largest = fmax(largest, fabs(w));
 		}
-		const bool router = strstr(t->name, "mlp.gate.weight"), bias = strstr(t->name, ".bias"),
+		const bool router = strstr(t->name, "mlp.gate.weight"), bias = strstr(t->name, "bias"),
 				norm = strstr(t->name, "norm");
 		if (bias)
 			assert_true(largest == 0);
@@ -854,11 +998,26 @@ static void test_initial_weights(void **state)
 	model_free(&m);
 }
 
+static void test_initial_weights(void **state)
+{
+	(void)state;
+	struct model_config c = {.hidden_size = 64, MODEL_DEFAULTS, .num_hidden_layers = 2, .num_attention_heads = 4,
+			.num_key_value_heads = 2,
+		.head_dim = 16, .vocab_size = 300, .num_experts = 16, .num_experts_per_tok = 2, .moe_intermediate_size = 32,
+		.use_bias = true, .use_qkv_bias = true, .norm_head = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
+				.initializer_range = 0.006};
+	check_initial_weights(&c);
+	c.architecture = BAILING_MOE_V2, c.norm_head = false, c.use_qk_norm = true, c.partial_rotary_factor = 0.5;
+	c.score_function = SCORE_SIGMOID, c.n_group = 4, c.topk_group = 2, c.routed_scaling_factor = 2.5;
+	c.moe_router_enable_expert_bias = true, c.num_nextn_predict_layers = 1;
+	check_initial_weights(&c);
+}
+
 /* Sizes no machine has room for: an error that says so, not a crash. */
 static void test_too_large(void **state)
 {
 	(void)state;
-	struct model_config c = {.hidden_size = 65536, .num_hidden_layers = 100, .num_attention_heads = 64,
+	struct model_config c = {.hidden_size = 65536, MODEL_DEFAULTS, .num_hidden_layers = 100, .num_attention_heads = 64,
 			.num_key_value_heads = 8,
 		.head_dim = 1024, .vocab_size = 1000000, .num_experts = 64, .num_experts_per_tok = 2,
 				.moe_intermediate_size = 65536,
@@ -945,8 +1104,8 @@ static void test_extend(void **state)
 {
 	(void)state;
 	static const char *const names[] = {"base", "odd_sizes", "head_dim", "biases", "dense_first", "shared0",
-			"tied_norm_head", "k1_no_renorm"};
-	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+			"tied_norm_head", "k1_no_renorm", "v2_base", "v2_groups", "v2_mtp2", "v2_plain"};
+	for (int i = 0; i < COUNT(names); i++) {
 		struct config c;
 		struct trainer t;
 		struct tensors *expected;
@@ -972,31 +1131,40 @@ static void test_extend(void **state)
 	}
 }
 
-/* ... and sequences longer than attention's blocks of keys, heads in several parts. */
-static void test_extend_long(void **state)
+static void extend_long(const struct model_config *c)
 {
-	(void)state;
-	const struct model_config c = {.hidden_size = 40, .num_hidden_layers = 2, .num_attention_heads = 12,
-			.num_key_value_heads = 2,
-		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1,
-				.moe_intermediate_size = 24,
-		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.3};
 	enum { B = 2, L = 600 };
 	struct model m;
 	int32_t input[B * L];
 	uint64_t seed = 1;
 	const struct layout alone = layout_of_rank(0, 1, 1, 1);
-	assert_done(model_init(&m, &c, &alone, B, L, EVALUATE));
+	assert_done(model_init(&m, c, &alone, B, L, EVALUATE));
 	model_randomize(&m, 1);
 	for (int i = 0; i < B * L; i++)
-		input[i] = draw(&seed, c.vocab_size - 1);
-	real *logits = malloc(B * L * c.vocab_size * sizeof *logits);
+		input[i] = draw(&seed, c->vocab_size - 1);
+	real *logits = malloc(B * L * c->vocab_size * sizeof *logits);
 	model_forward(&m, input, B, NULL, NULL);
 	model_logits(&m, logits, 0, B * L);
 	check_extend(&m, input, B, logits, 2, L);
 	check_extend(&m, input, B, logits, 3, 70);
 	free(logits);
 	model_free(&m);
+}
+
+/* ... and sequences longer than attention's blocks of keys, heads in several parts. */
+static void test_extend_long(void **state)
+{
+	(void)state;
+	struct model_config c = {.hidden_size = 40, MODEL_DEFAULTS, .num_hidden_layers = 2, .num_attention_heads = 12,
+			.num_key_value_heads = 2,
+		.head_dim = 10, .vocab_size = 150, .num_experts = 8, .num_experts_per_tok = 3, .num_shared_experts = 1,
+				.moe_intermediate_size = 24,
+		.norm_head = true, .norm_topk_prob = true, .rope_theta = 1e4, .rms_norm_eps = 1e-5, .initializer_range = 0.3};
+	extend_long(&c);
+	c.architecture = BAILING_MOE_V2, c.norm_head = false, c.use_qk_norm = true, c.partial_rotary_factor = 0.4;
+	c.score_function = SCORE_SIGMOID, c.n_group = 4, c.topk_group = 2, c.routed_scaling_factor = 2.5;
+	c.num_nextn_predict_layers = 1; /* which no result shows */
+	extend_long(&c);
 }
 
 /* ---- weights used where they stand in a file ---- */
@@ -1179,7 +1347,7 @@ static void test_initial_weights_differ(void **state)
 {
 	(void)state;
 	enum { SEEDS = 3, FEW = 8 };
-	struct model_config c = {.hidden_size = 16, .num_hidden_layers = 3, .num_attention_heads = 2,
+	struct model_config c = {.hidden_size = 16, MODEL_DEFAULTS, .num_hidden_layers = 3, .num_attention_heads = 2,
 		.num_key_value_heads = 1, .head_dim = 8, .vocab_size = 40, .num_experts = 4, .num_experts_per_tok = 2,
 		.num_shared_experts = 1, .moe_intermediate_size = 8, .rope_theta = 1e4, .rms_norm_eps = 1e-5,
 		.initializer_range = 0.02};
@@ -1215,11 +1383,14 @@ int main(void)
 		tests[n++] = (struct CMUnitTest){cases[i], test_golden, NULL, NULL, (void *)cases[i]};
 	tests[n++] = (struct CMUnitTest){"huggingface_shards", test_huggingface, NULL, NULL, "huggingface_shards"};
 	tests[n++] = (struct CMUnitTest){"huggingface_f16", test_huggingface, NULL, NULL, "huggingface_f16"};
+	tests[n++] = (struct CMUnitTest){"huggingface_v2", test_huggingface, NULL, NULL, "huggingface_v2"};
 	const struct CMUnitTest others[] = {
 		cmocka_unit_test(test_micro_batches), cmocka_unit_test(test_recompute),
 				cmocka_unit_test(test_mean_over_all_tokens), cmocka_unit_test(test_no_targets),
 				cmocka_unit_test(test_empty_micro_batch),
-		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite), cmocka_unit_test(test_clip),
+		cmocka_unit_test(test_router_zero), cmocka_unit_test(test_not_finite),
+				cmocka_unit_test(test_step_not_taken), cmocka_unit_test(test_mtp_without_weight),
+				cmocka_unit_test(test_clip),
 				cmocka_unit_test(test_finite_differences),
 		cmocka_unit_test(test_packed_documents), cmocka_unit_test(test_blend), cmocka_unit_test(test_head_chunks),
 				cmocka_unit_test(test_norm_head),

@@ -50,18 +50,21 @@ static struct {
 	real d_router[E][H], d_gate_up[E][2][I][H], d_down[E][H][I];
 } ex;
 
+static void compute_v2(void);
+
 static int compute(void **state)
 {
 	(void)state;
 	struct weight gate_up[E], down[E];
 	real factor[E];
+	const struct routing routing = {.k = K, .groups = 1, .top_groups = 1, .normalise = true, .scale = 1};
 	kernels_init(false);
 	stack_weights(gate_up, in.gate_up[0][0][0], E, 2 * I * H);
 	stack_weights(down, in.down[0][0], E, H * I);
 
 	matmul_forward(ex.s[0], in.x[0], &(struct weight){.data = in.router}, NULL, T, H, E, false);
-	softmax_forward(ex.p[0], ex.lse, ex.s[0], T, E);
-	topk_forward(ex.index[0], ex.weight[0], ex.p[0], T, E, K, true);
+	scores_forward(ex.p[0], ex.lse, ex.s[0], T, E, false);
+	topk_forward(ex.index[0], ex.weight[0], ex.p[0], NULL, T, E, &routing);
 	dispatch_plan(ex.offset, ex.position, ex.token, ex.index[0], R, K, E);
 	permute_forward(ex.row_weight, ex.weight[0], ex.position, R);
 	gather_rows(ex.rows[0], in.x[0], ex.token, R, H);
@@ -69,7 +72,7 @@ static int compute(void **state)
 	grouped_matmul_forward(ex.out_rows[0], ex.act[0], NULL, down, ex.offset, E, I, H, false);
 	combine_rows(ex.y[0], ex.out_rows[0], ex.position, T, K, H, false);
 	router_statistics(&ex.sums, ex.count, ex.p_sum, ex.s[0], ex.p[0], ex.lse, ex.index[0], NULL, 0, T, 1, T, E,
-			K);
+			&routing);
 	for (int e = 0; e < E; e++) {
 		ex.f[e] = ex.count[e] / R;
 		ex.P[e] = ex.p_sum[e] / T;
@@ -88,12 +91,14 @@ static int compute(void **state)
 			2 * I, false);
 	combine_rows(ex.dx_experts[0], ex.dx_rows[0], ex.position, T, K, H, false);
 	permute_backward(ex.dweight[0], ex.row_dweight, ex.position, R);
-	topk_backward(ex.ds_topk[0], ex.dweight[0], ex.index[0], ex.weight[0], ex.p[0], T, E, K, true);
+	topk_backward(ex.ds_topk[0], ex.dweight[0], ex.index[0], ex.weight[0], ex.p[0], T, E, &routing);
 	copy_array(ex.ds[0], ex.ds_topk[0], T * E);
-	router_loss_backward(ex.ds[0], ex.p[0], ex.lse, factor, NULL, 0, T, T, E, balance_coef / T, z_coef / T);
+	router_loss_backward(ex.ds[0], ex.s[0], ex.p[0], ex.lse, factor, NULL, 0, T, T, E, balance_coef / T, z_coef / T,
+			&routing);
 	matmul_backward_weight(ex.d_router[0], ex.ds[0], in.x[0], T, H, E, false);
 	copy_array(ex.dx[0], ex.dx_experts[0], T * H);
 	matmul_backward_input(ex.dx[0], ex.ds[0], in.router[0], T, H, E, true);
+	compute_v2();
 	return 0;
 }
 
@@ -230,6 +235,78 @@ static void test_backward(void **state)
 }
 
 /* ------------------------------------------------------------------------------------------------------------
+ * The router of Ling 2.0, for the same logits
+ * ---------------------------------------------------------------------------------------------------------- */
+
+enum { GROUPS = 2, TOP_GROUPS = 1, SIZE = E / GROUPS };
+static const real expert_bias[E] = {-0.4f, -0.2f, 0.2f, 0.1f};
+static const real given_dweight[T][K] = {{0.5f}, {0.5f}, {0.5f}, {0.5f}, {0.5f}}; /* 0 for the second expert */
+static const double routed_scale = 2.5;
+
+static struct {
+	real p[T][E], lse[T], biased[T][E], group[T][GROUPS], weight[T][K], ds[T][E];
+	int32_t index[T][K];
+} v2;
+
+static void compute_v2(void)
+{
+	const struct routing routing = {.sigmoid = true, .k = K, .groups = GROUPS, .top_groups = TOP_GROUPS,
+			.normalise = true, .scale = routed_scale};
+	scores_forward(v2.p[0], v2.lse, ex.s[0], T, E, true);
+	topk_forward(v2.index[0], v2.weight[0], v2.p[0], expert_bias, T, E, &routing);
+	topk_backward(v2.ds[0], given_dweight[0], v2.index[0], v2.weight[0], v2.p[0], T, E, &routing);
+	for (int t = 0; t < T; t++) /* for the page: topk_forward does not tell them. A group's two experts are its best */
+		for (int e = 0; e < E; e++) {
+			v2.biased[t][e] = v2.p[t][e] + expert_bias[e];
+			v2.group[t][e / SIZE] += v2.biased[t][e];
+		}
+}
+
+/* The weights of a token's experts, best first. Returns their sum with dy as factors. */
+static double plain_weights(double weight[K], int index[K], const double s[E], const real dy[K])
+{
+	double biased[E], group[GROUPS] = {0}, sum = 0, loss = 0;
+	for (int e = 0; e < E; e++) {
+		biased[e] = 1 / (1 + exp(-s[e])) + expert_bias[e];
+		group[e / SIZE] += biased[e];
+	}
+	const int first = group[1] > group[0] ? SIZE : 0, swapped = biased[first + 1] > biased[first];
+	for (int j = 0; j < K; j++) {
+		index[j] = first + (j ^ swapped);
+		sum += 1 / (1 + exp(-s[index[j]]));
+	}
+	for (int j = 0; j < K; j++) {
+		weight[j] = routed_scale / (1 + exp(-s[index[j]])) / sum;
+		loss += weight[j] * dy[j];
+	}
+	return loss;
+}
+
+static void test_router_v2(void **state)
+{
+	(void)state;
+	for (int t = 0; t < T; t++) {
+		double s[E], weight[K], ds[E];
+		int index[K];
+		for (int e = 0; e < E; e++)
+			s[e] = ex.s[t][e];
+		for (int e = 0; e < E; e++) {
+			const double h = 1e-5, before = s[e];
+			s[e] = before + h;
+			const double above = plain_weights(weight, index, s, given_dweight[t]);
+			s[e] = before - h;
+			ds[e] = (above - plain_weights(weight, index, s, given_dweight[t])) / (2 * h);
+			s[e] = before;
+		}
+		plain_weights(weight, index, s, given_dweight[t]);
+		for (int j = 0; j < K; j++)
+			assert_int_equal(v2.index[t][j], index[j]);
+		assert_close(v2.weight[t], weight, K, 1e-6, "weights of Ling 2.0");
+		assert_close(v2.ds[t], ds, E, 1e-5, "gradient of the logits of Ling 2.0");
+	}
+}
+
+/* ------------------------------------------------------------------------------------------------------------
  * The experts on several ranks, one after the other in this process
  * ------------------------------------------------------------------------------------------------------------ */
 
@@ -299,16 +376,22 @@ static void put_given(const real *x, int n)
 		put("%6.1f", x[i]);
 }
 
-/* Numbers rounded to 4 digits behind the point, 8 characters each. None may lie so near the middle between two of
- * these that a float's last bits decide. */
+/* Numbers rounded to so many digits behind the point, with 4 characters more each. None may lie so near the middle
+ * between two of these that a float's last bits decide. */
+static void put_digits(const real *x, int n, int digits)
+{
+	const double unit = pow(10, -digits);
+	for (int i = 0; i < n; i++) {
+		const double scaled = x[i] / unit, rounded = round(scaled);
+		if (fabs(fabs(scaled - rounded) - 0.5) < 0.02)
+			fail_msg("%.8f is too near the middle between two numbers of %d digits: choose other inputs", x[i], digits);
+		put("%*.*f", digits + 4, digits, rounded * unit + 0.0); /* + 0.0: -0 becomes 0 */
+	}
+}
+
 static void put_real(const real *x, int n)
 {
-	for (int i = 0; i < n; i++) {
-		const double scaled = x[i] * 1e4, rounded = round(scaled);
-		if (fabs(fabs(scaled - rounded) - 0.5) < 0.02)
-			fail_msg("%.8f is too near the middle between two numbers of 4 digits: choose other inputs", x[i]);
-		put("%8.4f", rounded / 1e4 + 0.0); /* + 0.0: -0 becomes 0 */
-	}
+	put_digits(x, n, 4);
 }
 
 static void put_double(double x)
@@ -457,6 +540,35 @@ static void test_page(void **state)
 	}
 	expect_block(&at_block, "the weights' gradients");
 
+	enum { DIGITS = 5 };
+	put("bias                                       ");
+	put_digits(expert_bias, E, DIGITS);
+	put("\ntoken  p = sigmoid(s)                       p + bias\n");
+	for (int t = 0; t < T; t++) {
+		put("%d    ", t);
+		put_digits(v2.p[t], E, DIGITS);
+		put("  ");
+		put_digits(v2.biased[t], E, DIGITS);
+		put("\n");
+	}
+	put("token  groups            chosen      w\n");
+	for (int t = 0; t < T; t++) {
+		put("%d    ", t);
+		put_digits(v2.group[t], GROUPS, DIGITS);
+		put("    %d %d  ", v2.index[t][0], v2.index[t][1]);
+		put_real(v2.weight[t], K);
+		put("\n");
+	}
+	expect_block(&at_block, "the router of Ling 2.0");
+
+	put("token  ds\n");
+	for (int t = 0; t < T; t++) {
+		put("%d    ", t);
+		put_real(v2.ds[t], E);
+		put("\n");
+	}
+	expect_block(&at_block, "the backward pass of the router of Ling 2.0");
+
 	/* Two micro-batches, of tokens 0 to 3 and of token 4. */
 	double mean_of_first = 0;
 	for (int t = 0; t < T - 1; t++)
@@ -480,6 +592,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_forward),
 		cmocka_unit_test(test_backward),
+		cmocka_unit_test(test_router_v2),
 		cmocka_unit_test(test_ranks),
 		cmocka_unit_test(test_page),
 	};

@@ -28,7 +28,7 @@ refused() {
 
 # agree DIR DIR [TOLERANCE [LOSSES]]: the metrics of two runs, step by step; what counts must be equal, losses and norm near.
 agree() {
-	awk -v other="$2/metrics.jsonl" -v tolerance="${3:-1e-5}" -v losses="${4:-loss balance_loss z_loss grad_norm lr}" '
+	awk -v other="$2/metrics.jsonl" -v tolerance="${3:-1e-5}" -v losses="${4:-${losses:-loss balance_loss z_loss grad_norm lr}}" '
 		function value(line, key) {
 			if (!match(line, "\"" key "\": *[-+0-9.eE]+"))
 				return "none"
@@ -85,6 +85,8 @@ tiny model.num_attention_heads=8 model.num_key_value_heads=4 model.num_experts=8
 	schedule.warmup_steps=5 model.router='{ balance_loss_scope: micro_batch, z_loss_coef: 1e-2, balance_loss_coef: 0.1 }'
 everything="model.use_bias=true model.use_qkv_bias=true model.first_k_dense_replace=1 model.router.balance_loss_scope=sequence
 	model.router.warmup_steps=15 data.seq_len=15 model.num_hidden_layers=3"
+mtp="model.architecture=BailingMoeV2ForCausalLM model.n_group=4 model.topk_group=2 model.partial_rotary_factor=0.67 model.use_bias=true
+	model.use_qkv_bias=true model.first_k_dense_replace=1 data.seq_len=15 model.num_nextn_predict_layers=2 model.mtp_loss_scaling_factor=0.5"
 
 test_values() {
 	for n in 1 2 3; do
@@ -108,6 +110,29 @@ test_variants() {
 	equal one_expert "8,1,8 4,2,4" model.num_experts_per_tok=1 train.grad_clip=0.1 train.micro_batch=1
 	equal few "8,1,2 8,4,4" train.batch=1 train.micro_batch=3 train.steps=5
 	equal short "8,4,8" train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
+}
+
+# MTP layers: their loss too, several micro-batches, some of them empty; a run that continues has the same bits.
+test_mtp() {
+	local n tensor expert layout stop losses="loss mtp_loss balance_loss z_loss grad_norm lr" run=($mtp train.micro_batch=1 train.steps=8)
+	equal mtp "2,2,1 4,2,2 8,2,4 3,1,1" "${run[@]}"
+	equal mtp-layer "4,4,2 2,1,2" "${run[@]}" train.recompute=layer model.tie_word_embeddings=true train.micro_batch=4
+	equal mtp-few "8,4,8" $mtp train.batch=1 train.micro_batch=1 data.seq_len=3 train.steps=5 # more ranks than tokens
+	for layout in 1,1,1 4,2,2; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		for stop in 3 8; do
+			train "$n" mtp-parts-$n "${run[@]}" parallel.tensor="$tensor" parallel.expert="$expert" train.stop_at_step=$stop
+		done
+	done
+	same_files mtp/step-0000008 mtp-parts-1/step-0000008
+	same_files mtp-4,2,2/step-0000008 mtp-parts-4/step-0000008
+	# Recomputing changes no bit. Evaluation does not compute the MTP layers, and without the factor training does not.
+	train 4 mtp-again "${run[@]}" parallel.tensor=2 parallel.expert=2 train.recompute=layer
+	same_files mtp-4,2,2/step-0000008 mtp-again/step-0000008
+	train 1 without "${run[@]}" model.mtp_loss_scaling_factor=0
+	train 4 without-4 "${run[@]}" model.mtp_loss_scaling_factor=0 parallel.tensor=2
+	agree without without-4 1e-5 "loss balance_loss z_loss grad_norm lr"
+	! grep -q mtp_loss without/metrics.jsonl || problem "$(head -n 1 without/metrics.jsonl)"
 }
 
 # The balance loss with several sequences in a micro-batch: the tokens of a tensor rank begin and end within a sequence.
@@ -174,7 +199,8 @@ test_evaluation() {
 # In double: some gradients, of biases above all, are small sums of large terms, of which float leaves few digits in any layout.
 test_every_gradient() {
 	local n tensor expert options ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
-	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything"; do
+	for options in "train.micro_batch=4" "train.micro_batch=1 model.num_experts_per_tok=5 $everything" "train.micro_batch=1 $mtp" \
+			"train.micro_batch=4 $mtp model.tie_word_embeddings=true train.recompute=layer data.document_mask=true"; do
 		rm -rf gradient*
 		train 1 gradient $options train.stop_at_step=1
 		for layout in 2,1,2 2,2,1 4,2,4 8,2,2 8,4,4; do
@@ -215,6 +241,51 @@ test_change_of_layout() {
 	awk 'FNR == NR && match($0, /"valid_loss": [0-9.]+/) { v[FNR] = substr($0, RSTART + 14, RLENGTH - 14) }
 		FNR != NR && match($0, /"valid_loss": [0-9.]+/) { d = v[FNR] / substr($0, RSTART + 14, RLENGTH - 14) - 1; if (d ^ 2 > 1e-10) exit 1 }' \
 		whole/metrics.jsonl parts/metrics.jsonl || problem "valid_loss of whole and parts"
+}
+
+# The router of Ling 2.0, with noise and all losses. In double, where all layouts choose the same experts, the expert bias has the same bits on
+# all of them: it comes from whole numbers. A run that continues has the bits of one that does not.
+v2="model.architecture=BailingMoeV2ForCausalLM model.norm_head=false model.num_experts_per_tok=3 model.n_group=4 model.topk_group=2
+	model.routed_scaling_factor=2.5 model.first_k_dense_replace=1 model.num_hidden_layers=3 model.head_dim=12 model.partial_rotary_factor=0.5
+	model.num_nextn_predict_layers=1 model.router.warmup_steps=6 model.router.bias_update_rate=3e-3"
+test_expert_bias() {
+	local layout n tensor expert layer
+	equal v2 "2,1,2 4,4,2" train.micro_batch=1 data.seq_len=15 $v2
+	equal v2_layer "8,2,4" train.micro_batch=4 train.recompute=layer $v2
+	! cmp -s <(steady v2_layer/metrics.jsonl | jq -c .expert_bias) <(steady v2/metrics.jsonl | jq -c .expert_bias) || problem "other data, the same bias"
+	jq -es 'all(.[]; .expert_bias | length == 3 and all(.[]; . > 0)) and (.[0].expert_bias | all(.[]; . >= 1.5e-3 and . < 6e-3))' v2/metrics.jsonl >out.txt ||
+		problem "$(head -n 1 v2/metrics.jsonl)"
+	train 1 unlike train.steps=1
+	grep -q expert_bias unlike/metrics.jsonl && problem "a bias in $(cat unlike/metrics.jsonl)"
+	local ling=$root/build/ling_double compare=$root/build/compare_checkpoints_double
+	train 1 bias $v2
+	for layout in 2,1,2 4,2,2 8,4,4; do
+		IFS=, read -r n tensor expert <<<"$layout"
+		train "$n" bias-$layout $v2 parallel.tensor="$tensor" parallel.expert="$expert"
+		agree bias bias-$layout 1e-10
+		tensors model "" bias/step-0000020 bias-$layout/step-0000020 1e-10
+		for layer in 1 2 3; do # the last one is for multi-token prediction
+			tensors model model.layers.$layer.mlp.gate.expert_bias bias/step-0000020 bias-$layout/step-0000020 0
+			tensors optimizer exp_avg_sq.model.layers.$layer.mlp.gate.expert_bias bias/step-0000020 bias-$layout/step-0000020 0
+		done
+	done
+	ling=$root/ling compare=$root/build/compare_checkpoints
+	for layout in parallel.reduce=f32 parallel.reduce=bf16; do
+		rm -rf bias-whole bias-parts
+		train 4 bias-whole $v2 parallel.expert=2 $layout health.every=1
+		train 4 bias-parts $v2 parallel.expert=2 $layout health.every=1 train.stop_at_step=7
+		train 4 bias-parts $v2 parallel.expert=2 $layout health.every=1
+		same_files bias-whole/step-0000020 bias-parts/step-0000020
+	done
+	train 1 still $v2 model.router.bias_update_rate=off
+	jq -es 'all(.[]; .expert_bias == [0, 0, 0])' still/metrics.jsonl >out.txt || problem "rate 0: $(head -n 1 still/metrics.jsonl)"
+	cp -r v2/step-0000020 unbiased
+	sed -i 's/"moe_router_enable_expert_bias": true/"moe_router_enable_expert_bias": false/' unbiased/config.json
+	for n in 1 2; do
+		refused $n "expert_bias has" "$ling" eval unbiased --data valid --seq-len 16
+		refused $n "moe_router_enable_expert_bias is false" "$ling" train tiny.yaml $v2 model.moe_router_enable_expert_bias=false \
+			train.init_from=unbiased train.output_dir=refused
+	done
 }
 
 # Expert e's weights are e; every other tensor is what it was. Updates of 1e-30 leave them so. In double, as above.
@@ -401,6 +472,6 @@ test_sigterm() {
 	continues stopped
 }
 
-check values micro_batches_of_4 accumulation variants balance_shares blend evaluation every_gradient bit_equal bf16 change_of_layout experts_stay all_to_one refused \
+check values micro_batches_of_4 accumulation variants mtp balance_shares blend evaluation every_gradient expert_bias bit_equal bf16 change_of_layout experts_stay all_to_one refused \
 	ranks_that_disagree reading_error kill_in_a_step kill_in_a_save signals sigterm
 finish

@@ -56,9 +56,11 @@ chmod +x peak.sh
 
 # Every kind of traffic of a step, for ranks, tensor, expert and other keys: uneven slices, short and empty micro-batches, all recompute modes.
 test_traffic() {
-	local layout n plan line kind kinds most
+	local layout n plan line kind kinds most mtp="model.architecture=BailingMoeV2ForCausalLM model.norm_head=off model.n_group=1
+		model.topk_group=1 model.num_nextn_predict_layers=2"
 	for layout in "2 1 1" "2 2 1 train.recompute=attention" "2 1 2 train.recompute=layer" "2 2 2 model.norm_head=off" \
-		"4 2 2 model.tie_word_embeddings=on" "4 2 4 train.recompute=layer" "4 4 2 train.batch=3" "4 1 4 train.batch=5"; do
+		"4 2 2 model.tie_word_embeddings=on" "4 2 4 train.recompute=layer" "4 4 2 train.batch=3" "4 1 4 train.batch=5" \
+		"4 2 4 $mtp" "4 4 2 train.recompute=layer $mtp" "2 1 1 model.mtp_loss_scaling_factor=0 $mtp"; do
 		set -- $layout
 		n=$1
 		set -- "parallel.tensor=$2" "parallel.expert=$3" "${@:4}"

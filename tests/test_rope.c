@@ -40,16 +40,16 @@ static void test_frequencies(void **state)
 	(void)state;
 	json_t *root = json_read("tests/fixtures/rope.json"), *cases = json_object_get(root, "cases"), *item;
 	size_t n;
-	assert_true(json_array_size(cases) >= 15);
+	assert_true(json_array_size(cases) >= 18);
 	json_array_foreach(cases, n, item) {
 		struct model_config m;
 		json_t *members = json_deep_copy(item), *frequency = json_object_get(item, "frequency");
-		const int d = (int)json_integer_value(json_object_get(item, "head_dim"));
 		const double attention = json_number_value(json_object_get(item, "attention_factor"));
-		double ours[d / 2];
-		real table[5 * d];
 		if (config_from_huggingface(&m, write_config(members)) < 0)
 			fail_msg("case %zu: %s", n, error_text);
+		const int d = rotary_dim(&m); /* the part of a head that turns */
+		double ours[d / 2];
+		real table[5 * d];
 		rope_frequencies(ours, &m, json_integer_value(json_object_get(item, "length")));
 		assert_int_equal(json_array_size(frequency), d / 2);
 		for (int i = 0; i < d / 2; i++) {
@@ -78,8 +78,8 @@ static void test_scaled_rotation(void **state)
 	rope_table(table, L, D, (double[]){1, 0.3}, 1.5);
 	for (int i = 0; i < N; i++)
 		forward[i] = x[i] = (real)(i % 7 - 3), backward[i] = y[i] = (real)(i % 5 - 2);
-	rope_forward(forward, table, NULL, L, L, 1, 1, D);
-	rope_backward(backward, table, NULL, L, L, 1, 1, D);
+	rope_forward(forward, table, NULL, L, L, 1, 1, D, D);
+	rope_backward(backward, table, NULL, L, L, 1, 1, D, D);
 	double left = 0, right = 0, size = 0, before = 0;
 	for (int i = 0; i < N; i++) {
 		if (i % (3 * D) >= 2 * D) { /* values are not turned */

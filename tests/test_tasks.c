@@ -474,7 +474,7 @@ enum { WINDOW = 48, BATCH = 5, BYTES = 257 };
 /* A model over bytes whose every part matters, and whose tokens depend on all before them. */
 static void make_model_for(struct model *m, int tokens)
 {
-	const struct model_config c = {.hidden_size = 16, .num_hidden_layers = 2, .num_attention_heads = 4,
+	const struct model_config c = {.hidden_size = 16, MODEL_DEFAULTS, .num_hidden_layers = 2, .num_attention_heads = 4,
 		.num_key_value_heads = 2, .head_dim = 6, .vocab_size = 270, .num_experts = 6, .num_experts_per_tok = 2,
 		.num_shared_experts = 1, .moe_intermediate_size = 8, .max_position_embeddings = 64, .norm_topk_prob = true,
 		.norm_head = true, .rope_theta = 1e4,

@@ -330,7 +330,7 @@ static void finish_block(struct local_sgd *s, const struct parameter_table *tabl
 	}
 	const real scale = clip_scale(square, &s->options);
 	for (int i = 0; (b = next_bucket(s, table, weights, block, &i, &x));) {
-		if (!undone)
+		if (!undone && b->trained) /* else its momentum would move it on */
 			outer_update(x.w_sync, x.momentum, x.w, x.size, scale, &s->options);
 		copy_array(x.w, x.w_sync, x.size);
 		all_gather(sharing_group(l, b->sharing), TRAFFIC_WEIGHTS, weights + b->offset, x.w, b->size, 1);
@@ -348,6 +348,24 @@ void local_sgd_advance(struct local_sgd *s, const struct parameter_table *table,
 	if (block + 2 < s->num_blocks)
 		start_reduction(s, table, weights, block + 2);
 	finish_block(s, table, weights, block);
+}
+
+void local_sgd_average_bias(struct local_sgd *s, const struct parameter_table *table, real *weights)
+{
+	struct optimizer_shard_iterator walk = {0};
+	struct optimizer_shard p;
+	while (next_optimizer_shard(table, &walk, &p)) { /* the same shards on the ranks that share them out */
+		if (!has_suffix(p.parameter->name, EXPERT_BIAS))
+			continue;
+		const int64_t n = p.end - p.from;
+		real *bias = weights + p.parameter->offset + p.from;
+		double sum[n];
+		for (int64_t e = 0; e < n; e++)
+			sum[e] = bias[e];
+		all_reduce_sum(&table->layout.replicas, TRAFFIC_STATISTICS, sum, n);
+		for (int64_t e = 0; e < n; e++)
+			s->w_sync[p.state + e] = bias[e] = (real)(sum[e] / s->replicas);
+	}
 }
 
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,

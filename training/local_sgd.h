@@ -76,7 +76,7 @@ struct local_sgd {
 	bool in_period;
 	int64_t begun, begun_samples, begun_tokens; /* steps, samples and tokens when it began */
 	double clock;                /* clock_seconds() then */
-	double loss, balance_loss, z_loss; /* sums over its steps, of the replica */
+	double loss, mtp_loss, balance_loss, z_loss; /* sums over its steps, of the replica */
 	/* data: what was drawn in the period, which begins with these */
 	struct pending_samples pending;
 	struct batch_sample *drawn;  /* [num_drawn] batch after batch */
@@ -115,6 +115,9 @@ void local_sgd_drop_taken(struct local_sgd *s);
 void local_sgd_put_back(struct local_sgd *s, int64_t n);
 /* Gives the pending samples the index of their file in a new blend; those of files that left it, -1, are dropped. */
 void local_sgd_remap(struct local_sgd *s, const int *index);
+/* What no gradient moves, the expert bias, becomes its mean over the replicas, and w_sync with it: the outer step
+ * then leaves it so. Before local_sgd_synchronise. Collective of all ranks. */
+void local_sgd_average_bias(struct local_sgd *s, const struct parameter_table *table, real *weights);
 /* Ends the period: measures what the replicas have learnt, decides, and starts to bring their weights together. The
  * arrays of *out are given. Collective of all ranks. */
 void local_sgd_synchronise(struct local_sgd *s, const struct parameter_table *table, real *weights,

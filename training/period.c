@@ -30,7 +30,7 @@ void period_begin(struct trainer *t)
 	local_sgd_begin(s, &t->model.table, t->model.params.memory, t->state.step);
 	s->begun_samples = t->state.samples;
 	s->begun_tokens = t->state.tokens;
-	s->loss = s->balance_loss = s->z_loss = 0;
+	s->loss = s->mtp_loss = s->balance_loss = s->z_loss = 0;
 	wait_for_replica(t, true);
 }
 
@@ -41,6 +41,7 @@ bool period_end_step(struct trainer *t, const struct metrics *m)
 	if (t->local.options.seconds)
 		all_reduce_sum(g, TRAFFIC_STATISTICS, &late, 1);
 	t->local.loss += m->loss;
+	t->local.mtp_loss += m->mtp_loss;
 	t->local.balance_loss += m->balance_loss;
 	t->local.z_loss += m->z_loss;
 	return local_sgd_is_over(&t->local, t->state.step, t->steps, late > 0);
@@ -157,6 +158,7 @@ void period_end(struct trainer *t, struct metrics *m)
 		t->state.router_mean[i] = both[0] / s->replicas;
 		t->state.router_std[i] = both[1] / s->replicas;
 	}
+	local_sgd_average_bias(s, &model->table, model->params.memory);
 	trace_begin(OP_WEIGHTS, PASS_FORWARD, -1, 0);
 	faults_act(&t->faults, t->state.step, MOMENT_NORMS, NULL);
 	local_sgd_synchronise(s, &model->table, model->params.memory, &t->synchronisation);
@@ -170,6 +172,7 @@ void period_end(struct trainer *t, struct metrics *m)
 	m->tokens = t->state.tokens;
 	if (s->options.seconds) { /* one line for the period */
 		m->loss = s->loss / own;
+		m->mtp_loss = s->mtp_loss / own;
 		m->balance_loss = s->balance_loss / own;
 		m->z_loss = s->z_loss / own;
 		m->seconds = clock_seconds() - s->clock;

@@ -79,7 +79,7 @@ static int init_saver(struct trainer *t)
 
 int trainer_allocate(struct trainer *t, const struct config *c)
 {
-	const int layers = c->model.num_hidden_layers;
+	const int layers = num_layers(&c->model);
 	*t = (struct trainer){.config = *c, .events.fd = -1, .faults.log.fd = -1, .saved_step = -1};
 	run_length(c, 0, 0, &t->steps, &t->tokens);
 	const int replicas = count_replicas(c, parallel_size(), c->parallel.tensor, c->parallel.expert);
@@ -116,6 +116,7 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	t->synchronisation.norm = calloc(replicas, sizeof(double));
 	t->synchronisation.set_aside = calloc(replicas, sizeof(int));
 	t->expert_load = calloc(layers, sizeof(double));
+	t->expert_bias = calloc(layers, sizeof(double));
 	t->expert_counts = calloc((size_t)layers * c->model.num_experts + 1, sizeof *t->expert_counts);
 	t->valid_losses = calloc(c->data.num_valid + 1, sizeof *t->valid_losses);
 	t->length = calloc(sequences, sizeof(int32_t));
@@ -125,8 +126,8 @@ int trainer_allocate(struct trainer *t, const struct config *c)
 	const bool documents = c->data.document_mask || c->data.packing != PACKING_WINDOWS; /* trainer_start may free it */
 	t->document = documents ? calloc(tokens, sizeof(int32_t)) : NULL;
 	if (rc == 0 && (!t->synchronisation.norm || !t->synchronisation.set_aside || !t->state.router_mean ||
-			!t->state.router_std || !t->expert_load || !t->expert_counts || !t->valid_losses || !t->length ||
-			!t->input || !t->target || !t->samples || (documents && !t->document)))
+			!t->state.router_std || !t->expert_load || !t->expert_bias || !t->expert_counts || !t->valid_losses ||
+			!t->length || !t->input || !t->target || !t->samples || (documents && !t->document)))
 		rc = fail("out of memory for the %zu tokens that a rank has of a batch of %d x %d", tokens, c->train.batch,
 				c->data.seq_len);
 	if (parallel_agree(rc) < 0) {
@@ -154,6 +155,7 @@ void trainer_free(struct trainer *t)
 	free(t->state.router_mean);
 	free(t->state.router_std);
 	free(t->expert_load);
+	free(t->expert_bias);
 	free(t->expert_counts);
 	free(t->valid_losses);
 	free(t->input);

@@ -151,8 +151,8 @@ static int check_finite(const struct model *m, const struct parameter *t, const 
 	for (int64_t i = 0, first; i < n; i++)
 		if (!isfinite(x[i])) {
 			global_run(t, i, i + 1, &first);
-			return fail("%s: tensor %s has %g at row %lld, column %lld; expected finite numbers: take the weights of an "
-					"earlier checkpoint, or the original files again", dir,
+			return fail("%s: tensor %s has %g at row %lld, column %lld; expected finite numbers: take the weights of "
+					"an earlier checkpoint, or the original files again", dir,
 					t->name, plain_nan(x[i]), (long long)(t->cols ? first / t->cols : first),
 					(long long)(t->cols ? first % t->cols : 0));
 		}

@@ -784,6 +784,16 @@ static void test_v2_defaults(void **state)
 		assert_int_equal(config_load(&c, at("run.yaml"), i, mtp, false), 0);
 		assert_true(c.model.num_nextn_predict_layers == 2 && c.model.mtp_loss_scaling_factor == (i == 1 ? 0.1 : 0));
 	}
+	static const struct { char *key; const char *words[3]; } idle[] = {
+		{"model.mtp_loss_scaling_factor=0.1", {"model.mtp_loss_scaling_factor: found 0.1, but there are no layers"}},
+		{"model.topk_group=2", {"model.topk_group: found 2, but there are no groups"}},
+	};
+	for (int i = 0; i < COUNT(idle); i++) /* what would have no effect */
+		expect_words(idle[i].key, config_load(&c, at("run.yaml"), 1, (char *[]){idle[i].key}, false), idle[i].words);
+	char *rate[] = {"model.router.bias_update_rate=1e-2", "model.moe_router_enable_expert_bias=false"};
+	assert_int_equal(config_load(&c, at("run.yaml"), 1, rate, false), 0);
+	expect_words(rate[0], config_load(&c, at("run.yaml"), 2, rate, false), (const char *const[3]){
+			"model.router.bias_update_rate: found 0.01, but moe_router_enable_expert_bias is false"});
 	/* a directory of such a model misses nothing */
 	assert_int_equal(make_directories(at("x")), 0);
 	put_string(at("x/config.json"), "{\"architectures\": [\"BailingMoeV2ForCausalLM\"]}");

@@ -284,7 +284,7 @@ test_expert_bias() {
 	for n in 1 2; do
 		refused $n "expert_bias has" "$ling" eval unbiased --data valid --seq-len 16
 		refused $n "moe_router_enable_expert_bias is false" "$ling" train tiny.yaml $v2 model.moe_router_enable_expert_bias=false \
-			train.init_from=unbiased train.output_dir=refused
+			model.router.bias_update_rate=off train.init_from=unbiased train.output_dir=refused
 	done
 }
 

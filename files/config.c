@@ -705,9 +705,9 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 		return fail_key(&l.keys, "model.mtp_loss_scaling_factor", "found %g, but there are no layers for multi-token "
 				"prediction; expected num_nextn_predict_layers, or the key left out", c->model.mtp_loss_scaling_factor);
 	if (key_given(&l.keys, "model.router.bias_update_rate") && c->model.router.bias_update_rate > 0 &&
-			!c->model.moe_router_enable_expert_bias)
-		return fail_key(&l.keys, "model.router.bias_update_rate", "found %g, but moe_router_enable_expert_bias is "
-				"false; expected true, which BailingMoeV2ForCausalLM may have, or the key left out",
+			c->model.architecture != BAILING_MOE_V2)
+		return fail_key(&l.keys, "model.router.bias_update_rate", "found %g, but only models of the class "
+				"BailingMoeV2ForCausalLM have an expert bias; expected that model.architecture, or the key left out",
 				c->model.router.bias_update_rate);
 	if (c->model.num_nextn_predict_layers && !key_given(&l.keys, "model.mtp_loss_scaling_factor"))
 		c->model.mtp_loss_scaling_factor = 0.1;

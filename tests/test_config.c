@@ -790,10 +790,10 @@ static void test_v2_defaults(void **state)
 	};
 	for (int i = 0; i < COUNT(idle); i++) /* what would have no effect */
 		expect_words(idle[i].key, config_load(&c, at("run.yaml"), 1, (char *[]){idle[i].key}, false), idle[i].words);
-	char *rate[] = {"model.router.bias_update_rate=1e-2", "model.moe_router_enable_expert_bias=false"};
+	char *rate[] = {"model.router.bias_update_rate=1e-2", "model.architecture=BailingMoeForCausalLM"};
 	assert_int_equal(config_load(&c, at("run.yaml"), 1, rate, false), 0);
 	expect_words(rate[0], config_load(&c, at("run.yaml"), 2, rate, false), (const char *const[3]){
-			"model.router.bias_update_rate: found 0.01, but moe_router_enable_expert_bias is false"});
+			"model.router.bias_update_rate: found 0.01, but only models of the class BailingMoeV2"});
 	/* a directory of such a model misses nothing */
 	assert_int_equal(make_directories(at("x")), 0);
 	put_string(at("x/config.json"), "{\"architectures\": [\"BailingMoeV2ForCausalLM\"]}");

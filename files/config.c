@@ -559,7 +559,7 @@ static int check_model(const struct loader *l, struct config *c)
 	if (rotary_dim(m) % 2 || rotary_dim(m) < 2)
 		return fail_key(l, m->partial_rotary_factor < 1 ? "model.partial_rotary_factor" : "model.head_dim", "found "
 				"%d elements of a head that turn, of %d (head_dim, or else hidden_size / num_attention_heads); "
-				"expected an even number, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
+				"expected an even number, at least 2, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
 	if (check_rope_scaling(l, m) < 0)
 		return -1;
 	if (m->first_k_dense_replace > m->num_hidden_layers)

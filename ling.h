@@ -66,13 +66,14 @@
  *     fit_picture              panels with logarithmic axes
  *     child                    processes that a command starts; the lock of a run's directory
  *     grid                     which runs a grid has
+ *     random_steps             training steps on random tokens, to time them
  *     hang                     hung or slow, by the heartbeat of a run; who is in the way, in words
  *     follow                   reading what is new in a file of JSON lines
  *     align_dumps, align_runs  two dumps of training steps, and two curves, beside each other
  *     watched                  a run while it trains, by the files that it writes
  *     train, supervise, sweep, evaluate, generate, chat, tokenize, convert, merge, info, doctor, bench, plot, export,
- *                              trace, report, watch, align, fit, cost   a command each; tokenize has train-tokenizer
- *                              too
+ *                              trace, report, watch, align, fit, cost, plan    a command each; tokenize has
+ *                              train-tokenizer too
  *
  * Read ling.c first, from its top: the forward pass, the loss, the backward pass, the update, the step; then
  * training/loop.c. kernels.h says what each operation computes, docs/training.md has the formulas.

@@ -150,7 +150,6 @@ struct builder {
 	struct grid_file *file;
 	struct loader loader;
 	struct config base, config;  /* of the base config; of the run that is made */
-	int64_t base_steps, base_tokens;
 	struct axis axes[MAX_AXES];
 	int num_axes, num_groups;
 	int group_count[MAX_AXES];   /* [num_groups] values */
@@ -416,18 +415,18 @@ static int group_axes(struct builder *b)
  * Runs
  * ========================================================================================================== */
 
-static void add_override(struct grid_run *r, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void add_override(struct grid_run *r, const char *format, ...)
+static void add_override(struct strings *overrides, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void add_override(struct strings *overrides, const char *format, ...)
 {
 	va_list arguments;
 	char *text = NULL;
-	size_t capacity = r->overrides.count; /* the array is exactly full */
+	size_t capacity = overrides->count; /* the array is exactly full */
 	va_start(arguments, format);
 	if (vasprintf(&text, format, arguments) < 0)
 		out_of_memory(0);
 	va_end(arguments);
-	r->overrides.text = grow(r->overrides.text, r->overrides.count, &capacity, 1, sizeof *r->overrides.text);
-	r->overrides.text[r->overrides.count++] = text;
+	overrides->text = grow(overrides->text, overrides->count, &capacity, 1, sizeof *overrides->text);
+	overrides->text[overrides->count++] = text;
 }
 
 /* A size of the base config for a model `ratio` times as wide, rounded to a multiple. */
@@ -437,7 +436,7 @@ static int scaled(int size, double ratio, int multiple)
 }
 
 /* The model of a size: widths in the ratio of hidden_size, heads of the same width. */
-static void add_size(struct grid_run *r, const struct model_config *base, int H, int L)
+static void add_size(struct strings *overrides, const struct model_config *base, int H, int L)
 {
 	const double ratio = (double)H / base->hidden_size;
 	const int heads = scaled(base->num_attention_heads, ratio, 1);
@@ -446,19 +445,19 @@ static void add_size(struct grid_run *r, const struct model_config *base, int H,
 	for (int i = 2; i <= heads; i++)
 		if (heads % i == 0 && fabs(i - wanted) < fabs(kv_heads - wanted))
 			kv_heads = i;
-	add_override(r, "model.hidden_size=%d", H);
-	add_override(r, "model.num_hidden_layers=%d", L);
-	add_override(r, "model.num_attention_heads=%d", heads);
-	add_override(r, "model.num_key_value_heads=%d", kv_heads);
-	add_override(r, "model.head_dim=%d", base->head_dim);
+	add_override(overrides, "model.hidden_size=%d", H);
+	add_override(overrides, "model.num_hidden_layers=%d", L);
+	add_override(overrides, "model.num_attention_heads=%d", heads);
+	add_override(overrides, "model.num_key_value_heads=%d", kv_heads);
+	add_override(overrides, "model.head_dim=%d", base->head_dim);
 	if (base->moe_intermediate_size)
-		add_override(r, "model.moe_intermediate_size=%d", scaled(base->moe_intermediate_size, ratio, MULTIPLE));
+		add_override(overrides, "model.moe_intermediate_size=%d", scaled(base->moe_intermediate_size, ratio, MULTIPLE));
 	if (base->intermediate_size)
-		add_override(r, "model.intermediate_size=%d", scaled(base->intermediate_size, ratio, MULTIPLE));
+		add_override(overrides, "model.intermediate_size=%d", scaled(base->intermediate_size, ratio, MULTIPLE));
 	if (base->first_k_dense_replace == base->num_hidden_layers)
-		add_override(r, "model.first_k_dense_replace=%d", L);
+		add_override(overrides, "model.first_k_dense_replace=%d", L);
 	else if (base->first_k_dense_replace >= L)
-		add_override(r, "model.first_k_dense_replace=%d", L - 1);
+		add_override(overrides, "model.first_k_dense_replace=%d", L - 1);
 }
 
 /* Appends to a name, unless the axis has one value; what is no letter, digit or one of . _ + = becomes _. */
@@ -497,12 +496,10 @@ int grid_run_config(const struct grid *g, const struct grid_run *r, struct confi
 	return config_load(c, g->config, (int)r->overrides.count, r->overrides.text, false);
 }
 
-/* Makes b->config from the overrides so far. */
-static int make_config(struct builder *b, const struct grid_run *r)
+/* fail(), with the run before what error_text says. */
+static int fail_run(const struct builder *b, const struct grid_run *r)
 {
 	char reason[sizeof error_text];
-	if (grid_run_config(b->grid, r, &b->config) == 0)
-		return 0;
 	memcpy(reason, error_text, sizeof reason);
 	return fail("%s: run %s: %s", b->grid->path, r->name, reason);
 }
@@ -512,22 +509,23 @@ static bool varies(struct builder *b, const char *name)
 	return find_axis(b, name);
 }
 
-/* Keys that count steps or tokens of a run keep the share of it that they have in the base config. */
-static int scale_schedule(struct builder *b, struct grid_run *r)
+/* Keys that count steps or tokens of a run keep the share of it that they have in the base config. c: the config that
+ * `path` and the overrides make, which then have more. b: the keys that it varies are left as they are; or NULL. */
+static int scale_schedule(struct strings *overrides, struct config *c, const char *path, const struct config *base,
+		struct builder *b)
 {
-	const struct config *base = &b->base;
-	int64_t steps, tokens;
-	run_length(&b->config, 0, 0, &steps, &tokens);
-	if (tokens == b->base_tokens || !b->file->scale_schedule)
+	int64_t steps, tokens, base_steps, base_tokens;
+	run_length(base, 0, 0, &base_steps, &base_tokens);
+	run_length(c, 0, 0, &steps, &tokens);
+	if (tokens == base_tokens)
 		return 0;
-	const bool ramp = base->train.batch_warmup.tokens && !varies(b, "train.batch_warmup.tokens") &&
-			!varies(b, "train.batch_warmup");
-	if (ramp) {
-		add_override(r, "train.batch_warmup.tokens=%.0f", fmax(round((double)base->train.batch_warmup.tokens * tokens /
-				b->base_tokens), 1));
-		if (make_config(b, r) < 0)
+	if (base->train.batch_warmup.tokens && !(b && (varies(b, "train.batch_warmup.tokens") ||
+			varies(b, "train.batch_warmup")))) {
+		add_override(overrides, "train.batch_warmup.tokens=%.0f", fmax(round((double)base->train.batch_warmup.tokens *
+				tokens / base_tokens), 1));
+		if (config_load(c, path, (int)overrides->count, overrides->text, false) < 0)
 			return -1;
-		run_length(&b->config, 0, 0, &steps, &tokens);
+		run_length(c, 0, 0, &steps, &tokens);
 	}
 	const struct { const char *name, *section; int64_t value; } lengths[] = {
 		{"schedule.warmup_steps", "schedule", base->schedule.warmup_steps},
@@ -535,10 +533,44 @@ static int scale_schedule(struct builder *b, struct grid_run *r)
 		{"model.router.warmup_steps", "model", base->model.router.warmup_steps},
 	};
 	for (int i = 0; i < 3; i++)
-		if (lengths[i].value && !varies(b, lengths[i].name) && !varies(b, lengths[i].section))
-			add_override(r, "%s=%.0f", lengths[i].name,
-					fmax(round((double)lengths[i].value * steps / b->base_steps), 1));
-	return make_config(b, r);
+		if (lengths[i].value && !(b && (varies(b, lengths[i].name) || varies(b, lengths[i].section))))
+			add_override(overrides, "%s=%.0f", lengths[i].name,
+					fmax(round((double)lengths[i].value * steps / base_steps), 1));
+	return config_load(c, path, (int)overrides->count, overrides->text, false);
+}
+
+int grid_resize(struct config *c, const char *path, int num_overrides, char *const *overrides,
+		const struct config *base, const struct grid_size *size)
+{
+	struct strings all = {0};
+	for (int i = 0; i < num_overrides; i++)
+		add_override(&all, "%s", overrides[i]);
+	add_size(&all, &base->model, size->width, size->layers);
+	if (size->batch)
+		add_override(&all, "train.batch=%d", size->batch);
+	if (size->batch && size->batch < base->train.micro_batch)
+		add_override(&all, "train.micro_batch=%d", size->batch);
+	if (size->batch && size->batch < base->train.batch_warmup.start)
+		add_override(&all, "train.batch_warmup=off");
+	if (size->learning_rate)
+		add_override(&all, "schedule.peak_lr=%.3g", size->learning_rate);
+	if (size->tokens) {
+		add_override(&all, "train.steps=off");
+		add_override(&all, "train.tokens=%.0f", size->tokens);
+	}
+	int rc = config_load(c, path, (int)all.count, all.text, false);
+	if (rc == 0)
+		rc = scale_schedule(&all, c, path, base, NULL);
+	for (int64_t i = 0; i < all.count; i++)
+		free(all.text[i]);
+	free(all.text);
+	return rc;
+}
+
+/* Makes b->config from the overrides so far. */
+static int make_config(struct builder *b, const struct grid_run *r)
+{
+	return grid_run_config(b->grid, r, &b->config) == 0 ? 0 : fail_run(b, r);
 }
 
 /* Fills the row of the run whose config is b->config. */
@@ -589,7 +621,7 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 		switch (a->kind) {
 		case AXIS_SIZES:
 			sscanf(text, "%dx%d", &H, &L);
-			add_size(r, &b->base.model, H, L);
+			add_size(&r->overrides, &b->base.model, H, L);
 			add_label(&name, a, "h%d-l%d", H, L);
 			text_printf(&group, "%s", text);
 			break;
@@ -600,15 +632,15 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 			break;
 		case AXIS_KEY:
 			if (!strcmp(a->name, "train.steps"))
-				add_override(r, "train.tokens=off");
+				add_override(&r->overrides, "train.tokens=off");
 			else if (!strcmp(a->name, "train.tokens"))
-				add_override(r, "train.steps=off");
-			add_override(r, "%s=%s", a->name, text);
+				add_override(&r->overrides, "train.steps=off");
+			add_override(&r->overrides, "%s=%s", a->name, text);
 			add_label(&name, a, "%s=%s", label_of(b, a), text);
 			r->values[key++] = copy_string(text);
 			break;
 		case AXIS_SEEDS:
-			add_override(r, "train.seed=%s", text);
+			add_override(&r->overrides, "train.seed=%s", text);
 			add_label(&name, a, "s%s", text);
 		}
 	}
@@ -622,11 +654,15 @@ static int make_run(struct builder *b, struct grid_run *r, const int *index)
 	r->name = name.data;
 	int rc = make_config(b, r);
 	if (rc == 0 && length && (rc = describe(b, r)) == 0) {
-		add_override(r, "train.steps=off");
-		add_override(r, "train.tokens=%.0f", ceil(atof(length) * r->row.value[SCALING_ACTIVE_NON_EMBEDDING]));
+		add_override(&r->overrides, "train.steps=off");
+		add_override(&r->overrides, "train.tokens=%.0f",
+				ceil(atof(length) * r->row.value[SCALING_ACTIVE_NON_EMBEDDING]));
 		rc = make_config(b, r);
 	}
-	rc = rc < 0 || scale_schedule(b, r) < 0 || finish_run(b, r, &group) < 0 ? -1 : 0;
+	if (rc == 0 && b->file->scale_schedule &&
+			scale_schedule(&r->overrides, &b->config, b->grid->config, &b->base, b) < 0)
+		rc = fail_run(b, r);
+	rc = rc < 0 || finish_run(b, r, &group) < 0 ? -1 : 0;
 	free(group.data);
 	return rc;
 }
@@ -709,7 +745,6 @@ static int build(struct builder *b)
 			path_copy(g->output_dir, f->output_dir) < 0 || config_load(&b->base, g->config, 0, NULL, false) < 0)
 		return -1;
 	g->hopeless = f->stop_hopeless;
-	run_length(&b->base, 0, 0, &b->base_steps, &b->base_tokens);
 	if (!f->sizes.num_widths && !f->sizes.num_depths && f->sizes.aspect)
 		return fail_key(&b->loader, "sizes.aspect", "found without hidden_size or num_hidden_layers; expected one of "
 				"them beside it");

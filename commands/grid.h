@@ -51,6 +51,18 @@ void grid_free(struct grid *g);
 /* Prints every key of the file with its default and meaning. */
 void grid_print_keys(FILE *out);
 
+/* Another size of a run: the base config with another model, length, batch and learning rate, by the rules of `sizes`
+ * and `scale_schedule`. */
+struct grid_size {
+	int width, layers;           /* hidden_size, num_hidden_layers */
+	double tokens;               /* of the run; 0: as in the base config */
+	int batch;                   /* train.batch; 0: as there */
+	double learning_rate;        /* schedule.peak_lr; 0: as there */
+};
+/* Makes the config. base: the config that the YAML file `path` and these overrides make. */
+int grid_resize(struct config *c, const char *path, int num_overrides, char *const *overrides,
+		const struct config *base, const struct grid_size *size);
+
 /* Makes the config of a run, as `ling train` would read it now. */
 int grid_run_config(const struct grid *g, const struct grid_run *r, struct config *c);
 /* The first key in which two configs differ, as every key in nested objects: the name of the key, or NULL when they are

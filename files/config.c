@@ -726,6 +726,43 @@ uint32_t config_crc32(const struct config *c)
 	return crc;
 }
 
+/* Whether a key of a section, or of a section inside it, has another value in a than in b. */
+static bool section_differs(const struct config *a, const struct config *b, const char *section)
+{
+	json_t *x = config_value(a, section), *y = config_value(b, section);
+	const bool differs = !json_equal(x, y);
+	json_decref(x);
+	json_decref(y);
+	return differs;
+}
+
+void config_print_yaml(FILE *out, const struct config *c)
+{
+	struct config standard;
+	struct config_loader l;
+	config_loader_init(&l, &standard, "", false);
+	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
+		char section[64];
+		snprintf(section, sizeof section, "%.*s", (int)(leaf_of(k->name) - k->name - (leaf_of(k->name) > k->name)),
+				k->name);
+		const int depth = *section ? strchr(section, '.') ? 2 : 1 : 0;
+		json_t *value = key_to_json(&config_table, c, k), *usual = key_to_json(&config_table, &standard, k);
+		/* where one key of a section that may be missing is given, all that it needs are */
+		const bool given = !(k->flags & ITEM) && (k->flags & REQUIRED || !json_equal(value, usual) ||
+				(k->flags & NEEDED && section_differs(c, &standard, section)));
+		if (given && k->type == T_SECTION)
+			fprintf(out, "%*s%s:\n", 2 * depth, "", leaf_of(k->name));
+		else if (given) {
+			const bool plain = json_is_string(value) && k->type != T_TEXT;
+			char *text = json_text(value, JSON_ENCODE_ANY | JSON_REAL_PRECISION(15));
+			fprintf(out, "%*s%s: %s\n", 2 * depth, "", leaf_of(k->name), plain ? json_string_value(value) : text);
+			free(text);
+		}
+		json_decref(value);
+		json_decref(usual);
+	}
+}
+
 /* Reports a JSON value that key `name` cannot take. */
 static int fail_json(const struct config_loader *l, const char *name, const json_t *value, const char *wrong,
 		const char *expected)

@@ -255,4 +255,7 @@ int config_compare(const json_t *saved, const struct config *asked, const char *
 /* A checksum of all values: different configs have different ones, but for chance. */
 uint32_t config_crc32(const struct config *c);
 
+/* Prints a config as YAML: the keys that do not have their default, and those that must be given. */
+void config_print_yaml(FILE *out, const struct config *c);
+
 #endif

@@ -6,7 +6,7 @@ cd "$root" || exit 1
 mapfile -t sources < <(printf '%s\n' *.c files/*.c model/*.c training/*.c commands/*.c)
 mapfile -t headers < <(printf '%s\n' *.h files/*.h model/*.h training/*.h commands/*.h)
 # What commands may use of other commands; main.c may use all, as it has the table of commands.
-shared_by_commands="kv_pool prefix_tree engine replicas sampling generator line_reader result_lines samples scoring tasks self_check command options result match plot_canvas hang runs follow watched align_dumps align_runs scaling_runs scaling fit_picture child grid"
+shared_by_commands="kv_pool prefix_tree engine replicas sampling generator line_reader result_lines samples scoring tasks self_check command options result match plot_canvas hang runs follow watched align_dumps align_runs scaling_runs scaling fit_picture child grid random_steps"
 
 # The files of the guide in ling.h, the lowest first: the list behind "A file may use those above it".
 mapfile -t order < <(awk '/A file may use those above it/ { list = 1; next }

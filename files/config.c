@@ -504,6 +504,9 @@ static int expert_layers(const struct model_config *m)
 /* Checks the groups of experts, and stores 1, 1 where there are none. */
 static int check_groups(const struct loader *l, struct model_config *m)
 {
+	if (m->n_group <= 1 && m->topk_group > 1 && expert_layers(m))
+		return fail_key(l, "model.topk_group", "found %d, but there are no groups: n_group is %d or missing; expected "
+				"n_group, or topk_group 1", m->topk_group, m->n_group);
 	if (m->n_group <= 1 || !expert_layers(m)) {
 		m->n_group = m->topk_group = 1;
 		return 0;
@@ -941,6 +944,8 @@ static int load_rotary(struct config_loader *l, const json_t *root)
 	const int heads = m->num_attention_heads, head_dim = m->head_dim ? m->head_dim : heads ? m->hidden_size / heads : 0;
 	if (!json_is_integer(dim) || json_integer_value(dim) < 2 || json_integer_value(dim) > head_dim)
 		return fail_json(l, "rotary_dim", dim, "", "a whole number from 2 up to the width of a head");
+	if (key_given(&l->keys, numbers[1]->name) && (int)(head_dim * m->partial_rotary_factor) == json_integer_value(dim))
+		return 0; /* the same, perhaps rounded */
 	double part = (double)json_integer_value(dim) / head_dim;
 	if ((int)(head_dim * part) < json_integer_value(dim)) /* such as 2 of 98 */
 		part = nextafter(part, 1);
@@ -974,7 +979,10 @@ static int load_members(struct config_loader *l, const json_t *root)
 {
 	if (load_architecture(l, root) < 0 || load_huggingface(l, root) < 0)
 		return -1;
+	const bool topk_group_given = key_given(&l->keys, "model.topk_group");
 	set_architecture_defaults(l); /* rotary_dim counts in elements of a head */
+	if (l->config->model.n_group <= 1 && !topk_group_given) /* its default is for that of n_group */
+		l->config->model.topk_group = 1;
 	return load_rotary(l, root);
 }
 

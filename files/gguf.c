@@ -467,7 +467,9 @@ static int values_from_gguf(json_t *config, const struct tensors *w)
 	if (get_integer(config, "n_group") <= 1) {
 		set_integer(config, "n_group", 1);
 		set_integer(config, "topk_group", 1);
-	}
+	} else if (!json_object_get(config, "topk_group"))
+		return fail("%s: the key `%s.expert_group_used_count` is missing beside expert_group_count", w->path,
+				gguf_architectures[BAILING_MOE_V2]);
 	if (!json_number_value(json_object_get(config, "routed_scaling_factor")))
 		set_integer(config, "routed_scaling_factor", 1);
 	if (!json_object_get(config, "rope_theta"))

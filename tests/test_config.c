@@ -833,6 +833,10 @@ static void test_v2(void **state)
 			assert_int_equal(read_huggingface(&m, text), 0);
 			assert_int_equal(rotary_dim(&m), rot);
 		}
+	/* what rounds to the same elements is the same */
+	assert_int_equal(read_huggingface(&m, "{" V2 ", \"head_dim\": 96, \"rotary_dim\": 32, "
+			"\"partial_rotary_factor\": 0.334}"), 0);
+	assert_true(rotary_dim(&m) == 32 && m.partial_rotary_factor == 0.334);
 	static const char *const none[] = {"\"n_group\": 0, \"topk_group\": 0", "\"n_group\": null, \"topk_group\": null",
 		"\"n_group\": 1, \"topk_group\": 1", "\"n_group\": 1", "\"n_group\": 0, \"num_shared_experts\": null"};
 	for (int i = 0; i < COUNT(none); i++) {
@@ -862,6 +866,8 @@ static void test_v2(void **state)
 		{"\"n_group\": 3", {"n_group: found 3 for 256 experts", "divisor"}},
 		{"\"n_group\": 256", {"n_group: found 256 for 256 experts", "at least 2"}},
 		{"\"topk_group\": 9", {"topk_group: found 9 of 8 groups of 32"}},
+		{"\"n_group\": 1, \"topk_group\": 4", {"config.json: topk_group: found 4, but there are no groups"}},
+		{"\"n_group\": null, \"topk_group\": 2", {"config.json: topk_group: found 2, but there are no groups"}},
 		{"\"topk_group\": 0", {"topk_group: found 0 of 8 groups of 32"}},
 		{"\"num_experts\": 32, \"topk_group\": 1", {"topk_group: found 1 of 8 groups of 4 experts", "8 experts of"}},
 		{"\"first_k_dense_replace\": 20, \"num_nextn_predict_layers\": 1, \"num_experts\": 0",

@@ -1422,6 +1422,8 @@ static void v2_gguf_configs(void **state)
 			"`bailingmoe2.nextn_predict_layers` is an integer below 0"},
 		{"nextn_predict_layers\x04\0\0\0\x01", "nextn_predict_layers\x04\0\0\0\x03", 25,
 			"num_hidden_layers: found 0 (out of range)"},
+		{"bailingmoe2.expert_group_used_count", "bailingmop2.expert_group_used_count", 35,
+			"the key `bailingmoe2.expert_group_used_count` is missing beside expert_group_count"},
 	};
 	for (int i = 0; i < COUNT(files); i++) {
 		unlink(at("f.gguf"));

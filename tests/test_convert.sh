@@ -218,6 +218,12 @@ test_ling2() {
 	sed -i 's/"moe_router_enable_expert_bias": false/"moe_router_enable_expert_bias": true/' unbiased/config.json
 	refuse "model.layers.1.mlp.gate.expert_bias is missing" unbiased
 	expect 1 "model.layers.1.mlp.gate.expert_bias is missing" "$ling" eval unbiased --data text --seq-len 16
+	# A bias that is NaN or infinite would change the choice of experts, and no loss would show it.
+	rm -rf nan && cp -r v2 nan
+	perl -0777 -pi -e 'my $n = unpack "Q<"; /"model.layers.1.mlp.gate.expert_bias":.*?"data_offsets": *\[(\d+)/s or die;
+		substr($_, 8 + $n + $1 + 12, 4) = pack "V", 0x7fc00000' nan/model.safetensors
+	expect 1 "nan: tensor model.layers.1.mlp.gate.expert_bias has nan at row 3" "$ling" eval nan --data text --seq-len 16
+	expect 1 "nan: tensor model.layers.1.mlp.gate.expert_bias has nan at row 3" "$ling" generate nan --tokenizer byte --prompt x
 	# a form that only conversion reads; here half of one
 	rm -rf split && cp -r v2-same split
 	rewrite split/model.safetensors 's/model.layers.1.attention.query_key_value/model.layers.1.attention.q_proj/g'

@@ -131,6 +131,20 @@ test_refusals() {
 	[ ! -e refused ] && [ -z "$(find . -name '*.tmp-*' -o -name '*.lock')" ] || problem "a full disk left something behind"
 }
 
+# Ling 2.0: the expert bias is merged as the weights are, and stays float32. What MTP layers are trained with is no part of the model.
+test_ling2() {
+	local run=(train tiny.yaml train.output_dir=v2 model.architecture=BailingMoeV2ForCausalLM model.num_nextn_predict_layers=1) name=model.layers.0.mlp.gate.expert_bias
+	expect 0 "" "$ling" "${run[@]}" train.stop_at_step=4
+	expect 0 "" "$ling" "${run[@]}" train.steps=8 model.mtp_loss_scaling_factor=0.3
+	merge v2-merged v2/step-0000004 v2/step-0000008 --decay mean --dtype bf16
+	NAME=$name perl -0777 -e 'my @b = map { open my $f, "<:raw", "$_/model.safetensors" or die; $_ = <$f>; my $n = unpack "Q<";
+			/"\Q$ENV{NAME}\E":\{"dtype": *"F32".*?"data_offsets": *\[(\d+), *(\d+)/s or die "$_: no float32 bias";
+			[unpack "f<*", substr $_, 8 + $n + $1, $2 - $1] } @ARGV;
+		@{$b[0]} == 6 && "@{$b[0]}" ne "@{$b[1]}" or die; abs($b[0][$_] + $b[1][$_] - 2 * $b[2][$_]) < 1e-9 or die "$_: @{$b[0]}; @{$b[1]}; @{$b[2]}" for 0 .. 5' \
+		v2/step-0000004 v2/step-0000008 v2-merged 2>err.txt || problem "$(head -c 300 err.txt)"
+	awk -v x="$(loss v2-merged)" 'BEGIN { exit !(x > 1 && x < 6) }' || problem "the loss is $(loss v2-merged)"
+}
+
 # Other models, runs and tokenizers.
 test_others() {
 	local other="tiny.yaml train.steps=4"
@@ -169,5 +183,5 @@ test_rates() {
 	[ ! -s err.txt ] || problem "said: $(cat err.txt)"
 }
 
-check output after_it files_go_along refusals others rates
+check output after_it files_go_along refusals ling2 others rates
 finish

@@ -108,6 +108,12 @@ test_one_rank() {
 	expect 0 "" ranks 3 "$ling" train tiny.yaml train.steps=12 train.output_dir=bad-rank --inject nan@step=3,rank=1 --inject inf@step=5,rank=2
 	[ "$(decisions bad-rank | grep -c '^\["skip"')" = 2 ] || problem "$(decisions bad-rank)"
 	each_once bad-rank 12
+	# Ling 2.0's expert bias stays as it is in a skipped step: in the next one it moves by less than twice the rate.
+	expect 0 "" ranks 2 "$ling" train tiny.yaml train.steps=6 train.output_dir=bias model.architecture=BailingMoeV2ForCausalLM parallel.expert=2 \
+		--inject nan@step=4,rank=1
+	[ "$(decisions bias | grep -c '^\["skip"')" = 1 ] || problem "$(decisions bias)"
+	jq -es '.[3].expert_bias as $after | .[2].expert_bias | to_entries | length > 0 and all(.[]; $after[.key] - .value | fabs < 2e-3)' bias/metrics.jsonl >out.txt ||
+		problem "$(jq -c .expert_bias bias/metrics.jsonl)"
 }
 
 # A level that stays is accepted with the fifth batch.
